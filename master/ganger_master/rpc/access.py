@@ -176,7 +176,7 @@ class UserLimits:
             user.streams -= 1
 
     def _user(self, caller: CallerIdentity) -> _User | None:
-        """None for callers without limits."""
+        """Return the record of the caller's user; None for a caller without limits."""
         if not caller.has_own_jobs_only:
             return None
         user = self._users.get(caller.name)

@@ -185,18 +185,18 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         return node
 
     async def _hold(self, node: str, request: agent_pb2.ReconcileRequest, call: object) -> None:
-        """Until there is news for the node, a newer call came, or the last answer is as old as the call may wait.
+        """Wait until there is news for the node, a newer call came, or the last answer is as old as the call may wait.
 
-        A daemon with news of its own drops the held call and makes another: on a node whose gangs take turns, at every
-        turn. If the time counted from each call, such a daemon would never be answered, and its node be lost.
+        A daemon with news of its own drops the held call and makes another; on a time-sliced node, in every time slice.
+        If the time counted from each call, such a daemon would never be answered, and its node would be lost.
         """
         last = self._answered_at.get(request.session)
         if last is None:
-            # The first answer tells the daemon that the master is there and knows it.
+            # The first answer confirms to the daemon that the master has its session.
             return
         longest = self._writer.state.settings.poll_seconds
-        asked = times.seconds(request.max_wait) if request.HasField("max_wait") else longest
-        hold = min(asked, longest) * random.uniform(_JITTER, 1.0)
+        wanted = times.seconds(request.max_wait) if request.HasField("max_wait") else longest
+        hold = min(wanted, longest) * random.uniform(_JITTER, 1.0)
         loop = asyncio.get_running_loop()
         end = last + hold
         committed = self._writer.committed
@@ -251,7 +251,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             self._judge(job, rule, sample)
 
     def _judge(self, job: JobRecord, rule: StopRule, sample: Sample) -> None:
-        """Tells the core of a member of an array that has come to a rung; what was said before is no news there."""
+        """Send the core the metric of an array member that has reached a rung, unless it was sent before."""
         loss = sample.loss if math.isfinite(sample.loss) else None
         report = report_of(rule, sample.step, loss, sample.metrics)
         if report is not None and has_climbed(rule, job, report[1]):

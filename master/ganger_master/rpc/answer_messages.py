@@ -116,7 +116,7 @@ class PageRoom:
 
 
 def page_token(name: str) -> str:
-    """Of a page whose last entry has this name."""
+    """Return the token of the page after the entry with this name."""
     return base64.urlsafe_b64encode(f"after:{name}".encode()).decode()
 
 
@@ -158,7 +158,7 @@ def error_of(refused: Refused) -> errors.ApiError:
 
 
 def expect(answer: object, kind: type[_Kind]) -> _Kind:
-    """The answer if it is of the kind a command asks for; raises ApiError for a refusal."""
+    """Return the answer, which must be of this kind. Raises ApiError for a refusal."""
     if isinstance(answer, Refused):
         raise error_of(answer)
     assert isinstance(answer, kind), f"expected {kind.__name__}, the core answered {type(answer).__name__}"
@@ -194,14 +194,14 @@ class Shown:
         """Raises JobNotFound."""
         job = self.job_named(number)
         state, committed = self._writer.state, self._writer.committed
-        told = told_blockers(state, job)
+        reported = told_blockers(state, job)
         gang = committed.gangs.get(job.epoch)
         return job_messages.job_to_wire(
             job,
             gang,
             committed.gangs.get(job.next_epoch),
             # In a list of many jobs not all nodes are looked at for each.
-            blockers=tuple([as_it_is(state, one) if one.node else one for one in told]),
+            blockers=tuple([as_it_is(state, one) if one.node else one for one in reported]),
             queue_rank=state.queue_rank(number),
             sample=self._progress.of(number),
             beside=() if gang is None else colocation.beside(state, gang),

@@ -240,7 +240,7 @@ def _rules_to_wire(spec: JobSpec, message: job_pb2.JobSpec) -> None:
 
 
 def update_from_wire(message: job_service_pb2.JobUpdate) -> Update:
-    """Not yet judged, as a spec. Raises RequestInvalid."""
+    """Return the update, which is not yet validated as a spec. Raises RequestInvalid."""
     plain = ("display_name", "priority", "device_type", "memory_bytes", "millicores_per_gpu")
     given: dict[str, Any] = {field.name: value for field, value in message.ListFields() if field.name in plain}
     return Update(
@@ -372,7 +372,7 @@ def gang_to_wire(
 
 
 def pids_and_cores(job: JobRecord, gang: Gang) -> tuple[list[int], list[str]]:
-    """By rank; zero and empty where they are not known."""
+    """Return the process id and the cores of each rank; zero and empty where they are not known."""
     by_piece = ranks_by_claim(job.spec.roles, gang.claims)
     world = sum([len(ranks) for ranks in by_piece])
     pids, cores = [0] * world, [""] * world
@@ -430,7 +430,7 @@ def capabilities_from_wire(message: job_pb2.Capabilities) -> Capabilities:
 
 
 def progress_from_wire(epoch: int, message: job_pb2.Progress) -> JobProgress:
-    """That of an ended attempt. Its time is when the master first heard of it."""
+    """Return the progress of an ended attempt, which has no time of its own."""
     loss = message.loss if math.isfinite(message.loss) else None
     waited = min(1.0, max(0.0, message.data_wait_share))
     metrics = metrics_from_wire(message)

@@ -1,6 +1,6 @@
 """ReadLog across nodes: a rank's log is segments on every node where it ran, and copies of sealed ones elsewhere.
 
-A sweep asks every node that may have a part for what it has from an offset on and takes the one that begins first,
+A sweep queries every node that may have a part from an offset on and takes the part that begins first,
 until none has more. What no node has before the first that has some is reported as lost. Following means: read the node
 where the rank runs until it is placed anew or over, then sweep again.
 """
@@ -30,11 +30,11 @@ from ganger_master.runtime.writer import Writer
 _BEYOND_EVERYTHING: Final = (1 << 63) - 1
 # A node that does not answer must not hold up the parts others have.
 _FIRST_CHUNK_S: Final = 5.0
-# How often a follower looks again where nothing tells it that there is more.
+# How often a follower looks again where nothing reports that there is more.
 _LOOK_AGAIN_S: Final = 0.5
 _CHANNELS_KEPT: Final = 64
-# Nodes that one reader asks at once.
-_ASKED_AT_ONCE: Final = 64
+# Nodes that one reader queries at once.
+_QUERIED_AT_ONCE: Final = 64
 # Logs of which it is remembered where they may lie.
 _PLACES_KEPT: Final = 1_000
 _T = TypeVar("_T")
@@ -92,7 +92,7 @@ class LogProxy:
             position = chunk.offset + len(chunk.data)
             yield chunk
         if not follow and position == begin:
-            await self._check_heard(job, rank)
+            await self._check_answers(job, rank)
             self._check_kept(job)
         if follow:
             async for chunk in self._follow(number, rank, position):
@@ -190,11 +190,11 @@ class LogProxy:
                 return
 
     async def _end_of(self, job: JobRecord, rank: int) -> int:
-        """Right after the last byte any node knows of; 0 when none does."""
+        """Return the offset after the last byte that any node has; 0 if none has one."""
         return max([end or 0 for end in (await self._ends(job, rank)).values()], default=0)
 
-    async def _check_heard(self, job: JobRecord, rank: int) -> None:
-        """Raises NodeSilent if a node where the job was cannot be asked: nothing said is not nothing written."""
+    async def _check_answers(self, job: JobRecord, rank: int) -> None:
+        """Raise NodeSilent if a node where the job was does not answer: it may have a part of the log."""
         silent = sorted(node for node, end in (await self._ends(job, rank)).items() if end is None)
         if silent:
             where = ", ".join(f"nodes/{node}" for node in silent)
@@ -210,14 +210,14 @@ class LogProxy:
             )
 
     async def _trouble_with(self, node: str) -> str:
-        """What is wrong with certificates, if that is why a node does not answer."""
+        """Return what is wrong with certificates, if a node does not answer for that reason; else an empty text."""
         known = self._writer.committed.nodes.get(node)
         if not self._tls or known is None or not known.peer_address:
             return ""
         return await asyncio.to_thread(trouble_with, Endpoint(known.peer_address, tls=self._tls), CallerRole.DAEMON)
 
     async def _ends(self, job: JobRecord, rank: int) -> dict[str, int | None]:
-        """By node where the job may have been."""
+        """Return the end of the log on each node where the job may have been; None where a node does not answer."""
         return await self._ends_on(await self._places(job, rank), job, rank)
 
     async def _ends_on(self, nodes: Sequence[str], job: JobRecord, rank: int) -> dict[str, int | None]:
@@ -225,8 +225,8 @@ class LogProxy:
         return dict(zip(nodes, ends, strict=True))
 
     async def _end_on(self, node: str, job: JobRecord, rank: int) -> int | None:
-        """None if the node does not answer."""
-        # Asked for what lies beyond everything, a daemon says where its log ends.
+        """Return the end of the log on a node, in bytes; None if it does not answer."""
+        # The refusal of an offset beyond everything contains the end of the daemon's log.
         call = self._call(node, job, rank, _BEYOND_EVERYTHING, follow=False)
         if call is None:
             return None
@@ -283,7 +283,7 @@ class LogProxy:
         return channel
 
     def _home_of(self, job: JobRecord, rank: int) -> str | None:
-        """The node where the rank is placed now."""
+        """Return the node where the rank is placed now; None without a gang."""
         gang = self._writer.committed.gangs.get(job.epoch)
         if gang is None:
             return None
@@ -293,14 +293,14 @@ class LogProxy:
         return None
 
     async def _places(self, job: JobRecord, rank: int) -> list[str]:
-        """Nodes that may have a part of the log: where the job is, where its history says it was."""
+        """Return the nodes that may have a part of the log: where the job is, and where it was by its history."""
         nodes: dict[str, None] = {}
         if (home := self._home_of(job, rank)) is not None:
             nodes[home] = None
         for gang in self._writer.committed.gangs.values():
             if gang.job == job.number:
                 nodes.update(dict.fromkeys(gang.nodes))
-        # Between two approvals nothing is added to where it was: a follower asks all the time.
+        # Nodes are added only by an approval, and followers call this often.
         log = _Log(job.uid, rank, job.revision, is_somewhere=bool(nodes))
         if log not in self._former:
             found = await self._former_places(job, log)
@@ -323,11 +323,11 @@ class LogProxy:
 
 
 async def _side_by_side(calls: Sequence[Callable[[], Awaitable[_T]]]) -> list[_T]:
-    """What they return, in their order."""
-    turn = asyncio.Semaphore(_ASKED_AT_ONCE)
+    """Return the results of the calls, in their order."""
+    limit = asyncio.Semaphore(_QUERIED_AT_ONCE)
 
     async def one(call: Callable[[], Awaitable[_T]]) -> _T:
-        async with turn:
+        async with limit:
             return await call()
 
     return await asyncio.gather(*(one(call) for call in calls))

@@ -198,7 +198,7 @@ class _Common(TypedDict):
 
 
 def plan_from_wire(message: scheduling_pb2.Plan) -> commands.ProposePlan:
-    """Not yet judged. Raises PlanInvalid and RequestInvalid."""
+    """Return the plan, which is not yet judged. Raises PlanInvalid and RequestInvalid."""
     if len(message.changes) > commands.CHANGES_LIMIT:
         many = f"a plan has at most {commands.CHANGES_LIMIT} changes, this one {len(message.changes)}"
         raise errors.PlanInvalid(f"{many}: propose the others in the next one")

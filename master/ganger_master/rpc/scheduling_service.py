@@ -46,13 +46,13 @@ _JUDGED_AT_ONCE: Final = 128
 _MESSAGES_AHEAD: Final = 16
 # Between two deltas of one watcher, so that a busy master does not send one for every commit.
 _DELTA_S: Final = 0.01
-# Rows turned into messages before other calls get their turn.
+# Rows turned into messages before other calls run.
 _ROWS_AT_ONCE: Final = 500
 _SHORTEST_INTERVAL_S: Final = 0.1
 _LONGEST_INTERVAL_S: Final = 600.0
 # Minimum time between two deltas of all jobs: a planner takes longer to process one.
 _CLUSTER_DELTA_S: Final = 0.01
-# Jobs in one message, before other calls get their turn.
+# Jobs in one message, before other calls run.
 _JOBS_AT_ONCE: Final = 200
 
 _Judged: TypeAlias = tuple[Sequence[scheduling_pb2.GangRequest], asyncio.Future[Sequence[Answer]]]
@@ -217,9 +217,9 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                     yield lease
 
     async def RequestGang(self, request: scheduling_pb2.GangRequest, context: Any) -> scheduling_pb2.Verdict:
-        asked = _gang_request(request)
-        check_jobs(self._callers.of(context), self._shown, (asked.number,))
-        return verdict_of(request.job, await self._writer.submit(asked))
+        command = _gang_request(request)
+        check_jobs(self._callers.of(context), self._shown, (command.number,))
+        return verdict_of(request.job, await self._writer.submit(command))
 
     async def RequestGangs(
         self, request_iterator: AsyncIterator[scheduling_pb2.GangRequests], context: Any
@@ -264,7 +264,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                     await judged.put((part, self._writer.submit_all(requests)))
                     await asyncio.sleep(0)
         except Exception:
-            # Told where it is awaited, after what was judged before it.
+            # The error is raised where the answers are awaited, after what was judged before it.
             await judged.put(None)
             raise
         await judged.put(None)
@@ -297,8 +297,8 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
             isinstance(change, StartChange | SliceChange) for change in plan.changes
         ):
             raise errors.PlanInvalid(
-                f"policy {state.settings.policy}: the planner places all jobs, a user's plan starts none and has none"
-                " take turns"
+                f"policy {state.settings.policy}: the planner places all jobs, a user's plan neither starts"
+                " nor time-slices any"
             )
         for claim in [claim for change in plan.changes for claim in claims_in(change) if claim.shared_mask]:
             for epoch in state.gangs.places_on.get(claim.node, ()):
@@ -313,7 +313,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
         caller = self._callers.of(context)
         if caller.has_own_jobs_only:
             if jobs is None:
-                raise errors.RequestInvalid("name the jobs whose progress to watch: a user is told of own ones only")
+                raise errors.RequestInvalid("name the jobs whose progress to watch: a user sees only own jobs")
             check_jobs(caller, self._shown, jobs)
         interval = times.seconds(request.interval) if request.HasField("interval") else 1.0
         loop = asyncio.get_running_loop()
@@ -336,7 +336,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
             await asyncio.sleep(min(max(interval, _SHORTEST_INTERVAL_S), _LONGEST_INTERVAL_S))
 
     def _view_delta(self, version: int, after: int, removed: Iterable[str]) -> scheduling_pb2.ViewDelta:
-        """Still without nodes."""
+        """Return a delta of the view without its nodes."""
         return scheduling_pb2.ViewDelta(
             version=version,
             from_version=after,
@@ -366,7 +366,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
             revision=lease.revision,
             remaining=times.duration(lease.expires - now),
             rank=lease.rank,
-            # As many tasks as it asks for now: of an elastic job that rests, as many as rest.
+            # As many tasks as it requests now; for a parked elastic job, as many as are parked.
             spec=job_messages.spec_to_wire(replace(job.spec, roles=job.shape.roles), with_environment=False),
             waited=times.duration(max(0.0, now - (job.pending_since or now))),
             parked=[] if parked is None else convert.claims_to_wire(parked.parked_claims),
@@ -416,7 +416,8 @@ def _gang_request(message: scheduling_pb2.GangRequest) -> commands.RequestGang:
 
 
 def _fill(verdict: scheduling_pb2.Verdict, job: str, answer: Answer) -> None:
-    """On the batched stream a request that cannot be judged is refused in its place; the others stand."""
+    """Fill in the verdict on one request of the batched stream. One that cannot be judged is refused; the others
+    stand."""
     if isinstance(answer, Refused):
         verdict.job = job
         verdict.rejected.refusals.add(reason=answer.reason, message=answer.message)

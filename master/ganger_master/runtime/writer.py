@@ -42,7 +42,7 @@ from ganger_master.store.tables import Codec
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-# Callers that may wait for one commit; more are told to come back.
+# Callers that may wait for one commit; more are rejected, and retry.
 _MOST_WAITING: Final = 60_000
 # Between attempts to read the store again after it failed, and before it is read after commits that failed in a row.
 _RELOAD_S: Final = (0.1, 0.5, 2.0, 5.0)
@@ -138,7 +138,7 @@ class Writer:
         self._idle.set()
         self._scheduled: asyncio.Handle | None = None
         self._alarm: asyncio.TimerHandle | None = None
-        # The newest turn that was let out.
+        # The newest placement lease that was sent.
         self._told = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_ready = False
@@ -147,7 +147,7 @@ class Writer:
         self._is_reloading = False
         self._is_closing = False
         self._crashes: deque[float] = deque(maxlen=_MOST_CRASHES)
-        # Told of all that is decided; one that is asked for begins and ends where a batch does.
+        # Records all that is decided; a requested recording begins and ends between two batches.
         self._recording: DecisionRecording | None = None
         self._recording_next: DecisionRecording | None = None
         self._recording_ends = ""
@@ -156,18 +156,18 @@ class Writer:
         self._failed_commits = 0
 
     async def start(self) -> None:
-        """Opens the store and loads everything. Raises StoreError."""
+        """Open the store and load everything. Raises StoreError."""
         await self._thread.ask(self._store.open)
         await self._load()
         self._look_often()
 
     @property
     def is_ready(self) -> bool:
-        """Whether it takes commands: not while it reads the store, again after an error."""
+        """Return whether it accepts commands: not while it reads the store, also after an error."""
         return self._is_ready
 
     async def close(self) -> None:
-        """Commits what is accepted, then lets go of the store."""
+        """Commit what is accepted, then close the store."""
         self._is_closing = True
         while self._is_ready and (self._committing or self._open.is_touched):
             await self._idle.wait()
@@ -189,11 +189,11 @@ class Writer:
         self.stopped.set()
 
     def submit(self, command: Command) -> asyncio.Future[Answer]:
-        """The answer, once what it says is durable. Raises NotReady or Internal; refusals are answers."""
+        """Return the answer, once its content is durable. Raises NotReady or Internal; refusals are answers."""
         return self._taken((command,), _only)
 
     def submit_all(self, commands: Sequence[Command]) -> asyncio.Future[Sequence[Answer]]:
-        """Answers in the order of the commands, as one: durable together with the last of them."""
+        """Return the answers in the order of the commands, once all of them are durable."""
         return self._taken(commands, _all)
 
     def now(self) -> float:
@@ -236,7 +236,7 @@ class Writer:
         return future
 
     def record(self, recording: DecisionRecording) -> None:
-        """Tells it all that is decided from the end of this batch on. AlreadyRecording, or NotReady."""
+        """Record all that is decided from the end of this batch on. Raises AlreadyRecording or NotReady."""
         if self._recording is not None or self._recording_next is not None:
             raise AlreadyRecording("a recording is being made already: wait until it has ended")
         if not self._is_ready:
@@ -249,7 +249,7 @@ class Writer:
         return NotReady(f"{'the master is stopping' if self._is_closing else self._away}: try again")
 
     def end_recording(self, reason: str) -> None:
-        """With the end of this batch; nothing if there is none any more."""
+        """End the recording with the end of this batch; do nothing if there is none."""
         if self._recording is None:
             # It has not begun, so there is nothing to be read.
             self._recording_next, recording = None, self._recording_next
@@ -261,7 +261,7 @@ class Writer:
             self._begin_or_end_recording(self._clock())
 
     def tell(self, command: Command) -> None:
-        """Submits without waiting for the answer."""
+        """Submit a command without waiting for the answer."""
         self.submit(command).add_done_callback(_seen)
 
     async def history(self, subject: str, after_sequence: int, limit: int) -> Sequence[HistoryEntry]:
@@ -271,7 +271,7 @@ class Writer:
         return await asyncio.to_thread(self._store.oldest_sequence)
 
     async def compact(self, before_time: float, limit: int) -> int:
-        """Forgets old history; runs between commits."""
+        """Delete old history, between two commits."""
         return await self._thread.ask(self._store.compact, before_time, limit)
 
     def _seal_soon(self) -> None:
@@ -328,7 +328,7 @@ class Writer:
         self._thread.do(self._write_and_tell, sealed, loop, began)
 
     def _begin_or_end_recording(self, now: float) -> None:
-        """Between two batches."""
+        """Begin the requested recording, or end the present one; call between two batches."""
         recording = self._recording
         if recording is None:
             self._recording, self._recording_next = self._recording_next, None

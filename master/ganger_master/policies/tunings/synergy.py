@@ -199,7 +199,7 @@ def place(gangs: Gangs, nodes: TuningNodes) -> Pieces:
 
 
 def largest_first(gangs: Gangs, demand: TuningDemand) -> Integers:
-    """Return positions of gangs, largest first: by GPUs, then cores, then memory of the whole gang. Ties keep their
+    """Return positions of gangs, largest first: by GPUs, then cores and memory of the whole gang. Ties keep their
     order."""
     return np.lexsort((-demand.memory_bytes * gangs.gpus, -demand.cores * gangs.gpus, -gangs.gpus))
 
