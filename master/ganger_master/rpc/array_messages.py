@@ -44,8 +44,7 @@ def _too_much(text: str) -> errors.SpecInvalid:
 
 
 def array_to_wire(members: Sequence[JobRecord], samples: Sequence[Sample | None]) -> array_pb2.Array:
-    """Return the message of an array. `members`: those that are remembered, at least one; `samples`: the last of
-    each."""
+    """Return the message of an array. `members`: those remembered, at least one; `samples`: the last of each."""
     first, array = members[0], members[0].spec.array
     assert array is not None
     states = Counter("held" if job.held and not job.state.is_finished else job.state.value.lower() for job in members)

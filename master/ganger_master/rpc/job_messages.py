@@ -430,7 +430,7 @@ def capabilities_from_wire(message: job_pb2.Capabilities) -> Capabilities:
 
 
 def progress_from_wire(epoch: int, message: job_pb2.Progress) -> JobProgress:
-    """Return the progress of an ended attempt, which has no time of its own."""
+    """Return the progress of an ended attempt. The core sets its time when it receives the first report."""
     loss = message.loss if math.isfinite(message.loss) else None
     waited = min(1.0, max(0.0, message.data_wait_share))
     metrics = metrics_from_wire(message)

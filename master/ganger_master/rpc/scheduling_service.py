@@ -416,8 +416,7 @@ def _gang_request(message: scheduling_pb2.GangRequest) -> commands.RequestGang:
 
 
 def _fill(verdict: scheduling_pb2.Verdict, job: str, answer: Answer) -> None:
-    """Fill in the verdict on one request of the batched stream. One that cannot be judged is refused; the others
-    stand."""
+    """Fill in the verdict on one request of the batched stream. One that cannot be judged is refused alone."""
     if isinstance(answer, Refused):
         verdict.job = job
         verdict.rejected.refusals.add(reason=answer.reason, message=answer.message)

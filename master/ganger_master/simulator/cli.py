@@ -39,7 +39,7 @@ def _list_policies(context: click.Context, _: click.Parameter, is_wanted: bool) 
 
         for name in NAMES:
             is_oracle = policy_named(name).order.knows_durations
-            click.echo(f"{name}  (an oracle: it knows run times)" if is_oracle else name)
+            click.echo(f"{name}  (an oracle: it uses recorded run times)" if is_oracle else name)
         # Parts that may follow a plus.
         for name in PLACEMENTS:
             click.echo(f"+{name}  (where gangs go)")
@@ -165,7 +165,7 @@ def compare(
         for load in asked
     ]
     if seeds > 1 and all(_are_alike(runs_of) for _, group in groups for runs_of in group.values()):
-        say("every seed gave the same run, so ± says nothing: with --draw N each takes other jobs")
+        say("every seed gave the same run, so ± has no meaning: with --draw N each takes other jobs")
     with _whether_read_or_not():
         if flags["as_json"]:
             _print_json(tables.compared(source, experiment.options(flags["seed"]), groups))
@@ -178,7 +178,7 @@ def compare(
 
 
 def _are_alike(runs: Sequence[Figures]) -> bool:
-    """But for their seeds, and what it took to simulate them."""
+    """Return whether the runs differ in nothing but their seeds and the time that they took."""
     return len({(run.avg_jct_s, run.p95_jct_s, run.makespan_s, run.avg_waiting_s) for run in runs}) == 1
 
 
@@ -211,7 +211,7 @@ def _in_processes(
 
 
 class _Experiment:
-    """What both commands were asked, but for policies and loads; made only of what is right."""
+    """The options of both commands, without policies and loads; they are validated when it is made."""
 
     def __init__(self, trace: str, policies: Sequence[str], flags: Mapping[str, Any]) -> None:
         self.flags = flags
@@ -246,7 +246,7 @@ class _Experiment:
         )
 
     def material(self) -> Material:
-        """Reads the trace, and says on stderr what became of its rows."""
+        """Read the trace, and report on stderr what became of its rows."""
         from ganger_master.policies import policy_named
         from ganger_master.policies.stages import Tune
         from ganger_master.simulator.inputs import TraceSelection, material
@@ -293,7 +293,7 @@ class _Experiment:
         ]
 
     def save(self, runs: Sequence[tuple[Load, Run, Figures]]) -> None:
-        """The files that were asked for."""
+        """Write the files that the options request."""
         from ganger_master.simulator.report.files import save_figures, save_run
 
         directory: Path | None = self.flags["csv"]
@@ -345,7 +345,7 @@ _DIFFERENCES: tuple[Callable[[tuple[Load, Run, Figures]], str], ...] = (
 
 
 def _name(text: str) -> str:
-    """As a name of a file."""
+    """Return the text as part of a file name."""
     return "".join(sign if sign.isalnum() or sign in "-+." else "_" for sign in text)
 
 
@@ -396,9 +396,9 @@ def _check_each_flag_tells(flags: Mapping[str, Any], policies: Sequence[str]) ->
         raise click.UsageError("--moves-per-hour is for policies that move running jobs: add +defrag to one")
     if flags["profile_s"] is not None and not resizes:
         if flags["rates"] != "profiles":
-            raise click.UsageError("--profile says how long profiles take: give --rates profiles too")
+            raise click.UsageError("--profile is the time that profiles take: give --rates profiles too")
         if not any(policy.tunes_by_profiles for policy in asked):
-            raise click.UsageError("--profile: none of these policies goes by profiles: add +synergy-tune to one")
+            raise click.UsageError("--profile: none of these policies uses profiles: add +synergy-tune to one")
 
 
 def _costs(given: Sequence[tuple[str, float]]) -> SwitchCosts:
@@ -470,6 +470,6 @@ def _print_json(value: Mapping[str, Any]) -> None:
 
 
 def _import_numpy() -> None:
-    """It asks once how many threads it may have: when it is imported."""
+    """Import NumPy with one thread: it reads the number of threads only when it is imported."""
     with one_thread_each():
         import numpy  # noqa: F401

@@ -127,7 +127,7 @@ class QuotasType(click.ParamType):  # type: ignore[type-arg]  # as above
 
 
 def _all_quotas(context: click.Context, parameter: click.Parameter, values: tuple[dict[str, int], ...]) -> Any:
-    """Those of a flag that may be given several times."""
+    """Return the quotas of a flag that may be given several times as one mapping. Raises BadParameter."""
     found: dict[str, int] = {}
     for quotas in values:
         for user in found.keys() & quotas.keys():
@@ -160,7 +160,7 @@ CLUSTER = ("nodes", "gpus_per_node", "gpu_type", "gpu_memory", "topology", "core
 _PART_OF_CLUSTER = {
     "nodes": (click.INT, "N", "Servers of the cluster, all alike."),
     "gpus_per_node": (click.INT, "G", "GPUs of each."),
-    "gpu_type": (click.STRING, "TYPE", "What they are called, for traces that ask for types."),
+    "gpu_type": (click.STRING, "TYPE", "What they are called, for traces that request types."),
     "gpu_memory": (click.STRING, "SIZE", "Of each GPU; default: 16G."),
     "topology": (click.STRING, "SxG", "Sockets by GPUs of each, such as 2x4."),
     "cores_per_node": (click.STRING, "C", "Default: 3 for each GPU."),

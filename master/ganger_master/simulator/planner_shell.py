@@ -319,4 +319,4 @@ class Planning:
 
 
 def _nothing() -> None:
-    """Only let virtual time reach this instant."""
+    """Do nothing: the event only lets virtual time reach this instant."""

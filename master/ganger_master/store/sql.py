@@ -39,13 +39,14 @@ _MIGRATIONS = Path(__file__).with_name("migrations")
 
 
 def upgrade(engine: Engine) -> None:
-    """One transaction where the database can; does nothing if the schema is there."""
+    """Update the schema, if need be, in one transaction where the database can. Raises StoreError."""
     scripts = ScriptDirectory.from_config(_config(None))
     known = {script.revision for script in scripts.walk_revisions()}
     with engine.begin() as connection:
         current = MigrationContext.configure(connection).get_current_revision()
         if current is not None and current not in known:
-            raise StoreError(Problem.NEWER, f"the database has schema {current}, this ganger knows {sorted(known)[-1]}")
+            newest = sorted(known)[-1]
+            raise StoreError(Problem.NEWER, f"the database has schema {current}, this ganger supports {newest}")
         if current != scripts.get_current_head():
             command.upgrade(_config(connection), "head")
 
@@ -275,7 +276,7 @@ class SqlStore:
             statement.run(connection, rows[start : start + _ROWS_PER_STATEMENT])
 
     def _statement(self, verb: str, table: str) -> _Statement:
-        """For one row, to be run for each of several."""
+        """Return the statement for one row, which runs once for each row."""
         found = self._statements.get((verb, table))
         if found is None:
             found = _Statement.of(_built(verb, table, self._engine.dialect.name), self._engine)
@@ -380,7 +381,7 @@ def _create_file(url: str | URL) -> None:
 
 
 class _explained:  # noqa: N801 - reads as a phrase: with _explained(url)
-    """Turns what drivers raise into a StoreError that says what to do."""
+    """Turn what drivers raise into a StoreError that states what to do."""
 
     def __init__(self, url: str | URL) -> None:
         self._url = url

@@ -213,7 +213,7 @@ def test_a_bad_trace_is_refused_with_its_lines(said: Said, tmp_path: Path, text:
         (["example", *ONE_NODE, "--ideal", "--plan-every", "0"], "--ideal and --plan-every exclude each other"),
         (["example", *ONE_NODE, "--round", "9", "--plan-every", "9"], "--round and --plan-every exclude each other"),
         (["example", *ONE_NODE, "--profile", "5m"], "give --rates profiles too"),
-        (["example", *ONE_NODE, "--rates", "profiles", "--profile", "5m"], "none of these policies goes by profiles"),
+        (["example", *ONE_NODE, "--rates", "profiles", "--profile", "5m"], "none of these policies uses profiles"),
         (["example", *ONE_NODE, "--elastic", "4"], "policies with +elastic give jobs other sizes: name one"),
         (["example", *ONE_NODE, "--ideal", "-p", "synergy"], "write las, not synergy"),
         (["example", *ONE_NODE, "--jobs", "1", "--draw", "1"], "exclude each other"),
@@ -367,7 +367,7 @@ def test_what_tells_nothing_is_said(said: Said, trace: Path) -> None:
     """Seeds that draw nothing, and tunings where cores make no difference."""
     code, _, err = said("compare", trace, *ONE_NODE, "-p", "fifo,srtf+synergy-tune", "--seeds", "2")
     assert code == 0
-    assert "every seed gave the same run, so ± says nothing" in err
+    assert "every seed gave the same run, so ± has no meaning" in err
     assert "srtf+synergy-tune: cores and memory make no job faster at recorded rates" in err
     code, _, err = said("compare", trace, *ONE_NODE, "-p", "fifo,srtf", "--draw", "2", "--seeds", "2")
     assert code == 0

@@ -5,7 +5,7 @@ Whether a shared cluster served each job at least as well as an equal part of it
 Themis (Mahajan et al., NSDI 2020, section 3): finish-time fairness rho = T_shared / T_independent, where the
 independent cluster has 1/N of the GPUs, N being the jobs that contend. rho <= 1 is the promise of sharing.
 
-Which kinds of gangs a workload asks for, and how often: what the measure of fragmentation goes by.
+The kinds of gangs in a workload and their frequencies, from which fragmentation is measured.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ganger_master.simulator.traces.workload import Floats, Integers, Workload, 
 def finish_time_fairness(
     submit_s: Floats, end_s: Floats, gpus: Integers, duration_s: Floats, cluster_gpus: int, now_s: float | None = None
 ) -> Floats:
-    """rho of each job: JCT / (duration x max(1, gang x N / GPUs of the cluster)); NaN for jobs that have not ended or
-    whose duration is unknown.
+    """Return rho of each job: JCT / (duration x max(1, gang x N / GPUs of the cluster)); NaN for jobs that have not
+    ended or whose duration is unknown.
 
     N is the time-weighted mean of the jobs that were live (submitted, not ended) between the job's submission and its
-    end. A gang larger than its part of the cluster takes turns there, as in Gavel's isolated share (OSDI 2020, section
-    4.2): it takes gang / part times as long. A job without `end_s` counts as live until `now_s`, the end of the run.
-    """
+    end. A gang larger than its part of the cluster is time-sliced there, as in Gavel's isolated share (OSDI 2020,
+    section 4.2): it takes gang / part times as long. A job without `end_s` counts as live until `now_s`, the end of the
+    run."""
     if not len(submit_s):
         return np.empty(0)
     last = np.nanmax(np.append(end_s, submit_s.max())) if now_s is None else now_s
@@ -59,9 +59,9 @@ def live_jobs(submit_s: Floats, end_s: Floats) -> StepSeries:
 
 
 def demand_of(jobs: Workload, device_types: tuple[str, ...]) -> GangMix:
-    """The kinds of gangs in a workload, the most frequent 128 of them; ValueError of none."""
+    """Return the 128 most frequent kinds of gangs in a workload. Raises ValueError if there is none."""
     if not len(jobs):
-        raise ValueError("no job asks for anything")
+        raise ValueError("the workload has no jobs")
     per_gpu = np.column_stack(
         (
             jobs.gpus,
@@ -98,10 +98,10 @@ class SizeFigures:
 
 @dataclass(frozen=True)
 class Figures:
-    """NaN where a figure cannot be told. Times are of jobs that ended; percentiles are observed values
+    """The figures of a run, NaN where unknown. Times are of jobs that ended; percentiles are observed values
     (`statistics.percentile`), the median is the usual one. A millisecond late is in time.
 
-    `jobs` were submitted (in the window, if one was asked for), `unfinished` of them had not ended. `makespan_s` runs
+    `jobs` were submitted (in the window, if there is one), `unfinished` of them had not ended. `makespan_s` runs
     from the first submission to the last end, NaN with jobs unfinished. `gpu_utilization` and `core_utilization` are
     what was held by what there was, over the makespan or window. `fragmentation` is the share of free GPUs that the
     next gang could not use, `fragmented_gpus` their mean number. `rho` is Themis's finish-time fairness. Waiting is all
@@ -223,7 +223,7 @@ def _fairness(run: Run, chosen: Flags) -> tuple[Floats, Floats]:
 
 
 def by_gang_size(jobs: Outcomes) -> dict[str, SizeFigures]:
-    """By size class, smallest first."""
+    """Return the figures of each size class, smallest first."""
     names = size_names(jobs.gpus)
     class_of = {size: names.index(size_class(size)) for size in set(jobs.gpus.tolist())}
     codes = np.array([class_of[size] for size in jobs.gpus.tolist()], int)
@@ -241,8 +241,8 @@ def by_gang_size(jobs: Outcomes) -> dict[str, SizeFigures]:
 def _used(
     run: Run, name: str, held_seconds: Floats, window_s: tuple[float, float] | None, begin: float, end: float
 ) -> float:
-    """Mean of what was in use. From the jobs where the whole run is asked about: no recording is as exact. What jobs
-    hold together is in use once."""
+    """Return the mean of what was in use; what jobs share counts once. For a whole run it is computed from the jobs,
+    which is more exact than the recorded series."""
     if window_s is None and not (run.shares and name == "used_gpus"):
         return _ratio(float(held_seconds.sum()), end - begin)
     return _series_mean(run, name, begin, end)
@@ -254,7 +254,7 @@ def _series_mean(run: Run, name: str, begin: float, end: float) -> float:
 
 
 def _mean_gpus(jobs: Outcomes) -> Floats:
-    """Of each job while it held any: an elastic one may have had several sizes."""
+    """Return the mean number of GPUs of each job while it held any; an elastic job may have had several sizes."""
     held = ~np.isnan(jobs.gpu_seconds) & (jobs.service_s > 0)
     mean: Floats = np.divide(jobs.gpu_seconds, jobs.service_s, out=jobs.gpus.astype(float), where=held)
     return mean
@@ -265,7 +265,7 @@ def _known(values: Floats) -> Floats:
 
 
 def _median(values: Floats) -> float:
-    """As NumPy's own, which imports its masked arrays for that."""
+    """Return the median; NaN of nothing. NumPy's own function would import masked arrays."""
     if not len(values):
         return math.nan
     middle = [(len(values) - 1) // 2, len(values) // 2]

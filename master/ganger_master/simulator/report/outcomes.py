@@ -145,17 +145,17 @@ class Outcomes:
 
     @property
     def jct_s(self) -> Floats:
-        """From submission to end; NaN for jobs that have not ended."""
+        """Seconds from submission to end; NaN for jobs that have not ended."""
         return self.end_s - self.submit_s
 
     @property
     def start_delay_s(self) -> Floats:
-        """From submission to the first start; NaN for jobs that never started."""
+        """Seconds from submission to the first start; NaN for jobs that never started."""
         return self.first_start_s - self.submit_s
 
     @property
     def waiting_s(self) -> Floats:
-        """All time from submission to end in which the job held no gang; NaN for jobs that have not ended."""
+        """Seconds from submission to end in which the job held no gang; NaN for jobs that have not ended."""
         return np.maximum(self.jct_s - self.service_s, 0.0)
 
     @property

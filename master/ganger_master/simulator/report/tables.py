@@ -85,7 +85,7 @@ def _list(cell: Callable[[float], str], *values: float) -> str:
 
 @dataclass(frozen=True)
 class Interval:
-    """The mean of `runs` values lies within `half_width` of the true mean with the confidence asked for."""
+    """The mean of `runs` values lies within `half_width` of the true mean with the chosen confidence."""
 
     mean: float
     half_width: float
@@ -157,13 +157,13 @@ _ROWS = (
     _Row("overhead", "overhead_share", _share),
     _Row("simulated in", "wall_s", format_duration),
 )
-# Said only where there is something to say.
+# Shown only where a run has a value above zero.
 _UNLESS_ZERO = {"unfinished", "deadline_hits", "deadlines", "migrations", "resizes"}
 
 
 def side_by_side(runs: Mapping[str, Sequence[Figures]]) -> Table:
-    """(headings, rows) of runs by policy, one for each seed, the seeds in the same order everywhere. With several
-    seeds each cell is a mean and the half-width of its 95 % confidence interval."""
+    """Return (headings, rows) of runs by policy, one for each seed, the seeds in the same order everywhere. With
+    several seeds each cell is a mean and the half-width of its 95 % confidence interval."""
     shown = []
     for row in _ROWS:
         values = {policy: [float(getattr(run, row.figure)) for run in of_policy] for policy, of_policy in runs.items()}
@@ -185,8 +185,8 @@ _NOTHING_S = 1e-3
 
 
 def by_best(values: Mapping[str, Sequence[float]]) -> dict[str, Interval | None]:
-    """Each policy's seconds, seed by seed, over those of the policy with the least mean; None where they are not all
-    known and its are not all more than nothing."""
+    """Return each policy's seconds, seed by seed, over those of the policy with the least mean; None where they are not
+    all known and its are not all more than nothing."""
     known = {
         policy: of_policy for policy, of_policy in values.items() if of_policy and not any(map(math.isnan, of_policy))
     }
@@ -200,7 +200,7 @@ def by_best(values: Mapping[str, Sequence[float]]) -> dict[str, Interval | None]
 
 
 def as_json(runs: Mapping[str, Sequence[Figures]]) -> dict[str, Any]:
-    """For each policy its figures as {mean, half_width, runs}, null where not known, and `avg_jct_by_best` and
+    """Return for each policy its figures as {mean, half_width, runs}, null where unknown, with `avg_jct_by_best` and
     `p95_waiting_by_best`."""
     found: dict[str, dict[str, Any]] = {policy: {} for policy in runs}
     for row in _ROWS:

@@ -138,7 +138,7 @@ _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 
 
 class RowFindingKind(Enum):
-    """MISTAKE: a row that says something impossible. SKIPPED: a row left out. CHANGED: a row kept, not as it stood."""
+    """MISTAKE: a row that states something impossible. SKIPPED: a row left out. CHANGED: a row kept with changes."""
 
     MISTAKE = "mistake"
     SKIPPED = "skipped"
@@ -147,7 +147,7 @@ class RowFindingKind(Enum):
 
 @dataclass(frozen=True)
 class RowFinding:
-    """`lines` are the first few; rows that came from no file have none. No rows: it is about the file."""
+    """A finding on rows of a trace, or on its file if `rows` is zero. `lines`: the first few in the file."""
 
     kind: RowFindingKind
     what: str
@@ -182,7 +182,7 @@ class RowFindingCounts:
         self._lines: dict[tuple[RowFindingKind, str], list[int]] = {}
 
     def note(self, kind: RowFindingKind, what: str, lines: Sequence[int] | Integers) -> None:
-        """One more row for each line; line 0 stands for a row that came from no file."""
+        """Count one more row for each line; line 0 stands for a row without a file."""
         if not len(lines):
             return
         key = (kind, what)
@@ -192,12 +192,12 @@ class RowFindingCounts:
         self._lines[key] = sorted([*self._lines.get(key, ()), *first])[:LINES_NAMED]
 
     def findings(self) -> tuple[RowFinding, ...]:
-        """In the order in which each was first noted."""
+        """Return the findings in the order in which each was first noted."""
         return tuple(RowFinding(*key, rows, tuple(self._lines[key])) for key, rows in self._rows.items())
 
 
 def shown(text: str) -> str:
-    """Words of a file as they may go to a terminal."""
+    """Return text of a file in a form that is safe for a terminal."""
     return _CONTROL.sub("?", text)
 
 

@@ -31,7 +31,7 @@ MEMORY_PER_GPU = 62_500_000_000
 GPU_MEMORY = 16 << 30
 _MOST_NODES = 100_000
 _MOST_FILE_BYTES = 1 << 20
-# A server without GPUs gets these where nothing is said.
+# Defaults for a server without GPUs.
 _CORES_WITHOUT_GPUS = 16
 _MEMORY_WITHOUT_GPUS = 64 << 30
 _NO_DIMENSIONS: Mapping[str, float] = {}
@@ -114,7 +114,7 @@ class Servers:
         return self.of_types("").memory_bytes
 
     def of_types(self, accepted: str) -> LargestServer:
-        """Of the servers whose GPUs a job accepts: types separated by "|", or any for ""."""
+        """Return the totals of the servers whose GPUs a job accepts: types separated by "|", or all types for ""."""
         types = {kind.strip() for kind in accepted.split("|")}
         gpus = millicores = memory = 0
         for group in self.groups:

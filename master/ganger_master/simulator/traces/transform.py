@@ -25,9 +25,9 @@ _LONG_EXPONENTS = (3.0, 4.0)
 
 
 def synthetic(jobs: int, jobs_per_hour: float, seed: int, gangs: Mapping[int, float] = MULTI_GPU) -> Workload:
-    """So many jobs, the first at time 0, numbered from 0 in order of arrival; the same seed gives the same jobs, and
-    the first of a longer workload are those of a shorter one. `gangs`: share of jobs by GPUs. ValueError for a rate or
-    shares that are not above zero, or a negative number of jobs."""
+    """Return random jobs, the first at time 0, numbered from 0 in order of arrival. The same seed gives the same jobs,
+    and the first of a longer workload are those of a shorter one. `gangs`: share of jobs by GPUs. Raises ValueError for
+    a rate or shares that are not above zero, or a negative number of jobs."""
     if jobs < 0 or not 0 < jobs_per_hour < np.inf:
         raise ValueError(f"{jobs} jobs at {jobs_per_hour} an hour are no workload")
     shares = np.array(list(gangs.values()), float)
@@ -109,13 +109,13 @@ def sample(jobs: Workload, count: int, seed: int) -> Workload:
 
 
 def with_durations(jobs: Workload, duration_s: Floats) -> Workload:
-    """Run times for the jobs that have none; recorded ones stay."""
+    """Return the jobs with run times for those that have none; recorded ones stay."""
     return jobs.with_columns(duration_s=np.where(np.isnan(jobs.duration_s), duration_s, jobs.duration_s))
 
 
 def with_sizes(jobs: Workload, times: float, most: int) -> Workload:
-    """Jobs that accept one number of GPUs accept any from one up to so many `times` theirs, but no more than `most`
-    unless they ask for more; the others stay."""
+    """Make jobs of one size elastic, from one GPU to `times` theirs, but no more than `most` unless they request more.
+    Jobs that are elastic already stay."""
     is_fixed = jobs.min_gpus == jobs.max_gpus
     largest = np.maximum(jobs.gpus, np.minimum((jobs.gpus * times).astype(np.int64), most))
     return jobs.with_columns(
@@ -124,7 +124,7 @@ def with_sizes(jobs: Workload, times: float, most: int) -> Workload:
 
 
 def that_fit(jobs: Workload, servers: Servers) -> tuple[Workload, tuple[RowFinding, ...]]:
-    """(jobs whose gang the idle cluster could hold, findings on those that are left out).
+    """Return (jobs whose gang the idle cluster could hold, findings on those that are left out).
 
     A gang must fit into the GPUs of the types it accepts; cores and memory, where the trace states them, into what
     those servers have together. Whether it fits with all its wishes of locality is decided when it is placed.
@@ -145,7 +145,7 @@ def that_fit(jobs: Workload, servers: Servers) -> tuple[Workload, tuple[RowFindi
             ("cores", jobs.cpus, room.millicores / 1000),
             ("bytes of memory", jobs.memory_bytes, room.memory_bytes),
         ):
-            # A trace that does not say (NaN) asks for nothing.
+            # NaN is no request: the trace does not state it.
             too_large = of_type & fits & (needed > there)
             kind = f" of type {accepted}" if accepted else ""
             tally.note(
