@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Final, Protocol
 
 from ganger.cluster.claims import resplit_cores
@@ -457,26 +458,31 @@ def _feasible(
 ) -> Callable[[Berth, Berth], bool]:
     """Return the test whether a guest fits beside a host. No third job may be time-sliced on the host's devices."""
 
+    @cache
+    def sliced_with(there: int) -> frozenset[int]:
+        """Return the jobs that are time-sliced on the devices of a job; none if it is not."""
+        gang = running[there][1]
+        if not gang.node_set:
+            return frozenset()
+        masks = {claim.node: claim.device_mask for claim in gang.claims}
+        return frozenset(
+            number
+            for number, (_, other) in running.items()
+            if other.node_set == gang.node_set
+            and any(masks.get(claim.node, 0) & claim.device_mask for claim in other.claims)
+        )
+
     def may(host: Berth, guest: Berth) -> bool:
         there, comes = host.residents[0].number, guest.residents[0].number
-        if not can_hand_over(running[comes][0]):
+        if not can_hand_over(running[comes][0]) or not sliced_with(there) <= {there, comes}:
             return False
         if not in_turns and running[there][0].spec.priority != running[comes][0].spec.priority:
             return False
         if not all(view.available[view.slots[node]] for node, _ in host.seat):
             return False
-        node_set = running[there][1].node_set
-        if not node_set and _beside(running[there], running[comes], view) is None:
+        if not running[there][1].node_set and _beside(running[there], running[comes], view) is None:
             return False
-        if not fits_beside(running[comes][0], running[there][1].claims, [running[there][0]], view):
-            return False
-        masks = dict(host.seat)
-        return not node_set or not any(
-            gang.node_set == node_set
-            and number not in (there, comes)
-            and any(masks.get(claim.node, 0) & claim.device_mask for claim in gang.claims)
-            for number, (_, gang) in running.items()
-        )
+        return fits_beside(running[comes][0], running[there][1].claims, [running[there][0]], view)
 
     return may
 
