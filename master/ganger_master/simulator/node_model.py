@@ -18,6 +18,8 @@ from ganger_master.simulator.inputs import SwitchCosts
 from ganger_master.simulator.replay import Clock
 from ganger_master.simulator.time_slices import SlicedPart, SliceGroup
 
+# Of any gang that is launched.
+_PIDS = (1,)
 _OFFERED = Capabilities(pause=True, offload=True, checkpoint=True, known=True, resize=True)
 _NONE = Outcome()
 # Looking up an enumeration member costs Python 3.11 a call, and these are used in every step.
@@ -199,7 +201,7 @@ class NodeModel:
             self._costs.start_s + (self._costs.resume_s if gang.restore.checkpoint_path else 0.0),
             trained or followed.phase in _AT_REST,
             lambda held, trained, stops: self._sliced(number, followed.gang, held, trained, stops),
-            lambda time: self._slice_starts(number, time),
+            lambda time: self._starts_slices(followed, time),
             lambda: self._begins_slices(followed),
             self._release,
             has_begun=trained,
@@ -214,6 +216,12 @@ class NodeModel:
         followed.is_training = followed.is_saving = followed.is_stopping = False
         followed.held_since, followed.finishes = math.nan, math.inf
         followed.turn += 1
+
+    def _starts_slices(self, followed: _Followed, time: float) -> None:
+        self._slice_starts(followed.job.number, time)
+        if followed.gang.restore.parked_epoch and not followed.first_step:
+            # Only from now on the move costs it something: until then it would have been parked anyhow.
+            self._report(followed, ObservedPhase.STARTING)
 
     def _begins_slices(self, followed: _Followed) -> None:
         followed.first_step = self._clock.now
@@ -425,6 +433,7 @@ class NodeModel:
                 device_mask=piece.claim.device_mask,
                 last_step_time=followed.last_step if parked else 0.0,
                 first_step_time=followed.first_step if runs else 0.0,
+                pids=_PIDS if gang.node_set and (runs or phase is ObservedPhase.STARTING) else (),
             )
 
     def report(self) -> bool:

@@ -283,8 +283,7 @@ class _Replay:
             self.nodes.retimed(other + 1)
 
     def _peak_bytes(self, number: int) -> int:
-        # With profiles the memory of devices is unknown: servers keep no host memory for it, as the profiles assume.
-        return 0 if self.memory is None or self.rates is not None else self.memory.memory_bytes(number - 1)
+        return 0 if self.memory is None else self.memory.memory_bytes(number - 1)
 
     def _changes(self, number: int, gang: Gang) -> float | None:
         job = number - 1
