@@ -78,7 +78,8 @@ protos: ## generate the wire code from protos/ into client/ganger
 	@test -x $(PROTOC)/bin/python || { $(PYTHON) -m venv $(PROTOC) && $(PROTOC)/bin/pip install --quiet grpcio-tools==1.76.0 'mypy-protobuf==4.0.0' 'setuptools<81'; }
 	@export PATH=$(PROTOC)/bin:$$PATH; protoc="python -m grpc_tools.protoc -I protos"; \
 		$$protoc --python_out=client --mypy_out=quiet:client $$(find protos -name '*.proto' | sort) && \
-		$$protoc --grpc_python_out=client --mypy_grpc_out=quiet:client $$(grep -lr '^service ' protos | sort)
+		$$protoc --grpc_python_out=client --mypy_grpc_out=quiet:client $$(grep -lr '^service ' protos | sort) && \
+		sed -i '/^ # This class is part of an EXPERIMENTAL API\.$$/,$$d' client/ganger/v1/*_pb2_grpc.py client/ganger/agent/v1/*_pb2_grpc.py
 
 wire: $(STAMP) ## record the messages of this version of the wire; a change that breaks a version is refused
 	@PYTHONPATH=tools $(BIN)/python -m guards.wire_listing --record
