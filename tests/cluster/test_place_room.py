@@ -136,7 +136,7 @@ def naive_totals(view: View, shape: GangShape, level: LocalityLevel) -> list[lis
 
 
 # So that a view forgets changes which the room has not followed.
-@patch("ganger.cluster.view._MOST_NOTED", 0)
+@patch("ganger.cluster.columns._MOST_NOTED", 0)
 @settings(max_examples=100)
 @given(views(), st.lists(shapes, min_size=1, max_size=4), st.data())
 def test_room_follows_a_view_that_others_change(view: View, gangs: list[GangShape], data: st.DataObject) -> None:

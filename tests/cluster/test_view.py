@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from ganger.cluster.columns import ColumnTable
 from ganger.cluster.placement import candidates
 from ganger.cluster.resources import Claim, ConfigurationSet, GangShape, Socket
 from ganger.cluster.view import View
@@ -92,7 +93,7 @@ def test_columns_follow_every_change() -> None:
     assert int(columns.millicores[slot]) == sum(view.millicores[slot])
     assert not columns.available[view.slots["s2"]]
     fresh = view.copy()
-    fresh._columns = None
+    fresh._table = ColumnTable()
     for name in type(columns).__slots__:
         np.testing.assert_array_equal(getattr(fresh.columns(), name)[:3], getattr(columns, name)[:3])
 
@@ -173,7 +174,7 @@ def test_columns_of_a_view_and_of_its_copies_follow_each_their_own_changes(steps
             (view.take if view.free[slot] & 1 else view.give)(claim)
     for view in views:
         columns = view.columns()
-        view._columns = None
+        view._table = ColumnTable()
         for name in type(columns).__slots__:
             np.testing.assert_array_equal(getattr(view.columns(), name)[:4], getattr(columns, name)[:4])
 

@@ -43,7 +43,7 @@ class CapacityIndex:
     def __init__(self, view: View, only: Collection[str] | None = None) -> None:
         self.view = view
         # Of the view's changes, how many there were when it was last followed.
-        self._followed: int = view.changes
+        self._followed: int = view.journal.changes
         self._only = only if only is None else frozenset(only)
         self._build()
 
@@ -82,15 +82,15 @@ class CapacityIndex:
     def follow(self) -> None:
         """Follows what others did to the view meanwhile."""
         view = self.view
-        if self._followed == view.changes:
+        if self._followed == view.journal.changes:
             return
         is_larger = len(view.nodes) != len(self._alike) or len(view.sets) != self._sets
         if is_larger or len(self._by_state) > _MOST_STATES + 4 * len(self._alike):
             self._build()
             return
         self._passed_over.clear()
-        changed = view.changed_since(self._followed)
-        seen_at, changed_at = self._seen_at, view.changed_at
+        changed = view.journal.since(self._followed)
+        seen_at, changed_at = self._seen_at, view.journal.changed_at
         for slot in range(len(changed_at)) if changed is None else changed:
             if seen_at[slot] != changed_at[slot]:
                 nodes, racks, fabrics = self._places
@@ -102,7 +102,7 @@ class CapacityIndex:
                     self._build()
                     return
                 self._changed(slot)
-        self._followed = view.changes
+        self._followed = view.journal.changes
 
     @contextmanager
     def excluding(self, names: Collection[str]) -> Iterator[None]:
@@ -266,8 +266,8 @@ class CapacityIndex:
         # Slots whose entry changed, for the tallies to follow.
         self._journal: list[int] = []
         # By slot: the last change of the view that the index shows.
-        self._seen_at = list(view.changed_at)
-        self._followed = view.changes
+        self._seen_at = list(view.journal.changed_at)
+        self._followed = view.journal.changes
         self._sets = len(view.sets)
         devices = max((item.devices for item in view.sets.values()), default=0)
         # By number of free devices, each an ordered set.
@@ -351,7 +351,7 @@ class CapacityIndex:
         return self._by_state.get(state) or self._met(state, slot)
 
     def _changed(self, slot: int) -> None:
-        self._seen_at[slot] = self.view.changed_at[slot]
+        self._seen_at[slot] = self.view.journal.changed_at[slot]
         before, alike = self._alike[slot], self._found(slot)
         if before is not alike:
             self._put((slot,), 1 << slot, before, alike)
@@ -361,7 +361,7 @@ class CapacityIndex:
         if len(slots) == 1:
             self._changed(slots[0])
             return
-        seen_at, changed_at = self._seen_at, self.view.changed_at
+        seen_at, changed_at = self._seen_at, self.view.journal.changed_at
         for slot in slots:
             seen_at[slot] = changed_at[slot]
         found = [slot for slot in slots if self._alike[slot] is not None]
@@ -377,7 +377,7 @@ class CapacityIndex:
             return
         moved: dict[tuple[Alike | None, Alike | None], list[int]] = {}
         for slot in dict.fromkeys(slots):
-            self._seen_at[slot] = self.view.changed_at[slot]
+            self._seen_at[slot] = self.view.journal.changed_at[slot]
             moved.setdefault((self._alike[slot], self._found(slot)), []).append(slot)
         for (before, alike), some in moved.items():
             if before is not alike:

@@ -7,12 +7,9 @@ group by group beyond. Knows nothing of nodes or jobs but the counts it is given
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import reduce
+from functools import lru_cache, reduce
 from itertools import combinations
 from operator import or_
-
-import numpy as np
-from numpy.typing import NDArray
 
 from ganger.cluster.resources import ConfigurationSet, DeviceGroup, LocalityLevel, Socket
 
@@ -43,7 +40,6 @@ class Topology:
         self._uniform = apart.pop() if len(apart) == 1 else None
         self._level_of: dict[int, LocalityLevel] = {}
         self._best: dict[tuple[int, int, LocalityLevel, bool, Sequence[int], Sequence[int]], int | None] = {}
-        self._closest: dict[int, NDArray[np.int8]] = {}
         self._largest: dict[tuple[int, LocalityLevel], int] = {}
         self.circles = tuple({*self.sockets, *(mask for _, mask in self._cliques)} - {0})
 
@@ -106,22 +102,10 @@ class Topology:
             self._largest[key] = found
         return found
 
-    def closest_table(self, count: int) -> NDArray[np.int8]:
-        """By free mask: the level of the best `count` devices, or FAR where there are not so many. Up to 8 devices."""
-        table = self._closest.get(count)
-        if table is None:
-            table = np.array([self.closest(mask, count) for mask in range(self.all_mask + 1)], np.int8)
-            self._closest[count] = table
-        return table
-
     def closest(self, free: int, count: int) -> int:
         """Level of the best `count` of the free devices, or FAR."""
         mask = self.best(free, count)
         return FAR if mask is None else int(self.level(mask))
-
-    @property
-    def has_tables(self) -> bool:
-        return self.devices <= _ENUMERATED_DEVICES
 
     def _search(
         self,
@@ -260,3 +244,24 @@ def _pair_levels(configuration_set: ConfigurationSet) -> list[list[LocalityLevel
             for other in bits(mask):
                 levels[one][other] = min(levels[one][other], level)
     return levels
+
+
+@lru_cache(16_384)
+def counted_jobs(
+    topology: Topology,
+    counts: tuple[tuple[int, ...], tuple[int, ...]],
+    mask: int,
+    millicores: tuple[int, ...],
+    sign: int,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the jobs at each socket and in each group with a claim more (`sign` 1) or less (-1).
+
+    Cached: many nodes are filled alike."""
+    at_sockets, in_groups = counts
+    return (
+        tuple(
+            jobs + sign if devices & mask or any(millicores[at : at + 1]) else jobs
+            for at, (jobs, devices) in enumerate(zip(at_sockets, topology.sockets, strict=True))
+        ),
+        tuple(jobs + sign if group & mask else jobs for jobs, group in zip(in_groups, topology.groups, strict=True)),
+    )

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
-from functools import lru_cache
 from operator import add, sub
 
-from ganger.cluster.columns import Columns
+from msgspec.structs import replace
+
+from ganger.cluster.columns import Columns, ColumnTable, Journal
 from ganger.cluster.resources import Claim, ConfigurationSet, NodeRow
-from ganger.cluster.topology import Topology, bits
+from ganger.cluster.topology import Topology, bits, counted_jobs
 
 
 class LoadMode(Enum):
@@ -55,20 +56,12 @@ class View:
         self.shared: dict[int, tuple[int, ...]] = {}
         self._in_service: list[int] = []
         self._versions: list[int] = []
-        # By slot: how many changes there were with its last one.
-        self._changed_at: list[int] = []
+        self.journal = Journal()
         self._topology_of: dict[str, Topology] = {}
         self._vacant: list[int] = []
         self._place_codes: dict[tuple[str, str], int] = {("", ""): 0}
         self._set_codes: dict[str, int] = {}
-        self._columns: Columns | None = None
-        # How many changes there were when the columns were last brought up to date.
-        self._columns_at = 0
-        # Columns that a copy shares: copied before the first write.
-        self._shares_columns = False
-        # Slots in the order in which they changed, and how many came before the first that is kept.
-        self._journal: list[int] = []
-        self._forgotten = 0
+        self._table = ColumnTable()
         # What `idle` made; gone when a node comes, leaves or becomes another.
         self._idle: View | None = None
         # What `vacant` made; gone too when a node or a device goes out of service, or comes back.
@@ -130,7 +123,7 @@ class View:
         self.version = max(self.version, self._versions[slot])
         if makes_room:
             self.freed = self.version
-        self._note(slot)
+        self.journal.note(slot)
         return True
 
     def remove(self, name: str) -> None:
@@ -139,15 +132,14 @@ class View:
         if slot is None:
             return
         self._idle = self._bare = None
-        self.nodes[slot] = ""
         self.available[slot] = False
         self.free[slot] = 0
         # Racks and fabrics are numbered by their first slot: a node that left must not count.
-        self.racks[slot] = self.fabrics[slot] = ""
+        self.nodes[slot] = self.racks[slot] = self.fabrics[slot] = ""
         self.parked.pop(slot, None)
         self.shared.pop(slot, None)
         self._vacant.append(slot)
-        self._note(slot)
+        self.journal.note(slot)
         self.version += 1
         self._versions[slot] = 0
 
@@ -267,24 +259,6 @@ class View:
             if available:
                 self.freed = self.version
 
-    @property
-    def changed_at(self) -> Sequence[int]:
-        """By slot: how many changes there were (`changes`) with its last one; not to be written to. No two changes have
-        one number, which versions may have: rows bring those of another view."""
-        return self._changed_at
-
-    @property
-    def changes(self) -> int:
-        """How often anything changed at any node."""
-        return self._forgotten + len(self._journal)
-
-    def changed_since(self, changes: int) -> Sequence[int] | None:
-        """Slots of the nodes that changed since there were so many changes, some of them several times; None: too many
-        to remember."""
-        if changes < self._forgotten:
-            return None
-        return self._journal[changes - self._forgotten :]
-
     def row(self, name: str) -> NodeRow:
         """KeyError for an unknown node."""
         return self._row(self.slots[name])
@@ -294,19 +268,16 @@ class View:
         slot = self.slots[name]
         topology = self.topologies[slot]
         configuration_set = topology.configuration_set
-        return NodeRow(
-            node=name,
-            configuration_set=configuration_set.name,
+        return replace(
+            self._row(slot),
             free_mask=self._in_service[slot],
             free_millicores=tuple(socket.millicores for socket in configuration_set.sockets),
             free_memory_bytes=configuration_set.free_memory_bytes,
-            version=self._versions[slot],
-            available=self.available[slot],
-            rack=self.racks[slot],
-            fabric=self.fabrics[slot],
             socket_jobs=(0,) * len(topology.sockets),
             group_jobs=(0,) * len(topology.groups),
             device_rows=(0,) * topology.devices,
+            affinity=0,
+            parked_bytes=(),
         )
 
     def idle(self) -> View:
@@ -326,7 +297,7 @@ class View:
         empty = self.copy()
         sets = [topology.configuration_set for topology in self.topologies]
         cores = {name: tuple(socket.millicores for socket in one.sockets) for name, one in self.sets.items()}
-        zeros = {name: _zeros(topology) for name, topology in self._topology_of.items()}
+        zeros = {name: ((0,) * len(of.sockets), (0,) * len(of.groups)) for name, of in self._topology_of.items()}
         empty.free = [mask if name else 0 for mask, name in zip(self._in_service, self.nodes, strict=True)]
         empty.millicores = [cores[one.name] for one in sets]
         empty.memory = [one.free_memory_bytes for one in sets]
@@ -337,7 +308,7 @@ class View:
         empty.parked, empty.shared = {}, {}
         if everywhere_available:
             empty.available = [bool(name) for name in self.nodes]
-        empty._columns = None
+        empty._table = ColumnTable()
         return empty
 
     def rows(self) -> Iterator[NodeRow]:
@@ -360,14 +331,9 @@ class View:
         twin.freed = self.freed
         twin.sets = dict(self.sets)
         twin.slots = dict(self.slots)
-        for name in _LISTS:
+        for name in _COPIED:
             setattr(twin, name, getattr(self, name).copy())
-        # It counts its own changes; the first are those that the columns do not show yet.
-        twin._changed_at = [0] * len(self.nodes)
-        unseen = None if self._columns is None else self.changed_since(self._columns_at)
-        if unseen is not None:
-            twin._columns, twin._journal = self._columns, list(unseen)
-            self._shares_columns = twin._shares_columns = True
+        twin._table, twin.journal = self._table.copied(self.journal)
         twin._topology_of = dict(self._topology_of)
         twin._place_codes = dict(self._place_codes)
         twin._set_codes = dict(self._set_codes)
@@ -375,25 +341,7 @@ class View:
 
     def columns(self) -> Columns:
         """The table for scans, brought up to date; not to be written to."""
-        size = len(self.nodes)
-        columns = self._columns
-        if columns is None or len(columns.free) < size:
-            columns = self._columns = Columns.empty(max(16, size * 5 // 4))
-            self._shares_columns = False
-            changed = None
-        else:
-            changed = self.changed_since(self._columns_at)
-            if self._shares_columns and changed != []:
-                columns = self._columns = columns.copy()
-                self._shares_columns = False
-        slots = range(size) if changed is None else set(changed)
-        if len(slots) * 4 > size:
-            self._fill_columns(columns, slice(0, size), range(size))
-        else:
-            for slot in slots:
-                self._fill_columns(columns, slice(slot, slot + 1), (slot,))
-        self._columns_at = self.changes
-        return columns
+        return self._table.current(self.journal, self._fill_columns)
 
     def set_code(self, name: str) -> int:
         """Number of a configuration set in `Columns.sets`."""
@@ -424,7 +372,7 @@ class View:
             self._keep_parked(slot, tuple([before + sign * more for before, more in changes]))
         if uses_cores or mask & topology.neighbours:
             counts = (self.socket_jobs[slot], self.group_jobs[slot])
-            self.socket_jobs[slot], self.group_jobs[slot] = _counted(topology, counts, mask, millicores, sign)
+            self.socket_jobs[slot], self.group_jobs[slot] = counted_jobs(topology, counts, mask, millicores, sign)
         if uses_cores or mask:
             held = self._recount(slot, mask, sign)
         self._touch(slot)
@@ -469,42 +417,20 @@ class View:
         else:
             self.parked.pop(slot, None)
 
-    def _note(self, slot: int) -> None:
-        journal = self._journal
-        journal.append(slot)
-        self._changed_at[slot] = self._forgotten + len(journal)
-        if len(journal) > _MOST_NOTED + 4 * len(self.nodes):
-            self._forgotten += len(journal)
-            journal.clear()
-
     def _touch(self, slot: int) -> None:
-        self.version += 1
-        self._versions[slot] = self.version
-        # As `_note`, without its call: this is the innermost step of a placement.
-        journal = self._journal
-        journal.append(slot)
-        noted = len(journal)
-        self._changed_at[slot] = self._forgotten + noted
-        if noted > _MOST_NOTED and noted > _MOST_NOTED + 4 * len(self.nodes):
-            self._forgotten += noted
-            journal.clear()
+        self.version = self._versions[slot] = self.version + 1
+        # As `Journal.note`, without its call: this is the innermost step of a placement.
+        journal = self.journal
+        journal.slots.append(slot)
+        journal.changed_at[slot] = noted = journal.forgotten + len(journal.slots)
+        if noted >= journal.full_at:
+            journal.forget()
 
     def _grow(self) -> int:
-        self.nodes.append("")
-        self.free.append(0)
-        self.millicores.append(())
-        self.memory.append(0)
-        self.available.append(False)
+        for name, empty in _EMPTY_SLOT.items():
+            getattr(self, name).append(empty)
         self.topologies.append(next(iter(self._topology_of.values())))
-        self.racks.append("")
-        self.fabrics.append("")
-        self.socket_jobs.append(())
-        self.group_jobs.append(())
-        self.held.append(0)
-        self.affinity.append(0)
-        self._in_service.append(0)
-        self._versions.append(0)
-        self._changed_at.append(0)
+        self.journal.changed_at.append(0)
         return len(self.nodes) - 1
 
     def _same(self, slot: int, row: NodeRow, topology: Topology) -> bool:
@@ -557,51 +483,15 @@ class View:
         return self._place_codes.setdefault((fabric, rack), len(self._place_codes))
 
 
-# Changes that are remembered, beside a few for each node.
-_MOST_NOTED = 1024
 _ONE_OR_NONE = frozenset({0, 1})
-_LISTS = (
-    "nodes",
-    "free",
-    "millicores",
-    "memory",
-    "available",
-    "topologies",
-    "racks",
-    "fabrics",
-    "socket_jobs",
-    "group_jobs",
-    "held",
-    "affinity",
-    "parked",
-    "shared",
-    "_in_service",
-    "_versions",
-    "_vacant",
-)
-
-
-def _zeros(topology: Topology) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return (0,) * len(topology.sockets), (0,) * len(topology.groups)
-
-
-@lru_cache(16_384)
-def _counted(
-    topology: Topology,
-    counts: tuple[tuple[int, ...], tuple[int, ...]],
-    mask: int,
-    millicores: tuple[int, ...],
-    sign: int,
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Jobs at each socket and in each group with a claim more or less. Many nodes are filled alike."""
-    at_sockets, in_groups = counts
-    return (
-        tuple(
-            jobs + sign if devices & mask or any(millicores[at : at + 1]) else jobs
-            for at, (jobs, devices) in enumerate(zip(at_sockets, topology.sockets, strict=True))
-        ),
-        tuple(jobs + sign if group & mask else jobs for jobs, group in zip(in_groups, topology.groups, strict=True)),
-    )
+# The lists that have an entry by slot, beside `topologies`, and the entry of a slot without a node.
+_EMPTY_SLOT: dict[str, object] = {
+    **dict.fromkeys(("nodes", "racks", "fabrics"), ""),
+    **dict.fromkeys(("free", "memory", "held", "affinity", "_in_service", "_versions"), 0),
+    **dict.fromkeys(("millicores", "socket_jobs", "group_jobs"), ()),
+    "available": False,
+}
+_COPIED = (*_EMPTY_SLOT, "topologies", "parked", "shared", "_vacant")
 
 
 def _padded(counts: tuple[int, ...], length: int) -> tuple[int, ...]:
