@@ -15,8 +15,8 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from ganger.injob.gang_pages import page_path
-from ganger.injob.page import PageOrderKind, PageParkLevel, PageState, Word, now_ns
+from ganger.injob.page import now_ns, page_path
+from ganger.injob.page_layout import PageOrderKind, PageParkLevel, PageState, Word
 from ganger.protocol.stop_rules import RelayedPoint
 from ganger_daemon.gang.control_pages import ControlPages
 

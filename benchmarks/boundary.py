@@ -15,8 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ganger.injob.gang_pages import page_path
-from ganger.injob.page import Page, PageOrderKind, PageParkLevel, Word
+from ganger.injob.page import Page, page_path
+from ganger.injob.page_layout import PageOrderKind, PageParkLevel, Word
 
 from benchmarks.bench_gang import LEVELS, BenchGang, StopSample, StuckError
 from benchmarks.repin import measure_repin

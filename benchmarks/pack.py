@@ -20,7 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ganger.injob.page import Page, PageState, Word
+from ganger.injob.page import Page
+from ganger.injob.page_layout import PageState, Word
 from ganger.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc, resources_pb2, scheduling_pb2, scheduling_pb2_grpc
 from ganger.wire.channels import open_channel
 from ganger.wire.endpoints import read_endpoint

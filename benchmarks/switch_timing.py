@@ -10,7 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from ganger.injob.page import Page, PageError, PageOrderKind, PageState, Word, now_ns
+from ganger.injob.page import Page, now_ns
+from ganger.injob.page_access import PageError
+from ganger.injob.page_layout import PageOrderKind, PageState, Word
 from ganger_daemon.node.process_identity import anonymous_bytes
 
 from benchmarks.bench_cluster import BenchCluster

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from ganger.injob.page import PageParkLevel
+from ganger.injob.page_layout import PageParkLevel
 
 from benchmarks.bench_gang import BenchGang, StuckError
 from benchmarks.boundary import GANGS, main

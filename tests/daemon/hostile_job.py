@@ -6,7 +6,8 @@ import socket
 import sys
 import time
 
-from ganger.injob.page import Page, Word
+from ganger.injob.page import Page
+from ganger.injob.page_layout import Word
 
 job_dir = os.environ["GANGER_JOB_DIR"]
 run_dir = os.path.dirname(os.environ["GANGER_PAGE"])

@@ -15,7 +15,8 @@ import pytest
 from daemon.kit import Cluster, Intents, Observed, in_phase, log_of, run, with_changes
 from ganger.agent.v1 import agent_pb2
 from ganger.injob.launcher.client import Launcher
-from ganger.injob.page import MAGIC, VERSION, Page, Word, page_path
+from ganger.injob.page import Page, page_path
+from ganger.injob.page_layout import MAGIC, VERSION, Word
 from ganger.injob.process_identity import start_ticks
 from ganger.v1 import job_pb2
 from ganger_daemon.app import DaemonError

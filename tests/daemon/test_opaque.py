@@ -17,7 +17,8 @@ import pytest
 from daemon.kit import PATIENCE, Cluster, Intents, Observed, in_phase, log_of, run, with_changes
 from ganger.agent.v1 import agent_pb2
 from ganger.injob.launcher.client import Launcher
-from ganger.injob.page import Page, Word, now_ns
+from ganger.injob.page import Page, now_ns
+from ganger.injob.page_layout import Word
 from ganger.injob.process_identity import start_ticks
 from ganger.v1 import job_pb2
 from ganger_daemon.core import stall_detection as concern

@@ -15,7 +15,7 @@ import time
 import xxhash
 from ganger.injob import state_image
 from ganger.injob.control import Control, Handlers
-from ganger.injob.page import Capability, PagePhase, PageState, Word
+from ganger.injob.page_layout import Capability, PagePhase, PageState, Word
 from ganger.training import agent
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ganger.injob.page import Word
+from ganger.injob.page_layout import Word
 from training.harness import EXAMPLES, Rank, Rendezvous, end_together, losses, run_in_parts, run_to_end
 
 pytestmark = pytest.mark.torch

@@ -17,21 +17,18 @@ from pathlib import Path
 import pytest
 from ganger.injob import order_handler as obedience
 from ganger.injob.control import Control, Handlers, RestoreOrder, StopRequest
-from ganger.injob.gang_pages import GangPages, page_path
-from ganger.injob.page import (
+from ganger.injob.page import GangPages, Page, RawPoint, now_ns, page_path
+from ganger.injob.page_access import PageError
+from ganger.injob.page_layout import (
     EXIT_FENCED,
     EXIT_NO_STATE,
     EXIT_YIELDED,
     Error,
-    Page,
-    PageError,
     PageOrderKind,
     PageParkLevel,
     PagePhase,
     PageState,
-    RawPoint,
     Word,
-    now_ns,
 )
 from ganger.injob.process_identity import start_ticks
 from ganger.injob.state_image import arena_variable, inherited_arena, make_arena

@@ -15,7 +15,8 @@ import pytest
 from ganger.injob.bootstrap import prepare_inject_directory
 from ganger.injob.launcher.client import Launcher, LauncherError, start_launcher
 from ganger.injob.launcher.starter import begin, make_starter
-from ganger.injob.page import Opaque, Word, now_ns
+from ganger.injob.page import now_ns
+from ganger.injob.page_layout import Opaque, Word
 from ganger.injob.process_identity import start_ticks
 from injob.launcher_kit import Place, exit_record, log_text, page_of, user_environment
 from kit.waiting import eventually

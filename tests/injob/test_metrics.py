@@ -10,8 +10,8 @@ import ganger
 import pytest
 from ganger.injob import metrics
 from ganger.injob.metrics import ReportedMetric, checked
-from ganger.injob.page import Page, Word, page_path
-from ganger.injob.page_layout import METRICS_FIRST
+from ganger.injob.page import Page, page_path
+from ganger.injob.page_layout import METRICS_FIRST, Word
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -19,7 +19,8 @@ for module in pkgutil.walk_packages(ganger.injob.__path__, "ganger.injob."):
     if not module.name.endswith("__main__"):
         __import__(module.name)
 from ganger.injob.control import Control
-from ganger.injob.page import PageParkLevel, PageOrderKind, Page, Word
+from ganger.injob.page import Page
+from ganger.injob.page_layout import PageParkLevel, PageOrderKind, Word
 with tempfile.TemporaryDirectory() as directory:
     page = Page.create(os.path.join(directory, "rank-0.page"), epoch=1, rank=0, world=1)
     page.write_order(1, PageOrderKind.RUN)

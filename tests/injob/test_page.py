@@ -9,21 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from ganger.injob.gang_pages import GangPages, page_path
-from ganger.injob.page import (
+from ganger.injob.page import GangPages, Page, PageMismatchError, PageOrder, RawPoint, page_path
+from ganger.injob.page_access import PageError
+from ganger.injob.page_layout import (
     CHECKPOINT_BIT,
     MAGIC,
     PAGE_BYTES,
     VERSION,
-    Page,
-    PageError,
-    PageMismatchError,
-    PageOrder,
     PageOrderKind,
     PageParkLevel,
     PagePhase,
     PageState,
-    RawPoint,
     Word,
 )
 from ganger.protocol.stop_rules import RankPoint

@@ -12,7 +12,7 @@ import sys
 import time
 
 from ganger.injob.control import Control, Handlers, StopRequest
-from ganger.injob.page import Capability
+from ganger.injob.page_layout import Capability
 
 
 def main() -> None:

@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ganger.injob.page import Page, PageOrderKind, PageParkLevel, PagePhase, Word
+from ganger.injob.page import Page
+from ganger.injob.page_layout import PageOrderKind, PageParkLevel, PagePhase, Word
 from ganger.injob.state_image import VARIABLE, arena_variable, make_arena
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from ganger.injob.page import Error, PageOrderKind, PageParkLevel, Word
+from ganger.injob.page_layout import Error, PageOrderKind, PageParkLevel, Word
 from kit.images import verify_image
 from training.harness import Rank, run_in_parts
 

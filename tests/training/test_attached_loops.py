@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 
 import pytest
-from ganger.injob.gang_pages import GangPages
-from ganger.injob.page import EXIT_NO_STATE, Capability, Word
+from ganger.injob.page import GangPages
+from ganger.injob.page_layout import EXIT_NO_STATE, Capability, Word
 from ganger.protocol.stop_rules import has_ended
 from training.harness import Rank, run_in_parts, run_to_end
 

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from ganger.injob.page import Capability, Opaque, Word
+from ganger.injob.page_layout import Capability, Opaque, Word
 from training.harness import Rank
 
 pytestmark = pytest.mark.torch

@@ -6,7 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
-from ganger.injob.page import EXIT_NO_STATE, Capability, Error, Opaque, PageOrderKind, PageParkLevel, PageState, Word
+from ganger.injob.page_layout import (
+    EXIT_NO_STATE,
+    Capability,
+    Error,
+    Opaque,
+    PageOrderKind,
+    PageParkLevel,
+    PageState,
+    Word,
+)
 from training.harness import Rank, Rendezvous, end_together, undisturbed
 
 pytestmark = pytest.mark.torch

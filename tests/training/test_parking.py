@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ganger.injob.page import (
+from ganger.injob.page_layout import (
     CHECKPOINT_BIT,
     EXIT_NO_STATE,
     Capability,

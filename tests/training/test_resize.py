@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ganger.injob.page import Capability, Error, PageOrderKind, PageParkLevel, Word
+from ganger.injob.page_layout import Capability, Error, PageOrderKind, PageParkLevel, Word
 from ganger.training.state import TrainingObjects, why_not_replicated
 from training.harness import Rank, Rendezvous, end_together, wait_until
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from ganger.injob.page import PageOrderKind, PageParkLevel, PageState, Word
+from ganger.injob.page_layout import PageOrderKind, PageParkLevel, PageState, Word
 from training.harness import Rank, undisturbed, wait_until
 
 pytestmark = pytest.mark.torch

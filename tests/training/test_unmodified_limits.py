@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ganger.injob.page import Capability, PageOrderKind, PageParkLevel, PageState, Word
+from ganger.injob.page_layout import Capability, PageOrderKind, PageParkLevel, PageState, Word
 from training.harness import Rank, run_in_parts, run_to_end
 
 pytestmark = pytest.mark.torch

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ganger.injob.page import EXIT_NO_STATE, Capability, Word
+from ganger.injob.page_layout import EXIT_NO_STATE, Capability, Word
 from training.harness import Rank, run_in_parts, run_to_end
 
 pytestmark = pytest.mark.torch

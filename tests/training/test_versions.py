@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from ganger.injob.page import MAGIC, VERSION, Page, PageOrderKind, Word
+from ganger.injob.page import Page
+from ganger.injob.page_layout import MAGIC, VERSION, PageOrderKind, Word
 from training.harness import Rank
 
 pytestmark = pytest.mark.torch

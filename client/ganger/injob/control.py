@@ -23,23 +23,11 @@ from typing import Any, Callable, NamedTuple, NoReturn
 
 from ganger.injob import exit_code as exitcode
 from ganger.injob import state_image
-from ganger.injob.gang_pages import GangPages
 from ganger.injob.job_socket import JobSocketClient
 from ganger.injob.order_handler import FIRST_LOOK, Handlers, Known, OrderHandler, StopRequest
-from ganger.injob.page import (
-    EXIT_NO_STATE,
-    PAGE_BYTES,
-    Capability,
-    Error,
-    Opaque,
-    Page,
-    PageError,
-    PagePhase,
-    PageState,
-    Word,
-    now_ns,
-)
-from ganger.injob.page_access import Words
+from ganger.injob.page import GangPages, Page, now_ns
+from ganger.injob.page_access import PageError, Words
+from ganger.injob.page_layout import EXIT_NO_STATE, PAGE_BYTES, Capability, Error, Opaque, PagePhase, PageState, Word
 
 _LOOK_EVERY_S = 1.0
 

@@ -14,7 +14,8 @@ import sys
 from types import TracebackType
 from typing import Any, Callable, NoReturn
 
-from ganger.injob.page import Page, Word
+from ganger.injob.page import Page
+from ganger.injob.page_layout import Word
 
 _page: Page | None = None
 _pid = 0

@@ -15,23 +15,20 @@ import traceback
 from typing import Any, Callable, NamedTuple, NoReturn
 
 from ganger.injob import exit_code as exitcode
-from ganger.injob.gang_pages import GangPages
 from ganger.injob.job_socket import JobSocketClient
-from ganger.injob.page import (
+from ganger.injob.page import GangPages, Page, PageOrder, now_ns
+from ganger.injob.page_layout import (
     CHECKPOINT_BIT,
     EXIT_FENCED,
     EXIT_NO_STATE,
     EXIT_YIELDED,
     Capability,
     Error,
-    Page,
-    PageOrder,
     PageOrderKind,
     PageParkLevel,
     PagePhase,
     PageState,
     Word,
-    now_ns,
 )
 from ganger.protocol.stop_rules import BoundaryDecision, decide
 

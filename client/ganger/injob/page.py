@@ -10,60 +10,27 @@ import os
 import struct
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ganger.injob.page_access import Access, Filed, Mapped, PageError, Words
 from ganger.injob.page_layout import (
     CHECKPOINT_BIT,
-    EXIT_FENCED,
-    EXIT_NO_STATE,
-    EXIT_YIELDED,
     MAGIC,
     METRIC_LINES,
     METRICS_FIRST,
     PAGE_BYTES,
     VERSION,
-    Capability,
     Error,
     Flag,
     Opaque,
     PageOrderKind,
-    PageParkLevel,
     PagePhase,
     PageState,
     Word,
 )
 from ganger.injob.process_identity import start_ticks
 from ganger.protocol.stop_rules import RankPoint
-
-__all__ = [
-    "CHECKPOINT_BIT",
-    "EXIT_FENCED",
-    "EXIT_NO_STATE",
-    "EXIT_YIELDED",
-    "MAGIC",
-    "PAGE_BYTES",
-    "VERSION",
-    "Capability",
-    "Error",
-    "Flag",
-    "Opaque",
-    "Page",
-    "PageError",
-    "PageIdentity",
-    "PageMismatchError",
-    "PageOrder",
-    "PageOrderKind",
-    "PageParkLevel",
-    "PagePhase",
-    "PageProgress",
-    "PageState",
-    "RawPoint",
-    "Word",
-    "now_ns",
-    "page_path",
-]
 
 _WORD_LIMIT = (1 << 64) - 1
 # Numbers of a job above these are nonsense; they are cut, so that arithmetic on them stays harmless.
@@ -472,3 +439,51 @@ class Page:
 def _float_of(word: int) -> float:
     value: float = struct.unpack("<d", struct.pack("<Q", word))[0]
     return value
+
+
+class GangPages:
+    """The pages of a gang of ``world`` ranks in ``directory``, opened when first needed, read-only.
+
+    Pages that are open already are handed in as ``known`` and stay their owner's to close. A page that is
+    not there yet is looked for again at every call; one of another version raises PageMismatchError.
+    """
+
+    def __init__(self, directory: str, world: int, known: Iterable[Page] = ()) -> None:
+        self._directory = directory
+        self._world = world
+        self._known = {page.get(Word.RANK): page for page in known}
+        self._pages: dict[int, Page] = dict(self._known)
+
+    def page(self, rank: int) -> Page | None:
+        found = self._pages.get(rank)
+        if found is None:
+            try:
+                found = Page.open(page_path(self._directory, rank), writable=False)
+            except FileNotFoundError:
+                return None
+            if found.get(Word.RANK) != rank or found.get(Word.WORLD) != self._world:
+                identity = found.identity()
+                found.close()
+                raise PageError(
+                    f"{page_path(self._directory, rank)} belongs to rank {identity.rank} of {identity.world}, "
+                    f"not to rank {rank} of {self._world}"
+                )
+            self._pages[rank] = found
+        return found
+
+    def points(self, agreement: int) -> tuple[RankPoint, ...] | None:
+        """Return what every rank has published about an agreement, by rank; None while a page is missing."""
+        points = []
+        for rank in range(self._world):
+            page = self.page(rank)
+            if page is None:
+                return None
+            points.append(page.point(agreement))
+        return tuple(points)
+
+    def close(self) -> None:
+        """Unmap all but the pages that were handed in."""
+        for rank, page in self._pages.items():
+            if rank not in self._known:
+                page.close()
+        self._pages.clear()

@@ -91,7 +91,7 @@ def _stand_aside(problem: Exception) -> None:
     """Report a failure of the agent before it has a control, and do nothing else. A rank with a state to bring back is
     ended: it would train from its first step."""
     from ganger.injob.control import Control, failure_text
-    from ganger.injob.page import Opaque
+    from ganger.injob.page_layout import Opaque
 
     try:
         control = Control.from_environment()
@@ -112,7 +112,7 @@ def _ended_too_early() -> None:
     if _diversion is None or not _diversion.active:
         return
     from ganger.injob import exit_code as exitcode
-    from ganger.injob.page import EXIT_NO_STATE
+    from ganger.injob.page_layout import EXIT_NO_STATE
 
     tail = _diversion.tail()
     _diversion.end()

@@ -16,17 +16,19 @@ import torch
 
 from ganger.injob import metrics
 from ganger.injob.control import Control, failure_text
-from ganger.injob.page import Capability, Opaque, PagePhase, Word
+from ganger.injob.page_layout import Capability, Opaque, PagePhase, Word
 from ganger.training import agent, rank_processes
 from ganger.training.loader import ElasticLoader, mixed, seed_everything
 from ganger.training.loop_position import LoopPosition
-from ganger.training.progress_reporter import ProgressReporter
-from ganger.training.rank_processes import keep_default_group
+from ganger.training.progress_reporter import ProgressReporter, counted_step
+from ganger.training.rank_processes import keep_default_group, rank_and_world
 from ganger.training.state import (
     Restored,
     TrainingObjects,
+    UnclaimedObject,
     apply_object,
     capture_random,
+    named_objects,
     restore_random,
     why_not_replicated,
 )
@@ -54,10 +56,10 @@ def attach(
     global _attached
     agent.stand_down()
     training = TrainingObjects(
-        models=_named(model, "model"),
-        optimizers=_named(optimizer, "optimizer"),
-        schedulers=_named(scheduler, "scheduler"),
-        scalers=_named(scaler, "scaler"),
+        models=named_objects(model, "model"),
+        optimizers=named_objects(optimizer, "optimizer"),
+        schedulers=named_objects(scheduler, "scheduler"),
+        scalers=named_objects(scaler, "scaler"),
     )
     is_child = rank_processes.is_child()
     if is_child:
@@ -90,36 +92,6 @@ def _start_carefully(job: TrainingJob, control: Control) -> None:
         if control.restore is not None:
             control.give_up_restore(f"cannot restore: {failure_text(problem)}")
         job.step_aside(problem)
-
-
-def _named(given: Any, kind: str) -> dict[str, Any]:
-    named = _by_name(given, kind)
-    for name, item in named.items():
-        if not hasattr(item, "state_dict") or not hasattr(item, "load_state_dict"):
-            raise TypeError(
-                f"attach: {kind} {name!r} is a {type(item).__name__}, which has no state_dict() and load_state_dict()"
-            )
-    return named
-
-
-def _by_name(given: Any, kind: str) -> dict[str, Any]:
-    if given is None:
-        return {}
-    if isinstance(given, dict):
-        return {str(name): item for name, item in given.items()}
-    if isinstance(given, (list, tuple)):
-        return {f"{kind}{number}": item for number, item in enumerate(given)}
-    return {kind: given}
-
-
-class _Unclaimed:
-    """A saved object that the script has yet to register."""
-
-    def __init__(self, saved: Any) -> None:
-        self._saved = saved
-
-    def state_dict(self) -> Any:
-        return self._saved
 
 
 class TrainingJob:
@@ -178,7 +150,7 @@ class TrainingJob:
             self._start_where_it_was(control, restored)
         else:
             control.start(0)
-        hot_path = _managed_step(self, control.boundary)
+        hot_path = counted_step(self._tell, self._holds_step, control.boundary, self.step_aside)
         self.step, self._untold_steps, self._tell_at_next_step = hot_path  # type: ignore[method-assign]
 
     def _start_where_it_was(self, control: Control, restored: Restored) -> None:
@@ -186,7 +158,7 @@ class TrainingJob:
         nothing, and has its own numbers to draw before it is back in its loop."""
         drawn_next = capture_random()
         self._restore_random(restored)
-        self._training.objects = {name: _Unclaimed(saved) for name, saved in restored.unclaimed.items()}
+        self._training.objects = {name: UnclaimedObject(saved) for name, saved in restored.unclaimed.items()}
         self._position_at_start = {
             **restored.position,
             "samples": self._samples,
@@ -219,11 +191,11 @@ class TrainingJob:
 
     @property
     def rank(self) -> int:
-        return _rank_and_world(self._control)[0]
+        return rank_and_world(self._control)[0]
 
     @property
     def world(self) -> int:
-        return _rank_and_world(self._control)[1]
+        return rank_and_world(self._control)[1]
 
     # -- what a script calls
 
@@ -244,7 +216,7 @@ class TrainingJob:
         Call it in the same order in every run. `options` go to torch's DataLoader. Position counts the batches the loop
         has taken, not those prefetched.
         """
-        rank, world = _rank_and_world(self._control)
+        rank, world = rank_and_world(self._control)
         number = self._made
         self._made += 1
         is_constant = isinstance(global_batch, int)
@@ -518,45 +490,3 @@ class TrainingJob:
             "samples": self._samples,
             "loaders": [loader.position() for loader in self._loaders],
         }
-
-
-def _managed_step(
-    job: TrainingJob, boundary: Callable[[], None]
-) -> tuple[Callable[..., None], Callable[[], int], Callable[[], None]]:
-    """TrainingJob.step under control, as a closure: it is called in every step, and most have nothing to tell.
-
-    It only counts down to the step at which to tell. The second function says how many steps are not told of yet; the
-    third makes the next step tell, whatever the first one thought.
-    """
-    tell_after = countdown = 0
-
-    def step(loss: Any = None) -> None:
-        nonlocal tell_after, countdown
-        try:
-            countdown -= 1
-            if countdown <= 0:
-                tell_after = countdown = job._tell(tell_after - countdown, loss)
-                if job._holds_step():
-                    tell_after = countdown = 0
-                    return
-            boundary()
-        except Exception as problem:
-            tell_after = countdown = 0
-            job.step_aside(problem)
-
-    def untold_steps() -> int:
-        return tell_after - countdown
-
-    def tell_at_next_step() -> None:
-        nonlocal tell_after, countdown
-        tell_after, countdown = tell_after - countdown, 0
-
-    return step, untold_steps, tell_at_next_step
-
-
-def _rank_and_world(control: Control | None) -> tuple[int, int]:
-    if control is not None:
-        return control.rank, control.world
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -8,7 +8,8 @@ from typing import Any, Callable
 
 import torch
 
-from ganger.injob.page import Page, Word
+from ganger.injob.page import Page
+from ganger.injob.page_layout import Word
 from ganger.training.state import TrainingObjects
 from ganger.training.state_keeper import StateKeeper, device_bytes
 
@@ -91,3 +92,40 @@ class ProgressReporter:
 def _after(steps: int) -> int:
     """The step at which to measure next."""
     return next((step for step in MEASURED_STEPS if step > steps), steps + MEASURED_EVERY)
+
+
+def counted_step(
+    tell: Callable[[int, Any], int],
+    holds_step: Callable[[], bool],
+    boundary: Callable[[], None],
+    step_aside: Callable[[Exception], None],
+) -> tuple[Callable[..., None], Callable[[], int], Callable[[], None]]:
+    """TrainingJob.step under control, as a closure: it is called in every step, and most have nothing to tell.
+
+    It only counts down to the step at which to tell. The second function says how many steps are not told of yet; the
+    third makes the next step tell, whatever the first one thought.
+    """
+    tell_after = countdown = 0
+
+    def step(loss: Any = None) -> None:
+        nonlocal tell_after, countdown
+        try:
+            countdown -= 1
+            if countdown <= 0:
+                tell_after = countdown = tell(tell_after - countdown, loss)
+                if holds_step():
+                    tell_after = countdown = 0
+                    return
+            boundary()
+        except Exception as problem:
+            tell_after = countdown = 0
+            step_aside(problem)
+
+    def untold_steps() -> int:
+        return tell_after - countdown
+
+    def tell_at_next_step() -> None:
+        nonlocal tell_after, countdown
+        tell_after, countdown = tell_after - countdown, 0
+
+    return step, untold_steps, tell_at_next_step

@@ -19,7 +19,9 @@ from urllib.parse import urlparse
 
 from ganger.injob import exit_code as exitcode
 from ganger.injob.control import Control
-from ganger.injob.page import EXIT_NO_STATE, Error, Opaque, Page, PageError, Word
+from ganger.injob.page import Page
+from ganger.injob.page_access import PageError
+from ganger.injob.page_layout import EXIT_NO_STATE, Error, Opaque, Word
 from ganger.injob.process_identity import start_ticks
 
 CHILD = (
@@ -174,3 +176,14 @@ def _with_own_store(original: Callable[..., Iterator[Any]]) -> Callable[..., Ite
 
 def _is_address_of_gang(url: str) -> bool:
     return str(urlparse(url).port) == os.environ.get("MASTER_PORT")
+
+
+def rank_and_world(control: Control | None) -> tuple[int, int]:
+    """Return the number of this rank and of all ranks, outside Ganger too."""
+    if control is not None:
+        return control.rank, control.world
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

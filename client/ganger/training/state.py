@@ -402,3 +402,34 @@ def why_not_replicated(training: TrainingObjects) -> str:
 
 def _is_sharded(tensor: Any) -> bool:
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
+
+
+def named_objects(given: Any, kind: str) -> dict[str, Any]:
+    """Return what a script gave for one argument of `attach` by name. TypeError for an object without a state."""
+    named = _by_name(given, kind)
+    for name, item in named.items():
+        if not hasattr(item, "state_dict") or not hasattr(item, "load_state_dict"):
+            raise TypeError(
+                f"attach: {kind} {name!r} is a {type(item).__name__}, which has no state_dict() and load_state_dict()"
+            )
+    return named
+
+
+def _by_name(given: Any, kind: str) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if isinstance(given, dict):
+        return {str(name): item for name, item in given.items()}
+    if isinstance(given, (list, tuple)):
+        return {f"{kind}{number}": item for number, item in enumerate(given)}
+    return {kind: given}
+
+
+class UnclaimedObject:
+    """A saved object that the script has not registered yet."""
+
+    def __init__(self, saved: Any) -> None:
+        self._saved = saved
+
+    def state_dict(self) -> Any:
+        return self._saved

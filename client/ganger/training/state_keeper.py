@@ -19,7 +19,7 @@ from typing import Any, Callable, TypeVar
 import torch
 
 from ganger.injob.control import Control, Handlers, StopRequest
-from ganger.injob.page import Error, PageState, Word
+from ganger.injob.page_layout import Error, PageState, Word
 from ganger.injob.state_image import ImageError, enter_pages
 from ganger.training.image_io import (
     TRANSFER_BYTES,

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from ganger.injob import exit_code as exitcode
 from ganger.injob.control import Control, failure_text
-from ganger.injob.page import EXIT_NO_STATE, Capability, Opaque, PagePhase
+from ganger.injob.page_layout import EXIT_NO_STATE, Capability, Opaque, PagePhase
 from ganger.training.loops import Loop, OneBatch, Resumed
 from ganger.training.output_replay import Diversion
 from ganger.training.progress_reporter import ProgressReporter

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 from ganger.agent.v1 import agent_pb2, peer_pb2
-from ganger.injob.page import CHECKPOINT_BIT
+from ganger.injob.page_layout import CHECKPOINT_BIT
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
 from ganger.protocol.stop_rules import RelayedPoint, merge_points
 

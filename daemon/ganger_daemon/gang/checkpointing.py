@@ -16,7 +16,8 @@ from typing import Any
 from ganger.agent.v1 import agent_pb2
 from ganger.failpoints import hit
 from ganger.injob.launcher.client import Launcher, LauncherError
-from ganger.injob.page import CHECKPOINT_BIT, Capability, PageParkLevel, PageProgress
+from ganger.injob.page import PageProgress
+from ganger.injob.page_layout import CHECKPOINT_BIT, Capability, PageParkLevel
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
 from ganger.wire.times import seconds
 

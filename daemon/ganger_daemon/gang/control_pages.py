@@ -11,20 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ganger.failpoints import hit
-from ganger.injob.gang_pages import page_path
-from ganger.injob.page import (
-    VERSION,
-    Capability,
-    Page,
-    PageError,
-    PageMismatchError,
-    PageOrderKind,
-    PageParkLevel,
-    PageProgress,
-    RawPoint,
-    Word,
-    now_ns,
-)
+from ganger.injob.page import Page, PageMismatchError, PageProgress, RawPoint, now_ns, page_path
+from ganger.injob.page_access import PageError
+from ganger.injob.page_layout import VERSION, Capability, PageOrderKind, PageParkLevel, Word
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
 from ganger.protocol.stop_rules import RelayedPoint, expired
 

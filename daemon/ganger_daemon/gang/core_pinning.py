@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ganger.agent.v1 import agent_pb2
-from ganger.injob.page import Word
+from ganger.injob.page_layout import Word
 
 from ganger_daemon.gang.gang_context import GangContext
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ganger.cluster.topology import bits
-from ganger.injob.page import PageState
+from ganger.injob.page_layout import PageState
 from ganger.v1 import resources_pb2
 
 from ganger_daemon.devices.contract import UNREADABLE

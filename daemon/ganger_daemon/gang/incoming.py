@@ -12,8 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ganger.agent.v1 import agent_pb2
-from ganger.injob.page import Word
-from ganger.injob.page_layout import PageState
+from ganger.injob.page_layout import PageState, Word
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
 
 from ganger_daemon.gang.gang_context import GangContext

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ganger.agent.v1 import agent_pb2
-from ganger.injob.gang_pages import page_path
 from ganger.injob.launcher.launch_request import TaskPlace, rank_environment, torchrun_environment
-from ganger.injob.page import VERSION
+from ganger.injob.page import page_path
+from ganger.injob.page_layout import VERSION
 from ganger.v1 import job_pb2
 from ganger.wire.resource_names import parse_job_name, parse_node_name
 

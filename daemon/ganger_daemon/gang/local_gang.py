@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ganger.agent.v1 import agent_pb2
 from ganger.failpoints import hit
-from ganger.injob.page import PageError
+from ganger.injob.page_access import PageError
 from ganger.injob.page_layout import PageState
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
 

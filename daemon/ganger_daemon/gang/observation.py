@@ -12,8 +12,8 @@ from typing import NamedTuple
 from ganger.agent.v1 import agent_pb2
 from ganger.injob import metrics
 from ganger.injob.metrics import ReportedMetric
-from ganger.injob.page import Capability, PageProgress, now_ns
-from ganger.injob.page_layout import PagePhase
+from ganger.injob.page import PageProgress, now_ns
+from ganger.injob.page_layout import Capability, PagePhase
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
 from ganger.v1 import job_pb2
 from ganger.wire.times import timestamp, timestamp_of_ns

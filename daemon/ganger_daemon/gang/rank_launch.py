@@ -14,8 +14,8 @@ from typing import Any
 
 from ganger.agent.v1 import agent_pb2
 from ganger.failpoints import hit
-from ganger.injob.gang_pages import page_path
 from ganger.injob.launcher.client import Launcher, LauncherError
+from ganger.injob.page import page_path
 from ganger.injob.process_identity import start_ticks
 from ganger.protocol.gang_orders import OrderIntent
 from ganger.v1 import job_pb2

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ganger.agent.v1 import agent_pb2
 from ganger.failpoints import hit
-from ganger.injob.page import PageState
+from ganger.injob.page_layout import PageState
 from ganger.wire.tls import server_context
 
 from ganger_daemon.core.gang_judgement import PartPhase

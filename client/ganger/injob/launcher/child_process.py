@@ -29,7 +29,9 @@ from ganger.injob import exit_code as exitcode
 from ganger.injob.launcher.exit_record import write_durably
 from ganger.injob.launcher.launch_request import Launch, LaunchError, PythonCommand, python_command
 from ganger.injob.launcher.preload import sets_library_variables
-from ganger.injob.page import Page, PageError, Word
+from ganger.injob.page import Page
+from ganger.injob.page_access import PageError
+from ganger.injob.page_layout import Word
 from ganger.injob.process_identity import start_ticks
 from ganger.injob.state_image import VARIABLE, arena_variable
 

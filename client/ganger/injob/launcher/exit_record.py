@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ganger.injob.launcher.launch_request import LaunchError
-from ganger.injob.page import Page, PageError
+from ganger.injob.page import Page
+from ganger.injob.page_access import PageError
 
 
 class ExitRecord(NamedTuple):

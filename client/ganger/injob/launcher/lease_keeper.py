@@ -12,7 +12,9 @@ import signal
 import sys
 from collections.abc import Iterable, Sequence
 
-from ganger.injob.page import Capability, Page, PageError, PageOrderKind, Word, now_ns
+from ganger.injob.page import Page, now_ns
+from ganger.injob.page_access import PageError
+from ganger.injob.page_layout import Capability, PageOrderKind, Word
 from ganger.injob.process_identity import family, stands_still
 from ganger.protocol.stop_rules import NEVER, expired, must_be_frozen
 
