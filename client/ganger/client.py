@@ -34,12 +34,11 @@ from ganger.wire.errors import (
     Unreachable,
     from_rpc_error,
 )
-from ganger.wire.methods import largest_bytes
+from ganger.wire.methods import check_size
 from ganger.wire.resource_names import (
-    array_name,
+    array_name_from_text,
     job_name_from_text,
     node_name_from_text,
-    parse_array_name,
     parse_member,
 )
 
@@ -100,7 +99,7 @@ class Client:
         A scheduler of the user's own (`spec.scheduler`) is started as a process that outlives this one; see
         `Job.scheduler_log`. Raises SpecInvalid if it cannot be loaded."""
         request = job_service_pb2.CreateJobRequest(spec=spec, request_id=request_id or _fresh_id())
-        _check_size(request, "CreateJob", "put large environment values and arguments into files")
+        check_size(request, "/ganger.v1.JobService/CreateJob", "put large environment values and arguments into files")
         if not spec.scheduler:
             return Job(self, self._submitted(self._jobs.CreateJob, request))
         from ganger.scheduling.detached_scheduler import DetachedScheduler
@@ -116,12 +115,12 @@ class Client:
         asked = job_service_pb2.CreateArrayRequest()
         asked.CopyFrom(request)
         asked.request_id = request_id or request.request_id or _fresh_id()
-        _check_size(asked, "CreateArray", "put large parameters into files")
+        check_size(asked, "/ganger.v1.JobService/CreateArray", "put large parameters into files")
         return self._submitted(self._jobs.CreateArray, asked)
 
     def get_array(self, array: str | int) -> array_pb2.Array:
         """7, "7" or "arrays/7". Raises ArrayNotFound."""
-        return self._call(self._jobs.GetArray, job_service_pb2.GetArrayRequest(name=_array(array)))
+        return self._call(self._jobs.GetArray, job_service_pb2.GetArrayRequest(name=array_name_from_text(array)))
 
     def list_arrays(self, user: str = "", *, live: bool = False) -> list[array_pb2.Array]:
         """Newest first; `live`: only those of which a member has not ended."""
@@ -129,7 +128,7 @@ class Client:
         return [array for page in self._pages(self._jobs.ListArrays, request) for array in page.arrays]
 
     def cancel_array(self, array: str | int, reason: str = "") -> array_pb2.Array:
-        request = job_service_pb2.CancelArrayRequest(name=_array(array), reason=reason)
+        request = job_service_pb2.CancelArrayRequest(name=array_name_from_text(array), reason=reason)
         return self._call(self._jobs.CancelArray, request)
 
     def update_array(
@@ -143,7 +142,7 @@ class Client:
         """Update every member that has not ended. The answer lists those that could not be updated, and why. `may_end`:
         as in `update`."""
         request = job_service_pb2.UpdateArrayRequest(
-            name=_array(array), update=update, request_id=request_id or _fresh_id(), may_end=may_end
+            name=array_name_from_text(array), update=update, request_id=request_id or _fresh_id(), may_end=may_end
         )
         return self._call(self._jobs.UpdateArray, request)
 
@@ -171,7 +170,7 @@ class Client:
             page_size=min(limit or 1_000, 1_000),
             states=states,
             user=user,
-            array=_array(array) if array else "",
+            array=array_name_from_text(array) if array else "",
             without_members=fold_arrays,
             display_name=name,
             labels=labels or {},
@@ -490,24 +489,11 @@ class Client:
         return error
 
 
-def _check_size(
-    request: job_service_pb2.CreateJobRequest | job_service_pb2.CreateArrayRequest, method: str, remedy: str
-) -> None:
-    """Raises MessageTooLarge, as the master would, before the request is sent."""
-    most = largest_bytes(f"/ganger.v1.JobService/{method}")
-    if request.ByteSize() > most:
-        raise MessageTooLarge(f"the submission is {request.ByteSize()} bytes, a message holds {most}: {remedy}")
-
-
 def _fresh_id() -> str:
     # Loaded here: most clients only look.
     import uuid
 
     return str(uuid.uuid4())
-
-
-def _array(array: str | int) -> str:
-    return array_name(parse_array_name(text if "/" in (text := str(array)) else f"arrays/{text}"))
 
 
 __all__ = ["Client", "EndpointError"]

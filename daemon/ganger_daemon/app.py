@@ -35,19 +35,20 @@ from ganger_daemon.devices.choice import choose_devices
 from ganger_daemon.devices.virtual import VirtualSpec
 from ganger_daemon.gang.launch_plan import own_user
 from ganger_daemon.node.core_table import CoreTable
-from ganger_daemon.node.directories import (
+from ganger_daemon.node.daemon_files import (
     DaemonPaths,
     DirectoryError,
     DirectoryNameError,
     choose_run_directory,
     make_private,
+    read_json,
+    write_json,
 )
 from ganger_daemon.node.gang_set import GangSet
 from ganger_daemon.node.launchers import Launchers
 from ganger_daemon.node.log_store import LogStore
 from ganger_daemon.node.node_context import NodeContext, Storage
 from ganger_daemon.node.peer_service import PeerCalls, PeerServicer
-from ganger_daemon.node.safe_files import read_json, write_json
 from ganger_daemon.node.session import Session
 from ganger_daemon.transfer.stream_server import ParkedArenas, StreamServer
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from daemon.kit import Cluster, Observed, in_phase, log_of, run
-from ganger_daemon.node.directories import DaemonPaths, DirectoryNameError, choose_run_directory
+from ganger_daemon.node.daemon_files import DaemonPaths, DirectoryNameError, choose_run_directory
 
 pytestmark = pytest.mark.system
 

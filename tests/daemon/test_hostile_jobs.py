@@ -22,9 +22,8 @@ from ganger.v1 import job_pb2
 from ganger_daemon.gang import received_orders
 from ganger_daemon.gang.exit_watcher import exit_of
 from ganger_daemon.gang.job_output import JobSocketServer
-from ganger_daemon.node.directories import DaemonPaths
+from ganger_daemon.node.daemon_files import DaemonPaths, make_directory, open_plain, read_json, remove_tree, write_json
 from ganger_daemon.node.process_identity import ProcessId
-from ganger_daemon.node.safe_files import make_directory, open_plain, read_json, remove_tree, write_json
 from kit.waiting import eventually
 from rpc.kit import until
 

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from ganger_daemon.node.directories import DaemonPaths, DirectoryError, choose_run_directory
-from ganger_daemon.node.safe_files import path_trouble
+from ganger_daemon.node.daemon_files import DaemonPaths, DirectoryError, choose_run_directory, path_trouble
 
 STRANGER = 12345
 

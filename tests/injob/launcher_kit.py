@@ -15,7 +15,7 @@ from typing import Any
 
 from ganger.injob.bootstrap import prepare_inject_directory
 from ganger.injob.launcher.client import Forked, Launcher, start_launcher
-from ganger.injob.launcher.launch_request import rank_environment
+from ganger.injob.launcher.process_record import rank_environment
 from ganger.injob.page import Page, page_path
 from ganger.injob.page_layout import PageOrderKind
 from ganger.injob.process_identity import start_ticks

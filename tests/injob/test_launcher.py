@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from ganger.injob.launcher.client import Launcher, LauncherError
-from ganger.injob.launcher.launch_request import TaskPlace, torchrun_environment
+from ganger.injob.launcher.process_record import TaskPlace, torchrun_environment
 from ganger.injob.launcher.server import _error_of_child
 from ganger.injob.process_identity import start_ticks
 from injob.launcher_kit import HAS_TORCH, Place, exit_record, log_text, page_of

@@ -17,7 +17,7 @@ _FORKED = """
 import os, sys
 sys.path[0:1] = []
 from ganger.injob.launcher.child_process import run_as_main
-from ganger.injob.launcher.launch_request import python_command
+from ganger.injob.launcher.process_record import python_command
 argv = sys.argv[1:]
 pid = os.fork()
 if pid:

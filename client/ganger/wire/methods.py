@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from ganger.wire.errors import CertificateInvalid, RoleNotPermitted
+from google.protobuf.message import Message
+
+from ganger.wire.errors import CertificateInvalid, MessageTooLarge, RoleNotPermitted
 
 # Streams end by themselves after 30 minutes; a minute more lets the server be the one to end them.
 _STREAM_S = 31 * 60.0
@@ -116,6 +118,13 @@ def largest_bytes(path: str) -> int:
     """Return how many bytes a request to "/package.Service/Method" may have; unknown methods: a whole message."""
     method = METHODS.get(path)
     return 4 * _MIB if method is None else method.largest_bytes
+
+
+def check_size(request: Message, method: str, remedy: str) -> None:
+    """Raise MessageTooLarge, as the server would, before a submission is sent. `method`: its full name."""
+    most = largest_bytes(method)
+    if request.ByteSize() > most:
+        raise MessageTooLarge(f"the submission is {request.ByteSize()} bytes, a message holds {most}: {remedy}")
 
 
 def retry_service_config() -> str:

@@ -37,6 +37,11 @@ def parse_array_name(name: str) -> int:
     return int(number)
 
 
+def array_name_from_text(text: str | int) -> str:
+    """Return "arrays/7" for 7, "7" and "arrays/7". Raises as `parse_array_name`."""
+    return array_name(parse_array_name(text if "/" in (text := str(text)) else f"arrays/{text}"))
+
+
 def parse_member(text: str) -> tuple[int, int] | None:
     """What a person types for member 3 of array 7, "7_3": (7, 3); None for anything else."""
     array, _, index = text.partition("_")

@@ -22,7 +22,7 @@ import msgspec
 from ganger.injob import state_image
 
 from ganger_daemon.core.gang_judgement import FoundCheckpoint
-from ganger_daemon.node.safe_files import open_plain, read_plain
+from ganger_daemon.node.daemon_files import open_plain, read_plain
 
 MANIFEST = "MANIFEST.json"
 MANIFEST_FORMAT = 1

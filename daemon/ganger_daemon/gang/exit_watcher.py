@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ganger_daemon.core.gang_judgement import SIGKILL, FoundCheckpoint, PartOutcome, PartOutcomeKind, RankExit
-from ganger_daemon.node.directories import GangPaths
+from ganger_daemon.node.daemon_files import GangPaths, make_directory, read_json, write_json
 from ganger_daemon.node.process_identity import ProcessId, is_alive
-from ganger_daemon.node.safe_files import make_directory, read_json, write_json
 
 log = logging.getLogger(__name__)
 

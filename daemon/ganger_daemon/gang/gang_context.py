@@ -17,7 +17,7 @@ from google.protobuf import json_format
 
 from ganger_daemon.checkpoints.storage import ShardReport
 from ganger_daemon.gang.control_pages import ControlPages
-from ganger_daemon.node.directories import GangPaths
+from ganger_daemon.node.daemon_files import GangPaths
 from ganger_daemon.node.node_context import NodeContext
 
 if TYPE_CHECKING:

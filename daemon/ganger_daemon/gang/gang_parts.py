@@ -25,9 +25,8 @@ from ganger_daemon.gang.launch_plan import has_no_agent
 from ganger_daemon.gang.rank_launch import RankLaunch
 from ganger_daemon.gang.received_orders import RankErrors, ReceivedOrders
 from ganger_daemon.gang.step_rate import StallWatch, StepRate, UtilizationMeter
-from ganger_daemon.node.directories import GangPaths
+from ganger_daemon.node.daemon_files import GangPaths, read_json, write_hint
 from ganger_daemon.node.process_identity import ProcessId, RankProcess, is_alive, stranger_text
-from ganger_daemon.node.safe_files import read_json, write_hint
 
 
 @dataclass(frozen=True, slots=True)

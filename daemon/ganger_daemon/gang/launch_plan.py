@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ganger.agent.v1 import agent_pb2
-from ganger.injob.launcher.launch_request import TaskPlace, rank_environment, torchrun_environment
+from ganger.injob.launcher.process_record import TaskPlace, rank_environment, torchrun_environment
 from ganger.injob.page import page_path
 from ganger.injob.page_layout import VERSION
 from ganger.v1 import job_pb2
@@ -23,9 +23,8 @@ from ganger.wire.resource_names import parse_job_name, parse_node_name
 from ganger_daemon.checkpoints.storage import Unreadable, newest_found, parse_final, token_found, verify
 from ganger_daemon.core.gang_judgement import FoundCheckpoint, PartOutcomeKind
 from ganger_daemon.gang.gang_context import LocalPart
-from ganger_daemon.node.directories import GangPaths
+from ganger_daemon.node.daemon_files import GangPaths, write_json
 from ganger_daemon.node.launchers import is_python
-from ganger_daemon.node.safe_files import write_json
 
 # A rank's share of the arena is rounded up to whole huge pages.
 _ARENA_ALIGNMENT = 2 << 20

@@ -39,6 +39,7 @@ from ganger_daemon.gang.launch_plan import (
     restore_plan,
 )
 from ganger_daemon.gang.received_orders import ReceivedOrders
+from ganger_daemon.node.daemon_files import make_directory, read_json, remove_tree, sync_file, write_json
 from ganger_daemon.node.launchers import children_of, interpreter_of
 from ganger_daemon.node.node_context import NodeContext, StorageWait
 from ganger_daemon.node.process_identity import (
@@ -53,7 +54,6 @@ from ganger_daemon.node.process_identity import (
     stranger_text,
     strays,
 )
-from ganger_daemon.node.safe_files import make_directory, read_json, remove_tree, sync_file, write_json
 
 log = logging.getLogger(__name__)
 

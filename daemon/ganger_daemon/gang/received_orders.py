@@ -22,8 +22,7 @@ from ganger_daemon.checkpoints.storage import free_bytes
 from ganger_daemon.core import gang_judgement
 from ganger_daemon.gang.control_pages import RunMark, page_order, write_details
 from ganger_daemon.gang.gang_context import DEFAULT_GRACE_S, GangContext, to_json, wanted_of, with_spec_of
-from ganger_daemon.node.directories import GangPaths
-from ganger_daemon.node.safe_files import make_directory, read_json, write_hint
+from ganger_daemon.node.daemon_files import GangPaths, make_directory, read_json, write_hint
 
 log = logging.getLogger(__name__)
 

@@ -30,8 +30,8 @@ from ganger_daemon.core.reconcile import (
 )
 from ganger_daemon.gang.gang_context import DesiredInvalidError, Peers, recall, wanted_of
 from ganger_daemon.gang.local_gang import LocalGang
+from ganger_daemon.node.daemon_files import read_json, write_json
 from ganger_daemon.node.node_context import NodeContext
-from ganger_daemon.node.safe_files import read_json, write_json
 from ganger_daemon.node.slice_rotation import Rotation
 
 log = logging.getLogger(__name__)

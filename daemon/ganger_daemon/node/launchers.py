@@ -23,7 +23,7 @@ from pathlib import Path
 import ganger
 from ganger.injob.bootstrap import prepare_inject_directory
 from ganger.injob.launcher.client import Launcher, LauncherError, start_launcher
-from ganger.injob.launcher.launch_request import startup_variables
+from ganger.injob.launcher.process_record import startup_variables
 
 from ganger_daemon.node.process_identity import ProcessId, RankProcess, parent_of
 

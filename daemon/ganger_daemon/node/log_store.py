@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from ganger_daemon.node.safe_files import extents, open_plain, open_plain_to_write, read_json, remove_tree, write_json
+from ganger_daemon.node.daemon_files import extents, open_plain, open_plain_to_write, read_json, remove_tree, write_json
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from ganger_daemon.checkpoints import storage as layout
 from ganger_daemon.core import escalation
 from ganger_daemon.devices.contract import Devices, Inventory
 from ganger_daemon.node import core_table as cores
-from ganger_daemon.node.directories import DaemonPaths
+from ganger_daemon.node.daemon_files import DaemonPaths
 from ganger_daemon.node.launchers import Launchers
 from ganger_daemon.node.log_store import LogStore
 

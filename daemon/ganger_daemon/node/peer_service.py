@@ -28,7 +28,7 @@ from ganger.wire.servers import Callers
 from ganger_daemon.checkpoints.storage import Shard, ShardReport
 from ganger_daemon.core.gang_judgement import PartPhase
 from ganger_daemon.gang.boundary_relay import from_wire
-from ganger_daemon.node.safe_files import read_json
+from ganger_daemon.node.daemon_files import read_json
 
 if TYPE_CHECKING:
     from ganger_daemon.gang.local_gang import LocalGang

@@ -37,9 +37,9 @@ from ganger.wire.tls import trouble_with
 from google.protobuf import json_format
 
 from ganger_daemon.gang.observation import add_metrics
+from ganger_daemon.node.daemon_files import read_json, write_hint
 from ganger_daemon.node.gang_set import GangSet
 from ganger_daemon.node.node_context import NodeContext
-from ganger_daemon.node.safe_files import read_json, write_hint
 
 log = logging.getLogger(__name__)
 

@@ -27,8 +27,8 @@ from google.protobuf import json_format
 from ganger_daemon.core.gang_judgement import PartPhase
 from ganger_daemon.gang.gang_context import Peers, wanted_of, with_order
 from ganger_daemon.gang.local_gang import LocalGang
+from ganger_daemon.node.daemon_files import make_directory, read_json, write_hint
 from ganger_daemon.node.node_context import NodeContext
-from ganger_daemon.node.safe_files import make_directory, read_json, write_hint
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ def main() -> None:
     path = os.path.abspath(arguments.socket)
 
     from ganger.injob.launcher import child_process, starter
-    from ganger.injob.launcher.launch_request import parse_launch
+    from ganger.injob.launcher.process_record import parse_launch
 
     # While this process is small, and before it has anything that no other may keep.
     helper = starter.make_starter(

@@ -26,9 +26,15 @@ from types import TracebackType
 from typing import BinaryIO, Callable, NoReturn, cast
 
 from ganger.injob import exit_code as exitcode
-from ganger.injob.launcher.exit_record import write_durably
-from ganger.injob.launcher.launch_request import Launch, LaunchError, PythonCommand, python_command
 from ganger.injob.launcher.preload import sets_library_variables
+from ganger.injob.launcher.process_record import (
+    Launch,
+    LaunchError,
+    PythonCommand,
+    python_command,
+    shortened,
+    write_durably,
+)
 from ganger.injob.page import Page
 from ganger.injob.page_access import PageError
 from ganger.injob.page_layout import Word
@@ -350,3 +356,32 @@ def _attempt(reason: str, what: str, action: Callable[[], object]) -> None:
         action()
     except (OSError, ValueError, AttributeError) as error:
         raise LaunchError(reason, f"{what}: {error}") from error
+
+
+def run_store(directory: str, host: str, listener: socket.socket) -> NoReturn:
+    """Be the rendezvous store of one epoch, in a forked child."""
+    os.setsid()
+    try:
+        serve_store(directory, host, listener)
+    except BaseException as error:
+        print(f"ganger launcher: no rendezvous store in {directory}: {error!r}", file=sys.stderr)
+        os._exit(1)
+
+
+def run_helper(work: Callable[[], None], write_end: int) -> NoReturn:
+    """Do `work` in a forked child, write how it went as JSON ({}: well), and end."""
+    answer: dict[str, str] = {}
+    try:
+        work()
+    except LaunchError as error:
+        answer = {"reason": error.reason, "message": str(error)}
+    except BaseException as error:
+        answer = {"reason": "SYSTEM", "message": shortened(str(error) or repr(error))}
+    os.write(write_end, json.dumps(answer).encode())
+    os._exit(1 if answer else 0)
+
+
+def touch_arena(launch: Launch, arena: int) -> None:
+    """Make the kernel give the arena its first pages now, charged to the rank's cgroup."""
+    enter_cgroups(launch.cgroup_procs)
+    os.posix_fallocate(arena, 0, min(launch.touched_bytes, launch.arena_bytes))

@@ -12,8 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ganger.injob.launcher.exit_record import ExitRecord
-from ganger.injob.launcher.launch_request import LAUNCHER_BLAS_THREADS
+from ganger.injob.launcher.process_record import LAUNCHER_BLAS_THREADS, ExitRecord
 from ganger.injob.process_identity import peer_of
 
 

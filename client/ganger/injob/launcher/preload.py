@@ -18,7 +18,7 @@ import signal
 import sys
 from collections.abc import Iterator
 
-from ganger.injob.launcher.launch_request import PythonCommand
+from ganger.injob.launcher.process_record import PythonCommand
 
 PRELOADED = (
     "torch",

@@ -18,10 +18,20 @@ from collections.abc import Mapping
 from typing import Any, Callable, NoReturn
 
 from ganger.injob.launcher import child_process
-from ganger.injob.launcher.child_process import open_listener, serve_store
-from ganger.injob.launcher.exit_record import ExitRecord, from_page, from_wait, publish, record
-from ganger.injob.launcher.launch_request import Launch, LaunchError, parse_launch, python_command, shortened
+from ganger.injob.launcher.child_process import open_listener
 from ganger.injob.launcher.lease_keeper import LeaseKeeper
+from ganger.injob.launcher.process_record import (
+    ExitRecord,
+    Launch,
+    LaunchError,
+    from_page,
+    from_wait,
+    parse_launch,
+    publish,
+    python_command,
+    record,
+    shortened,
+)
 from ganger.injob.launcher.starter import Starter, StarterError, begin
 from ganger.injob.process_identity import peer_of, start_ticks
 from ganger.injob.state_image import make_arena, recover_arena
@@ -43,11 +53,8 @@ class LauncherChild:
         pidfd: int | None = None,
         keeper: LeaseKeeper | None = None,
     ) -> None:
-        self.name = name
-        self.kind = kind
-        self.pid = pid
-        self.page = page
-        self.exit_path = exit_path
+        self.name, self.kind, self.pid = name, kind, pid
+        self.page, self.exit_path = page, exit_path
         self.adopted = adopted
         self.keeper = keeper
         self.pidfd = os.pidfd_open(pid) if pidfd is None else pidfd
@@ -218,7 +225,7 @@ class LauncherServer:
             raise LaunchError("ALREADY_RUNNING", f"{launch.name} runs already")
         arena = self._arena_for(launch)
         if arena is not None and launch.touched_bytes:
-            self._helper(f"{launch.name}/touch", None, None, lambda: _touch(launch, arena))
+            self._helper(f"{launch.name}/touch", None, None, lambda: child_process.touch_arena(launch, arena))
         read_end, write_end = os.pipe2(os.O_CLOEXEC)
         started = None if self._runs_in_a_fork(launch) else self._start(request["launch"], write_end, arena)
         pid, word = started or (os.fork(), None)
@@ -298,7 +305,7 @@ class LauncherServer:
             if pid == 0:
                 self._become_child(keep=[])
                 held = listener.dup()
-                raise ChildTask(lambda: _run_store(directory, host, held))
+                raise ChildTask(lambda: child_process.run_store(directory, host, held))
             new = self._add(LauncherChild(directory, "store", pid))
             new.port = listener.getsockname()[1]
         self._reply(caller, number, pid=new.pid, start_ticks=new.start_ticks, port=new.port)
@@ -309,7 +316,7 @@ class LauncherServer:
 
     def _list(self, caller: _Caller, number: Any, request: Mapping[str, Any]) -> None:
         children = [
-            {"name": one.name, "kind": one.kind, "pid": one.pid, "start_ticks": one.start_ticks, "adopted": one.adopted}
+            {name: getattr(one, name) for name in ("name", "kind", "pid", "start_ticks", "adopted")}
             for one in self._children.values()
         ]
         self._reply(caller, number, children=children)
@@ -377,7 +384,7 @@ class LauncherServer:
         pid = os.fork()
         if pid == 0:
             self._become_child(keep=[write_end, *self._arenas.values()])
-            raise ChildTask(lambda: _run_helper(work, write_end))
+            raise ChildTask(lambda: child_process.run_helper(work, write_end))
         os.close(write_end)
         self._add(LauncherChild(name, "helper", pid))
 
@@ -422,12 +429,7 @@ class LauncherServer:
         self._ended(one.exit_path, end)
 
     def _ended(self, exit_path: str, end: ExitRecord) -> None:
-        try:
-            record(exit_path, end)
-        except OSError as error:
-            print(f"ganger launcher: cannot record the end of {end.name}: {error}", file=sys.stderr)
-            if os.path.isdir(os.path.dirname(exit_path)):
-                self._unrecorded.append((exit_path, end))
+        self._record(exit_path, end)
         for caller in list(self._callers.values()):
             if caller.watching:
                 self._reply(caller, None, exit=end._asdict())
@@ -435,11 +437,17 @@ class LauncherServer:
     def _record_again(self) -> None:
         waiting, self._unrecorded = self._unrecorded, []
         for exit_path, end in waiting:
-            try:
-                record(exit_path, end)
-            except OSError:
-                if os.path.isdir(os.path.dirname(exit_path)):
-                    self._unrecorded.append((exit_path, end))
+            self._record(exit_path, end, is_again=True)
+
+    def _record(self, exit_path: str, end: ExitRecord, is_again: bool = False) -> None:
+        """Record the end of a process; if that fails and its directory is there, it is tried again later."""
+        try:
+            record(exit_path, end)
+        except OSError as error:
+            if not is_again:
+                print(f"ganger launcher: cannot record the end of {end.name}: {error}", file=sys.stderr)
+            if os.path.isdir(os.path.dirname(exit_path)):
+                self._unrecorded.append((exit_path, end))
 
     def _become_child(self, keep: list[int]) -> None:
         """In a forked child: close what is the launcher's, through its objects, so that no number is closed twice."""
@@ -490,30 +498,3 @@ def _error_of_child(read_end: int, died: str) -> dict[str, str] | None:
         return {key: str(fields[key]) for key in ("reason", "message")} if fields else {}
     except (ValueError, KeyError, TypeError):
         return {"reason": "CHILD_DIED", "message": died}
-
-
-def _run_store(directory: str, host: str, listener: socket.socket) -> NoReturn:
-    os.setsid()
-    try:
-        serve_store(directory, host, listener)
-    except BaseException as error:
-        print(f"ganger launcher: no rendezvous store in {directory}: {error!r}", file=sys.stderr)
-        os._exit(1)
-
-
-def _run_helper(work: Callable[[], None], write_end: int) -> NoReturn:
-    answer: dict[str, str] = {}
-    try:
-        work()
-    except LaunchError as error:
-        answer = {"reason": error.reason, "message": str(error)}
-    except BaseException as error:
-        answer = {"reason": "SYSTEM", "message": shortened(str(error) or repr(error))}
-    os.write(write_end, json.dumps(answer).encode())
-    os._exit(1 if answer else 0)
-
-
-def _touch(launch: Launch, arena: int) -> None:
-    """Make the kernel give the arena its first pages now, charged to the rank's cgroup."""
-    child_process.enter_cgroups(launch.cgroup_procs)
-    os.posix_fallocate(arena, 0, min(launch.touched_bytes, launch.arena_bytes))

@@ -1,0 +1,427 @@
+"""Files of one daemon: where everything lies (docs/reference/protocols.md), and access where jobs can write too.
+
+Paths are made from a job's uid and epoch. Whatever a job has put in the place of a file, the daemon neither waits for
+it, nor follows it elsewhere, nor fails at it for ever. `path_trouble` finds other accounts that could replace a
+directory.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import pwd
+import shutil
+import stat
+import subprocess
+import threading
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+log = logging.getLogger(__name__)
+
+# None of the files that are read whole is larger; a job may make one that is.
+LARGEST_BYTES = 64 << 20
+
+
+def make_directory(path: Path) -> None:
+    """Private to this user; what a job has put in its place, or its parent's, goes."""
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except (FileExistsError, NotADirectoryError):
+        for part in (path.parent, path):
+            if not part.is_dir():
+                part.unlink(missing_ok=True)
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+
+def write_json(path: Path, fields: Any, durable: bool = False) -> None:
+    """Replaces the file whole, or what a job has put in its place; `durable` waits for the disk."""
+    new = path.with_name(path.name + ".new")
+    for place in (new, path):
+        _clear(place)
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    with os.fdopen(fd, "w") as file:
+        json.dump(fields, file)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+    os.replace(new, path)
+    if durable:
+        _sync(path.parent)
+
+
+def write_hint(path: Path, fields: Any) -> None:
+    """Write notes that save the next daemon a message; errors are ignored."""
+    try:
+        write_json(path, fields)
+    except OSError as error:
+        log.warning("note not written", extra={"path": str(path), "error": str(error)})
+
+
+def _clear(path: Path) -> None:
+    try:
+        kind = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISDIR(kind):
+        remove_tree(path)
+    elif not stat.S_ISREG(kind):
+        path.unlink(missing_ok=True)
+
+
+def remove_tree(path: Path) -> None:
+    """A directory with all in it, a file, or nothing; what cannot be removed stays."""
+    if _is_deep(path):
+        subprocess.run(["rm", "-rf", "--", str(path)], check=False, stderr=subprocess.DEVNULL)
+        return
+    shutil.rmtree(path, ignore_errors=True)
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        pass
+
+
+def _is_deep(path: Path) -> bool:
+    """Nothing of ours is. The library goes down with a descriptor and a frame for each level, until it has none."""
+    level = [path]
+    for _ in range(8):
+        below = []
+        for directory in level:
+            try:
+                with os.scandir(directory) as entries:
+                    below += [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+            except OSError:
+                continue
+        if not below:
+            return False
+        level = below
+    return True
+
+
+def sync_file(path: Path) -> None:
+    """Waits until a file that is there, and its name, are on the disk."""
+    _sync(path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def open_plain(path: Path, is_jobs_directory: bool = False) -> BinaryIO:
+    """Open for reading what a job could have put there: a plain file only, no pipe without a writer, no link.
+    `is_jobs_directory`: its directory must be no link either. Raises OSError."""
+    follow = os.O_NOFOLLOW if is_jobs_directory else 0
+    parent = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC | follow)
+    try:
+        fd = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=parent)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        os.close(parent)
+    _check_plain(fd, path)
+    return os.fdopen(fd, "rb")
+
+
+def open_plain_to_write(path: Path) -> BinaryIO:
+    """Open for writing a plain file that a job could have replaced; made if there is none. Raises OSError."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    _check_plain(fd, path)
+    return os.fdopen(fd, "r+b", buffering=0)
+
+
+def _check_plain(fd: int, path: Path) -> None:
+    """Closes the descriptor and raises OSError if it is not of a plain file."""
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "is no plain file", str(path))
+
+
+def extents(file: BinaryIO, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yield the parts of a file between two offsets that hold data, without its holes, as (from, to)."""
+    while start < end:
+        try:
+            begin = os.lseek(file.fileno(), start, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            return  # nothing but a hole follows
+        if begin >= end:
+            return
+        start = min(end, os.lseek(file.fileno(), begin, os.SEEK_HOLE))
+        yield begin, start
+
+
+def read_plain(path: Path, most_bytes: int = LARGEST_BYTES, is_jobs_directory: bool = False) -> bytes:
+    """Return the content of a plain file of at most `most_bytes`. Raises OSError: EFBIG, unread, if it is larger."""
+    with open_plain(path, is_jobs_directory) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most_bytes:
+            raise OSError(errno.EFBIG, f"has {size} bytes, at most {most_bytes} are read", str(path))
+        return file.read(most_bytes)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a file; empty if it is missing, half written, or not an object."""
+    try:
+        fields = json.loads(read_plain(path))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+_MOST_LINKS = 40
+
+
+def path_trouble(path: Path) -> str:
+    """Return what lets another account replace ``path`` or what is in it, for people; empty if nothing does.
+
+    Each existing component, and each symbolic link on the way, has to belong to this user or to root. Others may write
+    into a directory only where it is sticky (/tmp, /dev/shm), and not into the last one. What does not exist is made
+    by this process.
+    """
+    current, waiting, links = Path("/"), list(Path(os.path.abspath(path)).parts[1:]), 0
+    while waiting:
+        step = current / waiting.pop(0)
+        try:
+            status = step.lstat()
+        except FileNotFoundError:
+            return ""
+        except OSError as error:
+            return f"{step} cannot be looked at: {error.strerror}"
+        if status.st_uid not in (0, os.geteuid()):
+            return f"{step} belongs to {_user(status.st_uid)}"
+        if stat.S_ISLNK(status.st_mode):
+            links += 1
+            if links > _MOST_LINKS:
+                return f"{path} has too many symbolic links"
+            target = Path(os.path.normpath(current / step.readlink()))
+            current, waiting = Path("/"), [*target.parts[1:], *waiting]
+            continue
+        if not stat.S_ISDIR(status.st_mode):
+            return f"{step} is no directory"
+        if status.st_mode & 0o022 and (not waiting or not status.st_mode & stat.S_ISVTX):
+            return f"others may write into {step} (mode {stat.S_IMODE(status.st_mode):04o})"
+        current = step
+    return ""
+
+
+def _user(uid: int) -> str:
+    try:
+        return f"user {pwd.getpwuid(uid).pw_name}"
+    except KeyError:
+        return f"user {uid}"
+
+
+# sun_path holds 108 bytes with its end.
+MAX_SOCKET_PATH = 107
+# Begins the name of what is being removed.
+_GONE = ".gone-"
+_LONGEST_SOCKET = len("/00000000-0000-0000-0000-000000000000/18446744073709551615/job.sock")
+
+
+class DirectoryError(Exception):
+    """A directory of the daemon cannot be used; the message says what to do."""
+
+
+class DirectoryNameError(DirectoryError):
+    """The name of a directory can never be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class GangPaths:
+    """One gang's local part: `job` is durable, `run` lies in a tmpfs."""
+
+    job: Path
+    run: Path
+    job_uid: str
+    epoch: int
+
+    def launch(self, rank: int) -> Path:
+        return self.job / f"rank-{rank}.launch.json"
+
+    def exit(self, rank: int) -> Path:
+        return self.job / f"rank-{rank}.exit.json"
+
+    def error(self, rank: int) -> Path:
+        return self.job / f"rank-{rank}.error.json"
+
+    def reason(self, rank: int, what: str) -> Path:
+        """Return the file with the reason why a rank lacks `what`: BOUNDARIES (no order can be obeyed), OFFLOAD or
+        CHECKPOINT."""
+        return self.job / f"rank-{rank}.no-{what}.json"
+
+    @property
+    def gang(self) -> Path:
+        return self.job / "gang.json"
+
+    @property
+    def wanted(self) -> Path:
+        """File with the newest order obeyed: a hint for the next daemon; the pages count."""
+        return self.job / "wanted.json"
+
+    @property
+    def local(self) -> Path:
+        """File with the gang's cores and memory baselines: a hint for the next daemon."""
+        return self.job / "local.json"
+
+    @property
+    def outcome(self) -> Path:
+        return self.job / "outcome.json"
+
+    @property
+    def orders(self) -> Path:
+        return self.job / "orders"
+
+    @property
+    def socket(self) -> Path:
+        return self.run / "job.sock"
+
+    @property
+    def rendezvous(self) -> Path:
+        return self.run / "rendezvous.json"
+
+    @property
+    def group(self) -> str:
+        return f"{self.job_uid}-{self.epoch}"
+
+    def name(self, rank: int) -> str:
+        """Return the launcher's name of a rank."""
+        return f"{self.job_uid}/{self.epoch}/rank-{rank}"
+
+    def discard(self) -> None:
+        """Rename the directories at once and remove them in a thread: a job may have left many files."""
+        gone = []
+        for path in (self.run, self.job):
+            place = path.parent.parent / f"{_GONE}{uuid.uuid4()}"
+            try:
+                path.rename(place)
+                gone.append(place)
+                path.parent.rmdir()
+            except OSError:
+                pass  # it is not there, or other epochs of the job live there
+        _remove_beside(gone)
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonPaths:
+    """`machine_uuid`: identity of this daemon; it names what all daemons of a machine make in one place."""
+
+    state: Path
+    run: Path
+    machine_uuid: str = ""
+
+    def prepare(self) -> None:
+        """Makes the directories, private to this user. Raises DirectoryError."""
+        if len(str(self.run)) + _LONGEST_SOCKET > MAX_SOCKET_PATH:
+            room = MAX_SOCKET_PATH - _LONGEST_SOCKET
+            raise DirectoryNameError(
+                f"run directory {self.run} is too long for sockets: name one of at most {room} characters"
+            )
+        if os.pathsep in str(self.run):
+            raise DirectoryNameError(
+                f"run directory {self.run} has {os.pathsep!r} in its name, which PYTHONPATH cannot hold: name another"
+                " with --run-dir"
+            )
+        for path in (self.state, self.run, self.jobs, self.logs, self.launchers):
+            make_private(path)
+        # An account that could replace a socket in it would receive the environments of jobs.
+        if trouble := path_trouble(self.launchers):
+            raise DirectoryError(f"run directory {self.run} is not safe: {trouble}; name another with --run-dir")
+        for path in (self.run, self.launchers):
+            path.chmod(0o700)
+
+    def sweep(self) -> None:
+        """Remove directories that a former daemon had renamed and not removed."""
+        _remove_beside([*self.jobs.glob(f"{_GONE}*"), *self.run.glob(f"{_GONE}*")])
+
+    @property
+    def own_name(self) -> str:
+        """Name of this daemon's cgroup, unique among the daemons of this machine."""
+        return f"ganger-{_short(self.machine_uuid)}"
+
+    @property
+    def jobs(self) -> Path:
+        return self.state / "jobs"
+
+    @property
+    def logs(self) -> Path:
+        return self.state / "logs"
+
+    @property
+    def launchers(self) -> Path:
+        return self.run / "launchers"
+
+    @property
+    def inject(self) -> Path:
+        # an entry of PYTHONPATH: no colon, which the state directory may have in its name
+        return self.run / "inject"
+
+    def of(self, job_uid: str, epoch: int) -> GangPaths:
+        """Raises ValueError for a uid that could leave the directory."""
+        checked = str(uuid.UUID(job_uid))
+        return GangPaths(self.jobs / checked / str(epoch), self.run / checked / str(epoch), checked, epoch)
+
+    def existing(self) -> tuple[GangPaths, ...]:
+        """Every gang with something here, in a fixed order."""
+        found: list[GangPaths] = []
+        for job in sorted(self.jobs.iterdir()):
+            try:
+                found += [self.of(job.name, int(path.name)) for path in sorted(job.iterdir()) if path.name.isdigit()]
+            except (ValueError, NotADirectoryError):
+                continue  # not ours
+        return tuple(found)
+
+
+def make_private(path: Path) -> None:
+    """Make a directory for this user alone. Raises DirectoryError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise DirectoryError(
+            f"cannot make {path}: {error.strerror}; choose another with --state-dir or --run-dir"
+        ) from error
+
+
+def choose_run_directory(state: Path, node: Mapping[str, Any]) -> Path:
+    """Return the run directory for a daemon with this state directory; `node` are the fields of its node.json.
+
+    It is the former one if that still exists, because it has the control pages of the gangs; else one in a tmpfs of
+    this user."""
+    former = str(node.get("run_directory") or "")
+    if former and os.access(former, os.W_OK):
+        return Path(former)
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    tmpfs = (
+        Path("/run/ganger") if os.geteuid() == 0 else None,
+        Path(runtime) / "ganger" if runtime else None,
+        Path(f"/dev/shm/ganger-{os.getuid()}"),
+    )
+    base = next((path for path in tmpfs if path is not None and _is_usable(path)), state / "run")
+    return base / _short(str(node["machine_uuid"]))
+
+
+def _is_usable(path: Path) -> bool:
+    return os.access(path.parent, os.W_OK) and os.pathsep not in str(path) and not path_trouble(path)
+
+
+def _short(machine_uuid: str) -> str:
+    return hashlib.sha256(machine_uuid.encode()).hexdigest()[:12]
+
+
+def _remove_beside(paths: Sequence[Path]) -> None:
+    def remove() -> None:
+        for path in paths:
+            remove_tree(path)
+
+    threading.Thread(target=remove, name="remove", daemon=True).start()
