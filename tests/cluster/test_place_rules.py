@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import make_claim
+from ganger.cluster.feasibility import GangMix, demand_of_shapes, fragmented_gpus
 from ganger.cluster.fit import demand
-from ganger.cluster.fragmentation import GangMix, demand_of_shapes, fragmented_gpus
 from ganger.cluster.resources import Claim, GangShape, Locality, LocalityLevel, Role, TaskShape
 from ganger.cluster.search import PlacementRequest
 from ganger.cluster.view import LoadMode, View

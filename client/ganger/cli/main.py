@@ -46,8 +46,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "certs": ("ganger.cli.certs", "certs", "Make certificates for a cluster of several machines."),
     "demo": ("ganger.cli.checkout", "demo", "Show real jobs being paused, moved and re-pinned, with proof."),
     "bench": ("ganger.cli.checkout", "bench", "Run a benchmark."),
-    "completion": ("ganger.cli.program_info", "completion", "Print the completion script of a shell."),
-    "version": ("ganger.cli.program_info", "version", "Print versions of client and master."),
+    "completion": ("ganger.cli.main", "completion", "Print the completion script of a shell."),
+    "version": ("ganger.cli.main", "version", "Print versions of client and master."),
 }
 # Help for the commands of our own programs, so that --help imports none of them.
 _ADDED_HELP = {
@@ -151,6 +151,45 @@ def _added() -> dict[str, str]:
 def ganger(context: click.Context, master: str | None) -> None:
     """Gangs of GPUs, set to work whole, paused between two mini-batches, moved without losing a step."""
     context.obj = master
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def version(as_json: bool) -> None:
+    """Print versions of client and master."""
+    from ganger import __version__
+    from ganger.cli.options import open_client
+    from ganger.console import print_json
+    from ganger.wire.endpoints import EndpointError
+    from ganger.wire.errors import ApiError
+
+    try:
+        with open_client() as client:
+            theirs, why = client.get_cluster().version, ""
+    except (ApiError, EndpointError) as error:
+        # A version is asked for just when things do not work.
+        theirs, why = "", str(error).partition("\n")[0]
+    if as_json:
+        print_json({"client": __version__, "master": theirs or None})
+    else:
+        print(f"client {__version__}\nmaster {theirs or f'unknown ({why})'}")
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
+def completion(shell: str) -> None:
+    """Print the completion script of a shell.
+
+    \b
+    bash:  ganger completion bash >> ~/.bashrc
+    zsh:   ganger completion zsh >> ~/.zshrc
+    fish:  ganger completion fish > ~/.config/fish/completions/ganger.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    assert kind is not None, f"click completes {shell}"
+    print(kind(ganger, {}, "ganger", "_GANGER_COMPLETE").source())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

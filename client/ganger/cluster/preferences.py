@@ -25,8 +25,7 @@ import numpy as np
 
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import make_claim
-from ganger.cluster.feasibility import FeasibilityQuery
-from ganger.cluster.fragmentation import GangMix
+from ganger.cluster.feasibility import FeasibilityQuery, GangMix
 from ganger.cluster.node_classes import Alike, Family
 from ganger.cluster.placement_search import FreeDevices, evenly, greedily
 from ganger.cluster.resources import Claim, LocalityLevel

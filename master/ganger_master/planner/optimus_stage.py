@@ -27,8 +27,7 @@ from functools import partial
 
 import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex, Trial
-from ganger.cluster.feasibility import FeasibilityQuery
-from ganger.cluster.fragmentation import GangMix
+from ganger.cluster.feasibility import FeasibilityQuery, GangMix
 from ganger.cluster.resources import GangShape, LocalityLevel
 from ganger.cluster.search import Claims, PlacementRequest
 from ganger.cluster.view import View

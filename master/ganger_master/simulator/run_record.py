@@ -6,7 +6,7 @@ import math
 from array import array
 
 import numpy as np
-from ganger.cluster.fragmentation import GangMix, fragmented_gpus
+from ganger.cluster.feasibility import GangMix, fragmented_gpus
 
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.state import State

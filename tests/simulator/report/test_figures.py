@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ganger.cluster.fragmentation import GangMix, fragmented_gpus
+from ganger.cluster.feasibility import GangMix, fragmented_gpus
 from ganger_master.simulator.report.figures import demand_of, figures, finish_time_fairness, mean_contention
 from ganger_master.simulator.report.files import as_json, write_jobs, write_series
 from ganger_master.simulator.report.outcomes import Outcomes, Run, StepSeries, outcomes

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from ganger.cluster.fragmentation import MOST_KINDS, GangMix
+from ganger.cluster.feasibility import MOST_KINDS, GangMix
 
 from ganger_master.policies.job_facts import Flags
 from ganger_master.policies.orders import SLACK_S
