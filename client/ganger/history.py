@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from ganger.change_reasons import aim, gain, purpose
 from ganger.units import format_duration
 
 
@@ -222,14 +221,6 @@ def _move_committed(teller: _Teller, event: Happening) -> str:
     return f"handed over at step {step}{took}{ran_on}"
 
 
-def _move_done(teller: _Teller, event: Happening) -> str:
-    return f"moved: it stood still for {_pause(teller, event)}, and lost no step"
-
-
-def _move_back(teller: _Teller, event: Happening) -> str:
-    return "goes on where it came from, from the state that was kept there: its new place failed"
-
-
 def _resize_begun(teller: _Teller, event: Happening) -> str:
     teller.moving_since = event.time
     figures = event.figures
@@ -237,10 +228,6 @@ def _resize_begun(teller: _Teller, event: Happening) -> str:
     return (
         f"goes from {figures.get('devices', '?')} GPUs to {figures.get('becomes', '?')}{_by(event)}{_for(event)}{why}"
     )
-
-
-def _resize_done(teller: _Teller, event: Happening) -> str:
-    return f"resized: it stood still for {_pause(teller, event)}, and lost no step"
 
 
 def _given_up(teller: _Teller, event: Happening) -> str:
@@ -255,17 +242,9 @@ def _judged(teller: _Teller, event: Happening) -> str:
     return f"{aim(event.figures)} {what}{f': {found}' if found else ''}"
 
 
-def _joined(teller: _Teller, event: Happening) -> str:
-    return f"another gang comes to its GPUs on {event.figures.get('node', '?')}, to share them at once{_by(event)}"
-
-
 def _suspend_refused(teller: _Teller, event: Happening) -> str:
     teller.stopping_since = 0.0
     return f"could not rest at {event.figures.get('level', '?').lower()}, and loses nothing by it: {event.message}"
-
-
-def _trouble(teller: _Teller, event: Happening) -> str:
-    return f"its node {event.figures.get('node', '?')} reports {event.message}"
 
 
 def _updated(teller: _Teller, event: Happening) -> str:
@@ -300,10 +279,6 @@ def _turns_ended(teller: _Teller, event: Happening) -> str:
     return "has its GPUs to itself again, without turns"
 
 
-def _turn_refused(teller: _Teller, event: Happening) -> str:
-    return f"waits for GPUs of its own: {event.message}"
-
-
 def _checkpoint(teller: _Teller, event: Happening) -> str:
     teller.totals.checkpoints += 1
     teller.unsaved_since = event.time
@@ -325,19 +300,11 @@ def _pending(teller: _Teller, event: Happening) -> str:
     return f"waits again: {event.message}"
 
 
-def _stop_ordered(teller: _Teller, event: Happening) -> str:
-    return f"stopped by the rule of {event.cause}: {event.message}"
-
-
 def _ended(teller: _Teller, event: Happening) -> str:
     teller.leave(event.time)
     teller.turns, teller.moving_since = "", 0.0
     word = event.kind.removeprefix("job_")
     return f"{word}{f': {event.message}' if event.message and event.message != word else ''}"
-
-
-def _cancelled(teller: _Teller, event: Happening) -> str:
-    return f"ordered to end{_by(event)}{f': {event.message}' if event.message else ''}"
 
 
 def _array_submitted(teller: _Teller, event: Happening) -> str:
@@ -361,18 +328,10 @@ def _member_ended(teller: _Teller, event: Happening) -> str:
     return "; ".join(part for part in parts if part)
 
 
-def _array_ended(teller: _Teller, event: Happening) -> str:
-    return "ended: " + ", ".join(f"{count} {state}" for state, count in sorted(event.figures.items()))
-
-
 def _mode_changed(teller: _Teller, event: Happening) -> str:
     if event.figures.get("of") == "0":
         return f"{event.message}: there is no GPU now"
     return f"{event.message}: {event.figures.get('held', '?')} of {event.figures.get('of', '?')} GPUs are held"
-
-
-def _nothing(teller: _Teller, event: Happening) -> str:
-    return ""
 
 
 def _plainly(teller: _Teller, event: Happening) -> str:
@@ -384,42 +343,46 @@ _SAYINGS: dict[str, Callable[[_Teller, Happening], str]] = {
     "job_submitted": _submitted,
     "gang_approved": _approved,
     "gang_running": _running,
-    "gang_done": _nothing,
+    "gang_done": lambda *_: "",
     "suspend_ordered": _suspend_ordered,
     "gang_parked": _parked,
     "resume_ordered": _resume_ordered,
     "move_begun": _move_begun,
     "move_committed": _move_committed,
-    "move_done": _move_done,
+    "move_done": lambda teller, event: f"moved: it stood still for {_pause(teller, event)}, and lost no step",
     "move_aborted": _given_up,
     "resize_begun": _resize_begun,
     "resize_committed": _move_committed,
-    "resize_done": _resize_done,
+    "resize_done": lambda teller, event: f"resized: it stood still for {_pause(teller, event)}, and lost no step",
     "resize_aborted": _given_up,
-    "move_back": _move_back,
+    "move_back": lambda *_: "goes on where it came from, from the state that was kept there: its new place failed",
     "change_kept": _judged,
     "change_undone": _judged,
-    "gang_joined": _joined,
+    "gang_joined": lambda _, event: (
+        f"another gang comes to its GPUs on {event.figures.get('node', '?')}, to share them at once{_by(event)}"
+    ),
     "suspend_refused": _suspend_refused,
-    "trouble": _trouble,
+    "trouble": lambda _, event: f"its node {event.figures.get('node', '?')} reports {event.message}",
     "job_updated": _updated,
     "array_updated": _updated,
     "cores_changed": _cores,
     "rows_changed": _takes_turns,
     "turns_ended": _turns_ended,
-    "turn_refused": _turn_refused,
+    "turn_refused": lambda _, event: f"waits for GPUs of its own: {event.message}",
     "checkpoint_complete": _checkpoint,
     "attempt_failed": _attempt_failed,
     "job_pending": _pending,
-    "stop_ordered": _stop_ordered,
-    "cancel_ordered": _cancelled,
+    "stop_ordered": lambda _, event: f"stopped by the rule of {event.cause}: {event.message}",
+    "cancel_ordered": lambda _, event: f"ordered to end{_by(event)}{f': {event.message}' if event.message else ''}",
     "job_succeeded": _ended,
     "job_failed": _ended,
     "job_cancelled": _ended,
     "job_stopped": _ended,
     "array_submitted": _array_submitted,
     "member_ended": _member_ended,
-    "array_ended": _array_ended,
+    "array_ended": lambda _, event: (
+        "ended: " + ", ".join(f"{count} {state}" for state, count in sorted(event.figures.items()))
+    ),
     "mode_changed": _mode_changed,
 }
 
@@ -459,3 +422,72 @@ def _and(names: list[str]) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds < 60 else format_duration(seconds)
+
+
+# By goal: what a change with it is for, without and with the job that it is for.
+_PURPOSES: Final[dict[str, tuple[str, str]]] = {
+    "LOCALITY": ("to have its GPUs closer together", ""),
+    "HOLE": ("to make room for a pending gang", "to make room for {job}"),
+    "UNPACK": ("to have its GPUs to itself", ""),
+    "DRAIN": ("because its node is drained", ""),
+    "DEFRAGMENT": ("so that fewer nodes are half full", ""),
+    "RETURN": ("to resume after it was parked for others", ""),
+    "GROW": ("onto idle GPUs", ""),
+    "GIVE_BACK": ("to give GPUs back", "to give GPUs to {job}"),
+    "PACK": ("to try whether sharing GPUs at once pays", ""),
+    "UNDO": ("back to where it was faster", ""),
+    "EXCHANGE": ("to exchange places with a job that gains more", "to change places with {job}, which gains more"),
+    "BALANCE": ("to suffer less interference", ""),
+    "FAIRNESS": ("so that all time-sliced jobs get the same time", "so that {job} gets as much time as others"),
+}  # fmt: skip
+
+
+def purpose(figures: Mapping[str, str]) -> str:
+    """Return what a change is for, and its expected gain: "to make room for jobs/9, to save 120 GPU-seconds".
+
+    Empty for a change outside a plan. An unknown goal is named as it is."""
+    goal = figures.get("goal", "")
+    if not goal:
+        return ""
+    alone, helping = _PURPOSES.get(goal, (f"goal {goal}", f"goal {goal} for {{job}}"))
+    job = figures.get("for", "")
+    text = helping.format(job=job) if job and helping else alone
+    if figures.get("detail"):
+        return f"{text} ({figures['detail']})"
+    saved, pause = _number(figures, "saved_gpu_seconds"), _number(figures, "expected_pause_ms")
+    if saved and saved > 0.0:
+        text += f", to save {saved:.0f} GPU-seconds"
+        if pause:
+            text += f" for a pause of {pause / 1_000.0:.2g} s"
+    return text
+
+
+def gain(figures: Mapping[str, str]) -> str:
+    """Return the measured gain of a change: "its rate was 1.31 (± 0.02) times that of before"; "" if nothing was."""
+    value, deviation = _number(figures, "gain"), _number(figures, "gain_deviation")
+    if value is None:
+        return ""
+    measured = f"{value:.2f}" + (f" (± {deviation:.2f})" if deviation else "")
+    if figures.get("goal") == "PACK":
+        text = f"together they made {measured} of what one does alone"
+    else:
+        text = f"its rate was {measured} times that of before"
+    return f"{text}: {figures['detail']}" if figures.get("detail") else text
+
+
+def aim(figures: Mapping[str, str]) -> str:
+    """Return what a judged change had been for: "the change to have its GPUs closer together"."""
+    goal = figures.get("goal", "")
+    if goal == "PACK":
+        return "sharing its GPUs at once"
+    if goal == "GROW":
+        return "its growth onto idle GPUs"
+    text = purpose({name: text for name, text in figures.items() if name in ("goal", "for")})
+    return f"the move {text}" if text else "the change"
+
+
+def _number(figures: Mapping[str, str], name: str) -> float | None:
+    try:
+        return float(figures.get(name, ""))
+    except ValueError:
+        return None

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ganger.change_reasons import purpose
-from ganger.history import Happening, Totals, sentence, summary, tell
+from ganger.history import Happening, Totals, purpose, sentence, summary, tell
 from ganger.v1.scheduling_pb2 import Purpose
 
 
