@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ganger.training.attached_job import attach
-from ganger.training.loader import ElasticLoader, SampleRange
+from ganger.training.attached_loops import ElasticLoader, SampleRange
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

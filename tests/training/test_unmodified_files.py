@@ -38,7 +38,7 @@ def test_every_line_is_in_the_file_once_after_restarts(written: tuple[Path, Path
 AGAIN = """
 import os, sys
 import writing
-from ganger.training.output_replay import Diversion
+from ganger.training.replay import Diversion
 directory, is_second = sys.argv[1], sys.argv[2:]
 if is_second:
     diversion = Diversion(os.path.join(directory, "replay.log"))

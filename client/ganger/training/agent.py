@@ -17,7 +17,7 @@ from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any, Callable
 
 from ganger.training import rank_processes
-from ganger.training.output_replay import Diversion
+from ganger.training.replay import Diversion
 
 if TYPE_CHECKING:
     from ganger.training.unmodified_script import UnmodifiedScript

@@ -18,8 +18,7 @@ from ganger.injob import metrics
 from ganger.injob.control import Control, failure_text
 from ganger.injob.page_layout import Capability, Opaque, PagePhase, Word
 from ganger.training import agent, rank_processes
-from ganger.training.loader import ElasticLoader, mixed, seed_everything
-from ganger.training.loop_position import LoopPosition
+from ganger.training.attached_loops import ElasticLoader, LoopPosition, mixed, seed_everything
 from ganger.training.progress_reporter import ProgressReporter, counted_step
 from ganger.training.rank_processes import keep_default_group, rank_and_world
 from ganger.training.state import (

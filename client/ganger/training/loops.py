@@ -20,7 +20,7 @@ from typing import Any, Callable, Protocol
 
 from torch.utils.data import IterableDataset
 
-from ganger.training.replay_safety import fetch_place, places, site
+from ganger.training.replay import fetch_place, places, site
 from ganger.training.script_variables import set_state_of_loader, state_of_loader
 from ganger.training.state import capture_random, restore_random
 

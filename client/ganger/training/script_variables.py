@@ -26,7 +26,7 @@ from typing import Any, Callable
 
 import torch
 
-from ganger.training.replay_safety import is_own, package_of
+from ganger.training.replay import is_own, package_of
 from ganger.training.state import generator_bytes, generator_tensor
 from ganger.training.state_codec import StateNotSupportedError
 

@@ -34,7 +34,7 @@ from ganger.training.image_io import (
     open_image,
     write_image,
 )
-from ganger.training.output_replay import Unflushed
+from ganger.training.replay import Unflushed
 from ganger.training.state import Captured, Restored, StateMismatchError, TrainingObjects, capture, position_of, restore
 from ganger.training.state_codec import StateNotSupportedError
 

@@ -22,10 +22,9 @@ from ganger.injob import exit_code as exitcode
 from ganger.injob.control import Control, failure_text
 from ganger.injob.page_layout import EXIT_NO_STATE, Capability, Opaque, PagePhase
 from ganger.training.loops import Loop, OneBatch, Resumed
-from ganger.training.output_replay import Diversion
 from ganger.training.progress_reporter import ProgressReporter
 from ganger.training.rank_processes import keep_default_group
-from ganger.training.replay_safety import counted_by, fetch_place, loops_inside_pass
+from ganger.training.replay import Diversion, counted_by, fetch_place, loops_inside_pass
 from ganger.training.script_objects import Discovery, OwnFiles
 from ganger.training.script_variables import Variables
 from ganger.training.state import TrainingObjects, capture, restore_random
