@@ -56,7 +56,7 @@ class Snapshot:
 
 
 def take(writer: Writer, daemons: int, now: float) -> Snapshot:
-    """Copies references only: two milliseconds of the event loop where there are 16,000 nodes and 20,000 jobs."""
+    """Copy references only: two milliseconds of the event loop where there are 16,000 nodes and 20,000 jobs."""
     committed, state = writer.committed, writer.state
     return Snapshot(
         now=now,
@@ -266,7 +266,7 @@ class MetricsServer:
         return ()
 
     def collect(self) -> Iterator[Any]:
-        """Called for each request, in this server's thread. Raises TimeoutError."""
+        """Return the metrics for one request; runs in this server's thread. Raises TimeoutError."""
         taken = asyncio.run_coroutine_threadsafe(self._taken(), self._loop)
         return families(taken.result(_SNAPSHOT_S), self._version)
 

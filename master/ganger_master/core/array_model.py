@@ -63,7 +63,7 @@ class StopRule(Struct, frozen=True, gc=False, omit_defaults=True):
     bound: float = 0.0
 
     def rung(self, index: int) -> float:
-        """The amount of the resource at which members are compared for the index-th time, from 0."""
+        """Return the amount of the resource at which members are compared for the index-th time, from 0."""
         if self.kind in (RuleKind.HALVING, RuleKind.ASHA):
             try:
                 return float(self.first * self.factor**index)
@@ -73,7 +73,7 @@ class StopRule(Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class Membership(Struct, frozen=True, gc=False, omit_defaults=True):
-    """One job of array `array`: the one of number `array` + 1 + `place`."""
+    """Membership of a job in array `array`; the number of the job is `array` + 1 + `place`."""
 
     array: int
     place: int

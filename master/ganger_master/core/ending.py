@@ -119,7 +119,7 @@ def to_end(
 
 
 def complete(state: State, job: JobRecord, gangs: Sequence[Gang], now: float, cause: str) -> None:
-    """Every gang that could step is gone: the job becomes what was decided."""
+    """Give a job the state that was decided for it, once no gang of it can step any more."""
     becomes = job.ending
     assert becomes is not None
     source = next((gang for gang in gangs if gang.role is GangRole.SOURCE), None)

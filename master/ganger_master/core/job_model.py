@@ -138,7 +138,7 @@ class Capabilities(Struct, frozen=True, gc=False, omit_defaults=True):
         return replace(self, missing={**self.missing, "TURNS": why}) if why else self
 
     def without(self, failed: Mapping[str, str]) -> Capabilities:
-        """`failed`: names as in `missing`, and why each is not offered again."""
+        """Return the capabilities without levels that failed. `failed`: the reason by name, as in `missing`."""
         withdrawn = {**failed, **self.withdrawn}
         if not withdrawn:
             return self

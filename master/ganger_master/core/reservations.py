@@ -86,7 +86,7 @@ def _place(view: View, idle: View, shape: GangShape, closed: Collection[str]) ->
 
 
 def _on_one_node(view: View, idle: View, shape: GangShape, closed: Collection[str]) -> Claim | None:
-    """The node that lacks the fewest devices, then cores. Both views have the same slots."""
+    """Return the node that lacks the fewest devices, then cores. Both views have the same slots."""
     everything = tuple(role.tasks for role in shape.roles)
     index = CapacityIndex.of(idle)
     with index.excluding(closed):
@@ -108,7 +108,7 @@ def _on_one_node(view: View, idle: View, shape: GangShape, closed: Collection[st
 
 
 def _mask(topology: Topology, allowed: int, free: int, count: int, widest: LocalityLevel) -> int | None:
-    """`count` of the allowed devices within `widest`, free ones first."""
+    """Return `count` of the allowed devices within `widest`, free ones first."""
     free &= allowed
     mask = topology.best(free, count, min(widest, LocalityLevel.NODE))
     if mask is not None or allowed.bit_count() < count:
@@ -134,7 +134,7 @@ def _free_already(view: View, claims: Sequence[Claim]) -> int:
 
 
 class ProtectedPieces(Struct, frozen=True, gc=False):
-    """One node's pieces kept for one job."""
+    """The pieces of one node that are reserved for one job."""
 
     job: str
     rank: int
@@ -154,8 +154,8 @@ NOTHING = Protected()
 
 
 def protect(view: View, reservations: Iterable[Reservation], everything: tuple[str, int] | None = None) -> Protected:
-    """The protected set of these reservations. Nodes that left the view protect nothing, nor does a claim of other
-    sockets than its node has: a plan may keep whatever it likes."""
+    """Return the protected set of these reservations. Nodes that left the view protect nothing, nor does a claim
+    of other sockets than its node has: plans may reserve such claims."""
     nodes: dict[str, tuple[ProtectedPieces, ...]] = {}
     for reservation in sorted(reservations, key=lambda one: (one.rank, one.job)):
         for claim in reservation.claims:
@@ -218,7 +218,7 @@ def _goes_first(job: str, its_rank: int, rank: int, own: str) -> bool:
 def _in_the_way(
     view: View, slot: int, claim: Claim, mask: int, millicores: Sequence[int], memory: int
 ) -> dict[str, int]:
-    """What the claim would take of these devices, or of the cores and bytes that are kept so far."""
+    """Return what the claim would take of these devices, or of the cores and bytes that are reserved so far."""
     if claim.device_mask & mask:
         return {"kept_devices": (claim.device_mask & mask).bit_count()}
     for have, wanted, kept in zip(view.millicores[slot], claim.millicores, millicores, strict=True):

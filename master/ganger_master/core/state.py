@@ -142,7 +142,7 @@ class State:
                 self.dirty.rows[node] = None
 
     def forget_job(self, number: int) -> None:
-        """One that has ended, with nothing left anywhere."""
+        """Delete a job that has ended and has no gang anywhere."""
         self.jobs.forget(number)
         self.leases.forget_job(number)
         self.unstored.remove(("job", str(number)))
@@ -260,7 +260,8 @@ class State:
         return self.queue.refusals.get(number, ())
 
     def queue_rank(self, number: int) -> int:
-        """Position among waiting jobs, from 1; zero when it does not wait, or the planner has not ranked it."""
+        """Return the position among waiting jobs, from 1; zero when it does not wait, or the planner has not ranked
+        it."""
         job = self.jobs.get(number)
         if job is None or not job.is_waiting:
             return 0
@@ -317,7 +318,7 @@ class State:
         return epoch
 
     def refresh_row(self, name: str) -> bool:
-        """Computes a node's row anew; whether the view changed by it."""
+        """Recompute a node's row; return whether the view changed."""
         node = self.nodes[name]
         topology = self.view.topology_named(node.configuration_set)
         held, affinity = self.gangs.held_and_affinity(name)
@@ -339,7 +340,7 @@ class State:
         return True
 
     def _place(self, gang: Gang) -> None:
-        """Notes a new gang on its nodes and takes what it holds off the view; where more than that has changed, the row
+        """Note a new gang on its nodes and take what it holds off the view; where more than that has changed, the row
         is computed anew."""
         view, dirty, wants = self.view, self.dirty, self.dirty.wants
         epoch, devices = gang.epoch, gang.devices
@@ -395,7 +396,7 @@ class State:
         self.counters.view_version = self.view.version
 
     def note_answer(self, node: str, now: float) -> None:
-        """The node's daemon was answered: its lease, and our patience, count from here."""
+        """Record that the node's daemon was answered: its lease, and the time until it is silent, begin now."""
         self.nodes.note_answer(node, now, (self.silent_after, self.lost_after))
 
     @property

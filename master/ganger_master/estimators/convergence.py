@@ -64,7 +64,7 @@ class Curve:
         return 1.0 / max(self.b0 * step + self.b1, 1e-300) + self.b2
 
     def slow_from(self, least_decrease: float, stride: float) -> float:
-        """The first step from which a stride lowers the loss by no more than `least_decrease`; infinite for none.
+        """Return the first step from which a stride lowers the loss by at most `least_decrease`, or infinity.
 
         With u = b0*k + b1 and d = b0*stride the fall is d / (u * (u + d)): a quadratic in u.
         """
@@ -143,8 +143,9 @@ def fit_convergence(points: Iterable[LossPoint]) -> ConvergenceModel | None:
 def steps_to_convergence(
     model: ConvergenceModel, least_decrease: float, stride: float, patience: int = 1
 ) -> StepsLeftEstimate:
-    """Steps from the start until the loss has fallen by less than `least_decrease` (a share of the largest loss seen)
-    in each of `patience` consecutive strides (steps of an epoch). Optimus's definition, with thresholds of 1-5 %."""
+    """Return the steps from the start until the loss has fallen by less than `least_decrease` (a share of the largest
+    loss seen) in each of `patience` consecutive strides (steps of an epoch). Optimus's definition, with thresholds of
+    1-5 %."""
     if not (stride > 0.0 and patience >= 1):
         raise ValueError(f"stride {stride} and patience {patience} must be positive")
     fall = least_decrease * model.largest_loss
@@ -181,7 +182,7 @@ def _prepared(points: Iterable[LossPoint]) -> tuple[Floats, Floats]:
 
 
 def without_outliers(losses: Floats) -> Floats:
-    """Each point that lies far from the median of the two before and the two after it replaced by that median.
+    """Return the losses; one that lies far from the median of the two before and the two after it becomes that median.
 
     Far is four times the median such distance of the whole curve. Optimus names its rule no further than "replaced by
     the mean of its neighbours"; a median is not dragged by a second outlier. The two points at each end stay.
@@ -237,7 +238,7 @@ def _fit(x: Floats, y: Floats) -> tuple[Curve, float, list[tuple[Curve, float]]]
 
 
 def _axes(x: Floats, curve: Curve, radius: float) -> list[tuple[Curve, Curve]]:
-    """The curve moved to both ends of each axis of the ellipsoid of its coefficients, kept at zero or above."""
+    """Return the curve moved to both ends of each axis of the ellipsoid of its coefficients, kept at zero or above."""
     if not math.isfinite(curve.b1) or len(x) <= _NUMBERS:
         return []
     u = np.maximum(curve.b0 * x + curve.b1, _LEAST_DENOMINATOR)
@@ -252,7 +253,7 @@ def _axes(x: Floats, curve: Curve, radius: float) -> list[tuple[Curve, Curve]]:
 
 
 def _rest(x: Floats, y: Floats, floor: float) -> tuple[Curve, float]:
-    """b0 and b1 for one b2, and the squared error in loss space."""
+    """Return b0 and b1 for one b2, and the squared error in loss space."""
     from scipy.optimize import nnls
 
     above = y - floor
@@ -264,7 +265,7 @@ def _rest(x: Floats, y: Floats, floor: float) -> tuple[Curve, float]:
 
 
 def _polished(x: Floats, y: Floats, start: Curve, cost: float) -> tuple[Curve, float]:
-    """The grid's best, moved to the exact least squares in loss space (the weights are right only near it)."""
+    """Return the grid's best, moved to the exact least squares in loss space (the weights are right only near it)."""
     from scipy.optimize import least_squares
 
     if not math.isfinite(start.b1) or start.b1 <= 0.0 or len(x) <= _NUMBERS:

@@ -76,7 +76,7 @@ class CpuModel:
         return self.sweet_point if self.shelf is None else self.shelf.ends
 
     def rate(self, cores: float) -> float:
-        """At `cores` per GPU; zero and below give zero."""
+        """Return the rate with `cores` for each GPU; zero for zero cores and below."""
         if not cores > 0.0:
             return 0.0
         if self.shelf is not None and cores > self.shelf.begins:
@@ -90,7 +90,7 @@ class CpuModel:
         return min(rising, self.plateau) * min(1.0, cores)
 
     def rates(self, cores: ArrayLike) -> Floats:
-        """`rate` for an array of any shape."""
+        """Return `rate` for an array of any shape."""
         counts = np.asarray(cores, float)
         above = np.maximum(counts, 1.0)
         rising = self.log_coefficient * np.log(above) + self.linear_coefficient * above
@@ -126,7 +126,7 @@ def fit_cpu(points: Iterable[CpuPoint]) -> CpuModel | None:
 
 
 def averaged(points: Iterable[CpuPoint]) -> tuple[CpuPoint, ...]:
-    """Usable points by cores ascending, repeats averaged."""
+    """Return the usable points by cores ascending, repeats averaged."""
     by_cores: dict[float, list[float]] = {}
     for point in points:
         if is_usable(point.cores, point.rate):
@@ -154,7 +154,7 @@ def _proportional(point: CpuPoint) -> CpuModel:
 
 
 def _best_curve(cores: Floats, rates: Floats) -> tuple[CpuModel, float]:
-    """Least squares of relative residuals for every sweet point tried; ties go to the fewest cores."""
+    """Return the curve of least squares of relative residuals over all sweet points; ties go to the fewest cores."""
     most = float(cores[-1])
     steps = min(_MOST_THETAS, max(1, round((most - 1.0) / THETA_STEP) + 1))
     thetas = np.linspace(min(1.0, most), most, steps)
@@ -185,7 +185,7 @@ def _curve(cores: Floats, rates: Floats, theta: float) -> tuple[CpuModel, float]
 
 
 def _shelved(cores: Floats, rates: Floats) -> tuple[CpuModel, float] | None:
-    """The best curve whose last points stand on a higher level, reached in a line from the one before."""
+    """Return the best curve whose last points stand on a higher level, reached in a line from the one before."""
     found: list[tuple[CpuModel, float]] = []
     for first_high in range(3, len(cores)):
         low, cost = _best_curve(cores[:first_high], rates[:first_high])
@@ -199,7 +199,7 @@ def _shelved(cores: Floats, rates: Floats) -> tuple[CpuModel, float] | None:
 
 
 def _criterion(cost: float, points: int, parameters: int) -> float:
-    """Schwarz's criterion, with residuals no smaller than the noise of a rate."""
+    """Return Schwarz's criterion, with residuals no smaller than the noise of a rate."""
     return points * math.log(max(cost / points, _NOISE**2)) + parameters * math.log(points)
 
 
@@ -227,7 +227,7 @@ class SensitivityMatrix:
 
     @cached_property
     def table(self) -> Floats:
-        """The rates as an array (cores, memory)."""
+        """Return the rates as an array (cores, memory)."""
         return np.array(self.rates, float)
 
     def rate(self, cores: float, memory_bytes: float) -> float:

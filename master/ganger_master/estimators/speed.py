@@ -84,11 +84,11 @@ class AllReduceModel:
         return self.across + self.across_per_gpu * (gpus - 2)
 
     def step_seconds(self, gpus: int, nodes: int, samples: float) -> float:
-        """One step of the whole job."""
+        """Return the seconds of one step of the whole job."""
         return overlapped(self.compute_s(samples), self.sync_s(gpus, nodes), self.overlap)
 
     def all_step_s(self, gpus: Floats, nodes: Floats, samples: Floats) -> Floats:
-        """`step_seconds` for arrays of one shape."""
+        """Return `step_seconds` for arrays of one shape."""
         beyond = np.maximum(gpus - 2.0, 0.0)
         sync = np.where(nodes < 2, self.local + self.local_per_gpu * beyond, self.across + self.across_per_gpu * beyond)
         compute = self.fixed + self.per_sample * np.asarray(samples, float)
@@ -96,7 +96,7 @@ class AllReduceModel:
 
 
 def overlapped(compute: float, sync: float, overlap: float) -> float:
-    """(compute^overlap + sync^overlap)^(1/overlap), without leaving the range of floats."""
+    """Return (compute^overlap + sync^overlap)^(1/overlap), without leaving the range of floats."""
     longer, shorter = max(compute, sync), min(compute, sync)
     if shorter <= 0.0:
         return longer
@@ -104,7 +104,7 @@ def overlapped(compute: float, sync: float, overlap: float) -> float:
 
 
 def fit_allreduce(points: Iterable[StepPoint]) -> AllReduceModel | None:
-    """The coefficients of least relative error; None if no point is usable.
+    """Return the coefficients of least relative error; None if no point is usable.
 
     Coefficients that nothing measured follow a weak prior in shares of the step (see `_SHARES`): one point gives a step
     time and a guess how it scales. Unusable points (not finite, not above zero, more nodes than GPUs) are left out.
@@ -186,7 +186,7 @@ class ServerSpeed:
     left_out: FitError = NOT_FITTED
 
     def steps_per_second(self, servers: int, workers: int) -> float:
-        """Zero without a server or a worker."""
+        """Return the steps/s of a job; zero without a server or a worker."""
         if servers < 1 or workers < 1:
             return 0.0
         p, w, t = float(servers), float(workers), self.coefficients
@@ -197,7 +197,7 @@ class ServerSpeed:
         return 1.0 / seconds if seconds > 0.0 else math.inf
 
     def all_steps_per_second(self, servers: ArrayLike, workers: ArrayLike) -> Floats:
-        """`steps_per_second` for arrays of one shape."""
+        """Return `steps_per_second` for arrays of one shape."""
         p, w = np.broadcast_arrays(np.asarray(servers, float), np.asarray(workers, float))
         runs = (p >= 1.0) & (w >= 1.0)
         seconds = features(self.mode, np.where(runs, p, 1.0), np.where(runs, w, 1.0), self.batch) @ self.coefficients
@@ -207,7 +207,7 @@ class ServerSpeed:
 
 
 def features(mode: UpdateMode, servers: ArrayLike, workers: ArrayLike, batch: float = 1.0) -> Floats:
-    """What multiplies each coefficient in the seconds of a step; shape of the inputs plus one last axis."""
+    """Return what multiplies each coefficient in the seconds of a step; shape of the inputs plus one last axis."""
     p, w = np.broadcast_arrays(np.asarray(servers, float), np.asarray(workers, float))
     if mode is UpdateMode.ASYNCHRONOUS:
         return np.stack([np.ones_like(p), w / p, w, p], axis=-1)
@@ -337,7 +337,7 @@ def _most_informative(x: Floats, information: Floats, taken: list[int]) -> int:
 
 
 def _exchange(x: Floats, base: Floats, chosen: list[int]) -> list[int]:
-    """The choice after the best exchange of one member for one candidate, or the same choice."""
+    """Return the choice after the best exchange of one member for one candidate, or the same choice."""
     best = (float(np.linalg.slogdet(base + x[chosen].T @ x[chosen])[1]) + 1e-9, chosen)
     for place in range(len(chosen)):
         rest = [*chosen[:place], *chosen[place + 1 :]]

@@ -60,17 +60,17 @@ class Elastic:
         return next((size for size in self.sizes if self.gpus < size < self.ceiling), None)
 
     def rate(self, gpus: int) -> float:
-        """Samples per second: as measured, else by the model from the present number of GPUs."""
+        """Return the samples per second: as measured, else by the model from the present number of GPUs."""
         return self.rates[gpus] if gpus in self.rates else self.rates[self.gpus] * self.speed_up(gpus, self.gpus)
 
     def share_of_linear(self, more: int, fewer: int) -> float:
-        """What the GPUs of a larger size bring, by what they could bring at most."""
+        """Return the speed-up from `fewer` to `more` GPUs, as a share of a linear one."""
         return (self.rate(more) / self.rate(fewer)) / (more / fewer)
 
 
 @dataclass(frozen=True, slots=True)
 class GrowthProposal:
-    """`seat`: all its devices then, the present ones among them."""
+    """A proposed growth of a job. `seat`: all its devices afterwards, including the present ones."""
 
     number: int
     gpus: int
@@ -166,7 +166,7 @@ def _least_loss(jobs: Sequence[Elastic], node: str, missing: int) -> tuple[float
 
 
 def _given_back(job: Elastic, size: int, node: str, claims: Claims, view: View) -> Claims:
-    """Its devices on that node first, then where it has the fewest; of a node those that lie apart from what stays."""
+    """Return the devices that it releases: on that node first, then where it has the fewest."""
     missing = job.gpus - size
     found = []
     for claim in sorted(claims, key=lambda one: (one.node != node, one.device_mask.bit_count(), one.node)):
@@ -184,7 +184,7 @@ def _given_back(job: Elastic, size: int, node: str, claims: Claims, view: View) 
 
 
 def _grown(job: Elastic, size: int, view: View, one_node_only: bool) -> Seat | None:
-    """Its devices and the closest free ones: beside the most of its own first."""
+    """Return its devices and the closest free ones: beside the most of its own first."""
     missing = size - job.gpus
     seat = dict(job.seat)
     own = sorted(seat, key=lambda name: (-seat[name].bit_count(), name))

@@ -290,7 +290,7 @@ class _Search:
         most_cost: float,
         most_moves: int,
     ) -> Hole | None:
-        """The gang on the cheapest of these nodes whose gangs find room elsewhere, node by node."""
+        """Return a hole on the cheapest of these nodes whose gangs find room elsewhere, node by node."""
         view = self._room.view
         start, busy = self._trying.mark, self._busy
         chosen: list[int] = []
@@ -447,8 +447,8 @@ def _least_first(least: NDArray[np.float64], below: float, most: int) -> list[in
 def cheapest_first(
     prices: Sequence[float], gpus: Sequence[int], kinds: Sequence[int], missing: int, most: int
 ) -> Iterator[tuple[int, ...]]:
-    """Sets of at most so many positions that have the missing devices, by the sum of their prices, which ascend; of
-    equal ones the smaller. Positions of one kind are adjacent, and taken from the first one on."""
+    """Yield sets of at most `most` positions that have the missing devices, by the sum of their prices, which ascend;
+    of equal ones the smaller. Positions of one kind are adjacent, and taken from the first one on."""
     if missing <= 0:
         yield ()
     end = len(prices)

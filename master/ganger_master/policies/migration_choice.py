@@ -102,29 +102,29 @@ _NO_OTHERS: Final = Movables(View(), ())
 
 
 def tried(number: int, kind: str, claims: Claims) -> Tried:
-    """What is remembered of a place that did not help: of all jobs like this one, where any is known to be."""
+    """Return the key of a failed place: the kind of the job, or the job if that is unknown, and the nodes."""
     return kind or f"jobs/{number}", frozenset([claim.node for claim in claims])
 
 
 def worth_going_back(gain: float, remaining_s: float, pause_s: float) -> bool:
-    """Whether a job that goes at `gain` times its pace of before saves more by going back than that takes."""
+    """Return whether a job that runs at `gain` times its former rate saves more by moving back than that takes."""
     return gain < 1.0 - _MOST_LOSS and (1.0 - gain) * remaining_s > pause_s
 
 
 def pays_anywhere_s(gang: Movable) -> float:
-    """How long a gang must be expected to run for its move to pay wherever it is faster at all."""
+    """Return how many seconds a gang must be expected to run for its move to pay wherever it is faster at all."""
     return gang.move_cost / max(1, gang.shape.gpus) * (1.0 + LEAST_GAIN) / LEAST_GAIN
 
 
 def movable(view: View, number: int, shape: GangShape, claims: Claims, pause_s: float, kind: str = "") -> Movable:
-    """A gang that pays with a pause for a move, and goes nowhere where it would lie further apart than now."""
+    """Return a gang that pays with a pause for a move, and never moves further apart than now."""
     widest = min(shape.locality.widest, max(gang_level(view, claims), _of_one_node(shape)))
     narrowed = replace(shape, locality=replace(shape.locality, widest=widest, wish=None))
     return Movable(number, narrowed, claims, pause_s * shape.gpus, kind=kind)
 
 
 def verdict(why: MigrationReason, rates: TrialRates) -> Judged:
-    """Whether a moved job stays: where it was moved for its own sake, if it is faster; else if it is not slower."""
+    """Judge a moved job: it stays if it is faster, where it was moved for its own sake, else if it is not slower."""
     own_sake = why in (MigrationReason.LOCALITY, MigrationReason.UNPACK, MigrationReason.BALANCE)
     return judge([rates], 1.0 if own_sake else 1.0 - _MOST_LOSS)
 
@@ -454,7 +454,7 @@ def _overlap(some: Claims, others: Claims) -> bool:
 
 
 def _of_one_node(shape: GangShape) -> LocalityLevel:
-    """Within a node gangs may lie anywhere that they accept."""
+    """Return the widest level within a node that the gang accepts: within one node it may move anywhere."""
     return min(shape.locality.widest, LocalityLevel.NODE)
 
 

@@ -128,8 +128,8 @@ def allreduce_speeds(models: Sequence[AllReduceModel], batch: Sequence[float] | 
 def allocated(
     jobs: ElasticJobs, capacity: Floats, least_gain: float = LEAST_GAIN, with_bundles: bool = False
 ) -> Integers:
-    """(jobs, k): tasks of each kind; zeros for jobs whose first tasks do not fit. `capacity` is by resource, of all
-    nodes together. `with_bundles`: one of each kind may be added at once, where neither alone helps."""
+    """Return (jobs, k): tasks of each kind; zeros for jobs whose first tasks do not fit. `capacity` is by resource, of
+    all nodes together. `with_bundles`: one of each kind may be added at once, where neither alone helps."""
     kinds = jobs.shapes.shape[1]
     moves = np.eye(kinds, dtype=np.int64)
     if with_bundles and kinds > 1:
@@ -173,7 +173,7 @@ class _Growth:
         self._goes_on = [False] * count
 
     def start(self) -> None:
-        """One task of each kind, or what it takes at least, for every job that this fits."""
+        """Give each job one task of each kind, or the least that it accepts, where that fits."""
         first = np.einsum("jk,jkr->jr", self.jobs.least.astype(float), self.jobs.shapes).tolist()
         may_run: list[bool] = np.all(self.jobs.most >= self.jobs.least, axis=1).tolist()
         least = self.jobs.least.tolist()
@@ -308,7 +308,8 @@ UNKNOWN_EPOCHS = 20.0
 
 @dataclass(frozen=True, slots=True)
 class OptimusEstimate:
-    """`steps_left` is NaN where nothing is known of the job's speed; `is_young`: its steps are not well predicted."""
+    """The estimate of a job. `steps_left`: NaN if its speed is unknown; `is_young`: its steps are not predicted
+    well."""
 
     steps_left: float = math.nan
     is_young: bool = True
@@ -337,8 +338,8 @@ def steps_left(whole: StepsLeftEstimate | None, steps_done: float, epoch_steps: 
 
 
 def first_sizes(least: int, most: int, each: int = 1, count: int = 8) -> Sequence[int]:
-    """The numbers of GPUs with which a new job is tried: from its least to its most, each next one larger by about the
-    same factor, whole tasks of `each`."""
+    """Return the numbers of GPUs with which a new job is tried: from its least to its most, each next one larger by
+    about the same factor, whole tasks of `each`."""
     if least >= most:
         return (least,)
     factor = (most / least) ** (1.0 / (count - 1))

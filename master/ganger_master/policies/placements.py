@@ -199,7 +199,7 @@ def _placement(name: str, summary: str, cost: Callable[[int, int], tuple[float, 
         return either(single, equal_shares(room, query, widest))
 
     def equal_shares(room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel) -> Iterator[Claims]:
-        """One candidate for each span that has room, closest or not."""
+        """Yield one candidate for each span that has room, closest or not."""
         shape = query.shape
         most = max(query.everything)
         numbers: Iterable[int] = (shape.nodes,) if shape.nodes else range(2, most + 1)
@@ -218,7 +218,7 @@ def _placement(name: str, summary: str, cost: Callable[[int, int], tuple[float, 
 
 
 def _share(query: FeasibilityQuery, number: int, server: int) -> tuple[int, ...]:
-    """Tasks of each role on one of so many servers."""
+    """Return the tasks of each role on one of so many servers."""
     return tuple([tasks // number + (server < tasks % number) for tasks in query.everything])
 
 
@@ -255,7 +255,7 @@ def _emptiest_first(
 
 
 def _all_fit(room: CapacityIndex, query: FeasibilityQuery, servers: Iterable[tuple[Any, Slots]], number: int) -> bool:
-    """Whether each of the first servers, of runs of servers alike, can hold its share."""
+    """Return whether each of the first servers, of runs of servers alike, can hold its share."""
     # From these servers on the share is smaller by a task.
     edges = sorted({number, *(tasks % number for tasks in query.everything)} - {0})
     at = 0
@@ -297,7 +297,7 @@ PLACEMENTS: Final = {
 
 
 def placement_named(name: str) -> PlacementPreference:
-    """KeyError, naming the known ones, for an unknown name."""
+    """Return a placement by name. Raises KeyError, with the known names, for an unknown one."""
     try:
         return PLACEMENTS[name]
     except KeyError:

@@ -138,12 +138,12 @@ def at_best_by_cosine(family: Family, query: FeasibilityQuery) -> float:
 
 
 def available(alike: Alike) -> tuple[float, float, float]:
-    """Shares of the node's devices, cores and memory that are free."""
+    """Return the shares of the node's devices, cores and memory that are free."""
     return _shares(alike.family, alike.family.free, alike.millicores, alike.memory)
 
 
 def demanded(family: Family, query: FeasibilityQuery) -> tuple[float, float, float]:
-    """Shares of such a node for the whole gang if it could be there, else for one task of its heaviest role."""
+    """Return shares of such a node: for the whole gang if it could be there, else for one task of its heaviest role."""
     needed = query.whole(family.topology)
     if needed.gpus > family.topology.devices:
         needed = query.rooms[query.by_weight[0]].needs(family.topology)

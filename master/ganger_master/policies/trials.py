@@ -98,8 +98,8 @@ class TrialRates(Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """`gain`: the sum over jobs of the rate after by the rate before; NaN before the first look. `is_open`: undone
-    because the last look showed neither a gain nor a loss."""
+    """The outcome of a look at a trial. `gain`: the sum over jobs of the rate after by the rate before; NaN before the
+    first look. `is_open`: undone because the last look showed neither a gain nor a loss."""
 
     verdict: TrialVerdict
     gain: GainEstimate = GainEstimate(math.nan)
@@ -213,7 +213,7 @@ class ProgressSample:
 
 @dataclass(frozen=True, slots=True)
 class RateWindows:
-    """`open`: where the unfinished window began; `rates`: of the last full ones, in steps per second."""
+    """Windows of one job. `open`: where the unfinished window began; `rates`: of the last full ones, in steps/s."""
 
     open: ProgressSample | None = None
     rates: tuple[float, ...] = ()

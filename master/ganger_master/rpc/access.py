@@ -51,7 +51,7 @@ _ARRAY: Final = _fields(array_pb2.Array, "name display_name user size max_concur
 
 class Jobs(Protocol):
     def job_named(self, number: int) -> JobRecord:
-        """Raises JobNotFound."""
+        """Return the committed job. Raises JobNotFound."""
 
 
 def check_jobs(caller: CallerIdentity, jobs: Jobs, numbers: Iterable[int]) -> None:
@@ -135,7 +135,7 @@ class _User:
 
 
 class UserLimits:
-    """What each user has used. All methods raise UserLimit for what exceeds a limit."""
+    """What each user has used of the limits. All methods raise UserLimit for what exceeds a limit."""
 
     def __init__(self, requests: int, changes: int, streams: int, steady: Callable[[], float] = time.monotonic) -> None:
         self._requests = requests

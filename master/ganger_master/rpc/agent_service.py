@@ -59,7 +59,8 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         self._parts = ObservedParts()
 
     def is_held(self, node: str) -> bool:
-        """Whether the node's daemon waits for an answer at this moment: it lives, however long ago it had the last."""
+        """Return whether the node's daemon waits for an answer now: then it is alive, even if its last answer is
+        old."""
         return node in self._newest
 
     @property

@@ -121,7 +121,7 @@ def page_token(name: str) -> str:
 
 
 def place_of(token: str, parse: Callable[[str], _Place], first: _Place) -> _Place:
-    """What the name in a token means; `first` without a token. Raises PageTokenInvalid."""
+    """Return what the name in a token means; `first` without a token. Raises PageTokenInvalid."""
     if not token:
         return first
     try:
@@ -191,7 +191,7 @@ class Shown:
         return found
 
     def job(self, number: int, *, with_environment: bool = False) -> job_pb2.Job:
-        """Raises JobNotFound."""
+        """Return the message of a job. Raises JobNotFound."""
         job = self.job_named(number)
         state, committed = self._writer.state, self._writer.committed
         reported = told_blockers(state, job)
@@ -218,14 +218,14 @@ class Shown:
         )
 
     def members(self, array: int) -> list[JobRecord]:
-        """Raises ArrayNotFound."""
+        """Return the remembered members of an array. Raises ArrayNotFound."""
         members = members_of(self._writer.committed.jobs, array)
         if not members:
             raise error_of(no_array(array))
         return members
 
     def array(self, number: int) -> array_pb2.Array:
-        """Raises ArrayNotFound."""
+        """Return the message of an array. Raises ArrayNotFound."""
         members = self.members(number)
         return array_messages.array_to_wire(members, [self._progress.of(job.number) for job in members])
 
@@ -313,7 +313,7 @@ def _silent_why(node: Node, lost_at: float | None) -> str:
 
 
 def verdict_of(job: str, answer: object, into: scheduling_pb2.Verdict | None = None) -> scheduling_pb2.Verdict:
-    """A verdict, in the empty message `into` if there is one; raises ApiError if the request itself was refused."""
+    """Return a verdict, in the empty message `into` if there is one. Raises ApiError if the request was refused."""
     verdict = scheduling_pb2.Verdict() if into is None else into
     verdict.job = job
     match answer:

@@ -59,7 +59,7 @@ def metrics_to_wire(metrics: Sequence[JobMetric]) -> list[job_pb2.Metric]:
 
 
 def metrics_from_wire(progress: job_pb2.Progress) -> tuple[JobMetric, ...]:
-    """A value that is no number is None: it must not become durable as one."""
+    """Return the metrics; a value that is no number is None, so that it does not become durable."""
     return tuple(
         JobMetric(one.name[:_NAME_MOST], one.value if math.isfinite(one.value) else None, one.step)
         for one in progress.metrics[:_METRICS_MOST]
@@ -136,7 +136,7 @@ def level_to_wire(level: SuspendLevel) -> job_pb2.SuspendLevel.ValueType:
 
 
 def level_from_wire(level: int) -> SuspendLevel:
-    """A level this program does not know reads as unspecified."""
+    """Return the level; unspecified for a level that this program does not have."""
     return _LEVELS_FROM_WIRE.get(level, SuspendLevel.NONE)
 
 
@@ -180,8 +180,8 @@ def spec_from_wire(message: job_pb2.JobSpec) -> JobSpec:
 
 
 def spec_to_wire(spec: JobSpec, *, with_environment: bool, into: job_pb2.JobSpec | None = None) -> job_pb2.JobSpec:
-    """`into`: an empty message that is to hold it. What is at its default is not set: on the wire that is the same, and
-    to set a field takes time."""
+    """Return the message of a spec, in the empty message `into` if there is one. What is at its default is not set: on
+    the wire that is the same, and to set a field takes time."""
     message = job_pb2.JobSpec() if into is None else into
     if spec.array is not None:
         spec = resolved(spec)

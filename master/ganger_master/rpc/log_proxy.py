@@ -43,7 +43,7 @@ _END: Final[Any] = grpc.aio.EOF  # type: ignore[attr-defined]
 
 @dataclass(slots=True)
 class _Source:
-    """One node's answer, with its first chunk read ahead."""
+    """The log part of one node, with its first chunk read ahead."""
 
     call: Any
     first: job_service_pb2.LogChunk
@@ -64,7 +64,7 @@ class _Log(NamedTuple):
 
 class LogProxy:
     def __init__(self, writer: Writer, shown: Shown, clock: Callable[[], float], token: str, tls: str = "") -> None:
-        """`tls`: the directory of the certificate to show to daemons; else they take the token."""
+        """Create the proxy. `tls`: the directory of the certificate for daemons; without it, they accept the token."""
         self._writer = writer
         self._shown = shown
         self._clock = clock
@@ -76,9 +76,9 @@ class LogProxy:
     async def read(
         self, number: int, rank: int, offset: int, *, follow: bool
     ) -> AsyncIterator[job_service_pb2.LogChunk]:
-        """Chunks in the order of their offsets; a negative offset counts from the end as it is now. Raises JobNotFound,
-        RankNotFound, OffsetBeyondEnd, and where nothing was found NodeSilent if there may be something, LogNotKept if
-        there may have been."""
+        """Yield chunks in the order of their offsets; a negative offset counts from the end as it is now. Raises
+        JobNotFound, RankNotFound, OffsetBeyondEnd, and where nothing was found NodeSilent if there may be something,
+        LogNotKept if there may have been."""
         job = self._shown.job_named(number)
         if rank >= job.spec.tasks:
             raise errors.RankNotFound(f"jobs/{number} has ranks 0 to {job.spec.tasks - 1}, not {rank}")
@@ -129,7 +129,7 @@ class LogProxy:
     async def _until_news(
         self, node: str, job: JobRecord, rank: int, position: int, news: asyncio.Event
     ) -> AsyncIterator[job_service_pb2.LogChunk]:
-        """What the rank writes on the node where it runs, until its gang's place may have changed."""
+        """Yield what the rank writes on the node where it runs, until its gang's place may have changed."""
         call = self._call(node, job, rank, position, follow=True)
         if call is None:
             return
@@ -338,7 +338,7 @@ def _nodes_in(figures: str) -> list[str]:
 
 
 def _from(chunk: job_service_pb2.LogChunk, position: int) -> job_service_pb2.LogChunk | None:
-    """The part of a chunk at and beyond a position; None if there is none."""
+    """Return the part of a chunk at and beyond a position; None if there is none."""
     end = chunk.offset + len(chunk.data)
     if end <= position:
         return None

@@ -51,12 +51,12 @@ _LONGEST_NUMBER: Final = 64
 
 
 def live_job_to_wire(job: JobRecord, gang: Gang | None, into: scheduling_pb2.LiveJob) -> None:
-    """`gang`: that of the job's present epoch; `into`: an empty message that is to hold it."""
+    """Write a live job into the empty message `into`. `gang`: that of the job's present epoch."""
     into.job = job.name
     into.revision = job.revision
     into.user = job.user
     into.state = job_messages.STATES[job.state]
-    # What it asks for now: a planner need not know why.
+    # What it requests now: a planner does not need the reason.
     spec = replace(job.spec, command=(), labels={}, roles=job.shape.roles)
     job_messages.spec_to_wire(spec, with_environment=False, into=into.spec)
     _put_time(into.create_time, job.create_time)
@@ -82,7 +82,8 @@ def live_job_to_wire(job: JobRecord, gang: Gang | None, into: scheduling_pb2.Liv
 
 
 def live_job_from_wire(message: scheduling_pb2.LiveJob) -> tuple[JobRecord, Gang | None]:
-    """Values of which only what the message carries is meant. Raises RequestInvalid for what does not exist."""
+    """Return the parts of a job that the message carries; other fields have no meaning. Raises RequestInvalid for what
+    does not exist."""
     number = names.parse_job_name(message.job)
     gang = _gang_from_wire(number, message.gang) if message.HasField("gang") else None
     spec: JobSpec = job_messages.spec_from_wire(message.spec)
@@ -114,7 +115,8 @@ def live_job_from_wire(message: scheduling_pb2.LiveJob) -> tuple[JobRecord, Gang
 
 @lru_cache(4096)
 def signature_of(user: str, command: tuple[str, ...], roles: tuple[Role, ...]) -> int:
-    """The same for a series: one program with other numbers (`--lr 0.1`), on as many devices."""
+    """Return a signature that is the same for a series of jobs: one program with other numbers (`--lr 0.1`), on as many
+    devices."""
     words = [_without_number(word) for word in command]
     shape = [(role.name, role.tasks, role.shape.gpus) for role in roles]
     digest = hashlib.blake2b(repr((user, words, shape)).encode("utf-8", "replace"), digest_size=8).digest()
@@ -230,7 +232,7 @@ def plan_from_wire(message: scheduling_pb2.Plan) -> commands.ProposePlan:
 
 
 def change_to_wire(change: PlanChange, reason: str = "") -> scheduling_pb2.Change:
-    """A start, a move, a resize, a suspend, a resume, other cores or slices."""
+    """Return the message of a change of any kind."""
     message = scheduling_pb2.Change(
         job=names.job_name(change.number),
         revision=change.revision,

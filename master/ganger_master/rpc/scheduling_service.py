@@ -287,7 +287,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
         )
 
     def _check_plan(self, caller: CallerIdentity, plan: commands.ProposePlan) -> None:
-        """Raises PlanInvalid, JobNotFound and JobNotYours for a user's plan that changes others' jobs, or goes where a
+        """Raise PlanInvalid, JobNotFound or JobNotYours for a user's plan that changes others' jobs, or goes where a
         user's scheduler may not: onto devices of others, and past the policy's planner."""
         if plan.line is not None or plan.promises is not None or plan.findings:
             raise errors.PlanInvalid("a user's plan changes own jobs: it has no line, no places kept, no findings")

@@ -479,7 +479,7 @@ class Writer:
         self.stopped.set()
 
     async def _reload(self, pause_seconds: float = 0.0, former: State | None = None) -> None:
-        """`former`: it was sound, and only its last changes are not stored."""
+        """Read the store again. `former`: the sound state before, if only its last changes are not stored."""
         if self._is_reloading:
             return
         self._is_reloading = True

@@ -309,7 +309,7 @@ class _Experiment:
             say(f"wrote {directory}")
 
     def _draw(self, directory: Path, runs: Sequence[tuple[Load, Run, Figures]]) -> None:
-        """The runs of the first seed, each load's in a directory of its own if there are several."""
+        """Plot the runs of the first seed, each load's in a directory of its own if there are several."""
         from ganger_master.simulator.report.files import save_plots
 
         loads = list(dict.fromkeys(load for load, _, _ in runs))
@@ -330,7 +330,7 @@ class _Experiment:
 
 
 def _places(directory: Path, runs: Sequence[tuple[Load, Run, Figures]]) -> Iterator[Path]:
-    """A directory for each run, named after what differs between them; the directory itself for one run."""
+    """Yield a directory for each run, named after what differs between them; the directory itself for one run."""
     several = [len({name(entry) for entry in runs}) > 1 for name in _DIFFERENCES]
     for entry in runs:
         parts = [name(entry) for name, is_told in zip(_DIFFERENCES, several, strict=True) if is_told]
@@ -368,7 +368,7 @@ def _check_policies(names: Sequence[str], is_ideal: bool, rates: str) -> None:
 
 
 def _check_each_flag_tells(flags: Mapping[str, Any], policies: Sequence[str]) -> None:
-    """A flag that would change nothing beside another one was meant to change something."""
+    """Refuse a flag that has no effect beside another one: it was meant to have one."""
     from ganger_master.policies import policy_named
     from ganger_master.policies.stages import Grow, ResizeByOptimus
 
@@ -437,7 +437,7 @@ def _servers(flags: Mapping[str, Any]) -> Servers:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Mistakes in what was given are not ours."""
+    """Report mistakes in the input as usage errors."""
     from ganger_master.simulator.report.files import PlotsUnavailable
     from ganger_master.simulator.traces.rows import TraceError
     from ganger_master.simulator.traces.servers import ServersFileError

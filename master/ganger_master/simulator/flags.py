@@ -106,7 +106,7 @@ class Listed(click.ParamType):  # type: ignore[type-arg]  # as above
 def joined(
     context: click.Context, parameter: click.Parameter, values: tuple[tuple[Any, ...], ...]
 ) -> tuple[Any, ...] | None:
-    """The sets of a `Listed` flag that may be given several times as one; None: it was not given."""
+    """Return the sets of a `Listed` flag that may be given several times as one; None if it was not given."""
     entries = tuple(chain.from_iterable(values))
     for entry in entries:
         if entries.count(entry) > 1:
@@ -269,7 +269,7 @@ LOAD_PHASES = click.option(
 
 
 def shared_flags(command: Command) -> Command:
-    """All of them, in the order in which --help shows them."""
+    """Return all shared flags, in the order in which --help shows them."""
     for option in reversed(_SHARED):
         command = option(command)
     return command

@@ -52,7 +52,7 @@ def upgrade(engine: Engine) -> None:
 
 
 def downgrade(engine: Engine, revision: str) -> None:
-    """Back to an older schema; `base` drops everything."""
+    """Migrate back to an older schema; `base` drops everything."""
     with engine.begin() as connection:
         command.downgrade(_config(connection), revision)
 
@@ -76,7 +76,7 @@ _quote: Final = sqlite.dialect().identifier_preparer.quote
 
 
 def statements(batch: StoreBatch) -> list[Statement]:
-    """What is to be run for a batch, in this order: texts with their parameters."""
+    """Return what runs for a batch, in this order: texts with their parameters."""
     found: list[Statement] = []
     for table, keys in batch.removes.items():
         _add(found, _removal, table, [(key,) for key in keys])
@@ -332,7 +332,7 @@ def _driver_of(connection: Connection) -> sqlite3.Connection:
 
 
 def _take_over(connection: Connection) -> int:
-    """Raises the generation, so that a former master's commits are refused from now on."""
+    """Raise the generation and return it, so that a former master's commits are refused from now on."""
     if connection.execute(update(writer).values(generation=writer.c.generation + 1)).rowcount == 0:
         connection.execute(insert(writer).values(id=1, generation=1))
     return int(connection.execute(_GENERATION).scalar_one())
@@ -372,7 +372,7 @@ def _engine_for(url: str | URL) -> Engine:
 
 
 def _create_file(url: str | URL) -> None:
-    """Environments of jobs are in there, so the file belongs to its owner alone from its first byte on."""
+    """Create the database file readable by its owner alone, because it contains environments of jobs."""
     parsed = make_url(url)
     if parsed.get_backend_name() == "sqlite" and parsed.database and parsed.database != ":memory:":
         path = Path(parsed.database)

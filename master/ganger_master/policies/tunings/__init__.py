@@ -51,9 +51,9 @@ class Profiles:
             raise ValueError("rates must not fall with cores or memory; make them non-falling first")
 
     def at(self, profile: Integers, cores: Floats, memory_bytes: Floats) -> Floats:
-        """The rates with these amounts for each GPU; the three arrays broadcast. As `SensitivityMatrix.rate`: a line
-        between measured cores, towards none down to zero; memory counts as the largest measured amount that is there,
-        below the least in proportion."""
+        """Return the rates with these amounts for each GPU; the three arrays broadcast. As `SensitivityMatrix.rate`: a
+        line between measured cores, towards none down to zero; memory counts as the largest measured amount that is
+        there, below the least in proportion."""
         column = np.searchsorted(self.memory_bytes, memory_bytes * (1.0 + ROUNDING), side="right") - 1
         share = np.where(column >= 0, 1.0, np.clip(memory_bytes / self.memory_bytes[0], 0.0, 1.0))
         column = np.maximum(column, 0)
@@ -296,9 +296,9 @@ class _Shares:
 
 
 def _ends(cores: Floats, line: Integers, column: Integers) -> Integers:
-    """Positions of the fewest and the most cores of each line and column. Rates of a column are straight between
-    measured cores, so a gang with c cores that loses nothing at both ends loses nothing between: to have as much with c
-    as the most cores would make, it must lose nothing at c itself."""
+    """Return the positions of the fewest and the most cores of each line and column. Rates of a column are straight
+    between measured cores, so a gang with c cores that loses nothing at both ends loses nothing between: to have as
+    much with c as the most cores would make, it must lose nothing at c itself."""
     order = np.lexsort((cores, line, column))
     differs = (np.diff(line[order]) != 0) | (np.diff(column[order]) != 0)
     is_end = np.ones(len(order), bool)

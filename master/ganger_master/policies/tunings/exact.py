@@ -103,7 +103,7 @@ def _prices(costs: Sequence[Floats], values: Sequence[Floats]) -> Floats:
 
 
 def _climbed(costs: Sequence[Floats], values: Sequence[Floats]) -> float | None:
-    """The value of a good choice: from the cheapest options on, the rise that gains most for what it needs."""
+    """Return the value of a good choice: from the cheapest options on, the rise that gains most for what it needs."""
     at = [int(np.argmin(cost.sum(axis=1))) for cost in costs]
     used = np.sum([cost[option] for cost, option in zip(costs, at, strict=True)], axis=0)
     if np.any(used > 1.0):
@@ -127,7 +127,7 @@ def _climbed(costs: Sequence[Floats], values: Sequence[Floats]) -> float | None:
 
 
 def _undominated(costs: Floats, values: Floats) -> Integers:
-    """Ascending positions of the states that no other one beats in value with no more of either; of equals the first.
+    """Return the positions of states that no other one beats in value with no more of either; of equals the first.
 
     By cores, then memory, then value falling: a state is beaten if one before it with no more memory is worth as much.
     """
@@ -190,7 +190,7 @@ _MOST_KINDS = 200
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """Which kinds of pieces share a node, ascending, and what is there for them."""
+    """The kinds of pieces that share a node, ascending, and what is there for them."""
 
     kinds: tuple[int, ...]
     cores: float
@@ -293,7 +293,8 @@ class _Board:
         self.cores[rows], self.memory[rows] = best
 
     def _kinds(self, is_split: np.ndarray) -> Integers:
-        """The kind of each row: alike in profile, GPUs, weight and node, so that each kind's options are found once."""
+        """Return the kind of each row: alike in profile, GPUs, weight and node. Options are found once for each
+        kind."""
         placed, nodes = self.placed, self.nodes
         columns = np.stack(
             [
@@ -319,12 +320,12 @@ class _Board:
         return kind.ravel()
 
     def _with(self, row: int, cores: float, memory: float) -> _Problem:
-        """The problem of the row's node with so much more there."""
+        """Return the problem of the row's node with so much more there."""
         problem = self._problem[int(self.placed.node[row])]
         return _Problem(problem.kinds, problem.cores + float(cores), problem.memory_bytes + float(memory))
 
     def _is_there(self, row: int, problem: _Problem) -> bool:
-        """Whether the row's node had that much in the first place."""
+        """Return whether the row's node had that much in the first place."""
         node = int(self.placed.node[row])
         least_cores, least_memory = -ROUNDING * self.nodes.cores[node], -ROUNDING * self.nodes.memory_bytes[node]
         return bool(problem.cores >= least_cores and problem.memory_bytes >= least_memory)
@@ -333,7 +334,7 @@ class _Board:
         self._problem[int(self.placed.node[row])] = self._with(row, cores, memory)
 
     def _solved(self, problem: _Problem) -> tuple[float, list[int]]:
-        """What the best choices are worth, and which they are; minus infinity if none fit. Nodes repeat each other."""
+        """Return the value of the best choices and the choices; minus infinity if none fit. Results are cached."""
         found = self._best.get(problem)
         if found is None:
             pieces = [self._choices[kind] for kind in problem.kinds]

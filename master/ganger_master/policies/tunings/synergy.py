@@ -70,7 +70,7 @@ class RoundPacking:
         self._slack_memory = ROUNDING * float(nodes.memory_bytes.max(initial=1.0))
 
     def usable(self, cores: Amounts, memory_bytes: Amounts, most: int) -> Integers:
-        """How many GPUs of each node could be used with these amounts, up to `most`."""
+        """Return how many GPUs of each node could be used with these amounts, up to `most`."""
         found = np.minimum(self.free_gpus, most)
         for free, wanted, slack in (
             (self.free_cores, cores, self._slack_cores),
@@ -82,7 +82,7 @@ class RoundPacking:
         return np.asarray(found, np.int64)
 
     def first(self, gang: int, cores: Amounts, memory_bytes: Amounts) -> Where | None:
-        """The first node that holds all of it; else the first nodes that do, if it may be split."""
+        """Return the first node that holds all of it; else the first nodes that do, if it may be split."""
         gpus = int(self.gangs.gpus[gang])
         usable = self.usable(cores, memory_bytes, gpus)
         at = int(np.argmax(usable >= gpus)) if len(usable) else 0
@@ -98,9 +98,9 @@ class RoundPacking:
         return [*found, (last, gpus - sum(count for _, count in found))]
 
     def tightest(self, gang: int, cores: Amounts, memory_bytes: Amounts, most_free_cores: bool = False) -> Where | None:
-        """The node with the least free that holds all of it: GPUs, then cores, then memory. Else the fewest nodes that
-        do, if it may be split: those that take most of it first, and for the rest the one with the least free.
-        `most_free_cores`: of nodes with equally many free GPUs, rather the one with the most cores and memory."""
+        """Return the node with the least free that holds all of it: GPUs, then cores, then memory. Else the fewest
+        nodes that do, if it may be split: those that take most of it first, and for the rest the one with the least
+        free. `most_free_cores`: of nodes with equally many free GPUs, rather the one with the most cores and memory."""
         gpus = int(self.gangs.gpus[gang])
         usable = self.usable(cores, memory_bytes, gpus)
         whole = np.flatnonzero(usable >= gpus)
@@ -136,12 +136,12 @@ class RoundPacking:
             self.residents.setdefault(node, []).append(gang)
 
     def missing(self, node: int) -> tuple[float, float]:
-        """Cores and bytes that are held beyond what the node has."""
+        """Return the cores and bytes that are held beyond what the node has."""
         cores, memory = -float(self.free_cores[node]), -float(self.free_memory[node])
         return (cores if cores > self._slack_cores else 0.0, memory if memory > self._slack_memory else 0.0)
 
     def excess(self, gang: int, node: int) -> tuple[float, float]:
-        """Cores and bytes it holds on the node beyond its proportional share."""
+        """Return the cores and bytes that it holds on the node beyond its proportional share."""
         at = [there for there, _ in self.where[gang]].index(node)
         gpus, (cores, memory) = self.where[gang][at][1], self.held[gang][at]
         over_cores = gpus * (cores - float(self.share_cores[node]))
@@ -152,7 +152,7 @@ class RoundPacking:
         )
 
     def cut_to_share(self, gang: int) -> None:
-        """What it holds beyond its proportional share goes back, on all its nodes; what it holds below stays."""
+        """Give back what it holds beyond its proportional share on all its nodes."""
         for at, (node, gpus) in enumerate(self.where[gang]):
             cores, memory = self.held[gang][at]
             less = min(cores, float(self.share_cores[node])), min(memory, float(self.share_memory[node]))
@@ -253,7 +253,7 @@ def tune(gangs: Gangs, nodes: TuningNodes, placed: Pieces) -> Pieces:
 
 
 def raised(gangs: Gangs, nodes: TuningNodes, placed: Pieces, demand: TuningDemand) -> Pieces:
-    """`tune` with another wish for each gang."""
+    """Return the result of `tune` with another demand for each gang."""
     wanted_cores = placed.gpus * demand.cores[placed.gang]
     wanted_memory = placed.gpus * demand.memory_bytes[placed.gang]
     share = proportionally(nodes, placed)
@@ -407,7 +407,8 @@ def _kinds(gangs: Gangs, nodes: TuningNodes, is_placeable: bool) -> list[_Kind]:
 
 
 def _super_machine(kinds: list[_Kind], nodes: TuningNodes, is_integer: bool) -> tuple[list[Floats], float]:
-    """LP-1: how many gangs of each kind take each option, and what all are worth. All gangs of a kind are one row."""
+    """Solve LP-1: return how many gangs of each kind take each option, and what all are worth. All gangs of a kind are
+    one row."""
     rows = np.repeat(np.arange(len(kinds)), [len(kind.options) for kind in kinds])
     gpus = np.array([kind.gpus for kind in kinds], float)[rows]
     cores = gpus * np.concatenate([kind.options.cores for kind in kinds])
@@ -438,7 +439,7 @@ def _super_machine(kinds: list[_Kind], nodes: TuningNodes, is_integer: bool) -> 
 
 
 def _nodes_of(gangs: Gangs, nodes: TuningNodes, wanted: TuningDemand) -> Integers:
-    """LP-2: the node of each gang that a vertex of the program puts on one node whole; -1 for those it splits."""
+    """Solve LP-2: return the node of each gang that a vertex of the program puts on one node whole; -1 for others."""
     if not len(gangs) or not len(nodes):
         return np.full(len(gangs), -1)
     jobs, places = len(gangs), len(nodes)

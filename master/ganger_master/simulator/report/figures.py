@@ -43,7 +43,7 @@ def finish_time_fairness(
 
 
 def mean_contention(submit_s: Floats, end_s: Floats) -> Floats:
-    """Mean number of live jobs, itself among them, over each job's life; 1 for a life without length."""
+    """Return the mean number of live jobs, itself among them, over each job's life; 1 for a life without length."""
     live = live_jobs(submit_s, end_s)
     life = end_s - submit_s
     area = live.integral_to(end_s) - live.integral_to(submit_s)
@@ -51,7 +51,7 @@ def mean_contention(submit_s: Floats, end_s: Floats) -> Floats:
 
 
 def live_jobs(submit_s: Floats, end_s: Floats) -> StepSeries:
-    """Jobs submitted and not ended, over time; of at least one job."""
+    """Return the number of jobs submitted and not ended, over time; for at least one job."""
     moments = np.concatenate((submit_s, end_s))
     changes = np.concatenate((np.ones(len(submit_s)), -np.ones(len(end_s))))
     times, position = np.unique(moments, return_inverse=True)

@@ -28,7 +28,7 @@ class StepSeries:
 
     @classmethod
     def of(cls, times: ArrayLike, values: ArrayLike, end: float) -> Self:
-        """ValueError for times that do not ascend, an end before the last of them, or no step at all."""
+        """Make a series. Raises ValueError for no step, times that do not ascend, or an end before the last of them."""
         made = cls(np.array(times, float), np.array(values, float), float(end))
         if not len(made.times) or made.times.shape != made.values.shape:
             raise ValueError("a series needs as many values as times, and at least one")
@@ -42,14 +42,14 @@ class StepSeries:
         return float(self.times[0])
 
     def at(self, when: ArrayLike) -> Floats:
-        """The values at these times; NaN outside the series."""
+        """Return the values at these times; NaN outside the series."""
         moments = np.asarray(when, float)
         step = np.searchsorted(self.times, moments, side="right") - 1
         inside = (step >= 0) & (moments <= self.end)
         return np.where(inside, self.values[np.maximum(step, 0)], np.nan)
 
     def integral_to(self, when: ArrayLike) -> Floats:
-        """Value x seconds from the start to each of these times, which must lie within the series."""
+        """Return value x seconds from the start to each of these times, which must lie within the series."""
         moments = np.asarray(when, float)
         widths = np.diff(self.times)
         before = np.concatenate(([0.0], np.cumsum(widths * self.values[:-1])))
@@ -57,7 +57,8 @@ class StepSeries:
         return np.asarray(before[step] + (moments - self.times[step]) * self.values[step])
 
     def mean(self, first: float | None = None, last: float | None = None) -> float:
-        """Time-weighted, over the whole series or the part of it from `first` to `last`; NaN if that has no length."""
+        """Return the time-weighted mean over the whole series or the part of it from `first` to `last`; NaN if that has
+        no length."""
         begin = self.start if first is None else max(first, self.start)
         end = self.end if last is None else min(last, self.end)
         if not end > begin:
@@ -66,8 +67,8 @@ class StepSeries:
         return float(high - low) / (end - begin)
 
     def thinned(self, most_steps: int = MOST_STEPS) -> StepSeries:
-        """At most so many steps: neighbours merged into their time-weighted mean, so that the mean over the whole stays
-        exact."""
+        """Return at most so many steps: neighbours are merged into their time-weighted mean, so that the mean over the
+        whole stays exact."""
         series = self
         while len(series.times) > max(1, most_steps):
             series = series._halved()
@@ -92,7 +93,7 @@ class SeriesRecorder:
         self._most_steps = max(2, most_steps)
 
     def record(self, now: float, value: float) -> None:
-        """The quantity has this value from now on; of several at one instant the last counts."""
+        """Record the value of the quantity from now on; of several at one instant the last counts."""
         assert now >= self._times[-1], f"time went back from {self._times[-1]} to {now}"
         if value == self._values[-1]:
             return
@@ -163,7 +164,7 @@ class Outcomes:
         return ~np.isnan(self.end_s)
 
     def take(self, jobs: ArrayLike) -> Outcomes:
-        """The jobs where this mask is true."""
+        """Return the jobs where this mask is true."""
         chosen = np.flatnonzero(np.asarray(jobs, bool))
         ids = tuple(map(self.job_ids.__getitem__, chosen.tolist()))
         columns = {column.name: getattr(self, column.name)[chosen] for column in fields(self)[1:]}
@@ -183,7 +184,7 @@ def outcomes(
     migrations: ArrayLike = 0,
     resizes: ArrayLike = 0,
 ) -> Outcomes:
-    """Outcomes of these jobs. Without `gpu_seconds` a job held its whole gang for all its service.
+    """Make the outcomes of these jobs. Without `gpu_seconds` a job held its whole gang for all its service.
 
     What cannot have happened is our mistake and asserted: a start before submission, an end before a start, more
     overhead than service, more service than time between start and end.
@@ -216,7 +217,7 @@ def outcomes(
 
 @dataclass(frozen=True)
 class Run:
-    """One policy on one trace and cluster, from `start_s` to `end_s` of simulated time.
+    """A run of one policy on one trace and cluster, from `start_s` to `end_s` of simulated time.
 
     `series` by name: "used_gpus", "used_cores", "fragmented_gpus", "waiting_jobs", each where it was recorded.
     `wall_s`, `cpu_s` and `peak_memory_bytes` are of the simulator itself.

@@ -25,7 +25,7 @@ _UNKNOWN = "-"
 
 
 def details(run: Figures) -> list[tuple[str, str]]:
-    """Names and values of one run; what is not known is left out."""
+    """Return the names and values of one run; what is not known is left out."""
     pairs = [
         ("policy", f"{run.policy}, seed {run.seed}"),
         ("offered load", _number(run.offered_load)),
@@ -52,7 +52,7 @@ def details(run: Figures) -> list[tuple[str, str]]:
 
 
 def waiting_by_size(run: Figures) -> Table:
-    """(headings, rows): how long gangs of each size waited."""
+    """Return (headings, rows): how long gangs of each size waited."""
     rows = [
         [
             name,
@@ -96,7 +96,8 @@ class Interval:
 
 
 def interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
-    """Student's t over independent values; of one value the width is NaN. ValueError of none, or of NaN."""
+    """Return the interval by Student's t over independent values; of one value the width is NaN. Raises ValueError for
+    no value, or NaN."""
     if not len(values) or any(math.isnan(value) for value in values):
         raise ValueError("an interval needs values that are known")
     mean = float(np.mean(values))
@@ -110,8 +111,8 @@ def interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
 
 
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float], confidence: float = 0.95) -> Interval:
-    """How many times ours is theirs, seed by seed: the interval of the ratios, since runs of one seed share their jobs
-    and vary together. ValueError for different numbers of runs, or theirs not above zero."""
+    """Return how many times ours is theirs, seed by seed: the interval of the ratios, since runs of one seed share
+    their jobs and vary together. Raises ValueError for different numbers of runs, or theirs not above zero."""
     if len(ours) != len(theirs) or any(not value > 0 for value in theirs):
         raise ValueError("ratios need two runs of each seed, the second above zero")
     return interval([one / other for one, other in zip(ours, theirs, strict=True)], confidence)

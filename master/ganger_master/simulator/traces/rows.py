@@ -80,7 +80,7 @@ _SIGNED = frozenset({"priority"})
 
 
 def understood(headers: Sequence[str]) -> tuple[dict[str, tuple[int, Column]], list[str], list[str]]:
-    """(position and column by field, headers that say nothing to us, what is wrong with the headers).
+    """Return (position and column by field, headers without a meaning here, what is wrong with the headers).
 
     Wrong are a header given twice, two headers for one field, and a missing `job_id`, time of submission or gang.
     Without `duration_s` a file needs iterations or a model, from which run times can follow.
@@ -108,12 +108,12 @@ def understood(headers: Sequence[str]) -> tuple[dict[str, tuple[int, Column]], l
 
 
 def allowed(field: str) -> tuple[bool, bool, bool]:
-    """(must be whole, must be above zero, may be negative) of an optional number."""
+    """Return (must be whole, must be above zero, may be negative) of an optional number."""
     return field in _WHOLE, field in _POSITIVE, field in _SIGNED
 
 
 def first_deadlines(lists: Sequence[str], job_types: Sequence[str] | None) -> list[str]:
-    """The deadline of full value, in seconds after submission, of lists such as "600-1200"; none for best effort.
+    """Return the deadline of full value, in seconds after submission, of lists such as "600-1200"; "" for best effort.
 
     Chronus (SoCC 2021): a soft job has several deadlines of falling value, a best-effort job's is a placeholder.
     """

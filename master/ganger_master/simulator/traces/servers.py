@@ -60,7 +60,7 @@ class ServersFileError(ValueError):
 
 @dataclass(frozen=True)
 class LargestServer:
-    """What some servers have together."""
+    """The totals of some servers."""
 
     gpus: int
     millicores: int
@@ -126,7 +126,7 @@ class Servers:
         return LargestServer(gpus, millicores, memory)
 
     def view(self, mode: LoadMode = LoadMode.SPREAD) -> View:
-        """All servers, idle."""
+        """Return a view of all servers, idle."""
         view = View((group.configuration_set for group in self.groups), mode=mode)
         for group in self.groups:
             for row in group.rows():
@@ -135,8 +135,8 @@ class Servers:
 
 
 def servers_from_flags(**flags: Any) -> Servers:
-    """One group of equal servers from values by flag name (`gpus_per_node` for --gpus-per-node); None: not given.
-    ClusterError."""
+    """Return one group of equal servers from values by flag name (`gpus_per_node` for --gpus-per-node); None: not
+    given. Raises ServersFileError."""
     reader = _Reader({key: value for key, value in flags.items() if value is not None}, _flag)
     group = _group(reader, default_name="node")
     if group is None or reader.problems:
@@ -145,7 +145,7 @@ def servers_from_flags(**flags: Any) -> Servers:
 
 
 def servers_from_file(path: Path) -> Servers:
-    """Groups of servers from a YAML file. ClusterError, also for a file that cannot be read."""
+    """Return groups of servers from a YAML file. Raises ServersFileError, also for a file that cannot be read."""
     try:
         with path.open("rb") as file:
             text = file.read(_MOST_FILE_BYTES + 1)
@@ -189,7 +189,8 @@ def _parsed(path: Path, text: bytes) -> object:
 
 
 def servers_from_description(description: object) -> Servers:
-    """Groups of servers from what a YAML file holds: a mapping with one key, `servers`. ClusterError."""
+    """Return groups of servers from the value of a YAML file, a mapping with the key `servers`. Raises
+    ServersFileError."""
     entries = description.get("servers") if isinstance(description, dict) else None
     if not isinstance(description, dict) or not isinstance(entries, list) or not entries:
         raise ServersFileError(["a cluster is a mapping with a list `servers`, one entry for each kind of server"])

@@ -49,7 +49,7 @@ def synthetic(jobs: int, jobs_per_hour: float, seed: int, gangs: Mapping[int, fl
 
 
 def scaled_to_load(jobs: Workload, gpus: int, load: float) -> Workload:
-    """The same jobs, submitted closer together or further apart, so that they offer `load` to `gpus` GPUs.
+    """Return the same jobs, submitted closer together or further apart, so that they offer `load` to `gpus` GPUs.
 
     Times between submissions are multiplied by one factor; gangs, durations and the time each job has until its
     deadline stay. The first submission keeps its time. ValueError where there is nothing to scale: a load not above
@@ -68,7 +68,7 @@ def scaled_to_load(jobs: Workload, gpus: int, load: float) -> Workload:
 
 
 def with_loads(jobs: Workload, gpus: int, phases: Sequence[tuple[float, float]]) -> Workload:
-    """The trace stretched and squeezed so that it offers one load after another: `phases` are (seconds, load).
+    """Return the trace stretched and squeezed so that it offers one load after another: `phases` are (seconds, load).
 
     The trace's clock runs load / (load of the whole trace) times as fast in each phase, so bursts stay bursts; jobs
     beyond the last phase are left out, and the time until deadlines stays. ValueError for phases that are not longer
@@ -88,12 +88,12 @@ def with_loads(jobs: Workload, gpus: int, phases: Sequence[tuple[float, float]])
 
 
 def window(jobs: Workload, first_s: float, end_s: float) -> Workload:
-    """Jobs submitted from `first_s` to before `end_s`, on the trace's clock, at the times they had."""
+    """Return the jobs submitted from `first_s` to before `end_s`, on the trace's clock, at the times they had."""
     return jobs.take((jobs.submit_s >= first_s) & (jobs.submit_s < end_s))
 
 
 def from_zero(jobs: Workload) -> Workload:
-    """The same jobs on a clock that starts with the first submission."""
+    """Return the same jobs on a clock that starts with the first submission."""
     if not len(jobs):
         return jobs
     first = jobs.submit_s[0]
@@ -101,8 +101,8 @@ def from_zero(jobs: Workload) -> Workload:
 
 
 def sample(jobs: Workload, count: int, seed: int) -> Workload:
-    """`count` of the jobs, each equally likely, at the times they had: the load falls with them. ValueError for a
-    negative count or more than there are."""
+    """Return `count` of the jobs, each equally likely, at the times they had: the load falls with them. ValueError for
+    a negative count or more than there are."""
     if not 0 <= count <= len(jobs):
         raise ValueError(f"cannot sample {count:,} of {len(jobs):,} jobs")
     return jobs.take(np.random.default_rng(seed).choice(len(jobs), count, replace=False))
