@@ -51,7 +51,8 @@ class RuleKind(StrEnum):
 
 
 class StopRule(Struct, frozen=True, gc=False, omit_defaults=True):
-    """`first`, `every` are in the resource: steps, or what a reported metric counts."""
+    """When members of an array stop. `first`, `every`: amounts of the resource, steps or what a reported metric
+    counts."""
 
     kind: RuleKind
     metric: str = LOSS

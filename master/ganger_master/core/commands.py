@@ -96,7 +96,7 @@ class ResumeJob(Struct, frozen=True, gc=False):
 
 
 class MoveJob(Struct, frozen=True, gc=False):
-    """Without `nodes` the placement chooses others than the present ones."""
+    """Move a gang to `nodes`. Without `nodes` the placement chooses other ones than the present."""
 
     number: int
     nodes: tuple[str, ...] = ()

@@ -216,8 +216,8 @@ def _fall_back(
 
 
 def _catch_up(state: State, job: JobRecord, gang: Gang, outcome: Outcome, now: float) -> bool:
-    """Storage has a newer checkpoint than the master knew of, written while its node was cut off: start from that.
-    Returns whether that is so by what is known here."""
+    """Requeue a job from a newer checkpoint on storage, written while its node was cut off. Return whether the outcome
+    reports one."""
     left = retry.usable(outcome.checkpoints, gang.epoch, job.unreadable)
     if not left or not retry.is_newer(left[0], job.checkpoint):
         return False

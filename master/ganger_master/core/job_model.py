@@ -407,7 +407,8 @@ def bytes_of(text: str) -> int:
 
 
 def resolved(spec: JobSpec) -> JobSpec:
-    """{NAME} and {index} replaced in the words of the command, all of it in the environment; any other job as it is."""
+    """Return the spec of an array member with {NAME} and {index} replaced in its command, and its parameters in its
+    environment. Any other spec is returned as it is."""
     array = spec.array
     if array is None:
         return spec

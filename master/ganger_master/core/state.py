@@ -73,7 +73,7 @@ class State:
         self.wake_at: float | None = None
 
     def __copy__(self) -> State:
-        """Share all but the queue, in which approval keeps what it finds: for what-ifs that replace the rest."""
+        """Return a copy that shares all but the queue, in which approval records what it finds."""
         twin = State.__new__(State)
         twin.__dict__.update(self.__dict__)
         twin.queue = copy(self.queue)
@@ -164,8 +164,8 @@ class State:
             self.jobs.shares.charge(number, job.user, self.charged_for(job))
 
     def charged_for(self, job: JobRecord) -> int:
-        """A job counts towards its user's quota from the approval of its gang until that is gone; one that is about to
-        have more devices counts with those."""
+        """Return the devices of a job that count towards its user's quota, from the approval of its gang until that is
+        gone. A job that is about to have more devices counts with those."""
         if job.state.is_finished or job.epoch not in self.gangs:
             return 0
         coming = self.gangs.get(job.next_epoch)

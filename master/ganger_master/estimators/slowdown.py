@@ -40,7 +40,7 @@ _CORNER = 16.0
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """Of one job alone on its GPU: `utilisation` 0 to 1 (share of time with a kernel running), device memory."""
+    """What one job alone uses of its GPU. `utilisation`: the share of time with a kernel running, from 0 to 1."""
 
     utilisation: float
     memory_bytes: float = 0.0

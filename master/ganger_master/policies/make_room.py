@@ -436,7 +436,7 @@ class _Search:
 
 
 def _least_first(least: NDArray[np.float64], below: float, most: int) -> list[int]:
-    """Positions of what is less, ascending; of equal ones the first. Perhaps no more than so many."""
+    """Return the positions of values below `below`, least first; at least `most` of them if there are so many."""
     able = np.flatnonzero(least < below)
     if len(able) > most:
         able = able[least[able] <= np.partition(least[able], most)[most]]

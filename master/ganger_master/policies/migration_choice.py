@@ -201,7 +201,8 @@ def exchanged(
 def _exchange(
     trying: Trial, one: GangDistance, other: GangDistance, placement: PlacementPreference
 ) -> tuple[float, MigrationProposal] | None:
-    """The first one as close as it can be where the two are and what is free there, the other in what is left."""
+    """Return the best exchange of two gangs and the GPU-seconds that it saves; None if none saves any. One gang goes as
+    close together as possible on the devices of both and free ones, the other where room is left."""
     if math.inf in (one.gang.move_cost, other.gang.move_cost):
         return None
     mark, room = trying.mark, trying.room
@@ -385,8 +386,9 @@ def rested_s(proposal: MigrationProposal, moved_at: Mapping[int, float]) -> floa
 def _better_place(
     trying: Trial, one: GangDistance, others: Movables | None, placement: PlacementPreference
 ) -> tuple[float, Hole]:
-    """What saves the most, and what it saves beyond its cost: beside what it holds, so that it can move while it runs,
-    else with its own pieces, else where others go."""
+    """Return the GPU-seconds that the best closer place saves beyond its cost, and that place. Free devices are
+    preferred, so that the gang can move while it runs; then places with its own devices; then places from which others
+    move."""
     room = trying.room
     best = (0.0, Hole(()))
     most = _could_save(room.view, one) - one.gang.move_cost

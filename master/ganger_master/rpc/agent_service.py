@@ -65,7 +65,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
 
     @property
     def held(self) -> int:
-        """How many daemons wait for an answer."""
+        """Number of daemons that wait for an answer."""
         return len(self._newest)
 
     async def CreateSession(self, request: agent_pb2.CreateSessionRequest, context: Any) -> agent_pb2.Session:

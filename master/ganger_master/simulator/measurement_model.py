@@ -39,7 +39,7 @@ POINTS_AN_EPOCH = 10
 
 
 class Losses:
-    """Of the jobs of a workload, by position."""
+    """Training losses of the jobs of a workload, by position."""
 
     def __init__(self, jobs: Workload, seed: int) -> None:
         count = len(jobs)

@@ -66,7 +66,7 @@ _LEAST = 0.05
 
 
 class Footprints:
-    """Of the jobs of a workload, by position."""
+    """Device memory and utilisation of the jobs of a workload, by position."""
 
     def __init__(self, jobs: Workload, servers: Servers, seed: int) -> None:
         sizes = [group.configuration_set.device_memory_bytes for group in servers.groups]
@@ -139,7 +139,7 @@ _FAMILIES = {
 
 
 class TrueRates:
-    """Of the jobs of a workload, by position."""
+    """True rates of the jobs of a workload, by position."""
 
     def __init__(self, jobs: Workload, servers: Servers) -> None:
         self._gpus = jobs.gpus
@@ -329,7 +329,7 @@ _Curve: TypeAlias = tuple[str, int]
 
 
 class Scaling:
-    """Of the jobs of a workload, by position."""
+    """How the rates of the jobs of a workload scale with GPUs, by position."""
 
     def __init__(self, jobs: Workload, seed: int) -> None:
         self._gpus = jobs.gpus

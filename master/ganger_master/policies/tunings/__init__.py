@@ -32,7 +32,7 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Profiles:
-    """What cores and memory do to a rate: `rates[k, i, j]` is that of one GPU of profile k with `cores[i]` cores and
+    """Rates by cores and memory: `rates[k, i, j]` is that of one GPU of profile k with `cores[i]` cores and
     `memory_bytes[j]` bytes for it. Both axes ascend from above zero; rates never fall along them."""
 
     cores: Floats
@@ -308,8 +308,9 @@ def _ends(cores: Floats, line: Integers, column: Integers) -> Integers:
 
 
 def _front(cores: Floats, memory: Floats) -> Integers:
-    """Positions of those of which no other has as many cores and as much memory. Below the least measured amount a rate
-    is a part for the memory times one for the cores, and the larger the share, the more of both a cut takes."""
+    """Return the positions of shares that no other share equals or exceeds in both cores and memory. Below the least
+    measured amount a rate is a part for the memory times one for the cores, and the larger the share, the more of both
+    a cut takes."""
     order = np.lexsort((-memory, -cores))
     most_before = np.maximum.accumulate(np.concatenate([[-1.0], memory[order]]))[:-1]
     found: Integers = order[memory[order] > most_before]
