@@ -19,7 +19,7 @@ from ganger_master.core.settings import CoreSettings, as_settings
 from ganger_master.core.state import State
 from ganger_master.policies import policy_named
 from ganger_master.policies.order_registry import LAS2D
-from ganger_master.policies.stages import Colocate, Grow, ResizeByOptimus, ShareByTimeSlices, Tune
+from ganger_master.policies.stages import Colocate, Grow, ResizeByOptimus, ShareByTimeSlices, StartByRank, Tune
 from ganger_master.simulator.admission import devices_only, specs_of, users_of
 from ganger_master.simulator.inputs import FREE, ReplayOptions
 from ganger_master.simulator.modelled_schedulers import ModelledSchedulers
@@ -283,7 +283,9 @@ class _Replay:
             self.nodes.retimed(other + 1)
 
     def _peak_bytes(self, number: int) -> int:
-        return 0 if self.memory is None else self.memory.memory_bytes(number - 1)
+        # Profiles cover host memory, and a tuning by them gives all of it to jobs: none is left for parked states.
+        is_divided = self.rates is not None and self.policy.has(StartByRank) and self.policy.has(Tune)
+        return 0 if self.memory is None or is_divided else self.memory.memory_bytes(number - 1)
 
     def _changes(self, number: int, gang: Gang) -> float | None:
         job = number - 1
