@@ -1,25 +1,21 @@
-"""Plan time slicing on a live cluster: start jobs that fit, and let the others share devices in time slices.
+"""Slice matrices: jobs that share devices in time slices, the jobs that join them, and the slices of each group.
 
 A job that finds no free devices joins the devices with the fewest gangs, among gangs that can be time-sliced with it.
 The plan proposes a new slice matrix only when a job joins; the nodes then rotate its slices by themselves
-(docs/design/006-rotation.md), and the new job's slice is the next one. A time-sliced gang moves when free devices turn
-up elsewhere. When no job joins, gangs move between devices for fairness (`timeslice_stage`) or off draining nodes.
+(docs/design/006-rotation.md), and the new job's slice is the next one. When no job joins, gangs move between devices
+for fairness (`timeslice_stage`) or off draining nodes.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Final, TypeAlias
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
 
-import numpy as np
-from ganger.cluster.capacity_index import CapacityIndex, Trial
 from ganger.cluster.claims import split_cores
-from ganger.cluster.fit import MEMORY_SHARE, demand, share_of_memory
+from ganger.cluster.fit import MEMORY_SHARE, demand
 from ganger.cluster.resources import Claim
-from ganger.cluster.search import PlacementRequest
 from ganger.cluster.topology import bits
 from ganger.cluster.view import View
 from ganger.job_state import JobState
@@ -28,172 +24,23 @@ from msgspec import structs
 from ganger_master.core.colocation import has_arenas
 from ganger_master.core.commands import CHANGES_LIMIT, CLAIMS_LIMIT
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
-from ganger_master.core.gang_orders import same_place
 from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.moves import can_hand_over
 from ganger_master.core.plan_changes import (
-    NO_PURPOSE,
     Goal,
-    MoveChange,
     PlanChange,
     Purpose,
-    ResumeChange,
     SliceChange,
-    StartChange,
 )
 from ganger_master.planner.device_groups import MOST_ROWS, Claims, seat_of, takes_turns, thin
-from ganger_master.planner.host_memory import Shortage, make_room
-from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.migration_plans import is_free
-from ganger_master.planner.plan import PlanDraft
-from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
-from ganger_master.planner.timeslice_stage import NOTHING as NOTHING_OWED
-from ganger_master.planner.timeslice_stage import Fairness, Pairs, can_go, going
+from ganger_master.planner.host_memory import Shortage
+from ganger_master.planner.refusal_backoff import ExcludedJobs
+from ganger_master.planner.timeslice_stage import Fairness, NodeDevice, Pairs, SlicedJob, can_go, going, rows_of
 from ganger_master.policies.fairness import Seat
-from ganger_master.policies.placements import PlacementPreference
 
-# Limits of one pass: pending jobs that it considers, and jobs that may join time-slice groups at once.
-_WAITING_MOST: Final = 2_000
+# Jobs that may join time-slice groups at once.
 _JOINERS_MOST: Final = 64
-# Slices in one cycle at most, once every gang has a slice. Longer cycles would approach the shares more closely, but
-# the gang with the smallest share would wait longer for its slice.
-_CYCLE_MOST: Final = 12
 _SETTLED: Final = (GangPhase.STARTING, GangPhase.RUNNING)
-
-_Device: TypeAlias = tuple[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class SlicedJob:
-    """A job that is time-sliced, or is to be. `claims`: its devices now, or those that it is to have. `purpose`: why a
-    job that runs elsewhere is to move to `claims`."""
-
-    job: JobRecord
-    gang: Gang | None
-    claims: Claims
-    purpose: Purpose = NO_PURPOSE
-
-    @property
-    def number(self) -> int:
-        return self.job.number
-
-    @property
-    def starts(self) -> bool:
-        """Whether it holds nothing at `claims` yet. A gang parked there holds all but the devices."""
-        return self.gang is None or not same_place(self.gang.claims, self.claims)
-
-    @property
-    def devices(self) -> frozenset[_Device]:
-        return frozenset((claim.node, device) for claim in self.claims for device in bits(claim.device_mask))
-
-    @property
-    def missing_claims(self) -> Claims:
-        """Return what it needs there beyond its gang's holdings. A gang parked at OFFLOAD keeps less host memory than
-        it claims."""
-        return self.claims if self.gang is None or self.starts else self.gang.lacking_claims
-
-
-def plan_matrices(
-    placement: PlacementPreference,
-    table: LiveTable,
-    now: float,
-    room: CapacityIndex,
-    quantum_s: float | None,
-    kept_out: ExcludedJobs = NONE_EXCLUDED,
-    busy: Collection[int] = (),
-    fairness: Fairness = NOTHING_OWED,
-    draining: Collection[str] = (),
-    changing: Collection[int] = (),
-) -> PlanDraft:
-    """Return the changes to propose now. `room` is left unchanged.
-
-    quantum_s: seconds of a time slice; None: no time slicing.
-    busy: numbers of jobs that this pass leaves as they are.
-    draining: names of nodes to be emptied.
-    changing: numbers of time-slice groups whose last change some of their nodes have not acknowledged.
-    """
-    room.follow()
-    filling = _Filling(placement, room)
-    waiting = _waiting(table, kept_out)
-    parked = [pair for pair in _rested(table) if pair[0].number not in busy]
-    running = [pair for pair in table.running if pair[0].number not in busy]
-    try:
-        stranded = filling.bring_back(parked)
-        joining = _Joining(room.view, running, kept_out, filling)
-        crowded = filling.start(waiting, joining.may_go_on if quantum_s is not None else None)
-        if quantum_s is not None:
-            joining.join((*stranded, *crowded))
-            if not (crowded or parked):
-                filling.part(joining.sharers)
-            joining.leave(draining, fairness)
-            # Pending jobs that can join no group do not prevent rebalancing of the existing groups.
-            if not (filling.changes or joining.has_news):
-                joining.balance(fairness, running, now, quantum_s)
-        changes = list(filling.changes)
-        if quantum_s is not None:
-            changes += joining.changes(quantum_s, changing)
-            spared = {*busy, *kept_out.not_stopped, *[change.number for change in changes]}
-            changes += make_room(joining.shortages, table.running, table.going, spared)
-    finally:
-        filling.undo()
-    line = np.array([job.number for job, _ in waiting], np.int64)
-    shares = quantum_s is not None and any(gang.node_set for _, gang in running)
-    # The next pass compares what the time-sliced jobs have received.
-    next_s = now + quantum_s if quantum_s is not None and shares else math.inf
-    return PlanDraft(tuple(changes), waits=bool(crowded or stranded), line=line, next_change_s=next_s)
-
-
-def rows_of(sharers: Sequence[SlicedJob], cores: Mapping[str, Sequence[int]]) -> list[list[SlicedJob]]:
-    """Return the slice matrix: the jobs that run at once, slice by slice.
-
-    Jobs of one slice share no device and need no more of a node's `cores` (millicores by socket) than it has. Stride
-    scheduling fills each slice (Waldspurger and Weihl 1995): jobs with the fewest slices for their weight come first,
-    then all others that fit. Among cycles of up to `_CYCLE_MOST` slices that contain every job, the result is the
-    shortest one that brings the gangs of each device closest to their shares.
-    """
-    if not sharers:
-        return []
-    weights = [one.job.spec.weight for one in sharers]
-    crowds = _crowds(sharers)
-    rows: list[list[SlicedJob]] = []
-    had = [0] * len(sharers)
-    length, least = 0, math.inf
-    while not all(had) or (len(rows) < _CYCLE_MOST and least > 0.0):
-        row: list[SlicedJob] = []
-        for index in sorted(range(len(sharers)), key=lambda index: had[index] / weights[index]):
-            if not row or _fits(sharers[index], row, cores):
-                row.append(sharers[index])
-                had[index] += 1
-        rows.append(row)
-        error = _error([count / weight for count, weight in zip(had, weights, strict=True)], crowds)
-        if all(had) and error < least:
-            length, least = len(rows), error
-    return rows[:length]
-
-
-def _crowds(sharers: Sequence[SlicedJob]) -> list[list[int]]:
-    """Return, for each device with several jobs, their indices in `sharers`."""
-    found: dict[_Device, list[int]] = {}
-    for index, one in enumerate(sharers):
-        for device in one.devices:
-            found.setdefault(device, []).append(index)
-    return [crowd for crowd in found.values() if len(crowd) > 1]
-
-
-def _error(had: Sequence[float], crowds: Sequence[Sequence[int]]) -> float:
-    """Return the largest relative gap between the smallest and the largest share on one device, from 0 to 1."""
-    apart = [(min(shares), max(shares)) for shares in ([had[index] for index in crowd] for crowd in crowds)]
-    return max((1.0 - low / high for low, high in apart if high), default=0.0)
-
-
-def _fits(one: SlicedJob, row: Sequence[SlicedJob], cores: Mapping[str, Sequence[int]]) -> bool:
-    if any(one.devices & other.devices for other in row):
-        return False
-    for claim in one.claims:
-        there = [claim.millicores] + [own.millicores for other in row for own in other.claims if own.node == claim.node]
-        if any(sum(wanted) > have for wanted, have in zip(zip(*there, strict=True), cores[claim.node], strict=True)):
-            return False
-    return True
 
 
 def may_take_turns(job: JobRecord, gang: Gang | None) -> bool:
@@ -209,133 +56,28 @@ def may_take_turns(job: JobRecord, gang: Gang | None) -> bool:
     return settled and able and not job.next_epoch and job.ending is None and has_arenas(gang)
 
 
-def _waiting(table: LiveTable, kept_out: ExcludedJobs) -> list[tuple[JobRecord, Gang | None]]:
-    """Return the first pending jobs, each with the gang in which it rests in host memory since a user suspended it, if
-    there is one."""
-    found: list[tuple[JobRecord, Gang | None]] = []
-    for job in table.queue():
-        if len(found) == _WAITING_MOST:
-            break
-        if job.number not in kept_out.not_started:
-            known = table.get(job.number) if job.epoch else None
-            gang = None if known is None else known[1]
-            rests = gang is not None and gang.phase is GangPhase.PARKED and gang.park_level is SuspendLevel.OFFLOAD
-            found.append((job, gang if rests else None))
-    return found
+class SliceMatrices:
+    """Time-sliced jobs and jobs that are to join them. Each place found counts for the next search.
 
-
-def _rested(table: LiveTable) -> list[tuple[JobRecord, Gang]]:
-    """Return jobs that a plan has parked in host memory, by number."""
-    found = []
-    for job, gang in zip(table.jobs, table.gangs, strict=True):
-        if job is None or gang is None or job.state is not JobState.HOLDING or job.next_epoch or job.ending is not None:
-            continue
-        if gang.phase is GangPhase.PARKED and gang.park_level is SuspendLevel.OFFLOAD:
-            found.append((job, gang))
-    return sorted(found, key=lambda pair: pair[0].number)
-
-
-class _Filling:
-    """Starts and resumes jobs where they fit. Takes their places in the capacity index until `undo`."""
-
-    def __init__(self, placement: PlacementPreference, room: CapacityIndex) -> None:
-        self._placement, self._room = placement, room
-        self.changes: list[PlanChange] = []
-        self._trial = Trial(room)
-        shares = [share_of_memory(made, 1) for made in room.view.sets.values() if made.devices]
-        # A whole share would leave no host memory for other gangs of the device.
-        self.least_memory = min(shares, default=0) // MOST_ROWS
-        # Host memory in bytes, by node, that is kept for jobs that rest there.
-        self.kept_memory: Counter[str] = Counter()
-
-    def undo(self) -> None:
-        self._trial.undo()
-
-    def start(
-        self, pairs: Iterable[tuple[JobRecord, Gang | None]], may_go_on: Callable[[JobRecord, Gang], bool] | None
-    ) -> list[tuple[JobRecord, Gang | None]]:
-        """Start the jobs that fit, a parked one in place if it can. Return the others.
-
-        `may_go_on`: whether a parked job could be time-sliced where it is; the memory that it lacks is then kept from
-        the jobs after it. None: no time slicing.
-        """
-        crowded, vain = [], set()
-        for job, gang in pairs:
-            if gang is not None and is_free(self._room.view, gang.lacking_claims):
-                self._change(StartChange(job.number, job.revision, gang.claims), gang.lacking_claims)
-                continue
-            shape = thin(job.shape, self.least_memory)
-            is_bound = gang is not None and not can_hand_over(job)
-            claims = None if shape in vain or is_bound else self._placement.place(self._room, PlacementRequest(shape))
-            if claims is None:
-                if not is_bound:
-                    vain.add(shape)
-                crowded.append((job, gang))
-                if gang is not None and may_go_on is not None and may_go_on(job, gang):
-                    self._keep_memory(gang.lacking_claims)
-            else:
-                self._change(StartChange(job.number, job.revision, claims), claims)
-        return crowded
-
-    def _keep_memory(self, lacking: Claims) -> None:
-        """Keep free what a parked job lacks, as far as the node has it."""
-        view = self._room.view
-        for claim in lacking:
-            slot = view.slots[claim.node]
-            memory = max(0, min(claim.memory_bytes, int(view.memory[slot])))
-            kept = (Claim(claim.node, 0, (0,) * len(view.millicores[slot]), memory),)
-            self._trial.take(kept)
-            self.kept_memory[claim.node] += memory
-
-    def bring_back(self, parked: Iterable[tuple[JobRecord, Gang]]) -> list[tuple[JobRecord, Gang]]:
-        """Resume parked jobs in place, or move them to where they fit. Return the others."""
-        stranded = []
-        view = self._room.view
-        for job, gang in parked:
-            own = gang.lacking_claims
-            if is_free(view, own):
-                self._change(ResumeChange(job.number, job.revision), own)
-                continue
-            shape = thin(job.shape, self.least_memory)
-            claims = self._placement.place(self._room, PlacementRequest(shape)) if can_hand_over(job) else None
-            if claims is None:
-                stranded.append((job, gang))
-            else:
-                self._change(MoveChange(job.number, job.revision, claims), claims)
-        return stranded
-
-    def part(self, sharers: Mapping[int, SlicedJob]) -> None:
-        """Move one gang out of its time-slice group if it fits on free devices."""
-        staying = [one for one in sharers.values() if one.gang is not None and one.gang.phase is not GangPhase.MOVING]
-        crowds = Counter(device for one in staying for device in one.devices)
-        for one in staying:
-            is_crowded = any(crowds[device] > 1 for device in one.devices)
-            if one.gang is None or not one.gang.node_set or not is_crowded or not can_go(one.job, one.gang):
-                continue
-            claims = self._placement.place(self._room, PlacementRequest(thin(one.job.shape, self.least_memory)))
-            if claims is not None:
-                purpose = Purpose(Goal.FAIRNESS, detail="devices are free")
-                self._change(MoveChange(one.number, one.job.revision, claims, purpose=purpose), claims)
-                return
-
-    def _change(self, change: PlanChange, taken: Claims) -> None:
-        self.changes.append(change)
-        self._trial.take(taken)
-
-
-class _Joining:
-    """Time-sliced jobs and jobs that are to join them. Each place found counts for the next search."""
+    least_memory: bytes of host memory for each GPU of a job that names none.
+    kept_memory: bytes of host memory, by node, that are kept for jobs that rest there.
+    """
 
     def __init__(
-        self, view: View, running: Iterable[tuple[JobRecord, Gang]], kept_out: ExcludedJobs, filling: _Filling
+        self,
+        view: View,
+        running: Iterable[tuple[JobRecord, Gang]],
+        kept_out: ExcludedJobs,
+        least_memory: int,
+        kept_memory: Mapping[str, int],
     ) -> None:
-        self._view, self._filling = view, filling
+        self._view, self._least_memory, self._kept_memory = view, least_memory, kept_memory
         # Missing host memory, for each parked job that can resume once there is enough.
         self.shortages: list[Shortage] = []
         self.sharers: dict[int, SlicedJob] = {}
-        self._on: dict[_Device, set[int]] = {}
+        self._on: dict[NodeDevice, set[int]] = {}
         # Devices of jobs that are not time-sliced.
-        self._closed: set[_Device] = set()
+        self._closed: set[NodeDevice] = set()
         # Host memory by node, in bytes, that this pass gives to jobs that join or lack some.
         self._given_memory: Counter[str] = Counter()
         # Millicores by node and socket that the gangs hold that are time-sliced there, or may be.
@@ -367,7 +109,7 @@ class _Joining:
         """Time-slice jobs that find no free devices: a parked job in place if it can, the others with other jobs."""
         # Of jobs that no place serves, the next one alike is passed over until a job has joined.
         vain = set[tuple[object, ...]]()
-        for job, gang in crowded[:_WAITING_MOST]:
+        for job, gang in crowded:
             if len(self._joined) >= _JOINERS_MOST:
                 return
             spec = job.spec
@@ -528,7 +270,7 @@ class _Joining:
             return ()
         return tuple(sorted([(name, (1 << most) - 1) for _, name in sorted(whole)[:count]]))
 
-    def _is_open(self, device: _Device, job: JobRecord) -> bool:
+    def _is_open(self, device: NodeDevice, job: JobRecord) -> bool:
         if device in self._closed:
             return False
         there = [self.sharers[number] for number in self._on.get(device, ())]
@@ -558,7 +300,7 @@ class _Joining:
                 return None
             # A job without a measurement may need all memory of a device.
             arena = job.arena_bytes_per_device or made.device_memory_bytes
-            shape = structs.replace(thin(job.shape, self._filling.least_memory), arena_bytes_per_device=arena)
+            shape = structs.replace(thin(job.shape, self._least_memory), arena_bytes_per_device=arena)
             tasks = (mask.bit_count() // task.gpus,)
             needed = demand(made, shape, tasks)
             cores = split_cores(topology, self._free_cores(name), mask, needed.millicores)
@@ -603,7 +345,7 @@ class _Joining:
         return all(_memory_of(claim) <= self._memory_left(claim.node) for claim in one.missing_claims)
 
     def _memory_left(self, name: str) -> int:
-        free = int(self._view.memory[self._view.slots[name]]) + self._filling.kept_memory[name]
+        free = int(self._view.memory[self._view.slots[name]]) + self._kept_memory.get(name, 0)
         return free - self._given_memory[name]
 
     def _take_memory(self, one: SlicedJob) -> None:
@@ -649,7 +391,7 @@ class _Joining:
             )
         return found
 
-    def _elsewhere(self, device: _Device) -> set[int]:
+    def _elsewhere(self, device: NodeDevice) -> set[int]:
         """Return the jobs that this pass moves off a device."""
         return {number for number, one in self._moved.items() if device not in one.devices}
 
@@ -667,7 +409,7 @@ class _Joining:
 
     def _all_stay(self, members: Sequence[SlicedJob]) -> bool:
         """Return whether all time-sliced jobs of each device fit into its memory together, as measured or requested."""
-        needs: dict[_Device, int] = {}
+        needs: dict[NodeDevice, int] = {}
         for one in members:
             size = one.job.shape.device_memory_bytes
             if not size or not (one.job.capabilities.pause or not one.job.capabilities.known):

@@ -6,26 +6,44 @@ Nodes rotate slices by themselves, and a plan only changes the slice matrices.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex, Trial
+from ganger.cluster.fit import share_of_memory
 from ganger.cluster.refusals import Reason
+from ganger.cluster.resources import Claim
+from ganger.cluster.search import PlacementRequest
+from ganger.job_state import JobState
 
-from ganger_master.core.plan_changes import Goal, PlanChange, ResumeChange, TrialFinding
+from ganger_master.core.gang_model import Gang, GangPhase
+from ganger_master.core.job_model import JobRecord, SuspendLevel
+from ganger_master.core.moves import can_hand_over
+from ganger_master.core.plan_changes import (
+    Goal,
+    MoveChange,
+    PlanChange,
+    Purpose,
+    ResumeChange,
+    StartChange,
+    TrialFinding,
+)
 from ganger_master.planner.context import PlanContext, PlanOutcome
+from ganger_master.planner.device_groups import MOST_ROWS, Claims, thin
+from ganger_master.planner.host_memory import make_room
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.leaving import follow, places_of
-from ganger_master.planner.matrices import plan_matrices
+from ganger_master.planner.matrices import SliceMatrices
 from ganger_master.planner.migration_plans import LONGEST_S, MigrationPlan, hold, is_free
 from ganger_master.planner.packs import Colocations, JobRates, plan_packs, with_refusals
 from ganger_master.planner.plan import PlanDraft
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.planner.timeslice_stage import NOTHING as NOTHING_OWED
-from ganger_master.planner.timeslice_stage import Fairness, credited, moved, stayed
+from ganger_master.planner.timeslice_stage import Fairness, SlicedJob, can_go, credited, moved, stayed
 from ganger_master.policies.fairness import QUANTUM_S
 from ganger_master.policies.placements import PlacementPreference
 from ganger_master.policies.stages import Tune
@@ -50,6 +68,8 @@ class Shared:
 
 NOTHING: Final = Shared()
 _GOING: Final = (Goal.FAIRNESS, Goal.DRAIN)
+# Pending jobs that one pass considers.
+_WAITING_MOST: Final = 2_000
 # Margin over the measured minimum quantum, and how long that measurement counts.
 _QUANTUM_MARGIN: Final = 1.5
 _QUANTUM_BELIEVED_S: Final = 60.0
@@ -187,3 +207,170 @@ def _weights(table: LiveTable, now: float) -> dict[int, float]:
 
 def _take_turns(table: LiveTable) -> bool:
     return any(gang is not None and gang.node_set for gang in table.gangs)
+
+
+# -- time slices -----------------------------------------------------------------------------------------------------
+
+
+def plan_matrices(
+    placement: PlacementPreference,
+    table: LiveTable,
+    now: float,
+    room: CapacityIndex,
+    quantum_s: float | None,
+    kept_out: ExcludedJobs = NONE_EXCLUDED,
+    busy: Collection[int] = (),
+    fairness: Fairness = NOTHING_OWED,
+    draining: Collection[str] = (),
+    changing: Collection[int] = (),
+) -> PlanDraft:
+    """Return the changes to propose now. `room` is left unchanged.
+
+    quantum_s: seconds of a time slice; None: no time slicing.
+    busy: numbers of jobs that this pass leaves as they are.
+    draining: names of nodes to be emptied.
+    changing: numbers of time-slice groups whose last change some of their nodes have not acknowledged.
+    """
+    room.follow()
+    filling = _Filling(placement, room)
+    waiting = _waiting(table, kept_out)
+    parked = [pair for pair in _rested(table) if pair[0].number not in busy]
+    running = [pair for pair in table.running if pair[0].number not in busy]
+    try:
+        stranded = filling.bring_back(parked)
+        joining = SliceMatrices(room.view, running, kept_out, filling.least_memory, filling.kept_memory)
+        crowded = filling.start(waiting, joining.may_go_on if quantum_s is not None else None)
+        if quantum_s is not None:
+            joining.join((*stranded, *crowded))
+            if not (crowded or parked):
+                filling.part(joining.sharers)
+            joining.leave(draining, fairness)
+            # Pending jobs that can join no group do not prevent rebalancing of the existing groups.
+            if not (filling.changes or joining.has_news):
+                joining.balance(fairness, running, now, quantum_s)
+        changes = list(filling.changes)
+        if quantum_s is not None:
+            changes += joining.changes(quantum_s, changing)
+            spared = {*busy, *kept_out.not_stopped, *[change.number for change in changes]}
+            changes += make_room(joining.shortages, table.running, table.going, spared)
+    finally:
+        filling.undo()
+    line = np.array([job.number for job, _ in waiting], np.int64)
+    shares = quantum_s is not None and any(gang.node_set for _, gang in running)
+    # The next pass compares what the time-sliced jobs have received.
+    next_s = now + quantum_s if quantum_s is not None and shares else math.inf
+    return PlanDraft(tuple(changes), waits=bool(crowded or stranded), line=line, next_change_s=next_s)
+
+
+def _waiting(table: LiveTable, kept_out: ExcludedJobs) -> list[tuple[JobRecord, Gang | None]]:
+    """Return the first pending jobs, each with the gang in which it rests in host memory since a user suspended it, if
+    there is one."""
+    found: list[tuple[JobRecord, Gang | None]] = []
+    for job in table.queue():
+        if len(found) == _WAITING_MOST:
+            break
+        if job.number not in kept_out.not_started:
+            known = table.get(job.number) if job.epoch else None
+            gang = None if known is None else known[1]
+            rests = gang is not None and gang.phase is GangPhase.PARKED and gang.park_level is SuspendLevel.OFFLOAD
+            found.append((job, gang if rests else None))
+    return found
+
+
+def _rested(table: LiveTable) -> list[tuple[JobRecord, Gang]]:
+    """Return jobs that a plan has parked in host memory, by number."""
+    found = []
+    for job, gang in zip(table.jobs, table.gangs, strict=True):
+        if job is None or gang is None or job.state is not JobState.HOLDING or job.next_epoch or job.ending is not None:
+            continue
+        if gang.phase is GangPhase.PARKED and gang.park_level is SuspendLevel.OFFLOAD:
+            found.append((job, gang))
+    return sorted(found, key=lambda pair: pair[0].number)
+
+
+class _Filling:
+    """Starts and resumes jobs where they fit. Takes their places in the capacity index until `undo`."""
+
+    def __init__(self, placement: PlacementPreference, room: CapacityIndex) -> None:
+        self._placement, self._room = placement, room
+        self.changes: list[PlanChange] = []
+        self._trial = Trial(room)
+        shares = [share_of_memory(made, 1) for made in room.view.sets.values() if made.devices]
+        # A whole share would leave no host memory for other gangs of the device.
+        self.least_memory = min(shares, default=0) // MOST_ROWS
+        # Host memory in bytes, by node, that is kept for jobs that rest there.
+        self.kept_memory: Counter[str] = Counter()
+
+    def undo(self) -> None:
+        self._trial.undo()
+
+    def start(
+        self, pairs: Iterable[tuple[JobRecord, Gang | None]], may_go_on: Callable[[JobRecord, Gang], bool] | None
+    ) -> list[tuple[JobRecord, Gang | None]]:
+        """Start the jobs that fit, a parked one in place if it can. Return the others.
+
+        `may_go_on`: whether a parked job could be time-sliced where it is; the memory that it lacks is then kept from
+        the jobs after it. None: no time slicing.
+        """
+        crowded, vain = [], set()
+        for job, gang in pairs:
+            if gang is not None and is_free(self._room.view, gang.lacking_claims):
+                self._change(StartChange(job.number, job.revision, gang.claims), gang.lacking_claims)
+                continue
+            shape = thin(job.shape, self.least_memory)
+            is_bound = gang is not None and not can_hand_over(job)
+            claims = None if shape in vain or is_bound else self._placement.place(self._room, PlacementRequest(shape))
+            if claims is None:
+                if not is_bound:
+                    vain.add(shape)
+                crowded.append((job, gang))
+                if gang is not None and may_go_on is not None and may_go_on(job, gang):
+                    self._keep_memory(gang.lacking_claims)
+            else:
+                self._change(StartChange(job.number, job.revision, claims), claims)
+        return crowded
+
+    def _keep_memory(self, lacking: Claims) -> None:
+        """Keep free what a parked job lacks, as far as the node has it."""
+        view = self._room.view
+        for claim in lacking:
+            slot = view.slots[claim.node]
+            memory = max(0, min(claim.memory_bytes, int(view.memory[slot])))
+            kept = (Claim(claim.node, 0, (0,) * len(view.millicores[slot]), memory),)
+            self._trial.take(kept)
+            self.kept_memory[claim.node] += memory
+
+    def bring_back(self, parked: Iterable[tuple[JobRecord, Gang]]) -> list[tuple[JobRecord, Gang]]:
+        """Resume parked jobs in place, or move them to where they fit. Return the others."""
+        stranded = []
+        view = self._room.view
+        for job, gang in parked:
+            own = gang.lacking_claims
+            if is_free(view, own):
+                self._change(ResumeChange(job.number, job.revision), own)
+                continue
+            shape = thin(job.shape, self.least_memory)
+            claims = self._placement.place(self._room, PlacementRequest(shape)) if can_hand_over(job) else None
+            if claims is None:
+                stranded.append((job, gang))
+            else:
+                self._change(MoveChange(job.number, job.revision, claims), claims)
+        return stranded
+
+    def part(self, sharers: Mapping[int, SlicedJob]) -> None:
+        """Move one gang out of its time-slice group if it fits on free devices."""
+        staying = [one for one in sharers.values() if one.gang is not None and one.gang.phase is not GangPhase.MOVING]
+        crowds = Counter(device for one in staying for device in one.devices)
+        for one in staying:
+            is_crowded = any(crowds[device] > 1 for device in one.devices)
+            if one.gang is None or not one.gang.node_set or not is_crowded or not can_go(one.job, one.gang):
+                continue
+            claims = self._placement.place(self._room, PlacementRequest(thin(one.job.shape, self.least_memory)))
+            if claims is not None:
+                purpose = Purpose(Goal.FAIRNESS, detail="devices are free")
+                self._change(MoveChange(one.number, one.job.revision, claims, purpose=purpose), claims)
+                return
+
+    def _change(self, change: PlanChange, taken: Claims) -> None:
+        self.changes.append(change)
+        self._trial.take(taken)

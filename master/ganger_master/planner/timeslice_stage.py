@@ -1,4 +1,4 @@
-"""Fairness between time-sliced jobs: how far each is behind its share, and which jobs are to move for it.
+"""Fairness between time-sliced jobs: the slices of each, how far it is behind its share, and which jobs are to move.
 
 Gangs of one size and priority on one kind of device share what they all receive, by weight, up to the whole time. What
 a job is owed is bounded, so that an error of measurement does not last.
@@ -6,7 +6,8 @@ a job is owed is bounded, so that an error of measurement does not last.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, TypeAlias
 
@@ -14,16 +15,22 @@ from ganger.cluster.topology import bits
 from ganger.cluster.view import View
 
 from ganger_master.core.gang_model import Gang, GangPhase
+from ganger_master.core.gang_orders import same_place
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.moves import can_hand_over
-from ganger_master.core.plan_changes import PlanChange, claims_in
-from ganger_master.planner.device_groups import seat_of
+from ganger_master.core.plan_changes import NO_PURPOSE, PlanChange, Purpose, claims_in
+from ganger_master.planner.device_groups import Claims, seat_of
 from ganger_master.planner.migration_context import move_costs
 from ganger_master.policies.fairness import Going, ServiceBalance, SliceShare, balanced, shares
 
 # Quanta that a job may be behind or ahead at most.
 _MOST_OWED: Final = 8.0
 
+# Slices in one cycle at most, once every gang has a slice. Longer cycles would approach the shares more closely, but
+# the gang with the smallest share would wait longer for its slice.
+_CYCLE_MOST: Final = 12
+
+NodeDevice: TypeAlias = tuple[str, int]
 Pairs: TypeAlias = Collection[tuple[JobRecord, Gang]]
 _Kind: TypeAlias = tuple[object, ...]
 
@@ -125,3 +132,89 @@ def can_go(job: JobRecord, gang: Gang) -> bool:
 def _kind(job: JobRecord, gang: Gang, view: View) -> _Kind:
     names = {view.topology(claim.node).configuration_set.name for claim in gang.claims if claim.device_mask}
     return (job.gpus, job.spec.priority, *sorted(names))
+
+
+# -- slices ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SlicedJob:
+    """A job that is time-sliced, or is to be. `claims`: its devices now, or those that it is to have. `purpose`: why a
+    job that runs elsewhere is to move to `claims`."""
+
+    job: JobRecord
+    gang: Gang | None
+    claims: Claims
+    purpose: Purpose = NO_PURPOSE
+
+    @property
+    def number(self) -> int:
+        return self.job.number
+
+    @property
+    def starts(self) -> bool:
+        """Whether it holds nothing at `claims` yet. A gang parked there holds all but the devices."""
+        return self.gang is None or not same_place(self.gang.claims, self.claims)
+
+    @property
+    def devices(self) -> frozenset[NodeDevice]:
+        return frozenset((claim.node, device) for claim in self.claims for device in bits(claim.device_mask))
+
+    @property
+    def missing_claims(self) -> Claims:
+        """Return what it needs there beyond its gang's holdings. A gang parked at OFFLOAD keeps less host memory than
+        it claims."""
+        return self.claims if self.gang is None or self.starts else self.gang.lacking_claims
+
+
+def rows_of(sharers: Sequence[SlicedJob], cores: Mapping[str, Sequence[int]]) -> list[list[SlicedJob]]:
+    """Return the slice matrix: the jobs that run at once, slice by slice.
+
+    Jobs of one slice share no device and need no more of a node's `cores` (millicores by socket) than it has. Stride
+    scheduling fills each slice (Waldspurger and Weihl 1995): jobs with the fewest slices for their weight come first,
+    then all others that fit. Among cycles of up to `_CYCLE_MOST` slices that contain every job, the result is the
+    shortest one that brings the gangs of each device closest to their shares.
+    """
+    if not sharers:
+        return []
+    weights = [one.job.spec.weight for one in sharers]
+    crowds = _crowds(sharers)
+    rows: list[list[SlicedJob]] = []
+    had = [0] * len(sharers)
+    length, least = 0, math.inf
+    while not all(had) or (len(rows) < _CYCLE_MOST and least > 0.0):
+        row: list[SlicedJob] = []
+        for index in sorted(range(len(sharers)), key=lambda index: had[index] / weights[index]):
+            if not row or _fits(sharers[index], row, cores):
+                row.append(sharers[index])
+                had[index] += 1
+        rows.append(row)
+        error = _error([count / weight for count, weight in zip(had, weights, strict=True)], crowds)
+        if all(had) and error < least:
+            length, least = len(rows), error
+    return rows[:length]
+
+
+def _crowds(sharers: Sequence[SlicedJob]) -> list[list[int]]:
+    """Return, for each device with several jobs, their indices in `sharers`."""
+    found: dict[NodeDevice, list[int]] = {}
+    for index, one in enumerate(sharers):
+        for device in one.devices:
+            found.setdefault(device, []).append(index)
+    return [crowd for crowd in found.values() if len(crowd) > 1]
+
+
+def _error(had: Sequence[float], crowds: Sequence[Sequence[int]]) -> float:
+    """Return the largest relative gap between the smallest and the largest share on one device, from 0 to 1."""
+    apart = [(min(shares), max(shares)) for shares in ([had[index] for index in crowd] for crowd in crowds)]
+    return max((1.0 - low / high for low, high in apart if high), default=0.0)
+
+
+def _fits(one: SlicedJob, row: Sequence[SlicedJob], cores: Mapping[str, Sequence[int]]) -> bool:
+    if any(one.devices & other.devices for other in row):
+        return False
+    for claim in one.claims:
+        there = [claim.millicores] + [own.millicores for other in row for own in other.claims if own.node == claim.node]
+        if any(sum(wanted) > have for wanted, have in zip(zip(*there, strict=True), cores[claim.node], strict=True)):
+            return False
+    return True

@@ -41,7 +41,7 @@ class ResizeByOptimus:
 
 @dataclass(frozen=True, slots=True)
 class ShareByTimeSlices:
-    """Jobs start, are time-sliced where they do not all fit, and co-located on trial (`planner.matrices`)."""
+    """Jobs start, are time-sliced where they do not all fit, and co-located on trial (`planner.shared`)."""
 
 
 @dataclass(frozen=True, slots=True)
