@@ -111,15 +111,15 @@ class Client:
     def submit_array(
         self, request: job_service_pb2.CreateArrayRequest, *, request_id: str | None = None
     ) -> array_pb2.Array:
-        """Submits the members of a job array, all or none: see `ganger.array_spec.make_array`."""
-        asked = job_service_pb2.CreateArrayRequest()
-        asked.CopyFrom(request)
-        asked.request_id = request_id or request.request_id or _fresh_id()
-        check_size(asked, "/ganger.v1.JobService/CreateArray", "put large parameters into files")
-        return self._submitted(self._jobs.CreateArray, asked)
+        """Submit the members of a job array, all or none: see `ganger.array_spec.make_array`."""
+        message = job_service_pb2.CreateArrayRequest()
+        message.CopyFrom(request)
+        message.request_id = request_id or request.request_id or _fresh_id()
+        check_size(message, "/ganger.v1.JobService/CreateArray", "put large parameters into files")
+        return self._submitted(self._jobs.CreateArray, message)
 
     def get_array(self, array: str | int) -> array_pb2.Array:
-        """7, "7" or "arrays/7". Raises ArrayNotFound."""
+        """Return an array by 7, "7" or "arrays/7". Raises ArrayNotFound."""
         return self._call(self._jobs.GetArray, job_service_pb2.GetArrayRequest(name=array_name_from_text(array)))
 
     def list_arrays(self, user: str = "", *, live: bool = False) -> list[array_pb2.Array]:
@@ -189,7 +189,7 @@ class Client:
         for message in self._lasting(open_stream, lambda: self.get_job(name).state in FINISHED):
             latest = 0 if message is None else message.revision
             if message is None:
-                # The stream may have ended just before the last change: ask once more.
+                # The stream may have ended just before the last change: query again.
                 message = self.get_job(name)
             yield message
             if message.state in FINISHED:
@@ -202,10 +202,10 @@ class Client:
     def update(
         self, job: str | int, *, request_id: str | None = None, may_end: bool = False, **changes: Any
     ) -> job_pb2.Job:
-        """Changes what was asked for: priority=5, time="4h" ("never": none) and name="x" of any job that has not ended;
-        gpu_type, locality, tolerance, patience, memory and cpus_per_gpu of one that has never started. All or nothing;
-        when this returns, it is durable. A time that the job has run for already ends it at once: that is done only
-        with `may_end`. Raises SpecInvalid, UpdateRefused, UpdateEndsJob, GangImpossible, JobFinished, ..."""
+        """Change the request of a job, all of `changes` or none, durably. Any job that has not ended: priority=5,
+        time="4h" ("never": no limit), name="x". A job that has never started: gpu_type, locality, tolerance, patience,
+        memory, cpus_per_gpu. `may_end`: allow a time limit that has passed already, which ends the job at once. Raises
+        SpecInvalid, UpdateRefused, UpdateEndsJob, GangImpossible, JobFinished, ..."""
         # As in `submit`.
         from ganger.spec import make_update
 
@@ -219,15 +219,16 @@ class Client:
         request_id: str | None = None,
         may_end: bool = False,
     ) -> job_pb2.Job:
-        """A ready-made update. Give the same `request_id` (a UUID) to repeat it safely. `may_end`: as in `update`."""
+        """Send a ready-made update. Give the same `request_id` (a UUID) to repeat it safely. `may_end`: as in
+        `update`."""
         request = job_service_pb2.UpdateJobRequest(
             name=self._name(job), update=update, request_id=request_id or _fresh_id(), may_end=may_end
         )
         return self._call(self._jobs.UpdateJob, request)
 
     def suspend_job(self, job: str | int, level: str | None = None) -> job_pb2.Job:
-        """`level`: "pause", "offload", "checkpoint"; None leaves the choice to the master. Answers when the order is
-        durable."""
+        """Suspend a job. `level`: "pause", "offload", "checkpoint"; None leaves the choice to the master. Returns when
+        the order is durable."""
         request = job_service_pb2.SuspendJobRequest(name=self._name(job), level=suspend_level(level))
         return self._call(self._jobs.SuspendJob, request)
 
@@ -235,7 +236,8 @@ class Client:
         return self._call(self._jobs.ResumeJob, job_service_pb2.ResumeJobRequest(name=self._name(job)))
 
     def move_job(self, job: str | int, nodes: Iterable[str] = ()) -> job_pb2.Job:
-        """To `nodes`, or to others than the present ones. Answers when the move is durable, not when it is done."""
+        """Migrate a job to `nodes`, or off its present ones if `nodes` is empty. Returns when the order is durable,
+        before the migration ends."""
         request = job_service_pb2.MoveJobRequest(
             name=self._name(job), nodes=[node_name_from_text(node) for node in nodes]
         )
@@ -306,7 +308,8 @@ class Client:
             yield events or []
 
     def _name(self, job: str | int) -> str:
-        """ "jobs/11" of 11, "jobs/11", or of "7_3": member 3 of array 7, for which the master is asked."""
+        """Return a name like "jobs/11" for 11, "jobs/11" or "7_3". The last, member 3 of array 7, takes a call to the
+        master."""
         member = parse_member(text := str(job))
         if member is None:
             return job_name_from_text(text)
@@ -381,7 +384,7 @@ class Client:
         request = node_pb2.RecordDecisionsRequest(
             duration=times.duration(seconds), max_bytes=most_bytes, with_environment=with_environment
         )
-        return self._call(lambda asked: self._nodes.RecordDecisions(asked, timeout=seconds + _PUBLISH_S), request)
+        return self._call(lambda message: self._nodes.RecordDecisions(message, timeout=seconds + _PUBLISH_S), request)
 
     # how calls are made
 
@@ -432,14 +435,15 @@ class Client:
     def _lasting(
         self, open_stream: Callable[[], Iterator[Answer]], is_over: Callable[[], bool]
     ) -> Iterator[Answer | None]:
-        """What the stream brings, reopened when it ends or the master goes away; None once it ended for good."""
+        """Yield the messages of a stream, reopened when it ends or the connection breaks; None once it has ended for
+        good. Raises Unreachable, NotReady or DeadlineExceeded when the patience is exhausted."""
         deadline: float | None = None
         while True:
             try:
                 for message in self._stream(open_stream):
                     deadline = None
                     yield message
-                # It had nothing to bring, but it was heard.
+                # The stream was empty, but the master answered.
                 deadline = None
                 if is_over():
                     yield None
@@ -452,7 +456,8 @@ class Client:
             time.sleep(_RECONNECT_S)
 
     def _find_again(self) -> None:
-        """A master that was started anew may listen elsewhere, and says so in its directory: later calls go there."""
+        """Read the endpoint again: a restarted master may listen at another address, which it writes to its
+        directory."""
         if isinstance(self._master, Endpoint):
             return
         with self._lock:
@@ -476,7 +481,7 @@ class Client:
                 if trouble := trouble_with(self.endpoint):
                     return CertificateInvalid(f"cannot talk to the master at {address}: {trouble}")
             self._find_again()
-            # gRPC tells of every address and layer; its last clause is the one that says something.
+            # gRPC lists every address and layer. Only its last clause has the cause.
             cause = error.message.rpartition(": ")[2].rstrip(")]}") or "no answer"
             hint = "can this machine reach it?" if self.endpoint.tls else "`ganger up` starts one here"
             if not self.endpoint.tls and not address.startswith("unix:") and any(each in cause for each in _HUNG_UP):

@@ -24,7 +24,7 @@ class Happening(NamedTuple):
 
 
 class Chapter(NamedTuple):
-    """One sentence of a story, with the figures it rests on."""
+    """One sentence of a history, with the figures of its event."""
 
     time: float
     kind: str
@@ -34,8 +34,8 @@ class Chapter(NamedTuple):
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over a story; seconds. `turns_s`: while it took turns, its own and those of others. `lost_s`: of attempts
-    that failed, what they had run since their last checkpoint."""
+    """Sums over a history, in seconds unless named otherwise. `turns_s`: time while the job was time-sliced, its own
+    slices and those of other jobs. `lost_s`: run time of failed attempts since their last checkpoints."""
 
     waited_s: float = 0.0
     ran_s: float = 0.0
@@ -52,7 +52,7 @@ class Totals:
 
 @dataclass(slots=True)
 class _Teller:
-    """Where the story is; times are zero where it is not so now."""
+    """State of a job after the events read so far. Times are Unix seconds, zero for states it is not in."""
 
     totals: Totals = field(default_factory=Totals)
     waiting_since: float = 0.0
@@ -61,16 +61,16 @@ class _Teller:
     stopping_since: float = 0.0
     parked_since: float = 0.0
     moving_since: float = 0.0
-    # Since when nothing of what it did is on storage.
+    # Start of the work that is on no checkpoint yet.
     unsaved_since: float = 0.0
-    # What it had done is in memory somewhere.
+    # Its state is kept in memory on a node.
     is_resuming: bool = False
-    # Its share of turns where it is, and where it moves to; "" where it takes none.
+    # Its share of time slices where it is, and where it moves to; "" where it is not time-sliced.
     turns: str = ""
     turns_there: str = ""
 
     def leave(self, now: float) -> None:
-        """Whatever it was in the middle of has come to an end."""
+        """End the present state, and add its time to the totals."""
         totals = self.totals
         if self.running_since and self.turns:
             totals.turns_s += now - self.running_since
@@ -85,7 +85,7 @@ class _Teller:
         self.running_since = self.parked_since = self.starting_since = self.waiting_since = self.stopping_since = 0.0
 
     def take_turns(self, now: float, share: str) -> None:
-        """From now on, or none if "": what it runs counts as the one or as the other."""
+        """Set the share of time slices from `now` on, "" for none. Run time counts as time-sliced or not by it."""
         since = self.running_since
         if since and bool(share) != bool(self.turns):
             self.leave(now)
@@ -94,8 +94,8 @@ class _Teller:
 
 
 def tell(events: Iterable[Happening], now: float = 0.0) -> tuple[list[Chapter], Totals]:
-    """The story of a job or an array, of its events in their order; checkpoints in a row are one sentence. `now`: until
-    when the sums count what has not ended; without it until the last event that changed anything."""
+    """Return the history and the totals of a job or an array, from its events in order. Successive checkpoints are one
+    sentence. `now`: end of the states that still last, in Unix seconds; 0 leaves them out of the totals."""
     teller = _Teller()
     chapters: list[Chapter] = []
     for event in events:
@@ -110,19 +110,19 @@ def tell(events: Iterable[Happening], now: float = 0.0) -> tuple[list[Chapter], 
 
 
 def sentence(event: Happening) -> str:
-    """What one event says by itself, of whatever; "" of what is not worth a sentence."""
+    """Return the sentence of one event alone; "" for events without one."""
     return _say(_Teller(), event)
 
 
 def summary(totals: Totals) -> str:
-    """One line; parts that are nothing are left out."""
+    """Return the totals as one line, without those that are zero."""
     parts = [
         f"{word} {_seconds(seconds)}"
         for word, seconds in (
             ("waited", totals.waited_s),
             ("starting", totals.starting_s),
             ("ran", totals.ran_s),
-            ("took turns", totals.turns_s),
+            ("time-sliced", totals.turns_s),
             ("parked", totals.parked_s),
             ("lost", totals.lost_s),
         )
@@ -144,7 +144,7 @@ def _say(teller: _Teller, event: Happening) -> str:
     return _SAYINGS.get(event.kind, _plainly)(teller, event)
 
 
-# -- sayings -----------------------------------------------------------------------------------------------------------
+# -- sentences ---------------------------------------------------------------------------------------------------------
 
 
 def _submitted(teller: _Teller, event: Happening) -> str:
@@ -214,7 +214,7 @@ def _move_committed(teller: _Teller, event: Happening) -> str:
     took = f", {_seconds(event.time - teller.moving_since)} after the order" if teller.moving_since else ""
     # A time-sliced job may have run or rested meanwhile: only its nodes have that figure.
     ran_on = "; it ran on until then" if teller.running_since and not teller.turns else ""
-    # Its next step is told of as that of a start.
+    # Its next step is reported as the first step of a start.
     teller.leave(event.time)
     teller.starting_since, teller.moving_since = event.time, 0.0
     teller.turns, teller.turns_there = teller.turns_there, ""
@@ -262,21 +262,22 @@ def _takes_turns(teller: _Teller, event: Happening) -> str:
     figures = event.figures
     rows, quantum = figures.get("rows", "?").split(), figures.get("quantum_seconds", "?")
     share = (
-        f"{len(rows)} of {figures.get('of_rows', '?')} turns of {quantum} s in nodeSets/{figures.get('node_set', '?')}"
+        f"{len(rows)} of {figures.get('of_rows', '?')} time slices of {quantum} s"
+        f" in nodeSets/{figures.get('node_set', '?')}"
     )
     if teller.moving_since:
         teller.turns_there = share
-        return f"will take turns there with others, {share}"
+        return f"will be time-sliced there with other jobs, {share}"
     is_as_before = share == teller.turns
     teller.take_turns(event.time, share)
     if is_as_before:
-        return f"others came to the turns it takes, or left them; it has {share}, as before"
-    return f"takes turns on its GPUs with others, {share}{_by(event)}"
+        return f"other jobs joined or left its time-slice group; it keeps {share}"
+    return f"time-sliced with other jobs on its GPUs, {share}{_by(event)}"
 
 
 def _turns_ended(teller: _Teller, event: Happening) -> str:
     teller.take_turns(event.time, "")
-    return "has its GPUs to itself again, without turns"
+    return "has its GPUs to itself again, without time slices"
 
 
 def _checkpoint(teller: _Teller, event: Happening) -> str:
@@ -320,11 +321,11 @@ def _member_ended(teller: _Teller, event: Happening) -> str:
     figures.pop("job", None)
     given = {name: figures.pop(name) for name in list(figures) if name.startswith("parameter_")}
     named = " ".join(f"{name.removeprefix('parameter_')}={text}" for name, text in sorted(given.items()))
-    told = " ".join(f"{name}={text}" for name, text in sorted(figures.items()))
+    rest = " ".join(f"{name}={text}" for name, text in sorted(figures.items()))
     teller.totals.ran_s += float(ran or 0)
     # Earlier masters sent 0.0 for members that never ran.
     lasted = f", ran {_seconds(float(ran))}" if float(ran or 0) else " before its first step"
-    parts = [f"{member}{f' ({named})' if named else ''} {state}{lasted}", told, event.message]
+    parts = [f"{member}{f' ({named})' if named else ''} {state}{lasted}", rest, event.message]
     return "; ".join(part for part in parts if part)
 
 
@@ -388,15 +389,16 @@ _SAYINGS: dict[str, Callable[[_Teller, Happening], str]] = {
 
 
 def _by(event: Happening) -> str:
-    """Of "scheduler:" without a name the colon goes: it is the default one. A daemon only says what it saw."""
+    """Return " by CAUSE"; "" for reports of daemons, which cause nothing. "scheduler:" without a name is the default
+    scheduler, written without the colon."""
     cause = event.cause.rstrip(":")
     return f" by {cause}" if cause and not cause.startswith(("daemon", "epoch")) else ""
 
 
 def _for(event: Happening) -> str:
-    """What a plan's change is for, and what it is expected to bring."""
-    told = purpose(event.figures)
-    return f", {told}" if told else ""
+    """Return the purpose of a plan's change and its expected gain; "" without one."""
+    text = purpose(event.figures)
+    return f", {text}" if text else ""
 
 
 def _pause(teller: _Teller, event: Happening) -> str:

@@ -50,7 +50,7 @@ def elastic(state: job_pb2.Job.State.ValueType) -> job_pb2.Job:
 def test_an_elastic_job_says_what_is_known_of_whether_it_grows() -> None:
     job = elastic(job_pb2.Job.STATE_PENDING)
     assert job_table.sizes_text(job) == (
-        "2 to 8 GPUs; whether it grows and shrinks as it runs it says itself, once it steps"
+        "2 to 8 GPUs; reports after its first step whether it grows and shrinks as it runs"
     )
     assert ("tasks", "2 to 8 × worker: 1 GPU, cores by measurement, a share of memory") in pairs(job)
     assert "has waited" in dict(pairs(job))
@@ -64,7 +64,7 @@ def test_an_elastic_job_says_what_is_known_of_whether_it_grows() -> None:
     job.capabilities.can_resize = True
     assert job_table.sizes_text(job) == "2 to 8 GPUs; grows and shrinks as it runs"
     job.gang.slice_state = job_pb2.Gang.SLICE_STATE_ACTIVE
-    assert job_table.sizes_text(job).endswith("grows and shrinks once it has GPUs to itself, without turns")
+    assert job_table.sizes_text(job).endswith("grows and shrinks once it is no longer time-sliced")
 
 
 @pytest.mark.parametrize(

@@ -112,22 +112,22 @@ IN_TURNS = [
 def test_a_time_sliced_job_is_not_reported_as_running_until_its_move() -> None:
     chapters, _ = tell(IN_TURNS)
     assert [chapter.text for chapter in chapters][2:] == [
-        "takes turns on its GPUs with others, 1 of 2 turns of 10 s in nodeSets/1 by planner",
-        "others came to the turns it takes, or left them; it has 1 of 2 turns of 10 s in nodeSets/1, as before",
+        "time-sliced with other jobs on its GPUs, 1 of 2 time slices of 10 s in nodeSets/1 by planner",
+        "other jobs joined or left its time-slice group; it keeps 1 of 2 time slices of 10 s in nodeSets/1",
         "moves to n2 by planner, so that jobs/5 gets as much time as others (it is 31.0 s behind jobs/4)",
-        "will take turns there with others, 1 of 3 turns of 10 s in nodeSets/2",
+        "will be time-sliced there with other jobs, 1 of 3 time slices of 10 s in nodeSets/2",
         "rests at offload for its move, step 100",
         "handed over at step 100, 10.00 s after the order",
         "runs, after 1.00 s",
         "moved: it stood still for 1.50 s, and lost no step",
-        "has its GPUs to itself again, without turns",
+        "has its GPUs to itself again, without time slices",
     ]
 
 
 def test_time_in_turns_is_not_told_as_time_that_it_ran() -> None:
     _, totals = tell(IN_TURNS, now=1_060.0)
     assert (totals.ran_s, totals.turns_s, totals.parked_s) == (10.0 + 8.0, 29.0 + 10.0, 1.0)
-    assert "ran 18.00 s; took turns 39.00 s" in summary(totals)
+    assert "ran 18.00 s; time-sliced 39.00 s" in summary(totals)
     assert totals.suspensions == 0, "no user suspended it"
     # A job that a user suspends leaves its time-slice group.
     rested = [happened(45.0, "gang_parked", level="OFFLOAD", step="1"), happened(46.0, "gang_running")]

@@ -113,7 +113,8 @@ def test_top_prints_one_line_for_all_jobs_of_one_change(master: CannedMaster) ->
         master.events.append(event)
     with Client(str(master.directory)) as client:
         ((_, jobs, told),) = RecentChanges().read(client, 3)
-    assert (jobs, told) == ("1 2 3", "takes turns on its GPUs with others, 1 of 2 turns of 60 s in nodeSets/1")
+    sentence = "time-sliced with other jobs on its GPUs, 1 of 2 time slices of 60 s in nodeSets/1"
+    assert (jobs, told) == ("1 2 3", sentence)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -40,7 +40,7 @@ def test_an_elastic_job_grows_and_gives_back_to_two_that_then_take_turns_with_ea
         second = Run.submit(cluster, "second", *WANTS, world=3, steps=400)
         second.wait_step(3, within_seconds=120)
         assert [takes_turns(run) for run in (first, second)] == [True, True], second.story()
-        assert "takes turns" not in elastic.shell("history", elastic.id), "they found devices with fewer on them"
+        assert "time-sliced with" not in elastic.shell("history", elastic.id), "they found devices with fewer on them"
         goes_on(first, second)
 
         for run in (first, second):

@@ -187,7 +187,7 @@ def test_gangs_over_two_machines_take_turns_as_their_daemons_say_also_while_the_
         cluster.wait_step(first, 3)
         second = cluster.submit("bob", "second", *wants, world=2)
         cluster.wait_step(second, 1)
-        assert "takes turns" in cluster.by("bob", "history", second.id)
+        assert "time-sliced with" in cluster.by("bob", "history", second.id)
         cluster.master.kill()
         for job in (first, second):
             cluster.wait_step(job, job.last_step() + 3)

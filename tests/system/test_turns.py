@@ -26,7 +26,7 @@ def goes_on(*runs: Run, steps: int = 3) -> None:
 
 
 def takes_turns(run: Run) -> bool:
-    return "takes turns" in run.shell.try_("history", run.id).out
+    return "time-sliced with" in run.shell.try_("history", run.id).out
 
 
 def one_gpu(directory: Path) -> Cluster:

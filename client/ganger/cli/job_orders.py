@@ -64,7 +64,7 @@ def suspend(selection: Selection, level: str | None, is_waiting: bool, timeout: 
         def order(job: str) -> Job:
             if not is_waiting:
                 return client.suspend_job(job, level)
-            # Before it has said what it can, no suspend would be accepted.
+            # Until the job has reported its capabilities, the master refuses to suspend it.
             suspend_now = partial(client.suspend_job, job, level)
             return ordered(client, job, timeout, lambda now: _can_rest(now, level), suspend_now)[1]
 
@@ -299,10 +299,11 @@ def wait(selection: Selection, timeout: str | None, as_json: bool) -> int:
 
 
 def _can_rest(job: Job, level: str | None) -> bool:
-    """Whether it has said what it can; what is presumed is good for PAUSE, if that is wanted."""
+    """Return whether the master can accept a suspend: the job has reported its capabilities and has an arena if it
+    needs one. Presumed capabilities suffice for level "pause"."""
     can = job.capabilities
     is_known = job.HasField("capabilities") and (not can.is_presumed or level == "pause")
-    # Host memory is reserved for its state once it has told how much that is.
+    # Host memory is reserved for its state once the job has reported its size.
     has_room = level != "offload" or not can.can_offload or all(claim.arena_bytes for claim in job.gang.claims)
     return is_known and has_room
 
@@ -334,7 +335,8 @@ def _check_suspended(now: Job, level: str | None) -> None:
 
 
 def _check_went_on(before: Job, after: Job, how: str) -> None:
-    """That it runs as another attempt than before; `how` it runs otherwise, and what was called off."""
+    """Raise CommandError unless the job runs in a newer epoch than before. `how`: text that
+    names how the job still runs and the order that was called off."""
     from ganger.job import FINISHED
 
     if after.state in FINISHED:
@@ -342,12 +344,12 @@ def _check_went_on(before: Job, after: Job, how: str) -> None:
     if after.gang.epoch <= before.gang.epoch:
         raise CommandError(
             f"job {number(after.name)} runs {how} was called off, nothing is lost;"
-            f" `ganger history {after.name}` says why"
+            f" `ganger history {after.name}` shows why"
         )
 
 
 def _tell_cores(client: Client, before: Job, message: Job, as_json: bool) -> None:
-    """On which cores it runs now; its daemon tells when it has carried the order out, or there are no others."""
+    """Print the job with its cores, once its daemon reports new ones or after `_CORES_S` seconds."""
     from ganger.cli.job_table import cores
 
     deadline = time.monotonic() + _CORES_S

@@ -86,7 +86,7 @@ def gpus_text(job: job_pb2.Job) -> str:
 
 
 def sizes_text(job: job_pb2.Job) -> str:
-    """Of an elastic job, how many GPUs it may have, and whether it can change their number as it runs."""
+    """Return the range of GPUs of an elastic job, and whether it can be resized as it runs; "" for other jobs."""
     spec, can = job.spec, job.capabilities
     if not spec.gpus_max:
         return ""
@@ -97,23 +97,23 @@ def sizes_text(job: job_pb2.Job) -> str:
 
 
 def _resizes(job: job_pb2.Job) -> str:
-    """Whether an elastic job can change its number of GPUs, as far as is known now."""
+    """Return whether an elastic job can change its number of GPUs, by what it has reported so far."""
     why = job.capabilities.missing.get("RESIZE", "")
     if job.state in FINISHED:
         return "has ended"
     if job.capabilities.can_resize and job.gang.slice_state != job_pb2.Gang.SLICE_STATE_UNSPECIFIED:
-        return "grows and shrinks once it has GPUs to itself, without turns"
+        return "grows and shrinks once it is no longer time-sliced"
     if job.capabilities.can_resize:
         return "grows and shrinks as it runs"
     if why:
         return f"keeps the number it was started with: {why}"
     if not job.gang.claims:
-        return "whether it grows and shrinks as it runs it says itself, once it steps"
+        return "reports after its first step whether it grows and shrinks as it runs"
     return "keeps the number that it has, for it has not reported that it can change it"
 
 
 def bounds(spec: job_pb2.JobSpec) -> str:
-    """Of an elastic job, how many tasks it may have; "" of others."""
+    """Return the range of tasks of an elastic job ("1 to 4"); "" for other jobs."""
     each = spec.roles[0].shape.gpus if spec.roles else 0
     return f"{spec.gpus_min // each} to {spec.gpus_max // each}" if spec.gpus_max and each else ""
 
@@ -176,7 +176,8 @@ def has_given_back(job: job_pb2.Job) -> bool:
 
 
 def cores(job: job_pb2.Job) -> list[str]:
-    """The hardware threads of its ranks, "0-3" or, of several, "rank 1: 4-7"; empty before its daemons have told."""
+    """Return the hardware threads of the ranks: "0-3", or "rank 1: 4-7" for several. Empty until daemons report
+    them."""
     alone = len(job.gang.cores) == 1
     if has_given_back(job):
         return []
@@ -229,7 +230,7 @@ def note(job: job_pb2.Job) -> str:
     if job.state == job_pb2.Job.STATE_FAILED:
         return " ".join(f"{job.failure.reason}: {job.failure.message}".split())
     if job.state in FINISHED:
-        # What its user ordered its user knows.
+        # Users know what they ordered: a cancelled job needs no reason.
         return job.end_reason if job.state == job_pb2.Job.STATE_STOPPED else ""
     if job.state == job_pb2.Job.STATE_PENDING:
         if job.blockers:
@@ -300,12 +301,12 @@ def change_rows(events: Iterable[Event], before: Iterable[tuple[str, ...]] = ())
         if event.kind not in _KINDS or not event.subject.startswith(("jobs/", "cluster")):
             continue
         when = times.local_datetime(event.time).strftime("%H:%M:%S")
-        subject, told = event.subject.removeprefix("jobs/"), sentence(happening(event))
+        subject, text = event.subject.removeprefix("jobs/"), sentence(happening(event))
         last = shown[-1] if shown else ()
-        if last and (last[0], last[2]) == (when, told):
-            shown[-1] = (when, f"{last[1]} {subject}", told)
+        if last and (last[0], last[2]) == (when, text):
+            shown[-1] = (when, f"{last[1]} {subject}", text)
         else:
-            shown.append((when, subject, told))
+            shown.append((when, subject, text))
     return shown
 
 
@@ -391,13 +392,13 @@ def array_facts(array: array_pb2.Array) -> list[tuple[str, str]]:
 
 
 def members_table(members: Sequence[job_pb2.Job]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Headings and rows, a member each: parameters and what it reported in columns of their own."""
+    """Return headings and one row for each member, with a column for each parameter and each reported metric."""
     parameters = sorted({name for job in members for name in job.array.member.parameters})
     metrics = sorted({metric.name for job in members for metric in job.progress.metrics})
     headings = ("MEMBER", "JOB", "STATE", "TIME", *parameters, "PROGRESS", *metrics, "NODES/REASON")
     rows = []
     for job in members:
-        told = {metric.name: value_text(metric.value) for metric in job.progress.metrics}
+        reported = {metric.name: value_text(metric.value) for metric in job.progress.metrics}
         rows.append(
             (
                 called(job),
@@ -406,7 +407,7 @@ def members_table(members: Sequence[job_pb2.Job]) -> tuple[tuple[str, ...], list
                 elapsed(job),
                 *(column(job.array.member.parameters.get(name, "")) for name in parameters),
                 progress_text(job.progress),
-                *(told.get(name, "") for name in metrics),
+                *(reported.get(name, "") for name in metrics),
                 note(job),
             )
         )

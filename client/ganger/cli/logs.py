@@ -27,7 +27,7 @@ _MAX_QUEUED_CHUNKS = 256
 # Read from the end at first, to find the last lines.
 _TAIL_BYTES = 16 * 1024
 _NEWLINE = 0x0A
-# Of a job that gets its gang at once nothing need be said.
+# A job that starts within this time needs no message that it waits.
 _QUIET_S = 2.0
 
 
@@ -215,7 +215,7 @@ def _written_out(raw: bool) -> Iterator[Callable[[bytes], object]]:
 
 
 def _object(job: str, rank: int, chunk: LogChunk) -> bytes:
-    """As JSON on a line of its own. Bytes that are no UTF-8, or half a sign at an end, are there once more as such."""
+    """Return a chunk as one line of JSON. Data that is not valid UTF-8 is also given in base64."""
     from ganger.console import plain
 
     fields = {"job": job, "rank": rank, **plain(chunk), "data_base64": None}

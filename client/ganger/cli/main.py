@@ -25,7 +25,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "show": ("ganger.cli.show", "show", "Show all that is known of jobs."),
     "why": ("ganger.cli.show", "why", "Print why a job waits, and when it may start."),
     "logs": ("ganger.cli.logs", "logs", "Print what a job wrote."),
-    "update": ("ganger.cli.submit", "update", "Change what was asked for: priority, time limit, name and wishes."),
+    "update": ("ganger.cli.submit", "update", "Change the request of a job: priority, time limit, name and wishes."),
     "suspend": ("ganger.cli.job_orders", "suspend", "Stop jobs between two mini-batches, keeping their state."),
     "resume": ("ganger.cli.job_orders", "resume", "Let suspended jobs go on."),
     "move": ("ganger.cli.job_orders", "move", "Move running jobs to other nodes without losing a step."),

@@ -106,9 +106,9 @@ def adopt(gang: str, as_json: bool) -> None:
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 @json_option
 def go_on(yes: bool, as_json: bool) -> None:
-    """After a restore of the master's database, go on without the nodes that have not reported.
+    """Go on after a restore of the master's database without the nodes that have not reported.
 
-    What they run may be started a second time, and is quarantined when they report.
+    Jobs on these nodes may be started a second time. Their old gangs are quarantined when the nodes report.
     """
     with open_client() as client:
         awaited = client.get_cluster().restore.awaited_nodes
@@ -206,7 +206,7 @@ def drain(node: str, reason: str, as_json: bool) -> None:
 
 
 def _leaves(answer: Explanation) -> str:
-    """Where a job of a node that is drained goes, or what it waits for."""
+    """Return what becomes of a job on a drained node: where it moves, or what it waits for."""
     from ganger.cli.job_table import state_text
     from ganger.v1.job_pb2 import SUSPEND_LEVEL_CHECKPOINT
 

@@ -63,7 +63,7 @@ def record(seconds: float, out: Path | None, most: str | None, with_environment:
 
 
 def _copied(recorded: Path, out: Path) -> Path:
-    """As readable as the first one: for its owner alone."""
+    """Copy a recording to `out`, readable by its owner only, and return `out`. Raises CommandError."""
     import os
     import shutil
 

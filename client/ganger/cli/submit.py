@@ -1,6 +1,6 @@
 """`ganger submit`: flags and a job file become one description; all its errors are reported together.
 
-`ganger update`: changes what was asked for of jobs and arrays that are there already.
+`ganger update`: change the requests of jobs and arrays that were submitted before.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ _NAMED = 3
 @click.option("--name", "-n", metavar="TEXT", help="A label; need not be unique.")
 @click.option("--gpu-type", metavar="TYPE", help="Take only this device type; '' for any.")
 @click.option("--locality", metavar="LEVEL", help="How close together its GPUs should be, as in `submit`.")
-@click.option("--tolerance", metavar="LEVEL", help="How far apart they may be. These three are given anew together.")
+@click.option("--tolerance", metavar="LEVEL", help="How far apart they may be. Give these three together.")
 @click.option("--patience", metavar="TIME", help="How long to wait for --locality before taking --tolerance [10m].")
 @click.option("--memory", metavar="SIZE", help="Host memory of each task; 0 for a share.")
 @click.option("--cpus-per-gpu", metavar="N|auto", help="Cores beside each GPU.")
@@ -274,7 +274,7 @@ _NAMED = 3
 @click.option("--yes", "-y", is_flag=True, help="Do not ask, also where it ends a job at once.")
 @json_option
 def update(selection: Selection, request_id: str | None, yes: bool, as_json: bool, **flags: str | None) -> int:
-    """Change what was asked for: `ganger update 7 --priority 5 --time 4h`.
+    """Change the request of a job or an array: `ganger update 7 --priority 5 --time 4h`.
 
     Priority, time and name of any job that has not ended, the rest of one that has never started; of an array, of every
     member that has not ended. All of it or nothing. A job that has run for longer than its new time is ended, after
@@ -349,7 +349,7 @@ def _print_updated(message: Job | UpdateArrayResponse, given: dict[str, str]) ->
 
 
 def _refused(message: Job | UpdateArrayResponse) -> str:
-    """Which members are as before, and why; empty if none is."""
+    """Return the members of an array that an update refused, with reasons; "" if it refused none."""
     from ganger.v1.job_pb2 import Job
 
     if isinstance(message, Job) or not message.refused:
@@ -357,8 +357,8 @@ def _refused(message: Job | UpdateArrayResponse) -> str:
     lines = [f"  {one.reason}: {one.message}" for one in message.refused[:_NAMED]]
     if len(message.refused) > _NAMED:
         lines.append(f"  and {len(message.refused) - _NAMED} more")
-    told = f"{_jobs(len(message.refused))} of array {number(message.array.name)} refused"
-    return "\n".join([f"{told}:", *lines])
+    heading = f"{_jobs(len(message.refused))} of array {number(message.array.name)} refused"
+    return "\n".join([f"{heading}:", *lines])
 
 
 def _jobs(count: int) -> str:

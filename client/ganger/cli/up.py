@@ -161,13 +161,14 @@ def _supervise(settings: cluster.LocalClusterSettings, cancel_jobs: bool) -> Non
 
 
 def _tell(text: str) -> None:
-    """On stderr, if it takes it: the log of a detached supervisor may lie on a full disk."""
+    """Print to stderr. Ignore errors: the log of a detached supervisor may be on a full disk."""
     with suppress(OSError):
         click.echo(text, err=True)
 
 
 def _detach(directory: Path) -> None:
-    """Starts this very command again without --detach, as a session of its own, and waits until it is ready."""
+    """Run this command again without --detach in a new session, and return once the cluster is ready. Raises
+    CommandError."""
     arguments = [argument for argument in sys.argv[1:] if argument not in ("--detach", "-d")]
     (directory / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
     path = directory / "logs" / "up.log"
@@ -196,7 +197,8 @@ def _detach(directory: Path) -> None:
 
 
 def _settle_jobs(directory: Path, cancel_jobs: bool, command: str) -> None:
-    """Cancels what lives and waits for it, or says that it goes on, and by which command it is taken up again."""
+    """Cancel all live jobs and wait until they end; without `cancel_jobs`, report that they keep running and print the
+    command that manages them again."""
     from ganger.client import Client
     from ganger.v1.job_pb2 import Job
     from ganger.wire.endpoints import EndpointError, read_endpoint

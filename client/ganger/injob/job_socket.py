@@ -17,7 +17,7 @@ from typing import Any
 
 from ganger.injob.process_identity import peer_of
 
-_QUEUE_LIMIT = 64  # packets; a job that says more while its daemon is away loses the oldest
+_QUEUE_LIMIT = 64  # packets; a job that sends more while its daemon is away loses the oldest
 _PACKET_LIMIT = 60_000  # bytes; below the default send buffer, so that a packet goes whole or not at all
 _FIRST_RETRY_NS = 50_000_000
 _LAST_RETRY_NS = 5_000_000_000
@@ -26,7 +26,7 @@ _LAST_RETRY_NS = 5_000_000_000
 class JobSocketClient:
     """One connection to ``path`` (SOCK_SEQPACKET); with an empty path there is no daemon and messages are dropped.
 
-    Nothing here blocks and nothing raises: progress and state are in the page, the socket only explains them.
+    Only `wait` blocks, and nothing raises: progress and state are in the page, the socket only explains them.
     """
 
     def __init__(self, path: str) -> None:
@@ -68,7 +68,7 @@ class JobSocketClient:
                 self._connection.send(self._queue[0])
                 self._queue.popleft()
             if now >= self._next_try_ns:
-                # What it says is that the page changed; no packet at all means that it has gone.
+                # A packet means that the page changed; an empty read means that the daemon has closed the socket.
                 self._next_try_ns = now + _LAST_RETRY_NS
                 if not self._connection.recv(4096):
                     self._drop()
@@ -78,7 +78,7 @@ class JobSocketClient:
             self._drop()
 
     def wait(self, seconds: float) -> None:
-        """Until the daemon says that the page changed, at most so long; meanwhile nothing is used of the processor."""
+        """Block until the daemon reports a change of the page, for at most `seconds`, without use of the processor."""
         if self._connection is None:
             time.sleep(seconds)
             return

@@ -19,7 +19,7 @@ _WORD = struct.Struct("<Q")
 
 
 class PageError(Exception):
-    """A control page cannot be used; the message says which and why."""
+    """A control page cannot be used; the message names the page and the reason."""
 
 
 class Words(Protocol):
@@ -35,10 +35,10 @@ class Access(Protocol):
     def words(self) -> Words: ...
 
     def read(self, first: int, count: int) -> Sequence[int]:
-        """So many words from ``first`` on, in one go."""
+        """Return ``count`` words from ``first`` on, by one read."""
 
     def close(self) -> None:
-        """Let go of the file; it stays."""
+        """Close the file, without deleting it."""
 
 
 class Mapped:

@@ -33,7 +33,7 @@ ALIGNMENT = 64
 PREAMBLE = struct.Struct("<8sIIQQQQQQ")
 PREAMBLE_BYTES = PREAMBLE.size
 CHUNK_BYTES = 16 << 20
-# An image says how large its parts are before anything is allocated; these bound what is believed.
+# An image states the sizes of its parts, and memory is allocated by them. Larger sizes than these are rejected.
 MAX_HEADER_BYTES = 1 << 30
 MAX_CHUNK_BYTES = 1 << 30
 
@@ -177,7 +177,7 @@ def lay_out(header: dict[str, Any], data_bytes: int, digest_kind: int) -> tuple[
 
 
 def _header_digest(preamble: Preamble, encoded: Any) -> int:
-    """Of the preamble, with 0 in the place of this digest, and the header."""
+    """Return the digest of the preamble, with 0 in place of this digest, and the encoded header."""
     digest = Digest(preamble.digest_kind)
     digest.update(replace(preamble, header_digest=0).pack())
     digest.update(encoded)

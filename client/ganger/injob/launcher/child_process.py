@@ -1,4 +1,4 @@
-"""A forked child of the launcher: it becomes a process of its own, runs a script, or serves a rendezvous store.
+"""A forked child of the launcher: it becomes a separate process, runs a script, or serves a rendezvous store.
 
 A script runs as if Python had been started with it: argv, __main__, tracebacks, exit codes. A launcher imports numpy
 with one thread, for it has to stay a process of one thread; the child sets the number of threads of OpenBLAS.
@@ -116,7 +116,7 @@ def _fail(problem: BaseException) -> NoReturn:
 
 
 def _die_if_interrupted() -> None:
-    """After an uncaught KeyboardInterrupt Python dies of the signal itself, when everything else is done."""
+    """End this process by SIGINT after an uncaught KeyboardInterrupt, as Python does last of all."""
     if _interrupted:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
@@ -225,7 +225,7 @@ def settle(launch: Launch) -> None:
 
 
 def start(launch: Launch, may_fork: bool, arena: int | None, write_end: int) -> NoReturn:
-    """All of a child's life that is ours: what cannot be done is said into ``write_end``, which else is just closed."""
+    """Prepare a child and run its program. Write a failure as JSON into ``write_end``, and only close it on success."""
     try:
         settle(launch)
         run(launch, may_fork, arena, lambda: os.close(write_end))
@@ -292,7 +292,7 @@ def _adopt_environment(environment: Mapping[str, str], command: PythonCommand) -
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
         raw = io.FileIO(descriptor, "wb", closefd=False)
-        # What -u makes: no buffer in between. (TextIOWrapper takes a raw file, whatever its stub says.)
+        # What -u makes: no buffer in between. (TextIOWrapper takes a raw file, although its stub does not.)
         stream = io.TextIOWrapper(cast(BinaryIO, raw), stream.encoding, stream.errors, write_through=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)

@@ -59,7 +59,7 @@ class LauncherChild:
         self.keeper = keeper
         self.pidfd = os.pidfd_open(pid) if pidfd is None else pidfd
         self.start_ticks = (start_ticks(pid) or 0) if ticks is None else ticks
-        self.settle: Callable[[], None] | None = None  # hears whether it could begin, until it has said so
+        self.settle: Callable[[], None] | None = None  # reads whether it could begin, once; None after that
         self.launch_error: dict[str, str] = {}
         self.port = 0  # of a store
 
@@ -176,7 +176,7 @@ class LauncherServer:
             number = request.get("id")
             operation = _OPERATIONS.get(request.get("op"))
             if operation is None:
-                raise LaunchError("UNKNOWN_OPERATION", f"this launcher does not know {request.get('op')!r}")
+                raise LaunchError("UNKNOWN_OPERATION", f"this launcher has no operation {request.get('op')!r}")
             operation(self, caller, number, request)
         except LaunchError as error:
             self._reply(caller, number, error={"reason": error.reason, "message": str(error)})
@@ -237,7 +237,7 @@ class LauncherServer:
         new = self._add(LauncherChild(launch.name, "rank", pid, launch.page, launch.exit_path, keeper=keeper))
         if word is not None:
             begin(word)
-        # The child closes its end when it is settled (exec closes it too), or says what went wrong.
+        # The child closes its end when it is settled (exec closes it too), or writes what went wrong.
         new.settle = lambda: self._settled(caller, number, new, read_end)
         self._selector.register(read_end, selectors.EVENT_READ, new.settle)
 
@@ -245,7 +245,8 @@ class LauncherServer:
         return self._may_fork and python_command(launch.argv, launch.env, launch.cwd) is not None
 
     def _start(self, content: Mapping[str, Any], write_end: int, arena: int | None) -> tuple[int, int] | None:
-        """None: it is to be forked from here."""
+        """Start a process by the starter. Return its pid and the descriptor that lets it begin; None without a starter:
+        then the launcher forks it."""
         if self._starter is None:
             return None
         try:
@@ -258,7 +259,7 @@ class LauncherServer:
 
     def _settled(self, caller: _Caller, number: Any, new: LauncherChild, read_end: int) -> None:
         if new.settle is None:
-            return  # heard already: its end was noticed in the same moment
+            return  # read already: its end was noticed at the same moment
         new.settle = None
         new.launch_error = _error_of_child(read_end, f"{new.name} was killed as it was started") or {}
         self._selector.unregister(read_end)
@@ -388,7 +389,7 @@ class LauncherServer:
         os.close(write_end)
         self._add(LauncherChild(name, "helper", pid))
 
-        def said() -> None:
+        def finish() -> None:
             died = f"{name} was killed"
             answer = _error_of_child(read_end, died)
             self._selector.unregister(read_end)
@@ -400,7 +401,7 @@ class LauncherServer:
             else:
                 self._reply(caller, number)
 
-        self._selector.register(read_end, selectors.EVENT_READ, said)
+        self._selector.register(read_end, selectors.EVENT_READ, finish)
 
     def _gone(self, one: LauncherChild) -> None:
         result = None
@@ -409,7 +410,7 @@ class LauncherServer:
             if result is None:
                 return
         if one.settle is not None:
-            one.settle()  # what it said before it died is part of how it ended
+            one.settle()  # what it wrote before it died is part of how it ended
         self._selector.unregister(one.pidfd)
         del self._children[one.pidfd]
         os.close(one.pidfd)
@@ -450,7 +451,8 @@ class LauncherServer:
                 self._unrecorded.append((exit_path, end))
 
     def _become_child(self, keep: list[int]) -> None:
-        """In a forked child: close what is the launcher's, through its objects, so that no number is closed twice."""
+        """Close the launcher's descriptors in a forked child, except `keep`. Closing them by their objects closes no
+        number twice."""
         registered = [key.fileobj for key in self._selector.get_map().values()]
         self._selector.close()
         for thing in registered:
@@ -466,7 +468,7 @@ class LauncherServer:
             if descriptor not in keep:
                 os.close(descriptor)
         if self._starter is not None:
-            # Or it would not notice the launcher's end.
+            # With this copy open, the starter would not notice the launcher's end.
             self._starter.hang_up()
 
 

@@ -30,7 +30,7 @@ class StarterError(Exception):
 
 
 class Starter:
-    """The launcher's end. ``start`` may be asked until it fails once."""
+    """The launcher's end of the connection. Call ``start`` only until it fails once."""
 
     def __init__(self, connection: socket.socket, pid: int) -> None:
         self._connection = connection
@@ -42,14 +42,14 @@ class Starter:
         self._connection.close()
 
     def end(self) -> None:
-        """Whatever it is at."""
+        """Kill the starter at once, and reap it."""
         self.hang_up()
         os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
 
     def start(self, content: Mapping[str, Any], write_end: int, arena: int | None) -> tuple[int, int]:
-        """Pid of a child, and the descriptor through which it waits for ``begin``; closed without, it ends. Raises
-        StarterError; then there is none."""
+        """Start a child. Return its pid, and the descriptor at which it waits for ``begin``; a child whose descriptor
+        is closed before ends. Raises StarterError if no child was started."""
         go_read, go_write = os.pipe2(os.O_CLOEXEC)
         try:
             descriptors = [go_read, write_end] + ([] if arena is None else [arena])
@@ -70,18 +70,18 @@ class Starter:
 
 
 def begin(word: int) -> None:
-    """Tells a started child to go on."""
+    """Let a started child continue."""
     try:
         os.write(word, _GO)
     except BrokenPipeError:
-        pass  # it was killed meanwhile: its end is heard of as any other's
+        pass  # it was killed meanwhile: its end is noticed as any other's
     finally:
         os.close(word)
 
 
 def make_starter(run: Callable[[dict[str, Any], int, int | None], NoReturn]) -> Starter | None:
-    """Forks a starter; ``run`` is what its children do with a launch, the descriptor they speak to and the arena's.
-    None where that cannot be done. Call it before anything large is imported."""
+    """Fork a starter, and return it; None on other machine types. ``run``: what its children do with a launch, the
+    descriptor for their failures and the descriptor of the arena. Call it before anything large is imported."""
     if platform.machine() not in _SYS_CLONE:
         return None
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -98,7 +98,7 @@ def make_starter(run: Callable[[dict[str, Any], int, int | None], NoReturn]) -> 
 
 
 def _serve(connection: socket.socket, run: Callable[[dict[str, Any], int, int | None], NoReturn]) -> None:
-    """Until the launcher hangs up."""
+    """Fork a child for each request, until the launcher closes the connection."""
     # Its group's signals are the launcher's to act on; this process ends with its launcher.
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -129,7 +129,8 @@ def _serve(connection: socket.socket, run: Callable[[dict[str, Any], int, int | 
 
 
 def _fork_for_parent() -> int:
-    """As os.fork, but the child is our parent's; -errno instead of an exception."""
+    """Fork as os.fork does, but as a child of this process's parent. Return the pid, 0 in the child, -errno on
+    failure."""
     python = ctypes.pythonapi
     # Not CDLL, which would let the interpreter go: nothing may happen in between, as in os.fork.
     library = ctypes.PyDLL(None, use_errno=True)
