@@ -31,7 +31,7 @@ _Numbers: TypeAlias = NDArray[np.int64]
 
 
 def blockers(index: CapacityIndex, request: PlacementRequest) -> tuple[Refusal, ...]:
-    """Never empty: called when the gang found no place, though each piece alone may be there."""
+    """Return why a gang finds no place: one refusal or more, also where each resource alone would suffice."""
     shape, widest = request.shape, widest_now(request.shape, request.waited_s)
     where = index if request.only is None else CapacityIndex(index.view, request.only)
     with where.excluding(request.avoid):
@@ -187,7 +187,7 @@ class _Capacity:
         return entry.family.takable(self.shape.device_memory_bytes)
 
     def _masks(self, relaxed: frozenset[Reason]) -> list[int]:
-        """By entry: the devices that the gang could take."""
+        """Return the mask of devices that the gang could take, by entry."""
         key = relaxed & _OF_DEVICES
         if key not in self._masks_without:
             needed = 0 if Reason.DEVICE_MEMORY in key else self.shape.device_memory_bytes
@@ -200,7 +200,7 @@ class _Capacity:
         return self._masks_without[key]
 
     def _hosts(self, relaxed: frozenset[Reason]) -> NDArray[np.bool_]:
-        """By entry: whether one of its nodes holds the whole gang."""
+        """Return whether one node of an entry has room for the whole gang, by entry."""
         within = LocalityLevel.NODE if Reason.LOCALITY in relaxed else min(self._widest, LocalityLevel.NODE)
         hosts: NDArray[np.bool_] = self._levels(relaxed) <= within
         millicores, memory = self._needed(tuple([role.tasks for role in self.shape.roles]))
@@ -211,13 +211,13 @@ class _Capacity:
         return hosts
 
     def _levels(self, relaxed: frozenset[Reason]) -> _Numbers:
-        """By entry: the level of the closest devices for the whole gang, FAR where there are not so many."""
+        """Return the level of the closest devices for the whole gang, by entry; FAR where there are too few."""
         gpus = self.shape.gpus
         masks = zip(self._entries, self._masks(relaxed), strict=True)
         return np.array([entry.family.topology.closest(mask, gpus) for entry, mask in masks], np.int64)
 
     def _room(self, role: int, relaxed: frozenset[Reason]) -> _Numbers:
-        """By entry: how many tasks of one role a node could take, were it asked for nothing else."""
+        """Return the tasks of one role that fit on a node without the other roles, by entry."""
         shape = self.shape
         millicores, memory = self._needed(tuple([int(other == role) for other in range(len(shape.roles))]))
         gpus = shape.roles[role].shape.gpus
@@ -258,7 +258,7 @@ class _Capacity:
         return bool(enough.any())
 
     def _needed(self, tasks: tuple[int, ...]) -> tuple[_Numbers, _Numbers]:
-        """By entry: the millicores and bytes for so many tasks of each role."""
+        """Return the millicores and the bytes that `tasks`, one number for each role, need on a node; by entry."""
         if tasks not in self._needed_for:
             topologies = [entry.family.topology for entry in self._entries]
             needs = {one: demand(one.configuration_set, self.shape, tasks) for one in dict.fromkeys(topologies)}
@@ -270,7 +270,7 @@ class _Capacity:
 
     @cached_property
     def _entry_at(self) -> _Numbers:
-        """By slot: the position of its entry here, from 1; 0 without a node."""
+        """Positions, from 1, of the entries of nodes in `usable` and then `unusable`, by slot; 0 without a node."""
         numbers = self.index.entries_in(LocalityLevel.CLUSTER, 0)
         position = np.zeros(len(self.index.entries.alikes) + 1, np.int64)
         position[[entry.number for entry in self.usable]] = np.arange(1, len(self.usable) + 1)

@@ -1,9 +1,8 @@
 """An index of the nodes of a view by free capacity, which follows their changes, and trials on it.
 
-Nodes that are equal in everything a placement weighs are one entry, and an integer with a bit for each node says which
-they are. A gang is placed by reading tens of entries instead of thousands of nodes. The index only finds nodes; `fit`
-alone decides whether a claim fits. Claims are taken and given back on a trial, and all of it is undone later.
-"""
+Nodes that are equal in everything a placement weighs are one entry: an integer with a bit for each of these nodes. A
+gang is placed by reading tens of entries instead of thousands of nodes. The index only finds nodes; `fit` alone decides
+whether a claim fits. Claims are taken and given back on a trial, and all of it is undone later."""
 
 from __future__ import annotations
 
@@ -29,15 +28,15 @@ _MOST_STATES: Final = 1 << 13
 _MOST_QUERIES: Final = 1 << 10
 _MOST_TALLIES: Final = 256
 _MOST_CHANGES: Final = 1 << 18
-# Nodes that are looked at together.
+# Nodes that `first` searches at once.
 _STRETCH: Final = 512
 
 
 class CapacityIndex:
-    """`view` is taken from and given back to directly: hand over a copy if it is not to change.
+    """An index over `view`. Claims change the view itself: pass a copy if it must not change.
 
-    Only nodes that take gangs are found in it, and only those named in `only` if that is told; pieces can be given back
-    to all. When all is given back, the last gang first, everything is as it was.
+    Searches find only nodes that take gangs, and only those of `only` if it is given; claims can be released on all
+    nodes. Once all claims are released, last gang first, index and view are as before.
     """
 
     def __init__(self, view: View, only: Collection[str] | None = None) -> None:
@@ -122,7 +121,7 @@ class CapacityIndex:
                 self._changed(slot)
 
     def query(self, shape: GangShape) -> FeasibilityQuery:
-        """What the gang means to nodes alike."""
+        """Return the query of a shape, which remembers its answers for each class of equal nodes."""
         found = self._queries.get(shape)
         if found is None:
             if len(self._queries) >= _MOST_QUERIES:
@@ -130,33 +129,33 @@ class CapacityIndex:
             found = self._queries[shape] = FeasibilityQuery(self.view, shape, self._task_room, self._levels)
         return found
 
-    def first(self, which: NDArray[np.bool_], asked: Hashable) -> int | None:
-        """The first node, in the order in which nodes came, that is one of these entries, by number; None: there is no
-        such node. `asked`: names what these have room for, so that nodes which had none are passed over until something
-        is given back."""
-        numbers, slot = self._numbers, self._passed_over.get(asked, 0)
+    def first(self, which: NDArray[np.bool_], question: Hashable) -> int | None:
+        """Return the slot of the first node of the entries that `which` marks, by number; None without one. `question`:
+        key of the room that was searched. Later calls with it skip nodes without that room, until a claim is
+        released."""
+        numbers, slot = self._numbers, self._passed_over.get(question, 0)
         if not slot and len(self._passed_over) >= _MOST_TALLIES:
             self._passed_over.clear()
         while slot < len(numbers):
             here = which[numbers[slot : slot + _STRETCH]]
             at = int(here.argmax())
             if here[at]:
-                self._passed_over[asked] = slot + at
+                self._passed_over[question] = slot + at
                 return slot + at
             slot += len(here)
-        self._passed_over[asked] = slot
+        self._passed_over[question] = slot
         return None
 
     def families(self, least_free: int) -> Iterator[Family]:
-        """Nodes that have at least so many free devices, those with the fewest first."""
+        """Yield the families with at least `least_free` free devices, those with the fewest first."""
         return chain.from_iterable(self._by_free[least_free:])
 
     def families_with(self, free: int) -> Iterable[Family]:
-        """Nodes that have exactly so many free devices, which are no more than `most_free`."""
+        """Return the families with exactly `free` free devices, at most `most_free`."""
         return self._by_free[free]
 
     def families_of(self, affinity: int) -> Iterable[Family]:
-        """Nodes whose gangs have so many devices; 0: idle ones."""
+        """Return the families of nodes whose gangs have `affinity` devices; 0: idle nodes."""
         return self._by_affinity.get(affinity, ())
 
     @property
@@ -166,25 +165,25 @@ class CapacityIndex:
 
     @property
     def free_devices(self) -> int:
-        """Of all its nodes."""
+        """Number of free devices of all nodes in the index."""
         return self._free_devices
 
     @property
     def most_free(self) -> int:
-        """Devices of the largest node."""
+        """Number of devices of the largest node."""
         return len(self._by_free) - 1
 
     def alike(self, slot: int) -> Alike | None:
-        """None for nodes that take no gangs."""
+        """Return the entry of a node; None if the node takes no gangs."""
         return self._alike[slot]
 
     @property
     def entries(self) -> Entries:
-        """Of the index, those without nodes too."""
+        """All entries of the index, also those without nodes."""
         return self._entries
 
     def entries_in(self, level: LocalityLevel, number: int) -> NDArray[np.int32]:
-        """For each node of a span the number of its entry, 0 where it has none; not to be written to.
+        """Return the entry numbers of the nodes of a span, 0 for nodes without an entry. Read-only.
 
         Racks and fabrics count from 0 in the order in which their first nodes came; there is one cluster.
         """
@@ -193,7 +192,7 @@ class CapacityIndex:
         return self._numbers[self.slots_in(level, number)]
 
     def slots_in(self, level: LocalityLevel, number: int) -> NDArray[np.intp]:
-        """The nodes of a span, ascending, as `entries_in` has them."""
+        """Return the slots of the nodes of a span, ascending, in the order of `entries_in`."""
         if level is LocalityLevel.CLUSTER:
             return np.arange(len(self._alike))
         found = self._members.get((level, number))
@@ -202,11 +201,11 @@ class CapacityIndex:
         return found
 
     def spans_at(self, level: LocalityLevel) -> NDArray[np.int32]:
-        """By slot: the number of its rack or fabric, -1 where it is not named."""
+        """Return the numbers of racks or fabrics, by slot; -1 for nodes without one."""
         return self._racks if level is LocalityLevel.RACK else self._fabrics
 
     def span(self, level: LocalityLevel, number: int) -> Slots:
-        """The nodes of a rack or a fabric, or of the whole cluster."""
+        """Return the nodes of a rack, of a fabric or of the whole cluster, as bits of an integer."""
         if level is LocalityLevel.CLUSTER:
             return self._everywhere
         found = self._spans.get((level, number))
@@ -216,13 +215,13 @@ class CapacityIndex:
         return found
 
     def tally(self, query: FeasibilityQuery, role: int) -> CapacityTotals:
-        """How many tasks of one role each rack, each fabric and the cluster could take, as it is now."""
+        """Return the tasks of one role that each rack, each fabric and the cluster could take now."""
         if len(self._journal) > _MOST_CHANGES:
             self._journal.clear()
             self._tallies.clear()
         tasks = query.rooms[role]
         gpus = tasks.kind.task.gpus
-        # More than a node has devices for need not be told apart.
+        # No node has devices for more tasks, so larger numbers share one tally.
         most = min(query.everything[role], self.most_free // gpus) if gpus else query.everything[role]
         tally = self._tallies.get((tasks.kind, most))
         if tally is None:
@@ -257,7 +256,7 @@ class CapacityIndex:
         # By devices, their type and what each must have left.
         self._levels_of: dict[tuple[int, str, int], Answers[Family, int]] = {}
         self._tallies: dict[tuple[TaskKind, int], CapacityTotals] = {}
-        # By what was asked for: no node before this one had room for it, and none has got any since.
+        # By question: the first slot that may have room. No node before it had room, and none has got any since.
         self._passed_over: dict[Hashable, int] = {}
         self._by_state: dict[_State, Alike] = {}
         self._by_key: dict[tuple[Family, int, int, int], Alike] = {}
@@ -384,7 +383,7 @@ class CapacityIndex:
                 self._put(some, together(some, len(self._alike)), before, alike)
 
     def _put(self, slots: Sequence[int], nodes: Slots, before: Alike | None, alike: Alike | None) -> None:
-        """Moves nodes, told twice, from one entry to another one; None: from or to nowhere."""
+        """Move nodes, given as `slots` and as bits in `nodes`, between two entries; None stands for no entry."""
         if before is not None:
             self._flip(before, nodes)
             self._free_devices -= before.family.free * len(slots)

@@ -55,7 +55,7 @@ class Journal:
 
 @dataclass(slots=True)
 class Columns:
-    """One entry per slot. Slots without a node are never available."""
+    """Capacity of nodes, by slot. Slots without a node are never available."""
 
     free: NDArray[np.uint64]
     available: NDArray[np.bool_]
@@ -67,7 +67,7 @@ class Columns:
 
     @classmethod
     def empty(cls, size: int) -> Columns:
-        """Return columns of so many slots, none with a node yet."""
+        """Return columns for `size` slots without nodes."""
         return cls(
             free=np.zeros(size, np.uint64),
             available=np.zeros(size, np.bool_),

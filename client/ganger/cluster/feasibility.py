@@ -110,7 +110,7 @@ T = TypeVar("T")
 
 
 class Answers(dict[K, T]):
-    """Made when they are asked for."""
+    """Answers by key, each computed at its first use."""
 
     def __init__(self, answer: Callable[[K], T]) -> None:
         self._answer = answer
@@ -120,7 +120,7 @@ class Answers(dict[K, T]):
         return found
 
 
-# Entries for which there is room at first, and so many that are asked about one by one.
+# Entries for which memory is reserved at first; new entries that are computed one by one, not as columns.
 _FIRST_ROOM, _FEW = 64, 8
 
 
@@ -132,7 +132,7 @@ class TaskKind(NamedTuple):
 
 
 class TaskRoom:
-    """How many tasks of one kind nodes alike could take, were they asked for nothing else."""
+    """Number of tasks of one kind that a node could take without other tasks, for each class of equal nodes."""
 
     def __init__(self, kind: TaskKind) -> None:
         self.kind = kind
@@ -143,12 +143,12 @@ class TaskRoom:
         self._known, self._count = np.zeros(1, np.int64), 1
 
     def by_number(self, entries: Entries) -> NDArray[np.int64]:
-        """Of all entries; 0 for none. Not to be written to."""
+        """Return the tasks that fit, by number of the entry; 0 for no entry. Read-only."""
         known, count = self._known, len(entries.alikes) + 1
         if self._count < count:
             if len(known) < count:
                 known = self._known = np.concatenate((known, np.zeros(max(count, _FIRST_ROOM), np.int64)))
-            # Most times few are new, and each column has a price of its own.
+            # Usually few are new, and each column has a fixed cost.
             known[self._count : count] = (
                 [self.of[alike] for alike in entries.alikes[self._count - 1 :]]
                 if count - self._count <= _FEW
@@ -158,7 +158,7 @@ class TaskRoom:
         return known[:count]
 
     def _of_all(self, entries: Entries, first: int) -> NDArray[np.int64]:
-        """From that number on."""
+        """Return the tasks that fit, for the entries from number `first` on."""
         some = entries.alikes[first - 1 :]
         topologies = {alike.family.topology for alike in some}
         if self.kind.device_memory_bytes or len(topologies) > 1 or not self.kind.task.gpus:
@@ -176,7 +176,7 @@ class TaskRoom:
         return room
 
     def needs(self, topology: Topology) -> Needs:
-        """Of one task."""
+        """Return the cores and memory that one task needs on such a server."""
         found = self._needs.get(topology)
         if found is None:
             found = self._needs[topology] = demand(topology.configuration_set, self._single, (1,))
@@ -199,8 +199,8 @@ class TaskRoom:
 
 
 class FeasibilityQuery:
-    """One shape of gang. What it finds out it remembers, as long as the entries of the room's index live. `levels`: of
-    all gangs with as many devices of the same kind, see `closest`."""
+    """One gang shape against an index. It remembers its answers as long as the entries of the index live. `levels`: the
+    answers of `closest`, shared by all shapes with as many devices of the same kind."""
 
     def __init__(
         self,
@@ -221,24 +221,24 @@ class FeasibilityQuery:
         # By role.
         self.rooms = [task_room(kind) for kind in map(self._kind, shape.roles)]
         self._whole: dict[Topology, Needs] = {}
-        # Of the closest devices for the whole gang, FAR where there are not so many; cores and memory left aside.
+        # Level of the closest devices for the whole gang, FAR where there are too few; without cores and memory.
         self.level = levels(shape)
         self._memos: dict[Hashable, Answers[Any, Any]] = {}
 
     def whole(self, topology: Topology) -> Needs:
-        """What the whole gang takes of one such node."""
+        """Return the cores and memory that the whole gang needs on one such node."""
         found = self._whole.get(topology)
         if found is None:
             found = self._whole[topology] = demand(topology.configuration_set, self.shape, self.everything)
         return found
 
     def takable(self, family: Family) -> int:
-        """The free devices that have as much memory left as the gang needs of each."""
+        """Return the free devices that have the memory left that the gang needs of each."""
         return family.takable(self.shape.device_memory_bytes)
 
     def spread_room(self, alike: Alike) -> int:
-        """By which nodes go first when the gang is spread over several: the tasks of its heaviest role. A node for
-        lesser roles alone comes after all that take the heaviest."""
+        """Return a rank of nodes for a gang that is spread over several: the tasks of its heaviest role that fit, then
+        those of other roles. Nodes that fit only the other roles rank last."""
         first, *others = self.by_weight
         room = self.rooms[first].of[alike]
         if others:
@@ -246,7 +246,7 @@ class FeasibilityQuery:
         return room
 
     def memo(self, key: Hashable, answer: Callable[[K], T]) -> dict[K, T]:
-        """What `answer` says of nodes alike, asked once for each: index it. The key stands for the question."""
+        """Return a mapping that calls `answer` once for each class of equal nodes. Equal `key`s share one mapping."""
         known = self._memos.get(key)
         if known is None:
             known = self._memos[key] = Answers(answer)
@@ -254,7 +254,7 @@ class FeasibilityQuery:
 
     @cached_property
     def own_kind(self) -> GangMix:
-        """As if all gangs were like this one."""
+        """Demand of a cluster where all gangs have this shape."""
         return demand_of_shapes((self.shape,), self._view.sets.values())
 
     def _kind(self, role: Role) -> TaskKind:
@@ -263,7 +263,7 @@ class FeasibilityQuery:
 
 
 def closest(family: Family, gpus: int, device_type: str, device_memory_bytes: int) -> int:
-    """The level of so many devices of a node that are as close as can be; FAR where there are not so many."""
+    """Return the level of the closest `gpus` devices of a node; FAR where there are too few."""
     topology = family.topology
     if not gpus:
         return LocalityLevel.NVLINK
@@ -293,8 +293,8 @@ class CapacityTotals:
         self._seen = 0
 
     def follow(self, journal: Sequence[int], entries: NDArray[np.int32], room_of: Counts) -> None:
-        """`journal`: slots that changed since the room was made; `entries`: by slot, which entry of the index it is;
-        `room_of`: by entry, the tasks that such a node could take."""
+        """Update the counts. `journal`: slots that changed since the index was built; `entries`: entry numbers, by
+        slot; `room_of`: tasks that fit on a node, by entry number."""
         behind = len(journal) - self._seen
         if not len(self._counts) or behind * _MANY > len(entries):
             self._counts = np.minimum(room_of[entries], self._most)
@@ -314,7 +314,7 @@ class CapacityTotals:
         self._seen = len(journal)
 
     def totals(self, level: LocalityLevel) -> Counts:
-        """By number of rack or fabric, or of the whole cluster; not to be written to."""
+        """Return the tasks that fit, by number of the rack or fabric; one value for the cluster. Read-only."""
         if level is LocalityLevel.RACK:
             if self._by_rack is None:
                 self._by_rack = _summed(self._racks, self._counts)

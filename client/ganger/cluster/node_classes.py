@@ -53,7 +53,7 @@ class Family:
 
     @property
     def lowest(self) -> int:
-        """The first of the nodes; there must be one."""
+        """Lowest slot of the nodes. There must be one."""
         if self._lowest < 0:
             self._lowest = min([alike.lowest for alike in self.members])
         return self._lowest
@@ -69,7 +69,7 @@ class Family:
         return sum([1 << device for device, left in enumerate(self.left) if left >= needed_bytes])
 
     def able(self, millicores: int, memory: int) -> Sequence[Alike]:
-        """Members with so many cores and bytes."""
+        """Return the members with at least these cores and bytes."""
         if self._most_millicores < millicores or self._most_memory < memory:
             return ()
         found = [alike for alike in self.members if alike.millicores >= millicores and alike.memory >= memory]
@@ -79,7 +79,7 @@ class Family:
         return found
 
     def flip(self, alike: Alike, slots: Slots) -> None:
-        """Nodes of a member come, or go."""
+        """Add the nodes `slots` to a member, or remove them if it has them."""
         before = alike.slots
         alike.slots ^= slots
         alike.lowest_known = self._lowest = -1
@@ -94,7 +94,7 @@ class Family:
 
 
 class Alike:
-    """Nodes that are alike in all that matters. Cores are summed over sockets, since any of them serve."""
+    """A class of nodes that are equal for placement. Cores are summed over sockets: a task may use any of them."""
 
     __slots__ = ("family", "jobs", "lowest_known", "memory", "millicores", "number", "slots")
 
@@ -110,7 +110,7 @@ class Alike:
 
     @property
     def lowest(self) -> int:
-        """The first of the nodes; there must be one."""
+        """Lowest slot of the nodes. There must be one."""
         if self.lowest_known < 0:
             self.lowest_known = (self.slots & -self.slots).bit_length() - 1
         return self.lowest_known
@@ -138,22 +138,22 @@ class Entries:
         return alike
 
     def flip(self, alike: Alike, slots: Slots) -> None:
-        """Nodes of an entry come, or go."""
+        """Add the nodes `slots` to an entry, or remove them if it has them."""
         alike.family.flip(alike, slots)
         self._is_present[alike.number] = bool(alike.slots)
 
     @property
     def is_present(self) -> NDArray[np.bool_]:
-        """Which have nodes."""
+        """Flags by number: whether the class has nodes."""
         return self._is_present[: len(self.alikes) + 1]
 
     def amounts(self, first: int) -> NDArray[np.int64]:
-        """Free devices, millicores and bytes of memory of those from that number on."""
+        """Return free devices, millicores and bytes of memory as three rows, for the classes from number `first` on."""
         return self._amounts[:, first : len(self.alikes) + 1]
 
 
 def together(slots: Sequence[int], size: int) -> Slots:
-    """Slots below `size` as one integer."""
+    """Return slots below `size` as bits of one integer."""
     if len(slots) <= _TWO:
         return sum([1 << slot for slot in slots])
     if len(slots) <= _SOME:

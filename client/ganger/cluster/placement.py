@@ -165,7 +165,8 @@ def _with(
 
 
 def _claim(view: View, shape: GangShape, node: str, mask: int, own: Claim | None) -> Claim | None:
-    """Of cores as much as it asks for, or as its tasks there have now if that is not free; arenas if they fit."""
+    """Return the claim on these devices of a node, or None if it does not fit. Cores: as many as the shape requests, or
+    else as many as the tasks have in `own`. The arena is left out where memory is short."""
     slot = view.slots[node]
     tasks = mask.bit_count() // shape.roles[0].shape.gpus
     needed = demand(view.topologies[slot].configuration_set, shape, (tasks,))

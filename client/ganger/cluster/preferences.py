@@ -193,7 +193,8 @@ def few_jobs(alike: Alike, query: FeasibilityQuery) -> int:
 
 
 def keeps_holes(alike: Alike, query: FeasibilityQuery) -> bool:
-    """Of this affinity, or idle: servers whose holes no other size of gang waits for."""
+    """Return whether a node is idle or has gangs of the same size, so that its free devices suit no other size
+    better."""
     return line(alike.family, query) < 2
 
 

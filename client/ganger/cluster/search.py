@@ -99,7 +99,7 @@ class PlacementPreference:
 
 
 def widest_now(shape: GangShape, waited_s: float) -> LocalityLevel:
-    """The widest level that the gang accepts after so many seconds: its wish while its patience lasts."""
+    """Return the widest level that a gang accepts after `waited_s` seconds: its wish while its patience lasts."""
     locality = shape.locality
     if locality.wish is not None and waited_s < locality.patience_seconds:
         return min(locality.wish, locality.widest)
@@ -107,7 +107,7 @@ def widest_now(shape: GangShape, waited_s: float) -> LocalityLevel:
 
 
 def either(preferred: Iterator[Claims], otherwise: Iterator[Claims]) -> Iterator[Claims]:
-    """The candidates of the first search, or, if it finds none, those of the second."""
+    """Yield the candidates of the first search, or, if it finds none, those of the second."""
     first = next(preferred, None)
     if first is None:
         yield from otherwise
@@ -116,9 +116,9 @@ def either(preferred: Iterator[Claims], otherwise: Iterator[Claims]) -> Iterator
         yield from preferred
 
 
-# Smaller is better. One question must be one function, since answers are remembered by it.
+# Smaller is better. Answers are remembered by function: use the same function object for the same question.
 Key: TypeAlias = Callable[[Alike, FeasibilityQuery], Any]
-# So many nodes are told apart one by one.
+# Most nodes whose classes are looked up one by one.
 _FEW: Final = 128
 _LEVELS: Final = (LocalityLevel.RACK, LocalityLevel.FABRIC, LocalityLevel.CLUSTER)
 _NO_ROOM: Final = np.iinfo(np.int64).max
@@ -129,20 +129,20 @@ def at_once(room: CapacityIndex, query: FeasibilityQuery) -> Iterable[Iterable[F
 
 
 def by_free_devices(room: CapacityIndex, query: FeasibilityQuery) -> Iterable[Iterable[Family]]:
-    """For bounds that begin with the devices that a gang could take, the fewest first."""
+    """Return families in parts by number of free devices, the fewest first, for bounds that begin with this number."""
     if query.shape.device_memory_bytes:
-        # Of the free ones it may be able to take some only.
+        # A gang may be able to take only some of the free devices.
         return at_once(room, query)
     return (room.families_with(free) for free in range(query.gpus, room.most_free + 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Single:
-    """Which single node takes a gang: that with the smallest `key`, which gets the bound of its family too.
+    """A search for the single node with the smallest `key`. The third argument of `key` is the bound of the family.
 
-    `bound`: no key of the family is smaller, so families are looked at in its order, no further than needed; the start
-    of a key bounds it. It is asked once, so it must be one and the same function. `parts`: families among which are all
-    that have the gang's devices free, in parts of which each has smaller bounds than all that follow.
+    `bound`: lower bound of the keys in a family, such as the start of the key. Families are searched in its order, as
+    far as needed. Its values are remembered: use the same function object. `parts`: returns all families with enough
+    free devices, in parts; bounds of a part are smaller than those of later parts.
     """
 
     bound: Callable[[Family, FeasibilityQuery], Any]
@@ -298,14 +298,15 @@ def over_nodes(
 def fitting_spans(
     room: CapacityIndex, query: FeasibilityQuery, level: LocalityLevel, tightest_first: bool
 ) -> Sequence[int]:
-    """Racks (fabrics, the cluster) with room for every role."""
+    """Return the numbers of the racks (fabrics, the cluster) with room for every role."""
     return list(_fitting([room.tally(query, role) for role in query.by_weight], query, level, tightest_first))
 
 
 def _fitting(
     tallies: Sequence[CapacityTotals], query: FeasibilityQuery, level: LocalityLevel, tightest_first: bool
 ) -> Iterator[int]:
-    """By the tallies of the roles, as `FeasibilityQuery.by_weight` has them."""
+    """Yield the numbers of the spans with room for every role. `tallies`: one for each role, in the order of
+    `FeasibilityQuery.by_weight`."""
     totals = [tally.totals(level) for tally in tallies]
     enough = totals[0] >= query.everything[query.by_weight[0]]
     tightness = totals[0]
@@ -315,7 +316,7 @@ def _fitting(
     if not tightest_first:
         yield from enough.nonzero()[0].tolist()
         return
-    # Of hundreds one or two are asked for most times.
+    # Callers usually take one or two of hundreds.
     left = np.where(enough, tightness, _NO_ROOM)
     while len(left) and left[number := int(left.argmin())] < _NO_ROOM:
         yield number
@@ -325,25 +326,27 @@ def _fitting(
 def in_span(
     room: CapacityIndex, query: FeasibilityQuery, level: LocalityLevel, number: int, key_of: dict[Alike, Any]
 ) -> Iterator[tuple[Any, Slots]]:
-    """The nodes of a rack (fabric, ...) by their keys, the smallest first; those without a key are left out."""
+    """Yield each key with its nodes of a rack (fabric, ...), the smallest key first. Nodes without a key are left
+    out."""
     return by_key(_present(room, query, level, number), key_of, room.span(level, number))
 
 
 def by_key(some: Iterable[Alike], key_of: dict[Alike, Any], span: Slots) -> Iterator[tuple[Any, Slots]]:
-    """Those of a span's nodes that are these, by their keys as in `in_span`."""
+    """Yield each key with its nodes of `span` that belong to `some` classes, in the order of `in_span`."""
     for key, alikes in _by_key(some, key_of):
         yield key, _together(alikes, span)
 
 
 def walk(runs: Iterable[tuple[Any, Slots]], from_last: bool = False) -> Iterator[int]:
-    """Nodes, run by run, in the order in which they came."""
+    """Yield the slots of runs of nodes, run by run, ascending; descending if `from_last`."""
     return chain.from_iterable(each_from_last(slots) if from_last else each(slots) for _, slots in runs)
 
 
 def _bounded(
     room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, single: Single
 ) -> Iterator[list[tuple[Any, Family]]]:
-    """Families that host the gang, by their bounds; in parts of which each is better than all that follow."""
+    """Yield the families with room for the gang, with their bounds, in parts. Each part is better than all later
+    ones."""
     within = min(widest, LocalityLevel.NODE)
     level = query.level
     bounds: dict[Family, Any] = query.memo(
@@ -400,8 +403,8 @@ def _over_exactly(
 def _roomiest_first(
     room: CapacityIndex, query: FeasibilityQuery, level: LocalityLevel, number: int, key_of: dict[Alike, Any]
 ) -> Iterator[tuple[int, Iterator[int]]]:
-    """Nodes of a span by how many tasks of the one role they have room for, those with equal room by their keys. Keys
-    are not asked for before it comes to their nodes."""
+    """Yield the tasks of the single role that fit, with the nodes of a span where so many fit, the most first. Nodes
+    with equal room are ordered by their keys, which are computed only when needed."""
     span = room.span(level, number)
     # Of the whole cluster the index is shorter than the nodes are many, but only of those that have devices free.
     by_entry = level is LocalityLevel.CLUSTER and query.least_free

@@ -1,7 +1,7 @@
 """Which devices of one server lie close together: levels of device masks, best masks for so many devices.
 
-A table per configuration set answers it: kept for every mask asked for on servers of up to eight devices, searched
-group by group beyond. Knows nothing of nodes or jobs but the counts it is given.
+There is one table for each configuration set. It remembers every requested mask on servers of up to eight devices;
+larger servers are searched group by group. The module depends on no nodes or jobs, only on counts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ganger.cluster.resources import ConfigurationSet, DeviceGroup, LocalityLeve
 FAR = 99
 # Above this a server has too many masks to look at each: C(8, 4) = 70, C(16, 8) = 12,870.
 _ENUMERATED_DEVICES = 8
-# Masks remembered per configuration set; a cluster of 16-device servers could ask for 2**16.
+# Masks remembered per configuration set; a cluster of 16-device servers could request 2**16.
 _MEMO_ENTRIES = 1 << 16
 _GIB = 1 << 30
 

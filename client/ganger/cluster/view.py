@@ -72,16 +72,17 @@ class View:
             self.put_configuration_set(configuration_set)
 
     def put_configuration_set(self, configuration_set: ConfigurationSet) -> None:
-        """Sets are immutable: one that is known already is left alone."""
+        """Add a configuration set. Sets are immutable: one with a known name is not replaced."""
         if configuration_set.name not in self.sets:
             self.sets[configuration_set.name] = configuration_set
             self._topology_of[configuration_set.name] = Topology(configuration_set)
             self._set_codes[configuration_set.name] = len(self._set_codes)
 
     def put(self, row: NodeRow, in_service: int | None = None) -> bool:
-        """Adds or replaces a node; whether anything but its version changed. KeyError for an unknown configuration set.
+        """Add or replace a node; return whether more than its version changed. KeyError for an unknown configuration
+        set.
 
-        A row without a version gets the next one. `in_service`: devices that may ever be free; all when not told.
+        A row without a version gets the next one. `in_service`: devices that may ever be free; all by default.
         """
         topology = self._topology_of[row.configuration_set]
         slot = self.slots.get(row.node)
@@ -215,9 +216,9 @@ class View:
         self.freed = self.version
 
     def roomy(self, slot: int, needed: int, own: Sequence[int] = ()) -> int:
-        """The devices that have `needed` bytes left, `own` bytes of what is kept there counted as left.
+        """Return the devices with at least `needed` bytes left. `own` bytes that are kept there count as left.
 
-        All of them if nothing is needed, or if the configuration set does not say how much memory they have.
+        Return all devices if nothing is needed, or if the configuration set has no size of device memory.
         """
         topology = self.topologies[slot]
         capacity = topology.configuration_set.device_memory_bytes
@@ -234,7 +235,7 @@ class View:
         return sum([1 << at for at, size in enumerate(kept) if size <= most])
 
     def device_memory_left(self, slot: int, own: Sequence[int] = ()) -> tuple[int, ...]:
-        """Bytes of each device beside what parked gangs keep of it; `own` bytes of that count as left."""
+        """Return the bytes of each device without those that parked gangs keep. `own` bytes of these count as left."""
         topology = self.topologies[slot]
         capacity = topology.configuration_set.device_memory_bytes
         if not own and slot not in self.parked:
@@ -243,7 +244,7 @@ class View:
         return tuple([max(0, capacity - size + mine) for size, mine in zip(kept, ours, strict=True)])
 
     def device_rows(self, slot: int) -> tuple[int, ...]:
-        """How many claims hold each device."""
+        """Return the number of claims on each device."""
         shared = self.shared.get(slot)
         if shared is not None:
             return shared
@@ -260,7 +261,7 @@ class View:
                 self.freed = self.version
 
     def row(self, name: str) -> NodeRow:
-        """KeyError for an unknown node."""
+        """Return the state of a node. KeyError for an unknown node."""
         return self._row(self.slots[name])
 
     def total(self, name: str) -> NodeRow:
@@ -312,7 +313,7 @@ class View:
         return empty
 
     def rows(self) -> Iterator[NodeRow]:
-        """In the order in which nodes came (a reused slot takes the place of the node that left)."""
+        """Yield node states in the order of slots: of arrival, but a new node may reuse the slot of one that left."""
         return (self._row(slot) for slot, name in enumerate(self.nodes) if name)
 
     def names(self) -> Iterator[str]:
@@ -392,7 +393,7 @@ class View:
         return mask & self.held[slot]
 
     def _hold(self, slot: int, rows: tuple[int, ...]) -> None:
-        """So many claims hold each of its devices."""
+        """Set the number of claims on each device of a node."""
         self.held[slot] = sum([1 << device for device, claims in enumerate(rows) if claims > 0])
         if all(map(_ONE_OR_NONE.__contains__, rows)):
             self.shared.pop(slot, None)
