@@ -1,7 +1,7 @@
 """A job as people describe it, by flags, a YAML or TOML file, or keyword arguments, as the JobSpec of the wire.
 
-All that is wrong is found at once, each with its path ("roles[0].tasks", or "--gpus" if it came from a flag). What only
-the master can know (whether the gang could ever fit) is not judged here.
+All that is wrong is found at once, each with its path ("roles[0].tasks", or "--gpus" if it came from a flag). Checks
+that need the state of the cluster (could the gang ever fit?) are left to the master.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ _NO_LIMIT = "never"
 _ROLE_KEYS = frozenset({"name", "tasks", "gpus", "cpus", "memory"})
 _DEFAULT_PATIENCE_S = 600.0
 _MAX_TASKS = 10_000
-# Signs of what is said of one key.
+# Most characters of a message about one key.
 _LONGEST = 300
 _MAX_ENVIRONMENT_BYTES = 256 * 1024
 # What Linux gives to a program in one string, without "=" and the NUL at the end.
@@ -288,7 +288,8 @@ class _Reader:
 
 
 def _roles(reader: _Reader) -> tuple[list[Role], tuple[int, int]]:
-    """And between which numbers of GPUs it may have any, if it is elastic: then it asks for the fewest."""
+    """Return the roles and the range of GPUs of an elastic job, (0, 0) for others. An elastic job gets roles for the
+    fewest."""
     if reader.has("roles"):
         for key in ("gpus", "gpus_per_task", "tasks", "cpus_per_gpu", "cpus_per_task", "memory"):
             if reader.has(key):

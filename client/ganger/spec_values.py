@@ -78,7 +78,7 @@ def shortened(value: object) -> str:
 
 
 def _words(text: str) -> list[str]:
-    """As a shell would split it. What would make a shell do more than to run one program is no word."""
+    """Split a line as a shell does. ValueError for anything but one program, such as a pipe or a redirection."""
     line = re.sub(r"\s*\n\s*\Z", "", text.replace("\\\n", " ").lstrip())
     lexer = shlex.shlex(line, posix=True, punctuation_chars=_SHELL_SIGNS)
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""

@@ -38,7 +38,7 @@ def parse_duration(text: object) -> float:
 
 
 def _seconds(text: str | int | float) -> float:
-    """Negative for what cannot be read."""
+    """Return a duration in seconds; negative for text that is none."""
     if not isinstance(text, str):
         return float(min(text, 2 * _MAX_S))
     plain = text.strip().lower()

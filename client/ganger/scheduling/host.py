@@ -71,7 +71,7 @@ class _GangRequest:
 class SchedulerHost:
     """Runs schedulers made by `make_scheduler` until `run` is cancelled or, with `jobs`, until all of those have ended.
 
-    `find` is asked at every connection, so that a master that comes back elsewhere is found.
+    `find` is called for every connection, so that a master that restarts at another address is found.
     """
 
     def __init__(
@@ -259,14 +259,14 @@ class SchedulerHost:
     def _propose(self, scheduler: JobScheduler, lease: PlacementLease) -> Proposal:
         with self._bounded():
             proposal: object = scheduler.propose(lease, self.mirror.view)
-        # Of a `return` that was forgotten the job would wait for ever: to pass is to say so.
+        # A forgotten `return` would leave the job waiting for ever. A scheduler passes by an empty Proposal.
         if not isinstance(proposal, Proposal):
             raise TypeError(f"propose() of {type(scheduler).__name__} gave a {type(proposal).__name__}, not a Proposal")
         return proposal
 
     @contextlib.contextmanager
     def _bounded(self) -> Iterator[None]:
-        """Ends a user's process whose code hangs, saying where: its job has long gone on without it."""
+        """End this process, with a traceback, if a user's scheduler hangs. Its job continues without it."""
         if not self._jobs:
             yield
             return
@@ -321,12 +321,12 @@ def _lease_of(message: scheduling_pb2.PlacementLease) -> PlacementLease:
 
 
 async def run_host(host: SchedulerHost, *, until_stdin_closes: bool = False) -> None:
-    """Until the host is done, SIGTERM or SIGINT comes, or, if asked, standard input closes (its parent died)."""
+    """Run the host until it ends or SIGTERM or SIGINT arrives. `until_stdin_closes`: also until the parent dies."""
     await until_stopped(host.run(), until_stdin_closes)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The default host. 0 when asked to stop, 2 for bad usage."""
+    """Run the default host. Return 0 once it is stopped; exit with 2 for wrong usage."""
     parser = argparse.ArgumentParser(prog="ganger.scheduling.host", description="The default job-scheduler host.")
     parser.add_argument("--state-dir", help="state directory of the master, or its address")
     parser.add_argument("--until-stdin-closes", action="store_true", help="end when standard input closes")

@@ -1,6 +1,6 @@
 """Why a program beside the master does not reach it, in words for its log.
 
-How long a process beside the master runs: until its work ends, it is told to stop, or its parent has died.
+How long a process beside the master runs: until its work ends, a signal stops it, or its parent has died.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FOR_A_PERSON = (
 
 
 def why(error: Exception) -> str:
-    """The reason of what a call came to; in full where a person has to do something."""
+    """Return the reason of a failed call; with the full message where a person must act."""
     if not isinstance(error, grpc.aio.AioRpcError):
         return str(error)
     found = from_rpc_error(error)
@@ -34,7 +34,7 @@ def why(error: Exception) -> str:
 
 
 async def why_away(error: Exception, find: Callable[[], Endpoint]) -> str:
-    """The same, with the fault of the certificates where they are why the master does not answer: gRPC hides it."""
+    """Return the reason as `why` does, or the fault of the certificates if that is the cause: gRPC hides it."""
     if isinstance(error, grpc.aio.AioRpcError) and isinstance(from_rpc_error(error), Unreachable):
         try:
             endpoint = find()
@@ -48,7 +48,7 @@ async def why_away(error: Exception, find: Callable[[], Endpoint]) -> str:
 
 
 async def until_stopped(work: Coroutine[Any, Any, None], until_stdin_closes: bool) -> None:
-    """Until the work is done, SIGTERM or SIGINT comes, or, if asked, standard input closes."""
+    """Run `work` until it ends or SIGTERM or SIGINT arrives. `until_stdin_closes`: also until standard input closes."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -49,7 +49,7 @@ class SampleRange:
         return indices
 
     def starts(self, start: int = 0) -> range:
-        """Where the batches of a pass begin, from the one at `start` on."""
+        """Return the first positions of the global batches of a pass, in samples, from `start` on."""
         rest = (self.length - start) % self.global_batch if self.drop_last else 0
         return range(start, self.length - rest, self.global_batch)
 
@@ -147,7 +147,7 @@ def seed_everything(seed: int) -> None:
 
 
 class LoaderEvents(Protocol):
-    """What a loader tells the job it belongs to."""
+    """Events that a loader reports to its job."""
 
     def took_batch(self, loader: ElasticLoader, samples: int, waited_ns: int, is_last: bool) -> None: ...
 
@@ -273,19 +273,19 @@ class ElasticLoader:
         )
 
     def position(self) -> dict[str, Any]:
-        """Where training is, in numbers that mean the same for any number of ranks and workers."""
+        """Return the position of training, as numbers that are valid for any number of ranks and workers."""
         return {"pass": self._pass, "samples": self._taken, "active": self.is_being_read}
 
     def go_to(self, position: dict[str, Any]) -> None:
-        """The next pass begins at `position`, which may have been reached with other batches; an iterator that is
-        still held continues from there."""
+        """Let the next pass begin at `position`, which other batch sizes may have reached. An iterator in use continues
+        from there."""
         self._pass = int(position["pass"])
         self._taken = int(position["samples"])
         self._is_resuming = bool(position["active"])
         self._reader = _BEFORE_RESTART if self._is_resuming else None
 
     def follow(self, earlier: ElasticLoader) -> None:
-        """Begin where `earlier`, which the script made anew, would have begun its next pass."""
+        """Begin where `earlier`, which the script has replaced, would have begun its next pass."""
         self._pass = earlier._pass + earlier.is_being_read
 
 

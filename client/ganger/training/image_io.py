@@ -1,6 +1,6 @@
 """State images from live tensors and back into them, without a copy in between where the device allows it.
 
-The format is ganger.injob.state_image's. A writer tells how far it is after every piece, so that what is filled can be
+The format is ganger.injob.state_image's. A writer reports its progress after every piece, so that filled parts can be
 streamed; a reader takes tensors as their bytes arrive.
 """
 
@@ -126,7 +126,7 @@ def write_image(plan: ImagePlan, sink: Sink) -> str:
 
 
 def host_views(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor in logical order, in parts, each valid until the next is asked for."""
+    """Yield the bytes of a tensor in logical order, in parts. Each is valid until the next one."""
     if tensor.numel() == 0:
         return
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -204,7 +204,7 @@ class FileSink:
 
 
 class ArenaSink:
-    """Copies into mapped memory and tells after each piece how many bytes are there. Raises ArenaTooSmallError."""
+    """Copies into mapped memory, and reports the bytes written after each piece. Raises ArenaTooSmallError."""
 
     def __init__(self, arena: memoryview, progress: Callable[[int], None]) -> None:
         self._arena = arena
@@ -226,7 +226,7 @@ class ArenaSink:
 
 
 def _copy(target: memoryview, source: memoryview) -> None:
-    """Without the interpreter's lock: the script's own threads go on meanwhile."""
+    """Copy `source` to `target`. Large copies release the interpreter lock, so that threads of the script continue."""
     if source.readonly or len(source) < 64 << 10:
         target[:] = source
         return

@@ -62,15 +62,16 @@ Place = tuple[int, frozenset[int]]
 
 
 def places() -> tuple[Place, ...]:
-    """Where the script is, innermost frame first."""
+    """Return the present place of the script in each of its frames, innermost first."""
     return tuple((id(frame), _loops_around(frame)) for frame in _frames())
 
 
 def fetch_place() -> tuple[tuple[types.CodeType, int], ...] | None:
-    """Where the script fetches; None in the handler of the StopIteration that began the pass, which leads back there.
+    """Return code and line of each frame of the script that fetches a batch, innermost first.
 
-    A restart goes on at the first fetch of a pass. Where later ones are made elsewhere, batches are fetched ahead
-    of their steps, and the one in hand would be lost.
+    None in the handler of the StopIteration that began the pass: it leads back to the same place. A restart continues
+    at the first fetch of a pass. If later fetches are elsewhere, batches are fetched before their steps, and a restart
+    would lose one.
     """
     if sys.exc_info()[0] is StopIteration:
         return None
@@ -298,7 +299,8 @@ class Unflushed:
 
 
 def _file_to_write(file: int | str) -> _FileId | None:
-    """None unless it is one that outlives this process; of a descriptor, unless it is open for writing."""
+    """Return the identity of a regular file that outlives this process, else None. None also for a descriptor that is
+    not open for writing."""
     try:
         if isinstance(file, int) and fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
             return None

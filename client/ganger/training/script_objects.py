@@ -54,12 +54,12 @@ class OwnFiles:
             self._note_use(holder, name)
 
     def first_loop_begins(self) -> None:
-        """From here on nothing is looked for to start from."""
+        """Stop watching for files that the script looks for: it looks for a checkpoint before its first loop."""
         while self._undo:
             self._undo.pop()()
 
     def resumed_from(self) -> str:
-        """The file the script starts from if it is there, of those it saves; '' for none."""
+        """Return the file that the script both saves and looks for at its start; '' without one."""
         return min(self.saved & self._looked_for, default="")
 
     def _note_use(self, holder: Any, name: str) -> None:
@@ -136,7 +136,7 @@ def _note_instances(kind: type, found: list[weakref.ref[Any]]) -> None:
 
 
 def _with_own_start(kind: Any) -> list[type]:
-    """Its subclasses so far, torch's own, that have an __init__ of their own."""
+    """Return the present subclasses of `kind`, those of torch, that define an __init__."""
     return [below for below in type.__subclasses__(kind) if "__init__" in vars(below)]
 
 
@@ -145,7 +145,8 @@ def _alive(references: list[weakref.ref[Any]]) -> list[Any]:
 
 
 def _outermost(schedulers: list[Any]) -> list[Any]:
-    """Without those that SequentialLR and ChainedScheduler hold: their state is part of the holder's."""
+    """Return the schedulers that no SequentialLR or ChainedScheduler holds: the holder's state has the state of
+    others."""
     inner = {id(item) for holder in schedulers for item in getattr(holder, "_schedulers", ())}
     return [item for item in schedulers if id(item) not in inner]
 

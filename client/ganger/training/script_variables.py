@@ -1,4 +1,4 @@
-"""What an unmodified script keeps beside its models: counters, sums, best values, histories, generators of its own.
+"""What an unmodified script keeps beside its models: counters, sums, best values, histories, its random generators.
 
 Looked at are the variables of the frames that lead to the boundary, those of the script's modules, and the attributes
 of objects found there, as far as their classes are the script's or of a package that calls its loop (a trainer, a
@@ -34,7 +34,7 @@ from ganger.training.state_codec import StateNotSupportedError
 MOST_VALUES = 500_000
 LARGEST_ARRAY_BYTES = 64 << 20
 LARGEST_LIST = 20_000
-# A large tensor bound anew in every step is a batch or an activation, and dead at the boundary.
+# A large tensor that every step replaces is a batch or an activation, and is not used after the boundary.
 LARGEST_PASSING_BYTES = 1 << 20
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -50,8 +50,8 @@ _ARRAY = "$array"
 
 
 class Variables:
-    """The plain values of one script, against those at the beginning of its first loop. `loaders` tells of those that
-    are being read, by the number of the loop: no other object may refer to them."""
+    """The plain values of one script, against those at the beginning of its first loop. `loaders` returns those
+    that are being read, by the number of the loop: no other object may refer to them."""
 
     def __init__(self, loaders: Callable[[], list[tuple[int, Any]]] = list) -> None:
         self._loaders = loaders
@@ -62,13 +62,15 @@ class Variables:
         return self._before is not None
 
     def note(self) -> None:
-        """The first loop begins: what is changed is changed from here on. Raises StateNotSupportedError."""
+        """Record the values at the beginning of the first loop, for `changed` to compare with. Raises
+        StateNotSupportedError."""
         self._before = {}
         scopes = _scopes(self._loaders())
         self._before = {scope.path: {name: _image(value) for name, value in scope.plain()} for scope in scopes}
 
     def changed(self) -> dict[str, dict[Any, Any]]:
-        """Values by scope and name, of the kinds that `codec.encode` takes. Raises StateNotSupportedError."""
+        """Return changed values by scope and name, of the kinds that `codec.encode` takes. Raises
+        StateNotSupportedError."""
         assert self._before is not None, "noted when the first loop began"
         found: dict[str, dict[Any, Any]] = {}
         for scope in _scopes(self._loaders()):
@@ -82,7 +84,7 @@ class Variables:
         return found
 
     def tensors(self) -> list[torch.Tensor]:
-        """Those among the changed values: they take room wherever the state is kept."""
+        """Return the tensors in the changed values, which add to the size of the state."""
         try:
             return list(_tensors_in(self.changed())) if self.noted else []
         except StateNotSupportedError:
@@ -159,7 +161,7 @@ class _Scope:
         return _is_data(value) or (is_dataset and any(True for _ in _arrays_in(value)))
 
     def put(self, name: Any, value: Any, present: Any) -> None:
-        """In place where that can be done: others may know the same list."""
+        """Set a value, in place where possible: other objects may refer to the same list."""
         if isinstance(value, dict) and _GENERATOR in value:
             _set_generator(present, value[_GENERATOR])
         elif type(present) is type(value) and isinstance(value, (list, collections.deque)):
@@ -233,7 +235,7 @@ def _frames() -> list[Any]:
 
 
 def _modules() -> dict[str, types.ModuleType]:
-    """Those of the script: not installed, and not Python's own."""
+    """Return the modules of the script by name: neither installed nor of the standard library."""
     return {name: module for name, module in list(sys.modules.items()) if is_own(name)}
 
 
@@ -353,7 +355,7 @@ def _arrays_in(value: Any) -> Iterator[Any]:
 
 
 def _packed(value: Any) -> Any:
-    """Without tensors and arrays: as their bytes."""
+    """Return a copy of a value with the bytes of tensors and arrays in their place."""
     if isinstance(value, torch.Tensor):
         return {
             _ARRAY: (str(value.device), str(value.dtype)[len("torch.") :], tuple(value.shape), generator_bytes(value))
@@ -425,7 +427,7 @@ def _is_same(before: Any, value: Any) -> bool:
 
 
 def _kept(value: Any) -> Any:
-    """As it is saved: without the way it was computed, generators as their state."""
+    """Return a value as it is saved: tensors without gradient history, generators as their state."""
     if isinstance(value, torch.Tensor):
         return value.detach()
     if _is_generator(value):
@@ -463,7 +465,7 @@ def _rebuilt(value: Any, each: Callable[[Any], Any]) -> Any:
 def _is_same_state(before: Any, state: Any) -> bool:
     if isinstance(before, dict) and isinstance(state, dict):
         return all(_is_same_state(before.get(key), state[key]) for key in state)
-    # arrays inside, whose == says something else
+    # arrays inside, whose == compares elements
     return bool(before.tobytes() == state.tobytes() if hasattr(state, "tobytes") else before == state)
 
 

@@ -31,7 +31,7 @@ from ganger.training.state import TrainingObjects, capture, restore_random
 from ganger.training.state_codec import StateNotSupportedError, tell
 from ganger.training.state_keeper import StateKeeper
 
-# Evaluation loops make no steps, so silence alone says little; this many batches without any step do.
+# Evaluation loops make no steps, so one pass without a step proves little; this many batches prove it.
 BATCHES_BEFORE_OPAQUE = 1000
 STEPS_WITHOUT_LOADER = 3
 VARIABLES_EVERY_S = 1.0
@@ -284,7 +284,7 @@ class UnmodifiedScript:
         self._boundary_loop = None
 
     def _refine(self, loop: Loop | None) -> None:
-        """After the first step it is known what the script is like."""
+        """Find out after the first step what the script supports, and report it as capabilities."""
         assert self._control is not None
         assert self._progress is not None
         training = self._training()
@@ -429,7 +429,7 @@ class UnmodifiedScript:
 
 
 def _weakly(training: TrainingObjects, variables: Variables) -> Callable[[], TrainingObjects]:
-    """What of `training` is still alive: a script that makes new models for every run of its own drops the old ones."""
+    """Return a function for the objects of `training` that still live: a script may replace its models between runs."""
     models = weakref.WeakValueDictionary(training.models)
     optimizers = weakref.WeakValueDictionary(training.optimizers)
     due = 0.0

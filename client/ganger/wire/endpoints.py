@@ -1,4 +1,4 @@
-"""Where a server listens and what opens its door: addresses, start-up tokens, and the file that tells clients.
+"""Endpoints of servers: addresses, start-up tokens, and the file by which clients find them.
 
 An address is "unix:PATH" or "HOST:PORT". A server that starts writes STATE_DIR/endpoint.json {"address", "token_file"};
 clients on the same machine read it. Without certificates (`ganger.wire.tls`) a server listens on this machine only, and
@@ -23,7 +23,7 @@ _MAX_SOCKET_PATH_BYTES = 107
 
 
 class EndpointError(Exception):
-    """An address or token that cannot be used; the message says what to do. `found` is False if there just is none."""
+    """An address or token that cannot be used; the message has the remedy. `found` is False if there is none."""
 
     def __init__(self, message: str, *, found: bool = True) -> None:
         super().__init__(message)
@@ -48,7 +48,7 @@ class Endpoint:
 
 
 def default_state_directory() -> Path:
-    """Where `ganger up` keeps its cluster unless told otherwise."""
+    """Return the default state directory of `ganger up`."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "ganger" / "cluster"
 
@@ -102,7 +102,7 @@ def read_endpoint(directory: Path) -> Endpoint:
     except OSError as error:
         raise EndpointError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise EndpointError(f"{path} is not an endpoint file ({error}): restart the master to write it anew") from error
+        raise EndpointError(f"{path} is not an endpoint file ({error}): restart the master to rewrite it") from error
     check_address(address)
     return Endpoint(address, read_token(directory / token_file) if token_file else "")
 

@@ -44,7 +44,7 @@ def level_to_wire(level: LocalityLevel | None) -> resources_pb2.Level.ValueType:
 
 
 def level_from_wire(level: int) -> LocalityLevel | None:
-    """None for unspecified."""
+    """Return a locality level; None for unspecified. Raises RequestInvalid for an unknown one."""
     if level == resources_pb2.LEVEL_UNSPECIFIED:
         return None
     try:
@@ -182,7 +182,7 @@ def claim_to_wire(value: Claim) -> resources_pb2.Claim:
 
 
 def claim_from_wire(message: resources_pb2.Claim) -> Claim:
-    """As it is asked for: what is parked only `parked_claims_from_wire` reads."""
+    """Return a claim without its parked bytes, which `parked_claims_from_wire` reads. Raises RequestInvalid."""
     tasks = message.tasks
     if len(message.millicores) > _PARTS_MOST or len(tasks) > _PARTS_MOST:
         raise RequestInvalid(f"a claim has at most {_PARTS_MOST} sockets, and roles")
@@ -208,7 +208,7 @@ def claims_from_wire(messages: Iterable[resources_pb2.Claim]) -> tuple[Claim, ..
 
 
 def parked_claims_from_wire(messages: Iterable[resources_pb2.Claim]) -> tuple[Claim, ...]:
-    """Where a gang is parked, with what it keeps of devices and of its memory there."""
+    """Return the claims of a parked gang, with the device memory and host memory in bytes that it keeps."""
     return tuple(
         [
             replace(
@@ -229,7 +229,7 @@ def arena_bytes_for(gpu_memory_bytes: int) -> int:
 def gang_shape_from_wire(
     spec: job_pb2.JobSpec, arena_bytes_per_device: int | None = None, device_memory_bytes: int | None = None
 ) -> GangShape:
-    """What placement needs to know of a job. The last two, unless given, follow from the spec's gpu_memory_bytes."""
+    """Return the gang shape of a job. The last two arguments default to values from the spec's gpu_memory_bytes."""
     return GangShape(
         roles=tuple(role_from_wire(role) for role in spec.roles),
         device_type=spec.device_type,
@@ -257,7 +257,7 @@ def refusal_to_wire(value: Refusal, into: resources_pb2.Refusal | None = None) -
 
 
 def refusal_from_wire(message: resources_pb2.Refusal) -> Refusal:
-    """Raises RequestInvalid for a reason this program does not know."""
+    """Return a refusal. Raises RequestInvalid for an unknown reason."""
     try:
         reason = Reason[message.reason]
     except KeyError as error:

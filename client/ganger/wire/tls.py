@@ -67,12 +67,12 @@ def server_credentials(directory: Path) -> grpc.ServerCredentials:
 
 
 def client_context(directory: Path) -> ssl.SSLContext:
-    """For sockets that dial. Raises CredentialError."""
+    """Return a TLS context for sockets that connect. Raises CredentialError."""
     return _loaded(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), directory)
 
 
 def server_context(directory: Path) -> ssl.SSLContext:
-    """For sockets that are dialled. Raises CredentialError."""
+    """Return a TLS context for sockets that accept; it requires a client certificate. Raises CredentialError."""
     context = _loaded(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), directory)
     context.verify_mode = ssl.CERT_REQUIRED
     return context
@@ -99,7 +99,7 @@ def identity_in_pem(certificate: bytes) -> CallerIdentity:
 
 def check_directory(directory: Path, roles: Iterable[CallerRole] = CallerRole) -> CallerIdentity:
     """Return the identity of the certificate, after a handshake with itself: key and certificate match, are of the
-    authority, valid now, and of one of `roles`. Raises CredentialError saying which of that is wrong."""
+    authority, valid now, and of one of `roles`. Raises CredentialError, which names the fault."""
     serving, calling = server_context(directory), client_context(directory)
     calling.check_hostname = False
     calling.verify_mode = ssl.CERT_NONE
@@ -150,8 +150,8 @@ def trouble_with(endpoint: Endpoint, role: CallerRole = CallerRole.MASTER) -> st
             socket.create_connection((host, int(port)), _PROBE_S) as plain,
             context.wrap_socket(plain, server_hostname=host) as connection,
         ):
-            # Whether it takes our certificate a server says after the handshake: one that does speaks first, another
-            # sends an alert or just hangs up.
+            # A server checks our certificate after the handshake. If it accepts it, the server sends first; else it
+            # sends an alert or closes the connection.
             if not _first_byte(connection):
                 return _not_taken(directory)
             return _other_role(connection.getpeercert(), role, host)

@@ -47,13 +47,13 @@ class Cgroups(Protocol):
         would wait otherwise: call it beside other work."""
 
     def set_cpus(self, group: str, cpus: Collection[int]) -> tuple[int, ...]:
-        """Live. Returns the CPUs the group now runs on, or () when it could not be pinned."""
+        """Pin a running group. Return the CPUs it now runs on, or () when it could not be pinned."""
 
     def set_memory_limit(self, group: str, memory_bytes: int) -> bool:
-        """False when it is not enforced."""
+        """Limit the memory of a group. Return False when the limit is not enforced."""
 
     def track(self, group: str, pid: int) -> None:
-        """A process the daemon knows to belong to the group; its session belongs with it."""
+        """Record that a process and its session belong to the group."""
 
     def pids(self, group: str) -> tuple[int, ...]: ...
 
@@ -65,10 +65,10 @@ class Cgroups(Protocol):
     def frozen(self, group: str) -> bool: ...
 
     def kill(self, group: str) -> None:
-        """SIGKILL to everything in it, frozen or not."""
+        """Send SIGKILL to all processes of the group, frozen or not."""
 
     def oom_kills(self, group: str) -> int:
-        """How many processes the kernel killed for the group's memory limit."""
+        """Return the number of processes that the kernel killed for the memory limit."""
 
     def cpu_s(self, group: str) -> float: ...
 
@@ -78,13 +78,13 @@ class Cgroups(Protocol):
         """Return its memory in bytes without file caches, which the kernel reclaims under pressure; zero if unknown."""
 
     def destroy(self, group: str, timeout_s: float = 5.0) -> bool:
-        """False while processes are still there after the time; a group that is gone is True."""
+        """Remove a group. Return False if it still has processes after `timeout_s`; True also for a missing group."""
 
     def groups(self) -> tuple[str, ...]:
-        """Those that exist, by name: for adoption and for the janitor."""
+        """Return the names of all groups that exist, for adoption and for the janitor."""
 
     def tidy(self) -> None:
-        """Removes the root of all groups if none is left. Work can go on afterwards."""
+        """Remove the root of all groups if no group is left. The object stays usable."""
 
 
 def is_done(cgroups: Cgroups, capability: str) -> bool:

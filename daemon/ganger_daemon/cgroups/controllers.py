@@ -134,7 +134,7 @@ def threads_of(pids: Iterable[int]) -> list[int]:
 
 
 def set_affinity(pids: Iterable[int], cpus: Collection[int]) -> bool:
-    """For every thread of those processes. True when at least one thread took it, or there was none."""
+    """Pin all threads of the processes to `cpus`. Return True if at least one was pinned, or there is none."""
     threads = threads_of(pids)
     taken = 0
     for thread in threads:
@@ -294,7 +294,7 @@ class MemoryV2:
 
 
 class StopV1:
-    """The freezer. A frozen process acts on SIGKILL once it is thawed, before any other instruction of its own."""
+    """The freezer. A frozen process acts on SIGKILL once it is thawed, before any other of its instructions."""
 
     name = "v1"
     file = "freezer.state"
@@ -385,8 +385,8 @@ class QuotaV2:
 
 
 def _forget_masks(group: Path, before: set[int], effective: Collection[int]) -> None:
-    """A thread that was pinned by its own program keeps to its mask after the group grows (kernel >= 6.2), so each is
-    told that it may run anywhere; the group still bounds it."""
+    """Let all threads run on any CPU of the group after it has grown. On kernels >= 6.2, a thread that its program
+    pinned would keep its mask."""
     if set(effective) - before:
         set_affinity(pids_in(group), ALL_CPUS)
 

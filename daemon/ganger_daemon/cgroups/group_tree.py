@@ -217,7 +217,7 @@ class GroupTree:
         remove_roots(self._roots, self._depth)
 
     def _at(self, root: Path, group: str) -> Path:
-        """Where a group lies: beside the pools, or in one."""
+        """Return the directory of a group, beside the pools or in one."""
         directory = root / checked(group)
         return directory if directory.is_dir() else next(root.glob(f"{_POOL}*/{group}"), directory)
 
@@ -228,7 +228,7 @@ class GroupTree:
             return controllers.wait_until(lambda: self.frozen(group) == frozen, timeout_s)
         directory = self._at(part.root, group)
         part.order(directory, frozen)
-        # v1 may need to be told again: a process that was forking is missed the first time
+        # v1 may need a second order: the first one misses a process that is forking
         return controllers.wait_until(
             lambda: part.is_frozen(directory) == frozen, timeout_s, lambda: part.order(directory, frozen)
         )

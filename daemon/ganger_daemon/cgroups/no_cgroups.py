@@ -68,7 +68,7 @@ class NoCgroups:
         return ""
 
     def hasten(self) -> None:
-        """There is nothing to join."""
+        """Do nothing: without cgroups, no process joins a group."""
 
     def set_cpus(self, group: str, cpus: Collection[int]) -> tuple[int, ...]:
         wanted = tuple(sorted(set(cpus) & set(range(os.cpu_count() or 1))))
@@ -124,7 +124,7 @@ class NoCgroups:
             controllers.signal_all(self.pids(group), signal.SIGSTOP)
 
         stop()
-        # again: a process that was forking leaves a child that has not been told
+        # again: the first signals miss the child of a process that is forking
         return controllers.wait_until(lambda: self.frozen(group), timeout_s, stop)
 
     def thaw(self, group: str, timeout_s: float = 5.0) -> bool:

@@ -111,7 +111,7 @@ class VirtualDevices:
         return tuple(used)
 
     def used_by(self, pids: Collection[int]) -> tuple[int, ...]:
-        """There is no driver that could tell a process's tensors from the rest of its memory."""
+        """Return UNREADABLE for each device: no driver separates a process's tensors from the rest of its memory."""
         return (UNREADABLE,) * len(self._inventory.devices)
 
     def use_by(self, pids: Collection[int], device_mask: int) -> float | None:
@@ -149,7 +149,8 @@ class VirtualDevices:
 
 
 def parse_topology(text: str, gpus: int) -> tuple[int, int, int]:
-    """(sockets, switches per socket or 0, devices per innermost group). Raises ValueError saying what was expected."""
+    """(sockets, switches per socket or 0, devices per innermost group). Raises ValueError that names the expected
+    form."""
     try:
         parts = [int(part) for part in text.lower().split("x")] if text else [1, gpus]
     except ValueError:

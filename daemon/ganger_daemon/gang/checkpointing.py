@@ -90,7 +90,7 @@ class CheckpointCoordinator:
 
     @property
     def wanted_paths(self) -> list[str] | None:
-        """For the notes of the next daemon."""
+        """Paths of the checkpoints that the master needs, for the next daemon; None before the master has sent them."""
         names = self.keeper.wanted
         return None if names is None else [f"checkpoints/{name}" for name in sorted(names)]
 

@@ -90,8 +90,8 @@ class RunMark:
 class ControlPages:
     """Pages in one directory. `local` are the ranks of this node; the others are mirrors.
 
-    None is ever mapped: a job may cut off its pages at any instant. Reading one raises PageError then, and `damage`
-    says so.
+    No page is ever mapped: a job may truncate its pages at any instant. Reading a truncated page raises PageError, and
+    `damage` reports it.
     """
 
     def __init__(self, directory: Path, epoch: int, world: int, local: tuple[int, ...]) -> None:
@@ -176,7 +176,8 @@ class ControlPages:
         return self[rank].progress()
 
     def process(self, rank: int) -> ProcessId:
-        """As the page names it: a claim (see `node.process_identity`). Without a pid where none can be read."""
+        """Return the process that the page of a rank names, unverified (see `node.process_identity`); NO_PROCESS if
+        pages cannot be read."""
         if not self.readable:
             return NO_PROCESS
         identity = self[rank].identity()

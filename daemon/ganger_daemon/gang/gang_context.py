@@ -146,7 +146,7 @@ def to_json(desired: agent_pb2.DesiredGang) -> dict[str, Any]:
 
 
 def from_json(fields: dict[str, Any]) -> agent_pb2.DesiredGang | None:
-    """None when the fields are not a gang: a crash, or a newer daemon, wrote them."""
+    """Return the gang of these fields; None if a crash or a newer daemon left fields that are no gang."""
     if not fields:
         return None
     try:

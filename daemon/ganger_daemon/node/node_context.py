@@ -44,7 +44,7 @@ class StorageWait:
 
 
 class StorageWork:
-    """Run calls that may hang, at most `at_once` at a time, each on a thread of its own."""
+    """Run calls that may hang, at most `at_once` at a time, each on a separate thread."""
 
     def __init__(self, at_once: int = _AT_ONCE) -> None:
         self._places = threading.BoundedSemaphore(at_once)
@@ -134,7 +134,7 @@ class Storage:
         return f"STORAGE_HUNG: storage has not answered since {self._waiting.since}"
 
     def _look(self, path: Path | None) -> None:
-        """In a thread of its own: storage may hang."""
+        """Read the token in a separate thread, because storage may hang, and record it."""
         found = layout.token_found(path)
         if self._looking is threading.current_thread():
             self._found, self._looked_at, self._looking = found, time.monotonic(), None

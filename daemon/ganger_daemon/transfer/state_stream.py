@@ -33,7 +33,7 @@ MAX_LINE_BYTES = 4096
 
 
 class StreamError(Exception):
-    """The other side refused, broke off, or sent what cannot be; `retry` says whether asking again may help."""
+    """The other side refused, broke off, or sent invalid data; `retry`: whether a new request may succeed."""
 
     def __init__(self, message: str, retry: bool = True) -> None:
         super().__init__(message)
@@ -265,7 +265,7 @@ class _Leg:
         return to_daemon(connection, host, self._tls) if self._tls else connection
 
     def _receive(self, connection: socket.socket, size: int) -> None:
-        heard = time.monotonic()
+        received_at = time.monotonic()
         while self.offset < size:
             if self._cancelled.is_set():
                 raise StreamError("the transfer was cancelled", retry=False)
@@ -273,14 +273,14 @@ class _Leg:
                 with self._landing.view[self.offset : min(self.offset + PIECE_BYTES, size)] as piece:
                     count = _receive_piece(connection, piece)
             except (BlockingIOError, TimeoutError):
-                if time.monotonic() - heard > SILENCE_S:
+                if time.monotonic() - received_at > SILENCE_S:
                     raise
                 continue
             if count == 0:
                 raise StreamError("the other side closed the connection before the image was complete")
             self.offset += count
             self._available(self.offset)
-            heard = time.monotonic()
+            received_at = time.monotonic()
 
     def _read_answer(self, connection: socket.socket) -> bytes:
         """The answer comes when the source begins to fill: wait for it in slices, so that a cancel is seen."""
@@ -299,8 +299,8 @@ class _Leg:
 
 
 def _receive_piece(connection: socket.socket, piece: memoryview) -> int:
-    """As many bytes as come within the piece's time; zero when the other side has closed. Raises BlockingIOError or
-    TimeoutError when none came."""
+    """Receive into `piece` until it is full or its time is over. Return the bytes received, zero when the other side
+    has closed. Raises BlockingIOError or TimeoutError if none arrived."""
     if not isinstance(connection, ssl.SSLSocket):
         return connection.recv_into(piece, 0, socket.MSG_WAITALL)
     end, count = time.monotonic() + PIECE_S, 0

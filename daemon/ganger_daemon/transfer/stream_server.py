@@ -198,7 +198,7 @@ class StreamServer:
                 longest = next(iter(self._strangers))
                 del self._strangers[longest]
                 with contextlib.suppress(OSError):
-                    # Its thread wakes up and closes it. By SSLSocket's own shutdown it would speak in the clear then.
+                    # Its thread wakes up and closes it. SSLSocket.shutdown would leave it to send unencrypted data.
                     socket.socket.shutdown(longest, socket.SHUT_RDWR)
         return connection
 
@@ -224,7 +224,7 @@ class StreamServer:
             self._workers.discard(threading.current_thread())
 
     def _request(self, connection: socket.socket) -> StreamRequest:
-        """Of one that may ask. Raises OSError and StreamError."""
+        """Read and return the request of an authorised client. Raises OSError and StreamError."""
         try:
             limit_silence(connection, SOCKET_TIMEOUT_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -326,7 +326,7 @@ def _send_piece(connection: socket.socket, fd: int, offset: int, size: int) -> i
 def _see_that_it_is_there(client: socket.socket) -> None:
     """Raise OSError if the client has left: it sends nothing after its request."""
     if isinstance(client, ssl.SSLSocket):
-        # Below TLS, and only if there is something: this socket waits for what it is asked for.
+        # Below TLS, and only if data is there: a read from this socket blocks.
         poller = select.poll()
         poller.register(client, select.POLLIN)
         if poller.poll(0) and socket.socket.recv(client, 1, socket.MSG_PEEK) == b"":
