@@ -447,6 +447,9 @@ def _berth(job: JobRecord, gang: Gang, view: View, seen: JobRates, in_turns: boo
     if not can or len(windows) < ALONE_WINDOWS or not needed or seen.beside(job.number):
         return None
     made = view.topology(gang.claims[0].node).configuration_set
+    if not made.device_memory_bytes:
+        # No two jobs are known to fit.
+        return None
     pressure = Pressure(seen.utilisation(job.number), float(needed))
     seat: Seat = tuple([(claim.node, claim.device_mask) for claim in gang.claims])
     resident = Resident(job.number, seen.signature(job.number), pressure)
