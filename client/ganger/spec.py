@@ -128,7 +128,7 @@ _CAPTURED_PREFIXES = ("LC_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_")
 
 
 def captured_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What of the submitting shell's environment goes with a job: an allow-list."""
+    """Return the part of the submitting shell's environment that a job gets, by an allow-list."""
     return {
         name: value
         for name, value in environ.items()
@@ -247,7 +247,7 @@ def _read_optional(spec: JobSpec, reader: _Reader) -> None:
 
 
 def _bounded(text: str) -> str:
-    """What was given may be anything, of any length; at the end of a sentence is what to do."""
+    """Shorten a message in the middle: values may be of any length, and the remedy is at the end."""
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
 
 
@@ -406,7 +406,7 @@ def _here(reader: _Reader) -> str:
 
 
 def _merged_environment(reader: _Reader, environ: Mapping[str, str]) -> dict[str, str]:
-    """What is captured, under what is given."""
+    """Return the captured environment, overridden by the variables of the request."""
     nothing: Mapping[str, object] = {}
     given = reader.read("environment", parse_mapping, nothing)
     result: dict[str, str] = {}

@@ -152,7 +152,7 @@ def _missing_file(path: Path) -> str:
 
 
 def _is_program(word: str, directory: str) -> bool:
-    """Whether this machine could execute it."""
+    """Return whether this machine could execute it."""
     if "/" not in word:
         return bool(word and shutil.which(word))
     return os.access(Path(directory, word), os.X_OK)

@@ -241,7 +241,7 @@ def test_clients_reject_a_server_of_another_role_at_the_same_host(
 def test_a_certificate_without_the_role_of_its_host_is_reported(authority: Authority) -> None:
     directory = authority.issue("master", "m", ("m.lab", "10.0.0.7"))
     authority.leave_out(directory, "10.0.0.7.master.ganger")
-    with pytest.raises(EndpointError, match=r"10\.0\.0\.7 is the host of a master.*ganger certs issue"):
+    with pytest.raises(EndpointError, match=r"10\.0\.0\.7 as the host of a master.*ganger certs issue"):
         check_directory(directory)
 
 

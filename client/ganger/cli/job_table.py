@@ -77,7 +77,7 @@ def gpus(spec: job_pb2.JobSpec) -> int:
 
 
 def gpus_text(job: job_pb2.Job) -> str:
-    """How many it has or asks for; of an elastic job with its bounds: "4 (2-8)"."""
+    """Return the number of GPUs that a job holds or requests; with its range for an elastic job: "4 (2-8)"."""
     spec = job.spec
     if not spec.gpus_max:
         return str(gpus(spec))
@@ -171,7 +171,7 @@ def beside(job: job_pb2.Job) -> str:
 
 
 def has_given_back(job: job_pb2.Job) -> bool:
-    """Whether others may have the devices and cores on which it was."""
+    """Return whether others may have the devices and cores on which it was."""
     return job.gang.phase == job_pb2.Gang.PHASE_PARKED and job.gang.parked_level > job_pb2.SUSPEND_LEVEL_PAUSE
 
 
@@ -210,7 +210,7 @@ def elapsed(job: job_pb2.Job, now: float | None = None) -> str:
 
 
 def efficiency(job: job_pb2.Job) -> str:
-    """What became of the time of a job that has ended: how much of it it ran, how fast, on how many GPU-hours."""
+    """Return for a finished job the share of time that it ran, its speed and its GPU-hours."""
     if job.state not in FINISHED or not job.HasField("run_duration"):
         return ""
     run = times.seconds(job.run_duration)
@@ -372,7 +372,7 @@ def rule_text(rule: array_pb2.StopRule) -> str:
 
 
 def array_facts(array: array_pb2.Array) -> list[tuple[str, str]]:
-    """What `ganger show` prints above the members."""
+    """Return the facts of an array that `ganger show` prints above its members."""
 
     def instant(when: object) -> str:
         return times.local_datetime(when).strftime("%Y-%m-%d %H:%M:%S")  # type: ignore[arg-type]

@@ -167,7 +167,7 @@ def version(as_json: bool) -> None:
         with open_client() as client:
             theirs, why = client.get_cluster().version, ""
     except (ApiError, EndpointError) as error:
-        # A version is asked for just when things do not work.
+        # Users look up the version just when something does not work.
         theirs, why = "", str(error).partition("\n")[0]
     if as_json:
         print_json({"client": __version__, "master": theirs or None})

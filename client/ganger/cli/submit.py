@@ -194,7 +194,7 @@ def _submit_array(request: CreateArrayRequest, request_id: str | None, dry_run: 
 
 
 def _print_advice(client: Client, name: str) -> None:
-    """Whether its deadline can be met. The job is accepted, whatever becomes of this call."""
+    """Print whether the job can meet its deadline. Errors are ignored: the job is accepted already."""
     from ganger.wire.errors import ApiError
 
     try:

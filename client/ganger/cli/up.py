@@ -225,7 +225,7 @@ def _settle_jobs(directory: Path, cancel_jobs: bool, command: str) -> None:
 
 
 def _command(context: click.Context, directory: Path) -> str:
-    """What to type for the same cluster again: with other nodes, or other devices, its jobs would not be taken up."""
+    """Return the command line that starts the same cluster again, with the nodes and devices that its jobs need."""
     flags: list[str] = []
     for parameter in context.command.params:
         name = parameter.name or ""

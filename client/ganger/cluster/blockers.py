@@ -57,7 +57,7 @@ def _blockers(capacity: _Capacity) -> tuple[Refusal, ...]:
 
 
 def _lacking(capacity: _Capacity) -> tuple[Refusal, ...]:
-    """What is short on the nodes in service."""
+    """Return refusals for the resources that are short on the nodes in service."""
     reasons = [reason for reason in CONSTRAINTS if capacity.is_enough(frozenset({reason}))]
     if not reasons:
         reasons = [reason for reason in CONSTRAINTS if not capacity.is_enough(_ALL - {reason})]
@@ -91,7 +91,7 @@ def _still_patient(shape: GangShape, waited_s: float, widest: LocalityLevel) -> 
 
 
 def _is_typed(shape: GangShape, family: Family) -> bool:
-    """Whether nodes of the family have devices of the wanted type, if the gang needs devices."""
+    """Return whether nodes of the family have devices of the wanted type, if the gang needs devices."""
     of = family.topology.configuration_set
     return not shape.gpus or (of.devices > 0 and shape.device_type in ("", of.device_type))
 
@@ -112,7 +112,7 @@ class _Capacity:
         self._counts = np.array([entry.slots.bit_count() for entry in self._entries], np.int64)
 
     def is_enough(self, relaxed: frozenset[Reason], with_unusable: bool = False) -> bool:
-        """Whether there is room by sums without these constraints."""
+        """Return whether there is room by sums without these constraints."""
         shape, widest = self.shape, self._widest
         count = len(self._entries) if with_unusable else len(self.usable)
         if not count:
@@ -231,7 +231,7 @@ class _Capacity:
         return room
 
     def _hold(self, rooms: Sequence[_Numbers], counts: _Numbers) -> bool:
-        """Whether so many nodes of each entry, with room for so many tasks each, hold every role."""
+        """Return whether so many nodes of each entry, with room for so many tasks each, hold every role."""
         nodes = self.shape.nodes
         for role, room in zip(self.shape.roles, rooms, strict=True):
             if not nodes:
@@ -244,7 +244,7 @@ class _Capacity:
         return True
 
     def _is_enough_in_one(self, level: LocalityLevel, rooms: Sequence[_Numbers]) -> bool:
-        """Whether any one rack or fabric has enough."""
+        """Return whether any one rack or fabric has enough."""
         spans, entry_at, count = self.index.spans_at(level), self._entry_at, len(rooms[0])
         width, is_named = int(spans.max(initial=-1)) + 1, spans >= 0
         if self.shape.nodes:

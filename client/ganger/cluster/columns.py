@@ -30,7 +30,7 @@ class Journal:
 
     @property
     def changes(self) -> int:
-        """How often anything changed at any node."""
+        """Number of changes of nodes so far."""
         return self.forgotten + len(self.slots)
 
     def since(self, changes: int) -> Sequence[int] | None:

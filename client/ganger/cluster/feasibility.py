@@ -5,7 +5,7 @@ Sums of tasks by rack, by fabric and of the cluster follow single nodes.
 Fragmentation is how many free GPUs the next gang could not use where they are, by the measure of FGD (Weng et al.,
 "Beware of Fragmentation", USENIX ATC 2023, section 4): of a node n and a kind of task m, the fragment F_n(m) is the
 node's free GPUs if m could not run there, and otherwise the free GPUs too small for it (none here: GPUs are whole); F_n
-is its mean over kinds of tasks by how often they are asked for; a cluster's is the sum over nodes. A gang of more GPUs
+is its mean over kinds of tasks by how often they are requested; a cluster's is the sum over nodes. A gang of more GPUs
 than a node has needs the node whole.
 """
 
@@ -38,7 +38,7 @@ MOST_KINDS: Final = 128
 
 @dataclass(frozen=True, eq=False)
 class GangMix:
-    """Kinds of gangs and how often each is asked for: columns of one entry a kind.
+    """Kinds of gangs and how often each is requested: columns of one entry a kind.
 
     `millicores` and `memory_bytes` are for each GPU, 0 where nothing is asked. `accepts[m, t]`: whether kind m runs on
     GPUs of type t, in the order in which the types were given. `shares` add up to 1.

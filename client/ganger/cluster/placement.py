@@ -106,7 +106,8 @@ def resized(
 
 
 def beside(claim: Claim, held: Claim | None) -> Claim:
-    """What of a claim is not held already, piece by piece: together they are the larger of the two, not their sum."""
+    """Return the part of a claim that is not held already. Held and returned parts sum to the larger of the two
+    claims."""
     if held is None:
         return claim
     held_cores = held.millicores or (0,) * len(claim.millicores)

@@ -451,7 +451,7 @@ class View:
         )
 
     def _makes_room(self, slot: int, row: NodeRow) -> bool:
-        """Whether anything is freer in the row than it was."""
+        """Return whether anything is freer in the row than it was."""
         return bool(
             row.free_mask & ~self.free[slot]
             or row.free_memory_bytes > self.memory[slot]

@@ -310,7 +310,7 @@ class _Pass:
 
 
 class LoopPosition:
-    """The loops of one script, as they are told: `job.epochs` or `job.steps` around passes over loaders."""
+    """The loops of one script, as it declares them: `job.epochs` or `job.steps` around passes over loaders."""
 
     def __init__(self) -> None:
         self.has_own_position = False

@@ -80,7 +80,7 @@ def plan_image(
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one block without gap or overlap, in some order of the dimensions."""
+    """Return whether the elements fill one block without gap or overlap, in some order of the dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
         if size == 1:
@@ -360,7 +360,7 @@ class OpenImage:
 
 
 def open_image(source: ByteSource) -> OpenImage:
-    """Raises ImageError, OSError."""
+    """Open an image. Raises ImageError and OSError."""
     start = bytearray(state_image.PREAMBLE_BYTES)
     source.read_into(memoryview(start), 0)
     preamble = state_image.parse_preamble(start)

@@ -37,7 +37,7 @@ _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 
 
 def is_own(name: Any) -> bool:
-    """Whether the module of that name belongs to the script."""
+    """Return whether the module of that name belongs to the script."""
     if name == "__main__":
         return True
     file = getattr(sys.modules.get(name), "__file__", None)
@@ -86,7 +86,7 @@ def site() -> tuple[types.CodeType, int]:
 
 
 def loops_inside_pass(begun: tuple[Place, ...]) -> bool:
-    """Whether a fetch made here is inside a for loop that began after the pass did, at `begun`."""
+    """Return whether a fetch made here is inside a for loop that began after the pass did, at `begun`."""
     around_begin = dict(begun)
     is_hidden = False
     for frame in _frames():
@@ -132,7 +132,7 @@ def _caller(frame: Any) -> Any:
 
 
 def _is_iterating(frame: Any) -> bool:
-    """Whether the frame waits for the next item of a for loop, and not for a call."""
+    """Return whether the frame waits for the next item of a for loop, and not for a call."""
     return frame is not None and frame.f_lasti in _for_loops(frame.f_code)
 
 
@@ -229,8 +229,8 @@ class Diversion:
 
 
 def _writes_again(file: Any, mode: str) -> bool:
-    """Whether it is for the script that a file is opened which is there already, to be written from its beginning or
-    end. What a library writes it may read again: caches, locks."""
+    """Return whether it is for the script that a file is opened which is there already, to be written from its
+    beginning or end. What a library writes it may read again: caches, locks."""
     if isinstance(file, int) or not set(mode) & set("wax") or not os.path.isfile(file):
         return False
     frame: types.FrameType | None = sys._getframe(2)

@@ -103,7 +103,7 @@ class Discovery:
         return any(reference() is not None for reference in self._optimizers)
 
     def training(self) -> TrainingObjects:
-        """What is alive now."""
+        """Return the objects that are alive now."""
         optimizers = _alive(self._optimizers)
         models = _root_modules(list(self._modules.values()), optimizers)
         if len(optimizers) > 1 or any(_is_untrained(model, optimizers) for model in models):

@@ -152,11 +152,11 @@ class _Scope:
         return ((name, value) for name, value in self.items if _is_plain(value))
 
     def takes_for_passing(self, value: Any) -> bool:
-        """Whether a value that was not there when the first loop began is none that training goes on from."""
+        """Return whether training needs no value of this kind that appeared after the first loop began."""
         return (self.is_passing and _is_passing(value)) or (self.is_data and _is_data(value))
 
     def takes_for_samples(self, value: Any) -> bool:
-        """Whether a loader's part does not draw its order from it."""
+        """Return whether a loader's part does not draw its order from it."""
         is_dataset = ".dataset" in self.path or ".data_source" in self.path
         return _is_data(value) or (is_dataset and any(True for _ in _arrays_in(value)))
 
@@ -311,8 +311,8 @@ def _version(value: Any) -> Any:
 
 
 def _is_plain(value: Any, whole: bool = False) -> bool:
-    """Whether the value can be kept: no objects anywhere in it. Long lists are believed to be, unless looked at as a
-    whole."""
+    """Return whether the value can be kept: no objects anywhere in it. Long lists are believed to be, unless looked at
+    as a whole."""
     kind = type(value)
     if kind in _SCALARS:
         return True
@@ -377,7 +377,7 @@ def _unpacked(value: Any) -> Any:
 
 
 def _is_data(value: Any) -> bool:
-    """Whether the value is taken for samples, or for a long list of them."""
+    """Return whether the value is taken for samples, or for a long list of them."""
     if type(value) in (*_SEQUENCES, *_MAPPINGS):
         return _is_long(value) or any(map(_is_data, value.values() if isinstance(value, dict) else value))
     return _is_passing(value) or (_is_array(value) and value.nbytes > LARGEST_PASSING_BYTES)
@@ -403,7 +403,7 @@ def _mutable_array() -> Any:
 
 
 def _is_copy(image: Any) -> bool:
-    """Whether an image can be gone back to."""
+    """Return whether a value can be restored from its image."""
     if isinstance(image, dict):
         return all(_is_copy(item) for item in image.values())
     if type(image) in _SEQUENCES:

@@ -131,7 +131,7 @@ def ensure_token(directory: Path) -> tuple[str, Path]:
 
 
 def read_token(path: Path) -> str:
-    """Raises EndpointError, also if others could have read it."""
+    """Return the token of a file. Raises EndpointError, also if other users can read the file."""
     try:
         with path.open() as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
@@ -150,7 +150,7 @@ def read_token(path: Path) -> str:
 
 
 def is_address(text: str) -> bool:
-    """True for "unix:PATH" and "HOST:PORT", False for what must be a directory."""
+    """Return True for "unix:PATH" and "HOST:PORT", False for text that must be a directory."""
     if text.startswith("unix:"):
         return True
     host, colon, port = text.rpartition(":")
@@ -158,7 +158,7 @@ def is_address(text: str) -> bool:
 
 
 def check_address(address: str) -> None:
-    """Raises EndpointError unless `address` can be dialled."""
+    """Check that `address` is one to connect to. Raises EndpointError."""
     if address.startswith("unix:"):
         path = address.removeprefix("unix:")
         if not path:
@@ -173,7 +173,8 @@ def check_address(address: str) -> None:
 
 
 def check_listen_address(address: str, *, has_certificates: bool = False) -> None:
-    """Raises EndpointError for addresses other machines could reach, unless there are certificates."""
+    """Check an address to listen at. Raises EndpointError for one that other machines can reach, without
+    certificates."""
     check_address(address)
     if not address.startswith("unix:") and not has_certificates and not is_loopback(address):
         raise EndpointError(
@@ -188,7 +189,7 @@ def host_of(address: str) -> str:
 
 
 def check_dial_address(address: str, *, has_certificate: bool = False) -> None:
-    """Raises EndpointError for an address that cannot be dialled, and without a certificate for another machine's."""
+    """Check an address to connect to. Raises EndpointError; also for another machine's address without certificates."""
     check_address(address)
     if not address.startswith("unix:") and not has_certificate and not is_loopback(address):
         raise EndpointError(
@@ -197,7 +198,8 @@ def check_dial_address(address: str, *, has_certificate: bool = False) -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach "HOST:PORT". Names other than localhost are not looked up: not loopback."""
+    """Return whether only this machine can reach "HOST:PORT". Names other than localhost are not looked up: not
+    loopback."""
     import ipaddress
 
     host = address.rpartition(":")[0].strip("[]")

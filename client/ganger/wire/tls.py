@@ -49,12 +49,13 @@ class Files:
 
 
 def read_files(directory: Path) -> Files:
-    """Raises CredentialError for a file that is missing, unreadable or empty, and for a key that others could read."""
+    """Read key and certificates. Raises CredentialError for a missing, unreadable or empty file, or a key that other
+    users can read."""
     return Files(*(_read(directory / name) for name in (CERTIFICATE, KEY, AUTHORITY)))
 
 
 def channel_credentials(directory: Path) -> grpc.ChannelCredentials:
-    """Raises CredentialError."""
+    """Return the credentials of a client channel. Raises CredentialError."""
     files = read_files(directory)
     return grpc.ssl_channel_credentials(files.authority, files.key, files.certificate)
 
@@ -179,7 +180,7 @@ def _read(path: Path) -> bytes:
     if path.name == KEY and mode & 0o077:
         raise CredentialError(f"the key {path} can be read by others (mode {mode:04o}): chmod 600 it")
     if not content.strip():
-        raise CredentialError(f"{path} is empty: copy it anew, or issue another certificate")
+        raise CredentialError(f"{path} is empty: copy it again, or issue another certificate")
     return content
 
 
@@ -195,7 +196,7 @@ def _loaded(context: ssl.SSLContext, directory: Path) -> ssl.SSLContext:
         context.load_cert_chain(directory / CERTIFICATE, directory / KEY, password=lambda: b"")
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
-            why = f"{directory / KEY} is not the key of {directory / CERTIFICATE}: copy both anew"
+            why = f"{directory / KEY} is not the key of {directory / CERTIFICATE}: copy both again"
         elif b"ENCRYPTED" in files.key:
             why = f"the key {directory / KEY} is encrypted: store it without a password, readable by its owner alone"
         elif b"PRIVATE KEY-----" not in files.key:
@@ -238,7 +239,7 @@ def _served_names_missing(shown: Mapping[str, Any] | None, role: CallerRole) -> 
 
 def _without(certificate: str, hosts: list[str], role: CallerRole) -> str:
     return (
-        f"{certificate} does not say that {hosts[0]} is the host of a {role}: issue it anew with `ganger certs issue`,"
+        f"{certificate} does not name {hosts[0]} as the host of a {role}: issue it again with `ganger certs issue`,"
         f" or with the DNS name {served_name(role, hosts[0])} by an authority of your own"
     )
 
@@ -281,7 +282,7 @@ def _their_trouble(host: str, directory: Path, error: ssl.SSLCertVerificationErr
 
 
 def _refusal(directory: Path, error: ssl.SSLError) -> str:
-    """What the server's alert means; of ours nothing is wrong that can be seen here."""
+    """Return the meaning of the server's alert. Our own files have no fault that can be seen here."""
     reason, own = (error.reason or "").upper(), directory / CERTIFICATE
     if "WRONG_VERSION" in reason or "PACKET_LENGTH" in reason or "HTTP_REQUEST" in reason:
         return "the server there speaks no TLS: was it started with --tls?"

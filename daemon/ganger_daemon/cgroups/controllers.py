@@ -91,7 +91,7 @@ def subdirectories(directory: Path) -> set[str]:
 
 
 def wait_until(holds: Callable[[], bool], timeout_s: float, again: Callable[[], object] | None = None) -> bool:
-    """Whether it held in time; `again` is done before each further look."""
+    """Return whether a condition became true in time. `again` runs before each further check."""
     deadline = time.monotonic() + timeout_s
     while not holds():
         if time.monotonic() >= deadline:

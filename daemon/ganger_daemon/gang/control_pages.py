@@ -201,7 +201,7 @@ class ControlPages:
             self[rank].extend_lease(until_ns)
 
     def lease_is_over(self, now: int) -> bool:
-        """Whether some local rank has outlived its lease."""
+        """Return whether some local rank has outlived its lease."""
         return any(expired(self[rank].get(Word.LEASE_UNTIL), now) for rank in self.local)
 
     def fence(self) -> None:

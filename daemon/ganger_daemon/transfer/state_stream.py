@@ -139,7 +139,7 @@ def to_daemon(connection: socket.socket, host: str, tls: str) -> ssl.SSLSocket:
 
 
 def check_daemon(connection: ssl.SSLSocket) -> None:
-    """Raises StreamError unless a daemon is at the other end of a connection whose handshake is done."""
+    """Check after the handshake that the peer is a daemon. Raises StreamError."""
     try:
         identity = identity_at(connection)
     except CertificateInvalid as error:

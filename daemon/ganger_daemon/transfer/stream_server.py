@@ -114,7 +114,7 @@ class Source(Protocol):
         """(bytes of the image, bytes of it that are final); size 0 while it is not known."""
 
     def valid(self) -> bool:
-        """False once this stop is over: the bytes may change under the reader."""
+        """Return whether this stop still lasts. After it, the bytes may change."""
 
     def open_arena(self) -> int:
         """A file descriptor of the arena; the caller closes it."""
@@ -122,7 +122,7 @@ class Source(Protocol):
 
 class Sources(Protocol):
     def find(self, request: StreamRequest) -> Source:
-        """Raises StreamError when there is nothing to serve."""
+        """Return the state to serve. Raises StreamError if there is none."""
 
 
 class StreamServer:
@@ -240,7 +240,7 @@ class StreamServer:
             self._forget_stranger(connection)
 
     def _check_certificate(self, connection: ssl.SSLSocket) -> None:
-        """Raises OSError, and StreamError unless it is a daemon's."""
+        """Check that the client certificate is a daemon's. Raises OSError and StreamError."""
         connection.do_handshake()
         try:
             check_daemon(connection)
@@ -296,7 +296,7 @@ class StreamServer:
             time.sleep(FILL_POLL_S * 2)
 
     def _send(self, connection: socket.socket, source: Source, fd: int, size: int, offset: int) -> bool:
-        """Whether all of it was sent while the stop lasted."""
+        """Send the state; return whether all of it was sent while the stop lasted."""
         moved = time.monotonic()
         while offset < size:
             if self._closing.is_set() or not source.valid():
@@ -315,7 +315,7 @@ class StreamServer:
 
 
 def _send_piece(connection: socket.socket, fd: int, offset: int, size: int) -> int:
-    """How many of the `size` bytes from `offset` on were sent: one at least."""
+    """Send some of the `size` bytes from `offset` on. Return the number sent, at least one."""
     if not isinstance(connection, ssl.SSLSocket):
         return os.sendfile(connection.fileno(), fd, offset, size)
     piece = os.pread(fd, min(size, GUARDED_PIECE_BYTES), offset)
