@@ -26,7 +26,7 @@ from ganger_master.config import Config
 from ganger_master.core.commands import NoteEnds, OpenStore
 from ganger_master.core.settings import CoreSettings, as_settings
 from ganger_master.decision_log import recorder
-from ganger_master.policies import Places, live_policy_named
+from ganger_master.policies import live_policy_named
 from ganger_master.rpc.access import UserLimits
 from ganger_master.rpc.server import MasterServer
 from ganger_master.runtime import process_setup, store_access
@@ -195,7 +195,7 @@ class Master:
         if config.tls is not None:
             _check_certificate(config.tls)
         try:
-            places = live_policy_named(config.policy).places
+            is_planned = live_policy_named(config.policy).is_planned
         except (KeyError, ValueError) as error:
             raise StartError(str(error.args[0]), MasterObstacle.SETTING) from error
         beside = self._beside = Beside(config.database_path or config.state_dir / "database")
@@ -205,9 +205,9 @@ class Master:
             self.metrics_url = self._metrics.url
         await self._serve(writer)
         self._directory.write_endpoint(self.local_address)
-        if places is Places.JOBS and config.scheduler_host:
+        if not is_planned and config.scheduler_host:
             self._child = SupervisedProcess(host_command(config.state_dir))
-        elif places is Places.PLANNER and config.planner:
+        elif is_planned and config.planner:
             self._child = SupervisedProcess(planner_command(config.state_dir))
         if self._child is not None:
             self._child.start()

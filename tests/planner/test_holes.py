@@ -10,7 +10,7 @@ from core.drive import GIB, job_of
 from ganger.cluster.resources import Locality, LocalityLevel
 from ganger_master.core.commands import CancelJob
 from ganger_master.core.job_model import JobSpec
-from ganger_master.policies import NAMES, Places, policy_named
+from ganger_master.policies import NAMES, policy_named
 from ganger_master.policies.orders import WEEK_S
 from ganger_master.simulator.inputs import ReplayOptions, SwitchCosts
 from ganger_master.simulator.run import simulate
@@ -119,9 +119,7 @@ def test_an_order_without_preemption_makes_no_room() -> None:
     assert drive.found().changes == ()
 
 
-PREEMPTING = [
-    name for name in NAMES if policy_named(name).order.preempts and policy_named(name).places is Places.PLANNER
-]
+PREEMPTING = [name for name in NAMES if policy_named(name).order.preempts and policy_named(name).is_planned]
 
 
 def fragments_for_weeks() -> Workload:

@@ -17,7 +17,7 @@ from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.settings import CoreSettings
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.passes import plan_by
-from ganger_master.policies import NAMES, Places, live_policy_named, policy_named
+from ganger_master.policies import NAMES, live_policy_named, policy_named
 from ganger_master.policies.job_facts import Capacity
 from ganger_master.policies.orders import WEEK_S
 from ganger_master.policies.stages import ShareByTimeSlices
@@ -42,7 +42,7 @@ class Planned(Drive):
 
     def go_on(self) -> None:
         self.now += PASS_S
-        if self.policy.places is Places.JOBS:
+        if not self.policy.is_planned:
             # leases without an answer are over, and are given anew
             self.step(Tick())
             for number in sorted(self.state.leases.turn_of):

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from ganger_master.policies import NAMES, Places, live_policy_named, policy_named
+from ganger_master.policies import NAMES, live_policy_named, policy_named
 from ganger_master.policies.order_registry import ORDERS, summary
 from ganger_master.policies.stages import Colocate, Grow, ResizeByOptimus, StartByRank
 
@@ -22,7 +22,7 @@ def test_the_page_has_a_row_for_every_order_and_no_other() -> None:
 @pytest.mark.parametrize("name", sorted(ORDERS))
 def test_the_page_describes_every_order_and_what_places_under_it(name: str) -> None:
     policy = policy_named(name)
-    placed_by = "simulator" if policy.order.knows_durations else policy.places.value
+    placed_by = "simulator" if policy.order.knows_durations else "planner" if policy.is_planned else "jobs"
     assert _ROWS[name] == f"| `{name}` | {placed_by} | {summary(policy.order.name)} |"
 
 
@@ -59,20 +59,22 @@ def test_a_live_cluster_accepts_every_order_that_needs_no_oracle() -> None:
                 live_policy_named(name)
         else:
             stops = policy_named(name).order.preempts
-            assert live_policy_named(name).places is (Places.PLANNER if stops else Places.JOBS), order.name
-    assert live_policy_named("fifo+best-fit").places is Places.PLANNER
+            assert live_policy_named(name).is_planned is stops, order.name
+    assert live_policy_named("fifo+best-fit").is_planned
 
 
 def test_optimus_decides_on_sizes_and_places_in_the_planner_live_too() -> None:
     policy = live_policy_named("optimus")
-    assert (policy.stages, policy.places) == ((ResizeByOptimus(),), Places.PLANNER)
+    assert policy.is_planned
+    assert policy.stages == (ResizeByOptimus(),)
     assert policy_named("optimus+best-fit").placement.name == "best-fit"
 
 
 def test_an_order_without_preemption_has_stages_only_with_another_part() -> None:
     assert policy_named("fifo").stages == ()
     policy = policy_named("fifo+elastic")
-    assert (policy.name, policy.places, policy.order.name) == ("fifo+elastic", Places.PLANNER, "fifo")
+    assert policy.is_planned
+    assert (policy.name, policy.order.name) == ("fifo+elastic", "fifo")
     assert policy.stages == (Grow(), StartByRank())
     assert policy_named("las").stages == (StartByRank(),)
 
@@ -91,4 +93,4 @@ def test_synergy_is_las_tuned_by_synergy() -> None:
 
 
 def test_a_live_master_shares_gpus_by_its_planner() -> None:
-    assert live_policy_named("gandiva").places is Places.PLANNER
+    assert live_policy_named("gandiva").is_planned

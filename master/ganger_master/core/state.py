@@ -25,7 +25,7 @@ from ganger_master.core.node_model import Counters, Node
 from ganger_master.core.queue import Blocked, JobQueue, LeaseTable, Place
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_indexes import GangIndex, JobIndex, NodeIndex, row_of
-from ganger_master.policies import Places, policy_named
+from ganger_master.policies import policy_named
 
 
 class RestoreReport(Struct, frozen=True):
@@ -272,7 +272,7 @@ class State:
     @property
     def is_planned(self) -> bool:
         """Return whether the planner ranks the pending jobs and decides when one may start."""
-        return self.policy.places is Places.PLANNER
+        return self.policy.is_planned
 
     @property
     def rows(self) -> dict[str, NodeRow]:

@@ -26,7 +26,7 @@ from ganger_master.decision_log.recording import Begun, Decided, Drawn, Happenin
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.passes import plan_by
 from ganger_master.planner.terms import capacity_of
-from ganger_master.policies import Places, live_policy_named
+from ganger_master.policies import live_policy_named
 from ganger_master.policies.stages import ResizeByOptimus
 
 # Minimum time between two passes, each of which reads all jobs and nodes.
@@ -88,7 +88,7 @@ class Otherwise:
                 self._answer = None
                 if not isinstance(command, commands.RequestGang | commands.ProposePlan):
                     return
-                if self.policy.places is Places.JOBS:
+                if not self.policy.is_planned:
                     self._answer = self._decide(state, command, time)
                 elif time >= self._passed_at + _PASS_S:
                     self._passed_at = time

@@ -34,7 +34,7 @@ from ganger_master.planner.plan_parts import batches_of, parts_of
 from ganger_master.planner_process.cluster_mirror import ClusterMirror, reports_from_wire
 from ganger_master.planner_process.note import Note
 from ganger_master.planner_process.plan_recorder import PlanRecorder
-from ganger_master.policies import Places, Policy, live_policy_named
+from ganger_master.policies import Policy, live_policy_named
 from ganger_master.policies.trials import TrialPace
 from ganger_master.rpc.planner_messages import change_to_wire, finding_to_wire, promise_to_wire
 
@@ -259,11 +259,11 @@ class Planner:
             policy = live_policy_named(name)
         except (KeyError, ValueError) as error:
             raise NoPlannerError(str(error.args[0])) from error
-        if policy.places is Places.JOBS:
+        if not policy.is_planned:
             raise NoPlannerError(
                 f"under policy {name} each job is placed by its own scheduler: there is nothing to plan"
             )
-        if live_policy_named(self._mirror.policy).places is Places.JOBS:
+        if not live_policy_named(self._mirror.policy).is_planned:
             raise NoPlannerError(
                 f"the master's policy is {self._mirror.policy}, and two would place jobs: start it with --policy {name}"
             )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from ganger_master.core.job_model import JobRecord
@@ -37,13 +36,6 @@ if TYPE_CHECKING:
 _Stage = TypeVar("_Stage", bound=StageSpec)
 
 
-class Places(Enum):
-    """What places gangs: each job's own scheduler while it holds a lease, or the planner for all jobs at once."""
-
-    JOBS = "jobs"
-    PLANNER = "planner"
-
-
 @dataclass(frozen=True, slots=True)
 class Policy:
     """An order, a placement, and the stages of a plan, in sequence. Without stages each job's own scheduler places it,
@@ -55,8 +47,9 @@ class Policy:
     stages: tuple[StageSpec, ...] = ()
 
     @property
-    def places(self) -> Places:
-        return Places.PLANNER if self.stages else Places.JOBS
+    def is_planned(self) -> bool:
+        """Return whether the planner places all jobs at once; else each job's scheduler does while it has a lease."""
+        return bool(self.stages)
 
     @property
     def starter(self) -> Starter | None:

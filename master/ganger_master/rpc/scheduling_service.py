@@ -23,7 +23,6 @@ from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import SliceChange, StartChange, claims_in
 from ganger_master.core.queue import GrantedLease
 from ganger_master.core.retry import is_backing_off
-from ganger_master.policies import Places
 from ganger_master.rpc import job_messages
 from ganger_master.rpc.access import UserLimits, check_jobs
 from ganger_master.rpc.answer_messages import PageRoom, Shown, change_verdict_of, expect, verdict_of
@@ -293,9 +292,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
             raise errors.PlanInvalid("a user's plan changes own jobs: it has no line, no places kept, no findings")
         check_jobs(caller, self._shown, (change.number for change in plan.changes))
         state = self._writer.state
-        if state.policy.places is Places.PLANNER and any(
-            isinstance(change, StartChange | SliceChange) for change in plan.changes
-        ):
+        if state.policy.is_planned and any(isinstance(change, StartChange | SliceChange) for change in plan.changes):
             raise errors.PlanInvalid(
                 f"policy {state.settings.policy}: the planner places all jobs, a user's plan neither starts"
                 " nor time-slices any"

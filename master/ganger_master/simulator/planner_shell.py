@@ -17,7 +17,7 @@ from ganger_master.planner.context import ClusterChange, Plan, PlannerSettings, 
 from ganger_master.planner.loop import PlannerLoop
 from ganger_master.planner.plan_pace import EventPace, PlanPace, RoundPace
 from ganger_master.planner.plan_parts import parts_of
-from ganger_master.policies import Places, Policy
+from ganger_master.policies import Policy
 from ganger_master.policies.fairness import QUANTUM_S, quantum_s
 from ganger_master.policies.job_facts import Capacity, Flags, Floats, Integers
 from ganger_master.policies.optimus_sizes import Believed, nothing_believed
@@ -128,7 +128,7 @@ class Planning:
         self._jobs, self._servers, self._policy, self._options = jobs, servers, policy, options
         self._clock, self._state, self._nodes, self._work = clock, state, nodes, work
         self._windows, self._send = windows, send
-        self._places = policy.places is Places.PLANNER
+        self._is_planned = policy.is_planned
         self.measured = self._measured(scaling)
         known = None if rates is None else rates.known(self._is_profiled)
         is_measured = not (windows is None and known is None and self.measured is None)
@@ -196,7 +196,7 @@ class Planning:
 
     def jobs_changed(self, numbers: Collection[int]) -> None:
         """Note that these jobs were submitted, changed or ended."""
-        if self._places:
+        if self._is_planned:
             self._changed.update(dict.fromkeys(numbers))
 
     def estimates_changed(self) -> None:
@@ -211,7 +211,7 @@ class Planning:
 
     def plan(self) -> bool:
         """Propose a plan if one is due. Return whether the core approved a change."""
-        if not self._places:
+        if not self._is_planned:
             return False
         loop, now = self.loop, self._clock.now
         changing = self._changing_groups()
