@@ -311,7 +311,7 @@ def _widths(table: Sequence[Sequence[str]]) -> list[int]:
 
 
 def fitted(widths: Sequence[int], available: int) -> list[int]:
-    """What is too wide for a line is taken from the widest columns; a line is one row, however long its texts."""
+    """Return column widths that fit into `available` characters, by cutting the widest columns."""
     result = list(widths)
     excess = sum(result) + _GAP * (len(result) - 1) - available
     for _ in range(max(0, excess)):

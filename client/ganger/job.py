@@ -154,7 +154,7 @@ def state_of(message: job_pb2.Job) -> JobState:
 
 
 def suspend_level(level: str | None) -> job_pb2.SuspendLevel.ValueType:
-    """Raises ValueError for what is no level."""
+    """Return a suspend level of the API. Raises ValueError for an unknown name."""
     if level is None:
         return job_pb2.SUSPEND_LEVEL_UNSPECIFIED
     if level.lower() not in LEVELS:

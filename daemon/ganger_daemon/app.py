@@ -280,7 +280,7 @@ class Daemon:
             )
 
     def _find_master(self) -> Endpoint:
-        """Raises EndpointError."""
+        """Return the endpoint of the master. Raises EndpointError."""
         found = find_endpoint(self._settings.master, self._tls)
         if self._tls and not found.tls:
             raise EndpointError(

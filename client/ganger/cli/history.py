@@ -1,4 +1,5 @@
-"""`ganger history`: the story of a job or an array, with causes and figures; `ganger events`: the events themselves."""
+"""`ganger history`: what happened to a job or an array, with causes and figures; `ganger events`: the events
+themselves."""
 
 from __future__ import annotations
 
@@ -91,13 +92,13 @@ def _print_history(client: Client, name: str, follow: bool, as_json: bool) -> No
         print_json(_as_json(client, name))
         return
     happenings: list[Happening] = []
-    told = 0
+    printed = 0
     for news in client.follow_events(name) if follow else [client.list_events(name)]:
         happenings += map(happening, news)
         chapters, totals = tell(happenings, time.time())
-        for chapter in chapters[told:]:
+        for chapter in chapters[printed:]:
             print(json.dumps(_plain(chapter))) if as_json else print_line(_chapter_line(chapter))
-        told = len(chapters)
+        printed = len(chapters)
         sys.stdout.flush()
         if chapters and chapters[-1].kind in _LAST:
             break
@@ -141,8 +142,8 @@ _LAST = frozenset({"job_succeeded", "job_failed", "job_cancelled", "job_stopped"
 
 
 def _subject(client: Client, subject: str | None) -> str:
-    """Its name, of what there is or was: what is gone has a history still; what has none may never have been. Empty
-    for everything."""
+    """Return the resource name of a subject, "" for everything. Subjects that have gone are allowed while they have a
+    history."""
     from ganger.wire.errors import JobNotFound
     from ganger.wire.resource_names import (
         array_name,

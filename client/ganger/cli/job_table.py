@@ -194,8 +194,8 @@ def progress_text(progress: job_pb2.Progress) -> str:
 
 
 def elapsed(job: job_pb2.Job, now: float | None = None) -> str:
-    """How long the job ran, without the time that it was suspended or waited again; before its first step, how long
-    it has waited. Empty for a job that ended before it began."""
+    """Return how long the job ran, without the time that it was suspended or waited again; before its first step, how
+    long it has waited. Empty for a job that ended before it began."""
     has_begun, has_ended = job.HasField("start_time"), job.HasField("end_time")
     now = time.time() if now is None else now
     if not has_begun:

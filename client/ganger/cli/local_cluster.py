@@ -97,7 +97,7 @@ class Running:
             raise ProcessLookupError(f"{started.name} (pid {started.pid}) has ended")
 
     def wait(self, timeout_seconds: float = 0.0) -> bool:
-        """Whether it has ended, after at most so many seconds."""
+        """Return whether it has ended, after at most so many seconds."""
         return bool(select.select([self._handle], [], [], timeout_seconds)[0])
 
     @property
@@ -237,8 +237,8 @@ class Supervisor:
                 self._note()
 
     def _is_fenced(self, program: Program, running: Running) -> bool:
-        """Whether the program ended because another master has taken its database over. To start it again would take
-        the database back, and the two would go on so."""
+        """Return whether the program ended because another master has taken its database over. To start it again would
+        take the database back, and the two would go on so."""
         if running.code != ExitCode.FENCED:
             return False
         if program.name not in self._resting:
@@ -250,7 +250,7 @@ class Supervisor:
         return True
 
     def check_alive(self) -> None:
-        """Raises CommandError if a program has died, with the end of its log."""
+        """Check that all programs run. Raises CommandError if one has died, with the end of its log."""
         for program in self._programs:
             running = self._running[program.name]
             if running.wait():
@@ -309,7 +309,8 @@ def _spawn(arguments: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
 
 
 def read_up_file(state_directory: Path) -> tuple[bool, tuple[Started, ...]]:
-    """Whether the cluster has become ready, and those of its processes that live, the supervisor first if it does."""
+    """Return whether the cluster has become ready, and those of its processes that live, the supervisor first if it
+    does."""
     try:
         content = json.loads((state_directory / UP_FILE).read_text())
         processes = [
@@ -323,7 +324,7 @@ def read_up_file(state_directory: Path) -> tuple[bool, tuple[Started, ...]]:
 
 
 def command_of(state_directory: Path) -> str:
-    """What was typed to start the cluster that runs there."""
+    """Return the command line that started the cluster that runs there."""
     try:
         return str(json.loads((state_directory / UP_FILE).read_text())["command"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -354,7 +355,7 @@ def stop_started(started: Sequence[Started], timeout_seconds: float = 3 * _STOP_
 
 
 def is_alive(process: Started) -> bool:
-    """Whether this very process runs, not another one that got its pid."""
+    """Return whether this very process runs, not another one that got its pid."""
     return start_ticks(process.pid) == process.start_ticks
 
 
@@ -430,7 +431,7 @@ def tail(path: Path, lines: int = 15, after: int = 0) -> str:
 
 
 def last_error(path: Path) -> str:
-    """What a program logged last as an error; empty if nothing."""
+    """Return the last error in the log of a program; empty if there is none."""
     for line in reversed(tail(path, lines=100).splitlines()):
         # Of what it runs, or of Python's, there may be other lines.
         with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -441,7 +442,7 @@ def last_error(path: Path) -> str:
 
 
 def exit_of(code: int | None) -> ExitCode:
-    """What to exit with when a program that is needed has ended so: with the same, where it said what was wrong."""
+    """Return the exit code for the end of a needed program: its own code where it reported the fault."""
     kept = (ExitCode.USAGE, ExitCode.UNREACHABLE, ExitCode.NOT_PERMITTED, ExitCode.FENCED)
     return ExitCode(code) if code in kept else ExitCode.REFUSED
 

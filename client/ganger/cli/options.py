@@ -126,5 +126,5 @@ def confirm(question: str, is_confirmed: bool) -> None:
 
 
 def number(name: str) -> str:
-    """What people call "jobs/7" and "nodes/n1"."""
+    """Return the short form of a name, "7" for "jobs/7" and "n1" for "nodes/n1"."""
     return name.rpartition("/")[2]

@@ -73,7 +73,7 @@ def _print(one: Job | Array, members: list[Job], report: list[tuple[str, str]]) 
 
 
 def pairs(job: Job) -> list[tuple[str, str]]:
-    """What `show` prints, as names and texts; empty texts are not shown."""
+    """Return what `show` prints, as names and texts; empty texts are not shown."""
     import shlex
 
     from ganger.cli import job_table

@@ -93,7 +93,7 @@ def resplit_cores(held: Sequence[int], free: Sequence[int], millicores: int) -> 
 
 
 def is_still_free(view: View, shape: GangShape, parked: Sequence[Claim]) -> bool:
-    """Whether a parked gang could resume where it is: its arenas and the memory that it keeps are its own."""
+    """Return whether a parked gang could resume where it is: its arenas and the memory that it keeps are its own."""
     kept = [
         replace(
             claim,

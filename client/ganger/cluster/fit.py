@@ -104,8 +104,8 @@ def fit(
 
 
 def _fits_at_a_glance(view: View, shape: GangShape, claims: Sequence[Claim]) -> bool:
-    """Whether `_why_not` would find nothing to say, in a fraction of its time, for most requests are made to fit. Never
-    for gangs of several roles, which are few."""
+    """Return whether `_why_not` would find nothing to say, in a fraction of its time, for most requests are made to
+    fit. Never for gangs of several roles, which are few."""
     if len(shape.roles) != 1 or (shape.nodes and len(claims) != shape.nodes):
         return False
     role, device_type, room = shape.roles[0], shape.device_type, shape.device_memory_bytes

@@ -50,7 +50,8 @@ def candidates(
     only: Collection[str] | None = None,
     limit: int = 4,
 ) -> PlacementAnswer:
-    """What the default scheduler finds for a gang in a view (`PlacementRequest`), by Algorithm 1."""
+    """Return the placements that the default scheduler finds for a gang in a view (`PlacementRequest`), by Algorithm
+    1."""
     request = PlacementRequest(
         shape,
         waited_s,

@@ -170,7 +170,7 @@ class FreeDevices:
 
 
 def is_counted(shape: GangShape) -> bool:
-    """Whether all that matters for a place of such a gang is how many devices are free."""
+    """Return whether all that matters for a place of such a gang is how many devices are free."""
     if len(shape.roles) > 1 or shape.device_type or shape.nodes or shape.device_memory_bytes:
         return False
     task, locality = shape.roles[0].shape, shape.locality

@@ -64,7 +64,8 @@ def write(page: Page, values: dict[str, float]) -> None:
 
 
 def read(page: Page) -> tuple[ReportedMetric, ...]:
-    """What a page tells, by line. Its job may have written anything: what is no name is left out."""
+    """Return the metrics of a page, by line. A job may write anything there: lines without a valid name are left
+    out."""
     return tuple(metric for metric in _lines(page) if _NAME.fullmatch(metric.name))
 
 

@@ -149,7 +149,7 @@ class OrderHandler:
         self._socket.tend(now)
 
     def has_acknowledged(self) -> bool:
-        """Whether this rank has told its step for a stop or checkpoint that is still to come."""
+        """Return whether this rank has told its step for a stop or checkpoint that is still to come."""
         agreement = self._agreement(self._read_order())
         return bool(agreement) and self._words[Word.ACK_SEQ] == agreement
 

@@ -242,7 +242,7 @@ class Page:
         return self.words[word]
 
     def set(self, word: int, value: int) -> None:
-        """Raises ValueError for a number that does not fit into a word."""
+        """Set a word. Raises ValueError for a number that does not fit."""
         if not 0 <= value <= _WORD_LIMIT:
             raise ValueError(f"word {word} of {self.path} cannot hold {value}")
         self.words[word] = value
@@ -340,7 +340,8 @@ class Page:
         )
 
     def is_of_this_process(self) -> bool:
-        """Whether the launcher made this very process the rank. True for a page that no launcher filled in (tests).
+        """Return whether the launcher made this very process the rank. True for a page that no launcher filled in
+        (tests).
 
         The pid alone does not say so: it may be used again, or stand for another process in a container.
         """

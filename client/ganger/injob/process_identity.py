@@ -31,7 +31,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def stands_still(pid: int) -> bool:
-    """Whether the kernel runs nothing of a process: stopped, or gone."""
+    """Return whether the kernel runs nothing of a process: stopped, or gone."""
     fields = stat_fields(pid)
     return not fields or fields[0] in (b"T", b"t", b"Z", b"X")
 

@@ -120,12 +120,13 @@ NEVER = 0
 
 
 def expired(until_ns: int, now_ns: int) -> bool:
-    """Whether a lease (`Word.LEASE_UNTIL`) has ended."""
+    """Return whether a lease (`Word.LEASE_UNTIL`) has ended."""
     return until_ns != NEVER and now_ns > until_ns
 
 
 def must_be_frozen(has_agent: bool, is_opaque: bool) -> bool:
-    """Whether a rank does not stop by itself when its lease ends: no agent has reported, or it has no boundaries."""
+    """Return whether a rank does not stop by itself when its lease ends: no agent has reported, or it has no
+    boundaries."""
     return is_opaque or not has_agent
 
 

@@ -59,12 +59,12 @@ class JobScheduler(ABC):
 
     @abstractmethod
     def propose(self, turn: PlacementLease, view: View) -> Proposal:
-        """What to ask for. The view is the newest known; do not change it, work on `view.copy()`."""
+        """Return the request for a gang. The view is the newest received; do not change it, work on `view.copy()`."""
 
     def on_rejected(self, turn: PlacementLease, view: View, refusals: Sequence[Refusal]) -> Proposal | None:
-        """What to ask for instead; None passes the turn on. The view has the fresh rows already.
+        """Return another request; None returns the placement lease. The view has the node states of the rejection.
 
-        Asked after every rejection, so that a scheduler can learn; the answer counts only while the turn lasts.
+        Called after every rejection, so that a scheduler can adapt. The result counts only while the lease lasts.
         """
         return self.propose(turn, view)
 

@@ -364,7 +364,7 @@ class TrainingJob:
         self._is_random_due = True
 
     def has_gone_on(self) -> bool:
-        """Whether a step was made in this process."""
+        """Return whether a step was made in this process."""
         return self._restored is None or self.step_count > self._restored.position["steps"]
 
     def worker_hint(self) -> int | None:
@@ -451,7 +451,7 @@ class TrainingJob:
             self._control.finish()
 
     def _holds_step(self) -> bool:
-        """Whether the step that was made is no boundary, or none yet."""
+        """Return whether the step that was made is no boundary, or none yet."""
         assert self._control is not None
         if self._held:
             return True

@@ -35,7 +35,7 @@ _is_forked = False
 
 
 def is_child() -> bool:
-    """Whether this process inherited a rank's environment, and is not the rank."""
+    """Return whether this process inherited a rank's environment, and is not the rank."""
     if not os.environ.get("GANGER_PAGE"):
         return False
     if _is_forked:

@@ -111,8 +111,8 @@ class Variables:
 
 
 def state_of_loader(loader: Any) -> dict[str, dict[Any, Any]]:
-    """What a pass over the loader follows from: the counters, orders and generators of its parts, without the samples.
-    There are no tensors in it: it is needed before they are there."""
+    """Return what determines a pass over the loader: the counters, orders and generators of its parts, without the
+    samples. There are no tensors in it: it is needed before they are there."""
     return {
         scope.path: {name: _packed(_kept(value)) for name, value in scope.plain() if not scope.takes_for_samples(value)}
         for scope in _scopes_of_loader(loader)

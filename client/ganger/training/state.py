@@ -112,7 +112,7 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def capture(training: TrainingObjects, position: dict[str, Any]) -> Captured:
-    """Raises StateNotSupportedError, naming the value that has no portable form.
+    """Return the state of training. Raises StateNotSupportedError, which names the value without a portable form.
 
     Gradients that are not None are part of the state: the script may still add to them.
     """

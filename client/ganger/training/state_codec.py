@@ -179,7 +179,7 @@ def _dtype(encoded: dict[str, Any], _: Callable[[int], Any]) -> torch.dtype:
 
 
 def dtype_named(name: Any) -> torch.dtype:
-    """Raises ValueError for a name that is not a tensor type of this torch."""
+    """Return a tensor type by name. Raises ValueError for a name that this torch lacks."""
     found = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(found, torch.dtype):
         raise ValueError(f"this torch ({torch.__version__}) has no dtype {name!r}")

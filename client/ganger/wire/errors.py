@@ -323,7 +323,7 @@ def to_status(error: ApiError) -> status_pb2.Status:
 
 
 def to_trailing_metadata(error: ApiError) -> tuple[tuple[str, bytes], ...]:
-    """What carries the status of `error` beside code and message."""
+    """Return the metadata that carries the status of `error` beside code and message."""
     return ((DETAILS_KEY, to_status(error).SerializeToString()),)
 
 

@@ -181,7 +181,7 @@ class CallerIdentity:
         return self.role is CallerRole.USER
 
     def may_read(self, user: str) -> bool:
-        """Whether what `user` runs, and what comes of it, is for its eyes."""
+        """Return whether what `user` runs, and what comes of it, is for its eyes."""
         return self.role is CallerRole.OPERATOR or (self.role is CallerRole.USER and self.name == user)
 
     def __str__(self) -> str:
@@ -204,7 +204,7 @@ def served_name(role: CallerRole, host: str) -> str:
 
 
 def is_served_name(name: str) -> bool:
-    """Whether a DNS name is one of `served_name`."""
+    """Return whether a DNS name is one of `served_name`."""
     return name.endswith(f".{_SERVED}")
 
 
@@ -278,8 +278,8 @@ LOCAL: Final = frozenset({CallerRole.OPERATOR, CallerRole.SCHEDULER, CallerRole.
 
 
 def check_call(method: str, caller: CallerIdentity) -> None:
-    """Raises RoleNotPermitted unless the caller may call "/package.Service/Method". A method that is not in the table
-    is for no role."""
+    """Check a call. Raises RoleNotPermitted unless the caller may call "/package.Service/Method". A method that is not
+    in the table is for no role."""
     permitted = ROLES.get(method, frozenset())
     if caller.role not in permitted:
         raise _not_permitted(method, permitted, f"this certificate is of {caller}", role=caller.role, name=caller.name)

@@ -43,7 +43,7 @@ def array_name_from_text(text: str | int) -> str:
 
 
 def parse_member(text: str) -> tuple[int, int] | None:
-    """What a person types for member 3 of array 7, "7_3": (7, 3); None for anything else."""
+    """Return array and index of a member as users write it: (7, 3) for "7_3"; None for other texts."""
     array, _, index = text.partition("_")
     is_index = index.isdecimal() and index.isascii() and len(index) <= 10
     return (int(array), int(index)) if _is_number(array) and is_index else None
@@ -54,7 +54,7 @@ def _is_number(text: str) -> bool:
 
 
 def job_name_from_text(text: str) -> str:
-    """What a person types, "7" or "jobs/7", as a name. Raises NameInvalid."""
+    """Return the name of a job that users write as "7" or "jobs/7". Raises NameInvalid."""
     try:
         return job_name(parse_job_name(text if "/" in text else f"jobs/{text}"))
     except NameInvalid as error:
@@ -100,7 +100,7 @@ def parse_node_name(name: str) -> str:
 
 
 def node_name_from_text(text: str) -> str:
-    """What a person types, "n1" or "nodes/n1", as a name. Raises NameInvalid."""
+    """Return the name of a node that users write as "n1" or "nodes/n1". Raises NameInvalid."""
     return node_name(parse_node_name(node_name(text)))
 
 

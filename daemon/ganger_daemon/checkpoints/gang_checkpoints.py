@@ -143,7 +143,7 @@ class Keeper:
         return layout.room_missing(storage, size)
 
     def is_settled(self, agreement: int) -> bool:
-        """Whether the checkpoint of an agreement is published."""
+        """Return whether the checkpoint of an agreement is published."""
         return agreement in self.handed
 
     def refusal(self, agreement: int) -> str:

@@ -246,8 +246,8 @@ def is_beyond(gang: GangPart) -> bool:
 
 
 def has_outlived_lease(wanted: DesiredOrder, frozen: bool, lease_is_over: bool | None) -> bool:
-    """Whether the job of a gang may run elsewhere by now. `lease_is_over`: None while this daemon knows of no lease;
-    then a gang that is frozen without an order to pause has outlived its lease."""
+    """Return whether the job of a gang may run elsewhere by now. `lease_is_over`: None while this daemon knows of no
+    lease; then a gang that is frozen without an order to pause has outlived its lease."""
     if lease_is_over is None:
         return frozen and wanted.intent is not OrderIntent.PARK
     return lease_is_over
@@ -377,7 +377,7 @@ def _is_good(rank: Rank, ending: RankExit) -> bool:
 
 
 def awaits_publication(gang: GangPart) -> bool:
-    """Whether all ranks have yielded for a stop whose checkpoint is not seen published yet."""
+    """Return whether all ranks have yielded for a stop whose checkpoint is not seen published yet."""
     if gang.launch_failure is not None or not gang.ranks or settle(gang).kind is not PartOutcomeKind.YIELDED:
         return False
     return gang.published_step is None and bool(gang.wanted.stop_sequence)

@@ -141,7 +141,7 @@ class NvmlDevices(Devices):
     # reading the server
 
     def _whether_shared(self) -> str:
-        """Whether a device takes processes of several jobs, or why not."""
+        """Return whether a device takes processes of several jobs, or why not."""
         for index, handle in enumerate(self._handles):
             mode = self._ask(self._nvml.nvmlDeviceGetComputeMode, handle)
             if mode not in (None, self._nvml.NVML_COMPUTEMODE_DEFAULT):

@@ -398,7 +398,7 @@ def _is_still(name: str, one: FileId) -> bool:
 
 
 def _may_be_used_by(unreadable: set[int], name: str) -> bool:
-    """Whether a process that cannot be read may have the file.
+    """Return whether a process that cannot be read may have the file.
 
     Other accounts cannot have a file that only its owner may open, and processes of root have no files of users."""
     try:

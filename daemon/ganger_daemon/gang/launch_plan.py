@@ -83,7 +83,8 @@ def environment_of(spec: job_pb2.JobSpec, devices: Mapping[str, str]) -> dict[st
 
 
 def check_command(spec: job_pb2.JobSpec) -> None:
-    """Raises LaunchRefusedError for a command or directory that cannot work, before anything is forked."""
+    """Check a command before it starts. Raises LaunchRefusedError for a command or directory that cannot work, before
+    anything is forked."""
     if not spec.command:
         raise LaunchRefusedError("the command is empty")
     directory = spec.working_directory or "/"
@@ -150,7 +151,8 @@ def restore_plan(desired: agent_pb2.DesiredGang, storage: Path | None, part: Loc
 
 
 def _check_newest(desired: agent_pb2.DesiredGang, storage: Path) -> None:
-    """Raises StateOutdatedError where an earlier attempt left a newer checkpoint than the one that is named."""
+    """Check that a checkpoint is the newest. Raises StateOutdatedError where an earlier attempt left a newer checkpoint
+    than the one that is named."""
     named = parse_final(Path(desired.restore.checkpoint_path).name)
     unreadable = set(desired.restore.unreadable_paths)
     found = _on_storage(desired, storage)
@@ -174,7 +176,7 @@ def arena_bytes_per_rank(desired: agent_pb2.DesiredGang, ranks: int, device_memo
 
 
 def bytes_ahead_per_rank(desired: agent_pb2.DesiredGang, ranks: int, arena_bytes: int) -> int:
-    """How much of its arena's memory each local rank gets before its state comes; zero where none comes from another
+    """Return the arena bytes that each local rank touches before its state arrives; zero where none comes from another
     arena. Touched pages are charged, so only what is claimed may be, and to touch what no state needs takes seconds."""
     if desired.restore.WhichOneof("source") != "parked" or not desired.claim.arena_bytes:
         return 0
@@ -191,8 +193,8 @@ def arena_name(paths: GangPaths, rank: int) -> str:
 
 
 def is_distributed(desired: agent_pb2.DesiredGang, part: LocalPart) -> bool:
-    """Whether its tasks get the variables of torchrun: several tasks, one that may become several, or one whose spec
-    requests them. Scripts that find them start a process group."""
+    """Return whether its tasks get the variables of torchrun: several tasks, one that may become several, or one whose
+    spec requests them. Scripts that find them start a process group."""
     return part.world > 1 or desired.spec.gpus_max > 0 or desired.spec.distributed
 
 

@@ -192,7 +192,8 @@ def _checkpoint_to_wire(checkpoint: FoundCheckpoint | Published, time_s: float) 
 
 
 def is_still_looking(progress: PageProgress) -> bool:
-    """Whether the agent of an unmodified script has not seen a whole step yet: then it promises no more than PAUSE."""
+    """Return whether the agent of an unmodified script has not seen a whole step yet: then it promises no more than
+    PAUSE."""
     return progress.capabilities == Capability.PAUSE and not progress.first_step_time_ns
 
 

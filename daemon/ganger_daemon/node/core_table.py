@@ -40,7 +40,7 @@ class CoreMap:
         return tuple(core for core in self.sockets[socket] if core.id not in self.housekeeping)
 
     def millicores(self) -> tuple[int, ...]:
-        """What jobs may claim, by socket."""
+        """Millicores that jobs may claim, by socket."""
         return tuple(CORE * len(self.usable(socket)) for socket in range(len(self.sockets)))
 
     def core(self, core_id: int) -> Core | None:

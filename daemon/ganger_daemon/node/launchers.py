@@ -85,7 +85,7 @@ def children_of(launcher: Launcher) -> dict[str, RankProcess]:
 
 
 def is_python(command: Collection[str]) -> bool:
-    """Whether a command line starts a Python by name."""
+    """Return whether a command line starts a Python by name."""
     return bool(command) and os.path.basename(next(iter(command))).startswith("python")
 
 

@@ -127,7 +127,8 @@ def parent_of(pid: int) -> int:
 
 
 def holds_files_of_rank(pid: int, log: Path, page: Path) -> bool:
-    """Whether a process writes its output to this log, or maps this control page. False where that cannot be seen."""
+    """Return whether a process writes its output to this log, or maps this control page. False where that cannot be
+    seen."""
     if any(_are_one(Path(f"/proc/{pid}/fd/{output}"), log) for output in (1, 2)):
         return True
     return _maps(pid, page)

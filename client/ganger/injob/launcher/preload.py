@@ -101,7 +101,7 @@ _MOST_BYTES = 1 << 20
 
 
 def sets_library_variables(command: PythonCommand) -> bool:
-    """Whether the program, or one of its own modules that it imports, sets such a variable.
+    """Return whether the program, or one of its own modules that it imports, sets such a variable.
 
     Paths are relative to the current working directory."""
     if command.module:

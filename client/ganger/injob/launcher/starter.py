@@ -144,7 +144,7 @@ def _fork_for_parent() -> int:
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
-    """Raises EOFError if the other end is gone before so many bytes came."""
+    """Receive exactly `size` bytes. Raises EOFError if the other end closes before."""
     data = b""
     while len(data) < size:
         more = connection.recv(size - len(data))
