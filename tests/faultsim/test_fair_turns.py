@@ -13,12 +13,12 @@ from ganger_master.core.commands import DrainNode, ProposePlan, UncordonNode
 from ganger_master.core.job_model import JobSpec
 from ganger_master.core.settings import CoreSettings
 from ganger_master.planner.colocation_rates import ColocationRates
+from ganger_master.planner.job_measures import AttainedService
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migrate_stage import plan_moves
 from ganger_master.planner.migration_context import MigrationMemory, MigrationTerms
-from ganger_master.planner.rate_registry import AttainedService
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED
-from ganger_master.planner.shared import NOTHING, plan_shared
+from ganger_master.planner.sharing_stage import NOTHING, plan_shared
 from ganger_master.policies import policy_named
 from ganger_master.rpc.planner_messages import live_job_from_wire, live_job_to_wire
 

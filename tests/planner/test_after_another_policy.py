@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from core.test_colocation import small
 from ganger.cluster.capacity_index import CapacityIndex
-from ganger_master.planner.passes import plan_by
-from ganger_master.planner.terms import capacity_of
+from ganger_master.planner.order_stage import plan_by
+from ganger_master.planner.pass_terms import capacity_of
 from ganger_master.policies import live_policy_named
 from msgspec.structs import replace
 from planner.test_leaving import InTurns

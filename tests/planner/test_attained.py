@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ganger_master.planner.rate_registry import AttainedService
+from ganger_master.planner.job_measures import AttainedService
 
 
 @pytest.mark.parametrize(

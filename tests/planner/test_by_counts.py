@@ -16,12 +16,12 @@ from ganger.cluster.view import View
 from ganger.job_state import JobState
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, Piece
 from ganger_master.core.job_model import JobRecord, JobSpec, SuspendLevel
+from ganger_master.planner.gang_fitting import GangFitting
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.optimus_stage import _yielding
-from ganger_master.planner.place_stage import GangFitting
+from ganger_master.planner.pass_terms import AS_ASKED, Claims
 from ganger_master.planner.plan import PlanDraft, plan
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED
-from ganger_master.planner.terms import AS_ASKED, Claims
 from ganger_master.policies.job_facts import Capacity
 from ganger_master.policies.order_registry import ORDERS
 from ganger_master.policies.placements import PLACEMENTS, PlacementPreference

@@ -14,8 +14,8 @@ from ganger_master.core.gang_model import ObservedPhase
 from ganger_master.core.job_model import Capabilities, SuspendLevel
 from ganger_master.core.plan_changes import TrialFinding
 from ganger_master.planner.colocation_stage import OrderColocation, plan_packing
+from ganger_master.planner.colocations import JobRates
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.packs import JobRates
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.policies.colocation_choice import LEAST_SPEED
 from ganger_master.rpc.planner_messages import live_job_from_wire, live_job_to_wire

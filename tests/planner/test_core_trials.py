@@ -16,8 +16,8 @@ from ganger_master.core.commands import ProposePlan
 from ganger_master.core.job_model import Capabilities, JobSpec
 from ganger_master.planner.core_profiles import CoreProfiles
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.passes import plan_by
-from ganger_master.planner.terms import capacity_of
+from ganger_master.planner.order_stage import plan_by
+from ganger_master.planner.pass_terms import capacity_of
 from ganger_master.policies import live_policy_named
 from ganger_master.policies.trials import TrialPace
 from hypothesis import given, settings

@@ -6,7 +6,7 @@ from core.drive import GIB, Drive, job_of
 from ganger.cluster.resources import Role, TaskShape
 from ganger_master.core.gang_model import Gang, GangPhase
 from ganger_master.core.job_model import JobRecord, JobSpec
-from ganger_master.planner.timeslice_stage import NOTHING, Fairness, credited
+from ganger_master.planner.timeslice_shares import NOTHING, Fairness, credited
 from msgspec.structs import replace
 
 

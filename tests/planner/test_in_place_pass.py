@@ -18,11 +18,11 @@ from ganger_master.core.plan_changes import Goal, PlanChange
 from ganger_master.estimators.speed import AllReduceModel
 from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY, Resizing
 from ganger_master.planner.job_estimates import JobEstimates, LossReport
+from ganger_master.planner.job_measures import SpeedsByGpus
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.optimus_stage import plan_optimus
-from ganger_master.planner.rate_registry import SpeedsByGpus
+from ganger_master.planner.pass_terms import capacity_of
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
-from ganger_master.planner.terms import capacity_of
 from ganger_master.policies import policy_named
 from ganger_master.policies.optimus_sizes import OptimusEstimate
 from ganger_master.policies.trials import TrialPace

@@ -14,10 +14,10 @@ from ganger_master.core.answers import PlanAnswer, SessionAnswer
 from ganger_master.core.commands import CancelJob, OpenSession, ProposePlan
 from ganger_master.core.gang_model import GangIntent, GangPhase, ObservedPhase
 from ganger_master.core.plan_changes import PlanChange
+from ganger_master.planner.colocations import with_refusals
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.leaving import follow
-from ganger_master.planner.packs import with_refusals
-from ganger_master.planner.shared import NOTHING, plan_shared
+from ganger_master.planner.sharing_stage import NOTHING, plan_shared
+from ganger_master.planner.timeslice_exits import follow
 from ganger_master.rpc.planner_messages import live_job_from_wire, live_job_to_wire
 from msgspec.structs import replace
 from planner.test_matrices import POLICY, Sharing

@@ -30,11 +30,11 @@ from ganger_master.core.gang_model import GangIntent, ObservedPhase
 from ganger_master.core.job_model import Capabilities, JobSpec, SuspendLevel
 from ganger_master.core.plan_changes import Goal, PlanChange, StartChange, SuspendChange
 from ganger_master.core.settings import CoreSettings
-from ganger_master.planner import matrices, shared
+from ganger_master.planner import matrices, sharing_stage
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
-from ganger_master.planner.shared import plan_matrices
-from ganger_master.planner.timeslice_stage import NOTHING, Fairness, SlicedJob, rows_of
+from ganger_master.planner.sharing_stage import plan_matrices
+from ganger_master.planner.timeslice_shares import NOTHING, Fairness, SlicedJob, rows_of
 from ganger_master.policies import policy_named
 from ganger_master.rpc import planner_messages
 from ganger_master.rpc.planner_messages import live_job_from_wire, live_job_to_wire
@@ -132,7 +132,7 @@ def test_a_job_that_finds_no_free_devices_is_time_sliced_with_a_running_one() ->
 def test_of_more_pending_jobs_than_a_plan_considers_the_first_start_at_once_and_the_others_with_the_next_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(shared, "_WAITING_MOST", 2)
+    monkeypatch.setattr(sharing_stage, "_WAITING_MOST", 2)
     drive = Sharing()
     first, second, third = drive.submitted(job_of(1), job_of(1), job_of(1))
     assert [change.number for change in drive.plan()] == [first, second]

@@ -21,9 +21,9 @@ from ganger_master.planner.migrate_stage import moves_no_job, plan_moves
 from ganger_master.planner.migration_context import MigrationMemory, MigrationTerms
 from ganger_master.planner.migration_outcomes import MigrationOutcomes
 from ganger_master.planner.migration_plans import LONGEST_S
+from ganger_master.planner.pass_terms import capacity_of
 from ganger_master.planner.plan import PlanDraft, plan
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
-from ganger_master.planner.terms import capacity_of
 from msgspec.structs import replace
 from planner.test_passes import Planned
 

@@ -15,7 +15,7 @@ from ganger_master.planner.migration_outcomes import MigrationOutcomes
 from ganger_master.planner.migration_plans import LONGEST_S
 from ganger_master.planner.plan import PlanDraft
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
-from ganger_master.planner.shared import NOTHING, plan_shared
+from ganger_master.planner.sharing_stage import NOTHING, plan_shared
 from msgspec.structs import replace
 from planner.test_moves import Moved, Rates, together
 

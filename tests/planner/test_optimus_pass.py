@@ -18,8 +18,8 @@ from ganger_master.estimators.convergence import StepsLeftEstimate
 from ganger_master.estimators.speed import AllReduceModel
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.optimus_stage import plan_optimus
+from ganger_master.planner.pass_terms import capacity_of
 from ganger_master.planner.plan import PlanDraft
-from ganger_master.planner.terms import capacity_of
 from ganger_master.policies import policy_named
 from ganger_master.policies.optimus_sizes import OptimusEstimate, first_sizes, steps_left
 from msgspec.structs import replace

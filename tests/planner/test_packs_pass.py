@@ -12,9 +12,9 @@ from ganger.v1 import scheduling_pb2
 from ganger_master.core.gang_model import GangPhase, ObservedPhase
 from ganger_master.core.job_model import Capabilities, SuspendLevel
 from ganger_master.core.plan_changes import Goal, ResumeChange, StartChange, SuspendChange, TrialFinding
-from ganger_master.planner import packs as packs_of
+from ganger_master.planner import colocations as packs_of
+from ganger_master.planner.colocations import Colocations, plan_packs, with_refusals
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.packs import Colocations, plan_packs, with_refusals
 from ganger_master.policies.colocation_choice import ALONE_WINDOWS
 from ganger_master.rpc.planner_messages import live_job_from_wire, live_job_to_wire
 from msgspec.structs import replace

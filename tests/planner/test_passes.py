@@ -18,12 +18,12 @@ from ganger_master.core.gang_model import Gang, ObservedPhase
 from ganger_master.core.job_model import Capabilities, JobRecord, JobSpec, SuspendLevel
 from ganger_master.core.plan_changes import StartChange, SuspendChange
 from ganger_master.core.settings import CoreSettings
+from ganger_master.planner.gang_fitting import nodes_for
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.passes import plan_by
-from ganger_master.planner.place_stage import nodes_for
+from ganger_master.planner.order_stage import plan_by
+from ganger_master.planner.pass_terms import capacity_of
 from ganger_master.planner.plan import PlanDraft
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs, RefusalBackoff
-from ganger_master.planner.terms import capacity_of
 from ganger_master.policies import policy_named
 from ganger_master.policies.orders import WEEK_S
 from ganger_master.rpc.planner_messages import live_job_from_wire, live_job_to_wire

@@ -16,7 +16,7 @@ from ganger_master.core.gang_model import GangIntent, ObservedPhase
 from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.settings import CoreSettings
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.passes import plan_by
+from ganger_master.planner.order_stage import plan_by
 from ganger_master.policies import NAMES, live_policy_named, policy_named
 from ganger_master.policies.job_facts import Capacity
 from ganger_master.policies.orders import WEEK_S

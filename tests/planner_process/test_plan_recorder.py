@@ -12,7 +12,7 @@ from ganger.cli.main import run
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.plan_changes import CoresChange
 from ganger_master.decision_log.log_file import read_lines
-from ganger_master.decision_log.plan_rerun import Entry, Judged, Made, PlanRerun
+from ganger_master.decision_log.plan_rerun import Entry, JudgedPlan, Made, PlanRerun
 from ganger_master.decision_log.recording import (
     Broke,
     Differs,
@@ -85,7 +85,7 @@ def test_every_plan_is_made_again_across_connections_and_from_a_note(tuned: Path
     loops = [line for line in lines if isinstance(line, LoopLine)]
     assert len(loops) > 1
     assert [bool(loop.memory) for loop in loops] == [part == "after", *[False] * (len(loops) - 1)]
-    tried = [one for one in found if isinstance(one, Judged) for change in one.plan.changes]
+    tried = [one for one in found if isinstance(one, JudgedPlan) for change in one.plan.changes]
     assert any(isinstance(change, CoresChange) for one in tried for change in one.plan.changes)
 
 

@@ -37,7 +37,7 @@ class Socket(Struct, frozen=True, gc=False):
     device_mask: int
 
 
-# Host memory of a node that names no size. Sums of it fit into 64 bits.
+# Host memory of a node that names no size; a modelled node uses far less. Never add it up over nodes.
 _UNLIMITED_BYTES: Final = 1 << 60
 
 

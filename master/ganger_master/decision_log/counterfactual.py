@@ -24,8 +24,8 @@ from ganger_master.core.state import State
 from ganger_master.decision_log.job_history import VerdictReason, verdict_of
 from ganger_master.decision_log.recording import Begun, Decided, Drawn, Happening, RecordedCommand
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.passes import plan_by
-from ganger_master.planner.terms import capacity_of
+from ganger_master.planner.order_stage import plan_by
+from ganger_master.planner.pass_terms import capacity_of
 from ganger_master.policies import live_policy_named
 from ganger_master.policies.stages import ResizeByOptimus
 

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from ganger_master.core.answers import ChangeAnswer
 from ganger_master.core.plan_changes import PlanChange, claims_in
-from ganger_master.decision_log.plan_rerun import Entry, Judged, Made
+from ganger_master.decision_log.plan_rerun import Entry, JudgedPlan, Made
 from ganger_master.decision_log.recording import Broke, Differs, Ended, Header
 from ganger_master.decision_log.render import agreement
 
@@ -46,7 +46,7 @@ class PlanReport:
         match entry:
             case Made():
                 self.plans += 1
-            case Judged(number, at, plan, answers):
+            case JudgedPlan(number, at, plan, answers):
                 for change, answer in zip(plan.changes, answers, strict=True):
                     self._count(number, at, change, answer)
             case Differs():

@@ -51,7 +51,7 @@ class Made(Struct, frozen=True):
     plan: Plan
 
 
-class Judged(Struct, frozen=True):
+class JudgedPlan(Struct, frozen=True):
     """The recorded verdict on the last plan."""
 
     number: int
@@ -60,7 +60,7 @@ class Judged(Struct, frozen=True):
     answers: tuple[ChangeAnswer, ...]
 
 
-Entry: TypeAlias = Made | Judged | Broke | Differs | Ended
+Entry: TypeAlias = Made | JudgedPlan | Broke | Differs | Ended
 
 
 class PlanRerun:
@@ -156,12 +156,12 @@ class PlanRerun:
         self._plan = found
         return Made(number, line.time, found)
 
-    def _settle(self, number: int, line: VerdictLine) -> Judged:
+    def _settle(self, number: int, line: VerdictLine) -> JudgedPlan:
         plan, self._plan = self._plan, None
         if plan is None or len(plan.changes) != len(line.answers):
             raise LineError("a verdict that is on no plan")
         self._known().observe(PlanVerdict(line.answers, line.planning_s), line.time)
-        return Judged(number, line.time, plan, line.answers)
+        return JudgedPlan(number, line.time, plan, line.answers)
 
 
 def difference_of(recorded: Plan | str, found: Plan | str | None) -> tuple[str, str, str]:

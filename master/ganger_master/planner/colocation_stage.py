@@ -1,9 +1,9 @@
 """Co-location under an order that preempts jobs: running jobs share devices to free some for pending jobs.
 
 Two running gangs are tried on the devices of one of them, and stay co-located if they do more work together than one
-after the other (`planner.packs`). The devices of the other are free for pending jobs. A job that is too slow beside the
-other returns to the queue. While no job waits for devices, co-located jobs move to devices of their own, if there are
-any.
+after the other (`planner.colocations`). The devices of the other are free for pending jobs. A job that is too slow
+beside the other returns to the queue. While no job waits for devices, co-located jobs move to devices of their own, if
+there are any.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ganger.cluster.view import View
 from ganger_master.core.gang_model import GangIntent
 from ganger_master.core.moves import can_hand_over
 from ganger_master.core.plan_changes import Goal, MoveChange, PlanChange, Purpose, TrialFinding
+from ganger_master.planner.colocations import Colocations, JobRates, is_settled, plan_packs, with_refusals
 from ganger_master.planner.context import PlanContext, PlanOutcome
 from ganger_master.planner.device_groups import as_held
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.packs import Colocations, JobRates, is_settled, plan_packs, with_refusals
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.policies.colocation_choice import Berth
 from ganger_master.policies.placements import PlacementPreference

@@ -1,6 +1,6 @@
 """What a stage of the planner reads and edits, the settings of the loop, and what it observes.
 
-A plan is made by stages (`planner.stages`), one after the other. Each reads the context and adds changes to its draft.
+A plan is made by stages (`policies.stages`), one after the other. Each reads the context and adds changes to its draft.
 Where two would change the same job, the earlier stage wins and the later sees the result.
 """
 
@@ -22,10 +22,10 @@ from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import PlanChange, TrialFinding
 from ganger_master.planner.job_table import LiveTable
+from ganger_master.planner.pass_terms import capacity_of
 from ganger_master.planner.plan import NOTHING_TO_DO, PlanDraft
 from ganger_master.planner.plan_pace import PlanPace
 from ganger_master.planner.refusal_backoff import ExcludedJobs
-from ganger_master.planner.terms import capacity_of
 from ganger_master.policies import Policy
 from ganger_master.policies.job_facts import Capacity, Floats, Integers
 from ganger_master.policies.orders import JobOrder
@@ -44,7 +44,7 @@ class PlannerSettings:
     oracle: remaining seconds by job number; only policies that know durations read it.
     capacity: what gangs can have; None: what the view has.
     line_limit: pending jobs of the order that a plan reports at most. Without any, plans that change nothing are
-        passed over (`vain_plans`).
+        passed over (`order_stage.VainPlans`).
     bounds_waits: no job waits without bound (`orders.with_aging`), whatever the order.
     unplaced_rest: jobs that fit nowhere are left out for some seconds, so that the next plans choose others.
     look_s: seconds between two looks at trials of co-locations where jobs are time-sliced; None: the pace decides.

@@ -7,7 +7,7 @@ Users submit series of the same program, so a job starts with the curve of the l
 size changes the rate, but hardly how it depends on cores. The inherited curve is scaled to the rates measured of the
 job itself, and its points are replaced one by one.
 
-Probes are chosen by optimal experiment design (`estimators.cpu_design`) among the job's cores and the free cores of its
+Probes are chosen by optimal experiment design (`estimators.cpu`) among the job's cores and the free cores of its
 nodes. The windows of a probe are compared with those just before it, as for every trial (`policies.trials`). A gain
 or loss below significance counts as none: the curve is flat there, and the tuning takes back the cores that gain
 nothing. So the tuning keeps or reverts each change, by what was measured.

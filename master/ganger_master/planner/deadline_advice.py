@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.terms import capacity_of
+from ganger_master.planner.pass_terms import capacity_of
 from ganger_master.policies.job_facts import Capacity, Facts, Floats, Integers
 from ganger_master.policies.order_registry import AHEAD, deadline_groups
 from ganger_master.policies.orders import SLACK_S

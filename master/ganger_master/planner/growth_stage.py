@@ -33,7 +33,7 @@ from ganger_master.policies.placements import PlacementPreference
 from ganger_master.policies.trials import FIRST_WINDOWS, FailedTrials, TrialRates, TrialVerdict
 
 if TYPE_CHECKING:
-    from ganger_master.planner.rate_registry import SpeedSource
+    from ganger_master.planner.job_measures import SpeedSource
 
 # With more pending jobs than these, every elastic job shrinks to its least size, without a search for the cheapest.
 _FEW: Final = 16

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from ganger_master.core.gang_model import Gang, GangIntent
 from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.plan_changes import Goal, PlanChange, Purpose
+from ganger_master.planner.colocations import is_settled
 from ganger_master.planner.migration_plans import park
-from ganger_master.planner.packs import is_settled
 
 
 @dataclass(frozen=True, slots=True)

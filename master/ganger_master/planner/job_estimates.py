@@ -19,7 +19,7 @@ from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.estimators.convergence import LossPoint, StepsLeftEstimate, fit_convergence, steps_to_convergence
 from ganger_master.estimators.speed import AllReduceModel, StepPoint, fit_allreduce
-from ganger_master.planner.rate_registry import JobMeasures
+from ganger_master.planner.job_measures import JobMeasures
 from ganger_master.policies.optimus_sizes import NOTHING, Believed, OptimusEstimate, steps_left
 
 # Passes over the data before the first fit of losses, and their growth until the next one.

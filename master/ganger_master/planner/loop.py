@@ -28,7 +28,7 @@ from ganger_master.planner.context import (
     ProgressReports,
 )
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.passes import OrderStage
+from ganger_master.planner.order_stage import OrderStage
 from ganger_master.planner.plan_pace import PlanPace, RoundPace, is_stop
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, RefusalBackoff
 from ganger_master.policies import Policy
@@ -301,7 +301,7 @@ def stages_of(
 
                 stages.append(GrowthStage(None if memory is None else memory.growing))
             case ShareByTimeSlices():
-                from ganger_master.planner.shared import SharingStage
+                from ganger_master.planner.sharing_stage import SharingStage
 
                 stages.append(SharingStage(migrating, None if memory is None else memory.shared))
             case StartByRank() | StartByTetris() | ResizeByOptimus():

@@ -17,17 +17,17 @@ from ganger_master.core.job_model import JobRecord
 from ganger_master.planner import colocation_rates as together
 from ganger_master.planner import core_profiles as measured
 from ganger_master.planner.colocation_rates import ColocationRates
+from ganger_master.planner.colocations import JobRates
 from ganger_master.planner.core_profiles import CoreProfiles
 from ganger_master.planner.job_estimates import JobEstimates, LossReport, ReportedLosses
-from ganger_master.planner.migration_outcomes import RateSource
-from ganger_master.planner.packs import JobRates
-from ganger_master.planner.rate_registry import (
+from ganger_master.planner.job_measures import (
     AttainedService,
     AttainedTime,
     SpeedsByGpus,
     SpeedsOfJob,
     SpeedSource,
 )
+from ganger_master.planner.migration_outcomes import RateSource
 from ganger_master.policies.optimus_sizes import Believed
 from ganger_master.policies.trials import TrialPace
 from ganger_master.policies.tunings import Known

@@ -24,7 +24,7 @@ from ganger_master.planner.growth_stage import GrowthTrials
 from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY, Resizing
 from ganger_master.planner.measurements import RememberedRates
 from ganger_master.planner.migration_context import MigrationMemory
-from ganger_master.planner.shared import NOTHING, Shared
+from ganger_master.planner.sharing_stage import NOTHING, Shared
 
 _MAGIC: Final = "ganger planner"
 # Clocks that are adjusted differ by no more.

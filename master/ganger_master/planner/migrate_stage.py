@@ -43,7 +43,7 @@ from ganger_master.policies.make_room import Hole
 from ganger_master.policies.migration_choice import drained
 
 if TYPE_CHECKING:
-    from ganger_master.planner.passes import OrderStage
+    from ganger_master.planner.order_stage import OrderStage
 
 _ON_THE_WAY: Final = (GangPhase.MOVING, GangPhase.RESIZING)
 

@@ -48,11 +48,11 @@ from ganger_master.planner.in_place_resize import (
 )
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migration_context import move_costs
-from ganger_master.planner.order_stage import ChosenJobs
+from ganger_master.planner.pass_terms import AS_ASKED, PassTerms, held_of
 from ganger_master.planner.plan import PlanDraft, carried_out
+from ganger_master.planner.ranked_queue import ChosenJobs
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
-from ganger_master.planner.terms import AS_ASKED, PassTerms, held_of
-from ganger_master.planner.wanting import SizeRequests, without_growth
+from ganger_master.planner.size_requests import SizeRequests, without_growth
 from ganger_master.policies.job_facts import Capacity, Flags, Integers
 from ganger_master.policies.optimus_sizes import Believed
 from ganger_master.policies.orders import JobOrder, guarded, ranked

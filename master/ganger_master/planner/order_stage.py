@@ -1,185 +1,313 @@
-"""Choose the jobs that should run by counts: the first ones of the order's line whose gangs fit together."""
+"""The stage that starts and preempts jobs, with the pass that its policy needs.
+
+Virtual time is full of events after which no plan would do anything: short cuts find the plans that would certainly
+change nothing, and those whose jobs are known without ranking. A plan that reports the order of pending jobs is never
+vain, for every event changes that order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-from msgspec import Struct
-from msgspec.structs import replace as replace_of
-from numpy.typing import NDArray
+from ganger.cluster.capacity_index import CapacityIndex
+from ganger.job_state import JobState
 
+from ganger_master.core.job_model import JobRecord
+from ganger_master.core.plan_changes import StartChange, SuspendChange
+from ganger_master.planner.context import ClusterChange, PlanContext, PlanOutcome
 from ganger_master.planner.job_table import LiveTable
+from ganger_master.planner.pass_terms import capacity_of, terms_of
+from ganger_master.planner.plan import PlanDraft, may_start, plan, started
+from ganger_master.planner.plan_pace import RoundPace
+from ganger_master.planner.ranked_queue import within_quotas
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
-from ganger_master.policies.job_facts import Capacity, Facts, Flags, Floats, Integers, behind, sorted_by
-from ganger_master.policies.orders import JobOrder, guarded, next_change_s, ranked, ranks, selected
+from ganger_master.policies import Policy
+from ganger_master.policies.job_facts import Capacity, Floats, Integers
+from ganger_master.policies.optimus_sizes import Believed, nothing_believed
+from ganger_master.policies.orders import JobOrder
+from ganger_master.policies.stages import Grow, Migrate, ResizeByOptimus, ShareByTimeSlices, StartByTetris, Tune
 
-# Up to so many jobs that do not run, checking each of them is cheaper than ranking all jobs.
-_FEW = 4
+if TYPE_CHECKING:
+    # Modules of special passes load only for their policies: the import takes longer than many passes.
 
-
-class ChosenJobs(Struct, frozen=True, eq=False, gc=False):
-    """The jobs that should run, by counts.
-
-    line: positions of all candidates, first job first.
-    queue: numbers of all pending jobs, in the same order.
-    overdue, passing: as in `selection.guarded`.
-    changes_at: as `PlanDraft.next_change_s`.
-    All else is by position.
-    """
-
-    rows: Integers
-    facts: Facts
-    line: Integers
-    queue: Integers
-    # Jobs that could start.
-    waiting: Flags
-    is_chosen: Flags
-    overdue: Flags
-    passing: Flags
-    changes_at: float
+    from ganger_master.planner.in_place_resize import Resizing
+    from ganger_master.policies.tunings import Known
 
 
-class RankedQueue(Struct, frozen=True, eq=False, gc=False):
-    """The input of a choice.
+class OrderStage:
+    """The stage, with its state: jobs that wait for the next plan that may preempt, and resizes under way."""
 
-    ranks: columns to sort the jobs by.
-    candidates: by position, jobs that run or may start; None: all.
-    pending: by position, jobs that wait, with those that may not start.
-    units: by position, as `LiveTable.units`, if jobs that share devices are chosen together or not at all; else None.
-    """
+    def __init__(self, policy: Policy, order: JobOrder, resizing: Resizing | None = None) -> None:
+        self.resizing = resizing
+        self._tune, self._resizes = policy.stage(Tune), policy.has(ResizeByOptimus)
+        self.vain = VainPlans(policy, order)
+        # Jobs that the last preempting plan preempted for others.
+        self._displaced: frozenset[int] = frozenset()
+        self._packed_at_s = -math.inf
 
-    order: JobOrder
-    gpus: int
-    rows: Integers
-    facts: Facts
-    ranks: tuple[NDArray[Any], ...]
-    waiting: Flags
-    candidates: Flags | None
-    pending: Flags
-    units: Integers | None
-    changes_at: float
+    def plan(self, context: PlanContext) -> None:
+        context.add(self.found(context, context.excluded, context.may_preempt))
 
-    @property
-    def is_unchanged(self) -> bool:
-        """Whether exactly the running jobs are chosen. Found cheaply, where none of few other jobs would fit even if
-        all jobs behind it were preempted; False leaves it open."""
-        order, facts = self.order, self.facts
-        comes = ~facts.is_running if self.candidates is None else self.candidates & ~facts.is_running
-        newcomers = comes.nonzero()[0].tolist()
-        if len(newcomers) > _FEW or order.is_strict:
-            return False
-        if order.overdue is not None and order.overdue(facts, self.gpus).any():
-            return False
-        # Shared devices count once, for the first job of each unit.
-        holds = (
-            facts.is_running
-            if self.units is None
-            else facts.is_running & ((self.units < 0) | (self.units == self.rows))
-        )
-        held = np.where(holds, facts.gpus, 0)
-        free = self.gpus - int(held.sum())
-        may_leave = np.where(facts.is_preemptible, held, 0) if order.preempts else np.zeros_like(held)
-        return free >= 0 and not any(
-            facts.gpus[at] <= free + may_leave[behind(self.ranks, at)].sum() for at in newcomers
+    def found(self, context: PlanContext, kept_out: ExcludedJobs, may_stop: bool) -> PlanDraft:
+        """Return the changes of the pass."""
+        found = self.vain.shortcut(context) or self._packed_round(context, kept_out, may_stop)
+        if found is None:
+            found = self._pass(context, kept_out if may_stop else kept_out.resting(self._displaced), may_stop)
+        self._displaced = found.displaced or self._displaced
+        self.resizing = found.resizing or self.resizing
+        self.vain.note(found, context.jobs, context.now)
+        if found.next_change_s < math.inf:
+            # A plan that may not preempt hardly depends on the order. Sizes change as often as a plan may preempt.
+            pace = context.pace
+            next_s = pace.next_stop_s(context.now) if self._resizes else pace.stopped_at_s + pace.every_s
+            found = replace(found, next_change_s=max(found.next_change_s, next_s))
+        return found
+
+    def _packed_round(self, context: PlanContext, kept_out: ExcludedJobs, may_stop: bool) -> PlanDraft | None:
+        """Return the changes that pack a round, where the tuning places jobs; None where it does not, or cannot."""
+        tune, now = self._tune, context.now
+        if tune is None or not (tune.packs_rounds and may_stop and isinstance(context.pace, RoundPace)):
+            return None
+        from ganger_master.planner.synergy_round import plan_packed
+        from ganger_master.policies.tunings import NOTHING
+
+        # A job that a round preempted may rank before others now, but a round preempts only once.
+        may_stop, self._packed_at_s = self._packed_at_s != now, now
+        oracle, capacity, table = context.settings.oracle, context.capacity, context.jobs
+        return plan_packed(
+            tune.tuning,
+            context.order,
+            table,
+            now,
+            capacity,
+            context.room.view,
+            may_stop,
+            oracle,
+            within_quotas(context.order, table, now, capacity, oracle, kept_out),
+            known=(None if context.rates is None else context.rates.known) or NOTHING,
         )
 
+    def _pass(self, context: PlanContext, kept_out: ExcludedJobs, may_stop: bool) -> PlanDraft:
+        policy, settings, rates = context.policy, context.settings, context.rates
+        capacity = self._capacity(context)
+        return plan_by(
+            policy,
+            context.order,
+            context.jobs,
+            context.now,
+            capacity,
+            context.room,
+            may_stop,
+            remaining_s=settings.oracle,
+            kept_out=kept_out,
+            known=None if rates is None else rates.known,
+            trials=_NO_TRIALS if rates is None else rates.trials,
+            believed=nothing_believed if rates is None else rates.believed(capacity.gpus_per_node),
+            resize_s=settings.resize_s,
+            resizing=self.resizing,
+        )
+
+    def is_idle(self, context: PlanContext) -> bool:
+        return self.vain.is_vain(context, self._displaced)
+
+    def _capacity(self, context: PlanContext) -> Capacity:
+        """Return the capacity with what resizes under way hold."""
+        if self.resizing is None or context.settings.capacity is not None:
+            return context.capacity
+        return capacity_of(context.room.view, context.jobs, self.resizing)
+
+    def settle(self, outcome: PlanOutcome) -> None:
+        if self.resizing is not None:
+            self.resizing = self.resizing.without(outcome.refused)
+
     @property
-    def line(self) -> Integers:
-        """Return the numbers of all pending jobs, first job first."""
-        waits = self.pending.nonzero()[0]
-        return self.facts.number[waits[sorted_by(*[column[waits] for column in self.ranks])]]
+    def on_trial(self) -> frozenset[int]:
+        return frozenset()
+
+    @property
+    def memory(self) -> Mapping[str, Any]:
+        return {} if self.resizing is None else {"resizing": self.resizing}
 
 
-def asked(
+_NO_TRIALS: Final[Mapping[int, int]] = MappingProxyType({})
+
+
+def plan_by(
+    policy: Policy,
     order: JobOrder,
     table: LiveTable,
     now: float,
     capacity: Capacity,
+    room: CapacityIndex,
+    may_stop: bool = True,
+    *,
     remaining_s: Callable[[Integers], Floats] | None = None,
     kept_out: ExcludedJobs = NONE_EXCLUDED,
-    as_one: bool = False,
-) -> RankedQueue:
-    """Return the input of a choice; arguments as in `plan.plan`. `as_one`: jobs that share devices are chosen together
-    or not at all."""
-    order, rows, facts = _known(order, table, now, remaining_s)
-    columns = ranks(order, facts, now, capacity)
-    pending = waiting = table.is_waiting(rows)
-    candidates = None
-    if kept_out.not_stopped:
-        may_stop = ~table.are_among(rows, kept_out.not_stopped)
-        facts = replace_of(facts, is_preemptible=facts.is_preemptible & may_stop)
-    if kept_out.not_started:
-        waiting = waiting & ~table.are_among(rows, kept_out.not_started)
-        candidates = waiting | facts.is_running
-    units = None
-    if as_one:
-        units, facts = table.units(rows), replace_of(facts, gpus=table.with_unit_gpus(rows, facts.gpus))
-    changes_at = next_change_s(order, facts, now)
-    return RankedQueue(order, capacity.gpus, rows, facts, columns, waiting, candidates, pending, units, changes_at)
+    known: Known | None = None,
+    trials: Mapping[int, int] = MappingProxyType({}),
+    believed: Believed = nothing_believed,
+    resize_s: float = 0.0,
+    resizing: Resizing | None = None,
+) -> PlanDraft:
+    """Return the changes to propose now, as `plan` does.
+
+    order: the policy's order, or one derived from it.
+    remaining_s: an oracle's remaining seconds, for orders that need one.
+    known, trials: for policies that tune.
+    believed, resize_s, resizing: for a policy that resizes.
+    """
+    if may_stop and order.preempts and table.quotas is not None:
+        kept_out = within_quotas(order, table, now, capacity, remaining_s, kept_out)
+    starter, tune, terms = policy.starter, policy.stage(Tune), terms_of(policy, table)
+    given = order, policy.placement, table, now, capacity, room
+    if isinstance(starter, ResizeByOptimus):
+        # Its models need SciPy, which other policies do not load.
+        from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY
+        from ganger_master.planner.optimus_stage import plan_optimus
+
+        under_way = resizing or NOTHING_UNDER_WAY
+        return plan_optimus(*given, believed, may_stop, resize_s, kept_out, under_way, terms)
+    if isinstance(starter, StartByTetris):
+        from ganger_master.planner.tetris_stage import plan_tetris
+
+        oracle = remaining_s if policy.order.knows_durations else None
+        return plan_tetris(starter.knobs, order, table, now, capacity, room, oracle, kept_out)
+    if tune is not None:
+        from ganger_master.planner.tune_stage import plan_tuned
+        from ganger_master.policies.tunings import NOTHING
+
+        return plan_tuned(tune.tuning, *given, may_stop, remaining_s, kept_out, known or NOTHING, trials, terms)
+    return plan(*given, may_stop, remaining_s, kept_out, terms)
 
 
-def choose(of: RankedQueue) -> ChosenJobs:
-    """Return the jobs that should run."""
-    order, rows, facts, leader = of.order, of.rows, of.facts, None
-    line = sorted_by(*of.ranks)
-    queue = facts.number[line[of.pending[line]]]
-    if of.candidates is not None:
-        line = line[of.candidates[line]]
-    if of.units is not None:
-        facts, leader = _as_one(facts, line, of.units)
-    guards = guarded(order, facts, of.gpus)
-    is_chosen = np.zeros(len(rows), bool)
-    is_chosen[selected(order, facts, line, of.gpus, guards)] = True
-    if leader is not None:
-        is_chosen = is_chosen[leader]
-    return ChosenJobs(rows, facts, line, queue, of.waiting, is_chosen, *guards, of.changes_at)
+# -- short cuts -----------------------------------------------------------------------------------------------------
 
 
-def within_quotas(
-    order: JobOrder,
-    table: LiveTable,
-    now: float,
-    capacity: Capacity,
-    remaining_s: Callable[[Integers], Floats] | None = None,
-    kept_out: ExcludedJobs = NONE_EXCLUDED,
-) -> ExcludedJobs:
-    """Return `kept_out` with the jobs that may not start because earlier jobs of their user use up its quota: no job is
-    preempted for one that could not start then."""
-    quotas = table.quotas
-    if quotas is None or not quotas.are_contested:
-        return kept_out
-    order, rows, facts = _known(order, table, now, remaining_s)
-    line = ranked(order, facts, now, capacity)
-    first = line[(table.is_waiting(rows) & ~table.are_among(rows, kept_out.not_started))[line]]
-    jobs = [job for row in rows[first].tolist() if (job := table.jobs[row]) is not None]
-    return kept_out.resting(quotas.beyond(jobs))
+@dataclass(frozen=True, slots=True)
+class PlannedJobs:
+    """The last plan: the jobs that it started and stopped (together `jobs`), and the jobs to start once the stopped
+    ones have released their devices, in order."""
+
+    at_s: float = -math.inf
+    started: frozenset[int] = frozenset()
+    stopped: frozenset[int] = frozenset()
+    follow: tuple[int, ...] = ()
+    jobs: frozenset[int] = frozenset()
 
 
-def _known(
-    order: JobOrder, table: LiveTable, now: float, remaining_s: Callable[[Integers], Floats] | None
-) -> tuple[JobOrder, Integers, Facts]:
-    """Return the order with the history of the table, and the rows and facts of all live jobs."""
-    if order.with_history is not None:
-        order = order.with_history(table.history)
-    assert not order.knows_durations or remaining_s is not None, f"{order.name} needs an oracle of remaining times"
-    rows, facts = table.facts(now, order.learns, remaining_s=remaining_s if order.knows_durations else None)
-    return order, rows, facts
+NOTHING_PLANNED: Final = PlannedJobs()
 
 
-def _as_one(facts: Facts, line: Integers, units: Integers) -> tuple[Facts, Integers]:
-    """Return facts in which each unit's devices belong to its first job in line, and can be taken from all of its jobs
-    or none; and by position the first job of its unit, or itself. `units`: by position, as `LiveTable.units`."""
-    leader = np.arange(len(facts))
-    sharing = line[units[line] >= 0]
-    unit = units[sharing]
-    first = np.empty(unit.max(initial=-1) + 1, np.int64)
-    # The last assignment counts: the first job in line.
-    first[unit[::-1]] = sharing[::-1]
-    leader[sharing] = first[unit]
-    others = sharing[leader[sharing] != sharing]
-    gpus, is_preemptible = facts.gpus.copy(), facts.is_preemptible.copy()
-    gpus[others] = 0
-    is_preemptible[leader[others[~is_preemptible[others]]]] = False
-    return replace_of(facts, gpus=gpus, is_preemptible=is_preemptible[leader]), leader
+class VainPlans:
+    """Short cuts of one loop."""
+
+    def __init__(self, policy: Policy, order: JobOrder) -> None:
+        self._policy, self._order = policy, order
+        # Running gangs keep their devices, cores and memory.
+        self._is_plain = not policy.has(Tune, StartByTetris, ResizeByOptimus)
+        # Plans concern pending jobs only.
+        self._only_for_waiting = self._is_plain and not policy.has(Migrate, Grow, ShareByTimeSlices)
+        # A plan only starts jobs, on any free GPUs, and its outcome does not depend on time.
+        does_more = not self._only_for_waiting or order.preempts or order.learns
+        changes = order.next_change is not None or order.with_history is not None
+        self._only_starts = policy.placement.by_counts and not (does_more or changes)
+        # Kept while nothing but this plan has happened at its instant and its effects do not change the ranking.
+        self._planned = NOTHING_PLANNED
+
+    def follow(self, change: ClusterChange) -> None:
+        """Note what has changed."""
+        planned = self._planned.jobs
+        if planned and not (
+            planned.issuperset([job.number for job, _, _ in change.jobs]) and planned.issuperset(change.forgotten)
+        ):
+            self._planned = NOTHING_PLANNED
+
+    def is_vain(self, context: PlanContext, resting: Collection[int]) -> bool:
+        """Return whether a plan would certainly change nothing. `resting`: numbers of jobs that wait for a plan that
+        may preempt."""
+        table = context.jobs
+        planned = self._carried_out(table, context.now)
+        if planned.started and not planned.follow:
+            # All chosen jobs have started; another pass would choose the same ones.
+            return True
+        if self._only_for_waiting and not table.has_waiting:
+            self._planned = NOTHING_PLANNED
+            return True
+        if self._only_starts and table.quotas is None:
+            return self._starts_no_job(table, context.free_devices)
+        return not context.may_preempt and self._is_futile(context, resting)
+
+    def starts_no_job(self, table: LiveTable, free: int) -> bool:
+        """Return whether plans only start jobs, and none can start on so many free devices."""
+        return self._only_starts and table.quotas is None and self._starts_no_job(table, free)
+
+    def shortcut(self, context: PlanContext) -> PlanDraft | None:
+        """Return the result of the pass if the chosen jobs are known without ranking all jobs; else None."""
+        table, now = context.jobs, context.now
+        found = [table.get(number) for number in self._carried_out(table, now).follow]
+        jobs = [one[0] for one in found if one is not None]
+        if not jobs and self._only_starts and table.quotas is None and self._order.by_arrival and table.has_waiting:
+            jobs = self._first_of_queue(table, context.free_devices)
+        if not jobs:
+            return None
+        return started(jobs, self._policy.placement, table, now, context.room, terms=terms_of(self._policy, table))
+
+    def note(self, found: PlanDraft, table: LiveTable, now: float) -> None:
+        """Note a plan, if the next pass of its instant would choose the same jobs."""
+        self._planned = self._repeatable(found, table, now)
+
+    def _repeatable(self, found: PlanDraft, table: LiveTable, now: float) -> PlannedJobs:
+        is_steady = self._order.is_steady and self._order.next_change is None
+        if not is_steady or not self._only_for_waiting or table.quotas is not None:
+            return NOTHING_PLANNED
+        if found.waits and not (found.follow and not found.unplaced and self._policy.placement.by_counts):
+            return NOTHING_PLANNED
+        started = frozenset([change.number for change in found.changes if isinstance(change, StartChange)])
+        stopped = frozenset([change.number for change in found.changes if isinstance(change, SuspendChange)])
+        return PlannedJobs(now, started, stopped, found.follow, started | stopped)
+
+    def _carried_out(self, table: LiveTable, now: float) -> PlannedJobs:
+        """Return the last plan of this instant if all of its changes have taken effect, else `NOTHING_PLANNED`."""
+        planned = self._planned
+        if planned.at_s != now:
+            return NOTHING_PLANNED
+        runs = [(found := table.get(number)) and found[0].state is JobState.HOLDING for number in planned.started]
+        left = [(found := table.get(number)) is None or not found[0].epoch for number in planned.stopped]
+        return planned if all(runs) and all(left) else NOTHING_PLANNED
+
+    def _first_of_queue(self, table: LiveTable, free: int) -> list[JobRecord]:
+        """Return the jobs that an order by arrival starts on the free GPUs."""
+        found: list[JobRecord] = []
+        least = table.least_waiting_gpus
+        for job in table.queue():
+            if free < least:
+                break
+            if job.gpus <= free:
+                found.append(job)
+                free -= job.gpus
+            elif self._order.is_strict:
+                break
+        return found
+
+    def _starts_no_job(self, table: LiveTable, free: int) -> bool:
+        """Return whether too few GPUs are free in all for a plan that can only start jobs."""
+        if not (self._order.is_strict and self._order.by_arrival):
+            return not table.has_waiting or table.least_waiting_gpus > free
+        first = next(table.queue(), None)
+        return first is None or first.gpus > free
+
+    def _is_futile(self, context: PlanContext, resting: Collection[int]) -> bool:
+        """Return whether a plan that may not preempt would start no job and the next plan is already scheduled."""
+        table, pace = context.jobs, context.pace
+        is_scheduled = pace.due_s == pace.stopped_at_s + pace.every_s > context.now
+        if not is_scheduled or not self._is_plain or not table.has_waiting:
+            return False
+        if may_start(self._policy.placement, table, context.room, terms_of(self._policy, table), resting):
+            return False
+        # Skipping the pass must not skip its effect on the job estimates, which depend on the times of passes.
+        table.look(context.now, self._order)
+        return True

@@ -24,12 +24,12 @@ from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import PlanChange, StartChange
 from ganger_master.planner.device_groups import units
+from ganger_master.planner.gang_fitting import GangFitting, PreemptionCandidates
 from ganger_master.planner.in_place_resize import Resizing
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.order_stage import ChosenJobs, asked, choose
-from ganger_master.planner.place_stage import GangFitting, PreemptionCandidates
+from ganger_master.planner.pass_terms import AS_ASKED, PassTerms
+from ganger_master.planner.ranked_queue import ChosenJobs, asked, choose
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
-from ganger_master.planner.terms import AS_ASKED, PassTerms
 from ganger_master.policies.job_facts import Capacity, Floats, Integers
 from ganger_master.policies.orders import JobOrder
 from ganger_master.policies.placements import PlacementPreference

@@ -1,7 +1,7 @@
 """Pending jobs that their users' quotas keep out, updated with every change of a job.
 
 A job that would exceed its user's quota waits for other jobs of that user, not for devices. Jobs count as the master
-counts them (`core.approval.rules`), which decides.
+counts them (`core.approval`), which decides.
 """
 
 from __future__ import annotations

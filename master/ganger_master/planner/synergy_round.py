@@ -20,8 +20,8 @@ from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.plan_changes import StartChange, SuspendChange
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.order_stage import ChosenJobs, asked, choose
 from ganger_master.planner.plan import PlanDraft
+from ganger_master.planner.ranked_queue import ChosenJobs, asked, choose
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.planner.tune_stage import Amounts, CoresWish, fitted, is_tuned, nodes_of, whole, wish_of
 from ganger_master.policies.job_facts import Capacity, Flags, Floats, Integers

@@ -35,9 +35,9 @@ from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import CoresChange, PlanChange, StartChange
 from ganger_master.planner.job_table import LiveTable, shares_devices
+from ganger_master.planner.pass_terms import AS_ASKED, PassTerms, held_of, terms_of
 from ganger_master.planner.plan import PlanDraft, plan
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
-from ganger_master.planner.terms import AS_ASKED, PassTerms, held_of, terms_of
 from ganger_master.policies.job_facts import Capacity, Floats, Integers
 from ganger_master.policies.orders import JobOrder
 from ganger_master.policies.placements import PlacementPreference

@@ -1,1 +1,1 @@
-"""The planner's process: hears the cluster, has `ganger_master.planner` decide, and proposes plans."""
+"""The planner process: it observes the cluster, runs `ganger_master.planner`, and proposes plans."""

@@ -1,4 +1,4 @@
-"""Every order by name, with its keys; dominant resource fairness has a module of its own (`drf`).
+"""Every order by name, with its keys; dominant resource fairness is in `fairness`.
 
 **Ganger's own order**: the most waiting time saved per GPU-second first, by estimates from similar jobs.
 

@@ -48,7 +48,7 @@ class JobOrder:
     * `knows_durations`: reads an oracle's remaining times, so it serves for comparison only.
     * `learns`: reads indices that are estimated from other jobs (`estimators.run_time`).
     * `next_change`: when the ranking changes without an event, if it changes in jumps.
-    * `overdue`: the jobs, on a cluster of so many GPUs, that have waited too long (`selection.selected`).
+    * `overdue`: the jobs, on a cluster of so many GPUs, that have waited too long (`selected`).
     * `overdue_share`: the part of the cluster that overdue jobs may take at once (`aging`).
     * `regroups`: running jobs are restarted elsewhere to make room for a gang that fits nowhere.
     * `rests`: a preempted job starts again only in a plan that may preempt.

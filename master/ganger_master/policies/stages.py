@@ -24,7 +24,7 @@ class Grow:
 @dataclass(frozen=True, slots=True)
 class StartByRank:
     """The first jobs of the policy's order start, and preempt jobs behind them where the order preempts
-    (`planner.passes`)."""
+    (`planner.order_stage`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class ResizeByOptimus:
 
 @dataclass(frozen=True, slots=True)
 class ShareByTimeSlices:
-    """Jobs start, are time-sliced where they do not all fit, and co-located on trial (`planner.shared`)."""
+    """Jobs start, are time-sliced where they do not all fit, and co-located on trial (`planner.sharing_stage`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ A rate is a product of three factors:
 
 * cores and memory: the published matrix of the model (Synergy, OSDI 2022), at the gang's slowest piece. For a model
   without a matrix, more than the recorded amounts gains nothing and less costs in proportion;
-* locality: Chronus's table of five models, interpolated by `estimators.locality`; for other models, the curve of an
+* locality: Chronus's table of five models, interpolated by `estimators.slowdown`; for other models, the curve of an
   unknown job;
 * GPU type: Gavel's steps per second (OSDI 2020), of the model, or else the median over all models.
 

@@ -10,7 +10,7 @@ import pytest
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import CancelJob, Command, ProposePlan
 from ganger_master.core.plan_changes import PlanChange
-from ganger_master.planner.packs import Colocations
+from ganger_master.planner.colocations import Colocations
 from ganger_master.policies.fairness import quantum_s
 from ganger_master.simulator.inputs import ReplayOptions
 from ganger_master.simulator.measurement_model import WINDOW_S, ModelledRates

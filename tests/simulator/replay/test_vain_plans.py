@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from ganger.cluster.preferences import ANYWHERE
 from ganger_master.core.commands import CHANGES_LIMIT, Command, ProposePlan
-from ganger_master.planner.passes import NOTHING_PLANNED, OrderStage, VainPlans
+from ganger_master.planner.order_stage import NOTHING_PLANNED, OrderStage, VainPlans
 from ganger_master.policies.order_registry import ORDERS
 from ganger_master.simulator import run
 from ganger_master.simulator.inputs import ReplayOptions

@@ -2,10 +2,10 @@
 or end each co-location by the measured rates.
 
 Trials begin only while the cluster is oversubscribed, and only with gangs that were measured alone, if only in their
-time slices. Such gangs leave their time-slice groups first (`planner.leaving`). The guest moves to the host's devices,
-and each gets half of the host's cores. The measured rates decide whether the co-location is kept; a kept one is watched
-for as long as it lasts. When one ends, its guest is parked and time-sliced again. The state is a value that survives
-restarts (`planner.memory`); without it, existing co-locations are undone and may be tried anew.
+time slices. Such gangs leave their time-slice groups first (`planner.timeslice_exits`). The guest moves to the host's
+devices, and each gets half of the host's cores. The measured rates decide whether the co-location is kept; a kept one
+is watched for as long as it lasts. When one ends, its guest is parked and time-sliced again. The state is a value that
+survives restarts (`planner.memory`); without it, existing co-locations are undone and may be tried anew.
 """
 
 from __future__ import annotations

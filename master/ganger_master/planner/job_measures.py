@@ -1,7 +1,6 @@
 """Measurements of running jobs from their progress reports: received device time, and rates by number of GPUs.
 
-A job reports about once a second while
-it steps, and not while it is parked.
+A job reports about once a second while it steps, and not while it is parked.
 """
 
 from __future__ import annotations

@@ -19,10 +19,7 @@ from ganger.job_state import JobState
 from ganger_master.core.gang_model import Gang, GangIntent
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import Goal, PlanChange, Purpose, ResumeChange
-from ganger_master.planner.device_groups import Claims
-from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.migration_plans import is_free
-from ganger_master.planner.packs import (
+from ganger_master.planner.colocations import (
     Colocation,
     Colocations,
     JobRates,
@@ -33,6 +30,9 @@ from ganger_master.planner.packs import (
     parking,
     whole_again,
 )
+from ganger_master.planner.device_groups import Claims
+from ganger_master.planner.job_table import LiveTable
+from ganger_master.planner.migration_plans import is_free
 
 # Longer than any boundary and any copy: a job that is not there by then stays time-sliced.
 _LONGEST_S: Final = 120.0

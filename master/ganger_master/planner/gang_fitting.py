@@ -27,9 +27,9 @@ from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.plan_changes import PlanChange, StartChange, SuspendChange
 from ganger_master.planner.device_groups import Unit, units
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.order_stage import ChosenJobs
+from ganger_master.planner.pass_terms import Claims, PassTerms, held_by_all, held_of
+from ganger_master.planner.ranked_queue import ChosenJobs
 from ganger_master.planner.refusal_backoff import ExcludedJobs
-from ganger_master.planner.terms import Claims, PassTerms, held_by_all, held_of
 from ganger_master.policies.make_room import Hole, Movable, Movables, hole_for
 from ganger_master.policies.orders import JobOrder
 from ganger_master.policies.placements import PlacementPreference

@@ -32,18 +32,18 @@ from ganger_master.core.plan_changes import (
     StartChange,
     TrialFinding,
 )
+from ganger_master.planner.colocations import Colocations, JobRates, plan_packs, with_refusals
 from ganger_master.planner.context import PlanContext, PlanOutcome
 from ganger_master.planner.device_groups import MOST_ROWS, Claims, thin
 from ganger_master.planner.host_memory import make_room
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.leaving import follow, places_of
 from ganger_master.planner.matrices import SliceMatrices
 from ganger_master.planner.migration_plans import LONGEST_S, MigrationPlan, hold, is_free
-from ganger_master.planner.packs import Colocations, JobRates, plan_packs, with_refusals
 from ganger_master.planner.plan import PlanDraft
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
-from ganger_master.planner.timeslice_stage import NOTHING as NOTHING_OWED
-from ganger_master.planner.timeslice_stage import Fairness, SlicedJob, can_go, credited, moved, stayed
+from ganger_master.planner.timeslice_exits import follow, places_of
+from ganger_master.planner.timeslice_shares import NOTHING as NOTHING_OWED
+from ganger_master.planner.timeslice_shares import Fairness, SlicedJob, can_go, credited, moved, stayed
 from ganger_master.policies.fairness import QUANTUM_S
 from ganger_master.policies.placements import PlacementPreference
 from ganger_master.policies.stages import Tune
