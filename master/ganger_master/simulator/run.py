@@ -17,7 +17,7 @@ from ganger_master.core.commands import Command
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.settings import CoreSettings, as_settings
 from ganger_master.core.state import State
-from ganger_master.policies import policy_named
+from ganger_master.policies import Policy, policy_named
 from ganger_master.policies.order_registry import LAS2D
 from ganger_master.policies.stages import Colocate, Grow, ResizeByOptimus, ShareByTimeSlices, StartByRank, Tune
 from ganger_master.simulator.admission import devices_only, specs_of, users_of
@@ -85,6 +85,32 @@ def simulate(
     )
 
 
+def _as_simulated(policy: Policy, options: ReplayOptions) -> Policy:
+    """Return the policy as it runs under these options."""
+    if options.ideal:
+        # Where any free devices serve, job schedulers have no choice to make.
+        order = _CONTINUOUS.get(policy.order.name, policy.order)
+        return replace(policy.planned.without(Colocate), order=order, placement=BY_COUNTS)
+    # Job schedulers would start jobs in the middle of a round.
+    return policy if options.round_s is None else policy.planned
+
+
+def _core_settings(policy: str, options: ReplayOptions, jobs: int) -> CoreSettings:
+    return CoreSettings(
+        lost_after_seconds=None,
+        silent_margin_seconds=None,
+        policy=policy,
+        checkpoint_interval_seconds=-1.0,
+        jobs_waiting_limit=jobs + 1,
+        # Modelled schedulers do not relax with time: only a change of the cluster lets a refused job retry.
+        turn_again_seconds=_NEVER_S,
+        # No client reads ended jobs.
+        request_kept_seconds=0.0,
+        finished_jobs_limit=1_000,
+        quota_devices=as_settings(options.quotas),
+    )
+
+
 class _Replay:
     def __init__(
         self,
@@ -94,66 +120,21 @@ class _Replay:
         options: ReplayOptions,
         progress: Callable[[int, int], None] | None,
     ) -> None:
-        self.policy = policy_named(policy)
+        self.policy = _as_simulated(policy_named(policy), options)
         if options.ideal:
-            # Where any free devices serve, job schedulers have no choice to make.
-            order = _CONTINUOUS.get(self.policy.order.name, self.policy.order)
-            self.policy = replace(self.policy.planned.without(Colocate), order=order, placement=BY_COUNTS)
             # Placement by counts claims devices only.
             servers = devices_only(servers)
-        elif options.round_s is not None:
-            # Job schedulers would start jobs in the middle of a round.
-            self.policy = self.policy.planned
         self.jobs = jobs
         self.options = options
         self.progress = progress
         self.clock = Clock(EPOCH_S)
-        self.settings = CoreSettings(
-            lost_after_seconds=None,
-            silent_margin_seconds=None,
-            policy=policy,
-            checkpoint_interval_seconds=-1.0,
-            jobs_waiting_limit=len(jobs) + 1,
-            # Modelled schedulers do not relax with time: only a change of the cluster lets a refused job retry.
-            turn_again_seconds=_NEVER_S,
-            # No client reads ended jobs.
-            request_kept_seconds=0.0,
-            finished_jobs_limit=1_000,
-            quota_devices=as_settings(options.quotas),
-        )
+        self.settings = _core_settings(policy, options, len(jobs))
         # Modelled nodes read the state directly, and nothing is stored: the core need not collect orders and rows.
         self.state = State(self.settings, EPOCH_S, tells=False)
         self.state.policy = self.policy
         self.work = Work(jobs.duration_s)
-        self.nodes = NodeModel(
-            self.clock,
-            self.state,
-            FREE if options.ideal else options.costs,
-            self.send,
-            self._begins,
-            self._halts,
-            self._ends,
-            self._changes,
-            lambda number, gang: self.ledger.moves(number - 1, gang),
-            self._sliced,
-            lambda number, time: self.ledger.starts(number - 1, time - EPOCH_S),
-            self._slice_begins,
-            self._let_go,
-            self._peak_bytes,
-        )
-        # None: every job runs at its recorded rate.
-        self.rates = _rates(jobs, servers) if options.rates == "profiles" else None
-        # None: no job is elastic.
-        is_elastic = bool((jobs.min_gpus < jobs.max_gpus).any())
-        self.scaling = _scaling(jobs, options.seed) if is_elastic else None
-        # None: the policy does not share GPUs.
-        self.footprints = (
-            _footprints(jobs, servers, options.seed) if self.policy.has(ShareByTimeSlices, Colocate) else None
-        )
-        # Jobs park in host memory only if their device memory was measured.
-        measures = self.policy.migrates or (is_elastic and self.policy.has(Grow, ResizeByOptimus))
-        self.memory = _footprints(jobs, servers, options.seed) if measures else self.footprints
-        self.windows = None if self.memory is None else _windows(self.memory, options.seed)
+        self.nodes = self._modelled_nodes()
+        self._model_rates(servers)
         # By node: training jobs (positions in the workload) with their device masks. By job: its gang.
         self._on: dict[str, dict[int, int]] = {}
         self._where: dict[int, Gang] = {}
@@ -183,6 +164,42 @@ class _Replay:
         self.meters = Meters(jobs, self.state, servers.millicores)
         if len(jobs):
             self._expect(0)
+
+    def _modelled_nodes(self) -> NodeModel:
+        options = self.options
+        return NodeModel(
+            self.clock,
+            self.state,
+            FREE if options.ideal else options.costs,
+            self.send,
+            self._begins,
+            self._halts,
+            self._ends,
+            self._changes,
+            lambda number, gang: self.ledger.moves(number - 1, gang),
+            self._sliced,
+            lambda number, time: self.ledger.starts(number - 1, time - EPOCH_S),
+            self._slice_begins,
+            self._let_go,
+            self._peak_bytes,
+        )
+
+    def _model_rates(self, servers: Servers) -> None:
+        """Make the models of rates and device memory that the jobs, the policy and the options need."""
+        jobs, options = self.jobs, self.options
+        # None: every job runs at its recorded rate.
+        self.rates = _rates(jobs, servers) if options.rates == "profiles" else None
+        # None: no job is elastic.
+        is_elastic = bool((jobs.min_gpus < jobs.max_gpus).any())
+        self.scaling = _scaling(jobs, options.seed) if is_elastic else None
+        # None: the policy does not share GPUs.
+        self.footprints = (
+            _footprints(jobs, servers, options.seed) if self.policy.has(ShareByTimeSlices, Colocate) else None
+        )
+        # Jobs park in host memory only if their device memory was measured.
+        measures = self.policy.migrates or (is_elastic and self.policy.has(Grow, ResizeByOptimus))
+        self.memory = _footprints(jobs, servers, options.seed) if measures else self.footprints
+        self.windows = None if self.memory is None else _windows(self.memory, options.seed)
 
     def run(self) -> None:
         count = len(self.jobs)
