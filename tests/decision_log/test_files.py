@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import json
 import zlib
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from decision_log.kit import busy, recorded, rerun_of, stormy
-from ganger_master.decision_log.log_file import RecordingUnreadable
+from ganger_master.decision_log.log_file import LogFile, RecordingUnreadable
 from ganger_master.decision_log.recording import LineError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -71,6 +72,7 @@ def header(**changes: object) -> Callable[[list[bytes]], Iterator[bytes]]:
     ("change", "says"),
     [
         (header(format=2, ganger="9.9"), "has format 2, written by ganger 9.9; this ganger reads format 1"),
+        (header(program="planner"), "has format 1, written by ganger test; this ganger reads format 2"),
         (header(line="trace"), "is no recording of Ganger"),
         (lambda lines: lines[:0], "is empty"),
         (lambda lines: lines[1:], "is no recording of Ganger"),
@@ -118,3 +120,33 @@ def test_other_files_are_no_recordings(tmp_path: Path) -> None:
         rerun_of(tmp_path / "missing")
     with pytest.raises(RecordingUnreadable, match="Is a directory"):
         rerun_of(tmp_path)
+
+
+def test_a_new_file_removes_what_a_killed_program_left_and_no_file_that_is_being_written(tmp_path: Path) -> None:
+    (tmp_path / "killed.jsonl.gz.partial").touch()
+    first, second = LogFile(tmp_path), LogFile(tmp_path)
+    first.open()
+    assert len(list(tmp_path.iterdir())) == 1
+    second.open()
+    assert len(list(tmp_path.iterdir())) == 2
+    published = {first.publish(), second.publish()}
+    assert set(tmp_path.iterdir()) == published
+
+
+def test_a_file_that_another_program_removes_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, removed = fcntl.flock, []
+
+    def lock_late(file: int, operation: int) -> None:
+        if not removed:
+            removed.extend(tmp_path.iterdir())
+            removed[0].unlink()
+        lock(file, operation)
+
+    file = LogFile(tmp_path)
+    monkeypatch.setattr(fcntl, "flock", lock_late)
+    file.open()
+    assert len(removed) == 1
+    assert list(tmp_path.iterdir()) == removed
+    assert list(tmp_path.iterdir()) != [file.publish()]

@@ -22,7 +22,7 @@ from ganger_master.decision_log.counterfactual import Otherwise
 from ganger_master.decision_log.job_history import Story
 from ganger_master.decision_log.log_file import read_lines
 from ganger_master.decision_log.recording import (
-    FORMAT,
+    FORMATS,
     BatchLine,
     CommandLine,
     Differs,
@@ -164,7 +164,7 @@ def test_a_planner_s_plans_keep_to_the_quotas_of_the_recorded_master(file: Path,
 def test_a_job_that_a_planner_lets_wait_is_told_its_place_when_that_changes() -> None:
     spec = JobSpec(("true",), (Role("worker", 1, TaskShape(1)),))
     state, story = State(CoreSettings(policy="las"), 1_000.0), Story(2)
-    lines = [Header(FORMAT, "test", 1_000.0, "las"), *state_lines(image_of(state), 1_000.0, "it began")]
+    lines = [Header(FORMATS["master"], "test", 1_000.0, "las"), *state_lines(image_of(state), 1_000.0, "it began")]
     lines += [line for number in (1, 2, 3) for line in step_lines(state, SubmitJob(spec, f"uid-{number}"))]
     for numbers in ((1, 2, 3), (1, 2, 3), (3, 2, 1), (2, 1), (1, 3)):
         lines += step_lines(state, ProposePlan((), line=Line(numbers, "las")))

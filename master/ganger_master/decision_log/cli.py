@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 @click.option("--policy", "-p", metavar="NAME", help="Print what this policy would have decided at the same instants.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def replay(file: Path, number: int | None, until: float | None, policy: str | None, as_json: bool) -> int:
-    """Decide once more what a master decided while it was recorded (`ganger record`), and compare.
+    """Repeat the decisions of a recorded master, and compare them.
 
-    Of a planner's recording (`ganger planner run --record`), make every plan once more. Exits with 1 where a decision
-    or plan differs, and prints the first one that does.
+    `ganger record` records a master. The plans of a planner (`ganger planner run --record`) are repeated, too. Exits
+    with 1 where a decision or plan differs, and prints the first one that does.
     """
     from ganger.console import CommandError, ExitCode
 
@@ -55,7 +55,7 @@ def replay(file: Path, number: int | None, until: float | None, policy: str | No
     replayed = _Replayed(rerun, render.LogSummary(), story, other, rerun.header.began)
     with _errors_of(file, lambda: replayed.last_line):
         _replay(replayed, until)
-    if story is not None and not story.moments:
+    if story is not None and not story.moments and not replayed.differences:
         since = "" if until is None else f" in the first {until:g} s"
         raise CommandError(f"nothing is recorded of job {number}{since}", ExitCode.NOT_FOUND)
     if as_json:
@@ -119,15 +119,12 @@ def _replay_plans(
     from ganger_master.decision_log.plan_report import PlanReport
     from ganger_master.decision_log.plan_rerun import PlanRerun
 
-    rerun = PlanRerun(recorded)
+    rerun = PlanRerun(recorded, until_s)
     report = PlanReport(rerun.header, number)
     with _errors_of(file, lambda: report.last_line):
         for entry in rerun:
-            if until_s is not None and entry.time > rerun.header.began + until_s:
-                report.end_reason = f"as far as {until_s:g} s"
-                break
             report.record(entry)
-    if number is not None and not report.changes:
+    if number is not None and not (report.changes or report.difference or report.failure):
         raise CommandError(f"no plan changes job {number}", ExitCode.NOT_FOUND)
     if as_json:
         json.dump(report.plain(rerun.observations), sys.stdout, indent=2)

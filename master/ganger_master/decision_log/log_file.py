@@ -5,6 +5,7 @@ It is read a line at a time, and damage is reported with its place.
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import logging
 import os
@@ -12,12 +13,13 @@ import secrets
 import time
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Final
 
 import msgspec
 
-from ganger_master.decision_log.recording import FORMAT, End, Header, Line, LineError, decode_line
+from ganger_master.decision_log.recording import FORMATS, End, Header, Line, LineError, decode_line
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +36,10 @@ _AT_ONCE: Final = 1 << 20
 
 
 class LogFile:
-    """A new file of lines in a directory, which has its name once it is whole. One program writes into a directory."""
+    """A new file of lines in a directory, which has its name once it is whole.
+
+    Several programs may write into a directory: each holds a lock on its file until the file has its name.
+    """
 
     def __init__(self, directory: Path, most_bytes: int = MOST_BYTES, left_bytes: int = LEFT_BYTES) -> None:
         self.directory = directory
@@ -49,14 +54,29 @@ class LogFile:
         self._looked_at = 0
 
     def open(self) -> None:
-        """OSError."""
+        """Create the file, and remove the partial files of programs that were killed. Raises OSError."""
         self.directory.mkdir(mode=0o700, exist_ok=True)
-        # Of programs that were killed.
         for left in self.directory.glob(f"*{_PARTIAL}"):
-            left.unlink(missing_ok=True)
-        descriptor = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        file = os.fdopen(descriptor, "wb", buffering=0)
+            # The lock of a file that is being written cannot be taken.
+            with suppress(OSError), left.open("r+b") as other:
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                left.unlink()
+        file = os.fdopen(self._created(), "wb", buffering=0)
         self._open = file, gzip.GzipFile("", "wb", _COMPRESSION, file, 0)
+
+    def _created(self) -> int:
+        """Create and lock the file, and return its descriptor. Raises OSError."""
+        while True:
+            descriptor = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                # Another program may have removed the file before it was locked.
+                if os.fstat(descriptor).st_nlink:
+                    return descriptor
+            except OSError:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
 
     def write(self, line: bytes) -> None:
         assert self._open is not None, "nothing is written before the file is open"
@@ -76,8 +96,9 @@ class LogFile:
         file, lines = self._open
         lines.close()
         os.fsync(file.fileno())
-        file.close()
+        # Renamed while it is locked, so that no other program removes it.
         self._partial.rename(self._path)
+        file.close()
         directory = os.open(self.directory, os.O_RDONLY)
         try:
             os.fsync(directory)
@@ -153,6 +174,7 @@ def _check_format(data: bytes, path: Path) -> None:
         header = None
     if not isinstance(header, dict) or header.get("line") != "recording":
         raise RecordingUnreadable(f"{path} is no recording of Ganger")
-    if header.get("format") != FORMAT:
+    known = FORMATS.get(header.get("program", "master"))
+    if header.get("format") != known:
         text = f"{path} has format {header.get('format')}, written by ganger {header.get('ganger')}"
-        raise RecordingUnreadable(f"{text}; this ganger reads format {FORMAT}: replay it with that version")
+        raise RecordingUnreadable(f"{text}; this ganger reads format {known}: replay it with that version")

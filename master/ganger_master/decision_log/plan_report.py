@@ -78,6 +78,8 @@ class PlanReport:
         if self.number is not None:
             yield ""
             yield f"job {self.number}"
+            if not self.changes:
+                yield "  no plan changes it"
             for one in self.changes:
                 verdict = "APPROVED" if one.approved else f"REFUSED: {one.why}"
                 yield f"  {one.time - began:>+10.3f} s  {_change(one.change)}: {verdict}"

@@ -7,6 +7,7 @@ times bring equal plans.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import TypeAlias
 
@@ -14,6 +15,7 @@ from ganger.v1 import scheduling_pb2
 from ganger.wire.errors import RequestInvalid
 from google.protobuf.message import DecodeError
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ganger_master.core.answers import ChangeAnswer
 from ganger_master.decision_log.recording import (
@@ -27,14 +29,16 @@ from ganger_master.decision_log.recording import (
     LineError,
     LoopLine,
     PlanLine,
+    PlannerLine,
     ProgressLine,
     VerdictLine,
-    decoded,
     failure_of,
+    pack,
     take_header,
     text_of,
+    unpack,
 )
-from ganger_master.planner.context import Plan, PlanVerdict
+from ganger_master.planner.context import ClusterChange, Plan, PlanVerdict, ProgressReports
 from ganger_master.planner.loop import PlannerLoop, live_loop
 from ganger_master.planner.measurements import Measurements
 from ganger_master.planner.memory import unpacked
@@ -67,67 +71,97 @@ class PlanRerun:
     """Replays the lines of a planner's recording; iterate once. It ends at the first plan that differs: the recorded
     verdict on the plan is none on another one.
 
+    `until_s`: stop before the first line that is later than this, in seconds from the beginning; None: at the end.
     Raises LineError for invalid or inconsistent lines.
     """
 
-    def __init__(self, recorded: Iterable[Line]) -> None:
+    def __init__(self, recorded: Iterable[Line], until_s: float | None = None) -> None:
         self._lines = iter(recorded)
         self.header = take_header(self._lines)
         # Changes of the cluster and batches of reports so far.
         self.observations = 0
+        self._until_s = until_s
         self._mirror = ClusterMirror(lambda: 0.0)
         self._rates: Measurements | None = None
         self._loop: PlannerLoop | None = None
         self._plan: Plan | None = None
+        # The last observation made the loop fail. It is a difference unless the next line has the same failure.
+        self._failed: Differs | None = None
 
     def __iter__(self) -> Iterator[Entry]:
-        entry: Entry | None
-        for number, line in enumerate(self._lines, 2):
-            match line:
-                case PlanLine() | BrokenLine():
-                    entry = self._step(number, line)
-                case VerdictLine():
-                    entry = self._settle(number, line)
-                case End():
-                    entry = Ended(number, line.time, line.reason)
-                case LoopLine() | ClusterLine() | ProgressLine():
-                    entry = self._observe(number, line)
-                case _:
-                    raise LineError(f"no line of a planner: {type(line).__name__}")
+        number, last_s = 1, self.header.began
+        for line in self._lines:
+            if not isinstance(line, PlannerLine | BrokenLine | End):
+                raise LineError(f"no line of a planner: {type(line).__name__}")
+            if self._until_s is not None and line.time > self.header.began + self._until_s:
+                yield self._failed or Ended(number, last_s, f"as far as {self._until_s:g} s")
+                return
+            number, last_s = number + 1, line.time
+            entry = self._entry_of(number, line)
             if entry is not None:
                 yield entry
             if isinstance(entry, Differs):
                 return
+
+    def _entry_of(self, number: int, line: PlannerLine | BrokenLine | End) -> Entry | None:
+        if self._failed is not None:
+            return self._fail(number, line, self._failed)
+        match line:
+            case PlanLine() | BrokenLine():
+                return self._step(number, line)
+            case VerdictLine():
+                return self._settle(number, line)
+            case End():
+                return Ended(number, line.time, line.reason)
+            case LoopLine():
+                self._begin(number, line)
+            case ClusterLine() | ProgressLine():
+                self._observe(number, line)
+        return None
 
     def _known(self) -> PlannerLoop:
         if self._loop is None:
             raise LineError("observations before there is a loop")
         return self._loop
 
-    def _observe(self, number: int, line: LoopLine | ClusterLine | ProgressLine) -> Differs | None:
+    @contextmanager
+    def _failures(self, number: int, line: PlannerLine) -> Iterator[None]:
+        """Keep the failure of the loop in the block until the next line."""
         try:
-            match line:
-                case LoopLine():
-                    self._begin(line)
-                case ClusterLine(time, deltas):
-                    changes = [self._mirror.apply(scheduling_pb2.ClusterDelta.FromString(delta)) for delta in deltas]
-                    if not changes or changes[-1] is None:
-                        raise LineError("a change of the cluster is not whole")
-                    self._known().observe(changes[-1], time)
-                    self.observations += 1
-                case ProgressLine(time, batch):
-                    reports = reports_from_wire(scheduling_pb2.ProgressBatch.FromString(batch))
-                    self._known().observe(reports, time)
-                    self.observations += 1
-        except (LineError, DecodeError, RequestInvalid) as error:
-            raise LineError(str(error)) from error
+            yield
+        except LineError:
+            raise
         except Exception as error:
-            return Differs(number, line.time, "an observation", "the planner goes on", failure_of(error))
-        return None
+            self._failed = Differs(number, line.time, "an observation", "the planner goes on", failure_of(error))
 
-    def _begin(self, line: LoopLine) -> None:
+    def _fail(self, number: int, line: PlannerLine | BrokenLine | End, failed: Differs) -> Broke | Differs:
+        """Return whether the loop failed at the last observation as the recorded one did."""
+        if not isinstance(line, BrokenLine):
+            return failed
+        if line.error != failed.now:
+            return replace(failed, what="how the planner failed", recorded=line.error)
+        self._failed = None
+        return Broke(number, line.time, line.error, None)
+
+    def _observe(self, number: int, line: ClusterLine | ProgressLine) -> None:
+        with self._failures(number, line):
+            self._known().observe(self._observed(line), line.time)
+        self.observations += 1
+
+    def _observed(self, line: ClusterLine | ProgressLine) -> ClusterChange | ProgressReports:
+        try:
+            if isinstance(line, ProgressLine):
+                return reports_from_wire(scheduling_pb2.ProgressBatch.FromString(line.batch))
+            changes = [self._mirror.apply(scheduling_pb2.ClusterDelta.FromString(delta)) for delta in line.deltas]
+        except (DecodeError, RequestInvalid) as error:
+            raise LineError(str(error)) from error
+        if not changes or changes[-1] is None:
+            raise LineError("a change of the cluster is not whole")
+        return changes[-1]
+
+    def _begin(self, number: int, line: LoopLine) -> None:
         if self._rates is None:
-            self._rates = Measurements(decoded(line.pace, TrialPace))
+            self._rates = Measurements(unpack(line.pace, TrialPace))
         memory = None if self._loop is None else self._loop.memory
         try:
             policy = live_policy_named(line.policy)
@@ -137,19 +171,21 @@ class PlanRerun:
         except (KeyError, ValueError) as error:
             raise LineError(str(error.args[0])) from error
         self._mirror, self._plan = ClusterMirror(lambda: 0.0), None
-        self._loop = live_loop(policy, line.plan_every_s, self._rates, memory)
+        with self._failures(number, line):
+            self._loop = live_loop(policy, line.plan_every_s, self._rates, memory)
 
     def _step(self, number: int, line: PlanLine | BrokenLine) -> Made | Broke | Differs:
         loop = self._known()
         if self._plan is not None:
             raise LineError("a plan before the verdict on the last one")
-        recorded = decoded(line.plan, Plan) if isinstance(line, PlanLine) else line.error
+        recorded = unpack(line.plan, Plan) if isinstance(line, PlanLine) else line.error
         found: Plan | str | None
         try:
             found, _ = loop.step(line.time)
         except Exception as error:
             found = failure_of(error)
-        if found != recorded:
+        # No float that is no number equals itself, but its bytes do.
+        if found != recorded and pack(found) != pack(recorded):
             return Differs(number, line.time, *difference_of(recorded, found))
         if not isinstance(found, Plan):
             return Broke(number, line.time, str(found), None)
@@ -160,7 +196,8 @@ class PlanRerun:
         plan, self._plan = self._plan, None
         if plan is None or len(plan.changes) != len(line.answers):
             raise LineError("a verdict that is on no plan")
-        self._known().observe(PlanVerdict(line.answers, line.planning_s), line.time)
+        with self._failures(number, line):
+            self._known().observe(PlanVerdict(line.answers, line.planning_s), line.time)
         return JudgedPlan(number, line.time, plan, line.answers)
 
 

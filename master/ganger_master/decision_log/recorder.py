@@ -33,7 +33,7 @@ from ganger_master.core.state import State
 from ganger_master.core.state_image import Image, image_of
 from ganger_master.decision_log.log_file import LEFT_BYTES, MOST_BYTES, LogFile
 from ganger_master.decision_log.recording import (
-    FORMAT,
+    FORMATS,
     BatchLine,
     BrokenLine,
     CommandLine,
@@ -42,6 +42,7 @@ from ganger_master.decision_log.recording import (
     Line,
     digest_of,
     encode_line,
+    failure_of,
     raw,
     state_lines,
 )
@@ -200,7 +201,7 @@ class DecisionRecording:
         """Begin with the state that the end of a batch left."""
         self._began = now
         self._thread = StoreThread("recording")
-        header = Header(FORMAT, self._version, now, state.settings.policy, self._with_environment)
+        header = Header(FORMATS["master"], self._version, now, state.settings.policy, self._with_environment)
         self._do(self._open, header)
         self.start_over(state, now, "the recording began")
 
@@ -333,7 +334,7 @@ class DecisionRecording:
         return CommandLine(now, *raw(self._hiding.command(command)), *raw(answer), kinds)
 
     def _broken_line(self, now: float, command: Command | None, error: BaseException) -> BrokenLine:
-        text = f"{type(error).__name__}: {error}"
+        text = failure_of(error)
         if command is None:
             return BrokenLine(now, text)
         return BrokenLine(now, text, *raw(self._hiding.command(command)))
@@ -355,4 +356,4 @@ def _explained(error: BaseException, directory: Path) -> str:
         return str(error)
     if isinstance(error, OSError):
         return f"cannot record into {directory}: {error.strerror or error}"
-    return f"cannot record: {type(error).__name__}: {error} (see the master's log)"
+    return f"cannot record: {failure_of(error)} (see the master's log)"

@@ -32,8 +32,8 @@ from ganger_master.core.queue import GrantedLease
 from ganger_master.core.state import State
 from ganger_master.core.state_image import Image, image_of, state_of
 
-# Rises when a file that was written before cannot be read any more.
-FORMAT: Final = 1
+# By program. A format rises when a file that was written before cannot be read any more.
+FORMATS: Final[Mapping[str, int]] = {"master": 1, "planner": 2}
 
 
 class Header(Struct, frozen=True, tag="recording", tag_field="line"):
@@ -82,7 +82,8 @@ class BatchLine(Struct, frozen=True, tag="batch", tag_field="line"):
 
 
 class BrokenLine(Struct, frozen=True, tag="broken", tag_field="line"):
-    """The core failed at a command, or (no kind) at the end of a batch."""
+    """The core failed at a command, or (no kind) at the end of a batch; or the planner failed at the observation in the
+    line before, or as it made a plan."""
 
     time: float
     error: str
@@ -101,13 +102,13 @@ class End(Struct, frozen=True, tag="end", tag_field="line"):
 
 
 class LoopLine(Struct, frozen=True, tag="loop", tag_field="line"):
-    """A planner's loop begins. `pace`: a `TrialPace`; `memory`: what the first loop of a file continues from, as
-    `planner.memory.packed` has it, or empty."""
+    """A planner's loop begins. `pace`: a `TrialPace`, from `pack`; `memory`: what the first loop of a file continues
+    from, as `planner.memory.packed` has it, or empty."""
 
     time: float
     policy: str
     plan_every_s: float
-    pace: Raw
+    pace: bytes
     memory: bytes = b""
 
 
@@ -126,10 +127,10 @@ class ProgressLine(Struct, frozen=True, tag="progress", tag_field="line"):
 
 
 class PlanLine(Struct, frozen=True, tag="plan", tag_field="line"):
-    """The planner made a plan (`planner.context.Plan`)."""
+    """The planner made a plan. `plan`: a `planner.context.Plan`, from `pack`."""
 
     time: float
-    plan: Raw
+    plan: bytes
 
 
 class VerdictLine(Struct, frozen=True, tag="verdict", tag_field="line"):
@@ -161,7 +162,7 @@ def encode_line(line: Line) -> bytes:
 
 
 def decode_line(data: bytes) -> Line:
-    """LineError."""
+    """Return a line from its JSON. Raises LineError."""
     try:
         line: Line = _decode_line(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -177,7 +178,7 @@ def state_lines(image: Image, time: float, cause: str) -> Iterator[Line]:
 
 
 def image_of_lines(elements: Iterable[Element], line: StateLine) -> Image:
-    """LineError for elements that are none."""
+    """Return a state's image from its lines. Raises LineError for elements of an unknown kind."""
     found: dict[str, list[Any]] = {name: [] for name in _ELEMENTS}
     for element in elements:
         if element.kind not in found:
@@ -203,7 +204,7 @@ def raw_of(value: object) -> Raw:
 
 
 def command_of(line: CommandLine | BrokenLine) -> Command:
-    """LineError."""
+    """Return the command of a line. Raises LineError."""
     if line.kind not in _COMMANDS:
         raise LineError(f"there is no command {line.kind!r}")
     command: Command = decoded(line.command, _COMMANDS[line.kind])
@@ -211,7 +212,7 @@ def command_of(line: CommandLine | BrokenLine) -> Command:
 
 
 def answer_of(line: CommandLine) -> Answer:
-    """LineError."""
+    """Return the answer of a line. Raises LineError."""
     if line.answer_kind not in _ANSWERS:
         raise LineError(f"there is no answer {line.answer_kind!r}")
     answer: Answer = decoded(line.answer, _ANSWERS[line.answer_kind])
@@ -219,9 +220,22 @@ def answer_of(line: CommandLine) -> Answer:
 
 
 def decoded(value: Raw, kind: type[Any]) -> Any:
-    """LineError."""
+    """Return the value of a kind from its JSON. Raises LineError."""
     try:
         return msgspec.json.decode(value, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise LineError(f"{kind.__name__}: {error}") from error
+
+
+def pack(value: object) -> bytes:
+    """Return a value as bytes of msgpack, which has a form for every float; JSON has none for those not finite."""
+    return msgspec.msgpack.encode(value)
+
+
+def unpack(value: bytes, kind: type[Any]) -> Any:
+    """Return the value of a kind from `pack`. Raises LineError."""
+    try:
+        return msgspec.msgpack.decode(value, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise LineError(f"{kind.__name__}: {error}") from error
 
@@ -232,7 +246,7 @@ def failure_of(error: BaseException) -> str:
 
 
 def take_header(recorded: Iterator[Line]) -> Header:
-    """Return the first line. LineError."""
+    """Return the first line. Raises LineError if it is no header."""
     header = next(recorded, None)
     if not isinstance(header, Header):
         raise LineError("no header")

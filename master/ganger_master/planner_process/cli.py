@@ -22,14 +22,14 @@ def planner() -> None:
     "--note",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Keeps there what it remembers, for when it is started anew.",
+    help="Save the planner's state to FILE, and continue from it after a restart.",
 )
 @click.option(
     "--record",
     "record_to",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
-    help="Records there all that it observes and plans, for `ganger replay`.",
+    help="Record observations and plans in DIR.",
 )
 @click.option("--until-stdin-closes", is_flag=True, help="End when standard input closes.")
 @click.pass_context
@@ -60,6 +60,8 @@ def run(
         seconds = parse_duration(plan_every) if plan_every else None
     except ValueError as error:
         raise click.UsageError(f"--plan-every: {error}") from error
+    if record_to is not None:
+        _make_directory(record_to)
     process_setup.set_up_logs("info")
     where = master or context.find_root().obj
     work = Planner(lambda: find_endpoint(where), policy=policy, plan_every_s=seconds, note=note, record_to=record_to)
@@ -67,3 +69,16 @@ def run(
         asyncio.run(until_stopped(work.run(), until_stdin_closes))
     except NoPlannerError as error:
         raise CommandError(str(error), ExitCode.USAGE) from error
+
+
+def _make_directory(record_to: Path) -> None:
+    """Make the directory of recordings, and check that a file can be made in it. Raises click.UsageError."""
+    import tempfile
+
+    try:
+        record_to.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=record_to):
+            pass
+    except OSError as error:
+        reason = error.strerror or error
+        raise click.UsageError(f"--record: cannot write to {record_to}: {reason}") from error

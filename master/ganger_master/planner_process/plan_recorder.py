@@ -6,7 +6,8 @@ An error ends the recording and removes its file, and never affects the planner.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from ganger import __version__
@@ -15,7 +16,7 @@ from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import ChangeAnswer
 from ganger_master.decision_log.log_file import MOST_BYTES, LogFile
 from ganger_master.decision_log.recording import (
-    FORMAT,
+    FORMATS,
     BrokenLine,
     ClusterLine,
     End,
@@ -27,7 +28,7 @@ from ganger_master.decision_log.recording import (
     VerdictLine,
     encode_line,
     failure_of,
-    raw_of,
+    pack,
 )
 from ganger_master.planner.context import Plan
 from ganger_master.planner.memory import PlannerMemory, packed
@@ -50,74 +51,76 @@ class PlanRecorder:
         self, now: float, policy: str, plan_every_s: float, pace: TrialPace, memory: PlannerMemory | None
     ) -> None:
         """Record that a loop begins. `memory`: what the process's first loop continues from."""
-        is_first = self._directory is not None
-        if self._directory is not None:
-            file = LogFile(self._directory, self._most_bytes)
-            self._directory = None
-            try:
-                file.open()
-            except OSError as error:
-                self._fail(file, error)
-                return
-            self._file = file
-            self._write(encode_line(Header(FORMAT, __version__, now, policy, program="planner")))
-        if self._file is not None:
-            packet = packed(memory) if is_first and memory is not None else b""
-            self._put(LoopLine(now, policy, plan_every_s, raw_of(pace), packet))
+        directory, self._directory = self._directory, None
+        if directory is not None:
+            with self._errors_end_it():
+                self._file = LogFile(directory, self._most_bytes)
+                self._file.open()
+                header = Header(FORMATS["planner"], __version__, now, policy, program="planner")
+                self._file.write(encode_line(header))
+        recalled = None if directory is None else memory
+        self._put(
+            lambda: LoopLine(now, policy, plan_every_s, pack(pace), b"" if recalled is None else packed(recalled))
+        )
 
     def cluster(self, now: float, deltas: Sequence[scheduling_pb2.ClusterDelta]) -> None:
-        if self._file is not None:
-            self._put(ClusterLine(now, tuple([delta.SerializeToString() for delta in deltas])))
+        """Record that the loop observes a change of the cluster, the whole of `deltas`."""
+        self._put(lambda: ClusterLine(now, tuple([delta.SerializeToString() for delta in deltas])))
 
     def progress(self, now: float, batch: scheduling_pb2.ProgressBatch) -> None:
-        if self._file is not None:
-            self._put(ProgressLine(now, batch.SerializeToString()))
+        """Record that the loop observes reports of jobs."""
+        self._put(lambda: ProgressLine(now, batch.SerializeToString()))
 
     def plan(self, now: float, plan: Plan) -> None:
-        if self._file is not None:
-            self._put(PlanLine(now, raw_of(plan)))
+        """Record a plan of the loop."""
+        self._put(lambda: PlanLine(now, pack(plan)))
 
     def verdict(self, now: float, answers: Sequence[ChangeAnswer], planning_s: float) -> None:
-        if self._file is not None:
-            self._put(VerdictLine(now, planning_s, tuple(answers)))
+        """Record that the loop observes the verdict on its last plan."""
+        self._put(lambda: VerdictLine(now, planning_s, tuple(answers)))
 
-    def broke(self, now: float, error: Exception) -> None:
-        """Record that the planner failed as it made a plan."""
-        if self._file is not None:
-            self._put(BrokenLine(now, failure_of(error)))
+    @contextmanager
+    def failures(self, now: float) -> Iterator[None]:
+        """Record that the loop fails in the block, at the observation recorded last or as it makes a plan."""
+        try:
+            yield
+        except Exception as error:
+            text = failure_of(error)
+            self._put(lambda: BrokenLine(now, text))
+            raise
 
     def end(self, reason: str) -> None:
         """End the recording and keep it; later calls do nothing."""
-        self._directory, file = None, self._file
-        if file is None:
-            return
-        self._write(encode_line(End(self._last_s, reason, 0, 0)))
+        self._directory = None
         if self._file is None:
             return
-        self._file = None
-        try:
-            path = file.publish()
-        except OSError as error:
-            self._fail(file, error)
+        with self._errors_end_it():
+            self._file.write(encode_line(End(self._last_s, reason, 0, 0)))
+            path = self._file.publish()
+            self._file = None
+            log.info("recording ended", extra={"path": str(path), "reason": reason})
+
+    def _put(self, line_of: Callable[[], PlannerLine | BrokenLine]) -> None:
+        if self._file is None:
             return
-        log.info("recording ended", extra={"path": str(path), "reason": reason})
+        is_full = ""
+        with self._errors_end_it():
+            line = line_of()
+            self._file.write(encode_line(line))
+            self._last_s, is_full = line.time, self._file.is_full
+        if is_full:
+            self.end(is_full)
 
-    def _put(self, line: PlannerLine | BrokenLine) -> None:
-        self._last_s = line.time
-        self._write(encode_line(line))
-        if self._file is not None and self._file.is_full:
-            self.end(self._file.is_full)
-
-    def _write(self, line: bytes) -> None:
-        file = self._file
+    @contextmanager
+    def _errors_end_it(self) -> Iterator[None]:
+        """Log an error of the block, end the recording and remove its file."""
         try:
+            yield
+        except Exception as error:
+            file, self._file = self._file, None
+            if isinstance(error, OSError):
+                log.warning("recording failed", extra={"reason": error.strerror or str(error)})
+            else:
+                log.exception("recording failed")
             if file is not None:
-                file.write(line)
-        except OSError as error:
-            self._fail(file, error)
-
-    def _fail(self, file: LogFile | None, error: OSError) -> None:
-        self._file = None
-        log.warning("recording failed", extra={"reason": error.strerror or str(error)})
-        if file is not None:
-            file.discard()
+                file.discard()

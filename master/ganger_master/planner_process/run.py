@@ -26,6 +26,7 @@ from ganger.wire.endpoints import Endpoint, EndpointError
 
 from ganger_master.core.answers import ChangeAnswer
 from ganger_master.core.plan_changes import CoresChange, PlanChange
+from ganger_master.decision_log.recording import failure_of
 from ganger_master.planner.context import ClusterChange, Plan, PlanVerdict
 from ganger_master.planner.loop import PlannerLoop, live_loop, measures_jobs
 from ganger_master.planner.measurements import Measurements
@@ -103,7 +104,7 @@ class Planner:
             self._recorder.end("the planner was stopped")
             raise
         except Exception as error:
-            self._recorder.end(f"the planner failed: {type(error).__name__}: {error}")
+            self._recorder.end(f"the planner failed: {failure_of(error)}")
             raise
 
     async def _plan_across_connections(self) -> None:
@@ -155,7 +156,8 @@ class Planner:
             now = mirror.now
             self._recorder.cluster(now, deltas)
             deltas.clear()
-            self._loop.observe(change, now)
+            with self._recorder.failures(now):
+                self._loop.observe(change, now)
             self._news.set()
 
     def _begun(self, change: ClusterChange) -> PlannerLoop:
@@ -171,8 +173,10 @@ class Planner:
                 self._rates.recall(self._memory.measured)
                 log.info("going on from a note", extra={"jobs": len(self._memory.measured.together.jobs)})
         log.info("planning", extra={"policy": policy.name, "plan_every_seconds": every_s})
-        self._recorder.begin(self._mirror.now, policy.name, every_s, self._trial_pace, self._memory)
-        return live_loop(policy, every_s, self._rates, self._memory)
+        now = self._mirror.now
+        self._recorder.begin(now, policy.name, every_s, self._trial_pace, self._memory)
+        with self._recorder.failures(now):
+            return live_loop(policy, every_s, self._rates, self._memory)
 
     async def _known_loop(self) -> PlannerLoop:
         """Wait for the first change."""
@@ -186,9 +190,10 @@ class Planner:
             await asyncio.Future()
         interval = times.duration(min(_PROGRESS_S, self._trial_pace.window_s))
         async for batch in scheduling.WatchProgress(scheduling_pb2.WatchProgressRequest(interval=interval)):
-            now = self._mirror.now
+            reports, now = reports_from_wire(batch), self._mirror.now
             self._recorder.progress(now, batch)
-            loop.observe(reports_from_wire(batch), now)
+            with self._recorder.failures(now):
+                loop.observe(reports, now)
             self._news.set()
 
     # -- plans ---------------------------------------------------------------------------------------------------------
@@ -199,11 +204,8 @@ class Planner:
             self._news.clear()
             began = time.perf_counter()
             now = self._mirror.now
-            try:
+            with self._recorder.failures(now):
                 plan, next_s = loop.step(now)
-            except Exception as error:
-                self._recorder.broke(now, error)
-                raise
             if plan is not None:
                 self._recorder.plan(now, plan)
                 await self._propose(scheduling, loop, plan, time.perf_counter() - began)
@@ -231,7 +233,8 @@ class Planner:
                 await self._mirror.reach(revisions)
         now = self._mirror.now
         self._recorder.verdict(now, answers, planning_s)
-        loop.observe(PlanVerdict(answers, planning_s), now)
+        with self._recorder.failures(now):
+            loop.observe(PlanVerdict(answers, planning_s), now)
 
     def _message(self, policy: Policy, part: Plan) -> scheduling_pb2.Plan:
         """Return the message of a part of a plan."""
