@@ -202,6 +202,18 @@ def test_mistakes_are_said(
     assert says in capsys.readouterr().err
 
 
+def test_a_difference_is_printed_also_for_a_job_of_which_nothing_is_recorded(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    *lines, end = gzip.decompress(file.read_bytes()).splitlines(keepends=True)
+    changed = tmp_path / "changed.gz"
+    changed.write_bytes(gzip.compress(b"".join([*lines, json.dumps({**json.loads(end), "digest": "00"}).encode()])))
+    assert run(["replay", str(changed), "--job", "999"]) == 1
+    shown = capsys.readouterr().out
+    assert "the state it ends in" in shown
+    assert "nothing is recorded of it" in shown
+
+
 def test_a_file_that_is_none_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["replay", str(tmp_path / "missing")]) == 2
     assert "No such file" in capsys.readouterr().err

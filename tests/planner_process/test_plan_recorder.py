@@ -146,6 +146,9 @@ def test_a_plan_without_a_verdict_or_a_verdict_without_a_plan_is_damage(tuned: P
         entries([*lines[:first], *lines[first + 1 :]])
     with pytest.raises(LineError, match="a plan before the verdict"):
         entries([*lines[: first + 1], *lines[first:]])
+    failure = BrokenLine(lines[first].time, "ZeroDivisionError: a bug")
+    difference = entries([*lines[: first + 1], failure, lines[-1]])[-1]
+    assert difference == Differs(first + 2, failure.time, "an observation", failure.error, "the planner goes on")
     with pytest.raises(LineError, match="before there is a loop"):
         entries([lines[0], *[line for line in lines[1:] if not isinstance(line, LoopLine)]])
 
@@ -296,6 +299,18 @@ def test_a_directory_that_cannot_be_written_costs_a_line_in_the_log(
     recorder.begin(2.0, "las", 1.0, TrialPace(), None)
     recorder.end("the planner was stopped")
     assert [record.message for record in caplog.records] == ["recording failed"]
+
+
+def test_nothing_is_recorded_after_the_failure_of_the_planner(tmp_path: Path) -> None:
+    recorder = PlanRecorder(tmp_path)
+    recorder.begin(1.0, "las", 1.0, TrialPace(), None)
+    with pytest.raises(ZeroDivisionError), recorder.failures(2.0):
+        raise ZeroDivisionError("a bug")
+    recorder.verdict(3.0, (), 0.1)
+    recorder.end("the planner was stopped")
+    *_, broken, end = read_lines(only_file(tmp_path))
+    assert broken == BrokenLine(2.0, "ZeroDivisionError: a bug")
+    assert end == End(2.0, "the planner failed: ZeroDivisionError: a bug", 0, 0)
 
 
 @dataclass(frozen=True)

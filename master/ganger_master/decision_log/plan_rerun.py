@@ -177,6 +177,9 @@ class PlanRerun:
     def _step(self, number: int, line: PlanLine | BrokenLine) -> Made | Broke | Differs:
         loop = self._known()
         if self._plan is not None:
+            if isinstance(line, BrokenLine):
+                # No plan was due: the recorded loop failed at the last observation.
+                return Differs(number, line.time, "an observation", line.error, "the planner goes on")
             raise LineError("a plan before the verdict on the last one")
         recorded = unpack(line.plan, Plan) if isinstance(line, PlanLine) else line.error
         found: Plan | str | None

@@ -81,12 +81,16 @@ class PlanRecorder:
 
     @contextmanager
     def failures(self, now: float) -> Iterator[None]:
-        """Record that the loop fails in the block, at the observation recorded last or as it makes a plan."""
+        """Record that the loop fails in the block, at the observation recorded last or as it makes a plan.
+
+        The recording ends there, because other tasks of the planner may go on for a moment.
+        """
         try:
             yield
         except Exception as error:
             text = failure_of(error)
             self._put(lambda: BrokenLine(now, text))
+            self.end(f"the planner failed: {text}")
             raise
 
     def end(self, reason: str) -> None:
