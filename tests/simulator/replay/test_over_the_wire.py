@@ -67,11 +67,11 @@ class WatchedLoop(PlannerLoop):
         )
         for job, gang, _ in change.jobs:
             live_job_to_wire(job, gang, delta.jobs.add())
-        self.view_changes = view.changes
+        self.view_changes = view.journal.changes
         return delta.SerializeToString()
 
     def _view_delta(self, view: View, is_whole: bool) -> scheduling_pb2.ViewDelta:
-        slots = None if is_whole else view.changed_since(self.view_changes)
+        slots = None if is_whole else view.journal.since(self.view_changes)
         nodes = list(view.names()) if slots is None else [view.nodes[slot] for slot in dict.fromkeys(slots)]
         is_light = view.mode is LoadMode.SPREAD
         return scheduling_pb2.ViewDelta(
