@@ -129,7 +129,7 @@ def parse_duration(text: str) -> float | None:
     try:
         return units.parse_duration(text)
     except ValueError:
-        raise ValueError(f"{text!r} is no duration: write 30s, 10m, 2h, 1d or never") from None
+        raise ValueError(f"{text!r} is no duration: write for example 30s, 10m, 2h or 1d") from None
 
 
 def check_listen(listen: str, *, has_certificates: bool = False) -> str:
@@ -283,7 +283,8 @@ def _duration_of(name: str, value: object) -> float | None:
     except ValueError as error:
         raise ValueError(f"{setting}: {error}") from None
     if seconds is None and name not in _NEVER:
-        raise ValueError(f"{setting}: never is not possible here")
+        hint = "0 for none" if name == "checkpoint_interval_seconds" else "a duration, for example 10m or 1d"
+        raise ValueError(f"{setting}: never is not possible here: write {hint}")
     return seconds
 
 
