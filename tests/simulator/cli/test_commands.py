@@ -496,7 +496,7 @@ def test_a_replay_loads_nothing_of_what_its_policy_does_not_do() -> None:
     script = (
         "import sys\nfrom ganger.cli.main import run\n"
         "run('simulate example -p srtf --ideal --jobs 2 --nodes 24 --gpus-per-node 8'.split())\n"
-        "others = ('shared', 'migrate_stage', 'growth_stage', 'synergy_round', 'tune_stage', 'tetris_stage')\n"
+        "others = ('sharing_stage', 'migrate_stage', 'growth_stage', 'synergy_round', 'tune_stage', 'tetris_stage')\n"
         "others = ['ganger_master.planner.' + one for one in others]\n"
         "others += ['ganger_master.policies.tunings', 'yaml', 'scipy', 'numpy.ma']\n"
         "print([name for name in others if name in sys.modules])\n"
