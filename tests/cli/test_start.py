@@ -11,6 +11,7 @@ import sys
 import click
 import pytest
 from ganger.cli.main import COMMANDS, ganger, main, run
+from ganger.console import ExitCode
 
 HEAVY = ("grpc", "google.protobuf", "rich", "yaml", "numpy", "sqlalchemy", "asyncio", "ganger.client")
 
@@ -51,6 +52,23 @@ def test_help_names_commands_of_the_programs(capsys: pytest.CaptureFixture[str])
 def test_a_mistyped_command_is_met_with_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["quue"]) == 2
     assert "did you mean `ganger queue`?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["planner", "run"],
+        ["scheduler", "host"],
+        ["scheduler", "run", "ganger.scheduling:JobScheduler", "--job", "jobs/1"],
+    ],
+)
+def test_a_program_beside_a_master_that_was_never_there_ends_at_once_and_says_what_to_do(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments in ([*command, "--state-dir", "/nonexistent"], ["--master", "/nonexistent", *command]):
+        assert run(arguments) == ExitCode.UNREACHABLE
+        problem = "no master has written /nonexistent/endpoint.json: is it running, and is this its --state-dir?"
+        assert problem in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -135,6 +135,32 @@ def test_under_a_planner_the_first_blocker_states_how_many_devices_are_wanted_an
     assert reasons[-1] is Reason.RANKED
 
 
+@pytest.mark.parametrize(
+    ("policy", "gpus", "explained", "reported"),
+    [
+        ("las", 2, [Reason.RANKED], [Reason.RANKED]),
+        ("ganger", 6, [Reason.RANKED, Reason.NODE_UNAVAILABLE], [Reason.RANKED, Reason.GPUS]),
+        # Each job's scheduler places it under these.
+        ("fifo", 2, [], []),
+        ("fifo-backfill", 6, [Reason.NODE_UNAVAILABLE], []),
+    ],
+)
+def test_without_a_planner_that_is_the_first_blocker_of_jobs_that_need_one(
+    policy: str, gpus: int, explained: list[Reason], reported: list[Reason]
+) -> None:
+    drive = Drive(2, CoreSettings(policy=policy))
+    number = drive.submit(job_of(gpus))
+    drive.step(DrainNode("n1", "new fan"))
+    remedy = "start one with `ganger planner run`, or restart the master without --no-planner"
+    for reasons, blockers in (
+        (explained, explain(drive.state, number, drive.now, has_planner=False).blockers),
+        (reported, told_blockers(drive.state, drive.job(number), has_planner=False)),
+    ):
+        assert [one.reason for one in blockers] == reasons
+        if Reason.RANKED in reasons:
+            assert blockers[0].detail == f"policy {policy} needs a planner, and none is connected: {remedy}"
+
+
 def test_why_names_the_nodes_that_have_not_acknowledged_an_order() -> None:
     drive = Drive(1)
     number = drive.submit(job_of(4))

@@ -67,16 +67,16 @@ def test_it_starts_jobs_that_fit_and_reports_the_order_of_the_others(tmp_path: P
         first = await get(served, 1)
         assert (first.state, first.queue_rank) == (PENDING, 0)
         assert [blocker.reason for blocker in first.blockers] == ["RANKED"]
-        assert first.blockers[0].message == "the planner of policy las has not ranked it yet"
+        assert first.blockers[0].message.startswith("policy las needs a planner, and none is connected")
         async with planning(served):
             state = served.master.writer.state
             await until(lambda: state_of(served, 1) == "HOLDING" and state.queue.ranks == {2: 1, 3: 2})
-        last = await get(served, 3)
+            last = await get(served, 3)
+            found = await served.jobs.ExplainJob(job_service_pb2.ExplainJobRequest(name="jobs/3"))
         assert (last.state, last.queue_rank) == (PENDING, 2)
         assert [blocker.reason for blocker in last.blockers] == ["GPUS", "RANKED"]
         assert dict(last.blockers[0].figures) == {"needed": 2, "free": 1}
         assert last.blockers[1].message == "the planner of policy las lets others go first, ahead=1"
-        found = await served.jobs.ExplainJob(job_service_pb2.ExplainJobRequest(name="jobs/3"))
         assert [blocker.reason for blocker in found.blockers] == ["GPUS", "CORES", "RANKED"]
         assert (times.seconds(found.start_before), found.assumption) == (
             0.0,

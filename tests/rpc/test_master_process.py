@@ -170,6 +170,7 @@ def test_bad_flags_are_all_named(tmp_path: Path) -> None:
     [
         ("nosuch", "there is no policy 'nosuch'; there are backfill, drf, edf, fifo"),
         ("srtf", "policy 'srtf' asks an oracle how long jobs take: for the simulator only; there are backfill, drf"),
+        ("fifo+las", "policy 'fifo+las': only the first part can be the policy las; then there are placements"),
     ],
 )
 def test_policy_it_cannot_go_by_is_a_clear_error(tmp_path: Path, policy: str, why: str) -> None:
@@ -185,11 +186,18 @@ def test_planner_started_by_hand_ranks_pending_jobs_and_ends_by_a_signal(tmp_pat
     with master_process(tmp_path) as master:
         assert master.start(None, "--policy", "las+best-fit", "--no-planner")
         command = [sys.executable, "-m", "ganger.cli.main", "--master", str(master.state_dir), "planner", "run"]
+        with open_channel(read_endpoint(master.state_dir)) as channel:
+            stub = job_service_pb2_grpc.JobServiceStub(channel)
+            name = stub.CreateJob(job_service_pb2.CreateJobRequest(spec=spec_of())).name
+            missing = "policy las+best-fit needs a planner, and none is connected"
+            explained = stub.ExplainJob(job_service_pb2.ExplainJobRequest(name=name))
+            assert explained.blockers[0].message.startswith(missing)
+            assert explained.assumption == "unknown, because no planner is connected"
+            assert stub.GetJob(job_service_pb2.GetJobRequest(name=name)).blockers[0].message.startswith(missing)
         by_hand = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         try:
             with open_channel(read_endpoint(master.state_dir)) as channel:
                 stub = job_service_pb2_grpc.JobServiceStub(channel)
-                name = stub.CreateJob(job_service_pb2.CreateJobRequest(spec=spec_of())).name
                 shown = stub.GetJob(job_service_pb2.GetJobRequest(name=name))
                 deadline = time.monotonic() + 30.0
                 while shown.queue_rank != 1:

@@ -19,10 +19,15 @@ def scheduler() -> None:
 @scheduler.command()
 @click.option("--state-dir", "--master", "master", help="State directory of the master, or its address.")
 @click.option("--until-stdin-closes", is_flag=True, help="End when standard input closes.")
-def host(master: str | None, until_stdin_closes: bool) -> None:
+@click.pass_context
+def host(context: click.Context, master: str | None, until_stdin_closes: bool) -> None:
     """Serve all jobs that bring no scheduler of their own."""
     from ganger.scheduling.host import main
+    from ganger.wire.endpoints import find_endpoint
 
+    # Later a master that is away comes back; one that never was does not.
+    master = master or context.find_root().obj
+    find_endpoint(master)
     arguments = ["--state-dir", master] if master else []
     sys.exit(main([*arguments, *(["--until-stdin-closes"] if until_stdin_closes else [])]))
 
@@ -48,11 +53,12 @@ def run(context: click.Context, name: str, jobs: tuple[str, ...], job_from_stdin
         raise click.UsageError("name the jobs to serve: --job jobs/7")
     names = [job_name_from_text(job) for job in jobs]
     made = _load(name)
+    master = master or context.find_root().obj
+    find_endpoint(master)
     if job_from_stdin:
         names = _read_job()
         if not names:
             return
-    master = master or context.find_root().obj
     asyncio.run(run_host(SchedulerHost(lambda: find_endpoint(master), made, jobs=names)))
 
 

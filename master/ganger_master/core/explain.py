@@ -133,18 +133,21 @@ class Explanation(Struct, frozen=True, gc=False):
     assumption: str = ""
 
 
-def explain(state: State, number: int, now: float) -> Explanation:
-    """Return why a job waits or is suspended, without changing any decision. Raises KeyError for an unknown job."""
+def explain(state: State, number: int, now: float, *, has_planner: bool = True) -> Explanation:
+    """Return why a job waits or is suspended, without changing any decision. Raises KeyError for an unknown job.
+
+    `has_planner`: whether a planner is connected.
+    """
     kept, blocked = state.queue.kept, state.queue.blocked
     try:
-        return _explain(state, state.jobs[number], now)
+        return _explain(state, state.jobs[number], now, has_planner)
     finally:
         # A place found for this answer must not be what is kept for the next request; and the state is as it was.
         state.queue.keep_places(kept)
         state.queue.note_blocked(blocked)
 
 
-def _explain(state: State, job: JobRecord, now: float) -> Explanation:
+def _explain(state: State, job: JobRecord, now: float, has_planner: bool) -> Explanation:
     if job.held and not job.state.is_finished:
         return Explanation(told_blockers(state, job), assumption=_at_rest(state, job))
     if is_backing_off(job):
@@ -168,6 +171,8 @@ def _explain(state: State, job: JobRecord, now: float) -> Explanation:
     if state.is_planned:
         blockers = _lacks_memory(state, job) or blockers
         assumption = "unknown, because each pass decides anew which job gets the next free devices"
+        if not has_planner:
+            return Explanation((_no_planner(state), *blockers), assumption="unknown, because no planner is connected")
         told = told_blockers(state, job)
         known = {one.reason for one in blockers}
         return Explanation((*blockers, *(one for one in told if one.reason not in known)), assumption=assumption)
@@ -180,8 +185,11 @@ def _explain(state: State, job: JobRecord, now: float) -> Explanation:
     return Explanation(blockers, expected.after, expected.before, expected.assumption)
 
 
-def told_blockers(state: State, job: JobRecord) -> tuple[Refusal, ...]:
-    """Return why a job waits, as last reported: by its scheduler, or by the planner's ranking where that places."""
+def told_blockers(state: State, job: JobRecord, *, has_planner: bool = True) -> tuple[Refusal, ...]:
+    """Return why a job waits, as last reported: by its scheduler, or by the planner's ranking where that places.
+
+    `has_planner`: whether a planner is connected.
+    """
     if job.held and job.state is JobState.PENDING and job.spec.array is not None:
         return (_held_back(job.spec.array),)
     if is_backing_off(job):
@@ -194,7 +202,8 @@ def told_blockers(state: State, job: JobRecord) -> tuple[Refusal, ...]:
         return told
     # A job that its user's quota keeps out is not ranked.
     lacks = _lacks_memory(state, job) or _lacks_devices(state, job)
-    return approval.rules(state, job) or (*lacks, _ranked(state, job))
+    placing = (*lacks, _ranked(state, job)) if has_planner else (_no_planner(state), *lacks)
+    return approval.rules(state, job) or placing
 
 
 def _held_back(array: Membership) -> Refusal:
@@ -236,6 +245,13 @@ def _lacks_memory(state: State, job: JobRecord) -> tuple[Refusal, ...]:
             figures = {"needed_bytes": needed, "free_bytes": int(free)}
             found.append(Refusal(Reason.MEMORY, figures, node=piece.claim.node))
     return tuple(found)
+
+
+def _no_planner(state: State) -> Refusal:
+    """Return the refusal of a job that a planner is to place while none is connected."""
+    remedy = "start one with `ganger planner run`, or restart the master without --no-planner"
+    text = f"policy {state.settings.policy} needs a planner, and none is connected: {remedy}"
+    return Refusal(Reason.RANKED, detail=text)
 
 
 def _ranked(state: State, job: JobRecord) -> Refusal:

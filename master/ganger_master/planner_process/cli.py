@@ -64,6 +64,8 @@ def run(
         _make_directory(record_to)
     process_setup.set_up_logs("info")
     where = master or context.find_root().obj
+    # Later a master that is away comes back; one that never was does not.
+    find_endpoint(where)
     work = Planner(lambda: find_endpoint(where), policy=policy, plan_every_s=seconds, note=note, record_to=record_to)
     try:
         asyncio.run(until_stopped(work.run(), until_stdin_closes))

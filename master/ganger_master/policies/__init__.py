@@ -192,26 +192,30 @@ _RULES: Final = (
 
 def live_policy_named(name: str) -> Policy:
     """Return a policy for a live cluster; KeyError for an unknown name, ValueError for one that needs an oracle."""
-    policy = policy_named(name)
+    live = [known for known in NAMES if not _base_of(known)[0].order.knows_durations]
+    policy = policy_named(name, live)
     if policy.order.knows_durations:
-        live = [known for known in NAMES if not policy_named(known).order.knows_durations]
         raise ValueError(
             f"policy {name!r} asks an oracle how long jobs take: for the simulator only; there are {', '.join(live)}"
         )
     return policy
 
 
-def policy_named(name: str) -> Policy:
+def policy_named(name: str, suggested: Sequence[str] = NAMES) -> Policy:
     """Return the policy of a composed name; KeyError, with what to do, if there is none or it has no meaning.
 
     `name`: an order or a whole policy, then in any sequence at most one placement, one tuning and each of
-    `INTROSPECTIONS`, with pluses. A part that the policy has already changes nothing.
+    `INTROSPECTIONS`, with pluses. A part that the policy has already changes nothing. `suggested`: the policies to
+    choose from instead of an unknown one.
     """
     first, *parts = name.split("+")
+    if first not in NAMES and (first or not parts):
+        near = _near(first, suggested) or f"there are {', '.join(suggested)}"
+        raise KeyError(f"there is no policy {_shown(first)}; {near}")
+    composition = _composition(name, first, parts)
     twice = next((part for part in parts if parts.count(part) > 1), None)
     if twice is not None:
-        raise KeyError(f"policy {name!r} names {twice} twice")
-    composition = _composition(first, parts)
+        raise KeyError(f"policy {_shown(name)} names {twice} twice")
     for rule in _RULES:
         if rule.holds_for(composition):
             named = {
@@ -219,7 +223,7 @@ def policy_named(name: str) -> Policy:
                 "placements": ", ".join(composition.placements),
                 "tunings": ", ".join([tuning.name for tuning in composition.tunings]),
             }
-            raise KeyError(f"policy {name!r}: {rule.reason.format(**named)}")
+            raise KeyError(f"policy {_shown(name)}: {rule.reason.format(**named)}")
     base, stages = composition.base, composition.stages
     for tuning in composition.tunings:
         stages.append(Tune(tuning, packs_rounds=tuning.place is not None and not composition.placements))
@@ -231,12 +235,17 @@ def policy_named(name: str) -> Policy:
     return Policy(name, order, placement, in_sequence(stages))
 
 
-def _composition(first: str, parts: Sequence[str]) -> _Composition:
-    """Return the parts of a name, with those of its base. KeyError for an unknown one."""
-    if first not in NAMES:
-        raise KeyError(f"there is no policy {first!r}; {_suggestion(first, NAMES)}")
-    base_name, *own = _COMPOSED.get(first, first).split("+")
-    base = _BASES[base_name]
+def _base_of(first: str) -> tuple[_Base, list[str]]:
+    """Return what a first name stands for, and the parts that its own composition adds."""
+    base, *own = _COMPOSED.get(first, first).split("+")
+    return _BASES[base], own
+
+
+def _composition(name: str, first: str, parts: Sequence[str]) -> _Composition:
+    """Return the parts of a name, with those of its base. KeyError for one that no part can be."""
+    if not all((first, *parts)):
+        raise KeyError(f"policy {_shown(name)} has an empty part; after the policy's name {_known_parts()}")
+    base, own = _base_of(first)
     found = _Composition(first, base, list(base.stages))
     for part in dict.fromkeys([*own, *parts]):
         if part in _STAGES:
@@ -245,17 +254,37 @@ def _composition(first: str, parts: Sequence[str]) -> _Composition:
             found.placements.append(part)
         elif part in (tunings := _tunings()):
             found.tunings.append(tunings[part])
+        elif part in NAMES:
+            raise KeyError(
+                f"policy {_shown(name)}: only the first part can be the policy {part}; then {_known_parts()}"
+            )
         else:
-            known = (*PLACEMENTS, *tunings, *_STAGES)
-            raise KeyError(f"there is no placement or tuning {part!r}; {_suggestion(part, known)}")
+            near = _near(part, (*PLACEMENTS, *tunings, *_STAGES)) or _known_parts()
+            raise KeyError(f"there is no placement or tuning {_shown(part)}; {near}")
     return found
 
 
-def _suggestion(name: str, known: Sequence[str]) -> str:
+def _known_parts() -> str:
+    """Return the parts that may follow a plus, by kind."""
+    kinds = {"placements": PLACEMENTS, "tunings": _tunings(), "other parts": _STAGES}
+    return "there are " + "; ".join([f"{kind} {', '.join(names)}" for kind, names in kinds.items()])
+
+
+def _near(name: str, known: Sequence[str]) -> str:
+    """Return a question for the most similar of the known names; empty if none is similar."""
     from difflib import get_close_matches
 
-    near = get_close_matches(name.lower(), known, 1)
-    return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+    near = get_close_matches(name[:_LONGEST_SHOWN].lower(), known, 1)
+    return f"did you mean {near[0]}?" if near else ""
+
+
+_LONGEST_SHOWN: Final = 50
+
+
+def _shown(name: str) -> str:
+    """Return a name in quotes, cut if it is long."""
+    shown = repr(name)
+    return shown if len(shown) <= _LONGEST_SHOWN else f"{shown[:_LONGEST_SHOWN]}...{shown[0]}"
 
 
 def _tunings() -> Mapping[str, Tuning]:

@@ -194,7 +194,7 @@ class Shown:
         """Return the message of a job. Raises JobNotFound."""
         job = self.job_named(number)
         state, committed = self._writer.state, self._writer.committed
-        reported = told_blockers(state, job)
+        reported = told_blockers(state, job, has_planner=committed.has_planner)
         gang = committed.gangs.get(job.epoch)
         return job_messages.job_to_wire(
             job,

@@ -245,7 +245,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         if number not in self._writer.state.jobs:
             # Forgotten in the batch that is being committed.
             raise self._shown.not_found(number)
-        found = explain(self._writer.state, number, self._clock())
+        found = explain(self._writer.state, number, self._clock(), has_planner=self._writer.committed.has_planner)
         is_estimated = found.start_before_seconds > 0
         return job_service_pb2.Explanation(
             job=job,

@@ -161,6 +161,11 @@ class Committed:
             if not marks:
                 self._watchers.pop(subject, None)
 
+    @property
+    def has_planner(self) -> bool:
+        """Return whether a planner follows all jobs."""
+        return bool(self._job_watchers)
+
     @contextmanager
     def watching_jobs(self) -> Iterator[JobNews]:
         """Collects which jobs changed; its mark is set by changes of the view and of node sets, too, and by nodes that
