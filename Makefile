@@ -12,7 +12,7 @@ GUARDS := class_names function_length import_circles page_width person_words uni
 # Hundreds of programs are started in a run of the tests: each would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test retest explore chaos postgresql check guards docs bench anchors protos wire clean
+.PHONY: help setup demo test retest explore chaos postgresql check guards docs bench gpu anchors protos wire clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -69,6 +69,18 @@ docs: $(VENV)/.docs ## the documentation as a site in build/site; a broken link 
 
 bench: $(STAMP) ## every benchmark, one JSON object each, samples in build/bench
 	@for name in $$($(BIN)/ganger bench --list | grep -vx anchors); do $(BIN)/ganger bench $$name --json || exit 1; done
+
+# With the PyTorch that $(PYTHON) has, whatever version; what is missing comes from the package index, or from WHEELS.
+# A directory on the path lets $(VENV)-gpu see the packages of an interpreter that is in an environment of its own.
+GPU_VENV := .venv-gpu
+WHEELS   ?=
+QUICK    ?=
+gpu: ## what Ganger does on this machine's GPU, as docs/measurements/gpu-NAME (eight minutes; WHEELS=DIR: offline)
+	@$(PYTHON) -c 'import torch; assert torch.cuda.is_available()' || { echo "$(PYTHON) has no PyTorch that sees a GPU. Try: make gpu PYTHON=..." >&2; exit 1; }
+	@test -x $(GPU_VENV)/bin/python || $(PYTHON) -m venv --without-pip $(GPU_VENV)
+	@$(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(GPU_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/parent.pth
+	@$(if $(WHEELS),PIP_NO_INDEX=1 PIP_FIND_LINKS=$(abspath $(WHEELS))) $(PYTHON) -m pip --python $(GPU_VENV)/bin/python install --quiet --editable .
+	@$(GPU_VENV)/bin/python -m benchmarks.gpu $(if $(QUICK),--quick)
 
 anchors: $(STAMP) ## ganger against the papers' policies on real traces (hours; goes on where it was stopped)
 	@$(BIN)/ganger bench anchors --json

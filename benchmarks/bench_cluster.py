@@ -1,4 +1,4 @@
-"""A small cluster of its own for a benchmark: real programs, virtual GPUs, files in directories that go with it."""
+"""A small cluster of its own for a benchmark: real programs, files in directories that go with it."""
 
 from __future__ import annotations
 
@@ -23,21 +23,24 @@ class BenchClusterError(Exception):
 
 
 class BenchCluster:
-    """A master and daemons of virtual GPUs on this machine, as programs; nothing of them is left afterwards. `master`,
+    """A master and daemons on this machine, as programs; nothing of them is left afterwards. `gpus`: virtual ones of
+    each node, of `cores` and `memory`; None for the machine's own devices, of which every node then has all. `master`,
     `daemon`: further options of theirs."""
 
     def __init__(
         self,
         *,
         nodes: int,
-        gpus: int,
-        cores: int,
+        gpus: int | None,
+        cores: int = 0,
         memory: str = "8G",
         master: Sequence[str] = (),
         daemon: Sequence[str] = (),
     ) -> None:
         self._nodes = [f"n{number}" for number in range(1, nodes + 1)]
-        self._devices = ("--virtual-gpus", str(gpus), "--virtual-cores", str(cores), "--virtual-memory", memory)
+        self._devices: tuple[str, ...] = ()
+        if gpus is not None:
+            self._devices = ("--virtual-gpus", str(gpus), "--virtual-cores", str(cores), "--virtual-memory", memory)
         self._master_options, self._daemon_options = tuple(master), tuple(daemon)
         self.directory = Path(tempfile.mkdtemp(prefix="ganger-bench-"))
         shared = "/dev/shm"

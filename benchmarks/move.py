@@ -81,7 +81,7 @@ def main(sizes: Sequence[int] = SIZES, moves: int = MOVES, quick: bool = False) 
         (cluster.directory / "heavy.py").write_text(JOB)
         for size in sizes:
             name = f"state_{size // 10**6}MB"
-            measured = _measure(cluster, size, moves, report)
+            measured = measure_moves(cluster, size, moves, report, (str(cluster.directory / "heavy.py"),))
             report.samples({"state": name, **_as_sample(move)} for move in measured)
             raw = quantile([move.raw_bytes_per_second for move in measured], 0.5)
             report.figure(f"{name}_raw_stream_bytes_per_second", raw)
@@ -99,7 +99,16 @@ def main(sizes: Sequence[int] = SIZES, moves: int = MOVES, quick: bool = False) 
     return report.result()
 
 
-def _measure(cluster: BenchCluster, size: int, moves: int, report: BenchReport) -> list[MoveSample]:
+def measure_moves(
+    cluster: BenchCluster,
+    size: int,
+    moves: int,
+    report: BenchReport,
+    script: Sequence[str],
+    arguments: Sequence[str] = (),
+) -> list[MoveSample]:
+    """Move a job with `size` bytes of state `moves` times. `script`: its program, which takes the size, the path of its
+    notes and `arguments`."""
     notes = cluster.directory / f"notes-{size}"
     # twice on the host: tensors of a virtual device are host memory, and the arena is as large again
     memory = f"{(2 * size >> 20) + 2048}M"
@@ -107,7 +116,7 @@ def _measure(cluster: BenchCluster, size: int, moves: int, report: BenchReport) 
         "submit",
         *("--gpus", "1", "--cpus-per-gpu", "1", "--memory", memory, "--gpu-memory", f"{(size >> 20) + 64}M"),
         *("--checkpoint-every", "never", "--directory", str(cluster.directory), "--json", "--"),
-        *(sys.executable, str(cluster.directory / "heavy.py"), str(size), str(notes)),
+        *(sys.executable, *script, str(size), str(notes), *arguments),
     )
     job = str(json.loads(submitted)["name"])
     measured: list[MoveSample] = []

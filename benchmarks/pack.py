@@ -143,18 +143,18 @@ def _by_rounds(name: str, is_heavy: bool, report: BenchReport, quick: bool) -> l
     count, seconds = (QUICK_ROUNDS, QUICK_PHASE_S) if quick else (ROUNDS, PHASE_S)
     with _cluster(1, "--no-planner") as cluster:
         pair = [_submit(cluster, is_heavy) for _ in range(2)]
-        plans = _Plans(cluster)
+        plans = ForcedPlans(cluster)
         for number, job in enumerate(pair):
-            plans.until_approved(job, start=scheduling_pb2.StartChange(claims=[_claim(is_shared=number > 0)]))
+            plans.until_approved(job, start=scheduling_pb2.StartChange(claims=[shared_claim(is_shared=number > 0)]))
             cluster.until(lambda job=job: _steps(cluster, job) > 5, START_S, f"{job} trains")  # type: ignore[misc]
         found = []
         for number in range(count):
             report.say(f"{name} pair: round {number + 1} of {count}, alone, alone, together")
-            together = _rates(cluster, pair, seconds)
+            together = step_rates(cluster, pair, seconds)
             alone = []
             for left, other in ((0, 1), (1, 0)):
                 plans.park(pair[other])
-                (rate,) = _rates(cluster, [pair[left]], seconds)
+                (rate,) = step_rates(cluster, [pair[left]], seconds)
                 alone.append(rate)
                 plans.until_approved(pair[other], resume=scheduling_pb2.ResumeChange())
             found.append(ColocationRound((alone[0], alone[1]), (together[0], together[1])))
@@ -165,7 +165,7 @@ def _by_rounds(name: str, is_heavy: bool, report: BenchReport, quick: bool) -> l
         return found
 
 
-class _Plans:
+class ForcedPlans:
     """Proposes to the master until it agrees."""
 
     def __init__(self, cluster: BenchCluster) -> None:
@@ -188,7 +188,7 @@ class _Plans:
             return bool(stub.ProposePlan(plan).verdicts[0].approved)
 
 
-def _claim(is_shared: bool) -> resources_pb2.Claim:
+def shared_claim(is_shared: bool) -> resources_pb2.Claim:
     return resources_pb2.Claim(
         node="nodes/n1",
         device_mask=1,
@@ -200,7 +200,7 @@ def _claim(is_shared: bool) -> resources_pb2.Claim:
     )
 
 
-def _rates(cluster: BenchCluster, jobs: Sequence[str], seconds: float) -> list[float]:
+def step_rates(cluster: BenchCluster, jobs: Sequence[str], seconds: float) -> list[float]:
     """Steps per second by the jobs' pages, from one step to another."""
     for job in jobs:
         cluster.until(lambda job=job: _is_running(cluster, job), ORDER_S, f"{job} runs")  # type: ignore[misc]

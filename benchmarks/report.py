@@ -33,6 +33,10 @@ class BenchReport:
     def at_least(self, name: str, value: float, limit: float) -> None:
         self._judge(name, value, limit, value >= limit)
 
+    def figures_of(self, prefix: str) -> dict[str, float]:
+        """Return the figures so far whose names begin with it."""
+        return {name: value for name, value in self._figures.items() if name.startswith(prefix)}
+
     def samples(self, of: Iterable[Mapping[str, object]]) -> None:
         """Raw samples, one object a line, from which the figures can be computed again."""
         for sample in of:

@@ -1,0 +1,525 @@
+"""`ganger bench gpu`: what Ganger does on a real GPU, on a machine with one.
+
+Each case stands alone: one that fails is reported with its reason, and the others go on. Device memory is the driver's
+figure (NVML) for the process. The cluster's programs are real; where two nodes are needed, two daemons have the same
+device. Without a device, `virtual` runs the same cases on virtual ones and processors, which shows only that they run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import click
+from ganger.injob.page import Page
+from ganger.v1 import resources_pb2, scheduling_pb2
+from ganger_daemon.devices.contract import UNREADABLE, Device
+from ganger_daemon.devices.inventory import device_type_of
+from ganger_daemon.devices.nvml import NoDriverError, NvmlDevices
+from ganger_daemon.node.process_identity import anonymous_bytes
+
+from benchmarks import gpu_process
+from benchmarks.bench_cluster import START_S, BenchCluster, BenchClusterError
+from benchmarks.machine import machine, processor_ticks
+from benchmarks.move import measure_moves
+from benchmarks.pack import ForcedPlans, step_rates
+from benchmarks.report import BenchReport, quantile
+from benchmarks.step_notes import HEAVY, NOTING, shares_of_cycles, steps_of, switches, turns_of
+from benchmarks.switch_timing import PageWatch
+
+MEBIBYTE = 1 << 20
+# Memory that a virtual device has unless it is declared.
+VIRTUAL_BYTES = 4 << 30
+SIZES, QUICK_SIZES = (10**9, 8 * 10**9), (10**9,)
+CYCLES, QUICK_CYCLES = 4, 2
+QUANTUM_S, SWITCHES, QUICK_SWITCHES = 5.0, 10, 4
+MODEL_STEPS, QUICK_MODEL_STEPS = 3000, 1000
+HOOK_STEPS, QUICK_HOOK_STEPS = 4000, 1000
+PACK_ROUNDS, QUICK_PACK_ROUNDS, PACK_S = 2, 1, 4.0
+ORDER_S = 60.0
+# A run of the example; on one processor it takes minutes.
+RUN_S = 300.0
+# Of the state's bytes, what the driver must see freed after OFFLOAD.
+LEAST_FREED = 0.95
+
+# Arguments: bytes of state, notes, seconds of waiting in a step, width of the matrices that a step multiplies.
+JOB = f"""
+import sys
+import ganger
+{NOTING}{HEAVY}
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+torch.set_num_threads(1)
+model = Heavy(int(sys.argv[1])).to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+x = torch.ones(64, 64, device=device)
+wait, width = float(sys.argv[3]), int(sys.argv[4])
+matrix = torch.randn(width, width, device=device, dtype=torch.bfloat16)
+note = note_to(sys.argv[2])
+job = ganger.attach(model=model, optimizer=optimizer)
+for step in job.steps():
+    begin = now()
+    time.sleep(wait)
+    for _ in range(4):
+        matrix @ matrix
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    loss.item()
+    note(step + 1, begin)
+    job.step(loss)
+"""
+
+# Seconds of a step of a small model with and without the boundary, in turns. The device is waited for at the ends only.
+HOOK = """
+import json, sys, time
+import torch
+import ganger
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+torch.set_num_threads(1)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64)).to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+x = torch.ones(64, 64, device=device)
+job = ganger.attach(model=model, optimizer=optimizer)
+def timed(steps, boundary):
+    began = time.perf_counter()
+    for _ in range(steps):
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if boundary:
+            job.step(loss)
+    loss.item()
+    return (time.perf_counter() - began) / steps
+timed(200, True)
+found = [[timed(int(sys.argv[2]) // 8, boundary) for boundary in (False, True)] for _ in range(8)]
+with open(sys.argv[1], "w") as file:
+    json.dump(found, file)
+"""
+EXAMPLES = Path(__file__).parent.parent / "examples" / "char_transformer"
+
+
+class GpuCases:
+    """The cases, by name; each writes its figures to the report."""
+
+    def __init__(self, report: BenchReport, is_quick: bool, device_bytes: int) -> None:
+        """`device_bytes`: memory of the device; zero for a virtual one."""
+        self._report, self._is_quick, self._is_virtual = report, is_quick, not device_bytes
+        self._device_bytes = device_bytes or VIRTUAL_BYTES
+        of_driver = {} if self._is_virtual else {"process": self.process, "image": self.image}
+        self.cases: dict[str, Callable[[], None]] = {
+            **of_driver,
+            "offload": self.offload,
+            "hook": self.hook,
+            "identity": self.identity,
+            "move": self.move,
+            "slice": self.slice,
+            "pack": self.pack,
+        }
+
+    def process(self) -> None:
+        """A process that knows nothing of Ganger: its memory freed and given back by the driver's calls alone."""
+        for size in self._sizes():
+            for name, value in gpu_process.measure_calls(size, self._report.say).items():
+                self._report.figure(f"process_{_size_name(size)}_{name}", value)
+
+    def image(self) -> None:
+        """The same process, written to files by CRIU and restored from them."""
+        if shutil.which("criu") is None:
+            self._report.say("image: there is no CRIU on the path")
+            return
+        for name, value in gpu_process.measure_image(QUICK_SIZES[0], self._report.say).items():
+            self._report.figure(f"image_{_size_name(QUICK_SIZES[0])}_{name}", value)
+
+    def offload(self) -> None:
+        """What the driver sees freed, what stays, and how long it takes."""
+        for size in self._sizes():
+            with self._cluster("--policy", "fifo", "--no-planner") as cluster:
+                self._offload(cluster, size)
+
+    def _offload(self, cluster: BenchCluster, size: int) -> None:
+        name = _size_name(size)
+        job, notes = self._submit(cluster, size)
+        pid = steps_of(notes)[-1].pid
+        memory = DeviceMemory()
+        before = memory.used_bytes(pid)
+        self._suspend(cluster, job, notes, "pause", f"offload_{name}_pause", memory)
+        watch, residue = self._suspend(cluster, job, notes, "offload", f"offload_{name}", memory)
+        report = self._report
+        report.figure(f"offload_{name}_used_before_bytes", float(before))
+        report.figure(f"offload_{name}_residue_bytes", float(residue))
+        report.figure(f"offload_{name}_used_after_resume_bytes", float(memory.used_bytes(pid)))
+        report.figure(f"offload_{name}_reported_freed_bytes", float(watch.freed_bytes))
+        memory.close()
+        report.at_least(f"offload_{name}_freed_share_of_state", (before - residue) / watch.freed_bytes, LEAST_FREED)
+
+    def _suspend(
+        self, cluster: BenchCluster, job: str, notes: Path, level: str, name: str, memory: DeviceMemory
+    ) -> tuple[PageWatch, int]:
+        """Suspend and resume some times; return what the pages showed, and the most memory that was left meanwhile."""
+        cycles = QUICK_CYCLES if self._is_quick else CYCLES
+        path = str(next(iter(cluster.pages().values())))
+        with closing(Page.open(path, writable=False)) as page:
+            epoch = page.identity().epoch
+        residue = 0
+        with PageWatch(cluster) as watch:
+            for number in range(cycles):
+                self._report.say(f"{name}: cycle {number + 1} of {cycles}")
+                cluster.ganger("suspend", job, "--level", level)
+                residue = max(residue, memory.used_bytes(steps_of(notes)[-1].pid))
+                done = len(steps_of(notes))
+                cluster.ganger("resume", job)
+                cluster.until(
+                    lambda done=done: len(steps_of(notes)) > done + 20,  # type: ignore[misc]
+                    ORDER_S,
+                    f"{job} goes on",
+                )
+        for part, each in watch.parts({epoch: 0}).items():
+            self._report.samples({"case": name, "part": part, "seconds": seconds} for seconds in each)
+            self._report.figure(f"{name}_{part}_p50_seconds", quantile(each, 0.5))
+            # The first OFFLOAD page-locks the arena.
+            self._report.figure(f"{name}_{part}_first_seconds", each[0])
+        return watch, residue
+
+    def hook(self) -> None:
+        """What a boundary costs a step on the device."""
+        with self._cluster("--policy", "fifo", "--no-planner") as cluster:
+            found = cluster.directory / "hook.json"
+            steps = QUICK_HOOK_STEPS if self._is_quick else HOOK_STEPS
+            cluster.ganger(
+                *("submit", *_wants(0), "--directory", str(cluster.directory), "--json", "--"),
+                *(sys.executable, self._script(cluster, "hook.py", HOOK), str(found), str(steps)),
+            )
+            cluster.until(lambda: found.exists() and found.read_text().endswith("]]"), START_S, "the steps are timed")
+            pairs = json.loads(found.read_text())
+        without, with_boundary = (quantile([pair[i] for pair in pairs], 0.5) for i in (0, 1))
+        self._report.figure("hook_step_without_boundary_microseconds", 1e6 * without)
+        self._report.figure("hook_boundary_microseconds", 1e6 * (with_boundary - without))
+
+    def identity(self) -> None:
+        """A small real model, attached and unmodified: suspended at every level and moved, its weights and losses are
+        those of a run alone. Two runs alone are compared first: a kernel may be indeterminate by itself."""
+        steps = QUICK_MODEL_STEPS if self._is_quick else MODEL_STEPS
+        with self._cluster("--policy", "fifo", "--no-planner", nodes=2) as cluster:
+            alone = [_Run.alone(cluster.directory / f"alone-{number}", steps) for number in range(2)]
+            results = [run.result() for run in alone]
+            self._report.figure("identity_alone_twice_equal", float(results[0] == results[1]))
+            for form in ("attached", "plain"):
+                self._report.say(f"identity: {form}, suspended and moved")
+                run = _Run.under(cluster, cluster.directory / form, form, steps)
+                for order in (("suspend", "--level", "pause"), ("suspend", "--level", "offload"), ("move",)):
+                    run.until_steps(cluster, 50)
+                    cluster.ganger(order[0], run.job, *order[1:])
+                    if order[0] == "suspend":
+                        cluster.ganger("resume", run.job)
+                run.until_steps(cluster, 50)
+                cluster.ganger("suspend", run.job, "--level", "checkpoint")
+                cluster.ganger("resume", run.job)
+                cluster.until(run.is_over, RUN_S, f"{run.job} ends")
+                is_equal = run.result() == results[0]
+                self._report.at_least(f"identity_{form}_equals_alone", float(is_equal), 1.0)
+
+    def move(self) -> None:
+        """From one daemon to another: the state leaves the device, crosses loopback and returns to the device."""
+        with self._cluster("--policy", "fifo", "--no-planner", nodes=2) as cluster:
+            script = self._script(cluster, "job.py", JOB)
+            for size in self._sizes():
+                moves = 1 if self._is_quick else 3
+                found = measure_moves(cluster, size, moves, self._report, (script,), ("0.002", "64"))
+                name = f"move_{_size_name(size)}"
+                for part in ("pause", "stop", "copy", "start", "first_step"):
+                    middle = quantile([getattr(sample, part) for sample in found], 0.5)
+                    self._report.figure(f"{name}_{part}_p50_seconds", middle)
+                raw = quantile([sample.raw_bytes_per_second for sample in found], 0.5)
+                self._report.figure(f"{name}_raw_stream_bytes_per_second", raw)
+                pause = quantile([sample.pause for sample in found], 0.5)
+                self._report.figure(f"{name}_pause_over_raw_ratio", pause / (size / raw))
+
+    def slice(self) -> None:
+        """Two jobs take turns on the device in slices of five seconds: both stay in its memory, or each leaves it."""
+        for level, share in (("pause", 0.0), ("offload", 0.55)):
+            with self._cluster("--policy", "gandiva", "--quantum", f"{QUANTUM_S:g}s") as cluster:
+                self._slice(cluster, f"slice_{level}", int(share * self._device_bytes))
+
+    def _slice(self, cluster: BenchCluster, name: str, gpu_memory_bytes: int) -> None:
+        wanted = QUICK_SWITCHES if self._is_quick else SWITCHES
+        notes = [self._submit(cluster, 10**9, gpu_memory_bytes=gpu_memory_bytes)[1] for _ in range(2)]
+        with PageWatch(cluster) as watch:
+            began = _now()
+            self._report.say(f"{name}: {wanted} switches")
+            cluster.until(
+                lambda: len(turns_of([_since(path, began) for path in notes])) > wanted + 1,
+                4 * QUANTUM_S * wanted,
+                "the jobs take turns",
+            )
+            ended = _now()
+        steps = [_since(path, began) for path in notes]
+        dead, _ = switches(steps, began, ended)
+        self._report.samples({"case": name, "dead_seconds": gap} for gap in dead)
+        self._report.figure(f"{name}_switches", float(len(dead)))
+        self._report.figure(f"{name}_dead_p50_seconds", quantile(dead, 0.5))
+        self._report.figure(f"{name}_dead_share", sum(dead) / ((ended - began) / 1e9))
+        for number, share in enumerate(shares_of_cycles(turns_of(steps), 2)):
+            self._report.figure(f"{name}_share_of_job{number + 1}", share)
+        for part, each in watch.parts(dict.fromkeys(range(1, 9), 0)).items():
+            if part in ("order", "wait_for_k", "offload", "release_seen", "first_step"):
+                self._report.figure(f"{name}_{part}_p50_seconds", quantile(each, 0.5))
+
+    def pack(self) -> None:
+        """Two jobs on the device at once: their rates alone and together, for two that wait and two that compute."""
+        rounds = QUICK_PACK_ROUNDS if self._is_quick else PACK_ROUNDS
+        width = 256 if self._is_virtual else 8192
+        for name, workload in (("waiting", ("0.02", "64")), ("computing", ("0", str(width)))):
+            with self._cluster("--policy", "gandiva", "--quantum", "never", "--no-planner") as cluster:
+                gains = []
+                plans = ForcedPlans(cluster)
+                pair = [self._submit(cluster, 10**8, workload, plans, number > 0)[0] for number in range(2)]
+                for number in range(rounds):
+                    self._report.say(f"pack, {name}: round {number + 1} of {rounds}")
+                    together = step_rates(cluster, pair, PACK_S)
+                    alone = []
+                    for left, other in ((0, 1), (1, 0)):
+                        plans.park(pair[other])
+                        alone += step_rates(cluster, [pair[left]], PACK_S)
+                        plans.until_approved(pair[other], resume=scheduling_pb2.ResumeChange())
+                    gains.append(sum(a / b for a, b in zip(together, alone, strict=True)))
+                    self._report.samples([{"case": f"pack_{name}", "alone": alone, "together": together}])
+                self._report.figure(f"pack_{name}_gain", quantile(gains, 0.5))
+
+    # -- helpers
+
+    def _sizes(self) -> Sequence[int]:
+        return QUICK_SIZES if self._is_quick else SIZES
+
+    def _cluster(self, *master: str, nodes: int = 1) -> BenchCluster:
+        devices: dict[str, Any] = {"gpus": 1, "cores": 4, "memory": "64G"} if self._is_virtual else {"gpus": None}
+        return BenchCluster(nodes=nodes, master=master, daemon=("--verbose",), **devices)
+
+    def _script(self, cluster: BenchCluster, name: str, text: str) -> str:
+        (cluster.directory / name).write_text(text)
+        return str(cluster.directory / name)
+
+    def _submit(
+        self,
+        cluster: BenchCluster,
+        size: int,
+        workload: tuple[str, str] = ("0.002", "64"),
+        plans: ForcedPlans | None = None,
+        is_shared: bool = False,
+        gpu_memory_bytes: int = 0,
+    ) -> tuple[str, Path]:
+        """Return the job and its notes, once it trains. With `plans` it starts by a plan, on a device that it may
+        share."""
+        notes = cluster.directory / f"notes-{len(list(cluster.directory.glob('notes-*')))}"
+        notes.touch()
+        script = self._script(cluster, "job.py", JOB)
+        submitted = cluster.ganger(
+            *("submit", *_wants(size, gpu_memory_bytes), "--directory", str(cluster.directory), "--json", "--"),
+            *(sys.executable, script, str(size), str(notes), *workload),
+        )
+        job = str(json.loads(submitted)["name"])
+        if plans is not None:
+            plans.until_approved(job, start=scheduling_pb2.StartChange(claims=[_claim(size, is_shared)]))
+        cluster.until(lambda: len(steps_of(notes)) >= 20, START_S, f"{job} trains")
+        return job, notes
+
+
+class DeviceMemory:
+    """Memory of a process on the machine's devices by the driver; without a driver, its anonymous memory."""
+
+    def __init__(self) -> None:
+        try:
+            self._devices: NvmlDevices | None = NvmlDevices()
+        except NoDriverError:
+            self._devices = None
+
+    def used_bytes(self, pid: int) -> int:
+        """Zero once the driver does not list the process; where it lists none, all memory in use on the devices."""
+        if self._devices is None:
+            return anonymous_bytes(pid) or 0
+        of_process = sum(used for used in self._devices.used_by([pid]) if used != UNREADABLE)
+        return of_process or sum(self._devices.used_memory())
+
+    def close(self) -> None:
+        if self._devices is not None:
+            self._devices.close()
+
+
+class _Run:
+    """A run of the example, alone or as a job."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir()
+        self._directory = directory
+        self.job = ""
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    def alone(cls, directory: Path, steps: int) -> _Run:
+        run = cls(directory)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        run._process = subprocess.Popen(run._command("plain", steps), env=environment, stdin=subprocess.DEVNULL)
+        return run
+
+    @classmethod
+    def under(cls, cluster: BenchCluster, directory: Path, form: str, steps: int) -> _Run:
+        run = cls(directory)
+        submitted = cluster.ganger(
+            *("submit", *_wants(10**8), "--env", "CUBLAS_WORKSPACE_CONFIG=:4096:8", "--json", "--"),
+            *run._command(form, steps),
+        )
+        run.job = str(json.loads(submitted)["name"])
+        return run
+
+    def _command(self, form: str, steps: int) -> list[str]:
+        return [
+            *(sys.executable, str(EXAMPLES / f"{form}.py"), "--epochs", "1000", "--steps", str(steps)),
+            *("--losses", str(self._directory / "losses"), "--weights", str(self._directory / "weights")),
+        ]
+
+    def until_steps(self, cluster: BenchCluster, more: int) -> None:
+        """Wait until it has done so many steps more."""
+        begun = self._losses()
+        cluster.until(lambda: self._losses() >= begun + more, START_S, f"{self.job} trains")
+
+    def result(self) -> tuple[str, str]:
+        """Return its losses and the digest of its weights, once it has ended."""
+        if self._process is not None and self._process.wait(RUN_S):
+            raise BenchClusterError(f"a run alone ended with {self._process.returncode}")
+        return (self._directory / "losses").read_text(), (self._directory / "weights").read_text()
+
+    def is_over(self) -> bool:
+        return (self._directory / "weights").exists()
+
+    def _losses(self) -> int:
+        losses = self._directory / "losses"
+        return losses.read_text().count("\n") if losses.exists() else 0
+
+
+def main(quick: bool = False, only: str = "", virtual: bool = False) -> dict[str, object]:
+    """Run it; `quick`: few cycles of small states; `only`: one case; `virtual`: without a device.
+
+    Raises ValueError for a case that does not exist.
+    """
+    driver, devices, capabilities = devices_here()
+    if not devices and not virtual:
+        return {"name": "gpu", "skipped": "this machine has no GPU with a driver that answers"}
+    report = BenchReport("gpu")
+    cases = GpuCases(report, quick, 0 if virtual else devices[0].memory_bytes).cases
+    if only and only not in cases:
+        raise ValueError(f"there is no case {only!r}: there are {', '.join(cases)}")
+    failed: dict[str, str] = {}
+    for name in [only] if only else list(cases):
+        began = time.monotonic()
+        try:
+            cases[name]()
+        except Exception as error:  # the other cases go on
+            report.say(traceback.format_exc())
+            failed[name] = str(error) or type(error).__name__
+        report.figure(f"{name}_case_seconds", time.monotonic() - began)
+        # What was measured so far is on the terminal, whatever ends the run.
+        report.say(f"{name} took {time.monotonic() - began:.0f} s: {report.figures_of(name)}")
+    result = report.result()
+    named = [{"name": one.name, "memory_bytes": one.memory_bytes} for one in devices]
+    facts = {"driver": driver, "devices": named, "capabilities": dict(capabilities), "failed": failed}
+    return {**result, **facts, "ok": bool(result["ok"]) and not failed}
+
+
+def devices_here() -> tuple[str, tuple[Device, ...], Mapping[str, str]]:
+    """Return the driver's version, the devices and what a daemon reports of them; no devices without a driver."""
+    try:
+        devices = NvmlDevices()
+    except NoDriverError:
+        return "", (), {}
+    found = devices.discover()
+    capabilities = devices.capabilities
+    devices.close()
+    return found.driver, found.devices, capabilities
+
+
+def _wants(size: int, gpu_memory_bytes: int = 0) -> tuple[str, ...]:
+    """Options of a job with so many bytes of state, and a request for as much device memory or more."""
+    return (
+        *("--gpus", "1", "--cpus-per-gpu", "1", "--memory", f"{(2 * size >> 20) + 3072}M"),
+        *("--gpu-memory", f"{(max(size + 256 * MEBIBYTE, gpu_memory_bytes) >> 20)}M", "--checkpoint-every", "never"),
+    )
+
+
+def _claim(size: int, is_shared: bool) -> resources_pb2.Claim:
+    return resources_pb2.Claim(
+        node="nodes/n1",
+        device_mask=1,
+        millicores=[1000],
+        memory_bytes=((2 * size >> 20) + 3072) * MEBIBYTE,
+        arena_bytes=((size >> 20) + 256) * MEBIBYTE * 11 // 10,
+        tasks=[1],
+        shared_mask=1 if is_shared else 0,
+    )
+
+
+def _since(path: Path, began: int) -> list[Any]:
+    return list(itertools.dropwhile(lambda step: step.begin < began, steps_of(path)))
+
+
+def _now() -> int:
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+
+
+def _size_name(size: int) -> str:
+    return f"{size // 10**9}GB" if size >= 10**9 else f"{size // 10**6}MB"
+
+
+@click.command()
+@click.option("--quick", is_flag=True, help="Few cycles of small states.")
+@click.option("--only", default="", metavar="CASE", help="Run one case.")
+@click.option("--virtual", is_flag=True, help="Show that it runs, on virtual devices; writes no page.")
+@click.option("--directory", type=click.Path(path_type=Path, file_okay=False), default=Path("docs/measurements"))
+def report(quick: bool, only: str, virtual: bool, directory: Path) -> None:
+    """Run the cases and write gpu-NAME.md and gpu-NAME.json, NAME being the device's type."""
+    before = processor_ticks()
+    result = {**main(quick, only, virtual), "machine": machine(before)}
+    print(json.dumps(result, indent=1))
+    devices = devices_here()[1]
+    if devices and not virtual:
+        name = f"gpu-{device_type_of(devices[0].name)}"
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        (directory / f"{name}.md").write_text(page_of(result))
+    sys.exit(0 if result.get("ok", "skipped" in result) else 1)
+
+
+def page_of(result: Mapping[str, Any]) -> str:
+    """Return a page in Markdown: the machine, then a table of figures for each case."""
+    virtual: dict[str, Any] = {"name": "virtual device", "memory_bytes": VIRTUAL_BYTES}
+    device = result["devices"][0] if result["devices"] else virtual
+    own = result["machine"]
+    lines = [
+        f"# {device['name']}",
+        "",
+        f"Measured by `make gpu`: {device['memory_bytes'] / 2**30:.0f} GiB, driver {result['driver'] or 'none'};",
+        f"{own['cpus']} CPUs ({own['cpu']}), Linux {own['kernel']}, Python {own['python']}.",
+        "What each case does: `benchmarks/gpu.py`. Memory is the driver's figure for the process.",
+    ]
+    for case, reason in result["failed"].items():
+        lines += ["", f"**{case} failed**: {' '.join(str(reason).split())[:400]}"]
+    for case, figures in itertools.groupby(result["figures"].items(), key=lambda item: str(item[0]).partition("_")[0]):
+        lines += ["", f"## {case}", "", "| figure | value |", "|---|---|"]
+        lines += [
+            f"| {name} | {value:,.0f} |" if value >= 10_000 else f"| {name} | {value:.4g} |" for name, value in figures
+        ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    report()
