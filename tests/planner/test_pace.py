@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 import numpy as np
@@ -9,10 +10,10 @@ import pytest
 from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.plan_changes import Goal, MoveChange, Purpose, ResizeChange, StartChange, SuspendChange
 from ganger_master.planner.plan import PlanDraft
-from ganger_master.planner.plan_pace import PlanPace, is_stop
+from ganger_master.planner.plan_pace import AnsweredPlan, PlanPace, is_stop
 
-NOTHING = PlanDraft()
-JOB_WAITS = PlanDraft(line=np.array([7]))
+NOTHING = AnsweredPlan()
+JOB_WAITS = AnsweredPlan(waits=True, took_s=0.001)
 
 
 def test_the_first_plan_may_stop_and_waits_for_nothing_but_news() -> None:
@@ -33,7 +34,7 @@ def test_the_changes_that_count_as_preemptions() -> None:
 
 
 def test_after_a_stop_others_start_at_once_and_are_stopped_only_when_it_is_time() -> None:
-    pace = PlanPace(300.0).after(1000.0, 0.001, JOB_WAITS, stopped=True, refused=False)
+    pace = PlanPace(300.0).after(1000.0, replace(JOB_WAITS, preempts=True))
     assert not pace.may_stop(1299.9)
     assert pace.may_stop(1300.0)
     assert pace.wait_s(1001.0, is_news=True) == 0.0
@@ -41,43 +42,48 @@ def test_after_a_stop_others_start_at_once_and_are_stopped_only_when_it_is_time(
 
 
 @pytest.mark.parametrize(
-    ("found", "again_s", "wait_s"),
+    ("answered", "wait_s"),
     [
-        (NOTHING, inf, inf),
+        (NOTHING, inf),
         # Pending jobs are ranked again even if no order reports a change.
-        (JOB_WAITS, inf, 300.0),
-        (PlanDraft(waits=True), inf, 300.0),
-        (PlanDraft((StartChange(7, 1, ()),), line=np.array([7])), inf, inf),
-        (PlanDraft(next_change_s=1020.0), inf, 20.0),
-        (PlanDraft(next_change_s=1000.01), inf, 0.5),
-        (JOB_WAITS, 1005.0, 5.0),
+        (JOB_WAITS, 300.0),
+        (AnsweredPlan(due_s=1020.0), 20.0),
+        (AnsweredPlan(due_s=1000.01), 0.5),
+        (AnsweredPlan(waits=True, again_s=1005.0), 5.0),
     ],
 )
 def test_without_news_the_next_plan_comes_when_something_may_have_changed(
-    found: PlanDraft, again_s: float, wait_s: float
+    answered: AnsweredPlan, wait_s: float
 ) -> None:
-    pace = PlanPace(300.0).after(1000.0, 0.001, found, stopped=False, refused=False, again_s=again_s)
+    pace = PlanPace(300.0).after(1000.0, answered)
     assert pace.wait_s(1000.0, is_news=False) == wait_s
 
 
+def test_a_plan_that_starts_all_pending_jobs_leaves_none_waiting() -> None:
+    starts, line = (StartChange(7, 1, ()),), np.array([7])
+    assert not PlanDraft(starts, line=line).leaves_waiting
+    assert PlanDraft(line=line).leaves_waiting
+    assert PlanDraft(waits=True).leaves_waiting
+
+
 def test_planning_leaves_most_of_a_core_to_others() -> None:
-    pace = PlanPace(300.0).after(1000.0, 0.5, NOTHING, stopped=False, refused=False)
+    pace = PlanPace(300.0).after(1000.0, AnsweredPlan(took_s=0.5))
     assert pace.wait_s(1000.0, is_news=True) == 1.5
 
 
 def test_the_time_that_the_master_took_to_judge_a_plan_counts_as_rest() -> None:
-    pace = PlanPace(300.0).after(1000.0, 0.5, NOTHING, stopped=False, refused=False, judged_s=1.0)
+    pace = PlanPace(300.0).after(1000.0, AnsweredPlan(took_s=0.5, judged_s=1.0))
     assert pace.wait_s(1000.0, is_news=True) == 0.5
-    pace = PlanPace(300.0).after(1000.0, 0.5, NOTHING, stopped=False, refused=False, judged_s=9.0)
+    pace = PlanPace(300.0).after(1000.0, AnsweredPlan(took_s=0.5, judged_s=9.0))
     assert pace.wait_s(1000.0, is_news=True) == pytest.approx(0.005)
 
 
 def test_refused_again_and_again_it_asks_less_and_less_often_and_then_as_before() -> None:
     pace, waits = PlanPace(300.0), []
     for _ in range(7):
-        pace = pace.after(1000.0, 0.001, JOB_WAITS, stopped=False, refused=True)
+        pace = pace.after(1000.0, replace(JOB_WAITS, is_refused=True))
         waits.append(round(pace.wait_s(1000.0, is_news=True), 3))
         assert pace.wait_s(1000.0, is_news=False) == pace.wait_s(1000.0, is_news=True)
     assert waits == [0.1, 0.3, 1.0, 3.0, 10.0, 10.0, 10.0]
-    pace = pace.after(1000.0, 0.001, JOB_WAITS, stopped=False, refused=False)
+    pace = pace.after(1000.0, JOB_WAITS)
     assert pace.wait_s(1000.0, is_news=True) == pytest.approx(0.005)

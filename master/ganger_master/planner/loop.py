@@ -29,7 +29,7 @@ from ganger_master.planner.context import (
 )
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import OrderStage
-from ganger_master.planner.plan_pace import PlanPace, RoundPace, is_stop
+from ganger_master.planner.plan_pace import AnsweredPlan, PlanPace, RoundPace, is_stop
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, RefusalBackoff
 from ganger_master.policies import Policy
 from ganger_master.policies.orders import JobOrder
@@ -259,15 +259,17 @@ class PlannerLoop:
             self._refused.note(change, reasons, now)
         for stage in self._stages:
             stage.settle(outcome)
-        self._pace = self._pace.after(
-            now,
-            verdict.planning_s,
-            context.draft,
-            stopped=any(answer.approved and is_stop(change, self._resizes) for change, answer in pairs),
-            refused=bool(refusals),
+        draft = context.draft
+        answered = AnsweredPlan(
+            preempts=any(answer.approved and is_stop(change, self._resizes) for change, answer in pairs),
+            is_refused=bool(refusals),
+            waits=draft.leaves_waiting,
+            due_s=draft.next_change_s,
             again_s=min(context.again_s, now if unplaced else self._refused.next_s),
+            took_s=verdict.planning_s,
             judged_s=max(0.0, now - context.now - verdict.planning_s),
         )
+        self._pace = self._pace.after(now, answered)
 
 
 def live_loop(

@@ -61,7 +61,7 @@ class PlanDraft:
     @property
     def leaves_waiting(self) -> bool:
         """Return whether a pending job, chosen or not, does not start in this plan."""
-        return len(self.line) > sum(isinstance(change, StartChange) for change in self.changes)
+        return self.waits or len(self.line) > sum(isinstance(change, StartChange) for change in self.changes)
 
     def followed_by(self, later: PlanDraft) -> PlanDraft:
         """Return a later stage's draft after these changes, without its changes of the same jobs and without the atomic

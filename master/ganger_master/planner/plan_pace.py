@@ -22,7 +22,6 @@ from ganger_master.core.plan_changes import (
     StartChange,
     SuspendChange,
 )
-from ganger_master.planner.plan import PlanDraft
 
 # Rest after a plan, as a multiple of the time it took: plans take a quarter of a core at most.
 _REST: Final = 3.0
@@ -45,6 +44,24 @@ def is_stop(change: PlanChange, resizes: bool) -> bool:
             return False
         case _:
             assert_never(change)
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweredPlan:
+    """What the pace reads of a plan that the master has answered.
+
+    preempts: it preempted a job; is_refused: one of its changes was refused; waits: pending jobs do not start in it.
+    due_s: when the order of jobs may have changed; again_s: when postponed work is due.
+    took_s: seconds that planning took; judged_s: seconds that the answer took, in which the planner rested.
+    """
+
+    preempts: bool = False
+    is_refused: bool = False
+    waits: bool = False
+    due_s: float = inf
+    again_s: float = inf
+    took_s: float = 0.0
+    judged_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,29 +105,17 @@ class PlanPace:
         """Return the pace where a plan was due now, and would have changed nothing."""
         return self if self.alone_s > now else replace(self, alone_s=self.due_s if self.due_s > now else inf)
 
-    def after(
-        self,
-        now: float,
-        took_s: float,
-        found: PlanDraft,
-        *,
-        stopped: bool,
-        refused: bool,
-        again_s: float = inf,
-        judged_s: float = 0.0,
-    ) -> PlanPace:
-        """Return the pace after a plan was answered. `stopped`: it preempted a job; `refused`: a change was refused;
-        `again_s`: when postponed work is due; `judged_s`: seconds that the answer took, in which the planner
-        rested."""
-        stopped_at_s = now if stopped else self.stopped_at_s
-        failures = self.failures + 1 if refused else 0
-        rest_s = max(self.least_rest_s, _REST * took_s - judged_s)
-        due_s = found.next_change_s
-        if found.waits or found.leaves_waiting:
+    def after(self, now: float, plan: AnsweredPlan) -> PlanPace:
+        """Return the pace after a plan was answered."""
+        stopped_at_s = now if plan.preempts else self.stopped_at_s
+        failures = self.failures + 1 if plan.is_refused else 0
+        rest_s = max(self.least_rest_s, _REST * plan.took_s - plan.judged_s)
+        due_s = plan.due_s
+        if plan.waits:
             # Orders that change all the time are planned again whenever jobs may be preempted for them.
             due_s = min(due_s, replace(self, stopped_at_s=stopped_at_s).next_stop_s(now))
-        alone_s = max(min(again_s, due_s), now + self.least_alone_s)
-        if refused:
+        alone_s = max(min(plan.again_s, due_s), now + self.least_alone_s)
+        if plan.is_refused:
             rest_s = max(rest_s, _BACKOFF_S[min(failures, len(_BACKOFF_S)) - 1])
             alone_s = min(alone_s, now + rest_s)
         return replace(
@@ -125,18 +130,8 @@ class EventPace(PlanPace):
     def may_stop(self, now: float, is_news: bool = True) -> bool:
         return is_news
 
-    def after(
-        self,
-        now: float,
-        took_s: float,
-        found: PlanDraft,
-        *,
-        stopped: bool,
-        refused: bool,
-        again_s: float = inf,
-        judged_s: float = 0.0,
-    ) -> PlanPace:
-        return self if again_s == self.alone_s else replace(self, alone_s=again_s)
+    def after(self, now: float, plan: AnsweredPlan) -> PlanPace:
+        return self if plan.again_s == self.alone_s else replace(self, alone_s=plan.again_s)
 
 
 # Times closer than this are the same instant: sums of decimals are seldom exact.
@@ -182,15 +177,5 @@ class RoundPace(EventPace):
     def passed_over(self, now: float) -> PlanPace:
         return replace(self, planned_s=now)
 
-    def after(
-        self,
-        now: float,
-        took_s: float,
-        found: PlanDraft,
-        *,
-        stopped: bool,
-        refused: bool,
-        again_s: float = inf,
-        judged_s: float = 0.0,
-    ) -> PlanPace:
-        return replace(self, alone_s=again_s, planned_s=now)
+    def after(self, now: float, plan: AnsweredPlan) -> PlanPace:
+        return replace(self, alone_s=plan.again_s, planned_s=now)
