@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import product
+from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -43,6 +44,7 @@ from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord, JobSpec
 from ganger_master.core.plan_changes import claims_in
 from ganger_master.estimators.speed import AllReduceModel, StepPoint, fit_allreduce
+from ganger_master.planner.context import PlannerSettings, context_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.optimus_stage import plan_optimus
 from ganger_master.planner.synergy_round import plan_packed
@@ -92,9 +94,11 @@ def optimus_pass(view: View, shapes: Sequence[GangShape], facts: Facts) -> tuple
     gpus = sum([mask.bit_count() for mask in view.free])
     cores = sum([sum(free) for free in view.millicores]) / 1000
     capacity = Capacity(gpus, cores, float(sum(view.memory)), _GPUS_PER_NODE)
+    settings = PlannerSettings(capacity=capacity, resize_s=13.0)
+    rates = SimpleNamespace(believed=lambda gpus_per_node: believed)
     wall, cpu = time.perf_counter(), time.process_time()
     found = plan_optimus(
-        policy.order, policy.placement, table, 1e6, capacity, CapacityIndex(view.copy()), believed, resize_s=13.0
+        context_of(policy, table, CapacityIndex(view.copy()), 1e6, settings=settings, order=policy.order, rates=rates)
     )
     seconds, processor = time.perf_counter() - wall, time.process_time() - cpu
     placed = [claim.device_mask.bit_count() for change in found.changes for claim in claims_in(change)]
@@ -140,8 +144,12 @@ def synergy_pass(view: View, shapes: Sequence[GangShape], facts: Facts) -> tuple
 
     gpus = sum([mask.bit_count() for mask in view.free])
     capacity = Capacity(gpus, float(np.inf), float(np.inf), _TOGETHER)
+    settings = PlannerSettings(capacity=capacity)
+    rates = SimpleNamespace(known=Known(profiles, position_of))
+    room, policy = CapacityIndex(view), policy_named(_PACKED)
+    context = context_of(policy, table, room, 1e6, settings=settings, order=LAS2D, rates=rates)
     wall, cpu = time.perf_counter(), time.process_time()
-    found = plan_packed(SYNERGY_TUNE, LAS2D, table, 1e6, capacity, view, known=Known(profiles, position_of))
+    found = plan_packed(SYNERGY_TUNE, context)
     seconds, processor = time.perf_counter() - wall, time.process_time() - cpu
     assert found is not None, "jobs of one role are packed"
     placed = [claim.device_mask.bit_count() for change in found.changes for claim in claims_in(change)]

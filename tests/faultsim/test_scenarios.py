@@ -25,6 +25,7 @@ from ganger_master.core.explain import explain
 from ganger_master.core.gang_model import OutcomeKind
 from ganger_master.core.job_model import JobSpec, SuspendLevel
 from ganger_master.core.settings import CoreSettings
+from ganger_master.planner.context import PlannerSettings, context_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.plan import plan
 from ganger_master.policies.job_facts import Capacity
@@ -179,8 +180,10 @@ class _Story:
         for job in state.jobs.values():
             table.put(job, state.gangs.get(job.epoch))
         capacity = Capacity(state.nodes.devices, 16.0, 64.0 * _GIB, 4)
-        order, placement = state.policy.order, state.policy.placement
-        found = plan(order, placement, table, now, capacity, CapacityIndex(state.view.copy()))
+        order, settings = state.policy.order, PlannerSettings(capacity=capacity)
+        found = plan(
+            context_of(state.policy, table, CapacityIndex(state.view.copy()), now, settings=settings, order=order)
+        )
         _, facts = table.facts(now)
         line = [int(facts.number[at]) for at in ranked(order, facts, now, capacity) if not facts.is_running[at]]
         told = commands.Line(tuple(line), state.settings.policy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from core.test_colocation import small
 from ganger.cluster.capacity_index import CapacityIndex
+from ganger_master.planner.context import context_of
 from ganger_master.planner.order_stage import plan_by
 from ganger_master.planner.pass_terms import capacity_of
 from ganger_master.policies import live_policy_named
@@ -22,7 +23,7 @@ def test_time_sliced_jobs_are_preempted_together_or_not_at_all(policy: str) -> N
     capacity = capacity_of(view, table)
     assert capacity.gpus == 4, "a time-sliced device counts once"
     before = [replace(row, version=0) for row in view.rows()]
-    found = plan_by(policy_now, policy_now.aging_order, table, drive.now, capacity, CapacityIndex(view))
+    found = plan_by(context_of(policy_now, table, CapacityIndex(view), drive.now))
     assert [replace(row, version=0) for row in view.rows()] == before
     stopped = {change.number for change in found.changes if change.kind == "SUSPEND"}
     assert len(stopped & pair) in (0, 2)
@@ -35,6 +36,6 @@ def test_all_of_a_time_slice_group_make_room_for_a_gang_that_needs_every_device(
     drive.submitted(replace(small(4), priority=5))
     policy = live_policy_named("las")
     table, view = drive.table(), drive.state.view.copy()
-    found = plan_by(policy, policy.aging_order, table, drive.now, capacity_of(view, table), CapacityIndex(view))
+    found = plan_by(context_of(policy, table, CapacityIndex(view), drive.now))
     stopped = [change.number for change in found.changes if change.kind == "SUSPEND"]
     assert sorted(stopped) == sorted(drive.numbers)

@@ -16,12 +16,13 @@ from ganger.cluster.view import View
 from ganger.job_state import JobState
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, Piece
 from ganger_master.core.job_model import JobRecord, JobSpec, SuspendLevel
+from ganger_master.planner.context import PlanDraft, PlannerSettings, context_of
 from ganger_master.planner.gang_fitting import GangFitting
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.optimus_stage import _yielding
-from ganger_master.planner.pass_terms import AS_ASKED, Claims
-from ganger_master.planner.plan import PlanDraft, plan
-from ganger_master.planner.refusal_backoff import NONE_EXCLUDED
+from ganger_master.planner.pass_terms import Claims
+from ganger_master.planner.plan import plan
+from ganger_master.policies import policy_named
 from ganger_master.policies.job_facts import Capacity
 from ganger_master.policies.order_registry import ORDERS
 from ganger_master.policies.placements import PLACEMENTS, PlacementPreference
@@ -31,6 +32,7 @@ from kit.clusters import gang
 from msgspec.structs import replace
 
 NOW = 1_000_000.0
+FIFO = policy_named("fifo")
 IN_A_ROOM = replaced(BY_COUNTS, counts=None)
 SIZES = (4, 12, 64)
 
@@ -139,7 +141,17 @@ def test_passes_are_as_they_would_be_in_a_room(
     capacity = Capacity(devices, 1.0, 1.0, max(SIZES))
 
     def found_by(placement: PlacementPreference) -> PlanDraft:
-        passed = plan(ORDERS[order], placement, table, NOW, capacity, CapacityIndex(view), may_stop)
+        passed = plan(
+            context_of(
+                replaced(FIFO, placement=placement),
+                table,
+                CapacityIndex(view),
+                NOW,
+                settings=PlannerSettings(capacity=capacity),
+                order=ORDERS[order],
+                may_preempt=may_stop,
+            )
+        )
         assert [replace(row, version=0) for row in view.rows()] == rows, "all is given back"
         return passed
 
@@ -155,7 +167,7 @@ def test_what_is_undone_half_way_leaves_the_rest(servers: list[tuple[int, int, b
     view, table = view_of(servers), LiveTable(learns=False)
     rows = [replace(row, version=0) for row in view.rows()]
     twins = [
-        GangFitting(one, CapacityIndex(view.copy()), table, NOW, NONE_EXCLUDED, AS_ASKED)
+        GangFitting(context_of(replaced(FIFO, placement=one), table, CapacityIndex(view.copy()), NOW))
         for one in (BY_COUNTS, IN_A_ROOM)
     ]
     held: list[Claims] = []
@@ -179,7 +191,7 @@ def test_what_is_undone_half_way_leaves_the_rest(servers: list[tuple[int, int, b
 
 def test_an_elastic_gang_fits_with_fewer_devices_where_the_counts_have_too_few() -> None:
     room, job = CapacityIndex(view_of([(4, 0b0111, True)])), job_of(1, 4, 1.0, True, False)
-    placement = _yielding(BY_COUNTS, {job.shape: 2})
-    fitting = GangFitting(placement, room, LiveTable(learns=False), NOW, NONE_EXCLUDED, AS_ASKED)
+    policy = replaced(FIFO, placement=_yielding(BY_COUNTS, {job.shape: 2}))
+    fitting = GangFitting(context_of(policy, LiveTable(learns=False), room, NOW))
     (claim,) = fitting._hold(job, frozenset(), set()) or ()
     assert claim.device_mask == 0b0111

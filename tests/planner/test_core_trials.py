@@ -14,10 +14,10 @@ from ganger.cluster.capacity_index import CapacityIndex
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import ProposePlan
 from ganger_master.core.job_model import Capabilities, JobSpec
+from ganger_master.planner.context import context_of
 from ganger_master.planner.core_profiles import CoreProfiles
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import plan_by
-from ganger_master.planner.pass_terms import capacity_of
 from ganger_master.policies import live_policy_named
 from ganger_master.policies.trials import TrialPace
 from hypothesis import given, settings
@@ -70,16 +70,7 @@ class Profiled(Planned):
             table.put(job, gang)
             self.measured.put(job, gang, self.signatures.get(job.number, 0), self.now)
         view = self.state.view.copy()
-        found = plan_by(
-            self.policy,
-            self.policy.aging_order,
-            table,
-            self.now,
-            capacity_of(view, table),
-            CapacityIndex(view),
-            known=self.measured.known,
-            trials=self.measured.trials,
-        )
+        found = plan_by(context_of(self.policy, table, CapacityIndex(view), self.now, rates=self.measured))
         if found.changes:
             tuned = [change for change in found.changes if change.kind == "CORES"]
             self.changes += [(change.number, sum(change.claims[0].millicores)) for change in tuned]
@@ -155,10 +146,7 @@ def test_memory_of_a_running_job_stays_where_the_profile_covers_cores_alone() ->
     table = LiveTable()
     table.put(drive.job(number), drive.state.gangs[drive.job(number).epoch])
     assert (
-        plan_by(
-            drive.policy, drive.policy.order, table, drive.now, capacity_of(view, table), CapacityIndex(view)
-        ).changes
-        == ()
+        plan_by(context_of(drive.policy, table, CapacityIndex(view), drive.now, order=drive.policy.order)).changes == ()
     )
 
 

@@ -14,10 +14,10 @@ from ganger_master.core.commands import CancelJob, ProposePlan
 from ganger_master.core.gang_model import ObservedPhase
 from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.plan_changes import CoresChange, Goal, MoveChange, ResizeChange, StartChange, SuspendChange
+from ganger_master.planner.context import PlanDraft
 from ganger_master.planner.growth_stage import GrowthTrials, Sizes, plan_sizes
 from ganger_master.planner.job_measures import SpeedsByGpus
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.plan import PlanDraft
 from ganger_master.policies.trials import TrialPace
 from ganger_master.rpc.planner_messages import live_job_from_wire, live_job_to_wire
 from msgspec.structs import replace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import ClassVar
 
 from core.drive import job_of
@@ -16,12 +17,12 @@ from ganger_master.core.gang_model import Gang, ObservedPhase
 from ganger_master.core.job_model import JobRecord, JobSpec
 from ganger_master.core.plan_changes import Goal, PlanChange
 from ganger_master.estimators.speed import AllReduceModel
+from ganger_master.planner.context import PlannerSettings, context_of
 from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY, Resizing
 from ganger_master.planner.job_estimates import JobEstimates, LossReport
 from ganger_master.planner.job_measures import SpeedsByGpus
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.optimus_stage import plan_optimus
-from ganger_master.planner.pass_terms import capacity_of
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.policies import policy_named
 from ganger_master.policies.optimus_sizes import OptimusEstimate
@@ -57,16 +58,18 @@ class Weighed(World):
         view = self.state.view.copy()
         rows = list(view.rows())
         found = plan_optimus(
-            POLICY.order,
-            POLICY.placement,
-            table,
-            self.now,
-            capacity_of(view, table, self.resizing),
-            CapacityIndex(view),
-            self.believed,
-            may_stop,
-            kept_out=kept_out,
-            resizing=self.resizing,
+            context_of(
+                POLICY,
+                table,
+                CapacityIndex(view),
+                self.now,
+                settings=PlannerSettings(resize_s=0.0),
+                order=POLICY.order,
+                rates=SimpleNamespace(believed=lambda gpus_per_node: self.believed),
+                may_preempt=may_stop,
+                excluded=kept_out,
+                resizing=self.resizing,
+            )
         )
         assert [replace(row, version=0) for row in view.rows()] == [replace(row, version=0) for row in rows]
         answer = self.step(ProposePlan(found.changes))

@@ -15,11 +15,11 @@ from ganger_master.core.plan_changes import Goal
 from ganger_master.estimators.slowdown import UNKNOWN_DEVICE, ColocationTrial, Contention, Pressure, forecast, learn
 from ganger_master.planner.colocation_rates import ColocationRates
 from ganger_master.planner.colocations import Colocations
+from ganger_master.planner.context import PlanDraft
 from ganger_master.planner.job_measures import SpeedsByGpus
 from ganger_master.planner.measurements import Measurements, ProgressReport, RememberedRates
 from ganger_master.planner.memory import PlannerMemory, Unusable, noted, packed, recalled
 from ganger_master.planner.migration_context import MigrationMemory
-from ganger_master.planner.plan import PlanDraft
 from ganger_master.planner.sharing_stage import Shared
 from ganger_master.policies.trials import TrialPace
 from hypothesis import given

@@ -16,13 +16,13 @@ from ganger_master.core.gang_model import ObservedPhase
 from ganger_master.core.job_model import JobSpec, SuspendLevel
 from ganger_master.core.plan_changes import Goal, MoveChange, SuspendChange, TrialFinding
 from ganger_master.estimators.slowdown import LocalityPoint
+from ganger_master.planner.context import PlanDraft, context_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migrate_stage import moves_no_job, plan_moves
 from ganger_master.planner.migration_context import MigrationMemory, MigrationTerms
 from ganger_master.planner.migration_outcomes import MigrationOutcomes
 from ganger_master.planner.migration_plans import LONGEST_S
-from ganger_master.planner.pass_terms import capacity_of
-from ganger_master.planner.plan import PlanDraft, plan
+from ganger_master.planner.plan import plan
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from msgspec.structs import replace
 from planner.test_passes import Planned
@@ -77,11 +77,12 @@ class Moved(Planned):
             table.put(*self.as_told(job))
         view = self.state.view.copy()
         rows = [replace(row, version=0) for row in view.rows()]
-        capacity, room = capacity_of(view, table), CapacityIndex(view)
+        room = CapacityIndex(view)
         policy = self.policy
 
         def inner(kept_out: ExcludedJobs, may_stop: bool) -> PlanDraft:
-            return plan(policy.order, policy.placement, table, self.now, capacity, room, may_stop, kept_out=kept_out)
+            more = {"may_preempt": may_stop, "excluded": kept_out, "order": policy.order}
+            return plan(context_of(policy, table, room, self.now, **more))
 
         terms = MigrationTerms(
             policy.placement,

@@ -8,12 +8,12 @@ from core.drive import GIB, job_of
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.resources import Locality, LocalityLevel
 from ganger_master.estimators.slowdown import LocalityPoint
+from ganger_master.planner.context import PlanDraft
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migrate_stage import plan_moves
 from ganger_master.planner.migration_context import MigrationTerms
 from ganger_master.planner.migration_outcomes import MigrationOutcomes
 from ganger_master.planner.migration_plans import LONGEST_S
-from ganger_master.planner.plan import PlanDraft
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.planner.sharing_stage import NOTHING, plan_shared
 from msgspec.structs import replace

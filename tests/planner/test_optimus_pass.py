@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 from core.drive import ALL_LEVELS, GIB, Drive
@@ -16,10 +17,9 @@ from ganger_master.core.job_model import Capabilities, JobRecord, JobSpec
 from ganger_master.core.plan_changes import claims_in
 from ganger_master.estimators.convergence import StepsLeftEstimate
 from ganger_master.estimators.speed import AllReduceModel
+from ganger_master.planner.context import PlanDraft, PlannerSettings, context_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.optimus_stage import plan_optimus
-from ganger_master.planner.pass_terms import capacity_of
-from ganger_master.planner.plan import PlanDraft
 from ganger_master.policies import policy_named
 from ganger_master.policies.optimus_sizes import OptimusEstimate, first_sizes, steps_left
 from msgspec.structs import replace
@@ -57,15 +57,16 @@ class Grown(Drive):
         rows = list(view.rows())
         asked = [
             plan_optimus(
-                POLICY.order,
-                POLICY.placement,
-                table,
-                self.now,
-                capacity_of(view, table),
-                CapacityIndex(view),
-                self.believed,
-                may_stop,
-                resize_s,
+                context_of(
+                    POLICY,
+                    table,
+                    CapacityIndex(view),
+                    self.now,
+                    settings=PlannerSettings(resize_s=resize_s),
+                    order=POLICY.order,
+                    rates=SimpleNamespace(believed=lambda gpus_per_node: self.believed),
+                    may_preempt=may_stop,
+                )
             )
             for _ in range(2)
         ]

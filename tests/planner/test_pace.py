@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.plan_changes import Goal, MoveChange, Purpose, ResizeChange, StartChange, SuspendChange
-from ganger_master.planner.plan import PlanDraft
+from ganger_master.planner.context import PlanDraft
 from ganger_master.planner.plan_pace import AnsweredPlan, PlanPace, is_stop
 
 NOTHING = AnsweredPlan()

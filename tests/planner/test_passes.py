@@ -18,11 +18,11 @@ from ganger_master.core.gang_model import Gang, ObservedPhase
 from ganger_master.core.job_model import Capabilities, JobRecord, JobSpec, SuspendLevel
 from ganger_master.core.plan_changes import StartChange, SuspendChange
 from ganger_master.core.settings import CoreSettings
+from ganger_master.planner.context import PlanDraft, context_of
 from ganger_master.planner.gang_fitting import nodes_for
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import plan_by
 from ganger_master.planner.pass_terms import capacity_of
-from ganger_master.planner.plan import PlanDraft
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs, RefusalBackoff
 from ganger_master.policies import policy_named
 from ganger_master.policies.orders import WEEK_S
@@ -55,9 +55,8 @@ class Planned(Drive):
             table.put(*self.as_told(job))
         view = self.state.view.copy()
         rows = [replace(row, version=0) for row in view.rows()]
-        capacity = capacity_of(view, table)
-        order = self.policy.aging_order
-        found = plan_by(self.policy, order, table, self.now, capacity, CapacityIndex(view), may_stop, kept_out=kept_out)
+        room = CapacityIndex(view)
+        found = plan_by(context_of(self.policy, table, room, self.now, may_preempt=may_stop, excluded=kept_out))
         assert rows == [replace(row, version=0) for row in view.rows()], "the view is left as it was"
         return found
 

@@ -15,6 +15,7 @@ from ganger_master.core.commands import CancelJob, ProposePlan, ResumeJob, Suspe
 from ganger_master.core.gang_model import GangIntent, ObservedPhase
 from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.settings import CoreSettings
+from ganger_master.planner.context import PlannerSettings, context_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import plan_by
 from ganger_master.policies import NAMES, live_policy_named, policy_named
@@ -59,7 +60,8 @@ class Planned(Drive):
             table.put(job, self.state.gangs.get(job.epoch))
         capacity = Capacity(self.state.nodes.devices, 16.0, 64.0 * GIB, 4)
         room = CapacityIndex(self.state.view.copy())
-        found = plan_by(self.policy, self.policy.aging_order, table, self.now, capacity, room)
+        settings = PlannerSettings(capacity=capacity)
+        found = plan_by(context_of(self.policy, table, room, self.now, settings=settings))
         answer = self.step(ProposePlan(found.changes))
         assert isinstance(answer, PlanAnswer)
         for change in found.changes:

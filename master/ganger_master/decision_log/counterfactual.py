@@ -23,9 +23,9 @@ from ganger_master.core.plan_changes import StartChange, SuspendChange
 from ganger_master.core.state import State
 from ganger_master.decision_log.job_history import VerdictReason, verdict_of
 from ganger_master.decision_log.recording import Begun, Decided, Drawn, Happening, RecordedCommand
+from ganger_master.planner.context import context_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import plan_by
-from ganger_master.planner.pass_terms import capacity_of
 from ganger_master.policies import live_policy_named
 from ganger_master.policies.stages import ResizeByOptimus
 
@@ -114,8 +114,7 @@ class Otherwise:
 
     def _plan(self, state: State, line: int, time: float) -> None:
         view = state.view.copy()
-        capacity = capacity_of(view, self._table)
-        found = plan_by(self.policy, self.policy.aging_order, self._table, time, capacity, CapacityIndex(view))
+        found = plan_by(context_of(self.policy, self._table, CapacityIndex(view), time))
         self.passes += 1
         starts = {
             change.number: tuple([claim.node for claim in change.claims])

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
+import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.refusals import Refusal, RefusalKind
 from ganger.cluster.view import View
@@ -20,12 +21,12 @@ from ganger_master.core.answers import ChangeAnswer
 from ganger_master.core.commands import LINE_LIMIT, Promise
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
-from ganger_master.core.plan_changes import PlanChange, TrialFinding
+from ganger_master.core.plan_changes import PlanChange, StartChange, TrialFinding
+from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY, Resizing
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.pass_terms import capacity_of
-from ganger_master.planner.plan import NOTHING_TO_DO, PlanDraft
+from ganger_master.planner.pass_terms import AS_ASKED, PassTerms, capacity_of, terms_of
 from ganger_master.planner.plan_pace import PlanPace
-from ganger_master.planner.refusal_backoff import ExcludedJobs
+from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.policies import Policy
 from ganger_master.policies.job_facts import Capacity, Floats, Integers
 from ganger_master.policies.orders import JobOrder
@@ -33,6 +34,10 @@ from ganger_master.policies.orders import JobOrder
 if TYPE_CHECKING:
     # Most policies measure no job, and what measures is slow to import.
     from ganger_master.planner.measurements import ProgressReport, RateSources
+
+
+# Every plan may preempt.
+_ANY_TIME: Final = PlanPace(0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,7 @@ class PlannerSettings:
     look_s: seconds between two looks at trials of co-locations where jobs are time-sliced; None: the pace decides.
     """
 
-    pace: PlanPace
+    pace: PlanPace = _ANY_TIME
     resize_s: float = 30.0
     oracle: Callable[[Integers], Floats] | None = None
     capacity: Capacity | None = None
@@ -145,19 +150,65 @@ class PlanOutcome:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class PlanDraft:
+    """The changes of one pass, and what the planner needs for the next one.
+
+    waits: a chosen job has no place yet, so a later pass may find one without any event.
+    next_change_s: when the order may change by itself, in Unix seconds; infinite if it changes only with events.
+    line: numbers of all pending jobs in the order of the policy, with those that start now.
+    unplaced: numbers of chosen jobs that fit nowhere, whatever is preempted. A pass that may not preempt lists those
+        that an earlier pass found to be such.
+    follow: numbers of jobs that start once the preempted ones have left, in order.
+    displaced: numbers of preempted jobs that fit nowhere else, under an order that parks them for that.
+    resizing: the resizes under way if the plan is proposed; None: as before.
+    """
+
+    changes: tuple[PlanChange, ...] = ()
+    waits: bool = False
+    next_change_s: float = math.inf
+    line: Integers = field(default_factory=lambda: np.zeros(0, np.int64))
+    unplaced: frozenset[int] = frozenset()
+    follow: tuple[int, ...] = ()
+    displaced: frozenset[int] = frozenset()
+    resizing: Resizing | None = None
+
+    @property
+    def leaves_waiting(self) -> bool:
+        """Return whether a pending job, chosen or not, does not start in this plan."""
+        return self.waits or len(self.line) > sum(isinstance(change, StartChange) for change in self.changes)
+
+    def followed_by(self, later: PlanDraft) -> PlanDraft:
+        """Return a later stage's draft after these changes, without its changes of the same jobs and without the atomic
+        groups of such changes."""
+        if not self.changes and self.next_change_s == math.inf:
+            return later
+        numbers = {change.number for change in self.changes}
+        groups = {change.together for change in later.changes if change.together and change.number in numbers}
+        others = [one for one in later.changes if one.number not in numbers and one.together not in groups]
+        next_s = min(self.next_change_s, later.next_change_s)
+        return replace(later, changes=(*self.changes, *others), next_change_s=next_s)
+
+
+NOTHING_TO_DO: Final = PlanDraft()
+
+
 @dataclass(slots=True)
 class PlanContext:
-    """One plan in the making.
+    """One plan in the making. A pass that needs other terms gets a copy with them, and returns a draft.
 
-    may_preempt: running jobs may be preempted. A stage that frees devices otherwise sets it to False.
-    is_news: something has changed since the last plan.
+    order: the policy's order, or one derived from it.
+    pace: the times of this plan and the next ones.
+    cluster: the last `ClusterChange`.
     jobs, room: live jobs, and the capacity index; both are unchanged on return of a stage.
     rates: measurements of jobs; None: no stage of this policy reads them.
-    cluster: the last `ClusterChange`.
     excluded: jobs and nodes that recent refusals exclude.
-    pace: the times of this plan and the next ones.
+    may_preempt: running jobs may be preempted. A stage that frees devices otherwise sets it to False.
+    is_news: something has changed since the last plan.
     last_line: the order of pending jobs as last reported.
     on_trial: numbers of jobs in co-locations under measurement.
+    terms: the shapes and holdings to plan with.
+    resizing: resizes under way, whose next worlds hold devices, too.
     draft, findings: the plan so far, and findings of earlier trials.
     reservations: places to be kept for pending jobs; None: no stage keeps any.
     migrating: numbers of jobs of migration plans under way.
@@ -169,16 +220,18 @@ class PlanContext:
     policy: Policy
     order: JobOrder
     settings: PlannerSettings
-    may_preempt: bool
-    is_news: bool
+    pace: PlanPace
+    cluster: ClusterChange
     jobs: LiveTable
     room: CapacityIndex
-    rates: RateSources | None
-    cluster: ClusterChange
-    excluded: ExcludedJobs
-    pace: PlanPace
+    rates: RateSources | None = None
+    excluded: ExcludedJobs = NONE_EXCLUDED
+    may_preempt: bool = True
+    is_news: bool = True
     last_line: tuple[int, ...] = ()
     on_trial: frozenset[int] = frozenset()
+    terms: PassTerms = AS_ASKED
+    resizing: Resizing = NOTHING_UNDER_WAY
     draft: PlanDraft = NOTHING_TO_DO
     findings: list[TrialFinding] = field(default_factory=list)
     reservations: tuple[Promise, ...] | None = None
@@ -195,7 +248,12 @@ class PlanContext:
     @property
     def capacity(self) -> Capacity:
         """Return the devices, cores and memory that gangs can have."""
-        return self.settings.capacity or capacity_of(self.room.view, self.jobs)
+        return self.settings.capacity or capacity_of(self.room.view, self.jobs, self.resizing)
+
+    @property
+    def remaining_s(self) -> Callable[[Integers], Floats] | None:
+        """Return the oracle of remaining seconds by job number, where the order knows durations."""
+        return self.settings.oracle if self.order.knows_durations else None
 
     @property
     def free_devices(self) -> int:
@@ -212,6 +270,24 @@ class PlanContext:
     def add(self, found: PlanDraft) -> None:
         """Add the result of a stage."""
         self.draft = self.draft.followed_by(found)
+
+
+_DEFAULTS: Final = PlannerSettings()
+
+
+def context_of(
+    policy: Policy,
+    jobs: LiveTable,
+    room: CapacityIndex,
+    now: float,
+    *,
+    settings: PlannerSettings = _DEFAULTS,
+    **more: Any,
+) -> PlanContext:
+    """Return the context of a plan outside a loop. `more`: fields that differ from those of a first plan."""
+    cluster, terms = ClusterChange(room.view), terms_of(policy, jobs)
+    context = PlanContext(now, policy, policy.aging_order, settings, settings.pace, cluster, jobs, room, terms=terms)
+    return replace(context, **more)
 
 
 class PlanStage(Protocol):

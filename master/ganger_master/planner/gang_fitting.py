@@ -25,14 +25,11 @@ from ganger_master.core.gang_model import Gang
 from ganger_master.core.gang_orders import same_place
 from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.plan_changes import PlanChange, StartChange, SuspendChange
+from ganger_master.planner.context import PlanContext
 from ganger_master.planner.device_groups import Unit, units
-from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.pass_terms import Claims, PassTerms, held_by_all, held_of
+from ganger_master.planner.pass_terms import Claims, held_by_all, held_of
 from ganger_master.planner.ranked_queue import ChosenJobs
-from ganger_master.planner.refusal_backoff import ExcludedJobs
 from ganger_master.policies.make_room import Hole, Movable, Movables, hole_for
-from ganger_master.policies.orders import JobOrder
-from ganger_master.policies.placements import PlacementPreference
 
 _NOWHERE: frozenset[str] = frozenset()
 # So many jobs that wait for devices to be returned have their places kept, first job first.
@@ -43,17 +40,11 @@ class GangFitting:
     """Takes places in the capacity index until `undo`. Where the placement needs only counts, the index is neither
     refreshed nor changed before more than counts matters."""
 
-    def __init__(
-        self,
-        placement: PlacementPreference,
-        room: CapacityIndex,
-        table: LiveTable,
-        now: float,
-        kept_out: ExcludedJobs,
-        terms: PassTerms,
-    ) -> None:
-        self._placement = placement
-        self._index = room
+    def __init__(self, context: PlanContext) -> None:
+        self._table, self._now, self._terms = context.jobs, context.now, context.terms
+        self._closed = context.excluded.nodes
+        self._placement = placement = context.policy.placement
+        self._index = room = context.room
         # None: the capacity index counts, and is up to date.
         self._counted = None if placement.counts is None else placement.counts(room.view)
         if self._counted is None:
@@ -61,10 +52,6 @@ class GangFitting:
         # Places that the index does not show yet: all that were found by counts, else only the newest one, because no
         # search follows the last placement of a pass.
         self._unseen: list[Claims] = []
-        self._table = table
-        self._now = now
-        self._closed = kept_out.nodes
-        self._terms = terms
         self._starts: list[PlanChange] = []
         self._stops: list[PlanChange] = []
         # Numbers of preempted jobs without another place.
@@ -216,7 +203,7 @@ class GangFitting:
         locality = replace(shape.locality, widest=widest_now(shape, self._waited(job)), wish=None)
         closed = self._closed.get(job.number, _NOWHERE)
         self._see()
-        hole = staying.hole(self._placement, job, replace(shape, locality=locality), closed)
+        hole = staying.hole(job, replace(shape, locality=locality), closed)
         if hole is None:
             return None
         for move in hole.moves:
@@ -334,11 +321,10 @@ _MOST_HOLES = 8
 class PreemptionCandidates:
     """Running, preemptible jobs of a choice, and the search for the fewest of them to preempt or move."""
 
-    def __init__(
-        self, order: JobOrder, table: LiveTable, choice: ChosenJobs, terms: PassTerms, room: CapacityIndex
-    ) -> None:
-        self._table, self._choice, self._terms, self._room = table, choice, terms, room
-        self._regroups = order.regroups
+    def __init__(self, choice: ChosenJobs, context: PlanContext) -> None:
+        self._choice, self._placement = choice, context.policy.placement
+        self._table, self._terms, self._room = context.jobs, context.terms, context.room
+        self._regroups = context.order.regroups
         self._holes = 0
         # Shapes whose search failed; a lower-ranked job of that shape has fewer candidates.
         self._vain: set[GangShape] = set()
@@ -381,7 +367,7 @@ class PreemptionCandidates:
     def _free_gpus(self) -> int:
         return int(np.bitwise_count(self._room.view.columns().free).sum())
 
-    def hole(self, placement: PlacementPreference, job: JobRecord, shape: GangShape, avoid: Set[str]) -> Hole | None:
+    def hole(self, job: JobRecord, shape: GangShape, avoid: Set[str]) -> Hole | None:
         """Return the jobs to preempt for this job, and the new places of those that fit elsewhere; None if there are
         none. Under an order that regroups, the search first moves jobs of any rank and at most equal priority."""
         if shape in self._vain or self._holes == _MOST_HOLES:
@@ -391,12 +377,12 @@ class PreemptionCandidates:
         if self._regroups and self._free_gpus >= shape.gpus:
             above = {number for number, unit in self.units.items() if unit[0][0].spec.priority > job.spec.priority}
             stay = above | self._stopped
-            found = hole_for(self._room, self._movable, shape, placement=placement, avoid=avoid, stay=stay)
+            found = hole_for(self._room, self._movable, shape, placement=self._placement, avoid=avoid, stay=stay)
         if found is None:
             rank, most = self._ranks[job.number], len(self.units)
             stay = {other for other in self.units if self._ranks[other] < rank} | self._stopped
             found = hole_for(
-                self._room, self._stoppable, shape, placement=placement, avoid=avoid, stay=stay, most_moves=most
+                self._room, self._stoppable, shape, placement=self._placement, avoid=avoid, stay=stay, most_moves=most
             )
         if found is None:
             self._vain.add(shape)

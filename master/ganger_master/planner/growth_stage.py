@@ -23,11 +23,10 @@ from ganger_master.core.elastic import tasks_divide
 from ganger_master.core.gang_model import Gang, GangPhase
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import Goal, PlanChange, Purpose, ResizeChange, TrialFinding
-from ganger_master.planner.context import PlanContext, PlanOutcome
+from ganger_master.planner.context import PlanContext, PlanDraft, PlanOutcome
 from ganger_master.planner.device_groups import as_held
 from ganger_master.planner.in_place_resize import given_back
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.plan import PlanDraft
 from ganger_master.policies.elastic_growth import IDLE_S, Elastic, grow, shrink, verdict
 from ganger_master.policies.placements import PlacementPreference
 from ganger_master.policies.trials import FIRST_WINDOWS, FailedTrials, TrialRates, TrialVerdict

@@ -29,6 +29,7 @@ from ganger_master.planner.context import (
 )
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import OrderStage
+from ganger_master.planner.pass_terms import terms_of
 from ganger_master.planner.plan_pace import AnsweredPlan, PlanPace, RoundPace, is_stop
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, RefusalBackoff
 from ganger_master.policies import Policy
@@ -213,16 +214,17 @@ class PlannerLoop:
             self.policy,
             self.order,
             self.settings,
-            self._pace.may_stop(now, self._is_news),
-            is_news,
+            self._pace,
+            self._cluster,
             self.table,
             self._room,
             self._rates,
-            self._cluster,
             excluded,
-            self._pace,
+            self._pace.may_stop(now, self._is_news),
+            is_news,
             self._line or (),
             frozenset().union(*[stage.on_trial for stage in self._stages]) if len(self._stages) > 1 else _NO_JOBS,
+            terms_of(self.policy, self.table),
         )
 
     def _plan_of(self, context: PlanContext) -> Plan:

@@ -20,9 +20,9 @@ from ganger_master.core.colocation import has_arenas
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.plan_changes import Goal, StartChange
+from ganger_master.planner.context import PlanDraft
 from ganger_master.planner.migration_context import MOST_AT_ONCE, MakeRoomLook, MigrationContext
 from ganger_master.planner.migration_plans import MigrationPlan, is_waiting
-from ganger_master.planner.plan import PlanDraft
 from ganger_master.policies.make_room import Hole, Movable, Movables, hole_for
 from ganger_master.policies.orders import SLACK_S
 from ganger_master.policies.park_and_move import badness, swap_for

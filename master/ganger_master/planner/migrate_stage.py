@@ -30,14 +30,13 @@ from ganger_master.core.plan_changes import (
     SuspendChange,
     TrialFinding,
 )
-from ganger_master.planner.context import PlanContext, PlanOutcome
+from ganger_master.planner.context import PlanContext, PlanDraft, PlanOutcome
 from ganger_master.planner.job_table import LiveTable, shares_devices
 from ganger_master.planner.make_room import MakeRoomSearch
 from ganger_master.planner.migration_context import MOST_AT_ONCE, MigrationContext, MigrationMemory, MigrationTerms
 from ganger_master.planner.migration_outcomes import MigrationOutcomes
 from ganger_master.planner.migration_plans import MigrationPlan, carry_on, is_free, keep
 from ganger_master.planner.opportunistic_migration import CLOSER_S, HOUR_S, OpportunisticMigration
-from ganger_master.planner.plan import PlanDraft
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.policies.make_room import Hole
 from ganger_master.policies.migration_choice import drained
@@ -173,7 +172,9 @@ class MigrationStage:
         return moves_no_job(self.moving, self._terms(context), context.jobs, context.now, context.room)
 
     def _inner(self, context: PlanContext, kept_out: ExcludedJobs, may_stop: bool) -> PlanDraft:
-        return context.draft if self._around is None else self._around.found(context, kept_out, may_stop)
+        if self._around is None:
+            return context.draft
+        return self._around.found(replace(context, excluded=kept_out, may_preempt=may_stop))
 
     def settle(self, outcome: PlanOutcome) -> None:
         if self._around is not None:

@@ -20,10 +20,10 @@ from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.moves import can_hand_over
 from ganger_master.core.plan_changes import Goal, PlanChange
+from ganger_master.planner.context import PlanDraft
 from ganger_master.planner.job_table import LiveTable, is_shared
 from ganger_master.planner.migration_outcomes import MigrationOutcomes, NoRates, RateSource
 from ganger_master.planner.migration_plans import MigrationPlan, MigrationStep, Stage, carry_on, stage_of
-from ganger_master.planner.plan import PlanDraft
 from ganger_master.policies.make_room import Displacement, Hole, Movable, Movables, in_order
 from ganger_master.policies.migration_choice import movable
 from ganger_master.policies.placements import PlacementPreference

@@ -37,8 +37,8 @@ from ganger_master.core.elastic import devices_of
 from ganger_master.core.gang_model import Gang, GangPhase
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import Goal, PlanChange, ResizeChange, StartChange, SuspendChange
+from ganger_master.planner.context import PlanContext, PlanDraft
 from ganger_master.planner.in_place_resize import (
-    NOTHING_UNDER_WAY,
     Resizing,
     can_change,
     claims_of,
@@ -46,91 +46,57 @@ from ganger_master.planner.in_place_resize import (
     part_of,
     taken_beside,
 )
-from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migration_context import move_costs
-from ganger_master.planner.pass_terms import AS_ASKED, PassTerms, held_of
-from ganger_master.planner.plan import PlanDraft, carried_out
+from ganger_master.planner.pass_terms import PassTerms, held_of
+from ganger_master.planner.plan import carried_out
 from ganger_master.planner.ranked_queue import ChosenJobs
-from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.planner.size_requests import SizeRequests, without_growth
 from ganger_master.policies.job_facts import Capacity, Flags, Integers
-from ganger_master.policies.optimus_sizes import Believed
-from ganger_master.policies.orders import JobOrder, guarded, ranked
+from ganger_master.policies.orders import guarded, ranked
 from ganger_master.policies.placements import PlacementPreference
 
 
-def plan_optimus(
-    order: JobOrder,
-    placement: PlacementPreference,
-    table: LiveTable,
-    now: float,
-    capacity: Capacity,
-    room: CapacityIndex,
-    believed: Believed,
-    may_stop: bool = True,
-    resize_s: float = 0.0,
-    kept_out: ExcludedJobs = NONE_EXCLUDED,
-    resizing: Resizing = NOTHING_UNDER_WAY,
-    terms: PassTerms = AS_ASKED,
-) -> PlanDraft:
-    """Return the changes to propose now; arguments as in `plan.plan`.
-
-    order: by arrival, with what `carried_out` needs of an order.
-    resize_s: seconds that a resize by stop and start takes.
-    resizing: the resizes under way, as the last plan returned them.
-    """
-    resizing = resizing.followed(table)
+def plan_optimus(context: PlanContext) -> PlanDraft:
+    """Return the changes to propose now. The order is by arrival; `context.resizing` are the resizes under way, as the
+    last plan returned them."""
+    table, now, room, may_preempt = context.jobs, context.now, context.room, context.may_preempt
+    resizing = context.resizing.followed(table)
     # Each of several jobs that share devices counts with all of them.
-    capacity = replace(capacity, gpus=capacity.gpus + table.doubly_held_gpus)
-    if not may_stop and not table.has_waiting and not resizing.waits_for_room:
+    capacity = replace(context.capacity, gpus=context.capacity.gpus + table.doubly_held_gpus)
+    if not may_preempt and not table.has_waiting and not resizing.waits_for_room:
         return PlanDraft(next_change_s=now, resizing=resizing)
     rows, facts = table.facts(now)
     gangs = [table.gangs[row] for row in rows.tolist()]
     jobs = [job for row in rows.tolist() if (job := table.jobs[row]) is not None]
     # What a resize leaves is unknown if this planner did not decide it, or has lost it.
-    may_stop = may_stop and not any(map(partial(_is_unknown, resizing), jobs, gangs))
-    line = ranked(order, facts, now, capacity)
-    wanting = SizeRequests.of(
-        order, table, rows, facts, jobs, gangs, line, capacity, believed, may_stop, kept_out, resizing
-    )
+    may_preempt = may_preempt and not any(map(partial(_is_unknown, resizing), jobs, gangs))
+    context = replace(context, may_preempt=may_preempt, resizing=resizing)
+    line = ranked(context.order, facts, now, capacity)
+    wanting = SizeRequests.of(context, capacity, rows, facts, jobs, gangs, line)
     if not wanting.has_choices and not resizing.waits_for_room:
         return PlanDraft(next_change_s=now if wanting.may_change_later else math.inf, resizing=resizing)
     room.follow()
     costs = move_costs([(job, gang) for job, gang in zip(jobs, gangs, strict=True) if gang is not None])
     takes_s = [
-        costs.pause_s(job, gang) if gang is not None and can_change(job, gang) else resize_s
+        costs.pause_s(job, gang) if gang is not None and can_change(job, gang) else context.settings.resize_s
         for job, gang in zip(jobs, gangs, strict=True)
     ]
     sizes = wanting.sizes(capacity, np.array(takes_s))
-    gpus = _within_reach(wanting, sizes, placement, room, resizing.given(table))
-    sizing = _Sizing(
-        order, placement, table, now, capacity, room, may_stop, kept_out, resizing, terms, rows, line, wanting, gpus
-    )
-    found, vain = sizing.plan()
-    if vain and not may_stop:
+    gpus = _within_reach(wanting, sizes, context.policy.placement, room, resizing.given(table))
+    found, vain = _Sizing(context, capacity, rows, line, wanting, gpus).plan()
+    if vain and not may_preempt:
         # Growth that no returned devices will allow does not hold up new jobs.
-        rest = resizing.without(vain)
-        return plan_optimus(
-            order, placement, table, now, capacity, room, believed, False, resize_s, kept_out, rest, terms
-        )
+        return plan_optimus(replace(context, resizing=resizing.without(vain)))
     return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Sizing:
-    """The changes that lead to decided sizes; arguments as of `plan_optimus`. By position: `rows`, and the decided
-    `gpus`, as in `wanting`. `line`: positions of all jobs, first job first."""
+    """The changes that lead to decided sizes. By position: `rows`, and the decided `gpus`, as in `wanting`. `line`:
+    positions of all jobs, first job first. `capacity`: with each shared device once for every job on it."""
 
-    order: JobOrder
-    placement: PlacementPreference
-    table: LiveTable
-    now: float
+    context: PlanContext
     capacity: Capacity
-    room: CapacityIndex
-    may_stop: bool
-    kept_out: ExcludedJobs
-    resizing: Resizing
-    terms: PassTerms
     rows: Integers
     line: Integers
     wanting: SizeRequests
@@ -138,22 +104,23 @@ class _Sizing:
 
     def plan(self) -> tuple[PlanDraft, list[int]]:
         """Return the plan, and the numbers of jobs that no returned devices will let grow."""
-        wanting, gpus, jobs, facts = self.wanting, self.gpus, self.wanting.jobs, self.wanting.facts
+        context, wanting, gpus = self.context, self.wanting, self.gpus
+        jobs, facts = wanting.jobs, wanting.facts
         running = facts.is_running & ~wanting.changing
         resized = np.flatnonzero(running & (gpus > 0) & (gpus != facts.gpus)).tolist()
         in_place = [at for at in resized if wanting.in_place(at)]
         stopped = [at for at in resized if wanting.elastic[at] and not wanting.in_place(at)]
-        given = _Given.by(wanting, [at for at in in_place if gpus[at] < facts.gpus[at]], gpus, self.room.view)
+        given = _Given.by(wanting, [at for at in in_place if gpus[at] < facts.gpus[at]], gpus, context.room.view)
         leaving = np.flatnonzero(wanting.going).tolist()
         going = [(jobs[at], gang) for at in leaving if (gang := wanting.gangs[at]) is not None]
-        going = [*going, *self.resizing.given(self.table), *given.parts]
+        going = [*going, *context.resizing.given(context.jobs), *given.parts]
         found = self._started(in_place, stopped, going)
         growing = [at for at in wanting.line.tolist() if at in in_place and gpus[at] > facts.gpus[at]]
         stops = any(isinstance(one, SuspendChange) for one in found.changes)
         is_promised = found.waits and bool(going or stopped or stops)
         # Devices that are being returned, and free ones beside them, may be meant for a pending job.
-        may_grow = [at for at in growing if jobs[at].number not in self.kept_out.not_stopped and not is_promised]
-        grown = _grown(wanting, may_grow, gpus, found.changes, self.room)
+        may_grow = [at for at in growing if jobs[at].number not in context.excluded.not_stopped and not is_promised]
+        grown = _grown(wanting, may_grow, gpus, found.changes, context.room)
         is_coming = bool(going or stopped or wanting.changing.any())
         told = {change.number for change in grown}
         vain = [jobs[at].number for at in growing if not is_coming and jobs[at].number not in told]
@@ -163,7 +130,7 @@ class _Sizing:
 
     def _under_way(self, given: _Given, grown: Sequence[PlanChange], wanted: Mapping[int, int]) -> Resizing:
         """Return the resizes under way if the plan is proposed. `wanted`: GPUs of jobs that are to grow, by number."""
-        before = self.resizing
+        before = self.context.resizing
         sizes = {change.number: devices_of(change.claims) for change in given.changes}
         begun = {change.number for change in (*given.changes, *grown)}
         going_on = {number: size for number, size in before.wanted.items() if number in before.begun}
@@ -176,12 +143,11 @@ class _Sizing:
     ) -> PlanDraft:
         """Return the starts of chosen jobs, and what makes room for them. Positions: jobs resized in place, and jobs
         that stop to start with another size. `going`: jobs that return devices, with gangs of what they return."""
-        wanting, gpus, jobs = self.wanting, self.gpus, self.wanting.jobs
+        context, wanting, gpus = self.context, self.wanting, self.gpus
+        jobs, terms = wanting.jobs, context.terms
         waiting = np.flatnonzero(wanting.waiting & wanting.elastic).tolist()
         shapes = {
-            jobs[at].number: replace_of(
-                wanting.shape(at, int(gpus[at])), residents=self.terms.shape(jobs[at]).residents
-            )
+            jobs[at].number: replace_of(wanting.shape(at, int(gpus[at])), residents=terms.shape(jobs[at]).residents)
             for at in waiting
         }
         starting = wanting.waiting & (gpus > 0)
@@ -190,14 +156,11 @@ class _Sizing:
         placed = partial(
             carried_out,
             self._choice(in_place, stopped),
-            self.order,
-            _yielding(self.placement, least),
-            self.table,
-            self.now,
-            self.room,
-            self.may_stop,
-            self.kept_out,
-            PassTerms(lambda job: shapes.get(job.number) or self.terms.shape(job), mates_now=self.terms.mates_now),
+            replace(
+                context,
+                policy=replace(context.policy, placement=_yielding(context.policy.placement, least)),
+                terms=PassTerms(lambda job: shapes.get(job.number) or terms.shape(job), mates_now=terms.mates_now),
+            ),
             [(jobs[at], gang) for at in stopped if (gang := wanting.gangs[at]) is not None],
             going=going,
         )
@@ -222,10 +185,10 @@ class _Sizing:
             facts.number[line[wanting.waiting[line]]],
             wanting.waiting,
             self.gpus > 0,
-            *guarded(self.order, facts, self.capacity.gpus),
+            *guarded(self.context.order, facts, self.capacity.gpus),
             # Measured rates and losses change all the time: resizes are planned anew as soon as jobs may be preempted
             # again.
-            self.now if wanting.may_change_later else math.inf,
+            self.context.now if wanting.may_change_later else math.inf,
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,9 +9,9 @@ from msgspec import Struct
 from msgspec.structs import replace as replace_of
 from numpy.typing import NDArray
 
-from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
-from ganger_master.policies.job_facts import Capacity, Facts, Flags, Floats, Integers, behind, sorted_by
+from ganger_master.planner.context import PlanContext
+from ganger_master.planner.refusal_backoff import ExcludedJobs
+from ganger_master.policies.job_facts import Facts, Flags, Integers, behind, sorted_by
 from ganger_master.policies.orders import JobOrder, guarded, next_change_s, ranked, ranks, selected
 
 # Up to so many jobs that do not run, checking each of them is cheaper than ranking all jobs.
@@ -92,79 +91,64 @@ class RankedQueue(Struct, frozen=True, eq=False, gc=False):
         return self.facts.number[waits[sorted_by(*[column[waits] for column in self.ranks])]]
 
 
-def asked(
-    order: JobOrder,
-    table: LiveTable,
-    now: float,
-    capacity: Capacity,
-    remaining_s: Callable[[Integers], Floats] | None = None,
-    kept_out: ExcludedJobs = NONE_EXCLUDED,
-    as_one: bool = False,
-) -> RankedQueue:
-    """Return the input of a choice; arguments as in `plan.plan`. `as_one`: jobs that share devices are chosen together
-    or not at all."""
-    order, rows, facts = _known(order, table, now, remaining_s)
-    columns = ranks(order, facts, now, capacity)
+def queue_of(context: PlanContext, as_one: bool = False) -> RankedQueue:
+    """Return the input of a choice. `as_one`: jobs that share devices are chosen together or not at all."""
+    table, excluded, capacity = context.jobs, context.excluded, context.capacity
+    order, rows, facts = _known(context)
+    columns = ranks(order, facts, context.now, capacity)
     pending = waiting = table.is_waiting(rows)
     candidates = None
-    if kept_out.not_stopped:
-        may_stop = ~table.are_among(rows, kept_out.not_stopped)
+    if excluded.not_stopped:
+        may_stop = ~table.are_among(rows, excluded.not_stopped)
         facts = replace_of(facts, is_preemptible=facts.is_preemptible & may_stop)
-    if kept_out.not_started:
-        waiting = waiting & ~table.are_among(rows, kept_out.not_started)
+    if excluded.not_started:
+        waiting = waiting & ~table.are_among(rows, excluded.not_started)
         candidates = waiting | facts.is_running
     units = None
     if as_one:
         units, facts = table.units(rows), replace_of(facts, gpus=table.with_unit_gpus(rows, facts.gpus))
-    changes_at = next_change_s(order, facts, now)
+    changes_at = next_change_s(order, facts, context.now)
     return RankedQueue(order, capacity.gpus, rows, facts, columns, waiting, candidates, pending, units, changes_at)
 
 
-def choose(of: RankedQueue) -> ChosenJobs:
+def choose(queue: RankedQueue) -> ChosenJobs:
     """Return the jobs that should run."""
-    order, rows, facts, leader = of.order, of.rows, of.facts, None
-    line = sorted_by(*of.ranks)
-    queue = facts.number[line[of.pending[line]]]
-    if of.candidates is not None:
-        line = line[of.candidates[line]]
-    if of.units is not None:
-        facts, leader = _as_one(facts, line, of.units)
-    guards = guarded(order, facts, of.gpus)
+    order, rows, facts, leader = queue.order, queue.rows, queue.facts, None
+    line = sorted_by(*queue.ranks)
+    numbers = facts.number[line[queue.pending[line]]]
+    if queue.candidates is not None:
+        line = line[queue.candidates[line]]
+    if queue.units is not None:
+        facts, leader = _as_one(facts, line, queue.units)
+    guards = guarded(order, facts, queue.gpus)
     is_chosen = np.zeros(len(rows), bool)
-    is_chosen[selected(order, facts, line, of.gpus, guards)] = True
+    is_chosen[selected(order, facts, line, queue.gpus, guards)] = True
     if leader is not None:
         is_chosen = is_chosen[leader]
-    return ChosenJobs(rows, facts, line, queue, of.waiting, is_chosen, *guards, of.changes_at)
+    return ChosenJobs(rows, facts, line, numbers, queue.waiting, is_chosen, *guards, queue.changes_at)
 
 
-def within_quotas(
-    order: JobOrder,
-    table: LiveTable,
-    now: float,
-    capacity: Capacity,
-    remaining_s: Callable[[Integers], Floats] | None = None,
-    kept_out: ExcludedJobs = NONE_EXCLUDED,
-) -> ExcludedJobs:
-    """Return `kept_out` with the jobs that may not start because earlier jobs of their user use up its quota: no job is
-    preempted for one that could not start then."""
+def within_quotas(context: PlanContext) -> ExcludedJobs:
+    """Return the exclusions with the jobs that may not start because earlier jobs of their user use up its quota: no
+    job is preempted for one that could not start then."""
+    table, excluded = context.jobs, context.excluded
     quotas = table.quotas
     if quotas is None or not quotas.are_contested:
-        return kept_out
-    order, rows, facts = _known(order, table, now, remaining_s)
-    line = ranked(order, facts, now, capacity)
-    first = line[(table.is_waiting(rows) & ~table.are_among(rows, kept_out.not_started))[line]]
+        return excluded
+    order, rows, facts = _known(context)
+    line = ranked(order, facts, context.now, context.capacity)
+    first = line[(table.is_waiting(rows) & ~table.are_among(rows, excluded.not_started))[line]]
     jobs = [job for row in rows[first].tolist() if (job := table.jobs[row]) is not None]
-    return kept_out.resting(quotas.beyond(jobs))
+    return excluded.resting(quotas.beyond(jobs))
 
 
-def _known(
-    order: JobOrder, table: LiveTable, now: float, remaining_s: Callable[[Integers], Floats] | None
-) -> tuple[JobOrder, Integers, Facts]:
+def _known(context: PlanContext) -> tuple[JobOrder, Integers, Facts]:
     """Return the order with the history of the table, and the rows and facts of all live jobs."""
+    order, table = context.order, context.jobs
     if order.with_history is not None:
         order = order.with_history(table.history)
-    assert not order.knows_durations or remaining_s is not None, f"{order.name} needs an oracle of remaining times"
-    rows, facts = table.facts(now, order.learns, remaining_s=remaining_s if order.knows_durations else None)
+    assert not order.knows_durations or context.remaining_s, f"{order.name} needs an oracle of remaining times"
+    rows, facts = table.facts(context.now, order.learns, remaining_s=context.remaining_s)
     return order, rows, facts
 
 

@@ -33,13 +33,12 @@ from ganger_master.core.plan_changes import (
     TrialFinding,
 )
 from ganger_master.planner.colocations import Colocations, JobRates, plan_packs, with_refusals
-from ganger_master.planner.context import PlanContext, PlanOutcome
+from ganger_master.planner.context import PlanContext, PlanDraft, PlanOutcome
 from ganger_master.planner.device_groups import MOST_ROWS, Claims, thin
 from ganger_master.planner.host_memory import make_room
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.matrices import SliceMatrices
 from ganger_master.planner.migration_plans import LONGEST_S, MigrationPlan, hold, is_free
-from ganger_master.planner.plan import PlanDraft
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.planner.timeslice_exits import follow, places_of
 from ganger_master.planner.timeslice_shares import NOTHING as NOTHING_OWED

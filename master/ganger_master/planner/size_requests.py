@@ -13,9 +13,9 @@ from ganger_master.core.elastic import devices_of
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import Goal, Purpose, ResizeChange
-from ganger_master.planner.in_place_resize import Resizing, can_change, sizes_of
+from ganger_master.planner.context import PlanContext
+from ganger_master.planner.in_place_resize import can_change, sizes_of
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.refusal_backoff import ExcludedJobs
 from ganger_master.policies.job_facts import Capacity, Facts, Flags, Floats, Integers
 from ganger_master.policies.optimus_sizes import (
     NOTHING,
@@ -24,8 +24,8 @@ from ganger_master.policies.optimus_sizes import (
     allocated,
     allreduce_speeds,
     growing,
+    nothing_believed,
 )
-from ganger_master.policies.orders import JobOrder
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,25 +56,24 @@ class SizeRequests:
     @classmethod
     def of(
         cls,
-        order: JobOrder,
-        table: LiveTable,
+        context: PlanContext,
+        capacity: Capacity,
         rows: Integers,
         facts: Facts,
         jobs: Sequence[JobRecord],
         gangs: Sequence[Gang | None],
         line: Integers,
-        capacity: Capacity,
-        believed: Believed,
-        may_stop: bool,
-        kept_out: ExcludedJobs,
-        resizing: Resizing,
     ) -> SizeRequests:
+        table, order, excluded, resizing = context.jobs, context.order, context.excluded, context.resizing
         changing = np.array([bool(job.next_epoch) for job in jobs], bool)
         going = table.is_going(rows) & ~facts.is_running & ~changing
-        waiting = table.is_waiting(rows) & ~_among(facts, kept_out.not_started)
+        waiting = table.is_waiting(rows) & ~_among(facts, excluded.not_started)
         # Co-located and time-sliced jobs keep their sizes.
         left_alone = (
-            ~facts.is_preemptible | _among(facts, table.mates) | _among(facts, kept_out.not_stopped) | (not may_stop)
+            ~facts.is_preemptible
+            | _among(facts, table.mates)
+            | _among(facts, excluded.not_stopped)
+            | (not context.may_preempt)
         )
         stays = changing | (facts.is_running & left_alone)
         elastic = np.array([job.spec.is_elastic for job in jobs], bool)
@@ -91,6 +90,7 @@ class SizeRequests:
         group = np.select([stays, overdue, facts.is_running], [0, 1, 2], 3)
         ranks = line[np.argsort(group[line], kind="stable")]
         # For growth that was decided before, the estimate only explains the change.
+        believed = nothing_believed if context.rates is None else context.rates.believed(capacity.gpus_per_node)
         beliefs = _beliefs(jobs, gangs, (may_change | (np.array(wanted, np.int64) > 0)) & wants, believed)
         wanting = ranks[wants[ranks]]
         return cls(

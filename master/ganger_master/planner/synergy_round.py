@@ -9,7 +9,7 @@ places as soon as these are free.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -19,14 +19,12 @@ from ganger.cluster.view import View
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.plan_changes import StartChange, SuspendChange
+from ganger_master.planner.context import PlanContext, PlanDraft
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.plan import PlanDraft
-from ganger_master.planner.ranked_queue import ChosenJobs, asked, choose
-from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
-from ganger_master.planner.tune_stage import Amounts, CoresWish, fitted, is_tuned, nodes_of, whole, wish_of
-from ganger_master.policies.job_facts import Capacity, Flags, Floats, Integers
-from ganger_master.policies.orders import JobOrder
-from ganger_master.policies.tunings import NOTHING, Known, Pieces, Tuning, TuningNodes, known_gangs
+from ganger_master.planner.ranked_queue import ChosenJobs, choose, queue_of
+from ganger_master.planner.tune_stage import Amounts, CoresWish, fitted, is_tuned, known_of, nodes_of, whole, wish_of
+from ganger_master.policies.job_facts import Flags, Integers
+from ganger_master.policies.tunings import Pieces, Tuning, TuningNodes, known_gangs
 
 # (node, GPUs there) of a gang, by node.
 Where: TypeAlias = tuple[tuple[int, int], ...]
@@ -39,22 +37,12 @@ _FEW_PARTS = 1 << 16
 _MOST_MATCHED = 1024
 
 
-def plan_packed(
-    tuning: Tuning,
-    order: JobOrder,
-    table: LiveTable,
-    now: float,
-    capacity: Capacity,
-    view: View,
-    may_stop: bool = True,
-    remaining_s: Callable[[Integers], Floats] | None = None,
-    kept_out: ExcludedJobs = NONE_EXCLUDED,
-    known: Known = NOTHING,
-) -> PlanDraft | None:
-    """Return the changes that lead to the packing; arguments as in `plan`. None: a chosen job cannot be packed by GPUs,
-    or the packing places no job."""
+def plan_packed(tuning: Tuning, context: PlanContext) -> PlanDraft | None:
+    """Return the changes that lead to the packing. None: a chosen job cannot be packed by GPUs, or the packing places
+    no job."""
     assert tuning.place is not None, f"{tuning.name} places no job"
-    choice = choose(asked(order, table, now, capacity, remaining_s, kept_out))
+    table, view = context.jobs, context.room.view
+    choice = choose(queue_of(context))
     is_movable = choice.facts.is_running & choice.facts.is_preemptible
     running = {job.number: gang for job, gang in _gangs(table, choice, is_movable)}
     jobs = _jobs(table, choice, choice.line[(choice.is_chosen & (is_movable | ~choice.facts.is_running))[choice.line]])
@@ -68,7 +56,7 @@ def plan_packed(
     nodes = nodes_of(view, numbered, held, ())
     gpus = np.array([job.spec.gpus for job in jobs], np.int64)
     is_local = np.array([_is_local(job) for job in jobs], bool)
-    gangs = known_gangs(known, np.array([job.number for job in jobs], np.int64), gpus, is_local, nodes)
+    gangs = known_gangs(known_of(context), np.array([job.number for job in jobs], np.int64), gpus, is_local, nodes)
     present = [_place_of(running[job.number].claims, numbered) if job.number in running else None for job in jobs]
     kinds: list[Hashable] = list(zip(gangs.profile.tolist(), gpus.tolist(), is_local.tolist(), strict=True))
     targets = _targets(tuning.place(gangs, nodes))
@@ -88,7 +76,8 @@ def plan_packed(
         elif place is not None and job.number in may_start:
             starts.append(_starting(view, names, job, *place))
     tuned = fitted(view, stays, starts)
-    stops = [SuspendChange(job.number, job.revision, level=SuspendLevel.CHECKPOINT) for job in leaving if may_stop]
+    stopped = leaving if context.may_preempt else []
+    stops = [SuspendChange(job.number, job.revision, level=SuspendLevel.CHECKPOINT) for job in stopped]
     started = sum(isinstance(change, StartChange) for change in tuned.changes)
     return PlanDraft((*stops, *tuned.changes), len(stays) + started < len(jobs), choice.changes_at, choice.queue)
 

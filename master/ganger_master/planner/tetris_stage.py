@@ -10,7 +10,7 @@ where it could run. The paper bounds no wait: there a gang that needs many free 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex, Trial
@@ -19,14 +19,13 @@ from ganger.cluster.search import Claims, PlacementRequest
 
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import PlanChange, StartChange
+from ganger_master.planner.context import PlanContext, PlanDraft
 from ganger_master.planner.gang_fitting import nodes_for
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.pass_terms import held_by_all
-from ganger_master.planner.plan import PlanDraft
-from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.policies.job_facts import Capacity, Facts, Floats, Integers
 from ganger_master.policies.order_registry import expected_s
-from ganger_master.policies.orders import JobOrder, guarded, next_change_s, ranked
+from ganger_master.policies.orders import guarded, next_change_s, ranked
 from ganger_master.policies.placements import PlacementPreference
 from ganger_master.policies.tetris import Knobs, placement_by, tetris_gangs
 
@@ -34,20 +33,13 @@ from ganger_master.policies.tetris import Knobs, placement_by, tetris_gangs
 _MOST_WEIGHED = 1_000
 
 
-def plan_tetris(
-    knobs: Knobs,
-    order: JobOrder,
-    table: LiveTable,
-    now: float,
-    capacity: Capacity,
-    room: CapacityIndex,
-    remaining_s: Callable[[Integers], Floats] | None = None,
-    kept_out: ExcludedJobs = NONE_EXCLUDED,
-) -> PlanDraft:
-    """Return the starts to propose now. `room` is left unchanged. `order` decides which jobs are overdue. Jobs with
-    excluded nodes (`kept_out`) are left out while these are excluded."""
+def plan_tetris(knobs: Knobs, context: PlanContext) -> PlanDraft:
+    """Return the starts to propose now. The order decides which jobs are overdue. Jobs with excluded nodes are left out
+    while these are excluded."""
+    table, order, now, excluded = context.jobs, context.order, context.now, context.excluded
     if not table.has_waiting:
         return PlanDraft()
+    capacity, remaining_s, room = context.capacity, context.remaining_s, context.room
     asks = knobs.srtf_weight > 0.0
     rows, facts = table.facts(now, expects=asks and remaining_s is None)
     work = np.zeros(len(facts))
@@ -56,7 +48,7 @@ def plan_tetris(
         work = _demand(facts, capacity) * left
     line = ranked(order, facts, now, capacity)
     line = line[table.is_waiting(rows)[line]]
-    refused = [*kept_out.not_started, *kept_out.nodes]
+    refused = [*excluded.not_started, *excluded.nodes]
     waiting = line[~np.isin(facts.number[line], refused)][:_MOST_WEIGHED] if refused else line[:_MOST_WEIGHED]
     overdue, _ = guarded(order, facts, capacity.gpus)
     jobs = [job for row in rows[waiting].tolist() if (job := table.jobs[row]) is not None]

@@ -21,10 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
-from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import resplit_cores, split_cores
 from ganger.cluster.fit import demand, memory_named
 from ganger.cluster.resources import Claim, ConfigurationSet, GangShape, LocalityLevel
@@ -34,43 +33,27 @@ from msgspec import structs
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import CoresChange, PlanChange, StartChange
-from ganger_master.planner.job_table import LiveTable, shares_devices
-from ganger_master.planner.pass_terms import AS_ASKED, PassTerms, held_of, terms_of
-from ganger_master.planner.plan import PlanDraft, plan
-from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
-from ganger_master.policies.job_facts import Capacity, Floats, Integers
-from ganger_master.policies.orders import JobOrder
-from ganger_master.policies.placements import PlacementPreference
+from ganger_master.planner.context import PlanContext, PlanDraft, PlanOutcome
+from ganger_master.planner.job_table import shares_devices
+from ganger_master.planner.pass_terms import PassTerms, held_of
+from ganger_master.planner.plan import plan
 from ganger_master.policies.tunings import NOTHING, Known, Tuning, TuningNodes, known_gangs, pieces
 
 # Millicores and bytes of each claim.
 Amounts: TypeAlias = tuple[tuple[int, int], ...]
 
-
-if TYPE_CHECKING:
-    from ganger_master.planner.context import PlanContext, PlanOutcome
-
-NO_TRIALS: Final[Mapping[int, int]] = MappingProxyType({})
+_NO_TRIALS: Final[Mapping[int, int]] = MappingProxyType({})
 
 
-def plan_tuned(
-    tuning: Tuning,
-    order: JobOrder,
-    placement: PlacementPreference,
-    table: LiveTable,
-    now: float,
-    capacity: Capacity,
-    room: CapacityIndex,
-    may_stop: bool = True,
-    remaining_s: Callable[[Integers], Floats] | None = None,
-    kept_out: ExcludedJobs = NONE_EXCLUDED,
-    known: Known = NOTHING,
-    trials: Mapping[int, int] = NO_TRIALS,
-    terms: PassTerms = AS_ASKED,
-) -> PlanDraft:
-    """Return the changes of `plan` with tuned starts, and CORES changes of running jobs, which keep their places.
-    `trials`: millicores per GPU, by job number, that replace the tuning for a trial, as far as other jobs leave them
-    and no job is to start. `terms`: the shapes and groups of jobs to plan with."""
+def known_of(context: PlanContext) -> Known:
+    """Return the rates by cores and memory that are known of jobs."""
+    return NOTHING if context.rates is None else context.rates.known
+
+
+def plan_tuned(tuning: Tuning, context: PlanContext) -> PlanDraft:
+    """Return the changes of `plan` with tuned starts, and CORES changes of running jobs, which keep their places. For a
+    trial, millicores per GPU replace the tuning, as far as other jobs leave them and no job is to start."""
+    table, room, terms = context.jobs, context.room, context.terms
     room.follow()
     view = room.view
     running = [pair for pair in table.running if is_tuned(view, *pair)]
@@ -86,7 +69,7 @@ def plan_tuned(
         lambda gang: least_of.get(held_of(gang), held_of(gang)),
         terms.mates_now,
     )
-    found = plan(order, placement, table, now, capacity, room, may_stop, remaining_s, kept_out, shares)
+    found = plan(replace(context, terms=shares))
     for held, least in reversed(lent):
         room.give(least)
         room.take(held)
@@ -95,8 +78,12 @@ def plan_tuned(
     starts = {change.number: change.claims for change in found.changes if isinstance(change, StartChange)}
     gangs = [(job, gang.claims) for job, gang in running if job.number not in stopped]
     newcomers = [(job, starts[number]) for number in sorted(starts) if (job := table.jobs[table.row(number)])]
-    tuned = fitted(view, *_wishes(tuning, view, gangs, newcomers, known, trials, terms.shape))
+    tuned = fitted(view, *_wishes(tuning, view, gangs, newcomers, known_of(context), _trials_of(context), terms.shape))
     return replace(found, changes=(*stops, *tuned.changes), waits=found.waits or tuned.held_back)
+
+
+def _trials_of(context: PlanContext) -> Mapping[int, int]:
+    return _NO_TRIALS if context.rates is None else context.rates.trials
 
 
 class TuneStage:
@@ -113,12 +100,11 @@ class TuneStage:
         """Return changes of the cores of running jobs; they keep their memory. While jobs are pending, no job has more
         than its share: a job that is about to start finds its own."""
         context.room.follow()
-        view, table, rates = context.room.view, context.jobs, context.rates
+        view, table = context.room.view, context.jobs
         gangs = [(job, gang.claims) for job, gang in table.running if is_tuned(view, job, gang)]
-        known = NOTHING if rates is None else rates.known
-        trials = NO_TRIALS if rates is None or table.has_waiting else rates.trials
-        shape_of = terms_of(context.policy, table).shape
-        wishes, _ = _wishes(self._tuning, view, gangs, (), known, trials, shape_of)
+        trials = _NO_TRIALS if table.has_waiting else _trials_of(context)
+        shape_of = context.terms.shape
+        wishes, _ = _wishes(self._tuning, view, gangs, (), known_of(context), trials, shape_of)
         share_of = (lambda wish: asked(view, shape_of(wish.job), wish.claims)) if table.has_waiting else _all_cores
         wishes = [_cores_alone(wish, share_of(wish)) for wish in wishes]
         return tuple(fitted(view, wishes, ()).changes)
