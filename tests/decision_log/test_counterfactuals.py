@@ -14,7 +14,7 @@ from ganger_master.core.job_model import JobSpec
 from ganger_master.core.settings import CoreSettings
 from ganger_master.decision_log.counterfactual import Otherwise
 from ganger_master.decision_log.log_file import read_lines
-from ganger_master.decision_log.recording import Rerun
+from ganger_master.decision_log.rerun import Rerun
 from ganger_master.policies import NAMES, policy_named
 from ganger_master.policies.stages import ResizeByOptimus
 

@@ -20,8 +20,9 @@ from ganger_master.core.decide import decide
 from ganger_master.core.job_model import JobSpec
 from ganger_master.core.settings import CoreSettings
 from ganger_master.decision_log import recorder
-from ganger_master.decision_log.recorder import DecisionRecording, Recorded, RecordingError
-from ganger_master.decision_log.recording import Begun, Broke, Ended
+from ganger_master.decision_log.log_file import RecordingError
+from ganger_master.decision_log.recorder import DecisionRecording, Recorded
+from ganger_master.decision_log.rerun import Begun, Broke, Ended
 from ganger_master.runtime.writer import Writer
 from ganger_master.store.contract import Problem, StoreBatch, StoreError
 from kit.memory_store import MemoryStore

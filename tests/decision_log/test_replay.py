@@ -21,16 +21,8 @@ from ganger_master.core.state_image import image_of
 from ganger_master.decision_log.counterfactual import Otherwise
 from ganger_master.decision_log.job_history import Story
 from ganger_master.decision_log.log_file import read_lines
-from ganger_master.decision_log.recording import (
-    FORMATS,
-    BatchLine,
-    CommandLine,
-    Differs,
-    Header,
-    Rerun,
-    raw,
-    state_lines,
-)
+from ganger_master.decision_log.recording import FORMATS, BatchLine, CommandLine, Header, raw, state_lines
+from ganger_master.decision_log.rerun import Differs, Rerun
 
 
 @pytest.fixture(scope="module")

@@ -14,14 +14,10 @@ from ganger.cli.main import run
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.plan_changes import CoresChange, Goal, TrialFinding
 from ganger_master.decision_log.log_file import read_lines
-from ganger_master.decision_log.plan_rerun import Entry, JudgedPlan, Made, PlanRerun
 from ganger_master.decision_log.recording import (
-    Broke,
     BrokenLine,
     ClusterLine,
-    Differs,
     End,
-    Ended,
     Header,
     Line,
     LineError,
@@ -31,6 +27,7 @@ from ganger_master.decision_log.recording import (
     VerdictLine,
     unpack,
 )
+from ganger_master.decision_log.rerun import Broke, Differs, Ended, Entry, JudgedPlan, Made, PlanRerun
 from ganger_master.planner.context import ClusterChange, Plan, PlanVerdict, ProgressReports
 from ganger_master.planner.loop import PlannerLoop
 from ganger_master.planner_process.plan_recorder import PlanRecorder
@@ -281,13 +278,15 @@ def test_the_replay_executes_no_line_after_until(
 
 def test_a_recording_that_is_large_enough_ends_and_is_whole(tmp_path: Path) -> None:
     recorder = PlanRecorder(tmp_path, most_bytes=1)
-    for now in (1.0, 2.0):
-        recorder.begin(now, "las", 1.0, TrialPace(), None)
+    recorder.begin(1.0, "las", 1.0, TrialPace(), None)
+    recorder.end("the planner was stopped")
     header, loop, *_ = read_lines(only_file(tmp_path))
     assert isinstance(header, Header)
     assert (header.program, header.policy) == ("planner", "las")
     assert isinstance(loop, LoopLine)
-    assert isinstance(entries(list(read_lines(only_file(tmp_path))))[-1], Ended)
+    end = entries(list(read_lines(only_file(tmp_path))))[-1]
+    assert isinstance(end, Ended)
+    assert end.reason == "it has 1 bytes"
 
 
 def test_a_directory_that_cannot_be_written_costs_a_line_in_the_log(

@@ -28,7 +28,6 @@ from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resources import GangShape, Role, TaskShape
 from ganger.scheduling.job_scheduler import MOST_CANDIDATES, DefaultScheduler, JobScheduler, PlacementLease, Proposal
 from ganger.scheduling.program import first_end, set_of, until_stopped, why_away
-from ganger.scheduling.view_mirror import Mirror, OpenClaim
 from ganger.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc, scheduling_pb2, scheduling_pb2_grpc
 from ganger.wire import resource_messages as convert
 from ganger.wire import resource_names as names
@@ -36,6 +35,7 @@ from ganger.wire import times
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint, EndpointError, find_endpoint
 from ganger.wire.errors import JobNotFound, from_rpc_error
+from ganger.wire.view_mirror import Mirror, OpenClaim
 
 log = logging.getLogger(__name__)
 

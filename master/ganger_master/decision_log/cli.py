@@ -18,8 +18,9 @@ from ganger.console import Within
 if TYPE_CHECKING:
     from ganger_master.decision_log.counterfactual import Otherwise
     from ganger_master.decision_log.job_history import Story
-    from ganger_master.decision_log.recording import Differs, Header, Line, Rerun
+    from ganger_master.decision_log.recording import Header, Line
     from ganger_master.decision_log.render import LogSummary
+    from ganger_master.decision_log.rerun import Differs, Rerun
 
 
 @click.command()
@@ -39,7 +40,7 @@ def replay(file: Path, number: int | None, until: float | None, policy: str | No
     from ganger_master.decision_log import render
     from ganger_master.decision_log.counterfactual import Otherwise
     from ganger_master.decision_log.job_history import Story
-    from ganger_master.decision_log.recording import Rerun
+    from ganger_master.decision_log.rerun import Rerun
 
     header, recorded = _opened(file)
     if header.program == "planner":
@@ -117,7 +118,7 @@ def _replay_plans(
     from ganger.console import CommandError, ExitCode, print_table
 
     from ganger_master.decision_log.plan_report import PlanReport
-    from ganger_master.decision_log.plan_rerun import PlanRerun
+    from ganger_master.decision_log.rerun import PlanRerun
 
     rerun = PlanRerun(recorded, until_s)
     report = PlanReport(rerun.header, number)
@@ -140,7 +141,7 @@ def _replay_plans(
 
 def _replay(replayed: _Replayed, until_s: float | None) -> None:
     """Repeat the decisions up to `until_s` seconds after the recording began, or up to its end."""
-    from ganger_master.decision_log.recording import Differs, Ended
+    from ganger_master.decision_log.rerun import Differs, Ended
 
     rerun, story, other = replayed.rerun, replayed.story, replayed.other
     for entry in rerun:

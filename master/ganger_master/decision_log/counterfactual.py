@@ -22,7 +22,7 @@ from ganger_master.core.decide import decide
 from ganger_master.core.plan_changes import StartChange, SuspendChange
 from ganger_master.core.state import State
 from ganger_master.decision_log.job_history import VerdictReason, verdict_of
-from ganger_master.decision_log.recording import Begun, Decided, Drawn, Happening, RecordedCommand
+from ganger_master.decision_log.rerun import Begun, Decided, Drawn, Happening, RecordedCommand
 from ganger_master.planner.context import context_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import plan_by

@@ -18,7 +18,7 @@ from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import claims_in
 from ganger_master.core.queue import GrantedLease
 from ganger_master.core.state import State
-from ganger_master.decision_log.recording import Begun, Broke, Decided, Drawn, Ended, Happening, RecordedCommand
+from ganger_master.decision_log.rerun import Begun, Broke, Decided, Drawn, Ended, Happening, RecordedCommand
 
 
 class VerdictReason(Struct, frozen=True):

@@ -1,6 +1,6 @@
 """The file of a recording: lines packed by gzip, within a size and what the disk must keep free.
 
-It is read a line at a time, and damage is reported with its place.
+A thread writes it (`LineWriter`). It is read a line at a time, and damage is reported with its place.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import os
 import secrets
 import time
 import zlib
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Final
 
 import msgspec
 
-from ganger_master.decision_log.recording import FORMATS, End, Header, Line, LineError, decode_line
+from ganger_master.decision_log.recording import FORMATS, End, Header, Line, LineError, decode_line, encode_line
+from ganger_master.runtime.store_access import StoreThread
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ class LogFile:
         self.directory = directory
         # Why nothing but the last line should be written.
         self.is_full = ""
+        # Once it is published.
+        self.size_bytes = 0
         self._most_bytes = most_bytes
         self._left_bytes = left_bytes
         self._path = directory / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(3)}.jsonl.gz"
@@ -96,6 +99,7 @@ class LogFile:
         file, lines = self._open
         lines.close()
         os.fsync(file.fileno())
+        self.size_bytes = file.tell()
         # Renamed while it is locked, so that no other program removes it.
         self._partial.rename(self._path)
         file.close()
@@ -117,6 +121,89 @@ class LogFile:
             self._partial.unlink(missing_ok=True)
         except OSError as error:
             log.warning("partial recording left", extra={"path": str(self._partial), "error": str(error)})
+
+
+class RecordingError(Exception):
+    """There is no recording; the message gives the reason and what to do."""
+
+
+class LineWriter:
+    """Encodes lines and writes them into a new file, in a thread of its own. An error ends the recording, removes the
+    file and never reaches the program that is recorded.
+
+    `notify`: called in the thread with the reason why the recording should end: its file is full or cannot be written.
+    """
+
+    def __init__(self, file: LogFile, notify: Callable[[str], None]) -> None:
+        self._file = file
+        self._notify = notify
+        self._problem: Exception | None = None
+        self._given = self._written = 0
+        self._thread = StoreThread("recording")
+        self._thread.do(self._open)
+
+    @property
+    def waiting(self) -> int:
+        """Return the number of lines that wait to be written, as far as `write` counts them."""
+        return self._given - self._written
+
+    def write(self, lines: Callable[[], Iterable[Line]], count: int = 0) -> None:
+        """Write the lines that `lines` returns in the thread. `count`: how many they are."""
+        self._given += count
+        self._thread.do(self._write, lines, count)
+
+    def end(self, last: Callable[[], End], settle: Callable[[Path | Exception], None] | None = None) -> None:
+        """Write the last line, and publish the file; no call but `join` follows. `settle`: called in the thread with
+        the file, or with the error because of which there is none."""
+        self._thread.do(self._close, last, settle)
+        self._thread.end()
+
+    def join(self) -> None:
+        """Wait until all is written, after `end`."""
+        self._thread.close()
+
+    @contextmanager
+    def _errors_end_it(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._problem = error
+            if isinstance(error, OSError | RecordingError):
+                log.warning("recording failed", extra={"reason": getattr(error, "strerror", "") or str(error)})
+            else:
+                log.exception("recording failed")
+            self._file.discard()
+            self._notify("it cannot be written")
+
+    def _open(self) -> None:
+        with self._errors_end_it():
+            self._file.open()
+
+    def _write(self, lines: Callable[[], Iterable[Line]], count: int) -> None:
+        if self._problem is None:
+            with self._errors_end_it():
+                for line in lines():
+                    self._put(line)
+        self._written += count
+
+    def _put(self, line: Line) -> None:
+        was_full = self._file.is_full
+        self._file.write(encode_line(line))
+        if self._file.is_full and not was_full:
+            self._notify(self._file.is_full)
+
+    def _close(self, last: Callable[[], End], settle: Callable[[Path | Exception], None] | None) -> None:
+        found: Path | Exception | None = self._problem
+        if found is None:
+            with self._errors_end_it():
+                line = last()
+                self._put(line)
+                found = self._file.publish()
+                log.info("recording ended", extra={"path": str(found), "reason": line.reason})
+        found = found or self._problem
+        assert found is not None, "a file or an error"
+        if settle is not None:
+            settle(found)
 
 
 class RecordingUnreadable(Exception):  # noqa: N818  # it is the recording that is unreadable

@@ -12,9 +12,9 @@ from msgspec import Struct
 
 from ganger_master.core.answers import ChangeAnswer
 from ganger_master.core.plan_changes import PlanChange, claims_in
-from ganger_master.decision_log.plan_rerun import Entry, JudgedPlan, Made
-from ganger_master.decision_log.recording import Broke, Differs, Ended, Header
+from ganger_master.decision_log.recording import Header
 from ganger_master.decision_log.render import agreement
+from ganger_master.decision_log.rerun import Broke, Differs, Ended, Entry, JudgedPlan, Made
 
 
 class PlannedChange(Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""A recording: its lines, JSON with one value a line, and its replay.
+"""The lines of a recording: JSON with one value a line.
 
 Of a master: a header; a state, its elements first; then every command with what was answered, and a line for every
 batch. A state that comes later is that of a master that has started over. The last line says how the recording ended,
@@ -6,10 +6,6 @@ and what state it ended in; a file without one is not whole.
 
 Of a planner: a header; a loop; then what it observed, its plans and their verdicts. A loop that comes later is that of
 a new connection to the master, and continues from the one before.
-
-A replay repeats all decisions with the core at the recorded times and compares the results. From the recorded state,
-the same program decides the same. With another version of the program, the first difference shows where its decisions
-change.
 """
 
 from __future__ import annotations
@@ -24,13 +20,11 @@ from msgspec import Raw, Struct
 from ganger_master.core.answers import Answer, ChangeAnswer
 from ganger_master.core.commands import Command
 from ganger_master.core.effects import Effects
-from ganger_master.core.events import Event
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord, Request
 from ganger_master.core.node_model import Node
 from ganger_master.core.queue import GrantedLease
-from ganger_master.core.state import State
-from ganger_master.core.state_image import Image, image_of, state_of
+from ganger_master.core.state_image import Image
 
 # By program. A format rises when a file that was written before cannot be read any more.
 FORMATS: Final[Mapping[str, int]] = {"master": 1, "planner": 2}
@@ -251,178 +245,6 @@ def take_header(recorded: Iterator[Line]) -> Header:
     if not isinstance(header, Header):
         raise LineError("no header")
     return header
-
-
-class Begun(Struct, frozen=True):
-    """A recorded state, from which the replay continues. `number`: of the line, as in all entries."""
-
-    number: int
-    time: float
-    cause: str
-
-
-class RecordedCommand(Struct, frozen=True):
-    """A command before its decision; the replay's `state` is the one that the decision reads."""
-
-    number: int
-    time: float
-    command: Command
-
-
-class Decided(Struct, frozen=True):
-    """A command after its decision."""
-
-    number: int
-    time: float
-    command: Command
-    answer: Answer
-    events: tuple[Event, ...]
-
-
-class Drawn(Struct, frozen=True):
-    """The effects of a batch."""
-
-    number: int
-    time: float
-    effects: Effects
-    turns: tuple[GrantedLease, ...]
-
-
-class Broke(Struct, frozen=True):
-    """A failure of the core, the same as recorded."""
-
-    number: int
-    time: float
-    error: str
-    command: Command | None
-
-
-class Differs(Struct, frozen=True):
-    """A decision that differs from the recorded one. Later decisions start from another state."""
-
-    number: int
-    time: float
-    what: str
-    recorded: str
-    now: str
-
-
-class Ended(Struct, frozen=True):
-    number: int
-    time: float
-    reason: str
-
-
-Happening: TypeAlias = Begun | RecordedCommand | Decided | Drawn | Broke | Differs | Ended
-
-
-class Rerun:
-    """Replays recorded lines; iterate once. `state`: the state at the entry yielded last.
-
-    Raises LineError for invalid or inconsistent lines.
-    """
-
-    def __init__(self, recorded: Iterable[Line]) -> None:
-        # A planner records lines, and has no core.
-        from ganger_master.core import machine
-
-        self._core = machine
-        self._lines = iter(recorded)
-        self.header = take_header(self._lines)
-        self.state: State | None = None
-
-    def __iter__(self) -> Iterator[Happening]:
-        elements: list[Element] = []
-        for number, line in enumerate(self._lines, 2):
-            match line:
-                case Header():
-                    raise LineError("a second header")
-                case Element():
-                    elements.append(line)
-                case StateLine():
-                    self.state = _state_of(elements, line)
-                    elements = []
-                    yield Begun(number, line.time, line.cause)
-                case CommandLine():
-                    command = command_of(line)
-                    yield RecordedCommand(number, line.time, command)
-                    yield from self._decide(number, line, command)
-                case BatchLine():
-                    yield from self._draw(number, line)
-                case BrokenLine():
-                    yield from self._break(number, line)
-                case End():
-                    yield from self._end(number, line)
-
-    def _known(self) -> State:
-        if self.state is None:
-            raise LineError("decisions before there is a state")
-        return self.state
-
-    def _decide(self, number: int, line: CommandLine, command: Command) -> Iterator[Happening]:
-        state = self._known()
-        recorded = answer_of(line)
-        try:
-            answer, happened = self._core.advance(state, command, line.time)
-        except Exception as error:
-            yield Differs(number, line.time, line.kind, text_of(recorded), failure_of(error))
-            return
-        kinds = tuple([type(event).__name__ for event in happened])
-        yield Decided(number, line.time, command, answer, happened)
-        if answer != recorded:
-            yield Differs(number, line.time, f"the answer to {line.kind}", text_of(recorded), text_of(answer))
-        elif kinds != line.events:
-            yield Differs(number, line.time, f"the events of {line.kind}", ", ".join(line.events), ", ".join(kinds))
-
-    def _draw(self, number: int, line: BatchLine) -> Iterator[Happening]:
-        state = self._known()
-        try:
-            effects = self._core.finish(state, line.time)
-        except Exception as error:
-            yield Differs(number, line.time, "the end of a batch", text_of(line.effects), failure_of(error))
-            return
-        state.take_changes()
-        turns = tuple([state.leases[turn] for turn in effects.turns if turn in state.leases])
-        yield Drawn(number, line.time, effects, turns)
-        for name in effects.__struct_fields__:
-            recorded, now = getattr(line.effects, name), getattr(effects, name)
-            if recorded != now:
-                yield Differs(number, line.time, f"{name} of a batch", text_of(recorded), text_of(now))
-        if turns != line.turns:
-            yield Differs(number, line.time, "turns that were given", text_of(line.turns), text_of(turns))
-
-    def _break(self, number: int, line: BrokenLine) -> Iterator[Happening]:
-        command = command_of(line) if line.kind else None
-        if command is not None:
-            yield RecordedCommand(number, line.time, command)
-        state = self._known()
-        try:
-            if command is not None:
-                self._core.advance(state, command, line.time)
-            else:
-                self._core.finish(state, line.time)
-        except Exception as error:
-            if failure_of(error) == line.error:
-                yield Broke(number, line.time, line.error, command)
-            else:
-                yield Differs(number, line.time, "how the core failed", line.error, failure_of(error))
-            return
-        yield Differs(number, line.time, f"at {line.kind or 'the end of a batch'}", line.error, "the core did not fail")
-
-    def _end(self, number: int, line: End) -> Iterator[Happening]:
-        if line.digest and self.state is not None:
-            found = digest_of(image_of(self.state))
-            if found != line.digest:
-                yield Differs(number, line.time, "the state it ends in", line.digest, found)
-        yield Ended(number, line.time, line.reason)
-
-
-def _state_of(elements: Iterable[Element], line: StateLine) -> State:
-    image = image_of_lines(elements, line)
-    try:
-        return state_of(image)
-    except (KeyError, ValueError, AssertionError, IndexError) as error:
-        raise LineError(f"the parts of the state do not go together: {failure_of(error)}") from error
 
 
 def text_of(value: object) -> str:

@@ -14,7 +14,8 @@ from ganger.units import format_cores, format_memory
 from ganger_master.core import commands
 from ganger_master.decision_log.counterfactual import CounterfactualPlan, Difference, Otherwise
 from ganger_master.decision_log.job_history import Free, Moment, RequestedPlace, Story, VerdictReason, verdict_of
-from ganger_master.decision_log.recording import Decided, Differs, Drawn, Happening, Header
+from ganger_master.decision_log.recording import Header
+from ganger_master.decision_log.rerun import Decided, Differs, Drawn, Happening
 
 
 @dataclass(slots=True)

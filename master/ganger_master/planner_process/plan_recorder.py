@@ -5,7 +5,6 @@ An error ends the recording and removes its file, and never affects the planner.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ from ganger import __version__
 from ganger.v1 import scheduling_pb2
 
 from ganger_master.core.answers import ChangeAnswer
-from ganger_master.decision_log.log_file import MOST_BYTES, LogFile
+from ganger_master.decision_log.log_file import MOST_BYTES, LineWriter, LogFile
 from ganger_master.decision_log.recording import (
     FORMATS,
     BrokenLine,
@@ -26,15 +25,12 @@ from ganger_master.decision_log.recording import (
     PlannerLine,
     ProgressLine,
     VerdictLine,
-    encode_line,
     failure_of,
     pack,
 )
 from ganger_master.planner.context import Plan
 from ganger_master.planner.memory import PlannerMemory, packed
 from ganger_master.policies.trials import TrialPace
-
-log = logging.getLogger(__name__)
 
 
 class PlanRecorder:
@@ -44,7 +40,9 @@ class PlanRecorder:
     def __init__(self, directory: Path | None, most_bytes: int = MOST_BYTES) -> None:
         self._directory, self._most_bytes = directory, most_bytes
         # None before the first loop, and after the end.
-        self._file: LogFile | None = None
+        self._writer: LineWriter | None = None
+        # Why the recording should end.
+        self._obstacle = ""
         self._last_s = 0.0
 
     def begin(
@@ -52,32 +50,31 @@ class PlanRecorder:
     ) -> None:
         """Record that a loop begins. `memory`: what the process's first loop continues from."""
         directory, self._directory = self._directory, None
+        recalled = b""
         if directory is not None:
-            with self._errors_end_it():
-                self._file = LogFile(directory, self._most_bytes)
-                self._file.open()
-                header = Header(FORMATS["planner"], __version__, now, policy, program="planner")
-                self._file.write(encode_line(header))
-        recalled = None if directory is None else memory
-        self._put(
-            lambda: LoopLine(now, policy, plan_every_s, pack(pace), b"" if recalled is None else packed(recalled))
-        )
+            self._writer = LineWriter(LogFile(directory, self._most_bytes), self._note_obstacle)
+            header = Header(FORMATS["planner"], __version__, now, policy, program="planner")
+            self._writer.write(lambda: [header])
+            recalled = b"" if memory is None else packed(memory)
+        self._put(now, lambda: LoopLine(now, policy, plan_every_s, pack(pace), recalled))
 
     def cluster(self, now: float, deltas: Sequence[scheduling_pb2.ClusterDelta]) -> None:
         """Record that the loop observes a change of the cluster, the whole of `deltas`."""
-        self._put(lambda: ClusterLine(now, tuple([delta.SerializeToString() for delta in deltas])))
+        whole = tuple(deltas)
+        self._put(now, lambda: ClusterLine(now, tuple([delta.SerializeToString() for delta in whole])))
 
     def progress(self, now: float, batch: scheduling_pb2.ProgressBatch) -> None:
         """Record that the loop observes reports of jobs."""
-        self._put(lambda: ProgressLine(now, batch.SerializeToString()))
+        self._put(now, lambda: ProgressLine(now, batch.SerializeToString()))
 
     def plan(self, now: float, plan: Plan) -> None:
         """Record a plan of the loop."""
-        self._put(lambda: PlanLine(now, pack(plan)))
+        self._put(now, lambda: PlanLine(now, pack(plan)))
 
     def verdict(self, now: float, answers: Sequence[ChangeAnswer], planning_s: float) -> None:
         """Record that the loop observes the verdict on its last plan."""
-        self._put(lambda: VerdictLine(now, planning_s, tuple(answers)))
+        line = VerdictLine(now, planning_s, tuple(answers))
+        self._put(now, lambda: line)
 
     @contextmanager
     def failures(self, now: float) -> Iterator[None]:
@@ -89,42 +86,24 @@ class PlanRecorder:
             yield
         except Exception as error:
             text = failure_of(error)
-            self._put(lambda: BrokenLine(now, text))
+            self._put(now, lambda: BrokenLine(now, text))
             self.end(f"the planner failed: {text}")
             raise
 
     def end(self, reason: str) -> None:
         """End the recording and keep it; later calls do nothing."""
         self._directory = None
-        if self._file is None:
-            return
-        with self._errors_end_it():
-            self._file.write(encode_line(End(self._last_s, reason, 0, 0)))
-            path = self._file.publish()
-            self._file = None
-            log.info("recording ended", extra={"path": str(path), "reason": reason})
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.end(lambda: End(self._last_s, self._obstacle or reason, 0, 0))
+            writer.join()
 
-    def _put(self, line_of: Callable[[], PlannerLine | BrokenLine]) -> None:
-        if self._file is None:
-            return
-        is_full = ""
-        with self._errors_end_it():
-            line = line_of()
-            self._file.write(encode_line(line))
-            self._last_s, is_full = line.time, self._file.is_full
-        if is_full:
-            self.end(is_full)
+    def _put(self, now: float, line_of: Callable[[], PlannerLine | BrokenLine]) -> None:
+        if self._obstacle:
+            self.end(self._obstacle)
+        if self._writer is not None:
+            self._last_s = now
+            self._writer.write(lambda: [line_of()])
 
-    @contextmanager
-    def _errors_end_it(self) -> Iterator[None]:
-        """Log an error of the block, end the recording and remove its file."""
-        try:
-            yield
-        except Exception as error:
-            file, self._file = self._file, None
-            if isinstance(error, OSError):
-                log.warning("recording failed", extra={"reason": error.strerror or str(error)})
-            else:
-                log.exception("recording failed")
-            if file is not None:
-                file.discard()
+    def _note_obstacle(self, reason: str) -> None:
+        self._obstacle = reason

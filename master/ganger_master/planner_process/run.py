@@ -32,11 +32,11 @@ from ganger_master.planner.loop import PlannerLoop, live_loop, measures_jobs
 from ganger_master.planner.measurements import Measurements
 from ganger_master.planner.memory import PlannerMemory
 from ganger_master.planner.plan_parts import batches_of, parts_of
-from ganger_master.planner_process.cluster_mirror import ClusterMirror, reports_from_wire
 from ganger_master.planner_process.note import Note
 from ganger_master.planner_process.plan_recorder import PlanRecorder
 from ganger_master.policies import Policy, live_policy_named
 from ganger_master.policies.trials import TrialPace
+from ganger_master.rpc.cluster_mirror import ClusterMirror, reports_from_wire
 from ganger_master.rpc.planner_messages import change_to_wire, finding_to_wire, promise_to_wire
 
 log = logging.getLogger(__name__)

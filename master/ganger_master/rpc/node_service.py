@@ -283,7 +283,7 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
         )
         try:
             found = await recorder.record(self._writer, recording, seconds)
-        except recorder.RecordingError as error:
+        except log_file.RecordingError as error:
             raise errors.NotRecorded(str(error)) from error
         return node_pb2.Recording(
             path=str(found.path),

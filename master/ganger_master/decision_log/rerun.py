@@ -1,7 +1,12 @@
-"""Replay of a planner's recording: a loop observes all that the recorded one observed, and makes every plan again.
+"""Replays of recordings: of a master's decisions, and of a planner's plans.
 
-The loop is the one of `planner.loop`, which the simulator runs, too. It reads no clock, so equal observations at equal
-times bring equal plans.
+A replay of a master repeats all decisions with the core at the recorded times and compares the results. From the
+recorded state, the same program decides the same. With another version of the program, the first difference shows where
+its decisions change.
+
+A replay of a planner feeds a loop with all that the recorded one observed, and makes every plan again. The loop is the
+one of `planner.loop`, which the simulator runs, too. It reads no clock, so equal observations at equal times bring
+equal plans.
 """
 
 from __future__ import annotations
@@ -17,22 +22,35 @@ from google.protobuf.message import DecodeError
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ganger_master.core.answers import ChangeAnswer
+from ganger_master.core import machine
+from ganger_master.core.answers import Answer, ChangeAnswer
+from ganger_master.core.commands import Command
+from ganger_master.core.effects import Effects
+from ganger_master.core.events import Event
+from ganger_master.core.queue import GrantedLease
+from ganger_master.core.state import State
+from ganger_master.core.state_image import image_of, state_of
 from ganger_master.decision_log.recording import (
-    Broke,
+    BatchLine,
     BrokenLine,
     ClusterLine,
-    Differs,
+    CommandLine,
+    Element,
     End,
-    Ended,
+    Header,
     Line,
     LineError,
     LoopLine,
     PlanLine,
     PlannerLine,
     ProgressLine,
+    StateLine,
     VerdictLine,
+    answer_of,
+    command_of,
+    digest_of,
     failure_of,
+    image_of_lines,
     pack,
     take_header,
     text_of,
@@ -42,9 +60,180 @@ from ganger_master.planner.context import ClusterChange, Plan, PlanVerdict, Prog
 from ganger_master.planner.loop import PlannerLoop, live_loop
 from ganger_master.planner.measurements import Measurements
 from ganger_master.planner.memory import unpacked
-from ganger_master.planner_process.cluster_mirror import ClusterMirror, reports_from_wire
 from ganger_master.policies import live_policy_named
 from ganger_master.policies.trials import TrialPace
+from ganger_master.rpc.cluster_mirror import ClusterMirror, reports_from_wire
+
+
+class Begun(Struct, frozen=True):
+    """A recorded state, from which the replay continues. `number`: of the line, as in all entries."""
+
+    number: int
+    time: float
+    cause: str
+
+
+class RecordedCommand(Struct, frozen=True):
+    """A command before its decision; the replay's `state` is the one that the decision reads."""
+
+    number: int
+    time: float
+    command: Command
+
+
+class Decided(Struct, frozen=True):
+    """A command after its decision."""
+
+    number: int
+    time: float
+    command: Command
+    answer: Answer
+    events: tuple[Event, ...]
+
+
+class Drawn(Struct, frozen=True):
+    """The effects of a batch."""
+
+    number: int
+    time: float
+    effects: Effects
+    turns: tuple[GrantedLease, ...]
+
+
+class Broke(Struct, frozen=True):
+    """A failure of the core, the same as recorded."""
+
+    number: int
+    time: float
+    error: str
+    command: Command | None
+
+
+class Differs(Struct, frozen=True):
+    """A decision that differs from the recorded one. Later decisions start from another state."""
+
+    number: int
+    time: float
+    what: str
+    recorded: str
+    now: str
+
+
+class Ended(Struct, frozen=True):
+    number: int
+    time: float
+    reason: str
+
+
+Happening: TypeAlias = Begun | RecordedCommand | Decided | Drawn | Broke | Differs | Ended
+
+
+class Rerun:
+    """Replays recorded lines; iterate once. `state`: the state at the entry yielded last.
+
+    Raises LineError for invalid or inconsistent lines.
+    """
+
+    def __init__(self, recorded: Iterable[Line]) -> None:
+        self._lines = iter(recorded)
+        self.header = take_header(self._lines)
+        self.state: State | None = None
+
+    def __iter__(self) -> Iterator[Happening]:
+        elements: list[Element] = []
+        for number, line in enumerate(self._lines, 2):
+            match line:
+                case Header():
+                    raise LineError("a second header")
+                case Element():
+                    elements.append(line)
+                case StateLine():
+                    self.state = _state_of(elements, line)
+                    elements = []
+                    yield Begun(number, line.time, line.cause)
+                case CommandLine():
+                    command = command_of(line)
+                    yield RecordedCommand(number, line.time, command)
+                    yield from self._decide(number, line, command)
+                case BatchLine():
+                    yield from self._draw(number, line)
+                case BrokenLine():
+                    yield from self._break(number, line)
+                case End():
+                    yield from self._end(number, line)
+
+    def _known(self) -> State:
+        if self.state is None:
+            raise LineError("decisions before there is a state")
+        return self.state
+
+    def _decide(self, number: int, line: CommandLine, command: Command) -> Iterator[Happening]:
+        state = self._known()
+        recorded = answer_of(line)
+        try:
+            answer, happened = machine.advance(state, command, line.time)
+        except Exception as error:
+            yield Differs(number, line.time, line.kind, text_of(recorded), failure_of(error))
+            return
+        kinds = tuple([type(event).__name__ for event in happened])
+        yield Decided(number, line.time, command, answer, happened)
+        if answer != recorded:
+            yield Differs(number, line.time, f"the answer to {line.kind}", text_of(recorded), text_of(answer))
+        elif kinds != line.events:
+            yield Differs(number, line.time, f"the events of {line.kind}", ", ".join(line.events), ", ".join(kinds))
+
+    def _draw(self, number: int, line: BatchLine) -> Iterator[Happening]:
+        state = self._known()
+        try:
+            effects = machine.finish(state, line.time)
+        except Exception as error:
+            yield Differs(number, line.time, "the end of a batch", text_of(line.effects), failure_of(error))
+            return
+        state.take_changes()
+        turns = tuple([state.leases[turn] for turn in effects.turns if turn in state.leases])
+        yield Drawn(number, line.time, effects, turns)
+        for name in effects.__struct_fields__:
+            recorded, now = getattr(line.effects, name), getattr(effects, name)
+            if recorded != now:
+                yield Differs(number, line.time, f"{name} of a batch", text_of(recorded), text_of(now))
+        if turns != line.turns:
+            yield Differs(number, line.time, "turns that were given", text_of(line.turns), text_of(turns))
+
+    def _break(self, number: int, line: BrokenLine) -> Iterator[Happening]:
+        command = command_of(line) if line.kind else None
+        if command is not None:
+            yield RecordedCommand(number, line.time, command)
+        state = self._known()
+        try:
+            if command is not None:
+                machine.advance(state, command, line.time)
+            else:
+                machine.finish(state, line.time)
+        except Exception as error:
+            if failure_of(error) == line.error:
+                yield Broke(number, line.time, line.error, command)
+            else:
+                yield Differs(number, line.time, "how the core failed", line.error, failure_of(error))
+            return
+        yield Differs(number, line.time, f"at {line.kind or 'the end of a batch'}", line.error, "the core did not fail")
+
+    def _end(self, number: int, line: End) -> Iterator[Happening]:
+        if line.digest and self.state is not None:
+            found = digest_of(image_of(self.state))
+            if found != line.digest:
+                yield Differs(number, line.time, "the state it ends in", line.digest, found)
+        yield Ended(number, line.time, line.reason)
+
+
+def _state_of(elements: Iterable[Element], line: StateLine) -> State:
+    image = image_of_lines(elements, line)
+    try:
+        return state_of(image)
+    except (KeyError, ValueError, AssertionError, IndexError) as error:
+        raise LineError(f"the parts of the state do not go together: {failure_of(error)}") from error
+
+
+# -- plans -----------------------------------------------------------------------------------------------------------
 
 
 class Made(Struct, frozen=True):

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable, Mapping
 from math import isfinite, nan
 
-from ganger.scheduling.view_mirror import Mirror
 from ganger.v1 import job_pb2, scheduling_pb2
 from ganger.wire import resource_names as names
 from ganger.wire import times
+from ganger.wire.view_mirror import Mirror
 
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
