@@ -22,7 +22,7 @@ from typing import Any
 
 import click
 from ganger.injob.page import Page
-from ganger.v1 import resources_pb2, scheduling_pb2
+from ganger.v1 import job_pb2, resources_pb2, scheduling_pb2
 from ganger_daemon.devices.contract import UNREADABLE, Device
 from ganger_daemon.devices.inventory import device_type_of
 from ganger_daemon.devices.nvml import NoDriverError, NvmlDevices
@@ -42,7 +42,9 @@ MEBIBYTE = 1 << 20
 VIRTUAL_BYTES = 4 << 30
 SIZES, QUICK_SIZES = (10**9, 8 * 10**9), (10**9,)
 CYCLES, QUICK_CYCLES = 4, 2
-QUANTUM_S, SWITCHES, QUICK_SWITCHES = 5.0, 10, 4
+QUANTUM_S, SWITCHES, QUICK_SWITCHES, SLICED_BYTES = 5.0, 6, 4, 300 * 10**6
+# Quanta grow where switches take long.
+TURNS_S = 120.0
 MODEL_STEPS, QUICK_MODEL_STEPS = 3000, 1000
 HOOK_STEPS, QUICK_HOOK_STEPS = 4000, 1000
 PACK_ROUNDS, QUICK_PACK_ROUNDS, PACK_S = 2, 1, 4.0
@@ -113,10 +115,8 @@ EXAMPLES = Path(__file__).parent.parent / "examples" / "char_transformer"
 class GpuCases:
     """The cases, by name; each writes its figures to the report."""
 
-    def __init__(self, report: BenchReport, is_quick: bool, device_bytes: int) -> None:
-        """`device_bytes`: memory of the device; zero for a virtual one."""
-        self._report, self._is_quick, self._is_virtual = report, is_quick, not device_bytes
-        self._device_bytes = device_bytes or VIRTUAL_BYTES
+    def __init__(self, report: BenchReport, is_quick: bool, is_virtual: bool) -> None:
+        self._report, self._is_quick, self._is_virtual = report, is_quick, is_virtual
         of_driver = {} if self._is_virtual else {"process": self.process, "image": self.image}
         self.cases: dict[str, Callable[[], None]] = {
             **of_driver,
@@ -186,6 +186,8 @@ class GpuCases:
                     f"{job} goes on",
                 )
         for part, each in watch.parts({epoch: 0}).items():
+            if level == "pause" and part != "first_step":
+                continue
             self._report.samples({"case": name, "part": part, "seconds": seconds} for seconds in each)
             self._report.figure(f"{name}_{part}_p50_seconds", quantile(each, 0.5))
             # The first OFFLOAD page-locks the arena.
@@ -212,10 +214,10 @@ class GpuCases:
         those of a run alone. Two runs alone are compared first: a kernel may be indeterminate by itself."""
         steps = QUICK_MODEL_STEPS if self._is_quick else MODEL_STEPS
         with self._cluster("--policy", "fifo", "--no-planner", nodes=2) as cluster:
-            alone = [_Run.alone(cluster.directory / f"alone-{number}", steps) for number in range(2)]
-            results = [run.result() for run in alone]
-            self._report.figure("identity_alone_twice_equal", float(results[0] == results[1]))
             for form in ("attached", "plain"):
+                alone = [_Run.alone(cluster.directory / f"{form}-{number}", form, steps) for number in range(2)]
+                results = [run.result() for run in alone]
+                self._report.figure(f"identity_{form}_alone_twice_equal", float(results[0] == results[1]))
                 self._report.say(f"identity: {form}, suspended and moved")
                 run = _Run.under(cluster, cluster.directory / form, form, steps)
                 for order in (("suspend", "--level", "pause"), ("suspend", "--level", "offload"), ("move",)):
@@ -247,20 +249,35 @@ class GpuCases:
                 self._report.figure(f"{name}_pause_over_raw_ratio", pause / (size / raw))
 
     def slice(self) -> None:
-        """Two jobs take turns on the device in slices of five seconds: both stay in its memory, or each leaves it."""
-        for level, share in (("pause", 0.0), ("offload", 0.55)):
-            with self._cluster("--policy", "gandiva", "--quantum", f"{QUANTUM_S:g}s") as cluster:
-                self._slice(cluster, f"slice_{level}", int(share * self._device_bytes))
+        """Two jobs take turns on the device in slices of five seconds, by a plan: at the end of its slice a job stays
+        in the memory of the device, or leaves it."""
+        for level in (job_pb2.SUSPEND_LEVEL_PAUSE, job_pb2.SUSPEND_LEVEL_OFFLOAD):
+            with self._cluster("--policy", "gandiva", "--quantum", f"{QUANTUM_S:g}s", "--no-planner") as cluster:
+                name = job_pb2.SuspendLevel.Name(level).rpartition("_")[2].lower()
+                self._slice(cluster, f"slice_{name}", level)
 
-    def _slice(self, cluster: BenchCluster, name: str, gpu_memory_bytes: int) -> None:
+    def _slice(self, cluster: BenchCluster, name: str, level: job_pb2.SuspendLevel.ValueType) -> None:
         wanted = QUICK_SWITCHES if self._is_quick else SWITCHES
-        notes = [self._submit(cluster, 10**9, gpu_memory_bytes=gpu_memory_bytes)[1] for _ in range(2)]
+        size = SLICED_BYTES
+        pair = [self._enter(cluster, size) for _ in range(2)]
+        jobs, notes = [job for job, _ in pair], [path for _, path in pair]
+        rows = [
+            scheduling_pb2.SliceChange(slices=[number], claims=[_claim(size, False)], level=level)
+            for number in range(2)
+        ]
+        for row in rows:
+            row.quantum.FromMilliseconds(int(1000 * QUANTUM_S))
+        ForcedPlans(cluster).until_agreed(
+            {job: {"slice": row, "group": 1} for job, row in zip(jobs, rows, strict=True)}
+        )
+        for path in notes:
+            cluster.until(lambda path=path: len(steps_of(path)) >= 20, START_S, "both jobs train")  # type: ignore[misc]
         with PageWatch(cluster) as watch:
             began = _now()
             self._report.say(f"{name}: {wanted} switches")
             cluster.until(
                 lambda: len(turns_of([_since(path, began) for path in notes])) > wanted + 1,
-                4 * QUANTUM_S * wanted,
+                TURNS_S,
                 "the jobs take turns",
             )
             ended = _now()
@@ -317,22 +334,24 @@ class GpuCases:
         workload: tuple[str, str] = ("0.002", "64"),
         plans: ForcedPlans | None = None,
         is_shared: bool = False,
-        gpu_memory_bytes: int = 0,
     ) -> tuple[str, Path]:
         """Return the job and its notes, once it trains. With `plans` it starts by a plan, on a device that it may
         share."""
-        notes = cluster.directory / f"notes-{len(list(cluster.directory.glob('notes-*')))}"
-        notes.touch()
-        script = self._script(cluster, "job.py", JOB)
-        submitted = cluster.ganger(
-            *("submit", *_wants(size, gpu_memory_bytes), "--directory", str(cluster.directory), "--json", "--"),
-            *(sys.executable, script, str(size), str(notes), *workload),
-        )
-        job = str(json.loads(submitted)["name"])
+        job, notes = self._enter(cluster, size, workload)
         if plans is not None:
             plans.until_approved(job, start=scheduling_pb2.StartChange(claims=[_claim(size, is_shared)]))
         cluster.until(lambda: len(steps_of(notes)) >= 20, START_S, f"{job} trains")
         return job, notes
+
+    def _enter(self, cluster: BenchCluster, size: int, workload: tuple[str, str] = ("0.002", "64")) -> tuple[str, Path]:
+        notes = cluster.directory / f"notes-{len(list(cluster.directory.glob('notes-*')))}"
+        notes.touch()
+        script = self._script(cluster, "job.py", JOB)
+        submitted = cluster.ganger(
+            *("submit", *_wants(size), "--directory", str(cluster.directory), "--json", "--"),
+            *(sys.executable, script, str(size), str(notes), *workload),
+        )
+        return str(json.loads(submitted)["name"]), notes
 
 
 class DeviceMemory:
@@ -366,10 +385,10 @@ class _Run:
         self._process: subprocess.Popen[bytes] | None = None
 
     @classmethod
-    def alone(cls, directory: Path, steps: int) -> _Run:
+    def alone(cls, directory: Path, form: str, steps: int) -> _Run:
         run = cls(directory)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-        run._process = subprocess.Popen(run._command("plain", steps), env=environment, stdin=subprocess.DEVNULL)
+        run._process = subprocess.Popen(run._command(form, steps), env=environment, stdin=subprocess.DEVNULL)
         return run
 
     @classmethod
@@ -416,7 +435,7 @@ def main(quick: bool = False, only: str = "", virtual: bool = False) -> dict[str
     if not devices and not virtual:
         return {"name": "gpu", "skipped": "this machine has no GPU with a driver that answers"}
     report = BenchReport("gpu")
-    cases = GpuCases(report, quick, 0 if virtual else devices[0].memory_bytes).cases
+    cases = GpuCases(report, quick, virtual).cases
     if only and only not in cases:
         raise ValueError(f"there is no case {only!r}: there are {', '.join(cases)}")
     failed: dict[str, str] = {}
@@ -448,11 +467,11 @@ def devices_here() -> tuple[str, tuple[Device, ...], Mapping[str, str]]:
     return found.driver, found.devices, capabilities
 
 
-def _wants(size: int, gpu_memory_bytes: int = 0) -> tuple[str, ...]:
-    """Options of a job with so many bytes of state, and a request for as much device memory or more."""
+def _wants(size: int) -> tuple[str, ...]:
+    """Options of a job with so many bytes of state."""
     return (
         *("--gpus", "1", "--cpus-per-gpu", "1", "--memory", f"{(2 * size >> 20) + 3072}M"),
-        *("--gpu-memory", f"{(max(size + 256 * MEBIBYTE, gpu_memory_bytes) >> 20)}M", "--checkpoint-every", "never"),
+        *("--gpu-memory", f"{(size >> 20) + 256}M", "--checkpoint-every", "never"),
     )
 
 

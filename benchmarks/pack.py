@@ -178,14 +178,21 @@ class ForcedPlans:
 
     def until_approved(self, job: str, **change: Any) -> None:
         """What it is, and what is free, the master knows only once the daemon has told."""
-        self._cluster.until(lambda: self._is_approved(job, change), ORDER_S, f"{[*change]} of {job} is approved")
+        self.until_agreed({job: change})
 
-    def _is_approved(self, job: str, change: Mapping[str, Any]) -> bool:
-        revision = int(_show(self._cluster, job)["revision"])
+    def until_agreed(self, changes: Mapping[str, Mapping[str, Any]]) -> None:
+        """Propose changes of several jobs as one plan."""
+        self._cluster.until(lambda: self._are_approved(changes), ORDER_S, f"{dict(changes)} is approved")
+
+    def _are_approved(self, changes: Mapping[str, Mapping[str, Any]]) -> bool:
+        proposed = [
+            scheduling_pb2.Change(job=job, revision=int(_show(self._cluster, job)["revision"]), **change)
+            for job, change in changes.items()
+        ]
         with open_channel(read_endpoint(self._cluster.master)) as channel:
             stub: Any = scheduling_pb2_grpc.SchedulingServiceStub(channel)
-            plan = scheduling_pb2.Plan(changes=[scheduling_pb2.Change(job=job, revision=revision, **change)])
-            return bool(stub.ProposePlan(plan).verdicts[0].approved)
+            verdicts = stub.ProposePlan(scheduling_pb2.Plan(changes=proposed)).verdicts
+        return all(verdict.approved for verdict in verdicts)
 
 
 def shared_claim(is_shared: bool) -> resources_pb2.Claim:

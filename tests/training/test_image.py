@@ -13,7 +13,7 @@ import pytest
 import torch
 from ganger.injob import state_image
 from ganger.injob.state_image import ImageError
-from ganger.training import state_codec
+from ganger.training import image_io, state_codec
 from ganger.training.image_io import (
     ArenaSink,
     ArenaSource,
@@ -194,6 +194,32 @@ def test_an_arena_is_byte_identical_to_a_shard_and_fills_front_to_back(tmp_path:
     assert filled == sorted(filled)
     assert filled[-1] == plan.total_bytes
     assert max(b - a for a, b in zip([0, *filled], filled, strict=False)) <= state_image.CHUNK_BYTES
+
+
+@pytest.mark.parametrize("parts", [1, 3], ids=["one part", "several parts"])
+@pytest.mark.parametrize("room_parts", [2, 3], ids=["staging buffers", "room for all"])
+def test_bytes_of_a_device_arrive_in_order(parts: int, room_parts: int) -> None:
+    flat = torch.randint(0, 256, (parts * image_io.TRANSFER_BYTES - 100,), dtype=torch.uint8)
+    target = torch.empty(room_parts * image_io.TRANSFER_BYTES, dtype=torch.uint8)
+    views = [bytes(view) for view in image_io.copied_views(flat, target, ahead=2)]
+    assert b"".join(views) == bytes(image_io.host_view(flat))
+    assert len(views) == parts
+
+
+def test_what_a_device_copied_into_the_room_of_an_arena_is_only_counted() -> None:
+    arena = bytearray(300)
+    filled: list[int] = []
+    sink = ArenaSink(memoryview(arena), filled.append)
+    sink.put(b"a" * 100)
+    room = sink.room(150)
+    room[:] = b"b" * 150
+    sink.put(room[:50])
+    sink.put(room[50:])
+    sink.put(b"c" * 50)
+    assert bytes(arena) == b"a" * 100 + b"b" * 150 + b"c" * 50
+    assert filled == [100, 150, 250, 300]
+    with pytest.raises(ArenaTooSmallError):
+        sink.room(1)
 
 
 def test_an_arena_that_is_too_small_is_refused() -> None:

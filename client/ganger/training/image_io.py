@@ -10,6 +10,7 @@ import ctypes
 import errno
 import os
 import platform
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Callable, Protocol
@@ -25,6 +26,8 @@ from ganger.training.state_codec import device_model, dtype_named
 PIECE_BYTES = 256 << 10
 # Between host and device, and to storage, a call costs more.
 TRANSFER_BYTES = 4 << 20
+# Of copies from a device to memory that is not used again.
+COPIES_AHEAD = 16
 MAX_PENDING_PIECES = 512  # below IOV_MAX
 
 
@@ -96,6 +99,11 @@ class Sink(Protocol):
 
     def put(self, data: Any) -> None: ...
 
+    def room(self, size: int) -> memoryview | None:
+        """Return where the next `size` bytes will lie, for a device to copy them there; None if there is no such place.
+
+        `put` of a part of it then only counts. Raises ArenaTooSmallError."""
+
     def flush(self) -> None: ...
 
 
@@ -114,9 +122,10 @@ def write_image(plan: ImagePlan, sink: Sink) -> str:
     for tensor, offset in zip(plan.tensors, plan.offsets):
         if offset > position:
             put(bytes(offset - position))
-        for view in host_views(tensor):
-            for start in range(0, len(view), PIECE_BYTES):
-                put(view[start : start + PIECE_BYTES])
+        piece_bytes = PIECE_BYTES if tensor.device.type == "cpu" else TRANSFER_BYTES
+        for view in host_views(tensor, sink.room):
+            for start in range(0, len(view), piece_bytes):
+                put(view[start : start + piece_bytes])
         position = offset + tensor.numel() * tensor.element_size()
     put(bytes(preamble.data_bytes - position))
     trailer = digests.trailer()
@@ -125,30 +134,47 @@ def write_image(plan: ImagePlan, sink: Sink) -> str:
     return trailer[-8:][::-1].hex()
 
 
-def host_views(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor in logical order, in parts. Each is valid until the next one."""
+def host_views(
+    tensor: torch.Tensor, room: Callable[[int], memoryview | None] = lambda size: None
+) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in logical order, in parts. Each is valid until the next one.
+
+    Bytes of a device are copied to `room(size)` where there is one, else through two staging buffers.
+    """
     if tensor.numel() == 0:
         return
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if flat.device.type == "cpu":
         yield host_view(flat)
         return
-    # two staging buffers: the device copies into one while the other is hashed and written
-    staging = [_staging_buffer(min(TRANSFER_BYTES, flat.numel())) for _ in range(2)]
-    starts = list(range(0, flat.numel(), TRANSFER_BYTES))
-    pending: tuple[torch.Tensor, Any] | None = None
-    for number, start in enumerate(starts):
+    place = room(flat.numel())
+    if place is not None:
+        yield from copied_views(flat, torch.frombuffer(place, dtype=torch.uint8), COPIES_AHEAD)
+        return
+    size = min(TRANSFER_BYTES, flat.numel())
+    yield from copied_views(flat, _staging_buffer(2 * size), 2)
+
+
+def copied_views(flat: torch.Tensor, target: torch.Tensor, ahead: int) -> Iterator[memoryview]:
+    """Copy bytes of a device to host memory in parts of TRANSFER_BYTES, and yield each part once it is there.
+
+    Up to `ahead` parts are under way at a time: the device copies while those before are hashed and written. A target
+    that is shorter than `flat` is used again from its start.
+    """
+    under_way: deque[tuple[torch.Tensor, Any]] = deque()
+    for start in range(0, flat.numel(), TRANSFER_BYTES):
         part = flat[start : start + TRANSFER_BYTES]
-        target = staging[number % 2][: part.numel()]
-        target.copy_(part, non_blocking=True)
+        at = start % target.numel()
+        if len(under_way) == ahead:
+            yield _when_copied(*under_way.popleft())
+        place = target[at : at + part.numel()]
+        place.copy_(part, non_blocking=True)
         done: Any = torch.cuda.Event() if flat.is_cuda else None  # type: ignore[no-untyped-call]
         if done is not None:
             done.record(torch.cuda.current_stream(flat.device))
-        if pending is not None:
-            yield _when_copied(*pending)
-        pending = (target, done)
-    if pending is not None:
-        yield _when_copied(*pending)
+        under_way.append((place, done))
+    while under_way:
+        yield _when_copied(*under_way.popleft())
 
 
 def _staging_buffer(size: int) -> torch.Tensor:
@@ -190,6 +216,9 @@ class FileSink:
         if len(view) >= 64 << 10 or self._pending_bytes >= 1 << 20 or len(self._pending) >= MAX_PENDING_PIECES:
             self.flush()
 
+    def room(self, size: int) -> memoryview | None:
+        return None
+
     def flush(self) -> None:
         while self._pending:
             written = os.writev(self._descriptor, self._pending)
@@ -208,6 +237,7 @@ class ArenaSink:
 
     def __init__(self, arena: memoryview, progress: Callable[[int], None]) -> None:
         self._arena = arena
+        self._address = _address(arena)
         self._progress = progress
         self._filled = 0
 
@@ -216,13 +246,24 @@ class ArenaSink:
         start, end = self._filled, self._filled + len(view)
         if end > len(self._arena):
             raise ArenaTooSmallError(end, len(self._arena))
-        if len(view):
+        if len(view) and self._address + start != _address(view):
             _copy(self._arena[start:end], view)
         self._filled = end
         self._progress(end)
 
+    def room(self, size: int) -> memoryview:
+        end = self._filled + size
+        if end > len(self._arena):
+            raise ArenaTooSmallError(end, len(self._arena))
+        return self._arena[self._filled : end]
+
     def flush(self) -> None:
         pass
+
+
+def _address(view: memoryview) -> int:
+    """Where its memory is; zero for memory that cannot be written, in which no arena lies."""
+    return 0 if view.readonly else ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def _copy(target: memoryview, source: memoryview) -> None:
