@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
+
 from faultsim.fault_cluster import FaultCluster
 from faultsim.rows_of_daemons import DaemonTurns
 from ganger.cluster.capacity_index import CapacityIndex
@@ -13,19 +16,20 @@ from ganger_master.core.commands import DrainNode, ProposePlan, UncordonNode
 from ganger_master.core.job_model import JobSpec
 from ganger_master.core.settings import CoreSettings
 from ganger_master.planner.colocation_rates import ColocationRates
+from ganger_master.planner.context import ClusterChange, PlannerSettings, context_of
 from ganger_master.planner.job_measures import AttainedService
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migrate_stage import plan_moves
-from ganger_master.planner.migration_context import MigrationMemory, MigrationTerms
-from ganger_master.planner.refusal_backoff import NONE_EXCLUDED
+from ganger_master.planner.migration_context import MigrationMemory
 from ganger_master.planner.sharing_stage import NOTHING, plan_shared
 from ganger_master.policies import policy_named
+from ganger_master.policies.job_facts import Capacity
 from ganger_master.rpc.planner_messages import live_job_from_wire, live_job_to_wire
 
 _GIB = 1 << 30
 SERVER = parse_topology("2x2", name="v4", millicores=16_000, memory_bytes=64 * _GIB, device_memory_bytes=2 * _GIB)
 QUANTUM_S, PASS_S = 20.0, 4.0
-PLACEMENT = policy_named("gandiva").placement
+POLICY = policy_named("gandiva")
 
 
 class Shared:
@@ -73,26 +77,20 @@ class Shared:
             message = scheduling_pb2.LiveJob()
             live_job_to_wire(job, state.gangs.get(job.epoch), message)
             table.put(*live_job_from_wire(message))
-        found, self.remembered, _ = plan_shared(
-            PLACEMENT,
+        view = state.view.copy()
+        context = context_of(
+            POLICY,
             table,
+            CapacityIndex(view),
             now,
-            CapacityIndex(state.view.copy()),
-            before,
-            self.together,
-            4 * len(state.nodes),
-            QUANTUM_S,
-            turn_s=QUANTUM_S,
-            received_s=self.attained.received_s,
-            draining=tuple(state.nodes.draining),
+            settings=PlannerSettings(capacity=Capacity(4 * len(state.nodes), math.inf, math.inf, 4), look_s=QUANTUM_S),
+            cluster=ClusterChange(view, draining=tuple(state.nodes.draining)),
+            rates=SimpleNamespace(together=self.together, received_s=self.attained.received_s),
+            may_preempt=False,
         )
+        found, self.remembered, _ = plan_shared(context, before, QUANTUM_S)
         if not found.changes:
-            terms = MigrationTerms(PLACEMENT, tuple(state.nodes.draining), holes=False)
-            moved, self.moving, _, _ = plan_moves(
-                lambda kept_out, may_stop, found=found: found, terms, table, now, CapacityIndex(state.view.copy()),
-                self.moving,
-                NONE_EXCLUDED, False,
-            )  # fmt: skip
+            moved, self.moving, _, _ = plan_moves(lambda _, found=found: found, context, self.moving, makes_room=False)
             found = moved
         if found.changes:
             answer = self.cluster.ask(ProposePlan(found.changes))

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
+
 import pytest
 from core.drive import GIB
 from core.test_colocation import Packing as Drive
 from core.test_colocation import small
 from ganger.cluster.capacity_index import CapacityIndex
-from ganger.cluster.preferences import BEST_FIT
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.commands import CancelJob
 from ganger_master.core.gang_model import ObservedPhase
 from ganger_master.core.job_model import Capabilities, SuspendLevel
 from ganger_master.core.plan_changes import TrialFinding
 from ganger_master.planner.colocation_stage import OrderColocation, plan_packing
-from ganger_master.planner.colocations import JobRates
+from ganger_master.planner.context import PlanContext, PlannerSettings, context_of
+from ganger_master.planner.job_measures import JobRates
 from ganger_master.planner.job_table import LiveTable
+from ganger_master.planner.plan_pace import PlanPace
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
+from ganger_master.policies import policy_named
 from ganger_master.policies.colocation_choice import LEAST_SPEED
+from ganger_master.policies.job_facts import Capacity
 from ganger_master.rpc.planner_messages import live_job_from_wire, live_job_to_wire
 from msgspec.structs import replace
 from planner.test_packs_pass import SLOWER, STEADY
 from planner.test_packs_pass import Seen as Measured
 
+POLICY = policy_named("las+best-fit+packs")
 EVERY_S = 300.0
 LONG_S = 2 * EVERY_S
 
@@ -50,12 +57,17 @@ class Colocated(Drive):
             table.put(*live_job_from_wire(scheduling_pb2.LiveJob.FromString(message.SerializeToString())))
         return table
 
+    def context(
+        self, seen: JobRates | None = None, kept_out: ExcludedJobs = NONE_EXCLUDED, gpus: int = 32
+    ) -> PlanContext:
+        settings = PlannerSettings(PlanPace(EVERY_S), capacity=Capacity(gpus, math.inf, math.inf, 4))
+        rates, room = SimpleNamespace(together=seen or Measured()), CapacityIndex(self.state.view.copy())
+        return context_of(POLICY, self.table(), room, self.now, settings=settings, rates=rates, excluded=kept_out)
+
     def plan(self, seen: JobRates | None = None, kept_out: ExcludedJobs = NONE_EXCLUDED) -> list[tuple[str, int]]:
         """Return the kinds and jobs of the changes that the master has approved."""
-        before, view = self.packing, self.state.view.copy()
-        changes, self.packing, self.found = plan_packing(
-            before, BEST_FIT, self.table(), CapacityIndex(view), self.now, seen or Measured(), 32, EVERY_S, kept_out
-        )
+        before = self.packing
+        changes, self.packing, self.found = plan_packing(before, self.context(seen, kept_out))
         answers = self.propose(*changes) if changes else []
         refused = {change.number for change, refusal in zip(changes, answers, strict=True) if refusal is not None}
         self.packing = self.packing.without(before, refused)
@@ -174,10 +186,8 @@ def test_a_job_may_be_co_located_if_it_can_be_parked_at_checkpoint(can: str, pac
 def test_a_rejected_migration_does_not_count_as_a_trial() -> None:
     drive = Colocated()
     drive.wait_for(4)
-    before, view = drive.packing, drive.state.view.copy()
-    changes, packing, _ = plan_packing(
-        before, BEST_FIT, drive.table(), CapacityIndex(view), drive.now, Measured(), 32, EVERY_S
-    )
+    before = drive.packing
+    changes, packing, _ = plan_packing(before, drive.context())
     (moved,) = [change.number for change in changes if change.kind == "MOVE"]
     assert packing.without(before, frozenset({moved})).packs.packs == ()
     assert len(packing.without(before, frozenset()).packs.packs) == 1
@@ -247,16 +257,7 @@ def test_a_co_location_ends_when_one_of_its_jobs_gets_a_time_limit() -> None:
 def test_a_co_location_that_would_be_rejected_again_counts_as_failed() -> None:
     drive = Colocated(jobs=4)
     drive.wait_for(1)
-    changes, packing, _ = plan_packing(
-        drive.packing,
-        BEST_FIT,
-        drive.table(),
-        CapacityIndex(drive.state.view.copy()),
-        drive.now,
-        Measured(),
-        8,
-        EVERY_S,
-    )
+    changes, packing, _ = plan_packing(drive.packing, drive.context(gpus=8))
     (moved,) = [change.number for change in changes if change.kind == "MOVE"]
     refused = frozenset({moved})
     for_now, for_long = packing.without(drive.packing, refused), packing.without(drive.packing, refused, refused)
@@ -269,11 +270,10 @@ def test_a_co_location_that_would_be_rejected_again_counts_as_failed() -> None:
 def test_no_job_migrates_to_an_unavailable_node() -> None:
     drive = Colocated()
     drive.wait_for(4)
-    view = drive.state.view.copy()
+    context = drive.context()
+    view = context.room.view
     view.available[view.slots["n1"]] = False
-    changes, packing, _ = plan_packing(
-        drive.packing, BEST_FIT, drive.table(), CapacityIndex(view), drive.now, Measured(), 32, EVERY_S
-    )
+    changes, packing, _ = plan_packing(drive.packing, context)
     assert changes == ()
     assert packing.packs.tried == 0
 

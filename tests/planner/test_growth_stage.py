@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from types import SimpleNamespace
 
 from core.drive import job_of
 from core.elastic_worlds import World, elastic
 from ganger.cluster.capacity_index import CapacityIndex
-from ganger.cluster.preferences import BEST_FIT
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import CancelJob, ProposePlan
 from ganger_master.core.gang_model import ObservedPhase
 from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.plan_changes import CoresChange, Goal, MoveChange, ResizeChange, StartChange, SuspendChange
-from ganger_master.planner.context import PlanDraft
+from ganger_master.planner.context import PlanContext, PlanDraft, PlannerSettings, context_of
 from ganger_master.planner.growth_stage import GrowthTrials, Sizes, plan_sizes
 from ganger_master.planner.job_measures import SpeedsByGpus
 from ganger_master.planner.job_table import LiveTable
+from ganger_master.planner.plan_pace import PlanPace
+from ganger_master.policies import policy_named
 from ganger_master.policies.trials import TrialPace
 from ganger_master.rpc.planner_messages import live_job_from_wire, live_job_to_wire
 from msgspec.structs import replace
 
 IDLE_S = 60.0
 WINDOW_S = 10.0
+
+
+POLICY = policy_named("fifo+best-fit+elastic")
 
 
 class Planned(World):
@@ -61,6 +67,10 @@ class Planned(World):
                     self.done[number] = self.done.get(number, 0.0) + self.rates[devices] * wobble
                     self.speeds.record(number, int(1000 * self.done[number]), self.now, self.now)
 
+    def context(self, room: CapacityIndex) -> PlanContext:
+        settings, rates = PlannerSettings(PlanPace(IDLE_S)), SimpleNamespace(speeds=self.speeds)
+        return context_of(POLICY, self.table(), room, self.now, settings=settings, rates=rates)
+
     def plan(self) -> Sizes:
         """Plan changes of size, and have the master approve them."""
         room = self.room
@@ -68,7 +78,7 @@ class Planned(World):
         for row in self.state.view.rows():
             room.view.put(row)
         before = [row.free_mask for row in room.view.rows()]
-        found, growing = plan_sizes(BEST_FIT, self.table(), self.now, room, self.speeds, self.growing, IDLE_S)
+        found, growing = plan_sizes(self.context(room), self.growing)
         assert [row.free_mask for row in room.view.rows()] == before, "the capacity index is unchanged"
         if found.changes:
             answer = self.step(ProposePlan(found.changes))
@@ -195,7 +205,7 @@ def test_a_rejected_growth_is_not_proposed_again_at_once() -> None:
     drive.plan()
     drive.trains(IDLE_S + 100.0)
     room = CapacityIndex(drive.state.view.copy())
-    found, growing = plan_sizes(BEST_FIT, drive.table(), drive.now, room, drive.speeds, drive.growing, IDLE_S)
+    found, growing = plan_sizes(drive.context(room), drive.growing)
     assert [change.number for change in found.changes] == [number]
     drive.growing = growing.without([number], drive.now)
     assert drive.plan().changes == ()
@@ -229,10 +239,10 @@ def test_the_next_stage_drops_an_atomic_group_with_a_job_whose_size_changes() ->
 def test_busy_and_time_sliced_jobs_keep_their_sizes() -> None:
     drive, number = fully_grown()
     drive.submit(job_of(2))
-    table, room = drive.table(), CapacityIndex(drive.state.view.copy())
-    arguments = (BEST_FIT, table, drive.now, room, drive.speeds, drive.growing, IDLE_S)
-    assert [change.number for change in plan_sizes(*arguments)[0].changes] == [number]
-    assert plan_sizes(*arguments, {number})[0] == Sizes()
+    context = drive.context(CapacityIndex(drive.state.view.copy()))
+    assert [change.number for change in plan_sizes(context, drive.growing)[0].changes] == [number]
+    busy = dataclasses.replace(context, on_trial=frozenset({number}))
+    assert plan_sizes(busy, drive.growing)[0] == Sizes()
     job, gang = drive.job(number), drive.state.gangs[drive.job(number).epoch]
-    table.put(job, replace(gang, node_set=1))
-    assert plan_sizes(*arguments)[0] == Sizes()
+    context.jobs.put(job, replace(gang, node_set=1))
+    assert plan_sizes(context, drive.growing)[0] == Sizes()

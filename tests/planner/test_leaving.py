@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from dataclasses import replace as replace_of
+from types import SimpleNamespace
 
 import pytest
 from core.drive import SERVER
@@ -15,9 +18,11 @@ from ganger_master.core.commands import CancelJob, OpenSession, ProposePlan
 from ganger_master.core.gang_model import GangIntent, GangPhase, ObservedPhase
 from ganger_master.core.plan_changes import PlanChange
 from ganger_master.planner.colocations import with_refusals
+from ganger_master.planner.context import PlanContext, PlannerSettings, context_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.sharing_stage import NOTHING, plan_shared
 from ganger_master.planner.timeslice_exits import follow
+from ganger_master.policies.job_facts import Capacity
 from ganger_master.rpc.planner_messages import live_job_from_wire, live_job_to_wire
 from msgspec.structs import replace
 from planner.test_matrices import POLICY, Sharing
@@ -88,19 +93,18 @@ class InTurns(Sharing):
                 self.runs(change.number)
         return sorted((change.kind, change.number) for change in changes)
 
-    def asked(self) -> tuple[PlanChange, ...]:
-        view = self.state.view.copy()
-        found, self.remembered, _ = plan_shared(
-            POLICY.placement,
+    def context(self, later_s: float = 0.0) -> PlanContext:
+        return context_of(
+            POLICY,
             self.table(),
-            self.now,
-            CapacityIndex(view),
-            self.remembered,
-            self.seen_by,
-            4,
-            QUANTUM_S,
-            turn_s=QUANTUM_S,
+            CapacityIndex(self.state.view.copy()),
+            self.now + later_s,
+            settings=PlannerSettings(capacity=Capacity(4, math.inf, math.inf, 4), look_s=QUANTUM_S),
+            rates=SimpleNamespace(together=self.seen_by, received_s={}),
         )
+
+    def asked(self) -> tuple[PlanChange, ...]:
+        found, self.remembered, _ = plan_shared(self.context(), self.remembered, QUANTUM_S)
         soon = found.next_change_s <= self.now + QUANTUM_S
         assert soon or not self.state.gangs.sets, "a time-sliced job is considered again"
         return found.changes
@@ -255,8 +259,8 @@ def test_no_job_on_its_way_is_waited_for_longer_than_any_copy_takes() -> None:
     drive.seen_by = Seen(frozenset(drive.numbers) - {*drive.together})
     drive.later()
     packs = drive.remembered.packs
-    assert follow(packs, drive.table(), drive.state.view, drive.now + 60.0, drive.seen_by)[1].leaving == packs.leaving
-    changes, after = follow(packs, drive.table(), drive.state.view, drive.now + 300.0, drive.seen_by)
+    assert follow(packs, drive.context(60.0))[1].leaving == packs.leaving
+    changes, after = follow(packs, drive.context(300.0))
     assert (changes, after.leaving) == ((), ())
 
 
@@ -269,7 +273,7 @@ def test_a_host_that_moves_away_is_not_waited_for() -> None:
     table = drive.table()
     job, gang = drive.job(host), drive.state.gangs[drive.job(host).epoch]
     table.put(job, replace(gang, phase=GangPhase.MOVING))
-    changes, after = follow(drive.remembered.packs, table, drive.state.view, drive.now, drive.seen_by)
+    changes, after = follow(drive.remembered.packs, replace_of(drive.context(), jobs=table))
     assert (changes, len(after.leaving)) == ((), 1)
 
 

@@ -31,6 +31,7 @@ from ganger_master.core.job_model import Capabilities, JobSpec, SuspendLevel
 from ganger_master.core.plan_changes import Goal, PlanChange, StartChange, SuspendChange
 from ganger_master.core.settings import CoreSettings
 from ganger_master.planner import matrices, sharing_stage
+from ganger_master.planner.context import ClusterChange, context_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.planner.sharing_stage import plan_matrices
@@ -85,16 +86,9 @@ class Sharing(Drive):
         view = self.state.view.copy()
         rows = [replace(row, version=0) for row in view.rows()]
         changing = [one.number for one in self.state.gangs.sets.values() if one.coming is not None]
-        found = plan_matrices(
-            POLICY.placement,
-            table,
-            self.now,
-            CapacityIndex(view),
-            quantum_s,
-            kept_out,
-            fairness=fairness,
-            changing=changing,
-        )
+        cluster = ClusterChange(view, changing=frozenset(changing))
+        context = context_of(POLICY, table, CapacityIndex(view), self.now, cluster=cluster, excluded=kept_out)
+        found = plan_matrices(context, quantum_s, fairness=fairness)
         assert rows == [replace(row, version=0) for row in view.rows()], "the view is left as it was"
         return found.changes
 

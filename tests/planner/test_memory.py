@@ -395,5 +395,5 @@ def test_an_old_note_of_any_moment_moves_no_job_again() -> None:
     for one in notes:
         drive.moving = anew(msgspec.msgpack.decode(one, type=PlannerMemory)).moving
         assert drive.proposed() == []
-        assert drive.moving.errands == ()
+        assert drive.moving.plans == ()
         assert drive.findings == ()

@@ -4,6 +4,7 @@ becomes of it when something else happens meanwhile. (4 s)"""
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 from core.drive import GIB, job_of
@@ -16,10 +17,10 @@ from ganger_master.core.gang_model import ObservedPhase
 from ganger_master.core.job_model import JobSpec, SuspendLevel
 from ganger_master.core.plan_changes import Goal, MoveChange, SuspendChange, TrialFinding
 from ganger_master.estimators.slowdown import LocalityPoint
-from ganger_master.planner.context import PlanDraft, context_of
+from ganger_master.planner.context import ClusterChange, PlanDraft, context_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migrate_stage import moves_no_job, plan_moves
-from ganger_master.planner.migration_context import MigrationMemory, MigrationTerms
+from ganger_master.planner.migration_context import MigrationMemory
 from ganger_master.planner.migration_outcomes import MigrationOutcomes
 from ganger_master.planner.migration_plans import LONGEST_S
 from ganger_master.planner.plan import plan
@@ -77,32 +78,27 @@ class Moved(Planned):
             table.put(*self.as_told(job))
         view = self.state.view.copy()
         rows = [replace(row, version=0) for row in view.rows()]
-        room = CapacityIndex(view)
-        policy = self.policy
-
-        def inner(kept_out: ExcludedJobs, may_stop: bool) -> PlanDraft:
-            more = {"may_preempt": may_stop, "excluded": kept_out, "order": policy.order}
-            return plan(context_of(policy, table, room, self.now, **more))
-
-        terms = MigrationTerms(
-            policy.placement,
-            tuple(self.state.nodes.draining),
-            is_strict=policy.order.is_strict,
-            per_hour=self.per_hour,
-            rated=self.rates,
+        draining = tuple(self.state.nodes.draining)
+        context = context_of(
+            self.policy,
+            table,
+            CapacityIndex(view),
+            self.now,
+            order=self.policy.order,
+            cluster=ClusterChange(view, draining=draining, moves_per_hour=self.per_hour),
+            rates=SimpleNamespace(together=self.rates),
+            may_preempt=may_stop,
+            excluded=kept_out,
         )
-        is_idle = moves_no_job(self.moving, terms, table, self.now, room)
-        found, self.moving, self.findings, self.again_s = plan_moves(
-            inner, terms, table, self.now, room, self.moving, kept_out, may_stop
-        )
+        is_idle = moves_no_job(self.moving, context)
+        found, self.moving, self.findings, self.again_s = plan_moves(plan, context, self.moving)
         if is_idle and not may_stop:
-            assert (found.changes, self.findings, self.moving.errands) == ((), (), ())
+            assert (found.changes, self.findings, self.moving.plans) == ((), (), ())
         twins = [
-            plan_moves(inner, terms, table, self.now, room, self.moving, kept_out, may_stop, is_news=is_news)
-            for is_news in (True, False)
+            plan_moves(plan, dataclasses.replace(context, is_news=is_news), self.moving) for is_news in (True, False)
         ]
         assert [twin[0].changes for twin in twins] == [twins[0][0].changes] * 2, "without news it is the same"
-        assert [twin[1].errands for twin in twins] == [twins[0][1].errands] * 2
+        assert [twin[1].plans for twin in twins] == [twins[0][1].plans] * 2
         assert rows == [replace(row, version=0) for row in view.rows()], "the view is left as it was"
         return found
 
@@ -173,7 +169,7 @@ def test_a_hole_is_made_once_the_gang_has_waited_as_long_as_it_costs_and_is_kept
     assert drive.proposed() == [("START", large)]
     assert drive.node_of(large) == node
     assert drive.proposed() == []
-    assert drive.moving.errands == ()
+    assert drive.moving.plans == ()
     assert drive.job(other).state == "PENDING"
 
 
@@ -205,7 +201,7 @@ def test_when_the_gang_is_gone_no_other_job_moves_for_it() -> None:
     drive.step(CancelJob(large))
     drive.moves(moved)
     assert drive.proposed() == []
-    assert (drive.moving.errands, drive.state.queue.promised) == ((), {})
+    assert (drive.moving.plans, drive.state.queue.promised) == ((), {})
 
 
 def test_an_errand_whose_place_is_taken_is_given_up_and_another_found() -> None:
@@ -227,7 +223,7 @@ def test_a_job_that_goes_elsewhere_ends_the_migration_plan_for_all() -> None:
     ((_, moved),) = drive.proposed()
     drive.now += LONGEST_S
     drive.found()
-    assert drive.moving.errands == ()
+    assert drive.moving.plans == ()
     assert drive.job(moved).next_epoch, "what was begun goes on"
 
 
@@ -356,7 +352,7 @@ def between(*gpus: int) -> tuple[Moved, int, list[int]]:
     assert len(drive.state.gangs[drive.job(pair).epoch].claims) == 2
     drive.rates.rates[pair] = 10.0
     seen = (LocalityPoint(2, 2, 0.6, LocalityLevel.CLUSTER), LocalityPoint(2, 1, 0.95, LocalityLevel.SOCKET))
-    drive.moving = MigrationMemory(brought=MigrationOutcomes(points={"alike": seen}))
+    drive.moving = MigrationMemory(outcomes=MigrationOutcomes(points={"alike": seen}))
     return drive, pair, others
 
 
@@ -387,7 +383,7 @@ def test_a_pair_that_lies_apart_is_moved_closer_and_stays_if_it_is_faster() -> N
     (told,) = [one for one in drive.told if one.kind == "change_kept"]
     assert told.figures["goal"] == "LOCALITY"
     # What was learned of it is known of all like it: two points say so now.
-    assert 0.6 < drive.moving.brought.locality("alike").relative_speed(2, 2, LocalityLevel.CLUSTER) < 0.75
+    assert 0.6 < drive.moving.outcomes.locality("alike").relative_speed(2, 2, LocalityLevel.CLUSTER) < 0.75
 
 
 def test_a_pair_that_is_no_faster_together_is_not_tried_again_nor_are_others_like_it() -> None:
@@ -401,8 +397,8 @@ def test_a_pair_that_is_no_faster_together_is_not_tried_again_nor_are_others_lik
     assert finding.gain == pytest.approx(1.0, rel=0.01)
     node = drive.node_of(pair)
     assert finding.detail == "64 windows leave that open; it stays: the way back would take more than it saves"
-    assert drive.moving.brought.failed.holds(("alike", frozenset([node])), drive.now)
-    assert drive.moving.brought.locality("alike").relative_speed(2, 2, LocalityLevel.CLUSTER) > 0.75
+    assert drive.moving.outcomes.failed.holds(("alike", frozenset([node])), drive.now)
+    assert drive.moving.outcomes.locality("alike").relative_speed(2, 2, LocalityLevel.CLUSTER) > 0.75
 
 
 def test_a_pair_of_which_too_little_is_left_stays_apart() -> None:
@@ -478,20 +474,20 @@ def test_a_job_parked_on_its_way_is_judged_by_its_rate_before_that() -> None:
     (finding,) = drive.findings
     assert (finding.number, finding.goal, finding.kept) == (pair, Goal.LOCALITY, True)
     assert finding.gain == pytest.approx(1.4, rel=0.02)
-    assert len(drive.moving.brought.points["alike"]) == 3
+    assert len(drive.moving.outcomes.points["alike"]) == 3
 
 
 def test_a_job_that_did_not_move_after_all_is_not_judged() -> None:
     drive, pair = resting_on_its_way()
-    assert drive.moving.brought.trials.keys() == {pair}
-    drive.moving = dataclasses.replace(drive.moving, errands=())
+    assert drive.moving.outcomes.trials.keys() == {pair}
+    drive.moving = dataclasses.replace(drive.moving, plans=())
     assert drive.proposed() == [("RESUME", pair)]
     drive.runs(pair)
     drive.rates.rates[pair] = 10.0
     drive.now += 20.0
     assert drive.proposed() == []
     assert drive.findings == ()
-    assert drive.moving.brought.trials == {}
+    assert drive.moving.outcomes.trials == {}
 
 
 def slower_together() -> tuple[Moved, int, tuple[str, ...]]:
@@ -521,7 +517,7 @@ def test_a_move_that_did_not_help_is_undone_and_not_made_again() -> None:
     for _ in range(5):
         drive.now += 700.0
         assert drive.proposed() == []
-    assert drive.moving.brought.owed == {}
+    assert drive.moving.outcomes.owed == {}
 
 
 def test_a_job_that_cannot_return_at_once_returns_when_its_place_is_free_again() -> None:
@@ -531,7 +527,7 @@ def test_a_job_that_cannot_return_at_once_returns_when_its_place_is_free_again()
     drive.runs(taken)
     drive.now += 60.0
     assert drive.proposed() == []
-    assert drive.moving.brought.owed.keys() == {pair}
+    assert drive.moving.outcomes.owed.keys() == {pair}
     drive.ends(taken)
     assert drive.proposed() == [("MOVE", pair)]
     assert drive.state.gangs[drive.job(pair).next_epoch].nodes == source
@@ -590,5 +586,5 @@ def test_one_gang_rests_for_an_urgent_one_and_not_two_where_its_memory_is_in_the
     (change,) = drive.found().changes
     assert (change.kind, change.number, change.level) == ("SUSPEND", large, level)
     assert drive.node_of(large) not in {drive.node_of(number) for number in small}
-    ((waiting, hole),) = [(one.waiting, one.hole) for one in drive.moving.errands]
+    ((waiting, hole),) = [(one.waiting, one.hole) for one in drive.moving.plans]
     assert (waiting, [claim.node for claim in hole]) == (urgent, [drive.node_of(large)])

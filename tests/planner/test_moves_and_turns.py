@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 from core.drive import GIB, job_of
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.resources import Locality, LocalityLevel
 from ganger_master.estimators.slowdown import LocalityPoint
-from ganger_master.planner.context import PlanDraft
+from ganger_master.planner.context import ClusterChange, PlanDraft, PlannerSettings, context_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migrate_stage import plan_moves
-from ganger_master.planner.migration_context import MigrationTerms
 from ganger_master.planner.migration_outcomes import MigrationOutcomes
 from ganger_master.planner.migration_plans import LONGEST_S
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
@@ -39,23 +39,22 @@ class Shared(Moved):
         table = LiveTable()
         for job in self.state.jobs.values():
             table.put(*self.as_told(job))
-        room, placement = CapacityIndex(self.state.view.copy()), self.policy.placement
-        found, self.remembered, self.findings = plan_shared(
-            placement,
+        view = self.state.view.copy()
+        context = context_of(
+            self.policy,
             table,
+            CapacityIndex(view),
             self.now,
-            room,
-            self.remembered,
-            self.rates,
-            8,
-            60.0,
-            errands=self.moving.errands,
+            settings=PlannerSettings(look_s=60.0),
+            cluster=ClusterChange(view, draining=tuple(self.state.nodes.draining)),
+            rates=SimpleNamespace(together=self.rates, received_s={}),
+            may_preempt=False,
         )
+        found, self.remembered, self.findings = plan_shared(context, self.remembered, None, self.moving.plans)
         if found.changes or self.findings:
             return found
-        terms = MigrationTerms(placement, tuple(self.state.nodes.draining), holes=False, rated=self.rates)
         moved, self.moving, self.findings, self.again_s = plan_moves(
-            lambda kept_out, may_stop: found, terms, table, self.now, room, self.moving, NONE_EXCLUDED, False
+            lambda _: found, context, self.moving, makes_room=False
         )
         return moved
 
@@ -67,7 +66,7 @@ def resting() -> tuple[Shared, int]:
     pair = drive.running(replace(job_of(2, memory=GIB), locality=Locality(LocalityLevel.CLUSTER)), seconds=1_000.0)
     drive.rates.rates[pair] = 10.0
     seen = (LocalityPoint(2, 2, 0.6, LocalityLevel.CLUSTER), LocalityPoint(2, 1, 0.95, LocalityLevel.SOCKET))
-    drive.moving = dataclasses.replace(drive.moving, brought=MigrationOutcomes(points={"alike": seen}))
+    drive.moving = dataclasses.replace(drive.moving, outcomes=MigrationOutcomes(points={"alike": seen}))
     drive.ends(leaves)
     drive.running(together(2))
     drive.runs(pair)

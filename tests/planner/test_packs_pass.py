@@ -4,24 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 from core.drive import GIB
 from core.test_colocation import Packing, small
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.gang_model import GangPhase, ObservedPhase
 from ganger_master.core.job_model import Capabilities, SuspendLevel
 from ganger_master.core.plan_changes import Goal, ResumeChange, StartChange, SuspendChange, TrialFinding
 from ganger_master.planner import colocations as packs_of
 from ganger_master.planner.colocations import Colocations, plan_packs, with_refusals
+from ganger_master.planner.context import PlannerSettings, context_of
 from ganger_master.planner.job_table import LiveTable
+from ganger_master.policies import policy_named
 from ganger_master.policies.colocation_choice import ALONE_WINDOWS
+from ganger_master.policies.job_facts import Capacity
 from ganger_master.rpc.planner_messages import live_job_from_wire, live_job_to_wire
 from msgspec.structs import replace
 
 STEADY = (9.9, 10.0, 10.1, 10.0) * 4
 SLOWER = tuple(0.9 * rate for rate in STEADY)
 HALF = tuple(0.5 * rate for rate in STEADY)
+
+
+POLICY = policy_named("gandiva")
 
 
 @dataclass
@@ -66,7 +74,16 @@ class Tried(Packing):
             live_job_to_wire(job, self.state.gangs.get(job.epoch), message)
             table.put(*live_job_from_wire(scheduling_pb2.LiveJob.FromString(message.SerializeToString())))
         changes, self.packs, self.found = plan_packs(
-            self.packs, table, self.state.view.copy(), self.now, seen, 4, is_crowded
+            self.packs,
+            context_of(
+                POLICY,
+                table,
+                CapacityIndex(self.state.view.copy()),
+                self.now,
+                settings=PlannerSettings(capacity=Capacity(4, 16.0, 1e12, 4)),
+                rates=SimpleNamespace(together=seen),
+            ),
+            is_crowded,
         )
         assert self.propose(*changes) == [None] * len(changes) if changes else True
         return [(change.kind, change.number) for change in changes]

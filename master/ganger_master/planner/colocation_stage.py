@@ -9,11 +9,11 @@ there are any.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from ganger.cluster.capacity_index import CapacityIndex, Trial
+from ganger.cluster.capacity_index import Trial
 from ganger.cluster.fit import demand
 from ganger.cluster.search import PlacementRequest
 from ganger.cluster.view import View
@@ -21,13 +21,11 @@ from ganger.cluster.view import View
 from ganger_master.core.gang_model import GangIntent
 from ganger_master.core.moves import can_hand_over
 from ganger_master.core.plan_changes import Goal, MoveChange, PlanChange, Purpose, TrialFinding
-from ganger_master.planner.colocations import Colocations, JobRates, is_settled, plan_packs, with_refusals
+from ganger_master.planner.colocations import Colocations, is_settled, plan_packs, with_refusals
 from ganger_master.planner.context import PlanContext, PlanOutcome
 from ganger_master.planner.device_groups import as_held
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.policies.colocation_choice import Berth
-from ganger_master.policies.placements import PlacementPreference
 from ganger_master.policies.stages import Tune
 
 # Intervals between two passes, as multiples of the interval between plans that preempt: during a trial, after a pass
@@ -85,19 +83,7 @@ class ColocationStage:
         table, now, every_s = context.jobs, context.now, context.settings.pace.every_s
         self._before = self.packing
         if not context.draft.changes and now >= self.packing.next_look_s(table, every_s):
-            changes, self.packing, findings = plan_packing(
-                self.packing,
-                context.policy.placement,
-                table,
-                context.room,
-                now,
-                context.measured.together,
-                context.capacity.gpus,
-                every_s,
-                context.excluded,
-                restores_cores=not context.policy.has(Tune),
-                left_alone=context.migrating,
-            )
+            changes, self.packing, findings = plan_packing(self.packing, context)
             context.draft = replace(context.draft, changes=changes)
             context.findings.extend(findings)
         context.come_back(max(now, self.packing.next_look_s(table, every_s)))
@@ -118,58 +104,24 @@ class ColocationStage:
 
 
 def plan_packing(
-    packing: OrderColocation,
-    placement: PlacementPreference,
-    table: LiveTable,
-    room: CapacityIndex,
-    now: float,
-    seen: JobRates,
-    gpus: int,
-    plan_every_s: float,
-    kept_out: ExcludedJobs = NONE_EXCLUDED,
-    restores_cores: bool = True,
-    left_alone: Collection[int] = (),
+    packing: OrderColocation, context: PlanContext
 ) -> tuple[tuple[PlanChange, ...], OrderColocation, tuple[TrialFinding, ...]]:
-    """Return the changes to propose now, the state if they are proposed, and the findings of trials.
-
-    The stage runs when the other stages have no changes.
-
-    Args:
-        packing: State of the last pass.
-        placement: Placement preference for jobs that move to devices of their own.
-        table: All live jobs.
-        room: Capacity index.
-        now: Current time, in seconds of the master's clock.
-        seen: Measured rates, alone and co-located.
-        gpus: Number of GPUs of the cluster.
-        plan_every_s: Least time between two plans that preempt running jobs.
-        kept_out: Jobs that would be rejected whatever is free.
-        restores_cores, left_alone: As in `plan_packs`.
-    """
+    """Return the changes to propose now, the state if they are proposed, and the findings of trials. `packing`: the
+    state of the last pass. The stage runs when the other stages have no changes."""
+    table, room, now = context.jobs, context.room, context.now
     room.follow()
-    pending = _PendingDemand(table, room.view, gpus, kept_out)
-    is_oversubscribed = pending.longest_wait_s(now) > max(_LEAST_S, _LONG * plan_every_s)
+    pending = _PendingDemand(context)
+    is_oversubscribed = pending.longest_wait_s(now) > max(_LEAST_S, _LONG * context.settings.pace.every_s)
     before = packing.packs
-    changes, packs, findings = plan_packs(
-        before,
-        table,
-        room.view,
-        now,
-        seen,
-        gpus,
-        is_oversubscribed,
-        in_turns=False,
-        wanted=pending.missing_devices,
-        restores_cores=restores_cores,
-        left_alone=left_alone,
-    )
+    changes, packs, findings = plan_packs(before, context, is_oversubscribed, False, pending.missing_devices)
     # A guest that was parked waits in the queue like other jobs, so the end of its co-location needs no follow-up.
     packs = replace(packs, parting=())
     if not (pending.jobs or changes):
-        changes, packs = _separate(packs, placement, table, room)
+        changes, packs = _separate(packs, context)
     left = {pack.numbers for pack in packs.packs}
     parted = [number for pack in before.packs if pack.numbers not in left for number in pack.numbers]
-    hosts = sorted({*packing.halved, *parted}) if restores_cores else []
+    # A tuning gives hosts their cores back.
+    hosts = [] if context.policy.has(Tune) else sorted({*packing.halved, *parted})
     halved = tuple([number for number in hosts if _lacks_cores(table, room.view, number)])
     return changes, OrderColocation(packs, now, not changes, halved), findings
 
@@ -177,14 +129,15 @@ def plan_packing(
 class _PendingDemand:
     """Pending jobs that more free devices could start, and the devices that they lack."""
 
-    def __init__(self, table: LiveTable, view: View, gpus: int, kept_out: ExcludedJobs) -> None:
-        self._table, self._view = table, view
+    def __init__(self, context: PlanContext) -> None:
+        view, excluded = context.room.view, context.excluded
+        self._table, self._view = context.jobs, view
         self._missing: dict[tuple[str, int], int] = {}
         kinds = {"", *[made.device_type for made in view.sets.values()]}
-        hopeless = {*kept_out.not_started, *kept_out.unplaced}
+        hopeless = {*excluded.not_started, *excluded.unplaced}
         self.jobs = [
             job
-            for job in table.waiting_at_most(gpus)
+            for job in context.jobs.waiting_at_most(context.capacity.gpus)
             if job.gpus and job.number not in hopeless and job.spec.device_type in kinds
         ]
 
@@ -234,10 +187,9 @@ def _lacks_cores(table: LiveTable, view: View, number: int) -> bool:
     return any(sum(claim.millicores) < millicores for claim, millicores in wanted)
 
 
-def _separate(
-    packs: Colocations, placement: PlacementPreference, table: LiveTable, room: CapacityIndex
-) -> tuple[tuple[PlanChange, ...], Colocations]:
+def _separate(packs: Colocations, context: PlanContext) -> tuple[tuple[PlanChange, ...], Colocations]:
     """Move guests to devices of their own, as far as there are free ones."""
+    table, room = context.jobs, context.room
     room.follow()
     trying = Trial(room)
     changes, left = [], []
@@ -245,7 +197,7 @@ def _separate(
         job, gang = table.get(pack.guest) or (None, None)
         claims = None
         if pack.is_kept and job is not None and gang is not None and is_settled(job, gang) and can_hand_over(job):
-            claims = placement.place(room, PlacementRequest(as_held(job.shape, gang), math.inf))
+            claims = context.policy.placement.place(room, PlacementRequest(as_held(job.shape, gang), math.inf))
         if job is None or claims is None:
             left.append(pack)
             continue

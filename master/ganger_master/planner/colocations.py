@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from ganger.cluster.claims import resplit_cores
 from ganger.cluster.fit import demand
@@ -37,6 +37,7 @@ from ganger_master.core.plan_changes import (
     TrialFinding,
 )
 from ganger_master.estimators.slowdown import UNKNOWN_DEVICE, Contention, Pressure, learn
+from ganger_master.planner.context import PlanContext
 from ganger_master.planner.device_groups import as_held, fits_beside, may_be_slower, shares_all, takes_turns
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.policies.colocation_choice import (
@@ -51,7 +52,11 @@ from ganger_master.policies.colocation_choice import (
     verdict,
 )
 from ganger_master.policies.fairness import Seat
+from ganger_master.policies.stages import Tune
 from ganger_master.policies.trials import FIRST_WINDOWS, FailedTrials, Judged, TrialRates, TrialVerdict, normalised
+
+if TYPE_CHECKING:
+    from ganger_master.planner.job_measures import JobRates
 
 # One of so many devices at most is in a trial at once.
 _DEVICES_PER_TRIAL: Final = 8
@@ -60,30 +65,6 @@ _LONGEST_TRIAL_S: Final = 3600.0
 # A kept co-location is judged by its latest windows, so that older ones do not hide new interference.
 _WATCHED_WINDOWS: Final = 16
 _NO_ROOM: Final = "jobs that rest on their devices keep so much memory there that both have no room any more"
-
-
-class JobRates(Protocol):
-    """Measurements of jobs, by number. Rates are windows of several steps each, in steps per second."""
-
-    def alone(self, number: int) -> tuple[float, ...]:
-        """Return the windows when it last had its devices to itself; empty if that was too short."""
-        ...
-
-    def present(self, number: int) -> tuple[float, ...]:
-        """Return the windows since its co-located jobs changed last, without the first one."""
-        ...
-
-    def beside(self, number: int) -> frozenset[int]:
-        """Return the numbers of the jobs on its devices, without its own."""
-        ...
-
-    def utilisation(self, number: int) -> float:
-        """Return the utilization of its devices while alone, from 0 to 1."""
-        ...
-
-    def signature(self, number: int) -> str:
-        """Return the key of jobs that behave alike."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,26 +147,21 @@ class Colocations:
 
 def plan_packs(
     packs: Colocations,
-    table: LiveTable,
-    view: View,
-    now: float,
-    seen: JobRates,
-    gpus: int,
-    is_crowded: bool,
+    context: PlanContext,
+    is_oversubscribed: bool,
     in_turns: bool = True,
     wanted: Callable[[Berth], float] = lambda guest: math.inf,
-    restores_cores: bool = True,
-    left_alone: Collection[int] = (),
 ) -> tuple[tuple[PlanChange, ...], Colocations, tuple[TrialFinding, ...]]:
     """Return the changes to propose now, the state if they are proposed, and the findings of trials.
 
-    is_crowded: the cluster is oversubscribed.
+    Jobs alone on their devices get their cores back, unless a tuning decides about these. Jobs that are migrating begin
+    no trial.
+
     in_turns: a guest whose co-location ends is time-sliced with its host; else it is parked on storage and waits. Then
         jobs with a time limit, and jobs of different priorities, are not co-located.
     wanted: how many of the devices that a guest would leave pending jobs want.
-    restores_cores: jobs alone on their devices get their cores back; False: a tuning decides about these.
-    left_alone: numbers of jobs that begin no trial.
     """
+    table, view, now, seen = context.jobs, context.room.view, context.now, context.measured.together
     rests = parking if in_turns else _suspending
     running = {pair[0].number: pair for pair in table.running}
     changes: list[PlanChange] = []
@@ -207,12 +183,16 @@ def plan_packs(
     busy |= packs.on_trial
     changes.extend(_strangers(running, busy, seen, rests))
     busy |= {change.number for change in changes}
-    if restores_cores:
+    if not context.policy.has(Tune):
         changes.extend(whole_again(running, busy, view, seen))
-    most = max(1, gpus // _DEVICES_PER_TRIAL) - sum(not pack.is_kept for pack in left) - len(packs.leaving)
-    if not is_crowded or most <= 0:
+    most = (
+        max(1, context.capacity.gpus // _DEVICES_PER_TRIAL)
+        - sum(not pack.is_kept for pack in left)
+        - len(packs.leaving)
+    )
+    if not is_oversubscribed or most <= 0:
         return tuple(changes), packs, tuple(findings)
-    busy |= {change.number for change in changes} | {*left_alone}
+    busy |= {change.number for change in changes} | context.migrating
     berths = [
         berth
         for number, (job, gang) in running.items()

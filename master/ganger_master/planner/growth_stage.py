@@ -8,11 +8,11 @@ the GPUs already being given back. A trial grows a job by one size. The job keep
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from ganger.cluster.capacity_index import CapacityIndex, Claims, Trial
+from ganger.cluster.capacity_index import Claims, Trial
 from ganger.cluster.placement import resized
 from ganger.cluster.resources import Claim
 from ganger.cluster.search import PlacementRequest
@@ -28,7 +28,6 @@ from ganger_master.planner.device_groups import as_held
 from ganger_master.planner.in_place_resize import given_back
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.policies.elastic_growth import IDLE_S, Elastic, grow, shrink, verdict
-from ganger_master.policies.placements import PlacementPreference
 from ganger_master.policies.trials import FIRST_WINDOWS, FailedTrials, TrialRates, TrialVerdict
 
 if TYPE_CHECKING:
@@ -90,34 +89,17 @@ class Sizes:
     next_s: float = math.inf
 
 
-def plan_sizes(
-    placement: PlacementPreference,
-    table: LiveTable,
-    now: float,
-    room: CapacityIndex,
-    speeds: SpeedSource,
-    growing: GrowthTrials,
-    idle_s: float = IDLE_S,
-    busy: Collection[int] = (),
-) -> tuple[Sizes, GrowthTrials]:
-    """Return the changes of size to propose now, and the state for the next pass.
-
-    Args:
-        placement: Placement preference for pending jobs.
-        table: All live jobs.
-        now: Current time, in seconds of the master's clock.
-        room: Capacity index; it is unchanged on return.
-        speeds: Measured rates of elastic jobs.
-        growing: State of the last pass.
-        idle_s: Time for which GPUs must have been idle before a job grows onto them.
-        busy: Numbers of the jobs that keep their sizes.
-    """
+def plan_sizes(context: PlanContext, growing: GrowthTrials) -> tuple[Sizes, GrowthTrials]:
+    """Return the changes of size to propose now, and the state for the next pass. `growing`: that of the last pass."""
+    table, now, room, speeds = context.jobs, context.now, context.room, context.measured.speeds
+    # GPUs must have been idle for this time before a job grows onto them.
+    idle_s = min(IDLE_S, context.settings.pace.every_s)
     room.follow()
     pairs = [pair for pair in table.running if _may_change(*pair)]
-    running = {job.number: (job, gang) for job, gang in pairs if job.number not in busy}
+    running = {job.number: (job, gang) for job, gang in pairs if job.number not in context.on_trial}
     growing = _followed(growing, table, now)
     if table.has_waiting:
-        found = _given_back(placement, table, room, speeds, growing, running)
+        found = _given_back(context, growing, running)
         trials = {number: trial for number, trial in growing.trials.items() if number not in found}
         giving = {**growing.giving, **{number: given for number, (_, given) in found.items()}}
         changes = tuple([change for change, _ in found.values()])
@@ -146,17 +128,7 @@ class GrowthStage:
         self._changed: frozenset[int] = frozenset()
 
     def plan(self, context: PlanContext) -> None:
-        idle_s = min(IDLE_S, context.settings.pace.every_s)
-        sizes, self.growing = plan_sizes(
-            context.policy.placement,
-            context.jobs,
-            context.now,
-            context.room,
-            context.measured.speeds,
-            self.growing,
-            idle_s,
-            context.on_trial,
-        )
+        sizes, self.growing = plan_sizes(context, self.growing)
         self._changed = frozenset(change.number for change in sizes.changes)
         context.add(PlanDraft(sizes.changes))
         context.come_back(sizes.next_s)
@@ -221,17 +193,13 @@ def _holds(gang: Gang, claims: Claims) -> bool:
 
 
 def _given_back(
-    placement: PlacementPreference,
-    table: LiveTable,
-    room: CapacityIndex,
-    speeds: SpeedSource,
-    growing: GrowthTrials,
-    running: Mapping[int, tuple[JobRecord, Gang]],
+    context: PlanContext, growing: GrowthTrials, running: Mapping[int, tuple[JobRecord, Gang]]
 ) -> dict[int, tuple[PlanChange, Claims]]:
     """Return the jobs that shrink for pending jobs: by number, the change and the claims that it gives back."""
+    room, placement, speeds = context.room, context.policy.placement, context.measured.speeds
     shrinkable = {number: pair for number, pair in running.items() if pair[1].devices > _least_size(*pair)}
     found: dict[int, tuple[PlanChange, Claims]] = {}
-    waiting = table.waiting_jobs(_FEW) if shrinkable else []
+    waiting = context.jobs.waiting_jobs(_FEW) if shrinkable else []
     if not waiting:
         for number, pair in shrinkable.items():
             cut = _cut(pair, _least_size(*pair), room.view, 0)

@@ -23,6 +23,35 @@ _SLOWER: Final = 1.1
 _Measured = TypeVar("_Measured")
 
 
+class JobRates(Protocol):
+    """Measurements of jobs, by number. Rates are windows of several steps each, in steps per second."""
+
+    def alone(self, number: int) -> tuple[float, ...]:
+        """Return the windows when it last had its devices to itself; empty if that was too short."""
+        ...
+
+    def present(self, number: int) -> tuple[float, ...]:
+        """Return the windows since it runs as it does now, without the first one."""
+        ...
+
+    def beside(self, number: int) -> frozenset[int]:
+        """Return the numbers of the jobs on its devices, without its own."""
+        ...
+
+    def crowd(self, number: int) -> tuple[int, Mapping[int, tuple[float, ...]]]:
+        """Return the devices that other jobs use on its nodes, and the windows by that number; nothing if it was not
+        measured."""
+        ...
+
+    def utilisation(self, number: int) -> float:
+        """Return the utilization of its devices while alone, from 0 to 1."""
+        ...
+
+    def signature(self, number: int) -> str:
+        """Return the key of jobs that behave alike."""
+        ...
+
+
 class JobMeasures(Generic[_Measured]):
     """Measurements of one kind, by job number. One writer."""
 

@@ -42,8 +42,8 @@ _NEVER: Final = MakeRoomLook(-math.inf, 0)
 class MakeRoomSearch:
     """The searches of one pass. `looked`: their results in the last pass, by job number."""
 
-    def __init__(self, acting: MigrationContext, looked: Mapping[int, MakeRoomLook]) -> None:
-        self._acting = acting
+    def __init__(self, migration: MigrationContext, looked: Mapping[int, MakeRoomLook]) -> None:
+        self._migration = migration
         self._looked = dict(looked)
         # Numbers of jobs whose moves will be worth their cost soon: no job is preempted for them meanwhile.
         self.soon: set[int] = set()
@@ -51,45 +51,45 @@ class MakeRoomSearch:
     @property
     def looked(self) -> dict[int, MakeRoomLook]:
         """The results that pending jobs keep for the next pass."""
-        return {number: looked for number, looked in self._looked.items() if is_waiting(self._acting.table, number)}
+        return {number: looked for number, looked in self._looked.items() if is_waiting(self._migration.table, number)}
 
     @property
     def are_possible(self) -> bool:
         """Return whether moves or preemptions could make room for any pending job."""
-        table = self._acting.table
+        table = self._migration.table
         if not table.has_waiting:
             return False
         least = table.least_urgent_running
         if least is None:
             return False
         urgent = table.most_urgent_waiting
-        return table.least_waiting_gpus <= self._acting.free or (urgent is not None and urgent > least)
+        return table.least_waiting_gpus <= self._migration.free or (urgent is not None and urgent > least)
 
-    def given_up(self, errands: Iterable[MigrationPlan]) -> None:
-        for errand in errands:
-            self._look_later(errand.waiting)
+    def given_up(self, plans: Iterable[MigrationPlan]) -> None:
+        for plan in plans:
+            self._look_later(plan.waiting)
 
     def make(self, found: PlanDraft) -> None:
         """Begin migration plans for the first pending jobs that the inner pass did not start."""
-        acting = self._acting
+        migration = self._migration
         started = {change.number for change in found.changes if isinstance(change, StartChange)}
         numbers = found.line.tolist()
-        out = started | acting.busy | acting.changed
-        if acting.terms.is_strict:
-            first = next((n for n in numbers if n not in out and is_waiting(acting.table, n)), None)
+        out = started | migration.busy | migration.changed
+        if migration.context.order.is_strict:
+            first = next((n for n in numbers if n not in out and is_waiting(migration.table, n)), None)
             numbers = [] if first is None else [first]
         vain: set[GangShape] = set()
         looks = 0
         # All others want more devices than are free and outrank no running job.
-        for number in acting.table.asking(numbers, acting.free, acting.table.least_urgent_running):
+        for number in migration.table.asking(numbers, migration.free, migration.table.least_urgent_running):
             if number in out:
                 continue
-            got = acting.table.get(number)
+            got = migration.table.get(number)
             if got is None or (shape := got[0].shape) in vain:
                 continue
             looked = self._looked.get(number, _NEVER)
-            if acting.now < looked.again_s and acting.free <= looked.free:
-                acting.come_back(looked.again_s)
+            if migration.now < looked.again_s and migration.free <= looked.free:
+                migration.come_back(looked.again_s)
                 if looked.is_found:
                     self.soon.add(number)
             else:
@@ -100,12 +100,12 @@ class MakeRoomSearch:
                 break
 
     def _make(self, job: JobRecord) -> None:
-        acting = self._acting
-        waited = max(0.0, acting.now - job.pending_since)
+        migration = self._migration
+        waited = max(0.0, migration.now - job.pending_since)
         shape = replace_of(
             job.shape, locality=replace_of(job.shape.locality, widest=widest_now(job.shape, waited), wish=None)
         )
-        stay = acting.busy
+        stay = migration.busy
         hole, worth_s, level = self._by_moves(job, shape, stay), 0.0, SuspendLevel.OFFLOAD
         if hole is not None:
             worth_s = hole.cost / max(1, shape.gpus)
@@ -118,21 +118,23 @@ class MakeRoomSearch:
             is_soon = worth_s <= waited + _SOON_S
             if is_soon:
                 self.soon.add(job.number)
-            self._looked[job.number] = MakeRoomLook(job.pending_since + worth_s, acting.free, is_soon)
-            acting.come_back(job.pending_since + worth_s)
+            self._looked[job.number] = MakeRoomLook(job.pending_since + worth_s, migration.free, is_soon)
+            migration.come_back(job.pending_since + worth_s)
             return
-        if acting.under_way + len(hole.moves) > MOST_AT_ONCE:
+        if migration.under_way + len(hole.moves) > MOST_AT_ONCE:
             self._look_later(job.number)
             return
         saved = waited * shape.gpus - (hole.cost if worth_s else 0.0)
-        acting.begin(Goal.HOLE, hole, job.number, max(0.0, saved), level=level)
+        migration.begin(Goal.HOLE, hole, job.number, max(0.0, saved), level=level)
 
     def _by_moves(self, job: JobRecord, shape: GangShape, stay: frozenset[int]) -> Hole | None:
-        acting = self._acting
-        if acting.free < shape.gpus:
+        migration = self._migration
+        if migration.free < shape.gpus:
             return None
-        movables = Movables(acting.room.view, [one for other, _, one in acting.gangs.values() if _may_go(other, job)])
-        hole = hole_for(acting.room, movables, shape, placement=acting.terms.placement, stay=stay)
+        movables = Movables(
+            migration.room.view, [one for other, _, one in migration.gangs.values() if _may_go(other, job)]
+        )
+        hole = hole_for(migration.room, movables, shape, placement=migration.placement, stay=stay)
         return hole if hole is not None and hole.moves else None
 
     def _by_stops(self, job: JobRecord, shape: GangShape, stay: frozenset[int]) -> tuple[Hole | None, SuspendLevel]:
@@ -140,19 +142,19 @@ class MakeRoomSearch:
         best, at = None, SuspendLevel.OFFLOAD
         for level in (SuspendLevel.OFFLOAD, SuspendLevel.CHECKPOINT):
             gangs = self._stoppable(job, level)
-            hole = swap_for(self._acting.room, gangs, shape, placement=self._acting.terms.placement, stay=stay)
+            hole = swap_for(self._migration.room, gangs, shape, placement=self._migration.placement, stay=stay)
             if hole is not None and (best is None or badness(hole) < badness(best)):
                 best, at = hole, level
         return best, at
 
     def _outranks(self, job: JobRecord) -> bool:
-        least = self._acting.table.least_urgent_running
+        least = self._migration.table.least_urgent_running
         return least is not None and least < job.spec.priority
 
     def _stoppable(self, job: JobRecord, level: SuspendLevel) -> list[Movable]:
         """Return gangs that may move for a job; those of lower priority may also rest at this level."""
         found = []
-        for other, gang, one in self._acting.gangs.values():
+        for other, gang, one in self._migration.gangs.values():
             if not _may_go(other, job):
                 continue
             if other.spec.priority < job.spec.priority and _can_rest(other, gang, level):
@@ -166,13 +168,13 @@ class MakeRoomSearch:
         return found
 
     def _look_later(self, number: int) -> None:
-        acting = self._acting
-        got = acting.table.get(number) if number else None
+        migration = self._migration
+        got = migration.table.get(number) if number else None
         if got is not None:
-            waited = max(_LEAST_LOOK_S, acting.now - got[0].pending_since)
-            again_s = acting.now + (_LOOK_AGAIN - 1.0) * waited
-            self._looked[number] = MakeRoomLook(max(again_s, acting.now + _LEAST_LOOK_S), acting.free)
-            acting.come_back(self._looked[number].again_s)
+            waited = max(_LEAST_LOOK_S, migration.now - got[0].pending_since)
+            again_s = migration.now + (_LOOK_AGAIN - 1.0) * waited
+            self._looked[number] = MakeRoomLook(max(again_s, migration.now + _LEAST_LOOK_S), migration.free)
+            migration.come_back(self._looked[number].again_s)
 
 
 def _can_rest(job: JobRecord, gang: Gang, level: SuspendLevel) -> bool:

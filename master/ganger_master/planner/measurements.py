@@ -17,17 +17,16 @@ from ganger_master.core.job_model import JobRecord
 from ganger_master.planner import colocation_rates as together
 from ganger_master.planner import core_profiles as measured
 from ganger_master.planner.colocation_rates import ColocationRates
-from ganger_master.planner.colocations import JobRates
 from ganger_master.planner.core_profiles import CoreProfiles
 from ganger_master.planner.job_estimates import JobEstimates, LossReport, ReportedLosses
 from ganger_master.planner.job_measures import (
     AttainedService,
     AttainedTime,
+    JobRates,
     SpeedsByGpus,
     SpeedsOfJob,
     SpeedSource,
 )
-from ganger_master.planner.migration_outcomes import RateSource
 from ganger_master.policies.optimus_sizes import Believed
 from ganger_master.policies.trials import TrialPace
 from ganger_master.policies.tunings import Known
@@ -47,16 +46,12 @@ class ProgressReport:
     passes_in_all: int = 0
 
 
-class ColocationSource(JobRates, RateSource, Protocol):
-    """Rates of jobs alone, beside others, and before and after migrations."""
-
-
 class RateSources(Protocol):
     """All measurements that stages read. Rates by cores: `known` curves, and `trials` in millicores per GPU by number.
     `received_s`: device time by number."""
 
     @property
-    def together(self) -> ColocationSource: ...
+    def together(self) -> JobRates: ...
 
     @property
     def speeds(self) -> SpeedSource: ...

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
-from ganger.cluster.capacity_index import CapacityIndex, Trial
+from ganger.cluster.capacity_index import Trial
 from ganger.cluster.search import PlacementRequest
 from ganger.cluster.view import LoadMode
 from msgspec.structs import replace as replace_of
@@ -33,11 +33,11 @@ from ganger_master.core.plan_changes import (
 from ganger_master.planner.context import PlanContext, PlanDraft, PlanOutcome
 from ganger_master.planner.job_table import LiveTable, shares_devices
 from ganger_master.planner.make_room import MakeRoomSearch
-from ganger_master.planner.migration_context import MOST_AT_ONCE, MigrationContext, MigrationMemory, MigrationTerms
+from ganger_master.planner.migration_context import MOST_AT_ONCE, MigrationContext, MigrationMemory
 from ganger_master.planner.migration_outcomes import MigrationOutcomes
 from ganger_master.planner.migration_plans import MigrationPlan, carry_on, is_free, keep
 from ganger_master.planner.opportunistic_migration import CLOSER_S, HOUR_S, OpportunisticMigration
-from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
+from ganger_master.planner.refusal_backoff import NONE_EXCLUDED
 from ganger_master.policies.make_room import Hole
 from ganger_master.policies.migration_choice import drained
 
@@ -47,22 +47,24 @@ if TYPE_CHECKING:
 _ON_THE_WAY: Final = (GangPhase.MOVING, GangPhase.RESIZING)
 
 
-def drain(acting: MigrationContext, node: str) -> None:
+def drain(migration: MigrationContext, node: str) -> None:
     """Move gangs off a draining node, also into room that other gangs make. Gangs that fit nowhere are parked on
     storage."""
-    busy = acting.busy
-    gangs = [one for number, (_, _, one) in acting.gangs.items() if number not in busy]
-    proposals, stuck = drained(acting.room, node, gangs, acting.others(busy), acting.terms.placement)
+    busy = migration.busy
+    gangs = [one for number, (_, _, one) in migration.gangs.items() if number not in busy]
+    proposals, stuck = drained(migration.room, node, gangs, migration.others(busy), migration.placement)
     for proposal in proposals:
-        if acting.under_way + len(proposal.moves) > MOST_AT_ONCE or acting.busy & {m.number for m in proposal.moves}:
+        if migration.under_way + len(proposal.moves) > MOST_AT_ONCE or migration.busy & {
+            m.number for m in proposal.moves
+        }:
             break
-        acting.begin(Goal.DRAIN, Hole((), proposal.moves))
-    if not acting.errands and not _is_any_job_moving(acting.table):
+        migration.begin(Goal.DRAIN, Hole((), proposal.moves))
+    if not migration.plans and not _is_any_job_moving(migration.table):
         # A job on its way could still leave room.
-        for job in (*[acting.gangs[number][0] for number in stuck], *_sharing(acting, node)):
+        for job in (*[migration.gangs[number][0] for number in stuck], *_sharing(migration, node)):
             if job.capabilities.checkpoint:
                 level, purpose = SuspendLevel.CHECKPOINT, Purpose(Goal.DRAIN)
-                acting.changes.append(SuspendChange(job.number, job.revision, level=level, purpose=purpose))
+                migration.changes.append(SuspendChange(job.number, job.revision, level=level, purpose=purpose))
 
 
 def _is_any_job_moving(table: LiveTable) -> bool:
@@ -71,11 +73,11 @@ def _is_any_job_moving(table: LiveTable) -> bool:
     return any((job and job.next_epoch) or (gang and gang.phase in _ON_THE_WAY) for job, gang in gangs)
 
 
-def _sharing(acting: MigrationContext, node: str) -> list[JobRecord]:
+def _sharing(migration: MigrationContext, node: str) -> list[JobRecord]:
     """Return the jobs that share devices on a node, at once or in time slices. The master has moved those for which
     devices are free, and time slicing has moved those that can be time-sliced elsewhere. Once all jobs that share
     devices run, no other job makes room for them."""
-    sharing = [(job, gang) for job, gang in acting.running if shares_devices(gang)]
+    sharing = [(job, gang) for job, gang in migration.running if shares_devices(gang)]
     if any(gang.phase is not GangPhase.RUNNING for _, gang in sharing):
         return []
     return [
@@ -85,41 +87,42 @@ def _sharing(acting: MigrationContext, node: str) -> list[JobRecord]:
         and gang.intent is GangIntent.RUN
         and job.ending is None
         and job.spec.preemptible
-        and job.number not in acting.busy | acting.terms.on_trial
+        and job.number not in migration.busy | migration.context.on_trial
     ]
 
 
-def parked(acting: MigrationContext) -> list[tuple[JobRecord, Gang]]:
+def parked(migration: MigrationContext) -> list[tuple[JobRecord, Gang]]:
     """Return the jobs that a plan has parked in host memory, without those of migration plans, first job first."""
-    busy = acting.busy
+    busy = migration.busy
     found = [
         (job, gang)
-        for job, gang in acting.table.parked
+        for job, gang in migration.table.parked
         if job.number not in busy and gang.park_level is SuspendLevel.OFFLOAD and job.ending is None
     ]
     return sorted(found, key=lambda one: (-one[0].spec.priority, one[0].number))
 
 
-def bring_back(acting: MigrationContext, pairs: Sequence[tuple[JobRecord, Gang]]) -> None:
+def bring_back(migration: MigrationContext, pairs: Sequence[tuple[JobRecord, Gang]]) -> None:
     """Resume parked jobs in place if it is free, else move them out of host memory to free devices."""
     for job, gang in pairs:
-        purpose = Purpose(Goal.RETURN, pause_seconds=acting.costs.pause_s(job, gang))
+        purpose = Purpose(Goal.RETURN, pause_seconds=migration.costs.pause_s(job, gang))
         own = tuple([replace_of(claim, memory_bytes=0, arena_bytes=0) for claim in gang.claims])
-        if is_free(acting.room.view, own):
-            acting.changes.append(ResumeChange(job.number, job.revision, purpose=purpose))
-            acting.trying.take(own)
+        if is_free(migration.room.view, own):
+            migration.changes.append(ResumeChange(job.number, job.revision, purpose=purpose))
+            migration.trying.take(own)
             continue
         claims = (
-            acting.terms.placement.place(acting.room, PlacementRequest(job.shape, math.inf))
+            migration.placement.place(migration.room, PlacementRequest(job.shape, math.inf))
             if can_hand_over(job)
             else None
         )
         if claims is not None:
-            acting.changes.append(MoveChange(job.number, job.revision, claims, purpose=purpose))
-            acting.trying.take(claims)
+            migration.changes.append(MoveChange(job.number, job.revision, claims, purpose=purpose))
+            migration.trying.take(claims)
 
 
-Inner = Callable[[ExcludedJobs, bool], PlanDraft]
+# A pass that starts and preempts jobs.
+Inner: TypeAlias = Callable[[PlanContext], PlanDraft]
 
 
 class MigrationStage:
@@ -134,47 +137,28 @@ class MigrationStage:
         context.reservations = self.moving.promises
         if self._around is None and (context.draft.changes or context.findings):
             return
-        excluded = context.excluded if self._around is not None else NONE_EXCLUDED
-        found, self.moving, findings, again_s = plan_moves(
-            lambda kept_out, may_stop: self._inner(context, kept_out, may_stop),
-            self._terms(context),
-            context.jobs,
-            context.now,
-            context.room,
-            self.moving,
-            excluded,
-            context.may_preempt and self._around is not None,
-            context.is_news or self._around is None,
-        )
-        if self._around is None:
+        around = self._around
+        if around is None:
+            present = context.draft
+            found, self.moving, findings, again_s = plan_moves(
+                lambda _: present,
+                replace(context, excluded=NONE_EXCLUDED, may_preempt=False, is_news=True),
+                self.moving,
+                makes_room=False,
+            )
             context.draft = found
         else:
+            found, self.moving, findings, again_s = plan_moves(around.found, context, self.moving)
             context.add(found)
         context.findings.extend(findings)
         context.come_back(again_s)
         context.reservations = self.moving.promises
-        context.migrating = frozenset().union(*[errand.numbers for errand in self.moving.errands])
-
-    def _terms(self, context: PlanContext) -> MigrationTerms:
-        return MigrationTerms(
-            context.policy.placement,
-            context.cluster.draining,
-            holes=self._around is not None,
-            is_strict=context.order.is_strict,
-            per_hour=context.cluster.moves_per_hour,
-            rated=context.measured.together,
-            on_trial=context.on_trial,
-        )
+        context.migrating = frozenset().union(*[plan.numbers for plan in self.moving.plans])
 
     def is_idle(self, context: PlanContext) -> bool:
         if context.may_preempt or self._around is None or not self._around.is_idle(context):
             return False
-        return moves_no_job(self.moving, self._terms(context), context.jobs, context.now, context.room)
-
-    def _inner(self, context: PlanContext, kept_out: ExcludedJobs, may_stop: bool) -> PlanDraft:
-        if self._around is None:
-            return context.draft
-        return self._around.found(replace(context, excluded=kept_out, may_preempt=may_stop))
+        return moves_no_job(self.moving, context)
 
     def settle(self, outcome: PlanOutcome) -> None:
         if self._around is not None:
@@ -190,40 +174,36 @@ class MigrationStage:
 
 
 def plan_moves(
-    inner: Inner,
-    terms: MigrationTerms,
-    table: LiveTable,
-    now: float,
-    room: CapacityIndex,
-    moving: MigrationMemory,
-    kept_out: ExcludedJobs,
-    may_stop: bool,
-    is_news: bool = True,
+    inner: Inner, context: PlanContext, moving: MigrationMemory, makes_room: bool = True
 ) -> tuple[PlanDraft, MigrationMemory, tuple[TrialFinding, ...], float]:
     """Return the changes to propose now, with those of `inner`; the state if they are proposed; the findings of earlier
     migrations; and when the next pass is due without any event, in Unix seconds.
 
-    `inner` plans with the room that migrations leave, and gets the jobs that it must not start or preempt. Without
-    `is_news` its last result still holds. `room` is left unchanged.
+    `inner` plans with the room that migrations leave, and its context excludes the jobs that it must not start or
+    preempt. Without news its last result still holds. `makes_room`: as in `MigrationContext`.
     """
-    room.follow()
-    trying = Trial(room)
-    planner = _Pass(MigrationContext(terms, table, now, trying), moving)
+    context.room.follow()
+    trying = Trial(context.room)
     try:
-        return planner.run(inner, kept_out, may_stop, is_news)
+        return _Pass(MigrationContext(context, trying, makes_room), moving).run(inner)
     finally:
         trying.undo()
 
 
-def moves_no_job(
-    moving: MigrationMemory, terms: MigrationTerms, table: LiveTable, now: float, room: CapacityIndex
-) -> bool:
+def moves_no_job(moving: MigrationMemory, context: PlanContext) -> bool:
     """Return whether a pass without preemption would certainly move no job and find nothing, because every pending job
     needs more than is free. Cheaper than the pass itself."""
+    table, now, room = context.jobs, context.now, context.room
     room.follow()
     if not table.has_waiting or table.least_waiting_gpus <= room.free_devices:
         return False
-    if moving.errands or moving.brought.owed or terms.draining or now >= moving.brought.look_s or table.parked:
+    if (
+        moving.plans
+        or moving.outcomes.owed
+        or context.cluster.draining
+        or now >= moving.outcomes.look_s
+        or table.parked
+    ):
         return False
     urgent, least = table.most_urgent_waiting, table.least_urgent_running
     if urgent is None or (least is not None and urgent > least):
@@ -235,122 +215,124 @@ def moves_no_job(
 
 
 class _Pass:
-    def __init__(self, acting: MigrationContext, moving: MigrationMemory) -> None:
-        self._acting = acting
+    def __init__(self, migration: MigrationContext, moving: MigrationMemory) -> None:
+        self._migration = migration
         self._old = moving
-        now = acting.now
+        now = migration.now
         self._moved_at = {number: at for number, at in moving.moved_at.items() if now < at + HOUR_S}
-        self._holes = MakeRoomSearch(acting, moving.looked)
+        self._holes = MakeRoomSearch(migration, moving.looked)
 
-    def run(
-        self, inner: Inner, kept_out: ExcludedJobs, may_stop: bool, is_news: bool
-    ) -> tuple[PlanDraft, MigrationMemory, tuple[TrialFinding, ...], float]:
-        acting, table, terms = self._acting, self._acting.table, self._acting.terms
-        carried = carry_on(self._old.errands, table, acting.trying, acting.now)
+    def run(self, inner: Inner) -> tuple[PlanDraft, MigrationMemory, tuple[TrialFinding, ...], float]:
+        migration, table, context = self._migration, self._migration.table, self._migration.context
+        may_preempt = context.may_preempt
+        carried = carry_on(self._old.plans, table, migration.trying, migration.now)
         self._holes.given_up(carried.given_up)
-        acting.errands, acting.changes = carried.errands, carried.changes
-        resting = parked(acting) if terms.holes else []
+        migration.plans, migration.changes = carried.plans, carried.changes
+        resting = parked(migration) if migration.makes_room else []
         urgent = table.most_urgent_waiting
-        bring_back(acting, [one for one in resting if urgent is None or one[0].spec.priority >= urgent])
-        for node in terms.draining:
-            drain(acting, node)
-        old = self._old.brought.still_owed(table, acting.now)
-        brought, findings = old.looked(table, acting.room.view, terms.rated, acting.now, self._takes)
-        is_new = is_news or may_stop or bool(acting.changes or carried.given_up)
-        makes_holes = terms.holes and self._holes.are_possible
+        bring_back(migration, [one for one in resting if urgent is None or one[0].spec.priority >= urgent])
+        for node in context.cluster.draining:
+            drain(migration, node)
+        old = self._old.outcomes.still_owed(table, migration.now)
+        outcomes, findings = old.looked(table, migration.room.view, migration.rates, migration.now, self._takes)
+        is_new = context.is_news or may_preempt or bool(migration.changes or carried.given_up)
+        makes_holes = migration.makes_room and self._holes.are_possible
         found = self._old.found
         if found is None or is_new:
-            found = inner(self._kept_out(kept_out), may_stop and not makes_holes)
-        mark, known = acting.trying.mark, len(acting.errands)
+            found = inner(self._within(may_preempt and not makes_holes))
+        mark, known = migration.trying.mark, len(migration.plans)
         self._take_starts(found)
         if makes_holes:
             self._holes.make(found)
-            if may_stop:
-                acting.trying.undo(mark)
-                self._keep_for(acting.errands[known:])
-                found = inner(self._kept_out(kept_out), True)
+            if may_preempt:
+                migration.trying.undo(mark)
+                self._keep_for(migration.plans[known:])
+                found = inner(self._within(may_preempt))
                 self._take_starts(found)
-        bring_back(acting, [one for one in resting if urgent is not None and one[0].spec.priority < urgent])
-        tidying = OpportunisticMigration(acting, brought, self._moved_at, self._old.closer_s, self._old.closer_again_s)
+        bring_back(migration, [one for one in resting if urgent is not None and one[0].spec.priority < urgent])
+        tidying = OpportunisticMigration(
+            migration, outcomes, self._moved_at, self._old.closer_s, self._old.closer_again_s
+        )
         tidying.go_back()
-        if not acting.errands and not found.changes:
+        if not migration.plans and not found.changes:
             tidying.closer()
-        if not table.has_waiting and not acting.errands:
+        if not table.has_waiting and not migration.plans:
             tidying.unpack()
-            if not acting.errands:
+            if not migration.plans:
                 tidying.balance()
-            if acting.room.view.mode is LoadMode.PACK and not acting.errands:
+            if migration.room.view.mode is LoadMode.PACK and not migration.plans:
                 tidying.defragment()
-        brought = self._begun(brought)
-        acting.come_back(brought.look_s)
-        if tidying.closer_again_s > acting.now:
+        outcomes = self._begun(outcomes)
+        migration.come_back(outcomes.look_s)
+        if tidying.closer_again_s > migration.now:
             # Else a migration plan or a change blocks it, whose end is an event.
-            acting.come_back(tidying.closer_again_s)
+            migration.come_back(tidying.closer_again_s)
         plain = None if found.changes else found
         moving = MigrationMemory(
-            errands=tuple(acting.errands),
+            plans=tuple(migration.plans),
             looked=self._holes.looked,
             moved_at=self._moved_at,
-            brought=brought,
+            outcomes=outcomes,
             closer_s=tidying.closer_s,
             closer_again_s=tidying.closer_again_s,
             found=plain,
         )
-        return self._with_own(found), moving, findings, acting.again_s
+        return self._with_own(found), moving, findings, migration.again_s
 
-    def _begun(self, brought: MigrationOutcomes) -> MigrationOutcomes:
+    def _begun(self, outcomes: MigrationOutcomes) -> MigrationOutcomes:
         """Return the outcomes with trials of the moves that begin now. A gang that is parked on its way is measured
         before that."""
-        acting = self._acting
-        bound_for = {leg.number: leg.claims for errand in acting.errands for leg in errand.legs}
-        for change in acting.changes:
-            number, got = change.number, acting.table.get(change.number)
+        migration = self._migration
+        bound_for = {step.number: step.claims for plan in migration.plans for step in plan.steps}
+        for change in migration.changes:
+            number, got = change.number, migration.table.get(change.number)
             match change:
                 case MoveChange(claims=claims):
-                    self._moved_at[number] = acting.now
+                    self._moved_at[number] = migration.now
                 case SuspendChange():
                     claims = bound_for.get(number, ())
                 case _:
                     continue
             if claims and got is not None and got[1] is not None:
-                brought = brought.begun(number, change.purpose.goal, got[1], claims, acting.terms.rated, acting.now)
-        return brought
+                outcomes = outcomes.begun(number, change.purpose.goal, got[1], claims, migration.rates, migration.now)
+        return outcomes
 
     def _takes(self, job: JobRecord, gang: Gang) -> tuple[float, float]:
-        return self._acting.ran_s(job), self._acting.costs.pause_s(job, gang)
+        return self._migration.ran_s(job), self._migration.costs.pause_s(job, gang)
 
     def _with_own(self, found: PlanDraft) -> PlanDraft:
-        own = self._acting.changed
+        own = self._migration.changed
         others = tuple([change for change in found.changes if change.number not in own])
         starts = np.array(
-            [c.number for c in self._acting.changes if isinstance(c, StartChange) and c.number not in found.line],
+            [c.number for c in self._migration.changes if isinstance(c, StartChange) and c.number not in found.line],
             np.int64,
         )
         line = np.concatenate((starts, found.line)) if len(starts) else found.line
-        return replace(found, changes=(*self._acting.changes, *others), line=line)
+        return replace(found, changes=(*self._migration.changes, *others), line=line)
 
-    def _kept_out(self, kept_out: ExcludedJobs) -> ExcludedJobs:
-        """Exclude the jobs of migration plans from the inner pass."""
-        numbers = self._acting.busy | self._acting.changed | self._holes.soon
-        if not numbers:
-            return kept_out
-        not_started = frozenset(kept_out.not_started) | numbers
-        return replace(kept_out, not_started=not_started, not_stopped=frozenset(kept_out.not_stopped) | numbers)
+    def _within(self, may_preempt: bool) -> PlanContext:
+        """Return the context of the inner pass, which excludes the jobs of migration plans."""
+        context = self._migration.context
+        excluded, numbers = context.excluded, self._migration.busy | self._migration.changed | self._holes.soon
+        if numbers:
+            not_started, not_stopped = ({*them, *numbers} for them in (excluded.not_started, excluded.not_stopped))
+            excluded = replace(excluded, not_started=frozenset(not_started), not_stopped=frozenset(not_stopped))
+        return replace(context, excluded=excluded, may_preempt=may_preempt)
 
     def _take_starts(self, found: PlanDraft) -> None:
-        acting = self._acting
-        own = acting.changed
+        migration = self._migration
+        own = migration.changed
         for change in found.changes:
             if (
                 isinstance(change, StartChange)
                 and change.number not in own
-                and is_free(acting.room.view, change.claims)
+                and is_free(migration.room.view, change.claims)
             ):
-                acting.trying.take(change.claims)
+                migration.trying.take(change.claims)
 
-    def _keep_for(self, errands: Iterable[MigrationPlan]) -> None:
+    def _keep_for(self, plans: Iterable[MigrationPlan]) -> None:
         """Take the places that new migration plans need, after the index was reset to before them."""
-        for errand in errands:
-            for leg in errand.legs:
-                keep(self._acting.trying, leg.claims)
-            keep(self._acting.trying, errand.hole)
+        for plan in plans:
+            for step in plan.steps:
+                keep(self._migration.trying, step.claims)
+            keep(self._migration.trying, plan.hole)

@@ -20,13 +20,12 @@ from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.moves import can_hand_over
 from ganger_master.core.plan_changes import Goal, PlanChange
-from ganger_master.planner.context import PlanDraft
-from ganger_master.planner.job_table import LiveTable, is_shared
-from ganger_master.planner.migration_outcomes import MigrationOutcomes, NoRates, RateSource
+from ganger_master.planner.context import PlanContext, PlanDraft
+from ganger_master.planner.job_table import is_shared
+from ganger_master.planner.migration_outcomes import MigrationOutcomes
 from ganger_master.planner.migration_plans import MigrationPlan, MigrationStep, Stage, carry_on, stage_of
 from ganger_master.policies.make_room import Displacement, Hole, Movable, Movables, in_order
 from ganger_master.policies.migration_choice import movable
-from ganger_master.policies.placements import PlacementPreference
 
 # Bytes of state, and seconds that its move took.
 _Measured: TypeAlias = tuple[float, float]
@@ -84,11 +83,11 @@ class MakeRoomLook:
 class MigrationMemory:
     """The state between two passes. Without it some moves are made twice."""
 
-    errands: tuple[MigrationPlan, ...] = ()
+    plans: tuple[MigrationPlan, ...] = ()
     looked: Mapping[int, MakeRoomLook] = field(default_factory=dict)
     # When each job was last moved, for an hour.
     moved_at: Mapping[int, float] = field(default_factory=dict)
-    brought: MigrationOutcomes = field(default_factory=MigrationOutcomes)
+    outcomes: MigrationOutcomes = field(default_factory=MigrationOutcomes)
     # When gangs that are spread too far were searched last, and when they are again without any event.
     closer_s: float = -math.inf
     closer_again_s: float = math.inf
@@ -98,39 +97,19 @@ class MigrationMemory:
     @property
     def promises(self) -> tuple[Promise, ...]:
         """Return the places that the master is to reserve for pending jobs."""
-        return tuple([Promise(one.waiting, one.hole) for one in self.errands if one.waiting])
-
-
-@dataclass(frozen=True, slots=True)
-class MigrationTerms:
-    """What a migration pass plans with.
-
-    placement: the placement preference of the policy.
-    draining: names of nodes to be emptied.
-    holes: make room for pending gangs and resume parked jobs; no other pass does.
-    per_hour: opportunistic migrations per node and hour; None: as many in all as devices are in use.
-    on_trial: numbers of jobs in co-locations under measurement.
-    """
-
-    placement: PlacementPreference
-    draining: tuple[str, ...] = ()
-    holes: bool = True
-    is_strict: bool = False
-    per_hour: float | None = None
-    rated: RateSource = field(default_factory=NoRates)
-    on_trial: frozenset[int] = frozenset()
+        return tuple([Promise(one.waiting, one.hole) for one in self.plans if one.waiting])
 
 
 class MigrationContext:
-    """One migration pass. `trying` is the capacity index with the places of everything begun so far."""
+    """One migration pass. `trying` is the capacity index with the places of everything begun so far. `makes_room`: for
+    pending gangs, and it resumes parked jobs; no other pass does."""
 
-    def __init__(self, terms: MigrationTerms, table: LiveTable, now: float, trying: Trial) -> None:
-        self.terms = terms
-        self.table = table
-        self.now = now
-        self.trying = trying
+    def __init__(self, context: PlanContext, trying: Trial, makes_room: bool) -> None:
+        self.context, self.trying, self.makes_room = context, trying, makes_room
+        self.table, self.now, self.placement = context.jobs, context.now, context.policy.placement
+        self.rates = context.measured.together
         self.room = trying.room
-        self.errands: list[MigrationPlan] = []
+        self.plans: list[MigrationPlan] = []
         self.changes: list[PlanChange] = []
         self.again_s = math.inf
 
@@ -161,11 +140,11 @@ class MigrationContext:
     ) -> dict[int, tuple[JobRecord, Gang, Movable]]:
         """Return those of `pairs` that can be moved, by number. Co-located gangs only if `packed`: else their trial
         moves them."""
-        view, costs, rated = self.room.view, self.costs, self.terms.rated
+        view, costs, rates = self.room.view, self.costs, self.rates
         found = {}
         for job, gang in pairs:
             if _goes_alone(job, gang) or (packed and _can_move(job, gang)):
-                kind = rated.signature(job.number)
+                kind = rates.signature(job.number)
                 one = movable(view, job.number, job.shape, _held(gang), costs.pause_s(job, gang), kind)
                 found[job.number] = job, gang, one
         return found
@@ -182,7 +161,7 @@ class MigrationContext:
     @property
     def busy(self) -> frozenset[int]:
         """The numbers of all jobs of migration plans, with those that wait for one."""
-        return frozenset().union(*[errand.numbers for errand in self.errands])
+        return frozenset().union(*[plan.numbers for plan in self.plans])
 
     @property
     def changed(self) -> frozenset[int]:
@@ -191,7 +170,7 @@ class MigrationContext:
     @property
     def under_way(self) -> int:
         """The number of unfinished migration steps."""
-        stages = [stage_of(leg, self.table) for errand in self.errands for leg in errand.legs]
+        stages = [stage_of(step, self.table) for plan in self.plans for step in plan.steps]
         return sum(stage not in (Stage.DONE, Stage.RESTS) for stage in stages)
 
     def ran_s(self, job: JobRecord) -> float:
@@ -226,20 +205,20 @@ class MigrationContext:
             return False
         if not _has_memory(self.room.view, ordered, parked):
             return False
-        legs = []
+        steps = []
         for move in ordered:
             job, gang = self._pairs[move.number]
             pause = self.costs.pause_s(job, gang)
             own = last_goal if move is hole.moves[-1] else None
             rest = SuspendLevel.OFFLOAD if move.claims else level
-            legs.append(
+            steps.append(
                 MigrationStep(move.number, gang.claims, move.claims, pause, move in parked, goal=own, level=rest)
             )
-        errand = MigrationPlan(goal, tuple(legs), self.now, waiting, hole.claims if waiting else (), saved)
-        carried = carry_on([errand], self.table, self.trying, self.now)
-        self.errands.extend(carried.errands)
+        plan = MigrationPlan(goal, tuple(steps), self.now, waiting, hole.claims if waiting else (), saved)
+        carried = carry_on([plan], self.table, self.trying, self.now)
+        self.plans.extend(carried.plans)
         self.changes.extend(carried.changes)
-        return bool(carried.errands)
+        return bool(carried.plans)
 
 
 def _has_memory(view: View, moves: Sequence[Displacement], parked: Sequence[Displacement]) -> bool:

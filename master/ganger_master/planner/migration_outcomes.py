@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from ganger.cluster.capacity_index import Claims
 from ganger.cluster.fit import gang_level
@@ -26,6 +26,9 @@ from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migration_plans import is_free
 from ganger_master.policies.migration_choice import MigrationReason, Tried, tried, verdict, worth_going_back
 from ganger_master.policies.trials import FIRST_WINDOWS, FailedTrials, TrialRates, TrialVerdict
+
+if TYPE_CHECKING:
+    from ganger_master.planner.job_measures import JobRates
 
 # A migration without a verdict by then gets none.
 _LONGEST_S: Final = 3600.0
@@ -50,50 +53,6 @@ _WHY: Final = {
 _FINAL: Final = frozenset({Goal.DRAIN, Goal.RETURN, Goal.UNPACK})
 
 Points: TypeAlias = tuple[LocalityPoint, ...]
-
-
-class RateSource(Protocol):
-    """Measurements of jobs, by number. Rates are windows, in steps per second."""
-
-    def present(self, number: int) -> tuple[float, ...]:
-        """Return the windows since the job runs as it does now, without the first one."""
-        ...
-
-    def signature(self, number: int) -> str:
-        """Return the key of jobs that behave alike."""
-        ...
-
-    def alone(self, number: int) -> tuple[float, ...]:
-        """Return the windows when it last had its devices to itself."""
-        ...
-
-    def beside(self, number: int) -> frozenset[int]:
-        """Return the numbers of the jobs on its devices, without its own."""
-        ...
-
-    def crowd(self, number: int) -> tuple[int, Mapping[int, tuple[float, ...]]]:
-        """Return the devices that other jobs use on its nodes, and the windows by that number; nothing if it was not
-        measured."""
-        ...
-
-
-class NoRates:
-    """The source of rates where jobs are not measured."""
-
-    def present(self, number: int) -> tuple[float, ...]:
-        return ()
-
-    def signature(self, number: int) -> str:
-        return ""
-
-    def alone(self, number: int) -> tuple[float, ...]:
-        return ()
-
-    def beside(self, number: int) -> frozenset[int]:
-        return frozenset()
-
-    def crowd(self, number: int) -> tuple[int, Mapping[int, tuple[float, ...]]]:
-        return 0, {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +88,10 @@ class MigrationOutcomes:
     owed: Mapping[int, OwedReturn] = field(default_factory=dict)
 
     def begun(
-        self, number: int, goal: Goal, gang: Gang, claims: Claims, rated: RateSource, now: float
+        self, number: int, goal: Goal, gang: Gang, claims: Claims, rates: JobRates, now: float
     ) -> MigrationOutcomes:
         """Return the state with a trial of a migration that begins now, if the rate before it is known well enough."""
-        before = rated.present(number)[-_MOST_BEFORE:]
+        before = rates.present(number)[-_MOST_BEFORE:]
         if len(before) < 2 or not sum(before) > 0.0 or goal not in _WHY:
             return self
         trial = MigrationTrial(goal, before, gang.claims, claims, now, now + _LOOK_S)
@@ -147,7 +106,7 @@ class MigrationOutcomes:
         self,
         table: LiveTable,
         view: View,
-        rated: RateSource,
+        rates: JobRates,
         now: float,
         takes: Callable[[JobRecord, Gang], tuple[float, float]],
     ) -> tuple[MigrationOutcomes, tuple[TrialFinding, ...]]:
@@ -171,7 +130,7 @@ class MigrationOutcomes:
             if not where:
                 del trials[number]
                 continue
-            after = rated.present(number)
+            after = rates.present(number)
             trials[number] = replace(trial, look_s=now + next_look_s(now - trial.began_s, len(after)))
             if len(after) < FIRST_WINDOWS:
                 continue
@@ -180,7 +139,7 @@ class MigrationOutcomes:
                 continue
             del trials[number]
             is_kept = judged.verdict is TrialVerdict.KEEP
-            kind, gain, detail = rated.signature(number), judged.gain.value, ""
+            kind, gain, detail = rates.signature(number), judged.gain.value, ""
             if not is_kept:
                 failed = failed.noted(tried(number, kind, trial.claims), now)
                 job, gang = found

@@ -50,7 +50,7 @@ class MigrationPlan:
     """`waiting`: number of the job whose place is `hole`; zero if there is none. `saved`: GPU-seconds."""
 
     goal: Goal
-    legs: tuple[MigrationStep, ...]
+    steps: tuple[MigrationStep, ...]
     began_s: float
     waiting: int = 0
     hole: Claims = ()
@@ -58,10 +58,10 @@ class MigrationPlan:
 
     @property
     def numbers(self) -> frozenset[int]:
-        return frozenset([leg.number for leg in self.legs] + [self.waiting] * bool(self.waiting))
+        return frozenset([step.number for step in self.steps] + [self.waiting] * bool(self.waiting))
 
-    def purpose(self, leg: MigrationStep) -> Purpose:
-        return Purpose(leg.goal or self.goal, self.waiting, self.saved, leg.pause_s)
+    def purpose(self, step: MigrationStep) -> Purpose:
+        return Purpose(step.goal or self.goal, self.waiting, self.saved, step.pause_s)
 
 
 class Stage(Enum):
@@ -72,9 +72,9 @@ class Stage(Enum):
     ASTRAY = "astray"
 
 
-def stage_of(leg: MigrationStep, table: LiveTable) -> Stage:
+def stage_of(step: MigrationStep, table: LiveTable) -> Stage:
     """Return how far a step is. A job that has ended, or that a user has suspended, is done: it blocks no device."""
-    found = table.get(leg.number)
+    found = table.get(step.number)
     if found is None:
         return Stage.DONE
     job, gang = found
@@ -85,9 +85,9 @@ def stage_of(leg: MigrationStep, table: LiveTable) -> Stage:
     if gang.intent is GangIntent.PARK:
         rests = gang.phase is GangPhase.PARKED and gang.park_level is SuspendLevel.OFFLOAD
         return Stage.RESTS if rests else Stage.UNDER_WAY
-    if leg.claims and same_place(gang.claims, leg.claims):
+    if step.claims and same_place(gang.claims, step.claims):
         return Stage.DONE
-    if not same_place(gang.claims, leg.source) or gang.intent is not GangIntent.RUN:
+    if not same_place(gang.claims, step.source) or gang.intent is not GangIntent.RUN:
         return Stage.ASTRAY
     return Stage.TO_BEGIN if gang.phase is GangPhase.RUNNING else Stage.UNDER_WAY
 
@@ -97,43 +97,43 @@ class CarriedPlans:
     """The changes to propose now, with their places taken, and the plans that go on or are given up."""
 
     changes: list[PlanChange] = field(default_factory=list)
-    errands: list[MigrationPlan] = field(default_factory=list)
+    plans: list[MigrationPlan] = field(default_factory=list)
     given_up: list[MigrationPlan] = field(default_factory=list)
 
 
-def carry_on(errands: Iterable[MigrationPlan], table: LiveTable, trying: Trial, now: float) -> CarriedPlans:
+def carry_on(plans: Iterable[MigrationPlan], table: LiveTable, trying: Trial, now: float) -> CarriedPlans:
     """Return the next changes of all plans. The places that they use or still need are taken in `trying`, as far as
     free."""
     done = CarriedPlans()
-    errands = list(errands)
-    leaving = _masks(leg.source for errand in errands for leg in errand.legs)
-    for errand in errands:
-        stages = [stage_of(leg, table) for leg in errand.legs]
-        if _is_over(errand, stages, table):
+    plans = list(plans)
+    leaving = _masks(step.source for plan in plans for step in plan.steps)
+    for plan in plans:
+        stages = [stage_of(step, table) for step in plan.steps]
+        if _is_over(plan, stages, table):
             continue
         mark, count = trying.mark, len(done.changes)
-        followed = _follow(errand, stages, table, trying, now, leaving, done.changes)
+        followed = _follow(plan, stages, table, trying, now, leaving, done.changes)
         if followed is None:
             trying.undo(mark)
             del done.changes[count:]
-            done.given_up.append(errand)
+            done.given_up.append(plan)
         else:
-            done.errands.append(followed)
-    hold(done.errands, table, trying, {change.number for change in done.changes})
+            done.plans.append(followed)
+    hold(done.plans, table, trying, {change.number for change in done.changes})
     return done
 
 
-def hold(errands: Iterable[MigrationPlan], table: LiveTable, trying: Trial, begun: Collection[int] = ()) -> None:
+def hold(plans: Iterable[MigrationPlan], table: LiveTable, trying: Trial, begun: Collection[int] = ()) -> None:
     """Take the free parts of the places that plans still need. `begun`: numbers of jobs whose changes have taken
     theirs."""
-    for errand in errands:
-        for leg in errand.legs:
-            stage = stage_of(leg, table)
-            has_none_yet = stage in (Stage.TO_BEGIN, Stage.RESTS) and leg.number not in begun
-            if has_none_yet or (stage is Stage.UNDER_WAY and leg.is_parked and not _moves(table, leg.number)):
-                keep(trying, leg.claims)
-        if errand.waiting and errand.waiting not in begun:
-            keep(trying, errand.hole)
+    for plan in plans:
+        for step in plan.steps:
+            stage = stage_of(step, table)
+            has_none_yet = stage in (Stage.TO_BEGIN, Stage.RESTS) and step.number not in begun
+            if has_none_yet or (stage is Stage.UNDER_WAY and step.is_parked and not _moves(table, step.number)):
+                keep(trying, step.claims)
+        if plan.waiting and plan.waiting not in begun:
+            keep(trying, plan.hole)
 
 
 def keep(trying: Trial, claims: Claims) -> None:
@@ -166,12 +166,12 @@ def park(job: JobRecord, purpose: Purpose, level: SuspendLevel = SuspendLevel.OF
     return SuspendChange(job.number, job.revision, level=level, purpose=purpose)
 
 
-def _is_over(errand: MigrationPlan, stages: list[Stage], table: LiveTable) -> bool:
+def _is_over(plan: MigrationPlan, stages: list[Stage], table: LiveTable) -> bool:
     """Return whether the pending job has started or gone; without one, whether all steps are done."""
-    if errand.waiting:
-        return not is_waiting(table, errand.waiting)
+    if plan.waiting:
+        return not is_waiting(table, plan.waiting)
     return all(
-        stage is Stage.DONE or (stage is Stage.RESTS and not leg.claims) for leg, stage in _pairs(errand, stages)
+        stage is Stage.DONE or (stage is Stage.RESTS and not step.claims) for step, stage in _pairs(plan, stages)
     )
 
 
@@ -185,7 +185,7 @@ def is_waiting(table: LiveTable, number: int) -> bool:
 
 
 def _follow(
-    errand: MigrationPlan,
+    plan: MigrationPlan,
     stages: list[Stage],
     table: LiveTable,
     trying: Trial,
@@ -195,47 +195,47 @@ def _follow(
 ) -> MigrationPlan | None:
     """Return the plan after appending its next changes to `changes`; None if it is to be given up."""
     view = trying.room.view
-    if now >= errand.began_s + LONGEST_S or Stage.ASTRAY in stages:
+    if now >= plan.began_s + LONGEST_S or Stage.ASTRAY in stages:
         return None
-    if not _may_come_free(view, errand.hole, leaving):
+    if not _may_come_free(view, plan.hole, leaving):
         return None
-    legs = []
-    for leg, stage in _pairs(errand, stages):
-        if stage in (Stage.TO_BEGIN, Stage.RESTS) and leg.claims and not _may_come_free(view, leg.claims, leaving):
+    steps = []
+    for step, stage in _pairs(plan, stages):
+        if stage in (Stage.TO_BEGIN, Stage.RESTS) and step.claims and not _may_come_free(view, step.claims, leaving):
             return None
-        change = _next_change(errand, leg, stage, table, view)
+        change = _next_change(plan, step, stage, table, view)
         if change is None:
-            legs.append(leg)
+            steps.append(step)
             continue
-        if leg.tries >= _MOST_TRIES:
+        if step.tries >= _MOST_TRIES:
             return None
-        legs.append(replace(leg, tries=leg.tries + 1))
+        steps.append(replace(step, tries=step.tries + 1))
         changes.append(change)
         if isinstance(change, MoveChange):
-            trying.take(leg.claims)
+            trying.take(step.claims)
     all_gone = all(
-        stage is Stage.DONE or (stage is Stage.RESTS and not leg.claims) for leg, stage in _pairs(errand, stages)
+        stage is Stage.DONE or (stage is Stage.RESTS and not step.claims) for step, stage in _pairs(plan, stages)
     )
-    if errand.waiting and (all_gone or not errand.legs or is_free(view, errand.hole)):
-        found = table.get(errand.waiting)
-        if found is not None and not fit(view, found[0].shape, errand.hole, retune=True):
-            changes.append(StartChange(errand.waiting, found[0].revision, errand.hole))
-            trying.take(errand.hole)
-    return replace(errand, legs=tuple(legs))
+    if plan.waiting and (all_gone or not plan.steps or is_free(view, plan.hole)):
+        found = table.get(plan.waiting)
+        if found is not None and not fit(view, found[0].shape, plan.hole, retune=True):
+            changes.append(StartChange(plan.waiting, found[0].revision, plan.hole))
+            trying.take(plan.hole)
+    return replace(plan, steps=tuple(steps))
 
 
 def _next_change(
-    errand: MigrationPlan, leg: MigrationStep, stage: Stage, table: LiveTable, view: View
+    plan: MigrationPlan, step: MigrationStep, stage: Stage, table: LiveTable, view: View
 ) -> PlanChange | None:
-    found = table.get(leg.number)
+    found = table.get(step.number)
     if found is None or stage not in (Stage.TO_BEGIN, Stage.RESTS):
         return None
     job, _ = found
-    purpose = errand.purpose(leg)
-    if leg.claims and is_free(view, leg.claims):
-        return MoveChange(job.number, job.revision, leg.claims, purpose=purpose)
-    if stage is Stage.TO_BEGIN and (leg.is_parked or not leg.claims):
-        return park(job, purpose, leg.level)
+    purpose = plan.purpose(step)
+    if step.claims and is_free(view, step.claims):
+        return MoveChange(job.number, job.revision, step.claims, purpose=purpose)
+    if stage is Stage.TO_BEGIN and (step.is_parked or not step.claims):
+        return park(job, purpose, step.level)
     return None
 
 
@@ -262,5 +262,5 @@ def _masks(claims: Iterable[Claims]) -> dict[str, int]:
     return masks
 
 
-def _pairs(errand: MigrationPlan, stages: list[Stage]) -> list[tuple[MigrationStep, Stage]]:
-    return list(zip(errand.legs, stages, strict=True))
+def _pairs(plan: MigrationPlan, stages: list[Stage]) -> list[tuple[MigrationStep, Stage]]:
+    return list(zip(plan.steps, stages, strict=True))

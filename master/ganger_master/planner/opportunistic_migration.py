@@ -67,150 +67,154 @@ class OpportunisticMigration:
 
     def __init__(
         self,
-        acting: MigrationContext,
-        brought: MigrationOutcomes,
+        migration: MigrationContext,
+        outcomes: MigrationOutcomes,
         moved_at: Mapping[int, float],
         closer_s: float,
         closer_again_s: float,
     ) -> None:
-        self._acting = acting
-        self._brought = brought
+        self._migration = migration
+        self._outcomes = outcomes
         self._moved_at = moved_at
         self.closer_s = closer_s
         self.closer_again_s = closer_again_s
 
     def go_back(self) -> None:
         """Revert migrations that made a job slower, where its old place is free."""
-        acting = self._acting
-        busy = acting.busy | acting.changed
-        for number, owed in self._brought.owed.items():
-            got = acting.gangs.get(number)
-            if got is None or number in busy or self._left <= 0 or not is_free(acting.room.view, owed.source):
+        migration = self._migration
+        busy = migration.busy | migration.changed
+        for number, owed in self._outcomes.owed.items():
+            got = migration.gangs.get(number)
+            if got is None or number in busy or self._left <= 0 or not is_free(migration.room.view, owed.source):
                 continue
-            saves = (1.0 - owed.gain) * acting.ran_s(got[0]) * got[2].shape.gpus - got[2].move_cost
+            saves = (1.0 - owed.gain) * migration.ran_s(got[0]) * got[2].shape.gpus - got[2].move_cost
             if saves > 0.0:
-                acting.begin(Goal.UNDO, Hole((), (Displacement(got[2], owed.source),)), saved=saves)
+                migration.begin(Goal.UNDO, Hole((), (Displacement(got[2], owed.source),)), saved=saves)
 
     def closer(self) -> None:
         """Move gangs over several nodes closer together, where the locality model of their kind predicts a gain."""
-        acting, next_s = self._acting, self.closer_s + CLOSER_S
-        if acting.now < next_s and self.closer_again_s <= next_s:
+        migration, next_s = self._migration, self.closer_s + CLOSER_S
+        if migration.now < next_s and self.closer_again_s <= next_s:
             return
-        apart = [(job, gang) for job, gang in acting.running if len(gang.pieces) > 1 and job.spec.movable]
-        if acting.now < next_s:
+        apart = [(job, gang) for job, gang in migration.running if len(gang.pieces) > 1 and job.spec.movable]
+        if migration.now < next_s:
             # The next search considers what has happened since.
             self.closer_again_s = next_s if apart else self.closer_again_s
             return
-        gangs = acting.movable(apart).values()
+        gangs = migration.movable(apart).values()
         self.closer_again_s = math.inf
         if not gangs:
             return
-        self.closer_s = acting.now
+        self.closer_s = migration.now
         spreads = self._spreads(gangs)
         # A gang for which any closer place would pay already is searched again only after an event.
         waits = [_MOVES * pays_anywhere_s(one.gang) - one.remaining_s for one in spreads]
-        again_s = acting.now + min([one for one in waits if one > 0.0], default=math.inf)
-        failed, placement = self._brought.failed, acting.terms.placement
-        proposals = closer(acting.room, spreads, now=acting.now, failed=failed, placement=placement)
+        again_s = migration.now + min([one for one in waits if one > 0.0], default=math.inf)
+        failed, placement = self._outcomes.failed, migration.placement
+        proposals = closer(migration.room, spreads, now=migration.now, failed=failed, placement=placement)
         again_s = min(again_s, self._propose(proposals))
-        if not acting.errands:
+        if not migration.plans:
             # Without a measurement no gain is known that would be worth two moves.
             known = [one for one in spreads if one.locality.error != NOT_FITTED]
             if known:
                 others = self._spreads(
-                    [found for found in acting.gangs.values() if found[2].shape.gpus > 1 and found[0].spec.movable]
+                    [found for found in migration.gangs.values() if found[2].shape.gpus > 1 and found[0].spec.movable]
                 )
-                proposals = exchanged(acting.room, known, others, now=acting.now, failed=failed, placement=placement)
+                proposals = exchanged(
+                    migration.room, known, others, now=migration.now, failed=failed, placement=placement
+                )
                 again_s = min(again_s, self._propose(proposals))
-        self.closer_again_s = max(again_s, acting.now + CLOSER_S)
+        self.closer_again_s = max(again_s, migration.now + CLOSER_S)
 
     def unpack(self) -> None:
         """Move gangs out of co-locations that are slower than the gangs alone, onto devices that no pending job
         wants."""
-        acting, rated = self._acting, self._acting.terms.rated
-        if not acting.free:
+        migration, rates = self._migration, self._migration.rates
+        if not migration.free:
             return
         groups: dict[frozenset[int], list[tuple[JobRecord, Gang]]] = {}
-        for job, gang in acting.running:
-            if is_shared(gang) and (mates := rated.beside(job.number)):
+        for job, gang in migration.running:
+            if is_shared(gang) and (mates := rates.beside(job.number)):
                 groups.setdefault(mates | {job.number}, []).append((job, gang))
         packs: list[Packed] = []
         horizon_s = math.inf
         for group, pairs in groups.items():
-            if len(pairs) < len(group) or group & acting.terms.on_trial:
+            if len(pairs) < len(group) or group & migration.context.on_trial:
                 continue
-            rates = [TrialRates(rated.alone(number), rated.present(number)[-_WINDOWS:]) for number in sorted(group)]
-            if not all(len(one.before) > 1 and len(one.after) >= FIRST_WINDOWS for one in rates):
+            tried = [TrialRates(rates.alone(number), rates.present(number)[-_WINDOWS:]) for number in sorted(group)]
+            if not all(len(one.before) > 1 and len(one.after) >= FIRST_WINDOWS for one in tried):
                 continue
-            horizon_s = min(horizon_s, *[acting.ran_s(job) for job, _ in pairs])
-            pack = Packed(_most_gain(tuple(rates)), len(group), ())
+            horizon_s = min(horizon_s, *[migration.ran_s(job) for job, _ in pairs])
+            pack = Packed(_most_gain(tuple(tried)), len(group), ())
             # Most co-locations need no search for movable gangs.
             if pack.is_slow:
-                movable = [one for job, _, one in acting.movable(pairs, packed=True).values() if job.spec.movable]
+                movable = [one for job, _, one in migration.movable(pairs, packed=True).values() if job.spec.movable]
                 packs.append(replace(pack, movable=tuple(movable)))
         if packs:
-            failed, placement = self._brought.failed, acting.terms.placement
-            self._propose(unpacked(acting.room, packs, horizon_s, placement, now=acting.now, failed=failed))
+            failed, placement = self._outcomes.failed, migration.placement
+            self._propose(unpacked(migration.room, packs, horizon_s, placement, now=migration.now, failed=failed))
 
     def balance(self) -> None:
         """Move gangs that measurably suffer from other gangs on their node to emptier nodes."""
-        acting, rated = self._acting, self._acting.terms.rated
-        seen = {job.number: rated.crowd(job.number) for job, gang in acting.running if len(gang.pieces) == 1}
+        migration, rates = self._migration, self._migration.rates
+        seen = {job.number: rates.crowd(job.number) for job, gang in migration.running if len(gang.pieces) == 1}
         seen = {number: crowd for number, crowd in seen.items() if len(crowd[1]) > 1}
         if not seen:
             return
         # Measurements are no event that would start a pass.
-        acting.come_back(acting.now + _BALANCE_S)
-        pairs = [(job, gang) for job, gang in acting.running if job.number in seen and job.spec.movable]
-        gangs = [Crowded(one, *seen[job.number], acting.ran_s(job)) for job, _, one in acting.movable(pairs).values()]
-        failed, placement = self._brought.failed, acting.terms.placement
-        self._propose(relieved(acting.room, gangs, now=acting.now, failed=failed, placement=placement))
+        migration.come_back(migration.now + _BALANCE_S)
+        pairs = [(job, gang) for job, gang in migration.running if job.number in seen and job.spec.movable]
+        gangs = [
+            Crowded(one, *seen[job.number], migration.ran_s(job)) for job, _, one in migration.movable(pairs).values()
+        ]
+        failed, placement = self._outcomes.failed, migration.placement
+        self._propose(relieved(migration.room, gangs, now=migration.now, failed=failed, placement=placement))
 
     def _spreads(self, gangs: Iterable[tuple[JobRecord, Gang, Movable]]) -> list[GangDistance]:
         models: dict[str, LocalityModel] = {}
         found = []
         for job, _, one in gangs:
             if one.kind not in models:
-                models[one.kind] = self._brought.locality(one.kind)
-            found.append(GangDistance(one, models[one.kind], self._acting.ran_s(job), job.shape.locality.widest))
+                models[one.kind] = self._outcomes.locality(one.kind)
+            found.append(GangDistance(one, models[one.kind], self._migration.ran_s(job), job.shape.locality.widest))
         return found
 
     def defragment(self) -> None:
-        acting = self._acting
-        gangs = [one for job, _, one in acting.gangs.values() if job.spec.movable]
+        migration = self._migration
+        gangs = [one for job, _, one in migration.gangs.values() if job.spec.movable]
         if self._left > 0:
-            failed = self._brought.failed
-            self._propose(defragmented(acting.room, gangs, most_moves=self._left, now=acting.now, failed=failed))
+            failed = self._outcomes.failed
+            self._propose(defragmented(migration.room, gangs, most_moves=self._left, now=migration.now, failed=failed))
 
     @property
     def _left(self) -> int:
         """The number of opportunistic moves that may still begin."""
-        acting = self._acting
-        if acting.terms.per_hour is None:
-            most = float(max(_LEAST_AN_HOUR, acting.movable_gpus))
+        migration = self._migration
+        if migration.context.cluster.moves_per_hour is None:
+            most = float(max(_LEAST_AN_HOUR, migration.movable_gpus))
         else:
-            most = acting.terms.per_hour * len(acting.room.view)
-        begun = sum(len(errand.legs) for errand in acting.errands if errand.began_s == acting.now)
+            most = migration.context.cluster.moves_per_hour * len(migration.room.view)
+        begun = sum(len(plan.steps) for plan in migration.plans if plan.began_s == migration.now)
         return min(MOST_AT_ONCE, int(most - len(self._moved_at) - begun))
 
     def _propose(self, proposals: Sequence[MigrationProposal]) -> float:
         """Begin the migrations that may begin. If none may now, return when the first one may without any event."""
         if not proposals:
             return math.inf
-        acting = self._acting
-        chosen = capped(proposals, acting.now, self._moved_at, (), max(0, self._left))
+        migration = self._migration
+        chosen = capped(proposals, migration.now, self._moved_at, (), max(0, self._left))
         for proposal in chosen:
             goal, moves = _GOALS[proposal.why], Hole((), proposal.moves)
             last = Goal.LOCALITY if proposal.why is MigrationReason.EXCHANGE else None
-            acting.begin(goal, moves, saved=proposal.saves, last_goal=last)
+            migration.begin(goal, moves, saved=proposal.saves, last_goal=last)
         if chosen:
             # The end of a migration plan is an event.
             return math.inf
         # Once the last hour has one move less.
         allowed_s = min(self._moved_at.values(), default=math.inf) + HOUR_S
         rests = [rested_s(proposal, self._moved_at) for proposal in proposals]
-        when_s = min([rest_s if acting.now < rest_s else allowed_s for rest_s in rests], default=math.inf)
-        acting.come_back(when_s)
+        when_s = min([rest_s if migration.now < rest_s else allowed_s for rest_s in rests], default=math.inf)
+        migration.come_back(when_s)
         return when_s
 
 

@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -32,20 +31,19 @@ from ganger_master.core.plan_changes import (
     StartChange,
     TrialFinding,
 )
-from ganger_master.planner.colocations import Colocations, JobRates, plan_packs, with_refusals
+from ganger_master.planner.colocations import Colocations, plan_packs, with_refusals
 from ganger_master.planner.context import PlanContext, PlanDraft, PlanOutcome
 from ganger_master.planner.device_groups import MOST_ROWS, Claims, thin
 from ganger_master.planner.host_memory import make_room
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.matrices import SliceMatrices
 from ganger_master.planner.migration_plans import LONGEST_S, MigrationPlan, hold, is_free
-from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
+from ganger_master.planner.refusal_backoff import ExcludedJobs
 from ganger_master.planner.timeslice_exits import follow, places_of
 from ganger_master.planner.timeslice_shares import NOTHING as NOTHING_OWED
 from ganger_master.planner.timeslice_shares import Fairness, SlicedJob, can_go, credited, moved, stayed
 from ganger_master.policies.fairness import QUANTUM_S
 from ganger_master.policies.placements import PlacementPreference
-from ganger_master.policies.stages import Tune
 
 if TYPE_CHECKING:
     from ganger_master.planner.migrate_stage import MigrationStage
@@ -89,24 +87,9 @@ class SharingStage:
             # Shrinking jobs are about to free devices for pending jobs.
             context.add(PlanDraft(line=np.array(context.last_line, np.int64)))
             return
-        cluster = context.cluster
-        found, self.shared, findings = plan_shared(
-            context.policy.placement,
-            context.jobs,
-            context.now,
-            context.room,
-            self.shared,
-            context.measured.together,
-            context.capacity.gpus,
-            context.settings.look_s or min(QUANTUM_S, context.settings.pace.every_s),
-            context.excluded,
-            turn_s=self._quantum_s(cluster.quantum_s, context.now),
-            received_s=context.measured.received_s,
-            draining=cluster.draining,
-            changing=cluster.changing,
-            errands=self._migrations.moving.errands if self._migrations is not None else (),
-            restores_cores=not context.policy.has(Tune),
-        )
+        quantum_s = self._quantum_s(context.cluster.quantum_s, context.now)
+        plans = self._migrations.moving.plans if self._migrations is not None else ()
+        found, self.shared, findings = plan_shared(context, self.shared, quantum_s, plans)
         context.add(found)
         context.come_back(found.next_change_s)
         context.findings.extend(findings)
@@ -138,63 +121,46 @@ class SharingStage:
 
 
 def plan_shared(
-    placement: PlacementPreference,
-    table: LiveTable,
-    now: float,
-    room: CapacityIndex,
-    remembered: Shared,
-    seen: JobRates,
-    gpus: int,
-    quantum_s: float,
-    kept_out: ExcludedJobs = NONE_EXCLUDED,
-    turn_s: float | None = None,
-    received_s: Mapping[int, float] = MappingProxyType({}),
-    draining: Collection[str] = (),
-    changing: Collection[int] = (),
-    errands: Sequence[MigrationPlan] = (),
-    restores_cores: bool = True,
+    context: PlanContext, remembered: Shared, quantum_s: float | None, migrations: Sequence[MigrationPlan] = ()
 ) -> tuple[PlanDraft, Shared, tuple[TrialFinding, ...]]:
     """Return the changes to propose now, the state if they are proposed, and the findings of trials.
 
-    gpus: number of GPUs of the cluster. kept_out: jobs and nodes that recent refusals exclude.
-    turn_s: seconds of a time slice; None: no time slicing.
-    received_s: seconds that each job has run on its devices, by number.
-    draining: names of nodes to be emptied. restores_cores: as in `plan_packs`.
-    changing: numbers of time-slice groups whose last change some of their nodes have not acknowledged.
-    errands: migration plans under way: their places are kept, and their jobs left as they are.
+    quantum_s: seconds of a time slice; None: no time slicing.
+    migrations: migration plans under way: their places are kept, and their jobs left as they are.
     """
+    table, now, room, settings = context.jobs, context.now, context.room, context.settings
     if table.quotas is not None and table.quotas.are_contested:
-        kept_out = kept_out.resting(table.quotas.beyond(table.waiting_jobs(len(table))))
-    is_due = now >= remembered.looked_s + quantum_s
+        excluded = context.excluded.resting(table.quotas.beyond(table.waiting_jobs(len(table))))
+        context = replace(context, excluded=excluded)
+    look_s = settings.look_s or min(QUANTUM_S, settings.pace.every_s)
+    is_due = now >= remembered.looked_s + look_s
     looked_s, packs, fairness = now if is_due else remembered.looked_s, remembered.packs, remembered.fairness
     tried: tuple[PlanChange, ...] = ()
     findings: tuple[TrialFinding, ...] = ()
     if is_due:
-        crowded = table.has_waiting or _take_turns(table)
-        tried, packs, findings = plan_packs(
-            packs, table, room.view, now, seen, gpus, crowded, restores_cores=restores_cores
-        )
-    followed, packs = follow(packs, table, room.view, now, seen, changing)
+        tried, packs, findings = plan_packs(packs, context, table.has_waiting or _take_turns(table))
+    followed, packs = follow(packs, context)
     # A plan that has timed out keeps no places.
-    errands = [errand for errand in errands if now < errand.began_s + LONGEST_S]
+    migrations = [plan for plan in migrations if now < plan.began_s + LONGEST_S]
     busy = packs.on_trial.union([change.number for change in (*tried, *followed)], *packs.together)
-    busy = busy.union(*[errand.numbers for errand in errands])
+    busy = busy.union(*[plan.numbers for plan in migrations])
     room.follow()
     trying = Trial(room)
     try:
-        hold(errands, table, trying)
-        if turn_s is not None:
-            fairness = credited(fairness, table.running, _weights(table, now), received_s, room.view, now, turn_s)
+        hold(migrations, table, trying)
+        if quantum_s is not None:
+            received_s = context.measured.received_s
+            fairness = credited(fairness, table.running, _weights(table, now), received_s, room.view, now, quantum_s)
         for change in followed:
             if isinstance(change, ResumeChange) and is_free(room.view, places := places_of(table, change)):
                 trying.take(places)
-        found = plan_matrices(placement, table, now, room, turn_s, kept_out, busy, fairness, draining, changing)
+        found = plan_matrices(context, quantum_s, busy, fairness)
         fairness = moved(fairness, [change for change in found.changes if change.purpose.goal in _GOING], now)
     finally:
         trying.undo()
     # Co-locations are watched as long as they last, and time-sliced jobs are measured meanwhile.
     is_watching = bool(packs.packs) or _take_turns(table)
-    next_s = min(found.next_change_s, looked_s + quantum_s) if is_watching else found.next_change_s
+    next_s = min(found.next_change_s, looked_s + look_s) if is_watching else found.next_change_s
     draft = replace(found, changes=(*tried, *followed, *found.changes), next_change_s=max(next_s, now + 1.0))
     return draft, Shared(looked_s, packs, fairness), findings
 
@@ -212,45 +178,38 @@ def _take_turns(table: LiveTable) -> bool:
 
 
 def plan_matrices(
-    placement: PlacementPreference,
-    table: LiveTable,
-    now: float,
-    room: CapacityIndex,
+    context: PlanContext,
     quantum_s: float | None,
-    kept_out: ExcludedJobs = NONE_EXCLUDED,
     busy: Collection[int] = (),
     fairness: Fairness = NOTHING_OWED,
-    draining: Collection[str] = (),
-    changing: Collection[int] = (),
 ) -> PlanDraft:
-    """Return the changes to propose now. `room` is left unchanged.
+    """Return the changes to propose now.
 
     quantum_s: seconds of a time slice; None: no time slicing.
     busy: numbers of jobs that this pass leaves as they are.
-    draining: names of nodes to be emptied.
-    changing: numbers of time-slice groups whose last change some of their nodes have not acknowledged.
     """
+    table, now, room, excluded = context.jobs, context.now, context.room, context.excluded
     room.follow()
-    filling = _Filling(placement, room)
-    waiting = _waiting(table, kept_out)
+    filling = _Filling(context.policy.placement, room)
+    waiting = _waiting(table, excluded)
     parked = [pair for pair in _rested(table) if pair[0].number not in busy]
     running = [pair for pair in table.running if pair[0].number not in busy]
     try:
         stranded = filling.bring_back(parked)
-        joining = SliceMatrices(room.view, running, kept_out, filling.least_memory, filling.kept_memory)
+        joining = SliceMatrices(room.view, running, excluded, filling.least_memory, filling.kept_memory)
         crowded = filling.start(waiting, joining.may_go_on if quantum_s is not None else None)
         if quantum_s is not None:
             joining.join((*stranded, *crowded))
             if not (crowded or parked):
                 filling.part(joining.sharers)
-            joining.leave(draining, fairness)
+            joining.leave(context.cluster.draining, fairness)
             # Pending jobs that can join no group do not prevent rebalancing of the existing groups.
             if not (filling.changes or joining.has_news):
                 joining.balance(fairness, running, now, quantum_s)
         changes = list(filling.changes)
         if quantum_s is not None:
-            changes += joining.changes(quantum_s, changing)
-            spared = {*busy, *kept_out.not_stopped, *[change.number for change in changes]}
+            changes += joining.changes(quantum_s, context.cluster.changing)
+            spared = {*busy, *excluded.not_stopped, *[change.number for change in changes]}
             changes += make_room(joining.shortages, table.running, table.going, spared)
     finally:
         filling.undo()
@@ -261,14 +220,14 @@ def plan_matrices(
     return PlanDraft(tuple(changes), waits=bool(crowded or stranded), line=line, next_change_s=next_s)
 
 
-def _waiting(table: LiveTable, kept_out: ExcludedJobs) -> list[tuple[JobRecord, Gang | None]]:
+def _waiting(table: LiveTable, excluded: ExcludedJobs) -> list[tuple[JobRecord, Gang | None]]:
     """Return the first pending jobs, each with the gang in which it rests in host memory since a user suspended it, if
     there is one."""
     found: list[tuple[JobRecord, Gang | None]] = []
     for job in table.queue():
         if len(found) == _WAITING_MOST:
             break
-        if job.number not in kept_out.not_started:
+        if job.number not in excluded.not_started:
             known = table.get(job.number) if job.epoch else None
             gang = None if known is None else known[1]
             rests = gang is not None and gang.phase is GangPhase.PARKED and gang.park_level is SuspendLevel.OFFLOAD

@@ -9,7 +9,7 @@ runs in every pass, not once a quantum.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, TypeAlias
 
@@ -22,7 +22,6 @@ from ganger_master.core.plan_changes import Goal, PlanChange, Purpose, ResumeCha
 from ganger_master.planner.colocations import (
     Colocation,
     Colocations,
-    JobRates,
     TimesliceExit,
     is_resting,
     is_settled,
@@ -30,6 +29,7 @@ from ganger_master.planner.colocations import (
     parking,
     whole_again,
 )
+from ganger_master.planner.context import PlanContext
 from ganger_master.planner.device_groups import Claims
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migration_plans import is_free
@@ -40,14 +40,10 @@ _LONGEST_S: Final = 120.0
 _Pair: TypeAlias = tuple[JobRecord, Gang]
 
 
-def follow(
-    packs: Colocations, table: LiveTable, view: View, now: float, seen: JobRates, changing: Collection[int] = ()
-) -> tuple[tuple[PlanChange, ...], Colocations]:
-    """Return the changes to propose now, and the state if they are proposed.
-
-    changing: numbers of time-slice groups whose last change is not acknowledged by all their nodes. A host that has
-    left one is in its active matrix until then.
-    """
+def follow(packs: Colocations, context: PlanContext) -> tuple[tuple[PlanChange, ...], Colocations]:
+    """Return the changes to propose now, and the state if they are proposed."""
+    table, view, now, changing = context.jobs, context.room.view, context.now, context.cluster.changing
+    # A host that has left a group is in its active matrix until all nodes have acknowledged the next one.
     rotating = {node for _, gang in table.running if gang.node_set in changing for node in gang.nodes}
     changes: list[PlanChange] = []
     leaving: list[TimesliceExit] = []
@@ -77,7 +73,7 @@ def follow(
         if guest is not None and not is_resting(*guest) and now <= going.since_s + _LONGEST_S:
             parting.append(going)
         elif host is not None:
-            changes.extend(whole_again({going.host: host}, (), view, seen))
+            changes.extend(whole_again({going.host: host}, (), view, context.measured.together))
     followed = replace(packs, packs=(*packs.packs, *begun), leaving=tuple(leaving), parting=tuple(parting))
     return tuple(changes), replace(followed, failed=failed)
 

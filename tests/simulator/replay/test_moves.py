@@ -125,6 +125,6 @@ def test_every_job_ends_and_nothing_is_promised_twice_and_what_is_passed_over_wo
         outcomes = replay.ledger.outcomes()
         assert outcomes.finished.all()
         ends.append(outcomes.end_s)
-        errands = replay.planning.loop.memory.moving.errands
-        assert all(not one.legs or one.waiting not in replay.state.jobs.live for one in errands)
+        plans = replay.planning.loop.memory.moving.plans
+        assert all(not one.steps or one.waiting not in replay.state.jobs.live for one in plans)
     assert np.array_equal(ends[0], ends[1])
