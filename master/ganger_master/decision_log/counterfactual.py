@@ -10,9 +10,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import replace
 
-import msgspec
 from ganger.cluster.capacity_index import CapacityIndex
-from ganger.job_state import JobState
 from msgspec import Struct
 
 from ganger_master.core import commands
@@ -142,8 +140,5 @@ def _jobs_of(command: Command) -> Iterator[int]:
 def _table_of(state: State) -> LiveTable:
     table = LiveTable(quotas=state.settings.quota_devices)
     for job in state.jobs.values():
-        if job.state.is_finished:
-            # Its run time is a sample for similar jobs.
-            table.put(msgspec.structs.replace(job, state=JobState.PENDING), None)
         table.put(job, state.gangs.get(job.epoch))
     return table

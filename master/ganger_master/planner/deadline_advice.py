@@ -19,8 +19,6 @@ from enum import Enum
 
 import numpy as np
 from ganger.cluster.view import View
-from ganger.job_state import JobState
-from msgspec.structs import replace
 
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
@@ -129,9 +127,6 @@ def deadline_advice(jobs: Iterable[tuple[JobRecord, Gang | None]], number: int, 
     """Return the advice for job `number`, which has a deadline; empty if it is no longer live."""
     table = LiveTable()
     for job, gang in jobs:
-        if job.state.is_finished:
-            # Its run time is a sample for similar jobs.
-            table.put(replace(job, state=JobState.PENDING), None)
         table.put(job, gang)
     rows, facts = table.facts(now, expects=True)
     found = np.flatnonzero(facts.number == number)

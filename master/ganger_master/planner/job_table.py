@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from ganger.cluster.topology import bits
 from ganger.job_state import JobState
+from msgspec.structs import replace
 
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, JobSpec, SuspendLevel
@@ -92,10 +93,14 @@ class LiveTable:
         return None if row is None or job is None else (job, self.gangs[row])
 
     def put(self, job: JobRecord, gang: Gang | None) -> None:
-        """Record a job as it is now, with the gang of its present epoch if it has one."""
+        """Record a job as it is now, with the gang of its present epoch if it has one. A job that ended before the
+        table had it is a sample for similar jobs."""
         number = job.number
         row = self._row_of.get(number)
         if job.state.is_finished:
+            if row is None:
+                self.put(replace(job, state=_PENDING), None)
+                row = self._row_of.get(number)
             if row is not None:
                 self._end(job, row)
             return

@@ -12,8 +12,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, assert_never
 
 from ganger.cluster.capacity_index import CapacityIndex
-from ganger.job_state import JobState
-from msgspec.structs import replace as replace_of
 
 from ganger_master.core.commands import Promise
 from ganger_master.core.plan_changes import StartChange
@@ -124,9 +122,6 @@ class PlannerLoop:
             self._room = CapacityIndex(change.view)
         table, rates, has_notes = self.table, self._rates, self._refused.has_notes
         for job, gang, signature in change.jobs:
-            if job.state.is_finished and table.get(job.number) is None:
-                # It ended before this loop began: jobs like it may take as long.
-                table.put(replace_of(job, state=JobState.PENDING), None)
             table.put(job, gang)
             if has_notes:
                 self._refused.forget(job.number)
