@@ -65,7 +65,7 @@ def planner_command(state_dir: Path) -> tuple[str, ...]:
     return (
         sys.executable,
         "-m",
-        "ganger_master.planner_process",
+        "ganger_master.planner_process.cli",
         "--state-dir",
         str(state_dir),
         "--note",

@@ -10,9 +10,8 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from ganger.cluster.claims import make_claim
+from ganger.cluster.claims import PLENTY, evenly, fewest, greedily, make_claim
 from ganger.cluster.fit import demand
-from ganger.cluster.placement_search import PLENTY, evenly, fewest, greedily
 from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel
 from ganger.cluster.view import LoadMode, View

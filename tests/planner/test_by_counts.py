@@ -8,7 +8,7 @@ from dataclasses import replace as replaced
 import numpy as np
 import pytest
 from ganger.cluster.capacity_index import CapacityIndex
-from ganger.cluster.placement_search import FreeDevices, is_counted
+from ganger.cluster.claims import FreeDevices, is_counted
 from ganger.cluster.preferences import BY_COUNTS
 from ganger.cluster.resources import ConfigurationSet, GangShape, Locality, LocalityLevel, NodeRow, Role, TaskShape
 from ganger.cluster.search import PlacementRequest

@@ -33,7 +33,7 @@ def planners(cluster: Cluster) -> list[int]:
             words = (path.parent / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if parent == cluster.master.process.pid and b"ganger_master.planner_process" in words:
+        if parent == cluster.master.process.pid and b"ganger_master.planner_process.cli" in words:
             found.append(int(path.parent.name))
     assert len(found) <= 1, found
     return found

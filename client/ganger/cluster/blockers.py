@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ganger.cluster.capacity_index import CapacityIndex
+from ganger.cluster.claims import PLENTY
 from ganger.cluster.fit import demand
 from ganger.cluster.node_classes import Alike, Family, each
-from ganger.cluster.placement_search import PLENTY
 from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resources import GangShape, LocalityLevel
 from ganger.cluster.search import PlacementRequest, widest_now

@@ -20,10 +20,10 @@ from typing import Any, Final, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ganger.cluster.claims import PLENTY
 from ganger.cluster.fit import Demand as Needs
 from ganger.cluster.fit import demand
 from ganger.cluster.node_classes import Alike, Entries, Family
-from ganger.cluster.placement_search import PLENTY
 from ganger.cluster.resources import ConfigurationSet, GangShape, LocalityLevel, Role, TaskShape
 from ganger.cluster.topology import FAR, Topology
 from ganger.cluster.view import View

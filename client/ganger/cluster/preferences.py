@@ -24,10 +24,9 @@ from typing import Any
 import numpy as np
 
 from ganger.cluster.capacity_index import CapacityIndex
-from ganger.cluster.claims import make_claim
+from ganger.cluster.claims import FreeDevices, evenly, greedily, make_claim
 from ganger.cluster.feasibility import FeasibilityQuery, GangMix
 from ganger.cluster.node_classes import Alike, Family
-from ganger.cluster.placement_search import FreeDevices, evenly, greedily
 from ganger.cluster.resources import Claim, LocalityLevel
 from ganger.cluster.search import (
     Claims,

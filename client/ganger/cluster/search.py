@@ -18,10 +18,9 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from ganger.cluster.capacity_index import CapacityIndex
-from ganger.cluster.claims import as_requested, is_still_free, make_claim
+from ganger.cluster.claims import PLENTY, FreeDevices, as_requested, evenly, fewest, greedily, is_still_free, make_claim
 from ganger.cluster.feasibility import CapacityTotals, FeasibilityQuery, GangMix
 from ganger.cluster.node_classes import Alike, Family, Slots, each, each_from_last
-from ganger.cluster.placement_search import PLENTY, FreeDevices, evenly, fewest, greedily
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel
 from ganger.cluster.view import LoadMode, View
 

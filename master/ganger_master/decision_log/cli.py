@@ -117,7 +117,7 @@ def _replay_plans(
     """Make the plans of a planner's recording again, up to `until_s` seconds after it began, and print the result."""
     from ganger.console import CommandError, ExitCode, print_table
 
-    from ganger_master.decision_log.plan_report import PlanReport
+    from ganger_master.decision_log.render import PlanReport
     from ganger_master.decision_log.rerun import PlanRerun
 
     rerun = PlanRerun(recorded, until_s)

@@ -15,7 +15,7 @@ from operator import add, ge
 
 import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex, Trial
-from ganger.cluster.placement_search import is_counted
+from ganger.cluster.claims import is_counted
 from ganger.cluster.resources import GangShape
 from ganger.cluster.search import PlacementRequest, widest_now
 from ganger.cluster.view import View

@@ -1,4 +1,4 @@
-"""`ganger planner`: the cluster-wide planner, run by hand."""
+"""`ganger planner`: the cluster-wide planner, run by hand, or by the master as a module."""
 
 from __future__ import annotations
 
@@ -84,3 +84,7 @@ def _make_directory(record_to: Path) -> None:
     except OSError as error:
         reason = error.strerror or error
         raise click.UsageError(f"--record: cannot write to {record_to}: {reason}") from error
+
+
+if __name__ == "__main__":
+    run()

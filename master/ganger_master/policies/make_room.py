@@ -18,9 +18,8 @@ from typing import Final
 
 import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex, Claims, Trial
-from ganger.cluster.claims import make_claim
+from ganger.cluster.claims import evenly, greedily, make_claim
 from ganger.cluster.fit import gang_level
-from ganger.cluster.placement_search import evenly, greedily
 from ganger.cluster.preferences import BEST_FIT
 from ganger.cluster.resources import GangShape, LocalityLevel
 from ganger.cluster.search import PlacementRequest

@@ -1,1 +1,0 @@
-"""The shell around the core: the one writer, its clock, what is shown to the outside, and the processes it keeps."""

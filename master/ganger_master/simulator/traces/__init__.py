@@ -1,1 +1,0 @@
-"""What comes into a simulation: jobs of a trace, the cluster they run on, the models they train."""

@@ -1,1 +1,0 @@
-"""Alembic's scripts, run by `ganger_master.store.sql`."""
