@@ -26,6 +26,7 @@ from ganger_master.core import (
     observation,
     placement_leases,
     quarantine,
+    restore_settlement,
     retry,
     rollback,
     timeslice_groups,
@@ -178,7 +179,7 @@ def _node_observed(state: State, event: events.NodeObserved) -> None:
     rollback.note_reported_ids(state, event.report)
     observation.observe(state, event.report, event.time, event.cause)
     if state.nodes.strays_of:
-        rollback.follow_ended_strays(state, event.report.node, event.time, event.cause)
+        restore_settlement.follow_ended_strays(state, event.report.node, event.time, event.cause)
 
 
 def _ends_noted(state: State, event: events.EndsNoted) -> None:
@@ -188,7 +189,7 @@ def _ends_noted(state: State, event: events.EndsNoted) -> None:
 
 def _settle_if_complete(state: State, now: float, cause: str) -> None:
     if rollback.is_complete(state, now):
-        rollback.settle(state, events.RestoreSettled(now, cause))
+        restore_settlement.settle(state, events.RestoreSettled(now, cause))
 
 
 def _node_answered(state: State, event: events.NodeAnswered) -> None:
@@ -301,7 +302,7 @@ _HANDLERS: Final[dict[type, Callable[[State, Any], None]]] = {
     events.NodeRemoved: _node_removed,
     events.StoreOpened: rollback.open_store,
     events.EndsNoted: _ends_noted,
-    events.RestoreSettled: rollback.settle,
+    events.RestoreSettled: restore_settlement.settle,
     events.QuarantineEnded: quarantine.end,
     events.QuarantineAdopted: quarantine.adopt,
     events.TurnsClaimed: _turns_claimed,

@@ -9,28 +9,28 @@ its slice says moves there, and is time-sliced where it is until it does.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Final, NoReturn, TypeAlias
+from typing import Final
 
 from ganger.cluster.fit import MEMORY_SHARE, fit
 from ganger.cluster.refusals import Reason, Refusal
-from ganger.cluster.resources import Claim, LocalityLevel
+from ganger.cluster.resources import Claim
 from ganger.cluster.topology import bits
 from ganger.protocol.slice_rotation import SWITCHES_PER_QUANTUM
 from msgspec.structs import replace
 
-from ganger_master.core import approval, colocation, events, gang_orders, timeslice_groups
-from ganger_master.core.answers import Refused
-from ganger_master.core.colocation import has_arenas
+from ganger_master.core import approval, events, timeslice_groups
 from ganger_master.core.elastic import shape_for
-from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, NodeSet
-from ganger_master.core.gang_orders import has_two_worlds
-from ganger_master.core.job_model import JobRecord, SuspendLevel
-from ganger_master.core.moves import can_hand_over
+from ganger_master.core.gang_model import NodeSet
+from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.plan_changes import PlanChange, SliceChange
-from ganger_master.core.preconditions import unfinished
 from ganger_master.core.state import State
-
-Claims: TypeAlias = tuple[Claim, ...]
+from ganger_master.core.timeslice_members import (
+    Claims,
+    MatrixRefusedError,
+    SlicedMember,
+    proposed_member,
+    refuse,
+)
 
 # The capability of a node whose daemon switches time slices.
 CAPABILITY: Final = "rotation"
@@ -39,66 +39,23 @@ ROWS_LIMIT: Final = 64
 _LEAST_QUANTUM_S: Final = 0.5
 
 
-class _RefusedError(Exception):
-    """A refusal of a matrix. `number`: the job that it is about."""
-
-    def __init__(self, number: int, refusal: Refusal) -> None:
-        self.number, self.refusal = number, refusal
-
-
-class _Member:
-    """A job of a proposed matrix. `claims`: its place now or then. `gang`: its present gang, None if it has none."""
-
-    __slots__ = ("change", "claims", "gang", "job", "level", "moves", "rests")
-
-    def __init__(
-        self,
-        change: SliceChange,
-        job: JobRecord,
-        gang: Gang | None,
-        claims: Claims,
-        level: LocalityLevel,
-        rests: bool = False,
-        moves: bool = False,
-    ) -> None:
-        self.change, self.job, self.gang, self.claims, self.level = change, job, gang, claims, level
-        self.rests, self.moves = rests, moves
-
-    @property
-    def comes(self) -> bool:
-        """Return whether it has no devices at that place yet."""
-        return self.begins or self.rests
-
-    @property
-    def begins(self) -> bool:
-        """Return whether it holds nothing at that place yet."""
-        return self.gang is None or self.moves
-
-    def memory_for(self, place: int) -> int:
-        """Return the bytes of host memory that it takes for one of its claims, beyond what it holds there."""
-        claim = self.claims[place]
-        if self.begins or self.gang is None:
-            return claim.memory_bytes + claim.arena_bytes
-        return self.gang.lacking_claims[place].memory_bytes if self.rests else 0
-
-
 def judge_rows(
     state: State, changes: Sequence[PlanChange], proposer: str, now: float
 ) -> events.RowsChanged | tuple[int, Refusal]:
     """Return the event that applies the matrix, or the number of the job that it is refused for, and why."""
     try:
         return _judge(state, _alike(changes), proposer, now)
-    except _RefusedError as refused:
+    except MatrixRefusedError as refused:
         return refused.number, refused.refusal
 
 
 def _alike(changes: Sequence[PlanChange]) -> list[SliceChange]:
-    """Return the changes, if all are of one matrix with one quantum and one level. Raises _RefusedError."""
+    """Return the changes, if all are of one matrix with one quantum and one level. Raises MatrixRefusedError."""
     found: list[SliceChange] = []
     for change in changes:
         if not isinstance(change, SliceChange) or (found and _common(change) != _common(found[0])):
             detail = "a matrix is proposed alone, and all its changes have the same group, quantum and level"
-            _refuse(change.number, Reason.CLAIM_MISMATCH, detail=detail)
+            refuse(change.number, Reason.CLAIM_MISMATCH, detail=detail)
         found.append(change)
     return found
 
@@ -111,13 +68,13 @@ def _judge(state: State, changes: Sequence[SliceChange], proposer: str, now: flo
     first = changes[0]
     before = state.gangs.sets.get(first.node_set)
     if first.node_set and before is None:
-        _refuse(first.number, Reason.WRONG_STATE, detail=f"there is no nodeSets/{first.node_set}")
+        refuse(first.number, Reason.WRONG_STATE, detail=f"there is no nodeSets/{first.node_set}")
     if before is not None and before.coming is not None:
         figures = {"version": before.active.version, "coming": before.coming.version}
-        _refuse(first.number, Reason.STALE_REVISION, figures, detail="its last change is not yet made on all its nodes")
+        refuse(first.number, Reason.STALE_REVISION, figures, detail="its last change is not yet made on all its nodes")
     rows = _rows(changes)
     _check_quantum(state, first)
-    members = {change.number: _member(state, change, before) for change in changes}
+    members = {change.number: proposed_member(state, change, before) for change in changes}
     if before is not None:
         _check_complete(state, before, members)
     _check_nodes(state, before, members)
@@ -131,7 +88,7 @@ def _judge(state: State, changes: Sequence[SliceChange], proposer: str, now: flo
     stays = {number: own for number, (_, own) in staying.items()}
     count = max([len(rows), *[index + 1 for own in stays.values() for index in own]])
     if count > ROWS_LIMIT:
-        _refuse(first.number, Reason.CLAIM_MISMATCH, {"rows": count, "limit": ROWS_LIMIT}, detail="too many rows")
+        refuse(first.number, Reason.CLAIM_MISMATCH, {"rows": count, "limit": ROWS_LIMIT}, detail="too many rows")
     rows = rows + ((),) * (count - len(rows))
     whole = [[*row, *[-number for number, own in stays.items() if index in own]] for index, row in enumerate(rows)]
     for row in whole:
@@ -163,22 +120,22 @@ def _judge(state: State, changes: Sequence[SliceChange], proposer: str, now: flo
 
 def _staying(
     state: State,
-    members: Mapping[int, _Member],
+    members: Mapping[int, SlicedMember],
     rows: Sequence[Sequence[int]],
     before: NodeSet | None,
     held: Mapping[str, Claim],
-) -> tuple[tuple[tuple[int, ...], ...], dict[int, tuple[_Member, tuple[int, ...]]]]:
+) -> tuple[tuple[tuple[int, ...], ...], dict[int, tuple[SlicedMember, tuple[int, ...]]]]:
     """Return the time slices, and the present place and slices of each member that moves within this group.
 
     Until such a member moves it stays in every slice in which its devices idle and the cores suffice, or else gets a
     slice of its own."""
-    found: dict[int, tuple[_Member, tuple[int, ...]]] = {}
+    found: dict[int, tuple[SlicedMember, tuple[int, ...]]] = {}
     taken = [[members[number] for number in row] for row in rows]
     for number, member in members.items():
         gang = member.gang
         if not member.moves or gang is None or before is None or gang.node_set != before.number:
             continue
-        one = _Member(member.change, member.job, gang, gang.claims, gang.level)
+        one = SlicedMember(member.change, member.job, gang, gang.claims, gang.level)
         own = [i for i, row in enumerate(taken) if _fits(state, [one, *row], held)]
         if own and all(member in taken[index] for index in own):
             own = _changed_places(state, taken, one, member, own, held, found)
@@ -195,9 +152,9 @@ def _staying(
 
 def _changed_places(
     state: State,
-    taken: list[list[_Member]],
-    leaving: _Member,
-    coming: _Member,
+    taken: list[list[SlicedMember]],
+    leaving: SlicedMember,
+    coming: SlicedMember,
     own: list[int],
     held: Mapping[str, Claim],
     settled: Collection[int],
@@ -223,40 +180,26 @@ def _changed_places(
     return own
 
 
-def _fits(state: State, row: Sequence[_Member], held: Mapping[str, Claim]) -> bool:
+def _fits(state: State, row: Sequence[SlicedMember], held: Mapping[str, Claim]) -> bool:
     try:
         _check_row(state, row, held)
-    except _RefusedError:
+    except MatrixRefusedError:
         return False
     return True
-
-
-def _is_launched_in_part(state: State, gang: Gang) -> bool:
-    """Return whether some parts of a gang may wait on their devices for parts that are not launched yet.
-
-    Time slices that begin then are a deadlock: the parts that are there reach no boundary without the others, which
-    wait for their slice."""
-    is_new = gang.phase is GangPhase.STARTING and not gang.stepped
-    return is_new and len(gang.pieces) > 1 and gang.epoch not in state.gangs.set_of
-
-
-def _rests_by_plan(gang: Gang) -> bool:
-    offloaded = gang.rested_level is SuspendLevel.OFFLOAD and gang.park_level is SuspendLevel.OFFLOAD
-    return gang.phase is GangPhase.PARKED and gang.intent is GangIntent.PARK and gang.parked_by_plan and offloaded
 
 
 def _rows(changes: Sequence[SliceChange]) -> tuple[tuple[int, ...], ...]:
     count = max([index for change in changes for index in change.rows], default=-1) + 1
     if not 0 < count <= ROWS_LIMIT:
-        _refuse(
+        refuse(
             changes[0].number, Reason.CLAIM_MISMATCH, {"rows": count, "limit": ROWS_LIMIT}, detail="rows count from 0"
         )
     rows = tuple([tuple(sorted([c.number for c in changes if index in c.rows])) for index in range(count)])
     for change in changes:
         if not change.rows:
-            _refuse(change.number, Reason.CLAIM_MISMATCH, detail="it is in no row: suspend it instead")
+            refuse(change.number, Reason.CLAIM_MISMATCH, detail="it is in no row: suspend it instead")
     if not all(rows):
-        _refuse(changes[0].number, Reason.CLAIM_MISMATCH, {"row": rows.index(())}, detail="a row without gangs")
+        refuse(changes[0].number, Reason.CLAIM_MISMATCH, {"row": rows.index(())}, detail="a row without gangs")
     return rows
 
 
@@ -269,115 +212,36 @@ def _check_quantum(state: State, change: SliceChange) -> None:
             "least_milliseconds": int(1000 * least),
             "switch_milliseconds": int(1000 * switch),
         }
-        _refuse(change.number, Reason.QUANTUM, figures)
+        refuse(change.number, Reason.QUANTUM, figures)
 
 
-def _member(state: State, change: SliceChange, before: NodeSet | None) -> _Member:
-    """Return the member that a change proposes for the set `before` (None: a new set). Raises _RefusedError."""
-    job = _may_take_turns(state, change)
-    gang = state.gangs.get(job.epoch)
-    if job.is_waiting and gang is not None:
-        return _resting(state, change, job, gang)
-    if job.is_waiting:
-        if not change.claims:
-            _refuse(job.number, Reason.WRONG_STATE, detail="where it is to start is missing")
-        if any(claim.shared_mask for claim in change.claims):
-            _refuse(job.number, Reason.NOT_SUPPORTED, detail="a job that shares devices at once takes no turns")
-        return _Member(change, job, None, change.claims, LocalityLevel.CLUSTER)
-    if gang is not None and _rests_by_plan(gang) and not job.next_epoch and job.ending is None:
-        return _resting(state, change, job, gang)
-    return _running(state, change, job, gang, before)
-
-
-def _may_take_turns(state: State, change: SliceChange) -> JobRecord:
-    """Return the job of a change, if its spec and its earlier attempts allow time slices. Raises _RefusedError."""
-    job = unfinished(state, change.number)
-    if isinstance(job, Refused):
-        _refuse(change.number, Reason.WRONG_STATE, detail=job.message)
-    if change.revision != job.revision:
-        _refuse(job.number, Reason.STALE_REVISION, {"revision": job.revision, "given": change.revision})
-    if not job.spec.preemptible:
-        _refuse(job.number, Reason.WRONG_STATE, detail="the job is not to be suspended, so it takes no turns")
-    if job.spec.time_limit_seconds is not None:
-        _refuse(job.number, Reason.WRONG_STATE, detail="the job has a time limit, which goes on while it rests")
-    if job.capabilities.no_turns:
-        _refuse(job.number, Reason.WRONG_STATE, detail=job.capabilities.no_turns)
-    return job
-
-
-def _running(state: State, change: SliceChange, job: JobRecord, gang: Gang | None, before: NodeSet | None) -> _Member:
-    """Return the member for a job that runs, and stays or moves. Raises _RefusedError."""
-    is_active = gang is not None and gang.role is GangRole.ACTIVE
-    settled = is_active and gang is not None and gang.phase in (GangPhase.STARTING, GangPhase.RUNNING)
-    if gang is None or not settled or gang.intent is not GangIntent.RUN or job.next_epoch or job.ending is not None:
-        _refuse(job.number, Reason.WRONG_STATE, detail="only a job that runs or waits can begin to take turns")
-    if _is_launched_in_part(state, gang):
-        _refuse(job.number, Reason.WRONG_STATE, detail="it is on several nodes and has not stepped on all of them yet")
-    if colocation.beside(state, gang):
-        _refuse(job.number, Reason.NOT_SUPPORTED, detail="a job that shares devices at once takes no turns")
-    if has_two_worlds(state, job.number):
-        _refuse(job.number, Reason.WRONG_STATE, detail="it is being resized: what it was before is still leaving")
-    if change.claims and not gang_orders.same_place(change.claims, gang.claims):
-        return _moving(state, change, job, gang)
-    of = state.gangs.set_of.get(gang.epoch)
-    if of is not None and (before is None or of != before.number):
-        _refuse(job.number, Reason.WRONG_STATE, {"node_set": of}, detail="it takes turns already, in another node set")
-    return _Member(change, job, gang, gang.claims, gang.level)
-
-
-def _resting(state: State, change: SliceChange, job: JobRecord, gang: Gang) -> _Member:
-    """Return the member for a job that is parked in host memory, and resumes there or elsewhere."""
-    if gang.phase is not GangPhase.PARKED or gang.rested_level is not SuspendLevel.OFFLOAD:
-        _refuse(job.number, Reason.WRONG_STATE, detail="it does not rest in host memory")
-    if change.claims and not gang_orders.same_place(change.claims, gang.claims):
-        return _moving(state, change, job, gang)
-    if gang_orders.is_superseded(state, gang):
-        _refuse(job.number, Reason.WRONG_STATE, detail="what it rests in cannot go on where it is")
-    claims = tuple([replace(claim, shared_mask=0) for claim in gang.claims])
-    return _Member(change, job, gang, claims, gang.level, rests=True)
-
-
-def _moving(state: State, change: SliceChange, job: JobRecord, gang: Gang) -> _Member:
-    if gang.phase is GangPhase.STARTING or has_two_worlds(state, job.number) or not can_hand_over(job):
-        _refuse(job.number, Reason.WRONG_STATE, detail="its state cannot be carried elsewhere, or not yet")
-    if gang.node_set and not has_arenas(gang):
-        _refuse(job.number, Reason.WRONG_STATE, detail="no host memory is reserved for it to leave its turns")
-    if any(claim.shared_mask for claim in change.claims):
-        _refuse(job.number, Reason.NOT_SUPPORTED, detail="a job that shares devices at once takes no turns")
-    if gang.phase is not GangPhase.PARKED and not timeslice_groups.is_free_of_turns([change.claims, gang.claims]):
-        _refuse(job.number, Reason.CLAIM_MISMATCH, detail="it would move onto devices of its own")
-    if sum(claim.device_mask.bit_count() for claim in change.claims) != gang.devices:
-        _refuse(job.number, Reason.CLAIM_MISMATCH, detail="a move changes the size of no job")
-    return _Member(change, job, gang, change.claims, LocalityLevel.CLUSTER, moves=True)
-
-
-def _check_complete(state: State, before: NodeSet, members: Mapping[int, _Member]) -> None:
+def _check_complete(state: State, before: NodeSet, members: Mapping[int, SlicedMember]) -> None:
     for epoch in timeslice_groups.members(state, before):
         number = state.gangs[epoch].job
         member = members.get(number)
         if member is None:
             detail = f"jobs/{number} takes turns there too: name it, or suspend it first"
-            _refuse(next(iter(members)), Reason.CLAIM_MISMATCH, {"epoch": epoch}, detail=detail)
+            refuse(next(iter(members)), Reason.CLAIM_MISMATCH, {"epoch": epoch}, detail=detail)
         if member.gang is None or member.gang.epoch != epoch:
             # A lost node has not reported that the gang is gone.
             detail = f"an earlier gang of jobs/{number} may be on its devices there yet"
-            _refuse(number, Reason.WRONG_STATE, {"epoch": epoch}, detail=detail)
+            refuse(number, Reason.WRONG_STATE, {"epoch": epoch}, detail=detail)
 
 
-def _check_nodes(state: State, before: NodeSet | None, members: Mapping[int, _Member]) -> None:
+def _check_nodes(state: State, before: NodeSet | None, members: Mapping[int, SlicedMember]) -> None:
     for number, member in members.items():
         for claim in member.claims:
             node = state.nodes.get(claim.node)
             if node is None:
-                _refuse(number, Reason.NODE_GONE, node=claim.node)
+                refuse(number, Reason.NODE_GONE, node=claim.node)
             of = state.gangs.set_on.get(claim.node)
             if of is not None and (before is None or of != before.number):
-                _refuse(number, Reason.WRONG_STATE, {"node_set": of}, claim.node, "node sets have no node in common")
+                refuse(number, Reason.WRONG_STATE, {"node_set": of}, claim.node, "node sets have no node in common")
             if node.capabilities.get(CAPABILITY) != "yes":
-                _refuse(number, Reason.NOT_SUPPORTED, node=claim.node, detail="its daemon switches no rows")
+                refuse(number, Reason.NOT_SUPPORTED, node=claim.node, detail="its daemon switches no rows")
 
 
-def _check_priorities(members: Mapping[int, _Member], rows: Sequence[Sequence[int]]) -> None:
+def _check_priorities(members: Mapping[int, SlicedMember], rows: Sequence[Sequence[int]]) -> None:
     """Check that only jobs of one priority are time-sliced on a device: no job stops for a lower priority."""
     on: dict[tuple[str, int], int] = {}
     for number in dict.fromkeys([number for row in rows for number in row]):
@@ -388,10 +252,10 @@ def _check_priorities(members: Mapping[int, _Member], rows: Sequence[Sequence[in
                 mine, theirs = member.job.spec.priority, members[other].job.spec.priority
                 if mine != theirs:
                     figures = {"priority": mine, "priority_there": theirs}
-                    _refuse(number, Reason.WRONG_STATE, figures, claim.node, "only equal priorities take turns")
+                    refuse(number, Reason.WRONG_STATE, figures, claim.node, "only equal priorities take turns")
 
 
-def _held(state: State, before: NodeSet | None, members: Mapping[int, _Member]) -> dict[str, Claim]:
+def _held(state: State, before: NodeSet | None, members: Mapping[int, SlicedMember]) -> dict[str, Claim]:
     """Return what the present members hold together, by node: members that come may use it in other slices."""
     epochs = {member.gang.epoch for member in members.values() if member.gang is not None and not member.moves}
     if before is not None:
@@ -409,11 +273,11 @@ def _held(state: State, before: NodeSet | None, members: Mapping[int, _Member]) 
     return found
 
 
-def _check_start(state: State, member: _Member, held: Mapping[str, Claim]) -> None:
+def _check_start(state: State, member: SlicedMember, held: Mapping[str, Claim]) -> None:
     job = member.job
     shape = shape_for(job, member.claims)
     if isinstance(shape, Refusal):
-        raise _RefusedError(job.number, shape)
+        raise MatrixRefusedError(job.number, shape)
     refusals = () if member.moves else approval.rules(state, job, shape.gpus)
     refusals = refusals or approval.node_rules(state, job, member.claims)
     if not refusals:
@@ -423,10 +287,10 @@ def _check_start(state: State, member: _Member, held: Mapping[str, Claim]) -> No
         holding = _free_for(member, held)
         refusals = fit(state.view, wanted, claims, holding=holding, retune=True)
     if refusals:
-        raise _RefusedError(job.number, refusals[0])
+        raise MatrixRefusedError(job.number, refusals[0])
 
 
-def _free_for(member: _Member, held: Mapping[str, Claim]) -> Claims:
+def _free_for(member: SlicedMember, held: Mapping[str, Claim]) -> Claims:
     """Return what a member may use beyond free pieces: what the others hold there, and what it keeps itself."""
     kept = {}
     if member.gang is not None and not member.moves:
@@ -441,7 +305,7 @@ def _free_for(member: _Member, held: Mapping[str, Claim]) -> Claims:
     return tuple(found)
 
 
-def _check_row(state: State, row: Sequence[_Member], held: Mapping[str, Claim]) -> None:
+def _check_row(state: State, row: Sequence[SlicedMember], held: Mapping[str, Claim]) -> None:
     used: dict[str, int] = {}
     cores: dict[str, tuple[int, ...]] = {}
     for member in row:
@@ -449,7 +313,7 @@ def _check_row(state: State, row: Sequence[_Member], held: Mapping[str, Claim]) 
             twice = used.get(claim.node, 0) & claim.device_mask
             if twice:
                 figures = {"conflicting": twice.bit_count()}
-                _refuse(member.job.number, Reason.GPUS, figures, claim.node, "two of a row have devices in common")
+                refuse(member.job.number, Reason.GPUS, figures, claim.node, "two of a row have devices in common")
             used[claim.node] = used.get(claim.node, 0) | claim.device_mask
             known = cores.get(claim.node, (0,) * len(claim.millicores))
             cores[claim.node] = tuple([one + other for one, other in zip(known, claim.millicores, strict=True)])
@@ -458,10 +322,10 @@ def _check_row(state: State, row: Sequence[_Member], held: Mapping[str, Claim]) 
             for socket, (have, there) in enumerate(zip(free, own, strict=True)):
                 if cores[claim.node][socket] > have + there:
                     figures = {"needed_millicores": cores[claim.node][socket], "free_millicores": have + there}
-                    _refuse(member.job.number, Reason.CORES, {**figures, "socket": socket}, claim.node)
+                    refuse(member.job.number, Reason.CORES, {**figures, "socket": socket}, claim.node)
 
 
-def _check_host_memory(state: State, coming: Sequence[_Member]) -> None:
+def _check_host_memory(state: State, coming: Sequence[SlicedMember]) -> None:
     """Check the host memory of all gangs that start or go on at once; `fit` has checked each alone."""
     needed: dict[str, int] = {}
     for member in coming:
@@ -470,24 +334,24 @@ def _check_host_memory(state: State, coming: Sequence[_Member]) -> None:
             free = state.view.memory[state.view.slots[claim.node]]
             if needed[claim.node] > free:
                 figures = {"needed_bytes": needed[claim.node], "free_bytes": free}
-                _refuse(member.job.number, Reason.MEMORY, figures, claim.node, "the states of all rows do not fit")
+                refuse(member.job.number, Reason.MEMORY, figures, claim.node, "the states of all rows do not fit")
 
 
-def _check_level(state: State, member: _Member, level: SuspendLevel, members: Mapping[int, _Member]) -> None:
+def _check_level(state: State, member: SlicedMember, level: SuspendLevel, members: Mapping[int, SlicedMember]) -> None:
     job = member.job
     if level not in (SuspendLevel.PAUSE, SuspendLevel.OFFLOAD):
-        _refuse(job.number, Reason.LEVEL_UNAVAILABLE, {"level": int(level)}, detail="rows change by PAUSE or OFFLOAD")
+        refuse(job.number, Reason.LEVEL_UNAVAILABLE, {"level": int(level)}, detail="rows change by PAUSE or OFFLOAD")
     offered = job.capabilities
     if offered.known and not offered.offers(level):
         why = offered.missing.get(level.name, f"it does not offer {level.name}")
-        _refuse(job.number, Reason.LEVEL_UNAVAILABLE, detail=why)
+        refuse(job.number, Reason.LEVEL_UNAVAILABLE, detail=why)
     for claim in member.claims:
         if claim.device_mask:
             _check_room(state, member, claim, level, members)
 
 
 def _check_room(
-    state: State, member: _Member, claim: Claim, level: SuspendLevel, members: Mapping[int, _Member]
+    state: State, member: SlicedMember, claim: Claim, level: SuspendLevel, members: Mapping[int, SlicedMember]
 ) -> None:
     """Check the room for the parked state of a member: in its arena, or on the devices."""
     job = member.job
@@ -499,7 +363,7 @@ def _check_room(
         if reserved < needed:
             free = state.view.memory[state.view.slots[claim.node]]
             figures = {"needed_bytes": needed, "reserved_bytes": reserved, "free_bytes": free}
-            _refuse(job.number, Reason.MEMORY, figures, claim.node, "its arena has no room in host memory")
+            refuse(job.number, Reason.MEMORY, figures, claim.node, "its arena has no room in host memory")
         return
     for device in bits(claim.device_mask):
         needs = [
@@ -512,11 +376,11 @@ def _check_room(
             detail = (
                 "the jobs that take turns do not all stay on the device" if all(needs) else "what it uses is not known"
             )
-            _refuse(job.number, Reason.DEVICE_MEMORY, figures, claim.node, detail)
+            refuse(job.number, Reason.DEVICE_MEMORY, figures, claim.node, detail)
 
 
 def _takes(
-    state: State, held: Mapping[str, Claim], members: Mapping[int, _Member], rows: Sequence[Sequence[int]]
+    state: State, held: Mapping[str, Claim], members: Mapping[int, SlicedMember], rows: Sequence[Sequence[int]]
 ) -> Claims:
     """Return what the group will hold beyond what its gangs hold now, by node; what it gives back is not counted."""
     found = []
@@ -534,9 +398,3 @@ def _takes(
         cores = [max(0, sum(more) - had) for more, had in zip(zip(*charged, strict=True), own.millicores, strict=True)]
         found.append(Claim(node, mask & ~own.device_mask, tuple(cores), memory))
     return tuple(found)
-
-
-def _refuse(
-    number: int, reason: Reason, figures: Mapping[str, int] | None = None, node: str = "", detail: str = ""
-) -> NoReturn:
-    raise _RefusedError(number, Refusal(reason, figures or {}, node, f"jobs/{number}", detail))

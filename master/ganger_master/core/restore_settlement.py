@@ -1,0 +1,486 @@
+"""Settlement after a database was restored from a backup: what happened to each job since, and what is done about it.
+
+The nodes' reports and the records of ends are the evidence (`core.rollback` collects it): `verdict_of` judges each job.
+Then everything is settled at once: gangs are adopted where they are, jobs that have ended end, and a job whose end is
+not known is suspended until its user decides.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Final, TypeAlias
+
+from ganger.job_state import JobState
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ganger_master.core import ending, events, gang_orders, observation, quarantine, retry
+from ganger_master.core.commands import FinishedGang, Observe, ObservedGang, RecordedEnd
+from ganger_master.core.gang_model import (
+    Gang,
+    GangIntent,
+    NodeSet,
+    ObservedPhase,
+    Outcome,
+    OutcomeKind,
+    Piece,
+    StoredOrder,
+)
+from ganger_master.core.job_model import Failure, JobRecord, SuspendLevel
+from ganger_master.core.node_model import Stray
+from ganger_master.core.quarantine import END_UNKNOWN
+from ganger_master.core.rollback import awaited
+from ganger_master.core.state import RestoreReport, State
+
+# Revisions that callers may have seen since the copy was made are not given again.
+_REVISIONS_SKIPPED: Final = 1 << 20
+# Nor are numbers of orders that a node which has not reported may have.
+_ORDERS_SKIPPED: Final = 1 << 10
+
+# -- verdicts ----------------------------------------------------------------------------------------------------------
+
+# Gangs of one job, by epoch and node: those that live, and those that have ended.
+LiveGangs: TypeAlias = dict[int, dict[str, ObservedGang]]
+EndedGangs: TypeAlias = dict[int, dict[str, FinishedGang]]
+
+
+class EndVerdict(Struct, frozen=True):
+    """The job has ended in this state; `by` names the evidence."""
+
+    state: JobState
+    by: str
+
+
+class AskVerdict(Struct, frozen=True):
+    """The end of the job is not known: suspend it until its user decides."""
+
+
+class KeepVerdict(Struct, frozen=True):
+    """No report contradicts the database: keep what it has."""
+
+
+class AdoptVerdict(Struct, frozen=True):
+    """The job has the gang of this epoch: adopt it."""
+
+    epoch: int
+
+
+class RequeueVerdict(Struct, frozen=True):
+    """The gang that the database has was never launched: the job waits for another one."""
+
+
+Verdict: TypeAlias = EndVerdict | AskVerdict | KeepVerdict | AdoptVerdict | RequeueVerdict
+# As the history counts them.
+COUNTED_AS: Final = {
+    EndVerdict: "ended", AskVerdict: "suspended", KeepVerdict: "kept", AdoptVerdict: "adopted",
+    RequeueVerdict: "requeued",
+}  # fmt: skip
+
+
+def verdict_of(state: State, job: JobRecord, alive: LiveGangs, over: EndedGangs, ended: RecordedEnd | None) -> Verdict:
+    """Return what happened to a job since the backup.
+
+    `alive` and `over`: its gangs that nodes report, living and ended; `ended`: its recorded end, if there is one."""
+    if ended is not None:
+        return (
+            EndVerdict(ended.state, "it is recorded that it ended")
+            if ended.state is not None
+            else _by_storage_note(job, over)
+        )
+    living = newest_living(state, alive)
+    news = {epoch: parts for epoch, parts in over.items() if _is_unknown_end(state, job, epoch, parts)}
+    newest = max(news, default=0)
+    if living and not _is_superseded(living, alive[living], newest, news):
+        return KeepVerdict() if is_as_stored(state, living, alive[living], alive, job) else AdoptVerdict(living)
+    if not newest:
+        return KeepVerdict() if not alive.keys() - {job.epoch, job.next_epoch} else AskVerdict()
+    return _by_outcomes(state, job, newest, news[newest])
+
+
+def _by_storage_note(job: JobRecord, over: EndedGangs) -> Verdict:
+    """Return the verdict for a job of which storage has only a note that it ended."""
+    parts = over[max(over)].values() if over else ()
+    if parts and all(part.outcome.kind is OutcomeKind.DONE for part in parts):
+        return EndVerdict(JobState.SUCCEEDED, "storage has a note that it ended, and its ranks had finished")
+    return EndVerdict(JobState.CANCELLED, "storage has a note that it ended, but not how")
+
+
+def newest_living(state: State, alive: LiveGangs) -> int:
+    """Return the newest epoch that may step; zero if there is none."""
+    return max([epoch for epoch, parts in alive.items() if may_step(state, epoch, parts)], default=0)
+
+
+def may_step(state: State, epoch: int, parts: Mapping[str, ObservedGang]) -> bool:
+    """Return whether a gang is neither ending nor the destination of a move that is not committed."""
+    newest, gang = _newest_order(parts), state.gangs.get(epoch)
+    if newest is not None:
+        return newest.intent not in (GangIntent.STOP, GangIntent.PREPARE)
+    # A daemon that cannot describe the order: by the database, or by the phases.
+    if gang is not None and max(part.master_sequence for part in parts.values()) <= gang.master_sequence:
+        return gang.intent not in (GangIntent.STOP, GangIntent.PREPARE)
+    return all(part.phase in (ObservedPhase.RUNNING, ObservedPhase.PARKED) for part in parts.values())
+
+
+def _newest_order(parts: Mapping[str, ObservedGang]) -> StoredOrder | None:
+    """Return the newest order for a gang that its daemons have described; None if none has described one."""
+    orders_known = [part.told for part in parts.values() if part.told is not None]
+    return max(orders_known, key=lambda one: one.master_sequence, default=None)
+
+
+def _is_unknown_end(state: State, job: JobRecord, epoch: int, parts: Mapping[str, FinishedGang]) -> bool:
+    """Return whether the database neither knows that this attempt ended nor had ordered it to end."""
+    gang = state.gangs.get(epoch)
+    if gang is None:
+        return quarantine.is_skipped(state, epoch)
+    is_wanted_over = gang.intent is GangIntent.STOP and all(
+        part.outcome.kind is not OutcomeKind.DONE for part in parts.values()
+    )
+    return gang.job == job.number and not is_wanted_over
+
+
+def _is_superseded(living: int, parts: Mapping[str, ObservedGang], newest: int, over: EndedGangs) -> bool:
+    """Return whether a later attempt took over from the living one and has ended, so that the living one is a copy."""
+    if newest <= living:
+        return False
+    order = _newest_order(parts)
+    # If it was ordered to run since, the move to the later one was given up.
+    is_handed_over = order is not None and order.intent is GangIntent.HAND_OVER
+    return is_handed_over and all(part.outcome.kind is OutcomeKind.DONE for part in over[newest].values())
+
+
+def is_as_stored(state: State, epoch: int, parts: Mapping[str, ObservedGang], alive: LiveGangs, job: JobRecord) -> bool:
+    """Return whether a gang is where the database has it, without time slices or orders that the database does not
+    know."""
+    gang = state.gangs.get(epoch)
+    if gang is None or gang.job != job.number or epoch not in (job.epoch, job.next_epoch):
+        return False
+    if any(node not in gang.nodes for node in parts):
+        return False
+    if alive.keys() - set(state.gangs.epochs_of.get(job.number, ())):
+        return False
+    if epoch not in state.gangs.set_of and any(
+        part.told is not None and part.told.is_sliced for part in parts.values()
+    ):
+        return False
+    return all(part.master_sequence <= gang.master_sequence for part in parts.values())
+
+
+def _by_outcomes(state: State, job: JobRecord, epoch: int, parts: Mapping[str, FinishedGang]) -> Verdict:
+    kinds = {part.outcome.kind for part in parts.values()}
+    gang = state.gangs.get(epoch)
+    nodes = len(gang.nodes) if gang is not None else max(part.nodes for part in parts.values())
+    if kinds == {OutcomeKind.DONE} and len(parts) == nodes:
+        return EndVerdict(JobState.SUCCEEDED, "every rank has finished")
+    is_users = bool(kinds & {OutcomeKind.FAILED, OutcomeKind.OUT_OF_MEMORY})
+    if is_users and job.failures >= job.spec.max_failures:
+        failed = next(part.outcome for part in parts.values() if part.outcome.kind not in _WELL)
+        return EndVerdict(JobState.FAILED, failed.message or f"an attempt ended as {failed.kind.value}")
+    return AskVerdict()
+
+
+_WELL: Final = (OutcomeKind.DONE, OutcomeKind.YIELDED, OutcomeKind.STOPPED)
+
+
+# -- settling ----------------------------------------------------------------------------------------------------------
+
+
+def settle(state: State, event: events.RestoreSettled) -> None:
+    """Take what was reported as it is, and change the database to match."""
+    now, cause = event.time, event.cause
+    reports = {name: _completed(one) for name, one in sorted(state.reports.items()) if name in state.nodes}
+    ends, missing = state.ends or {}, awaited(state)
+    alive, over = _by_job(reports)
+    _note_checkpoints(state, alive, over, now)
+    _note_stopped(state, alive, over, reports)
+    verdicts = {
+        number: verdict_of(state, state.jobs[number], alive.get(uid, {}), over.get(uid, {}), ends.get(uid))
+        for number in list(state.jobs.live)
+        for uid in (state.jobs[number].uid,)
+    }
+    _forget_changed_sets(state, reports, alive, verdicts)
+    _release_gangs(state, verdicts, alive, reports, now)
+    _note_strays(state, reports, alive, verdicts, ends)
+    counts = Counter(COUNTED_AS[type(verdict)] for verdict in verdicts.values())
+    for number, verdict in verdicts.items():
+        job = state.jobs[number]
+        if isinstance(verdict, AdoptVerdict) and not _adopt(state, job, verdict.epoch, now, cause):
+            counts["quarantined"] += 1
+        elif isinstance(verdict, EndVerdict):
+            failure = Failure("EXIT", verdict.by) if verdict.state is JobState.FAILED else None
+            ending.end(state, number, verdict.state, now, verdict.by, failure)
+        elif isinstance(verdict, AskVerdict):
+            _suspend(state, job, now, cause)
+    for number in list(state.jobs.live):
+        job = state.jobs[number]
+        state.put_job(replace(job, revision=job.revision + _REVISIONS_SKIPPED))
+    for gang in list(state.gangs.values()):
+        if not reports.keys() >= set(gang.nodes):
+            later = replace(gang, master_sequence=gang.master_sequence + _ORDERS_SKIPPED)
+            state.put_gang(gang_orders.begin_anew(later))
+    state.counters.restoring, state.reports, state.ends = None, {}, None
+    state.nodes.check_silence_at(now)
+    for name, report in reports.items():
+        state.dirty.wants[name] = []
+        observation.observe(state, replace(report, finished=()), now, cause)
+        follow_ended_strays(state, name, now, cause)
+    for name in missing:
+        state.dirty.wants[name] = []
+    text = f"without {', '.join(missing)}" if missing else ""
+    state.history(now, "cluster", "restore_settled", cause, text, **dict(sorted(counts.items())))
+
+
+def _completed(reported: RestoreReport) -> Observe:
+    """Return the report; a gang that it does not describe has its description of before, if its order is the same."""
+    gangs = []
+    for gang in reported.report.gangs:
+        order = reported.described.get(gang.epoch)
+        is_same = gang.told is None and order is not None and order.master_sequence == gang.master_sequence
+        gangs.append(replace(gang, told=order) if is_same else gang)
+    return replace(reported.report, gangs=tuple(gangs))
+
+
+def _by_job(reports: Mapping[str, Observe]) -> tuple[dict[str, LiveGangs], dict[str, EndedGangs]]:
+    alive: dict[str, LiveGangs] = {}
+    over: dict[str, EndedGangs] = {}
+    for name, report in reports.items():
+        for gang in report.gangs:
+            if gang.phase is ObservedPhase.ENDED:
+                nodes = len(gang.told.nodes) if gang.told is not None else 0
+                part = FinishedGang(gang.job, gang.uid, gang.epoch, gang.outcome, nodes, gang.checkpoint)
+                over.setdefault(gang.uid, {}).setdefault(gang.epoch, {})[name] = part
+            else:
+                alive.setdefault(gang.uid, {}).setdefault(gang.epoch, {})[name] = gang
+        for part in report.finished:
+            over.setdefault(part.uid, {}).setdefault(part.epoch, {})[name] = part
+    return alive, over
+
+
+def _note_checkpoints(state: State, alive: Mapping[str, LiveGangs], over: Mapping[str, EndedGangs], now: float) -> None:
+    """Note the newest complete checkpoint of each job, whichever attempt wrote it."""
+    for number in list(state.jobs.live):
+        job = state.jobs[number]
+        known = [part.checkpoint for parts in alive.get(job.uid, {}).values() for part in parts.values()]
+        known += [part.checkpoint for parts in over.get(job.uid, {}).values() for part in parts.values()]
+        newest = max([one for one in known if one is not None], key=lambda one: (one.epoch, one.step), default=None)
+        if newest is not None and retry.is_newer(newest, job.checkpoint):
+            retry.record(state, job, newest, now, f"epoch:{newest.epoch}")
+
+
+def _forget_changed_sets(
+    state: State, reports: Mapping[str, Observe], alive: Mapping[str, LiveGangs], verdicts: dict[int, Verdict]
+) -> None:
+    """Forget time-slice groups that have changed since the copy was made, and mark all their gangs for adoption, which
+    quarantines those that are time-sliced: daemons keep such gangs off each other's devices.
+
+    A group has changed if its daemons know a newer matrix or do not know the group, or if a gang of it is not as
+    stored. Such a gang leaves the database; the other gangs, if they stayed, would be given its devices while it still
+    runs there. Gangs of which no node has reported anything stay in the group. Any other gang holds nothing on a node
+    that has not reported, where a gang that stays may have the same devices; if the node comes back with it, it is
+    stopped."""
+    adopted = {verdict.epoch for verdict in verdicts.values() if isinstance(verdict, AdoptVerdict)}
+    for number, node_set in list(state.gangs.sets.items()):
+        is_heard = not reports.keys().isdisjoint(node_set.nodes)
+        known = [rows.known for report in reports.values() for rows in report.rows if rows.node_set == number]
+        epochs = {epoch for row in node_set.rows for epoch in row} & state.gangs.keys()
+        is_same = max(known) <= node_set.newest.version if known else not is_heard
+        if is_same and not epochs & adopted:
+            continue
+        for epoch in sorted(epochs):
+            gang = state.gangs[epoch]
+            job = state.jobs[gang.job]
+            parts = alive.get(job.uid)
+            if not isinstance(verdicts.get(job.number), KeepVerdict):
+                continue
+            if parts:
+                # The job may be about to move into the group or out of it: it has the gang that may step.
+                verdicts[job.number] = AdoptVerdict(newest_living(state, parts) or epoch)
+            elif gang.intent is not GangIntent.STOP and reports.keys() >= set(gang.nodes):
+                verdicts[job.number] = RequeueVerdict()
+        kept = [epoch for epoch in sorted(epochs) if _is_kept(state, epoch, alive, verdicts)]
+        _shrink_set(state, node_set, kept)
+        for gang in [state.gangs[epoch] for epoch in sorted(epochs.difference(kept))]:
+            if gang.node_set == number:
+                pieces = tuple([piece if piece.claim.node in reports else _given_up(piece) for piece in gang.pieces])
+                state.put_gang(replace(gang, node_set=0, pieces=pieces))
+
+
+def _is_kept(state: State, epoch: int, alive: Mapping[str, LiveGangs], verdicts: Mapping[int, Verdict]) -> bool:
+    """Return whether a gang stays in the database because a node of it has not reported."""
+    gang = state.gangs[epoch]
+    is_reported = bool(alive.get(state.jobs[gang.job].uid))
+    return isinstance(verdicts.get(gang.job), KeepVerdict) and gang.intent is not GangIntent.STOP and not is_reported
+
+
+def _shrink_set(state: State, node_set: NodeSet, kept: Sequence[int]) -> None:
+    """Leave only these gangs in a time-slice group; without any it is forgotten."""
+    state.forget_set(node_set.number)
+    if not kept:
+        return
+    nodes = tuple(sorted({node for epoch in kept for node in state.gangs[epoch].nodes}))
+    rows = tuple([own for row in node_set.newest.rows if (own := tuple([one for one in row if one in kept]))])
+    leader = node_set.leader if node_set.leader in nodes else nodes[0]
+    matrix = replace(node_set.newest, rows=rows or (tuple(kept),))
+    state.put_set(replace(node_set, nodes=nodes, leader=leader, active=matrix, coming=None))
+
+
+def _release_gangs(
+    state: State,
+    verdicts: Mapping[int, Verdict],
+    alive: Mapping[str, LiveGangs],
+    reports: Mapping[str, Observe],
+    now: float,
+) -> None:
+    """Release gangs of the database that their jobs no longer have: forget unreported ones, stop the rest."""
+    for number, verdict in verdicts.items():
+        if isinstance(verdict, KeepVerdict):
+            continue
+        job = state.jobs[number]
+        taken = verdict.epoch if isinstance(verdict, AdoptVerdict) else 0
+        for gang in state.gangs.of_job(number):
+            there = alive.get(job.uid, {}).get(gang.epoch, {})
+            if gang.epoch == taken:
+                # Its parts are found anew.
+                state.forget_gang(gang.epoch)
+                continue
+            sequence = max([gang.master_sequence, *(part.master_sequence for part in there.values())])
+            left = replace(
+                gang, master_sequence=sequence, pieces=tuple([_vacated(piece, there, reports) for piece in gang.pieces])
+            )
+            if all(piece.gone for piece in left.pieces) and gang_orders.holds_nothing(left):
+                state.forget_gang(gang.epoch)
+            else:
+                state.put_gang(gang_orders.stop(left, now))
+        if job.next_epoch or job.epoch != taken or (job.epoch and job.epoch not in state.gangs):
+            kept = job.epoch if job.epoch in state.gangs and not isinstance(verdict, AdoptVerdict) else 0
+            state.put_job(_waiting(replace(job, epoch=kept, next_epoch=0), now))
+
+
+def _note_stopped(
+    state: State, alive: Mapping[str, LiveGangs], over: Mapping[str, EndedGangs], reports: Mapping[str, Observe]
+) -> None:
+    """Mark the parts of gangs that were to stop as gone where their nodes do not report them any more: nothing starts
+    them again, and other gangs may have their devices since."""
+    for gang in [one for one in state.gangs.values() if one.intent is GangIntent.STOP]:
+        uid = state.jobs[gang.job].uid
+        there, ended = alive.get(uid, {}).get(gang.epoch, {}), over.get(uid, {}).get(gang.epoch, {})
+        pieces = []
+        for piece in gang.pieces:
+            fresh = piece if piece.gone and not piece.lost else _vacated(piece, there, reports)
+            known = ended.get(piece.claim.node)
+            if fresh is not piece and known is not None and not piece.gone:
+                fresh = replace(fresh, outcome=known.outcome)
+            pieces.append(fresh)
+        state.put_gang(replace(gang, pieces=tuple(pieces)))
+
+
+def _vacated(piece: Piece, there: Mapping[str, ObservedGang], reports: Mapping[str, Observe]) -> Piece:
+    node = piece.claim.node
+    if node in there or node not in reports:
+        return piece
+    return _over(piece, "it was gone when the database was restored")
+
+
+def _given_up(piece: Piece) -> Piece:
+    return _over(piece, f"nodes/{piece.claim.node} had not reported when the database was restored")
+
+
+def _over(piece: Piece, message: str) -> Piece:
+    outcome = Outcome(OutcomeKind.UNKNOWN, message=message)
+    return replace(piece, gone=True, lost=False, held=None, phase=ObservedPhase.ENDED, outcome=outcome)
+
+
+def _waiting(job: JobRecord, now: float) -> JobRecord:
+    """Return the job without a gang: pending, or suspended at CHECKPOINT."""
+    if job.epoch:
+        return job
+    if job.state is JobState.SUSPENDED:
+        storage = SuspendLevel.CHECKPOINT
+        return replace(job, ending=None, suspended_level=storage)
+    job = ending.clock_stopped(job, now)
+    return replace(job, state=JobState.PENDING, pending_since=job.pending_since or now, ending=None)
+
+
+def _note_strays(
+    state: State,
+    reports: Mapping[str, Observe],
+    alive: Mapping[str, LiveGangs],
+    verdicts: Mapping[int, Verdict],
+    ends: Mapping[str, RecordedEnd],
+) -> None:
+    """Note each reported gang that the database does not have as a stray: quarantined, or to be stopped if it is over.
+    Adoption starts from these."""
+    for name, report in reports.items():
+        strays = []
+        for observed in report.gangs:
+            gang = state.gangs.get(observed.epoch)
+            if gang is not None and state.jobs[gang.job].uid == observed.uid:
+                continue
+            job = state.jobs.get(observed.job)
+            verdict = verdicts.get(observed.job) if job is not None and job.uid == observed.uid else None
+            is_over = (
+                isinstance(verdict, (EndVerdict, AskVerdict, KeepVerdict))
+                or (
+                    isinstance(verdict, AdoptVerdict)
+                    and not may_step(state, observed.epoch, _parts_of(alive, observed))
+                )
+                or observed.uid in ends
+                or observed.epoch < newest_living(state, alive.get(observed.uid, {}))
+            )
+            is_final = job is not None and job.uid == observed.uid and job.state.is_finished
+            note = "an attempt that is over" if is_over or is_final else _note_of(state, observed, job)
+            if observed.phase is ObservedPhase.ENDED and (is_over or is_final or isinstance(verdict, AdoptVerdict)):
+                continue
+            strays.append(quarantine.stray_of(observed, not (is_over or is_final), note))
+        node = state.nodes[name]
+        if node.strays != tuple(strays):
+            state.put_node(replace(node, strays=tuple(strays)))
+
+
+def _parts_of(alive: Mapping[str, LiveGangs], observed: ObservedGang) -> Mapping[str, ObservedGang]:
+    return alive.get(observed.uid, {}).get(observed.epoch, {"": observed})
+
+
+def _note_of(state: State, observed: ObservedGang, job: JobRecord | None) -> str:
+    if job is None:
+        return "an unknown job"
+    return "an unknown job under a known number" if job.uid != observed.uid else "an epoch of after the backup"
+
+
+def _adopt(state: State, job: JobRecord, epoch: int, now: float, cause: str) -> bool:
+    """Adopt the gang. Return False if it stays quarantined; then its job waits for an operator."""
+    parts: dict[str, Stray] = quarantine.quarantined_parts(state, job.uid, epoch)
+    taken: Gang | str = "nothing of it is there"
+    if parts:
+        taken = quarantine.adoptable_gang(state, job, epoch, parts, now)
+    if isinstance(taken, Gang):
+        quarantine.give_gang(state, job, taken, now, cause)
+        return True
+    state.put_job(replace(job, trouble=f"its gang of epoch {epoch} is quarantined: {taken}"))
+    state.history(now, job, "adoption_refused", cause, taken, epoch=epoch)
+    return False
+
+
+def _suspend(state: State, job: JobRecord, now: float, cause: str) -> None:
+    if job.state is not JobState.SUSPENDED or job.epoch:
+        ending.end(state, job.number, JobState.SUSPENDED, now, END_UNKNOWN)
+    state.put_job(replace(state.jobs[job.number], trouble=END_UNKNOWN))
+    state.history(now, job, "end_not_known", cause, END_UNKNOWN)
+
+
+def follow_ended_strays(state: State, name: str, now: float, cause: str) -> None:
+    """Dismiss quarantined gangs of known jobs that have ended on all their nodes; end or suspend those jobs."""
+    for stray in state.nodes[name].strays:
+        job = state.jobs.get(stray.job)
+        if not stray.quarantined or stray.phase is not ObservedPhase.ENDED or job is None or job.uid != stray.uid:
+            continue
+        parts = quarantine.quarantined_parts(state, stray.uid, stray.epoch)
+        if any(part.phase is not ObservedPhase.ENDED for part in parts.values()):
+            continue
+        quarantine.dismiss(state, stray.uid, stray.epoch)
+        if job.state.is_finished or job.ending is not None or job.epoch or quarantine.live_epochs(state, stray.uid):
+            continue
+        if all(part.outcome.kind is OutcomeKind.DONE for part in parts.values()):
+            ending.end(state, job.number, JobState.SUCCEEDED, now, "every rank has finished")
+        else:
+            _suspend(state, job, now, cause)
