@@ -154,7 +154,7 @@ def test_a_disk_that_is_full_ends_the_recording_and_leaves_nothing(
 
     async def story(writer: Writer) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4_096, hard))
-        recording = writer._recording
+        recording = writer._recording._present
         assert recording is not None
         number = 2
         while not recording.ending.is_set():
@@ -174,7 +174,7 @@ def test_a_disk_that_is_full_ends_the_recording_and_leaves_nothing(
 
 def test_a_file_that_has_its_size_is_ended_and_whole(tmp_path: Path) -> None:
     async def story(writer: Writer) -> None:
-        recording = writer._recording
+        recording = writer._recording._present
         assert recording is not None
         number = 2
         while not recording.ending.is_set():
@@ -191,8 +191,8 @@ def test_a_file_that_has_its_size_is_ended_and_whole(tmp_path: Path) -> None:
 
 def test_a_recording_leaves_room_on_the_disk(tmp_path: Path) -> None:
     async def story(writer: Writer) -> None:
-        assert writer._recording is not None
-        await writer._recording.ending.wait()
+        assert writer._recording._present is not None
+        await writer._recording._present.ending.wait()
 
     with pytest.raises(RecordingError, match=r"the disk has less than .* bytes left before the state is written"):
         told(tmp_path, story, left_bytes=1 << 60)
@@ -203,8 +203,8 @@ def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "captures").write_text("a file")
 
     async def story(writer: Writer) -> None:
-        assert writer._recording is not None
-        await writer._recording.ending.wait()
+        assert writer._recording._present is not None
+        await writer._recording._present.ending.wait()
 
     with pytest.raises(RecordingError, match=r"cannot record into .*captures"):
         told(tmp_path / "captures", story)

@@ -39,7 +39,7 @@ def test_waits_pauses_and_failed_attempts_are_taken_from_the_history() -> None:
         ("attempt_failed", {"outcome": "LAUNCH_FAILED"}),
         ("job_failed", {}),
     ):
-        meter.happened(HistoryRow(1, 0.0, "jobs/1", kind, "test", "", figures))
+        meter.happened([HistoryRow(1, 0.0, "jobs/1", kind, "test", "", figures)])
     assert meter.events == {"gang_approved": 2, "move_done": 1, "attempt_failed": 1, "job_failed": 1}
     assert (meter.waits.count, meter.waits.sum) == (1, 7.25)
     assert meter.pauses.sum == 1.5

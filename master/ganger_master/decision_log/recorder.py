@@ -221,6 +221,66 @@ class DecisionRecording:
             return
 
 
+class AttachedRecording:
+    """The recording of a writer, if there is one. It begins and ends between two batches, by request."""
+
+    def __init__(self) -> None:
+        self._present: DecisionRecording | None = None
+        self._next: DecisionRecording | None = None
+        self._end_reason = ""
+        # What comes of the last one.
+        self._done: asyncio.Future[Recorded] | None = None
+
+    @property
+    def is_taken(self) -> bool:
+        return self._present is not None or self._next is not None
+
+    def request(self, recording: DecisionRecording) -> None:
+        """Begin a recording at the next call of `between_batches`."""
+        self._next, self._done = recording, recording.done
+
+    def request_end(self, now: float, reason: str) -> None:
+        """End the recording at the next call of `between_batches`; at once if it has not begun."""
+        if self._present is not None:
+            self._end_reason = reason
+            return
+        # There is nothing to be read.
+        recording, self._next = self._next, None
+        if recording is not None:
+            recording.end(None, now, reason)
+
+    def between_batches(self, state: State | None, now: float) -> None:
+        """Begin or end the recording if that is requested. `state`: None if it cannot be trusted, and none begins."""
+        if self._present is None and self._next is not None and state is not None:
+            self._present, self._next = self._next, None
+            self._present.begin(state, now)
+        elif self._present is not None and self._end_reason:
+            recording, reason = self._present, self._end_reason
+            self._present, self._end_reason = None, ""
+            recording.end(state, now, reason)
+
+    def command(self, now: float, command: Command, answer: Answer, happened: Sequence[Event]) -> None:
+        if self._present is not None:
+            self._present.command(now, command, answer, happened)
+
+    def batch(self, now: float, effects: Effects, turns: Iterable[GrantedLease]) -> None:
+        if self._present is not None:
+            self._present.batch(now, effects, turns)
+
+    def broke(self, now: float, command: Command | None, error: BaseException) -> None:
+        if self._present is not None:
+            self._present.broke(now, command, error)
+
+    def start_over(self, state: State, now: float, cause: str) -> None:
+        if self._present is not None:
+            self._present.start_over(state, now, cause)
+
+    async def wait(self, timeout_s: float) -> None:
+        """Wait until the last recording is written to its end."""
+        if self._done is not None:
+            await asyncio.wait({self._done}, timeout=timeout_s)
+
+
 def _fail(error: Exception) -> Iterable[Line]:
     raise error
 

@@ -1,7 +1,8 @@
-"""Counters of a master since its start, for monitoring only: no decision reads them."""
+"""Counters of a master since its start, and its log of what happened, for monitoring only: no decision reads them."""
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,15 @@ _COMMIT_CALLS: Final = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1_
 _WAIT_S: Final = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3_600.0, 14_400.0, 43_200.0, 86_400.0, 259_200.0)
 _PAUSE_S: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _MOVED: Final = frozenset({"move_done", "resize_done"})
+# What an operator would act on; the rest is in the history.
+_LOGGED: Final = frozenset(
+    {
+        *("node_ready", "node_silent", "node_lost", "node_changed", "node_removed", "node_draining", "node_cordoned"),
+        "job_failed",
+    }
+)
+
+log = logging.getLogger(__name__)
 
 
 class Distribution:
@@ -72,8 +82,16 @@ class MasterCounters:
             return
         self.rejections.update(refusals[0].reason.name for refusals in verdicts if refusals)
 
-    def happened(self, entry: HistoryRow) -> None:
-        """Count one durable entry of the history."""
+    def happened(self, history: Sequence[HistoryRow]) -> None:
+        """Count durable entries of the history, and log those that an operator would act on, or all for debugging."""
+        logs_all = log.isEnabledFor(logging.DEBUG)
+        for entry in history:
+            self._count(entry)
+            if logs_all or entry.kind in _LOGGED:
+                level = logging.INFO if entry.kind in _LOGGED else logging.DEBUG
+                log.log(level, entry.kind, extra={"subject": entry.subject, "cause": entry.cause, "id": entry.sequence})
+
+    def _count(self, entry: HistoryRow) -> None:
         kind = entry.kind
         self.events[kind] += 1
         if kind == "gang_approved":

@@ -14,17 +14,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import attrgetter
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from ganger.cluster.resources import ConfigurationSet, NodeRow
 from ganger.cluster.view import LoadMode
+from msgspec.structs import replace
 
 from ganger_master.core.commands import ClaimTurns
 from ganger_master.core.desired_projection import DesiredSet
+from ganger_master.core.effects import Effects, StoredChanges
 from ganger_master.core.gang_model import Gang, NodeSet
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.node_model import Counters, Element, Node
 from ganger_master.core.queue import GrantedLease
+from ganger_master.core.state import State
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,21 @@ class Publication:
     devices: int = 0
     free_devices: int = 0
     mode: LoadMode = LoadMode.SPREAD
+
+
+def publication_of(state: State, changes: StoredChanges, effects: Effects) -> Publication:
+    """Return what a batch that left `state` has changed for readers."""
+    return Publication(
+        puts=changes.puts,
+        removes=changes.removes,
+        desired={node: state.desired.of(node) for node in effects.nodes},
+        rows=[state.view.row(node) for node in effects.rows],
+        view_version=state.view.version,
+        jobs=effects.jobs,
+        devices=state.nodes.devices,
+        free_devices=state.nodes.free_devices,
+        mode=state.view.mode,
+    )
 
 
 class JobNews:
@@ -89,26 +107,25 @@ class Committed:
         self._watchers: dict[str, set[asyncio.Event]] = {}
         self._job_watchers: set[JobNews] = set()
 
-    def reset(
-        self,
-        elements: Iterable[Element],
-        desired: Mapping[str, DesiredSet],
-        rows: Iterable[NodeRow],
-        view_version: int,
-        devices: int,
-        free_devices: int,
-        mode: LoadMode,
-    ) -> None:
-        """Starts over from what a store holds; every watcher is woken."""
-        kept = (self.jobs, self.gangs, self.nodes, self.sets, self.configuration_sets, self.desired, self.rows)
-        for mapping in kept:
-            mapping.clear()
-        for element in elements:
-            self._install(element)
-        self.desired.update(desired)
-        self._show(rows)
-        self.view_version = view_version
-        self.devices, self.free_devices, self.mode = devices, free_devices, mode
+    def reset(self, state: State) -> None:
+        """Start over from a state whose content is stored; every watcher is woken."""
+        nodes = state.nodes
+        pairs: tuple[tuple[dict[Any, Any], Mapping[Any, Any]], ...] = (
+            (self.configuration_sets, nodes.configuration_sets),
+            (self.nodes, nodes),
+            (self.jobs, state.jobs),
+            (self.gangs, state.gangs),
+            (self.sets, state.gangs.sets),
+            (self.desired, {name: state.desired.of(name) for name in nodes}),
+            (self.rows, {}),
+        )
+        for kept, found in pairs:
+            kept.clear()
+            kept.update(found)
+        self.counters = replace(state.counters)
+        self._show([state.view.row(name) for name in nodes])
+        self.view_version = state.view.version
+        self.devices, self.free_devices, self.mode = nodes.devices, nodes.free_devices, state.view.mode
         for subject in list(self._watchers):
             self.wake(subject)
         for watched in self._job_watchers:

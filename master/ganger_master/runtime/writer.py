@@ -19,7 +19,6 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 from ganger.failpoints import Failpoints
 from ganger.wire.errors import AlreadyRecording, Internal, NotReady
-from msgspec.structs import replace
 
 from ganger_master.core import machine
 from ganger_master.core.answers import Answer
@@ -30,10 +29,10 @@ from ganger_master.core.queue import GrantedLease
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 from ganger_master.core.state_image import restored
-from ganger_master.decision_log.recorder import DecisionRecording, Recorded
+from ganger_master.decision_log.recorder import AttachedRecording, DecisionRecording
 from ganger_master.runtime import store_access
 from ganger_master.runtime.counters import MasterCounters
-from ganger_master.runtime.publication import Committed, LeaseStreams, Publication
+from ganger_master.runtime.publication import Committed, LeaseStreams, Publication, publication_of
 from ganger_master.runtime.state_directory import Beside
 from ganger_master.runtime.store_access import CommitPace, Ownership, StoreThread
 from ganger_master.store.contract import HistoryEntry, Problem, Store, StoreError
@@ -51,13 +50,6 @@ _MOST_CRASHES: Final = 5
 _CRASHES_S: Final = 60.0
 # So often the clocks are looked at where nothing else happens.
 _LOOK_S: Final = 5.0
-# What an operator would act on; the rest is in the history.
-_WORTH_SAYING: Final = frozenset(
-    {
-        *("node_ready", "node_silent", "node_lost", "node_changed", "node_removed", "node_draining", "node_cordoned"),
-        "job_failed",
-    }
-)
 _MOVE_COMMITTED: Final = frozenset({"move_committed", "resize_committed"})
 # What a recording may take to be written to its end when the master stops.
 _RECORDING_S: Final = 10.0
@@ -147,12 +139,8 @@ class Writer:
         self._is_reloading = False
         self._is_closing = False
         self._crashes: deque[float] = deque(maxlen=_MOST_CRASHES)
-        # Records all that is decided; a requested recording begins and ends between two batches.
-        self._recording: DecisionRecording | None = None
-        self._recording_next: DecisionRecording | None = None
-        self._recording_ends = ""
-        # What comes of the last one.
-        self._recorded: asyncio.Future[Recorded] | None = None
+        # Records all that is decided.
+        self._recording = AttachedRecording()
         self._failed_commits = 0
 
     async def start(self) -> None:
@@ -178,8 +166,7 @@ class Writer:
         for timer in (self._alarm, self._next_look):
             if timer is not None:
                 timer.cancel()
-        if self._recorded is not None:
-            await asyncio.wait({self._recorded}, timeout=_RECORDING_S)
+        await self._recording.wait(_RECORDING_S)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -216,12 +203,10 @@ class Writer:
             try:
                 answer, happened = machine.advance(self.state, command, now)
             except Exception as error:
-                if self._recording is not None:
-                    self._recording.broke(now, command, error)
+                self._recording.broke(now, command, error)
                 future.set_exception(self._crashed(type(command).__name__))
                 return future
-            if self._recording is not None:
-                self._recording.command(now, command, answer, happened)
+            self._recording.command(now, command, answer, happened)
             if happened:
                 batch.is_touched = True
             self.meter.answered(answer)
@@ -237,28 +222,22 @@ class Writer:
 
     def record(self, recording: DecisionRecording) -> None:
         """Record all that is decided from the end of this batch on. Raises AlreadyRecording or NotReady."""
-        if self._recording is not None or self._recording_next is not None:
+        if self._recording.is_taken:
             raise AlreadyRecording("a recording is being made already: wait until it has ended")
         if not self._is_ready:
             raise self._not_ready()
-        self._recording_next, self._recorded = recording, recording.done
+        self._recording.request(recording)
         if not self._open.is_touched:
-            self._begin_or_end_recording(self._clock())
+            self._recording.between_batches(self.state, self._clock())
 
     def _not_ready(self) -> NotReady:
         return NotReady(f"{'the master is stopping' if self._is_closing else self._away}: try again")
 
     def end_recording(self, reason: str) -> None:
         """End the recording with the end of this batch; do nothing if there is none."""
-        if self._recording is None:
-            # It has not begun, so there is nothing to be read.
-            self._recording_next, recording = None, self._recording_next
-            if recording is not None:
-                recording.end(None, self._clock(), reason)
-            return
-        self._recording_ends = reason
+        self._recording.request_end(self._clock(), reason)
         if not (self._is_ready and self._open.is_touched):
-            self._begin_or_end_recording(self._clock())
+            self._recording.between_batches(self.state if self._is_ready else None, self._clock())
 
     def tell(self, command: Command) -> None:
         """Submit a command without waiting for the answer."""
@@ -294,28 +273,14 @@ class Writer:
             rows = self._codec.batch(changes.puts, changes.removes, effects.history)
             commit = self._store.prepare(rows)
         except Exception as error:
-            if self._recording is not None:
-                self._recording.broke(now, None, error)
+            self._recording.broke(now, None, error)
             self._crashed("batch")
             return
         batch, self._open = self._open, _Batch()
-        publication = Publication(
-            puts=changes.puts,
-            removes=changes.removes,
-            desired={node: state.desired.of(node) for node in effects.nodes},
-            rows=[state.view.row(node) for node in effects.rows],
-            view_version=state.view.version,
-            jobs=effects.jobs,
-            devices=state.nodes.devices,
-            free_devices=state.nodes.free_devices,
-            mode=state.view.mode,
-        )
         turns = [state.leases[turn] for turn in effects.turns if turn in state.leases]
-        if self._recording is not None:
-            self._recording.batch(now, effects, turns)
-        if self._recording_next is not None or self._recording_ends:
-            self._begin_or_end_recording(now)
-        sealed = _Sealed(commit, effects, publication, turns, batch.callers)
+        self._recording.batch(now, effects, turns)
+        self._recording.between_batches(state, now)
+        sealed = _Sealed(commit, effects, publication_of(state, changes, effects), turns, batch.callers)
         if rows.is_empty:
             self._let_out(sealed)
             return
@@ -326,17 +291,6 @@ class Writer:
         self._pace.began(began)
         # Not awaited: a task and two futures would cost more than the rest of a small commit.
         self._thread.do(self._write_and_tell, sealed, loop, began)
-
-    def _begin_or_end_recording(self, now: float) -> None:
-        """Begin the requested recording, or end the present one; call between two batches."""
-        recording = self._recording
-        if recording is None:
-            self._recording, self._recording_next = self._recording_next, None
-            if self._recording is not None:
-                self._recording.begin(self.state, now)
-            return
-        reason, self._recording, self._recording_ends = self._recording_ends, None, ""
-        recording.end(self.state if self._is_ready else None, now, reason)
 
     def _write_and_tell(self, sealed: _Sealed, loop: asyncio.AbstractEventLoop, began: float) -> None:
         problem: BaseException | None = None
@@ -383,12 +337,7 @@ class Writer:
                 future.set_result(answer)
         if sealed.turns:
             self._give(sealed.turns)
-        says_all = log.isEnabledFor(logging.DEBUG)
-        for entry in sealed.effects.history:
-            self.meter.happened(entry)
-            if says_all or entry.kind in _WORTH_SAYING:
-                level = logging.INFO if entry.kind in _WORTH_SAYING else logging.DEBUG
-                log.log(level, entry.kind, extra={"subject": entry.subject, "cause": entry.cause, "id": entry.sequence})
+        self.meter.happened(sealed.effects.history)
         if sealed.effects.wake_at is not None:
             self._set_alarm(sealed.effects.wake_at)
 
@@ -505,25 +454,9 @@ class Writer:
         state = restored(self._settings, elements, self._clock(), former)
         self.state, self._codec, self._open, self._told = state, codec, _Batch(), 0
         # From the state, not from the store: a restart voids sessions.
-        self.committed.reset(
-            [
-                replace(state.counters),
-                *state.nodes.configuration_sets.values(),
-                *state.nodes.values(),
-                *state.jobs.values(),
-                *state.gangs.values(),
-                *state.gangs.sets.values(),
-            ],
-            {node: state.desired.of(node) for node in state.nodes},
-            [state.view.row(node) for node in state.nodes],
-            state.view.version,
-            state.nodes.devices,
-            state.nodes.free_devices,
-            state.view.mode,
-        )
+        self.committed.reset(state)
         self._is_ready = self.fenced is None
-        if self._recording is not None:
-            self._recording.start_over(state, self._clock(), "the state was read from the store")
+        self._recording.start_over(state, self._clock(), "the state was read from the store")
         if self._opens is not None:
             # Before anything is decided by the content of the database.
             opens, self._opens = self._opens, None
