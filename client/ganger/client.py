@@ -35,12 +35,7 @@ from ganger.wire.errors import (
     from_rpc_error,
 )
 from ganger.wire.methods import check_size
-from ganger.wire.resource_names import (
-    array_name_from_text,
-    job_name_from_text,
-    node_name_from_text,
-    parse_member,
-)
+from ganger.wire.resource_names import array_name_from_text, job_name_from_text, node_name_from_text, parse_member
 
 Answer = TypeVar("Answer")
 

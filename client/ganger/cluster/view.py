@@ -79,8 +79,7 @@ class View:
             self._set_codes[configuration_set.name] = len(self._set_codes)
 
     def put(self, row: NodeRow, in_service: int | None = None) -> bool:
-        """Add or replace a node; return whether more than its version changed. KeyError for an unknown configuration
-        set.
+        """Add or replace a node; return whether more than its version changed. KeyError for an unknown set.
 
         A row without a version gets the next one. `in_service`: devices that may ever be free; all by default.
         """

@@ -418,11 +418,9 @@ def read_tensors(
     All of it is checked against the digests before this returns. Raises ImageError, OSError, ValueError (a destination
     of another shape). After an error the destinations hold a mixture and must not be used.
     """
-    table = image.header["tensors"]
-    preamble = image.preamble
+    table, preamble = image.header["tensors"], image.preamble
     digests = state_image.ChunkDigests(preamble.digest_kind, preamble.chunk_bytes)
-    position = 0
-    result: dict[int, torch.Tensor] = {}
+    position, result = 0, dict[int, torch.Tensor]()
     for index in sorted(range(len(table)), key=lambda i: (table[i]["offset"], i)):
         entry = table[index]
         if entry["offset"] < position:

@@ -31,7 +31,7 @@ from ganger.job_state import JobState
 from ganger_master.core.gang_model import Gang, GangIntent
 from ganger_master.core.job_model import JobRecord
 from ganger_master.estimators.cpu import CpuModel, CpuPoint, fit_cpu, next_probe, sweet_point_bracket
-from ganger_master.planner.job_table import shares_devices
+from ganger_master.planner.device_groups import shares_devices
 from ganger_master.policies.job_facts import Integers
 from ganger_master.policies.trials import (
     FIRST_WINDOWS,

@@ -9,11 +9,12 @@ from typing import Final, TypeAlias
 
 from ganger.cluster.fit import memory_beside
 from ganger.cluster.resources import Claim, GangShape
+from ganger.cluster.topology import bits
 from ganger.cluster.view import View
 from msgspec import structs
 
-from ganger_master.core.gang_model import Gang
-from ganger_master.core.job_model import JobRecord
+from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
+from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.policies.fairness import Seat
 
 # By job number: the numbers of all jobs on its devices, its own among them, ascending. Jobs alone on their devices are
@@ -24,6 +25,8 @@ Unit: TypeAlias = tuple[tuple[JobRecord, Gang], ...]
 
 Claims: TypeAlias = tuple[Claim, ...]
 
+# Python 3.11 needs as long for the lookup of an enumeration member as for a call, and a table asks for every event.
+_PARK, _STOP, _PARKED = GangIntent.PARK, GangIntent.STOP, GangPhase.PARKED
 # Gangs that are time-sliced on one device at most: each keeps its state and its processes in host memory.
 MOST_ROWS: Final = 4
 # Gangs on one device among which its host memory is divided where they name none.
@@ -128,3 +131,25 @@ def as_held(shape: GangShape, gang: Gang) -> GangShape:
     each = max([claim.memory_bytes // max(1, sum(claim.tasks)) for claim in gang.claims], default=0)
     task = structs.replace(role.shape, memory_bytes=max(role.shape.memory_bytes, each))
     return structs.replace(shape, roles=(structs.replace(role, shape=task),))
+
+
+def is_shared(gang: Gang) -> bool:
+    """Return whether other gangs may be on its devices at the same time."""
+    return any(piece.claim.shared_mask for piece in gang.pieces)
+
+
+def shares_devices(gang: Gang) -> bool:
+    """Return whether other gangs may hold its devices: in time slices, or at the same time."""
+    return bool(gang.node_set) or is_shared(gang)
+
+
+def devices_of(gangs: Iterable[Gang]) -> set[tuple[str, int]]:
+    """Return all devices of these gangs, as node and number."""
+    return {(claim.node, device) for gang in gangs for claim in gang.claims for device in bits(claim.device_mask)}
+
+
+def returns_devices(gang: Gang) -> bool:
+    """Return whether the gang ends, or is about to be parked where it leaves its devices."""
+    if gang.intent is _PARK:
+        return gang.park_level is not SuspendLevel.PAUSE and gang.phase is not _PARKED
+    return gang.intent is _STOP

@@ -13,14 +13,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from ganger.cluster.topology import bits
 from ganger.job_state import JobState
 from msgspec.structs import replace
 
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
-from ganger_master.core.job_model import JobRecord, JobSpec, SuspendLevel
+from ganger_master.core.job_model import JobRecord, JobSpec
 from ganger_master.core.retry import is_backing_off
-from ganger_master.planner.device_groups import Mates, mates_of
+from ganger_master.planner.device_groups import Mates, devices_of, mates_of, returns_devices, shares_devices
 from ganger_master.planner.quotas import QuotaUse
 from ganger_master.policies.job_facts import NO_HISTORY, Facts, Flags, Floats, Integers, ServiceHistory
 from ganger_master.policies.orders import JobOrder
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from ganger_master.estimators.run_time import ServiceMemory
 
 # Python 3.11 needs as long for the lookup of an enumeration member as for a call, and `put` runs for every event.
-_RUN, _PARK, _STOP, _PARKED = GangIntent.RUN, GangIntent.PARK, GangIntent.STOP, GangPhase.PARKED
+_RUN, _PARK, _PARKED = GangIntent.RUN, GangIntent.PARK, GangPhase.PARKED
 _PENDING, _HOLDING, _SUSPENDED = JobState.PENDING, JobState.HOLDING, JobState.SUSPENDED
 
 _NO_QUOTAS: Final[Mapping[str, int]] = MappingProxyType({})
@@ -122,10 +121,10 @@ class LiveTable:
         holds = gang is not None and gang.intent is _RUN and job.ending is None and job.state is _HOLDING
         is_parked = gang is None or (gang.intent is _PARK and gang.phase is _PARKED)
         waits = job.state is _PENDING and is_parked and job.ending is None and not job.next_epoch
-        returns_devices = gang is not None and _returns_devices(gang)
-        self._flags[:, row] = is_preemptible, holds, waits, returns_devices
+        is_going = gang is not None and returns_devices(gang)
+        self._flags[:, row] = is_preemptible, holds, waits, is_going
         self._queue_up(job, row, waits)
-        if returns_devices:
+        if is_going:
             self._going.add(row)
         else:
             self._going.discard(row)
@@ -135,7 +134,7 @@ class LiveTable:
         elif row in self._sharing:
             self._share(row, False)
         # A job that its user has suspended wants no devices.
-        self._live[row] = job.state is not _SUSPENDED or returns_devices
+        self._live[row] = job.state is not _SUSPENDED or is_going
         if self.quotas is not None:
             self._keep_out(self.quotas, self.quotas.put(job, gang, waits))
 
@@ -279,32 +278,19 @@ class LiveTable:
     def held_gpus(self) -> int:
         """Return the number of GPUs of all gangs that run or return their devices."""
         held = int(self._integers[1, self._flags[1] | self._flags[3]].sum())
-        if not self._sharing:
-            return held
         # Shared devices count once.
-        sharing = self.sharing
-        return held - sum([gang.devices for _, gang in sharing]) + len(_devices_of([gang for _, gang in sharing]))
+        return held - self.doubly_held_gpus if self._sharing else held
 
     @property
     def running(self) -> list[tuple[JobRecord, Gang]]:
         """Return the jobs that hold a gang which is to run, by number."""
         rows = np.flatnonzero(self._flags[1])
-        rows = rows[np.argsort(self._integers[0, rows])].tolist()
-        jobs, gangs = self.jobs, self.gangs
-        return [(job, gang) for row in rows if (job := jobs[row]) is not None and (gang := gangs[row]) is not None]
-
-    @property
-    def sharing(self) -> list[tuple[JobRecord, Gang]]:
-        """Return the jobs that run on devices which may be shared, by number."""
-        rows = sorted(self._sharing, key=lambda row: int(self._integers[0, row]))
-        pairs = [(self.jobs[row], self.gangs[row]) for row in rows]
-        return [(job, gang) for job, gang in pairs if job is not None and gang is not None]
+        return self.gangs_at(rows[np.argsort(self._integers[0, rows])])
 
     @property
     def going(self) -> list[tuple[JobRecord, Gang]]:
         """Return the jobs that return their devices, by row."""
-        pairs = [(self.jobs[row], self.gangs[row]) for row in sorted(self._going)]
-        return [(job, gang) for job, gang in pairs if job is not None and gang is not None]
+        return self.gangs_at(np.array(sorted(self._going), np.int64))
 
     def jobs_at(self, rows: Integers) -> list[JobRecord]:
         """Return the jobs of these rows, in their order."""
@@ -312,8 +298,8 @@ class LiveTable:
 
     def gangs_at(self, rows: Integers) -> list[tuple[JobRecord, Gang]]:
         """Return the jobs of these rows that have a gang, in their order."""
-        found = [(self.jobs[row], self.gangs[row]) for row in rows.tolist()]
-        return [(job, gang) for job, gang in found if job is not None and gang is not None]
+        jobs, gangs, all_rows = self.jobs, self.gangs, rows.tolist()
+        return [(job, gang) for row in all_rows if (job := jobs[row]) is not None and (gang := gangs[row]) is not None]
 
     @property
     def has_sharing(self) -> bool:
@@ -324,14 +310,15 @@ class LiveTable:
     def mates(self) -> Mates:
         """Return the groups of jobs that share devices, as the master last reported."""
         if self._mates is None:
-            self._mates = mates_of(self.sharing)
+            rows = sorted(self._sharing, key=lambda row: int(self._integers[0, row]))
+            self._mates = mates_of(self.gangs_at(np.array(rows, np.int64)))
             self._units = np.full(len(self._live), -1)
             self._unit_gpus.clear()
             for number, together in self._mates.items():
                 row = self._row_of[number]
                 self._units[row] = self._row_of[together[0]]
                 if number == together[0]:
-                    on = _devices_of([gang for mate in together if (gang := self.gangs[self._row_of[mate]])])
+                    on = devices_of([gang for mate in together if (gang := self.gangs[self._row_of[mate]])])
                     self._unit_gpus.update({self._row_of[mate]: len(on) for mate in together})
         return self._mates
 
@@ -360,16 +347,10 @@ class LiveTable:
     def parked(self) -> list[tuple[JobRecord, Gang]]:
         """Return the jobs that a plan has parked, by number."""
         rows = np.flatnonzero(self._live & ~self._flags[1:].any(0))
-        pairs = [(self.jobs[row], self.gangs[row]) for row in rows[np.argsort(self._integers[0, rows])].tolist()]
         return [
             (job, gang)
-            for job, gang in pairs
-            if job is not None
-            and gang is not None
-            and job.state is JobState.HOLDING
-            and gang.intent is GangIntent.PARK
-            and gang.phase is GangPhase.PARKED
-            and not job.next_epoch
+            for job, gang in self.gangs_at(rows[np.argsort(self._integers[0, rows])])
+            if job.state is _HOLDING and gang.intent is _PARK and gang.phase is _PARKED and not job.next_epoch
         ]
 
     @property
@@ -390,7 +371,8 @@ class LiveTable:
         above `least_urgent`."""
         rows = np.fromiter([self._row_of.get(number, -1) for number in numbers], np.int64, len(numbers))
         _, gpus, priority, _ = self._integers[:, rows]
-        may = (rows >= 0) & self._flags[2, rows] & ((gpus <= most_gpus) | (priority > _or_most(least_urgent)))
+        least = np.iinfo(np.int64).max if least_urgent is None else least_urgent
+        may = (rows >= 0) & self._flags[2, rows] & ((gpus <= most_gpus) | (priority > least))
         return [numbers[at] for at in np.flatnonzero(may).tolist()]
 
     @property
@@ -505,11 +487,6 @@ def _amounts(spec: JobSpec) -> tuple[float, int]:
     return millicores / 1000, sum([role.tasks * role.shape.memory_bytes for role in spec.roles])
 
 
-def _or_most(priority: int | None) -> int:
-    """Return the priority, or the highest possible one where no job runs."""
-    return np.iinfo(np.int64).max if priority is None else priority
-
-
 def _unknown(count: int) -> Floats:
     """Return a read-only column of NaN, shared by all results that lack these facts."""
     nothing = np.full(count, np.nan)
@@ -521,24 +498,3 @@ def _seconds_since(began: Floats, now: float) -> Floats:
     """Return seconds from `began` to `now`; zero for what has not begun."""
     seconds: Floats = np.maximum(now - began, 0.0)
     return seconds
-
-
-def is_shared(gang: Gang) -> bool:
-    """Return whether other gangs may be on its devices at the same time."""
-    return any(piece.claim.shared_mask for piece in gang.pieces)
-
-
-def shares_devices(gang: Gang) -> bool:
-    """Return whether other gangs may hold its devices: in time slices, or at the same time."""
-    return bool(gang.node_set) or is_shared(gang)
-
-
-def _devices_of(gangs: Iterable[Gang]) -> set[tuple[str, int]]:
-    """Return all devices of these gangs, as node and number."""
-    return {(claim.node, device) for gang in gangs for claim in gang.claims for device in bits(claim.device_mask)}
-
-
-def _returns_devices(gang: Gang) -> bool:
-    if gang.intent is _PARK:
-        return gang.park_level is not SuspendLevel.PAUSE and gang.phase is not _PARKED
-    return gang.intent is _STOP

@@ -31,7 +31,8 @@ from ganger_master.core.plan_changes import (
     TrialFinding,
 )
 from ganger_master.planner.context import PlanContext, PlanDraft, PlanOutcome
-from ganger_master.planner.job_table import LiveTable, shares_devices
+from ganger_master.planner.device_groups import shares_devices
+from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.make_room import MakeRoomSearch
 from ganger_master.planner.migration_context import MOST_AT_ONCE, MigrationContext, MigrationMemory
 from ganger_master.planner.migration_outcomes import MigrationOutcomes

@@ -21,7 +21,7 @@ from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.moves import can_hand_over
 from ganger_master.core.plan_changes import Goal, PlanChange
 from ganger_master.planner.context import PlanContext, PlanDraft
-from ganger_master.planner.job_table import is_shared
+from ganger_master.planner.device_groups import is_shared
 from ganger_master.planner.migration_outcomes import MigrationOutcomes
 from ganger_master.planner.migration_plans import MigrationPlan, MigrationStep, Stage, carry_on, stage_of
 from ganger_master.policies.make_room import Displacement, Hole, Movable, Movables, in_order

@@ -17,7 +17,7 @@ from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import Goal
 from ganger_master.estimators.fitting import NOT_FITTED
 from ganger_master.estimators.slowdown import LocalityModel
-from ganger_master.planner.job_table import is_shared
+from ganger_master.planner.device_groups import is_shared
 from ganger_master.planner.migration_context import MOST_AT_ONCE, MigrationContext
 from ganger_master.planner.migration_outcomes import MigrationOutcomes
 from ganger_master.planner.migration_plans import is_free

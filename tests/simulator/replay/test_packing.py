@@ -111,7 +111,7 @@ def test_once_the_queue_is_empty_co_located_jobs_are_separated() -> None:
     assert packs_of(replay).kept >= 1
     replay.run()
     assert packs_of(replay).packs == ()
-    assert not replay.planning.loop.table.sharing
+    assert not replay.planning.loop.table.has_sharing
 
 
 def test_without_switching_costs_or_places_nothing_is_measured_and_no_job_co_located() -> None:

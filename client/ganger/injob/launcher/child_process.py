@@ -385,3 +385,18 @@ def touch_arena(launch: Launch, arena: int) -> None:
     """Make the kernel give the arena its first pages now, charged to the rank's cgroup."""
     enter_cgroups(launch.cgroup_procs)
     os.posix_fallocate(arena, 0, min(launch.touched_bytes, launch.arena_bytes))
+
+
+def error_of_child(read_end: int, died: str) -> dict[str, str] | None:
+    """Return the error that a child has written, {} for one without fields, None if it wrote nothing.
+
+    What it wrote may be cut, because it was killed: no child ends its launcher.
+    """
+    data = os.read(read_end, 1 << 16)
+    if not data:
+        return None
+    try:
+        fields = json.loads(data)
+        return {key: str(fields[key]) for key in ("reason", "message")} if fields else {}
+    except (ValueError, KeyError, TypeError):
+        return {"reason": "CHILD_DIED", "message": died}

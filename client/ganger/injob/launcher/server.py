@@ -261,7 +261,7 @@ class LauncherServer:
         if new.settle is None:
             return  # read already: its end was noticed at the same moment
         new.settle = None
-        new.launch_error = _error_of_child(read_end, f"{new.name} was killed as it was started") or {}
+        new.launch_error = child_process.error_of_child(read_end, f"{new.name} was killed as it was started") or {}
         self._selector.unregister(read_end)
         os.close(read_end)
         if new.launch_error:
@@ -391,7 +391,7 @@ class LauncherServer:
 
         def finish() -> None:
             died = f"{name} was killed"
-            answer = _error_of_child(read_end, died)
+            answer = child_process.error_of_child(read_end, died)
             self._selector.unregister(read_end)
             os.close(read_end)
             if answer is None:
@@ -485,18 +485,3 @@ _OPERATIONS: dict[Any, Callable[[LauncherServer, _Caller, Any, Mapping[str, Any]
     "watch": LauncherServer._watch,
     "stop": LauncherServer._stop,
 }
-
-
-def _error_of_child(read_end: int, died: str) -> dict[str, str] | None:
-    """Return the error that a child has written, {} for one without fields, None if it wrote nothing.
-
-    What it wrote may be cut, because it was killed: no child ends its launcher.
-    """
-    data = os.read(read_end, 1 << 16)
-    if not data:
-        return None
-    try:
-        fields = json.loads(data)
-        return {key: str(fields[key]) for key in ("reason", "message")} if fields else {}
-    except (ValueError, KeyError, TypeError):
-        return {"reason": "CHILD_DIED", "message": died}
