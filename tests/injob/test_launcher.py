@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ganger.injob.launcher.child_process import error_of_child
 from ganger.injob.launcher.client import Launcher, LauncherError
 from ganger.injob.launcher.process_record import TaskPlace, torchrun_environment
-from ganger.injob.launcher.server import _error_of_child
 from ganger.injob.process_identity import start_ticks
 from injob.launcher_kit import HAS_TORCH, Place, exit_record, log_text, page_of
 from kit.waiting import eventually
@@ -343,7 +343,7 @@ def test_what_a_child_that_was_killed_has_written_in_part_does_not_end_its_launc
         read_end, write_end = os.pipe()
         os.write(write_end, said)
         os.close(write_end)
-        assert _error_of_child(read_end, "killed") == heard
+        assert error_of_child(read_end, "killed") == heard
         os.close(read_end)
 
 
