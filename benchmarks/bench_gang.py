@@ -88,23 +88,23 @@ class StuckError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StopSample:
-    """One suspend and resume. `longest_batch_seconds`: of the cycle so far, see `Gang._longest`."""
+    """One suspend and resume. `longest_batch_s`: of the cycle so far, see `Gang._longest`."""
 
     level: int
     seconds: float
-    resume_seconds: float
-    longest_batch_seconds: float
+    resume_s: float
+    longest_batch_s: float
     batch_after_s: float
     skew_steps: int
     overrun_steps: int
 
 
 class BenchGang:
-    """`ranks` ranks dealt evenly to `nodes` nodes. `delay_seconds`: how long the relay takes one way."""
+    """`ranks` ranks dealt evenly to `nodes` nodes. `delay_s`: how long the relay takes one way."""
 
-    def __init__(self, directory: Path, ranks: int, nodes: int, delay_seconds: float, seed: int) -> None:
+    def __init__(self, directory: Path, ranks: int, nodes: int, delay_s: float, seed: int) -> None:
         self._world = ranks
-        self._delay = delay_seconds
+        self._delay = delay_s
         self._directory = directory
         self._sequence = 1
         local = [tuple(range(n * ranks // nodes, (n + 1) * ranks // nodes)) for n in range(nodes)]

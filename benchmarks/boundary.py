@@ -163,8 +163,8 @@ def _measure_gang(
             "gang": name,
             "level": stop.level,
             "suspend_seconds": stop.seconds,
-            "resume_seconds": stop.resume_seconds,
-            "longest_batch_seconds": stop.longest_batch_seconds,
+            "resume_seconds": stop.resume_s,
+            "longest_batch_seconds": stop.longest_batch_s,
             "skew_steps": stop.skew_steps,
             "overrun_steps": stop.overrun_steps,
         }
@@ -179,7 +179,7 @@ def _measure_gang(
     paused = [stop for stop in stops if stop.level == PageParkLevel.PAUSE]
     # the limit of each cycle is its own longest mini-batch, so what is judged is the excess over it
     for share, factor in ((0.5, 1.5), (0.99, 2.0)):
-        excess = [stop.seconds - factor * stop.longest_batch_seconds - 2 * delay for stop in paused]
+        excess = [stop.seconds - factor * stop.longest_batch_s - 2 * delay for stop in paused]
         report.at_most(
             f"{name}_suspend_p{share * 100:g}_over_batches_milliseconds",
             1000 * quantile(excess, share),
@@ -188,13 +188,11 @@ def _measure_gang(
         report.figure(
             f"{name}_suspend_p{share * 100:g}_milliseconds", 1000 * quantile([s.seconds for s in paused], share)
         )
-    report.figure(
-        f"{name}_longest_batch_p50_milliseconds", 1000 * quantile([s.longest_batch_seconds for s in paused], 0.5)
-    )
+    report.figure(f"{name}_longest_batch_p50_milliseconds", 1000 * quantile([s.longest_batch_s for s in paused], 0.5))
     offloaded = [stop for stop in stops if stop.level == PageParkLevel.OFFLOAD]
     if offloaded:
         # to the end of the first step: that step's own time is not the resume's
-        waits = [stop.resume_seconds - stop.batch_after_s for stop in offloaded]
+        waits = [stop.resume_s - stop.batch_after_s for stop in offloaded]
         report.at_most(f"{name}_resume_offload_p50_milliseconds", 1000 * quantile(waits, 0.5), 1000 * RESUME_SLACK_S)
 
 

@@ -175,7 +175,7 @@ class Passed:
     """Duration of one pass, and the jobs that it placed."""
 
     seconds: float
-    cpu_seconds: float
+    cpu_s: float
     jobs: int
     gpus: int
 
@@ -218,7 +218,7 @@ def main(nodes: int = NODES, jobs: int = JOBS, rounds: int = ROUNDS, quick: bool
         of_figure = [sample for sample in samples if (sample["policy"], sample["view"]) == (policy, kind)]
         name = f"{policy}_{kind}".replace("-", "_").replace("+", "_")
         figures[f"{name}_seconds"] = statistics.median(sample["seconds"] for sample in of_figure)
-        figures[f"{name}_cpu_seconds"] = statistics.median(sample["cpu_seconds"] for sample in of_figure)
+        figures[f"{name}_cpu_seconds"] = statistics.median(sample["cpu_s"] for sample in of_figure)
         figures[f"{name}_placed_jobs"] = of_figure[0]["jobs"]
         limits[f"{name}_seconds"] = AtMost(limit)
     return report("plan", figures, limits, samples)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.bench_cluster import GANGER, BenchCluster, BenchClusterError
 from benchmarks.report import SAMPLES, BenchReport
-from benchmarks.twin_comparison import Costs, JobEvent, Ran, compared, costs_of, step_seconds, trace_of
+from benchmarks.twin_comparison import Costs, JobEvent, Ran, compared, costs_of, step_s, trace_of
 
 _NODES, _GPUS = 2, 4
 _PLAN_EVERY = "1s"
@@ -219,7 +219,7 @@ def _ran(one: PlannedStart, job: str, events: Sequence[JobEvent], times: list[tu
         one.name,
         one.gpus,
         _steps(one),
-        step_seconds(times),
+        step_s(times),
         submitted - first,
         one.deadline,
         own["job_succeeded"] - submitted,

@@ -119,7 +119,7 @@ def costs_of(
     )
 
 
-def step_seconds(times: Sequence[tuple[int, float]]) -> float:
+def step_s(times: Sequence[tuple[int, float]]) -> float:
     """The median time of a step, of (step, Unix seconds) pairs that a job printed. TwinError for fewer than two."""
     pairs = [
         (later - earlier) / (step - before) for (before, earlier), (step, later) in pairwise(times) if step > before

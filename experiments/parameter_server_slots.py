@@ -61,7 +61,7 @@ MODELS = {
 }
 
 
-def step_seconds(model: Model, counts: Integers, mode: UpdateMode) -> float:
+def step_s(model: Model, counts: Integers, mode: UpdateMode) -> float:
     """With so many (parameter servers, workers) on each server, one row a server."""
     servers, workers = (int(total) for total in counts.sum(axis=0))
     hosts_servers, hosts_workers = counts[:, 0] > 0, counts[:, 1] > 0
@@ -79,7 +79,7 @@ def step_seconds(model: Model, counts: Integers, mode: UpdateMode) -> float:
 def batches_per_second(model: Model, counts: Integers, mode: UpdateMode) -> float:
     """Of all workers together."""
     together = 1.0 if mode is UpdateMode.SYNCHRONOUS else float(counts[:, 1].sum())
-    return together / step_seconds(model, counts, mode)
+    return together / step_s(model, counts, mode)
 
 
 @dataclass(frozen=True, eq=False)

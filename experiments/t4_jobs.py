@@ -103,7 +103,7 @@ class Application:
             self._known[key] = self._interpolated(*key)
         return self._known[key]
 
-    def step_seconds(self, placement: Placement, batch: T4Batch) -> float:
+    def step_s(self, placement: Placement, batch: T4Batch) -> float:
         step, exchange = self.seconds(placement, batch.local)
         return step + (step - exchange) * batch.accumulated
 
@@ -286,7 +286,7 @@ def _train(job: T4Job, now: float, batch: Callable[[T4Job], T4Batch]) -> None:
         squared, variance = job.noise = app.noise(samples, job.epoch)
         gain = (variance + squared) / (variance / (samples / app.initial_batch) + squared)
         job.seen[len(job.placement), job.gpus, job.trains.local] = app.seconds(job.placement, job.trains.local)[0]
-        rate = gain / app.step_seconds(job.placement, job.trains)
+        rate = gain / app.step_s(job.placement, job.trains)
         end = app.ends[job.epoch]
         if job.progress + rate * seconds < end:
             job.progress += rate * seconds

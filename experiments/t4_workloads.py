@@ -135,7 +135,7 @@ def _alone_s(job: T4Job) -> float:
     """As its user asked for it, on the fewest servers."""
     batch = job.application.split(job.batch, job.wanted, one_accumulates=job.batch > job.application.initial_batch)
     steps = job.application.iteration(job.batch, job.application.epochs - 1)
-    return steps * job.application.step_seconds(_fewest(job.wanted), batch)
+    return steps * job.application.step_s(_fewest(job.wanted), batch)
 
 
 def _fewest(gpus: int) -> Placement:
@@ -248,7 +248,7 @@ def _steps_left(job: T4Job) -> float:
 
 
 def _step_s(job: T4Job, gpus: int) -> float:
-    return job.application.step_seconds(_fewest(gpus), job.application.split(job.batch, gpus, one_accumulates=True))
+    return job.application.step_s(_fewest(gpus), job.application.split(job.batch, gpus, one_accumulates=True))
 
 
 @dataclass(frozen=True, eq=False)

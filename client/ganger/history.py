@@ -117,7 +117,7 @@ def sentence(event: Happening) -> str:
 def summary(totals: Totals) -> str:
     """Return the totals as one line, without those that are zero."""
     parts = [
-        f"{word} {_seconds(seconds)}"
+        f"{word} {_duration(seconds)}"
         for word, seconds in (
             ("waited", totals.waited_s),
             ("starting", totals.starting_s),
@@ -163,7 +163,7 @@ def _approved(teller: _Teller, event: Happening) -> str:
     teller.is_resuming = False
     parts = [f"got its gang on {event.figures.get('nodes', '?')}{_by(event)}"]
     if waited >= 0.1:
-        parts.append(f"after it had waited {_seconds(waited)}")
+        parts.append(f"after it had waited {_duration(waited)}")
         if event.message:
             parts.append(f"for: {event.message}")
         if "after" in event.figures:
@@ -176,7 +176,7 @@ def _running(teller: _Teller, event: Happening) -> str:
     teller.leave(event.time)
     teller.running_since = event.time
     # It has stepped; or, where its steps are not visible, its processes are there.
-    return f"runs, after {_seconds(took)}" if took else "runs"
+    return f"runs, after {_duration(took)}" if took else "runs"
 
 
 def _suspend_ordered(teller: _Teller, event: Happening) -> str:
@@ -185,7 +185,7 @@ def _suspend_ordered(teller: _Teller, event: Happening) -> str:
 
 
 def _parked(teller: _Teller, event: Happening) -> str:
-    took = f", {_seconds(event.time - teller.stopping_since)} after the order" if teller.stopping_since else ""
+    took = f", {_duration(event.time - teller.stopping_since)} after the order" if teller.stopping_since else ""
     teller.leave(event.time)
     teller.parked_since = event.time
     teller.turns = ""
@@ -197,7 +197,7 @@ def _parked(teller: _Teller, event: Happening) -> str:
 
 
 def _resume_ordered(teller: _Teller, event: Happening) -> str:
-    rested = f" after {_seconds(event.time - teller.parked_since)} at rest" if teller.parked_since else ""
+    rested = f" after {_duration(event.time - teller.parked_since)} at rest" if teller.parked_since else ""
     teller.leave(event.time)
     teller.starting_since = event.time
     teller.is_resuming = True
@@ -211,7 +211,7 @@ def _move_begun(teller: _Teller, event: Happening) -> str:
 
 def _move_committed(teller: _Teller, event: Happening) -> str:
     step = event.figures.get("step", "?")
-    took = f", {_seconds(event.time - teller.moving_since)} after the order" if teller.moving_since else ""
+    took = f", {_duration(event.time - teller.moving_since)} after the order" if teller.moving_since else ""
     # A time-sliced job may have run or rested meanwhile: only its nodes have that figure.
     ran_on = "; it ran on until then" if teller.running_since and not teller.turns else ""
     # Its next step is reported as the first step of a start.
@@ -324,7 +324,7 @@ def _member_ended(teller: _Teller, event: Happening) -> str:
     rest = " ".join(f"{name}={text}" for name, text in sorted(figures.items()))
     teller.totals.ran_s += float(ran or 0)
     # Earlier masters sent 0.0 for members that never ran.
-    lasted = f", ran {_seconds(float(ran))}" if float(ran or 0) else " before its first step"
+    lasted = f", ran {_duration(float(ran))}" if float(ran or 0) else " before its first step"
     parts = [f"{member}{f' ({named})' if named else ''} {state}{lasted}", rest, event.message]
     return "; ".join(part for part in parts if part)
 
@@ -411,7 +411,7 @@ def _pause(teller: _Teller, event: Happening) -> str:
 
 
 def _brief(milliseconds: float) -> str:
-    return f"{milliseconds:.0f} ms" if milliseconds < 1_000 else _seconds(milliseconds / 1_000)
+    return f"{milliseconds:.0f} ms" if milliseconds < 1_000 else _duration(milliseconds / 1_000)
 
 
 def _figures(event: Happening) -> str:
@@ -422,7 +422,7 @@ def _and(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _seconds(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds < 60 else format_duration(seconds)
 
 

@@ -30,14 +30,14 @@ def parse_memory(text: object) -> int:
 
 def parse_duration(text: object) -> float:
     """Seconds of "2h30m", "90s", "1d", "1-12:00:00", "12:30:00", or a plain number of seconds. Raises ValueError."""
-    seconds = -1.0 if isinstance(text, bool) or not isinstance(text, str | int | float) else _seconds(text)
+    seconds = -1.0 if isinstance(text, bool) or not isinstance(text, str | int | float) else _parsed_s(text)
     # Not a comparison the other way round: NaN is refused too.
     if not 0 <= seconds <= _MAX_S:
         raise ValueError(f"{text!r} is not a duration: write for example 90s, 2h30m or 1d, at most a century")
     return seconds
 
 
-def _seconds(text: str | int | float) -> float:
+def _parsed_s(text: str | int | float) -> float:
     """Return a duration in seconds; negative for text that is none."""
     if not isinstance(text, str):
         return float(min(text, 2 * _MAX_S))

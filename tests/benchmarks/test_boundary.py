@@ -38,7 +38,7 @@ def test_gangs_with_stragglers_and_a_slow_relay_stop_at_one_step(
 @pytest.mark.torch
 def test_a_gang_whose_relay_is_cut_is_reported_as_stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.bench_gang.DEADLOCK_S", 0.5)
-    with BenchGang(tmp_path, ranks=2, nodes=2, delay_seconds=3600.0, seed=1) as gang:  # noqa: SIM117
+    with BenchGang(tmp_path, ranks=2, nodes=2, delay_s=3600.0, seed=1) as gang:  # noqa: SIM117
         with pytest.raises(StuckError, match="rank 1: step"):
             gang.stop_and_go(PageParkLevel.PAUSE, 0.0)
 

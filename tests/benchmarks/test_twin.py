@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.twin import MOVES, _simulated, main
-from benchmarks.twin_comparison import Costs, JobEvent, Ran, TwinError, compared, costs_of, step_seconds, trace_of
+from benchmarks.twin_comparison import Costs, JobEvent, Ran, TwinError, compared, costs_of, step_s, trace_of
 
 EVENTS = [
     JobEvent(10.0, "jobs/1", "gang_approved"),
@@ -57,9 +57,9 @@ def test_what_a_move_takes_is_its_pause_and_what_its_preparation_takes_beyond_a_
 
 
 def test_the_time_of_a_step_is_a_median_that_a_pause_does_not_change() -> None:
-    assert step_seconds([(10, 1.0), (20, 2.0), (30, 60.0), (40, 61.0)]) == pytest.approx(0.1)
+    assert step_s([(10, 1.0), (20, 2.0), (30, 60.0), (40, 61.0)]) == pytest.approx(0.1)
     with pytest.raises(TwinError):
-        step_seconds([(10, 1.0)])
+        step_s([(10, 1.0)])
 
 
 def test_the_trace_has_what_a_simulation_needs_and_no_time_that_the_run_took() -> None:

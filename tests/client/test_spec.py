@@ -345,13 +345,13 @@ def test_a_home_directory_in_a_file_is_the_home_directory(tmp_path: Path, monkey
 
 
 def test_a_deadline_is_a_time_or_so_long_from_now() -> None:
-    assert times.unix_seconds(spec(deadline="2100-01-02T03:04:05+00:00").deadline) == 4_102_542_245.0
+    assert times.unix_s(spec(deadline="2100-01-02T03:04:05+00:00").deadline) == 4_102_542_245.0
     # Without a zone, that of this machine.
     midnight = datetime(2100, 1, 2, tzinfo=UTC).replace(tzinfo=None)
     for text in ("2100-01-02", date(2100, 1, 2), midnight):
-        assert times.unix_seconds(spec(deadline=text).deadline) == midnight.timestamp()
+        assert times.unix_s(spec(deadline=text).deadline) == midnight.timestamp()
     before = time.time()
-    assert before + 5_400 <= times.unix_seconds(spec(deadline="1h30m").deadline) <= time.time() + 5_400
+    assert before + 5_400 <= times.unix_s(spec(deadline="1h30m").deadline) <= time.time() + 5_400
     assert not spec().HasField("deadline")
 
 

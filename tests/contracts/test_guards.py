@@ -112,6 +112,7 @@ def test_lines_of_prose_over_the_limit_are_reported_but_tables_code_and_links_ar
     [
         ("def wait_seconds(self, most_s, poll_millis): ...", ["poll_millis", "wait_seconds"]),
         ("self.age_seconds = age_s = 1", ["age_seconds"]),
+        ("used_gpu_seconds = core_seconds = 1", []),
         ("_RETRY_SECONDS: float = 1.0\nRETRY_S = 2", ["_RETRY_SECONDS"]),
         ("call(timeout_seconds=1)\nmessage.lease_seconds\nseconds = 1", []),
     ],

@@ -41,19 +41,19 @@ def test_every_published_profile_is_fitted_within_a_tenth_on_average() -> None:
 
 def test_exact_steps_come_back() -> None:
     points = [
-        StepPoint(n, k, samples, TRUTH.step_seconds(n, k, samples))
+        StepPoint(n, k, samples, TRUTH.step_s(n, k, samples))
         for n, k in ((1, 1), (2, 1), (4, 1), (8, 1), (2, 2), (8, 2), (16, 4))
         for samples in (16, 64)
     ]
     model = fitted(points)
     assert model.error.worst < 0.01
-    assert model.step_seconds(32, 8, 32) == pytest.approx(TRUTH.step_seconds(32, 8, 32), rel=0.05)
+    assert model.step_s(32, 8, 32) == pytest.approx(TRUTH.step_s(32, 8, 32), rel=0.05)
 
 
 def test_arrays_agree_with_single_calls() -> None:
     places = [(n, k, m) for n in (1, 2, 3, 8, 64) for k in (1, 2, 8) if k <= n for m in (1.0, 32.0)]
     n, k, m = (np.array(column, float) for column in zip(*places, strict=True))
-    assert TRUTH.all_step_s(n, k, m).tolist() == pytest.approx([TRUTH.step_seconds(*place) for place in places])
+    assert TRUTH.all_step_s(n, k, m).tolist() == pytest.approx([TRUTH.step_s(*place) for place in places])
 
 
 @given(st.floats(0.0, 1e6), st.floats(0.0, 1e6), st.floats(1.0, 10.0))
@@ -64,9 +64,9 @@ def test_overlap_lies_between_the_longer_and_the_sum(compute: float, sync: float
 
 def test_one_point_is_met_and_scales_as_believed() -> None:
     model = fitted([StepPoint(1, 1, 32, 0.1)])
-    assert model.step_seconds(1, 1, 32) == pytest.approx(0.1, rel=0.01)
-    assert 0.1 < model.step_seconds(8, 1, 32) < 0.2
-    assert model.step_seconds(8, 1, 32) < model.step_seconds(8, 2, 32) < 0.3
+    assert model.step_s(1, 1, 32) == pytest.approx(0.1, rel=0.01)
+    assert 0.1 < model.step_s(8, 1, 32) < 0.2
+    assert model.step_s(8, 1, 32) < model.step_s(8, 2, 32) < 0.3
     assert model.error.points == 1
 
 

@@ -166,13 +166,13 @@ TOY = slots.Model(compute_s=1.0, size=8.0, across=4.0, within=16.0, batches=10)
     ],
 )
 def test_a_step_takes_computing_and_the_busiest_link(counts: list[list[int]], seconds: float) -> None:
-    assert slots.step_seconds(TOY, np.array(counts), UpdateMode.ASYNCHRONOUS) == pytest.approx(seconds)
+    assert slots.step_s(TOY, np.array(counts), UpdateMode.ASYNCHRONOUS) == pytest.approx(seconds)
 
 
 def test_synchronous_workers_share_a_batch() -> None:
     """Two of them compute half as long each, and make one batch together."""
     counts = np.array([[1, 1], [1, 1]])
-    assert slots.step_seconds(TOY, counts, UpdateMode.SYNCHRONOUS) == pytest.approx(0.5 + 2.0)
+    assert slots.step_s(TOY, counts, UpdateMode.SYNCHRONOUS) == pytest.approx(0.5 + 2.0)
     assert slots.batches_per_second(TOY, counts, UpdateMode.SYNCHRONOUS) == pytest.approx(1 / 2.5)
     assert slots.batches_per_second(TOY, counts, UpdateMode.ASYNCHRONOUS) == pytest.approx(2 / 3)
 
@@ -258,7 +258,7 @@ def test_batches_between_measured_ones_are_interpolated_and_large_ones_added_up(
     assert TOY_APPLICATION.iteration(20, 0) == 100.0
     assert TOY_APPLICATION.seconds((1,), 6) == (1.0, 0.0)
     assert TOY_APPLICATION.split(32, 1, one_accumulates=False) == t4_jobs.T4Batch(8, 3)
-    assert TOY_APPLICATION.step_seconds((1,), t4_jobs.T4Batch(8, 3)) == 4.0
+    assert TOY_APPLICATION.step_s((1,), t4_jobs.T4Batch(8, 3)) == 4.0
     assert TOY_APPLICATION.split(8, 1, one_accumulates=True) == t4_jobs.T4Batch(4, 1)
 
 

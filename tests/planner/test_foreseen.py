@@ -88,9 +88,9 @@ def test_nothing_is_believed_of_whose_speed_was_not_measured() -> None:
 def test_speeds_with_other_numbers_of_gpus_are_fitted_to_those_it_has_had() -> None:
     speed = belief(trained(600), job()).speed
     assert speed is not None
-    assert 1.0 / speed.step_seconds(1, 1, 1.0) == pytest.approx(10.0, rel=0.1)
-    assert 1.0 / speed.step_seconds(2, 1, 0.5) == pytest.approx(18.0, rel=0.1)
-    assert 18.0 < 1.0 / speed.step_seconds(4, 1, 0.25) < 40.0
+    assert 1.0 / speed.step_s(1, 1, 1.0) == pytest.approx(10.0, rel=0.1)
+    assert 1.0 / speed.step_s(2, 1, 0.5) == pytest.approx(18.0, rel=0.1)
+    assert 18.0 < 1.0 / speed.step_s(4, 1, 0.25) < 40.0
 
 
 def test_what_was_undone_by_a_restart_is_forgotten_and_a_long_run_is_kept_in_few_points() -> None:

@@ -151,7 +151,7 @@ def test_all_reduce_speeds_of_many_jobs_are_those_of_each() -> None:
     for gpus in range(1, 20):
         found = allreduce_speeds(models, [128.0, 256.0], 4)(np.array([0, 1]), np.array([[gpus], [gpus]]))
         expected = [
-            1.0 / model.step_seconds(gpus, math.ceil(gpus / 4), batch / gpus)
+            1.0 / model.step_s(gpus, math.ceil(gpus / 4), batch / gpus)
             for model, batch in zip(models, (128.0, 256.0), strict=True)
         ]
         assert found.tolist() == pytest.approx(expected)

@@ -6,7 +6,7 @@ import json
 
 from ganger.agent.v1 import agent_pb2, peer_pb2
 from ganger.v1 import job_service_pb2, node_pb2, scheduling_pb2
-from ganger.wire.methods import METHODS, deadline_seconds, retry_service_config
+from ganger.wire.methods import METHODS, deadline_s, retry_service_config
 
 FILES = (job_service_pb2, scheduling_pb2, node_pb2, agent_pb2, peer_pb2)
 SERVICES = [service for file in FILES for service in file.DESCRIPTOR.services_by_name.values()]
@@ -40,4 +40,4 @@ def test_no_stream_is_repeated() -> None:
 
 
 def test_an_unknown_method_has_a_deadline_too() -> None:
-    assert deadline_seconds("/some.Service/Method") == 10.0
+    assert deadline_s("/some.Service/Method") == 10.0

@@ -20,7 +20,8 @@ from guards.source_files import PACKAGES, REPOSITORY, tracked_files
 SUFFIXES = ("seconds", "secs", "sec", "milliseconds", "millis", "msec", "nanoseconds", "nanos", "nsec", "mebibytes")
 EXCEPTIONS = Path(__file__).with_name("units.txt")
 _DIRECTORIES = (*PACKAGES, "benchmarks", "experiments", "protos")
-_LONG = re.compile(rf"_({'|'.join(SUFFIXES)})$", re.IGNORECASE)
+# GPU-seconds and core-seconds are units of their own.
+_LONG = re.compile(rf"(?<!gpu)(?<!core)_({'|'.join(SUFFIXES)})$", re.IGNORECASE)
 _FIELD = re.compile(r"^\s*(?:repeated |optional )?[\w.<>, ]+ (\w+) = \d+", re.MULTILINE)
 
 

@@ -199,13 +199,13 @@ def elapsed(job: job_pb2.Job, now: float | None = None) -> str:
     has_begun, has_ended = job.HasField("start_time"), job.HasField("end_time")
     now = time.time() if now is None else now
     if not has_begun:
-        return "" if has_ended else format_duration(max(0.0, now - times.unix_seconds(job.create_time)))
+        return "" if has_ended else format_duration(max(0.0, now - times.unix_s(job.create_time)))
     run_s = times.seconds(job.run_duration)
     if job.HasField("running_since_time"):
-        run_s += max(0.0, now - times.unix_seconds(job.running_since_time))
+        run_s += max(0.0, now - times.unix_s(job.running_since_time))
     elif has_ended and not run_s:
         # It was over before the master saw a step of it.
-        run_s = max(0.0, times.unix_seconds(job.end_time) - times.unix_seconds(job.start_time))
+        run_s = max(0.0, times.unix_s(job.end_time) - times.unix_s(job.start_time))
     return format_duration(run_s)
 
 
@@ -214,7 +214,7 @@ def efficiency(job: job_pb2.Job) -> str:
     if job.state not in FINISHED or not job.HasField("run_duration"):
         return ""
     run = times.seconds(job.run_duration)
-    whole = times.unix_seconds(job.end_time) - times.unix_seconds(job.create_time)
+    whole = times.unix_s(job.end_time) - times.unix_s(job.create_time)
     parts = [f"ran {format_duration(run)} of {format_duration(max(run, whole))} since its submission"]
     if job.progress.step:
         parts.append(f"{job.progress.step} steps, {job.progress.step / run:.3g}/s")
@@ -312,7 +312,7 @@ def change_rows(events: Iterable[Event], before: Iterable[tuple[str, ...]] = ())
 
 def happening(event: Event) -> Happening:
     """The event as plain values."""
-    return Happening(times.unix_seconds(event.time), event.kind, event.cause, event.message, dict(event.figures))
+    return Happening(times.unix_s(event.time), event.kind, event.cause, event.message, dict(event.figures))
 
 
 # What people look for first.
@@ -353,8 +353,8 @@ def pairs(parameters: Mapping[str, str]) -> str:
 
 
 def array_elapsed(array: array_pb2.Array) -> str:
-    end = times.unix_seconds(array.end_time) if array.HasField("end_time") else time.time()
-    return format_duration(max(0.0, end - times.unix_seconds(array.create_time)))
+    end = times.unix_s(array.end_time) if array.HasField("end_time") else time.time()
+    return format_duration(max(0.0, end - times.unix_s(array.create_time)))
 
 
 def rule_text(rule: array_pb2.StopRule) -> str:

@@ -325,7 +325,7 @@ def rows(answer: ListNodesResponse) -> list[tuple[str, ...]]:
     for node in sorted(answer.nodes, key=lambda node: node.name):
         kind = kinds.get(node.configuration_set)
         row = node.view_entry
-        seen = time.time() - times.unix_seconds(node.last_seen_time) if node.HasField("last_seen_time") else None
+        seen = time.time() - times.unix_s(node.last_seen_time) if node.HasField("last_seen_time") else None
         result.append(
             (
                 number(node.name),

@@ -65,7 +65,7 @@ def obstacle(job: Job, now: float | None = None) -> str:
         return f"{name} is stopping: its ranks have not reached a boundary yet"
     text = f"{name} is stopping at its next boundary; step {progress.step}"
     if progress.HasField("step_time"):
-        ago = max(0.0, (time.time() if now is None else now) - times.unix_seconds(progress.step_time))
+        ago = max(0.0, (time.time() if now is None else now) - times.unix_s(progress.step_time))
         text += f" was done {ago:.0f} s ago"
     if progress.steps_per_s > 0.0:
         text += f", a step takes about {1.0 / progress.steps_per_s:.2g} s"
@@ -174,7 +174,7 @@ def ordered_once_stopped(client: Client, job: str, timeout: str, order: Callable
 def _is_young(job: Job) -> bool:
     from ganger.wire import times
 
-    return job.HasField("start_time") and time.time() - times.unix_seconds(job.start_time) < _SILENT_S
+    return job.HasField("start_time") and time.time() - times.unix_s(job.start_time) < _SILENT_S
 
 
 def seconds(text: str) -> float:

@@ -20,7 +20,7 @@ import grpc.aio
 
 from ganger.wire.endpoints import Endpoint, check_dial_address, host_of
 from ganger.wire.errors import RequestInvalid, WireVersionUnsupported
-from ganger.wire.methods import CallerRole, deadline_seconds, retry_service_config, served_name
+from ganger.wire.methods import CallerRole, deadline_s, retry_service_config, served_name
 
 # Raised with the first change of a message after a release; `make wire` records the messages of each version.
 NEWEST_VERSION = 2
@@ -162,7 +162,7 @@ class _Channel:
         return self._wrap(method, self._channel.stream_stream(method, *arguments, **more))
 
     def _wrap(self, method: str, multicallable: Any) -> Any:
-        return _MultiCallable(multicallable, self._metadata, deadline_seconds(method))
+        return _MultiCallable(multicallable, self._metadata, deadline_s(method))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._channel, name)

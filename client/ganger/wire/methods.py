@@ -27,10 +27,10 @@ _STREAM_S = 31 * 60.0
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """`deadline_seconds` is None for streams that last as long as both ends live."""
+    """`deadline_s` is None for streams that last as long as both ends live."""
 
     path: str
-    deadline_seconds: float | None = 10.0
+    deadline_s: float | None = 10.0
     is_idempotent: bool = True
     is_stream: bool = False
     largest_bytes: int = 64 * 1024
@@ -108,10 +108,10 @@ METHODS: dict[str, Method] = {
 }
 
 
-def deadline_seconds(path: str) -> float | None:
+def deadline_s(path: str) -> float | None:
     """The default deadline of "/package.Service/Method"; 10 s for methods not in the table."""
     method = METHODS.get(path)
-    return 10.0 if method is None else method.deadline_seconds
+    return 10.0 if method is None else method.deadline_s
 
 
 def largest_bytes(path: str) -> int:

@@ -26,11 +26,11 @@ def seconds(value: Duration) -> float:
     return (value.seconds * _NS_PER_S + value.nanos) / _NS_PER_S
 
 
-def timestamp(unix_seconds: float) -> Timestamp:
-    """Unix seconds as a Timestamp, rounded to nanoseconds; `unix_seconds` returns an instant of today exactly."""
+def timestamp(unix_s: float) -> Timestamp:
+    """Unix seconds as a Timestamp, rounded to nanoseconds; `unix_s` returns an instant of today exactly."""
     # A float has not the digits for the nanoseconds since 1970.
-    whole = floor(unix_seconds)
-    return timestamp_of_ns(whole * _NS_PER_S + round((unix_seconds - whole) * _NS_PER_S))
+    whole = floor(unix_s)
+    return timestamp_of_ns(whole * _NS_PER_S + round((unix_s - whole) * _NS_PER_S))
 
 
 def timestamp_of_ns(unix_ns: int) -> Timestamp:
@@ -39,10 +39,10 @@ def timestamp_of_ns(unix_ns: int) -> Timestamp:
     return Timestamp(seconds=whole, nanos=nanos)
 
 
-def unix_seconds(value: Timestamp) -> float:
+def unix_s(value: Timestamp) -> float:
     return value.seconds + value.nanos / _NS_PER_S
 
 
 def local_datetime(value: Timestamp) -> datetime:
     """The instant in the machine's time zone, for people."""
-    return datetime.fromtimestamp(unix_seconds(value), tz=UTC).astimezone()
+    return datetime.fromtimestamp(unix_s(value), tz=UTC).astimezone()

@@ -56,10 +56,10 @@ class NvmlDevices(Devices):
         housekeeping: int | None = None,
         library: ModuleType | Any | None = None,
         core_map: CoreMap | None = None,
-        wait_milliseconds: int = WAIT_MS,
+        wait_ms: int = WAIT_MS,
     ) -> None:
         self._nvml: Any = library if library is not None else _load()
-        self._wait_ms = wait_milliseconds
+        self._wait_ms = wait_ms
         self._open()
         try:
             self._handles: list[Any] = self._list_handles()

@@ -128,8 +128,8 @@ class Explanation(Struct, frozen=True, gc=False):
     gives the reason."""
 
     blockers: tuple[Refusal, ...]
-    start_after_seconds: float = 0.0
-    start_before_seconds: float = 0.0
+    start_after_s: float = 0.0
+    start_before_s: float = 0.0
     assumption: str = ""
 
 

@@ -83,12 +83,12 @@ class AllReduceModel:
             return self.local + self.local_per_gpu * (gpus - 2)
         return self.across + self.across_per_gpu * (gpus - 2)
 
-    def step_seconds(self, gpus: int, nodes: int, samples: float) -> float:
+    def step_s(self, gpus: int, nodes: int, samples: float) -> float:
         """Return the seconds of one step of the whole job."""
         return overlapped(self.compute_s(samples), self.sync_s(gpus, nodes), self.overlap)
 
     def all_step_s(self, gpus: Floats, nodes: Floats, samples: Floats) -> Floats:
-        """Return `step_seconds` for arrays of one shape."""
+        """Return `step_s` for arrays of one shape."""
         beyond = np.maximum(gpus - 2.0, 0.0)
         sync = np.where(nodes < 2, self.local + self.local_per_gpu * beyond, self.across + self.across_per_gpu * beyond)
         compute = self.fixed + self.per_sample * np.asarray(samples, float)

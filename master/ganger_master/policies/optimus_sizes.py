@@ -274,12 +274,12 @@ class _Growth:
         length = np.zeros(len(jobs), np.int64)
         counts = np.array([self.counts[job] for job in jobs.tolist()], np.int64)
         counts = counts.reshape(len(jobs), self.moves.shape[1])
-        seconds = self._seconds(jobs, counts)
+        seconds = self._remaining_s(jobs, counts)
         # rows that still go on, by position in `jobs`
         row = np.arange(len(jobs))
         for place in range(far):
             of_row = jobs[row]
-            after = np.stack([self._seconds(of_row, counts + more) for more in self.moves], axis=1)
+            after = np.stack([self._remaining_s(of_row, counts + more) for more in self.moves], axis=1)
             with np.errstate(invalid="ignore"):
                 saved = seconds[:, None] - after
             may_have = (counts[:, None, :] + self.moves <= self.jobs.most[of_row][:, None, :]).all(axis=2)
@@ -295,7 +295,7 @@ class _Growth:
                 break
         return _Ahead(gains, moves, length, length == far)
 
-    def _seconds(self, jobs: Integers, counts: Integers) -> Floats:
+    def _remaining_s(self, jobs: Integers, counts: Integers) -> Floats:
         """Return the seconds until each job ends with these counts of tasks; infinite where it makes no progress."""
         with np.errstate(divide="ignore", invalid="ignore"):
             seconds = self.jobs.remaining_steps[jobs] / self.jobs.speed(jobs, counts)

@@ -202,8 +202,8 @@ def observed_gang_from_wire(message: agent_pb2.ObservedGang) -> commands.Observe
         device_mask=message.claim_device_mask,
         residue_bytes=tuple([min(size, _BYTES_MOST) for size in message.residue_bytes[:_DEVICES_MOST]]),
         kept_memory_bytes=min(message.kept_memory_bytes, _BYTES_MOST),
-        last_step_time=times.unix_seconds(message.last_step_time) if message.HasField("last_step_time") else 0.0,
-        first_step_time=times.unix_seconds(message.first_step_time) if message.HasField("first_step_time") else 0.0,
+        last_step_time=times.unix_s(message.last_step_time) if message.HasField("last_step_time") else 0.0,
+        first_step_time=times.unix_s(message.first_step_time) if message.HasField("first_step_time") else 0.0,
         progress=job_messages.progress_from_wire(message.epoch, message.progress) if has_said else None,
         told=_told_from_wire(message) if message.HasField("newest_order") else None,
     )
@@ -305,7 +305,7 @@ def _outcome_from_wire(message: agent_pb2.Outcome) -> Outcome:
 
 def sample_time(progress: job_pb2.Progress, now: float) -> float:
     """A daemon's clock is not trusted beyond the present."""
-    return min(times.unix_seconds(progress.time) or now, now)
+    return min(times.unix_s(progress.time) or now, now)
 
 
 # Most bytes of one node's parts: more than any node has, and little enough to keep.

@@ -238,8 +238,8 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             data_wait_share=min(1.0, max(0.0, progress.data_wait_share)),
             time=agent_messages.sample_time(progress, self._clock()),
             concern=progress.stall_reason[:_LONGEST_CONCERN],
-            step_time=times.unix_seconds(progress.step_time) if progress.HasField("step_time") else 0.0,
-            since_time=times.unix_seconds(progress.first_step_time) if progress.HasField("first_step_time") else 0.0,
+            step_time=times.unix_s(progress.step_time) if progress.HasField("step_time") else 0.0,
+            since_time=times.unix_s(progress.first_step_time) if progress.HasField("first_step_time") else 0.0,
             device_use=min(1.0, max(0.0, progress.device_utilization))
             if progress.HasField("device_utilization")
             else None,

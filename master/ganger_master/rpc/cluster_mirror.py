@@ -53,7 +53,7 @@ class ClusterMirror:
         forgotten = [names.parse_job_name(name) for name in first.removed_jobs]
         for number in forgotten:
             self._revisions.pop(number, None)
-        self._ahead_s = times.unix_seconds(first.time) - self._clock()
+        self._ahead_s = times.unix_s(first.time) - self._clock()
         self.policy, self.plan_every_s = first.policy, times.seconds(first.plan_interval)
         self._changed.set()
         return ClusterChange(
@@ -95,8 +95,8 @@ def progress_from_wire(progress: job_pb2.Progress) -> ProgressReport:
     """Return a job's report; its `step_time` is set."""
     return ProgressReport(
         progress.step,
-        times.unix_seconds(progress.step_time),
-        times.unix_seconds(progress.first_step_time) if progress.HasField("first_step_time") else nan,
+        times.unix_s(progress.step_time),
+        times.unix_s(progress.first_step_time) if progress.HasField("first_step_time") else nan,
         progress.device_utilization if progress.HasField("device_utilization") else None,
         progress.loss,
         progress.training_epoch or _reported_passes(progress),

@@ -170,7 +170,7 @@ def spec_from_wire(message: job_pb2.JobSpec) -> JobSpec:
         ),
         labels=dict(message.labels),
         agent=Agent.NONE if message.agent == job_pb2.JobSpec.AGENT_NONE else Agent.AUTOMATIC,
-        deadline=times.unix_seconds(message.deadline) if message.HasField("deadline") else 0.0,
+        deadline=times.unix_s(message.deadline) if message.HasField("deadline") else 0.0,
         movable=message.movable if message.HasField("movable") else True,
         weight=message.weight or 1.0,
         least_decrease=message.convergence.least_decrease,
@@ -400,7 +400,7 @@ def checkpoint_from_wire(message: job_pb2.Checkpoint) -> Checkpoint:
         message.epoch,
         message.path,
         min(message.size_bytes, _COUNT_MOST),
-        times.unix_seconds(message.create_time),
+        times.unix_s(message.create_time),
     )
 
 

@@ -246,12 +246,12 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
             # Forgotten in the batch that is being committed.
             raise self._shown.not_found(number)
         found = explain(self._writer.state, number, self._clock(), has_planner=self._writer.committed.has_planner)
-        is_estimated = found.start_before_seconds > 0
+        is_estimated = found.start_before_s > 0
         return job_service_pb2.Explanation(
             job=job,
             blockers=convert.refusals_to_wire(found.blockers),
-            start_after=times.duration(found.start_after_seconds) if is_estimated else None,
-            start_before=times.duration(found.start_before_seconds) if is_estimated else None,
+            start_after=times.duration(found.start_after_s) if is_estimated else None,
+            start_before=times.duration(found.start_before_s) if is_estimated else None,
             assumption=found.assumption,
             deadline_advice=await self._deadline_advice(number),
             migration_steps=[on_the_way_to_wire(one) for one in making_room_for(self._writer.state, number)],

@@ -172,12 +172,12 @@ def _intent_from_wire(message: scheduling_pb2.LiveGang) -> GangIntent:
     return GangIntent.PARK if message.parked_level else GangIntent.RUN
 
 
-def _put_time(message: Timestamp, unix_seconds: float) -> None:
-    message.CopyFrom(times.timestamp(unix_seconds))
+def _put_time(message: Timestamp, unix_s: float) -> None:
+    message.CopyFrom(times.timestamp(unix_s))
 
 
 def _time(message: Timestamp) -> float:
-    return times.unix_seconds(message)
+    return times.unix_s(message)
 
 
 _ROWS_MOST: Final = 1_000

@@ -163,7 +163,7 @@ class CommitPace:
     pause_seconds: float = 0.0
     _last_begin: float = float("-inf")
 
-    def wait_seconds(self, now: float) -> float:
+    def wait_s(self, now: float) -> float:
         """How long to go on collecting before the next commit begins; zero for now."""
         return max(0.0, self._last_begin + self.pause_seconds - now)
 

@@ -257,7 +257,7 @@ class Writer:
         if self._committing or self._scheduled is not None or not self._open.is_touched:
             return
         loop = asyncio.get_running_loop()
-        wait = self._pace.wait_seconds(loop.time())
+        wait = self._pace.wait_s(loop.time())
         # At the end of this turn of the loop even if alone: calls that came together go to the disk together.
         self._scheduled = loop.call_later(wait, self._seal) if wait > 0 else loop.call_soon(self._seal)
 

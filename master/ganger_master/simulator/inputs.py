@@ -149,7 +149,7 @@ def with_run_times(jobs: Workload, draws: bool) -> tuple[Workload, tuple[RowFind
     if not unknown.any():
         return jobs, ()
     tally = RowFindingCounts()
-    jobs = with_durations(jobs, jobs.iterations * _step_seconds(jobs))
+    jobs = with_durations(jobs, jobs.iterations * _step_s(jobs))
     still = np.isnan(jobs.duration_s)
     tally.note(RowFindingKind.CHANGED, "run time worked out from iterations and model", jobs.lines[unknown & ~still])
     if draws:
@@ -166,7 +166,7 @@ def with_drawn_run_times(jobs: Workload, seed: int) -> Workload:
     return with_durations(jobs, synthetic(len(jobs), 1.0, seed).duration_s)
 
 
-def _step_seconds(jobs: Workload) -> Floats:
+def _step_s(jobs: Workload) -> Floats:
     """Return the step time of each job's model on the reference GPU in seconds; NaN without a profile."""
     batches = np.nan_to_num(jobs.batch_size).tolist()
     return np.array(list(map(_step_of, jobs.model.texts(), batches, jobs.gpus.tolist())), float)

@@ -223,7 +223,7 @@ class ModelledEstimates:
         self._seed = seed
         self._fits = FitCache()
         # By job: step time in seconds by number of GPUs.
-        self._seconds: dict[int, dict[int, float]] = {}
+        self._known_s: dict[int, dict[int, float]] = {}
 
     def believed(self, jobs: Sequence[tuple[JobRecord, Gang | None]]) -> list[OptimusEstimate]:
         """Return the estimates of live jobs, given with their gangs."""
@@ -232,7 +232,7 @@ class ModelledEstimates:
     def forget(self, number: int) -> None:
         """Drop a job that has ended."""
         self._fits.forget(number)
-        self._seconds.pop(number, None)
+        self._known_s.pop(number, None)
 
     def _believed(self, job: JobRecord, gang: Gang | None) -> OptimusEstimate:
         at = job.number - 1
@@ -249,12 +249,12 @@ class ModelledEstimates:
 
     def _speed(self, job: JobRecord, gang: Gang | None) -> AllReduceModel | None:
         spec = job.spec
-        seconds = self._seconds.get(job.number)
+        seconds = self._known_s.get(job.number)
         if seconds is None:
             each = spec.roles[0].shape.gpus
             least, most = (spec.gpus_min, spec.gpus_max) if spec.is_elastic else (spec.gpus, spec.gpus)
             sizes = first_sizes(least, most, each)
-            seconds = self._seconds[job.number] = {gpus: self._step_s(job.number - 1, gpus) for gpus in sizes}
+            seconds = self._known_s[job.number] = {gpus: self._step_s(job.number - 1, gpus) for gpus in sizes}
         if gang is not None and job.running_since and gang.devices not in seconds:
             seconds[gang.devices] = self._step_s(job.number - 1, gang.devices)
         return self._fits.speed(job.number, seconds, self._gpus_per_node)

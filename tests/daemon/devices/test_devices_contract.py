@@ -20,7 +20,7 @@ RECORDED = sorted(path.stem for path in FIXTURES.glob("*.json"))
 
 def over_nvml(name: str) -> Devices:
     fake = FakeNvml(name)
-    return NvmlDevices(library=fake, core_map=fake.recording.core_map, memory_bytes=2**40, wait_milliseconds=5)
+    return NvmlDevices(library=fake, core_map=fake.recording.core_map, memory_bytes=2**40, wait_ms=5)
 
 
 MAKERS: dict[str, Callable[[], Devices]] = {
@@ -127,9 +127,7 @@ def test_the_driver_and_the_recording_of_one_server_give_the_same_inventory(name
     recording = read_recording(Path(name))
     played = RecordedDevices(recording, housekeeping=0)
     fake = FakeNvml(name)
-    asked = NvmlDevices(
-        library=fake, core_map=recording.core_map, memory_bytes=recording.memory_bytes, wait_milliseconds=5
-    )
+    asked = NvmlDevices(library=fake, core_map=recording.core_map, memory_bytes=recording.memory_bytes, wait_ms=5)
     asked.close()
     assert asked.discover() == played.discover()
 

@@ -14,7 +14,7 @@ from kit.waiting import eventually
 
 
 def opened(fake: FakeNvml) -> NvmlDevices:
-    return NvmlDevices(library=fake, core_map=fake.recording.core_map, memory_bytes=2**40, wait_milliseconds=5)
+    return NvmlDevices(library=fake, core_map=fake.recording.core_map, memory_bytes=2**40, wait_ms=5)
 
 
 @pytest.fixture

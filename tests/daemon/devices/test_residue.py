@@ -30,7 +30,7 @@ def fake() -> FakeNvml:
 
 @pytest.fixture
 def nvml(fake: FakeNvml) -> Iterator[NvmlDevices]:
-    made = NvmlDevices(library=fake, core_map=fake.recording.core_map, memory_bytes=2**40, wait_milliseconds=5)
+    made = NvmlDevices(library=fake, core_map=fake.recording.core_map, memory_bytes=2**40, wait_ms=5)
     yield made
     made.close()
 

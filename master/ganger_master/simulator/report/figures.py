@@ -238,13 +238,11 @@ def by_gang_size(jobs: Outcomes) -> dict[str, SizeFigures]:
     return found
 
 
-def _used(
-    run: Run, name: str, held_seconds: Floats, window_s: tuple[float, float] | None, begin: float, end: float
-) -> float:
+def _used(run: Run, name: str, held_s: Floats, window_s: tuple[float, float] | None, begin: float, end: float) -> float:
     """Return the mean of what was in use; what jobs share counts once. For a whole run it is computed from the jobs,
     which is more exact than the recorded series."""
     if window_s is None and not (run.shares and name == "used_gpus"):
-        return _ratio(float(held_seconds.sum()), end - begin)
+        return _ratio(float(held_s.sum()), end - begin)
     return _series_mean(run, name, begin, end)
 
 
