@@ -6,8 +6,7 @@ import pytest
 from ganger.cluster.resources import Claim
 from ganger_master.core.commands import Promise
 from ganger_master.core.plan_changes import Goal, PlanChange, StartChange, SuspendChange, TrialFinding
-from ganger_master.planner.context import Plan
-from ganger_master.planner.plan_parts import batches_of, parts_of
+from ganger_master.planner.context import Plan, batches_of, parts_of
 from hypothesis import given
 from hypothesis import strategies as st
 

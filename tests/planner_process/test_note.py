@@ -11,8 +11,7 @@ import pytest
 from ganger.wire.endpoints import Endpoint
 from ganger_master.planner.memory import PlannerMemory
 from ganger_master.planner.migration_context import MigrationMemory
-from ganger_master.planner_process.note import Note
-from ganger_master.planner_process.run import Planner
+from ganger_master.planner_process.run import Note, Planner
 
 POLICY, NOW = "gandiva", 1_000.0
 

@@ -8,6 +8,8 @@ The law predicts logarithms of rates or times, so that errors are relative and s
 least-squares problem (MINPACK's Levenberg-Marquardt, by SciPy); the spread is the curvature there (Laplace). With no
 measurements the belief comes back as it was; with fewer than numbers, what they leave open keeps its prior: nothing is
 ever under-determined.
+
+All estimators leave out measured values that are not finite and above zero; a fit without a usable point is None.
 """
 
 from __future__ import annotations

@@ -13,10 +13,9 @@ from ganger_master.core.commands import Command
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.state import State
-from ganger_master.planner.context import ClusterChange, Plan, PlannerSettings, PlanVerdict, ProgressReports
+from ganger_master.planner.context import ClusterChange, Plan, PlannerSettings, PlanVerdict, ProgressReports, parts_of
 from ganger_master.planner.loop import PlannerLoop
 from ganger_master.planner.plan_pace import EventPace, PlanPace, RoundPace
-from ganger_master.planner.plan_parts import parts_of
 from ganger_master.policies import Policy
 from ganger_master.policies.fairness import QUANTUM_S, quantum_s
 from ganger_master.policies.job_facts import Capacity, Flags, Floats, Integers
