@@ -23,7 +23,7 @@ from ganger_master.planner.gang_fitting import nodes_for
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import plan_by
 from ganger_master.planner.pass_terms import capacity_of
-from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs, RefusalBackoff
+from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, NOTED_S, ExcludedJobs, RefusalBackoff
 from ganger_master.policies import policy_named
 from ganger_master.policies.orders import WEEK_S
 from ganger_master.rpc.planner_messages import live_job_from_wire, live_job_to_wire
@@ -225,7 +225,7 @@ def test_a_job_that_fits_nowhere_blocks_no_other_job_from_free_devices() -> None
     for may_stop in (True, False):
         found = drive.found(refused.at(drive.now), may_stop)
         assert (found.changes, found.unplaced) == ((), {hopeless})
-        refused.note_unplaced(found.unplaced, may_stop, drive.now)
+        refused.note_unplaced(found.unplaced, may_stop, drive.now + NOTED_S)
         assert [change.number for change in drive.found(refused.at(drive.now), may_stop).changes] == [other]
         drive.now += 5.0
     assert drive.found(may_stop=False).unplaced == set(), "it is not known that stopping others would not help"

@@ -41,11 +41,11 @@ class State:
     """The state of the cluster; see the module.
 
     settings: limits and times of the core. now: the time of the restart, in seconds; every node counts as answered
-    then, so that none is lost early. tells: keep changes, history and orders for a store and daemons; False where only
-    the decisions matter.
+    then, so that none is lost early. is_stored: keep changes, history and orders for a store and daemons; False where
+    only the decisions matter.
     """
 
-    def __init__(self, settings: CoreSettings, now: float = 0.0, tells: bool = True) -> None:
+    def __init__(self, settings: CoreSettings, now: float = 0.0, is_stored: bool = True) -> None:
         self.settings = settings
         self.policy = policy_named(settings.policy)
         self.started = now
@@ -57,7 +57,7 @@ class State:
         self._start_indexes()
         self._start_memory()
         self.dirty = Dirty()
-        self.unstored = Unstored(tells)
+        self.unstored = Unstored(is_stored)
 
     def _start_indexes(self) -> None:
         """Create the indexes that follow from the stored elements."""

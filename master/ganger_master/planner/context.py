@@ -26,7 +26,7 @@ from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY, Resizing
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.pass_terms import AS_ASKED, PassTerms, capacity_of, terms_of
 from ganger_master.planner.plan_pace import PlanPace
-from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
+from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, NOTED_S, ExcludedJobs
 from ganger_master.policies import Policy
 from ganger_master.policies.job_facts import Capacity, Floats, Integers
 from ganger_master.policies.orders import JobOrder
@@ -48,10 +48,10 @@ class PlannerSettings:
     resize_s: seconds that a resize by checkpoint and restart takes.
     oracle: remaining seconds by job number; only policies that know durations read it.
     capacity: what gangs can have; None: what the view has.
-    line_limit: pending jobs of the order that a plan reports at most. Without any, plans that change nothing are
-        passed over (`order_stage.VainPlans`).
+    line_limit: pending jobs of the order that a plan reports at most. Where a plan reports none, events that only
+        change the order need no plan (`order_stage.VainPlans`).
     bounds_waits: no job waits without bound (`orders.with_aging`), whatever the order.
-    unplaced_rest: jobs that fit nowhere are left out for some seconds, so that the next plans choose others.
+    unplaced_rest_s: seconds for which jobs that fit nowhere are left out, so that the next plans choose others.
     look_s: seconds between two looks at trials of co-locations where jobs are time-sliced; None: the pace decides.
     """
 
@@ -61,7 +61,7 @@ class PlannerSettings:
     capacity: Capacity | None = None
     line_limit: int = LINE_LIMIT
     bounds_waits: bool = True
-    unplaced_rest: bool = True
+    unplaced_rest_s: float = NOTED_S
     look_s: float | None = None
 
 

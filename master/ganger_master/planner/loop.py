@@ -249,9 +249,9 @@ class PlannerLoop:
         outcome = PlanOutcome(now, refusals)
         # Under a strict order no later job would start in place of an unplaced one.
         unplaced = frozenset[int]()
-        if self.settings.unplaced_rest:
+        if self.settings.unplaced_rest_s > 0.0:
             unplaced = unplaced if self.order.is_strict else context.draft.unplaced
-            self._refused.note_unplaced(unplaced, context.may_preempt, context.now)
+            self._refused.note_unplaced(unplaced, context.may_preempt, context.now + self.settings.unplaced_rest_s)
         for change, reasons in refusals:
             self._refused.note(change, reasons, now)
         for stage in self._stages:

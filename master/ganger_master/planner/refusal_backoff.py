@@ -14,7 +14,7 @@ from ganger.cluster.refusals import Reason, Refusal, RefusalKind
 from ganger_master.core.plan_changes import CoresChange, PlanChange, ResizeChange, SuspendChange
 
 # Changes of other jobs may end the cause without an event for this job.
-_NOTED_S: Final = 5.0
+NOTED_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +54,20 @@ class RefusalBackoff:
             return
         number = change.number
         if isinstance(change, SuspendChange | ResizeChange):
-            self._not_stopped[number] = now + _NOTED_S
+            self._not_stopped[number] = now + NOTED_S
         elif refusal.reason.excluded_s:
             nodes = frozenset(one.node for one in refusals if one.reason.excluded_s and one.node)
             known = self._closed.get(number, (0.0, frozenset[str]()))[1]
             self._closed[number] = now + refusal.reason.excluded_s, known | nodes
         else:
-            self._not_started[number] = now + _NOTED_S
+            self._not_started[number] = now + NOTED_S
 
-    def note_unplaced(self, numbers: frozenset[int], may_stop: bool, now: float) -> None:
-        """Leave out jobs that fit nowhere, whatever is preempted, for a while. `may_stop`: the plan might preempt, so
-        `numbers` are all of them."""
+    def note_unplaced(self, numbers: frozenset[int], may_stop: bool, until_s: float) -> None:
+        """Leave out jobs that fit nowhere, whatever is preempted, until this time. `may_stop`: the plan might preempt,
+        so `numbers` are all of them."""
         if may_stop:
             self._unplaced = numbers
-        self._not_started.update(dict.fromkeys(numbers, now + _NOTED_S))
+        self._not_started.update(dict.fromkeys(numbers, until_s))
 
     def forget(self, number: int) -> None:
         """Drop the notes on a job that has changed."""

@@ -179,8 +179,8 @@ class Planning:
             # No client reads the order.
             line_limit=0,
             bounds_waits=not options.ideal,
-            # That would be a plan every few seconds for as long as a job fits nowhere; events bring enough of them.
-            unplaced_rest=False,
+            # Each rest would end with a plan, for as long as a job fits nowhere; events bring enough of them.
+            unplaced_rest_s=0.0,
             look_s=QUANTUM_S if options.round_s is None else options.round_s,
         )
 

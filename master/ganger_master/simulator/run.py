@@ -130,7 +130,7 @@ class _Replay:
         self.clock = Clock(EPOCH_S)
         self.settings = _core_settings(policy, options, len(jobs))
         # Modelled nodes read the state directly, and nothing is stored: the core need not collect orders and rows.
-        self.state = State(self.settings, EPOCH_S, tells=False)
+        self.state = State(self.settings, EPOCH_S, is_stored=False)
         self.state.policy = self.policy
         self.work = Work(jobs.duration_s)
         self.nodes = self._modelled_nodes()

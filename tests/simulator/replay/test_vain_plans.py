@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from ganger.cluster.preferences import ANYWHERE
 from ganger_master.core.commands import CHANGES_LIMIT, Command, ProposePlan
-from ganger_master.planner.order_stage import NOTHING_PLANNED, OrderStage, VainPlans
+from ganger_master.planner import order_stage
+from ganger_master.planner.order_stage import NOTHING_PLANNED, VainPlans
 from ganger_master.policies.order_registry import ORDERS
 from ganger_master.simulator import run
 from ganger_master.simulator.inputs import ReplayOptions
@@ -34,7 +35,7 @@ class _Counted(_Replay):
         return super().send(command)
 
     def run(self) -> None:
-        with patch.object(OrderStage, "_pass", autospec=True, side_effect=OrderStage._pass) as passes:
+        with patch.object(order_stage, "plan_by", side_effect=order_stage.plan_by) as passes:
             super().run()
         self.passes = passes.call_count
 
