@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from ganger_master.core.commands import Command, Observe, ObservedGang, ObservedRows
 from ganger_master.core.gang_model import Gang, GangIntent, ObservedPhase, Outcome, OutcomeKind
@@ -56,52 +57,63 @@ class _Followed:
     group: int = 0
 
 
+class ModelledJobs(Protocol):
+    """The jobs of a replay, which modelled nodes run. Calls have the job's number and its gang."""
+
+    def send(self, command: Command) -> object:
+        """Pass a command to the core."""
+        ...
+
+    def begins(self, number: int, gang: Gang, held_since: float) -> float:
+        """Record the first step after a start or a restore; return the time of the job's end."""
+        ...
+
+    def changes(self, number: int, gang: Gang) -> float | None:
+        """Record that the gang continues with other cores, memory or company; return the new end; None: unchanged."""
+        ...
+
+    def halts(self, number: int, gang: Gang) -> None:
+        """Record its last step for now. It starts to save its state."""
+        ...
+
+    def ends(self, number: int, gang: Gang, held_since: float, finished: bool) -> None:
+        """Record that the gang released its devices. `finished`: the job is done."""
+        ...
+
+    def moves(self, number: int, gang: Gang) -> None:
+        """Record that the gang continues on other devices, or with another number of them."""
+        ...
+
+    def sliced(self, number: int, gang: Gang, held_s: float, trained_s: float, stops: int) -> float:
+        """Record for how long a time-sliced gang held devices and trained, and how often it was parked. Return the
+        seconds of training until its end."""
+        ...
+
+    def slice_starts(self, number: int, time: float) -> None:
+        """Record that the job has devices for a slice from this time on."""
+        ...
+
+    def slice_begins(self, number: int, gang: Gang) -> None:
+        """Record that a gang trains in its first slice."""
+        ...
+
+    def release(self, time: float) -> float:
+        """Return when a gang that ends at this time releases its devices."""
+        ...
+
+    def peak_bytes(self, number: int) -> int:
+        """Return the measured memory per device; 0: no measurement."""
+        ...
+
+
 class NodeModel:
-    """All modelled nodes of a replay. `send` passes a command to the core.
+    """All modelled nodes of a replay."""
 
-    Callbacks, with the job's number and its gang:
-    `begins`: the first step after a start or a restore is done; returns the time of the job's end.
-    `changes`: the gang continues with other cores, memory or company; returns the new end, None: unchanged.
-    `halts`: the gang did its last step for now and starts to save its state.
-    `ends`: the gang released its devices; `finished` says whether the job is done.
-    `moved`: the gang continues on other devices, or with another number of them.
-    `sliced`: a time-sliced gang held devices and trained for so many seconds, and was parked so often; returns the
-    seconds of training until its end.
-    `slice_starts(job number, time)`: the job has devices for a slice from this time on.
-    `slice_begins`: a gang trains in its first slice.
-    `release(time)`: the time at which a gang that ends at `time` releases its devices.
-    `peak_bytes(job number)`: measured memory per device; 0: no measurement.
-    """
-
-    def __init__(
-        self,
-        clock: Clock,
-        state: State,
-        costs: SwitchCosts,
-        send: Callable[[Command], object],
-        begins: Callable[[int, Gang, float], float],
-        halts: Callable[[int, Gang], None],
-        ends: Callable[[int, Gang, float, bool], None],
-        changes: Callable[[int, Gang], float | None],
-        moved: Callable[[int, Gang], None],
-        sliced: Callable[[int, Gang, float, float, int], float],
-        slice_starts: Callable[[int, float], None],
-        slice_begins: Callable[[int, Gang], None],
-        release: Callable[[float], float],
-        peak_bytes: Callable[[int], int] = lambda number: 0,
-    ) -> None:
+    def __init__(self, clock: Clock, state: State, costs: SwitchCosts, replay: ModelledJobs) -> None:
         self._clock = clock
         self._state = state
         self._costs = costs
-        self._send = send
-        self._begins = begins
-        self._halts = halts
-        self._ends = ends
-        self._changes = changes
-        self._moved = moved
-        self._sliced, self._slice_starts = sliced, slice_starts
-        self._slice_begins, self._release = slice_begins, release
-        self._peak_bytes = peak_bytes
+        self._replay = replay
         self._followed: dict[int, _Followed] = {}
         # By node and epoch.
         self._unreported: dict[str, dict[int, ObservedGang]] = {}
@@ -162,7 +174,7 @@ class NodeModel:
     def retimed(self, number: int) -> None:
         """Update its end after a change of the jobs co-located with it."""
         followed = self._followed[self._state.jobs[number].epoch]
-        finishes = self._changes(number, followed.gang)
+        finishes = self._replay.changes(number, followed.gang)
         if finishes is not None and followed.is_training:
             followed.finishes = finishes
             self._at(finishes, followed, self._finished)
@@ -191,41 +203,41 @@ class NodeModel:
         number, gang, now = followed.job.number, followed.gang, self._clock.now
         trained = followed.is_training
         if trained:
-            self._halts(number, gang)
+            self._replay.halts(number, gang)
         if not math.isnan(followed.held_since):
-            self._slice_starts(number, followed.held_since)
-            self._sliced(number, gang, now - followed.held_since, 0.0, 0)
+            self._replay.slice_starts(number, followed.held_since)
+            self._replay.sliced(number, gang, now - followed.held_since, 0.0, 0)
         if followed.phase is ObservedPhase.READY:
-            self._moved(number, gang)
+            self._replay.moves(number, gang)
         part = SlicedPart(
             self._costs.start_s + (self._costs.resume_s if gang.restore.checkpoint_path else 0.0),
             trained or followed.phase in _AT_REST,
-            lambda held, trained, stops: self._sliced(number, followed.gang, held, trained, stops),
+            lambda held, trained, stops: self._replay.sliced(number, followed.gang, held, trained, stops),
             lambda time: self._starts_slices(followed, time),
             lambda: self._begins_slices(followed),
-            self._release,
+            self._replay.release,
             has_begun=trained,
         )
-        part.left_s = self._sliced(number, gang, 0.0, 0.0, 0)
+        part.left_s = self._replay.sliced(number, gang, 0.0, 0.0, 0)
         group.sync(now)
         group.parts[gang.epoch] = part
         if trained:
             group.on.add(gang.epoch)
-            self._slice_begins(number, gang)
+            self._replay.slice_begins(number, gang)
         followed.group, followed.phase = group.number, ObservedPhase.NONE
         followed.is_training = followed.is_saving = followed.is_stopping = False
         followed.held_since, followed.finishes = math.nan, math.inf
         followed.turn += 1
 
     def _starts_slices(self, followed: _Followed, time: float) -> None:
-        self._slice_starts(followed.job.number, time)
+        self._replay.slice_starts(followed.job.number, time)
         if followed.gang.restore.parked_epoch and not followed.first_step:
             # Only from now on the move costs it something: until then it would have been parked anyhow.
             self._report(followed, ObservedPhase.STARTING)
 
     def _begins_slices(self, followed: _Followed) -> None:
         followed.first_step = self._clock.now
-        self._slice_begins(followed.job.number, followed.gang)
+        self._replay.slice_begins(followed.job.number, followed.gang)
         self._report(followed, ObservedPhase.RUNNING)
 
     def _take_out(self, followed: _Followed) -> SlicedPart:
@@ -288,7 +300,7 @@ class NodeModel:
         followed.is_training, followed.is_saving = True, False
         followed.first_step = self._clock.now
         self._report(followed, ObservedPhase.RUNNING)
-        followed.finishes = self._begins(followed.job.number, followed.gang, followed.held_since)
+        followed.finishes = self._replay.begins(followed.job.number, followed.gang, followed.held_since)
         self._at(followed.finishes, followed, self._finished)
 
     def _obey(self, followed: _Followed) -> None:
@@ -308,7 +320,7 @@ class NodeModel:
         """Apply changed cores or memory at once, and cancel a stop that is not complete."""
         was_stopping, followed.is_stopping = followed.is_stopping, False
         if followed.is_training:
-            finishes = self._changes(followed.job.number, followed.gang)
+            finishes = self._replay.changes(followed.job.number, followed.gang)
             if finishes is not None:
                 followed.finishes = finishes
             self._at(followed.finishes, followed, self._finished)
@@ -333,7 +345,7 @@ class NodeModel:
         if followed.is_training:
             followed.is_training, followed.is_saving, followed.finishes = False, True, math.inf
             followed.last_step = self._clock.now
-            self._halts(followed.job.number, gang)
+            self._replay.halts(followed.job.number, gang)
         else:
             takes = 0.0
         self._later(takes, followed, self._rests if rests else self._stopped)
@@ -361,7 +373,7 @@ class NodeModel:
         if math.isnan(followed.held_since):
             followed.held_since = self._clock.now
         if moved:
-            self._moved(followed.job.number, followed.gang)
+            self._replay.moves(followed.job.number, followed.gang)
         self._later(0.0 if moved else self._costs.restore_s, followed, self._trains)
 
     def _prepare(self, gang: Gang, job: JobRecord) -> None:
@@ -407,7 +419,7 @@ class NodeModel:
 
     def _leaves(self, followed: _Followed, finished: bool = False) -> None:
         if not math.isnan(followed.held_since):
-            self._ends(followed.job.number, followed.gang, followed.held_since, finished)
+            self._replay.ends(followed.job.number, followed.gang, followed.held_since, finished)
             followed.held_since = math.nan
 
     def _report(self, followed: _Followed, phase: ObservedPhase, outcome: Outcome = _NONE) -> None:
@@ -428,7 +440,7 @@ class NodeModel:
                 stop_step=followed.stop_step,
                 outcome=outcome,
                 checkpoint=checkpoint,
-                peak_device_bytes=self._peak_bytes(job.number) if runs else 0,
+                peak_device_bytes=self._replay.peak_bytes(job.number) if runs else 0,
                 capabilities=_OFFERED,
                 device_mask=piece.claim.device_mask,
                 last_step_time=followed.last_step if parked else 0.0,
@@ -457,7 +469,7 @@ class NodeModel:
     ) -> None:
         session = self._state.nodes[node].session
         # Reports cannot overtake each other here, so all have the same number.
-        self._send(Observe(node, session, 1, 0, observed, storage_proved=True, rows=rows))
+        self._replay.send(Observe(node, session, 1, 0, observed, storage_proved=True, rows=rows))
 
     def _later(self, seconds: float, followed: _Followed, act: Callable[[_Followed], None]) -> None:
         if seconds:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from ganger_master.core import commands
 from ganger_master.core.answers import ChangeAnswer, PlanAnswer
@@ -100,38 +100,48 @@ class ModelledMeasurements:
         return False
 
 
-class Planning:
-    """Plans for one replay.
+class PlannedReplay(Protocol):
+    """What the planner of a replay reads of it.
 
-    `send` passes a command to the core and returns its answer. `rates`: None if every job runs at its recorded rate.
-    `scaling`: None if no job is elastic. `windows`: None if the policy reads no measurements of daemons. `work`: the
-    true remaining work, which only oracles and the modelled reports read.
+    rates: None if every job runs at its recorded rate. scaling: None if no job is elastic. windows: None if the policy
+    reads no measurements of daemons. work: the true remaining work, which only oracles and the modelled reports read.
     """
 
-    def __init__(
-        self,
-        jobs: Workload,
-        servers: Servers,
-        policy: Policy,
-        options: ReplayOptions,
-        clock: Clock,
-        state: State,
-        nodes: NodeModel,
-        work: Work,
-        rates: TrueRates | None,
-        scaling: Scaling | None,
-        windows: ModelledRates | None,
-        send: Callable[[Command], object],
-        received_s: Callable[[], Mapping[int, float]],
-    ) -> None:
-        self._jobs, self._servers, self._policy, self._options = jobs, servers, policy, options
-        self._clock, self._state, self._nodes, self._work = clock, state, nodes, work
-        self._windows, self._send = windows, send
+    jobs: Workload
+    servers: Servers
+    policy: Policy
+    options: ReplayOptions
+    clock: Clock
+    state: State
+    nodes: NodeModel
+    work: Work
+    rates: TrueRates | None
+    scaling: Scaling | None
+    windows: ModelledRates | None
+
+    def send(self, command: Command) -> object:
+        """Pass a command to the core and return its answer."""
+        ...
+
+    def received_s(self) -> Mapping[int, float]:
+        """Return the seconds for which each running job has trained, by number."""
+        ...
+
+
+class Planning:
+    """Plans for one replay."""
+
+    def __init__(self, replay: PlannedReplay) -> None:
+        self._replay, policy = replay, replay.policy
+        self._clock, self._state, self._nodes = replay.clock, replay.state, replay.nodes
+        self._windows, scaling = replay.windows, replay.scaling
         self._is_planned = policy.is_planned
-        self.measured = self._measured(scaling)
-        known = None if rates is None else rates.known(self._is_profiled)
-        is_measured = not (windows is None and known is None and self.measured is None)
-        self._rates = ModelledMeasurements(windows, known, self.measured, received_s) if is_measured else None
+        self.estimates = self._modelled_estimates()
+        known = None if replay.rates is None else replay.rates.known(self._is_profiled)
+        is_measured = not (replay.windows is None and known is None and self.estimates is None)
+        self._rates = (
+            ModelledMeasurements(replay.windows, known, self.estimates, replay.received_s) if is_measured else None
+        )
         self._grows = policy.has(Grow) and scaling is not None
         # Jobs that changed since the loop observed them last.
         self._changed: dict[int, None] = {}
@@ -147,7 +157,7 @@ class Planning:
         """The loop, made once the servers are there."""
         if self._made is None:
             # Where no job is elastic, none grows.
-            policy = self._policy if self._grows else self._policy.without(Grow)
+            policy = self._replay.policy if self._grows else self._replay.policy.without(Grow)
             self._made = PlannerLoop(policy, self._settings(), self._rates)
             self._made.observe(
                 ClusterChange(self._state.view, is_whole=True, quotas=self._state.settings.quota_devices),
@@ -158,14 +168,15 @@ class Planning:
     @cached_property
     def quantum_s(self) -> float:
         """Return the seconds of a time slice; it fills a round with its switch, or the cost of a switch decides."""
-        switch_s, step_s = self._nodes.switch_s, self._options.round_s
+        switch_s, step_s = self._nodes.switch_s, self._replay.options.round_s
         least_s = quantum_s(switch_s, 0.0)
         if step_s is None:
             return max(QUANTUM_S, least_s)
         return math.ceil((least_s + switch_s) / step_s or 1.0) * step_s - switch_s
 
     def _settings(self) -> PlannerSettings:
-        options, costs, servers = self._options, self._options.costs, self._servers
+        options, servers = self._replay.options, self._replay.servers
+        costs = options.costs
         return PlannerSettings(
             self._pace(),
             resize_s=0.0 if options.ideal else costs.suspend_s + costs.start_s + costs.resume_s,
@@ -186,7 +197,7 @@ class Planning:
 
     def _pace(self) -> PlanPace:
         """Return the pace of the options. Planning takes no virtual time."""
-        options = self._options
+        options = self._replay.options
         every_s = options.plan_every_s
         if options.round_s is not None:
             settles_s = self._nodes.longest_stop_s
@@ -260,7 +271,7 @@ class Planning:
             draining=tuple(state.nodes.draining),
             changing=self._changing,
             quantum_s=self.quantum_s,
-            moves_per_hour=self._options.moves_per_hour,
+            moves_per_hour=self._replay.options.moves_per_hour,
             free_devices=state.nodes.free_devices,
         )
         loop.observe(change, self._clock.now)
@@ -269,7 +280,9 @@ class Planning:
         """Propose the plan in parts and return all verdicts."""
         answers: list[ChangeAnswer] = []
         for part in parts_of(plan):
-            answer = self._send(commands.ProposePlan(part.changes, promises=part.reservations, findings=part.findings))
+            answer = self._replay.send(
+                commands.ProposePlan(part.changes, promises=part.reservations, findings=part.findings)
+            )
             assert isinstance(answer, PlanAnswer)
             answers.extend(answer.verdicts)
         return answers
@@ -292,29 +305,31 @@ class Planning:
         self._looks.discard(time)
         self.estimates_changed()
 
-    def _measured(self, scaling: Scaling | None) -> ModelledEstimates | None:
-        """Return the measurements of a policy that resizes jobs; None for all others."""
-        if not self._policy.has(ResizeByOptimus):
+    def _modelled_estimates(self) -> ModelledEstimates | None:
+        """Return the estimates of a policy that resizes jobs; None for all others."""
+        replay = self._replay
+        if not replay.policy.has(ResizeByOptimus):
             return None
         # The fits import SciPy, which takes long and which no other policy needs.
         from ganger_master.simulator.measurement_model import Losses, ModelledEstimates
 
-        jobs, work, clock, options = self._jobs, self._work, self._clock, self._options
+        jobs, clock, options, scaling = replay.jobs, replay.clock, replay.options, replay.scaling
         return ModelledEstimates(
             Losses(jobs, options.seed),
-            lambda job: work.done(job, clock.now),
+            lambda job: replay.work.done(job, clock.now),
             lambda job, gpus: 1.0 if scaling is None else scaling.rate(job, gpus),
             lambda job: float(jobs.submit_s[job]) + options.profile_s <= clock.now - EPOCH_S,
-            max(group.configuration_set.devices for group in self._servers.groups),
+            max(group.configuration_set.devices for group in replay.servers.groups),
             options.seed,
         )
 
     def _is_profiled(self, numbers: Integers) -> Flags:
-        known: Flags = self._jobs.submit_s[numbers - 1] + self._options.profile_s <= self._clock.now - EPOCH_S
+        since_s = self._replay.jobs.submit_s[numbers - 1] + self._replay.options.profile_s
+        known: Flags = since_s <= self._clock.now - EPOCH_S
         return known
 
     def _oracle(self, numbers: Integers) -> Floats:
-        return self._work.remaining(numbers - 1, self._clock.now)
+        return self._replay.work.remaining(numbers - 1, self._clock.now)
 
 
 def _nothing() -> None:

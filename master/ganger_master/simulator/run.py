@@ -124,7 +124,7 @@ class _Replay:
         if options.ideal:
             # Placement by counts claims devices only.
             servers = devices_only(servers)
-        self.jobs = jobs
+        self.jobs, self.servers = jobs, servers
         self.options = options
         self.progress = progress
         self.clock = Clock(EPOCH_S)
@@ -133,8 +133,8 @@ class _Replay:
         self.state = State(self.settings, EPOCH_S, is_stored=False)
         self.state.policy = self.policy
         self.work = Work(jobs.duration_s)
-        self.nodes = self._modelled_nodes()
-        self._model_rates(servers)
+        self.nodes = NodeModel(self.clock, self.state, FREE if options.ideal else options.costs, self)
+        self._model_rates()
         # By node: training jobs (positions in the workload) with their device masks. By job: its gang.
         self._on: dict[str, dict[int, int]] = {}
         self._where: dict[int, Gang] = {}
@@ -142,51 +142,18 @@ class _Replay:
         self.events = 0
         self._happened = False
         self.ledger = Ledger(jobs)
-        self.planning = Planning(
-            jobs,
-            servers,
-            self.policy,
-            options,
-            self.clock,
-            self.state,
-            self.nodes,
-            self.work,
-            self.rates,
-            self.scaling,
-            self.windows,
-            self.send,
-            self._received_s,
-        )
+        self.planning = Planning(self)
         self._specs = specs_of(jobs, servers, options.ideal, EPOCH_S)
         self._users = users_of(jobs)
         self._submitted = [instant(EPOCH_S + submit_s) for submit_s in jobs.submit_s.tolist()]
-        self._open(servers)
+        self._open()
         self.meters = Meters(jobs, self.state, servers.millicores)
         if len(jobs):
             self._expect(0)
 
-    def _modelled_nodes(self) -> NodeModel:
-        options = self.options
-        return NodeModel(
-            self.clock,
-            self.state,
-            FREE if options.ideal else options.costs,
-            self.send,
-            self._begins,
-            self._halts,
-            self._ends,
-            self._changes,
-            lambda number, gang: self.ledger.moves(number - 1, gang),
-            self._sliced,
-            lambda number, time: self.ledger.starts(number - 1, time - EPOCH_S),
-            self._slice_begins,
-            self._let_go,
-            self._peak_bytes,
-        )
-
-    def _model_rates(self, servers: Servers) -> None:
+    def _model_rates(self) -> None:
         """Make the models of rates and device memory that the jobs, the policy and the options need."""
-        jobs, options = self.jobs, self.options
+        jobs, servers, options = self.jobs, self.servers, self.options
         # None: every job runs at its recorded rate.
         self.rates = _rates(jobs, servers) if options.rates == "profiles" else None
         # None: no job is elastic.
@@ -217,8 +184,8 @@ class _Replay:
 
     # -- the cluster and its jobs --------------------------------------------------------------------------------------
 
-    def _open(self, servers: Servers) -> None:
-        for group in servers.groups:
+    def _open(self) -> None:
+        for group in self.servers.groups:
             for row in group.rows():
                 self.send(
                     commands.OpenSession(
@@ -238,35 +205,41 @@ class _Replay:
 
     def _submit(self, job: int) -> None:
         self.send(commands.SubmitJob(self._specs[job], self.jobs.job_ids[job], self._users[job]))
-        if (self.rates is not None and self.policy.has(Tune)) or self.planning.measured is not None:
+        if (self.rates is not None and self.policy.has(Tune)) or self.planning.estimates is not None:
             self.clock.at(self.clock.now + self.options.profile_s, self.planning.estimates_changed)
         if job + 1 < len(self.jobs):
             self._expect(job + 1)
 
-    def _begins(self, number: int, gang: Gang, held_since: float) -> float:
+    def begins(self, number: int, gang: Gang, held_since: float) -> float:
         job, now = number - 1, self.clock.now
         self.ledger.trains(job, held_since - EPOCH_S, now - EPOCH_S)
-        ends = self._let_go(self.work.begin(job, now, self._rate(job, gang)))
+        ends = self.release(self.work.begin(job, now, self._rate(job, gang)))
         if self.windows is not None:
             self._where[job] = gang
             for piece in gang.pieces:
                 self._on.setdefault(piece.claim.node, {})[job] = piece.claim.device_mask
-            ends = self._let_go(self._beside(job))
+            ends = self.release(self._beside(job))
             self._retime(self._company(job, gang))
         return ends
 
-    def _sliced(self, number: int, gang: Gang, held_s: float, trained_s: float, stops: int) -> float:
+    def sliced(self, number: int, gang: Gang, held_s: float, trained_s: float, stops: int) -> float:
         """Record slices of a gang; return the seconds of training until its end."""
         job, rate = number - 1, self._rate(number - 1, gang)
         self.ledger.sliced(job, gang, held_s, trained_s, stops)
         return self.work.credit(job, trained_s * rate) / rate
 
-    def _slice_begins(self, number: int, gang: Gang) -> None:
+    def slice_starts(self, number: int, time: float) -> None:
+        self.ledger.starts(number - 1, time - EPOCH_S)
+
+    def moves(self, number: int, gang: Gang) -> None:
+        self.ledger.moves(number - 1, gang)
+
+    def slice_begins(self, number: int, gang: Gang) -> None:
         if self.windows is not None:
             # Its neighbours in a group do not run beside it.
             self.windows.trains(number, self.clock.now, self._rate(number - 1, gang), frozenset(), gang.devices)
 
-    def _received_s(self) -> dict[int, float]:
+    def received_s(self) -> dict[int, float]:
         """Return the seconds for which each running job has trained, by number."""
         self.nodes.sync_groups()
         now = self.clock.now - EPOCH_S
@@ -299,18 +272,18 @@ class _Replay:
         for other in sorted(company):
             self.nodes.retimed(other + 1)
 
-    def _peak_bytes(self, number: int) -> int:
+    def peak_bytes(self, number: int) -> int:
         # Profiles cover host memory, and a tuning by them gives all of it to jobs: none is left for parked states.
         is_divided = self.rates is not None and self.policy.has(StartByRank) and self.policy.has(Tune)
         return 0 if self.memory is None or is_divided else self.memory.memory_bytes(number - 1)
 
-    def _changes(self, number: int, gang: Gang) -> float | None:
+    def changes(self, number: int, gang: Gang) -> float | None:
         job = number - 1
         if job in self._where:
-            return self._let_go(self._beside(job))
+            return self.release(self._beside(job))
         if self.rates is None:
             return None
-        return self._let_go(self.work.change(job, self.clock.now, self._rate(job, gang)))
+        return self.release(self.work.change(job, self.clock.now, self._rate(job, gang)))
 
     def _rate(self, job: int, gang: Gang) -> float:
         """Return its rate relative to the recorded rate."""
@@ -319,7 +292,7 @@ class _Replay:
             rate *= self.footprints.speed(job, sorted(self._company(job, gang)))
         return rate if self.scaling is None else rate * self.scaling.rate(job, gang.devices)
 
-    def _let_go(self, ends: float) -> float:
+    def release(self, ends: float) -> float:
         """Return when its devices are released."""
         step = self.options.round_s
         if step is None:
@@ -327,7 +300,7 @@ class _Replay:
         # Held to the end of the round.
         return round_start(math.ceil(rounds_until(ends, step)), step)
 
-    def _halts(self, number: int, gang: Gang) -> None:
+    def halts(self, number: int, gang: Gang) -> None:
         job, now = number - 1, self.clock.now
         self.work.stop(job, now)
         self.ledger.halts(job, now - EPOCH_S)
@@ -339,14 +312,14 @@ class _Replay:
                 self._on[piece.claim.node].pop(job, None)
             self._retime(self._company(job, gang))
 
-    def _ends(self, number: int, gang: Gang, held_since: float, finished: bool) -> None:
+    def ends(self, number: int, gang: Gang, held_since: float, finished: bool) -> None:
         job, now = number - 1, self.clock.now
         if finished and self.windows is not None:
             self.windows.forget(number)
-        self._halts(number, gang)
+        self.halts(number, gang)
         self.ledger.leaves(job, gang, held_since - EPOCH_S, now - EPOCH_S, finished)
-        if finished and self.planning.measured is not None:
-            self.planning.measured.forget(number)
+        if finished and self.planning.estimates is not None:
+            self.planning.estimates.forget(number)
         if finished and self.progress is not None:
             self.progress(self.ledger.ended, len(self.jobs))
 
