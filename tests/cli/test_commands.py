@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import socket
 import threading
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 from ganger.cli import job_table, logs
 from ganger.cli.main import run
-from ganger.client import Client
 from ganger.console import aligned, fitted
 from ganger.v1 import job_pb2, node_pb2, resources_pb2
 from ganger.wire import errors, times
@@ -249,21 +247,6 @@ def test_an_error_that_repeats_what_was_given_never_commands_the_terminal(call: 
     assert "--directory: /no/\\x1b[31mred is not a directory here" in capsys.readouterr().err
 
 
-def test_the_last_lines_of_a_log_are_found_from_its_end(
-    call: Call, master: CannedMaster, capsysbinary: pytest.CaptureFixture[bytes]
-) -> None:
-    running_job(master)
-    text = b"".join(b"line %d\n" % number for number in range(9_000))
-    master.logs, master.chunk_bytes = {0: text, 1: b"a\n\nunended"}, 5_000
-    for count in (0, 1, 3, 4_000, 9_000, 10_000):
-        assert call("logs", "1", "--tail", str(count)) == 0
-        wanted = text.splitlines(keepends=True)[-count:] if count else []
-        assert capsysbinary.readouterr().out == b"".join(wanted)
-    assert call("logs", "1", "-r", "1", "-n", "2") == 0
-    assert capsysbinary.readouterr().out == b"\nunended"
-    assert call("logs", "1", "--tail", "1", "--offset", "3") == 2
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -300,17 +283,6 @@ def test_a_choice_that_was_not_made_is_null(call: Call, capsys: Output) -> None:
     assert json.loads(capsys.readouterr().out)["preemptible"] is None
 
 
-def test_logs_are_the_bytes_themselves(
-    call: Call, master: CannedMaster, capsysbinary: pytest.CaptureFixture[bytes]
-) -> None:
-    running_job(master)
-    master.logs = {0: b"\xff one\ntwo\n", 1: b"three\nfour"}
-    assert call("logs", "1") == 0
-    assert capsysbinary.readouterr().out == master.logs[0]
-    assert call("logs", "1", "--all") == 0
-    assert capsysbinary.readouterr().out == b"0: \xff one\n0: two\n1: three\n1: four\n"
-
-
 def test_a_followed_job_that_fails_makes_the_command_fail(call: Call, master: CannedMaster, capsys: Output) -> None:
     job = running_job(master)
     master.logs = {0: b"bye\n", 1: b""}
@@ -319,67 +291,6 @@ def test_a_followed_job_that_fails_makes_the_command_fail(call: Call, master: Ca
     assert call("wait", "1") == 1
     assert call("logs", "-f", "--all", "1") == 0
     assert "0: bye" in capsys.readouterr().out
-
-
-def test_nodes_are_listed_and_drained_with_a_reason(call: Call, master: CannedMaster, capsys: Output) -> None:
-    kind = resources_pb2.ConfigurationSet(
-        name="v4",
-        device_type="virtual",
-        devices=4,
-        sockets=[resources_pb2.Socket(millicores=8_000)],
-        memory_bytes=1 << 30,
-    )
-    row = node_pb2.NodeState(node="nodes/n1", free_mask=0b0011, free_millicores=[4_000], free_memory_bytes=1 << 29)
-    node = node_pb2.Node(name="nodes/n1", state=node_pb2.Node.STATE_READY, configuration_set="v4", view_entry=row)
-    master.nodes = node_pb2.ListNodesResponse(nodes=[node], configuration_sets=[kind])
-    assert call("nodes") == 0
-    line = " ".join(capsys.readouterr().out.splitlines()[1].split())
-    assert line == "n1 ready virtual 4 2 8 4 1G 512M never"
-    node.state, node.state_reason = node_pb2.Node.STATE_SILENT, "its daemon does not call"
-    master.nodes = node_pb2.ListNodesResponse(nodes=[node], configuration_sets=[kind])
-    assert call("nodes") == 0
-    line = " ".join(capsys.readouterr().out.splitlines()[1].split())
-    assert line == "n1 silent virtual 4 2 8 4 1G 512M never its daemon does not call"
-    node.state, node.state_reason = node_pb2.Node.STATE_READY, ""
-    master.nodes = node_pb2.ListNodesResponse(nodes=[node], configuration_sets=[kind])
-    assert call("drain", "n1") == 2
-    running_job(master)
-    master.jobs["jobs/2"] = job_pb2.Job(name="jobs/2", state=job_pb2.Job.STATE_HOLDING)
-    master.jobs["jobs/3"] = job_pb2.Job(name="jobs/3", state=job_pb2.Job.STATE_HOLDING)
-    assert call("nodes", "drain", "n1", "--reason", "new fan") == 0
-    first, *others = capsys.readouterr().out.splitlines()
-    assert first == "node n1 is draining: new fan"
-    assert [line.partition(":")[0] for line in others] == ["  job 1"], "no other job is on it"
-    assert call("uncordon", "n1") == 0
-    assert "node n1 is ready" in capsys.readouterr().out
-
-
-def test_a_node_that_was_never_accepted_shows_why_in_nodes_and_top(
-    call: Call, master: CannedMaster, capsys: Output
-) -> None:
-    unknown = node_pb2.Node.STATE_UNKNOWN
-    why = "not accepted: the storage directory belongs to another cluster"
-    master.nodes.nodes.add(name="nodes/n1", state=unknown, state_reason=why)
-    assert call("nodes") == 0
-    assert " ".join(capsys.readouterr().out.splitlines()[1].split()) == f"n1 unknown never {why}"
-    assert call("nodes", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["nodes"][0]["state_reason"] == why
-    assert call("top", "--once") == 0
-    assert " ".join(capsys.readouterr().out.split("\n\n")[1].splitlines()[1].split()) == f"n1 unknown {why}"
-
-
-def test_declaring_a_node_lost_asks_first(
-    call: Call, master: CannedMaster, capsys: Output, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    assert call("lost", "n1") == 2
-    assert "There is no terminal to answer on: give --yes" in capsys.readouterr().err
-    assert [type(request).__name__ for request in master.requests] == ["GetNodeRequest"], "that there is such a node"
-    assert call("nodes", "lost", "n1", "--yes") == 0
-    assert "node n1 is lost" in capsys.readouterr().out
-    master.failing = errors.NodeNotFound("there is no nodes/n9")
-    assert call("lost", "n9") == 3
-    assert "powered off" not in capsys.readouterr().err, "no confirmation is requested"
 
 
 @pytest.mark.parametrize(
@@ -406,102 +317,6 @@ def test_the_time_of_a_job_is_how_long_it_ran_without_suspensions_or_how_long_it
     assert job_table.elapsed(job, now=150.0) == shown
 
 
-def test_a_node_is_removed_without_asking(call: Call, master: CannedMaster, capsys: Output) -> None:
-    assert call("nodes", "remove", "n1") == 0
-    assert capsys.readouterr().out == "node n1 is removed\n"
-    assert call("nodes", "remove", "n1", "--json") == 0
-    assert json.loads(capsys.readouterr().out) == {"name": "nodes/n1", "removed": True}
-    assert [request.name for request in master.requests] == ["nodes/n1", "nodes/n1"]
-
-
-def test_history_is_read_page_by_page(call: Call, master: CannedMaster, capsys: Output) -> None:
-    running_job(master)
-    master.events = [
-        job_pb2.Event(
-            sequence=number, subject="jobs/1", kind=f"kind_{number}", cause="planner", time=times.timestamp(number)
-        )
-        for number in range(1, 6)
-    ]
-    assert call("events", "1") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[3] for line in lines] == [f"kind_{number}" for number in range(1, 6)]
-    assert call("events", "7") == 3
-    # What is kept no longer has a history still, and a node is named as elsewhere.
-    master.events += [job_pb2.Event(sequence=6, subject=subject, kind="gone") for subject in ("jobs/7", "nodes/n9")]
-    for subject in ("7", "n9"):
-        for command in ("events", "history"):
-            capsys.readouterr()
-            assert call(command, subject) == 0
-            assert "gone" in capsys.readouterr().out
-
-
-def test_events_are_cut_to_the_newest_and_go_on_from_there(call: Call, master: CannedMaster, capsys: Output) -> None:
-    subjects = ["jobs/1", *["jobs/2"] * 40, "jobs/1", "jobs/1"]
-    master.events = [job_pb2.Event(sequence=n, subject=subject) for n, subject in enumerate(subjects, 1)]
-    master.cluster.event_sequence = len(subjects)
-
-    def told(*arguments: str) -> list[int]:
-        assert call("events", *arguments, "--json") == 0
-        return [event["sequence"] for event in json.loads(capsys.readouterr().out)]
-
-    assert told("-n", "2") == [42, 43]
-    assert told("1", "-n", "3") == [1, 42, 43], "however far apart"
-    assert told("1", "-n", "3", "--after", "1") == [42, 43]
-    assert told("1", "-n", "9") == [1, 42, 43]
-    for command in ("events", "history"):
-        assert call(command, "") == 2, "no job has an empty name"
-
-
-def test_following_events_continues_across_a_restart_of_the_master(tmp_path: Path) -> None:
-    with CannedMaster(tmp_path) as first:
-        client = Client(str(tmp_path))
-        first.events = [job_pb2.Event(sequence=1)]
-        rounds = client.follow_events()
-        assert [event.sequence for event in next(rounds)] == [1]
-    second = CannedMaster(tmp_path)
-    second.events = [*first.events, job_pb2.Event(sequence=2)]
-    later = threading.Timer(1.0, second.__enter__)
-    later.start()
-    try:
-        assert [event.sequence for event in next(filter(None, rounds))] == [2]
-    finally:
-        client.close()
-        later.join()
-        second.__exit__(None, None, None)
-
-
-def test_a_story_is_followed_as_json_too(call: Call, master: CannedMaster, capsys: Output) -> None:
-    running_job(master)
-    master.events = [
-        job_pb2.Event(sequence=n, subject="jobs/1", kind=f"job_{kind}")
-        for n, kind in ((1, "submitted"), (2, "succeeded"))
-    ]
-    assert call("history", "1", "-f", "--json") == 0
-    *chapters, last = map(json.loads, capsys.readouterr().out.splitlines())
-    assert [chapter["kind"] for chapter in chapters] == ["job_submitted", "job_succeeded"]
-    assert last["totals"]["ran_s"] == 0.0
-
-
-def test_json_is_heeded_before_a_command_of_nodes(call: Call, master: CannedMaster, capsys: Output) -> None:
-    assert call("nodes", "--json", "drain", "n1", "-m", "x") == 0
-    assert json.loads(capsys.readouterr().out)["state"] == "DRAINING"
-    assert call("bench", "--list", "--json") == 0
-    assert "slice" in json.loads(capsys.readouterr().out)
-
-
-def test_a_log_as_json_has_its_ranks_and_every_byte(call: Call, master: CannedMaster, capsys: Output) -> None:
-    running_job(master)
-    master.logs = {0: "0123456789ü\n".encode(), 1: b"\xff\n"}
-    assert call("logs", "1", "--all", "--json") == 0
-    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(one["rank"], one["offset"], one["data"]) for one in told] == [
-        (0, 0, "0123456789"),
-        (0, 10, "ü\n"),
-        (1, 0, "\ufffd\n"),
-    ]
-    assert [one["data_base64"] for one in told] == [None, None, "/wo="]
-
-
 def test_following_a_pending_job_prints_its_reason(
     call: Call, master: CannedMaster, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -513,33 +328,6 @@ def test_following_a_pending_job_prints_its_reason(
     threading.Timer(1.0, lambda: setattr(job, "state", job_pb2.Job.STATE_CANCELLED)).start()
     assert call("logs", "1", "-f") == 0
     assert capsys.readouterr().err == "ganger: job 1 is pending, GPUS: needs 9, there are 8\n"
-
-
-def test_history_tells_a_story_and_its_sums(call: Call, master: CannedMaster, capsys: Output) -> None:
-    running_job(master)
-    kinds = ("job_submitted", "gang_approved", "gang_running", "job_succeeded")
-    master.events = [
-        job_pb2.Event(sequence=n, subject="jobs/1", kind=kind, time=times.timestamp(1_000 + n), cause="user:ann")
-        for n, kind in enumerate(kinds, 1)
-    ]
-    assert call("history", "1") == 0
-    *lines, sums = capsys.readouterr().out.splitlines()
-    assert [line[25:] for line in lines] == [
-        "submitted by user:ann: 1 tasks without GPUs",
-        "got its gang on ? by user:ann",
-        "runs, after 1.00 s",
-        "succeeded",
-    ]
-    assert sums == "in all: waited 1.00 s; starting 1.00 s; ran 1.00 s"
-    assert call("history", "1", "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [chapter["kind"] for chapter in told["chapters"]] == list(kinds)
-    assert told["totals"]["ran_s"] == 1.0
-    add_members(master)
-    master.events = [job_pb2.Event(sequence=9, subject="arrays/1", kind="array_ended", figures={"stopped": "2"})]
-    assert call("history", "1") == 0
-    assert "ended: 2 stopped" in capsys.readouterr().out
-    assert call("history", "8") == 3
 
 
 @pytest.mark.parametrize(
@@ -647,32 +435,6 @@ def test_the_version_of_the_client_needs_no_master(capsys: Output) -> None:
 def test_version_speaks_of_both_sides(call: Call, capsys: Output) -> None:
     assert call("version", "--json") == 0
     assert json.loads(capsys.readouterr().out)["master"] == "9.9"
-
-
-def test_drain_says_of_each_job_where_it_goes_or_what_it_waits_for(
-    call: Call, master: CannedMaster, capsys: Output
-) -> None:
-    def told() -> str:
-        master.explanation.job.CopyFrom(job)
-        assert call("drain", "n1", "-m", "new fan") == 0
-        return capsys.readouterr().out.splitlines()[1]
-
-    job = running_job(master)
-    master.explanation.blockers.add(reason="NODE_UNAVAILABLE", message="it goes once there is room elsewhere")
-    master.explanation.blockers.add(reason="GPUS", message="not enough free devices, free=1")
-    assert told() == "  job 1: it goes once there is room elsewhere; GPUS: not enough free devices, free=1"
-    assert call("why", "1") == 0
-    assert capsys.readouterr().out.splitlines()[1:] == [
-        "but NODE_UNAVAILABLE: it goes once there is room elsewhere",
-        "and GPUS: not enough free devices, free=1",
-    ]
-    del master.explanation.blockers[:]
-    job.gang.phase = job_pb2.Gang.PHASE_STOPPING
-    assert told() == "  job 1: stopping, and goes on elsewhere"
-    job.gang.move_claims.add(node="nodes/n2")
-    assert told() == "  job 1: moves to n2"
-    job.gang.parked_level = job_pb2.SUSPEND_LEVEL_CHECKPOINT
-    assert told() == "  job 1: is being saved on storage"
 
 
 def test_a_line_that_is_wrapped_runs_with_the_shell(call: Call, master: CannedMaster, capsys: Output) -> None:
