@@ -30,7 +30,7 @@ from ganger.cluster.resources import (
 )
 from ganger.cluster.view import View
 from ganger_master.core.approval import CandidateApproval, approve
-from ganger_master.simulator.report.tables import interval
+from ganger_master.simulator.report.figures import interval
 
 from experiments.experiment import Experiment, MeasuredRows, Row, Setting
 

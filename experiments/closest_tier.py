@@ -22,7 +22,7 @@ from ganger.cluster.search import PlacementRequest
 from ganger.cluster.topology import Topology, parse_topology
 from ganger.cluster.view import LoadMode, View
 from ganger_master.policies.placements import PLACEMENTS
-from ganger_master.simulator.report.tables import Interval, interval
+from ganger_master.simulator.report.figures import Interval, interval
 
 from experiments.experiment import Experiment, MeasuredRows, Row, Setting
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from ganger_master.estimators.convergence import Curve, LossPoint, fit_convergence, steps_to_convergence
-from ganger_master.simulator.report.tables import interval
+from ganger_master.simulator.report.figures import interval
 
 from experiments.experiment import Experiment, MeasuredRows, Row, Setting
 

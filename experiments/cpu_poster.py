@@ -31,7 +31,7 @@ from ganger_master.policies.tunings import Gangs, Pieces, Profiles, Tuning, Tuni
 from ganger_master.policies.tunings.catalogue import PREDICTOR, PROPORTIONAL, predicted
 from ganger_master.policies.tunings.exact import EXACT
 from ganger_master.simulator.inputs import SwitchCosts
-from ganger_master.simulator.report.tables import interval
+from ganger_master.simulator.report.figures import interval
 from ganger_master.simulator.traces.transform import SINGLE_GPU, scaled_to_load, synthetic
 from ganger_master.simulator.traces.workload import Workload, workload
 

@@ -23,7 +23,7 @@ from ganger.cluster.topology import parse_topology
 from ganger.cluster.view import LoadMode, View
 from ganger_master.policies.elastic_growth import IDLE_S, Elastic, grow, shrink, verdict
 from ganger_master.policies.trials import TrialRates, TrialVerdict
-from ganger_master.simulator.report.tables import interval
+from ganger_master.simulator.report.figures import interval
 
 from experiments.experiment import Experiment, MeasuredRows, Row, Setting
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ganger_master.simulator.report.tables import Interval
+from ganger_master.simulator.report.figures import Interval
 
 # Plain values by name, ready for JSON.
 Row: TypeAlias = Mapping[str, Any]

@@ -17,8 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from ganger_master.simulator.inputs import ReplayOptions
-from ganger_master.simulator.report.figures import figures, finish_time_fairness, mean_contention
-from ganger_master.simulator.report.tables import interval
+from ganger_master.simulator.report.figures import figures, finish_time_fairness, interval, mean_contention
 from ganger_master.simulator.run import simulate
 from ganger_master.simulator.traces.servers import servers_from_flags
 from ganger_master.simulator.traces.transform import scaled_to_load, synthetic

@@ -36,7 +36,7 @@ from ganger.cluster.topology import parse_topology
 from ganger.cluster.view import LoadMode, View
 from ganger_master.estimators.slowdown import LocalityPoint, fit_locality
 from ganger_master.policies.placements import PLACEMENTS
-from ganger_master.simulator.report.tables import Interval, interval
+from ganger_master.simulator.report.figures import Interval, interval
 
 from experiments.experiment import Experiment, MeasuredRows, Row, Setting
 

@@ -26,8 +26,8 @@ from dataclasses import replace
 
 import numpy as np
 from ganger_master.simulator.inputs import ReplayOptions, SwitchCosts
+from ganger_master.simulator.report.figures import Interval, interval, paired_ratio
 from ganger_master.simulator.report.outcomes import Outcomes
-from ganger_master.simulator.report.tables import Interval, interval, paired_ratio
 from ganger_master.simulator.run import simulate
 from ganger_master.simulator.traces.servers import servers_from_flags
 from ganger_master.simulator.traces.transform import scaled_to_load, synthetic

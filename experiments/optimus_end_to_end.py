@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from ganger_master.estimators.speed import UpdateMode
 from ganger_master.policies.job_facts import Floats
-from ganger_master.simulator.report.tables import Interval, interval, paired_ratio
+from ganger_master.simulator.report.figures import Interval, interval, paired_ratio
 
 from experiments.experiment import Experiment, MeasuredRows, Row, Setting
 from experiments.paper_claims import claims

@@ -29,7 +29,7 @@ from ganger_master.policies.colocation_choice import (
     verdict,
 )
 from ganger_master.policies.trials import FailedTrials, TrialRates, TrialVerdict
-from ganger_master.simulator.report.tables import interval
+from ganger_master.simulator.report.figures import interval
 from ganger_master.simulator.traces.transform import SINGLE_GPU, synthetic
 
 from experiments.experiment import Experiment, MeasuredRows, Row, Setting

@@ -18,7 +18,7 @@ import numpy as np
 from ganger_master.estimators.slowdown import UNKNOWN_DEVICE, Pressure, forecast, learn
 from ganger_master.policies.colocation_choice import Berth, ColocationProposal, Resident, lesson, verdict
 from ganger_master.policies.trials import MOST_WINDOWS, TrialRates, TrialVerdict
-from ganger_master.simulator.report.tables import interval
+from ganger_master.simulator.report.figures import interval
 
 from experiments.experiment import Experiment, MeasuredRows, Row, Setting
 

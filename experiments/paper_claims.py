@@ -10,7 +10,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from ganger_master.simulator.report.tables import Interval
+from ganger_master.simulator.report.figures import Interval
 
 _COMPARES = {
     "at_least": lambda figure, limit: figure >= limit,

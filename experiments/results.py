@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from ganger_master.simulator.report.tables import Interval
+from ganger_master.simulator.report.figures import Interval
 
 from experiments.experiment import MeasuredRows
 from experiments.paper_claims import PaperClaim, half_width, meets, middle

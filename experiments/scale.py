@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 from ganger_master.estimators.speed import ServerSpeed, UpdateMode
 from ganger_master.policies.optimus_sizes import allocated, growing, server_speeds
-from ganger_master.simulator.report.tables import interval
+from ganger_master.simulator.report.figures import interval
 
 from experiments.experiment import Experiment, MeasuredRows, Row, Setting
 from experiments.optimus_spread import spread

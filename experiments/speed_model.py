@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 from ganger_master.estimators.fitting import fit_error
 from ganger_master.estimators.speed import ServerPoint, UpdateMode, first_placements, fit_server_speed
-from ganger_master.simulator.report.tables import Interval, interval
+from ganger_master.simulator.report.figures import Interval, interval
 
 from experiments.experiment import Experiment, MeasuredRows, Row, Setting
 

@@ -27,7 +27,7 @@ from ganger_master.policies.tunings import Tuning, TuningNodes, gangs, profiles_
 from ganger_master.policies.tunings.catalogue import PROPORTIONAL
 from ganger_master.policies.tunings.exact import EXACT
 from ganger_master.policies.tunings.synergy import SYNERGY_TUNE
-from ganger_master.simulator.report.tables import Interval, interval, paired_ratio
+from ganger_master.simulator.report.figures import Interval, interval, paired_ratio
 from ganger_master.simulator.traces.profiles import SYNERGY_SPLIT, synergy_profiles, with_models
 from ganger_master.simulator.traces.transform import SINGLE_GPU, scaled_to_load, synthetic
 from ganger_master.simulator.traces.workload import Workload, offered_load, workload

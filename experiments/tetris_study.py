@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from ganger_master.policies.job_facts import Floats
 from ganger_master.policies.tetris import Alignment, Knobs
-from ganger_master.simulator.report.tables import interval
+from ganger_master.simulator.report.figures import interval
 
 from experiments.experiment import Experiment, MeasuredRows, Row, Setting
 from experiments.paper_claims import claims

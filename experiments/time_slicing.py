@@ -22,7 +22,7 @@ from itertools import product
 import numpy as np
 from ganger_master.policies.job_facts import Floats, Integers
 from ganger_master.policies.order_registry import ORDERS
-from ganger_master.simulator.report.tables import interval, paired_ratio
+from ganger_master.simulator.report.figures import interval, paired_ratio
 from ganger_master.simulator.traces.transform import scaled_to_load
 from ganger_master.simulator.traces.workload import Workload, workload
 

@@ -16,7 +16,7 @@ import numpy as np
 from ganger_master.policies.tunings import Gangs, TuningNodes, gangs, profiles_of, proportional_rates, rates, runnable
 from ganger_master.policies.tunings.catalogue import TUNINGS
 from ganger_master.policies.tunings.synergy import upper_bound
-from ganger_master.simulator.report.tables import interval
+from ganger_master.simulator.report.figures import interval
 from ganger_master.simulator.traces.profiles import ModelClass, synergy_profiles, with_models
 from ganger_master.simulator.traces.transform import MULTI_GPU, SINGLE_GPU, synthetic
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from ganger.cli.main import run as ganger
-from ganger_master.simulator.report.tables import Interval
+from ganger_master.simulator.report.figures import Interval
 from kit import experiments as fakes
 
 from experiments.experiment import Experiment, MeasuredRows, Setting

@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Sequence
 
-from ganger_master.simulator.report.tables import interval
+from ganger_master.simulator.report.figures import interval
 
 from experiments.experiment import Experiment, MeasuredRows, Row, Setting
 

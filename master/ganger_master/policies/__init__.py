@@ -141,12 +141,20 @@ _COMPOSED: Final = {
     "synergy": "las+synergy-tune",
 }
 NAMES: Final = tuple(sorted({*_BASES, *_COMPOSED}))
-# Stages that may follow a plus, with what they do.
-_STAGES: Final[Mapping[str, StageSpec]] = {"defrag": Migrate(), "elastic": Grow(), "packs": Colocate()}
-INTROSPECTIONS: Final = {
-    "defrag": "running jobs are moved",
-    "elastic": "elastic jobs grow and shrink",
-    "packs": "gangs share GPUs",
+
+
+class _ExtraStage(NamedTuple):
+    """A stage that a name may add, and what it does."""
+
+    spec: StageSpec
+    summary: str
+
+
+# Stages that may follow a plus.
+EXTRA_STAGES: Final[Mapping[str, _ExtraStage]] = {
+    "defrag": _ExtraStage(Migrate(), "running jobs are moved"),
+    "elastic": _ExtraStage(Grow(), "elastic jobs grow and shrink"),
+    "packs": _ExtraStage(Colocate(), "gangs share GPUs"),
 }
 
 
@@ -205,7 +213,7 @@ def policy_named(name: str, suggested: Sequence[str] = NAMES) -> Policy:
     """Return the policy of a composed name; KeyError, with what to do, if there is none or it has no meaning.
 
     `name`: an order or a whole policy, then in any sequence at most one placement, one tuning and each of
-    `INTROSPECTIONS`, with pluses. A part that the policy has already changes nothing. `suggested`: the policies to
+    `EXTRA_STAGES`, with pluses. A part that the policy has already changes nothing. `suggested`: the policies to
     choose from instead of an unknown one.
     """
     first, *parts = name.split("+")
@@ -248,8 +256,8 @@ def _composition(name: str, first: str, parts: Sequence[str]) -> _Composition:
     base, own = _base_of(first)
     found = _Composition(first, base, list(base.stages))
     for part in dict.fromkeys([*own, *parts]):
-        if part in _STAGES:
-            found.stages.append(_STAGES[part])
+        if part in EXTRA_STAGES:
+            found.stages.append(EXTRA_STAGES[part].spec)
         elif part in PLACEMENTS:
             found.placements.append(part)
         elif part in (tunings := _tunings()):
@@ -259,14 +267,14 @@ def _composition(name: str, first: str, parts: Sequence[str]) -> _Composition:
                 f"policy {_shown(name)}: only the first part can be the policy {part}; then {_known_parts()}"
             )
         else:
-            near = _near(part, (*PLACEMENTS, *tunings, *_STAGES)) or _known_parts()
+            near = _near(part, (*PLACEMENTS, *tunings, *EXTRA_STAGES)) or _known_parts()
             raise KeyError(f"there is no placement or tuning {_shown(part)}; {near}")
     return found
 
 
 def _known_parts() -> str:
     """Return the parts that may follow a plus, by kind."""
-    kinds = {"placements": PLACEMENTS, "tunings": _tunings(), "other parts": _STAGES}
+    kinds = {"placements": PLACEMENTS, "tunings": _tunings(), "other parts": EXTRA_STAGES}
     return "there are " + "; ".join([f"{kind} {', '.join(names)}" for kind, names in kinds.items()])
 
 

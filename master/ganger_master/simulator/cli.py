@@ -33,7 +33,7 @@ _Value = TypeVar("_Value")
 def _list_policies(context: click.Context, _: click.Parameter, is_wanted: bool) -> None:
     if is_wanted:
         _import_numpy()
-        from ganger_master.policies import INTROSPECTIONS, NAMES, policy_named
+        from ganger_master.policies import EXTRA_STAGES, NAMES, policy_named
         from ganger_master.policies.placements import PLACEMENTS
         from ganger_master.policies.tunings.catalogue import TUNINGS
 
@@ -45,8 +45,8 @@ def _list_policies(context: click.Context, _: click.Parameter, is_wanted: bool) 
             click.echo(f"+{name}  (where gangs go)")
         for name in TUNINGS:
             click.echo(f"+{name}  (cores and memory)")
-        for name, what in INTROSPECTIONS.items():
-            click.echo(f"+{name}  ({what})")
+        for name, extra in EXTRA_STAGES.items():
+            click.echo(f"+{name}  ({extra.summary})")
         context.exit()
 
 
@@ -77,9 +77,9 @@ def simulate(
     from ganger_master.runtime.process_setup import settled
     from ganger_master.simulator.inputs import Load
     from ganger_master.simulator.output import ProgressBar
-    from ganger_master.simulator.report import tables
+    from ganger_master.simulator.report import files
     from ganger_master.simulator.report.figures import figures
-    from ganger_master.simulator.report.tables import details, waiting_by_size
+    from ganger_master.simulator.report.tables import details, unbounded_load_row, waiting_by_size
     from ganger_master.simulator.run import simulate as replay
 
     source = experiment.material()
@@ -92,9 +92,9 @@ def simulate(
     found = figures(run)
     with _whether_read_or_not():
         if flags["as_json"]:
-            _print_json(tables.simulated(source, asked, options, found))
+            _print_json(files.simulated(source, asked, options, found))
         else:
-            print_pairs(experiment.headline(source, asked) + tables.unbounded_load_row(found) + details(found))
+            print_pairs(experiment.headline(source, asked) + unbounded_load_row(found) + details(found))
             print()
             print_table(*waiting_by_size(found))
     experiment.save([(asked, run, found)])
@@ -147,7 +147,7 @@ def compare(
 
     from ganger_master.simulator.inputs import Load
     from ganger_master.simulator.parallel_runs import RunCell
-    from ganger_master.simulator.report import tables
+    from ganger_master.simulator.report import files
     from ganger_master.simulator.report.figures import figures
     from ganger_master.simulator.report.tables import side_by_side
 
@@ -168,7 +168,7 @@ def compare(
         say("every seed gave the same run, so ± has no meaning: with --draw N each takes other jobs")
     with _whether_read_or_not():
         if flags["as_json"]:
-            _print_json(tables.compared(source, experiment.options(flags["seed"]), groups))
+            _print_json(files.compared(source, experiment.options(flags["seed"]), groups))
         else:
             print_pairs(experiment.headline(source, *asked))
             for _, group in groups:
@@ -249,9 +249,8 @@ class _Experiment:
         """Read the trace, and report on stderr what became of its rows."""
         from ganger_master.policies import policy_named
         from ganger_master.policies.stages import Tune
-        from ganger_master.simulator.inputs import TraceSelection, material
+        from ganger_master.simulator.inputs import TraceSelection, material, notes
         from ganger_master.simulator.output import ProgressBar
-        from ganger_master.simulator.report.tables import notes
         from ganger_master.simulator.traces.reader import RowFilter
 
         flags = self.flags
@@ -283,13 +282,13 @@ class _Experiment:
             raise click.UsageError(f"{source.trace}: {error}") from error
 
     def headline(self, source: Material, *loads: Load) -> list[tuple[str, str]]:
-        from ganger_master.simulator.report import tables
+        from ganger_master.simulator.inputs import cluster_in_words, options_in_words, quotas_if_any
 
         return [
             ("trace", f"{source.trace}, load {', '.join(map(str, loads))}"),
-            ("cluster", tables.cluster_in_words(source.servers)),
-            ("switching", tables.options_in_words(self.options(0))),
-            *tables.quotas_if_any(self.options(0)),
+            ("cluster", cluster_in_words(source.servers)),
+            ("switching", options_in_words(self.options(0))),
+            *quotas_if_any(self.options(0)),
         ]
 
     def save(self, runs: Sequence[tuple[Load, Run, Figures]]) -> None:

@@ -1,4 +1,4 @@
-"""Inputs of a replay: jobs and servers read from files, offered load, and options.
+"""Inputs of a replay: jobs and servers read from files, offered load, and options; and all of them in words.
 
 The functions that derive the jobs of one run from a load and a seed are pure.
 """
@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib import resources
 from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from ganger_master.simulator.admission import acceptable, strangers_among
 from ganger_master.simulator.traces.profiles import gavel_speeds, synergy_profiles, with_iterations, with_models
 from ganger_master.simulator.traces.reader import Reading, RowFilter, read_stream, read_trace
-from ganger_master.simulator.traces.rows import RowFinding, RowFindingCounts, RowFindingKind, TraceError
+from ganger_master.simulator.traces.rows import RowFinding, RowFindingCounts, RowFindingKind, TraceError, rows_of, shown
 from ganger_master.simulator.traces.servers import Servers
 from ganger_master.simulator.traces.transform import (
     sample,
@@ -250,3 +250,91 @@ class ReplayOptions:
     def __post_init__(self) -> None:
         if self.ideal and self.rates != "recorded":
             raise ValueError("an ideal cluster has nothing but GPUs: every job runs at its recorded pace")
+
+
+# -- in words and for JSON ---------------------------------------------------------------------------------------------
+
+
+def notes(source: Material, is_ideal: bool) -> list[str]:
+    """Return lines on rows that were left out or changed; empty if every row became a job unchanged."""
+    lines = []
+    left_out = rows_of(source.findings, RowFindingKind.SKIPPED)
+    if left_out or source.apart:
+        kept = _several(source.rows - left_out - source.apart, "job")
+        chosen = f", {source.apart:,} not asked for" if source.apart else ""
+        lines.append(f"{_several(source.rows, 'row')}: {kept}, {left_out:,} left out{chosen}")
+    words = {RowFindingKind.SKIPPED: "left out", RowFindingKind.CHANGED: "changed", RowFindingKind.MISTAKE: "mistake"}
+    lines += [f"{words[finding.kind]}: {finding}" for finding in source.findings]
+    if source.ignored_columns:
+        lines.append(f"columns that were not read: {shown(', '.join(source.ignored_columns))}")
+    unnamed = sum(not model for model in source.jobs.model.texts())
+    # Ideal replays do not depend on models.
+    if unnamed and not is_ideal:
+        lines.append(f"changed: models are drawn for {_several(unnamed, 'job')} of unknown model")
+    return [f"{source.trace}: {line}" for line in lines]
+
+
+def cluster_in_words(servers: Servers) -> str:
+    kinds = sorted({group.configuration_set.device_type for group in servers.groups if group.configuration_set.devices})
+    types = "" if kinds == ["gpu"] else f" ({', '.join(kinds)})"
+    parts = (
+        _several(servers.nodes, "node"),
+        _several(servers.gpus, "GPU") + types,
+        _several(servers.millicores // 1000, "core"),
+    )
+    return ", ".join(parts)
+
+
+def options_in_words(options: ReplayOptions) -> str:
+    if options.ideal:
+        words = "ideal: any free GPUs serve, nothing costs time"
+    else:
+        costs = ", ".join(f"{name.removesuffix('_s')} {seconds:g}s" for name, seconds in asdict(options.costs).items())
+        words = f"costs: {costs}; stops at most every {options.plan_every_s:g}s"
+    if options.moves_per_hour is not None:
+        words += f"; at most {options.moves_per_hour:g} moves of a node in an hour that no pending job needs"
+    if options.rates == "profiles":
+        words += f"; rates by published profiles, known {options.profile_s:g}s after submission"
+    return words if options.round_s is None else f"{words}; rounds of {options.round_s:g}s"
+
+
+def quotas_if_any(options: ReplayOptions) -> list[tuple[str, str]]:
+    """Return the row of the quotas, if there are any."""
+    return [("quotas", ", ".join(f"{user}={gpus}" for user, gpus in options.quotas.items()))] if options.quotas else []
+
+
+def about(source: Material, options: ReplayOptions) -> dict[str, Any]:
+    """Return trace, cluster and options of a run for JSON."""
+    return {
+        "trace": {
+            "name": source.trace,
+            "rows": source.rows,
+            "jobs": source.jobs_of_a_run,
+            "not_asked_for": source.apart,
+            "left_out": [_finding(each) for each in source.findings if each.kind is RowFindingKind.SKIPPED],
+            "changed": [_finding(each) for each in source.findings if each.kind is RowFindingKind.CHANGED],
+            "ignored_columns": list(source.ignored_columns),
+        },
+        "cluster": {
+            "nodes": source.servers.nodes,
+            "gpus": source.servers.gpus,
+            "cores": source.servers.millicores / 1000,
+            "memory_bytes": source.servers.memory_bytes,
+        },
+        "options": {name: value for name, value in asdict(options).items() if name != "seed"},
+    }
+
+
+def load_asked(load: Load) -> float | list[dict[str, float]] | None:
+    """Return the load for JSON; None: as recorded."""
+    if load.phases:
+        return [{"seconds": seconds, "load": offered} for seconds, offered in load.phases]
+    return load.offered
+
+
+def _finding(finding: RowFinding) -> dict[str, Any]:
+    return {"what": finding.what, "rows": finding.rows, "first_lines": list(finding.lines)}
+
+
+def _several(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from ganger_master.core.commands import Command, ProposePlan
 from ganger_master.core.plan_changes import CoresChange, PlanChange
-from ganger_master.policies import INTROSPECTIONS, NAMES, policy_named
+from ganger_master.policies import EXTRA_STAGES, NAMES, policy_named
 from ganger_master.policies.placements import PLACEMENTS
 from ganger_master.policies.stages import ShareByTimeSlices, Tune
 from ganger_master.policies.tunings.catalogue import TUNINGS
@@ -25,9 +25,9 @@ from simulator.replay.test_promises import Watched
 
 SERVERS = servers_from_flags(nodes=2, gpus_per_node=4)
 OPTIONS = ReplayOptions(costs=SwitchCosts(start_s=2.0, suspend_s=1.5, resume_s=1.0), plan_every_s=20.0)
-MODIFIERS = (*PLACEMENTS, *TUNINGS, *INTROSPECTIONS)
+MODIFIERS = (*PLACEMENTS, *TUNINGS, *EXTRA_STAGES)
 # Modifiers of every kind, each with each other, after bases of every kind.
-FEW = ("best-fit", "fgd", "role", "synergy-tune", "exact", *INTROSPECTIONS)
+FEW = ("best-fit", "fgd", "role", "synergy-tune", "exact", *EXTRA_STAGES)
 KINDS = ("fifo", "srtf", "ganger", "gandiva", "optimus", "tetris")
 WITHOUT_PREEMPTION = {"fifo", "fifo-backfill", "backfill", "tetris", "tetris-cos", "tetris-oracle"}
 

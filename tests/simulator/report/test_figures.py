@@ -11,10 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ganger.cluster.feasibility import GangMix, fragmented_gpus
-from ganger_master.simulator.report.figures import demand_of, figures, finish_time_fairness, mean_contention
+from ganger_master.simulator.report.figures import (
+    demand_of,
+    figures,
+    finish_time_fairness,
+    interval,
+    mean_contention,
+    paired_ratio,
+)
 from ganger_master.simulator.report.files import as_json, write_jobs, write_series
 from ganger_master.simulator.report.outcomes import Outcomes, Run, StepSeries, outcomes
-from ganger_master.simulator.report.tables import details, interval, paired_ratio, waiting_by_size
+from ganger_master.simulator.report.tables import details, waiting_by_size
 from ganger_master.simulator.traces.reader import read_trace
 from ganger_master.simulator.traces.workload import Workload, workload
 from hypothesis import given

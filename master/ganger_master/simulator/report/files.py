@@ -12,13 +12,15 @@ import importlib.util
 import math
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
+from ganger_master.simulator.inputs import Load, Material, ReplayOptions, about, load_asked
+from ganger_master.simulator.report import tables
 from ganger_master.simulator.report.figures import Figures, SizeFigures, by_gang_size
 from ganger_master.simulator.report.outcomes import Outcomes, Run, StepSeries
 from ganger_master.simulator.traces.workload import size_names
@@ -171,6 +173,27 @@ _JOBS_AT_ONCE = 16_384
 def as_json(figures: Figures) -> dict[str, Any]:
     """The figures by name, ready for `json.dumps`; what is not known is null, never NaN, which is no JSON."""
     return {name: _plain(value) for name, value in asdict(figures).items()}
+
+
+def simulated(source: Material, load: Load, options: ReplayOptions, figures: Figures) -> dict[str, Any]:
+    """Return one run for JSON: figures by name, trace, cluster, options and load."""
+    return as_json(figures) | about(source, options) | {"load": load_asked(load)}
+
+
+def compared(
+    source: Material, options: ReplayOptions, groups: Sequence[tuple[Load, Mapping[str, Sequence[Figures]]]]
+) -> dict[str, Any]:
+    """Return a comparison for JSON: every run, and the policies side by side at each load."""
+    return about(source, options) | {
+        "loads": [
+            {
+                "load": load_asked(load),
+                "policies": tables.as_json(runs),
+                "runs": [as_json(run) for of_policy in runs.values() for run in of_policy],
+            }
+            for load, runs in groups
+        ]
+    }
 
 
 def write_jobs(jobs: Outcomes, file: TextIO) -> None:

@@ -1,4 +1,4 @@
-"""Runs as tables and words: figures in full, policies side by side, waiting by size of gang, trace and cluster.
+"""Runs as tables: figures in full, policies side by side, waiting by size of gang.
 
 Runs that differ only in their seed give a mean and its confidence interval.
 """
@@ -7,17 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from ganger.units import format_duration, format_memory
 
-from ganger_master.simulator.inputs import Load, Material, ReplayOptions
-from ganger_master.simulator.report import files
-from ganger_master.simulator.report.figures import Figures
-from ganger_master.simulator.traces.rows import RowFinding, RowFindingKind, rows_of, shown
-from ganger_master.simulator.traces.servers import Servers
+from ganger_master.simulator.report.figures import Figures, Interval, interval, paired_ratio
 
 Table = tuple[list[str], list[list[str]]]
 
@@ -81,41 +76,6 @@ def _share(value: float) -> str:
 
 def _list(cell: Callable[[float], str], *values: float) -> str:
     return _UNKNOWN if all(map(math.isnan, values)) else ", ".join(map(cell, values))
-
-
-@dataclass(frozen=True)
-class Interval:
-    """The mean of `runs` values lies within `half_width` of the true mean with the chosen confidence."""
-
-    mean: float
-    half_width: float
-    runs: int
-
-    def __str__(self) -> str:
-        return f"{self.mean:.4g}" if math.isnan(self.half_width) else f"{self.mean:.4g} ± {self.half_width:.2g}"
-
-
-def interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
-    """Return the interval by Student's t over independent values; of one value the width is NaN. Raises ValueError for
-    no value, or NaN."""
-    if not len(values) or any(math.isnan(value) for value in values):
-        raise ValueError("an interval needs values that are known")
-    mean = float(np.mean(values))
-    if len(values) == 1:
-        return Interval(mean, math.nan, 1)
-    # Loading it takes longer than a short simulation.
-    from scipy.special import stdtrit
-
-    factor = float(stdtrit(len(values) - 1, (1.0 + confidence) / 2.0))
-    return Interval(mean, factor * float(np.std(values, ddof=1)) / math.sqrt(len(values)), len(values))
-
-
-def paired_ratio(ours: Sequence[float], theirs: Sequence[float], confidence: float = 0.95) -> Interval:
-    """Return how many times ours is theirs, seed by seed: the interval of the ratios, since runs of one seed share
-    their jobs and vary together. Raises ValueError for different numbers of runs, or theirs not above zero."""
-    if len(ours) != len(theirs) or any(not value > 0 for value in theirs):
-        raise ValueError("ratios need two runs of each seed, the second above zero")
-    return interval([one / other for one, other in zip(ours, theirs, strict=True)], confidence)
 
 
 @dataclass(frozen=True)
@@ -237,114 +197,8 @@ def _document(value: Interval | None) -> dict[str, float | int | None] | None:
     return {"mean": value.mean, "half_width": width, "runs": value.runs}
 
 
-def notes(source: Material, is_ideal: bool) -> list[str]:
-    """Return lines on rows that were left out or changed; empty if every row became a job unchanged."""
-    lines = []
-    left_out = rows_of(source.findings, RowFindingKind.SKIPPED)
-    if left_out or source.apart:
-        kept = _several(source.rows - left_out - source.apart, "job")
-        chosen = f", {source.apart:,} not asked for" if source.apart else ""
-        lines.append(f"{_several(source.rows, 'row')}: {kept}, {left_out:,} left out{chosen}")
-    words = {RowFindingKind.SKIPPED: "left out", RowFindingKind.CHANGED: "changed", RowFindingKind.MISTAKE: "mistake"}
-    lines += [f"{words[finding.kind]}: {finding}" for finding in source.findings]
-    if source.ignored_columns:
-        lines.append(f"columns that were not read: {shown(', '.join(source.ignored_columns))}")
-    unnamed = sum(not model for model in source.jobs.model.texts())
-    # Ideal replays do not depend on models.
-    if unnamed and not is_ideal:
-        lines.append(f"changed: models are drawn for {_several(unnamed, 'job')} of unknown model")
-    return [f"{source.trace}: {line}" for line in lines]
-
-
-def cluster_in_words(servers: Servers) -> str:
-    kinds = sorted({group.configuration_set.device_type for group in servers.groups if group.configuration_set.devices})
-    types = "" if kinds == ["gpu"] else f" ({', '.join(kinds)})"
-    parts = (
-        _several(servers.nodes, "node"),
-        _several(servers.gpus, "GPU") + types,
-        _several(servers.millicores // 1000, "core"),
-    )
-    return ", ".join(parts)
-
-
-def options_in_words(options: ReplayOptions) -> str:
-    if options.ideal:
-        words = "ideal: any free GPUs serve, nothing costs time"
-    else:
-        costs = ", ".join(f"{name.removesuffix('_s')} {seconds:g}s" for name, seconds in asdict(options.costs).items())
-        words = f"costs: {costs}; stops at most every {options.plan_every_s:g}s"
-    if options.moves_per_hour is not None:
-        words += f"; at most {options.moves_per_hour:g} moves of a node in an hour that no pending job needs"
-    if options.rates == "profiles":
-        words += f"; rates by published profiles, known {options.profile_s:g}s after submission"
-    return words if options.round_s is None else f"{words}; rounds of {options.round_s:g}s"
-
-
-def quotas_if_any(options: ReplayOptions) -> list[tuple[str, str]]:
-    """Return the row of the quotas, if there are any."""
-    return [("quotas", ", ".join(f"{user}={gpus}" for user, gpus in options.quotas.items()))] if options.quotas else []
-
-
 def unbounded_load_row(figures: Figures) -> list[tuple[str, str]]:
     """Return the row of the offered load for a run whose load is infinite, which the figures leave out."""
     if math.isfinite(figures.offered_load):
         return []
     return [("offered load", "all jobs are submitted at once")]
-
-
-def simulated(source: Material, load: Load, options: ReplayOptions, figures: Figures) -> dict[str, Any]:
-    """Return one run for JSON: figures by name, trace, cluster, options and load."""
-    return files.as_json(figures) | about(source, options) | {"load": load_asked(load)}
-
-
-def compared(
-    source: Material, options: ReplayOptions, groups: Sequence[tuple[Load, Mapping[str, Sequence[Figures]]]]
-) -> dict[str, Any]:
-    """Return a comparison for JSON: every run, and the policies side by side at each load."""
-    return about(source, options) | {
-        "loads": [
-            {
-                "load": load_asked(load),
-                "policies": as_json(runs),
-                "runs": [files.as_json(run) for of_policy in runs.values() for run in of_policy],
-            }
-            for load, runs in groups
-        ]
-    }
-
-
-def about(source: Material, options: ReplayOptions) -> dict[str, Any]:
-    """Return trace, cluster and options of a run for JSON."""
-    return {
-        "trace": {
-            "name": source.trace,
-            "rows": source.rows,
-            "jobs": source.jobs_of_a_run,
-            "not_asked_for": source.apart,
-            "left_out": [_finding(each) for each in source.findings if each.kind is RowFindingKind.SKIPPED],
-            "changed": [_finding(each) for each in source.findings if each.kind is RowFindingKind.CHANGED],
-            "ignored_columns": list(source.ignored_columns),
-        },
-        "cluster": {
-            "nodes": source.servers.nodes,
-            "gpus": source.servers.gpus,
-            "cores": source.servers.millicores / 1000,
-            "memory_bytes": source.servers.memory_bytes,
-        },
-        "options": {name: value for name, value in asdict(options).items() if name != "seed"},
-    }
-
-
-def load_asked(load: Load) -> float | list[dict[str, float]] | None:
-    """Return the load for JSON; None: as recorded."""
-    if load.phases:
-        return [{"seconds": seconds, "load": offered} for seconds, offered in load.phases]
-    return load.offered
-
-
-def _finding(finding: RowFinding) -> dict[str, Any]:
-    return {"what": finding.what, "rows": finding.rows, "first_lines": list(finding.lines)}
-
-
-def _several(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
