@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from ganger.units import format_duration
 
 
-class Happening(NamedTuple):
+class HistoryEvent(NamedTuple):
     """An event of the API as plain values; time is Unix seconds."""
 
     time: float
@@ -23,7 +23,7 @@ class Happening(NamedTuple):
     figures: Mapping[str, str]
 
 
-class Chapter(NamedTuple):
+class HistorySection(NamedTuple):
     """One sentence of a history, with the figures of its event."""
 
     time: float
@@ -93,23 +93,23 @@ class _Teller:
         self.turns = share
 
 
-def tell(events: Iterable[Happening], now: float = 0.0) -> tuple[list[Chapter], Totals]:
+def tell(events: Iterable[HistoryEvent], now: float = 0.0) -> tuple[list[HistorySection], Totals]:
     """Return the history and the totals of a job or an array, from its events in order. Successive checkpoints are one
     sentence. `now`: end of the states that still last, in Unix seconds; 0 leaves them out of the totals."""
     teller = _Teller()
-    chapters: list[Chapter] = []
+    chapters: list[HistorySection] = []
     for event in events:
         text = _say(teller, event)
         if event.kind == "checkpoint_complete" and chapters and chapters[-1].kind == event.kind:
             chapters.pop()
         if text:
-            chapters.append(Chapter(event.time, event.kind, text, event.figures))
+            chapters.append(HistorySection(event.time, event.kind, text, event.figures))
     if chapters and now > chapters[-1].time:
         teller.leave(now)
     return chapters, teller.totals
 
 
-def sentence(event: Happening) -> str:
+def sentence(event: HistoryEvent) -> str:
     """Return the sentence of one event alone; "" for events without one."""
     return _say(_Teller(), event)
 
@@ -140,21 +140,21 @@ def summary(totals: Totals) -> str:
     return "; ".join(parts)
 
 
-def _say(teller: _Teller, event: Happening) -> str:
+def _say(teller: _Teller, event: HistoryEvent) -> str:
     return _SAYINGS.get(event.kind, _plainly)(teller, event)
 
 
 # -- sentences ---------------------------------------------------------------------------------------------------------
 
 
-def _submitted(teller: _Teller, event: Happening) -> str:
+def _submitted(teller: _Teller, event: HistoryEvent) -> str:
     teller.waiting_since = event.time
     gpus, tasks = event.figures.get("gpus", "0"), event.figures.get("tasks", "1")
     size = f"{gpus} GPU{'' if gpus == '1' else 's'}" + (f" in {tasks} tasks" if tasks not in ("1", gpus) else "")
     return f"submitted{_by(event)}: {size if gpus != '0' else f'{tasks} tasks without GPUs'}"
 
 
-def _approved(teller: _Teller, event: Happening) -> str:
+def _approved(teller: _Teller, event: HistoryEvent) -> str:
     waited = float(event.figures.get("waited_s", "0") or 0)
     teller.leave(event.time)
     teller.starting_since = event.time
@@ -171,7 +171,7 @@ def _approved(teller: _Teller, event: Happening) -> str:
     return ", ".join(parts) + _for(event)
 
 
-def _running(teller: _Teller, event: Happening) -> str:
+def _running(teller: _Teller, event: HistoryEvent) -> str:
     took = event.time - teller.starting_since if teller.starting_since else 0.0
     teller.leave(event.time)
     teller.running_since = event.time
@@ -179,12 +179,12 @@ def _running(teller: _Teller, event: Happening) -> str:
     return f"runs, after {_duration(took)}" if took else "runs"
 
 
-def _suspend_ordered(teller: _Teller, event: Happening) -> str:
+def _suspend_ordered(teller: _Teller, event: HistoryEvent) -> str:
     teller.stopping_since = event.time
     return f"ordered to stop at {event.figures.get('level', '?').lower()}{_by(event)}{_for(event)}"
 
 
-def _parked(teller: _Teller, event: Happening) -> str:
+def _parked(teller: _Teller, event: HistoryEvent) -> str:
     took = f", {_duration(event.time - teller.stopping_since)} after the order" if teller.stopping_since else ""
     teller.leave(event.time)
     teller.parked_since = event.time
@@ -196,7 +196,7 @@ def _parked(teller: _Teller, event: Happening) -> str:
     return f"rests at {event.figures.get('level', '?').lower()}, step {event.figures.get('step', '?')}{took}"
 
 
-def _resume_ordered(teller: _Teller, event: Happening) -> str:
+def _resume_ordered(teller: _Teller, event: HistoryEvent) -> str:
     rested = f" after {_duration(event.time - teller.parked_since)} at rest" if teller.parked_since else ""
     teller.leave(event.time)
     teller.starting_since = event.time
@@ -204,12 +204,12 @@ def _resume_ordered(teller: _Teller, event: Happening) -> str:
     return f"ordered to go on{_by(event)}{rested}{_for(event)}"
 
 
-def _move_begun(teller: _Teller, event: Happening) -> str:
+def _move_begun(teller: _Teller, event: HistoryEvent) -> str:
     teller.moving_since, teller.turns_there = event.time, ""
     return f"moves to {event.figures.get('nodes', '?')}{_by(event)}{_for(event)}"
 
 
-def _move_committed(teller: _Teller, event: Happening) -> str:
+def _move_committed(teller: _Teller, event: HistoryEvent) -> str:
     step = event.figures.get("step", "?")
     took = f", {_duration(event.time - teller.moving_since)} after the order" if teller.moving_since else ""
     # A time-sliced job may have run or rested meanwhile: only its nodes have that figure.
@@ -221,7 +221,7 @@ def _move_committed(teller: _Teller, event: Happening) -> str:
     return f"handed over at step {step}{took}{ran_on}"
 
 
-def _resize_begun(teller: _Teller, event: Happening) -> str:
+def _resize_begun(teller: _Teller, event: HistoryEvent) -> str:
     teller.moving_since = event.time
     figures = event.figures
     why = f": {event.message}" if event.message else ""
@@ -230,35 +230,35 @@ def _resize_begun(teller: _Teller, event: Happening) -> str:
     )
 
 
-def _given_up(teller: _Teller, event: Happening) -> str:
+def _given_up(teller: _Teller, event: HistoryEvent) -> str:
     teller.moving_since, teller.turns_there = 0.0, ""
     what = "change of size" if event.kind == "resize_aborted" else "move"
     return f"the {what} was called off, nothing is lost: {event.message}"
 
 
-def _judged(teller: _Teller, event: Happening) -> str:
+def _judged(teller: _Teller, event: HistoryEvent) -> str:
     what = "was kept" if event.kind == "change_kept" else "was not seen to pay"
     found = gain(event.figures) or event.message
     return f"{aim(event.figures)} {what}{f': {found}' if found else ''}"
 
 
-def _suspend_refused(teller: _Teller, event: Happening) -> str:
+def _suspend_refused(teller: _Teller, event: HistoryEvent) -> str:
     teller.stopping_since = 0.0
     return f"could not rest at {event.figures.get('level', '?').lower()}, and loses nothing by it: {event.message}"
 
 
-def _updated(teller: _Teller, event: Happening) -> str:
+def _updated(teller: _Teller, event: HistoryEvent) -> str:
     members = event.figures.get("members", "")
     return f"updated{_by(event)}{f', {members} of its jobs' if members else ''}: {event.message}"
 
 
-def _cores(teller: _Teller, event: Happening) -> str:
+def _cores(teller: _Teller, event: HistoryEvent) -> str:
     cores = float(event.figures.get("millicores", "0") or 0) / 1_000
     what = f"put on other cores, {cores:g} in all" if event.figures.get("repin") == "1" else f"given {cores:g} cores"
     return f"{what}{_by(event)}{f': {event.message}' if event.message else ''}"
 
 
-def _takes_turns(teller: _Teller, event: Happening) -> str:
+def _takes_turns(teller: _Teller, event: HistoryEvent) -> str:
     figures = event.figures
     rows, quantum = figures.get("rows", "?").split(), figures.get("quantum_seconds", "?")
     share = (
@@ -275,18 +275,18 @@ def _takes_turns(teller: _Teller, event: Happening) -> str:
     return f"time-sliced with other jobs on its GPUs, {share}{_by(event)}"
 
 
-def _turns_ended(teller: _Teller, event: Happening) -> str:
+def _turns_ended(teller: _Teller, event: HistoryEvent) -> str:
     teller.take_turns(event.time, "")
     return "has its GPUs to itself again, without time slices"
 
 
-def _checkpoint(teller: _Teller, event: Happening) -> str:
+def _checkpoint(teller: _Teller, event: HistoryEvent) -> str:
     teller.totals.checkpoints += 1
     teller.unsaved_since = event.time
     return f"checkpoint {teller.totals.checkpoints} complete, at step {event.figures.get('step', '?')}"
 
 
-def _attempt_failed(teller: _Teller, event: Happening) -> str:
+def _attempt_failed(teller: _Teller, event: HistoryEvent) -> str:
     teller.totals.failures += 1
     if teller.unsaved_since:
         teller.totals.lost_s += event.time - teller.unsaved_since
@@ -294,28 +294,28 @@ def _attempt_failed(teller: _Teller, event: Happening) -> str:
     return f"the attempt failed: {event.message or event.figures.get('outcome', '?')}"
 
 
-def _pending(teller: _Teller, event: Happening) -> str:
+def _pending(teller: _Teller, event: HistoryEvent) -> str:
     teller.leave(event.time)
     teller.turns, teller.moving_since = "", 0.0
     teller.waiting_since = event.time
     return f"waits again: {event.message}"
 
 
-def _ended(teller: _Teller, event: Happening) -> str:
+def _ended(teller: _Teller, event: HistoryEvent) -> str:
     teller.leave(event.time)
     teller.turns, teller.moving_since = "", 0.0
     word = event.kind.removeprefix("job_")
     return f"{word}{f': {event.message}' if event.message and event.message != word else ''}"
 
 
-def _array_submitted(teller: _Teller, event: Happening) -> str:
+def _array_submitted(teller: _Teller, event: HistoryEvent) -> str:
     figures = event.figures
     limit = f", {figures['at_once']} at once" if figures.get("at_once") != figures.get("members") else ""
     rule = f", stop rule {figures['rule']}" if figures.get("rule", "none") != "none" else ""
     return f"submitted{_by(event)}: {figures.get('members')} jobs of {figures.get('gpus_each')} GPUs each{limit}{rule}"
 
 
-def _member_ended(teller: _Teller, event: Happening) -> str:
+def _member_ended(teller: _Teller, event: HistoryEvent) -> str:
     figures = dict(event.figures)
     member, state, ran = (figures.pop(name, "") for name in ("member", "state", "run_s"))
     figures.pop("job", None)
@@ -329,18 +329,18 @@ def _member_ended(teller: _Teller, event: Happening) -> str:
     return "; ".join(part for part in parts if part)
 
 
-def _mode_changed(teller: _Teller, event: Happening) -> str:
+def _mode_changed(teller: _Teller, event: HistoryEvent) -> str:
     if event.figures.get("of") == "0":
         return f"{event.message}: there is no GPU now"
     return f"{event.message}: {event.figures.get('held', '?')} of {event.figures.get('of', '?')} GPUs are held"
 
 
-def _plainly(teller: _Teller, event: Happening) -> str:
+def _plainly(teller: _Teller, event: HistoryEvent) -> str:
     parts = [part for part in (event.message, _figures(event)) if part]
     return event.kind.replace("_", " ") + _by(event) + (f": {'; '.join(parts)}" if parts else "")
 
 
-_SAYINGS: dict[str, Callable[[_Teller, Happening], str]] = {
+_SAYINGS: dict[str, Callable[[_Teller, HistoryEvent], str]] = {
     "job_submitted": _submitted,
     "gang_approved": _approved,
     "gang_running": _running,
@@ -388,20 +388,20 @@ _SAYINGS: dict[str, Callable[[_Teller, Happening], str]] = {
 }
 
 
-def _by(event: Happening) -> str:
+def _by(event: HistoryEvent) -> str:
     """Return " by CAUSE"; "" for reports of daemons, which cause nothing. "scheduler:" without a name is the default
     scheduler, written without the colon."""
     cause = event.cause.rstrip(":")
     return f" by {cause}" if cause and not cause.startswith(("daemon", "epoch")) else ""
 
 
-def _for(event: Happening) -> str:
+def _for(event: HistoryEvent) -> str:
     """Return the purpose of a plan's change and its expected gain; "" without one."""
     text = purpose(event.figures)
     return f", {text}" if text else ""
 
 
-def _pause(teller: _Teller, event: Happening) -> str:
+def _pause(teller: _Teller, event: HistoryEvent) -> str:
     pause = float(event.figures.get("pause_ms", "0") or 0)
     teller.totals.moves += 1
     teller.totals.move_pauses_ms += pause
@@ -414,7 +414,7 @@ def _brief(milliseconds: float) -> str:
     return f"{milliseconds:.0f} ms" if milliseconds < 1_000 else _duration(milliseconds / 1_000)
 
 
-def _figures(event: Happening) -> str:
+def _figures(event: HistoryEvent) -> str:
     return " ".join(f"{name}={value}" for name, value in sorted(event.figures.items()))
 
 

@@ -34,7 +34,7 @@ from ganger_master.runtime import storage_retention as retention
 from ganger_master.runtime.progress_board import ProgressBoard
 from ganger_master.runtime.state_directory import (
     STORAGE_TOKEN,
-    Beside,
+    DatabaseMarks,
     MasterObstacle,
     StartError,
     StateDirectory,
@@ -165,7 +165,7 @@ class Master:
         self._given_store = store
         self._more_handlers = more_handlers
         self._directory: StateDirectory | None = None
-        self._beside: Beside | None = None
+        self._beside: DatabaseMarks | None = None
         self._writer: Writer | None = None
         self._server: MasterServer | None = None
         self._metrics: MetricsServer | None = None
@@ -198,7 +198,7 @@ class Master:
             is_planned = live_policy_named(config.policy).is_planned
         except (KeyError, ValueError) as error:
             raise StartError(str(error.args[0]), MasterObstacle.SETTING) from error
-        beside = self._beside = Beside(config.database_path or config.state_dir / "database")
+        beside = self._beside = DatabaseMarks(config.database_path or config.state_dir / "database")
         writer = await self._open_store(beside)
         if config.metrics:
             self._metrics = self._serve_metrics(config.metrics)
@@ -216,7 +216,7 @@ class Master:
         self._housekeeping = [loop.create_task(one) for one in work]
         log.info("master ready", extra={"address": self.address, "jobs": len(writer.committed.jobs)})
 
-    async def _open_store(self, beside: Beside) -> Writer:
+    async def _open_store(self, beside: DatabaseMarks) -> Writer:
         """Take the database over and start the writer on it. Raises StoreError and StartError."""
         config, settings = self.config, _core_settings(self.config)
         opens = OpenStore(
@@ -314,7 +314,7 @@ class Master:
                 log.warning("storage not tidied", extra={"error": str(error)})
             await asyncio.sleep(_TIDYING_S)
 
-    async def _note_ends(self, beside: Beside) -> None:
+    async def _note_ends(self, beside: DatabaseMarks) -> None:
         """Record ended jobs on storage too: a database that is restored elsewhere has no files beside it."""
         storage = self.config.storage_path
         while True:
@@ -326,7 +326,7 @@ class Master:
                     log.warning("ends not noted on storage", extra={"error": str(error)})
             await asyncio.sleep(_NOTING_S)
 
-    async def _follow_restore(self, beside: Beside) -> None:
+    async def _follow_restore(self, beside: DatabaseMarks) -> None:
         """Once the database turns out to be an older copy, find which of its jobs have ended since."""
         storage, last = self.config.storage_path, None
         while True:

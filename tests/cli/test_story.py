@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from ganger.history import Happening, Totals, purpose, sentence, summary, tell
+from ganger.history import HistoryEvent, Totals, purpose, sentence, summary, tell
 from ganger.v1.scheduling_pb2 import Purpose
 
 
-def happened(time: float, kind: str, cause: str = "daemon:n1", message: str = "", **figures: str) -> Happening:
-    return Happening(1_000 + time, kind, cause, message, figures)
+def happened(time: float, kind: str, cause: str = "daemon:n1", message: str = "", **figures: str) -> HistoryEvent:
+    return HistoryEvent(1_000 + time, kind, cause, message, figures)
 
 
 STORY = [
@@ -164,7 +164,7 @@ def test_a_change_says_in_words_what_it_is_for_and_what_it_gained(
     kind: str, figures: dict[str, str], text: str
 ) -> None:
     message = "gangs are packed" if kind == "mode_changed" else ""
-    assert sentence(Happening(0.0, kind, "planner", message, figures)) == text
+    assert sentence(HistoryEvent(0.0, kind, "planner", message, figures)) == text
 
 
 def test_every_goal_of_a_plan_has_words() -> None:

@@ -7,7 +7,7 @@ from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Claim
 from ganger_master.core.answers import JobAnswer, PlanAnswer, Refused, Rejected
 from ganger_master.core.commands import MoveJob, Promise, ProposePlan, Tick
-from ganger_master.core.explain import OnTheWay, kept_for, making_room_for
+from ganger_master.core.explain import RoomInProgress, kept_for, making_room_for
 from ganger_master.core.gang_model import GangPhase, ObservedPhase
 from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.plan_changes import (
@@ -49,7 +49,7 @@ def move(drive: Drive, number: int, claims: tuple[Claim, ...]) -> PlanChange:
 def test_the_explanation_names_jobs_that_make_room_and_the_history_their_costs() -> None:
     drive = fragmented()
     drive.step(ProposePlan((move(drive, 1, place("n2", 0b1100)),), promises=(Promise(3, place("n1", 0b1111)),)))
-    assert making_room_for(drive.state, 3) == (OnTheWay(1, HOLE, ("n1",), ("n2",), GangPhase.MOVING),)
+    assert making_room_for(drive.state, 3) == (RoomInProgress(1, HOLE, ("n1",), ("n2",), GangPhase.MOVING),)
     assert (making_room_for(drive.state, 2), kept_for(drive.state, 3)) == ((), ("n1",))
     begun = next(one for one in drive.told if one.kind == "move_begun")
     assert begun.figures["goal"] == "HOLE"
@@ -73,7 +73,7 @@ def test_a_job_being_parked_for_another_counts_as_making_room() -> None:
     drive = fragmented()
     change = SuspendChange(1, drive.job(1).revision, level=SuspendLevel.OFFLOAD, purpose=HOLE)
     drive.step(ProposePlan((change,)))
-    assert making_room_for(drive.state, 3) == (OnTheWay(1, HOLE, ("n1",), (), GangPhase.STOPPING),)
+    assert making_room_for(drive.state, 3) == (RoomInProgress(1, HOLE, ("n1",), (), GangPhase.STOPPING),)
 
 
 def test_no_other_job_gets_a_reserved_place_until_its_job_starts() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from core.drive import Drive, job_of
 from core.test_time_slices import Turns
 from ganger.job_state import JobState
-from ganger_master.core.commands import ObservedRows, Tick
+from ganger_master.core.commands import ObservedSlices, Tick
 from ganger_master.core.effects import StoredChanges
 from ganger_master.core.node_model import Element
 from ganger_master.core.settings import CoreSettings
@@ -78,7 +78,7 @@ def test_a_report_on_time_slices_counts_although_its_consequences_were_lost() ->
     changes.append(drive.row(third, 2, claims=drive.place(third, host), node_set=number))
     assert drive.propose(*changes) == [None] * 3
     store = Store(drive)
-    drive.stand("n1", ObservedRows(number, 2, 2, 1))
+    drive.stand("n1", ObservedSlices(number, 2, 2, 1))
     assert drive.state.gangs.sets[number].active.version == 2
     store.lose()
     assert drive.state.gangs.sets[number].active.version == 2

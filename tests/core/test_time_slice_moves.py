@@ -9,7 +9,7 @@ from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Claim
 from ganger.job_state import JobState
 from ganger_master.core.answers import JobAnswer, Refused
-from ganger_master.core.commands import DrainNode, MoveJob, ObservedRows, ResizeJob
+from ganger_master.core.commands import DrainNode, MoveJob, ObservedSlices, ResizeJob
 from ganger_master.core.gang_model import GangIntent, GangPhase, ObservedPhase
 from ganger_master.core.job_model import JobSpec, SuspendLevel
 from ganger_master.core.plan_changes import Goal, PlanChange, Purpose
@@ -179,7 +179,7 @@ def test_two_gangs_that_leave_one_device_by_one_plan_keep_a_slice_each_until_the
 def test_once_it_has_moved_its_neighbour_has_the_device_in_every_slice(six: Six) -> None:
     one, _, three, _, five, _ = six.jobs
     six.propose(*six.beside(five, three))
-    six.stand("n1", ObservedRows(six.set, 2, 2, 0))
+    six.stand("n1", ObservedSlices(six.set, 2, 2, 0))
     six.handed_over(five)
     assert six.mask(five) == six.mask(three)
     assert six.job(five).state is JobState.HOLDING
@@ -205,14 +205,14 @@ def test_one_that_had_given_its_devices_up_when_its_move_failed_comes_back_by_th
     five, three = six.jobs[4], six.jobs[2]
     source = six.epoch(five)
     six.propose(*six.beside(five, three))
-    six.stand("n1", ObservedRows(six.set, 2, 2, 0))
+    six.stand("n1", ObservedSlices(six.set, 2, 2, 0))
     six.seen(five, six.job(five).next_epoch, ObservedPhase.PREPARED)
     six.seen(five, source, ObservedPhase.PARKED, 7)
     six.seen(five, six.job(five).next_epoch, ObservedPhase.ENDED)
     assert six.job(five).state is JobState.PENDING
     while (node_set := six.state.gangs.sets[six.set]).coming is not None:
         version = node_set.coming.version
-        six.stand("n1", ObservedRows(six.set, version, version, 0))
+        six.stand("n1", ObservedSlices(six.set, version, version, 0))
     rows: dict[int, tuple[int, ...]] = dict.fromkeys(six.jobs, (0, 1))
     rows |= dict.fromkeys((six.jobs[0], six.jobs[1]), (0,)) | dict.fromkeys((five, six.jobs[5]), (1,))
     assert six.propose(*(six.row(n, *own, node_set=six.set) for n, own in rows.items())) == [None] * 6
@@ -299,7 +299,7 @@ def test_an_impossible_matrix_is_refused_and_nothing_changes(six: Six, claims: o
 def test_a_group_does_not_change_while_a_member_moves(six: Six) -> None:
     five, three = six.jobs[4], six.jobs[2]
     six.propose(*six.beside(five, three))
-    six.stand("n1", ObservedRows(six.set, 2, 2, 0))
+    six.stand("n1", ObservedSlices(six.set, 2, 2, 0))
     again = [six.row(number, 0, node_set=six.set) for number in six.jobs]
     assert blamed(six.propose(*again)).job == f"jobs/{five}"
     assert isinstance(six.step(MoveJob(five)), Refused)

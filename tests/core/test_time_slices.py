@@ -14,7 +14,7 @@ from ganger_master.core.commands import (
     DeclareLost,
     Observe,
     ObservedGang,
-    ObservedRows,
+    ObservedSlices,
     OpenSession,
     ProposePlan,
     RemoveNode,
@@ -42,7 +42,7 @@ class Turns(Drive):
 
     def __init__(self, nodes: int = 1, capability: str = "yes") -> None:
         self.capability = capability
-        self.stands: dict[str, tuple[ObservedRows, ...]] = {}
+        self.stands: dict[str, tuple[ObservedSlices, ...]] = {}
         super().__init__(nodes)
 
     def join(self, node: str) -> None:
@@ -58,7 +58,7 @@ class Turns(Drive):
         command = Observe(node, self.sessions[node], self.observations, applied, gangs, storage_proved=True, rows=rows)
         return self.step(command)
 
-    def stand(self, node: str, rows: ObservedRows) -> None:
+    def stand(self, node: str, rows: ObservedSlices) -> None:
         self.stands[node] = (rows,)
         self.observe(
             node, *(self.reported(gang, node) or self.report(gang, ObservedPhase.STARTING) for gang in self.on(node))
@@ -206,11 +206,11 @@ def test_a_third_job_joins_by_the_whole_next_matrix_and_both_matrices_are_held_u
     assert node_set.coming.version == 2
     assert node_set.active.version == 1
     assert drive.state.desired.of("n1").rows[0].matrix == node_set.coming
-    drive.stand("n1", ObservedRows(number, 1, 2, 0))
+    drive.stand("n1", ObservedSlices(number, 1, 2, 0))
     assert drive.state.gangs.sets[number].coming is not None, "it knows of it, that is all"
     again = [drive.row(one, index, node_set=number) for index, one in enumerate((host, guest, third))]
     assert blamed(drive.propose(*again)).reason is Reason.STALE_REVISION
-    drive.stand("n1", ObservedRows(number, 2, 2, 1))
+    drive.stand("n1", ObservedSlices(number, 2, 2, 1))
     assert drive.state.gangs.sets[number].coming is None
     assert drive.state.gangs.sets[number].active.version == 2
 
@@ -239,7 +239,7 @@ def test_a_restarted_master_has_its_time_slice_groups(drive: Turns) -> None:
 def test_an_image_has_the_time_slice_groups_and_their_last_reports(drive: Turns) -> None:
     drive.share()
     number = next(iter(drive.state.gangs.sets))
-    drive.stand("n1", ObservedRows(number, 1, 1, 1, 0.5))
+    drive.stand("n1", ObservedSlices(number, 1, 1, 1, 0.5))
     drive.state.take_changes()
     again = state_of(image_of(drive.state))
     assert violations(again) == []
@@ -336,7 +336,7 @@ def test_rows_pause_only_if_all_stay_on_the_device_together(drive: Turns) -> Non
 def test_a_quantum_is_at_least_fifty_switches(drive: Turns) -> None:
     host, guest = drive.share()
     number = next(iter(drive.state.gangs.sets))
-    drive.stand("n1", ObservedRows(number, 1, 1, 0, switch_seconds=0.5))
+    drive.stand("n1", ObservedSlices(number, 1, 1, 0, switch_seconds=0.5))
     changes = [drive.row(one, i, node_set=number, quantum_seconds=24.0) for i, one in enumerate((host, guest))]
     refusal = blamed(drive.propose(*changes))
     assert refusal.reason is Reason.QUANTUM
@@ -352,10 +352,10 @@ def test_a_quantum_is_at_least_fifty_switches(drive: Turns) -> None:
 def test_which_row_runs_is_known_and_never_stored(drive: Turns) -> None:
     host, guest = drive.share()
     node_set = next(iter(drive.state.gangs.sets.values()))
-    drive.stand("n1", ObservedRows(node_set.number, 1, 1, row=0))
+    drive.stand("n1", ObservedSlices(node_set.number, 1, 1, row=0))
     drive.state.take_changes()
     for row in (1, 0, 1):
-        drive.stand("n1", ObservedRows(node_set.number, 1, 1, row=row))
+        drive.stand("n1", ObservedSlices(node_set.number, 1, 1, row=row))
         turns = [has_turn(node_set, drive.state.gangs.rows_seen, drive.job(job).epoch) for job in (host, guest)]
         assert turns == [row == 0, row == 1]
     assert drive.state.take_changes() == StoredChanges({}, ())
@@ -394,7 +394,7 @@ def test_a_time_sliced_job_is_neither_paused_nor_given_other_cores(drive: Turns)
 def test_a_job_that_turns_out_to_be_unable_to_stop_waits_for_devices_of_its_own(drive: Turns) -> None:
     host, guest = drive.share()
     number = next(iter(drive.state.gangs.sets))
-    drive.stand("n1", ObservedRows(number, 1, 1, 1, unable=(drive.job(guest).epoch,)))
+    drive.stand("n1", ObservedSlices(number, 1, 1, 1, unable=(drive.job(guest).epoch,)))
     assert drive.job(guest).ending is JobState.PENDING
     assert drive.job(guest).preemptions == 1
     drive.seen_without("n1", guest)

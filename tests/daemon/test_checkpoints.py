@@ -15,11 +15,17 @@ import pytest
 from ganger.agent.v1 import agent_pb2
 from ganger.injob import state_image
 from ganger_daemon.checkpoints import gang_checkpoints as keeper_module
-from ganger_daemon.checkpoints.gang_checkpoints import Keeper, StorageError, collect, collect_abandoned, publish_here
+from ganger_daemon.checkpoints.gang_checkpoints import (
+    GangCheckpoints,
+    StorageError,
+    collect,
+    collect_abandoned,
+    publish_here,
+)
 from ganger_daemon.checkpoints.storage import (
     CheckpointName,
-    Gathering,
     Shard,
+    ShardCollection,
     ShardReport,
     Unreadable,
     Verified,
@@ -39,7 +45,7 @@ UID = "2f1c7c9e-5f4e-4a8e-9d55-1f1f4e1d2b10"
 def make(directory: Path, step: int, epoch: int = 1, world: int = 2) -> Path:
     shards = write_shards(directory, step, epoch, world)
     tmp, final = directory / f"{step}-{epoch}.tmp", directory / f"{step}-{epoch}"
-    publish_here(tmp, final, manifest(Gathering(world, step).add(step, shards), "job", epoch, 0.0))
+    publish_here(tmp, final, manifest(ShardCollection(world, step).add(step, shards), "job", epoch, 0.0))
     return final
 
 
@@ -63,7 +69,7 @@ def write_shards(directory: Path, step: int, epoch: int, world: int) -> tuple[Sh
 
 def test_a_manifest_names_the_devices_that_shards_were_saved_on(tmp_path: Path) -> None:
     shards = write_shards(tmp_path, 7, 1, 2)
-    files = manifest(Gathering(2, 7).add(7, shards), "uid", 1, 2.0)["files"]
+    files = manifest(ShardCollection(2, 7).add(7, shards), "uid", 1, 2.0)["files"]
     assert {name: entry["device_model"] for name, entry in files.items()} == {
         "rank-0.shard": "model 0",
         "rank-1.shard": "model 1",
@@ -150,7 +156,7 @@ def test_a_checkpoint_that_storage_rejects_is_not_retried_before_a_new_request(t
         publish_here(tmp, final, fields)
 
     async def story() -> None:
-        keeper = Keeper(UID, 1, 1, True, publish, no_leader, lambda: None)
+        keeper = GangCheckpoints(UID, 1, 1, True, publish, no_leader, lambda: None)
         write_shards(directory, 9, 1, 1)
         for _ in range(2):
             await keeper.durable(tmp_path, 5, 9, (0,))
@@ -172,7 +178,7 @@ def test_that_a_checkpoint_cannot_be_published_yet_is_told_at_once_and_once(tmp_
         raise OSError("storage is away")
 
     async def story() -> None:
-        keeper = Keeper(UID, 1, 1, True, publish, no_leader, lambda: told.append(keeper.trouble))
+        keeper = GangCheckpoints(UID, 1, 1, True, publish, no_leader, lambda: told.append(keeper.trouble))
         shards = write_shards(tmp_path / UID / "checkpoints", 9, 1, 1)
         for _ in range(2):
             await keeper.gather(tmp_path, 5, 9, shards)
@@ -194,7 +200,7 @@ def test_a_member_is_done_only_when_the_leader_has_published(tmp_path: Path) -> 
         return answers.pop(0)
 
     async def story() -> None:
-        keeper = Keeper(UID, 1, 2, False, publish_here, report, lambda: None)
+        keeper = GangCheckpoints(UID, 1, 2, False, publish_here, report, lambda: None)
         write_shards(tmp_path / UID / "checkpoints", 9, 1, 2)
         await keeper.durable(tmp_path, 5, 9, (1,))
         assert not keeper.is_settled(5)
@@ -219,7 +225,7 @@ def test_a_member_tells_the_leader_that_a_shard_cannot_be_written_until_it_has_h
         return False
 
     async def story() -> None:
-        keeper = Keeper(UID, 1, 2, False, publish_here, report, lambda: None)
+        keeper = GangCheckpoints(UID, 1, 2, False, publish_here, report, lambda: None)
         for _ in range(3):
             await keeper.refuse(5, "STORAGE_FULL: rank 1: no space left")
         assert (keeper.refusal(5), keeper.trouble) == ("STORAGE_FULL: rank 1: no space left",) * 2
@@ -294,7 +300,7 @@ def test_no_checkpoint_goes_that_the_master_wants_and_none_at_all_while_it_is_no
     directory = tmp_path / UID / "checkpoints"
 
     async def story(wanted: frozenset[CheckpointName] | None, steps: range) -> list[int]:
-        keeper = Keeper(UID, 1, 1, True, publish_here, no_leader, lambda: None, wanted)
+        keeper = GangCheckpoints(UID, 1, 1, True, publish_here, no_leader, lambda: None, wanted)
         for step in steps:
             write_shards(directory, step, 1, 1)
             await keeper.durable(tmp_path, step, step, (0,))

@@ -16,7 +16,7 @@ from ganger_master.core.job_model import JobSpec
 from ganger_master.core.settings import CoreSettings
 from ganger_master.decision_log.log_file import read_lines
 from ganger_master.decision_log.recorder import DecisionRecording, Recorded
-from ganger_master.decision_log.rerun import Decided, Differs, Happening, Rerun
+from ganger_master.decision_log.rerun import Decided, DecisionEntry, Differs, Rerun
 
 GIB = 1 << 30
 SERVER = parse_topology("2x2", name="v4", millicores=16_000, memory_bytes=64 * GIB, device_memory_bytes=2 * GIB)
@@ -28,7 +28,7 @@ class Found:
     """Of one rerun."""
 
     rerun: Rerun
-    happened: list[Happening] = field(default_factory=list)
+    happened: list[DecisionEntry] = field(default_factory=list)
 
     @property
     def differences(self) -> list[Differs]:

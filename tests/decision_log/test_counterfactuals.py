@@ -12,7 +12,7 @@ from faultsim.rows_of_daemons import DaemonTurns
 from ganger.cluster.resources import Role, TaskShape
 from ganger_master.core.job_model import JobSpec
 from ganger_master.core.settings import CoreSettings
-from ganger_master.decision_log.counterfactual import Otherwise
+from ganger_master.decision_log.counterfactual import Counterfactual
 from ganger_master.decision_log.log_file import read_lines
 from ganger_master.decision_log.rerun import Rerun
 from ganger_master.policies import NAMES, policy_named
@@ -86,7 +86,7 @@ def test_every_policy_answers_on_a_recording_made_under_any_policy(tmp_path: Pat
     first = 100 * LIVE.index(policy)
     made = (recorded(tmp_path, eventful(seed, policy), many_jobs).path for seed in range(first, first + 10))
     path = next(path for path in made if shared_devices(path) >= 3)
-    rerun, others = Rerun(read_lines(path)), [Otherwise(name) for name in LIVE]
+    rerun, others = Rerun(read_lines(path)), [Counterfactual(name) for name in LIVE]
     for happening in rerun:
         for other in others:
             other.record(happening, rerun.state)

@@ -18,7 +18,7 @@ from ganger_master.core.job_model import JobSpec
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 from ganger_master.core.state_image import image_of
-from ganger_master.decision_log.counterfactual import Otherwise
+from ganger_master.decision_log.counterfactual import Counterfactual
 from ganger_master.decision_log.job_history import Story
 from ganger_master.decision_log.log_file import read_lines
 from ganger_master.decision_log.recording import FORMATS, BatchLine, CommandLine, Header, raw, state_lines
@@ -38,8 +38,8 @@ def replayed(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def otherwise(file: Path, policy: str) -> Otherwise:
-    rerun, other = Rerun(read_lines(file)), Otherwise(policy)
+def otherwise(file: Path, policy: str) -> Counterfactual:
+    rerun, other = Rerun(read_lines(file)), Counterfactual(policy)
     for happening in rerun:
         other.record(happening, rerun.state)
     return other
@@ -139,7 +139,7 @@ def test_a_planner_is_asked_for_its_plans_and_leaves_the_replay_as_it_was(
 
 @pytest.mark.parametrize("policy", ["las", "drf"])
 def test_a_planner_s_plans_keep_to_the_quotas_of_the_recorded_master(file: Path, policy: str) -> None:
-    rerun, other = Rerun(read_lines(file)), Otherwise(policy)
+    rerun, other = Rerun(read_lines(file)), Counterfactual(policy)
     most = 0
     for happening in rerun:
         before = len(other.planned)

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from faultsim.rank_processes import Ranks
-from ganger_master.core.commands import ObservedRows
-from ganger_master.core.desired_projection import DesiredGang, DesiredRows
+from ganger_master.core.commands import ObservedSlices
+from ganger_master.core.desired_projection import DesiredGang, DesiredSlices
 
 
 class NodeRotation(Protocol):
-    def hear(self, told: Sequence[DesiredRows]) -> None:
+    def hear(self, told: Sequence[DesiredSlices]) -> None:
         """The node sets of a desired set, complete; its gangs follow."""
 
     def know(self) -> None:
@@ -24,7 +24,7 @@ class NodeRotation(Protocol):
     def follow(self) -> None:
         """Lead the node sets of this node, and let each gang here run or park as ordered."""
 
-    def observed(self) -> tuple[ObservedRows, ...]: ...
+    def observed(self) -> tuple[ObservedSlices, ...]: ...
 
     def forget(self) -> None:
         """The disk with the notes is gone."""
@@ -39,7 +39,7 @@ class NodeRotation(Protocol):
 class NoTurns:
     """A daemon that switches no rows."""
 
-    def hear(self, told: Sequence[DesiredRows]) -> None: ...
+    def hear(self, told: Sequence[DesiredSlices]) -> None: ...
 
     def know(self) -> None: ...
 
@@ -48,7 +48,7 @@ class NoTurns:
 
     def follow(self) -> None: ...
 
-    def observed(self) -> tuple[ObservedRows, ...]:
+    def observed(self) -> tuple[ObservedSlices, ...]:
         return ()
 
     def forget(self) -> None: ...

@@ -10,8 +10,8 @@ from ganger.protocol import gang_orders
 from ganger.protocol.gang_orders import DesiredOrder, OrderKey, ParkLevel
 from ganger.protocol.group_rotation import GroupRotation, SlicedGang
 from ganger.protocol.slice_rotation import SliceMatrix, SliceMember, SlicePosition, SliceSwitch
-from ganger_master.core.commands import ObservedRows
-from ganger_master.core.desired_projection import DesiredGang, DesiredRows
+from ganger_master.core.commands import ObservedSlices
+from ganger_master.core.desired_projection import DesiredGang, DesiredSlices
 from ganger_master.core.gang_model import GangIntent
 from ganger_master.core.job_model import SuspendLevel
 from msgspec.structs import replace as other
@@ -30,7 +30,7 @@ class DaemonTurns:
 
     # -- what others say ----------------------------------------------------------------------------------------------
 
-    def hear(self, told: Sequence[DesiredRows]) -> None:
+    def hear(self, told: Sequence[DesiredSlices]) -> None:
         for rows in told:
             rotation = self.sets.get(rows.node_set)
             if rotation is None:
@@ -57,10 +57,10 @@ class DaemonTurns:
         rotation = self._set_of(one)
         return rotation is not None and self._set_of(two) is rotation and rotation.level is ParkLevel.PAUSE
 
-    def observed(self) -> tuple[ObservedRows, ...]:
+    def observed(self) -> tuple[ObservedSlices, ...]:
         return tuple(
             [
-                ObservedRows(
+                ObservedSlices(
                     number,
                     one.position.version,
                     max(one.matrices),

@@ -18,7 +18,7 @@ from ganger_master.core.commands import (
     CordonNode,
     Observe,
     ObservedGang,
-    ObservedRows,
+    ObservedSlices,
     OpenSession,
     ProposePlan,
     ResumeJob,
@@ -66,7 +66,7 @@ class Sharing(Drive):
         applied = desired.version if version is None else version
         late = 1 if self.is_slow else 0
         rows = tuple(
-            [ObservedRows(rows.node_set, rows.matrix.version - late, rows.matrix.version) for rows in desired.rows]
+            [ObservedSlices(rows.node_set, rows.matrix.version - late, rows.matrix.version) for rows in desired.rows]
         )
         command = Observe(node, self.sessions[node], self.observations, applied, gangs, storage_proved=True, rows=rows)
         return self.step(command)

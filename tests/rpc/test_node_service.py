@@ -12,7 +12,7 @@ from ganger.v1 import node_pb2
 from ganger.wire.endpoints import Endpoint
 from ganger.wire.errors import PageTokenInvalid, from_rpc_error
 from ganger_master.core.commands import OpenSession
-from ganger_master.core.gang_model import Matrix, NodeSet
+from ganger_master.core.gang_model import Matrix, TimesliceGroup
 from ganger_master.core.job_model import SuspendLevel
 from rpc.kit import Served, configuration_set, serving
 
@@ -28,7 +28,7 @@ async def joined(served: Served, count: int) -> None:
     for number in range(1, count // 2 + 1):
         nodes = (f"n{2 * number - 2:05}", f"n{2 * number - 1:05}")
         matrix = Matrix(1, (), 60.0, SuspendLevel.PAUSE)
-        served.master.writer.committed.sets[number] = NodeSet(number, nodes, nodes[0], matrix)
+        served.master.writer.committed.sets[number] = TimesliceGroup(number, nodes, nodes[0], matrix)
 
 
 def session(number: int) -> OpenSession:

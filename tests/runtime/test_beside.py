@@ -7,21 +7,21 @@ from pathlib import Path
 import pytest
 from ganger_master.core.node_model import Counters
 from ganger_master.runtime import state_directory
-from ganger_master.runtime.state_directory import Beside
+from ganger_master.runtime.state_directory import DatabaseMarks
 
 
-def version(written: Beside) -> int:
+def version(written: DatabaseMarks) -> int:
     marks = written.marks()
     assert marks is not None
     return marks.desired_version
 
 
 def test_the_marks_are_those_of_the_last_commit(tmp_path: Path) -> None:
-    written = Beside(tmp_path / "ganger.db")
+    written = DatabaseMarks(tmp_path / "ganger.db")
     for number in (1, 2, 1_000_000, 3):
         written.note([Counters(store="a", desired_version=number)])
         assert version(written) == number
-    assert version(Beside(tmp_path / "ganger.db")) == 3
+    assert version(DatabaseMarks(tmp_path / "ganger.db")) == 3
 
 
 def test_the_file_of_marks_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +33,7 @@ def test_the_file_of_marks_is_opened_once(tmp_path: Path, monkeypatch: pytest.Mo
         return really_open(path, flags, mode)
 
     monkeypatch.setattr(state_directory.os, "open", counted)
-    written = Beside(tmp_path / "ganger.db")
+    written = DatabaseMarks(tmp_path / "ganger.db")
     for number in range(50):
         written.note([Counters(store="a", desired_version=number)])
     assert opened == [tmp_path / "ganger.db.marks"]
@@ -42,7 +42,7 @@ def test_the_file_of_marks_is_opened_once(tmp_path: Path, monkeypatch: pytest.Mo
 def test_marks_that_were_removed_are_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(state_directory.time, "monotonic", lambda: now)
-    written = Beside(tmp_path / "ganger.db")
+    written = DatabaseMarks(tmp_path / "ganger.db")
     written.note([Counters(store="a", desired_version=1)])
     (tmp_path / "ganger.db.marks").unlink()
     now += 11.0

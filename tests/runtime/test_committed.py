@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from ganger_master.core.gang_model import Matrix, NodeSet
+from ganger_master.core.gang_model import Matrix, TimesliceGroup
 from ganger_master.core.job_model import SuspendLevel
-from ganger_master.runtime.publication import Committed, Publication
+from ganger_master.runtime.publication import CommittedState, Publication
 
 MATRIX = Matrix(1, ((1,), (2,)), 60.0, SuspendLevel.OFFLOAD)
 
 
 def test_a_watcher_of_all_jobs_wakes_when_a_matrix_is_active_and_when_it_is_gone() -> None:
-    committed = Committed()
+    committed = CommittedState()
     key = ("node_set", "1")
     with committed.watching_jobs() as news:
         news.mark.clear()
         committed.publish(Publication())
         assert not news.mark.is_set()
-        committed.publish(Publication({key: NodeSet(1, ("n1",), "n1", MATRIX)}))
+        committed.publish(Publication({key: TimesliceGroup(1, ("n1",), "n1", MATRIX)}))
         assert news.mark.is_set()
         assert committed.sets[1].coming is None
         news.mark.clear()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from ganger.client import Client
-    from ganger.history import Chapter, Happening, Totals
+    from ganger.history import HistoryEvent, HistorySection, Totals
     from ganger.v1.job_pb2 import Event
 
 follow_option = click.option("--follow", "-f", is_flag=True, help="Go on as things happen.")
@@ -91,7 +91,7 @@ def _print_history(client: Client, name: str, follow: bool, as_json: bool) -> No
     if as_json and not follow:
         print_json(_as_json(client, name))
         return
-    happenings: list[Happening] = []
+    happenings: list[HistoryEvent] = []
     printed = 0
     for news in client.follow_events(name) if follow else [client.list_events(name)]:
         happenings += map(happening, news)
@@ -235,7 +235,7 @@ def line(event: Event) -> str:
     return f"{_when(times.local_datetime(event.time))}  {event.subject:<8}  {event.kind:<15}  {text}".rstrip()
 
 
-def _chapter_line(chapter: Chapter) -> str:
+def _chapter_line(chapter: HistorySection) -> str:
     from ganger.wire import times
 
     return f"{_when(times.local_datetime(times.timestamp(chapter.time)))}  {chapter.text}"
@@ -247,7 +247,7 @@ def _when(then: datetime) -> str:
     return then.strftime("%H:%M:%S.%f" if is_today else "%Y-%m-%d %H:%M:%S.%f")[:-3]
 
 
-def _plain(chapter: Chapter) -> dict[str, Any]:
+def _plain(chapter: HistorySection) -> dict[str, Any]:
     from ganger.wire import times
 
     return {

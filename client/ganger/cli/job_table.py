@@ -9,7 +9,7 @@ from typing import Final
 
 from ganger.cli.options import number
 from ganger.console import bounded, short_enum
-from ganger.history import Happening, sentence
+from ganger.history import HistoryEvent, sentence
 from ganger.job import FINISHED
 from ganger.units import format_duration
 from ganger.v1 import array_pb2, job_pb2, job_service_pb2, resources_pb2
@@ -310,9 +310,9 @@ def change_rows(events: Iterable[Event], before: Iterable[tuple[str, ...]] = ())
     return shown
 
 
-def happening(event: Event) -> Happening:
+def happening(event: Event) -> HistoryEvent:
     """The event as plain values."""
-    return Happening(times.unix_s(event.time), event.kind, event.cause, event.message, dict(event.figures))
+    return HistoryEvent(times.unix_s(event.time), event.kind, event.cause, event.message, dict(event.figures))
 
 
 # What people look for first.

@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ganger.cluster.feasibility import Answers, CapacityTotals, FeasibilityQuery, TaskKind, TaskRoom, closest
+from ganger.cluster.feasibility import CapacityTotals, FeasibilityAnswers, FeasibilityQuery, TaskKind, TaskRoom, closest
 from ganger.cluster.node_classes import Alike, Entries, Family, Slots, together
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel
 from ganger.cluster.topology import Topology
@@ -239,13 +239,13 @@ class CapacityIndex:
             found = self._task_rooms[kind] = TaskRoom(kind)
         return found
 
-    def _levels(self, shape: GangShape) -> Answers[Family, int]:
+    def _levels(self, shape: GangShape) -> FeasibilityAnswers[Family, int]:
         of = (shape.gpus, *((shape.device_type, shape.device_memory_bytes) if shape.gpus else ("", 0)))
         found = self._levels_of.get(of)
         if found is None:
             if len(self._levels_of) >= _MOST_TALLIES:
                 self._levels_of.clear()
-            found = self._levels_of[of] = Answers(lambda family: closest(family, *of))
+            found = self._levels_of[of] = FeasibilityAnswers(lambda family: closest(family, *of))
         return found
 
     def _build(self) -> None:
@@ -254,7 +254,7 @@ class CapacityIndex:
         self._queries: dict[GangShape, FeasibilityQuery] = {}
         self._task_rooms: dict[TaskKind, TaskRoom] = {}
         # By devices, their type and what each must have left.
-        self._levels_of: dict[tuple[int, str, int], Answers[Family, int]] = {}
+        self._levels_of: dict[tuple[int, str, int], FeasibilityAnswers[Family, int]] = {}
         self._tallies: dict[tuple[TaskKind, int], CapacityTotals] = {}
         # By question: the first slot that may have room. No node before it had room, and none has got any since.
         self._passed_over: dict[Hashable, int] = {}

@@ -109,7 +109,7 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 
-class Answers(dict[K, T]):
+class FeasibilityAnswers(dict[K, T]):
     """Answers by key, each computed at its first use."""
 
     def __init__(self, answer: Callable[[K], T]) -> None:
@@ -138,7 +138,7 @@ class TaskRoom:
         self.kind = kind
         self._single = GangShape((Role("", 1, kind.task),))
         self._needs: dict[Topology, Needs] = {}
-        self.of: Answers[Alike, int] = Answers(self._room)
+        self.of: FeasibilityAnswers[Alike, int] = FeasibilityAnswers(self._room)
         # By number of the entry of the index.
         self._known, self._count = np.zeros(1, np.int64), 1
 
@@ -207,7 +207,7 @@ class FeasibilityQuery:
         view: View,
         shape: GangShape,
         task_room: Callable[[TaskKind], TaskRoom],
-        levels: Callable[[GangShape], Answers[Family, int]],
+        levels: Callable[[GangShape], FeasibilityAnswers[Family, int]],
     ) -> None:
         self._view = view
         self.shape = shape
@@ -223,7 +223,7 @@ class FeasibilityQuery:
         self._whole: dict[Topology, Needs] = {}
         # Level of the closest devices for the whole gang, FAR where there are too few; without cores and memory.
         self.level = levels(shape)
-        self._memos: dict[Hashable, Answers[Any, Any]] = {}
+        self._memos: dict[Hashable, FeasibilityAnswers[Any, Any]] = {}
 
     def whole(self, topology: Topology) -> Needs:
         """Return the cores and memory that the whole gang needs on one such node."""
@@ -249,7 +249,7 @@ class FeasibilityQuery:
         """Return a mapping that calls `answer` once for each class of equal nodes. Equal `key`s share one mapping."""
         known = self._memos.get(key)
         if known is None:
-            known = self._memos[key] = Answers(answer)
+            known = self._memos[key] = FeasibilityAnswers(answer)
         return known
 
     @cached_property

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ganger.injob.page_access import Access, Filed, Mapped, PageError, Words
+from ganger.injob.page_access import Access, FilePage, MappedPage, PageError, Words
 from ganger.injob.page_layout import (
     CHECKPOINT_BIT,
     MAGIC,
@@ -178,7 +178,7 @@ class Page:
             except OSError:
                 os.close(descriptor)
                 raise
-            page = cls(path, Mapped(descriptor) if mapped else Filed(path, descriptor))
+            page = cls(path, MappedPage(descriptor) if mapped else FilePage(path, descriptor))
             page.set(Word.EPOCH, epoch)
             page.set(Word.RANK, rank)
             page.set(Word.WORLD, world)
@@ -202,7 +202,7 @@ class Page:
         if size != PAGE_BYTES:
             os.close(descriptor)
             raise PageError(f"control page {path} has {size} bytes instead of {PAGE_BYTES}: it is damaged")
-        page = cls(path, Mapped(descriptor, writable) if mapped else Filed(path, descriptor))
+        page = cls(path, MappedPage(descriptor, writable) if mapped else FilePage(path, descriptor))
         try:
             found = page.get(Word.MAGIC)
             if found >> 16 != MAGIC:

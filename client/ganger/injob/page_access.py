@@ -41,7 +41,7 @@ class Access(Protocol):
         """Close the file, without deleting it."""
 
 
-class Mapped:
+class MappedPage:
     """Loads and stores. Takes over ``descriptor``."""
 
     def __init__(self, descriptor: int, writable: bool = True) -> None:
@@ -61,7 +61,7 @@ class Mapped:
         self._memory.close()
 
 
-class Filed:
+class FilePage:
     """System calls, some 0.3 us each. Takes over ``descriptor``. Reading a page that was cut off raises PageError."""
 
     def __init__(self, path: str, descriptor: int) -> None:

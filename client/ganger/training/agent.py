@@ -17,13 +17,13 @@ from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any, Callable
 
 from ganger.training import rank_processes
-from ganger.training.replay import Diversion
+from ganger.training.replay import OutputReplay
 
 if TYPE_CHECKING:
     from ganger.training.unmodified_script import UnmodifiedScript
 
 _script: UnmodifiedScript | None = None
-_diversion: Diversion | None = None
+_diversion: OutputReplay | None = None
 _waiting: _AfterImport | None = None
 _is_installed = False
 
@@ -36,7 +36,7 @@ def install() -> None:
         return
     _is_installed = True
     if os.environ.get("GANGER_RESTORE") and not rank_processes.is_child():
-        _diversion = Diversion(_replay_log())
+        _diversion = OutputReplay(_replay_log())
         atexit.register(_ended_too_early)
     if "torch" in sys.modules:
         _hook()

@@ -155,7 +155,7 @@ TAIL_BYTES = 8192
 _OPEN_FOR_THEIR_CALLER = frozenset({"codecs", "io", "pathlib"})
 
 
-class Diversion:
+class OutputReplay:
     """On from creation until `end`. Works on descriptors, so output of C code is caught too."""
 
     def __init__(self, log_path: str) -> None:

@@ -22,7 +22,7 @@ import torch
 from ganger.training.state import TrainingObjects, unwrapped
 
 
-class OwnFiles:
+class ScriptFiles:
     """`is_repeating`: whether the script is on its way back, when what it saves would spoil its files."""
 
     def __init__(self, is_repeating: Callable[[], bool]) -> None:

@@ -24,8 +24,8 @@ from ganger.injob.page_layout import EXIT_NO_STATE, Capability, Opaque, PagePhas
 from ganger.training.loops import Loop, OneBatch, Resumed
 from ganger.training.progress_reporter import ProgressReporter
 from ganger.training.rank_processes import keep_default_group
-from ganger.training.replay import Diversion, counted_by, fetch_place, loops_inside_pass
-from ganger.training.script_objects import Discovery, OwnFiles
+from ganger.training.replay import OutputReplay, counted_by, fetch_place, loops_inside_pass
+from ganger.training.script_objects import Discovery, ScriptFiles
 from ganger.training.script_variables import Variables
 from ganger.training.state import TrainingObjects, capture, restore_random
 from ganger.training.state_codec import StateNotSupportedError, tell
@@ -41,7 +41,7 @@ NO_LOADER = "its batches come from no DataLoader, or from one it began to read b
 class UnmodifiedScript:
     """One process. Inert until a loop begins in the process of the rank with an optimizer alive."""
 
-    def __init__(self, diversion: Diversion | None) -> None:
+    def __init__(self, diversion: OutputReplay | None) -> None:
         self._diversion = diversion
         self._retired = False
         # The agent has failed: steps are counted, no order is obeyed.
@@ -69,7 +69,7 @@ class UnmodifiedScript:
         self._variables = Variables(lambda: [(loop.number, loop.loader) for loop in self._living() if loop is not None])
         self._examined: weakref.ref[Loop] | None = None
         self._sites: set[Any] = set()
-        self._files = OwnFiles(lambda: self._going_back and not self._retired)
+        self._files = ScriptFiles(lambda: self._going_back and not self._retired)
         self._boundary_loop: Loop | None = None
         # going back
         self._going_back = diversion is not None

@@ -30,8 +30,8 @@ from ganger_daemon.checkpoints import storage as layout
 from ganger_daemon.checkpoints.storage import (
     CheckpointName,
     Described,
-    Gathering,
     Shard,
+    ShardCollection,
     ShardReport,
     checkpoints_directory,
     complete,
@@ -75,7 +75,7 @@ Run = Callable[..., Awaitable[Any]]
 Report = Callable[[ShardReport], Awaitable[bool]]
 
 
-class Keeper:
+class GangCheckpoints:
     """`publish(tmp, final, manifest)` blocks (the launcher does it) and raises StorageError, or OSError for what may
     pass; `report`, of a member, sends the leader shards or a refusal, and returns whether the checkpoint is published.
     `wanted`: checkpoints the master would start the job from; None: not known, and nothing is removed. `run` calls
@@ -102,7 +102,7 @@ class Keeper:
         self._changed = changed
         self.wanted = wanted
         self._run = run
-        self._gatherings: dict[int, Gathering] = {}
+        self._gatherings: dict[int, ShardCollection] = {}
         self._described: dict[tuple[int, int], Shard] = {}  # by (agreement, rank)
         self._refused: dict[int, str] = {}
         self._reported_refusal = 0  # the agreement whose refusal the leader has received
@@ -204,7 +204,7 @@ class Keeper:
         """Leader's side: add shards of some ranks, and publish once all are there."""
         assert self._leads, "only the leader gathers shards"
         async with self._lock:
-            gathering = self._gatherings.get(agreement, Gathering(self._world, step)).add(step, shards)
+            gathering = self._gatherings.get(agreement, ShardCollection(self._world, step)).add(step, shards)
             self._gatherings = {agreement: gathering}
             if not gathering.complete or agreement in self.handed or agreement in self._refused:
                 return
@@ -224,7 +224,7 @@ class Keeper:
             self.handed[agreement] = step
         self._changed()
 
-    def _publish_now(self, storage: Path, gathering: Gathering) -> None:
+    def _publish_now(self, storage: Path, gathering: ShardCollection) -> None:
         tmp, final = directories(storage, self._job_uid, self._epoch, gathering.step)
         if not (final.exists() and not tmp.exists()):
             hit("mid-fsync")

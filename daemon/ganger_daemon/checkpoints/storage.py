@@ -170,20 +170,20 @@ class ShardReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Gathering:
+class ShardCollection:
     """Shards of one agreement, collected until every rank has reported its own."""
 
     world: int
     step: int
     shards: Mapping[int, Shard] = field(default_factory=dict)
 
-    def add(self, step: int, shards: tuple[Shard, ...]) -> Gathering:
+    def add(self, step: int, shards: tuple[Shard, ...]) -> ShardCollection:
         """Return the gathering with these shards added. Shards of a newer step replace those of an older one."""
         if step < self.step:
             return self
         known = dict(self.shards) if step == self.step else {}
         known.update({shard.rank: shard for shard in shards if 0 <= shard.rank < self.world})
-        return Gathering(self.world, step, known)
+        return ShardCollection(self.world, step, known)
 
     @property
     def complete(self) -> bool:
@@ -194,7 +194,7 @@ class Gathering:
         return sum(shard.size_bytes for shard in self.shards.values())
 
 
-def manifest(gathering: Gathering, job_uid: str, epoch: int, time_s: float) -> dict[str, Any]:
+def manifest(gathering: ShardCollection, job_uid: str, epoch: int, time_s: float) -> dict[str, Any]:
     assert gathering.complete, "a manifest is written when all shards are there"
     return {
         "format": MANIFEST_FORMAT,

@@ -21,7 +21,7 @@ from ganger.injob.page_layout import CHECKPOINT_BIT, Capability, PageParkLevel
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
 from ganger.wire.times import seconds
 
-from ganger_daemon.checkpoints.gang_checkpoints import Keeper, StorageError, publish_here
+from ganger_daemon.checkpoints.gang_checkpoints import GangCheckpoints, StorageError, publish_here
 from ganger_daemon.checkpoints.storage import CheckpointName, ShardReport, parse_final
 from ganger_daemon.core import escalation
 from ganger_daemon.core.gang_judgement import PartOutcome, PartOutcomeKind, PartPhase
@@ -53,7 +53,7 @@ class CheckpointCoordinator:
         self._members = desired.members
         self._launcher = launcher
         self._tidy_due = False
-        self.keeper = Keeper(
+        self.keeper = GangCheckpoints(
             desired.job_uid,
             desired.epoch,
             self._part.world,

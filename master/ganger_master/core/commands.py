@@ -258,7 +258,7 @@ class FinishedGang(Struct, frozen=True, gc=False):
     checkpoint: Checkpoint | None = None
 
 
-class ObservedRows(Struct, frozen=True, gc=False):
+class ObservedSlices(Struct, frozen=True, gc=False):
     """A node's report on its time-slice group: the versions of its active and its newest matrix, the slice that runs,
     the seconds of the last switch (zero: none yet), and the gangs that cannot be time-sliced."""
 
@@ -280,7 +280,7 @@ class Observe(Struct, frozen=True, gc=False):
     gangs: tuple[ObservedGang, ...] = ()
     device_faults: Mapping[int, str] = field(default_factory=dict)
     storage_proved: bool = False
-    rows: tuple[ObservedRows, ...] = ()
+    rows: tuple[ObservedSlices, ...] = ()
     # Sent only during a restore.
     finished: tuple[FinishedGang, ...] = ()
 

@@ -76,7 +76,7 @@ class DesiredSource(Protocol):
     def desired(self) -> DesiredGang: ...
 
 
-class DesiredRows(Struct, frozen=True, gc=False):
+class DesiredSlices(Struct, frozen=True, gc=False):
     """The slice matrix as a node of the group gets it. The first member leads."""
 
     node_set: int
@@ -92,7 +92,7 @@ class DesiredSet(Struct, frozen=True, gc=False):
     wanted: tuple[DesiredSource, ...] = ()
     acknowledged_epochs: tuple[int, ...] = ()
     strays: tuple[DesiredGang, ...] = ()
-    rows: tuple[DesiredRows, ...] = ()
+    rows: tuple[DesiredSlices, ...] = ()
     # Epochs of gangs whose orders the daemon is to send.
     describe: tuple[int, ...] = ()
 

@@ -12,7 +12,7 @@ from ganger.cluster.resources import Claim
 from msgspec.structs import replace
 
 from ganger_master.core.commands import ObservedGang
-from ganger_master.core.desired_projection import DesiredGang, DesiredRows, DesiredSet, GangMember, Party, Projected
+from ganger_master.core.desired_projection import DesiredGang, DesiredSet, DesiredSlices, GangMember, Party, Projected
 from ganger_master.core.gang_model import Gang, GangIntent, ObservedPhase
 from ganger_master.core.node_model import Node, Stray
 from ganger_master.core.state import State
@@ -53,7 +53,7 @@ def undescribed(gangs: Iterable[ObservedGang]) -> tuple[int, ...]:
     return tuple(sorted({gang.epoch for gang in gangs if gang.told is None and gang.phase is not ObservedPhase.ENDED}))
 
 
-def rows_on(state: State, node: str) -> tuple[DesiredRows, ...]:
+def rows_on(state: State, node: str) -> tuple[DesiredSlices, ...]:
     """Return the slice matrices of a node: that of the one group it is in."""
     number = state.gangs.set_on.get(node)
     if number is None:
@@ -64,7 +64,7 @@ def rows_on(state: State, node: str) -> tuple[DesiredRows, ...]:
     for name in (node_set.leader, *others):
         known = state.nodes.get(name)
         members.append(GangMember(name, known.peer_address if known else "", known.stream_address if known else "", ()))
-    return (DesiredRows(number, node_set.set_epoch, node_set.newest, tuple(members)),)
+    return (DesiredSlices(number, node_set.set_epoch, node_set.newest, tuple(members)),)
 
 
 def refresh(state: State) -> list[str]:

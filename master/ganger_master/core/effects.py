@@ -15,7 +15,7 @@ from ganger.cluster.resources import ConfigurationSet
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ganger_master.core.gang_model import Gang, NodeSet
+from ganger_master.core.gang_model import Gang, TimesliceGroup
 from ganger_master.core.job_model import JobRecord, Request
 from ganger_master.core.node_model import Counters, Element, Node
 
@@ -63,7 +63,7 @@ ELEMENT_TYPES: Final[Mapping[str, type[Element]]] = {
     "job": JobRecord,
     "request": Request,
     "gang": Gang,
-    "node_set": NodeSet,
+    "node_set": TimesliceGroup,
     "counters": Counters,
 }
 

@@ -451,7 +451,7 @@ def _at_rest(state: State, job: JobRecord) -> str:
             return f"it has ended: {job.state.value}"
 
 
-class OnTheWay(Struct, frozen=True, gc=False):
+class RoomInProgress(Struct, frozen=True, gc=False):
     """A job that leaves `source` to make room; `destination` is empty if it is parked. `phase`: of the source."""
 
     number: int
@@ -461,7 +461,7 @@ class OnTheWay(Struct, frozen=True, gc=False):
     phase: GangPhase
 
 
-def making_room_for(state: State, number: int) -> tuple[OnTheWay, ...]:
+def making_room_for(state: State, number: int) -> tuple[RoomInProgress, ...]:
     """Return the jobs that make room for a pending one, by number."""
     found = []
     for mover in sorted(state.jobs.live):
@@ -471,9 +471,9 @@ def making_room_for(state: State, number: int) -> tuple[OnTheWay, ...]:
             continue
         destination = state.gangs.get(job.next_epoch)
         if destination is not None and destination.purpose.job == number:
-            found.append(OnTheWay(mover, destination.purpose, gang.nodes, destination.nodes, gang.phase))
+            found.append(RoomInProgress(mover, destination.purpose, gang.nodes, destination.nodes, gang.phase))
         elif destination is None and gang.parked_by_plan and gang.purpose.job == number:
-            found.append(OnTheWay(mover, gang.purpose, gang.nodes, (), gang.phase))
+            found.append(RoomInProgress(mover, gang.purpose, gang.nodes, (), gang.phase))
     return tuple(found)
 
 

@@ -266,7 +266,7 @@ class Matrix(Struct, frozen=True, gc=False, omit_defaults=True):
         return frozenset([epoch for row in self.rows for epoch in row])
 
 
-class NodeSet(Struct, frozen=True, gc=False, omit_defaults=True):
+class TimesliceGroup(Struct, frozen=True, gc=False, omit_defaults=True):
     """A time-slice group: nodes whose gangs are time-sliced, led by one of them. No node is in two groups."""
 
     number: int

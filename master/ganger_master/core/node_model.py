@@ -9,7 +9,7 @@ from typing import TypeAlias
 from ganger.cluster.resources import ConfigurationSet
 from msgspec import Struct, field
 
-from ganger_master.core.gang_model import Gang, NodeSet, ObservedPhase, Outcome, StoredOrder
+from ganger_master.core.gang_model import Gang, ObservedPhase, Outcome, StoredOrder, TimesliceGroup
 from ganger_master.core.job_model import JobRecord, Request, SuspendLevel
 
 
@@ -149,4 +149,4 @@ class Counters(Struct):
     restoring: PendingRestore | None = None
 
 
-Element: TypeAlias = JobRecord | Request | Gang | Node | NodeSet | ConfigurationSet | Counters
+Element: TypeAlias = JobRecord | Request | Gang | Node | TimesliceGroup | ConfigurationSet | Counters

@@ -20,12 +20,12 @@ from ganger_master.core.commands import FinishedGang, Observe, ObservedGang, Rec
 from ganger_master.core.gang_model import (
     Gang,
     GangIntent,
-    NodeSet,
     ObservedPhase,
     Outcome,
     OutcomeKind,
     Piece,
     StoredOrder,
+    TimesliceGroup,
 )
 from ganger_master.core.job_model import Failure, JobRecord, SuspendLevel
 from ganger_master.core.node_model import Stray
@@ -312,7 +312,7 @@ def _is_kept(state: State, epoch: int, alive: Mapping[str, LiveGangs], verdicts:
     return isinstance(verdicts.get(gang.job), KeepVerdict) and gang.intent is not GangIntent.STOP and not is_reported
 
 
-def _shrink_set(state: State, node_set: NodeSet, kept: Sequence[int]) -> None:
+def _shrink_set(state: State, node_set: TimesliceGroup, kept: Sequence[int]) -> None:
     """Leave only these gangs in a time-slice group; without any it is forgotten."""
     state.forget_set(node_set.number)
     if not kept:

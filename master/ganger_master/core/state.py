@@ -16,10 +16,10 @@ from ganger.cluster.view import View
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ganger_master.core.commands import Observe, ObservedRows, RecordedEnd
+from ganger_master.core.commands import Observe, ObservedSlices, RecordedEnd
 from ganger_master.core.desired_projection import DesiredProjection
 from ganger_master.core.effects import Dirty, HistoryRow, StoredChanges, Unstored, cut
-from ganger_master.core.gang_model import Gang, NodeSet, StoredOrder
+from ganger_master.core.gang_model import Gang, StoredOrder, TimesliceGroup
 from ganger_master.core.job_model import JobRecord, Request
 from ganger_master.core.node_model import Counters, Node
 from ganger_master.core.queue import Blocked, JobQueue, LeaseTable, Place
@@ -225,7 +225,7 @@ class State:
             del self.gangs.places_on[name]
         self.unstored.remove(("node", name))
 
-    def put_set(self, node_set: NodeSet) -> None:
+    def put_set(self, node_set: TimesliceGroup) -> None:
         old = self.gangs.sets.get(node_set.number)
         if old == node_set:
             return
@@ -239,7 +239,7 @@ class State:
         self.unstored.remove(("node_set", str(number)))
         self._renew_set(node_set)
 
-    def note_rows(self, node: str, seen: Iterable[ObservedRows]) -> None:
+    def note_rows(self, node: str, seen: Iterable[ObservedSlices]) -> None:
         """Record what a node reports of its time slices; groups with news are reviewed."""
         for rows in seen:
             if self.gangs.note_rows(node, rows):
@@ -431,7 +431,7 @@ class State:
         if job.epoch or queue.resuming:
             queue.list_resuming(number, waits and job.epoch > 0)
 
-    def _renew_set(self, *node_sets: NodeSet) -> None:
+    def _renew_set(self, *node_sets: TimesliceGroup) -> None:
         for node_set in node_sets:
             for node in node_set.nodes:
                 self.dirty.wants[node] = []

@@ -18,11 +18,11 @@ from ganger.cluster.view_image import ViewImage, image_of_view, view_of_image
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ganger_master.core.commands import Observe, ObservedGang, ObservedRows, RecordedEnd
+from ganger_master.core.commands import Observe, ObservedGang, ObservedSlices, RecordedEnd
 from ganger_master.core.desired_projection import GangMember, Party, Projected
 from ganger_master.core.desired_state import project
 from ganger_master.core.effects import ELEMENT_TYPES, Dirty
-from ganger_master.core.gang_model import Gang, NodeSet
+from ganger_master.core.gang_model import Gang, TimesliceGroup
 from ganger_master.core.job_model import JobRecord, Request
 from ganger_master.core.node_model import Counters, Element, Node
 from ganger_master.core.queue import Blocked, GrantedLease, ReservedPlaces
@@ -50,9 +50,9 @@ class Image(Struct, frozen=True, gc=False):
     nodes: tuple[Node, ...] = ()
     jobs: tuple[JobRecord, ...] = ()
     gangs: tuple[Gang, ...] = ()
-    sets: tuple[NodeSet, ...] = ()
+    sets: tuple[TimesliceGroup, ...] = ()
     # With the node that reported it.
-    rows_seen: tuple[tuple[str, ObservedRows], ...] = ()
+    rows_seen: tuple[tuple[str, ObservedSlices], ...] = ()
     former: tuple[Request, ...] = ()
     devices: int = 0
     free_devices: int = 0
@@ -321,7 +321,7 @@ def restored(settings: CoreSettings, elements: Iterable[Element], now: float, fo
         state.put_job(job)
     state.jobs.order_finished()
     for node_set in by_kind["node_set"]:
-        assert isinstance(node_set, NodeSet)
+        assert isinstance(node_set, TimesliceGroup)
         state.put_set(node_set)
     for request in sorted((r for r in by_kind["request"] if isinstance(r, Request)), key=lambda one: one.time):
         state.jobs.put_request(request)

@@ -12,8 +12,8 @@ from ganger.cluster.topology import Topology, bits
 from ganger.job_state import JobState
 from msgspec.structs import replace
 
-from ganger_master.core.commands import ObservedGang, ObservedRows
-from ganger_master.core.gang_model import Gang, NodeSet
+from ganger_master.core.commands import ObservedGang, ObservedSlices
+from ganger_master.core.gang_model import Gang, TimesliceGroup
 from ganger_master.core.job_model import JobRecord, Request
 from ganger_master.core.node_model import Node
 from ganger_master.core.user_usage import Holdings, Shares
@@ -128,11 +128,11 @@ class GangIndex(dict[int, Gang]):
         super().__init__()
         self.epochs_of: dict[int, list[int]] = {}
         self.places_on: dict[str, dict[int, int]] = {}
-        self.sets: dict[int, NodeSet] = {}
+        self.sets: dict[int, TimesliceGroup] = {}
         self.set_of: dict[int, int] = {}
         self.set_on: dict[str, int] = {}
         self.last_reports: dict[tuple[str, int], tuple[ObservedGang, Gang, JobRecord]] = {}
-        self.rows_seen: dict[tuple[int, str], ObservedRows] = {}
+        self.rows_seen: dict[tuple[int, str], ObservedSlices] = {}
 
     def of_job(self, number: int) -> list[Gang]:
         """Return all gangs of a job that still have something somewhere, oldest first."""
@@ -207,7 +207,7 @@ class GangIndex(dict[int, Gang]):
     def note_report(self, node: str, report: ObservedGang, gang: Gang, job: JobRecord) -> None:
         self.last_reports[node, report.epoch] = (report, gang, job)
 
-    def put_set(self, node_set: NodeSet) -> None:
+    def put_set(self, node_set: TimesliceGroup) -> None:
         old = self.sets.get(node_set.number)
         if old is not None:
             self._unindex_set(old)
@@ -218,14 +218,14 @@ class GangIndex(dict[int, Gang]):
         for node in node_set.nodes:
             self.set_on[node] = node_set.number
 
-    def forget_set(self, number: int) -> NodeSet:
+    def forget_set(self, number: int) -> TimesliceGroup:
         node_set = self.sets.pop(number)
         self._unindex_set(node_set)
         for node in node_set.nodes:
             self.rows_seen.pop((number, node), None)
         return node_set
 
-    def note_rows(self, node: str, rows: ObservedRows) -> bool:
+    def note_rows(self, node: str, rows: ObservedSlices) -> bool:
         """Record what a node reports of the slices of a group; return whether that is news."""
         key = rows.node_set, node
         if rows.node_set not in self.sets or self.rows_seen.get(key) == rows:
@@ -233,7 +233,7 @@ class GangIndex(dict[int, Gang]):
         self.rows_seen[key] = rows
         return True
 
-    def _unindex_set(self, node_set: NodeSet) -> None:
+    def _unindex_set(self, node_set: TimesliceGroup) -> None:
         for row in node_set.rows:
             for epoch in row:
                 self.set_of.pop(epoch, None)

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from ganger_master.core import approval, events, timeslice_groups
 from ganger_master.core.elastic import shape_for
-from ganger_master.core.gang_model import NodeSet
+from ganger_master.core.gang_model import TimesliceGroup
 from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.plan_changes import PlanChange, SliceChange
 from ganger_master.core.state import State
@@ -122,7 +122,7 @@ def _staying(
     state: State,
     members: Mapping[int, SlicedMember],
     rows: Sequence[Sequence[int]],
-    before: NodeSet | None,
+    before: TimesliceGroup | None,
     held: Mapping[str, Claim],
 ) -> tuple[tuple[tuple[int, ...], ...], dict[int, tuple[SlicedMember, tuple[int, ...]]]]:
     """Return the time slices, and the present place and slices of each member that moves within this group.
@@ -215,7 +215,7 @@ def _check_quantum(state: State, change: SliceChange) -> None:
         refuse(change.number, Reason.QUANTUM, figures)
 
 
-def _check_complete(state: State, before: NodeSet, members: Mapping[int, SlicedMember]) -> None:
+def _check_complete(state: State, before: TimesliceGroup, members: Mapping[int, SlicedMember]) -> None:
     for epoch in timeslice_groups.members(state, before):
         number = state.gangs[epoch].job
         member = members.get(number)
@@ -228,7 +228,7 @@ def _check_complete(state: State, before: NodeSet, members: Mapping[int, SlicedM
             refuse(number, Reason.WRONG_STATE, {"epoch": epoch}, detail=detail)
 
 
-def _check_nodes(state: State, before: NodeSet | None, members: Mapping[int, SlicedMember]) -> None:
+def _check_nodes(state: State, before: TimesliceGroup | None, members: Mapping[int, SlicedMember]) -> None:
     for number, member in members.items():
         for claim in member.claims:
             node = state.nodes.get(claim.node)
@@ -255,7 +255,7 @@ def _check_priorities(members: Mapping[int, SlicedMember], rows: Sequence[Sequen
                     refuse(number, Reason.WRONG_STATE, figures, claim.node, "only equal priorities take turns")
 
 
-def _held(state: State, before: NodeSet | None, members: Mapping[int, SlicedMember]) -> dict[str, Claim]:
+def _held(state: State, before: TimesliceGroup | None, members: Mapping[int, SlicedMember]) -> dict[str, Claim]:
     """Return what the present members hold together, by node: members that come may use it in other slices."""
     epochs = {member.gang.epoch for member in members.values() if member.gang is not None and not member.moves}
     if before is not None:

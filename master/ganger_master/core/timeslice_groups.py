@@ -18,9 +18,9 @@ from ganger.job_state import JobState
 from msgspec.structs import replace
 
 from ganger_master.core import attempts, colocation, ending, gang_orders, moves, placement_leases
-from ganger_master.core.commands import ObservedRows
+from ganger_master.core.commands import ObservedSlices
 from ganger_master.core.events import RowsChanged
-from ganger_master.core.gang_model import Gang, GangIntent, Matrix, NodeSet, Piece
+from ganger_master.core.gang_model import Gang, GangIntent, Matrix, Piece, TimesliceGroup
 from ganger_master.core.state import State
 
 Cores: TypeAlias = tuple[int, ...]
@@ -75,7 +75,7 @@ def change(state: State, event: RowsChanged) -> None:
         number = state.counters.next_set
         state.counters.next_set += 1
         matrix = Matrix(1, epochs, event.quantum_seconds, event.level)
-        state.put_set(NodeSet(number, nodes, nodes[0], matrix))
+        state.put_set(TimesliceGroup(number, nodes, nodes[0], matrix))
     else:
         number = before.number
         matrix = Matrix(before.active.version + 1, epochs, event.quantum_seconds, event.level)
@@ -146,7 +146,7 @@ def takes_turns(gang: Gang | None) -> bool:
     return gang is not None and any(_on_devices(piece) for piece in gang.pieces)
 
 
-def members(state: State, node_set: NodeSet) -> list[int]:
+def members(state: State, node_set: TimesliceGroup) -> list[int]:
     """Return the epochs that are time-sliced in a group, in order. A gang that left, and runs on devices of its own, is
     not a member because of a matrix that is about to end."""
     newest = node_set.newest.epochs
@@ -209,7 +209,7 @@ def _review(state: State, number: int, now: float, cause: str) -> None:
     state.dirty.sets.pop(number, None)
 
 
-def _give_up_unable(state: State, node_set: NodeSet, now: float, cause: str) -> None:
+def _give_up_unable(state: State, node_set: TimesliceGroup, now: float, cause: str) -> None:
     """Requeue gangs that turn out to be unable to stop for a slice switch: they would keep their devices from the other
     gangs for ever. Their jobs continue from the last checkpoint, on devices of their own."""
     unable = {
@@ -267,7 +267,7 @@ def _largest(sums: Sequence[Cores]) -> Cores:
     return tuple([max(cores) for cores in zip(*sums, strict=True)])
 
 
-def _needs_no_turns(state: State, node_set: NodeSet, live: Sequence[int]) -> bool:
+def _needs_no_turns(state: State, node_set: TimesliceGroup, live: Sequence[int]) -> bool:
     """Return whether all remaining gangs can run at once."""
     gangs = [state.gangs[epoch] for epoch in live]
     if not is_free_of_turns([gang.claims for gang in gangs]):
@@ -289,7 +289,7 @@ def _sums(rows: Sequence[Sequence[int]], needs: Mapping[int, Cores]) -> list[Cor
     return found
 
 
-def _dissolve(state: State, node_set: NodeSet, live: Sequence[int], now: float, cause: str) -> None:
+def _dissolve(state: State, node_set: TimesliceGroup, live: Sequence[int], now: float, cause: str) -> None:
     state.forget_set(node_set.number)
     for epoch in live:
         gang = state.gangs[epoch]
@@ -302,7 +302,7 @@ def _dissolve(state: State, node_set: NodeSet, live: Sequence[int], now: float, 
         state.history(now, job, "turns_ended", cause, node_set=node_set.number)
 
 
-def _charge(state: State, node_set: NodeSet, live: Collection[int]) -> None:
+def _charge(state: State, node_set: TimesliceGroup, live: Collection[int]) -> None:
     gangs = [state.gangs[epoch] for epoch in live]
     by_node = {
         node: charges(node_set.rows, _needs_on(gangs, node)) for node in {node for gang in gangs for node in gang.nodes}
@@ -334,7 +334,7 @@ def _nodes_of(state: State, epochs: Iterable[int]) -> tuple[str, ...]:
     return tuple(sorted({node for epoch in epochs for node in state.gangs[epoch].nodes}))
 
 
-def running_row(node_set: NodeSet, seen: Mapping[tuple[int, str], ObservedRows]) -> tuple[int, int] | None:
+def running_row(node_set: TimesliceGroup, seen: Mapping[tuple[int, str], ObservedSlices]) -> tuple[int, int] | None:
     """Return the version of the matrix and the slice (from 0) that runs; None if no report names a valid matrix."""
     said = seen.get((node_set.number, node_set.leader))
     for matrix in (node_set.active, node_set.coming):
@@ -343,7 +343,7 @@ def running_row(node_set: NodeSet, seen: Mapping[tuple[int, str], ObservedRows])
     return None
 
 
-def has_turn(node_set: NodeSet, seen: Mapping[tuple[int, str], ObservedRows], epoch: int) -> bool | None:
+def has_turn(node_set: TimesliceGroup, seen: Mapping[tuple[int, str], ObservedSlices], epoch: int) -> bool | None:
     """Return whether the slice that runs has the gang; None if no report tells which one runs."""
     running = running_row(node_set, seen)
     if running is None:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from ganger_master.core import colocation, gang_orders, timeslice_groups
 from ganger_master.core.answers import Refused
 from ganger_master.core.colocation import has_arenas
-from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, NodeSet
+from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, TimesliceGroup
 from ganger_master.core.gang_orders import has_two_worlds
 from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.moves import can_hand_over
@@ -65,7 +65,7 @@ class SlicedMember:
         return self.gang.lacking_claims[place].memory_bytes if self.rests else 0
 
 
-def proposed_member(state: State, change: SliceChange, before: NodeSet | None) -> SlicedMember:
+def proposed_member(state: State, change: SliceChange, before: TimesliceGroup | None) -> SlicedMember:
     """Return the member that a change proposes for the set `before` (None: a new set). Raises MatrixRefusedError."""
     job = _may_take_turns(state, change)
     gang = state.gangs.get(job.epoch)
@@ -99,7 +99,7 @@ def _may_take_turns(state: State, change: SliceChange) -> JobRecord:
 
 
 def _running(
-    state: State, change: SliceChange, job: JobRecord, gang: Gang | None, before: NodeSet | None
+    state: State, change: SliceChange, job: JobRecord, gang: Gang | None, before: TimesliceGroup | None
 ) -> SlicedMember:
     """Return the member for a job that runs, and stays or moves. Raises MatrixRefusedError."""
     is_active = gang is not None and gang.role is GangRole.ACTIVE

@@ -16,7 +16,7 @@ from ganger import __version__
 from ganger.console import Within
 
 if TYPE_CHECKING:
-    from ganger_master.decision_log.counterfactual import Otherwise
+    from ganger_master.decision_log.counterfactual import Counterfactual
     from ganger_master.decision_log.job_history import Story
     from ganger_master.decision_log.recording import Header, Line
     from ganger_master.decision_log.render import LogSummary
@@ -38,7 +38,7 @@ def replay(file: Path, number: int | None, until: float | None, policy: str | No
     from ganger.console import CommandError, ExitCode
 
     from ganger_master.decision_log import render
-    from ganger_master.decision_log.counterfactual import Otherwise
+    from ganger_master.decision_log.counterfactual import Counterfactual
     from ganger_master.decision_log.job_history import Story
     from ganger_master.decision_log.rerun import Rerun
 
@@ -49,7 +49,7 @@ def replay(file: Path, number: int | None, until: float | None, policy: str | No
         return _replay_plans(file, recorded, number, until, as_json)
     story = None if number is None else Story(number)
     try:
-        other = None if policy is None else Otherwise(policy)
+        other = None if policy is None else Counterfactual(policy)
     except (KeyError, ValueError) as error:
         raise click.UsageError(str(error.args[0])) from error
     rerun = Rerun(recorded)
@@ -73,7 +73,7 @@ class _Replayed:
     rerun: Rerun
     summary: LogSummary
     story: Story | None
-    other: Otherwise | None
+    other: Counterfactual | None
     last_s: float
     last_line: int = 0
     end_reason: str = ""

@@ -20,7 +20,7 @@ from ganger_master.core.decide import decide
 from ganger_master.core.plan_changes import StartChange, SuspendChange
 from ganger_master.core.state import State
 from ganger_master.decision_log.job_history import VerdictReason, verdict_of
-from ganger_master.decision_log.rerun import Begun, Decided, Drawn, Happening, RecordedCommand
+from ganger_master.decision_log.rerun import Begun, Decided, DecisionEntry, Drawn, RecordedCommand
 from ganger_master.planner.context import context_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import plan_by
@@ -52,7 +52,7 @@ class CounterfactualPlan(Struct, frozen=True):
     stops: tuple[int, ...]
 
 
-class Otherwise:
+class Counterfactual:
     """Compares a policy with the recorded decisions: call `record` with every entry of the replay.
 
     Raises KeyError for an unknown policy, ValueError for one that needs an oracle or measurements.
@@ -70,7 +70,7 @@ class Otherwise:
         self._passed_at = float("-inf")
         self._answer: Answer | None = None
 
-    def record(self, happening: Happening, state: State | None) -> None:
+    def record(self, happening: DecisionEntry, state: State | None) -> None:
         if state is None:
             return
         match happening:

@@ -18,7 +18,7 @@ from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import claims_in
 from ganger_master.core.queue import GrantedLease
 from ganger_master.core.state import State
-from ganger_master.decision_log.rerun import Begun, Broke, Decided, Drawn, Ended, Happening, RecordedCommand
+from ganger_master.decision_log.rerun import Begun, Broke, Decided, DecisionEntry, Drawn, Ended, RecordedCommand
 
 
 class VerdictReason(Struct, frozen=True):
@@ -87,7 +87,7 @@ class Story:
         # The last recorded rank in the planner's queue.
         self._last_rank = 0
 
-    def record(self, happening: Happening, state: State | None) -> None:
+    def record(self, happening: DecisionEntry, state: State | None) -> None:
         if state is None:
             return
         match happening:

@@ -21,7 +21,6 @@ from ganger_master.core.events import Event
 from ganger_master.core.queue import GrantedLease
 from ganger_master.core.state import State
 from ganger_master.core.state_image import Image, image_of
-from ganger_master.decision_log.hiding import Hiding
 from ganger_master.decision_log.log_file import LEFT_BYTES, MOST_BYTES, LineWriter, LogFile, RecordingError
 from ganger_master.decision_log.recording import (
     FORMATS,
@@ -36,6 +35,7 @@ from ganger_master.decision_log.recording import (
     raw,
     state_lines,
 )
+from ganger_master.decision_log.redaction import Redaction
 
 DIRECTORY: Final = "captures"
 MOST_S: Final = 3600.0
@@ -99,7 +99,7 @@ class DecisionRecording:
         self.reason = ""
         self._version = version
         self._with_environment = with_environment
-        self._hiding = Hiding(secrets.token_bytes(32), with_environment)
+        self._hiding = Redaction(secrets.token_bytes(32), with_environment)
         self._file = LogFile(directory, most_bytes, left_bytes)
         self._writer: LineWriter | None = None
         self._lines: list[Callable[[], Line]] = []

@@ -16,14 +16,24 @@ from msgspec import Struct
 from ganger_master.core import commands
 from ganger_master.core.answers import ChangeAnswer
 from ganger_master.core.plan_changes import PlanChange, claims_in
-from ganger_master.decision_log.counterfactual import CounterfactualPlan, Difference, Otherwise
+from ganger_master.decision_log.counterfactual import Counterfactual, CounterfactualPlan, Difference
 from ganger_master.decision_log.job_history import Free, Moment, RequestedPlace, Story, VerdictReason, verdict_of
 from ganger_master.decision_log.recording import Header
-from ganger_master.decision_log.rerun import Broke, Decided, Differs, Drawn, Ended, Entry, Happening, JudgedPlan, Made
+from ganger_master.decision_log.rerun import (
+    Broke,
+    Decided,
+    DecisionEntry,
+    Differs,
+    Drawn,
+    Ended,
+    Entry,
+    JudgedPlan,
+    Made,
+)
 
 
 @dataclass(slots=True)
-class Asking:
+class RequestCounts:
     """Requests and planned changes of one job."""
 
     requests: int = 0
@@ -38,9 +48,9 @@ class LogSummary:
     # Counts by reason of refusal; "": approved.
     verdicts: Counter[str] = field(default_factory=Counter)
     batches: int = 0
-    jobs: dict[int, Asking] = field(default_factory=dict)
+    jobs: dict[int, RequestCounts] = field(default_factory=dict)
 
-    def record(self, happening: Happening) -> None:
+    def record(self, happening: DecisionEntry) -> None:
         match happening:
             case Drawn():
                 self.batches += 1
@@ -59,7 +69,7 @@ class LogSummary:
                 return
 
     def _count(self, number: int, verdict: str, whys: tuple[VerdictReason, ...]) -> None:
-        asking = self.jobs.setdefault(number, Asking())
+        asking = self.jobs.setdefault(number, RequestCounts())
         asking.requests += 1
         if verdict == "approved":
             asking.approved += 1
@@ -103,7 +113,7 @@ def story_lines(story: Story, began: float) -> Iterator[str]:
             yield f"  {'':10}    {detail}"
 
 
-def otherwise_lines(other: Otherwise, began: float, only: int | None = None) -> Iterator[str]:
+def otherwise_lines(other: Counterfactual, began: float, only: int | None = None) -> Iterator[str]:
     name = other.policy.name
     differences = [one for one in other.differences if only is None or one.job == only]
     if other.passes:
@@ -125,7 +135,7 @@ def plain(
     tally: LogSummary,
     differences: Sequence[Differs],
     story: Story | None,
-    other: Otherwise | None,
+    other: Counterfactual | None,
 ) -> dict[str, Any]:
     """Times are Unix seconds of the master's clock."""
     builtin: dict[str, Any] = {

@@ -125,7 +125,7 @@ class Ended(Struct, frozen=True):
     reason: str
 
 
-Happening: TypeAlias = Begun | RecordedCommand | Decided | Drawn | Broke | Differs | Ended
+DecisionEntry: TypeAlias = Begun | RecordedCommand | Decided | Drawn | Broke | Differs | Ended
 
 
 class Rerun:
@@ -139,7 +139,7 @@ class Rerun:
         self.header = take_header(self._lines)
         self.state: State | None = None
 
-    def __iter__(self) -> Iterator[Happening]:
+    def __iter__(self) -> Iterator[DecisionEntry]:
         elements: list[Element] = []
         for number, line in enumerate(self._lines, 2):
             match line:
@@ -167,7 +167,7 @@ class Rerun:
             raise LineError("decisions before there is a state")
         return self.state
 
-    def _decide(self, number: int, line: CommandLine, command: Command) -> Iterator[Happening]:
+    def _decide(self, number: int, line: CommandLine, command: Command) -> Iterator[DecisionEntry]:
         state = self._known()
         recorded = answer_of(line)
         try:
@@ -182,7 +182,7 @@ class Rerun:
         elif kinds != line.events:
             yield Differs(number, line.time, f"the events of {line.kind}", ", ".join(line.events), ", ".join(kinds))
 
-    def _draw(self, number: int, line: BatchLine) -> Iterator[Happening]:
+    def _draw(self, number: int, line: BatchLine) -> Iterator[DecisionEntry]:
         state = self._known()
         try:
             effects = machine.finish(state, line.time)
@@ -199,7 +199,7 @@ class Rerun:
         if turns != line.turns:
             yield Differs(number, line.time, "turns that were given", text_of(line.turns), text_of(turns))
 
-    def _break(self, number: int, line: BrokenLine) -> Iterator[Happening]:
+    def _break(self, number: int, line: BrokenLine) -> Iterator[DecisionEntry]:
         command = command_of(line) if line.kind else None
         if command is not None:
             yield RecordedCommand(number, line.time, command)
@@ -217,7 +217,7 @@ class Rerun:
             return
         yield Differs(number, line.time, f"at {line.kind or 'the end of a batch'}", line.error, "the core did not fail")
 
-    def _end(self, number: int, line: End) -> Iterator[Happening]:
+    def _end(self, number: int, line: End) -> Iterator[DecisionEntry]:
         if line.digest and self.state is not None:
             found = digest_of(image_of(self.state))
             if found != line.digest:

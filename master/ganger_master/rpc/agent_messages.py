@@ -17,7 +17,7 @@ from ganger.wire import resource_names as names
 from ganger.wire.channels import PART_BYTES
 
 from ganger_master.core import commands
-from ganger_master.core.desired_projection import DesiredGang, DesiredRows, DesiredSet, GangMember
+from ganger_master.core.desired_projection import DesiredGang, DesiredSet, DesiredSlices, GangMember
 from ganger_master.core.effects import cut
 from ganger_master.core.gang_model import GangIntent, ObservedPhase, Outcome, OutcomeKind, Restore, StoredOrder
 from ganger_master.core.job_model import Capabilities, JobSpec
@@ -149,9 +149,9 @@ def _spec_from_wire(told: agent_pb2.DesiredGang) -> JobSpec | None:
         return None
 
 
-def _observed_rows_from_wire(message: agent_pb2.ObservedSlices) -> commands.ObservedRows:
+def _observed_rows_from_wire(message: agent_pb2.ObservedSlices) -> commands.ObservedSlices:
     switch_s = times.seconds(message.switch_duration)
-    return commands.ObservedRows(
+    return commands.ObservedSlices(
         node_set=message.node_set,
         version=message.version,
         known=message.known_version,
@@ -161,7 +161,7 @@ def _observed_rows_from_wire(message: agent_pb2.ObservedSlices) -> commands.Obse
     )
 
 
-def desired_rows_to_wire(rows: DesiredRows) -> agent_pb2.DesiredSlices:
+def desired_rows_to_wire(rows: DesiredSlices) -> agent_pb2.DesiredSlices:
     return agent_pb2.DesiredSlices(
         node_set=rows.node_set,
         version=rows.matrix.version,

@@ -165,7 +165,7 @@ def expect(answer: object, kind: type[_Kind]) -> _Kind:
     return answer
 
 
-class Shown:
+class VisibleState:
     """Messages of what is durable, with what is only advisory (blockers, rank, progress) as of now."""
 
     def __init__(self, writer: Writer, progress: ProgressBoard, refusals: SessionRefusals) -> None:

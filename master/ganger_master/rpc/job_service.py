@@ -29,7 +29,7 @@ from ganger_master.rpc.answer_messages import (
     PAGE_DEFAULT,
     PAGE_MOST,
     PageRoom,
-    Shown,
+    VisibleState,
     expect,
     page_token,
     place_of,
@@ -51,7 +51,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     def __init__(
         self,
         writer: Writer,
-        shown: Shown,
+        shown: VisibleState,
         logs: LogProxy,
         callers: Callers,
         limits: UserLimits,

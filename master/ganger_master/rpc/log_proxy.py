@@ -24,7 +24,7 @@ from ganger.wire.tls import trouble_with
 
 from ganger_master.core.desired_projection import ranks_by_claim
 from ganger_master.core.job_model import JobRecord
-from ganger_master.rpc.answer_messages import Shown
+from ganger_master.rpc.answer_messages import VisibleState
 from ganger_master.runtime.writer import Writer
 
 _BEYOND_EVERYTHING: Final = (1 << 63) - 1
@@ -63,7 +63,9 @@ class _Log(NamedTuple):
 
 
 class LogProxy:
-    def __init__(self, writer: Writer, shown: Shown, clock: Callable[[], float], token: str, tls: str = "") -> None:
+    def __init__(
+        self, writer: Writer, shown: VisibleState, clock: Callable[[], float], token: str, tls: str = ""
+    ) -> None:
         """Create the proxy. `tls`: the directory of the certificate for daemons; without it, they accept the token."""
         self._writer = writer
         self._shown = shown

@@ -21,20 +21,28 @@ from ganger.wire.servers import Callers
 
 from ganger_master.core import commands, quarantine, rollback
 from ganger_master.core.answers import Done, JobAnswer, NodeAnswer
-from ganger_master.core.commands import ObservedRows
-from ganger_master.core.gang_model import Gang, NodeSet
+from ganger_master.core.commands import ObservedSlices
+from ganger_master.core.gang_model import Gang, TimesliceGroup
 from ganger_master.core.node_model import Stray
 from ganger_master.core.state import State
 from ganger_master.core.timeslice_groups import running_row
 from ganger_master.decision_log import log_file, recorder
-from ganger_master.rpc.answer_messages import ENTRIES_AT_ONCE, PAGE_MOST, PageRoom, Shown, expect, page_token, place_of
+from ganger_master.rpc.answer_messages import (
+    ENTRIES_AT_ONCE,
+    PAGE_MOST,
+    PageRoom,
+    VisibleState,
+    expect,
+    page_token,
+    place_of,
+)
 from ganger_master.rpc.job_messages import level_to_wire
 from ganger_master.rpc.planner_messages import REASON_MOST
 from ganger_master.runtime.writer import Writer
 
 
 def node_set_to_wire(
-    node_set: NodeSet, gangs: Mapping[int, Gang], seen: Mapping[tuple[int, str], ObservedRows]
+    node_set: TimesliceGroup, gangs: Mapping[int, Gang], seen: Mapping[tuple[int, str], ObservedSlices]
 ) -> node_pb2.NodeSet:
     """Return the newest slice matrix, without gangs that are gone and rows that are empty.
 
@@ -117,7 +125,7 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
     def __init__(
         self,
         writer: Writer,
-        shown: Shown,
+        shown: VisibleState,
         callers: Callers,
         version: str,
         started: float,

@@ -21,7 +21,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from msgspec.structs import replace
 
 from ganger_master.core import commands
-from ganger_master.core.explain import OnTheWay
+from ganger_master.core.explain import RoomInProgress
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, Piece
 from ganger_master.core.job_model import JobRecord, JobSpec
 from ganger_master.core.plan_changes import (
@@ -275,7 +275,7 @@ def purpose_to_wire(purpose: Purpose, into: scheduling_pb2.Purpose) -> None:
     into.detail = purpose.detail
 
 
-def on_the_way_to_wire(one: OnTheWay) -> job_service_pb2.MigrationStep:
+def on_the_way_to_wire(one: RoomInProgress) -> job_service_pb2.MigrationStep:
     message = job_service_pb2.MigrationStep(
         job=names.job_name(one.number),
         from_nodes=[names.node_name(node) for node in one.source],

@@ -25,7 +25,7 @@ from ganger_master.core.queue import GrantedLease
 from ganger_master.core.retry import is_backing_off
 from ganger_master.rpc import job_messages
 from ganger_master.rpc.access import UserLimits, check_jobs
-from ganger_master.rpc.answer_messages import PageRoom, Shown, change_verdict_of, expect, verdict_of
+from ganger_master.rpc.answer_messages import PageRoom, VisibleState, change_verdict_of, expect, verdict_of
 from ganger_master.rpc.job_service import STREAM_S
 from ganger_master.rpc.planner_messages import live_job_to_wire, plan_from_wire
 from ganger_master.runtime.progress_board import ProgressBoard
@@ -61,7 +61,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
     def __init__(
         self,
         writer: Writer,
-        shown: Shown,
+        shown: VisibleState,
         progress: ProgressBoard,
         callers: Callers,
         limits: UserLimits,

@@ -30,7 +30,7 @@ from grpc_reflection.v1alpha import reflection
 
 from ganger_master.rpc.access import LimitInterceptor, UserLimits
 from ganger_master.rpc.agent_service import AgentService
-from ganger_master.rpc.answer_messages import SessionRefusals, Shown, owner
+from ganger_master.rpc.answer_messages import SessionRefusals, VisibleState, owner
 from ganger_master.rpc.job_service import JobService
 from ganger_master.rpc.log_proxy import LogProxy
 from ganger_master.rpc.node_service import NodeService
@@ -72,7 +72,7 @@ class MasterServer:
         more_handlers: Sequence[grpc.GenericRpcHandler[Any, Any]] = (),
     ) -> None:
         refusals = SessionRefusals(writer.now)
-        shown = Shown(writer, progress, refusals)
+        shown = VisibleState(writer, progress, refusals)
         callers = Callers(CallerIdentity(CallerRole.OPERATOR, owner()), by_role=tls is not None)
         self._logs = LogProxy(writer, shown, clock, token, str(tls or ""))
         self._health: Any = aio_health.HealthServicer()

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from ganger_master.core.commands import ClaimTurns
 from ganger_master.core.desired_projection import DesiredSet
 from ganger_master.core.effects import Effects, StoredChanges
-from ganger_master.core.gang_model import Gang, NodeSet
+from ganger_master.core.gang_model import Gang, TimesliceGroup
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.node_model import Counters, Element, Node
 from ganger_master.core.queue import GrantedLease
@@ -86,14 +86,14 @@ class JobNews:
         return None if is_all else tuple(numbers)
 
 
-class Committed:
+class CommittedState:
     """Durable state by key, and the marks of its watchers."""
 
     def __init__(self) -> None:
         self.jobs: dict[int, JobRecord] = {}
         self.gangs: dict[int, Gang] = {}
         self.nodes: dict[str, Node] = {}
-        self.sets: dict[int, NodeSet] = {}
+        self.sets: dict[int, TimesliceGroup] = {}
         self.configuration_sets: dict[str, ConfigurationSet] = {}
         self.counters = Counters()
         self.desired: dict[str, DesiredSet] = {}
@@ -143,7 +143,7 @@ class Committed:
             elif isinstance(element, Gang):
                 gangs[element.epoch] = element
             else:
-                has_sets = has_sets or isinstance(element, NodeSet)
+                has_sets = has_sets or isinstance(element, TimesliceGroup)
                 self._install(element)
         self.desired.update(news.desired)
         if news.rows or news.view_version > self.view_version:
@@ -213,7 +213,7 @@ class Committed:
                 self.gangs[element.epoch] = element
             case Node():
                 self.nodes[element.name] = element
-            case NodeSet():
+            case TimesliceGroup():
                 self.sets[element.number] = element
             case ConfigurationSet():
                 self.configuration_sets[element.name] = element

@@ -137,7 +137,7 @@ _SYNC_S: Final = 10.0
 _ENDED_MOST_BYTES: Final = 32 << 20
 
 
-class Beside:
+class DatabaseMarks:
     """The files beside one database. The store's thread calls all methods except `take_ended`, and `marks` and `ends`,
     which read the files."""
 

@@ -32,8 +32,8 @@ from ganger_master.core.state_image import restored
 from ganger_master.decision_log.recorder import AttachedRecording, DecisionRecording
 from ganger_master.runtime import store_access
 from ganger_master.runtime.counters import MasterCounters
-from ganger_master.runtime.publication import Committed, LeaseStreams, Publication, publication_of
-from ganger_master.runtime.state_directory import Beside
+from ganger_master.runtime.publication import CommittedState, LeaseStreams, Publication, publication_of
+from ganger_master.runtime.state_directory import DatabaseMarks
 from ganger_master.runtime.store_access import CommitPace, Ownership, StoreThread
 from ganger_master.store.contract import HistoryEntry, Problem, Store, StoreError
 from ganger_master.store.tables import Codec
@@ -98,10 +98,10 @@ class Writer:
         clock: Callable[[], float],
         failpoints_of_process: Failpoints | None = None,
         steady: Callable[[], float] = steady,
-        beside: Beside | None = None,
+        beside: DatabaseMarks | None = None,
         opens: OpenStore | None = None,
     ) -> None:
-        self.committed = Committed()
+        self.committed = CommittedState()
         self.lease_streams = LeaseStreams()
         self.meter = MasterCounters()
         self.state = State(settings, clock())

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from ganger_master.core.commands import Command, Observe, ObservedGang, ObservedRows
+from ganger_master.core.commands import Command, Observe, ObservedGang, ObservedSlices
 from ganger_master.core.gang_model import Gang, GangIntent, ObservedPhase, Outcome, OutcomeKind
 from ganger_master.core.job_model import Capabilities, Checkpoint, JobRecord, SuspendLevel
 from ganger_master.core.state import State
@@ -121,7 +121,7 @@ class NodeModel:
         # Groups with changes, the number of looks at each, and what nodes are to report of them.
         self._touched: dict[int, None] = {}
         self._looks: dict[int, int] = {}
-        self._rows: dict[str, ObservedRows] = {}
+        self._rows: dict[str, ObservedSlices] = {}
 
     @property
     def longest_stop_s(self) -> float:
@@ -281,7 +281,7 @@ class NodeModel:
         if node_set is not None and group.position.version != version:
             position = group.position
             for node in node_set.nodes:
-                self._rows[node] = ObservedRows(
+                self._rows[node] = ObservedSlices(
                     group.number, position.version, max(group.matrices), max(0, position.row), group.switch_s
                 )
         self._looks[group.number] += 1
@@ -465,7 +465,7 @@ class NodeModel:
         return True
 
     def report_of(
-        self, node: str, observed: tuple[ObservedGang, ...] = (), rows: tuple[ObservedRows, ...] = ()
+        self, node: str, observed: tuple[ObservedGang, ...] = (), rows: tuple[ObservedSlices, ...] = ()
     ) -> None:
         session = self._state.nodes[node].session
         # Reports cannot overtake each other here, so all have the same number.

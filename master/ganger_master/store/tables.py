@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from sqlalchemy import BigInteger, Column, Double, Index, Integer, MetaData, String, Table, Text
 
 from ganger_master.core.effects import HistoryRow
-from ganger_master.core.gang_model import Gang, NodeSet
+from ganger_master.core.gang_model import Gang, TimesliceGroup
 from ganger_master.core.job_model import JobRecord, JobSpec, Request
 from ganger_master.core.node_model import Counters, Element, Node
 from ganger_master.store.contract import HistoryEntry, Problem, Row, StoreBatch, StoredRow, StoreError
@@ -117,7 +117,7 @@ _TYPE_OF_TABLE: Final[Mapping[str, type]] = {
     "requests": Request,
     "gangs": Gang,
     "nodes": Node,
-    "node_sets": NodeSet,
+    "node_sets": TimesliceGroup,
     "configuration_sets": ConfigurationSet,
     "counters": Counters,
 }
@@ -214,7 +214,7 @@ def _order(element: Element) -> tuple[int, int, str]:
             return 3, element.number, ""
         case Gang():
             return 4, element.epoch, ""
-        case NodeSet():
+        case TimesliceGroup():
             return 5, element.number, ""
 
 

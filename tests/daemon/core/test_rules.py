@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from ganger.protocol.stop_rules import NEVER, RelayedPoint, expired, lease_until, merge_point, merge_points, renewed
 from ganger_daemon.checkpoints.gang_checkpoints import Schedule, due, is_leftover, requested, surplus
-from ganger_daemon.checkpoints.storage import CheckpointName, Gathering, Shard
+from ganger_daemon.checkpoints.storage import CheckpointName, Shard, ShardCollection
 from ganger_daemon.core import escalation
 from ganger_daemon.core.escalation import Rung
 from ganger_daemon.gang.core_pinning import Retune, RetuneStep
@@ -164,7 +164,7 @@ def test_what_an_epoch_passed_over_is_nobodys_any_more() -> None:
 
 
 def test_shards_of_another_step_begin_a_gathering_afresh() -> None:
-    gathering = Gathering(2, 10).add(10, (Shard(0, "a", 1, "x:1"),))
+    gathering = ShardCollection(2, 10).add(10, (Shard(0, "a", 1, "x:1"),))
     assert not gathering.complete
     assert gathering.add(9, (Shard(1, "b", 1, "x:2"),)) == gathering
     assert not gathering.add(11, (Shard(1, "b", 1, "x:2"),)).complete

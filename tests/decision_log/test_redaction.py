@@ -8,7 +8,7 @@ from ganger_master.core.commands import OpenSession, SubmitArray, SubmitJob
 from ganger_master.core.job_model import JobSpec
 from ganger_master.core.state_image import image_of
 from ganger_master.core.submission import violations_of
-from ganger_master.decision_log.hiding import Hiding
+from ganger_master.decision_log.redaction import Redaction
 from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -28,14 +28,14 @@ def test_hidden_descriptions_are_accepted_and_refused_as_the_true_ones(
     command: tuple[str, ...], environment: dict[str, str]
 ) -> None:
     spec = JobSpec(command, ROLES, environment=environment)
-    assert violations_of(Hiding(b"key").spec(spec)) == violations_of(spec)
+    assert violations_of(Redaction(b"key").spec(spec)) == violations_of(spec)
 
 
 @given(COMMANDS, ENVIRONMENTS)
 def test_hidden_descriptions_are_the_same_if_the_true_ones_are(
     command: tuple[str, ...], environment: dict[str, str]
 ) -> None:
-    hiding = Hiding(b"key")
+    hiding = Redaction(b"key")
     spec = JobSpec(command, ROLES, environment=environment)
     assert hiding.spec(spec) == hiding.spec(JobSpec(command, ROLES, environment=dict(reversed(environment.items()))))
     # One sign more makes them differ for certain.
@@ -44,23 +44,23 @@ def test_hidden_descriptions_are_the_same_if_the_true_ones_are(
 
 
 def test_two_values_that_differ_in_one_sign_look_different() -> None:
-    hiding = Hiding(b"key")
+    hiding = Redaction(b"key")
     specs = [JobSpec(("run", "--word", f"{sign}-and-more"), ROLES, environment={"A": "same"}) for sign in "abcdefgh"]
     assert len({repr(hiding.spec(spec)) for spec in specs}) == len(specs)
 
 
 def test_program_and_names_stay_and_words_go() -> None:
     spec = JobSpec(("python", "--token=hunter2"), ROLES, environment={"TOKEN": "hunter2"})
-    hidden = Hiding(b"key").spec(spec)
+    hidden = Redaction(b"key").spec(spec)
     assert hidden.command[0] == "python"
     assert list(hidden.environment) == ["TOKEN"]
     assert "hunter2" not in repr(hidden)
     assert [len(word) for word in hidden.command] == [len(word) for word in spec.command]
-    assert Hiding(b"other").spec(spec) != hidden
+    assert Redaction(b"other").spec(spec) != hidden
 
 
 def test_tokens_are_hidden_even_in_recordings_with_environments() -> None:
-    hiding = Hiding(b"key", with_environment=True)
+    hiding = Redaction(b"key", with_environment=True)
     opened = hiding.command(OpenSession("n1", "m", ConfigurationSet("c"), storage_token="secret-of-the-storage"))
     assert isinstance(opened, OpenSession)
     assert len(opened.storage_token) == len("secret-of-the-storage")
@@ -75,10 +75,10 @@ def test_an_array_made_of_what_was_recorded_is_the_one_that_was_hidden() -> None
     spec = replace(job_of(1), command=("train", "--key=s3cret", "{lr}"), environment={"TOKEN": "s3cret"})
     members = ((0, {"lr": "s3cret"}), (1, {"lr": "0.5"}))
     submitted = SubmitArray(spec, members, ("uid-0", "uid-1"), 1, None, "ann", "id-1")
-    hiding, true, again = Hiding(b"key"), Drive(), Drive()
+    hiding, true, again = Redaction(b"key"), Drive(), Drive()
     true.step(submitted)
     again.step(hiding.command(submitted))
     hidden = hiding.image(image_of(true.state)).jobs
     assert hidden == image_of(again.state).jobs
     assert "s3cret" not in repr(hidden)
-    assert Hiding(b"key", with_environment=True).command(submitted) == submitted
+    assert Redaction(b"key", with_environment=True).command(submitted) == submitted

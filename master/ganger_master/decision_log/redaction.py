@@ -24,7 +24,7 @@ from ganger_master.core.state_image import Image
 _LONGER: Final = {2: "\u00b7", 3: "\u2026", 4: "\U0001f512"}
 
 
-class Hiding:
+class Redaction:
     """Hides commands, environments and tokens. `key`: random, of this recording alone. `with_environment`: only
     tokens."""
 
