@@ -85,7 +85,7 @@ class Shared:
             now,
             settings=PlannerSettings(capacity=Capacity(4 * len(state.nodes), math.inf, math.inf, 4), look_s=QUANTUM_S),
             cluster=ClusterChange(view, draining=tuple(state.nodes.draining)),
-            rates=SimpleNamespace(together=self.together, received_s=self.attained.received_s),
+            rates=SimpleNamespace(windows=self.together, received_s=self.attained.received_s),
             may_preempt=False,
         )
         found, self.remembered, _ = plan_shared(context, before, QUANTUM_S)

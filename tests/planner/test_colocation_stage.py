@@ -61,7 +61,7 @@ class Colocated(Drive):
         self, seen: JobRates | None = None, kept_out: ExcludedJobs = NONE_EXCLUDED, gpus: int = 32
     ) -> PlanContext:
         settings = PlannerSettings(PlanPace(EVERY_S), capacity=Capacity(gpus, math.inf, math.inf, 4))
-        rates, room = SimpleNamespace(together=seen or Measured()), CapacityIndex(self.state.view.copy())
+        rates, room = SimpleNamespace(windows=seen or Measured()), CapacityIndex(self.state.view.copy())
         return context_of(POLICY, self.table(), room, self.now, settings=settings, rates=rates, excluded=kept_out)
 
     def plan(self, seen: JobRates | None = None, kept_out: ExcludedJobs = NONE_EXCLUDED) -> list[tuple[str, int]]:

@@ -63,19 +63,19 @@ def test_an_inherited_curve_is_scaled_to_the_rates_of_the_job_and_replaced_point
     profile = CoreProfile(inherited=points((1, 10), (2, 20), (4, 40)))
     assert profile.model is not None
     assert profile.model.rate(2) == pytest.approx(20, rel=0.02)
-    profile = profile.measured(CpuPoint(2, 60.0))
+    profile = profile.with_point(CpuPoint(2, 60.0))
     assert {(point.cores, round(point.rate)) for point in profile.points} == {(1, 30), (2, 60), (4, 120)}
-    profile = profile.measured(CpuPoint(4, 110.0))
+    profile = profile.with_point(CpuPoint(4, 110.0))
     assert profile.at(4) == 110.0
     assert profile.inherited
     # A surprising rate drops the inherited points.
-    assert profile.measured(CpuPoint(1, 60.0)) == CoreProfile(points((2, 60), (4, 110), (1, 60)))
+    assert profile.with_point(CpuPoint(1, 60.0)) == CoreProfile(points((2, 60), (4, 110), (1, 60)))
 
 
 def test_an_expected_rate_changes_nothing_and_a_surprising_rate_voids_all_points() -> None:
     profile = CoreProfile(points((1, 10), (4, 40)))
-    assert profile.measured(CpuPoint(4, 34.0)) == profile
-    assert profile.measured(CpuPoint(4, 20.0)) == CoreProfile(points((4, 20)))
+    assert profile.with_point(CpuPoint(4, 34.0)) == profile
+    assert profile.with_point(CpuPoint(4, 20.0)) == CoreProfile(points((4, 20)))
 
 
 def test_one_point_is_not_enough_for_a_curve() -> None:

@@ -100,7 +100,7 @@ class InTurns(Sharing):
             CapacityIndex(self.state.view.copy()),
             self.now + later_s,
             settings=PlannerSettings(capacity=Capacity(4, math.inf, math.inf, 4), look_s=QUANTUM_S),
-            rates=SimpleNamespace(together=self.seen_by, received_s={}),
+            rates=SimpleNamespace(windows=self.seen_by, received_s={}),
         )
 
     def asked(self) -> tuple[PlanChange, ...]:

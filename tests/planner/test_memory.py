@@ -118,7 +118,7 @@ def note(**more: Any) -> bytes:
     """Of a planner that knew job 7, which was submitted at 5."""
     seen = ColocationRates()
     seen.put(test_colocation_rates.job(7, create_time=5.0), None, 0, NOW)
-    memory = packed(PlannerMemory(measured=RememberedRates(together=seen.remembered)))
+    memory = packed(PlannerMemory(rates=RememberedRates(colocations=seen.remembered)))
     return noted(memory, **{"policy": POLICY, "now": NOW, **more})
 
 
@@ -199,11 +199,11 @@ def grown(rates: dict[int, float]) -> tuple[Planned, int]:
 def with_another_planner(drive: Planned, memory: PlannerMemory) -> None:
     drive.growing = memory.growing
     drive.speeds = SpeedsByGpus(TrialPace(settle_s=5.0, window_s=WINDOW_S, window_steps=2))
-    drive.speeds.recall(memory.measured.speeds)
+    drive.speeds.recall(memory.rates.speeds)
 
 
 def of(drive: Planned) -> PlannerMemory:
-    return anew(PlannerMemory(growing=drive.growing, measured=RememberedRates(speeds=drive.speeds.remembered)))
+    return anew(PlannerMemory(growing=drive.growing, rates=RememberedRates(speeds=drive.speeds.remembered)))
 
 
 @pytest.mark.parametrize(("rate", "keeps"), [(19.0, True), (12.0, False)])
@@ -260,7 +260,7 @@ class Restarted(test_colocation_rates.SteppingJobs):
 
     def after(self, seconds: float) -> Restarted:
         next_one = Restarted()
-        next_one.recall(anew(PlannerMemory(measured=RememberedRates(together=self.remembered))).measured.together)
+        next_one.recall(anew(PlannerMemory(rates=RememberedRates(colocations=self.remembered))).rates.colocations)
         next_one.now, next_one.rates = self.now + seconds, dict(self.rates)
         next_one.steps = {number: steps + seconds * self.rates[number] for number, steps in self.steps.items()}
         return next_one
@@ -319,12 +319,12 @@ def test_all_that_is_measured_goes_on_where_it_was() -> None:
     heard(whole, range(200))
     told(first)
     heard(first, range(90))
-    second.recall(anew(PlannerMemory(measured=first.remembered)).measured)
+    second.recall(anew(PlannerMemory(rates=first.remembered)).rates)
     told(second)
     heard(second, range(90, 200))
     assert second.attained.received_s == {1: 199.0}
     # As bytes: times that were not reported are NaN, and equal to nothing.
-    assert packed(PlannerMemory(measured=second.remembered)) == packed(PlannerMemory(measured=whole.remembered))
+    assert packed(PlannerMemory(rates=second.remembered)) == packed(PlannerMemory(rates=whole.remembered))
 
 
 # -- moves

@@ -86,7 +86,7 @@ class Moved(Planned):
             self.now,
             order=self.policy.order,
             cluster=ClusterChange(view, draining=draining, moves_per_hour=self.per_hour),
-            rates=SimpleNamespace(together=self.rates),
+            rates=SimpleNamespace(windows=self.rates),
             may_preempt=may_stop,
             excluded=kept_out,
         )

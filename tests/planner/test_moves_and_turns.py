@@ -47,7 +47,7 @@ class Shared(Moved):
             self.now,
             settings=PlannerSettings(look_s=60.0),
             cluster=ClusterChange(view, draining=tuple(self.state.nodes.draining)),
-            rates=SimpleNamespace(together=self.rates, received_s={}),
+            rates=SimpleNamespace(windows=self.rates, received_s={}),
             may_preempt=False,
         )
         found, self.remembered, self.findings = plan_shared(context, self.remembered, None, self.moving.plans)

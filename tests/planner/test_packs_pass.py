@@ -81,7 +81,7 @@ class Tried(Packing):
                 CapacityIndex(self.state.view.copy()),
                 self.now,
                 settings=PlannerSettings(capacity=Capacity(4, 16.0, 1e12, 4)),
-                rates=SimpleNamespace(together=seen),
+                rates=SimpleNamespace(windows=seen),
             ),
             is_crowded,
         )

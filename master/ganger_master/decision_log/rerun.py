@@ -356,7 +356,7 @@ class PlanRerun:
             policy = live_policy_named(line.policy)
             if line.memory:
                 memory = unpacked(line.memory)
-                self._rates.recall(memory.measured)
+                self._rates.recall(memory.rates)
         except (KeyError, ValueError) as error:
             raise LineError(str(error.args[0])) from error
         self._mirror, self._plan = ClusterMirror(lambda: 0.0), None

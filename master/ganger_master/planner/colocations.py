@@ -126,7 +126,7 @@ class Colocations:
     kept: int = 0
 
     @property
-    def together(self) -> tuple[tuple[int, ...], ...]:
+    def groups(self) -> tuple[tuple[int, ...], ...]:
         return tuple([pack.numbers for pack in self.packs])
 
     @property
@@ -161,7 +161,7 @@ def plan_packs(
         jobs with a time limit, and jobs of different priorities, are not co-located.
     wanted: how many of the devices that a guest would leave pending jobs want.
     """
-    table, view, now, seen = context.jobs, context.room.view, context.now, context.measured.together
+    table, view, now, seen = context.jobs, context.room.view, context.now, context.job_rates.windows
     rests = parking if in_turns else _suspending
     running = {pair[0].number: pair for pair in table.running}
     changes: list[PlanChange] = []
@@ -337,8 +337,8 @@ def _judged(
         if pack.is_kept and guest is not None and _is_kept_out(*guest, running.get(pack.numbers[0]), view):
             # It would stay parked while its host runs; a time-sliced job gets its share.
             parting = (*packs.parting, ColocationEnd(pack.numbers[0], pack.guest, now))
-            told = [TrialFinding(number, Goal.PACK, False, 1.0, 0.0, _NO_ROOM) for number in numbers]
-            return replace(packs, failed=packs.failed.noted(proposal.pair, now), parting=parting), None, told
+            findings = [TrialFinding(number, Goal.PACK, False, 1.0, 0.0, _NO_ROOM) for number in numbers]
+            return replace(packs, failed=packs.failed.noted(proposal.pair, now), parting=parting), None, findings
         if pack.is_kept:
             # A job that its user has suspended may stay so for long.
             rests = any(found is None or found[0].state is JobState.SUSPENDED for found in map(table.get, numbers))
@@ -367,11 +367,11 @@ def _judged(
     learned = {**packs.contention, proposal.host.device_type: learn(known, [lesson(proposal, rates)])}
     packs = replace(packs, contention=learned)
     is_open = found is TrialVerdict.MEASURE or judged.is_open
-    told = _trial_findings(numbers, rates, is_kept=found is TrialVerdict.KEEP, is_open=is_open)
+    findings = _trial_findings(numbers, rates, is_kept=found is TrialVerdict.KEEP, is_open=is_open)
     if found is TrialVerdict.KEEP:
         packs = replace(packs, failed=packs.failed.forgotten(proposal.pair), kept=packs.kept + 1)
-        return packs, replace(pack, is_kept=True), told
-    return replace(packs, failed=packs.failed.noted(proposal.pair, now)), None, told
+        return packs, replace(pack, is_kept=True), findings
+    return replace(packs, failed=packs.failed.noted(proposal.pair, now)), None, findings
 
 
 def _is_kept_out(job: JobRecord, gang: Gang | None, host: tuple[JobRecord, Gang] | None, view: View) -> bool:

@@ -240,7 +240,7 @@ class PlanContext:
     again_s: float = math.inf
 
     @property
-    def measured(self) -> RateSources:
+    def job_rates(self) -> RateSources:
         """Return `rates` for a stage that reads them."""
         assert self.rates is not None, f"{self.policy.name} measures no jobs"
         return self.rates

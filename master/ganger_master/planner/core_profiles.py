@@ -60,9 +60,9 @@ class CoreProfile:
     @property
     def points(self) -> tuple[CpuPoint, ...]:
         """Own points and scaled inherited ones, at most one for each number of cores."""
-        measured = {point.cores for point in self.own}
+        own = {point.cores for point in self.own}
         scale = self._scale
-        others = [CpuPoint(one.cores, scale * one.rate) for one in self.inherited if one.cores not in measured]
+        others = [CpuPoint(one.cores, scale * one.rate) for one in self.inherited if one.cores not in own]
         return (*others, *self.own)
 
     @property
@@ -80,7 +80,7 @@ class CoreProfile:
         """Return the rate measured with this number of cores per GPU, in steps/s; None if there is none."""
         return next((point.rate for point in self.own if point.cores == cores), None)
 
-    def measured(self, point: CpuPoint) -> CoreProfile:
+    def with_point(self, point: CpuPoint) -> CoreProfile:
         """Return the profile with one more point. A surprising point makes earlier ones void."""
         rate = self.at(point.cores)
         if rate is not None:
@@ -386,7 +386,7 @@ class CoreProfiles:
         return None if point is None else self._with_point(profiled, point)
 
     def _with_point(self, profiled: _ProfiledJob, point: CpuPoint) -> _ProfiledJob:
-        profile = profiled.profile.measured(point) if point.rate > 0.0 else profiled.profile
+        profile = profiled.profile.with_point(point) if point.rate > 0.0 else profiled.profile
         if profile == profiled.profile:
             return profiled
         self._is_stale = True

@@ -139,18 +139,18 @@ def deadline_advice(jobs: Iterable[tuple[JobRecord, Gang | None]], number: int, 
     if math.isnan(left[mine]):
         return "unknown whether it can be met, because how long the job takes is not known: give it a time limit"
     newcomer = Newcomer(int(facts.gpus[mine]), float(left[mine]), deadline_s, int(facts.priority[mine]))
-    told = advice(newcomer, facts.take(others), left[others], now, capacity_of(view, table))
-    match told.verdict:
+    advised = advice(newcomer, facts.take(others), left[others], now, capacity_of(view, table))
+    match advised.verdict:
         case DeadlineVerdict.MET:
-            return f"can be met: it would end {_ago(deadline_s - told.end_s)} before it"
+            return f"can be met: it would end {_ago(deadline_s - advised.end_s)} before it"
         case DeadlineVerdict.DELAYS_OTHERS:
-            return f"can be met, and makes {_names(told.delayed)} late for theirs"
-        case DeadlineVerdict.TOO_LATE if math.isinf(told.end_s):
+            return f"can be met, and makes {_names(advised.delayed)} late for theirs"
+        case DeadlineVerdict.TOO_LATE if math.isinf(advised.end_s):
             return "cannot be met: its gang never finds room beside those with earlier deadlines"
         case DeadlineVerdict.TOO_LATE:
-            return f"cannot be met: it would end {_ago(told.end_s - deadline_s)} after it"
+            return f"cannot be met: it would end {_ago(advised.end_s - deadline_s)} after it"
         case _:
-            return f"unknown whether it can be met, because how long {_names(told.unknown)} takes is not known"
+            return f"unknown whether it can be met, because how long {_names(advised.unknown)} takes is not known"
 
 
 def _limits(table: LiveTable, rows: Integers, now: float) -> Floats:

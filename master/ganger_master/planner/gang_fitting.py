@@ -117,7 +117,7 @@ class GangFitting:
         """Start the jobs that fit; return the others. `beside_others`: not on nodes where other jobs leave or will
         come. `going`: jobs that return their devices, which are kept for the first jobs that wait for them."""
         avoid = frozenset(self._busy) if beside_others else _NOWHERE
-        crowded = []
+        unserved = []
         vain: set[GangShape] = set()
         held_up: set[GangShape] = set()
         kept: set[GangShape] = set()
@@ -132,24 +132,24 @@ class GangFitting:
                 self._wait_for(job)
             elif is_held_up:
                 continue
-            crowded.append(job)
+            unserved.append(job)
             # An equal shape is behind the first one, and would wait for the same devices.
             if len(kept) < most_kept and (shape := self._terms.shape(job)) not in kept:
                 kept.add(shape)
                 avoid |= self._comes_to(job, going, avoid)
-        return crowded
+        return unserved
 
     def make_way(
         self,
-        crowded: Sequence[JobRecord],
+        unserved: Sequence[JobRecord],
         leaving: Sequence[Unit],
         going: Sequence[tuple[JobRecord, Gang]],
         staying: PreemptionCandidates | None,
     ) -> list[JobRecord]:
-        """Preempt jobs for `crowded`, which found no free devices: the `leaving` ones that are in the way, and of
+        """Preempt jobs for `unserved`, which found no free devices: the `leaving` ones that are in the way, and of
         `staying` where that is not enough. Return the jobs that fit nowhere even so. `going`: jobs that already return
         their devices."""
-        if self._placement.by_counts and self._takes_all(crowded, leaving, going):
+        if self._placement.by_counts and self._takes_all(unserved, leaving, going):
             for unit in leaving:
                 self._displace(unit)
             return []
@@ -160,7 +160,7 @@ class GangFitting:
         unplaced: list[JobRecord] = []
         vain: set[GangShape] = set()
         wanted: set[str] = set()
-        for job in crowded:
+        for job in unserved:
             claims = self._hold(job, _NOWHERE, vain)
             if claims is None and staying is not None:
                 claims = self._make_hole(job, staying, wanted)
@@ -179,12 +179,12 @@ class GangFitting:
         return unplaced
 
     def _takes_all(
-        self, crowded: Iterable[JobRecord], leaving: Iterable[Unit], going: Iterable[tuple[JobRecord, Gang]]
+        self, unserved: Iterable[JobRecord], leaving: Iterable[Unit], going: Iterable[tuple[JobRecord, Gang]]
     ) -> bool:
-        """Return whether, by counts, the crowded jobs fit if all leaving ones are preempted, and only then."""
+        """Return whether, by counts, the unserved jobs fit if all leaving ones are preempted, and only then."""
         held = [sum([claim.device_mask.bit_count() for claim in self._terms.held(unit[0][1])]) for unit in leaving]
         gone = [claim.device_mask.bit_count() for _, gang in going for claim in held_of(gang)]
-        taken = sum([self._terms.shape(job).gpus for job in crowded])
+        taken = sum([self._terms.shape(job).gpus for job in unserved])
         free = self._room.free_devices if self._counted is None else self._counted.count
         return 0 <= free + sum(held) + sum(gone) - taken < min(held, default=math.inf)
 

@@ -91,7 +91,7 @@ class Sizes:
 
 def plan_sizes(context: PlanContext, growing: GrowthTrials) -> tuple[Sizes, GrowthTrials]:
     """Return the changes of size to propose now, and the state for the next pass. `growing`: that of the last pass."""
-    table, now, room, speeds = context.jobs, context.now, context.room, context.measured.speeds
+    table, now, room, speeds = context.jobs, context.now, context.room, context.job_rates.speeds
     # GPUs must have been idle for this time before a job grows onto them.
     idle_s = min(IDLE_S, context.settings.pace.every_s)
     room.follow()
@@ -196,7 +196,7 @@ def _given_back(
     context: PlanContext, growing: GrowthTrials, running: Mapping[int, tuple[JobRecord, Gang]]
 ) -> dict[int, tuple[PlanChange, Claims]]:
     """Return the jobs that shrink for pending jobs: by number, the change and the claims that it gives back."""
-    room, placement, speeds = context.room, context.policy.placement, context.measured.speeds
+    room, placement, speeds = context.room, context.policy.placement, context.job_rates.speeds
     shrinkable = {number: pair for number, pair in running.items() if pair[1].devices > _least_size(*pair)}
     found: dict[int, tuple[PlanChange, Claims]] = {}
     waiting = context.jobs.waiting_jobs(_FEW) if shrinkable else []
@@ -309,14 +309,14 @@ def _grown(
 ) -> tuple[PlanChange, SizeTrial] | None:
     """Return the most valuable growth by one size onto GPUs that have been idle for long enough, as a trial."""
     nodes = {name for name, devices in growing.idle.items() if any(now >= at + idle_s for at in devices.values())}
-    measured = [
+    candidates = [
         (job, gang)
         for job, gang in pairs
         if any(claim.node in nodes for claim in gang.claims)
         and len(windows := speeds.windows(job.number)) >= FIRST_WINDOWS
         and min(windows) > 0.0
     ]
-    jobs = [_elastic(job, gang, speeds, growing.failed, now) for job, gang in measured]
+    jobs = [_elastic(job, gang, speeds, growing.failed, now) for job, gang in candidates]
     if not any(job.larger for job in jobs):
         return None
     if any(now < since + idle_s for devices in growing.idle.values() for since in devices.values()):
@@ -329,7 +329,7 @@ def _grown(
     growth = grow(jobs, view, math.inf)
     if growth is None:
         return None
-    job, gang = next(pair for pair in measured if pair[0].number == growth.number)
+    job, gang = next(pair for pair in candidates if pair[0].number == growth.number)
     claims = _claims(job, gang, growth.gpus, view, one_node_only=True)
     if claims is None:
         return None

@@ -314,12 +314,12 @@ class LiveTable:
             self._mates = mates_of(self.gangs_at(np.array(rows, np.int64)))
             self._units = np.full(len(self._live), -1)
             self._unit_gpus.clear()
-            for number, together in self._mates.items():
+            for number, mates in self._mates.items():
                 row = self._row_of[number]
-                self._units[row] = self._row_of[together[0]]
-                if number == together[0]:
-                    on = devices_of([gang for mate in together if (gang := self.gangs[self._row_of[mate]])])
-                    self._unit_gpus.update({self._row_of[mate]: len(on) for mate in together})
+                self._units[row] = self._row_of[mates[0]]
+                if number == mates[0]:
+                    on = devices_of([gang for mate in mates if (gang := self.gangs[self._row_of[mate]])])
+                    self._unit_gpus.update({self._row_of[mate]: len(on) for mate in mates})
         return self._mates
 
     def units(self, rows: Integers) -> Integers:
@@ -339,8 +339,8 @@ class LiveTable:
     @property
     def doubly_held_gpus(self) -> int:
         """Return the GPUs that jobs hold beyond the first one of each device."""
-        groups = {together: self._unit_gpus[self._row_of[together[0]]] for together in self.mates.values()}
-        held = [gang.devices for together in groups for one in together if (gang := self.gangs[self._row_of[one]])]
+        groups = {mates: self._unit_gpus[self._row_of[mates[0]]] for mates in self.mates.values()}
+        held = [gang.devices for mates in groups for one in mates if (gang := self.gangs[self._row_of[one]])]
         return sum(held) - sum(groups.values())
 
     @property

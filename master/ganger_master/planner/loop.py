@@ -97,7 +97,7 @@ class PlannerLoop:
         for stage in self._stages:
             found.update(stage.memory)
         if self._rates is not None:
-            found["measured"] = self._rates.remembered
+            found["rates"] = self._rates.remembered
         return PlannerMemory(**found)
 
     # -- events --------------------------------------------------------------------------------------------------------

@@ -105,11 +105,11 @@ class SliceMatrices:
     def has_news(self) -> bool:
         return bool(self._joined or self._moved)
 
-    def join(self, crowded: Sequence[tuple[JobRecord, Gang | None]]) -> None:
+    def join(self, unserved: Sequence[tuple[JobRecord, Gang | None]]) -> None:
         """Time-slice jobs that find no free devices: a parked job in place if it can, the others with other jobs."""
         # Of jobs that no place serves, the next one alike is passed over until a job has joined.
         vain = set[tuple[object, ...]]()
-        for job, gang in crowded:
+        for job, gang in unserved:
             if len(self._joined) >= _JOINERS_MOST:
                 return
             spec = job.spec

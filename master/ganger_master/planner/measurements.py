@@ -14,8 +14,7 @@ from ganger.cluster.view import View
 
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
-from ganger_master.planner import colocation_rates as together
-from ganger_master.planner import core_profiles as measured
+from ganger_master.planner import colocation_rates, core_profiles
 from ganger_master.planner.colocation_rates import ColocationRates
 from ganger_master.planner.core_profiles import CoreProfiles
 from ganger_master.planner.job_estimates import JobEstimates, LossReport, ReportedLosses
@@ -51,7 +50,7 @@ class RateSources(Protocol):
     `received_s`: device time by number."""
 
     @property
-    def together(self) -> JobRates: ...
+    def windows(self) -> JobRates: ...
 
     @property
     def speeds(self) -> SpeedSource: ...
@@ -97,8 +96,8 @@ class RateSources(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RememberedRates:
-    together: together.RememberedColocations = field(default_factory=together.RememberedColocations)
-    measured: measured.RememberedProfiles = field(default_factory=measured.RememberedProfiles)
+    colocations: colocation_rates.RememberedColocations = field(default_factory=colocation_rates.RememberedColocations)
+    profiles: core_profiles.RememberedProfiles = field(default_factory=core_profiles.RememberedProfiles)
     attained: Mapping[int, AttainedTime] = field(default_factory=dict)
     speeds: Mapping[int, SpeedsOfJob] = field(default_factory=dict)
     foreseen: Mapping[int, ReportedLosses] = field(default_factory=dict)
@@ -109,8 +108,8 @@ class Measurements:
     kept, too."""
 
     def __init__(self, pace: TrialPace) -> None:
-        self.measured = CoreProfiles(pace)
-        self.together = ColocationRates(pace)
+        self.profiles = CoreProfiles(pace)
+        self.windows = ColocationRates(pace)
         self.attained = AttainedService()
         self.speeds = SpeedsByGpus(pace)
         self.foreseen = JobEstimates(self.speeds)
@@ -118,11 +117,11 @@ class Measurements:
 
     @property
     def known(self) -> Known:
-        return self.measured.known
+        return self.profiles.known
 
     @property
     def trials(self) -> Mapping[int, int]:
-        return self.measured.trials
+        return self.profiles.trials
 
     @property
     def received_s(self) -> Mapping[int, float]:
@@ -132,26 +131,26 @@ class Measurements:
         return self.foreseen.believed(gpus_per_node)
 
     def update_trials(self, view: View, running_s: Mapping[int, float], now: float) -> bool:
-        return self.measured.update_trials(view, running_s, now)
+        return self.profiles.update_trials(view, running_s, now)
 
     def put(self, job: JobRecord, gang: Gang | None, signature: int, now: float) -> None:
         """Record a job as it is now."""
-        self.measured.put(job, gang, signature, now)
-        self.together.put(job, gang, signature, now)
+        self.profiles.put(job, gang, signature, now)
+        self.windows.put(job, gang, signature, now)
         self.speeds.put(job, gang, now)
 
     def forget(self, number: int, now: float) -> None:
         """Drop a job that has ended."""
-        self.measured.forget(number)
-        self.together.forget(number, now)
+        self.profiles.forget(number)
+        self.windows.forget(number, now)
         self.attained.forget(number)
         self.speeds.forget(number)
         self.foreseen.forget(number)
 
     def keep(self, is_live: Callable[[int], bool], now: float) -> None:
         """Drop the jobs that are not live; their ends were not reported."""
-        self.measured.keep(is_live)
-        self.together.keep(is_live, now)
+        self.profiles.keep(is_live)
+        self.windows.keep(is_live, now)
         self.attained.keep(is_live)
         self.speeds.keep(is_live)
         self.foreseen.keep(is_live)
@@ -159,8 +158,8 @@ class Measurements:
     def record(self, number: int, heard: ProgressReport, now: float) -> bool:
         """Record a report; return whether it is reason for another plan."""
         step, time_s, since_s = heard.step, heard.time_s, heard.since_s
-        self.measured.record(number, step, time_s, now)
-        self.together.record(number, step, time_s, heard.use, now, since_s)
+        self.profiles.record(number, step, time_s, now)
+        self.windows.record(number, step, time_s, heard.use, now, since_s)
         self.attained.record(number, step, time_s)
         sizes = len(self.speeds.rates(number))
         is_full = self.speeds.record(number, step, time_s, now, since_s)
@@ -174,8 +173,8 @@ class Measurements:
     def remembered(self) -> RememberedRates:
         """The measurements, for a planner that continues from them."""
         return RememberedRates(
-            self.together.remembered,
-            self.measured.remembered,
+            self.windows.remembered,
+            self.profiles.remembered,
             self.attained.remembered,
             self.speeds.remembered,
             self.foreseen.remembered,
@@ -183,8 +182,8 @@ class Measurements:
 
     def recall(self, remembered: RememberedRates) -> None:
         """Take over the measurements of an earlier planner."""
-        self.together.recall(remembered.together)
-        self.measured.recall(remembered.measured)
+        self.windows.recall(remembered.colocations)
+        self.profiles.recall(remembered.profiles)
         self.attained.recall(remembered.attained)
         self.speeds.recall(remembered.speeds)
         self.foreseen.recall(remembered.foreseen)

@@ -33,14 +33,14 @@ _CLOCKS_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class PlannerMemory:
-    """Decisions that are not done or judged yet, failed trials, and `measured` rates."""
+    """Decisions that are not done or judged yet, failed trials, and measured rates."""
 
     shared: Shared = NOTHING
     packing: OrderColocation = field(default_factory=OrderColocation)
     moving: MigrationMemory = field(default_factory=MigrationMemory)
     growing: GrowthTrials = field(default_factory=GrowthTrials)
     resizing: Resizing = NOTHING_UNDER_WAY
-    measured: RememberedRates = field(default_factory=RememberedRates)
+    rates: RememberedRates = field(default_factory=RememberedRates)
 
 
 class _Note(msgspec.Struct, array_like=True, frozen=True):
@@ -116,7 +116,7 @@ def recalled(
         memory = unpacked(found.memory)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         return Unusable(f"it is damaged: {error}")
-    seen = memory.measured.together
+    seen = memory.rates.colocations
     for number in seen.jobs:
         live = create_time(number)
         if live is not None and live != seen.create_time(number):

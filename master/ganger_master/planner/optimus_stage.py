@@ -122,8 +122,8 @@ class _Sizing:
         may_grow = [at for at in growing if jobs[at].number not in context.excluded.not_stopped and not is_promised]
         grown = _grown(wanting, may_grow, gpus, found.changes, context.room)
         is_coming = bool(going or stopped or wanting.changing.any())
-        told = {change.number for change in grown}
-        vain = [jobs[at].number for at in growing if not is_coming and jobs[at].number not in told]
+        grows = {change.number for change in grown}
+        vain = [jobs[at].number for at in growing if not is_coming and jobs[at].number not in grows]
         wanted = {jobs[at].number: int(gpus[at]) for at in growing if jobs[at].number not in vain}
         resizing = self._under_way(given, grown, wanted)
         return replace(found, changes=(*given.changes, *found.changes, *grown), resizing=resizing), vain

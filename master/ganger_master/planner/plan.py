@@ -110,20 +110,20 @@ def carried_out(
     if going is None:
         going = table.going
     going = [*going, *resized]
-    crowded = fitting.start(table.jobs_at(rows[first]), going=going)
-    if not crowded:
+    unserved = fitting.start(table.jobs_at(rows[first]), going=going)
+    if not unserved:
         return PlanDraft(fitting.changes, next_change_s=choice.changes_at, line=choice.queue)
-    unplaced = frozenset(job.number for job in crowded if job.number in context.excluded.unplaced)
+    unplaced = frozenset(job.number for job in unserved if job.number in context.excluded.unplaced)
     follow: tuple[int, ...] = ()
     if context.may_preempt:
         leaving = units(table.gangs_at(rows[line[(choice.facts.is_running & ~is_chosen)[line]]]), context.terms.mates)
         staying = PreemptionCandidates(choice, context) if order.preempts else None
-        left = fitting.make_way(crowded, leaving, going, staying)
+        left = fitting.make_way(unserved, leaving, going, staying)
         if left and not order.is_strict:
             # Jobs further back may use what these cannot.
             fitting.start(table.jobs_at(rows[line[(waiting & ~is_chosen)[line]]]), beside_others=True)
         unplaced = frozenset(job.number for job in left)
-        follow = tuple([job.number for job in crowded if job.number not in unplaced])
+        follow = tuple([job.number for job in unserved if job.number not in unplaced])
     fitting.undo()
     unplaced -= fitting.waited_for
     displaced = frozenset(fitting.displaced) if order.rests else frozenset[int]()

@@ -142,14 +142,14 @@ def plan_shared(
     followed, packs = follow(packs, context)
     # A plan that has timed out keeps no places.
     migrations = [plan for plan in migrations if now < plan.began_s + LONGEST_S]
-    busy = packs.on_trial.union([change.number for change in (*tried, *followed)], *packs.together)
+    busy = packs.on_trial.union([change.number for change in (*tried, *followed)], *packs.groups)
     busy = busy.union(*[plan.numbers for plan in migrations])
     room.follow()
     trying = Trial(room)
     try:
         hold(migrations, table, trying)
         if quantum_s is not None:
-            received_s = context.measured.received_s
+            received_s = context.job_rates.received_s
             fairness = credited(fairness, table.running, _weights(table, now), received_s, room.view, now, quantum_s)
         for change in followed:
             if isinstance(change, ResumeChange) and is_free(room.view, places := places_of(table, change)):
@@ -197,10 +197,10 @@ def plan_matrices(
     try:
         stranded = filling.bring_back(parked)
         joining = SliceMatrices(room.view, running, excluded, filling.least_memory, filling.kept_memory)
-        crowded = filling.start(waiting, joining.may_go_on if quantum_s is not None else None)
+        unserved = filling.start(waiting, joining.may_go_on if quantum_s is not None else None)
         if quantum_s is not None:
-            joining.join((*stranded, *crowded))
-            if not (crowded or parked):
+            joining.join((*stranded, *unserved))
+            if not (unserved or parked):
                 filling.part(joining.sharers)
             joining.leave(context.cluster.draining, fairness)
             # Pending jobs that can join no group do not prevent rebalancing of the existing groups.
@@ -217,7 +217,7 @@ def plan_matrices(
     shares = quantum_s is not None and any(gang.node_set for _, gang in running)
     # The next pass compares what the time-sliced jobs have received.
     next_s = now + quantum_s if quantum_s is not None and shares else math.inf
-    return PlanDraft(tuple(changes), waits=bool(crowded or stranded), line=line, next_change_s=next_s)
+    return PlanDraft(tuple(changes), waits=bool(unserved or stranded), line=line, next_change_s=next_s)
 
 
 def _waiting(table: LiveTable, excluded: ExcludedJobs) -> list[tuple[JobRecord, Gang | None]]:
@@ -270,7 +270,7 @@ class _Filling:
         `may_go_on`: whether a parked job could be time-sliced where it is; the memory that it lacks is then kept from
         the jobs after it. None: no time slicing.
         """
-        crowded, vain = [], set()
+        unserved, vain = [], set()
         for job, gang in pairs:
             if gang is not None and is_free(self._room.view, gang.lacking_claims):
                 self._change(StartChange(job.number, job.revision, gang.claims), gang.lacking_claims)
@@ -281,12 +281,12 @@ class _Filling:
             if claims is None:
                 if not is_bound:
                     vain.add(shape)
-                crowded.append((job, gang))
+                unserved.append((job, gang))
                 if gang is not None and may_go_on is not None and may_go_on(job, gang):
                     self._keep_memory(gang.lacking_claims)
             else:
                 self._change(StartChange(job.number, job.revision, claims), claims)
-        return crowded
+        return unserved
 
     def _keep_memory(self, lacking: Claims) -> None:
         """Keep free what a parked job lacks, as far as the node has it."""

@@ -62,8 +62,8 @@ def follow(packs: Colocations, context: PlanContext) -> tuple[tuple[PlanChange, 
             changes.extend(_next(one, host, guest, view))
         elif not rotating.isdisjoint(host[1].nodes):
             leaving.append(one)
-        elif together := move_in(one.proposal, host, guest, view):
-            changes.extend(together)
+        elif arrival := move_in(one.proposal, host, guest, view):
+            changes.extend(arrival)
             begun.append(Colocation(one.proposal, now))
         else:
             failed = failed.noted(one.proposal.pair, now)
@@ -73,7 +73,7 @@ def follow(packs: Colocations, context: PlanContext) -> tuple[tuple[PlanChange, 
         if guest is not None and not is_resting(*guest) and now <= going.since_s + _LONGEST_S:
             parting.append(going)
         elif host is not None:
-            changes.extend(whole_again({going.host: host}, (), view, context.measured.together))
+            changes.extend(whole_again({going.host: host}, (), view, context.job_rates.windows))
     followed = replace(packs, packs=(*packs.packs, *begun), leaving=tuple(leaving), parting=tuple(parting))
     return tuple(changes), replace(followed, failed=failed)
 

@@ -169,8 +169,8 @@ class Planner:
             create_times = {job.number: job.create_time for job, _, _ in change.jobs if not job.state.is_finished}
             self._memory = self._note.recall(policy.name, self._mirror.now, create_times.get)
             if self._memory is not None:
-                self._rates.recall(self._memory.measured)
-                log.info("going on from a note", extra={"jobs": len(self._memory.measured.together.jobs)})
+                self._rates.recall(self._memory.rates)
+                log.info("going on from a note", extra={"jobs": len(self._memory.rates.colocations.jobs)})
         log.info("planning", extra={"policy": policy.name, "plan_every_seconds": every_s})
         now = self._mirror.now
         self._recorder.begin(now, policy.name, every_s, self._trial_pace, self._memory)
@@ -253,7 +253,7 @@ class Planner:
     def _figures(self, change: PlanChange) -> str:
         """Return the measured effect of cores on the job, for a change of cores without a reason."""
         is_measured = isinstance(change, CoresChange) and not change.reason
-        return self._rates.measured.describe(change.number) if is_measured else change.reason
+        return self._rates.profiles.describe(change.number) if is_measured else change.reason
 
     def _policy(self) -> Policy:
         name = self._policy_name or self._mirror.policy

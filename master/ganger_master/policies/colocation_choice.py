@@ -197,8 +197,8 @@ def verdict(proposal: ColocationProposal, rates: Mapping[int, TrialRates]) -> Ju
 def still_pays(residents: Sequence[Resident], rates: Mapping[int, TrialRates], doubt: float = DOUBT / 10) -> bool:
     """Return whether a kept co-location should stay: until, beyond doubt, time slicing would be better or one job is
     too slow. `after` of `rates`: the latest windows."""
-    measured = tuple([rates[one.number] for one in residents])
-    return _still_pays(measured, tuple([one.least_speed for one in residents]), doubt)
+    windows = tuple([rates[one.number] for one in residents])
+    return _still_pays(windows, tuple([one.least_speed for one in residents]), doubt)
 
 
 def lesson(proposal: ColocationProposal, rates: Mapping[int, TrialRates]) -> ColocationTrial:
@@ -209,12 +209,12 @@ def lesson(proposal: ColocationProposal, rates: Mapping[int, TrialRates]) -> Col
 
 # Kept co-locations are judged in every pass, mostly by the same windows.
 @lru_cache(4096)
-def _still_pays(measured: tuple[TrialRates, ...], least_speeds: tuple[float, ...], doubt: float) -> bool:
-    if min(len(one.after) for one in measured) < FIRST_WINDOWS:
+def _still_pays(windows: tuple[TrialRates, ...], least_speeds: tuple[float, ...], doubt: float) -> bool:
+    if min(len(one.after) for one in windows) < FIRST_WINDOWS:
         return True
-    if normalised(measured).bounds(doubt)[1] < 1.0:
+    if normalised(windows).bounds(doubt)[1] < 1.0:
         return False
-    each = zip(measured, least_speeds, strict=True)
+    each = zip(windows, least_speeds, strict=True)
     return all(normalised([one]).bounds(doubt)[1] >= least_speed for one, least_speed in each)
 
 

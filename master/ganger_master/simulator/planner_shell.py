@@ -61,13 +61,13 @@ class ModelledMeasurements:
         return self._received_s()
 
     @property
-    def together(self) -> ModelledRates:
+    def windows(self) -> ModelledRates:
         assert self._windows is not None, "rates are modelled"
         return self._windows
 
     @property
     def speeds(self) -> ModelledRates:
-        return self.together
+        return self.windows
 
     @property
     def known(self) -> Known:

@@ -278,8 +278,8 @@ def _relative_speed(family: str, gpus: int, nodes: int, level: LocalityLevel) ->
     law = model.relative_speed(gpus, nodes, level)
     if (gpus, nodes) not in _CHRONUS_GPUS_AND_NODES or not family:
         return law
-    measured = _CHRONUS[family][_CHRONUS_GPUS_AND_NODES.index((gpus, nodes))]
-    return measured * law / model.relative_speed(gpus, nodes, LocalityLevel.RACK)
+    speed = _CHRONUS[family][_CHRONUS_GPUS_AND_NODES.index((gpus, nodes))]
+    return speed * law / model.relative_speed(gpus, nodes, LocalityLevel.RACK)
 
 
 @cache
@@ -313,8 +313,8 @@ def _closest(gpus: int, groups: tuple[ServerGroup, ...]) -> tuple[int, LocalityL
 def _type_speed(model: str, device_type: str) -> float:
     """Return the speed relative to the fastest type; 1 for types without measurements."""
     speeds: dict[str, dict[str, float]] = {}
-    for (kind, together, name, gpus), speed in gavel_speeds().items():
-        if together and gpus == 1 and speed:
+    for (kind, is_on_one_node, name, gpus), speed in gavel_speeds().items():
+        if is_on_one_node and gpus == 1 and speed:
             speeds.setdefault(name, {})[kind] = speed
     kind = device_type.lower()
     of_models = [own for name, own in speeds.items() if name == model and kind in own] or list(speeds.values())

@@ -266,11 +266,11 @@ def demands(gangs: Gangs, nodes: TuningNodes) -> TuningDemand:
 
 def limits(gpus: int, nodes: TuningNodes) -> tuple[float, float]:
     """Return the most cores and bytes for each GPU that the best of the fewest nodes could give."""
-    together = np.minimum(np.maximum(nodes.gpus, 1), gpus)
-    fewest = together == together.max(initial=1)
+    on_one_node = np.minimum(np.maximum(nodes.gpus, 1), gpus)
+    fewest = on_one_node == on_one_node.max(initial=1)
     return (
-        float(np.max(nodes.cores[fewest] / together[fewest], initial=0.0)),
-        float(np.max(nodes.memory_bytes[fewest] / together[fewest], initial=0.0)),
+        float(np.max(nodes.cores[fewest] / on_one_node[fewest], initial=0.0)),
+        float(np.max(nodes.memory_bytes[fewest] / on_one_node[fewest], initial=0.0)),
     )
 
 
@@ -289,8 +289,8 @@ class _Shares:
         has_gpus = nodes.gpus > 0
         cores, memory = nodes.share_cores[has_gpus], nodes.share_memory[has_gpus]
         column = np.searchsorted(profiles.memory_bytes, memory * (1.0 + ROUNDING), side="right")
-        measured, below = np.flatnonzero(column), np.flatnonzero(column == 0)
-        ends = measured[_ends(cores[measured], np.searchsorted(profiles.cores, cores[measured]), column[measured])]
+        known, below = np.flatnonzero(column), np.flatnonzero(column == 0)
+        ends = known[_ends(cores[known], np.searchsorted(profiles.cores, cores[known]), column[known])]
         binding = np.concatenate([ends, below[_front(cores[below], memory[below])]])
         return cls(np.unique(cores), np.unique(memory), cores[binding], memory[binding])
 

@@ -90,10 +90,10 @@ class RoundPacking:
             return [(at, gpus)]
         if self.gangs.is_local[gang]:
             return None
-        together = np.cumsum(usable)
-        if not len(usable) or together[-1] < gpus:
+        total = np.cumsum(usable)
+        if not len(usable) or total[-1] < gpus:
             return None
-        last = int(np.searchsorted(together, gpus))
+        last = int(np.searchsorted(total, gpus))
         found = [(int(node), int(usable[node])) for node in np.flatnonzero(usable[:last])]
         return [*found, (last, gpus - sum(count for _, count in found))]
 
