@@ -12,7 +12,7 @@ import pytest
 from ganger.wire.endpoints import ensure_token, write_endpoint
 from ganger_daemon import app
 from ganger_daemon.app import Daemon, DaemonError, DaemonSettings
-from ganger_daemon.cgroups.no_cgroups import NoCgroups
+from ganger_daemon.cgroups.contract import NoCgroups
 from ganger_daemon.devices.virtual import VirtualSpec
 
 

@@ -3,14 +3,26 @@
 One group holds the ranks of one gang on this node. Groups are flat and named by the daemon; several may share a pool,
 which limits their common CPU time. All calls may be repeated. A job never fails because pinning, a limit or freezing is
 unavailable: `capabilities` names what is missing, and calls return whether they took effect.
+
+Where the kernel offers none, `NoCgroups` replaces them by signals, affinity masks and niceness. The processes of a
+group are then those the daemon tracks, all in their sessions, and all their descendants. There is no memory limit, and
+new threads inherit the mask of the thread that makes them.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import threading
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
+
+from ganger.injob.process_identity import stands_still, stat_fields
+
+from ganger_daemon.cgroups import controllers
 
 
 class Variant(Enum):
@@ -100,3 +112,193 @@ def checked(group: str) -> str:
     if not GROUP_NAME.fullmatch(group):
         raise ValueError(f"{group!r} is no group name; use letters, digits, '.', '_' and '-'")
     return group
+
+
+# -- without control groups --------------------------------------------------------------------------------------------
+
+NICENESS = 5
+"""Without cpu shares this keeps the daemon and its host answering."""
+SWEEPS = 3
+"""A thread made during a sweep may have the old mask; the next sweep finds it."""
+
+
+@dataclass(slots=True)
+class _Group:
+    tracked: dict[int, int] = field(default_factory=dict)  # pid -> start time in ticks
+    cpus: tuple[int, ...] = ()
+
+
+class NoCgroups:
+    def __init__(self, reason: str = "not asked for") -> None:
+        self._reason = reason
+        self._groups: dict[str, _Group] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def variant(self) -> Variant:
+        return Variant.NONE
+
+    @property
+    def capabilities(self) -> Mapping[str, str]:
+        return {
+            "cgroup": f"none: {self._reason}",
+            "cpuset": "affinity",
+            "memory": f"none: {self._reason}",
+            "freeze": "signals",
+            "kill": "signals",
+            "cpu_usage": "processes",
+            "cpu_quota": f"none: {self._reason}",
+        }
+
+    def make_pool(self, pool: str, cores: float) -> bool:
+        checked(pool)
+        return False
+
+    def create(self, group: str, pool: str = "") -> None:
+        with self._lock:
+            self._groups.setdefault(checked(group), _Group())
+
+    def join_files(self, group: str) -> tuple[str, ...]:
+        checked(group)
+        return ()
+
+    def freezer_file(self, group: str) -> str:
+        checked(group)
+        return ""
+
+    def hasten(self) -> None:
+        """Do nothing: without cgroups, no process joins a group."""
+
+    def set_cpus(self, group: str, cpus: Collection[int]) -> tuple[int, ...]:
+        wanted = tuple(sorted(set(cpus) & set(range(os.cpu_count() or 1))))
+        known = self._known(group)
+        if known is None or not wanted:
+            return ()
+        known.cpus = wanted
+        taken = True
+        for _ in range(SWEEPS):
+            taken = controllers.set_affinity(self.pids(group), wanted) and taken
+        return wanted if taken else ()
+
+    def set_memory_limit(self, group: str, memory_bytes: int) -> bool:
+        return False
+
+    def track(self, group: str, pid: int) -> None:
+        self.create(group)
+        fields = stat_fields(pid)
+        if not fields:
+            return
+        known = self._groups[group]
+        known.tracked[pid] = int(fields[19])
+        try:
+            os.setpriority(os.PRIO_PROCESS, pid, max(NICENESS, os.getpriority(os.PRIO_PROCESS, pid)))
+        except OSError:
+            pass
+        if known.cpus:
+            controllers.set_affinity((pid,), known.cpus)
+
+    def pids(self, group: str) -> tuple[int, ...]:
+        known = self._known(group)
+        if known is None or not known.tracked:
+            return ()
+        processes = _processes()
+        own = os.getsid(0)
+        # a pid is the tracked process only with its start time
+        members = {pid for pid, start in known.tracked.items() if pid in processes and processes[pid].start == start}
+        sessions = {pid for pid in known.tracked if pid != own and (pid in members or pid not in processes)}
+        grew = True
+        while grew:
+            found = {
+                pid
+                for pid, process in processes.items()
+                if process.parent in members
+                or (process.session in sessions and process.start >= known.tracked[process.session])
+            }
+            grew = not found <= members
+            members |= found
+        return tuple(sorted(pid for pid in members if not processes[pid].dead))
+
+    def freeze(self, group: str, timeout_s: float = 5.0) -> bool:
+        def stop() -> None:
+            controllers.signal_all(self.pids(group), signal.SIGSTOP)
+
+        stop()
+        # again: the first signals miss the child of a process that is forking
+        return controllers.wait_until(lambda: self.frozen(group), timeout_s, stop)
+
+    def thaw(self, group: str, timeout_s: float = 5.0) -> bool:
+        controllers.signal_all(self.pids(group), signal.SIGCONT)
+        return controllers.wait_until(
+            lambda: not any(stat_fields(pid)[:1] == [b"T"] for pid in self.pids(group)), timeout_s
+        )
+
+    def frozen(self, group: str) -> bool:
+        pids = self.pids(group)
+        return bool(pids) and all(map(stands_still, pids))
+
+    def kill(self, group: str) -> None:
+        # stopped first: no process forks between the listing and the signal
+        controllers.signal_all(self.pids(group), signal.SIGSTOP)
+        for _ in range(SWEEPS):
+            pids = self.pids(group)
+            if not pids:
+                return
+            controllers.signal_all(pids, signal.SIGKILL)
+
+    def oom_kills(self, group: str) -> int:
+        return 0
+
+    def cpu_s(self, group: str) -> float:
+        ticks = os.sysconf("SC_CLK_TCK")
+        return sum(_cpu_ticks(pid) for pid in self.pids(group)) / ticks
+
+    def memory_bytes(self, group: str) -> int:
+        page = os.sysconf("SC_PAGE_SIZE")
+        return sum(_resident_pages(pid) for pid in self.pids(group)) * page
+
+    def unreclaimable_bytes(self, group: str) -> int:
+        return self.memory_bytes(group)
+
+    def destroy(self, group: str, timeout_s: float = 5.0) -> bool:
+        if not controllers.wait_until(lambda: not self.pids(group), timeout_s):
+            return False
+        with self._lock:
+            self._groups.pop(checked(group), None)
+        return True
+
+    def groups(self) -> tuple[str, ...]:
+        with self._lock:
+            return tuple(sorted(self._groups))
+
+    def tidy(self) -> None:
+        """Nothing was made."""
+
+    def _known(self, group: str) -> _Group | None:
+        with self._lock:
+            return self._groups.get(checked(group))
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    parent: int
+    session: int
+    start: int
+    dead: bool
+
+
+def _processes() -> dict[int, _Process]:
+    found: dict[int, _Process] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit() and (fields := stat_fields(int(name))):
+            found[int(name)] = _Process(int(fields[1]), int(fields[3]), int(fields[19]), fields[0] in (b"Z", b"X"))
+    return found
+
+
+def _cpu_ticks(pid: int) -> int:
+    fields = stat_fields(pid)
+    return int(fields[11]) + int(fields[12]) if fields else 0
+
+
+def _resident_pages(pid: int) -> int:
+    fields = stat_fields(pid)
+    return int(fields[21]) if fields else 0

@@ -22,7 +22,7 @@ from typing import TypeAlias, TypeVar
 from ganger.injob.process_identity import stands_still
 
 from ganger_daemon.cgroups import controllers
-from ganger_daemon.cgroups.contract import GROUP_NAME, Cgroups, Variant, checked
+from ganger_daemon.cgroups.contract import GROUP_NAME, Cgroups, NoCgroups, Variant, checked
 from ganger_daemon.cgroups.controllers import (
     SMALLEST_QUOTA_CORES,
     CgroupController,
@@ -42,7 +42,6 @@ from ganger_daemon.cgroups.controllers import (
     UsageV1,
     UsageV2,
 )
-from ganger_daemon.cgroups.no_cgroups import NoCgroups
 from ganger_daemon.node.core_table import parse_ids
 
 
