@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from core.test_colocation import small
 from ganger.cluster.capacity_index import CapacityIndex
-from ganger_master.planner.context import context_of
+from ganger_master.planner.context import capacity_of, context_of
 from ganger_master.planner.order_stage import plan_by
-from ganger_master.planner.pass_terms import capacity_of
 from ganger_master.policies import live_policy_named
 from msgspec.structs import replace
 from planner.test_leaving import InTurns

@@ -17,10 +17,10 @@ from ganger.job_state import JobState
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, Piece
 from ganger_master.core.job_model import JobRecord, JobSpec, SuspendLevel
 from ganger_master.planner.context import PlanDraft, PlannerSettings, context_of
+from ganger_master.planner.device_groups import Claims
 from ganger_master.planner.gang_fitting import GangFitting
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.optimus_stage import _yielding
-from ganger_master.planner.pass_terms import Claims
 from ganger_master.planner.plan import plan
 from ganger_master.policies import policy_named
 from ganger_master.policies.job_facts import Capacity

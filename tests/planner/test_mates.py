@@ -12,8 +12,8 @@ from ganger.cluster.resources import Locality, LocalityLevel
 from ganger.job_state import JobState
 from ganger_master.core.commands import CancelJob
 from ganger_master.core.job_model import Capabilities, JobSpec
+from ganger_master.planner.context import capacity_of
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.pass_terms import capacity_of
 from ganger_master.planner.ranked_queue import _as_one
 from hypothesis import given
 from hypothesis import strategies as st

@@ -18,11 +18,10 @@ from ganger_master.core.gang_model import Gang, ObservedPhase
 from ganger_master.core.job_model import Capabilities, JobRecord, JobSpec, SuspendLevel
 from ganger_master.core.plan_changes import StartChange, SuspendChange
 from ganger_master.core.settings import CoreSettings
-from ganger_master.planner.context import PlanDraft, context_of
+from ganger_master.planner.context import PlanDraft, capacity_of, context_of
 from ganger_master.planner.gang_fitting import nodes_for
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import plan_by
-from ganger_master.planner.pass_terms import capacity_of
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, NOTED_S, ExcludedJobs, RefusalBackoff
 from ganger_master.policies import policy_named
 from ganger_master.policies.orders import WEEK_S

@@ -25,9 +25,8 @@ from ganger_master.core.gang_model import Gang
 from ganger_master.core.gang_orders import same_place
 from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.plan_changes import PlanChange, StartChange, SuspendChange
-from ganger_master.planner.context import PlanContext
-from ganger_master.planner.device_groups import Unit, units
-from ganger_master.planner.pass_terms import Claims, held_by_all, held_of
+from ganger_master.planner.context import PlanContext, held_by_all, held_of
+from ganger_master.planner.device_groups import Claims, Unit, units
 from ganger_master.planner.ranked_queue import ChosenJobs
 from ganger_master.policies.make_room import Hole, Movable, Movables, hole_for
 

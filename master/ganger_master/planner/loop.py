@@ -24,10 +24,10 @@ from ganger_master.planner.context import (
     PlanStage,
     PlanVerdict,
     ProgressReports,
+    terms_of,
 )
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import OrderStage
-from ganger_master.planner.pass_terms import terms_of
 from ganger_master.planner.plan_pace import AnsweredPlan, PlanPace, RoundPace, is_stop
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, RefusalBackoff
 from ganger_master.policies import Policy

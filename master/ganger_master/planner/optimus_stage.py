@@ -37,7 +37,7 @@ from ganger_master.core.elastic import devices_of
 from ganger_master.core.gang_model import Gang, GangPhase
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import Goal, PlanChange, ResizeChange, StartChange, SuspendChange
-from ganger_master.planner.context import PlanContext, PlanDraft
+from ganger_master.planner.context import PassTerms, PlanContext, PlanDraft, held_of
 from ganger_master.planner.in_place_resize import (
     Resizing,
     can_change,
@@ -47,7 +47,6 @@ from ganger_master.planner.in_place_resize import (
     taken_beside,
 )
 from ganger_master.planner.migration_context import move_costs
-from ganger_master.planner.pass_terms import PassTerms, held_of
 from ganger_master.planner.plan import carried_out
 from ganger_master.planner.ranked_queue import ChosenJobs
 from ganger_master.planner.size_requests import SizeRequests, without_growth

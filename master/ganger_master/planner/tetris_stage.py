@@ -19,10 +19,9 @@ from ganger.cluster.search import Claims, PlacementRequest
 
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import PlanChange, StartChange
-from ganger_master.planner.context import PlanContext, PlanDraft
+from ganger_master.planner.context import PlanContext, PlanDraft, held_by_all
 from ganger_master.planner.gang_fitting import nodes_for
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.pass_terms import held_by_all
 from ganger_master.policies.job_facts import Capacity, Facts, Floats, Integers
 from ganger_master.policies.order_registry import expected_s
 from ganger_master.policies.orders import guarded, next_change_s, ranked

@@ -33,9 +33,8 @@ from msgspec import structs
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import CoresChange, PlanChange, StartChange
-from ganger_master.planner.context import PlanContext, PlanDraft, PlanOutcome
+from ganger_master.planner.context import PassTerms, PlanContext, PlanDraft, PlanOutcome, held_of
 from ganger_master.planner.device_groups import shares_devices
-from ganger_master.planner.pass_terms import PassTerms, held_of
 from ganger_master.planner.plan import plan
 from ganger_master.policies.tunings import NOTHING, Known, Tuning, TuningNodes, known_gangs, pieces
 
