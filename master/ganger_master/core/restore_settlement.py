@@ -132,7 +132,7 @@ def _is_unknown_end(state: State, job: JobRecord, epoch: int, parts: Mapping[str
     """Return whether the database neither knows that this attempt ended nor had ordered it to end."""
     gang = state.gangs.get(epoch)
     if gang is None:
-        return quarantine.is_skipped(state, epoch)
+        return quarantine.is_skipped(state, epoch) or bool(quarantine.quarantined_parts(state, job.uid, epoch))
     is_wanted_over = gang.intent is GangIntent.STOP and all(
         part.outcome.kind is not OutcomeKind.DONE for part in parts.values()
     )
@@ -168,15 +168,23 @@ def is_as_stored(state: State, epoch: int, parts: Mapping[str, ObservedGang], al
 
 def _by_outcomes(state: State, job: JobRecord, epoch: int, parts: Mapping[str, FinishedGang]) -> Verdict:
     kinds = {part.outcome.kind for part in parts.values()}
-    gang = state.gangs.get(epoch)
-    nodes = len(gang.nodes) if gang is not None else max(part.nodes for part in parts.values())
-    if kinds == {OutcomeKind.DONE} and len(parts) == nodes:
+    if kinds == {OutcomeKind.DONE} and len(parts) == _nodes_of(state, job, epoch, parts):
         return EndVerdict(JobState.SUCCEEDED, "every rank has finished")
     is_users = bool(kinds & {OutcomeKind.FAILED, OutcomeKind.OUT_OF_MEMORY})
     if is_users and job.failures >= job.spec.max_failures:
         failed = next(part.outcome for part in parts.values() if part.outcome.kind not in _WELL)
         return EndVerdict(JobState.FAILED, failed.message or f"an attempt ended as {failed.kind.value}")
     return AskVerdict()
+
+
+def _nodes_of(state: State, job: JobRecord, epoch: int, parts: Mapping[str, FinishedGang]) -> int:
+    """Return the number of nodes of a gang that has ended; zero if it is not known."""
+    gang = state.gangs.get(epoch)
+    if gang is not None:
+        return len(gang.nodes)
+    orders = [part.told for part in quarantine.quarantined_parts(state, job.uid, epoch).values()]
+    known = [len(order.nodes) for order in orders if order is not None]
+    return max([*known, *(part.nodes for part in parts.values())])
 
 
 _WELL: Final = (OutcomeKind.DONE, OutcomeKind.YIELDED, OutcomeKind.STOPPED)
