@@ -10,7 +10,15 @@ from ganger.cluster.resources import Claim, Role, TaskShape
 from ganger.cluster.topology import parse_topology
 from ganger_master.core import machine
 from ganger_master.core.answers import Answer, Approved, JobAnswer, SessionAnswer
-from ganger_master.core.commands import Command, Observe, ObservedGang, OpenSession, RequestGang, SubmitJob
+from ganger_master.core.commands import (
+    Command,
+    FinishedGang,
+    Observe,
+    ObservedGang,
+    OpenSession,
+    RequestGang,
+    SubmitJob,
+)
 from ganger_master.core.effects import HistoryRow
 from ganger_master.core.gang_model import Gang, ObservedPhase
 from ganger_master.core.job_model import Capabilities, JobRecord, JobSpec
@@ -55,11 +63,17 @@ class Drive:
         self.sessions[node] = answer.session
         self.observe(node, version=0)
 
-    def observe(self, node: str, *gangs: ObservedGang, version: int | None = None) -> Answer:
+    def observe(
+        self, node: str, *gangs: ObservedGang, version: int | None = None, finished: tuple[FinishedGang, ...] = ()
+    ) -> Answer:
         """Apply a complete report of a node, by default of the newest desired version."""
         self.observations += 1
         applied = self.state.desired.of(node).version if version is None else version
-        return self.step(Observe(node, self.sessions[node], self.observations, applied, gangs, storage_proved=True))
+        return self.step(
+            Observe(
+                node, self.sessions[node], self.observations, applied, gangs, storage_proved=True, finished=finished
+            )
+        )
 
     def submit(self, spec: JobSpec, user: str = "") -> int:
         answer = self.step(SubmitJob(spec, f"uid-{len(self.state.jobs)}", user))

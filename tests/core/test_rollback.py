@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import pytest
 from core.drive import ALL_LEVELS, GIB, Drive, job_of
 from ganger.cluster.resources import Claim
 from ganger.job_state import JobState
 from ganger_master.core.answers import JobAnswer, Refused
-from ganger_master.core.commands import AdoptQuarantined, NoteEnds, ObservedGang, OpenStore
+from ganger_master.core.commands import AdoptQuarantined, FinishedGang, NoteEnds, ObservedGang, OpenStore
 from ganger_master.core.explain import explain
-from ganger_master.core.gang_model import Gang, GangIntent, ObservedPhase, Restore, StoredOrder
+from ganger_master.core.gang_model import Gang, GangIntent, ObservedPhase, Outcome, OutcomeKind, Restore, StoredOrder
 from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.node_model import Stray
 from ganger_master.core.settings import CoreSettings
@@ -36,18 +38,23 @@ class Found:
     is_sliced: bool = False
     # Nodes of the gang that report nothing of it.
     missing: tuple[str, ...] = ()
+    # Its devices that other gangs may have, too.
+    shared_mask: int = 0
+    # How it ended, in the phase ENDED; its daemons then describe no order.
+    outcome: OutcomeKind = OutcomeKind.NONE
 
     def on(self, node: str) -> ObservedGang:
         mask, gpus = self.masks[node], sum(mask.bit_count() for mask in self.masks.values())
         tasks = mask.bit_count()
-        claim = Claim(node, mask, (2_000 * tasks, 0), 4 * GIB * tasks, tasks=(tasks,))
+        claim = Claim(node, mask, (2_000 * tasks, 0), 4 * GIB * tasks, tasks=(tasks,), shared_mask=self.shared_mask)
         told = StoredOrder(
             self.sequence, self.intent, claim, tuple(self.masks), spec=job_of(gpus), restore=Restore(),
             level=SuspendLevel.OFFLOAD if self.intent is GangIntent.PARK else SuspendLevel.NONE,
             is_sliced=self.is_sliced,
         )  # fmt: skip
         return ObservedGang(
-            self.job, self.uid, self.epoch, self.phase, self.sequence, device_mask=mask, told=told,
+            self.job, self.uid, self.epoch, self.phase, self.sequence, device_mask=mask,
+            told=None if self.phase is ObservedPhase.ENDED else told, outcome=Outcome(self.outcome),
             level=told.level if self.phase is ObservedPhase.PARKED else SuspendLevel.NONE,
             stop_step=3 if self.phase is ObservedPhase.PARKED else 0, capabilities=ALL_LEVELS,
         )  # fmt: skip
@@ -57,13 +64,15 @@ class Found:
         return [node for node in self.masks if node not in self.missing]
 
 
-def restored(drive: Drive, gangs: list[Found]) -> None:
-    """The database goes back to what `drive` is now, and the nodes report these gangs."""
+def restored(drive: Drive, gangs: list[Found], finished: Mapping[str, FinishedGang] = MappingProxyType({})) -> None:
+    """The database goes back to what `drive` is now, and the nodes report these gangs. `finished`: by node, a gang
+    that it has a record of."""
     drive.step(OpenStore("store", is_restored=True))
     for node in NODES:
         drive.join(node)
     for node in NODES:
-        drive.observe(node, *[gang.on(node) for gang in gangs if node in gang.nodes], version=0)
+        ended = (finished[node],) if node in finished else ()
+        drive.observe(node, *[gang.on(node) for gang in gangs if node in gang.nodes], version=0, finished=ended)
     drive.now += 60.0
     drive.step(NoteEnds({}))
     assert drive.state.counters.restoring is None
@@ -276,3 +285,64 @@ def test_why_of_a_job_that_the_restore_suspended_names_the_restore() -> None:
     assert drive.job(number).state is JobState.SUSPENDED
     told = explain(drive.state, number, drive.now).assumption
     assert told.startswith("it was found at rest after a restore"), told
+
+
+# -- what the database does not know of gangs that it has, or has quarantined ------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("outcome", "state"),
+    [(OutcomeKind.DONE, JobState.SUCCEEDED), (OutcomeKind.UNKNOWN, JobState.SUSPENDED)],
+)
+def test_a_job_whose_quarantined_gang_has_ended_since_the_backup_does_not_run_again(
+    outcome: OutcomeKind, state: JobState
+) -> None:
+    """The database gave the epoch itself, lost it in an earlier restore, and goes back a second time."""
+    drive = Drive(nodes=3, settings=settings())
+    number = drive.submit(job_of(2))
+    epoch = drive.start(number)
+    drive.runs(number)
+    ((node, mask),) = [(piece.claim.node, piece.claim.device_mask) for piece in drive.state.gangs[epoch].pieces]
+    gang = Found(number, drive.job(number).uid, epoch, {node: mask}, is_sliced=True)
+    restored(drive, [gang])
+    assert strays(drive, gang)[node].quarantined
+    restored(drive, [replace_found(gang, phase=ObservedPhase.ENDED, outcome=outcome)])
+    assert drive.job(number).state is state
+    assert not strays(drive, gang)
+
+
+def test_a_gang_that_is_stopped_after_a_restore_still_shares_its_devices_with_a_gang_that_joined_it_since() -> None:
+    """Its job has moved on, and waits for the first step before its source goes."""
+    drive = Drive(nodes=3, settings=settings())
+    spec = replace(job_of(2), gpu_memory_bytes=GIB // 4)
+    moved, beside = drive.submit(spec), drive.submit(spec)
+    epoch = drive.start(moved)
+    drive.runs(moved)
+    ((node, mask),) = [(piece.claim.node, piece.claim.device_mask) for piece in drive.state.gangs[epoch].pieces]
+    elsewhere = next(name for name in NODES if name != node)
+    uid = drive.job(moved).uid
+    source = Found(moved, uid, epoch, {node: mask}, GangIntent.HAND_OVER, ObservedPhase.PARKED, 3, shared_mask=mask)
+    joined = Found(beside, drive.job(beside).uid, 8, {node: mask}, shared_mask=mask)
+    restored(drive, [source, joined, Found(moved, uid, 9, {elsewhere: mask})])
+    left = drive.state.gangs[epoch].pieces[0]
+    assert drive.state.gangs[epoch].intent is GangIntent.STOP
+    assert left.claim.shared_mask == mask
+    assert (drive.job(moved).epoch, drive.job(beside).epoch) == (9, 8)
+
+
+def test_a_part_that_has_ended_since_the_backup_keeps_no_devices_from_a_gang_that_has_them_now() -> None:
+    """The other part lives on a node that was cut off, so the gang is not over."""
+    drive = Drive(nodes=3, settings=settings())
+    broken, later = drive.submit(job_of(8)), drive.submit(job_of(2))
+    epoch = drive.start(broken)
+    drive.runs(broken)
+    stopped, alive = drive.state.gangs[epoch].nodes
+    uid = drive.job(broken).uid
+    left = Found(broken, uid, epoch, {alive: 0b1111, stopped: 0b1111}, missing=(stopped,))
+    taken = Found(later, drive.job(later).uid, 9, {stopped: 0b11})
+    restored(drive, [left, taken], {stopped: FinishedGang(broken, uid, epoch, Outcome(OutcomeKind.STOPPED), 2)})
+    assert drive.job(later).epoch == 9
+    assert drive.state.gangs[epoch].intent is GangIntent.STOP
+    assert drive.job(broken).ending is JobState.PENDING
+    drive.observe(alive)
+    assert (drive.job(broken).state, drive.job(broken).epoch) == (JobState.PENDING, 0)

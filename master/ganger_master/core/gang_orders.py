@@ -121,7 +121,9 @@ def reserve(gang: Gang, claims: Sequence[Claim]) -> Gang:
 
 def let_in(gang: Gang, newcomer: Claim) -> Gang:
     """Mark the devices that a newcomer shares; its daemon gets a new order."""
-    pieces = tuple([_shared(piece, newcomer) if piece.claim.node == newcomer.node else piece for piece in gang.pieces])
+    pieces = tuple(
+        [shared(piece, newcomer.device_mask) if piece.claim.node == newcomer.node else piece for piece in gang.pieces]
+    )
     return gang if pieces == gang.pieces else _order(replace(gang, pieces=pieces))
 
 
@@ -141,9 +143,10 @@ def marked(gang: Gang, node: str, mask: int) -> Gang:
     return replace(gang, pieces=tuple([of(piece) for piece in gang.pieces]))
 
 
-def _shared(piece: Piece, newcomer: Claim) -> Piece:
-    claim = _marked(piece.claim, newcomer.device_mask)
-    return replace(piece, claim=claim, held=None if piece.held is None else _marked(piece.held, newcomer.device_mask))
+def shared(piece: Piece, mask: int) -> Piece:
+    """Return the part with those of its devices that are in the mask marked as shared, too."""
+    held = piece.held
+    return replace(piece, claim=_marked(piece.claim, mask), held=None if held is None else _marked(held, mask))
 
 
 def _marked(claim: Claim, mask: int) -> Claim:

@@ -30,8 +30,8 @@ from ganger_master.core.gang_model import (
 from ganger_master.core.job_model import Failure, JobRecord, SuspendLevel
 from ganger_master.core.node_model import Stray
 from ganger_master.core.quarantine import END_UNKNOWN
-from ganger_master.core.rollback import awaited
-from ganger_master.core.state import RestoreReport, State
+from ganger_master.core.rollback import EndedGangs, LiveGangs, awaited, by_job, completed_reports
+from ganger_master.core.state import State
 
 # Revisions that callers may have seen since the copy was made are not given again.
 _REVISIONS_SKIPPED: Final = 1 << 20
@@ -39,10 +39,6 @@ _REVISIONS_SKIPPED: Final = 1 << 20
 _ORDERS_SKIPPED: Final = 1 << 10
 
 # -- verdicts ----------------------------------------------------------------------------------------------------------
-
-# Gangs of one job, by epoch and node: those that live, and those that have ended.
-LiveGangs: TypeAlias = dict[int, dict[str, ObservedGang]]
-EndedGangs: TypeAlias = dict[int, dict[str, FinishedGang]]
 
 
 class EndVerdict(Struct, frozen=True):
@@ -196,11 +192,11 @@ _WELL: Final = (OutcomeKind.DONE, OutcomeKind.YIELDED, OutcomeKind.STOPPED)
 def settle(state: State, event: events.RestoreSettled) -> None:
     """Take what was reported as it is, and change the database to match."""
     now, cause = event.time, event.cause
-    reports = {name: _completed(one) for name, one in sorted(state.reports.items()) if name in state.nodes}
+    reports = completed_reports(state)
     ends, missing = state.ends or {}, awaited(state)
-    alive, over = _by_job(reports)
+    alive, over = by_job(reports)
     _note_checkpoints(state, alive, over, now)
-    _note_stopped(state, alive, over, reports)
+    _note_parts(state, alive, over, reports)
     verdicts = {
         number: verdict_of(state, state.jobs[number], alive.get(uid, {}), over.get(uid, {}), ends.get(uid))
         for number in list(state.jobs.live)
@@ -236,32 +232,6 @@ def settle(state: State, event: events.RestoreSettled) -> None:
         state.dirty.wants[name] = []
     text = f"without {', '.join(missing)}" if missing else ""
     state.history(now, "cluster", "restore_settled", cause, text, **dict(sorted(counts.items())))
-
-
-def _completed(reported: RestoreReport) -> Observe:
-    """Return the report; a gang that it does not describe has its description of before, if its order is the same."""
-    gangs = []
-    for gang in reported.report.gangs:
-        order = reported.described.get(gang.epoch)
-        is_same = gang.told is None and order is not None and order.master_sequence == gang.master_sequence
-        gangs.append(replace(gang, told=order) if is_same else gang)
-    return replace(reported.report, gangs=tuple(gangs))
-
-
-def _by_job(reports: Mapping[str, Observe]) -> tuple[dict[str, LiveGangs], dict[str, EndedGangs]]:
-    alive: dict[str, LiveGangs] = {}
-    over: dict[str, EndedGangs] = {}
-    for name, report in reports.items():
-        for gang in report.gangs:
-            if gang.phase is ObservedPhase.ENDED:
-                nodes = len(gang.told.nodes) if gang.told is not None else 0
-                part = FinishedGang(gang.job, gang.uid, gang.epoch, gang.outcome, nodes, gang.checkpoint)
-                over.setdefault(gang.uid, {}).setdefault(gang.epoch, {})[name] = part
-            else:
-                alive.setdefault(gang.uid, {}).setdefault(gang.epoch, {})[name] = gang
-        for part in report.finished:
-            over.setdefault(part.uid, {}).setdefault(part.epoch, {})[name] = part
-    return alive, over
 
 
 def _note_checkpoints(state: State, alive: Mapping[str, LiveGangs], over: Mapping[str, EndedGangs], now: float) -> None:
@@ -364,22 +334,42 @@ def _release_gangs(
             state.put_job(_waiting(replace(job, epoch=kept, next_epoch=0), now))
 
 
-def _note_stopped(
+def _note_parts(
     state: State, alive: Mapping[str, LiveGangs], over: Mapping[str, EndedGangs], reports: Mapping[str, Observe]
 ) -> None:
-    """Mark the parts of gangs that were to stop as gone where their nodes do not report them any more: nothing starts
-    them again, and other gangs may have their devices since."""
-    for gang in [one for one in state.gangs.values() if one.intent is GangIntent.STOP]:
+    """Take the parts of gangs of the database as their nodes report them, before any gang is judged: other gangs may
+    have the devices of a part that has ended, and share those of one that lives."""
+    for gang in list(state.gangs.values()):
         uid = state.jobs[gang.job].uid
         there, ended = alive.get(uid, {}).get(gang.epoch, {}), over.get(uid, {}).get(gang.epoch, {})
         pieces = []
         for piece in gang.pieces:
-            fresh = piece if piece.gone and not piece.lost else _vacated(piece, there, reports)
-            known = ended.get(piece.claim.node)
-            if fresh is not piece and known is not None and not piece.gone:
-                fresh = replace(fresh, outcome=known.outcome)
-            pieces.append(fresh)
+            node = piece.claim.node
+            part = there.get(node)
+            if part is not None:
+                pieces.append(_shared_as_described(piece, gang, part.told))
+            elif gang.intent is GangIntent.STOP or node in ended:
+                pieces.append(_ended(piece, ended.get(node), reports))
+            else:
+                pieces.append(piece)
         state.put_gang(replace(gang, pieces=tuple(pieces)))
+
+
+def _shared_as_described(piece: Piece, gang: Gang, order: StoredOrder | None) -> Piece:
+    """Return the part with the shared devices of an order that is newer than the database's: each order that follows
+    must name them as well, for the gangs that joined may still be there."""
+    if order is None or order.master_sequence <= gang.master_sequence:
+        return piece
+    return gang_orders.shared(piece, order.claim.shared_mask)
+
+
+def _ended(piece: Piece, end: FinishedGang | None, reports: Mapping[str, Observe]) -> Piece:
+    """Return the part as gone if its node reports. `end`: how it ended, where its node has a record of that. Without
+    one it was to stop, and nothing starts it again."""
+    if piece.gone and not piece.lost:
+        return piece
+    gone = _vacated(piece, {}, reports)
+    return gone if end is None or piece.lost else replace(gone, outcome=end.outcome)
 
 
 def _vacated(piece: Piece, there: Mapping[str, ObservedGang], reports: Mapping[str, Observe]) -> Piece:

@@ -6,17 +6,22 @@ starts, stops and changes nothing and sends no orders. Then it settles everythin
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Final, TypeAlias
 
 from msgspec.structs import replace
 
 from ganger_master.core import commands, events, quarantine
 from ganger_master.core.answers import Answer, Done, Refused
-from ganger_master.core.commands import Marks, Observe
+from ganger_master.core.commands import FinishedGang, Marks, Observe, ObservedGang
 from ganger_master.core.desired_state import undescribed
+from ganger_master.core.gang_model import ObservedPhase
 from ganger_master.core.node_model import PendingRestore
 from ganger_master.core.state import RestoreReport, State
 
+# Gangs of one job, by epoch and node: those that live, and those that have ended.
+LiveGangs: TypeAlias = dict[int, dict[str, ObservedGang]]
+EndedGangs: TypeAlias = dict[int, dict[str, FinishedGang]]
 # How long a daemon has to describe the orders of its gangs: the longest time between two of its calls.
 _DESCRIBED_S: Final = 5.0
 # Orders that nodes may have had since the copy was made have no version that is given again.
@@ -134,6 +139,38 @@ def note_report(state: State, report: Observe, now: float) -> None:
     described = {gang.epoch: gang.told for gang in report.gangs if gang.told is not None}
     state.reports[report.node] = RestoreReport(now, report, {**(earlier.described if earlier else {}), **described})
     state.dirty.wants[report.node] = []
+
+
+def completed_reports(state: State) -> dict[str, Observe]:
+    """Return the newest report of each node that has reported, with all that it has described."""
+    return {name: _completed(one) for name, one in sorted(state.reports.items()) if name in state.nodes}
+
+
+def _completed(reported: RestoreReport) -> Observe:
+    """Return the report; a gang that it does not describe has its description of before, if its order is the same."""
+    gangs = []
+    for gang in reported.report.gangs:
+        order = reported.described.get(gang.epoch)
+        is_same = gang.told is None and order is not None and order.master_sequence == gang.master_sequence
+        gangs.append(replace(gang, told=order) if is_same else gang)
+    return replace(reported.report, gangs=tuple(gangs))
+
+
+def by_job(reports: Mapping[str, Observe]) -> tuple[dict[str, LiveGangs], dict[str, EndedGangs]]:
+    """Return the gangs that nodes report, by the uid of their job: those that live, and those that have ended."""
+    alive: dict[str, LiveGangs] = {}
+    over: dict[str, EndedGangs] = {}
+    for name, report in reports.items():
+        for gang in report.gangs:
+            if gang.phase is ObservedPhase.ENDED:
+                nodes = len(gang.told.nodes) if gang.told is not None else 0
+                part = FinishedGang(gang.job, gang.uid, gang.epoch, gang.outcome, nodes, gang.checkpoint)
+                over.setdefault(gang.uid, {}).setdefault(gang.epoch, {})[name] = part
+            else:
+                alive.setdefault(gang.uid, {}).setdefault(gang.epoch, {})[name] = gang
+        for part in report.finished:
+            over.setdefault(part.uid, {}).setdefault(part.epoch, {})[name] = part
+    return alive, over
 
 
 def note_reported_ids(state: State, report: Observe) -> None:
