@@ -58,7 +58,7 @@ def main(rounds: int = ROUNDS, starts: int = STARTS, quick: bool = False) -> dic
         "lost_at_kill": AtMost(0.0),
         "sdk_start_p50_ms": AtMost(40.0),
         "sdk_start_p99_ms": AtMost(100.0),
-        # The planner places instead of a job scheduler.
+        # The planner suggests the place.
         "planned_sdk_start_p50_ms": AtMost(40.0),
         "planned_sdk_start_p99_ms": AtMost(100.0),
         # The call, and the command's import time.

@@ -1,5 +1,5 @@
-"""The master as a whole: starts and stops its directory, store, writer, server and one child process, the default host
-of job schedulers or the planner, which is started again when it dies.
+"""The master as a whole: starts and stops its directory, store, writer, server and child processes. These are the
+default host of job schedulers and the planner, and are started again when they die.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Master:
         self._server: MasterServer | None = None
         self._metrics: MetricsServer | None = None
         # The process that places jobs.
-        self._child: SupervisedProcess | None = None
+        self._children: list[SupervisedProcess] = []
         self._housekeeping: list[asyncio.Task[None]] = []
 
     @property
@@ -205,12 +205,12 @@ class Master:
             self.metrics_url = self._metrics.url
         await self._serve(writer)
         self._directory.write_endpoint(self.local_address)
-        if not is_planned and config.scheduler_host:
-            self._child = SupervisedProcess(host_command(config.state_dir))
-        elif is_planned and config.planner:
-            self._child = SupervisedProcess(planner_command(config.state_dir))
-        if self._child is not None:
-            self._child.start()
+        if config.scheduler_host:
+            self._children.append(SupervisedProcess(host_command(config.state_dir)))
+        if is_planned and config.planner:
+            self._children.append(SupervisedProcess(planner_command(config.state_dir)))
+        for child in self._children:
+            child.start()
         loop = asyncio.get_running_loop()
         work = (self._keep_house(), self._keep_storage(), self._note_ends(beside), self._follow_restore(beside))
         self._housekeeping = [loop.create_task(one) for one in work]
@@ -269,8 +269,7 @@ class Master:
         for task in self._housekeeping:
             task.cancel()
         await asyncio.gather(*self._housekeeping, return_exceptions=True)
-        if self._child is not None:
-            await self._child.stop()
+        await asyncio.gather(*[child.stop() for child in self._children])
         if self._metrics is not None:
             # Not here: an answer that it is making waits for this loop.
             await asyncio.to_thread(self._metrics.stop)
@@ -280,7 +279,8 @@ class Master:
             await self._writer.close()
         if self._directory is not None:
             self._directory.close()
-        self._directory = self._child = self._server = self._metrics = None
+        self._directory = self._server = self._metrics = None
+        self._children = []
         self._housekeeping = []
 
     async def _keep_house(self) -> None:

@@ -51,6 +51,11 @@ class Drive:
         done = machine.step(self.state, command, self.now)
         self.told += done.effects.history
         assert violations(self.state) == []
+        for turn in done.effects.turns:
+            lease = self.state.leases.get(turn)
+            if lease is not None and lease.suggested and not lease.scheduler:
+                # As the default scheduler does.
+                self.request(lease.number, lease.suggested)
         return done.answer
 
     def set_quotas(self, **devices: int) -> None:

@@ -1,4 +1,4 @@
-"""Jobs with a scheduler of their own, where the planner ranks: a plan's start is a lease that suggests its place."""
+"""Where the planner ranks, a plan's start is a lease that suggests its place, which the job's scheduler requests."""
 
 from __future__ import annotations
 
@@ -54,12 +54,28 @@ def test_a_users_scheduler_places_its_job_elsewhere_than_the_plan_under_every_po
     assert gang_of(drive, number).nodes == ("n2",)
 
 
-def test_a_plan_starts_a_job_without_a_scheduler_of_its_own_at_once() -> None:
-    drive = Drive(2, CoreSettings(policy="ganger"))
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_job_without_a_scheduler_of_its_own_starts_by_lease_under_every_policy(policy: str) -> None:
+    drive = Drive(2, CoreSettings(policy=policy))
     number = drive.submit(job_of(1))
-    propose(drive, {number: place(drive, number, "n1")})
+    claims = place(drive, number, "n1")
+    plan = ProposePlan((StartChange(number, drive.job(number).revision, claims),))
+    (turn,) = machine.step(drive.state, plan, drive.now).effects.turns
+    lease = drive.state.leases[turn]
+    assert (lease.number, lease.scheduler, lease.suggested) == (number, "", claims)
+    assert not drive.job(number).epoch, "only its scheduler's request starts it"
+    drive.request(number, claims)
     assert gang_of(drive, number).nodes == ("n1",)
     assert not drive.state.leases
+
+
+def test_starts_that_are_approved_as_one_need_no_lease() -> None:
+    drive = Drive(2, CoreSettings(policy="ganger"))
+    places = {drive.submit(job_of(1)): "n1", drive.submit(job_of(1)): "n2"}
+    changes = [StartChange(one, 1, place(drive, one, node), together=1) for one, node in places.items()]
+    step = machine.step(drive.state, ProposePlan(tuple(changes)), drive.now)
+    assert not step.effects.turns
+    assert {one: gang_of(drive, one).nodes for one in places} == {one: (node,) for one, node in places.items()}
 
 
 def test_the_suggested_place_may_have_other_cores_than_the_job_requests_and_no_other_place_may() -> None:
@@ -89,7 +105,7 @@ def test_a_job_starts_only_with_a_lease_and_one_that_passes_gets_the_next_lease_
     (verdict,) = propose(drive, {number: place(drive, number, "n1")})
     assert "its scheduler has passed" in verdict.refusals[0].message
     (reason,) = told_blockers(drive.state, drive.job(number))
-    assert reason.message.startswith("its own scheduler passed its last lease without a reason")
+    assert reason.message.startswith("its scheduler passed its last lease without a reason")
     other = drive.submit(job_of(1))
     propose(drive, {other: place(drive, number, "n1")})
     assert gang_of(drive, other).nodes == ("n1",), "a job that passes holds up no other job"
@@ -97,7 +113,7 @@ def test_a_job_starts_only_with_a_lease_and_one_that_passes_gets_the_next_lease_
     offer(drive, number)
 
 
-def test_after_three_lost_leases_a_plan_starts_the_job_itself() -> None:
+def test_after_three_lost_leases_the_default_scheduler_starts_the_job() -> None:
     drive = Drive(2, CoreSettings(policy="ganger"))
     number = drive.submit(OWN)
     for _ in range(CoreSettings().lost_turns_allowed):
@@ -116,9 +132,8 @@ def test_one_plan_does_not_offer_the_same_devices_twice() -> None:
     assert [verdict.approved for verdict in verdicts] == [True, False]
 
 
-def test_offers_of_one_plan_come_in_the_order_of_its_ranking() -> None:
+def test_offers_of_one_plan_come_in_its_order() -> None:
     drive = Drive(2, CoreSettings(policy="ganger"))
     first, second = drive.submit(OWN), drive.submit(OWN)
-    drive.state.queue.ranks = {first: 2, second: 1}
-    propose(drive, {first: place(drive, first, "n1"), second: place(drive, second, "n2")})
+    propose(drive, {second: place(drive, second, "n2"), first: place(drive, first, "n1")})
     assert [lease.number for lease in drive.state.leases.values()] == [second, first]

@@ -1,4 +1,4 @@
-"""Decision logs of before the restructuring: a master decides again what it decided then.
+"""Decision logs of earlier masters: a master decides again what they decided.
 
 Three are of real clusters with two nodes of four virtual GPUs and real PyTorch jobs, of 150 seconds each; the storm is
 of the fault simulator. Paths were replaced in them. Their last lines have no digest of the final state: it changes with
@@ -18,8 +18,8 @@ LOGS = Path(__file__).parent / "decision_logs"
 # (log, commands, events of one kind)
 COUNTS = [
     ("fifo", 148, ("GangApproved", 14)),
-    ("ganger", 225, ("JobSuspended", 3)),
-    ("optimus", 368, ("ResizeBegun", 6)),
+    ("ganger", 186, ("StartOffered", 13)),
+    ("optimus", 279, ("ResizeBegun", 5)),
     ("storm", 1106, ("MoveBegun", 1)),
 ]
 

@@ -74,6 +74,7 @@ class SimHost:
             waited_seconds=max(0.0, self.master.now() - (job.pending_since or self.master.now())),
             parked=parked.parked_claims if parked is not None else (),
             reserved_nodes=turn.reserved_nodes,
+            suggested=turn.suggested,
         )
         scheduler = self._schedulers.setdefault(turn.number, self._make_scheduler())
         self._ask(turn.number, offer, scheduler, scheduler.propose(offer, self.master.state.view))

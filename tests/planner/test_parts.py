@@ -6,7 +6,7 @@ import pytest
 from ganger.cluster.resources import Claim
 from ganger_master.core.commands import Promise
 from ganger_master.core.plan_changes import Goal, PlanChange, StartChange, SuspendChange, TrialFinding
-from ganger_master.planner.context import Plan, batches_of, parts_of
+from ganger_master.planner.context import Plan, parts_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,14 +42,6 @@ def test_a_part_ends_before_the_gang_whose_claims_no_longer_fit() -> None:
     changes = [StartChange(number, 1, claims[:many]) for number, many in enumerate((2, 2, 1, 4, 1))]
     parts = parts_of(Plan(tuple(changes)), most_claims=3)
     assert [[change.number for change in part.changes] for part in parts] == [[0], [1, 2], [3], [4]]
-
-
-def test_parts_that_only_start_jobs_are_judged_at_once_and_any_other_part_after_the_one_before_it() -> None:
-    start, stop = (StartChange(1, 1, ()),), (StartChange(1, 1, ()), SuspendChange(2, 1))
-    parts = [(), start, start, start, stop, start, stop, stop, start, start]
-    batches = [[part.changes for part in batch] for batch in batches_of([Plan(changes) for changes in parts], 3)]
-    assert [len(batch) for batch in batches] == [3, 1, 1, 1, 1, 1, 2]
-    assert [changes for batch in batches for changes in batch] == parts
 
 
 @given(st.lists(st.integers(0, 6), max_size=20), st.integers(1, 8))

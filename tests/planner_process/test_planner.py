@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from ganger.agent.v1 import agent_pb2
 from ganger.cluster.resources import Role, TaskShape
+from ganger.scheduling.host import SchedulerHost
 from ganger.v1 import job_pb2, job_service_pb2, scheduling_pb2
 from ganger.wire import times
 from ganger.wire.endpoints import Endpoint
@@ -45,11 +46,14 @@ def on_a_master(
 async def planning(served: Served, **more: object) -> AsyncIterator[asyncio.Task[None]]:
     endpoint = Endpoint(served.master.address, served.master.token)
     task = asyncio.create_task(Planner(lambda: endpoint, **more).run())  # type: ignore[arg-type]
+    # It requests what the planner suggests.
+    host = asyncio.create_task(SchedulerHost(lambda: endpoint).run())
     try:
         yield task
     finally:
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        host.cancel()
+        await asyncio.gather(task, host, return_exceptions=True)
 
 
 def state_of(served: Served, number: int) -> str:

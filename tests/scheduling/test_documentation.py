@@ -73,23 +73,14 @@ def test_scheduler_that_cannot_be_loaded_is_refused_before_anything_runs(name: s
     assert name in result.output
 
 
-def test_the_default_scheduler_requests_the_planners_suggestion_first_and_not_where_it_was_refused() -> None:
+def test_the_default_scheduler_requests_the_planners_suggestion_and_another_place_once_that_is_refused() -> None:
     view, default = cluster(2), DefaultScheduler()
     (claims, *_) = default.propose(turn(), view).candidates
     (elsewhere,) = [(moved(claims[0], node=node),) for node in ("s0", "s1") if node != claims[0].node]
-    suggesting = replace(turn(), suggested=elsewhere)
-    proposal = default.propose(suggesting, view)
-    assert proposal.candidates[:2] == (elsewhere, claims)
+    suggesting = replace(turn(number=2), parked=claims, suggested=elsewhere)
+    assert default.propose(suggesting, view).candidates == (elsewhere,), "the planner knows where the job is parked"
     kept = Refusal(Reason.RESERVED, node=elsewhere[0].node)
     again = default.on_rejected(suggesting, view, [kept])
     assert again is not None
     assert elsewhere not in again.candidates
     assert claims in again.candidates
-
-
-def test_the_default_scheduler_resumes_a_parked_job_where_it_is_before_the_planners_suggestion() -> None:
-    view = cluster(2)
-    (claims, *_) = DefaultScheduler().propose(turn(), view).candidates
-    (elsewhere,) = [(moved(claims[0], node=node),) for node in ("s0", "s1") if node != claims[0].node]
-    parked = replace(turn(), parked=claims, suggested=elsewhere)
-    assert DefaultScheduler().propose(parked, view).candidates[0] == claims

@@ -49,7 +49,7 @@ _MISTAKES_ALLOWED = 2
 # A decision takes milliseconds and a lease half a second.
 _HUNG_S = 10.0
 # Leases that are answered before the first of these requests is sent.
-_PROPOSED_AT_ONCE = 32
+_PROPOSED_AT_ONCE = 64
 # Requests in a message, and their bytes: half of what the master accepts.
 _REQUESTS_MOST = 128
 _REQUEST_BYTES = 1 << 19

@@ -74,7 +74,7 @@ _CANDIDATES = 4
 
 
 class DefaultScheduler(JobScheduler):
-    """Where the state is parked, then the planner's suggestion, then what is reserved, then by Algorithm 1."""
+    """The planner's suggestion, then where the state is parked, then what is reserved, then by Algorithm 1."""
 
     def __init__(self) -> None:
         self._turn = 0
@@ -82,16 +82,19 @@ class DefaultScheduler(JobScheduler):
         self._refused: tuple[Refusal, ...] = ()
 
     def propose(self, turn: PlacementLease, view: View) -> Proposal:
-        placement = self._places(turn, view)
-        if turn.turn != self._turn:
+        is_new = turn.turn != self._turn
+        if is_new:
             self._turn, self._refused = turn.turn, ()
-            if not placement.candidates and self._avoid:
-                # What was kept for others in former turns may be free by now.
-                self._avoid.clear()
-                placement = self._places(turn, view)
-        found = self._with_suggestion(turn, placement.candidates)
-        if found:
-            return Proposal(found)
+            if turn.suggested:
+                # The planner has looked at where the job is parked, and has plans for other places.
+                return Proposal((turn.suggested,))
+        placement = self._places(turn, view)
+        if is_new and not placement.candidates and self._avoid:
+            # What was kept for others in former turns may be free by now.
+            self._avoid.clear()
+            placement = self._places(turn, view)
+        if placement.candidates:
+            return Proposal(placement.candidates)
         # With nodes avoided because they are kept for others, the reservations are the true blockers.
         return Proposal((), (*self._refused, *placement.refusals)[:_MOST_BLOCKERS])
 
@@ -105,16 +108,6 @@ class DefaultScheduler(JobScheduler):
             avoid=self._avoid,
             limit=_CANDIDATES,
         )
-
-    def _with_suggestion(
-        self, turn: PlacementLease, found: tuple[tuple[Claim, ...], ...]
-    ) -> tuple[tuple[Claim, ...], ...]:
-        """Put the planner's suggestion first, unless the job is parked elsewhere or a node of it is avoided."""
-        if not turn.suggested or self._avoid.intersection(claim.node for claim in turn.suggested):
-            return found
-        if turn.parked and found and _devices(found[0]) == _devices(turn.parked):
-            return found
-        return (turn.suggested, *found[: _CANDIDATES - 1])
 
     def on_rejected(self, turn: PlacementLease, view: View, refusals: Sequence[Refusal]) -> Proposal | None:
         kept = [refusal for refusal in refusals if refusal.reason.excludes_node]
@@ -130,10 +123,6 @@ class DefaultScheduler(JobScheduler):
         keepers = [refusal for refusal in kept if refusal.reason is not Reason.LAUNCH_FAILED]
         self._refused = (*self._refused, *keepers)[:_MOST_BLOCKERS]
         return self.propose(turn, view)
-
-
-def _devices(claims: Sequence[Claim]) -> list[tuple[str, int]]:
-    return sorted((claim.node, claim.device_mask) for claim in claims)
 
 
 _MOST_BLOCKERS = 16

@@ -106,8 +106,8 @@ class GangRefused(Event, frozen=True, gc=False):
 
 
 class StartOffered(Event, frozen=True, gc=False):
-    """A plan starts a job that has a scheduler of its own, which gets a lease with the plan's place as a suggestion;
-    changes nothing durable."""
+    """A plan starts a job: the job's scheduler gets a lease with the plan's place as a suggestion. Changes nothing
+    durable."""
 
     number: int
     claims: tuple[Claim, ...]

@@ -258,8 +258,7 @@ def _ranked(state: State, job: JobRecord) -> Refusal:
     """Return what the planner's ranking means for a waiting job."""
     rank, policy = state.queue.ranks.get(job.number, 0), state.queue.ranked_by or state.settings.policy
     if job.number in state.queue.passed:
-        # Only a job with a scheduler of its own has leases where the planner ranks.
-        text = "its own scheduler passed its last lease without a reason, and gets another one when devices are freed"
+        text = "its scheduler passed its last lease without a reason, and gets another one when devices are freed"
         return Refusal(Reason.RANKED, detail=text)
     if not rank:
         return Refusal(Reason.RANKED, detail=f"the planner of policy {policy} has not ranked it yet")

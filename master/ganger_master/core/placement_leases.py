@@ -54,9 +54,8 @@ def hand_out(state: State, now: float) -> tuple[int, ...]:
 
 
 def _by_plan(state: State, now: float) -> tuple[int, ...]:
-    """Give leases to jobs that a plan starts, in the order of its ranking."""
-    offered = sorted(state.queue.suggested, key=lambda number: (state.queue.ranks.get(number, 0), number))
-    chosen = offered[: state.settings.turns_at_once - len(state.leases)]
+    """Give leases to jobs that a plan starts, in its order."""
+    chosen = list(islice(state.queue.suggested, state.settings.turns_at_once - len(state.leases)))
     return tuple([_give(state, state.jobs[number], now, state.queue.take_suggestion(number)) for number in chosen])
 
 
@@ -139,7 +138,7 @@ def scheduler_of(state: State, job: JobRecord) -> str:
 def offer_start(
     state: State, job: JobRecord, claims: tuple[Claim, ...], proposer: str, now: float
 ) -> tuple[Event, ...] | Refusal:
-    """Return what offers a plan's place to the job's own scheduler: nothing while it holds a lease, a refusal for some
+    """Return what offers a plan's place to the job's scheduler: nothing while it holds a lease, a refusal for some
     seconds after it has passed one."""
     if job.number in state.leases.turn_of:
         return ()

@@ -28,7 +28,7 @@ from ganger_master.core.elastic import (
 from ganger_master.core.events import Event
 from ganger_master.core.gang_model import GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, SuspendLevel
-from ganger_master.core.placement_leases import offer_start, scheduler_of
+from ganger_master.core.placement_leases import offer_start
 from ganger_master.core.plan_changes import (
     CoresChange,
     MoveChange,
@@ -336,7 +336,7 @@ def _judge_start(
         return verdict.refusals[0]
     # No lease claims devices of other gangs, nor several changes at once.
     is_alone = not change.together and not any(claim.shared_mask for claim in verdict.claims)
-    if is_alone and scheduler_of(state, job):
+    if is_alone and state.is_planned:
         return offer_start(state, job, tuple(verdict.claims), proposer, now)
     return (events.GangApproved(now, proposer, job.number, tuple(verdict.claims), verdict.level),)
 

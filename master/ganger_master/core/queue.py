@@ -172,8 +172,8 @@ class JobQueue:
     schedulers left places unused, which keep no room, while they wait or (True) for a locality wish. conflicts: refused
     tries. blocked: what `approval` found, until a refusal or a conflict comes or goes. kept: the places that are
     reserved for blocked jobs. ranks, ranked_by: the planner's last ranking, and its policy. promised: places that the
-    planner keeps for waiting jobs; promised_at: when it last reported them. suggested: places of a plan for jobs with a
-    scheduler of their own, until these jobs get a lease.
+    planner keeps for waiting jobs; promised_at: when it last reported them. suggested: places at which a plan starts
+    jobs, in its order, until these jobs get a lease.
     """
 
     def __init__(self) -> None:

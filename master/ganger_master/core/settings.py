@@ -47,7 +47,7 @@ class CoreSettings:
     # A move whose destination is not ready by then is given up; the source goes on.
     move_deadline_seconds: float = 600.0
     turn_lease_seconds: float = 0.5
-    turns_at_once: int = 128
+    turns_at_once: int = 256
     # A job that found no place gets another lease after this, or when the view changes.
     turn_again_seconds: float = 5.0
     # After so many lost turns a user's scheduler is passed over for the default one.

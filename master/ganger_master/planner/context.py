@@ -7,7 +7,7 @@ Where two would change the same job, the earlier stage wins and the later sees t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -388,8 +388,6 @@ class PlanStage(Protocol):
 # The master judges such a part in 8 ms, and serves other calls between two parts.
 _CHANGES_MOST: Final = 200
 _CLAIMS_MOST: Final = 1_000
-# Parts that are with the master at once.
-_PARTS_AHEAD: Final = 4
 
 
 def parts_of(plan: Plan, most: int = _CHANGES_MOST, most_claims: int = _CLAIMS_MOST) -> Iterator[Plan]:
@@ -408,23 +406,6 @@ def parts_of(plan: Plan, most: int = _CHANGES_MOST, most_claims: int = _CLAIMS_M
             plan.line if is_last else None,
             plan.reservations if is_first else None,
         )
-
-
-def batches_of(parts: Iterable[Plan], most: int = _PARTS_AHEAD) -> Iterator[list[Plan]]:
-    """Yield the parts in batches whose parts may be judged in any order: a plan never starts two jobs on the same
-    devices. Any other change may need an earlier one, so its part is alone."""
-    batch: list[Plan] = []
-    for part in parts:
-        only_starts = all(isinstance(change, StartChange) for change in part.changes)
-        if batch and (not only_starts or len(batch) == most):
-            yield batch
-            batch = []
-        batch.append(part)
-        if not only_starts:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
 
 
 def _split(changes: Sequence[PlanChange], most: int, most_claims: int) -> Iterator[tuple[PlanChange, ...]]:

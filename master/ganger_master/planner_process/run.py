@@ -26,9 +26,9 @@ from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint, EndpointError
 
 from ganger_master.core.answers import ChangeAnswer
-from ganger_master.core.plan_changes import CoresChange, PlanChange
+from ganger_master.core.plan_changes import CoresChange, PlanChange, StartChange
 from ganger_master.decision_log.recording import failure_of
-from ganger_master.planner.context import ClusterChange, Plan, PlanVerdict, batches_of, parts_of
+from ganger_master.planner.context import ClusterChange, Plan, PlanVerdict, parts_of
 from ganger_master.planner.loop import PlannerLoop, live_loop, measures_jobs
 from ganger_master.planner.measurements import Measurements
 from ganger_master.planner.memory import PlannerMemory, Unusable, noted, packed, recalled
@@ -48,6 +48,8 @@ _TRIAL_PACE: Final = TrialPace()
 _PROGRESS_S: Final = 1.0
 # Approved changes arrive at once; after this time an event was missed, and all state is read again.
 _REACH_S: Final = 10.0
+# Job schedulers answer the leases of a plan one after the other; the next plan waits no longer for a slow one.
+_OFFERED_S: Final = 0.5
 # Longest sleep, because clocks may be set.
 _LONGEST_SLEEP_S: Final = 60.0
 # Seconds between notes of measurements; decisions are noted at once. `_NOTE_REST`: notes take a fiftieth of a core.
@@ -218,11 +220,11 @@ class Planner:
     async def _propose(self, scheduling: Any, loop: PlannerLoop, plan: Plan, planning_s: float) -> None:
         """Propose a plan, and give the loop the verdict once all effects have arrived."""
         answers: list[ChangeAnswer] = []
-        for batch in batches_of(parts_of(plan)):
-            # The next message need not wait for the commit of this one.
-            calls = [scheduling.ProposePlan(self._message(loop.policy, part)) for part in batch]
-            for part, verdict in zip(batch, await asyncio.gather(*calls), strict=True):
-                answers += map(_answer_of, part.changes, verdict.verdicts)
+        starts = {change.number: change.revision for change in plan.changes if isinstance(change, StartChange)}
+        self._mirror.expect(starts)
+        for part in parts_of(plan):
+            verdict = await scheduling.ProposePlan(self._message(loop.policy, part))
+            answers += map(_answer_of, part.changes, verdict.verdicts)
         revisions = {answer.number: answer.revision for answer in answers if answer.approved}
         if revisions or plan.findings:
             self._decided.set()
@@ -230,6 +232,8 @@ class Planner:
             # The next plan needs the effects of this one.
             async with asyncio.timeout(_REACH_S):
                 await self._mirror.reach(revisions)
+        offered = [number for number, revision in starts.items() if revisions.get(number) == revision]
+        await self._mirror.hear(offered, _OFFERED_S)
         now = self._mirror.now
         self._recorder.verdict(now, answers, planning_s)
         with self._recorder.failures(now):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Mapping
 from math import isfinite, nan
 
 from ganger.v1 import job_pb2, scheduling_pb2
@@ -30,6 +31,8 @@ class ClusterMirror:
         self._mirror = Mirror()
         self._parts: list[scheduling_pb2.ClusterDelta] = []
         self._revisions: dict[int, int] = {}
+        # Jobs of which no news has come since `expect`.
+        self._expected: set[int] = set()
         self._changed = asyncio.Event()
 
     @property
@@ -53,6 +56,7 @@ class ClusterMirror:
         forgotten = [names.parse_job_name(name) for name in first.removed_jobs]
         for number in forgotten:
             self._revisions.pop(number, None)
+        self._expected.difference_update(forgotten)
         self._ahead_s = times.unix_s(first.time) - self._clock()
         self.policy, self.plan_every_s = first.policy, times.seconds(first.plan_interval)
         self._changed.set()
@@ -68,6 +72,21 @@ class ClusterMirror:
             moves_per_hour=first.migrations_per_hour if first.HasField("migrations_per_hour") else None,
         )
 
+    def expect(self, numbers: Iterable[int]) -> None:
+        """Note that news of these jobs are to come."""
+        self._expected = set(numbers)
+
+    async def hear(self, numbers: Collection[int], patience_s: float) -> None:
+        """Wait for news of these jobs since `expect`, or until none has come for so many seconds."""
+        self._expected.intersection_update(numbers)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s) as patience:
+                while left := len(self._expected):
+                    self._changed.clear()
+                    await self._changed.wait()
+                    if len(self._expected) < left:
+                        patience.reschedule(asyncio.get_running_loop().time() + patience_s)
+
     async def reach(self, revisions: Mapping[int, int]) -> None:
         """Wait until these jobs are known at least at these revisions, or have ended."""
         while any(self._revisions.get(number, revision) < revision for number, revision in revisions.items()):
@@ -76,6 +95,7 @@ class ClusterMirror:
 
     def _put(self, message: scheduling_pb2.LiveJob) -> tuple[JobRecord, Gang | None, int]:
         job, gang = live_job_from_wire(message)
+        self._expected.discard(job.number)
         if job.state.is_finished:
             self._revisions.pop(job.number, None)
         else:

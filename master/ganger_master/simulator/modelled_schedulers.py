@@ -79,6 +79,7 @@ def _turn_of(lease: Lease, job: JobRecord, now: float) -> PlacementLease:
         rank=lease.rank,
         waited_seconds=now - job.pending_since,
         reserved_nodes=lease.reserved_nodes,
+        suggested=lease.suggested,
     )
 
 
