@@ -41,7 +41,7 @@ SLACK_S = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class JobOrder:
-    """An order by name. The docstring of `keys` begins with a line that describes the order (`registry.summary`).
+    """An order by name. The docstring of `keys` begins with a line that describes the order (`order_registry.summary`).
 
     * `preempts`: a job may take the place of a running job that ranks below it.
     * `is_strict`: no job passes one that does not fit.
