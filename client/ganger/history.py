@@ -51,7 +51,7 @@ class Totals:
 
 
 @dataclass(slots=True)
-class _Teller:
+class _JobTimes:
     """State of a job after the events read so far. Times are Unix seconds, zero for states it is not in."""
 
     totals: Totals = field(default_factory=Totals)
@@ -93,25 +93,25 @@ class _Teller:
         self.turns = share
 
 
-def tell(events: Iterable[HistoryEvent], now: float = 0.0) -> tuple[list[HistorySection], Totals]:
+def history_of(events: Iterable[HistoryEvent], now: float = 0.0) -> tuple[list[HistorySection], Totals]:
     """Return the history and the totals of a job or an array, from its events in order. Successive checkpoints are one
     sentence. `now`: end of the states that still last, in Unix seconds; 0 leaves them out of the totals."""
-    teller = _Teller()
-    chapters: list[HistorySection] = []
+    times = _JobTimes()
+    sections: list[HistorySection] = []
     for event in events:
-        text = _say(teller, event)
-        if event.kind == "checkpoint_complete" and chapters and chapters[-1].kind == event.kind:
-            chapters.pop()
+        text = _sentence_of(times, event)
+        if event.kind == "checkpoint_complete" and sections and sections[-1].kind == event.kind:
+            sections.pop()
         if text:
-            chapters.append(HistorySection(event.time, event.kind, text, event.figures))
-    if chapters and now > chapters[-1].time:
-        teller.leave(now)
-    return chapters, teller.totals
+            sections.append(HistorySection(event.time, event.kind, text, event.figures))
+    if sections and now > sections[-1].time:
+        times.leave(now)
+    return sections, times.totals
 
 
 def sentence(event: HistoryEvent) -> str:
     """Return the sentence of one event alone; "" for events without one."""
-    return _say(_Teller(), event)
+    return _sentence_of(_JobTimes(), event)
 
 
 def summary(totals: Totals) -> str:
@@ -140,27 +140,27 @@ def summary(totals: Totals) -> str:
     return "; ".join(parts)
 
 
-def _say(teller: _Teller, event: HistoryEvent) -> str:
-    return _SAYINGS.get(event.kind, _plainly)(teller, event)
+def _sentence_of(times: _JobTimes, event: HistoryEvent) -> str:
+    return _SENTENCES.get(event.kind, _plainly)(times, event)
 
 
 # -- sentences ---------------------------------------------------------------------------------------------------------
 
 
-def _submitted(teller: _Teller, event: HistoryEvent) -> str:
-    teller.waiting_since = event.time
+def _submitted(times: _JobTimes, event: HistoryEvent) -> str:
+    times.waiting_since = event.time
     gpus, tasks = event.figures.get("gpus", "0"), event.figures.get("tasks", "1")
     size = f"{gpus} GPU{'' if gpus == '1' else 's'}" + (f" in {tasks} tasks" if tasks not in ("1", gpus) else "")
     return f"submitted{_by(event)}: {size if gpus != '0' else f'{tasks} tasks without GPUs'}"
 
 
-def _approved(teller: _Teller, event: HistoryEvent) -> str:
+def _approved(times: _JobTimes, event: HistoryEvent) -> str:
     waited = float(event.figures.get("waited_s", "0") or 0)
-    teller.leave(event.time)
-    teller.starting_since = event.time
-    if not teller.is_resuming:
-        teller.unsaved_since = event.time
-    teller.is_resuming = False
+    times.leave(event.time)
+    times.starting_since = event.time
+    if not times.is_resuming:
+        times.unsaved_since = event.time
+    times.is_resuming = False
     parts = [f"got its gang on {event.figures.get('nodes', '?')}{_by(event)}"]
     if waited >= 0.1:
         parts.append(f"after it had waited {_duration(waited)}")
@@ -171,58 +171,58 @@ def _approved(teller: _Teller, event: HistoryEvent) -> str:
     return ", ".join(parts) + _for(event)
 
 
-def _running(teller: _Teller, event: HistoryEvent) -> str:
-    took = event.time - teller.starting_since if teller.starting_since else 0.0
-    teller.leave(event.time)
-    teller.running_since = event.time
+def _running(times: _JobTimes, event: HistoryEvent) -> str:
+    took = event.time - times.starting_since if times.starting_since else 0.0
+    times.leave(event.time)
+    times.running_since = event.time
     # It has stepped; or, where its steps are not visible, its processes are there.
     return f"runs, after {_duration(took)}" if took else "runs"
 
 
-def _suspend_ordered(teller: _Teller, event: HistoryEvent) -> str:
-    teller.stopping_since = event.time
+def _suspend_ordered(times: _JobTimes, event: HistoryEvent) -> str:
+    times.stopping_since = event.time
     return f"ordered to stop at {event.figures.get('level', '?').lower()}{_by(event)}{_for(event)}"
 
 
-def _parked(teller: _Teller, event: HistoryEvent) -> str:
-    took = f", {_duration(event.time - teller.stopping_since)} after the order" if teller.stopping_since else ""
-    teller.leave(event.time)
-    teller.parked_since = event.time
-    teller.turns = ""
-    if teller.moving_since:
+def _parked(times: _JobTimes, event: HistoryEvent) -> str:
+    took = f", {_duration(event.time - times.stopping_since)} after the order" if times.stopping_since else ""
+    times.leave(event.time)
+    times.parked_since = event.time
+    times.turns = ""
+    if times.moving_since:
         # It gives up devices that others wait for.
         return f"rests at {event.figures.get('level', '?').lower()} for its move, step {event.figures.get('step', '?')}"
-    teller.totals.suspensions += 1
+    times.totals.suspensions += 1
     return f"rests at {event.figures.get('level', '?').lower()}, step {event.figures.get('step', '?')}{took}"
 
 
-def _resume_ordered(teller: _Teller, event: HistoryEvent) -> str:
-    rested = f" after {_duration(event.time - teller.parked_since)} at rest" if teller.parked_since else ""
-    teller.leave(event.time)
-    teller.starting_since = event.time
-    teller.is_resuming = True
+def _resume_ordered(times: _JobTimes, event: HistoryEvent) -> str:
+    rested = f" after {_duration(event.time - times.parked_since)} at rest" if times.parked_since else ""
+    times.leave(event.time)
+    times.starting_since = event.time
+    times.is_resuming = True
     return f"ordered to go on{_by(event)}{rested}{_for(event)}"
 
 
-def _move_begun(teller: _Teller, event: HistoryEvent) -> str:
-    teller.moving_since, teller.turns_there = event.time, ""
+def _move_begun(times: _JobTimes, event: HistoryEvent) -> str:
+    times.moving_since, times.turns_there = event.time, ""
     return f"moves to {event.figures.get('nodes', '?')}{_by(event)}{_for(event)}"
 
 
-def _move_committed(teller: _Teller, event: HistoryEvent) -> str:
+def _move_committed(times: _JobTimes, event: HistoryEvent) -> str:
     step = event.figures.get("step", "?")
-    took = f", {_duration(event.time - teller.moving_since)} after the order" if teller.moving_since else ""
+    took = f", {_duration(event.time - times.moving_since)} after the order" if times.moving_since else ""
     # A time-sliced job may have run or rested meanwhile: only its nodes have that figure.
-    ran_on = "; it ran on until then" if teller.running_since and not teller.turns else ""
+    ran_on = "; it ran on until then" if times.running_since and not times.turns else ""
     # Its next step is reported as the first step of a start.
-    teller.leave(event.time)
-    teller.starting_since, teller.moving_since = event.time, 0.0
-    teller.turns, teller.turns_there = teller.turns_there, ""
+    times.leave(event.time)
+    times.starting_since, times.moving_since = event.time, 0.0
+    times.turns, times.turns_there = times.turns_there, ""
     return f"handed over at step {step}{took}{ran_on}"
 
 
-def _resize_begun(teller: _Teller, event: HistoryEvent) -> str:
-    teller.moving_since = event.time
+def _resize_begun(times: _JobTimes, event: HistoryEvent) -> str:
+    times.moving_since = event.time
     figures = event.figures
     why = f": {event.message}" if event.message else ""
     return (
@@ -230,117 +230,117 @@ def _resize_begun(teller: _Teller, event: HistoryEvent) -> str:
     )
 
 
-def _given_up(teller: _Teller, event: HistoryEvent) -> str:
-    teller.moving_since, teller.turns_there = 0.0, ""
+def _given_up(times: _JobTimes, event: HistoryEvent) -> str:
+    times.moving_since, times.turns_there = 0.0, ""
     what = "change of size" if event.kind == "resize_aborted" else "move"
     return f"the {what} was called off, nothing is lost: {event.message}"
 
 
-def _judged(teller: _Teller, event: HistoryEvent) -> str:
+def _judged(times: _JobTimes, event: HistoryEvent) -> str:
     what = "was kept" if event.kind == "change_kept" else "was not seen to pay"
     found = gain(event.figures) or event.message
     return f"{aim(event.figures)} {what}{f': {found}' if found else ''}"
 
 
-def _suspend_refused(teller: _Teller, event: HistoryEvent) -> str:
-    teller.stopping_since = 0.0
+def _suspend_refused(times: _JobTimes, event: HistoryEvent) -> str:
+    times.stopping_since = 0.0
     return f"could not rest at {event.figures.get('level', '?').lower()}, and loses nothing by it: {event.message}"
 
 
-def _updated(teller: _Teller, event: HistoryEvent) -> str:
+def _updated(times: _JobTimes, event: HistoryEvent) -> str:
     members = event.figures.get("members", "")
     return f"updated{_by(event)}{f', {members} of its jobs' if members else ''}: {event.message}"
 
 
-def _cores(teller: _Teller, event: HistoryEvent) -> str:
+def _cores(times: _JobTimes, event: HistoryEvent) -> str:
     cores = float(event.figures.get("millicores", "0") or 0) / 1_000
     what = f"put on other cores, {cores:g} in all" if event.figures.get("repin") == "1" else f"given {cores:g} cores"
     return f"{what}{_by(event)}{f': {event.message}' if event.message else ''}"
 
 
-def _takes_turns(teller: _Teller, event: HistoryEvent) -> str:
+def _takes_turns(times: _JobTimes, event: HistoryEvent) -> str:
     figures = event.figures
     rows, quantum = figures.get("rows", "?").split(), figures.get("quantum_seconds", "?")
     share = (
         f"{len(rows)} of {figures.get('of_rows', '?')} time slices of {quantum} s"
         f" in nodeSets/{figures.get('node_set', '?')}"
     )
-    if teller.moving_since:
-        teller.turns_there = share
+    if times.moving_since:
+        times.turns_there = share
         return f"will be time-sliced there with other jobs, {share}"
-    is_as_before = share == teller.turns
-    teller.take_turns(event.time, share)
+    is_as_before = share == times.turns
+    times.take_turns(event.time, share)
     if is_as_before:
         return f"other jobs joined or left its time-slice group; it keeps {share}"
     return f"time-sliced with other jobs on its GPUs, {share}{_by(event)}"
 
 
-def _turns_ended(teller: _Teller, event: HistoryEvent) -> str:
-    teller.take_turns(event.time, "")
+def _turns_ended(times: _JobTimes, event: HistoryEvent) -> str:
+    times.take_turns(event.time, "")
     return "has its GPUs to itself again, without time slices"
 
 
-def _checkpoint(teller: _Teller, event: HistoryEvent) -> str:
-    teller.totals.checkpoints += 1
-    teller.unsaved_since = event.time
-    return f"checkpoint {teller.totals.checkpoints} complete, at step {event.figures.get('step', '?')}"
+def _checkpoint(times: _JobTimes, event: HistoryEvent) -> str:
+    times.totals.checkpoints += 1
+    times.unsaved_since = event.time
+    return f"checkpoint {times.totals.checkpoints} complete, at step {event.figures.get('step', '?')}"
 
 
-def _attempt_failed(teller: _Teller, event: HistoryEvent) -> str:
-    teller.totals.failures += 1
-    if teller.unsaved_since:
-        teller.totals.lost_s += event.time - teller.unsaved_since
-    teller.unsaved_since, teller.is_resuming = 0.0, False
+def _attempt_failed(times: _JobTimes, event: HistoryEvent) -> str:
+    times.totals.failures += 1
+    if times.unsaved_since:
+        times.totals.lost_s += event.time - times.unsaved_since
+    times.unsaved_since, times.is_resuming = 0.0, False
     return f"the attempt failed: {event.message or event.figures.get('outcome', '?')}"
 
 
-def _pending(teller: _Teller, event: HistoryEvent) -> str:
-    teller.leave(event.time)
-    teller.turns, teller.moving_since = "", 0.0
-    teller.waiting_since = event.time
+def _pending(times: _JobTimes, event: HistoryEvent) -> str:
+    times.leave(event.time)
+    times.turns, times.moving_since = "", 0.0
+    times.waiting_since = event.time
     return f"waits again: {event.message}"
 
 
-def _ended(teller: _Teller, event: HistoryEvent) -> str:
-    teller.leave(event.time)
-    teller.turns, teller.moving_since = "", 0.0
+def _ended(times: _JobTimes, event: HistoryEvent) -> str:
+    times.leave(event.time)
+    times.turns, times.moving_since = "", 0.0
     word = event.kind.removeprefix("job_")
     return f"{word}{f': {event.message}' if event.message and event.message != word else ''}"
 
 
-def _array_submitted(teller: _Teller, event: HistoryEvent) -> str:
+def _array_submitted(times: _JobTimes, event: HistoryEvent) -> str:
     figures = event.figures
     limit = f", {figures['at_once']} at once" if figures.get("at_once") != figures.get("members") else ""
     rule = f", stop rule {figures['rule']}" if figures.get("rule", "none") != "none" else ""
     return f"submitted{_by(event)}: {figures.get('members')} jobs of {figures.get('gpus_each')} GPUs each{limit}{rule}"
 
 
-def _member_ended(teller: _Teller, event: HistoryEvent) -> str:
+def _member_ended(times: _JobTimes, event: HistoryEvent) -> str:
     figures = dict(event.figures)
     member, state, ran = (figures.pop(name, "") for name in ("member", "state", "run_s"))
     figures.pop("job", None)
     given = {name: figures.pop(name) for name in list(figures) if name.startswith("parameter_")}
     named = " ".join(f"{name.removeprefix('parameter_')}={text}" for name, text in sorted(given.items()))
     rest = " ".join(f"{name}={text}" for name, text in sorted(figures.items()))
-    teller.totals.ran_s += float(ran or 0)
+    times.totals.ran_s += float(ran or 0)
     # Earlier masters sent 0.0 for members that never ran.
     lasted = f", ran {_duration(float(ran))}" if float(ran or 0) else " before its first step"
     parts = [f"{member}{f' ({named})' if named else ''} {state}{lasted}", rest, event.message]
     return "; ".join(part for part in parts if part)
 
 
-def _mode_changed(teller: _Teller, event: HistoryEvent) -> str:
+def _mode_changed(times: _JobTimes, event: HistoryEvent) -> str:
     if event.figures.get("of") == "0":
         return f"{event.message}: there is no GPU now"
     return f"{event.message}: {event.figures.get('held', '?')} of {event.figures.get('of', '?')} GPUs are held"
 
 
-def _plainly(teller: _Teller, event: HistoryEvent) -> str:
+def _plainly(times: _JobTimes, event: HistoryEvent) -> str:
     parts = [part for part in (event.message, _figures(event)) if part]
     return event.kind.replace("_", " ") + _by(event) + (f": {'; '.join(parts)}" if parts else "")
 
 
-_SAYINGS: dict[str, Callable[[_Teller, HistoryEvent], str]] = {
+_SENTENCES: dict[str, Callable[[_JobTimes, HistoryEvent], str]] = {
     "job_submitted": _submitted,
     "gang_approved": _approved,
     "gang_running": _running,
@@ -350,11 +350,11 @@ _SAYINGS: dict[str, Callable[[_Teller, HistoryEvent], str]] = {
     "resume_ordered": _resume_ordered,
     "move_begun": _move_begun,
     "move_committed": _move_committed,
-    "move_done": lambda teller, event: f"moved: it stood still for {_pause(teller, event)}, and lost no step",
+    "move_done": lambda times, event: f"moved: it stood still for {_pause(times, event)}, and lost no step",
     "move_aborted": _given_up,
     "resize_begun": _resize_begun,
     "resize_committed": _move_committed,
-    "resize_done": lambda teller, event: f"resized: it stood still for {_pause(teller, event)}, and lost no step",
+    "resize_done": lambda times, event: f"resized: it stood still for {_pause(times, event)}, and lost no step",
     "resize_aborted": _given_up,
     "move_back": lambda *_: "goes on where it came from, from the state that was kept there: its new place failed",
     "change_kept": _judged,
@@ -401,10 +401,10 @@ def _for(event: HistoryEvent) -> str:
     return f", {text}" if text else ""
 
 
-def _pause(teller: _Teller, event: HistoryEvent) -> str:
+def _pause(times: _JobTimes, event: HistoryEvent) -> str:
     pause = float(event.figures.get("pause_ms", "0") or 0)
-    teller.totals.moves += 1
-    teller.totals.move_pauses_ms += pause
+    times.totals.moves += 1
+    times.totals.move_pauses_ms += pause
     expected = float(event.figures.get("expected_pause_ms", "0") or 0)
     # Of a change that had to be nothing was forecast.
     return f"{_brief(pause)}{f', {_brief(expected)} expected' if expected else ''}"

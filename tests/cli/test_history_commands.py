@@ -97,7 +97,7 @@ def test_following_events_continues_across_a_restart_of_the_master(tmp_path: Pat
         second.__exit__(None, None, None)
 
 
-def test_a_story_is_followed_as_json_too(call: Call, master: CannedMaster, capsys: Output) -> None:
+def test_a_history_is_followed_as_json_too(call: Call, master: CannedMaster, capsys: Output) -> None:
     running_job(master)
     master.events = [
         job_pb2.Event(sequence=n, subject="jobs/1", kind=f"job_{kind}")
@@ -122,7 +122,7 @@ def test_a_log_as_json_has_its_ranks_and_every_byte(call: Call, master: CannedMa
     assert [one["data_base64"] for one in told] == [None, None, "/wo="]
 
 
-def test_history_tells_a_story_and_its_sums(call: Call, master: CannedMaster, capsys: Output) -> None:
+def test_history_prints_sentences_and_totals(call: Call, master: CannedMaster, capsys: Output) -> None:
     running_job(master)
     kinds = ("job_submitted", "gang_approved", "gang_running", "job_succeeded")
     master.events = [

@@ -87,7 +87,7 @@ def test_every_policy_answers_on_a_recording_made_under_any_policy(tmp_path: Pat
     made = (recorded(tmp_path, eventful(seed, policy), many_jobs).path for seed in range(first, first + 10))
     path = next(path for path in made if shared_devices(path) >= 3)
     rerun, others = Rerun(read_lines(path)), [Counterfactual(name) for name in LIVE]
-    for happening in rerun:
+    for entry in rerun:
         for other in others:
-            other.record(happening, rerun.state)
+            other.record(entry, rerun.state)
     assert all(other.verdicts or other.passes for other in others)

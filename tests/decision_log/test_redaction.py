@@ -35,18 +35,20 @@ def test_hidden_descriptions_are_accepted_and_refused_as_the_true_ones(
 def test_hidden_descriptions_are_the_same_if_the_true_ones_are(
     command: tuple[str, ...], environment: dict[str, str]
 ) -> None:
-    hiding = Redaction(b"key")
+    redaction = Redaction(b"key")
     spec = JobSpec(command, ROLES, environment=environment)
-    assert hiding.spec(spec) == hiding.spec(JobSpec(command, ROLES, environment=dict(reversed(environment.items()))))
+    assert redaction.spec(spec) == redaction.spec(
+        JobSpec(command, ROLES, environment=dict(reversed(environment.items())))
+    )
     # One sign more makes them differ for certain.
     changed = JobSpec((*command, "y"), ROLES, environment=environment)
-    assert hiding.spec(changed) != hiding.spec(spec)
+    assert redaction.spec(changed) != redaction.spec(spec)
 
 
 def test_two_values_that_differ_in_one_sign_look_different() -> None:
-    hiding = Redaction(b"key")
+    redaction = Redaction(b"key")
     specs = [JobSpec(("run", "--word", f"{sign}-and-more"), ROLES, environment={"A": "same"}) for sign in "abcdefgh"]
-    assert len({repr(hiding.spec(spec)) for spec in specs}) == len(specs)
+    assert len({repr(redaction.spec(spec)) for spec in specs}) == len(specs)
 
 
 def test_program_and_names_stay_and_words_go() -> None:
@@ -60,25 +62,25 @@ def test_program_and_names_stay_and_words_go() -> None:
 
 
 def test_tokens_are_hidden_even_in_recordings_with_environments() -> None:
-    hiding = Redaction(b"key", with_environment=True)
-    opened = hiding.command(OpenSession("n1", "m", ConfigurationSet("c"), storage_token="secret-of-the-storage"))
+    redaction = Redaction(b"key", with_environment=True)
+    opened = redaction.command(OpenSession("n1", "m", ConfigurationSet("c"), storage_token="secret-of-the-storage"))
     assert isinstance(opened, OpenSession)
     assert len(opened.storage_token) == len("secret-of-the-storage")
     assert opened.storage_token != "secret-of-the-storage"
     submitted = SubmitJob(JobSpec(("run", "x"), ROLES, environment={"A": "b"}), "uid")
-    assert hiding.command(submitted) == submitted
+    assert redaction.command(submitted) == submitted
     empty = OpenSession("n1", "m", ConfigurationSet("c"))
-    assert hiding.command(empty) == empty
+    assert redaction.command(empty) == empty
 
 
 def test_an_array_made_of_what_was_recorded_is_the_one_that_was_hidden() -> None:
     spec = replace(job_of(1), command=("train", "--key=s3cret", "{lr}"), environment={"TOKEN": "s3cret"})
     members = ((0, {"lr": "s3cret"}), (1, {"lr": "0.5"}))
     submitted = SubmitArray(spec, members, ("uid-0", "uid-1"), 1, None, "ann", "id-1")
-    hiding, true, again = Redaction(b"key"), Drive(), Drive()
+    redaction, true, again = Redaction(b"key"), Drive(), Drive()
     true.step(submitted)
-    again.step(hiding.command(submitted))
-    hidden = hiding.image(image_of(true.state)).jobs
+    again.step(redaction.command(submitted))
+    hidden = redaction.image(image_of(true.state)).jobs
     assert hidden == image_of(again.state).jobs
     assert "s3cret" not in repr(hidden)
     assert Redaction(b"key", with_environment=True).command(submitted) == submitted

@@ -19,7 +19,7 @@ from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 from ganger_master.core.state_image import image_of
 from ganger_master.decision_log.counterfactual import Counterfactual
-from ganger_master.decision_log.job_history import Story
+from ganger_master.decision_log.job_history import RecordedHistory
 from ganger_master.decision_log.log_file import read_lines
 from ganger_master.decision_log.recording import FORMATS, BatchLine, CommandLine, Header, raw, state_lines
 from ganger_master.decision_log.rerun import Differs, Rerun
@@ -40,8 +40,8 @@ def replayed(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
 
 def otherwise(file: Path, policy: str) -> Counterfactual:
     rerun, other = Rerun(read_lines(file)), Counterfactual(policy)
-    for happening in rerun:
-        other.record(happening, rerun.state)
+    for entry in rerun:
+        other.record(entry, rerun.state)
     return other
 
 
@@ -141,9 +141,9 @@ def test_a_planner_is_asked_for_its_plans_and_leaves_the_replay_as_it_was(
 def test_a_planner_s_plans_keep_to_the_quotas_of_the_recorded_master(file: Path, policy: str) -> None:
     rerun, other = Rerun(read_lines(file)), Counterfactual(policy)
     most = 0
-    for happening in rerun:
+    for entry in rerun:
         before = len(other.planned)
-        other.record(happening, rerun.state)
+        other.record(entry, rerun.state)
         for planned in other.planned[before:]:
             assert rerun.state is not None
             started = [rerun.state.jobs[number] for number in planned.starts]
@@ -155,16 +155,16 @@ def test_a_planner_s_plans_keep_to_the_quotas_of_the_recorded_master(file: Path,
 
 def test_a_job_that_a_planner_lets_wait_is_told_its_place_when_that_changes() -> None:
     spec = JobSpec(("true",), (Role("worker", 1, TaskShape(1)),))
-    state, story = State(CoreSettings(policy="las"), 1_000.0), Story(2)
+    state, history = State(CoreSettings(policy="las"), 1_000.0), RecordedHistory(2)
     lines = [Header(FORMATS["master"], "test", 1_000.0, "las"), *state_lines(image_of(state), 1_000.0, "it began")]
     lines += [line for number in (1, 2, 3) for line in step_lines(state, SubmitJob(spec, f"uid-{number}"))]
     for numbers in ((1, 2, 3), (1, 2, 3), (3, 2, 1), (2, 1), (1, 3)):
         lines += step_lines(state, ProposePlan((), line=Line(numbers, "las")))
     rerun = Rerun(lines)
-    for happening in rerun:
-        assert not isinstance(happening, Differs)
-        story.record(happening, rerun.state)
-    assert [(moment.what, moment.rank) for moment in story.moments if moment.what != "job_submitted"] == [
+    for entry in rerun:
+        assert not isinstance(entry, Differs)
+        history.record(entry, rerun.state)
+    assert [(moment.what, moment.rank) for moment in history.moments if moment.what != "job_submitted"] == [
         ("submit", 0),
         ("ranked", 2),
         ("ranked", 1),

@@ -81,9 +81,9 @@ def history(
 
 def _print_history(client: Client, name: str, follow: bool, as_json: bool) -> None:
     """Print the history of one job or array; of anything else its events."""
-    from ganger.cli.job_table import happening
+    from ganger.cli.job_table import plain_event
     from ganger.console import print_json, print_line
-    from ganger.history import summary, tell
+    from ganger.history import history_of, summary
 
     if not name.startswith(("jobs/", "arrays/")):
         _print_events(client, name, follow, 0, None, as_json)
@@ -91,23 +91,23 @@ def _print_history(client: Client, name: str, follow: bool, as_json: bool) -> No
     if as_json and not follow:
         print_json(_as_json(client, name))
         return
-    happenings: list[HistoryEvent] = []
+    events: list[HistoryEvent] = []
     printed = 0
     for news in client.follow_events(name) if follow else [client.list_events(name)]:
-        happenings += map(happening, news)
-        chapters, totals = tell(happenings, time.time())
-        for chapter in chapters[printed:]:
-            print(json.dumps(_plain(chapter))) if as_json else print_line(_chapter_line(chapter))
-        printed = len(chapters)
+        events += map(plain_event, news)
+        sections, totals = history_of(events, time.time())
+        for section in sections[printed:]:
+            print(json.dumps(_plain(section))) if as_json else print_line(_section_line(section))
+        printed = len(sections)
         sys.stdout.flush()
-        if chapters and chapters[-1].kind in _LAST:
+        if sections and sections[-1].kind in _LAST:
             break
     if as_json:
         print(json.dumps({"subject": name, "totals": _figures(totals)}))
         return
     if line := summary(totals):
         print(f"in all: {line}")
-    if chapters and chapters[-1].kind == "job_failed":
+    if sections and sections[-1].kind == "job_failed":
         _print_failure(client, name)
 
 
@@ -127,15 +127,15 @@ def _print_failure(client: Client, name: str) -> None:
 
 def _as_json(client: Client, name: str) -> dict[str, Any]:
     """Return the history of a job or array, or the events of anything else, as one value for JSON."""
-    from ganger.cli.job_table import happening
+    from ganger.cli.job_table import plain_event
     from ganger.console import plain
-    from ganger.history import tell
+    from ganger.history import history_of
 
     events = list(client.list_events(name))
     if not name.startswith(("jobs/", "arrays/")):
         return {"subject": name, "events": [plain(event) for event in events]}
-    chapters, totals = tell(list(map(happening, events)), time.time())
-    return {"subject": name, "chapters": list(map(_plain, chapters)), "totals": _figures(totals)}
+    sections, totals = history_of(list(map(plain_event, events)), time.time())
+    return {"subject": name, "chapters": list(map(_plain, sections)), "totals": _figures(totals)}
 
 
 _LAST = frozenset({"job_succeeded", "job_failed", "job_cancelled", "job_stopped", "array_ended"})
@@ -191,7 +191,7 @@ def _print_events(client: Client, subject: str, follow: bool, after: int, limit:
         print_json(list(known))
         return
 
-    def tell(event: Event) -> None:
+    def show(event: Event) -> None:
         if as_json:
             print_json_line(event)
         else:
@@ -199,12 +199,12 @@ def _print_events(client: Client, subject: str, follow: bool, after: int, limit:
 
     for event in known:
         after = event.sequence
-        tell(event)
+        show(event)
     if not follow:
         return
     for news in client.follow_events(subject, after):
         for event in news:
-            tell(event)
+            show(event)
         sys.stdout.flush()
 
 
@@ -229,16 +229,16 @@ def line(event: Event) -> str:
     from ganger.wire import times
 
     figures = " ".join(f"{name}={value}" for name, value in sorted(event.figures.items()))
-    # Of "scheduler:" without a name the colon goes: it is the default one.
+    # "scheduler:" without a name is the default scheduler, printed without the colon.
     cause = f"by {event.cause.rstrip(':')}" if event.cause else ""
     text = ", ".join(part for part in (event.message, figures, cause) if part)
     return f"{_when(times.local_datetime(event.time))}  {event.subject:<8}  {event.kind:<15}  {text}".rstrip()
 
 
-def _chapter_line(chapter: HistorySection) -> str:
+def _section_line(section: HistorySection) -> str:
     from ganger.wire import times
 
-    return f"{_when(times.local_datetime(times.timestamp(chapter.time)))}  {chapter.text}"
+    return f"{_when(times.local_datetime(times.timestamp(section.time)))}  {section.text}"
 
 
 def _when(then: datetime) -> str:
@@ -247,14 +247,14 @@ def _when(then: datetime) -> str:
     return then.strftime("%H:%M:%S.%f" if is_today else "%Y-%m-%d %H:%M:%S.%f")[:-3]
 
 
-def _plain(chapter: HistorySection) -> dict[str, Any]:
+def _plain(section: HistorySection) -> dict[str, Any]:
     from ganger.wire import times
 
     return {
-        "time": times.local_datetime(times.timestamp(chapter.time)).isoformat(),
-        "kind": chapter.kind,
-        "text": chapter.text,
-        "figures": dict(chapter.figures),
+        "time": times.local_datetime(times.timestamp(section.time)).isoformat(),
+        "kind": section.kind,
+        "text": section.text,
+        "figures": dict(section.figures),
     }
 
 

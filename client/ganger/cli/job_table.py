@@ -301,7 +301,7 @@ def change_rows(events: Iterable[Event], before: Iterable[tuple[str, ...]] = ())
         if event.kind not in _KINDS or not event.subject.startswith(("jobs/", "cluster")):
             continue
         when = times.local_datetime(event.time).strftime("%H:%M:%S")
-        subject, text = event.subject.removeprefix("jobs/"), sentence(happening(event))
+        subject, text = event.subject.removeprefix("jobs/"), sentence(plain_event(event))
         last = shown[-1] if shown else ()
         if last and (last[0], last[2]) == (when, text):
             shown[-1] = (when, f"{last[1]} {subject}", text)
@@ -310,8 +310,8 @@ def change_rows(events: Iterable[Event], before: Iterable[tuple[str, ...]] = ())
     return shown
 
 
-def happening(event: Event) -> HistoryEvent:
-    """The event as plain values."""
+def plain_event(event: Event) -> HistoryEvent:
+    """Return an event of the API as plain values."""
     return HistoryEvent(times.unix_s(event.time), event.kind, event.cause, event.message, dict(event.figures))
 
 

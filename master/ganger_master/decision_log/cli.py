@@ -17,7 +17,7 @@ from ganger.console import Within
 
 if TYPE_CHECKING:
     from ganger_master.decision_log.counterfactual import Counterfactual
-    from ganger_master.decision_log.job_history import Story
+    from ganger_master.decision_log.job_history import RecordedHistory
     from ganger_master.decision_log.recording import Header, Line
     from ganger_master.decision_log.render import LogSummary
     from ganger_master.decision_log.rerun import Differs, Rerun
@@ -39,7 +39,7 @@ def replay(file: Path, number: int | None, until: float | None, policy: str | No
 
     from ganger_master.decision_log import render
     from ganger_master.decision_log.counterfactual import Counterfactual
-    from ganger_master.decision_log.job_history import Story
+    from ganger_master.decision_log.job_history import RecordedHistory
     from ganger_master.decision_log.rerun import Rerun
 
     header, recorded = _opened(file)
@@ -47,16 +47,16 @@ def replay(file: Path, number: int | None, until: float | None, policy: str | No
         if policy is not None:
             raise click.UsageError("--policy: a planner's recording has no decisions of a master")
         return _replay_plans(file, recorded, number, until, as_json)
-    story = None if number is None else Story(number)
+    history = None if number is None else RecordedHistory(number)
     try:
         other = None if policy is None else Counterfactual(policy)
     except (KeyError, ValueError) as error:
         raise click.UsageError(str(error.args[0])) from error
     rerun = Rerun(recorded)
-    replayed = _Replayed(rerun, render.LogSummary(), story, other, rerun.header.began)
+    replayed = _Replayed(rerun, render.LogSummary(), history, other, rerun.header.began)
     with _errors_of(file, lambda: replayed.last_line):
         _replay(replayed, until)
-    if story is not None and not story.moments and not replayed.differences:
+    if history is not None and not history.moments and not replayed.differences:
         since = "" if until is None else f" in the first {until:g} s"
         raise CommandError(f"nothing is recorded of job {number}{since}", ExitCode.NOT_FOUND)
     if as_json:
@@ -72,7 +72,7 @@ class _Replayed:
 
     rerun: Rerun
     summary: LogSummary
-    story: Story | None
+    history: RecordedHistory | None
     other: Counterfactual | None
     last_s: float
     last_line: int = 0
@@ -143,12 +143,12 @@ def _replay(replayed: _Replayed, until_s: float | None) -> None:
     """Repeat the decisions up to `until_s` seconds after the recording began, or up to its end."""
     from ganger_master.decision_log.rerun import Differs, Ended
 
-    rerun, story, other = replayed.rerun, replayed.story, replayed.other
+    rerun, history, other = replayed.rerun, replayed.history, replayed.other
     for entry in rerun:
         if until_s is not None and entry.time > rerun.header.began + until_s:
             replayed.end_reason = f"as far as {until_s:g} s"
-            if story is not None and rerun.state is not None:
-                story.situation(replayed.last_line, replayed.last_s, replayed.end_reason, rerun.state)
+            if history is not None and rerun.state is not None:
+                history.situation(replayed.last_line, replayed.last_s, replayed.end_reason, rerun.state)
             return
         replayed.last_line, replayed.last_s = entry.number, entry.time
         replayed.summary.record(entry)
@@ -156,8 +156,8 @@ def _replay(replayed: _Replayed, until_s: float | None) -> None:
             replayed.differences.append(entry)
         elif isinstance(entry, Ended):
             replayed.end_reason = entry.reason
-        if story is not None:
-            story.record(entry, rerun.state)
+        if history is not None:
+            history.record(entry, rerun.state)
         if other is not None:
             other.record(entry, rerun.state)
 
@@ -172,7 +172,7 @@ def _print_json(replayed: _Replayed) -> None:
         replayed.end_reason,
         replayed.summary,
         replayed.differences,
-        replayed.story,
+        replayed.history,
         replayed.other,
     )
     json.dump(found, sys.stdout, indent=2)
@@ -184,16 +184,16 @@ def _print_text(replayed: _Replayed) -> None:
 
     from ganger_master.decision_log import render
 
-    header, story, other, summary = replayed.rerun.header, replayed.story, replayed.other, replayed.summary
+    header, history, other, summary = replayed.rerun.header, replayed.history, replayed.other, replayed.summary
     print(render.headline(header, replayed.last_s - header.began, summary, replayed.end_reason))
     for text in render.agreement(replayed.differences, header.began):
         print(text)
-    if story is not None:
-        print("\n" + "\n".join(render.story_lines(story, header.began)))
+    if history is not None:
+        print("\n" + "\n".join(render.history_lines(history, header.began)))
     if other is not None:
-        only = None if story is None else story.number
-        print("\n" + "\n".join(render.otherwise_lines(other, header.began, only)))
-    if story is None and other is None and summary.jobs:
+        only = None if history is None else history.number
+        print("\n" + "\n".join(render.counterfactual_lines(other, header.began, only)))
+    if history is None and other is None and summary.jobs:
         print()
         rows = [
             (str(job), str(asking.requests), str(asking.approved), asking.reason)

@@ -70,10 +70,10 @@ class Counterfactual:
         self._passed_at = float("-inf")
         self._answer: Answer | None = None
 
-    def record(self, happening: DecisionEntry, state: State | None) -> None:
+    def record(self, entry: DecisionEntry, state: State | None) -> None:
         if state is None:
             return
-        match happening:
+        match entry:
             case Begun():
                 self._table = _table_of(state)
                 self._passed_at = float("-inf")

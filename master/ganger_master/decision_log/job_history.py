@@ -77,7 +77,7 @@ class Moment(Struct, frozen=True):
     free: tuple[Free, ...] = ()
 
 
-class Story:
+class RecordedHistory:
     """Collects the history of one job: call `record` with every entry of the replay and its state."""
 
     def __init__(self, number: int) -> None:
@@ -87,10 +87,10 @@ class Story:
         # The last recorded rank in the planner's queue.
         self._last_rank = 0
 
-    def record(self, happening: DecisionEntry, state: State | None) -> None:
+    def record(self, entry: DecisionEntry, state: State | None) -> None:
         if state is None:
             return
-        match happening:
+        match entry:
             case Begun(number, time, cause):
                 self._add(self._situation(number, time, "state", cause, state))
             case RecordedCommand(number, time, command):

@@ -99,7 +99,7 @@ class DecisionRecording:
         self.reason = ""
         self._version = version
         self._with_environment = with_environment
-        self._hiding = Redaction(secrets.token_bytes(32), with_environment)
+        self._redaction = Redaction(secrets.token_bytes(32), with_environment)
         self._file = LogFile(directory, most_bytes, left_bytes)
         self._writer: LineWriter | None = None
         self._lines: list[Callable[[], Line]] = []
@@ -185,13 +185,13 @@ class DecisionRecording:
     # -- in the thread -------------------------------------------------------------------------------------------------
 
     def _state_lines(self, image: Image, now: float, cause: str) -> Iterator[Line]:
-        for line in state_lines(self._hiding.image(image), now, cause):
+        for line in state_lines(self._redaction.image(image), now, cause):
             yield line
             if self._file.is_full:
                 raise RecordingError(f"cannot record: {self._file.is_full} before the state is written")
 
     def _last_line(self, image: Image | None, now: float, reason: str) -> End:
-        digest = "" if image is None else digest_of(self._hiding.image(image))
+        digest = "" if image is None else digest_of(self._redaction.image(image))
         return End(now, reason, self._commands, self._batches, digest)
 
     def _settle(self, now: float, reason: str, found: Path | Exception) -> None:
@@ -205,13 +205,13 @@ class DecisionRecording:
 
     def _command_line(self, now: float, command: Command, answer: Answer, happened: Sequence[Event]) -> CommandLine:
         kinds = tuple([type(event).__name__ for event in happened])
-        return CommandLine(now, *raw(self._hiding.command(command)), *raw(answer), kinds)
+        return CommandLine(now, *raw(self._redaction.command(command)), *raw(answer), kinds)
 
     def _broken_line(self, now: float, command: Command | None, error: BaseException) -> BrokenLine:
         text = failure_of(error)
         if command is None:
             return BrokenLine(now, text)
-        return BrokenLine(now, text, *raw(self._hiding.command(command)))
+        return BrokenLine(now, text, *raw(self._redaction.command(command)))
 
     def _call_in_loop(self, call: Callable[..., None], *arguments: object) -> None:
         try:
@@ -228,7 +228,7 @@ class AttachedRecording:
         self._present: DecisionRecording | None = None
         self._next: DecisionRecording | None = None
         self._end_reason = ""
-        # What comes of the last one.
+        # The outcome of the last recording.
         self._done: asyncio.Future[Recorded] | None = None
 
     @property
@@ -244,7 +244,7 @@ class AttachedRecording:
         if self._present is not None:
             self._end_reason = reason
             return
-        # There is nothing to be read.
+        # A recording that has not begun has no file.
         recording, self._next = self._next, None
         if recording is not None:
             recording.end(None, now, reason)

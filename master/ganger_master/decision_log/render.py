@@ -17,7 +17,14 @@ from ganger_master.core import commands
 from ganger_master.core.answers import ChangeAnswer
 from ganger_master.core.plan_changes import PlanChange, claims_in
 from ganger_master.decision_log.counterfactual import Counterfactual, CounterfactualPlan, Difference
-from ganger_master.decision_log.job_history import Free, Moment, RequestedPlace, Story, VerdictReason, verdict_of
+from ganger_master.decision_log.job_history import (
+    Free,
+    Moment,
+    RecordedHistory,
+    RequestedPlace,
+    VerdictReason,
+    verdict_of,
+)
 from ganger_master.decision_log.recording import Header
 from ganger_master.decision_log.rerun import (
     Broke,
@@ -50,8 +57,8 @@ class LogSummary:
     batches: int = 0
     jobs: dict[int, RequestCounts] = field(default_factory=dict)
 
-    def record(self, happening: DecisionEntry) -> None:
-        match happening:
+    def record(self, entry: DecisionEntry) -> None:
+        match entry:
             case Drawn():
                 self.batches += 1
             case Decided(_, _, command, answer, _):
@@ -103,17 +110,17 @@ def agreement(differences: Sequence[Differs], began: float) -> Iterator[str]:
         yield f"  {len(differences) - 1:,} more differ; they may follow from this one"
 
 
-def story_lines(story: Story, began: float) -> Iterator[str]:
-    yield f"job {story.number}"
-    if not story.moments:
+def history_lines(history: RecordedHistory, began: float) -> Iterator[str]:
+    yield f"job {history.number}"
+    if not history.moments:
         yield "  nothing is recorded of it"
-    for moment in story.moments:
+    for moment in history.moments:
         yield f"  {_at(moment.time, began):>10}  {_sentence(moment)}"
         for detail in _details(moment):
             yield f"  {'':10}    {detail}"
 
 
-def otherwise_lines(other: Counterfactual, began: float, only: int | None = None) -> Iterator[str]:
+def counterfactual_lines(other: Counterfactual, began: float, only: int | None = None) -> Iterator[str]:
     name = other.policy.name
     differences = [one for one in other.differences if only is None or one.job == only]
     if other.passes:
@@ -134,7 +141,7 @@ def plain(
     reason: str,
     tally: LogSummary,
     differences: Sequence[Differs],
-    story: Story | None,
+    history: RecordedHistory | None,
     other: Counterfactual | None,
 ) -> dict[str, Any]:
     """Times are Unix seconds of the master's clock."""
@@ -157,8 +164,8 @@ def plain(
         "differences": len(differences),
         "first_difference": None if not differences else msgspec.to_builtins(differences[0]),
     }
-    if story is not None:
-        builtin["job"] = {"number": story.number, "moments": msgspec.to_builtins(story.moments)}
+    if history is not None:
+        builtin["job"] = {"number": history.number, "moments": msgspec.to_builtins(history.moments)}
     if other is not None:
         builtin["otherwise"] = {
             "policy": other.policy.name,

@@ -197,7 +197,7 @@ class Rerun:
             if recorded != now:
                 yield Differs(number, line.time, f"{name} of a batch", text_of(recorded), text_of(now))
         if turns != line.turns:
-            yield Differs(number, line.time, "turns that were given", text_of(line.turns), text_of(turns))
+            yield Differs(number, line.time, "leases that were granted", text_of(line.turns), text_of(turns))
 
     def _break(self, number: int, line: BrokenLine) -> Iterator[DecisionEntry]:
         command = command_of(line) if line.kind else None

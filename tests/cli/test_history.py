@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ganger.history import HistoryEvent, Totals, purpose, sentence, summary, tell
+from ganger.history import HistoryEvent, Totals, history_of, purpose, sentence, summary
 from ganger.v1.scheduling_pb2 import Purpose
 
 
@@ -36,7 +36,7 @@ STORY = [
 
 
 def test_every_entry_names_cause_reason_and_duration() -> None:
-    chapters, _ = tell(STORY)
+    chapters, _ = history_of(STORY)
     assert [chapter.text for chapter in chapters] == [
         "submitted by user:ann: 2 GPUs",
         "got its gang on n1 by scheduler, after it had waited 30.00 s, for: not enough free devices, free=1, "
@@ -61,7 +61,7 @@ def test_every_entry_names_cause_reason_and_duration() -> None:
 
 
 def test_the_sums_are_those_of_the_chapters() -> None:
-    _, totals = tell(STORY)
+    _, totals = history_of(STORY)
     assert totals == Totals(
         waited_s=34.0,
         ran_s=13.0 + 20.25 + 5.25,
@@ -82,13 +82,13 @@ def test_the_sums_are_those_of_the_chapters() -> None:
 
 
 def test_of_a_job_that_lives_the_sums_count_until_now() -> None:
-    _, totals = tell(STORY[:3], now=1_040.0)
+    _, totals = history_of(STORY[:3], now=1_040.0)
     assert (totals.waited_s, totals.starting_s, totals.ran_s) == (30.0, 1.5, 8.5)
-    assert tell(STORY, now=9_999.0) == tell(STORY)
+    assert history_of(STORY, now=9_999.0) == history_of(STORY)
 
 
 def test_an_unknown_kind_of_event_is_printed_as_it_is() -> None:
-    (chapter,), _ = tell([happened(1.0, "gang_packed", "planner", "with jobs/4", gain="1.3")])
+    (chapter,), _ = history_of([happened(1.0, "gang_packed", "planner", "with jobs/4", gain="1.3")])
     assert chapter.text == "gang packed by planner: with jobs/4; gain=1.3"
 
 
@@ -110,7 +110,7 @@ IN_TURNS = [
 
 
 def test_a_time_sliced_job_is_not_reported_as_running_until_its_move() -> None:
-    chapters, _ = tell(IN_TURNS)
+    chapters, _ = history_of(IN_TURNS)
     assert [chapter.text for chapter in chapters][2:] == [
         "time-sliced with other jobs on its GPUs, 1 of 2 time slices of 10 s in nodeSets/1 by planner",
         "other jobs joined or left its time-slice group; it keeps 1 of 2 time slices of 10 s in nodeSets/1",
@@ -125,13 +125,13 @@ def test_a_time_sliced_job_is_not_reported_as_running_until_its_move() -> None:
 
 
 def test_time_in_turns_is_not_told_as_time_that_it_ran() -> None:
-    _, totals = tell(IN_TURNS, now=1_060.0)
+    _, totals = history_of(IN_TURNS, now=1_060.0)
     assert (totals.ran_s, totals.turns_s, totals.parked_s) == (10.0 + 8.0, 29.0 + 10.0, 1.0)
     assert "ran 18.00 s; time-sliced 39.00 s" in summary(totals)
     assert totals.suspensions == 0, "no user suspended it"
     # A job that a user suspends leaves its time-slice group.
     rested = [happened(45.0, "gang_parked", level="OFFLOAD", step="1"), happened(46.0, "gang_running")]
-    assert tell([*IN_TURNS[:-1], *rested], now=1_048.0)[1].ran_s == 10.0 + 2.0
+    assert history_of([*IN_TURNS[:-1], *rested], now=1_048.0)[1].ran_s == 10.0 + 2.0
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_every_goal_of_a_plan_has_words() -> None:
 
 
 def test_the_story_of_an_array_is_that_of_its_members_ends() -> None:
-    chapters, totals = tell(
+    chapters, totals = history_of(
         [
             happened(0.0, "array_submitted", "user:ann", members="2", gpus_each="1", at_once="1",
                      rule="halving by loss"),
