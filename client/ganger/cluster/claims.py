@@ -1,8 +1,8 @@
-"""The claims of a gang: which devices and whose cores so many tasks would take on one node; and a gang over several
-nodes in a given order: evenly over exactly so many, over as few as will do, or node by node.
+"""The claims of a gang: the devices and cores that a number of tasks would take on one node, and the claims of a gang
+over several nodes: evenly over a fixed number, over the fewest, or node by node.
 
-The caller gives the order of the nodes; nodes are slots of the view. Gangs that name nothing but devices are placed by
-counts of free devices alone, without a capacity index.
+The caller gives the order of the nodes, as slots of the view. A gang that requests only devices is placed by counts of
+free devices, without a capacity index.
 """
 
 from __future__ import annotations
@@ -154,12 +154,14 @@ def _split(
 
 # -- gangs over several nodes ---------------------------------------------------------------------------------------
 
-# More tasks than any gang has; what a node could take that the tasks need nothing of.
+# Room of a node for tasks that need nothing of it: more tasks than any gang has.
 PLENTY = 1 << 20
 
 
 def evenly(view: View, shape: GangShape, order: Iterable[int], mode: LoadMode) -> tuple[Claim, ...] | None:
-    """The same number of tasks, give or take one, on each of the first `shape.nodes` nodes that take theirs."""
+    """Return claims with equally many tasks, up to one, on each of the first `shape.nodes` nodes with room for them.
+
+    `order`: slots. None if too few nodes have room."""
     nodes = shape.nodes
     claims: list[Claim] = []
     for slot in order:
@@ -176,9 +178,10 @@ def evenly(view: View, shape: GangShape, order: Iterable[int], mode: LoadMode) -
 def fewest(
     view: View, shape: GangShape, runs: Iterable[tuple[int, Iterator[int]]], mode: LoadMode
 ) -> tuple[Claim, ...] | None:
-    """One role over the roomiest nodes, its last tasks on a node that they fill best.
+    """Return claims of a gang with one role on the nodes with the most room, its last tasks on the node that they fill
+    best; None if it does not fit.
 
-    `runs`: nodes with room for so many tasks each, the roomiest first; walked through once, and no further than needed.
+    `runs`: room in tasks, and the slots of the nodes with it, most room first. They are read once, as far as needed.
     """
     remaining = shape.roles[0].tasks
     claims: list[Claim] = []
@@ -212,7 +215,8 @@ def fewest(
 
 
 def greedily(view: View, shape: GangShape, order: Iterable[int], mode: LoadMode) -> tuple[Claim, ...] | None:
-    """Several roles: node by node as many tasks of each as fit, the roles with the most devices first."""
+    """Return claims of a gang with several roles, node by node with as many tasks of each as fit, the roles with the
+    most devices first; None if it does not fit. `order`: slots."""
     nodes = shape.nodes
     remaining = [role.tasks for role in shape.roles]
     by_weight = sorted(range(len(remaining)), key=lambda index: -shape.roles[index].shape.gpus)
@@ -235,7 +239,7 @@ def greedily(view: View, shape: GangShape, order: Iterable[int], mode: LoadMode)
 
 
 def _state(view: View, slot: int) -> tuple[object, ...]:
-    """All that a claim on a node depends on, but for its name."""
+    """Return all that a claim on a node depends on, without the node's name."""
     return (
         view.topologies[slot],
         view.free[slot],
@@ -250,7 +254,7 @@ def _state(view: View, slot: int) -> tuple[object, ...]:
 def _most_tasks(
     view: View, slot: int, shape: GangShape, tasks: Sequence[int], role: int, most: int, mode: LoadMode
 ) -> tuple[int, Claim | None]:
-    """Most tasks of a role that fit beside `tasks` on one node, and the claim for all of them."""
+    """Return how many tasks of a role, at most `most`, fit beside `tasks` on one node, and the claim of all these."""
     low, high = 0, most
     best: Claim | None = None
     while low < high:
@@ -265,8 +269,8 @@ def _most_tasks(
 
 
 class FreeDevices:
-    """Gang after gang finds here what it would find `anywhere` in a room that all those before it had taken their
-    places in. The view is not changed."""
+    """The free devices of a view, taken by one gang after another. Each gets the place that a search `anywhere` would
+    find after the earlier gangs. The view is not changed."""
 
     def __init__(self, view: View) -> None:
         self._view = view
@@ -275,7 +279,7 @@ class FreeDevices:
         self.count = sum([free.bit_count() for free in self._free])
 
     def take(self, shape: GangShape) -> tuple[Claim, ...] | None:
-        """A place, now taken, for a gang that names nothing but devices (`is_counted`); None: there is none."""
+        """Take and return a place for a gang that requests only devices (`is_counted`); None if there is none."""
         if shape.gpus > self.count:
             return None
         (role,) = shape.roles
@@ -292,14 +296,14 @@ class FreeDevices:
                 if not remaining:
                     break
         if remaining:
-            # What is free is scattered over nodes that have too little each.
+            # Each of the remaining nodes has too few free devices for one task.
             return None
         self._exchange(claims)
         self.count -= shape.gpus
         return tuple(claims)
 
     def give(self, claims: tuple[Claim, ...]) -> None:
-        """The inverse of `take`."""
+        """Return the devices of a place that `take` returned."""
         self._exchange(claims)
         self.count += sum([claim.device_mask.bit_count() for claim in claims])
 
@@ -309,12 +313,12 @@ class FreeDevices:
 
 
 def is_counted(shape: GangShape) -> bool:
-    """Return whether all that matters for a place of such a gang is how many devices are free."""
+    """Return whether a place for such a gang depends only on the number of free devices."""
     if len(shape.roles) > 1 or shape.device_type or shape.nodes or shape.device_memory_bytes:
         return False
     task, locality = shape.roles[0].shape, shape.locality
     return task.gpus > 0 and not (task.millicores or task.memory_bytes) and locality.widest is _ANYWHERE
 
 
-# To look up a member of an enumeration takes Python 3.11 as long as a call.
+# Python 3.11 takes as long for the lookup of an enumeration member as for a call.
 _ANYWHERE: Final = LocalityLevel.CLUSTER
