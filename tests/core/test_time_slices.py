@@ -276,7 +276,7 @@ def refused_with(drive: Turns, guest_spec: JobSpec, host_spec: JobSpec | None = 
 def test_a_job_that_must_not_be_suspended_is_not_time_sliced(drive: Turns) -> None:
     refusal = refused_with(drive, job_of(4), replace(job_of(4), preemptible=False))
     assert refusal.reason is Reason.WRONG_STATE
-    assert "not to be suspended" in refusal.message
+    assert "not preemptible" in refusal.message
 
 
 def test_jobs_of_different_priorities_are_not_time_sliced(drive: Turns) -> None:

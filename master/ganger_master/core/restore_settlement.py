@@ -35,7 +35,7 @@ from ganger_master.core.state import State
 
 # Revisions that callers may have seen since the copy was made are not given again.
 _REVISIONS_SKIPPED: Final = 1 << 20
-# Nor are numbers of orders that a node which has not reported may have.
+# Order numbers that a node without a report may have are not given again either.
 _ORDERS_SKIPPED: Final = 1 << 10
 
 # -- verdicts ----------------------------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ class RequeueVerdict(Struct, frozen=True):
 
 
 Verdict: TypeAlias = EndVerdict | AskVerdict | KeepVerdict | AdoptVerdict | RequeueVerdict
-# As the history counts them.
+# Names of the verdicts, which the history counts.
 COUNTED_AS: Final = {
     EndVerdict: "ended", AskVerdict: "suspended", KeepVerdict: "kept", AdoptVerdict: "adopted",
     RequeueVerdict: "requeued",

@@ -24,7 +24,7 @@ LiveGangs: TypeAlias = dict[int, dict[str, ObservedGang]]
 EndedGangs: TypeAlias = dict[int, dict[str, FinishedGang]]
 # How long a daemon has to describe the orders of its gangs: the longest time between two of its calls.
 _DESCRIBED_S: Final = 5.0
-# Orders that nodes may have had since the copy was made have no version that is given again.
+# Versions of orders that nodes may have received since the copy was made are not given again.
 _VERSIONS_SKIPPED: Final = 1 << 40
 _NAMED: Final = 8
 # Commands that are decided during a restore.

@@ -81,7 +81,7 @@ def _judge(state: State, changes: Sequence[SliceChange], proposer: str, now: flo
     _check_priorities(members, rows)
     held = _held(state, before, members)
     for member in members.values():
-        if member.comes:
+        if member.needs_devices:
             _check_start(state, member, held)
     rows, staying = _staying(state, members, rows, before, held)
     here = {**members, **{-number: member for number, (member, _) in staying.items()}}
@@ -93,14 +93,16 @@ def _judge(state: State, changes: Sequence[SliceChange], proposer: str, now: flo
     whole = [[*row, *[-number for number, own in stays.items() if index in own]] for index, row in enumerate(rows)]
     for row in whole:
         _check_row(state, [here[number] for number in row], held)
-    beginning = [member for member in members.values() if member.begins]
-    _check_host_memory(state, [member for member in members.values() if member.comes])
+    beginning = [member for member in members.values() if member.is_new_there]
+    _check_host_memory(state, [member for member in members.values() if member.needs_devices])
     for member in here.values():
         _check_level(state, member, first.level, here)
     levels = {member.job.number: approval.level_of(state, member.claims) for member in beginning}
     starts = {one.job.number: (one.claims, levels[one.job.number]) for one in beginning if one.gang is None}
-    moves = {one.job.number: (one.claims, levels[one.job.number], one.change.purpose) for one in beginning if one.moves}
-    resumes = tuple(sorted([number for number, member in members.items() if member.rests]))
+    moves = {
+        one.job.number: (one.claims, levels[one.job.number], one.change.purpose) for one in beginning if one.is_moving
+    }
+    resumes = tuple(sorted([number for number, member in members.items() if member.is_parked]))
     takes = _takes(state, held, here, whole)
     return events.RowsChanged(
         now,
@@ -133,7 +135,7 @@ def _staying(
     taken = [[members[number] for number in row] for row in rows]
     for number, member in members.items():
         gang = member.gang
-        if not member.moves or gang is None or before is None or gang.node_set != before.number:
+        if not member.is_moving or gang is None or before is None or gang.node_set != before.number:
             continue
         one = SlicedMember(member.change, member.job, gang, gang.claims, gang.level)
         own = [i for i, row in enumerate(taken) if _fits(state, [one, *row], held)]
@@ -169,7 +171,7 @@ def _changed_places(
             continue
         others = [one for one in row if not timeslice_groups.is_free_of_turns([leaving.claims, one.claims])]
         rest = [one for one in row if one not in others]
-        stay = any(one.moves or one.job.number in settled for one in others)
+        stay = any(one.is_moving or one.job.number in settled for one in others)
         if stay or not _fits(state, [*rest, leaving], held):
             continue
         for at in own:
@@ -252,12 +254,14 @@ def _check_priorities(members: Mapping[int, SlicedMember], rows: Sequence[Sequen
                 mine, theirs = member.job.spec.priority, members[other].job.spec.priority
                 if mine != theirs:
                     figures = {"priority": mine, "priority_there": theirs}
-                    refuse(number, Reason.WRONG_STATE, figures, claim.node, "only equal priorities take turns")
+                    refuse(
+                        number, Reason.WRONG_STATE, figures, claim.node, "only jobs of equal priority share time slices"
+                    )
 
 
 def _held(state: State, before: TimesliceGroup | None, members: Mapping[int, SlicedMember]) -> dict[str, Claim]:
     """Return what the present members hold together, by node: members that come may use it in other slices."""
-    epochs = {member.gang.epoch for member in members.values() if member.gang is not None and not member.moves}
+    epochs = {member.gang.epoch for member in members.values() if member.gang is not None and not member.is_moving}
     if before is not None:
         epochs.update(timeslice_groups.members(state, before))
     found: dict[str, Claim] = {}
@@ -278,7 +282,7 @@ def _check_start(state: State, member: SlicedMember, held: Mapping[str, Claim]) 
     shape = shape_for(job, member.claims)
     if isinstance(shape, Refusal):
         raise MatrixRefusedError(job.number, shape)
-    refusals = () if member.moves else approval.rules(state, job, shape.gpus)
+    refusals = () if member.is_moving else approval.rules(state, job, shape.gpus)
     refusals = refusals or approval.node_rules(state, job, member.claims)
     if not refusals:
         claims = member.claims
@@ -293,7 +297,7 @@ def _check_start(state: State, member: SlicedMember, held: Mapping[str, Claim]) 
 def _free_for(member: SlicedMember, held: Mapping[str, Claim]) -> Claims:
     """Return what a member may use beyond free pieces: what the others hold there, and what it keeps itself."""
     kept = {}
-    if member.gang is not None and not member.moves:
+    if member.gang is not None and not member.is_moving:
         kept = {piece.held.node: piece.held for piece in member.gang.pieces if piece.held is not None}
     found = []
     for claim in member.claims:
@@ -313,7 +317,9 @@ def _check_row(state: State, row: Sequence[SlicedMember], held: Mapping[str, Cla
             twice = used.get(claim.node, 0) & claim.device_mask
             if twice:
                 figures = {"conflicting": twice.bit_count()}
-                refuse(member.job.number, Reason.GPUS, figures, claim.node, "two of a row have devices in common")
+                refuse(
+                    member.job.number, Reason.GPUS, figures, claim.node, "two jobs of a slice have devices in common"
+                )
             used[claim.node] = used.get(claim.node, 0) | claim.device_mask
             known = cores.get(claim.node, (0,) * len(claim.millicores))
             cores[claim.node] = tuple([one + other for one, other in zip(known, claim.millicores, strict=True)])
@@ -373,9 +379,7 @@ def _check_room(
         ]
         if not all(needs) or sum(needs) > MEMORY_SHARE * whole:
             figures = {"needed_bytes": sum(needs), "free_bytes": int(MEMORY_SHARE * whole)}
-            detail = (
-                "the jobs that take turns do not all stay on the device" if all(needs) else "what it uses is not known"
-            )
+            detail = "the time-sliced jobs do not all stay on the device" if all(needs) else "what it uses is not known"
             refuse(job.number, Reason.DEVICE_MEMORY, figures, claim.node, detail)
 
 

@@ -1,7 +1,7 @@
-"""The jobs of a proposed slice matrix: may each be time-sliced, and does it start, resume, stay or move?
+"""The jobs of a proposed slice matrix: whether each may be time-sliced, and whether it starts, resumes, stays or moves.
 
 A time-sliced job may be suspended and has no time limit, its earlier attempts allow it, and its state is settled: it
-waits, is parked in host memory, or runs on all its nodes.
+is pending, parked in host memory, or runs on all its nodes.
 """
 
 from __future__ import annotations
@@ -44,45 +44,45 @@ class SlicedMember:
     gang: Gang | None
     claims: Claims
     level: LocalityLevel
-    rests: bool = False
-    moves: bool = False
+    is_parked: bool = False
+    is_moving: bool = False
 
     @property
-    def comes(self) -> bool:
-        """Return whether it has no devices at that place yet."""
-        return self.begins or self.rests
+    def needs_devices(self) -> bool:
+        """Return whether it has no devices at `claims` yet."""
+        return self.is_new_there or self.is_parked
 
     @property
-    def begins(self) -> bool:
-        """Return whether it holds nothing at that place yet."""
-        return self.gang is None or self.moves
+    def is_new_there(self) -> bool:
+        """Return whether it holds nothing at `claims` yet."""
+        return self.gang is None or self.is_moving
 
     def memory_for(self, place: int) -> int:
         """Return the bytes of host memory that it takes for one of its claims, beyond what it holds there."""
         claim = self.claims[place]
-        if self.begins or self.gang is None:
+        if self.is_new_there or self.gang is None:
             return claim.memory_bytes + claim.arena_bytes
-        return self.gang.lacking_claims[place].memory_bytes if self.rests else 0
+        return self.gang.lacking_claims[place].memory_bytes if self.is_parked else 0
 
 
 def proposed_member(state: State, change: SliceChange, before: TimesliceGroup | None) -> SlicedMember:
     """Return the member that a change proposes for the set `before` (None: a new set). Raises MatrixRefusedError."""
-    job = _may_take_turns(state, change)
+    job = _sliceable_job(state, change)
     gang = state.gangs.get(job.epoch)
     if job.is_waiting and gang is not None:
-        return _resting(state, change, job, gang)
+        return _parked(state, change, job, gang)
     if job.is_waiting:
         if not change.claims:
             refuse(job.number, Reason.WRONG_STATE, detail="where it is to start is missing")
         if any(claim.shared_mask for claim in change.claims):
-            refuse(job.number, Reason.NOT_SUPPORTED, detail="a job that shares devices at once takes no turns")
+            refuse(job.number, Reason.NOT_SUPPORTED, detail="a co-located job is not time-sliced")
         return SlicedMember(change, job, None, change.claims, LocalityLevel.CLUSTER)
-    if gang is not None and _rests_by_plan(gang) and not job.next_epoch and job.ending is None:
-        return _resting(state, change, job, gang)
+    if gang is not None and _is_parked_by_plan(gang) and not job.next_epoch and job.ending is None:
+        return _parked(state, change, job, gang)
     return _running(state, change, job, gang, before)
 
 
-def _may_take_turns(state: State, change: SliceChange) -> JobRecord:
+def _sliceable_job(state: State, change: SliceChange) -> JobRecord:
     """Return the job of a change, if its spec and its earlier attempts allow time slices. Raises MatrixRefusedError."""
     job = unfinished(state, change.number)
     if isinstance(job, Refused):
@@ -90,9 +90,9 @@ def _may_take_turns(state: State, change: SliceChange) -> JobRecord:
     if change.revision != job.revision:
         refuse(job.number, Reason.STALE_REVISION, {"revision": job.revision, "given": change.revision})
     if not job.spec.preemptible:
-        refuse(job.number, Reason.WRONG_STATE, detail="the job is not to be suspended, so it takes no turns")
+        refuse(job.number, Reason.WRONG_STATE, detail="the job is not preemptible, so it is not time-sliced")
     if job.spec.time_limit_seconds is not None:
-        refuse(job.number, Reason.WRONG_STATE, detail="the job has a time limit, which goes on while it rests")
+        refuse(job.number, Reason.WRONG_STATE, detail="the job has a time limit, which continues while it is parked")
     if job.capabilities.no_turns:
         refuse(job.number, Reason.WRONG_STATE, detail=job.capabilities.no_turns)
     return job
@@ -105,45 +105,47 @@ def _running(
     is_active = gang is not None and gang.role is GangRole.ACTIVE
     settled = is_active and gang is not None and gang.phase in (GangPhase.STARTING, GangPhase.RUNNING)
     if gang is None or not settled or gang.intent is not GangIntent.RUN or job.next_epoch or job.ending is not None:
-        refuse(job.number, Reason.WRONG_STATE, detail="only a job that runs or waits can begin to take turns")
+        refuse(job.number, Reason.WRONG_STATE, detail="only a running or pending job can be time-sliced")
     if _is_launched_in_part(state, gang):
         refuse(job.number, Reason.WRONG_STATE, detail="it is on several nodes and has not stepped on all of them yet")
     if colocation.beside(state, gang):
-        refuse(job.number, Reason.NOT_SUPPORTED, detail="a job that shares devices at once takes no turns")
+        refuse(job.number, Reason.NOT_SUPPORTED, detail="a co-located job is not time-sliced")
     if has_two_worlds(state, job.number):
-        refuse(job.number, Reason.WRONG_STATE, detail="it is being resized: what it was before is still leaving")
+        refuse(job.number, Reason.WRONG_STATE, detail="it is being resized: its former world is still ending")
     if change.claims and not gang_orders.same_place(change.claims, gang.claims):
         return _moving(state, change, job, gang)
     of = state.gangs.set_of.get(gang.epoch)
     if of is not None and (before is None or of != before.number):
-        refuse(job.number, Reason.WRONG_STATE, {"node_set": of}, detail="it takes turns already, in another node set")
+        refuse(
+            job.number, Reason.WRONG_STATE, {"node_set": of}, detail="it is time-sliced already, in another node set"
+        )
     return SlicedMember(change, job, gang, gang.claims, gang.level)
 
 
-def _resting(state: State, change: SliceChange, job: JobRecord, gang: Gang) -> SlicedMember:
+def _parked(state: State, change: SliceChange, job: JobRecord, gang: Gang) -> SlicedMember:
     """Return the member for a job that is parked in host memory, and resumes there or elsewhere."""
     if gang.phase is not GangPhase.PARKED or gang.rested_level is not SuspendLevel.OFFLOAD:
-        refuse(job.number, Reason.WRONG_STATE, detail="it does not rest in host memory")
+        refuse(job.number, Reason.WRONG_STATE, detail="it is not parked in host memory")
     if change.claims and not gang_orders.same_place(change.claims, gang.claims):
         return _moving(state, change, job, gang)
     if gang_orders.is_superseded(state, gang):
-        refuse(job.number, Reason.WRONG_STATE, detail="what it rests in cannot go on where it is")
+        refuse(job.number, Reason.WRONG_STATE, detail="its parked gang is superseded and cannot resume where it is")
     claims = tuple([replace(claim, shared_mask=0) for claim in gang.claims])
-    return SlicedMember(change, job, gang, claims, gang.level, rests=True)
+    return SlicedMember(change, job, gang, claims, gang.level, is_parked=True)
 
 
 def _moving(state: State, change: SliceChange, job: JobRecord, gang: Gang) -> SlicedMember:
     if gang.phase is GangPhase.STARTING or has_two_worlds(state, job.number) or not can_hand_over(job):
-        refuse(job.number, Reason.WRONG_STATE, detail="its state cannot be carried elsewhere, or not yet")
+        refuse(job.number, Reason.WRONG_STATE, detail="its state cannot be moved, or not yet")
     if gang.node_set and not has_arenas(gang):
-        refuse(job.number, Reason.WRONG_STATE, detail="no host memory is reserved for it to leave its turns")
+        refuse(job.number, Reason.WRONG_STATE, detail="no host memory is reserved for it to leave its time slices")
     if any(claim.shared_mask for claim in change.claims):
-        refuse(job.number, Reason.NOT_SUPPORTED, detail="a job that shares devices at once takes no turns")
+        refuse(job.number, Reason.NOT_SUPPORTED, detail="a co-located job is not time-sliced")
     if gang.phase is not GangPhase.PARKED and not timeslice_groups.is_free_of_turns([change.claims, gang.claims]):
         refuse(job.number, Reason.CLAIM_MISMATCH, detail="it would move onto devices of its own")
     if sum(claim.device_mask.bit_count() for claim in change.claims) != gang.devices:
-        refuse(job.number, Reason.CLAIM_MISMATCH, detail="a move changes the size of no job")
-    return SlicedMember(change, job, gang, change.claims, LocalityLevel.CLUSTER, moves=True)
+        refuse(job.number, Reason.CLAIM_MISMATCH, detail="a move does not change the size of a job")
+    return SlicedMember(change, job, gang, change.claims, LocalityLevel.CLUSTER, is_moving=True)
 
 
 def _is_launched_in_part(state: State, gang: Gang) -> bool:
@@ -155,7 +157,7 @@ def _is_launched_in_part(state: State, gang: Gang) -> bool:
     return is_new and len(gang.pieces) > 1 and gang.epoch not in state.gangs.set_of
 
 
-def _rests_by_plan(gang: Gang) -> bool:
+def _is_parked_by_plan(gang: Gang) -> bool:
     offloaded = gang.rested_level is SuspendLevel.OFFLOAD and gang.park_level is SuspendLevel.OFFLOAD
     return gang.phase is GangPhase.PARKED and gang.intent is GangIntent.PARK and gang.parked_by_plan and offloaded
 
