@@ -132,7 +132,7 @@ class GpuCases:
         method()
 
     def process(self) -> None:
-        """A process that knows nothing of Ganger: its memory freed and given back by the driver's calls alone."""
+        """A process without Ganger: the driver's calls alone free and restore its memory."""
         for size in self._sizes():
             for name, value in gpu_process.measure_calls(size, self._report.say).items():
                 self._report.figure(f"process_{_size_name(size)}_{name}", value)
@@ -252,8 +252,8 @@ class GpuCases:
                 self._report.figure(f"{name}_pause_over_raw_ratio", pause / (size / raw))
 
     def slice(self) -> None:
-        """Two jobs take turns on the device in slices of five seconds, by a plan: at the end of its slice a job stays
-        in the memory of the device, or leaves it."""
+        """Two time-sliced jobs on the device, in slices of five seconds, by a plan. At the end of its slice a job keeps
+        its device memory, or frees it."""
         for level in (job_pb2.SUSPEND_LEVEL_PAUSE, job_pb2.SUSPEND_LEVEL_OFFLOAD):
             with self._cluster("--policy", "gandiva", "--quantum", f"{QUANTUM_S:g}s", "--no-planner") as cluster:
                 name = job_pb2.SuspendLevel.Name(level).rpartition("_")[2].lower()
@@ -281,7 +281,7 @@ class GpuCases:
             cluster.until(
                 lambda: len(turns_of([_since(path, began) for path in notes])) > wanted + 1,
                 TURNS_S,
-                "the jobs take turns",
+                "the jobs are time-sliced",
             )
             ended = _now()
         steps = [_since(path, began) for path in notes]

@@ -1,4 +1,4 @@
-"""A process that uses a GPU and knows nothing of Ganger, freed and continued by the driver's checkpoint calls.
+"""A process that uses a GPU without Ganger, freed and continued by the driver's checkpoint calls.
 
 NVIDIA's driver (570 or newer) copies the device memory of a process to its host memory and gives the device back:
 lock, checkpoint, restore, unlock. The process itself stays, or is written to files by CRIU in between. Every value of

@@ -26,7 +26,7 @@ from ganger.training.state_codec import device_model, dtype_named
 PIECE_BYTES = 256 << 10
 # Between host and device, and to storage, a call costs more.
 TRANSFER_BYTES = 4 << 20
-# Of copies from a device to memory that is not used again.
+# Copies from a device that are under way at a time, where their target is not reused.
 COPIES_AHEAD = 16
 MAX_PENDING_PIECES = 512  # below IOV_MAX
 
@@ -100,9 +100,9 @@ class Sink(Protocol):
     def put(self, data: Any) -> None: ...
 
     def room(self, size: int) -> memoryview | None:
-        """Return where the next `size` bytes will lie, for a device to copy them there; None if there is no such place.
+        """Return the memory of the next `size` bytes, so that a device copies them there; None if the sink has none.
 
-        `put` of a part of it then only counts. Raises ArenaTooSmallError."""
+        `put` copies no part of that memory again. Raises ArenaTooSmallError."""
 
     def flush(self) -> None: ...
 
@@ -262,7 +262,7 @@ class ArenaSink:
 
 
 def _address(view: memoryview) -> int:
-    """Where its memory is; zero for memory that cannot be written, in which no arena lies."""
+    """Return the address of a view's memory; 0 for read-only memory, which is never an arena."""
     return 0 if view.readonly else ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 

@@ -271,7 +271,7 @@ class NoCgroups:
             return tuple(sorted(self._groups))
 
     def tidy(self) -> None:
-        """Nothing was made."""
+        """Do nothing: no cgroup was made."""
 
     def _known(self, group: str) -> _Group | None:
         with self._lock:

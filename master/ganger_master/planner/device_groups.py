@@ -25,7 +25,7 @@ Unit: TypeAlias = tuple[tuple[JobRecord, Gang], ...]
 
 Claims: TypeAlias = tuple[Claim, ...]
 
-# Python 3.11 needs as long for the lookup of an enumeration member as for a call, and a table asks for every event.
+# Python 3.11 takes as long for the lookup of an enumeration member as for a call; a job table does it for every event.
 _PARK, _STOP, _PARKED = GangIntent.PARK, GangIntent.STOP, GangPhase.PARKED
 # Gangs that are time-sliced on one device at most: each keeps its state and its processes in host memory.
 MOST_ROWS: Final = 4

@@ -251,31 +251,31 @@ class _Pass:
                 found = inner(self._within(may_preempt))
                 self._take_starts(found)
         bring_back(migration, [one for one in resting if urgent is not None and one[0].spec.priority < urgent])
-        tidying = OpportunisticMigration(
+        opportunistic = OpportunisticMigration(
             migration, outcomes, self._moved_at, self._old.closer_s, self._old.closer_again_s
         )
-        tidying.go_back()
+        opportunistic.go_back()
         if not migration.plans and not found.changes:
-            tidying.closer()
+            opportunistic.closer()
         if not table.has_waiting and not migration.plans:
-            tidying.unpack()
+            opportunistic.unpack()
             if not migration.plans:
-                tidying.balance()
+                opportunistic.balance()
             if migration.room.view.mode is LoadMode.PACK and not migration.plans:
-                tidying.defragment()
+                opportunistic.defragment()
         outcomes = self._begun(outcomes)
         migration.come_back(outcomes.look_s)
-        if tidying.closer_again_s > migration.now:
+        if opportunistic.closer_again_s > migration.now:
             # Else a migration plan or a change blocks it, whose end is an event.
-            migration.come_back(tidying.closer_again_s)
+            migration.come_back(opportunistic.closer_again_s)
         plain = None if found.changes else found
         moving = MigrationMemory(
             plans=tuple(migration.plans),
             looked=self._holes.looked,
             moved_at=self._moved_at,
             outcomes=outcomes,
-            closer_s=tidying.closer_s,
-            closer_again_s=tidying.closer_again_s,
+            closer_s=opportunistic.closer_s,
+            closer_again_s=opportunistic.closer_again_s,
             found=plain,
         )
         return self._with_own(found), moving, findings, migration.again_s
