@@ -18,11 +18,11 @@ from ganger.console import Directory
 @click.option("--storage", type=Directory(), help="Directory all nodes see; default: in --state-dir.")
 @click.option("--lost-after", metavar="TIME", help="10m, 1h, ... or never: when a silent node's jobs start elsewhere.")
 @click.option("--policy", metavar="NAME", help="Which jobs go first, and where; default: fifo-backfill.")
-@click.option("--quantum", metavar="TIME", help="How long a turn lasts where jobs share GPUs; 1m, never: none do.")
+@click.option("--quantum", metavar="TIME", help="Length of a time slice; 1m; never: no time slicing.")
 @click.option(
     "--plan-every",
     metavar="TIME",
-    help="Least time between two plans that preempt running jobs, where a planner places; 5m.",
+    help="Least time between two plans that preempt running jobs, where a planner ranks jobs; 5m.",
 )
 @click.option(
     "--moves-per-hour",

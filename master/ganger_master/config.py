@@ -63,7 +63,7 @@ class Config:
     storage: Path | None = None
     lost_after_seconds: float | None = 600.0
     policy: str = "fifo-backfill"
-    # For policies whose planner places jobs: minimum time between two plans that preempt running jobs.
+    # For policies with a planner: minimum time between two plans that preempt running jobs.
     plan_every_seconds: float = 300.0
     # For policies with time slices (gandiva): length of a time slice; None: no time slices.
     quantum_seconds: float | None = 60.0

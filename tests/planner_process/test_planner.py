@@ -308,8 +308,8 @@ def test_a_reload_of_the_master_is_told_as_a_new_beginning(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("policy", "own", "why"),
     [
-        ("fifo", "", "under policy fifo each job is placed by its own scheduler: there is nothing to plan"),
-        ("fifo", "las", "the master's policy is fifo, and two would place jobs: start it with --policy las"),
+        ("fifo", "", "under policy fifo no planner ranks jobs: there is nothing to plan"),
+        ("fifo", "las", "under the master's policy fifo no planner ranks jobs: start it with --policy las"),
         ("las", "srtf", "policy 'srtf' asks an oracle how long jobs take: for the simulator only; there are"),
         ("las", "nonsense", "there is no policy 'nonsense'; there are"),
     ],

@@ -360,7 +360,7 @@ def test_where_the_planner_places_all_jobs_a_user_starts_none(tmp_path: Path) ->
         with pytest.raises(grpc.RpcError) as refused:
             await ann.scheduling.ProposePlan(starting(job))
         assert from_rpc_error(refused.value).message == (
-            "policy edf: the planner places all jobs, a user's plan neither starts nor time-slices any"
+            "policy edf: only the cluster's planner starts and time-slices jobs, not a user's plan"
         )
         assert await reason(certified.calls("planner", "p").scheduling.ProposePlan(starting(job))) == ""
 

@@ -42,7 +42,7 @@ def run(
     record_to: Path | None,
     until_stdin_closes: bool,
 ) -> None:
-    """Place jobs, and preempt jobs for others, until stopped.
+    """Rank jobs, suggest their places, and preempt jobs for others, until stopped.
 
     A master whose policy needs a planner starts one itself, unless it has --no-planner.
     """

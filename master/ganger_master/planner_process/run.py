@@ -221,7 +221,7 @@ class Planner:
         """Propose a plan, and give the loop the verdict once all effects have arrived."""
         answers: list[ChangeAnswer] = []
         starts = {change.number: change.revision for change in plan.changes if isinstance(change, StartChange)}
-        self._mirror.expect(starts)
+        self._mirror.expect_news(starts)
         for part in parts_of(plan):
             verdict = await scheduling.ProposePlan(self._message(loop.policy, part))
             answers += map(_answer_of, part.changes, verdict.verdicts)
@@ -233,7 +233,7 @@ class Planner:
             async with asyncio.timeout(_REACH_S):
                 await self._mirror.reach(revisions)
         offered = [number for number, revision in starts.items() if revisions.get(number) == revision]
-        await self._mirror.hear(offered, _OFFERED_S)
+        await self._mirror.wait_for_news(offered, _OFFERED_S)
         now = self._mirror.now
         self._recorder.verdict(now, answers, planning_s)
         with self._recorder.failures(now):
@@ -266,12 +266,10 @@ class Planner:
         except (KeyError, ValueError) as error:
             raise NoPlannerError(str(error.args[0])) from error
         if not policy.is_planned:
-            raise NoPlannerError(
-                f"under policy {name} each job is placed by its own scheduler: there is nothing to plan"
-            )
+            raise NoPlannerError(f"under policy {name} no planner ranks jobs: there is nothing to plan")
         if not live_policy_named(self._mirror.policy).is_planned:
             raise NoPlannerError(
-                f"the master's policy is {self._mirror.policy}, and two would place jobs: start it with --policy {name}"
+                f"under the master's policy {self._mirror.policy} no planner ranks jobs: start it with --policy {name}"
             )
         return policy
 

@@ -48,7 +48,7 @@ class Policy:
 
     @property
     def is_planned(self) -> bool:
-        """Return whether the planner places all jobs at once; else each job's scheduler does while it has a lease."""
+        """Return whether a planner ranks all jobs and suggests their places; else the order alone decides on leases."""
         return bool(self.stages)
 
     @property

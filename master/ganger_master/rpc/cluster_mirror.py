@@ -31,7 +31,7 @@ class ClusterMirror:
         self._mirror = Mirror()
         self._parts: list[scheduling_pb2.ClusterDelta] = []
         self._revisions: dict[int, int] = {}
-        # Jobs of which no news has come since `expect`.
+        # Numbers of jobs without news since `expect_news`.
         self._expected: set[int] = set()
         self._changed = asyncio.Event()
 
@@ -72,20 +72,20 @@ class ClusterMirror:
             moves_per_hour=first.migrations_per_hour if first.HasField("migrations_per_hour") else None,
         )
 
-    def expect(self, numbers: Iterable[int]) -> None:
-        """Note that news of these jobs are to come."""
+    def expect_news(self, numbers: Iterable[int]) -> None:
+        """Await news of these jobs: `wait_for_news` waits for what arrives from now on."""
         self._expected = set(numbers)
 
-    async def hear(self, numbers: Collection[int], patience_s: float) -> None:
-        """Wait for news of these jobs since `expect`, or until none has come for so many seconds."""
+    async def wait_for_news(self, numbers: Collection[int], rest_s: float) -> None:
+        """Wait until news of all these jobs have arrived since `expect_news`, or none for `rest_s` seconds."""
         self._expected.intersection_update(numbers)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(patience_s) as patience:
+            async with asyncio.timeout(rest_s) as timeout:
                 while left := len(self._expected):
                     self._changed.clear()
                     await self._changed.wait()
                     if len(self._expected) < left:
-                        patience.reschedule(asyncio.get_running_loop().time() + patience_s)
+                        timeout.reschedule(asyncio.get_running_loop().time() + rest_s)
 
     async def reach(self, revisions: Mapping[int, int]) -> None:
         """Wait until these jobs are known at least at these revisions, or have ended."""

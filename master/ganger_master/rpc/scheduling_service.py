@@ -294,8 +294,8 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
         state = self._writer.state
         if state.policy.is_planned and any(isinstance(change, StartChange | SliceChange) for change in plan.changes):
             raise errors.PlanInvalid(
-                f"policy {state.settings.policy}: the planner places all jobs, a user's plan neither starts"
-                " nor time-slices any"
+                f"policy {state.settings.policy}: only the cluster's planner starts and"
+                " time-slices jobs, not a user's plan"
             )
         for claim in [claim for change in plan.changes for claim in claims_in(change) if claim.shared_mask]:
             for epoch in state.gangs.places_on.get(claim.node, ()):
