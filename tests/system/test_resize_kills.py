@@ -50,8 +50,9 @@ class Training:
         record = cluster.directory / f"{label}.record"
         shell = Shell(cluster.master_directory)
         words = ("--epochs", str(EPOCHS), "--record", str(record), "--slow-until", f"{record}.go")
-        options = ("--gpus", gpus, "--cpus-per-gpu", "1", "--memory", "512M", "--gpu-memory", "16M", "--name", label)
-        id = shell.submit(*options, "--checkpoint-every", "never", "--", sys.executable, str(SCRIPT), *words, *job)
+        options = ("--gpus", gpus, "--cpus-per-gpu", "1", "--memory", "512M", "--gpu-memory", "16M")
+        wishes = ("--distributed", "--name", label, "--checkpoint-every", "never")
+        id = shell.submit(*options, *wishes, "--", sys.executable, str(SCRIPT), *words, *job)
         return cls(cluster, id, record)
 
     @property
