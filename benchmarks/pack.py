@@ -177,7 +177,7 @@ class ForcedPlans:
         self._cluster.until(lambda: _show(self._cluster, job)["gang"]["phase"] == "PARKED", ORDER_S, f"{job} rests")
 
     def until_approved(self, job: str, **change: Any) -> None:
-        """What it is, and what is free, the master knows only once the daemon has told."""
+        """Propose a change until the master approves it: its view of the job lags behind the daemon's reports."""
         self.until_agreed({job: change})
 
     def until_agreed(self, changes: Mapping[str, Mapping[str, Any]]) -> None:

@@ -149,7 +149,7 @@ class OrderHandler:
         self._socket.tend(now)
 
     def has_acknowledged(self) -> bool:
-        """Return whether this rank has told its step for a stop or checkpoint that is still to come."""
+        """Return whether this rank has reported its step for a stop or checkpoint that is still to come."""
         agreement = self._agreement(self._read_order())
         return bool(agreement) and self._words[Word.ACK_SEQ] == agreement
 
@@ -251,7 +251,7 @@ class OrderHandler:
 
     def _decide(self, agreement: int) -> BoundaryDecision:
         if self._agreed[0] == agreement:
-            # Once known it stands: ranks that were told to run on may have overwritten their acks since.
+            # Once known it holds: ranks with the order to run on may have overwritten their acks since.
             return self._agreed[1]
         points = self.pages.points(agreement)
         if points is None:

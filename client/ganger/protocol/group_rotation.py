@@ -127,7 +127,7 @@ class GroupRotation:
         has_row = active is not None and epoch in active.epochs
         return GangSlice(self.number, position.switch, position.stops.get(epoch), self.level, changes, has_row)
 
-    # -- what it is told ---------------------------------------------------------------------------------------------
+    # -- what it receives --------------------------------------------------------------------------------------------
 
     def desire(self, matrix: SliceMatrix) -> None:
         """Take a version of the matrix. Its gangs begin later: no leader counts on them before `confirm_begun`."""

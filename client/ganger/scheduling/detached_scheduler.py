@@ -1,7 +1,8 @@
 """A job scheduler of a user's own, started beside the submission of its job and left to itself.
 
-The process is started first and told its job when there is one: it has imported the user's code and can claim the job
-before the few leases that the master keeps for it run out, and code that cannot be loaded stops the submission.
+The process is started first and receives its job once there is one. By then it has imported the user's code, and can
+claim the job before the few leases that the master keeps for it expire. Code that cannot be loaded stops the
+submission.
 """
 
 from __future__ import annotations

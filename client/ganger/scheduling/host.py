@@ -246,7 +246,7 @@ class SchedulerHost:
         if not proposal.candidates:
             return
         rejected = verdict.rejected
-        self.mirror.hear(convert.node_row_from_wire(row) for row in rejected.rows)
+        self.mirror.put_rows(convert.node_row_from_wire(row) for row in rejected.rows)
         refusals = convert.refusals_from_wire(rejected.refusals)
         self._note_mistake(lease.job, refusals)
         with self._bounded():

@@ -34,7 +34,7 @@ class Mirror:
     def __init__(self) -> None:
         self.view = View()
         self.version = -1
-        self._heard: dict[str, NodeRow] = {}
+        self._newest: dict[str, NodeRow] = {}
         # By node.
         self._open: dict[str, list[OpenClaim]] = {}
         self._news = asyncio.Event()
@@ -48,24 +48,24 @@ class Mirror:
         """A delta, or the whole view when it starts from nothing."""
         if delta.from_version == 0:
             self.view = View()
-            self._heard.clear()
+            self._newest.clear()
         for configuration_set in delta.configuration_sets:
             self.view.put_configuration_set(convert.configuration_set_from_wire(configuration_set))
         self.view.mode = LoadMode.PACK if delta.load_mode == resources_pb2.LOAD_MODE_PACK else LoadMode.SPREAD
-        self.hear(convert.node_row_from_wire(row) for row in delta.nodes)
+        self.put_rows(convert.node_row_from_wire(row) for row in delta.nodes)
         for name in delta.removed_nodes:
             node = names.parse_node_name(name)
-            self._heard.pop(node, None)
+            self._newest.pop(node, None)
             self.view.remove(node)
         self.version = delta.version
         self._news.set()
 
-    def hear(self, rows: Iterable[NodeRow]) -> None:
+    def put_rows(self, rows: Iterable[NodeRow]) -> None:
         """Apply node states of the master; one older than the node's last one is ignored."""
         for row in rows:
-            former = self._heard.get(row.node)
+            former = self._newest.get(row.node)
             if row.configuration_set in self.view.sets and (former is None or row.version >= former.version):
-                self._heard[row.node] = row
+                self._newest[row.node] = row
                 self._show(row.node)
 
     def take(self, shape: GangShape, claims: Sequence[Claim]) -> list[OpenClaim]:
@@ -94,7 +94,7 @@ class Mirror:
 
     def _show(self, node: str) -> None:
         """Make the copy's state of a node anew: the master's last one, less the claims that it does not include."""
-        row = self._heard.get(node)
+        row = self._newest.get(node)
         if row is None:
             return
         self.view.put(row)

@@ -1,4 +1,4 @@
-"""The daemon's side of a launcher: start one, talk to it, hear of exits. Blocking; for threads."""
+"""The daemon's side of a launcher: start one, send requests, receive exits. Blocking; for threads."""
 
 from __future__ import annotations
 
