@@ -147,12 +147,14 @@ def end(state: State, event: events.QuarantineEnded) -> None:
 
 
 def dismiss(state: State, uid: str, epoch: int) -> None:
-    """Acknowledge a gang that has ended on all its nodes, so that these forget it."""
+    """Acknowledge the parts of a gang that have ended, so that their nodes forget them."""
     for name in sorted(state.nodes.strays_of.get(uid, ())):
         node = state.nodes[name]
-        if any(_is_gang(stray, uid, epoch) for stray in node.strays):
-            strays = tuple([stray for stray in node.strays if not _is_gang(stray, uid, epoch)])
-            state.put_node(replace(node, strays=strays, acknowledged=(*node.acknowledged, epoch)))
+        left = tuple(
+            [one for one in node.strays if not _is_gang(one, uid, epoch) or one.phase is not ObservedPhase.ENDED]
+        )
+        if left != node.strays:
+            state.put_node(replace(node, strays=left, acknowledged=(*node.acknowledged, epoch)))
 
 
 def _is_gang(stray: Stray, uid: str, epoch: int) -> bool:
