@@ -11,10 +11,17 @@ from core.drive import ALL_LEVELS, GIB, Drive, job_of
 from ganger.cluster.resources import Claim
 from ganger.job_state import JobState
 from ganger_master.core.answers import JobAnswer, Refused
-from ganger_master.core.commands import AdoptQuarantined, FinishedGang, NoteEnds, ObservedGang, OpenStore
+from ganger_master.core.commands import (
+    AdoptQuarantined,
+    EndQuarantined,
+    FinishedGang,
+    NoteEnds,
+    ObservedGang,
+    OpenStore,
+)
 from ganger_master.core.explain import explain
 from ganger_master.core.gang_model import Gang, GangIntent, ObservedPhase, Outcome, OutcomeKind, Restore, StoredOrder
-from ganger_master.core.job_model import SuspendLevel
+from ganger_master.core.job_model import Checkpoint, SuspendLevel
 from ganger_master.core.node_model import Stray
 from ganger_master.core.settings import CoreSettings
 from hypothesis import given
@@ -346,3 +353,45 @@ def test_a_part_that_has_ended_since_the_backup_keeps_no_devices_from_a_gang_tha
     assert drive.job(broken).ending is JobState.PENDING
     drive.observe(alive)
     assert (drive.job(broken).state, drive.job(broken).epoch) == (JobState.PENDING, 0)
+
+
+@pytest.mark.parametrize("before", [GangIntent.HAND_OVER, GangIntent.RUN])
+@pytest.mark.parametrize(
+    ("kind", "wrote", "becomes"),
+    [
+        (OutcomeKind.DONE, False, JobState.SUCCEEDED),
+        (OutcomeKind.YIELDED, False, JobState.SUSPENDED),
+        (OutcomeKind.UNKNOWN, True, JobState.SUSPENDED),
+        (OutcomeKind.UNKNOWN, False, JobState.HOLDING),
+    ],
+)
+def test_a_gang_does_not_run_on_if_a_later_one_of_its_job_has_stepped(
+    before: GangIntent, kind: OutcomeKind, wrote: bool, becomes: JobState
+) -> None:
+    """The earlier gang is the source of a move, or came back with a node that was lost; the later one has ended. If it
+    did no step, the job keeps the earlier one."""
+    drive = Drive(nodes=3, settings=settings())
+    number = drive.submit(job_of(2))
+    uid = drive.job(number).uid
+    phase = ObservedPhase.RUNNING if before is GangIntent.RUN else ObservedPhase.PARKED
+    earlier = Found(number, uid, 5, {"n1": 0b11}, before, phase, 3)
+    checkpoint = Checkpoint(20, 6, "20-6") if wrote else None
+    restored(drive, [earlier], {"n2": FinishedGang(number, uid, 6, Outcome(kind), 1, checkpoint)})
+    assert drive.job(number).state is becomes
+    assert drive.job(number).epoch == (5 if becomes is JobState.HOLDING else 0)
+    assert all(not stray.quarantined for stray in strays(drive, earlier).values())
+
+
+def test_a_part_of_an_ended_quarantine_keeps_its_devices_while_it_lives() -> None:
+    """Its other part is reported as ended once more, before its daemon has the acknowledgement, and the operator ends
+    that, too."""
+    drive, gang = Drive(nodes=3, settings=settings()), spread()
+    restored(drive, [gang])
+    drive.step(EndQuarantined(gang.uid, gang.epoch))
+    ended = replace(gang.on("n2"), phase=ObservedPhase.ENDED, outcome=Outcome(OutcomeKind.STOPPED))
+    drive.observe("n2", ended)
+    drive.observe("n2", ended)
+    drive.step(EndQuarantined(gang.uid, gang.epoch))
+    assert drive.state.rows["n1"].free_mask == 0b1100
+    drive.observe("n1")
+    assert drive.state.rows["n1"].free_mask == 0b1111

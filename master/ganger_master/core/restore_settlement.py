@@ -87,7 +87,7 @@ def verdict_of(state: State, job: JobRecord, alive: LiveGangs, over: EndedGangs,
     living = newest_living(state, alive)
     news = {epoch: parts for epoch, parts in over.items() if _is_unknown_end(state, job, epoch, parts)}
     newest = max(news, default=0)
-    if living and not _is_superseded(living, alive[living], newest, news):
+    if living and not _is_superseded(living, newest, news):
         return KeepVerdict() if is_as_stored(state, living, alive[living], alive, job) else AdoptVerdict(living)
     if not newest:
         return KeepVerdict() if not alive.keys() - {job.epoch, job.next_epoch} else AskVerdict()
@@ -135,14 +135,17 @@ def _is_unknown_end(state: State, job: JobRecord, epoch: int, parts: Mapping[str
     return gang.job == job.number and not is_wanted_over
 
 
-def _is_superseded(living: int, parts: Mapping[str, ObservedGang], newest: int, over: EndedGangs) -> bool:
-    """Return whether a later attempt took over from the living one and has ended, so that the living one is a copy."""
-    if newest <= living:
-        return False
-    order = _newest_order(parts)
-    # If it was ordered to run since, the move to the later one was given up.
-    is_handed_over = order is not None and order.intent is GangIntent.HAND_OVER
-    return is_handed_over and all(part.outcome.kind is OutcomeKind.DONE for part in over[newest].values())
+def _is_superseded(living: int, newest: int, over: EndedGangs) -> bool:
+    """Return whether a later attempt has stepped and ended: the living one is then a copy that it was moved from, or
+    was on a node that was lost. Without steps of the later one, its move or its launch was given up."""
+    return newest > living and any(_has_stepped(newest, part) for part in over[newest].values())
+
+
+def _has_stepped(epoch: int, part: FinishedGang) -> bool:
+    """Return whether a part that has ended shows that its gang did steps: no destination that only waited ends well or
+    writes a checkpoint."""
+    wrote = part.checkpoint is not None and part.checkpoint.epoch == epoch
+    return wrote or part.outcome.kind in (OutcomeKind.DONE, OutcomeKind.YIELDED)
 
 
 def is_as_stored(state: State, epoch: int, parts: Mapping[str, ObservedGang], alive: LiveGangs, job: JobRecord) -> bool:
