@@ -20,17 +20,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import click
 from ganger.injob.page import Page
 from ganger.v1 import job_pb2, resources_pb2, scheduling_pb2
 from ganger_daemon.devices.contract import UNREADABLE, Device
-from ganger_daemon.devices.inventory import device_type_of
 from ganger_daemon.devices.nvml import NoDriverError, NvmlDevices
 from ganger_daemon.node.process_identity import anonymous_bytes
 
 from benchmarks import gpu_process
 from benchmarks.bench_cluster import START_S, BenchCluster, BenchClusterError
-from benchmarks.machine import machine, processor_ticks
 from benchmarks.move import measure_moves
 from benchmarks.pack import ForcedPlans, step_rates
 from benchmarks.report import BenchReport, quantile
@@ -501,48 +498,3 @@ def _now() -> int:
 
 def _size_name(size: int) -> str:
     return f"{size // 10**9}GB" if size >= 10**9 else f"{size // 10**6}MB"
-
-
-@click.command()
-@click.option("--quick", is_flag=True, help="Few cycles of small states.")
-@click.option("--only", default="", metavar="CASE", help="Run one case.")
-@click.option("--virtual", is_flag=True, help="Show that it runs, on virtual devices; writes no page.")
-@click.option("--directory", type=click.Path(path_type=Path, file_okay=False), default=Path("docs/measurements"))
-def report(quick: bool, only: str, virtual: bool, directory: Path) -> None:
-    """Run the cases and write gpu-NAME.md and gpu-NAME.json, NAME being the device's type."""
-    before = processor_ticks()
-    result = {**main(quick, only, virtual), "machine": machine(before)}
-    print(json.dumps(result, indent=1))
-    devices = devices_here()[1]
-    if devices and not virtual:
-        name = f"gpu-{device_type_of(devices[0].name)}"
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-        (directory / f"{name}.md").write_text(page_of(result))
-    sys.exit(0 if result.get("ok", "skipped" in result) else 1)
-
-
-def page_of(result: Mapping[str, Any]) -> str:
-    """Return a page in Markdown: the machine, then a table of figures for each case."""
-    virtual: dict[str, Any] = {"name": "virtual device", "memory_bytes": VIRTUAL_BYTES}
-    device = result["devices"][0] if result["devices"] else virtual
-    own = result["machine"]
-    lines = [
-        f"# {device['name']}",
-        "",
-        f"Measured by `make gpu`: {device['memory_bytes'] / 2**30:.0f} GiB, driver {result['driver'] or 'none'};",
-        f"{own['cpus']} CPUs ({own['cpu']}), Linux {own['kernel']}, Python {own['python']}.",
-        "What each case does: `benchmarks/gpu.py`. Memory is the driver's figure for the process.",
-    ]
-    for case, reason in result["failed"].items():
-        lines += ["", f"**{case} failed**: {' '.join(str(reason).split())[:400]}"]
-    for case, figures in itertools.groupby(result["figures"].items(), key=lambda item: str(item[0]).partition("_")[0]):
-        lines += ["", f"## {case}", "", "| figure | value |", "|---|---|"]
-        lines += [
-            f"| {name} | {value:,.0f} |" if value >= 10_000 else f"| {name} | {value:.4g} |" for name, value in figures
-        ]
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    report()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ganger_daemon.devices.nvml import NoDriverError
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_page
 
 
 @pytest.fixture
@@ -59,6 +59,6 @@ def test_offload_of_a_real_job_is_measured_and_written_as_a_page(
     result = gpu.main(quick=True, only="offload", virtual=True)
     assert result["ok"], result
     machine = {"cpus": 2, "cpu": "a processor", "kernel": "6", "python": "3"}
-    page = gpu.page_of({**result, "machine": machine})
+    page = gpu_page.page_of({**result, "machine": machine})
     assert "| offload_50MB_freed_share_of_state | " in page
     assert page.startswith("# virtual device\n")
