@@ -79,12 +79,12 @@ class Changing(Watched):
     """Keeps the proposed changes."""
 
     def __init__(self, rows: Workload, policy: str, options: ReplayOptions = OPTIONS) -> None:
-        self.changes: list[PlanChange] = []
+        self.proposed: list[PlanChange] = []
         super().__init__(rows, SERVERS, policy, options)
 
     def send(self, command: Command) -> object:
         if isinstance(command, ProposePlan):
-            self.changes += command.changes
+            self.proposed += command.changes
         return super().send(command)
 
 
@@ -137,7 +137,7 @@ def test_time_sliced_jobs_are_tuned_once_they_have_their_devices_alone() -> None
     rows = jobs(6, seconds=(3_000, 6_000), models=models)
     replay = Changing(rows, "gandiva+synergy-tune", ReplayOptions(costs=OPTIONS.costs, rates="profiles"))
     replay.run()
-    assert any(isinstance(change, CoresChange) for change in replay.changes)
+    assert any(isinstance(change, CoresChange) for change in replay.proposed)
     assert replay.ledger.outcomes().finished.all()
 
 
