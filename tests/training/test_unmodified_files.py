@@ -38,10 +38,10 @@ def test_every_line_is_in_the_file_once_after_restarts(written: tuple[Path, Path
 AGAIN = """
 import os, sys
 import writing
-from ganger.training.replay import Diversion
+from ganger.training.replay import OutputReplay
 directory, is_second = sys.argv[1], sys.argv[2:]
 if is_second:
-    diversion = Diversion(os.path.join(directory, "replay.log"))
+    diversion = OutputReplay(os.path.join(directory, "replay.log"))
 files = writing.writers(directory)
 writing.write("head\\n", files)
 writing.write("step 1\\n", files)
