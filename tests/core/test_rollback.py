@@ -237,7 +237,8 @@ def test_a_gang_is_not_adopted_where_another_quarantined_gang_has_one_of_its_dev
     assert "epoch 11 of uid-beside, quarantined too, has a device of it on nodes/n2" in answer.message
 
 
-def test_a_known_gang_that_got_time_slices_since_the_backup_is_quarantined() -> None:
+def with_a_quarantined_gang() -> tuple[Drive, Found]:
+    """A restore found a gang that the database knows, in time slices of which it knows nothing."""
     drive = Drive(nodes=3, settings=settings())
     number = drive.submit(job_of(2))
     epoch = drive.start(number)
@@ -246,6 +247,12 @@ def test_a_known_gang_that_got_time_slices_since_the_backup_is_quarantined() -> 
     gang = Found(number, drive.job(number).uid, epoch, {node: mask}, is_sliced=True)
     restored(drive, [gang])
     assert strays(drive, gang)[node].quarantined
+    return drive, gang
+
+
+def test_a_known_gang_that_got_time_slices_since_the_backup_is_quarantined() -> None:
+    drive, gang = with_a_quarantined_gang()
+    number = gang.job
     assert drive.job(number).state is JobState.PENDING
 
 
@@ -305,14 +312,8 @@ def test_a_job_whose_quarantined_gang_has_ended_since_the_backup_does_not_run_ag
     outcome: OutcomeKind, state: JobState
 ) -> None:
     """The database gave the epoch itself, lost it in an earlier restore, and goes back a second time."""
-    drive = Drive(nodes=3, settings=settings())
-    number = drive.submit(job_of(2))
-    epoch = drive.start(number)
-    drive.runs(number)
-    ((node, mask),) = [(piece.claim.node, piece.claim.device_mask) for piece in drive.state.gangs[epoch].pieces]
-    gang = Found(number, drive.job(number).uid, epoch, {node: mask}, is_sliced=True)
-    restored(drive, [gang])
-    assert strays(drive, gang)[node].quarantined
+    drive, gang = with_a_quarantined_gang()
+    number = gang.job
     restored(drive, [replace_found(gang, phase=ObservedPhase.ENDED, outcome=outcome)])
     assert drive.job(number).state is state
     assert not strays(drive, gang)
