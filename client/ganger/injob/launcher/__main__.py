@@ -18,12 +18,9 @@ def main() -> None:
     path = os.path.abspath(arguments.socket)
 
     from ganger.injob.launcher import child_process, starter
-    from ganger.injob.launcher.process_record import parse_launch
 
     # While this process is small, and before it has anything that no other may keep.
-    helper = starter.make_starter(
-        lambda content, write_end, arena: child_process.start(parse_launch(content), False, arena, write_end)
-    )
+    helper = starter.make_starter(child_process.start_executed)
     lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

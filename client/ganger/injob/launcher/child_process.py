@@ -23,14 +23,16 @@ import types
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import BinaryIO, Callable, NoReturn, cast
+from typing import Any, BinaryIO, Callable, NoReturn, cast
 
 from ganger.injob import exit_code as exitcode
+from ganger.injob.launcher.namespaces import Unit, be_init, enter_unit
 from ganger.injob.launcher.preload import sets_library_variables
 from ganger.injob.launcher.process_record import (
     Launch,
     LaunchError,
     PythonCommand,
+    parse_launch,
     python_command,
     shortened,
     write_durably,
@@ -193,6 +195,8 @@ def settle(launch: Launch) -> None:
     From the outside in: what needs privileges first, then the identity, then what the user must be allowed to do.
     """
     os.setsid()
+    if launch.init:
+        _attempt("UNIT", "cannot enter its unit", lambda: enter_unit(launch.init))
     for number in signal.valid_signals():
         if number not in (signal.SIGKILL, signal.SIGSTOP, signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
             try:
@@ -220,13 +224,19 @@ def settle(launch: Launch) -> None:
         os.umask(launch.umask)
     _attempt("LOG", f"cannot write the log {launch.log}", lambda: _redirect(launch.log))
     _attempt("CWD", f"cannot enter the working directory {launch.cwd}", lambda: os.chdir(launch.cwd))
-    if launch.page:
-        _fill_page(launch.page)
+    if launch.page and not launch.init:
+        fill_page(launch.page, os.getpid())
 
 
-def start(launch: Launch, may_fork: bool, arena: int | None, write_end: int) -> NoReturn:
-    """Prepare a child and run its program. Write a failure as JSON into ``write_end``, and only close it on success."""
+def start(launch: Launch, may_fork: bool, arena: int | None, write_end: int, go: int | None = None) -> NoReturn:
+    """Prepare a child and run its program. Write a failure as JSON into ``write_end``, and only close it on success.
+
+    ``go``: where a word of the launcher comes once the child may begin; a launcher that ends before gives none."""
+    if go is not None and not os.read(go, 1):
+        os._exit(127)
     try:
+        if go is not None:
+            os.close(go)
         settle(launch)
         run(launch, may_fork, arena, lambda: os.close(write_end))
     except LaunchError as error:
@@ -234,6 +244,35 @@ def start(launch: Launch, may_fork: bool, arena: int | None, write_end: int) -> 
     except (OSError, ValueError) as error:
         problem = LaunchError("SYSTEM", f"cannot be started: {error}")
     os.write(write_end, json.dumps({"reason": problem.reason, "message": str(problem)}).encode())
+    os._exit(127)
+
+
+def start_executed(content: Mapping[str, Any], write_end: int, arena: int | None) -> NoReturn:
+    """Be what a starter has forked: the init of a unit, or a program that is executed."""
+    unit = content.get("unit")
+    if unit is not None:
+        be_init(Unit(**unit), write_end, content["cgroup_procs"])
+    start(parse_launch(content), False, arena, write_end)
+
+
+def restore(launch: Launch, command: Sequence[str], files: Mapping[int, str], write_end: int) -> NoReturn:
+    """Execute the program that restores a process image as this process's sibling. ``files``: what it is to open for
+    the image, by descriptor. Write a failure to begin into ``write_end``."""
+    try:
+        enter_unit(launch.init)
+        enter_cgroups(launch.cgroup_procs)
+        if launch.cores is not None:
+            os.sched_setaffinity(0, launch.cores)
+        _redirect(os.devnull)
+        for number, path in files.items():
+            opened = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            os.dup2(opened, number, inheritable=True)
+            if opened != number:
+                os.close(opened)
+        os.execv(command[0], list(command))
+    except (OSError, ValueError, LaunchError) as error:
+        text = shortened(f"{command[0]} cannot be started: {error}")
+        os.write(write_end, json.dumps({"reason": "RESTORE", "message": text}).encode())
     os._exit(127)
 
 
@@ -318,13 +357,14 @@ def _use_threads(launch: Launch, environment: Mapping[str, str]) -> None:
         set_blas_threads(threads)
 
 
-def _fill_page(path: str) -> None:
+def fill_page(path: str, pid: int) -> None:
+    """Name the process of a rank in its control page, by the pid that it has outside a unit. Raises LaunchError."""
     try:
         page = Page.open(path)
     except (OSError, PageError) as error:
         raise LaunchError("PAGE", f"cannot open the control page {path}: {error}") from error
-    page.set(Word.START_TICKS, start_ticks(os.getpid()) or 0)
-    page.set(Word.PID, os.getpid())
+    page.set(Word.START_TICKS, start_ticks(pid) or 0)
+    page.set(Word.PID, pid)
     page.close()
 
 

@@ -163,6 +163,20 @@ class Launcher:
         found = [_checked(answers[number]) for number in numbers]
         return [Forked(answer["pid"], answer["start_ticks"]) for answer in found]
 
+    def make_unit(self, fields: Mapping[str, Any]) -> Forked:
+        """Start a unit (see `namespaces.Unit`; besides ``cgroup_procs``) and return its init. Raises LauncherError."""
+        answer = self._call("unit", unit=dict(fields))
+        return Forked(answer["pid"], answer["start_ticks"])
+
+    def restore(
+        self, launch: Mapping[str, Any], command: Sequence[str], files: Mapping[int, str], pid_file: str
+    ) -> Forked:
+        """Restore a process image into the unit of ``launch``, and return its root (see `units.RestoreRequest`). Blocks
+        for as long as that takes. Raises LauncherError(RESTORE)."""
+        fields = {"launch": dict(launch), "command": list(command), "files": dict(files), "pid_file": pid_file}
+        answer = self._call("restore", **fields)
+        return Forked(answer["pid"], answer["start_ticks"])
+
     def store(self, directory: str, host: str) -> RendezvousStore:
         """Start (or find) the rendezvous store of an epoch; rendezvous.json appears in ``directory``."""
         answer = self._call("store", directory=directory, host=host)

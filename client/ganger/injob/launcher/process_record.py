@@ -50,7 +50,9 @@ def shortened(message: str) -> str:
 
 class Launch(NamedTuple):
     """One rank. Paths are absolute; ``cgroup_procs`` are files its pid is written to; ``arena_bytes`` 0 means none.
-    ``freezer`` is the file that freezes its control group, "" where signals have to.
+    ``freezer`` is the file that freezes its control group, "" where signals have to. ``init`` is the pid of its unit's
+    init, 0 without a unit; then the environment names files as they are called in the unit, and everything else here
+    does not.
 
     ``cores`` None leaves the affinity alone, ``uid``/``gid``/``groups`` None the identity; ``threads`` 0 the number.
     """
@@ -74,6 +76,7 @@ class Launch(NamedTuple):
     arena_name: str
     arena_bytes: int
     touched_bytes: int
+    init: int
 
 
 class PythonCommand(NamedTuple):
@@ -119,6 +122,7 @@ def parse_launch(content: Mapping[str, Any]) -> Launch:
         arena_name=str(arena.get("name") or content.get("name", "")),
         arena_bytes=int(arena.get("bytes", 0)),
         touched_bytes=take("touched_bytes", int, 0, check=lambda size: size >= 0),
+        init=take("init", int, 0, check=lambda pid: pid >= 0),
     )
     if wrong:
         raise LaunchError("INVALID_LAUNCH", "launch has fields that cannot be used: " + ", ".join(wrong))

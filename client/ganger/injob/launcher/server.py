@@ -6,20 +6,20 @@ or a child: what may take long (publishing, touching memory) is done by forked h
 
 from __future__ import annotations
 
-import json
 import os
 import selectors
 import signal
 import socket
-import struct
 import sys
 import time
 from collections.abc import Mapping
 from typing import Any, Callable, NoReturn
 
 from ganger.injob.launcher import child_process
+from ganger.injob.launcher.callers import Caller, Callers
 from ganger.injob.launcher.child_process import open_listener
 from ganger.injob.launcher.lease_keeper import LeaseKeeper
+from ganger.injob.launcher.namespaces import fork_in
 from ganger.injob.launcher.process_record import (
     ExitRecord,
     Launch,
@@ -30,10 +30,10 @@ from ganger.injob.launcher.process_record import (
     publish,
     python_command,
     record,
-    shortened,
 )
 from ganger.injob.launcher.starter import Starter, StarterError, begin
-from ganger.injob.process_identity import peer_of, start_ticks
+from ganger.injob.launcher.units import RestoreRequest, make_unit, restored_root
+from ganger.injob.process_identity import start_ticks
 from ganger.injob.state_image import make_arena, recover_arena
 
 
@@ -62,9 +62,9 @@ class LauncherChild:
         self.settle: Callable[[], None] | None = None  # reads whether it could begin, once; None after that
         self.launch_error: dict[str, str] = {}
         self.port = 0  # of a store
+        self.ended: Callable[[Any], None] | None = None  # called with how it ended
 
 
-_REQUEST_LIMIT = 4 << 20  # bytes of one request: an environment and an argument vector fit many times over
 _RETRY_S = 1.0
 _LOOK_S = 2.0
 
@@ -75,13 +75,6 @@ class ChildTask(BaseException):
     def __init__(self, run: Callable[[], NoReturn]) -> None:
         super().__init__()
         self.run = run
-
-
-class _Caller:
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.received = b""
-        self.watching = False
 
 
 class LauncherServer:
@@ -105,13 +98,11 @@ class LauncherServer:
         self._idle_s = idle_s
         self._starter = starter
         self._selector = selectors.DefaultSelector()
-        self._callers: dict[int, _Caller] = {}
+        self._callers = Callers(self._selector, listener, self._answer)
         self._children: dict[int, LauncherChild] = {}
         self._arenas: dict[str, int] = {}
         self._unrecorded: list[tuple[str, ExitRecord]] = []
         self._stopping = False
-        listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def serve(self) -> None:
         """Serve until idle for long enough. Raises ChildTask in forked children."""
@@ -139,76 +130,17 @@ class LauncherServer:
         looks += [_RETRY_S] if looks or self._unrecorded else [_LOOK_S, self._idle_s]
         return max(0.0, min(looks))
 
-    # Callers.
-
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:
-            return
-        if peer_of(connection).uid not in (0, os.getuid()):
-            connection.close()
-            return
-        connection.setblocking(False)
-        caller = _Caller(connection)
-        self._callers[connection.fileno()] = caller
-        self._selector.register(connection, selectors.EVENT_READ, lambda: self._receive(caller))
-
-    def _receive(self, caller: _Caller) -> None:
-        try:
-            data = caller.connection.recv(1 << 16)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        caller.received += data
-        if not data or len(caller.received) > _REQUEST_LIMIT:
-            self._hang_up(caller)
-            return
-        while b"\n" in caller.received:
-            line, _, caller.received = caller.received.partition(b"\n")
-            self._answer(caller, line)
-
-    def _answer(self, caller: _Caller, line: bytes) -> None:
-        number: Any = None
-        try:
-            request = json.loads(line)
-            number = request.get("id")
-            operation = _OPERATIONS.get(request.get("op"))
-            if operation is None:
-                raise LaunchError("UNKNOWN_OPERATION", f"this launcher has no operation {request.get('op')!r}")
-            operation(self, caller, number, request)
-        except LaunchError as error:
-            self._reply(caller, number, error={"reason": error.reason, "message": str(error)})
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            message = shortened(f"cannot be read: {error!r}")
-            self._reply(caller, number, error={"reason": "INVALID_REQUEST", "message": message})
-        except OSError as error:
-            self._reply(caller, number, error={"reason": "SYSTEM", "message": shortened(str(error))})
-
-    def _reply(self, caller: _Caller | None, number: Any, descriptor: int | None = None, **content: Any) -> None:
-        if caller is None or caller.connection.fileno() < 0:
-            return
-        data = json.dumps({"id": number, **content}).encode() + b"\n"
-        rights = [] if descriptor is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", descriptor))]
-        try:
-            sent = caller.connection.sendmsg([data], rights)
-        except OSError:
-            sent = 0
-        if sent != len(data):
-            self._hang_up(caller)  # it does not read its answers
-
-    def _hang_up(self, caller: _Caller) -> None:
-        descriptor = caller.connection.fileno()
-        if descriptor >= 0:
-            self._selector.unregister(caller.connection)
-            del self._callers[descriptor]
-            caller.connection.close()
+    def _answer(self, caller: Caller, request: Mapping[str, Any]) -> None:
+        number = request.get("id")
+        operation = _OPERATIONS.get(request.get("op"))
+        if operation is None:
+            raise LaunchError("UNKNOWN_OPERATION", f"this launcher has no operation {request.get('op')!r}")
+        operation(self, caller, number, request)
 
     # Operations.
 
-    def _info(self, caller: _Caller, number: Any, request: Mapping[str, Any]) -> None:
-        self._reply(
+    def _info(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
+        self._callers.reply(
             caller,
             number,
             pid=os.getpid(),
@@ -219,45 +151,94 @@ class LauncherServer:
             fork_safe=self._may_fork,
         )
 
-    def _fork(self, caller: _Caller, number: Any, request: Mapping[str, Any]) -> None:
+    def _fork(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
         launch = parse_launch(request["launch"])
-        if any(other.name == launch.name and other.kind == "rank" for other in self._children.values()):
-            raise LaunchError("ALREADY_RUNNING", f"{launch.name} runs already")
+        self._reject_running(launch)
         arena = self._arena_for(launch)
         if arena is not None and launch.touched_bytes:
             self._helper(f"{launch.name}/touch", None, None, lambda: child_process.touch_arena(launch, arena))
         read_end, write_end = os.pipe2(os.O_CLOEXEC)
-        started = None if self._runs_in_a_fork(launch) else self._start(request["launch"], write_end, arena)
-        pid, word = started or (os.fork(), None)
-        if pid == 0:
-            self._become_child(keep=[write_end, *([] if arena is None else [arena])])
-            raise ChildTask(lambda: child_process.start(launch, self._may_fork, arena, write_end))
+        started = (
+            None if self._runs_in_a_fork(launch) else self._start(request["launch"], write_end, arena, launch.init)
+        )
+        pid, word = started or self._fork_child(launch, arena, write_end)
         os.close(write_end)
-        keeper = LeaseKeeper(launch.name, pid, launch.page, launch.freezer, launch.cgroup_procs)
-        new = self._add(LauncherChild(launch.name, "rank", pid, launch.page, launch.exit_path, keeper=keeper))
-        if word is not None:
-            begin(word)
+        new = self._add_rank(launch, pid)
+        if launch.init and launch.page:
+            child_process.fill_page(launch.page, pid)
+        begin(word)
         # The child closes its end when it is settled (exec closes it too), or writes what went wrong.
         new.settle = lambda: self._settled(caller, number, new, read_end)
         self._selector.register(read_end, selectors.EVENT_READ, new.settle)
 
+    def _fork_child(self, launch: Launch, arena: int | None, write_end: int) -> tuple[int, int]:
+        """Fork a rank. Return its pid and the descriptor that lets it begin. Raises ChildTask in the child."""
+        go, word = os.pipe2(os.O_CLOEXEC)
+        pid = fork_in(launch.init, os.fork) if launch.init else os.fork()
+        if pid == 0:
+            os.close(word)
+            self._become_child(keep=[go, write_end, *([] if arena is None else [arena])])
+            raise ChildTask(lambda: child_process.start(launch, self._may_fork, arena, write_end, go))
+        os.close(go)
+        return pid, word
+
+    def _add_rank(self, launch: Launch, pid: int) -> LauncherChild:
+        keeper = LeaseKeeper(launch.name, pid, launch.page, launch.freezer, launch.cgroup_procs)
+        return self._add(LauncherChild(launch.name, "rank", pid, launch.page, launch.exit_path, keeper=keeper))
+
+    def _unit(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
+        pid = make_unit(self._starter, request["unit"])
+        new = self._add(LauncherChild(str(request["unit"]["name"]), "init", pid))
+        self._callers.reply(caller, number, pid=new.pid, start_ticks=new.start_ticks)
+
+    def _restore(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
+        wanted = RestoreRequest.parse(request)
+        launch = wanted.launch
+        self._reject_running(launch)
+        read_end, write_end = os.pipe2(os.O_CLOEXEC)
+        pid = fork_in(launch.init, os.fork)
+        if pid == 0:
+            self._become_child(keep=[write_end])
+            raise ChildTask(lambda: child_process.restore(launch, wanted.command, wanted.files, write_end))
+        os.close(write_end)
+        new = self._add(LauncherChild(f"{launch.name}/restore", "helper", pid))
+
+        def finish(result: Any) -> None:
+            error = child_process.error_of_child(read_end, f"{new.name} was killed")
+            os.close(read_end)
+            try:
+                if error or result is None or result.si_code != os.CLD_EXITED or result.si_status != 0:
+                    raise LaunchError("RESTORE", (error or {}).get("message", "the process image was not restored"))
+                root = self._add_rank(launch, restored_root(wanted))
+                self._callers.reply(caller, number, pid=root.pid, start_ticks=root.start_ticks)
+            except LaunchError as problem:
+                self._callers.reply(caller, number, error={"reason": problem.reason, "message": str(problem)})
+
+        new.ended = finish
+
+    def _reject_running(self, launch: Launch) -> None:
+        if any(other.name == launch.name and other.kind == "rank" for other in self._children.values()):
+            raise LaunchError("ALREADY_RUNNING", f"{launch.name} runs already")
+
     def _runs_in_a_fork(self, launch: Launch) -> bool:
         return self._may_fork and python_command(launch.argv, launch.env, launch.cwd) is not None
 
-    def _start(self, content: Mapping[str, Any], write_end: int, arena: int | None) -> tuple[int, int] | None:
+    def _start(
+        self, content: Mapping[str, Any], write_end: int, arena: int | None, init: int
+    ) -> tuple[int, int] | None:
         """Start a process by the starter. Return its pid and the descriptor that lets it begin; None without a starter:
         then the launcher forks it."""
         if self._starter is None:
             return None
         try:
-            return self._starter.start(content, write_end, arena)
+            return self._starter.start(content, write_end, arena, init)
         except StarterError as error:
             print(f"ganger launcher: {error}; what is executed is forked from here now", file=sys.stderr)
             self._starter.end()
             self._starter = None
             return None
 
-    def _settled(self, caller: _Caller, number: Any, new: LauncherChild, read_end: int) -> None:
+    def _settled(self, caller: Caller, number: Any, new: LauncherChild, read_end: int) -> None:
         if new.settle is None:
             return  # read already: its end was noticed at the same moment
         new.settle = None
@@ -265,9 +246,9 @@ class LauncherServer:
         self._selector.unregister(read_end)
         os.close(read_end)
         if new.launch_error:
-            self._reply(caller, number, error=new.launch_error)
+            self._callers.reply(caller, number, error=new.launch_error)
         else:
-            self._reply(caller, number, pid=new.pid, start_ticks=new.start_ticks)
+            self._callers.reply(caller, number, pid=new.pid, start_ticks=new.start_ticks)
 
     def _arena_for(self, launch: Launch) -> int | None:
         if not launch.arena_bytes:
@@ -277,28 +258,28 @@ class LauncherServer:
         )
         return self._arenas[launch.arena_name]
 
-    def _arena(self, caller: _Caller, number: Any, request: Mapping[str, Any]) -> None:
+    def _arena(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
         name, size = str(request["name"]), int(request.get("bytes", 0))
         if size:
             self._arenas[name] = make_arena(self._arenas.get(name), name, size)
         elif name not in self._arenas:
             raise LaunchError("NO_ARENA", f"there is no arena {name}")
         descriptor = self._arenas[name]
-        self._reply(caller, number, descriptor, bytes=os.fstat(descriptor).st_size)
+        self._callers.reply(caller, number, descriptor, bytes=os.fstat(descriptor).st_size)
 
-    def _drop_arena(self, caller: _Caller, number: Any, request: Mapping[str, Any]) -> None:
+    def _drop_arena(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
         descriptor = self._arenas.pop(str(request["name"]), None)
         if descriptor is not None:
             os.close(descriptor)
-        self._reply(caller, number)
+        self._callers.reply(caller, number)
 
-    def _store(self, caller: _Caller, number: Any, request: Mapping[str, Any]) -> None:
+    def _store(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
         directory, host = str(request["directory"]), str(request["host"])
         if "torch.distributed" not in self._preloaded and self._preloaded:
             raise LaunchError("NO_TORCH", f"{sys.executable} has no torch, so it can serve no rendezvous store")
         for other in self._children.values():
             if other.kind == "store" and other.name == directory:
-                self._reply(caller, number, pid=other.pid, start_ticks=other.start_ticks, port=other.port)
+                self._callers.reply(caller, number, pid=other.pid, start_ticks=other.start_ticks, port=other.port)
                 return
         # Opened here, so that the answer need not wait for the child: early connections wait in its queue.
         with open_listener(host) as listener:
@@ -309,34 +290,34 @@ class LauncherServer:
                 raise ChildTask(lambda: child_process.run_store(directory, host, held))
             new = self._add(LauncherChild(directory, "store", pid))
             new.port = listener.getsockname()[1]
-        self._reply(caller, number, pid=new.pid, start_ticks=new.start_ticks, port=new.port)
+        self._callers.reply(caller, number, pid=new.pid, start_ticks=new.start_ticks, port=new.port)
 
-    def _publish(self, caller: _Caller, number: Any, request: Mapping[str, Any]) -> None:
+    def _publish(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
         temporary, final, manifest = str(request["temporary"]), str(request["final"]), dict(request["manifest"])
         self._helper(f"publish {final}", caller, number, lambda: publish(temporary, final, manifest))
 
-    def _list(self, caller: _Caller, number: Any, request: Mapping[str, Any]) -> None:
+    def _list(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
         children = [
             {name: getattr(one, name) for name in ("name", "kind", "pid", "start_ticks", "adopted")}
             for one in self._children.values()
         ]
-        self._reply(caller, number, children=children)
+        self._callers.reply(caller, number, children=children)
 
-    def _kill(self, caller: _Caller, number: Any, request: Mapping[str, Any]) -> None:
+    def _kill(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
         pid, ticks, number_of_signal = int(request["pid"]), int(request["start_ticks"]), int(request["signal"])
         for one in self._children.values():
             if one.pid == pid and one.start_ticks == ticks:
                 signal.pidfd_send_signal(one.pidfd, number_of_signal)
-                self._reply(caller, number, sent=True)
+                self._callers.reply(caller, number, sent=True)
                 return
-        self._reply(caller, number, sent=False)
+        self._callers.reply(caller, number, sent=False)
 
-    def _adopt(self, caller: _Caller, number: Any, request: Mapping[str, Any]) -> None:
+    def _adopt(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
         """Take over a rank whose launcher is gone; if it is gone too, record its end now."""
         name, pid, ticks = str(request["name"]), int(request["pid"]), int(request["start_ticks"])
         page, exit_path = str(request.get("page", "")), str(request["exit_path"])
         if any(one.pid == pid and one.start_ticks == ticks for one in self._children.values()):
-            self._reply(caller, number, alive=True)
+            self._callers.reply(caller, number, alive=True)
             return
         try:
             pidfd = os.pidfd_open(pid)
@@ -348,7 +329,7 @@ class LauncherServer:
                 os.close(pidfd)
             if not os.path.exists(exit_path):
                 self._ended(exit_path, from_page(name, pid, ticks, page))
-            self._reply(caller, number, alive=False)
+            self._callers.reply(caller, number, alive=False)
             return
         arena = request.get("arena")
         if arena and arena["name"] not in self._arenas:
@@ -359,18 +340,18 @@ class LauncherServer:
         self._add(
             LauncherChild(name, "rank", pid, page, exit_path, adopted=True, ticks=ticks, pidfd=pidfd, keeper=keeper)
         )
-        self._reply(caller, number, alive=True)
+        self._callers.reply(caller, number, alive=True)
 
-    def _watch(self, caller: _Caller, number: Any, request: Mapping[str, Any]) -> None:
+    def _watch(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
         caller.watching = True
-        self._reply(caller, number)
+        self._callers.reply(caller, number)
 
-    def _stop(self, caller: _Caller, number: Any, request: Mapping[str, Any]) -> None:
+    def _stop(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
         busy = [one.name for one in self._children.values() if one.kind == "rank"]
         if busy:
             raise LaunchError("BUSY", f"still the parent of {', '.join(busy[:8])}")
         self._stopping = True
-        self._reply(caller, number)
+        self._callers.reply(caller, number)
 
     # Children.
 
@@ -379,7 +360,7 @@ class LauncherServer:
         self._selector.register(new.pidfd, selectors.EVENT_READ, lambda: self._gone(new))
         return new
 
-    def _helper(self, name: str, caller: _Caller | None, number: Any, work: Callable[[], None]) -> None:
+    def _helper(self, name: str, caller: Caller | None, number: Any, work: Callable[[], None]) -> None:
         """Do ``work`` in a forked child and answer with how it went."""
         read_end, write_end = os.pipe2(os.O_CLOEXEC)
         pid = os.fork()
@@ -397,9 +378,9 @@ class LauncherServer:
             if answer is None:
                 answer = {"reason": "HELPER_DIED", "message": died}
             if answer:
-                self._reply(caller, number, error=answer)
+                self._callers.reply(caller, number, error=answer)
             else:
-                self._reply(caller, number)
+                self._callers.reply(caller, number)
 
         self._selector.register(read_end, selectors.EVENT_READ, finish)
 
@@ -414,6 +395,8 @@ class LauncherServer:
         self._selector.unregister(one.pidfd)
         del self._children[one.pidfd]
         os.close(one.pidfd)
+        if one.ended is not None:
+            one.ended(result)
         if one.kind != "rank":
             return
         if one.keeper is not None:
@@ -431,9 +414,9 @@ class LauncherServer:
 
     def _ended(self, exit_path: str, end: ExitRecord) -> None:
         self._record(exit_path, end)
-        for caller in list(self._callers.values()):
+        for caller in self._callers.all():
             if caller.watching:
-                self._reply(caller, None, exit=end._asdict())
+                self._callers.reply(caller, None, exit=end._asdict())
 
     def _record_again(self) -> None:
         waiting, self._unrecorded = self._unrecorded, []
@@ -472,9 +455,11 @@ class LauncherServer:
             self._starter.hang_up()
 
 
-_OPERATIONS: dict[Any, Callable[[LauncherServer, _Caller, Any, Mapping[str, Any]], None]] = {
+_OPERATIONS: dict[Any, Callable[[LauncherServer, Caller, Any, Mapping[str, Any]], None]] = {
     "info": LauncherServer._info,
     "fork": LauncherServer._fork,
+    "unit": LauncherServer._unit,
+    "restore": LauncherServer._restore,
     "arena": LauncherServer._arena,
     "drop_arena": LauncherServer._drop_arena,
     "store": LauncherServer._store,

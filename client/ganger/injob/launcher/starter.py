@@ -9,6 +9,7 @@ has recorded its pid and confirmed: a launcher that gave up on it has started no
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import platform
@@ -16,7 +17,10 @@ import signal
 import socket
 import struct
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Callable, NoReturn
+
+from ganger.injob.launcher.namespaces import fork_in
 
 _CLONE_PARENT = 0x00008000
 # Number of the clone system call, by machine; elsewhere there is no starter.
@@ -47,14 +51,19 @@ class Starter:
         os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
 
-    def start(self, content: Mapping[str, Any], write_end: int, arena: int | None) -> tuple[int, int]:
+    def start(
+        self, content: Mapping[str, Any], write_end: int, arena: int | None, init: int = 0, flags: int = 0
+    ) -> tuple[int, int]:
         """Start a child. Return its pid, and the descriptor at which it waits for ``begin``; a child whose descriptor
-        is closed before ends. Raises StarterError if no child was started."""
+        is closed before ends. Raises StarterError if no child was started.
+
+        ``init``: of the unit whose PID namespace the child is forked into, 0 for none. ``flags``: of clone, for a child
+        with new namespaces."""
         go_read, go_write = os.pipe2(os.O_CLOEXEC)
         try:
             descriptors = [go_read, write_end] + ([] if arena is None else [arena])
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(descriptors)}i", *descriptors))]
-            data = json.dumps(content).encode()
+            data = json.dumps({"content": content, "init": init, "flags": flags}).encode()
             self._connection.sendmsg([struct.pack("I", len(data))], rights)
             self._connection.sendall(data)
             (pid,) = struct.unpack("i", _receive(self._connection, 4))
@@ -110,32 +119,42 @@ def _serve(connection: socket.socket, run: Callable[[dict[str, Any], int, int | 
                 return
             descriptors = list(struct.unpack(f"{len(rights[0][2]) // 4}i", rights[0][2]))
             header += _receive(connection, 4 - len(header)) if len(header) < 4 else b""
-            content = json.loads(_receive(connection, struct.unpack("I", header)[0]))
+            request = json.loads(_receive(connection, struct.unpack("I", header)[0]))
         except (OSError, EOFError):
             return
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
-        pid = _fork_for_parent()
+        pid = _fork_in(request["init"], request["flags"])
         if pid == 0:
             connection.close()
             go, write_end, *arena = descriptors
             if os.read(go, 1) != _GO:
                 os._exit(127)
             os.close(go)
-            run(content, write_end, arena[0] if arena else None)
+            run(request["content"], write_end, arena[0] if arena else None)
         for descriptor in descriptors:
             os.close(descriptor)
         connection.sendall(struct.pack("i", pid))
 
 
-def _fork_for_parent() -> int:
+def _fork_in(init: int, flags: int) -> int:
+    """Fork into the PID namespace of a unit, 0 for this process's own. Returns as `_fork_for_parent`."""
+    if not init:
+        return _fork_for_parent(flags)
+    try:
+        return fork_in(init, partial(_fork_for_parent, flags))
+    except OSError as error:
+        return -(error.errno or errno.EIO)
+
+
+def _fork_for_parent(flags: int) -> int:
     """Fork as os.fork does, but as a child of this process's parent. Return the pid, 0 in the child, -errno on
     failure."""
     python = ctypes.pythonapi
     # Not CDLL, which would let the interpreter go: nothing may happen in between, as in os.fork.
     library = ctypes.PyDLL(None, use_errno=True)
     python.PyOS_BeforeFork()
-    pid = int(library.syscall(_SYS_CLONE[platform.machine()], _CLONE_PARENT | signal.SIGCHLD, 0, 0, 0, 0))
+    pid = int(library.syscall(_SYS_CLONE[platform.machine()], flags | _CLONE_PARENT | signal.SIGCHLD, 0, 0, 0, 0))
     if pid == 0:
         python.PyOS_AfterFork_Child()
         return 0

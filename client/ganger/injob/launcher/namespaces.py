@@ -1,0 +1,193 @@
+"""The unit of a gang's part on a node: namespaces for processes, shared memory and mounts, held open by an init.
+
+A process image is restored with the pids, the shared memory and the paths that it was saved with, so what it was saved
+from has its own. In a unit pids are free, /dev/shm is private, and the gang's files are at paths that name neither node
+nor epoch. The init is process 1: it reaps orphans, is never part of an image, and ends once nothing else is left.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from typing import Callable, NamedTuple, NoReturn
+
+# Where a unit has its gang's files, whatever node and epoch it is of.
+UNIT_DIRECTORY = "/run/ganger-unit"
+RUN_DIRECTORY = f"{UNIT_DIRECTORY}/run"
+JOB_DIRECTORY = f"{UNIT_DIRECTORY}/job"
+TEMPORARY_DIRECTORY = f"{UNIT_DIRECTORY}/tmp"
+# Names the unit's init for the processes in it; its presence tells them that pids outside are others.
+UNIT_VARIABLE = "GANGER_UNIT"
+
+CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID = 0x00020000, 0x08000000, 0x20000000
+UNIT_FLAGS = CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWPID
+_MS_BIND, _MS_REC, _MS_SLAVE, _MS_NOSUID, _MS_NODEV = 0x1000, 0x4000, 1 << 19, 2, 4
+# The first pid of a job: what restores an image needs a few of its own below.
+_FIRST_PID = 1000
+_LOOK_EVERY_S = 1.0
+# A unit without processes ends after this long: nothing was started in it.
+_EMPTY_S = 60.0
+READY = b"+"
+_LONGEST_TEXT = 4096
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Unit(NamedTuple):
+    """What a unit is made from. ``run``, ``job``: the gang's directories; ``temporary``: one for its temporary files.
+    ``is_restored``: an image will bring its own pids."""
+
+    name: str
+    run: str
+    job: str
+    temporary: str
+    is_restored: bool = False
+
+
+def be_init(unit: Unit, ready: int, cgroup_procs: Sequence[str]) -> NoReturn:
+    """Become the init of a unit, in a process cloned with UNIT_FLAGS: mount, write READY to ``ready``, serve, and end.
+    What goes wrong before is written there instead, as a text."""
+    try:
+        for path in cgroup_procs:
+            with open(path, "w", encoding="ascii") as file:
+                file.write(str(os.getpid()))
+        for number in signal.valid_signals():
+            if number not in (signal.SIGKILL, signal.SIGSTOP):
+                _reset(number)
+        os.chdir("/")
+        _mount_all(unit)
+        if not unit.is_restored:
+            with open("/proc/sys/kernel/ns_last_pid", "w", encoding="ascii") as file:
+                file.write(str(_FIRST_PID))
+    except Exception as problem:
+        os.write(ready, str(problem).encode()[:_LONGEST_TEXT])
+        os._exit(1)
+    os.write(ready, READY)
+    os.close(ready)
+    _serve()
+
+
+def _reset(number: int) -> None:
+    try:
+        signal.signal(number, signal.SIG_DFL)
+    except (OSError, ValueError):
+        pass  # real-time signals the C library keeps for itself
+
+
+def _mount_all(unit: Unit) -> None:
+    os.makedirs(UNIT_DIRECTORY, mode=0o755, exist_ok=True)
+    # What the machine mounts later is seen in the unit; nothing of the unit is seen outside.
+    _mount("none", "/", "", _MS_REC | _MS_SLAVE)
+    _mount("ganger-shm", "/dev/shm", "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=1777")
+    _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV)
+    _mount("ganger-unit", UNIT_DIRECTORY, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=755,size=1m")
+    for place, source in (
+        (RUN_DIRECTORY, unit.run),
+        (JOB_DIRECTORY, unit.job),
+        (TEMPORARY_DIRECTORY, unit.temporary),
+    ):
+        os.mkdir(place)
+        _mount(source, place, "", _MS_BIND)
+
+
+def _serve() -> NoReturn:
+    """Reap orphans until no other process is left, once there was one or should have been."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    waits_until = time.monotonic() + _EMPTY_S
+    while True:
+        signal.sigtimedwait({signal.SIGCHLD}, _LOOK_EVERY_S)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            pass
+        if any(name.isdigit() and name != "1" for name in os.listdir("/proc")):
+            waits_until = 0.0
+        elif time.monotonic() > waits_until:
+            os._exit(0)
+
+
+def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
+    arguments = (source.encode(), target.encode(), kind.encode() or None, ctypes.c_ulong(flags), data.encode() or None)
+    if _libc.mount(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"cannot mount {source} at {target}: {os.strerror(number)}")
+
+
+def fork_in(init: int, fork: Callable[[], int]) -> int:
+    """Call ``fork`` so that the child is in the PID namespace of the unit whose init has this pid; return what it
+    returns. Raises OSError. This process stays where it is."""
+    theirs = os.open(f"/proc/{init}/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+    ours = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+    pid = -1
+    try:
+        _enter(theirs, CLONE_NEWPID)
+        pid = fork()
+    finally:
+        if pid:  # the child cannot go back, and has nothing to go back for
+            _enter(ours, CLONE_NEWPID)
+        os.close(theirs)
+        os.close(ours)
+    return pid
+
+
+def enter_unit(init: int) -> None:
+    """Take a forked child of one thread into mounts and shared memory of a unit. Raises OSError.
+
+    ``init``: as its parent sees it, which is how the child sees it before it has entered."""
+    directory = os.getcwd()
+    mounts = os.open(f"/proc/{init}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+    ipc = os.open(f"/proc/{init}/ns/ipc", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _enter(ipc, CLONE_NEWIPC)
+        _enter(mounts, CLONE_NEWNS)
+    finally:
+        os.close(mounts)
+        os.close(ipc)
+    os.chdir(directory)
+
+
+def _enter(namespace: int, kind: int) -> None:
+    if _libc.setns(namespace, kind) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"cannot enter a namespace: {os.strerror(number)}")
+
+
+def in_unit(path: str, unit: Unit) -> str:
+    """Return where a file of a gang is for the processes in its unit; other paths are the same there."""
+    for source, place in ((unit.run, RUN_DIRECTORY), (unit.job, JOB_DIRECTORY)):
+        if path == source or path.startswith(source + os.sep):
+            return place + path[len(source) :]
+    return path
+
+
+def wait_ready(ready: int, limit_s: float) -> str:
+    """Wait until an init has written that it is ready, and return an empty text; otherwise why it is not."""
+    if not select.select([ready], [], [], limit_s)[0]:
+        return f"its init was not ready within {limit_s:g} s"
+    found = os.read(ready, _LONGEST_TEXT)
+    return "" if found == READY else found.decode(errors="replace") or "its init has ended"
+
+
+def pid_outside(init: int, pid: int) -> int:
+    """Return the pid that a child of this process has outside the unit where it has ``pid``; 0 if there is none."""
+    namespace = os.stat(f"/proc/{init}/ns/pid").st_ino
+    for child in _children():
+        try:
+            with open(f"/proc/{child}/status", encoding="ascii", errors="replace") as status:
+                numbers = next((line.split()[1:] for line in status if line.startswith("NSpid:")), [])
+            if os.stat(f"/proc/{child}/ns/pid").st_ino == namespace and numbers[-1:] == [str(pid)]:
+                return child
+        except OSError:
+            continue  # it has ended
+    return 0
+
+
+def _children() -> list[int]:
+    with open(f"/proc/self/task/{threading.get_native_id()}/children", encoding="ascii") as file:
+        return [int(pid) for pid in file.read().split()]

@@ -1,0 +1,84 @@
+"""Units of a launcher: their inits, and the restore of process images into them.
+
+What restores an image is the launcher's child, and makes the image's root its sibling: so the root is the launcher's
+child too, waited for and recorded like a rank that it has forked.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ganger.injob.launcher.child_process import fill_page
+from ganger.injob.launcher.namespaces import UNIT_FLAGS, Unit, pid_outside, wait_ready
+from ganger.injob.launcher.process_record import Launch, LaunchError, parse_launch
+from ganger.injob.launcher.starter import Starter, StarterError, begin
+
+_READY_S = 10.0
+
+
+class RestoreRequest(NamedTuple):
+    """A process image to restore: the rank that its root is, the command, files by descriptor for the command to open,
+    and the file in which the command writes the root's pid in the unit."""
+
+    launch: Launch
+    command: Sequence[str]
+    files: Mapping[int, str]
+    pid_file: str
+
+    @classmethod
+    def parse(cls, request: Mapping[str, Any]) -> RestoreRequest:
+        """Read a request. Raises LaunchError(INVALID_LAUNCH)."""
+        launch = parse_launch(request["launch"])
+        command, pid_file = request["command"], request["pid_file"]
+        files = {int(number): str(path) for number, path in dict(request.get("files") or {}).items()}
+        if not launch.init or not command or not all(isinstance(part, str) for part in command):
+            raise LaunchError("INVALID_LAUNCH", "a restore needs a unit and a command")
+        return cls(launch, command, files, str(pid_file))
+
+
+def make_unit(starter: Starter | None, content: Mapping[str, Any]) -> int:
+    """Start the init of a unit by the starter, and return its pid once it is ready. Raises LaunchError(UNIT).
+
+    ``content``: the fields of a `Unit`, and ``cgroup_procs``, the files by which the init enters its cgroups."""
+    if starter is None:
+        raise LaunchError("UNIT", "this launcher has no starter, so it makes no units")
+    fields = dict(content)
+    procs = [str(path) for path in fields.pop("cgroup_procs", ())]
+    try:
+        unit = Unit(**fields)
+    except TypeError as error:
+        raise LaunchError("INVALID_LAUNCH", f"a unit has other fields: {error}") from error
+    read_end, write_end = os.pipe2(os.O_CLOEXEC)
+    try:
+        try:
+            wanted = {"unit": unit._asdict(), "cgroup_procs": procs}
+            pid, word = starter.start(wanted, write_end, None, flags=UNIT_FLAGS)
+        except StarterError as error:
+            raise LaunchError("UNIT", f"no unit can be made: {error}") from error
+        finally:
+            os.close(write_end)
+        begin(word)
+        trouble = wait_ready(read_end, _READY_S)
+    finally:
+        os.close(read_end)
+    if trouble:
+        raise LaunchError("UNIT", f"no unit can be made: {trouble}")
+    return pid
+
+
+def restored_root(request: RestoreRequest) -> int:
+    """Return the pid of the root that was just restored, named in its page. Raises LaunchError(RESTORE)."""
+    launch = request.launch
+    try:
+        with open(request.pid_file, encoding="ascii") as file:
+            inside = int(file.read())
+        pid = pid_outside(launch.init, inside)
+    except (OSError, ValueError) as error:
+        raise LaunchError("RESTORE", f"the restored process cannot be found: {error}") from error
+    if not pid:
+        raise LaunchError("RESTORE", "the restored process has ended")
+    if launch.page:
+        fill_page(launch.page, pid)
+    return pid
