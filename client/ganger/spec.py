@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 from ganger.spec_values import (
@@ -28,16 +27,25 @@ from ganger.spec_values import (
     parse_level,
     parse_list,
     parse_mapping,
+    parse_mechanism,
     parse_name,
     parse_positive_duration,
     parse_scheduler,
+    parse_stop_signal,
     parse_text,
     parse_weight,
-    shortened,
     whole_number,
 )
 from ganger.units import parse_duration, parse_memory
-from ganger.v1.job_pb2 import JobSpec
+from ganger.v1.job_pb2 import (
+    MECHANISM_ADAPTER,
+    MECHANISM_IMAGE,
+    MECHANISM_NONE,
+    MECHANISM_REPLAY,
+    MECHANISM_SIGNAL,
+    MECHANISM_UNSPECIFIED,
+    JobSpec,
+)
 from ganger.v1.job_service_pb2 import JobUpdate
 from ganger.v1.resources_pb2 import Level, Locality, Role, TaskShape
 from ganger.wire import times
@@ -76,6 +84,11 @@ KEYS = frozenset(
         "labels",
         "agent",
         "distributed",
+        "mechanism",
+        "must_move",
+        "signal",
+        "grace",
+        "requeue",
     ]
 )
 _EVERY_KEY = ", ".join(sorted(KEYS | {"array"}))
@@ -85,6 +98,8 @@ _LOCALITY_KEYS = ("locality", "tolerance", "patience")
 _NO_LIMIT = "never"
 _ROLE_KEYS = frozenset({"name", "tasks", "gpus", "cpus", "memory"})
 _DEFAULT_PATIENCE_S = 600.0
+# As Slurm's --signal without a time.
+_STOP_GRACE_S = 60.0
 _MAX_TASKS = 10_000
 # Most characters of a message about one key.
 _LONGEST = 300
@@ -173,11 +188,14 @@ def make_spec(
         labels=reader.read("labels", parse_labels, no_variables),
         agent=reader.read("agent", parse_agent, JobSpec.AGENT_AUTOMATIC),
         distributed=reader.read("distributed", parse_boolean, None) or False,
+        mechanism=reader.read("mechanism", parse_mechanism, MECHANISM_UNSPECIFIED),
+        is_move_required=reader.read("must_move", parse_boolean, None) or False,
     )
     if hint := command_hint(spec.command, spec.working_directory):
         reader.complain("command", hint)
     if spec.nodes > (tasks := sum(role.tasks for role in roles)) > 0:
         reader.complain("nodes", f"{spec.nodes} nodes are more than there are tasks ({tasks}): each has one at least")
+    _read_mechanism(spec, reader)
     _read_optional(spec, reader)
     if reader.violations:
         raise SpecInvalid("the job cannot be submitted as described", violations=reader.violations)
@@ -222,6 +240,33 @@ def _picked(spec: JobSpec, given: Mapping[str, Any]) -> JobUpdate:
     if "cpus_per_gpu" in given:
         update.millicores_per_gpu = shape.millicores
     return update
+
+
+def _read_mechanism(spec: JobSpec, reader: _Reader) -> None:
+    """Set how the script is asked to save itself, and check that it goes with the mechanism."""
+    no_signal: tuple[str, float | None] = ("", None)
+    spec.stop_signal, after = reader.read("signal", parse_stop_signal, no_signal)
+    grace = reader.read("grace", parse_positive_duration, None)
+    if grace is not None and after is not None:
+        reader.complain("grace", "the signal has a time already (@SECONDS): give one of them")
+    if spec.stop_signal:
+        spec.stop_grace.CopyFrom(times.duration(after or grace or _STOP_GRACE_S))
+    for key in ("grace", "requeue"):
+        if reader.has(key) and not reader.has("signal"):
+            reader.complain(key, "goes with the signal at which the script saves itself (--signal TERM)")
+    if reader.read("requeue", parse_boolean, None) is False:
+        reader.complain("requeue", "a job that saves itself at a signal is always requeued")
+    if spec.mechanism == MECHANISM_SIGNAL and not reader.has("signal"):
+        reader.complain("mechanism", "name the signal at which the script saves itself (--signal TERM)")
+    if spec.mechanism in (MECHANISM_ADAPTER, MECHANISM_REPLAY) and spec.agent == JobSpec.AGENT_NONE:
+        reader.complain("mechanism", "works through the agent, which is not injected (--agent none)")
+    if spec.mechanism == MECHANISM_NONE and spec.is_move_required:
+        reader.complain("must_move", "a job without a mechanism cannot be moved")
+    if spec.mechanism == MECHANISM_IMAGE:
+        if spec.nodes > 1:
+            reader.complain("nodes", "an image is of the processes of one node")
+        elif not spec.gpus_max:
+            spec.nodes = 1
 
 
 def _read_optional(spec: JobSpec, reader: _Reader) -> None:
@@ -427,73 +472,3 @@ def _merged_environment(reader: _Reader, environ: Mapping[str, str]) -> dict[str
     if sum(len(os.fsencode(name)) + len(os.fsencode(text)) for name, text in result.items()) > _MAX_ENVIRONMENT_BYTES:
         reader.complain("environment", f"must be at most {_MAX_ENVIRONMENT_BYTES} bytes in all")
     return result
-
-
-def load_job_file(path: Path) -> dict[str, Any]:
-    """The description in a .yaml, .yml or .toml file. A relative `directory` in it is relative to the file.
-    Raises SpecInvalid."""
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecInvalid(f"cannot read the job file {path}: {getattr(error, 'strerror', None) or error}") from error
-    if path.suffix == ".toml":
-        description = _parse_toml(path, text)
-    elif path.suffix in (".yaml", ".yml"):
-        description = _parse_yaml(path, text)
-    else:
-        raise SpecInvalid(f"the job file {path} must end in .yaml, .yml or .toml")
-    if not isinstance(description, dict):
-        raise SpecInvalid(f"the job file {path} must be a mapping, for example `command: [python, train.py]`")
-    if wrong := [key for key in description if not isinstance(key, str)]:
-        raise SpecInvalid(f"the job file {path}: the key {shortened(wrong[0])} is no text: write a key of a job")
-    directory = description.get("directory", ".")
-    if isinstance(directory, str) and "\0" not in directory:
-        description["directory"] = str((path.resolve().parent / Path(directory).expanduser()).resolve())
-    return description
-
-
-def _parse_toml(path: Path, text: str) -> Any:
-    import tomllib
-
-    try:
-        return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise SpecInvalid(f"the job file {path} is not TOML: {error}") from error
-
-
-def _parse_yaml(path: Path, text: str) -> Any:
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        """Leaves 2:8 and 1:30:00 as they are written: YAML 1.1 takes them for numbers to the base of sixty. A key
-        that is given twice is a mistake, of which YAML itself would keep the last."""
-
-        def compose_mapping_node(self, anchor: Any) -> Any:
-            # Not where it is constructed: there `<<: *other` has brought in keys that are given again on purpose.
-            node = super().compose_mapping_node(anchor)
-            seen: set[str] = set()
-            for key, _ in node.value:
-                if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                    raise yaml.MarkedYAMLError(problem=f"{key.value} is given twice", problem_mark=key.start_mark)
-                seen.add(str(key.value))
-            return node
-
-    Loader.yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if not (tag.endswith(":int") and pattern.match("2:8"))]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-    Loader.add_implicit_resolver(
-        "tag:yaml.org,2002:int",
-        re.compile(r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]+|0|[1-9][0-9_]*)$"),
-        list("-+0123456789"),
-    )
-    try:
-        return yaml.load(text, Loader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" (at line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""
-        why = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise SpecInvalid(f"the job file {path} is not YAML: {why}{where}") from error
-    except (ValueError, RecursionError) as error:
-        # A date that is none, a number of thousands of digits, brackets without end.
-        raise SpecInvalid(f"the job file {path} cannot be read: {error}") from error

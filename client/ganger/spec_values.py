@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date, datetime
@@ -19,7 +20,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from ganger.units import parse_cores, parse_duration
-from ganger.v1.job_pb2 import JobSpec
+from ganger.v1.job_pb2 import (
+    MECHANISM_ADAPTER,
+    MECHANISM_IMAGE,
+    MECHANISM_NONE,
+    MECHANISM_REPLAY,
+    MECHANISM_SIGNAL,
+    JobSpec,
+    Mechanism,
+)
 from ganger.v1.resources_pb2 import Level
 from ganger.wire import times
 
@@ -32,6 +41,9 @@ _JOB_FILES: Final = (".yaml", ".yml", ".toml")
 _BATCH_SCRIPTS: Final = (".sbatch", ".slurm")
 # Of a directory in which a file is not found.
 _NAMES_MOST: Final = 1_000
+_MECHANISMS: Final = (MECHANISM_IMAGE, MECHANISM_ADAPTER, MECHANISM_REPLAY, MECHANISM_SIGNAL, MECHANISM_NONE)
+_STOP_SIGNAL = re.compile(r"(?:[BR]+:)?(?:SIG)?(?P<name>[A-Z0-9]+)(?:@(?P<seconds>[1-9]\d{0,6}))?")
+_NOT_CAUGHT: Final = ("KILL", "STOP")
 _SCHEDULER = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -288,6 +300,25 @@ def parse_agent(value: object) -> JobSpec.Agent.ValueType:
     if not isinstance(value, str) or value not in agents:
         raise ValueError(f"must be automatic or none, not {value!r}")
     return agents[value]
+
+
+def parse_mechanism(value: object) -> Mechanism.ValueType:
+    known = {Mechanism.Name(number).removeprefix("MECHANISM_").lower(): number for number in _MECHANISMS}
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"{value!r} is not a mechanism; there are {', '.join(known)}")
+    return known[value]
+
+
+def parse_stop_signal(value: object) -> tuple[str, float | None]:
+    """Return the name of a signal without SIG, and the seconds after "@" or None. Also takes what Slurm's --signal
+    takes: "B:USR1@300", "10"."""
+    found = _STOP_SIGNAL.fullmatch("" if isinstance(value, bool) else str(value).strip().upper())
+    name = found["name"] if found else ""
+    if name.isdigit():
+        name = next((one.name.removeprefix("SIG") for one in signal.Signals if one == int(name)), "")
+    if found is None or f"SIG{name}" not in signal.Signals.__members__ or name in _NOT_CAUGHT:
+        raise ValueError(f"{value!r} is not a signal that a script can handle: write for example TERM or USR1@300")
+    return name, float(found["seconds"]) if found["seconds"] else None
 
 
 def parse_list(value: object) -> Sequence[Any]:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ganger.spec import load_job_file, make_spec
+from ganger.job_file import load_job_file
+from ganger.spec import make_spec
 from ganger.v1.job_pb2 import JobSpec
 from ganger.v1.resources_pb2 import LEVEL_CLUSTER, LEVEL_NODE, LEVEL_RACK, LEVEL_UNSPECIFIED
 from ganger.wire import times
@@ -461,3 +462,45 @@ def test_a_variable_that_no_program_can_be_started_with_is_named() -> None:
     assert violation.description.startswith("BIG: must be at most 131070 bytes")
     fits = make_spec({"command": ["true"], "environment": {"BIG": "x" * 131_067}}, {})
     assert len(fits.environment["BIG"]) == 131_067
+
+
+@pytest.mark.parametrize(
+    ("description", "signal", "grace_s"),
+    [
+        ({"signal": "TERM"}, "TERM", 60),
+        ({"signal": "SIGUSR1", "grace": "5m", "requeue": True}, "USR1", 300),
+        ({"signal": "usr2@90"}, "USR2", 90),
+        ({"signal": "B:USR1@300"}, "USR1", 300),
+        ({"signal": 15}, "TERM", 60),
+        ({}, "", 0),
+    ],
+)
+def test_a_signal_is_read_as_slurm_writes_it(description: dict[str, Any], signal: str, grace_s: float) -> None:
+    made = spec(**description)
+    assert (made.stop_signal, times.seconds(made.stop_grace)) == (signal, grace_s)
+
+
+@pytest.mark.parametrize(
+    ("description", "field", "text"),
+    [
+        ({"signal": "KILL"}, "signal", "not a signal that a script can handle"),
+        ({"signal": "99"}, "signal", "not a signal"),
+        ({"signal": "TERM@soon"}, "signal", "not a signal"),
+        ({"signal": "TERM@10", "grace": "20s"}, "grace", "give one of them"),
+        ({"grace": "20s"}, "grace", "goes with the signal"),
+        ({"requeue": True}, "requeue", "goes with the signal"),
+        ({"signal": "TERM", "requeue": False}, "requeue", "always requeued"),
+        ({"mechanism": "signal"}, "mechanism", "name the signal"),
+        ({"mechanism": "magic"}, "mechanism", "there are image, adapter, replay, signal, none"),
+        ({"mechanism": "replay", "agent": "none"}, "mechanism", "not injected"),
+        ({"mechanism": "none", "must_move": True}, "must_move", "cannot be moved"),
+        ({"mechanism": "image", "gpus": 2, "nodes": 2}, "nodes", "of one node"),
+    ],
+)
+def test_a_mechanism_that_cannot_work_is_refused(description: dict[str, Any], field: str, text: str) -> None:
+    assert text in wrong(command=["true"], **description)[field]
+
+
+def test_a_job_of_the_image_mechanism_takes_one_node() -> None:
+    assert spec(mechanism="image", gpus=2).nodes == 1
+    assert spec(gpus=2).nodes == 0

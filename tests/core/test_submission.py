@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from core.drive import job_of
 from ganger.cluster.resources import Locality, Role, TaskShape
+from ganger.protocol.gang_orders import Mechanism
 from ganger_master.core.submission import violations_of
 from msgspec.structs import replace
 
@@ -32,6 +33,11 @@ def test_an_ordinary_job_is_fine() -> None:
         ({"roles": role(millicores=(1 << 31) - 1)}, "spec.roles[0].shape.millicores"),
         ({"roles": (Role("worker", 10_000, TaskShape(0, 1_000, 1 << 50)),)}, "spec.roles"),
         ({"roles": (Role("x" * 64, 1, TaskShape(1, 0, 0)),)}, "spec.roles[0].name"),
+        ({"stop_signal": "NOPE"}, "spec.stop_signal"),
+        ({"stop_signal": "KILL"}, "spec.stop_signal"),
+        ({"mechanism": Mechanism.SIGNAL}, "spec.stop_signal"),
+        ({"stop_signal": "TERM", "stop_grace_seconds": 0.0}, "spec.stop_grace"),
+        ({"stop_signal": "TERM", "stop_grace_seconds": 9.3e18}, "spec.stop_grace"),
         ({"command": ("python", "a\0b")}, "spec.command"),
         ({"working_directory": "/a\0b"}, "spec.working_directory"),
         ({"display_name": "two\nlines"}, "spec.display_name"),

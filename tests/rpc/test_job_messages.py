@@ -9,6 +9,7 @@ import pytest
 from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resources import Claim, Locality, LocalityLevel, Role, TaskShape
 from ganger.job_state import JobState
+from ganger.protocol.gang_orders import Mechanism
 from ganger.v1 import job_pb2
 from ganger_master.core.array_model import Membership, RuleKind, StopRule
 from ganger_master.core.gang_model import Gang, GangPhase, GangRole, Piece, Restore
@@ -21,8 +22,10 @@ from ganger_master.core.job_model import (
     JobProgress,
     JobRecord,
     JobSpec,
+    RefusedMechanism,
     SuspendLevel,
 )
+from ganger_master.rpc.capability_messages import capabilities_from_wire, capabilities_to_wire
 from ganger_master.rpc.job_messages import job_to_wire, progress_from_wire, spec_from_wire, spec_to_wire
 from ganger_master.runtime.progress_board import Sample
 from google.protobuf.message import Message
@@ -54,6 +57,10 @@ SPEC = JobSpec(
     least_decrease=0.02,
     converged_passes=3,
     distributed=True,
+    mechanism=Mechanism.SIGNAL,
+    is_move_required=True,
+    stop_signal="USR1",
+    stop_grace_seconds=300.0,
 )
 CLAIM = Claim("n1", 0b11, (2000,), 1 << 31, tasks=(2,))
 GANG = Gang(
@@ -82,7 +89,15 @@ JOB = JobRecord(
     failures=1,
     preemptions=2,
     checkpoint=Checkpoint(30, 4, "checkpoints/30-4", 1 << 20, 2.5),
-    capabilities=Capabilities(pause=True, offload=True, checkpoint=False, missing={"CHECKPOINT": "why"}, known=True),
+    capabilities=Capabilities(
+        pause=True,
+        offload=True,
+        checkpoint=False,
+        missing={"CHECKPOINT": "why"},
+        known=True,
+        mechanism=Mechanism.REPLAY,
+        refused_mechanisms=(RefusedMechanism(Mechanism.IMAGE, "no CRIU"),),
+    ),
     suspended_level=SuspendLevel.OFFLOAD,
     failure=Failure("EXIT", "rank 1 exited with code 3", 3, 1, 4),
     trouble="STORAGE_FULL: no room",
@@ -192,3 +207,7 @@ def test_a_loss_that_is_no_number_is_kept_as_none() -> None:
 
 def test_a_description_comes_back_as_it_went() -> None:
     assert spec_from_wire(spec_to_wire(SPEC, with_environment=True)) == SPEC
+
+
+def test_capabilities_come_back_from_the_wire_as_they_were() -> None:
+    assert capabilities_from_wire(capabilities_to_wire(JOB.capabilities)) == JOB.capabilities

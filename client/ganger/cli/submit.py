@@ -80,6 +80,11 @@ class _Submission(click.Command):
 @click.option("--no-move", is_flag=True, help="Never move it for another job's sake.")
 @click.option("--scheduler", metavar="MODULE:CLASS", help="Your own job scheduler, started with the job.")
 @click.option("--agent", metavar="automatic|none", help="none: inject nothing into the script.")
+@click.option("--mechanism", metavar="image|adapter|replay|signal|none", help="Stop and move it by this one only.")
+@click.option("--must-move", is_flag=True, help="Fail at its first step if it turns out that it cannot be moved.")
+@click.option("--signal", metavar="SIG[@SECONDS]", help="At this signal the script saves itself and exits, e.g. TERM.")
+@click.option("--grace", metavar="TIME", help="How long it may take to exit after --signal. Default 60s.")
+@click.option("--requeue", is_flag=True, help="With --signal, and its default: start it again after such an exit.")
 @click.option("--distributed", is_flag=True, help="Set torchrun's variables (RANK, ...) for a single task, too.")
 @click.option("--wrap", metavar="TEXT", help="Run this line with the shell, e.g. 'prepare.sh && python train.py'.")
 @click.option("--env", "-e", "variables", multiple=True, metavar="NAME[=VALUE]", help="Set or pass on a variable.")
@@ -107,6 +112,8 @@ def submit(
     not_preemptible: bool,
     no_move: bool,
     distributed: bool,
+    must_move: bool,
+    requeue: bool,
     wrap: str | None,
     request_id: str | None,
     follow: bool,
@@ -120,7 +127,8 @@ def submit(
     Flags win over the job file. The working directory and the part of the environment a training script needs are
     captured; --env adds to it.
     """
-    from ganger.spec import load_job_file, make_spec
+    from ganger.job_file import load_job_file
+    from ganger.spec import make_spec
 
     description = load_job_file(file) if file else {}
     origins = _merge(description, flags)
@@ -129,6 +137,8 @@ def submit(
         ("preemptible", not_preemptible, False),
         ("movable", no_move, False),
         ("distributed", distributed, True),
+        ("must_move", must_move, True),
+        ("requeue", requeue, True),
     )
     description.update({key: value for key, is_given, value in switches if is_given})
     wrong: list[Violation] = []

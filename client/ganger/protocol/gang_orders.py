@@ -57,6 +57,18 @@ class ParkLevel(IntEnum):
     CHECKPOINT = 3
 
 
+class Mechanism(IntEnum):
+    """How a job is stopped, saved and moved; values as on the wire. See docs/how-to/mechanisms.md."""
+
+    UNSPECIFIED = 0
+    ATTACHED = 1
+    ADAPTER = 2
+    IMAGE = 3
+    REPLAY = 4
+    SIGNAL = 5
+    NONE = 6
+
+
 @dataclass(frozen=True)
 class DesiredOrder:
     """Order for one gang on this node."""

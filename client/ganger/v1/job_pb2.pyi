@@ -23,6 +23,44 @@ else:
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
+class _Mechanism:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _MechanismEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Mechanism.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    MECHANISM_UNSPECIFIED: _Mechanism.ValueType  # 0
+    MECHANISM_ATTACHED: _Mechanism.ValueType  # 1
+    """The script attached itself."""
+    MECHANISM_ADAPTER: _Mechanism.ValueType  # 2
+    """The checkpoints of a known trainer (Hugging Face Trainer, Accelerate, Lightning), found at its import."""
+    MECHANISM_IMAGE: _Mechanism.ValueType  # 3
+    """Its processes are dumped and restored as they are."""
+    MECHANISM_REPLAY: _Mechanism.ValueType  # 4
+    """The unmodified script is run again up to its position."""
+    MECHANISM_SIGNAL: _Mechanism.ValueType  # 5
+    """The script saves itself at a signal, exits, and is started again."""
+    MECHANISM_NONE: _Mechanism.ValueType  # 6
+    """It can be paused by freezing at most."""
+
+class Mechanism(_Mechanism, metaclass=_MechanismEnumTypeWrapper):
+    """How a job is stopped, saved and moved. See docs/how-to/mechanisms.md."""
+
+MECHANISM_UNSPECIFIED: Mechanism.ValueType  # 0
+MECHANISM_ATTACHED: Mechanism.ValueType  # 1
+"""The script attached itself."""
+MECHANISM_ADAPTER: Mechanism.ValueType  # 2
+"""The checkpoints of a known trainer (Hugging Face Trainer, Accelerate, Lightning), found at its import."""
+MECHANISM_IMAGE: Mechanism.ValueType  # 3
+"""Its processes are dumped and restored as they are."""
+MECHANISM_REPLAY: Mechanism.ValueType  # 4
+"""The unmodified script is run again up to its position."""
+MECHANISM_SIGNAL: Mechanism.ValueType  # 5
+"""The script saves itself at a signal, exits, and is started again."""
+MECHANISM_NONE: Mechanism.ValueType  # 6
+"""It can be paused by freezing at most."""
+Global___Mechanism: typing_extensions.TypeAlias = Mechanism
+
 class _SuspendLevel:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -298,6 +336,10 @@ class JobSpec(google.protobuf.message.Message):
     WEIGHT_FIELD_NUMBER: builtins.int
     CONVERGENCE_FIELD_NUMBER: builtins.int
     DISTRIBUTED_FIELD_NUMBER: builtins.int
+    MECHANISM_FIELD_NUMBER: builtins.int
+    IS_MOVE_REQUIRED_FIELD_NUMBER: builtins.int
+    STOP_SIGNAL_FIELD_NUMBER: builtins.int
+    STOP_GRACE_FIELD_NUMBER: builtins.int
     display_name: builtins.str
     """A label for people; need not be unique, at most 63 characters."""
     working_directory: builtins.str
@@ -332,6 +374,12 @@ class JobSpec(google.protobuf.message.Message):
     """
     distributed: builtins.bool
     """Gives its only task the variables of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, ...), which several tasks always have."""
+    mechanism: Global___Mechanism.ValueType
+    """The only mechanism to use; unspecified: the strongest that applies."""
+    is_move_required: builtins.bool
+    """The job fails at its first step if it turns out that it cannot be moved."""
+    stop_signal: builtins.str
+    """Name of the signal at which the script saves itself and exits, without SIG: "TERM", "USR1". Empty: it has none."""
     @property
     def command(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """argv; at least one element, at most 1,000, 64 KiB in all."""
@@ -364,6 +412,10 @@ class JobSpec(google.protobuf.message.Message):
     def convergence(self) -> Global___Convergence:
         """Convergence criterion of its owner, from which the policy `optimus` estimates its end. It never ends the job."""
 
+    @property
+    def stop_grace(self) -> google.protobuf.duration_pb2.Duration:
+        """Time from that signal until the processes are killed; unset takes 60 s."""
+
     def __init__(
         self,
         *,
@@ -391,10 +443,14 @@ class JobSpec(google.protobuf.message.Message):
         weight: builtins.float = ...,
         convergence: Global___Convergence | None = ...,
         distributed: builtins.bool = ...,
+        mechanism: Global___Mechanism.ValueType = ...,
+        is_move_required: builtins.bool = ...,
+        stop_signal: builtins.str = ...,
+        stop_grace: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable", "_preemptible", b"_preemptible", "checkpoint_interval", b"checkpoint_interval", "convergence", b"convergence", "deadline", b"deadline", "locality", b"locality", "movable", b"movable", "preemptible", b"preemptible", "time_limit", b"time_limit"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable", "_preemptible", b"_preemptible", "checkpoint_interval", b"checkpoint_interval", "convergence", b"convergence", "deadline", b"deadline", "locality", b"locality", "movable", b"movable", "preemptible", b"preemptible", "stop_grace", b"stop_grace", "time_limit", b"time_limit"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable", "_preemptible", b"_preemptible", "agent", b"agent", "checkpoint_interval", b"checkpoint_interval", "command", b"command", "convergence", b"convergence", "deadline", b"deadline", "device_type", b"device_type", "display_name", b"display_name", "distributed", b"distributed", "environment", b"environment", "gpu_memory_bytes", b"gpu_memory_bytes", "gpus_max", b"gpus_max", "gpus_min", b"gpus_min", "labels", b"labels", "locality", b"locality", "max_failures", b"max_failures", "movable", b"movable", "nodes", b"nodes", "preemptible", b"preemptible", "priority", b"priority", "roles", b"roles", "scheduler", b"scheduler", "time_limit", b"time_limit", "weight", b"weight", "working_directory", b"working_directory"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable", "_preemptible", b"_preemptible", "agent", b"agent", "checkpoint_interval", b"checkpoint_interval", "command", b"command", "convergence", b"convergence", "deadline", b"deadline", "device_type", b"device_type", "display_name", b"display_name", "distributed", b"distributed", "environment", b"environment", "gpu_memory_bytes", b"gpu_memory_bytes", "gpus_max", b"gpus_max", "gpus_min", b"gpus_min", "is_move_required", b"is_move_required", "labels", b"labels", "locality", b"locality", "max_failures", b"max_failures", "mechanism", b"mechanism", "movable", b"movable", "nodes", b"nodes", "preemptible", b"preemptible", "priority", b"priority", "roles", b"roles", "scheduler", b"scheduler", "stop_grace", b"stop_grace", "stop_signal", b"stop_signal", "time_limit", b"time_limit", "weight", b"weight", "working_directory", b"working_directory"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__movable: typing_extensions.TypeAlias = typing.Literal["movable"]
     _WhichOneofArgType__movable: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable"]
@@ -738,6 +794,8 @@ class Capabilities(google.protobuf.message.Message):
     CAN_RESIZE_FIELD_NUMBER: builtins.int
     RESIZE_DIVIDES_FIELD_NUMBER: builtins.int
     IS_PRESUMED_FIELD_NUMBER: builtins.int
+    MECHANISM_FIELD_NUMBER: builtins.int
+    REFUSED_MECHANISMS_FIELD_NUMBER: builtins.int
     can_pause: builtins.bool
     can_offload: builtins.bool
     can_checkpoint: builtins.bool
@@ -747,12 +805,18 @@ class Capabilities(google.protobuf.message.Message):
     """Numbers of ranks that divide this; zero allows any."""
     is_presumed: builtins.bool
     """No agent has spoken up so far, so this is what can be had without one; it may be only starting."""
+    mechanism: Global___Mechanism.ValueType
+    """In use. Unspecified: not known yet."""
     @property
     def missing(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Why something cannot be had, by name: PAUSE, OFFLOAD, CHECKPOINT, or MOVE for a job that can be parked and resumed
         in place, but not brought back in another process, or RESIZE for one that only goes on with as many ranks as before,
         or TURNS for one that takes none any more, because it did not stop when one was over.
         """
+
+    @property
+    def refused_mechanisms(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RefusedMechanism]:
+        """Stronger ones that do not apply, strongest first."""
 
     def __init__(
         self,
@@ -764,11 +828,32 @@ class Capabilities(google.protobuf.message.Message):
         can_resize: builtins.bool = ...,
         resize_divides: builtins.int = ...,
         is_presumed: builtins.bool = ...,
+        mechanism: Global___Mechanism.ValueType = ...,
+        refused_mechanisms: collections.abc.Iterable[Global___RefusedMechanism] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["can_checkpoint", b"can_checkpoint", "can_offload", b"can_offload", "can_pause", b"can_pause", "can_resize", b"can_resize", "is_presumed", b"is_presumed", "missing", b"missing", "resize_divides", b"resize_divides"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["can_checkpoint", b"can_checkpoint", "can_offload", b"can_offload", "can_pause", b"can_pause", "can_resize", b"can_resize", "is_presumed", b"is_presumed", "mechanism", b"mechanism", "missing", b"missing", "refused_mechanisms", b"refused_mechanisms", "resize_divides", b"resize_divides"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Capabilities: typing_extensions.TypeAlias = Capabilities
+
+@typing.final
+class RefusedMechanism(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MECHANISM_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    mechanism: Global___Mechanism.ValueType
+    reason: builtins.str
+    def __init__(
+        self,
+        *,
+        mechanism: Global___Mechanism.ValueType = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["mechanism", b"mechanism", "reason", b"reason"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___RefusedMechanism: typing_extensions.TypeAlias = RefusedMechanism
 
 @typing.final
 class Event(google.protobuf.message.Message):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from ganger.agent.v1 import agent_pb2
 from ganger.injob import metrics
 from ganger.injob.metrics import ReportedMetric
 from ganger.injob.page import PageProgress, now_ns
-from ganger.injob.page_layout import Capability, PagePhase
+from ganger.injob.page_layout import PagePhase
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
 from ganger.v1 import job_pb2
 from ganger.wire.times import timestamp, timestamp_of_ns
@@ -29,13 +28,9 @@ from ganger_daemon.core.gang_judgement import (
 )
 from ganger_daemon.gang.gang_context import GangContext, order_key_to_wire
 from ganger_daemon.gang.gang_parts import GangParts, facts_of
+from ganger_daemon.gang.offered_capabilities import GangFindings, add_capabilities
 from ganger_daemon.gang.received_orders import ReceivedOrders
 from ganger_daemon.gang.step_rate import PageSample
-
-# Beside the levels' names in Capabilities.missing: why the job can go to no other process, whatever can be parked.
-MOVE = "MOVE"
-# Why an elastic job has to stay at its number of ranks.
-RESIZE = "RESIZE"
 
 # Sums of a job's own numbers; a message holds no larger one.
 _BYTES_LIMIT = (1 << 62) - 1
@@ -165,9 +160,7 @@ def observe(report: GangReport) -> agent_pb2.ObservedGang:
         if not is_sliced:
             _add_step_times(message, report, judgement.phase)
     elif context.pages.foreign:
-        _add_capabilities_without_agent(
-            message.capabilities, report, "its control page is of another version of Ganger"
-        )
+        add_capabilities(message, GangFindings(context, desired, parts, facts_of(context, report.orders, parts)))
     return message
 
 
@@ -191,12 +184,6 @@ def _checkpoint_to_wire(checkpoint: FoundCheckpoint | Published, time_s: float) 
     )
 
 
-def is_still_looking(progress: PageProgress) -> bool:
-    """Return whether the agent of an unmodified script has not seen a whole step yet: then it promises no more than
-    PAUSE."""
-    return progress.capabilities == Capability.PAUSE and not progress.first_step_time_ns
-
-
 def add_metrics(progress: job_pb2.Progress, reported: Iterable[ReportedMetric]) -> None:
     for metric in reported:
         progress.metrics.add(name=metric.name, value=metric.value, step=metric.step)
@@ -215,20 +202,7 @@ def _add_page_figures(message: agent_pb2.ObservedGang, report: GangReport) -> No
     if message.phase in (agent_pb2.ObservedGang.PHASE_PARKED, agent_pb2.ObservedGang.PHASE_ENDED):
         _add_progress(message.progress, report, found)
     facts = facts_of(context, report.orders, parts)
-    if has_opaque_rank(facts, time.monotonic()):
-        is_certain = any(rank.opaque and rank.exit is None for rank in facts.ranks)
-        is_certain = is_certain or report.orders.desired.spec.agent == job_pb2.JobSpec.AGENT_NONE
-        message.capabilities_presumed = not is_certain and not facts.no_agent
-        # A shell may start a Python whose agent reports later.
-        why = "no agent" if is_certain else "no agent has reported so far"
-        agent_reason = "" if message.capabilities_presumed else parts.rank_errors.reason("BOUNDARIES")
-        _add_capabilities_without_agent(message.capabilities, report, why, agent_reason)
-    elif all(progress.hello_time_ns for progress in found):
-        _add_capabilities_of_agent(message.capabilities, report, found)
-        if any(map(is_still_looking, found)):
-            message.capabilities_presumed = True
-            for capability in list(message.capabilities.missing):
-                message.capabilities.missing[capability] = "that is not known before its first step"
+    add_capabilities(message, GangFindings(context, report.orders.desired, parts, facts, found))
 
 
 def _add_progress(message: job_pb2.Progress, report: GangReport, found: Sequence[PageProgress]) -> None:
@@ -267,52 +241,3 @@ def _waited(progress: PageProgress) -> float:
     """The share of an attempt's time that went into waiting for data; from its first step to its last."""
     seconds = progress.step_time_ns - progress.first_step_time_ns
     return min(1.0, progress.data_wait_ns / seconds) if progress.first_step_time_ns and seconds > 0 else 0.0
-
-
-def _add_capabilities_without_agent(
-    capabilities: job_pb2.Capabilities, report: GangReport, why: str, agent_reason: str = ""
-) -> None:
-    """`agent_reason`: the reason that the agent itself reported, if any; `why`: the one to give otherwise."""
-    context, why = report.context, agent_reason or why
-    if report.orders.desired.spec.gpus_max:
-        capabilities.missing[RESIZE] = f"{why}: its state cannot be carried to another number of ranks"
-    freezer = context.host.cgroups.capabilities.get("freeze", "none")
-    is_whole = context.part.world == len(context.part.ranks)
-    capabilities.can_pause = is_whole and not freezer.startswith("none")
-    if not is_whole:
-        capabilities.missing["PAUSE"] = f"{why}: on several nodes some ranks would stop within a collective operation"
-    elif not capabilities.can_pause:
-        capabilities.missing["PAUSE"] = f"{why}, and processes cannot be frozen on this node ({freezer})"
-    capabilities.missing["OFFLOAD"] = agent_reason or f"{why}: its state cannot be moved out of the device"
-    capabilities.missing["CHECKPOINT"] = agent_reason or f"{why}: its state cannot be saved and restored"
-
-
-def _add_capabilities_of_agent(
-    capabilities: job_pb2.Capabilities, report: GangReport, found: Sequence[PageProgress]
-) -> None:
-    context, parts, able = report.context, report.parts, ~0
-    for progress in found:
-        able &= progress.capabilities
-    capabilities.can_pause = bool(able & Capability.PAUSE)
-    capabilities.can_offload = bool(able & Capability.OFFLOAD)
-    capabilities.can_checkpoint = bool(able & Capability.CHECKPOINT) and context.host.storage.proved
-    if not capabilities.can_pause:
-        capabilities.missing["PAUSE"] = "the script has no boundaries the agent could find"
-    if not capabilities.can_offload:
-        why = parts.rank_errors.reason("OFFLOAD") or parts.rank_errors.reason("CHECKPOINT")
-        capabilities.missing["OFFLOAD"] = why or "the agent cannot move this job's state out of the device"
-    if able & Capability.CHECKPOINT and not context.host.storage.proved:
-        capabilities.missing["CHECKPOINT"] = "the storage of this node is not the cluster's"
-    elif not capabilities.can_checkpoint:
-        why = parts.rank_errors.reason("CHECKPOINT") or "its log says why"
-        capabilities.missing["CHECKPOINT"] = f"the agent cannot bring this script back in a new process: {why}"
-        capabilities.missing[MOVE] = capabilities.missing["CHECKPOINT"]
-    capabilities.can_resize = bool(able & Capability.RESIZE)
-    if capabilities.can_resize:
-        capabilities.resize_divides = math.gcd(*[progress.resize_divides for progress in found])
-    elif report.orders.desired.spec.gpus_max:
-        capabilities.missing[RESIZE] = (
-            "its log says why, or it has made no job.dataloader yet"
-            if able & Capability.FIVE_LINE
-            else "an unmodified script goes on with as many ranks as before: attach it to change that"
-        )

@@ -18,6 +18,7 @@ from typing import Final
 
 from ganger.cluster.resources import GangShape, Locality, Role
 from ganger.job_state import JobState
+from ganger.protocol.gang_orders import Mechanism
 from msgspec import Struct, field
 from msgspec.structs import asdict, replace
 
@@ -77,6 +78,13 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True):
     converged_passes: int = 1
     # Whether its only task has the variables of torchrun, too.
     distributed: bool = False
+    # The only mechanism to use; UNSPECIFIED: the strongest that applies.
+    mechanism: Mechanism = Mechanism.UNSPECIFIED
+    # Whether it fails at its first step if it turns out that it cannot be moved.
+    is_move_required: bool = False
+    # The signal at which the script saves itself and exits, "TERM"; empty: none.
+    stop_signal: str = ""
+    stop_grace_seconds: float = 60.0
     # Set by the master.
     array: Membership | None = None
 
@@ -110,6 +118,13 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True):
         return GangShape(roles, self.device_type, self.locality, self.nodes, arena_bytes_per_device, needed)
 
 
+class RefusedMechanism(Struct, frozen=True, gc=False):
+    """A mechanism that does not apply to a job, and why."""
+
+    mechanism: Mechanism
+    reason: str
+
+
 class Capabilities(Struct, frozen=True, gc=False, omit_defaults=True):
     """The suspend levels that a job offers. All fields are meaningless until `known`.
 
@@ -117,6 +132,7 @@ class Capabilities(Struct, frozen=True, gc=False, omit_defaults=True):
     time-sliced. `resize`: its state can be restored by another number of ranks, which must divide `resize_divides`
     (zero: any). `presumed`: no agent has reported yet, perhaps because it is only starting. `withdrawn`: the part of
     `missing` that failed once and is not offered again, whatever the ranks of a later attempt report.
+    `refused_mechanisms`: stronger ones than the one in use, strongest first.
     """
 
     pause: bool = False
@@ -128,6 +144,8 @@ class Capabilities(Struct, frozen=True, gc=False, omit_defaults=True):
     resize_divides: int = 0
     presumed: bool = False
     withdrawn: Mapping[str, str] = field(default_factory=dict)
+    mechanism: Mechanism = Mechanism.UNSPECIFIED
+    refused_mechanisms: tuple[RefusedMechanism, ...] = ()
 
     @property
     def no_turns(self) -> str:

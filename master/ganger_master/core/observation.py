@@ -264,6 +264,7 @@ def _common(gang: Gang) -> Capabilities:
     if known and not known[0].missing and known.count(known[0]) == len(known):
         # All report the same, as nearly always.
         return known[0]
+    weakest = max(known, key=lambda capabilities: capabilities.mechanism, default=Capabilities())
     return Capabilities(
         all(capabilities.pause for capabilities in known),
         all(capabilities.offload for capabilities in known),
@@ -273,6 +274,8 @@ def _common(gang: Gang) -> Capabilities:
         resize=all(capabilities.resize for capabilities in known),
         resize_divides=math.gcd(*[capabilities.resize_divides for capabilities in known]),
         presumed=any(capabilities.presumed for capabilities in known),
+        mechanism=weakest.mechanism,
+        refused_mechanisms=weakest.refused_mechanisms,
     )
 
 

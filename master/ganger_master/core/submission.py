@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from signal import Signals
 
 from ganger.cluster.placement import impossible
+from ganger.protocol.gang_orders import Mechanism
 
 from ganger_master.core.answers import Refused
 from ganger_master.core.job_model import JobSpec, bytes_of
@@ -103,7 +105,13 @@ def violations_of(spec: JobSpec) -> tuple[tuple[str, str], ...]:
 
 def wrong_wishes(spec: JobSpec) -> tuple[tuple[str, str], ...]:
     """Return the same, for all fields but those of the program that the job runs."""
-    return (*_wrong_numbers(spec), *_wrong_texts(spec), *_wrong_roles(spec), *_wrong_sizes(spec))
+    return (
+        *_wrong_numbers(spec),
+        *_wrong_mechanism(spec),
+        *_wrong_texts(spec),
+        *_wrong_roles(spec),
+        *_wrong_sizes(spec),
+    )
 
 
 def _wrong_program(spec: JobSpec) -> Iterator[tuple[str, str]]:
@@ -145,6 +153,17 @@ def _wrong_environment(environment: Mapping[str, str]) -> Iterator[tuple[str, st
         if bytes_of(name) + bytes_of(value) > _VARIABLE_LIMIT:
             yield path, f"{name[:40]}: at most {_VARIABLE_LIMIT} bytes, for no program can be started with more"
             break
+
+
+def _wrong_mechanism(spec: JobSpec) -> Iterator[tuple[str, str]]:
+    if spec.stop_signal and f"SIG{spec.stop_signal}" not in Signals.__members__:
+        yield "spec.stop_signal", 'the name of a signal without SIG, "TERM"'
+    if spec.stop_signal in ("KILL", "STOP"):
+        yield "spec.stop_signal", "a script cannot handle it"
+    if spec.mechanism is Mechanism.SIGNAL and not spec.stop_signal:
+        yield "spec.stop_signal", "name the signal at which the script saves itself"
+    if not 0 < spec.stop_grace_seconds <= _SECONDS_LIMIT:
+        yield "spec.stop_grace", f"more than zero, {_CENTURY}"
 
 
 def _wrong_numbers(spec: JobSpec) -> Iterator[tuple[str, str]]:

@@ -21,7 +21,7 @@ from ganger_master.core.desired_projection import DesiredGang, DesiredSet, Desir
 from ganger_master.core.effects import cut
 from ganger_master.core.gang_model import GangIntent, ObservedPhase, Outcome, OutcomeKind, Restore, StoredOrder
 from ganger_master.core.job_model import Capabilities, JobSpec
-from ganger_master.rpc import job_messages
+from ganger_master.rpc import capability_messages, job_messages
 
 # No quantum is fifty times as long as that.
 _LONGEST_SWITCH_S: Final = 3600.0
@@ -189,7 +189,7 @@ def observed_gang_from_wire(message: agent_pb2.ObservedGang) -> commands.Observe
         checkpoint=(job_messages.checkpoint_from_wire(message.checkpoint) if message.HasField("checkpoint") else None),
         peak_device_bytes=min(message.peak_device_bytes, _BYTES_MOST),
         capabilities=(
-            job_messages.capabilities_from_wire(message.capabilities)
+            capability_messages.capabilities_from_wire(message.capabilities)
             if message.HasField("capabilities")
             else Capabilities()
         ),

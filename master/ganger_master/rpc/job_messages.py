@@ -17,11 +17,9 @@ from ganger.wire.errors import SpecInvalid, Violation
 
 from ganger_master.core.array_model import LOSS, STEP, Membership, RuleKind, StopRule
 from ganger_master.core.desired_projection import ranks_by_claim
-from ganger_master.core.effects import cut
 from ganger_master.core.gang_model import Gang, GangPhase
 from ganger_master.core.job_model import (
     Agent,
-    Capabilities,
     Checkpoint,
     Failure,
     JobMetric,
@@ -33,6 +31,7 @@ from ganger_master.core.job_model import (
     resolved,
 )
 from ganger_master.core.lifecycle import trouble_of
+from ganger_master.rpc.capability_messages import capabilities_to_wire, mechanism_from_wire, mechanism_to_wire
 from ganger_master.runtime.progress_board import Sample
 
 _KINDS: Final = {kind: array_pb2.StopRule.Kind.Value(f"KIND_{kind.name}") for kind in RuleKind}
@@ -121,13 +120,11 @@ _SLICE_STATES: Final[Mapping[bool | None, job_pb2.Gang.SliceState.ValueType]] = 
     True: job_pb2.Gang.SLICE_STATE_ACTIVE,
     False: job_pb2.Gang.SLICE_STATE_INACTIVE,
 }
+_STOP_GRACE_S: Final = 60.0
 _ANYWHERE: Final = Locality()
 _ENTRIES_MOST: Final = {"command": 1_000, "environment": 10_000, "roles": 100, "labels": 100}
 # The largest number of steps, samples or bytes that a store can hold.
 _COUNT_MOST: Final = (1 << 63) - 1
-# Levels that a daemon may report as missing, and the characters of each reason.
-_MISSING_MOST: Final = 8
-_WHY_MOST: Final = 200
 _LEVELS_FROM_WIRE: Final[Mapping[int, SuspendLevel]] = {number: level for level, number in _LEVELS.items()}
 
 
@@ -176,6 +173,10 @@ def spec_from_wire(message: job_pb2.JobSpec) -> JobSpec:
         least_decrease=message.convergence.least_decrease,
         converged_passes=message.convergence.passes or 1,
         distributed=message.distributed,
+        mechanism=mechanism_from_wire(message.mechanism),
+        is_move_required=message.is_move_required,
+        stop_signal=message.stop_signal,
+        stop_grace_seconds=times.seconds(message.stop_grace) if message.HasField("stop_grace") else _STOP_GRACE_S,
     )
 
 
@@ -196,6 +197,13 @@ def spec_to_wire(spec: JobSpec, *, with_environment: bool, into: job_pb2.JobSpec
         message.scheduler = spec.scheduler
     if spec.distributed:
         message.distributed = True
+    if spec.mechanism:
+        message.mechanism = mechanism_to_wire(spec.mechanism)
+    if spec.is_move_required:
+        message.is_move_required = True
+    if spec.stop_signal:
+        message.stop_signal = spec.stop_signal
+        message.stop_grace.CopyFrom(times.duration(spec.stop_grace_seconds))
     message.agent = job_pb2.JobSpec.AGENT_NONE if spec.agent is Agent.NONE else job_pb2.JobSpec.AGENT_AUTOMATIC
     _resources_to_wire(spec, message)
     _rules_to_wire(spec, message)
@@ -401,31 +409,6 @@ def checkpoint_from_wire(message: job_pb2.Checkpoint) -> Checkpoint:
         message.path,
         min(message.size_bytes, _COUNT_MOST),
         times.unix_s(message.create_time),
-    )
-
-
-def capabilities_to_wire(value: Capabilities) -> job_pb2.Capabilities:
-    return job_pb2.Capabilities(
-        can_pause=value.pause,
-        can_offload=value.offload,
-        can_checkpoint=value.checkpoint,
-        missing=dict(value.missing),
-        can_resize=value.resize,
-        resize_divides=value.resize_divides,
-        is_presumed=value.presumed,
-    )
-
-
-def capabilities_from_wire(message: job_pb2.Capabilities) -> Capabilities:
-    return Capabilities(
-        message.can_pause,
-        message.can_offload,
-        message.can_checkpoint,
-        {level[:_WHY_MOST]: cut(why, _WHY_MOST) for level, why in sorted(message.missing.items())[:_MISSING_MOST]},
-        known=True,
-        resize=message.can_resize,
-        resize_divides=message.resize_divides,
-        presumed=message.is_presumed,
     )
 
 

@@ -38,7 +38,7 @@ from ganger_master.core.plan_changes import (
     SuspendChange,
     TrialFinding,
 )
-from ganger_master.rpc import job_messages
+from ganger_master.rpc import capability_messages, job_messages
 
 _STATES: Final = job_messages.STATES_FROM_WIRE
 _PHASES_TO_WIRE: Final = {phase: job_pb2.Gang.Phase.Value(f"PHASE_{phase.name}") for phase in GangPhase}
@@ -76,7 +76,7 @@ def live_job_to_wire(job: JobRecord, gang: Gang | None, into: scheduling_pb2.Liv
     if job.move_pause_seconds:
         into.move_pause.CopyFrom(times.duration(job.move_pause_seconds))
     if job.capabilities.known:
-        into.capabilities.CopyFrom(job_messages.capabilities_to_wire(job.capabilities))
+        into.capabilities.CopyFrom(capability_messages.capabilities_to_wire(job.capabilities))
     if gang is not None:
         _gang_to_wire(gang, into.gang)
 
@@ -109,7 +109,7 @@ def live_job_from_wire(message: scheduling_pb2.LiveJob) -> tuple[JobRecord, Gang
         ending=JobState.PENDING if message.is_ending else None,
     )
     if message.HasField("capabilities"):
-        job = replace(job, capabilities=job_messages.capabilities_from_wire(message.capabilities))
+        job = replace(job, capabilities=capability_messages.capabilities_from_wire(message.capabilities))
     return job, gang
 
 
