@@ -60,7 +60,7 @@ SPEC = JobSpec(
     mechanism=Mechanism.SIGNAL,
     is_move_required=True,
     stop_signal="USR1",
-    stop_grace_seconds=300.0,
+    stop_grace_s=300.0,
 )
 CLAIM = Claim("n1", 0b11, (2000,), 1 << 31, tasks=(2,))
 GANG = Gang(

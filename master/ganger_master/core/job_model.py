@@ -84,7 +84,7 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True):
     is_move_required: bool = False
     # The signal at which the script saves itself and exits, "TERM"; empty: none.
     stop_signal: str = ""
-    stop_grace_seconds: float = 60.0
+    stop_grace_s: float = 60.0
     # Set by the master.
     array: Membership | None = None
 

@@ -162,7 +162,7 @@ def _wrong_mechanism(spec: JobSpec) -> Iterator[tuple[str, str]]:
         yield "spec.stop_signal", "a script cannot handle it"
     if spec.mechanism is Mechanism.SIGNAL and not spec.stop_signal:
         yield "spec.stop_signal", "name the signal at which the script saves itself"
-    if not 0 < spec.stop_grace_seconds <= _SECONDS_LIMIT:
+    if not 0 < spec.stop_grace_s <= _SECONDS_LIMIT:
         yield "spec.stop_grace", f"more than zero, {_CENTURY}"
 
 

@@ -176,7 +176,7 @@ def spec_from_wire(message: job_pb2.JobSpec) -> JobSpec:
         mechanism=mechanism_from_wire(message.mechanism),
         is_move_required=message.is_move_required,
         stop_signal=message.stop_signal,
-        stop_grace_seconds=times.seconds(message.stop_grace) if message.HasField("stop_grace") else _STOP_GRACE_S,
+        stop_grace_s=times.seconds(message.stop_grace) if message.HasField("stop_grace") else _STOP_GRACE_S,
     )
 
 
@@ -203,7 +203,7 @@ def spec_to_wire(spec: JobSpec, *, with_environment: bool, into: job_pb2.JobSpec
         message.is_move_required = True
     if spec.stop_signal:
         message.stop_signal = spec.stop_signal
-        message.stop_grace.CopyFrom(times.duration(spec.stop_grace_seconds))
+        message.stop_grace.CopyFrom(times.duration(spec.stop_grace_s))
     message.agent = job_pb2.JobSpec.AGENT_NONE if spec.agent is Agent.NONE else job_pb2.JobSpec.AGENT_AUTOMATIC
     _resources_to_wire(spec, message)
     _rules_to_wire(spec, message)
