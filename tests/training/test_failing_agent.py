@@ -182,7 +182,7 @@ ATTACH = "import ganger\njob = ganger.attach(model=model, optimizer=optimizer)"
 
 @pytest.mark.parametrize("way", SHARDING)
 @pytest.mark.parametrize("attached", [False, True])
-def test_sharded_jobs_train_are_counted_and_can_be_paused(tmp_path: Path, way: str, attached: bool) -> None:
+def test_sharded_jobs_train_are_counted_and_offer_to_be_parked(tmp_path: Path, way: str, attached: bool) -> None:
     text = SHARDED.format(
         shard=SHARDING[way], attach=ATTACH if attached else "", step="job.step(loss)" if attached else "", steps=3000
     )
@@ -199,17 +199,20 @@ def test_sharded_jobs_train_are_counted_and_can_be_paused(tmp_path: Path, way: s
     for rank in ranks:
         assert rank.page.get(Word.OPAQUE) == Opaque.NO, rank.output()
         assert rank.page.get(Word.DEVICE_BYTES) > 0
-        if not attached:
-            assert rank.page.get(Word.CAPABILITIES) == Capability.PAUSE
-            said = json.loads((rank.directory / f"rank-{rank.rank}.no-CHECKPOINT.json").read_text())
-            assert "sharded" in said["message"]
+        # the attached one takes its batches from a loader of its own
+        offered = Capability.PAUSE | Capability.OFFLOAD | (0 if attached else Capability.CHECKPOINT)
+        assert rank.page.get(Word.CAPABILITIES) & ~Capability.FIVE_LINE == offered
         rank.order(3, PageOrderKind.RUN)
     assert end_together(ranks) == [0, 0], ranks[0].output() + ranks[1].output()
     assert "trained" in ranks[0].output()
 
 
-def test_an_attached_sharded_job_refuses_the_stop_with_its_reason_and_is_not_stopped_again(tmp_path: Path) -> None:
-    text = SHARDED.format(shard=SHARDING["FSDP2"], attach=ATTACH, step="job.step(loss)", steps=3000)
+def test_an_attached_job_that_cannot_be_saved_refuses_the_stop_with_its_reason_and_is_not_stopped_again(
+    tmp_path: Path,
+) -> None:
+    odd = "type('Odd', (), {'state_dict': lambda self: {'it': object()}, 'load_state_dict': None})()"
+    holds = f"{ATTACH}\njob.register('odd', {odd})"
+    text = SHARDED.format(shard=SHARDING["FSDP2"], attach=holds, step="job.step(loss)", steps=3000)
     rendezvous = Rendezvous()
     ranks = [
         Rank(tmp_path / "run", _script(tmp_path, text), rank=rank, world=2, rendezvous=rendezvous, arena_bytes=1 << 20)

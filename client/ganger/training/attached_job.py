@@ -206,16 +206,21 @@ class TrainingJob:
         shuffle: bool = False,
         num_workers: int = 0,
         drop_last: bool = False,
+        mesh: Any = None,
         **options: Any,
     ) -> ElasticLoader:
         """A loader of this rank's share of `dataset` that goes on where training was.
 
         `global_batch` samples over all ranks form one step, whatever their number; ValueError if the ranks do not
         divide it. A function says how many for a number of ranks, for jobs that are to take more with more of them.
+        `mesh`: the data-parallel dimension of a device mesh (`mesh["dp"]`), where ranks of another share their samples.
         Call it in the same order in every run. `options` go to torch's DataLoader. Position counts the batches the loop
         has taken, not those prefetched.
         """
-        rank, world = rank_and_world(self._control)
+        rank, ranks = rank_and_world(self._control)
+        world = ranks
+        if mesh is not None:
+            rank, world = mesh.get_local_rank(), mesh.size()
         number = self._made
         self._made += 1
         is_constant = isinstance(global_batch, int)
@@ -239,7 +244,7 @@ class TrainingJob:
             self._go_on(number, loader)
         self._loaders[number:] = [loader, *self._loaders[number + 1 :]]
         if self._control is not None:
-            self._offer_resize(self._control, global_batch if is_constant else 0)
+            self._offer_resize(self._control, global_batch * ranks // world if is_constant else 0)
         return loader
 
     def epochs(self, count: int) -> Iterator[int]:

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ganger.training import state_codec
-from ganger.training.image_io import ImagePlan, OpenImage, host_view, plan_image, read_tensors
+from ganger.training.image_io import ImagePlan, host_view, plan_image
+from ganger.training.image_reading import OpenImage, read_tensors
+from ganger.training.sharded_reading import LaidOutAs, read_state, whole_shape
+from ganger.training.sharded_tensors import is_sharded, local_part
 from ganger.training.state_codec import StateNotSupportedError, TensorRef, TensorTable, device_model, notice_of_change
 
 
@@ -75,14 +78,17 @@ class TrainingObjects:
 
 @dataclass(frozen=True)
 class Captured:
-    """`tree` is tagged JSON over `tensors`; the first `live` of them belong to the script, the others are copies."""
+    """`tree` is tagged JSON over `tensors`; the first `live` of them belong to the script, the others are copies.
+
+    `layouts`: of those that are parts of sharded tensors, by index."""
 
     tree: Any
     tensors: tuple[torch.Tensor, ...]
     live: int
+    layouts: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def plan(self, *, step: int, samples: int, rank: int, world: int) -> ImagePlan:
-        return plan_image(self.tree, self.tensors, step=step, samples=samples, rank=rank, world=world)
+        return plan_image(self.tree, self.tensors, self.layouts, step=step, samples=samples, rank=rank, world=world)
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,8 @@ def capture(training: TrainingObjects, position: dict[str, Any]) -> Captured:
 
     Gradients that are not None are part of the state: the script may still add to them.
     """
+    for model in training.models.values():
+        _reshard_parameters(model)
     table = TensorTable()
     tree: dict[str, Any] = {
         "models": {name: _encode_model(unwrapped(model), table, name) for name, model in training.models.items()},
@@ -134,7 +142,7 @@ def capture(training: TrainingObjects, position: dict[str, Any]) -> Captured:
     }
     tree["random"] = state_codec.encode(capture_random(), table, "random")
     tree["position"] = state_codec.encode(position, table, "position")
-    return Captured(tree, tuple(table.tensors), live)
+    return Captured(tree, tuple(table.tensors), live, table.layouts)
 
 
 def position_of(image: OpenImage) -> dict[str, Any]:
@@ -146,15 +154,22 @@ def position_of(image: OpenImage) -> dict[str, Any]:
     return position
 
 
-def restore(training: TrainingObjects, image: OpenImage) -> Restored:
+def restore(training: TrainingObjects, image: OpenImage, shard: Callable[[int], OpenImage] | None = None) -> Restored:
     """Put the image's state into the script's objects. The random generators are left alone.
 
-    Raises StateMismatchError, ImageError, OSError. After an error the objects hold a mixture: the process must end.
+    `shard` opens the image of any rank of the same checkpoint: parts of sharded tensors are put together from all of
+    them where the number of ranks is another one. Raises StateMismatchError, ImageError, OSError. After an error the
+    objects hold a mixture: the process must end.
     """
     try:
         saved = state_codec.references(image.tree)
-        destinations = dict(_destinations(training, saved, image))
-        tensors = read_tensors(image, destinations, lambda kind: _device(training, kind))
+        tensors = read_state(
+            image.header["tensors"],
+            dict(_destinations(training, saved, image)),
+            dict(_beside_parameters(training, saved)),
+            lambda plain, skipped: read_tensors(image, plain, lambda kind: _device(training, kind), skipped),
+            lambda parts: _reshard(image, parts, shard),
+        )
         state = state_codec.decode(image.tree, tensors.__getitem__)
         _apply(training, state)
         unclaimed = {name: item for name, item in state["objects"].items() if name not in training.objects}
@@ -163,6 +178,17 @@ def restore(training: TrainingObjects, image: OpenImage) -> Restored:
         return Restored(image.step, rank, world, state["position"], state["random"], unclaimed, notice)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
         raise StateMismatchError(f"the saved state does not fit this script: {error}") from error
+
+
+def _reshard(image: OpenImage, parts: dict[int, torch.Tensor], shard: Callable[[int], OpenImage] | None) -> None:
+    if shard is None:
+        raise StateMismatchError(
+            f"the state is sharded over {image.header['world']} ranks in another way than the script's; only from a"
+            " checkpoint on storage can another number of ranks take it over"
+        )
+    from ganger.training.resharded_state import reshard
+
+    reshard(image, parts, shard)
 
 
 # -- models
@@ -174,6 +200,14 @@ def _own_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module,
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None:
                 yield (f"{prefix}.{name}" if prefix else name), module, name, tensor
+
+
+def _reshard_parameters(model: torch.nn.Module) -> None:
+    """Let FSDP2 give back parameters that it has gathered whole (an evaluation leaves the outermost so): the next pass
+    gathers them again."""
+    for module in model.modules():
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+            module.reshard()  # type: ignore[operator]
 
 
 def _encode_model(model: torch.nn.Module, table: TensorTable, name: str) -> Any:
@@ -203,14 +237,14 @@ def _model_destinations(
         tensor = own[path]
         if torch.nn.parameter.is_lazy(tensor):
             lazy: Any = tensor
-            lazy.materialize(tuple(image.header["tensors"][reference.index]["shape"]))
+            lazy.materialize(tuple(whole_shape(image.header["tensors"][reference.index])))
         yield reference.index, tensor
 
 
 def _apply_model(model: torch.nn.Module, saved: dict[str, Any]) -> None:
     for path, module, leaf, tensor in _own_tensors(model):
         value = saved["tensors"][path]
-        if value.data_ptr() != tensor.data_ptr():
+        if local_part(value).data_ptr() != local_part(tensor).data_ptr():
             # tied when saved, apart now: both get the value
             with torch.no_grad():
                 getattr(module, leaf).copy_(value)
@@ -270,7 +304,7 @@ def _optimizer_destinations(
             tensor = present.get(key)
             if isinstance(reference, TensorRef) and isinstance(tensor, torch.Tensor):
                 entry = image.header["tensors"][reference.index]
-                same = list(tensor.shape) == entry["shape"] and str(tensor.dtype) == f"torch.{entry['dtype']}"
+                same = list(tensor.shape) == whole_shape(entry) and str(tensor.dtype) == f"torch.{entry['dtype']}"
                 if same and tensor.device.type == entry.get("device", "cpu"):
                     yield reference.index, tensor
 
@@ -324,7 +358,7 @@ def apply_object(item: Any, saved: Any) -> None:
     if isinstance(item, torch.Generator):
         item.set_state(saved.cpu())
     elif isinstance(item, torch.Tensor):
-        if saved.data_ptr() != item.data_ptr():
+        if local_part(saved).data_ptr() != local_part(item).data_ptr():
             with torch.no_grad():
                 item.copy_(saved)
     else:
@@ -367,6 +401,26 @@ def _apply(training: TrainingObjects, state: dict[str, Any]) -> None:
             apply_object(item, state["objects"][name])
 
 
+def _beside_parameters(training: TrainingObjects, saved: dict[str, Any]) -> Iterator[tuple[int, LaidOutAs]]:
+    """Yield what is made anew for parameters, their gradients and the optimizers' state, with the parameter."""
+    saved_as: dict[int, int] = {}
+    for name, model in training.models.items():
+        kept = saved["models"][name]
+        for path, _, _, tensor in _own_tensors(unwrapped(model)):
+            saved_as[id(tensor)] = kept["tensors"][path].index
+            if path in (kept["gradients"] or ()):
+                yield kept["gradients"][path].index, LaidOutAs(tensor, saved_as[id(tensor)])
+    for name, optimizer in training.optimizers.items():
+        parameters = _parameters(optimizer)
+        for number, values in saved["optimizers"][name].get("state", ()):
+            parameter = parameters[number] if isinstance(number, int) else None
+            if parameter is None or id(parameter) not in saved_as or not isinstance(values, dict):
+                continue
+            for reference in values.values():
+                if isinstance(reference, TensorRef):
+                    yield reference.index, LaidOutAs(parameter, saved_as[id(parameter)])
+
+
 def _device(training: TrainingObjects, kind: str) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
@@ -389,19 +443,15 @@ def why_not_replicated(training: TrainingObjects) -> str:
             if type(module).__name__ in _SHARDING_MODULES:
                 return f"{name}{path and '.'}{path} is sharded over the ranks ({type(module).__name__})"
         for path, parameter in unwrapped(model).named_parameters():
-            if _is_sharded(parameter):
+            if is_sharded(parameter):
                 return f"parameter {name}.{path} is sharded over the ranks ({type(parameter.data).__name__})"
     for name, optimizer in training.optimizers.items():
         if type(optimizer).__name__ in _SHARDING_OPTIMIZERS:
             return f"{name} is sharded over the ranks ({type(optimizer).__name__})"
     for name, item in training.objects.items():
-        if isinstance(item, torch.Tensor) and _is_sharded(item):
+        if isinstance(item, torch.Tensor) and is_sharded(item):
             return f"{name} is sharded over the ranks"
     return ""
-
-
-def _is_sharded(tensor: Any) -> bool:
-    return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
 def named_objects(given: Any, kind: str) -> dict[str, Any]:

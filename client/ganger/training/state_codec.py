@@ -17,6 +17,8 @@ from typing import Any, Callable
 
 import torch
 
+from ganger.training.sharded_tensors import is_sharded, layout_of, local_part
+
 TAG = "$"
 MAX_DEPTH = 200
 
@@ -33,19 +35,26 @@ class TensorRef:
 
 
 class TensorTable:
-    """Collects the distinct tensors of a state. A view that occurs twice (tied weights) is kept once."""
+    """Collects the distinct tensors of a state. A view that occurs twice (tied weights) is kept once.
+
+    Of a sharded tensor it has the part in this process, and in `layouts` where that is in the whole, by index."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
+        self.layouts: dict[int, dict[str, Any]] = {}
         self._known: dict[tuple[Any, ...], int] = {}
 
     def add(self, tensor: torch.Tensor) -> int:
-        tensor = tensor.detach()
-        key = _view_key(tensor)
+        """Return the tensor's index. Raises ValueError for a sharded one whose layout has no portable form."""
+        layout = layout_of(tensor)
+        tensor = local_part(tensor).detach()
+        key = (*_view_key(tensor), repr(layout))
         index = self._known.get(key)
         if index is None:
             index = self._known[key] = len(self.tensors)
             self.tensors.append(tensor)
+            if layout is not None:
+                self.layouts[index] = layout
         return index
 
 
@@ -102,11 +111,15 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _encode_tensor(value: torch.Tensor, table: TensorTable, where: str) -> Any:
-    if value.layout != torch.strided or value.is_quantized or value.device.type == "meta":
-        raise StateNotSupportedError(f"{where}: only dense tensors can be saved, this one is {value.layout}")
-    if type(value) not in (torch.Tensor, torch.nn.Parameter) and hasattr(value, "to_local"):
-        raise StateNotSupportedError(f"{where}: sharded tensors ({type(value).__name__}) are not supported yet")
-    return {TAG: "tensor", "i": table.add(value)}
+    part = local_part(value)
+    if part.layout != torch.strided or part.is_quantized or part.device.type == "meta":
+        raise StateNotSupportedError(f"{where}: only dense tensors can be saved, this one is {part.layout}")
+    if type(part) not in (torch.Tensor, torch.nn.Parameter) and (is_sharded(value) or hasattr(part, "to_local")):
+        raise StateNotSupportedError(f"{where}: sharded tensors of {type(part).__name__} cannot be saved")
+    try:
+        return {TAG: "tensor", "i": table.add(value)}
+    except ValueError as error:
+        raise StateNotSupportedError(f"{where}: {error}") from error
 
 
 def _encode_simple(value: Any, table: TensorTable) -> Any:

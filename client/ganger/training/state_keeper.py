@@ -7,13 +7,15 @@ times as much.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
 import os
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Callable, TypeVar
 
 import torch
@@ -24,17 +26,15 @@ from ganger.injob.state_image import ImageError, enter_pages
 from ganger.training.image_io import (
     TRANSFER_BYTES,
     ArenaSink,
-    ArenaSource,
     ArenaTooSmallError,
     FileSink,
-    FileSource,
     ImagePlan,
-    OpenImage,
     durable_shard,
-    open_image,
     write_image,
 )
+from ganger.training.image_reading import ArenaSource, FileSource, OpenImage, open_image
 from ganger.training.replay import Unflushed
+from ganger.training.sharded_tensors import local_part
 from ganger.training.state import Captured, Restored, StateMismatchError, TrainingObjects, capture, position_of, restore
 from ganger.training.state_codec import StateNotSupportedError
 
@@ -265,7 +265,10 @@ class StateKeeper:
         """
         if self._control.restore is None:
             return None
-        restored = self._from_assigned_state(lambda image: restore(self._training(), image))
+        order, shards = self._control.restore, contextlib.ExitStack()
+        shard = None if order.kind == "arena" else lambda rank: shards.enter_context(_opened_shard(order.path, rank))
+        with shards:
+            restored = self._from_assigned_state(lambda image: restore(self._training(), image, shard))
         _synchronize()
         return restored
 
@@ -281,12 +284,8 @@ class StateKeeper:
                 view = self.arena.view()
                 self._wait_for_arena(1)
                 return use(_not_older(open_image(ArenaSource(view, self._wait_for_arena)), order.step))
-            shard = os.path.join(order.path, f"rank-{order.rank}.shard")
-            descriptor = os.open(shard, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                return use(_not_older(open_image(FileSource(descriptor)), order.step))
-            finally:
-                os.close(descriptor)
+            with _opened_shard(order.path, order.rank) as image:
+                return use(_not_older(image, order.step))
         except (ImageError, StateMismatchError, ArenaTooSmallError, OSError) as error:
             self._control.give_up_restore(f"cannot restore: {error}")
 
@@ -364,6 +363,15 @@ class StateKeeper:
         self.tend()
 
 
+@contextlib.contextmanager
+def _opened_shard(directory: str, rank: int) -> Iterator[OpenImage]:
+    descriptor = os.open(os.path.join(directory, f"rank-{rank}.shard"), os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield open_image(FileSource(descriptor))
+    finally:
+        os.close(descriptor)
+
+
 def _not_older(image: OpenImage, step: int) -> OpenImage:
     if image.step < step:
         raise StateMismatchError(f"the state is of step {image.step}, but training was at step {step} already")
@@ -420,7 +428,7 @@ def _with_whole_storages(captured: Captured) -> tuple[Captured, tuple[int, ...]]
             covering[key] = len(tensors)
             tensors.append(whole)
         places.append(covering[key])
-    return Captured(captured.tree, tuple(tensors), captured.live), tuple(places)
+    return replace(captured, tensors=tuple(tensors)), tuple(places)
 
 
 def _freed(
@@ -442,16 +450,10 @@ def device_bytes(training: TrainingObjects) -> tuple[int, int]:
         now = sum(torch.cuda.memory_allocated(device) for device in devices)
         return now, sum(torch.cuda.max_memory_allocated(device) for device in devices)
     seen: dict[tuple[str, int], int] = {}
-    for tensor in map(_local, _live_tensors(training)):
+    for tensor in map(local_part, _live_tensors(training)):
         seen[_storage_key(tensor)] = tensor.untyped_storage().nbytes()
     total = sum(seen.values())
     return total, total
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a sharded tensor (DTensor: FSDP2, tensor parallel) that lies in this process's memory."""
-    shard: Any = getattr(tensor, "_local_tensor", None)
-    return tensor if shard is None else shard
 
 
 def _live_tensors(training: TrainingObjects) -> list[torch.Tensor]:

@@ -1,0 +1,171 @@
+"""Sharded jobs (FSDP2, tensor parallel, both, FSDP1) are parked, saved, moved and resharded as others are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from ganger.injob.page_layout import PageOrderKind, PageParkLevel, Word
+from training.harness import Rank, Rendezvous, end_together
+
+pytestmark = pytest.mark.torch
+
+SCRIPT = """
+import os, sys, torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+import ganger
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+torch.manual_seed(1)
+world = dist.get_world_size()
+model = nn.Sequential(nn.Linear(128, 514), nn.Tanh(), nn.Linear(514, 128), nn.LayerNorm(128))
+{shard}
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+job = ganger.attach(model=model, optimizer=optimizer)
+torch.manual_seed(2)
+loader = job.dataloader(torch.randn(48, 128), global_batch=8, shuffle=True, mesh=mesh["dp"])
+for epoch in job.epochs({epochs}):
+    for x in loader:
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        {clip}
+        optimizer.step()
+        optimizer.zero_grad({zero})
+        mean = loss.detach().clone()
+        dist.all_reduce(mean, group=mesh["dp"].get_group())
+        print("step", job.step_count + 1, (mean / mesh["dp"].size()).item().hex(), flush=True)
+        job.step()
+total = sum(p.full_tensor().double().sum().item() if hasattr(p, "full_tensor") else p.double().sum().item()
+            for p in model.parameters())
+print("weights", total.hex(), flush=True)
+dist.destroy_process_group()
+"""
+FSDP2 = """
+from torch.distributed.fsdp import fully_shard
+mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+fully_shard(model[0], mesh=mesh); fully_shard(model, mesh=mesh)
+"""
+TENSOR_PARALLEL = """
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
+parallelize_module(model, mesh["tp"], {'0': ColwiseParallel(), '2': RowwiseParallel()})
+"""
+BOTH = """
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+parallelize_module(model, mesh["tp"], {'0': ColwiseParallel(), '2': RowwiseParallel()})
+fully_shard(model[0], mesh=mesh["dp"]); fully_shard(model, mesh=mesh["dp"])
+"""
+FSDP1 = """
+from torch.distributed.fsdp import FullyShardedDataParallel
+mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params={orig})
+"""
+WAYS = {
+    "FSDP2": FSDP2,
+    "tensor parallel": TENSOR_PARALLEL,
+    "FSDP2 over tensor parallel": BOTH,
+    "FSDP1": FSDP1.replace("{orig}", "False"),
+    "FSDP1 with the original parameters": FSDP1.replace("{orig}", "True"),
+}
+
+
+def _script(tmp_path: Path, shard: str, epochs: int = 12, clip: str = "pass", zero: str = "") -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.format(shard=shard, epochs=epochs, clip=clip, zero=zero))
+    return path
+
+
+def _gang(directory: Path, script: Path, world: int, **options: object) -> list[Rank]:
+    store = Rendezvous()
+    return [Rank(directory, script, rank=rank, world=world, rendezvous=store, **options) for rank in range(world)]
+
+
+def _text(ranks: list[Rank]) -> str:
+    return "".join(rank.output() for rank in ranks)
+
+
+def _losses(*parts: Rank) -> dict[int, float]:
+    found = [line for part in parts for line in re.findall(r"^step (\d+) (\S+)$", part.output(), re.MULTILINE)]
+    return {int(step): float.fromhex(loss) for step, loss in found}
+
+
+def _weights(rank: Rank) -> str:
+    return re.findall(r"^weights (\S+)$", rank.output(), re.MULTILINE)[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_sharded_job_that_was_parked_and_restarted_ends_as_one_that_was_not(tmp_path: Path, way: str) -> None:
+    world = 4 if way == "FSDP2 over tensor parallel" else 2
+    script = _script(tmp_path, WAYS[way])
+    alone = _gang(tmp_path / "alone", script, world, managed=False)
+    assert end_together(alone) == [0] * world, _text(alone)
+
+    _check_parked_and_restarted(tmp_path, script, alone)
+
+
+def _check_parked_and_restarted(tmp_path: Path, script: Path, alone: list[Rank], *, agent: bool = False) -> None:
+    world = len(alone)
+    shards = tmp_path / "shards"
+    first = _gang(tmp_path / "first", script, world, arena_bytes=8 << 20, agent=agent)
+    for rank in first:
+        rank.at_step(3)
+        rank.stop(2, PageParkLevel.OFFLOAD)
+    for rank in first:
+        rank.reached(2)
+        freed, used = rank.page.get(Word.OFFLOADED_BYTES), rank.page.get(Word.DEVICE_BYTES)
+        assert freed >= 0.95 * used > 0, f"rank {rank.rank}: {freed} of {used}"
+    for rank in first:
+        rank.order(3, PageOrderKind.RUN)
+    for rank in first:
+        rank.at_step(20)
+        rank.stop(4, PageParkLevel.CHECKPOINT, checkpoint=str(shards))
+    assert end_together(first) == [75] * world, _text(first)
+    step = {rank.page.get(Word.CHECKPOINT_STEP) for rank in first}.pop()
+    restore = {"kind": "checkpoint", "path": str(shards), "step": step}
+    last = _gang(tmp_path / "last", script, world, restore=restore, agent=agent)
+    assert end_together(last) == [0] * world, _text(last)
+    for before, after, reference in zip(first, last, alone, strict=True):
+        assert _losses(before, after) == _losses(reference)
+        assert _weights(after) == _weights(reference)
+
+
+UNMODIFIED = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader, TensorDataset
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+torch.manual_seed(1)
+world = dist.get_world_size()
+model = nn.Sequential(nn.Linear(128, 514), nn.Tanh(), nn.Linear(514, 128))
+{shard}
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+loader = DataLoader(TensorDataset(torch.randn(48, 128)), batch_size=4, shuffle=True)
+step = 0
+for epoch in range(6):
+    for (x,) in loader:
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        print("step", step, loss.item().hex(), flush=True)
+total = sum(p.full_tensor().double().sum().item() for p in model.parameters())
+print("weights", total.hex(), flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_an_unmodified_sharded_job_that_was_parked_and_restarted_ends_as_one_that_was_not(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(UNMODIFIED.format(shard=FSDP2))
+    alone = _gang(tmp_path / "alone", script, 2, managed=False)
+    assert end_together(alone) == [0, 0], _text(alone)
+    _check_parked_and_restarted(tmp_path, script, alone, agent=True)
