@@ -26,7 +26,7 @@ model = nn.Sequential(nn.Linear(128, 514), nn.Tanh(), nn.Linear(514, 128), nn.La
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 job = ganger.attach(model=model, optimizer=optimizer)
 torch.manual_seed(2)
-loader = job.dataloader(torch.randn(48, 128), global_batch=8, shuffle=True, mesh=mesh["dp"])
+loader = job.dataloader(torch.randn(48, 128), global_batch={batch}, shuffle=True, mesh=mesh["dp"])
 for epoch in job.epochs({epochs}):
     for x in loader:
         loss = (model(x) - x).square().mean()
@@ -74,9 +74,9 @@ WAYS = {
 }
 
 
-def _script(tmp_path: Path, shard: str, epochs: int = 12, clip: str = "pass", zero: str = "") -> Path:
+def _script(tmp_path: Path, shard: str, epochs: int = 12, batch: int = 8, clip: str = "pass", zero: str = "") -> Path:
     path = tmp_path / "train.py"
-    path.write_text(SCRIPT.format(shard=shard, epochs=epochs, clip=clip, zero=zero))
+    path.write_text(SCRIPT.format(shard=shard, epochs=epochs, batch=batch, clip=clip, zero=zero))
     return path
 
 
@@ -169,3 +169,39 @@ def test_an_unmodified_sharded_job_that_was_parked_and_restarted_ends_as_one_tha
     alone = _gang(tmp_path / "alone", script, 2, managed=False)
     assert end_together(alone) == [0, 0], _text(alone)
     _check_parked_and_restarted(tmp_path, script, alone, agent=True)
+
+
+RESIZED = {
+    "FSDP2, fewer": (FSDP2, 4, 2),
+    "FSDP2, more, in uneven parts": (FSDP2, 2, 3),
+    "FSDP2 over tensor parallel, fewer": (BOTH, 4, 2),
+    "FSDP2 over tensor parallel, more": (BOTH, 2, 4),
+}
+
+
+@pytest.mark.parametrize("case", RESIZED)
+def test_another_number_of_ranks_takes_over_the_shards_of_a_checkpoint(tmp_path: Path, case: str) -> None:
+    shard, before, after = RESIZED[case]
+    script = _script(tmp_path, shard, epochs=2, batch=12)
+    alone = _gang(tmp_path / "alone", script, before, managed=False)
+    assert end_together(alone) == [0] * before, _text(alone)
+    shards = tmp_path / "shards"
+    first = _gang(tmp_path / "first", script, before, stop_at=3, checkpoint=shards)
+    assert end_together(first) == [75] * before, _text(first)
+    step = {rank.page.get(Word.CHECKPOINT_STEP) for rank in first}.pop()
+    store = Rendezvous()
+    last = [
+        Rank(
+            tmp_path / "last",
+            script,
+            rank=rank,
+            world=after,
+            rendezvous=store,
+            restore={"kind": "checkpoint", "path": str(shards), "step": step, "rank": rank % before},
+        )
+        for rank in range(after)
+    ]
+    assert end_together(last) == [0] * after, _text(last)
+    expected = _losses(alone[0])
+    assert _losses(first[0], last[0]) == pytest.approx(expected, rel=0, abs=1e-6)
+    assert len(expected) == 8 > step
