@@ -15,7 +15,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 _lines: list[str] = []
 
@@ -82,10 +81,6 @@ def read_back(path: str) -> Callable[[str], object]:
     return write
 
 
-def _private(path: Any, flags: int) -> int:
-    return os.open(path, flags, 0o600)
-
-
 WAYS: dict[str, Callable[[str], Callable[[str], object]]] = {
     "open w": lambda path: open(path, "w", 1).write,
     "open a": lambda path: open(path, "a", 1).write,
@@ -94,7 +89,6 @@ WAYS: dict[str, Callable[[str], Callable[[str], object]]] = {
     "buffered bytes": in_bytes,
     "open w+": lambda path: open(path, "w+", 1).write,
     "open a+": lambda path: open(path, "a+", 1).write,
-    "opener": lambda path: open(path, "w", 1, opener=_private).write,
     "io.open": lambda path: io.open(path, "w", 1).write,  # noqa: UP020
     "Path.open": lambda path: Path(path).open("w", 1).write,
     "codecs.open": with_codec,

@@ -17,6 +17,7 @@ from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any, Callable
 
 from ganger.training import rank_processes
+from ganger.training.outside_changes import OutsideChanges
 from ganger.training.replay import OutputReplay
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _script: UnmodifiedScript | None = None
 _diversion: OutputReplay | None = None
+_outside: OutsideChanges | None = None
 _waiting: _AfterImport | None = None
 _is_installed = False
 
@@ -31,13 +33,17 @@ _is_installed = False
 def install() -> None:
     """Wait for a training loop in this process. Does nothing outside Ganger or where the user wants no agent; harmless
     where torch is never imported."""
-    global _is_installed, _diversion, _waiting
+    global _is_installed, _diversion, _outside, _waiting
     if _is_installed or not os.environ.get("GANGER_PAGE") or os.environ.get("GANGER_AGENT") == "none":
         return
     _is_installed = True
-    if os.environ.get("GANGER_RESTORE") and not rank_processes.is_child():
-        _diversion = OutputReplay(_replay_log())
-        atexit.register(_ended_too_early)
+    if not rank_processes.is_child():
+        _outside = OutsideChanges()
+        if os.environ.get("GANGER_RESTORE"):
+            _diversion = OutputReplay(_replay_log())
+            _diversion.on_new_file = _outside.before_repeating = _give_up_replay
+            atexit.register(_ended_too_early)
+        _outside.watch()
     if "torch" in sys.modules:
         _hook()
     else:
@@ -56,6 +62,15 @@ def stand_down() -> None:
         _script = None
     if _diversion is not None:
         _diversion.end()
+    if _outside is not None:
+        _outside.end()
+
+
+def _give_up_replay(reason: str) -> None:
+    """End the process before it makes a change outside that it must not make again."""
+    if _script is not None:
+        _script.give_up_replay(reason)
+    _stand_aside(RuntimeError(f"this script cannot be run again to its position: {reason}"))
 
 
 def _replay_log() -> str:
@@ -78,7 +93,8 @@ def _hook() -> None:
             return
         from ganger.training.unmodified_script import UnmodifiedScript
 
-        _script = UnmodifiedScript(_diversion)
+        assert _outside is not None, "made at the start, as this process is the rank"
+        _script = UnmodifiedScript(_diversion, _outside)
         os.register_at_fork(after_in_child=rank_processes.watch_after_fork)
         _script.hook()
     except Exception as problem:  # in the middle of the user's `import torch`

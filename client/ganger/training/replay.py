@@ -53,6 +53,12 @@ def _is_own_file(file: str) -> bool:
     return not file.startswith(_STANDARD) and not any(part in file for part in _INSTALLED)
 
 
+@functools.lru_cache(maxsize=1 << 14)
+def is_standard_file(file: str) -> bool:
+    """Return whether code in `file` is part of the standard library."""
+    return file.startswith("<frozen ") or (file.startswith(_STANDARD) and not any(part in file for part in _INSTALLED))
+
+
 # `inspect.CO_GENERATOR`: every process of a job imports this module, and `inspect` takes long to import.
 _IS_GENERATOR = 0x20
 _COUNTING = (itertools.islice, zip, map, itertools.chain, itertools.zip_longest)
@@ -172,6 +178,8 @@ class OutputReplay:
         if getattr(accessor, "open", None) is self._open:
             self._holders.append(accessor)  # Python 3.10 keeps its own reference there
         self._put(self._open, self._open_diverted)
+        # Called with what is wrong, before a file is made that was there when the script was stopped.
+        self.on_new_file: Callable[[str], object] = lambda _: None
         self.active = True
 
     def end(self) -> None:
@@ -211,13 +219,16 @@ class OutputReplay:
         closefd: bool = True,
         opener: Callable[[Any, int], int] | None = None,
     ) -> Any:
-        if not self.active or not _writes_again(file, mode):
+        if not self.active or opener is not None or not _writes_for_script(file, mode):
             return self._open(file, mode, buffering, encoding, errors, newline, closefd, opener)
-        open_real, path = opener or os.open, os.path.abspath(file)
+        if not os.path.isfile(file):
+            self.on_new_file(f"it would make {os.fspath(file)!r}, which was not there")
+            return self._open(file, mode, buffering, encoding, errors, newline, closefd, opener)
+        path = os.path.abspath(file)
         # neither cut off nor new: it goes on from here, even where it was "w" or "x"
         flags = (os.O_RDWR if "+" in mode else os.O_WRONLY) | (os.O_APPEND if "a" in mode else 0) | os.O_CLOEXEC
         opened = self._open(file, mode, buffering, encoding, errors, newline, True, self._nameless)
-        self._files[opened] = lambda: open_real(path, flags)
+        self._files[opened] = lambda: os.open(path, flags)
         return opened
 
     def _nameless(self, *_: Any) -> int:
@@ -228,13 +239,19 @@ class OutputReplay:
         return descriptor
 
 
-def _writes_again(file: Any, mode: str) -> bool:
-    """Return whether it is for the script that a file is opened which is there already, to be written from its
-    beginning or end. What a library writes it may read again: caches, locks."""
-    if isinstance(file, int) or not set(mode) & set("wax") or not os.path.isfile(file):
+def _writes_for_script(file: Any, mode: str) -> bool:
+    if isinstance(file, int) or not set(mode) & set("wax") or os.path.abspath(file).startswith("/dev/"):
         return False
-    frame: types.FrameType | None = sys._getframe(2)
-    while frame is not None and package_of(frame.f_globals.get("__name__")) in _OPEN_FOR_THEIR_CALLER:
+    return opens_for_script(sys._getframe(2))
+
+
+def opens_for_script(frame: types.FrameType | None) -> bool:
+    """Return whether it is for the script that the code in `frame` opens a file. What a library writes it may read
+    again: caches, locks."""
+    while frame is not None:
+        name = frame.f_globals.get("__name__")
+        if name != __name__ and package_of(name) not in _OPEN_FOR_THEIR_CALLER:
+            break
         frame = frame.f_back
     name = frame.f_globals.get("__name__") if frame is not None else None
     # a log is only ever written, by user code or by a library

@@ -2,9 +2,6 @@
 
 The order of objects must be the same in every run of the script, as names are numbers in that order. A search of the
 heap would find modules too, but takes up to a second in a large program, in every pause.
-
-A script that looks for its own checkpoint when it starts would, run again, begin in the middle; then counting its loops
-leads to another place than the one the state belongs to.
 """
 
 from __future__ import annotations
@@ -13,70 +10,36 @@ import functools
 import gc
 import itertools
 import os
-import pathlib
 import weakref
 from typing import Any, Callable
 
 import torch
 
+from ganger.training.outside_changes import OutsideChanges
 from ganger.training.state import TrainingObjects, unwrapped
 
 
-class ScriptFiles:
-    """`is_repeating`: whether the script is on its way back, when what it saves would spoil its files."""
+def note_saved_files(is_repeating: Callable[[], bool], outside: OutsideChanges) -> None:
+    """Let torch.save and torch.load report their files, which they open in C++; while `is_repeating`, nothing is
+    saved: the script would write again what it has written."""
+    save, load = torch.save, torch.load
 
-    def __init__(self, is_repeating: Callable[[], bool]) -> None:
-        self._is_repeating = is_repeating
-        self.saved: set[str] = set()
-        self._looked_for: set[str] = set()
-        self._undo: list[Callable[[], None]] = []
+    @functools.wraps(save)
+    def noted_save(item: Any, file: Any, *arguments: Any, **options: Any) -> None:
+        if is_repeating():
+            return
+        if isinstance(file, (str, os.PathLike)):
+            outside.saved(file)
+        save(item, file, *arguments, **options)
 
-    def watch(self) -> None:
-        """Once per process, before the script's first line."""
-        files, save = self, torch.save
+    @functools.wraps(load)
+    def noted_load(file: Any, *arguments: Any, **options: Any) -> Any:
+        if isinstance(file, (str, os.PathLike)):
+            outside.loaded(file)
+        return load(file, *arguments, **options)
 
-        @functools.wraps(save)
-        def noted_save(item: Any, file: Any, *arguments: Any, **options: Any) -> None:
-            if files._is_repeating():
-                return
-            save(item, file, *arguments, **options)
-            if isinstance(file, (str, os.PathLike)):
-                files.saved.add(_path(file))
-
-        setattr(torch, "save", noted_save)  # noqa: B010 (mypy: an assignment would need its exact type)
-        for holder, name in (
-            (torch, "load"),
-            (os.path, "exists"),
-            (os.path, "isfile"),
-            (pathlib.Path, "exists"),
-            (pathlib.Path, "is_file"),
-        ):
-            self._note_use(holder, name)
-
-    def first_loop_begins(self) -> None:
-        """Stop watching for files that the script looks for: it looks for a checkpoint before its first loop."""
-        while self._undo:
-            self._undo.pop()()
-
-    def resumed_from(self) -> str:
-        """Return the file that the script both saves and looks for at its start; '' without one."""
-        return min(self.saved & self._looked_for, default="")
-
-    def _note_use(self, holder: Any, name: str) -> None:
-        original = getattr(holder, name)
-
-        @functools.wraps(original)
-        def noted(file: Any, *arguments: Any, **options: Any) -> Any:
-            if isinstance(file, (str, os.PathLike)):
-                self._looked_for.add(_path(file))
-            return original(file, *arguments, **options)
-
-        setattr(holder, name, noted)
-        self._undo.append(lambda: setattr(holder, name, original))
-
-
-def _path(file: Any) -> str:
-    return os.path.abspath(os.fsdecode(file))
+    setattr(torch, "save", noted_save)  # noqa: B010 (mypy: an assignment would need its exact type)
+    setattr(torch, "load", noted_load)  # noqa: B010
 
 
 class Discovery:

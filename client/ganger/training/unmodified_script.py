@@ -22,10 +22,11 @@ from ganger.injob import exit_code as exitcode
 from ganger.injob.control import Control, failure_text
 from ganger.injob.page_layout import EXIT_NO_STATE, Capability, Opaque, PagePhase
 from ganger.training.loops import Loop, OneBatch, Resumed
+from ganger.training.outside_changes import OutsideChanges
 from ganger.training.progress_reporter import ProgressReporter
 from ganger.training.rank_processes import keep_default_group
 from ganger.training.replay import OutputReplay, counted_by, fetch_place, loops_inside_pass
-from ganger.training.script_objects import Discovery, ScriptFiles
+from ganger.training.script_objects import Discovery, note_saved_files
 from ganger.training.script_variables import Variables
 from ganger.training.state import TrainingObjects, capture, restore_random
 from ganger.training.state_codec import StateNotSupportedError, tell
@@ -41,8 +42,9 @@ NO_LOADER = "its batches come from no DataLoader, or from one it began to read b
 class UnmodifiedScript:
     """One process. Inert until a loop begins in the process of the rank with an optimizer alive."""
 
-    def __init__(self, diversion: OutputReplay | None) -> None:
+    def __init__(self, diversion: OutputReplay | None, outside: OutsideChanges) -> None:
         self._diversion = diversion
+        self._outside = outside
         self._retired = False
         # The agent has failed: steps are counted, no order is obeyed.
         self._is_aside = False
@@ -69,7 +71,6 @@ class UnmodifiedScript:
         self._variables = Variables(lambda: [(loop.number, loop.loader) for loop in self._living() if loop is not None])
         self._examined: weakref.ref[Loop] | None = None
         self._sites: set[Any] = set()
-        self._files = ScriptFiles(lambda: self._going_back and not self._retired)
         self._boundary_loop: Loop | None = None
         # going back
         self._going_back = diversion is not None
@@ -93,7 +94,7 @@ class UnmodifiedScript:
 
         self._stop_waiting_for_step = register_optimizer_step_pre_hook(self._before_step).remove
         register_optimizer_step_post_hook(self._after_step)
-        self._files.watch()
+        note_saved_files(lambda: self._going_back and not self._retired, self._outside)
         os.register_at_fork(after_in_child=self._forget_in_child)
 
     def retire(self) -> None:
@@ -113,7 +114,7 @@ class UnmodifiedScript:
         ended instead: it would train from a wrong one."""
         text = failure_text(problem)
         if self._going_back:
-            self._give_up_replay(text)
+            self.give_up_replay(text)
         print(f"ganger: {text}; training goes on", file=sys.stderr, flush=True)
         if self._is_aside or self._control is None:
             self.retire()
@@ -121,7 +122,7 @@ class UnmodifiedScript:
         self._is_aside = True
         self._control.step_aside(Opaque.AGENT_FAILED, text)
 
-    def _give_up_replay(self, text: str) -> NoReturn:
+    def give_up_replay(self, text: str) -> NoReturn:
         if self._diversion is not None:
             tail = self._diversion.tail()
             self._diversion.end()
@@ -154,7 +155,6 @@ class UnmodifiedScript:
         if self._control is None and not self._take_page():
             return original(loader)
         if not self._variables.noted:
-            self._files.first_loop_begins()
             self._note_variables()
         is_inner = any(loop is not None and loop.is_being_read for loop in self._living())
         number = -1 if is_inner else self._loops
@@ -252,15 +252,9 @@ class UnmodifiedScript:
             control.hello(self._capabilities, torch=str(torch.__version__), form="unmodified")
             control.phase(PagePhase.REPLAY)
             self._target = self._keeper.position_at_start()
-            self._files.saved.update(self._target["files"])
-            resumed = self._files.resumed_from()
             if self._target["reasons"]:
                 control.give_up_restore(
                     f"this script cannot be run again to its position: {'; '.join(self._target['reasons'])}"
-                )
-            if resumed:
-                control.give_up_restore(
-                    f"{resumed}: the script goes on from there by itself, so it cannot be run again to its position"
                 )
             return True
         control.hello(Capability.PAUSE, torch=str(torch.__version__), form="unmodified")
@@ -272,6 +266,8 @@ class UnmodifiedScript:
         assert self._progress is not None
         self._has_stepped = False
         self._boundary_loop = loop
+        if self._outside.reason or not self._outside.is_settled:
+            self._note_outside_changes()
         if not self._refined:
             self._refine(loop)
         if loop is not None and self._examined is not loop.reference:
@@ -323,9 +319,6 @@ class UnmodifiedScript:
             self.note_reason("it fetches batches ahead of the steps they are for")
         if loop.keeps_workers:
             self.note_reason("its DataLoader(persistent_workers=True) keeps random numbers in its workers")
-        resumed = self._files.resumed_from()
-        if resumed:
-            self.note_reason(f"it goes on from {resumed} by itself")
         if loop.site not in self._sites:
             # a search of the heap: once for each loop in the script's text
             self._sites.add(loop.site)
@@ -350,6 +343,10 @@ class UnmodifiedScript:
             self._reasons.append(reason)
             if self._refined and self._capabilities & Capability.CHECKPOINT:
                 self._tell_capabilities()
+
+    def _note_outside_changes(self) -> None:
+        if reason := self._outside.check():
+            self.note_reason(reason)
 
     def _note_variables(self) -> None:
         try:
@@ -377,7 +374,6 @@ class UnmodifiedScript:
             "at creation": None if loop is None else loop.at_creation,
             # needed on restore: a state parked for a pause can move to other nodes without the rank
             "reasons": list(self._reasons),
-            "files": sorted(self._files.saved),
             "variables": self._variables.changed() if Capability.CHECKPOINT & self._capabilities else {},
         }
         return position
@@ -420,6 +416,7 @@ class UnmodifiedScript:
         self._arriving_at = restored.position
         assert self._progress is not None
         self._progress.training = _weakly(self._training(), self._variables)
+        self._outside.before_repeating = None
         if self._diversion is not None:
             self._diversion.end()
         tell(restored.notice)

@@ -1,0 +1,104 @@
+"""A script that changes things outside of its process is not offered a second run that would change them again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ganger.injob.page_layout import Capability, Word
+from training.harness import Rank
+
+pytestmark = pytest.mark.torch
+
+HEAD = """
+import glob, os, pathlib, shutil, socket, sqlite3, subprocess, sys, tempfile
+import numpy, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+torch.set_num_threads(1)
+torch.manual_seed(1)
+model = nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = TensorDataset(torch.randn(12, 4))
+os.chdir(sys.argv[1])
+"""
+PASS = """
+for (x,) in DataLoader(data, batch_size=4, shuffle=True, num_workers={workers}):
+    optimizer.zero_grad(); model(x).square().mean().backward(); optimizer.step()
+    {inside}
+"""
+
+# A line before the training, a line in it, and what is said of it.
+REPEATED = {
+    "renames": ("", "torch.save(1, 'a'); os.replace('a', 'b')", "it renamed a to b at train.py:15"),
+    "removes": ("open('a', 'w').close(); os.remove('a')", "", "it removed a at train.py:12"),
+    "removes a tree": ("os.makedirs('a', exist_ok=True); shutil.rmtree('a')", "", "it removed a at"),
+    "makes a directory": ("os.mkdir('a')", "", "it made a at train.py:12"),
+    "makes one that must be new": ("pathlib.Path('a').mkdir()", "", "it made a at"),
+    "links": ("", "os.path.exists('l') or os.symlink('.', 'l')", "it linked l at"),
+    "copies": ("open('a', 'w').close()", "shutil.copyfile('a', 'b')", "it wrote b at"),
+    "touches": ("pathlib.Path('a').touch()", "", "a at train.py:12"),
+    "cuts off": ("open('a', 'w').close(); os.truncate('a', 0)", "", "it cut off a at"),
+    "changes modes": ("open('a', 'w').close(); os.chmod('a', 0o600)", "", "it changed the attributes of a at"),
+    "writes by descriptor": ("", "os.close(os.open('a', os.O_WRONLY | os.O_CREAT | os.O_APPEND))", "it wrote a at"),
+    "updates in place": ("open('a', 'w').close()", "open('a', 'r+').close()", "it wrote a at"),
+    "lets a library write": ("", "numpy.savez('a.npz', x=1)", "numpy wrote a.npz at train.py:15"),
+    "starts a command": ("", "subprocess.run(['true'])", "it started true at train.py:15"),
+    "starts a shell": ("os.system('true')", "", "it started true at train.py:12"),
+    "forks": ("os.fork() or os._exit(0)", "", "it started a process at train.py:12"),
+    "opens a database": ("sqlite3.connect('a.db')", "", "it opened the database a.db at"),
+    "listens": ("socket.socket().bind(('127.0.0.1', 0))", "", "it listened at 127.0.0.1:0 at"),
+    "connects": ("socket.socket(socket.AF_INET, socket.SOCK_DGRAM).connect(('127.0.0.1', 9))", "", "it connected to"),
+    "keeps temporary files": ("room = tempfile.mkdtemp()", "", "it keeps temporary files"),
+    "looks for what it saves": ("os.path.exists('a')", "torch.save(1, 'a')", "before it made it"),
+    "tries to open what it saves": (
+        "try: open('a')\nexcept OSError: pass",
+        "open('a', 'w').close()",
+        "before it made it",
+    ),
+    "looks for a directory that it makes": (
+        "pathlib.Path('a').is_dir(); os.makedirs('a', exist_ok=True)",
+        "",
+        "before it made it",
+    ),
+    "lists where it saves": ("glob.glob('*.pt')", "torch.save(1, 'a.pt')", "before it made a.pt there"),
+    "reads what it writes": (
+        "open('a', 'w').close()\nopen('a').close()",
+        "open('a', 'a').close()",
+        "before it wrote it",
+    ),
+}
+REPEATABLE = {
+    "makes directories that may be there": ("os.makedirs('a/b', exist_ok=True)", ""),
+    "makes a path that may be there": ("pathlib.Path('a/b').mkdir(parents=True, exist_ok=True)", ""),
+    "writes and saves": ("log = open('log', 'w')", "log.write('x'); torch.save(1, 'a')"),
+    "loads what it saved": ("torch.save(1, 'a'); torch.load('a')", ""),
+    "removes its temporary files": ("", "tempfile.NamedTemporaryFile().close()"),
+    "keeps a database in memory": ("sqlite3.connect(':memory:')", ""),
+    "looks for what is never there": ("os.path.exists('config.json'); os.listdir('.')", ""),
+    "loads data in workers": ("WORKERS = 2", ""),
+}
+
+
+def _run(tmp_path: Path, before: str, inside: str) -> Rank:
+    script, room = tmp_path / "train.py", tmp_path / "room"
+    room.mkdir()
+    workers = 2 if "WORKERS" in before else 0
+    script.write_text(HEAD + before + PASS.format(inside=inside, workers=workers))
+    rank = Rank(tmp_path / "run", script, [room], agent=True)
+    assert rank.end() == 0, rank.output()
+    return rank
+
+
+@pytest.mark.parametrize("kind", REPEATED)
+def test_what_a_second_run_would_do_again_is_a_reason_and_the_reason_names_it(tmp_path: Path, kind: str) -> None:
+    before, inside, reason = REPEATED[kind]
+    rank = _run(tmp_path, before, inside)
+    assert rank.page.get(Word.CAPABILITIES) == Capability.PAUSE | Capability.OFFLOAD, rank.output()
+    assert reason in rank.output()
+
+
+@pytest.mark.parametrize("kind", REPEATABLE)
+def test_what_a_second_run_can_do_again_or_leave_out_is_no_reason(tmp_path: Path, kind: str) -> None:
+    rank = _run(tmp_path, *REPEATABLE[kind])
+    assert rank.page.get(Word.CAPABILITIES) & Capability.CHECKPOINT, rank.output()
