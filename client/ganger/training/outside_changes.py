@@ -47,7 +47,8 @@ class OutsideChanges:
         self._missing: set[_Path] = set()
         self._made: set[_Path] = set()
         self._temporary: set[_Path] = set()
-        self._held: set[_Path] = set()
+        # Temporary files of the script that were there at the last `check`.
+        self.held: set[_Path] = set()
         self._ours = tuple(os.path.join(os.path.abspath(path), "") for path in _own_directories())
         self._stat = os.stat
         self._acts = self._table()
@@ -63,17 +64,12 @@ class OutsideChanges:
     def end(self) -> None:
         self._is_active = False
 
-    @property
-    def is_settled(self) -> bool:
-        """False while `check` may find a reason that no hook has reported."""
-        return not self._held
-
     def check(self) -> str:
         """Return the reason, that a temporary file of the script is still there included."""
-        if self._held and not self.reason:
-            self._held = {path for path in self._held if self._exists(path)}
-            if self._held:
-                return f"it keeps temporary files ({min(self._held)}), which a second run would not find"
+        if self.held and not self.reason:
+            self.held = {path for path in self.held if self._exists(path)}
+            if self.held:
+                return f"it keeps temporary files ({min(self.held)}), which a second run would not find"
         return self.reason
 
     def saved(self, path: Any) -> None:
@@ -241,7 +237,7 @@ class OutsideChanges:
         self._temporary.add(path)
         actor, _ = _actor()
         if actor is not None and is_own(actor):
-            self._held.add(path)
+            self.held.add(path)
 
     # -- paths
 

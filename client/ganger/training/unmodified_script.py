@@ -266,7 +266,7 @@ class UnmodifiedScript:
         assert self._progress is not None
         self._has_stepped = False
         self._boundary_loop = loop
-        if self._outside.reason or not self._outside.is_settled:
+        if self._outside.reason or self._outside.held:
             self._note_outside_changes()
         if not self._refined:
             self._refine(loop)
