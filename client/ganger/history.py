@@ -352,6 +352,7 @@ _SENTENCES: dict[str, Callable[[_JobTimes, HistoryEvent], str]] = {
     "move_committed": _move_committed,
     "move_done": lambda times, event: f"moved: it stood still for {_pause(times, event)}, and lost no step",
     "move_aborted": _given_up,
+    "size_chosen": lambda _, event: f"is to start with {event.figures.get('becomes', '?')} GPUs{_by(event)}",
     "resize_begun": _resize_begun,
     "resize_committed": _move_committed,
     "resize_done": lambda times, event: f"resized: it stood still for {_pause(times, event)}, and lost no step",

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 from core.drive import ALL_LEVELS, GIB, Drive, job_of
+from core.elastic_worlds import World
 from ganger.cluster.placement import candidates
 from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Claim, Role, TaskShape
 from ganger.job_state import JobState
-from ganger_master.core.answers import PlanAnswer, Refused
-from ganger_master.core.commands import ObservedGang, ProposePlan, ResumeJob, SubmitJob, SuspendJob
+from ganger_master.core.answers import JobAnswer, PlanAnswer, Refused
+from ganger_master.core.commands import ObservedGang, ProposePlan, ResizeJob, ResumeJob, SubmitJob, SuspendJob
 from ganger_master.core.explain import explain
 from ganger_master.core.gang_model import ObservedPhase, Outcome, OutcomeKind
-from ganger_master.core.job_model import Checkpoint, JobSpec, SuspendLevel
+from ganger_master.core.job_model import Capabilities, Checkpoint, JobSpec, SuspendLevel
 from ganger_master.core.plan_changes import StartChange, SuspendChange
 from ganger_master.core.settings import CoreSettings
 from hypothesis import given
@@ -20,6 +21,7 @@ from hypothesis import strategies as some
 from msgspec.structs import replace
 
 RESIZED = replace(ALL_LEVELS, resize=True)
+RESHARDED = replace(ALL_LEVELS, reshard=True, resize_divides=8)
 
 
 def elastic(gpus: int, least: int, most: int, per_task: int = 1) -> JobSpec:
@@ -52,7 +54,7 @@ def suspend(drive: Drive, number: int, level: SuspendLevel) -> None:
     assert answer.verdicts[0].approved
 
 
-def rests_on_storage(drive: Drive, number: int, can_resize: bool) -> None:
+def rests_on_storage(drive: Drive, number: int, capabilities: Capabilities) -> None:
     """Its gang has gone, with a checkpoint."""
     job = drive.job(number)
     gang = drive.state.gangs[job.epoch]
@@ -65,7 +67,7 @@ def rests_on_storage(drive: Drive, number: int, can_resize: bool) -> None:
         stop_sequence=gang.stop_sequence,
         outcome=Outcome(OutcomeKind.YIELDED),
         checkpoint=Checkpoint(gang.epoch, gang.epoch, f"epoch-{gang.epoch}"),
-        capabilities=RESIZED if can_resize else ALL_LEVELS,
+        capabilities=capabilities,
     )
     for node in gang.nodes:
         others = drive.others(node, gang.epoch)
@@ -142,11 +144,89 @@ def test_a_resizable_job_continues_from_its_checkpoint_with_another_size() -> No
     assert start(drive, number, 4) is None
     drive.runs(number)
     suspend(drive, number, SuspendLevel.CHECKPOINT)
-    rests_on_storage(drive, number, can_resize=True)
+    rests_on_storage(drive, number, RESIZED)
     assert drive.job(number).gpus == 2
     assert start(drive, number, 1) is None
     gang = drive.state.gangs[drive.job(number).epoch]
     assert (gang.devices, gang.restore.checkpoint_path) == (1, "epoch-1")
+
+
+def test_a_sharded_job_continues_from_its_checkpoint_with_a_size_that_divides_its_batch() -> None:
+    drive = Drive()
+    number = drive.submit(elastic(2, 1, 4))
+    assert start(drive, number, 4) is None
+    drive.runs(number)
+    suspend(drive, number, SuspendLevel.CHECKPOINT)
+    rests_on_storage(drive, number, RESHARDED)
+    refused = start(drive, number, 3)
+    assert refused is not None
+    assert "so many ranks do not divide its global batch" in refused[1]
+    assert start(drive, number, 2) is None
+
+
+class _ShardedJobs(World):
+    capabilities = RESHARDED
+
+
+def test_a_sharded_job_is_not_resized_as_it_runs_and_keeps_its_size_while_it_is_parked_in_arenas() -> None:
+    drive = _ShardedJobs()
+    number = drive.running(elastic(4, 1, 4))
+    refused = drive.step(ResizeJob(number, 2))
+    assert isinstance(refused, Refused)
+    assert refused.reason == "LEVEL_UNAVAILABLE"
+    drive.step(SuspendJob(number, SuspendLevel.OFFLOAD))
+    drive.seen(number, drive.job(number).epoch, ObservedPhase.PARKED, stop_step=7)
+    drive.step(ResumeJob(number))
+    unable = start(drive, number, 2)
+    assert unable is not None
+    assert "it rests on its devices" in unable[1]
+
+
+@pytest.mark.parametrize(("capabilities", "gpus"), [(RESIZED, 3), (RESHARDED, 4)])
+def test_a_job_that_rests_on_storage_starts_with_the_size_that_was_chosen_for_it(
+    capabilities: Capabilities, gpus: int
+) -> None:
+    drive = Drive()
+    number = drive.submit(elastic(2, 1, 4))
+    assert start(drive, number, 1) is None
+    drive.runs(number)
+    suspend(drive, number, SuspendLevel.CHECKPOINT)
+    rests_on_storage(drive, number, capabilities)
+    assert drive.step(ResizeJob(number, gpus)) == JobAnswer(number)
+    assert (drive.job(number).gpus, drive.job(number).shape.gpus) == (gpus, gpus)
+    drive.start(number)
+    assert drive.state.gangs[drive.job(number).epoch].devices == gpus
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "gpus", "why"),
+    [
+        (RESHARDED, 3, "do not divide its global batch (8 samples)"),
+        (RESHARDED, 5, "it accepts 1 to 4 GPUs, not 5"),
+        (ALL_LEVELS, 3, "its checkpoint cannot be brought back with another number"),
+    ],
+)
+def test_a_size_that_the_checkpoint_does_not_allow_is_not_chosen(
+    capabilities: Capabilities, gpus: int, why: str
+) -> None:
+    drive = Drive()
+    number = drive.submit(elastic(2, 1, 4))
+    assert start(drive, number, 1) is None
+    drive.runs(number)
+    suspend(drive, number, SuspendLevel.CHECKPOINT)
+    rests_on_storage(drive, number, capabilities)
+    refused = drive.step(ResizeJob(number, gpus))
+    assert isinstance(refused, Refused)
+    assert refused.reason == "RESIZE_REFUSED"
+    assert why in refused.message
+
+
+def test_a_size_chosen_before_the_first_start_is_that_of_the_start() -> None:
+    drive = Drive()
+    number = drive.submit(elastic(2, 1, 4))
+    drive.step(ResizeJob(number, 3))
+    drive.start(number)
+    assert (drive.job(number).gpus, drive.state.gangs[drive.job(number).epoch].devices) == (3, 3)
 
 
 def test_a_job_that_is_not_resizable_keeps_the_size_of_its_checkpoint() -> None:
@@ -155,7 +235,7 @@ def test_a_job_that_is_not_resizable_keeps_the_size_of_its_checkpoint() -> None:
     assert start(drive, number, 4) is None
     drive.runs(number)
     suspend(drive, number, SuspendLevel.CHECKPOINT)
-    rests_on_storage(drive, number, can_resize=False)
+    rests_on_storage(drive, number, ALL_LEVELS)
     assert drive.job(number).shape.gpus == 4
     for gpus in (1, 2, 3):
         refused = start(drive, number, gpus)
@@ -238,7 +318,7 @@ def test_no_sequence_of_plans_over_commits_or_gives_a_size_outside_of_bounds(
             drive.runs(number)
         elif act == "stop" and gang is not None and gang.phase == "RUNNING":
             suspend(drive, number, SuspendLevel.CHECKPOINT)
-            rests_on_storage(drive, number, can_resize)
+            rests_on_storage(drive, number, RESIZED if can_resize else ALL_LEVELS)
         used: dict[str, int] = {}
         for gang in drive.state.gangs.values():
             assert specs[jobs.index(gang.job)].accepts(gang.devices)

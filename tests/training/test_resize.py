@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from ganger.injob.page_layout import Capability, Error, PageOrderKind, PageParkLevel, Word
-from ganger.training.state import TrainingObjects, why_not_replicated
+from ganger.training.size_offer import SizeOffer, size_offer
+from ganger.training.state import TrainingObjects
 from training.harness import Rank, Rendezvous, end_together, wait_until
 
 pytestmark = pytest.mark.torch
@@ -160,8 +161,8 @@ def test_a_model_that_is_sharded_over_the_ranks_is_said_not_to_be_replicated() -
         pass
 
     plain = torch.nn.Linear(1, 1)
-    assert why_not_replicated(TrainingObjects(models={"model": plain})) == ""
+    assert size_offer(TrainingObjects(models={"model": plain})) == SizeOffer(Capability.RESIZE)
     sharded = torch.nn.Sequential(plain, FullyShardedDataParallel())
-    assert "model.1 is sharded" in why_not_replicated(TrainingObjects(models={"model": sharded}))
+    assert "model.1 is sharded" in size_offer(TrainingObjects(models={"model": sharded})).why_not
     optimizer = ZeroRedundancyOptimizer(plain.parameters(), lr=0.1)
-    assert "zero is sharded" in why_not_replicated(TrainingObjects(optimizers={"zero": optimizer}))
+    assert "zero is sharded" in size_offer(TrainingObjects(optimizers={"zero": optimizer})).why_not

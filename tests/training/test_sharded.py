@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from ganger.injob.page_layout import PageOrderKind, PageParkLevel, Word
+from ganger.injob.page_layout import Capability, PageOrderKind, PageParkLevel, Word
 from training.harness import Rank, Rendezvous, end_together
 
 pytestmark = pytest.mark.torch
@@ -171,6 +171,10 @@ def test_an_unmodified_sharded_job_that_was_parked_and_restarted_ends_as_one_tha
     _check_parked_and_restarted(tmp_path, script, alone, agent=True)
 
 
+def _offered(rank: Rank) -> int:
+    return rank.page.get(Word.CAPABILITIES) & (Capability.RESIZE | Capability.RESHARD)
+
+
 RESIZED = {
     "FSDP2, fewer": (FSDP2, 4, 2),
     "FSDP2, more, in uneven parts": (FSDP2, 2, 3),
@@ -188,6 +192,9 @@ def test_another_number_of_ranks_takes_over_the_shards_of_a_checkpoint(tmp_path:
     shards = tmp_path / "shards"
     first = _gang(tmp_path / "first", script, before, stop_at=3, checkpoint=shards)
     assert end_together(first) == [75] * before, _text(first)
+    assert {_offered(rank) for rank in first} == {Capability.RESHARD}
+    # so that the ranks of another mesh, whose tensor-parallel ones share their samples, divide the batch
+    assert {rank.page.get(Word.RESIZE_DIVIDES) for rank in first} == {24 if shard is BOTH else 12}
     step = {rank.page.get(Word.CHECKPOINT_STEP) for rank in first}.pop()
     store = Rendezvous()
     last = [

@@ -180,14 +180,17 @@ def _kept_devices(job: Job) -> str:
 @timeout_option
 @json_option
 def resize(job: str, gpus: int, is_waiting: bool, timeout: str, as_json: bool) -> None:
-    """Let a running elastic job go on with another number of GPUs, without losing a step or a sample."""
+    """Let an elastic job go on with another number of GPUs, without losing a step or a sample.
+
+    One that holds no GPUs (it waits for its start, or is suspended on storage) starts with that number."""
     with open_client() as client:
         if not is_waiting:
             message = client.resize_job(job, gpus)
         else:
             before, message = ordered(client, job, timeout, _can_move, partial(client.resize_job, job, gpus))
-            message = until(client, message, _runs_or_holds_nothing, timeout, f"running on {gpus} GPUs")
-            _check_went_on(before, message, "with as many GPUs as before: the change")
+            if before.gang.claims:
+                message = until(client, message, _runs_or_holds_nothing, timeout, f"running on {gpus} GPUs")
+                _check_went_on(before, message, "with as many GPUs as before: the change")
     _tell(message, as_json)
 
 

@@ -105,6 +105,8 @@ def _resizes(job: job_pb2.Job) -> str:
         return "grows and shrinks once it is no longer time-sliced"
     if job.capabilities.can_resize:
         return "grows and shrinks as it runs"
+    if job.capabilities.can_reshard:
+        return "may have another number whenever it starts from a checkpoint"
     if why:
         return f"keeps the number it was started with: {why}"
     if not job.gang.claims:

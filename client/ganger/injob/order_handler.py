@@ -39,7 +39,10 @@ FIRST_LOOK = -1
 Known = tuple[int, int, int, int]
 
 # What is withdrawn with a level.
-_OFFERED_WITH = {"OFFLOAD": Capability.OFFLOAD, "CHECKPOINT": Capability.CHECKPOINT | Capability.RESIZE}
+_OFFERED_WITH = {
+    "OFFLOAD": Capability.OFFLOAD,
+    "CHECKPOINT": Capability.CHECKPOINT | Capability.RESIZE | Capability.RESHARD,
+}
 
 _TEND_EVERY_NS = 1_000_000_000
 _SHORTEST_SLEEP = 20e-6

@@ -136,6 +136,7 @@ class Capability:
     FIVE_LINE = 8  # the script attached by itself
     OPAQUE = 16  # the agent gave up on this script
     RESIZE = 32  # its state can be brought back with another number of ranks
+    RESHARD = 128  # as RESIZE, but only from a checkpoint on storage: each rank has a part of the state
     ADAPTER = 64  # its state is saved and restored through a trainer that the agent knows
 
 

@@ -21,6 +21,7 @@ from ganger.training import agent, rank_processes
 from ganger.training.attached_loops import ElasticLoader, LoopPosition, mixed, seed_everything
 from ganger.training.progress_reporter import ProgressReporter, counted_step
 from ganger.training.rank_processes import keep_default_group, rank_and_world
+from ganger.training.size_offer import SizeOffer, size_offer
 from ganger.training.state import (
     Restored,
     TrainingObjects,
@@ -29,7 +30,6 @@ from ganger.training.state import (
     capture_random,
     named_objects,
     restore_random,
-    why_not_replicated,
 )
 from ganger.training.state_codec import tell
 from ganger.training.state_keeper import StateKeeper
@@ -40,6 +40,7 @@ _attached: tuple[int, str] | None = None
 # Steps until the next publication, where there is to be none.
 _NEVER = 1 << 62
 
+_IN_ANOTHER_PROCESS = Capability.CHECKPOINT | Capability.RESIZE | Capability.RESHARD
 FIVE_LINE = Capability.PAUSE | Capability.OFFLOAD | Capability.CHECKPOINT | Capability.FIVE_LINE
 
 
@@ -390,20 +391,22 @@ class TrainingJob:
             self._progress.show(self._samples, self._waited_ns)
 
     def _offer_resize(self, control: Control, global_batch: int) -> None:
-        """Another number of ranks can go on from here: each has all of the state, and the loaders know their place."""
+        """Another number of ranks can go on from here: from the state of each, or from the shards of all of them."""
         page = control.page
         if self._reasons:
             return
-        if not page.get(Word.CAPABILITIES) & Capability.RESIZE:
+        offered = page.get(Word.CAPABILITIES)
+        if not offered & (Capability.RESIZE | Capability.RESHARD):
             try:
-                why_not = why_not_replicated(self._training)
+                offer = size_offer(self._training)
             except Exception as problem:
-                why_not = failure_text(problem)
-            if why_not:
-                tell(f"this job cannot go on with another number of ranks: {why_not}")
+                offer = SizeOffer(0, failure_text(problem))
+            if not offer.capability:
+                tell(f"this job cannot go on with another number of ranks: {offer.why_not}")
                 return
+            offered |= offer.capability
         page.set(Word.RESIZE_DIVIDES, math.gcd(page.get(Word.RESIZE_DIVIDES), global_batch))
-        page.set(Word.CAPABILITIES, page.get(Word.CAPABILITIES) | Capability.RESIZE)
+        page.set(Word.CAPABILITIES, offered)
 
     def _enter_loop(self, *, counts_steps: bool) -> int:
         """`epochs` or `steps` begins; returns the epoch to begin with."""
@@ -473,7 +476,7 @@ class TrainingJob:
         if not reason or reason in self._reasons:
             return
         self._reasons.append(reason)
-        able = control.page.get(Word.CAPABILITIES) & ~(Capability.CHECKPOINT | Capability.RESIZE)
+        able = control.page.get(Word.CAPABILITIES) & ~_IN_ANOTHER_PROCESS
         control.hello(able, reason="; ".join(self._reasons))
         if control.rank == 0:
             tell(f"this job can be paused, but neither moved nor saved: {reason}")

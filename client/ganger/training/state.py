@@ -4,8 +4,6 @@ Parameters keep their identity; tensors are read straight into the memory the sc
 (code, shapes, wiring) is not saved, only what training changed.
 
 The state of every random generator a training script draws from, as plain bytes and numbers, and back.
-
-Whether every rank of a job has all of its state, so that any number of ranks can go on from the state of one.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from ganger.training import state_codec
 from ganger.training.image_io import ImagePlan, host_view, plan_image
 from ganger.training.image_reading import OpenImage, read_tensors
 from ganger.training.sharded_reading import LaidOutAs, read_state, whole_shape
-from ganger.training.sharded_tensors import is_sharded, local_part
+from ganger.training.sharded_tensors import local_part
 from ganger.training.state_codec import StateNotSupportedError, TensorRef, TensorTable, device_model, notice_of_change
 
 
@@ -428,30 +426,6 @@ def _device(training: TrainingObjects, kind: str) -> torch.device:
         (p for model in training.models.values() for p in model.parameters() if p.device.type == kind), None
     )
     return torch.device(kind) if found is None else found.device
-
-
-# Their state is a part of the whole, whatever else is the same on every rank.
-_SHARDING_MODULES = ("FullyShardedDataParallel",)
-_SHARDING_OPTIMIZERS = ("ZeroRedundancyOptimizer",)
-
-
-def why_not_replicated(training: TrainingObjects) -> str:
-    """What is only a part on each rank; empty if nothing is known to be. Models that differ by rank for a reason of
-    their own (pipelines) are found out when a state does not fit."""
-    for name, model in training.models.items():
-        for path, module in unwrapped(model).named_modules():
-            if type(module).__name__ in _SHARDING_MODULES:
-                return f"{name}{path and '.'}{path} is sharded over the ranks ({type(module).__name__})"
-        for path, parameter in unwrapped(model).named_parameters():
-            if is_sharded(parameter):
-                return f"parameter {name}.{path} is sharded over the ranks ({type(parameter.data).__name__})"
-    for name, optimizer in training.optimizers.items():
-        if type(optimizer).__name__ in _SHARDING_OPTIMIZERS:
-            return f"{name} is sharded over the ranks ({type(optimizer).__name__})"
-    for name, item in training.objects.items():
-        if isinstance(item, torch.Tensor) and is_sharded(item):
-            return f"{name} is sharded over the ranks"
-    return ""
 
 
 def named_objects(given: Any, kind: str) -> dict[str, Any]:

@@ -225,8 +225,8 @@ class JobServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ResizeJob(self, request, context):
-        """Lets a running elastic job go on with another number of devices, without losing a step. Answers when that is
-        durable. Errors: NOT_FOUND/JOB_NOT_FOUND,
+        """Lets a running elastic job go on with another number of devices, without losing a step; one that holds none starts
+        with that number. Answers when that is durable. Errors: NOT_FOUND/JOB_NOT_FOUND,
         FAILED_PRECONDITION/{JOB_FINISHED, JOB_BUSY, NOT_RUNNING, RESIZE_REFUSED, LEVEL_UNAVAILABLE}.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -119,9 +119,15 @@ def _add_of_agent(capabilities: job_pb2.Capabilities, found: GangFindings) -> No
         capabilities.missing["CHECKPOINT"] = f"the agent cannot bring this script back in a new process: {why}"
         capabilities.missing[MOVE] = capabilities.missing["CHECKPOINT"]
     capabilities.can_resize = bool(able & Capability.RESIZE)
-    if capabilities.can_resize:
+    capabilities.can_reshard = bool(able & Capability.RESHARD)
+    if capabilities.can_resize or capabilities.can_reshard:
         capabilities.resize_divides = math.gcd(*[progress.resize_divides for progress in found.pages])
-    elif found.desired.spec.gpus_max:
+    if capabilities.can_reshard:
+        capabilities.missing[RESIZE] = (
+            "its state is sharded, and only a checkpoint on storage has all of it: suspend the job with "
+            "`--level checkpoint`, resize it, and resume it"
+        )
+    elif not capabilities.can_resize and found.desired.spec.gpus_max:
         capabilities.missing[RESIZE] = (
             "its log says why, or it has made no job.dataloader yet"
             if able & Capability.FIVE_LINE

@@ -113,6 +113,10 @@ def _move_begun(state: State, event: events.MoveBegun) -> None:
     colocation.join(state, epoch, event.time, event.cause)
 
 
+def _size_chosen(state: State, event: events.SizeChosen) -> None:
+    elastic.choose_size(state, event.number, event.gpus, event.time, event.cause)
+
+
 def _resize_begun(state: State, event: events.ResizeBegun) -> None:
     elastic.begin_resize(
         state, event.number, event.claims, event.level, event.time, event.cause, event.reason, event.purpose
@@ -292,6 +296,7 @@ _HANDLERS: Final[dict[type, Callable[[State, Any], None]]] = {
     events.GangReleased: _gang_released,
     events.MoveBegun: _move_begun,
     events.ResizeBegun: _resize_begun,
+    events.SizeChosen: _size_chosen,
     events.CoresChanged: _cores_changed,
     events.RowsChanged: timeslice_groups.change,
     events.SessionOpened: _session_opened,

@@ -15,7 +15,7 @@ from ganger_master.core.answers import Answer, Done, JobAnswer, NodeAnswer, Refu
 from ganger_master.core.approval import judge_change, level_of
 from ganger_master.core.colocation import per_device
 from ganger_master.core.commands import Command
-from ganger_master.core.elastic import check_resize, place_resized
+from ganger_master.core.elastic import check_resize, check_size, place_resized, rests_without_devices
 from ganger_master.core.events import Event
 from ganger_master.core.gang_model import GangIntent
 from ganger_master.core.job_model import SuspendLevel
@@ -229,6 +229,12 @@ def _resize(state: State, command: commands.ResizeJob, now: float) -> Decision:
     job = unfinished(state, command.number)
     if isinstance(job, Refused):
         return Decision((), job)
+    if rests_without_devices(state, job):
+        refused = check_size(job, command.gpus)
+        if refused is not None:
+            return Decision((), refused)
+        chosen = events.SizeChosen(now, _user(command.user), job.number, command.gpus)
+        return Decision((chosen,), JobAnswer(job.number))
     gang = check_resize(state, job, command.gpus)
     if isinstance(gang, Refused):
         return Decision((), gang)

@@ -56,7 +56,7 @@ def shape_for(job: JobRecord, claims: Sequence[Claim], rests_for_any_size: bool 
         figures = {"needed": job.gpus, "claimed": gpus}
         where = "it rests on its devices" if job.epoch else "its checkpoint cannot be brought back with another number"
         return Refusal(Reason.CLAIM_MISMATCH, figures, job=job.name, detail=where)
-    if job.capabilities.resize and not tasks_divide(job, gpus):
+    if job.capabilities.starts_at_any_size and not tasks_divide(job, gpus):
         figures = {"claimed": gpus, "global_batch": job.capabilities.resize_divides}
         detail = "so many ranks do not divide its global batch"
         return Refusal(Reason.CLAIM_MISMATCH, figures, job=job.name, detail=detail)
@@ -215,7 +215,7 @@ def check_resize(state: State, job: JobRecord, gpus: int) -> Gang | Refused:
     """Return the gang if it may be resized to that many devices, wherever they are, or why it may not."""
     gang, spec, capabilities = state.gangs.get(job.epoch), job.spec, job.capabilities
     if not spec.is_elastic:
-        return _refused(job, "it was submitted with one number of GPUs (an elastic job has a range, `--gpus 2:8`)")
+        return _bounds_refused(job, gpus)
     if job.next_epoch or job.ending is not None:
         return busy(job, "it is being moved or ends")
     if gang is not None and gang.epoch in state.gangs.set_of:
@@ -224,8 +224,7 @@ def check_resize(state: State, job: JobRecord, gpus: int) -> Gang | Refused:
     if job.state is not JobState.HOLDING or gang is None or not (gang.phase is GangPhase.RUNNING or rests):
         return not_running(job, gang)
     if not spec.accepts(gpus):
-        each = f", whole tasks of {spec.roles[0].shape.gpus}" if spec.roles[0].shape.gpus > 1 else ""
-        return _refused(job, f"it accepts {spec.gpus_min} to {spec.gpus_max} GPUs{each}, not {gpus}")
+        return _bounds_refused(job, gpus)
     if not capabilities.resize:
         why = capabilities.missing.get("RESIZE", "it has not reported that it can")
         text = f"{job.name} cannot be resized: {why}"
@@ -243,6 +242,37 @@ def check_resize(state: State, job: JobRecord, gpus: int) -> Gang | Refused:
         text = f"{job.name} cannot be resized: {why}"
         return Refused("LEVEL_UNAVAILABLE", text, {"job": job.name, "level": "OFFLOAD"})
     return gang
+
+
+def rests_without_devices(state: State, job: JobRecord) -> bool:
+    """Return whether the job holds nothing on any node: it was not started yet, or all of its state is on storage."""
+    return not job.epoch and not job.next_epoch and not state.gangs.of_job(job.number) and job.ending is None
+
+
+def check_size(job: JobRecord, gpus: int) -> Refused | None:
+    """Return why a job that holds no devices may not start with that many; None if it may."""
+    if not job.spec.is_elastic or not job.spec.accepts(gpus):
+        return _bounds_refused(job, gpus)
+    if job.is_bound:
+        return _refused(job, "its checkpoint cannot be brought back with another number of GPUs")
+    if job.checkpoint is not None and not tasks_divide(job, gpus):
+        return _refused(job, f"{gpus} GPUs do not divide its global batch ({job.capabilities.resize_divides} samples)")
+    return None
+
+
+def choose_size(state: State, number: int, gpus: int, now: float, cause: str) -> None:
+    """Record with how many devices the job is to start."""
+    job = state.jobs[number]
+    state.put_job(replace(job, revision=job.revision + 1, gpus_chosen=0 if gpus == job.spec.gpus else gpus))
+    state.history(now, job, "size_chosen", cause, devices=job.gpus, becomes=gpus)
+
+
+def _bounds_refused(job: JobRecord, gpus: int) -> Refused:
+    spec = job.spec
+    if not spec.is_elastic:
+        return _refused(job, "it was submitted with one number of GPUs (an elastic job has a range, `--gpus 2:8`)")
+    each = f", whole tasks of {spec.roles[0].shape.gpus}" if spec.roles[0].shape.gpus > 1 else ""
+    return _refused(job, f"it accepts {spec.gpus_min} to {spec.gpus_max} GPUs{each}, not {gpus}")
 
 
 def judge_resize(state: State, job: JobRecord, gang: Gang, claims: Sequence[Claim]) -> tuple[Refusal, ...]:

@@ -134,6 +134,13 @@ class ResizeBegun(Event, frozen=True, gc=False):
     purpose: Purpose = NO_PURPOSE
 
 
+class SizeChosen(Event, frozen=True, gc=False):
+    """Of a job that holds no devices: how many it starts with."""
+
+    number: int
+    gpus: int
+
+
 class CoresChanged(Event, frozen=True, gc=False):
     """New claims on the same nodes and devices, or the same ones for a re-pin."""
 

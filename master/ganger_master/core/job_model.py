@@ -130,8 +130,9 @@ class Capabilities(Struct, frozen=True, gc=False, omit_defaults=True):
 
     `missing`: why a level is not offered, by its name; under MOVE why the job cannot move, under TURNS why it cannot be
     time-sliced. `resize`: its state can be restored by another number of ranks, which must divide `resize_divides`
-    (zero: any). `presumed`: no agent has reported yet, perhaps because it is only starting. `withdrawn`: the part of
-    `missing` that failed once and is not offered again, whatever the ranks of a later attempt report.
+    (zero: any); `reshard`: only from a checkpoint on storage. `presumed`: no agent has reported yet, perhaps because it
+    is only starting. `withdrawn`: the part of `missing` that failed once and is not offered again, whatever the ranks
+    of a later attempt report.
     `refused_mechanisms`: stronger ones than the one in use, strongest first.
     """
 
@@ -142,10 +143,16 @@ class Capabilities(Struct, frozen=True, gc=False, omit_defaults=True):
     known: bool = False
     resize: bool = False
     resize_divides: int = 0
+    reshard: bool = False
     presumed: bool = False
     withdrawn: Mapping[str, str] = field(default_factory=dict)
     mechanism: Mechanism = Mechanism.UNSPECIFIED
     refused_mechanisms: tuple[RefusedMechanism, ...] = ()
+
+    @property
+    def starts_at_any_size(self) -> bool:
+        """Return whether another number of ranks can start from its checkpoint."""
+        return self.resize or self.reshard
 
     @property
     def no_turns(self) -> str:
@@ -166,6 +173,7 @@ class Capabilities(Struct, frozen=True, gc=False, omit_defaults=True):
             offload=self.offload and "OFFLOAD" not in withdrawn,
             checkpoint=self.checkpoint and "CHECKPOINT" not in withdrawn,
             resize=self.resize and "RESIZE" not in withdrawn,
+            reshard=self.reshard and "RESIZE" not in withdrawn,
             missing={**self.missing, **withdrawn},
             withdrawn=withdrawn,
         )
@@ -247,6 +255,8 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True):
     next_epoch: int = 0
     # Devices of its newest gang, where that are not as many as its roles name; else zero.
     gpus_given: int = 0
+    # Devices with which it is to start, as `resize` chose while it held none; zero: as many as its roles name.
+    gpus_chosen: int = 0
     failures: int = 0
     # Failures in a row that came soon, and the end of the backoff for them; zero: it waits only for a place.
     failed_in_row: int = 0
@@ -314,12 +324,16 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True):
     @property
     def is_bound(self) -> bool:
         """Return whether it can continue only with as many devices as before: by its place or its checkpoint."""
-        return self.epoch > 0 or (self.checkpoint is not None and not self.capabilities.resize)
+        return self.epoch > 0 or (self.checkpoint is not None and not self.capabilities.starts_at_any_size)
 
     @property
     def gpus(self) -> int:
         """Number of devices of the gang that the job has or requests."""
-        return self.gpus_given if self.gpus_given and self.is_bound else self.spec.gpus
+        return self._other_size or self.spec.gpus
+
+    @property
+    def _other_size(self) -> int:
+        return self.gpus_given if self.is_bound else self.gpus_chosen
 
     @property
     def shape(self) -> GangShape:
@@ -327,8 +341,7 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True):
         return self.shape_with(self.arena_bytes_per_device)
 
     def shape_with(self, arena_bytes_per_device: int) -> GangShape:
-        given = self.gpus_given if self.gpus_given and self.is_bound else 0
-        return self.spec.shape(arena_bytes_per_device, self.used_device_bytes, given)
+        return self.spec.shape(arena_bytes_per_device, self.used_device_bytes, self._other_size)
 
 
 class Update(Struct, frozen=True, gc=False, omit_defaults=True):

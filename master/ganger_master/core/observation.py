@@ -273,6 +273,7 @@ def _common(gang: Gang) -> Capabilities:
         known=True,
         resize=all(capabilities.resize for capabilities in known),
         resize_divides=math.gcd(*[capabilities.resize_divides for capabilities in known]),
+        reshard=all(capabilities.reshard for capabilities in known),
         presumed=any(capabilities.presumed for capabilities in known),
         mechanism=weakest.mechanism,
         refused_mechanisms=weakest.refused_mechanisms,
