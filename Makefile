@@ -12,7 +12,7 @@ GUARDS := class_names function_length import_circles page_width person_words uni
 # Hundreds of programs are started in a run of the tests: each would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test retest explore chaos postgresql check guards docs bench gpu anchors protos wire clean
+.PHONY: help setup demo test retest explore chaos postgresql criu check guards docs bench gpu anchors protos wire clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -49,6 +49,9 @@ chaos: $(STAMP) ## the whole matrix of kills (at most an hour)
 postgresql: $(STAMP) ## the store's contract on a PostgreSQL server (Debian's package: apt-get install postgresql)
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[postgresql]'
 	@tests/store/on_postgresql.sh $(BIN)/python
+
+criu: $(STAMP) ## CRIU for images of processes, from Debian's archive, in .venv (the system stays as it is)
+	@tools/fetch_criu.sh $(VENV)/criu $(BIN)/criu
 
 check: $(STAMP) ## lint, types, layers, and guards of names, words and sizes
 	@$(BIN)/ruff check .
