@@ -34,6 +34,8 @@ from ganger_daemon.core import escalation
 from ganger_daemon.devices.choice import choose_devices
 from ganger_daemon.devices.virtual import VirtualSpec
 from ganger_daemon.gang.launch_plan import own_user
+from ganger_daemon.images.contract import CAPABILITY
+from ganger_daemon.images.criu import choose_images
 from ganger_daemon.node.core_table import CoreTable
 from ganger_daemon.node.daemon_files import (
     DaemonPaths,
@@ -88,6 +90,8 @@ class DaemonSettings:
     virtual: VirtualSpec | None = None
     recorded: Path | None = None
     cgroups: str = "auto"
+    # Path of CRIU, "none", or empty: found on the path or beside the interpreter.
+    criu: str = ""
     rack: str = ""
     fabric: str = ""
     storage: Path | None = None
@@ -134,6 +138,7 @@ class Daemon:
                 raise ValueError(f"virtual GPUs cannot be bound to {gpu_cores:g} cores each here: no CPU quota ({why})")
         except ValueError as error:
             raise DaemonError(str(error), DaemonObstacle.SETTING) from error
+        images = await asyncio.to_thread(choose_images, settings.criu)
         inventory = devices.discover()
         storage = Storage(override=settings.storage)
         storage.configure(str(known.get("storage", "")), str(known.get("storage_token", "")))
@@ -144,6 +149,7 @@ class Daemon:
             paths=self.paths,
             cgroups=cgroups,
             devices=devices,
+            images=images,
             inventory=inventory,
             logs=LogStore(self.paths.logs, storage.path if storage.proved else None),
             launchers=Launchers(self.paths.launchers, self.paths.inject, settings.preload),
@@ -346,6 +352,7 @@ class Daemon:
         capabilities = {
             **self.host.cgroups.capabilities,
             **self.host.devices.capabilities,
+            CAPABILITY: self.host.images.capability,
             "user": own_user(),
             "switch_user": "shared" if self.host.serves_all_users else "no",
             "rotation": "yes",

@@ -66,6 +66,12 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]
 @click.option(
     "--cgroups", type=click.Choice(["auto", "none", "v1", "v2"]), default="auto", help="Which cgroups to use."
 )
+@click.option(
+    "--criu",
+    metavar="PATH|none",
+    default="",
+    help="CRIU for images of processes. Default: on the path, or beside this program's Python.",
+)
 @click.option("--rack", default="", help="Network place: rack.")
 @click.option("--fabric", default="", help="Network place: fabric.")
 @click.option("--storage", type=Directory(), help="Where this node sees the cluster's storage.")
@@ -93,6 +99,7 @@ def daemon(
     topology: str | None,
     recorded: Path | None,
     cgroups: str,
+    criu: str,
     rack: str,
     fabric: str,
     storage: Path | None,
@@ -121,6 +128,7 @@ def daemon(
         virtual=virtual,
         recorded=recorded,
         cgroups=cgroups,
+        criu=criu,
         rack=rack,
         fabric=fabric,
         storage=storage,

@@ -16,6 +16,7 @@ from ganger_daemon.cgroups.contract import Cgroups
 from ganger_daemon.checkpoints import storage as layout
 from ganger_daemon.core import escalation
 from ganger_daemon.devices.contract import Devices, Inventory
+from ganger_daemon.images.contract import ProcessImages
 from ganger_daemon.node import core_table as cores
 from ganger_daemon.node.daemon_files import DaemonPaths
 from ganger_daemon.node.launchers import Launchers
@@ -151,6 +152,7 @@ class NodeContext:
     paths: DaemonPaths
     cgroups: Cgroups
     devices: Devices
+    images: ProcessImages
     inventory: Inventory
     logs: LogStore
     launchers: Launchers

@@ -1,0 +1,120 @@
+"""Interface to images of processes: a gang's processes on this node, written to files and continued from them.
+
+The processes of one node's part of a gang live in a unit: PID, IPC and mount namespaces with an init that no image
+contains. The init's first child is the root of the job's processes. An image is restored in a new unit, where the
+process ids are free and the directories of the unit's own are empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+FACTS = "facts.json"
+CAPABILITY = "image"
+
+
+class ImageRefusedError(Exception):
+    """The processes cannot be dumped or restored; the message is the reason for the user. Those that ran go on."""
+
+
+class UnitProcesses(msgspec.Struct, frozen=True):
+    """A unit by the ids of its processes in the daemon's own namespace. `own_directories`: absolute paths inside the
+    unit whose files belong to it alone, so that they travel with the image."""
+
+    init_pid: int
+    root_pid: int
+    own_directories: tuple[str, ...] = ("/dev/shm",)
+
+
+class OpenFile(msgspec.Struct, frozen=True):
+    """A file that the processes need under the same path. `is_written`: a process may write to it."""
+
+    path: str
+    size_bytes: int
+    is_written: bool
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """What of a machine decides whether an image continues there."""
+
+    architecture: str
+    cpu_flags: tuple[str, ...]
+    kernel: str
+    tool: str
+
+    def obstacle(self, here: Machine) -> str:
+        """Return why an image of this machine cannot continue on `here`; empty if nothing is known against it."""
+        if here.architecture != self.architecture:
+            return f"the image is of a {self.architecture} machine, this one is {here.architecture}"
+        lacking = sorted(set(self.cpu_flags) - set(here.cpu_flags))
+        if lacking:
+            return f"this processor lacks {', '.join(lacking[:8])}, which the image's programs may use"
+        return ""
+
+
+class ImageFacts(msgspec.Struct, frozen=True):
+    """What a restore needs to know. `root_pid`: inside the unit. `logs`: the files behind the root's descriptors 1
+    and 2, once each. `files`: all others, also those mapped as code; `own_directories` as in the unit."""
+
+    root_pid: int
+    processes: int
+    logs: tuple[OpenFile, ...]
+    files: tuple[OpenFile, ...]
+    own_directories: tuple[str, ...]
+    machine: Machine
+    size_bytes: int = 0
+
+    def files_outside(self, shared: Sequence[str]) -> tuple[OpenFile, ...]:
+        """Return the files that are in none of these directories: another node must have them, too."""
+        return tuple(file for file in self.files if not any(is_below(file.path, each) for each in shared))
+
+
+def is_below(path: str, directory: str) -> bool:
+    return path == directory or path.startswith(directory.rstrip("/") + "/")
+
+
+class ProcessImages(Protocol):
+    @property
+    def unavailable(self) -> str:
+        """Why images cannot be made on this node; empty if they can."""
+
+    @property
+    def capability(self) -> str:
+        """The tool and its version, or "none: why"."""
+
+    def dump(
+        self, unit: UnitProcesses, directory: Path, *, goes_on: bool, is_outside_closed: bool = False
+    ) -> ImageFacts:
+        """Write an image into an empty directory. Blocks.
+
+        Afterwards the processes are dead, or run on where `goes_on`. `is_outside_closed`: connections to other machines
+        may be cut; the restored processes find them closed. Raises ImageRefusedError and OSError; then all run on.
+        """
+
+    def fill(self, init_pid: int, directory: Path) -> None:
+        """Put the files of the unit's own directories into a new unit, before the restore. Raises ImageRefusedError
+        and OSError."""
+
+    def restore_arguments(self, directory: Path, logs: Mapping[str, int]) -> list[str]:
+        """Return the command that restores an image, for a process inside a new unit, whose sibling the restored
+        root becomes. `logs`: paths as in the image's facts, and the descriptors of that process that replace them."""
+
+    def restore_failure(self, directory: Path) -> str:
+        """Return why the last restore from a directory failed, in words for the user."""
+
+
+def write_facts(directory: Path, facts: ImageFacts) -> None:
+    (directory / FACTS).write_bytes(msgspec.json.encode(facts))
+
+
+def read_facts(directory: Path) -> ImageFacts:
+    """Raises OSError, and ImageRefusedError for a file that is none."""
+    content = (directory / FACTS).read_bytes()
+    try:
+        return msgspec.json.decode(content, type=ImageFacts)
+    except msgspec.MsgspecError as error:
+        raise ImageRefusedError(f"the image's {FACTS} cannot be read: {error}") from error

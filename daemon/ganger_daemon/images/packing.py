@@ -1,0 +1,152 @@
+"""An image of processes as one file: a state image whose data are the files of the image's directory.
+
+Checkpoints, their checks and the state stream carry it as they carry any shard. The header has the process image's
+facts beside an empty tensor tree; its table names the files. It is written front to back: every prefix is final.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from ganger.injob import state_image
+
+from ganger_daemon.images.contract import FACTS, ImageFacts, ImageRefusedError, read_facts, write_facts
+from ganger_daemon.images.criu import image_files
+
+FIELD = "process_image"
+# A piece stays in the processor's cache between its digest and its copy.
+_PIECE_BYTES = 1 << 20
+_PADDING = bytes(state_image.ALIGNMENT)
+
+
+def pack(
+    directory: Path,
+    fields: Mapping[str, Any],
+    target: int,
+    *,
+    is_durable: bool = False,
+    filled: Callable[[int], None] = lambda count: None,
+) -> int:
+    """Write an image's directory to a file from its current position on. Return the bytes written. Blocks.
+
+    `fields`: of the header, as `step`, `rank` and `world`. `filled` is called with the bytes that are final so far.
+    Raises OSError, and ImageRefusedError for a directory without facts."""
+    facts = read_facts(directory)
+    files = image_files(directory)
+    table: list[dict[str, Any]] = []
+    offset = 0
+    for file in files:
+        size = file.stat().st_size
+        table.append({"name": file.name, "offset": offset, "bytes": size})
+        offset = state_image.aligned(offset + size)
+    header = {**fields, FIELD: msgspec.to_builtins(facts), "tensors": table, "tree": None}
+    preamble, encoded = state_image.lay_out(header, offset, state_image.preferred_digest())
+    digests = state_image.ChunkDigests(preamble.digest_kind, preamble.chunk_bytes)
+    _write(target, preamble.pack() + encoded)
+    written = preamble.data_offset
+    filled(written)
+    piece = memoryview(bytearray(_PIECE_BYTES))
+    for file, entry in zip(files, table, strict=True):
+        left = entry["bytes"]
+        with file.open("rb", buffering=0) as source:
+            while left:
+                count = source.readinto(piece[: min(left, _PIECE_BYTES)])
+                if not count:
+                    raise OSError(f"{file} became shorter while it was read")
+                digests.update(piece[:count])
+                _write(target, piece[:count])
+                left -= count
+                written += count
+                filled(written)
+        padding = _PADDING[: -entry["bytes"] % state_image.ALIGNMENT]
+        digests.update(padding)
+        _write(target, padding)
+        written += len(padding)
+    trailer = digests.trailer()
+    _write(target, trailer)
+    if is_durable:
+        os.fsync(target)
+    filled(written + len(trailer))
+    return written + len(trailer)
+
+
+def unpack(source: int, directory: Path) -> ImageFacts:
+    """Write the files of a packed image, from the start of `source`, into an empty directory, and check all digests.
+
+    Return the facts. Blocks. Raises OSError, state_image.ImageError for a damaged file, ImageRefusedError for one that
+    is no image of processes."""
+    with mmap.mmap(source, 0, access=mmap.ACCESS_READ) as mapping, memoryview(mapping) as whole:
+        preamble = state_image.parse_preamble(whole[: state_image.PREAMBLE_BYTES])
+        if len(whole) < preamble.total_bytes:
+            raise state_image.ImageError(
+                "TRUNCATED", f"the image has {preamble.total_bytes} bytes, its file {len(whole)}"
+            )
+        with whole[state_image.PREAMBLE_BYTES : preamble.data_offset] as encoded:
+            header = state_image.parse_header(preamble, encoded)
+        facts = _facts_in(header)
+        digests = state_image.ChunkDigests(preamble.digest_kind, preamble.chunk_bytes)
+        position = 0
+        for entry in header["tensors"]:
+            position = _copy(whole, preamble.data_offset, position, entry, directory, digests)
+        digests.update(whole[preamble.data_offset + position : preamble.trailer_offset])
+        state_image.check_trailer(digests.trailer(), bytes(whole[preamble.trailer_offset : preamble.total_bytes]))
+    write_facts(directory, facts)
+    return facts
+
+
+def facts_of(path: Path) -> ImageFacts | None:
+    """Return the facts of a shard that is an image of processes; None for any other. Raises OSError, ImageError."""
+    with path.open("rb") as file:
+        preamble = state_image.parse_preamble(file.read(state_image.PREAMBLE_BYTES))
+        encoded = file.read(preamble.header_bytes)
+    state_image.check_header(preamble, encoded)
+    if FIELD.encode() not in encoded:
+        return None
+    header = state_image.parse_header(preamble, encoded)
+    return _facts_in(header) if FIELD in header else None
+
+
+def _facts_in(header: Mapping[str, Any]) -> ImageFacts:
+    if FIELD not in header:
+        raise ImageRefusedError("this state was saved by a script or its agent; it is no image of processes")
+    try:
+        return msgspec.convert(header[FIELD], ImageFacts)
+    except msgspec.ValidationError as error:
+        raise ImageRefusedError(f"the facts of the process image cannot be read: {error}") from error
+
+
+def _copy(
+    whole: memoryview,
+    data_offset: int,
+    position: int,
+    entry: Mapping[str, Any],
+    directory: Path,
+    digests: state_image.ChunkDigests,
+) -> int:
+    """Copy one file of the table, which begins at `position` of the data or after it. Return the end of the file."""
+    name = str(entry.get("name"))
+    if Path(name).name != name or name in ("", ".", "..", FACTS) or entry["offset"] < position:
+        raise state_image.ImageError("HEADER", f"{name!r} is not a file of a process image, or out of order")
+    digests.update(whole[data_offset + position : data_offset + entry["offset"]])
+    begin, end = data_offset + entry["offset"], data_offset + entry["offset"] + entry["bytes"]
+    target = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        while begin < end:
+            with whole[begin : min(begin + _PIECE_BYTES, end)] as piece:
+                digests.update(piece)
+                _write(target, piece)
+                begin += len(piece)
+    finally:
+        os.close(target)
+    return int(entry["offset"] + entry["bytes"])
+
+
+def _write(target: int, data: bytes | memoryview) -> None:
+    view = memoryview(data)
+    while len(view):
+        view = view[os.write(target, view) :]

@@ -1,0 +1,115 @@
+"""The processes of a unit and the files that they hold, from the unit's own /proc."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from ganger_daemon.images.contract import OpenFile
+
+_DELETED = " (deleted)"
+_INIT = 1
+
+
+class UnitProc:
+    """The /proc of a unit, with the process ids inside it, read from outside by the id of its init.
+
+    A process that ends meanwhile has no files and no children."""
+
+    def __init__(self, init_pid: int) -> None:
+        self.path = Path(f"/proc/{init_pid}/root/proc")
+
+    def pids(self) -> tuple[int, ...]:
+        """All processes but the init. Raises OSError if the unit is gone."""
+        return tuple(sorted(int(name) for name in os.listdir(self.path) if name.isdigit() and int(name) != _INIT))
+
+    def name(self, pid: int) -> str:
+        try:
+            return (self.path / str(pid) / "comm").read_text().strip()
+        except OSError:
+            return "?"
+
+    def tree(self, root: int) -> tuple[int, ...]:
+        """The root and its descendants."""
+        found, pending = [], [root]
+        while pending:
+            pid = pending.pop()
+            found.append(pid)
+            pending += self._children(pid)
+        return tuple(sorted(found))
+
+    def descriptors(self, pid: int) -> dict[int, str]:
+        """Descriptor and what it points to, as the links in /proc name it."""
+        found: dict[int, str] = {}
+        directory = self.path / str(pid) / "fd"
+        try:
+            for name in os.listdir(directory):
+                found[int(name)] = os.readlink(directory / name)
+        except OSError:
+            pass
+        return found
+
+    def open_files(self, pids: Iterable[int]) -> dict[str, OpenFile]:
+        """Regular files by path: open or mapped, but none that was removed."""
+        found: dict[str, OpenFile] = {}
+        for pid in pids:
+            for descriptor, path in self.descriptors(pid).items():
+                self._note(
+                    found, self.path / str(pid) / "fd" / str(descriptor), path, self._is_written(pid, descriptor)
+                )
+            mapped = self.path / str(pid) / "map_files"
+            for area in _names(mapped):
+                self._note(found, mapped / area, _target(mapped / area), False)
+        return found
+
+    def _note(self, found: dict[str, OpenFile], link: Path, path: str, is_written: bool) -> None:
+        if not path.startswith("/") or path.endswith(_DELETED):
+            return
+        if (known := found.get(path)) is not None and (known.is_written or not is_written):
+            return
+        try:
+            status = os.stat(link)
+        except OSError:
+            return
+        if stat.S_ISREG(status.st_mode):
+            found[path] = OpenFile(path, status.st_size, is_written)
+
+    def _is_written(self, pid: int, descriptor: int) -> bool:
+        try:
+            text = (self.path / str(pid) / "fdinfo" / str(descriptor)).read_text()
+        except OSError:
+            return False
+        flags = next((line.split()[1] for line in text.splitlines() if line.startswith("flags:")), "0")
+        return int(flags, 8) & os.O_ACCMODE != os.O_RDONLY
+
+    def _children(self, pid: int) -> list[int]:
+        found: list[int] = []
+        tasks = self.path / str(pid) / "task"
+        for thread in _names(tasks):
+            try:
+                found += map(int, (tasks / thread / "children").read_text().split())
+            except OSError:
+                continue
+        return found
+
+
+def pid_inside(pid: int) -> int:
+    """Return the id that a process has in its own PID namespace. Raises OSError if it is gone."""
+    text = Path(f"/proc/{pid}/status").read_text()
+    return int(next(line for line in text.splitlines() if line.startswith("NSpid:")).split()[-1])
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except OSError:
+        return []
+
+
+def _target(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:
+        return ""

@@ -1,0 +1,91 @@
+"""Reasons in plain words for what CRIU writes to its log."""
+
+from __future__ import annotations
+
+import re
+
+_LINE = re.compile(r"^(?:\(\s*[\d.]+\)\s*)?(?:\s*\d+:\s*)?Error \(([^)]*)\):\s*(.*)$")
+
+# What a message of CRIU means, most telling first. Named groups of the pattern are put into the text.
+_MEANINGS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), text)
+    for pattern, text in (
+        (r"Unknown shit \d+ \((?P<what>\S*io_uring\S*)\)|io_uring", "a process uses io_uring, which cannot be saved"),
+        (r"[Cc]onnected TCP socket|tcp_established|Connected TCP|TCP.*use --", "a process has an open TCP connection"),
+        (
+            r"External socket is used|unix: .*(?:[Ee]xternal|peer)",
+            "a process is connected to a program outside the job",
+        ),
+        (
+            r"[Uu]nsupported (?:proto|socket)|Can't dump .*socket|Packet socket|netlink",
+            "a process has a socket of a kind that cannot be saved",
+        ),
+        (
+            r"(?:Can't dump|Failed to dump|Can't handle|Can't lookup).*(?P<path>/dev/nvidia\S*)",
+            "a process still uses the GPU through {path}",
+        ),
+        (
+            r"[Cc]haracter device|block device|Can't (?:dump|handle).*(?P<path>/dev/\S+)",
+            "a process uses a device that cannot be saved",
+        ),
+        (
+            r"(?P<path>\S+): .*[Gg]host file.*limit|[Gg]host file (?P<size>\d+)? ?(?:is )?too (?:big|large)",
+            "a removed file that is still open is too large to be saved",
+        ),
+        (
+            r"Can't dump ghost file (?P<path>\S+) of (?P<size>\d+) size",
+            "{path}, removed and still open, has {size} bytes: too many",
+        ),
+        (
+            r"File (?P<path>\S+) has bad size (?P<found>\d+) \(expect (?P<wanted>\d+)\)",
+            "/{path} has {found} bytes; it had {wanted} when the image was made",
+        ),
+        (
+            r"File (?P<path>\S+) has bad build-ID|File (?P<path2>\S+) has bad (?:mode|checksum)",
+            "a program or library is another one than when the image was made",
+        ),
+        (r"Can't open file (?P<path>\S+) on restore: (?P<why>.*)", "/{path} cannot be opened: {why}"),
+        (
+            r"(?:Pid|pid) (?P<pid>\d+) .*(?:mismatch|exists|match)|Can't fork for \d+: File exists",
+            "a process id of the image is in use",
+        ),
+        (
+            r"CPU capabilities do not match|cpu_validate|CPU .*not compatible",
+            "the image needs a processor with other instructions",
+        ),
+        (r"No space left on device|ENOSPC", "there is no space left for the image"),
+        (r"Cannot allocate memory|Can't (?:mmap|allocate).*memory", "there is not enough memory"),
+        (r"[Ff]ile lock|flock", "a process holds a file lock that cannot be saved"),
+        (
+            r"(?:Can't attach|Unable to (?:attach|seize)|PTRACE_SEIZE|ptrace).*",
+            "a process is being debugged, or may not be traced",
+        ),
+        (r"Unknown shit|[Uu]nsupported|Can't dump", "a process holds something that cannot be saved"),
+    )
+)
+
+# Messages that say nothing of the cause.
+_CONSEQUENCES = re.compile(
+    r"rlimit:|Dumping FAILED|Dump .*failed|Restoring FAILED|exited, status|exited with|action scripts? failed|^\s*$"
+    r"|Can't dump (?:task|processes)|Dump (?:core|files) \(pid"
+)
+
+
+def errors_of(log: str) -> tuple[str, ...]:
+    """Return the messages of the log's error lines that may name a cause, in order."""
+    found = (match.group(2).strip() for line in log.splitlines() if (match := _LINE.match(line)))
+    return tuple(message for message in found if not _CONSEQUENCES.search(message))
+
+
+def reason_of(log: str) -> str:
+    """Return why a dump or restore failed, from its log; empty if the log names no error.
+
+    A known message is put in plain words, with CRIU's own behind it. Of several known ones the first in the log counts,
+    as those after it tend to follow from it."""
+    messages = errors_of(log)
+    for message in messages:
+        for pattern, text in _MEANINGS:
+            if (match := pattern.search(message)) is not None:
+                named = {name: value or "" for name, value in match.groupdict().items()}
+                return f"{text.format(**named)} (CRIU: {message})"
+    return f"CRIU: {messages[-1]}" if messages else ""
