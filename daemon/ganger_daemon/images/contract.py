@@ -14,6 +14,8 @@ from typing import Protocol
 import msgspec
 
 FACTS = "facts.json"
+PID_FILE = "pid"
+"""In the image's directory, the id that the restored root has in its unit: written by the restore."""
 CAPABILITY = "image"
 
 

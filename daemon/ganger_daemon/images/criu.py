@@ -15,7 +15,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from ganger_daemon.images.contract import (
+    PID_FILE,
     ImageFacts,
     ImageRefusedError,
     Machine,
@@ -30,6 +30,7 @@ from ganger_daemon.images.contract import (
     read_facts,
     write_facts,
 )
+from ganger_daemon.images.own_files import fill_directories, pack_directories
 from ganger_daemon.images.process_tree import UnitProc, pid_inside
 from ganger_daemon.images.reasons import reason_of
 
@@ -47,7 +48,6 @@ _SCRIPT_TEXT = f"""#!/bin/sh
 exec flock -s {_CONSENT} grep -q yes {_CONSENT}
 """
 _COMMON = ("--tcp-established", "--file-locks", "--manage-cgroups=ignore", "--link-remap", "-v2")
-_TAR_BUFFER_BYTES = 1 << 20
 
 
 class NoImages:
@@ -113,19 +113,14 @@ class CriuImages:
         return facts
 
     def fill(self, init_pid: int, directory: Path) -> None:
-        for number, inside in enumerate(read_facts(directory).own_directories):
-            target = Path(f"/proc/{init_pid}/root{inside}")
-            target.mkdir(parents=True, exist_ok=True)
-            try:
-                with tarfile.TarFile(directory / _tar(number), "r", copybufsize=_TAR_BUFFER_BYTES) as tar:
-                    tar.extractall(target, numeric_owner=True, filter="tar")
-            except tarfile.TarError as error:
-                raise ImageRefusedError(f"the image's files of {inside} cannot be restored: {error}") from error
+        # CRIU writes no file that is there already.
+        (directory / PID_FILE).unlink(missing_ok=True)
+        fill_directories(init_pid, read_facts(directory).own_directories, directory)
 
     def restore_arguments(self, directory: Path, logs: Mapping[str, int]) -> list[str]:
         given = [option for path, fd in logs.items() for option in ("--inherit-fd", f"fd[{fd}]:{path.lstrip('/')}")]
-        placed = ["-D", str(directory), "-o", RESTORE_LOG, "--restore-detached", "--restore-sibling"]
-        return [self._program, "restore", *placed, *_COMMON, *given]
+        placed = ["-D", str(directory), "-o", RESTORE_LOG, "--pidfile", str(directory / PID_FILE)]
+        return [self._program, "restore", *placed, "--restore-detached", "--restore-sibling", *_COMMON, *given]
 
     def restore_failure(self, directory: Path) -> str:
         return reason_of(_text(directory / RESTORE_LOG)) or "CRIU failed without naming an error"
@@ -165,7 +160,7 @@ class CriuImages:
             while process.poll() is None and not (directory / _DUMPED).exists():
                 time.sleep(_POLL_S)
             if process.poll() is None:
-                trouble = _pack_directories(unit, directory)
+                trouble = pack_directories(unit.init_pid, unit.own_directories, directory)
                 os.write(consent, b"no\n" if trouble else b"yes\n")
         finally:
             os.close(consent)
@@ -218,23 +213,6 @@ def _output(command: Sequence[str]) -> tuple[int, str]:
     except (OSError, subprocess.TimeoutExpired) as error:
         return 1, str(error)
     return done.returncode, done.stdout + done.stderr
-
-
-def _pack_directories(unit: UnitProcesses, directory: Path) -> str:
-    """Write the unit's own directories to tar files. Return what went wrong, or an empty text."""
-    for number, inside in enumerate(unit.own_directories):
-        source = Path(f"/proc/{unit.init_pid}/root{inside}")
-        try:
-            with tarfile.TarFile(directory / _tar(number), "w", copybufsize=_TAR_BUFFER_BYTES) as tar:
-                for entry in sorted(os.scandir(source), key=lambda entry: entry.name):
-                    tar.add(entry.path, entry.name)
-        except (OSError, tarfile.TarError) as error:
-            return f"the files in {inside} cannot be saved: {error}"
-    return ""
-
-
-def _tar(number: int) -> str:
-    return f"own-{number}.tar"
 
 
 def _text(path: Path) -> str:

@@ -13,7 +13,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Callable, NamedTuple, NoReturn
 
 # Where a unit has its gang's files, whatever node and epoch it is of.
@@ -176,16 +176,40 @@ def wait_ready(ready: int, limit_s: float) -> str:
 
 def pid_outside(init: int, pid: int) -> int:
     """Return the pid that a child of this process has outside the unit where it has ``pid``; 0 if there is none."""
-    namespace = os.stat(f"/proc/{init}/ns/pid").st_ino
-    for child in _children():
+    for child in _children_in(init):
         try:
             with open(f"/proc/{child}/status", encoding="ascii", errors="replace") as status:
                 numbers = next((line.split()[1:] for line in status if line.startswith("NSpid:")), [])
-            if os.stat(f"/proc/{child}/ns/pid").st_ino == namespace and numbers[-1:] == [str(pid)]:
+            if numbers[-1:] == [str(pid)]:
                 return child
         except OSError:
             continue  # it has ended
     return 0
+
+
+def end_children(init: int, known: Collection[int]) -> None:
+    """Kill and reap the children of this process in a unit, but the known ones: what a failed restore has left. An init
+    ends only once they are reaped."""
+    for child in _children_in(init):
+        if child not in known:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def _children_in(init: int) -> list[int]:
+    """Return the children of this process in the PID namespace of a unit, its init too."""
+    found: list[int] = []
+    try:
+        namespace = os.stat(f"/proc/{init}/ns/pid").st_ino
+    except OSError:
+        return found
+    for child in _children():
+        try:
+            if os.stat(f"/proc/{child}/ns/pid").st_ino == namespace:
+                found.append(child)
+        except OSError:
+            continue  # it has ended
+    return found
 
 
 def _children() -> list[int]:

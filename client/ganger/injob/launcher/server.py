@@ -19,7 +19,7 @@ from ganger.injob.launcher import child_process
 from ganger.injob.launcher.callers import Caller, Callers
 from ganger.injob.launcher.child_process import open_listener
 from ganger.injob.launcher.lease_keeper import LeaseKeeper
-from ganger.injob.launcher.namespaces import fork_in
+from ganger.injob.launcher.namespaces import end_children, fork_in
 from ganger.injob.launcher.process_record import (
     ExitRecord,
     Launch,
@@ -212,6 +212,7 @@ class LauncherServer:
                 root = self._add_rank(launch, restored_root(wanted))
                 self._callers.reply(caller, number, pid=root.pid, start_ticks=root.start_ticks)
             except LaunchError as problem:
+                end_children(launch.init, {child.pid for child in self._children.values()})
                 self._callers.reply(caller, number, error={"reason": problem.reason, "message": str(problem)})
 
         new.ended = finish

@@ -1,0 +1,286 @@
+"""What holds for images of processes, by CRIU and by the fake: they go on as they were, in another unit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ganger.injob.launcher.client import Forked, Launcher
+from ganger.injob.launcher.namespaces import TEMPORARY_DIRECTORY, Unit
+from ganger_daemon.images.contract import PID_FILE, ImageFacts, ImageRefusedError, ProcessImages, UnitProcesses
+from ganger_daemon.images.criu import choose_images
+from ganger_daemon.images.process_tree import pid_inside
+from injob.launcher_kit import Place, exit_record, launcher_place
+from kit.fake_images import STEP_LOCK, FakeImages
+from kit.waiting import eventually
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="units need root")
+
+# Keeps its count in memory and, for the fake, in a file of the unit's own, from which it goes on if it is started.
+COUNTING = f"""
+import fcntl, os, sys, time
+step = open("{TEMPORARY_DIRECTORY}/{STEP_LOCK}", "a")
+path = "{TEMPORARY_DIRECTORY}/count"
+count = int(open(path).read() or 0) if os.path.exists(path) else 0
+while not os.path.exists(sys.argv[1]):
+    fcntl.flock(step, fcntl.LOCK_EX)
+    count += 1
+    with open(path + ".new", "w") as file:
+        file.write(str(count))
+    os.rename(path + ".new", path)
+    print(count, os.getpid(), flush=True)
+    fcntl.flock(step, fcntl.LOCK_UN)
+    time.sleep(0.02)
+"""
+
+# A child counts and writes to its parent through a pipe; the parent prints what it reads.
+TREE = """
+import os, sys, time
+reader, writer = os.pipe()
+if os.fork() == 0:
+    os.close(reader)
+    count = 0
+    while True:
+        count += 1
+        os.write(writer, b"%d\\n" % count)
+        time.sleep(0.02)
+os.close(writer)
+for line in os.fdopen(reader):
+    print(line.strip(), os.getpid(), flush=True)
+"""
+
+
+class Job:
+    """A program in a unit."""
+
+    def __init__(self, place: Place, launch: dict[str, Any], init: int, root: Forked) -> None:
+        self.place, self.launch, self.init, self.root = place, launch, init, root
+        self.unit = UnitProcesses(init, root.pid, ("/dev/shm", TEMPORARY_DIRECTORY))
+
+    @property
+    def log(self) -> Path:
+        return Path(self.launch["log"])
+
+    def counts(self) -> list[int]:
+        """The numbers that the program has printed, whole lines only."""
+        text = self.log.read_text() if self.log.exists() else ""
+        return [int(line.split()[0]) for line in text.split("\n")[:-1]]
+
+    def until_it_counts(self, more: int = 3) -> None:
+        begun = len(self.counts())
+        eventually(lambda: len(self.counts()) >= begun + more, what="more numbers", story=lambda: self.log.read_text())
+
+    def own_file(self, path: str) -> Path:
+        return Path(f"/proc/{self.init}/root{path}")
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    yield from launcher_place(preload=False)
+
+
+@pytest.fixture(params=["criu", "fake"])
+def images(request: pytest.FixtureRequest) -> ProcessImages:
+    return real() if request.param == "criu" else FakeImages()
+
+
+def real() -> ProcessImages:
+    found = choose_images()
+    if found.unavailable:
+        pytest.skip(f"no images by CRIU here: {found.unavailable}")
+    return found
+
+
+def made_unit(place: Place, launch: dict[str, Any], *, is_restored: bool = False) -> int:
+    run = Path(launch["page"]).parent
+    temporary = run / "tmp"
+    temporary.mkdir()
+    unit = Unit(launch["name"], str(run), str(run), str(temporary), is_restored)
+    with Launcher(place.socket) as launcher:
+        return launcher.make_unit(unit._asdict()).pid
+
+
+def started(place: Place, program: str, *arguments: str) -> Job:
+    launch = place.launch([sys.executable, "-c", program, *arguments])
+    # Not a rank: the agent has no part in this.
+    launch["env"] = {"PATH": os.environ["PATH"]}
+    init = made_unit(place, launch)
+    job = Job(place, launch, init, place.fork(launch | {"init": init}))
+    job.until_it_counts()
+    return job
+
+
+def restored(images: ProcessImages, place: Place, image: Path, facts: ImageFacts) -> Job:
+    launch = place.launch(["restored"])
+    init = made_unit(place, launch, is_restored=True)
+    images.fill(init, image)
+    (log,) = facts.logs
+    command = images.restore_arguments(image, {log.path: 7})
+    with Launcher(place.socket) as launcher:
+        pid_file = str(image / PID_FILE)
+        root = launcher.restore(launch | {"init": init}, command, {7: launch["log"]}, pid_file)
+    place.started.append(root)
+    return Job(place, launch, init, root)
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Path:
+    directory = tmp_path / "image"
+    directory.mkdir()
+    return directory
+
+
+def test_a_program_goes_on_with_its_count_and_its_process_id(images: ProcessImages, place: Place, image: Path) -> None:
+    end = place.directory / "end"
+    job = started(place, COUNTING, str(end))
+    facts = images.dump(job.unit, image, goes_on=False)
+    assert exit_record(job.launch)["signal"] == signal.SIGKILL
+
+    again = restored(images, place, image, facts)
+    again.until_it_counts()
+
+    counts = job.counts() + again.counts()
+    assert counts == list(range(1, len(counts) + 1))
+    assert pid_inside(again.root.pid) == facts.root_pid
+    end.touch()
+    assert exit_record(again.launch)["code"] == 0
+
+
+def test_output_after_a_restore_goes_to_the_file_that_replaces_the_log(
+    images: ProcessImages, place: Place, image: Path
+) -> None:
+    job = started(place, COUNTING, "/nowhere/end")
+    facts = images.dump(job.unit, image, goes_on=False)
+    exit_record(job.launch)
+    assert [log.path for log in facts.logs] == [str(job.log)]
+    before = job.log.read_text()
+    job.log.unlink()
+
+    again = restored(images, place, image, facts)
+    again.until_it_counts()
+
+    assert again.counts()[0] == int(before.split("\n")[-2].split()[0]) + 1
+    assert not job.log.exists()
+
+
+def test_files_in_shared_memory_travel_with_the_image(images: ProcessImages, place: Place, image: Path) -> None:
+    job = started(place, COUNTING, "/nowhere/end")
+    job.own_file("/dev/shm/batches").mkdir()
+    job.own_file("/dev/shm/batches/0").write_bytes(b"batch" * 1000)
+    os.chown(job.own_file("/dev/shm/batches/0"), 1234, 1234)
+    os.symlink("batches/0", job.own_file("/dev/shm/latest"))
+    facts = images.dump(job.unit, image, goes_on=False)
+
+    again = restored(images, place, image, facts)
+
+    assert again.own_file("/dev/shm/batches/0").read_bytes() == b"batch" * 1000
+    assert again.own_file("/dev/shm/batches/0").stat().st_uid == 1234
+    assert os.readlink(again.own_file("/dev/shm/latest")) == "batches/0"
+
+
+def test_a_program_that_goes_on_is_not_disturbed_and_its_image_is_of_the_moment(
+    images: ProcessImages, place: Place, image: Path
+) -> None:
+    end = place.directory / "end"
+    job = started(place, COUNTING, str(end))
+    facts = images.dump(job.unit, image, goes_on=True)
+    there = len(job.counts())
+    job.until_it_counts(20)
+    assert job.counts() == list(range(1, len(job.counts()) + 1))
+
+    again = restored(images, place, image, facts)
+    again.until_it_counts()
+    assert again.counts()[0] <= there + 1
+    end.touch()
+    assert exit_record(job.launch)["code"] == 0
+    assert exit_record(again.launch)["code"] == 0
+
+
+def test_one_image_can_be_restored_twice(images: ProcessImages, place: Place, image: Path) -> None:
+    job = started(place, COUNTING, "/nowhere/end")
+    facts = images.dump(job.unit, image, goes_on=False)
+    first = restored(images, place, image, facts)
+    first.until_it_counts()
+    second = restored(images, place, image, facts)
+    second.until_it_counts()
+    assert first.counts()[0] == second.counts()[0] == job.counts()[-1] + 1
+
+
+def test_a_refused_dump_leaves_the_program_running(images: ProcessImages, place: Place, tmp_path: Path) -> None:
+    end = place.directory / "end"
+    job = started(place, COUNTING, str(end))
+    if isinstance(images, FakeImages):
+        images.refusal = "as wanted"
+    # An image cannot be written where a directory has the name of one of its files.
+    (tmp_path / "image" / "own-0.tar").mkdir(parents=True)
+
+    with pytest.raises(ImageRefusedError, match=r"/dev/shm cannot be saved|as wanted"):
+        images.dump(job.unit, tmp_path / "image", goes_on=False)
+
+    job.until_it_counts()
+    end.touch()
+    assert exit_record(job.launch)["code"] == 0
+
+
+def test_a_tree_of_processes_goes_on_with_its_pipes(place: Place, image: Path) -> None:
+    images = real()
+    job = started(place, TREE)
+    facts = images.dump(job.unit, image, goes_on=False)
+    assert facts.processes == 2
+
+    again = restored(images, place, image, facts)
+    again.until_it_counts(10)
+
+    counts = job.counts() + again.counts()
+    assert counts == list(range(1, len(counts) + 1))
+
+
+def test_a_process_that_left_the_tree_is_named_and_all_run_on(place: Place, image: Path) -> None:
+    images = real()
+    # The child's child outlives its parent: the unit's init adopts it.
+    leaving = """
+import os, time
+if os.fork() == 0:
+    if os.fork() == 0:
+        time.sleep(600)
+    os._exit(0)
+os.wait()
+"""
+    job = started(place, leaving + COUNTING, "/nowhere/end")
+
+    with pytest.raises(ImageRefusedError, match=r"process \d+ \(python\S*\) has left the job's process tree"):
+        images.dump(job.unit, image, goes_on=False)
+    job.until_it_counts()
+
+
+def test_a_removed_file_that_is_still_open_travels_with_the_image(place: Place, image: Path) -> None:
+    images = real()
+    removed = (
+        "import os\ngone = open('/dev/shm/gone', 'w+b'); gone.write(b'x' * 3000000); gone.flush()\n"
+        "os.remove('/dev/shm/gone')\n"
+    )
+    check = COUNTING.replace("    print(", "    assert os.fstat(gone.fileno()).st_size == 3000000\n    print(")
+    job = started(place, removed + check, "/nowhere/end")
+    facts = images.dump(job.unit, image, goes_on=False)
+
+    again = restored(images, place, image, facts)
+    again.until_it_counts()
+
+
+def test_a_restore_that_fails_gives_the_reason(place: Place, image: Path) -> None:
+    images = real()
+    data = place.directory / "data"
+    job = started(place, f"out = open({str(data)!r}, 'w')\nout.write('12345'); out.flush()\n" + COUNTING, "/nowhere")
+    facts = images.dump(job.unit, image, goes_on=False)
+    assert str(data) in [file.path for file in facts.files if file.is_written]
+    data.write_text("another length")
+
+    with pytest.raises(Exception, match="restore"):
+        restored(images, place, image, facts)
+
+    assert f"{data} has 14 bytes; it had 5 when the image was made" in images.restore_failure(image)
