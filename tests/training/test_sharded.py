@@ -31,12 +31,13 @@ for epoch in job.epochs({epochs}):
     for x in loader:
         loss = (model(x) - x).square().mean()
         loss.backward()
-        {clip}
         optimizer.step()
         optimizer.zero_grad({zero})
         mean = loss.detach().clone()
         dist.all_reduce(mean, group=mesh["dp"].get_group())
         print("step", job.step_count + 1, (mean / mesh["dp"].size()).item().hex(), flush=True)
+        with torch.no_grad():
+            {evaluate}
         job.step()
 total = sum(p.full_tensor().double().sum().item() if hasattr(p, "full_tensor") else p.double().sum().item()
             for p in model.parameters())
@@ -65,7 +66,20 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
 model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params={orig})
 """
+BF16 = """
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+model[0] = checkpoint_wrapper(model[0])
+fully_shard(model[0], mesh=mesh, mp_policy=policy); fully_shard(model, mesh=mesh, mp_policy=policy)
+"""
+COMPILED = FSDP2 + "model = torch.compile(model, backend='aot_eager')"
+KEEPING = {"evaluate": "model(x)", "zero": "set_to_none=False"}
 WAYS = {
+    "FSDP2 with parameters gathered by an evaluation and gradients that are kept": FSDP2,
+    "FSDP2 with mixed precision and activation checkpoints": BF16,
+    "FSDP2, compiled": COMPILED,
     "FSDP2": FSDP2,
     "tensor parallel": TENSOR_PARALLEL,
     "FSDP2 over tensor parallel": BOTH,
@@ -74,9 +88,11 @@ WAYS = {
 }
 
 
-def _script(tmp_path: Path, shard: str, epochs: int = 12, batch: int = 8, clip: str = "pass", zero: str = "") -> Path:
+def _script(
+    tmp_path: Path, shard: str, epochs: int = 12, batch: int = 8, evaluate: str = "pass", zero: str = ""
+) -> Path:
     path = tmp_path / "train.py"
-    path.write_text(SCRIPT.format(shard=shard, epochs=epochs, batch=batch, clip=clip, zero=zero))
+    path.write_text(SCRIPT.format(shard=shard, epochs=epochs, batch=batch, evaluate=evaluate, zero=zero))
     return path
 
 
@@ -101,7 +117,7 @@ def _weights(rank: Rank) -> str:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_sharded_job_that_was_parked_and_restarted_ends_as_one_that_was_not(tmp_path: Path, way: str) -> None:
     world = 4 if way == "FSDP2 over tensor parallel" else 2
-    script = _script(tmp_path, WAYS[way])
+    script = _script(tmp_path, WAYS[way], **(KEEPING if "evaluation" in way else {}))
     alone = _gang(tmp_path / "alone", script, world, managed=False)
     assert end_together(alone) == [0] * world, _text(alone)
 
@@ -175,7 +191,16 @@ def _offered(rank: Rank) -> int:
     return rank.page.get(Word.CAPABILITIES) & (Capability.RESIZE | Capability.RESHARD)
 
 
+# A rank that is alone has no part of anything.
+SEVERAL = """
+from torch.distributed.fsdp import fully_shard
+mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+if world > 1:
+    fully_shard(model[0], mesh=mesh); fully_shard(model, mesh=mesh)
+"""
 RESIZED = {
+    "FSDP2, to one rank without": (SEVERAL, 2, 1),
+    "FSDP2, from one rank without": (SEVERAL, 1, 2),
     "FSDP2, fewer": (FSDP2, 4, 2),
     "FSDP2, more, in uneven parts": (FSDP2, 2, 3),
     "FSDP2 over tensor parallel, fewer": (BOTH, 4, 2),
@@ -186,16 +211,17 @@ RESIZED = {
 @pytest.mark.parametrize("case", RESIZED)
 def test_another_number_of_ranks_takes_over_the_shards_of_a_checkpoint(tmp_path: Path, case: str) -> None:
     shard, before, after = RESIZED[case]
-    script = _script(tmp_path, shard, epochs=2, batch=12)
+    script = _script(tmp_path, shard, epochs=2, batch=12, **KEEPING)
     alone = _gang(tmp_path / "alone", script, before, managed=False)
     assert end_together(alone) == [0] * before, _text(alone)
     shards = tmp_path / "shards"
     first = _gang(tmp_path / "first", script, before, stop_at=3, checkpoint=shards)
     assert end_together(first) == [75] * before, _text(first)
-    assert {_offered(rank) for rank in first} == {Capability.RESHARD}
+    assert {_offered(rank) for rank in first} == {Capability.RESHARD if before > 1 else Capability.RESIZE}
     # so that the ranks of another mesh, whose tensor-parallel ones share their samples, divide the batch
     assert {rank.page.get(Word.RESIZE_DIVIDES) for rank in first} == {24 if shard is BOTH else 12}
     step = {rank.page.get(Word.CHECKPOINT_STEP) for rank in first}.pop()
+    assert step > 1
     store = Rendezvous()
     last = [
         Rank(

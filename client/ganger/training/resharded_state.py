@@ -7,7 +7,7 @@ rank reads what it needs by itself: a restore has no collective, so a rank that 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,19 +28,20 @@ from ganger.training.state_codec import TAG, dtype_named
 _Offset = tuple[int, ...]
 
 
-def reshard(own: OpenImage, tensors: Mapping[int, torch.Tensor], shard: Callable[[int], OpenImage]) -> None:
-    """Fill `tensors`, by index in the table of `own`, from all shards of its checkpoint. `shard` opens a rank's.
+def reshard(own: OpenImage, tensors: Mapping[int, torch.Tensor], shard: Callable[[int], OpenImage] | None) -> None:
+    """Fill `tensors`, by index in the table of `own`, from all shards of its checkpoint.
 
-    Raises ValueError where the shards are not of one state, or lack a part; ImageError, OSError.
+    `shard` opens that of a rank; None for a state in memory, which is one rank's. Raises ValueError where the shards
+    are not of one state, or lack a part; ImageError, OSError.
     """
     wanted = {index: name for name, index in _names(own.tree).items() if index in tensors}
     state = {name: tensors[index].detach() for index, name in wanted.items() if local_part(tensors[index]).numel()}
     pieces = _Pieces(state)
-    for rank in range(int(own.header["world"])):
-        image = shard(rank)
-        if (image.step, image.header["world"], image.header["rank"]) != (own.step, own.header["world"], rank):
-            raise ValueError(f"the checkpoint's shard of rank {rank} is of another checkpoint")
-        pieces.add(image)
+    if any("sharded" in own.header["tensors"][index] for index in tensors):
+        for image in _all_shards(own, shard):
+            pieces.add(image)
+    else:
+        pieces.add(own)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(state, metadata=pieces.metadata(), is_coordinator=False)
     missing = {name: local_part(tensor).numel() for name, tensor in state.items()}
@@ -52,6 +53,19 @@ def reshard(own: OpenImage, tensors: Mapping[int, torch.Tensor], shard: Callable
     lacking = [name for name, count in missing.items() if count]
     if lacking:
         raise ValueError(f"the checkpoint's shards do not have all of {', '.join(lacking[:5])}")
+
+
+def _all_shards(own: OpenImage, shard: Callable[[int], OpenImage] | None) -> Iterator[OpenImage]:
+    if shard is None:
+        raise ValueError(
+            f"the state is sharded over {own.header['world']} ranks, and only from a checkpoint on storage can another"
+            " number of ranks take it over"
+        )
+    for rank in range(int(own.header["world"])):
+        image = shard(rank)
+        if (image.step, image.header["world"], image.header["rank"]) != (own.step, own.header["world"], rank):
+            raise ValueError(f"the shard of rank {rank} is of another checkpoint")
+        yield image
 
 
 class _Pieces:

@@ -179,11 +179,7 @@ def restore(training: TrainingObjects, image: OpenImage, shard: Callable[[int], 
 
 
 def _reshard(image: OpenImage, parts: dict[int, torch.Tensor], shard: Callable[[int], OpenImage] | None) -> None:
-    if shard is None:
-        raise StateMismatchError(
-            f"the state is sharded over {image.header['world']} ranks in another way than the script's; only from a"
-            " checkpoint on storage can another number of ranks take it over"
-        )
+    # only here: it imports torch.distributed.checkpoint
     from ganger.training.resharded_state import reshard
 
     reshard(image, parts, shard)
