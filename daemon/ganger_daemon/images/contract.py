@@ -60,7 +60,8 @@ class Machine(msgspec.Struct, frozen=True):
 
 class ImageFacts(msgspec.Struct, frozen=True):
     """What a restore needs to know. `root_pid`: inside the unit. `logs`: the files behind the root's descriptors 1
-    and 2, once each. `files`: all others, also those mapped as code; `own_directories` as in the unit."""
+    and 2, once each. `files`: all others, also those mapped as code; `own_directories` as in the unit;
+    `is_outside_closed`: the restored processes find their TCP connections closed."""
 
     root_pid: int
     processes: int
@@ -69,6 +70,7 @@ class ImageFacts(msgspec.Struct, frozen=True):
     own_directories: tuple[str, ...]
     machine: Machine
     size_bytes: int = 0
+    is_outside_closed: bool = False
 
     def files_outside(self, shared: Sequence[str]) -> tuple[OpenFile, ...]:
         """Return the files that are in none of these directories: another node must have them, too."""

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -47,7 +47,7 @@ _SCRIPT_TEXT = f"""#!/bin/sh
 : > {_DUMPED}
 exec flock -s {_CONSENT} grep -q yes {_CONSENT}
 """
-_COMMON = ("--tcp-established", "--file-locks", "--manage-cgroups=ignore", "--link-remap", "-v2")
+_COMMON = ("--file-locks", "--manage-cgroups=ignore", "--link-remap", "-v2")
 
 
 class NoImages:
@@ -91,24 +91,27 @@ class CriuImages:
     def dump(
         self, unit: UnitProcesses, directory: Path, *, goes_on: bool, is_outside_closed: bool = False
     ) -> ImageFacts:
+        proc = UnitProc(unit.init_pid)
         try:
             root = pid_inside(unit.root_pid)
-            facts = self._facts(unit, root)
+            closes = self._check(proc, root, is_outside_closed)
         except OSError as error:
             raise ImageRefusedError(f"the job's processes are gone: {error}") from error
-        image = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            arguments = ["dump", "-t", str(root), "-o", DUMP_LOG, *_COMMON, "--network-lock", "skip"]
-            arguments += ["--ghost-limit", _GHOST_LIMIT, "--action-script", f"./{_SCRIPT}"]
-            arguments += ["--leave-running"] if goes_on else []
-            arguments += ["--tcp-close"] if is_outside_closed else []
-            # By descriptor: the unit need not see the directory under its path.
-            inside = [self._program, *arguments, "-D", f"/proc/self/fd/{image}"]
-            self._run(["nsenter", "-t", str(unit.init_pid), "-m", "-p", "-i", *inside], unit, directory, image)
-        finally:
-            os.close(image)
+        found: list[ImageFacts] = []
+
+        def while_frozen() -> str:
+            # Again: a connection may have been opened meanwhile.
+            if why := proc.connections(proc.tree(root)).refusal(closes):
+                return why
+            found.append(self._facts(proc, root, unit.own_directories, closes))
+            return pack_directories(unit.init_pid, unit.own_directories, directory)
+
+        arguments = ["dump", "-t", str(root), "-o", DUMP_LOG, *_options(closes), "--network-lock", "skip"]
+        arguments += ["--ghost-limit", _GHOST_LIMIT, "--action-script", f"./{_SCRIPT}"]
+        arguments += ["--leave-running"] if goes_on else []
+        self._run(unit.init_pid, arguments, directory, while_frozen)
         size = sum(file.stat().st_size for file in image_files(directory))
-        facts = msgspec.structs.replace(facts, size_bytes=size)
+        facts = msgspec.structs.replace(found[0], size_bytes=size)
         write_facts(directory, facts)
         return facts
 
@@ -119,19 +122,27 @@ class CriuImages:
 
     def restore_arguments(self, directory: Path, logs: Mapping[str, int]) -> list[str]:
         given = [option for path, fd in logs.items() for option in ("--inherit-fd", f"fd[{fd}]:{path.lstrip('/')}")]
+        options = _options(read_facts(directory).is_outside_closed)
         placed = ["-D", str(directory), "-o", RESTORE_LOG, "--pidfile", str(directory / PID_FILE)]
-        return [self._program, "restore", *placed, "--restore-detached", "--restore-sibling", *_COMMON, *given]
+        return [self._program, "restore", *placed, "--restore-detached", "--restore-sibling", *options, *given]
 
     def restore_failure(self, directory: Path) -> str:
         return reason_of(_text(directory / RESTORE_LOG)) or "CRIU failed without naming an error"
 
-    def _facts(self, unit: UnitProcesses, root: int) -> ImageFacts:
-        """Raises OSError, and ImageRefusedError for processes that would be left out of the image."""
-        proc = UnitProc(unit.init_pid)
+    def _check(self, proc: UnitProc, root: int, is_outside_closed: bool) -> bool:
+        """Return whether TCP connections are to be closed. Raises OSError, and ImageRefusedError for what the image
+        would leave out or cut."""
         tree = proc.tree(root)
         for pid in proc.pids():
             if pid not in tree:
                 raise ImageRefusedError(f"process {pid} ({proc.name(pid)}) has left the job's process tree")
+        connections = proc.connections(tree)
+        if why := connections.refusal(is_outside_closed):
+            raise ImageRefusedError(why)
+        return bool(connections.tcp)
+
+    def _facts(self, proc: UnitProc, root: int, own_directories: tuple[str, ...], closes: bool) -> ImageFacts:
+        tree = proc.tree(root)
         files = proc.open_files(tree)
         descriptors = proc.descriptors(root)
         logs = {path for number in (1, 2) if (path := descriptors.get(number, "")) in files}
@@ -140,19 +151,26 @@ class CriuImages:
             processes=len(tree),
             logs=tuple(files[path] for path in sorted(logs)),
             files=tuple(file for path, file in sorted(files.items()) if path not in logs),
-            own_directories=unit.own_directories,
+            own_directories=own_directories,
             machine=self._machine,
+            is_outside_closed=closes,
         )
 
-    def _run(self, command: Sequence[str], unit: UnitProcesses, directory: Path, image: int) -> None:
-        """Run the dump, and pack the unit's own directories while its processes are frozen."""
+    def _run(self, init_pid: int, arguments: Sequence[str], directory: Path, while_frozen: Callable[[], str]) -> None:
+        """Run a dump inside a unit. `while_frozen` is called once all is written but the processes are frozen; a text
+        that it returns is the reason to let them go on without an image. Raises ImageRefusedError and OSError."""
         # CRIU runs it in the image's directory.
         (directory / _SCRIPT).write_text(_SCRIPT_TEXT)
         (directory / _SCRIPT).chmod(0o700)
+        (directory / _DUMPED).unlink(missing_ok=True)
+        image = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         consent = os.open(directory / _CONSENT, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        trouble = ""
+        fcntl.flock(consent, fcntl.LOCK_EX)
+        # The image's directory by descriptor: the unit need not see it under its path.
+        inside = [self._program, *arguments, "-D", f"/proc/self/fd/{image}"]
+        command = ["nsenter", "-t", str(init_pid), "-m", "-p", "-i", *inside]
+        process, trouble = None, ""
         try:
-            fcntl.flock(consent, fcntl.LOCK_EX)
             with (directory / _ERRORS).open("wb") as errors:
                 process = subprocess.Popen(
                     command, pass_fds=(image,), stdin=subprocess.DEVNULL, stdout=errors, stderr=errors
@@ -160,13 +178,20 @@ class CriuImages:
             while process.poll() is None and not (directory / _DUMPED).exists():
                 time.sleep(_POLL_S)
             if process.poll() is None:
-                trouble = pack_directories(unit.init_pid, unit.own_directories, directory)
+                trouble = while_frozen()
                 os.write(consent, b"no\n" if trouble else b"yes\n")
         finally:
+            # Without the lock the script goes on: it ends the processes only where it finds a yes.
             os.close(consent)
-        if process.wait():
+            os.close(image)
+            code = 1 if process is None else process.wait()
+        if code:
             text = trouble or reason_of(_text(directory / DUMP_LOG)) or _text(directory / _ERRORS).strip()[-300:]
-            raise ImageRefusedError(text or f"criu dump ended with code {process.returncode}")
+            raise ImageRefusedError(text or f"criu dump ended with code {code}")
+
+
+def _options(closes: bool) -> tuple[str, ...]:
+    return ("--tcp-close" if closes else "--tcp-established", *_COMMON)
 
 
 def image_files(directory: Path) -> tuple[Path, ...]:

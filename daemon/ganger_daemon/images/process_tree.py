@@ -5,9 +5,18 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
+from ganger_daemon.images.connections import (
+    OutsideConnections,
+    SocketOwner,
+    outside_connections,
+    owners_of,
+    read_tables,
+)
 from ganger_daemon.images.contract import OpenFile
+from ganger_daemon.images.reasons import unsavable
 
 _DELETED = " (deleted)"
 _INIT = 1
@@ -50,6 +59,20 @@ class UnitProc:
         except OSError:
             pass
         return found
+
+    def connections(self, pids: Iterable[int]) -> OutsideConnections:
+        """What these processes hold that leads outside them, or cannot be part of an image. Raises OSError."""
+        owners: list[SocketOwner] = []
+        others: list[str] = []
+        for pid in pids:
+            descriptors, name = self.descriptors(pid), self.name(pid)
+            owners += owners_of(descriptors, pid, name)
+            others += unsavable(descriptors, pid, name)
+        if not owners:
+            return OutsideConnections(others=tuple(others))
+        # All of a unit are in one network namespace.
+        found = outside_connections(owners, read_tables(self.path / str(owners[0].pid) / "net"))
+        return replace(found, others=(*others, *found.others))
 
     def open_files(self, pids: Iterable[int]) -> dict[str, OpenFile]:
         """Regular files by path: open or mapped, but none that was removed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 _LINE = re.compile(r"^(?:\(\s*[\d.]+\)\s*)?(?:\s*\d+:\s*)?Error \(([^)]*)\):\s*(.*)$")
 
@@ -63,6 +64,29 @@ _MEANINGS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"Unknown shit|[Uu]nsupported|Can't dump", "a process holds something that cannot be saved"),
     )
 )
+
+# What a descriptor points to that no image can hold, by the beginning of its link in /proc.
+_UNSAVABLE = (
+    ("anon_inode:[io_uring]", "uses io_uring"),
+    ("/dev/nvidia", "uses a GPU"),
+    ("/dev/kfd", "uses a GPU"),
+    ("/dev/infiniband/", "uses RDMA"),
+    ("/dev/fuse", "serves a file system"),
+    ("anon_inode:[perf_event]", "measures performance"),
+    ("anon_inode:bpf-", "uses BPF"),
+    ("anon_inode:[userfaultfd]", "uses userfaultfd"),
+)
+
+
+def unsavable(descriptors: Mapping[int, str], pid: int, program: str) -> tuple[str, ...]:
+    """Return what of a process's descriptors no image can hold. `descriptors`: as the links in /proc/PID/fd name it."""
+    return tuple(
+        f"{text} ({target}, descriptor {number} of {program}, pid {pid})"
+        for number, target in sorted(descriptors.items())
+        for beginning, text in _UNSAVABLE
+        if target.startswith(beginning)
+    )
+
 
 # Messages that say nothing of the cause.
 _CONSEQUENCES = re.compile(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -284,3 +285,75 @@ def test_a_restore_that_fails_gives_the_reason(place: Place, image: Path) -> Non
         restored(images, place, image, facts)
 
     assert f"{data} has 14 bytes; it had 5 when the image was made" in images.restore_failure(image)
+
+
+LINKED = """
+import socket, sys
+link = socket.create_connection(("127.0.0.1", int(sys.argv[2])))
+"""
+
+
+@pytest.fixture
+def server() -> Iterator[socket.socket]:
+    """A server outside all units."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+def test_a_connection_to_a_program_outside_is_refused_by_name_and_the_program_runs_on(
+    place: Place, image: Path, server: socket.socket
+) -> None:
+    images = real()
+    port = server.getsockname()[1]
+    job = started(place, LINKED + COUNTING, "/nowhere", str(port))
+
+    with pytest.raises(ImageRefusedError, match=rf"connected to 127\.0\.0\.1:{port} \(descriptor \d+ of python"):
+        images.dump(job.unit, image, goes_on=False)
+    job.until_it_counts()
+
+
+def test_a_connection_outside_that_may_be_closed_is_closed_after_the_restore(
+    place: Place, image: Path, server: socket.socket
+) -> None:
+    images = real()
+    send = LINKED + "link.settimeout(0.0)\n"
+    check = COUNTING.replace(
+        "    print(count,",
+        "    try: found = link.recv(1)\n    except BlockingIOError: found = None\n"
+        "    except OSError: found = b'closed'\n    print(count, found,",
+    )
+    job = started(place, send + check, "/nowhere", str(server.getsockname()[1]))
+    facts = images.dump(job.unit, image, goes_on=False, is_outside_closed=True)
+    assert facts.is_outside_closed
+    assert "None" in job.log.read_text()
+
+    again = restored(images, place, image, facts)
+    again.until_it_counts()
+
+    assert "None" not in again.log.read_text()
+
+
+def test_connections_inside_the_tree_go_on(place: Place, image: Path) -> None:
+    images = real()
+    program = TREE.replace("reader, writer = os.pipe()", PAIR)
+    job = started(place, program)
+    facts = images.dump(job.unit, image, goes_on=False)
+
+    again = restored(images, place, image, facts)
+    again.until_it_counts(10)
+
+    counts = job.counts() + again.counts()
+    assert counts == list(range(1, len(counts) + 1))
+
+
+# A loopback connection in place of the pipe, and other sockets that lead nowhere.
+PAIR = """import socket
+listener = socket.create_server(("127.0.0.1", 0))
+sender = socket.create_connection(listener.getsockname())
+reader, writer = listener.accept()[0].detach(), sender.detach()
+unconnected = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+unconnected.bind(("127.0.0.1", 0))
+routes = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)
+routes.bind((0, 0))
+ends = socket.socketpair()
+"""

@@ -1,0 +1,223 @@
+"""Connections of a process tree that lead outside it, so that an image would cut them.
+
+The functions judge what the kernel reports; `read_tables` and `unix_peers` fetch it. The kernel's tables name the two
+ends of a TCP connection by address, those of a Unix connection by inode.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+TABLES = ("tcp", "tcp6", "udp", "udp6", "packet")
+_SOCKET = re.compile(r"socket:\[(\d+)\]")
+_LISTENING = "0A"
+_CLOSED = "07"
+
+
+@dataclass(frozen=True, slots=True)
+class SocketOwner:
+    """One descriptor of one process."""
+
+    inode: int
+    descriptor: int
+    pid: int
+    program: str
+
+    def __str__(self) -> str:
+        return f"descriptor {self.descriptor} of {self.program}, pid {self.pid}"
+
+
+@dataclass(frozen=True, slots=True)
+class InternetSocket:
+    """One line of the kernel's tables of TCP and UDP sockets. `inode` is zero if no process holds it."""
+
+    protocol: str
+    local: str
+    remote: str
+    state: str
+    inode: int
+
+    @property
+    def is_connected(self) -> bool:
+        return self.state != _LISTENING and not self.remote.endswith(":0")
+
+
+@dataclass(frozen=True, slots=True)
+class UnixSocket:
+    """`peer`: inode of the other end, zero without one. `name`: path it is bound to, empty without one."""
+
+    peer: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class OutsideConnections:
+    """Reasons in plain words: TCP connections, which may be closed if the user allows it, and all others."""
+
+    tcp: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    # Whether processes of the tree have TCP connections among themselves.
+    has_inner_tcp: bool = False
+
+    def refusal(self, is_outside_closed: bool) -> str:
+        """Return why no image can be made; empty if these connections allow one."""
+        reasons = [*self.others]
+        if self.tcp and not is_outside_closed:
+            reasons += self.tcp
+        elif self.tcp and self.has_inner_tcp:
+            reasons += [
+                f"{reason}; it cannot be closed alone, as the job has connections inside" for reason in self.tcp
+            ]
+        more = f" and {len(reasons) - _MOST} more" if len(reasons) > _MOST else ""
+        return "; ".join(reasons[:_MOST]) + more
+
+
+_MOST = 5
+
+
+@dataclass(frozen=True, slots=True)
+class SocketTables:
+    """Sockets of a network namespace by inode, as the kernel lists them."""
+
+    internet: tuple[InternetSocket, ...] = ()
+    packet: frozenset[int] = frozenset()
+    unix: Mapping[int, UnixSocket] = field(default_factory=dict)
+
+
+def owners_of(descriptors: Mapping[int, str], pid: int, program: str) -> list[SocketOwner]:
+    """Return the sockets among a process's descriptors. `descriptors`: what each points to, as in /proc/PID/fd."""
+    matches = ((number, _SOCKET.fullmatch(target)) for number, target in sorted(descriptors.items()))
+    return [SocketOwner(int(match.group(1)), number, pid, program) for number, match in matches if match]
+
+
+def outside_connections(owners: Iterable[SocketOwner], tables: SocketTables) -> OutsideConnections:
+    """Return which sockets of a tree lead outside it. A socket that several processes hold is named once."""
+    held: dict[int, SocketOwner] = {}
+    for each in owners:
+        held.setdefault(each.inode, each)
+    ends = {(one.protocol[:3], one.local, one.remote): one.inode for one in tables.internet}
+    listening = {one.local for one in tables.internet if one.state == _LISTENING and one.inode in held}
+    tcp, others, has_inner = [], [], False
+    for one in tables.internet:
+        owner = held.get(one.inode)
+        if owner is None or not one.is_connected or (one.state == _CLOSED and one.protocol.startswith("tcp")):
+            continue
+        peer = ends.get((one.protocol[:3], one.remote, one.local))
+        # A connection that the tree's own listener has not accepted yet has an end without an inode.
+        if peer in held or (peer == 0 and _listens(listening, one.remote)):
+            has_inner = has_inner or one.protocol.startswith("tcp")
+            continue
+        if one.protocol.startswith("tcp"):
+            tcp.append(f"connected to {one.remote} ({owner})")
+        else:
+            others.append(f"connected to {one.remote} by UDP ({owner})")
+    others += [f"has a packet socket ({held[inode]})" for inode in held.keys() & tables.packet]
+    for inode, each in held.items():
+        found = tables.unix.get(inode)
+        if found is not None and found.peer and found.peer not in held:
+            peer_socket = tables.unix.get(found.peer)
+            name = (peer_socket.name if peer_socket else "") or found.name or "a program outside the job"
+            others.append(f"connected to {name} ({each})")
+    return OutsideConnections(tuple(tcp), tuple(others), has_inner)
+
+
+def _listens(listening: set[str], address: str) -> bool:
+    port = address.rpartition(":")[2]
+    return not listening.isdisjoint((address, f"0.0.0.0:{port}", f"[::]:{port}"))
+
+
+def parse_internet(protocol: str, text: str) -> list[InternetSocket]:
+    """Parse /proc/net/tcp, tcp6, udp or udp6; lines that are none are left out."""
+    found = []
+    for line in text.splitlines()[1:]:
+        fields = line.split()
+        try:
+            local, remote = _address(fields[1]), _address(fields[2])
+            found.append(InternetSocket(protocol, local, remote, fields[3], int(fields[9])))
+        except (IndexError, ValueError):
+            continue
+    return found
+
+
+def parse_packet(text: str) -> frozenset[int]:
+    """Return the inodes in /proc/net/packet."""
+    return frozenset(int(line.split()[-1]) for line in text.splitlines()[1:] if line.split())
+
+
+def _address(word: str) -> str:
+    """Convert "0100007F:1538" to "127.0.0.1:5432". An IPv4 address in an IPv6 socket is written as IPv4."""
+    host, _, port = word.partition(":")
+    # The kernel prints words of 32 bits in the machine's order.
+    packed = b"".join(struct.pack("=I", int(host[at : at + 8], 16)) for at in range(0, len(host), 8))
+    address = ipaddress.ip_address(packed)
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    name = f"[{address}]" if address.version == 6 else str(address)
+    return f"{name}:{int(port, 16)}"
+
+
+def read_tables(net: Path) -> SocketTables:
+    """Read the tables of a network namespace. `net`: /proc/PID/net of a process in it; its Unix sockets are those of
+    this process's own namespace, where units live. Raises OSError."""
+    texts = {name: (net / name).read_text() for name in TABLES if (net / name).exists()}
+    internet = [one for name, text in texts.items() if name != "packet" for one in parse_internet(name, text)]
+    return SocketTables(tuple(internet), parse_packet(texts.get("packet", "")), unix_peers())
+
+
+# -- Unix sockets: /proc does not name the other end -------------------------------------------------------------------
+
+_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY = 4, 20
+_DUMP_REQUEST = 0x301
+_ERROR, _DONE = 2, 3
+_SHOW_NAME, _SHOW_PEER = 1, 4
+_NAME, _PEER = 0, 2
+_HEADER = struct.Struct("=IHHII")
+_REQUEST = struct.Struct("=BBHIIIII")
+_ENTRY = struct.Struct("=BBBBIII")
+
+
+def unix_peers() -> dict[int, UnixSocket]:
+    """Ask the kernel for all Unix sockets of this network namespace, by inode. Raises OSError."""
+    found: dict[int, UnixSocket] = {}
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _SOCK_DIAG) as diagnosis:
+        request = _REQUEST.pack(socket.AF_UNIX, 0, 0, 0xFFFFFFFF, 0, _SHOW_NAME | _SHOW_PEER, 0, 0)
+        header = _HEADER.pack(_HEADER.size + len(request), _SOCK_DIAG_BY_FAMILY, _DUMP_REQUEST, 1, 0)
+        diagnosis.send(header + request)
+        while parse_unix(diagnosis.recv(1 << 18), found):
+            pass
+    return found
+
+
+def parse_unix(data: bytes, found: dict[int, UnixSocket]) -> bool:
+    """Add the sockets in one answer of the kernel to `found`. Return whether more follow. Raises OSError."""
+    position = 0
+    while position + _HEADER.size <= len(data):
+        size, kind, _, _, _ = _HEADER.unpack_from(data, position)
+        body = data[position + _HEADER.size : position + size]
+        if kind == _DONE or size < _HEADER.size:
+            return False
+        if kind == _ERROR:
+            raise OSError(-struct.unpack_from("=i", body)[0], "the kernel does not list Unix sockets")
+        inode = _ENTRY.unpack_from(body)[4]
+        fields = dict(_attributes(body[_ENTRY.size :]))
+        peer = struct.unpack("=I", fields[_PEER])[0] if _PEER in fields else 0
+        name = fields.get(_NAME, b"").rstrip(b"\0").replace(b"\0", b"@").decode(errors="replace")
+        found[inode] = UnixSocket(peer, name)
+        position += (size + 3) & ~3
+    return True
+
+
+def _attributes(data: bytes) -> Iterable[tuple[int, bytes]]:
+    position = 0
+    while position + 4 <= len(data):
+        size, kind = struct.unpack_from("=HH", data, position)
+        if size < 4:
+            return
+        yield kind, data[position + 4 : position + size]
+        position += (size + 3) & ~3
