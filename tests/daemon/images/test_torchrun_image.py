@@ -1,0 +1,67 @@
+"""A job that torchrun starts goes on from an image: an agent and two ranks, with connections among them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from daemon.images.unit_job import real, restored, started
+from injob.launcher_kit import Place, launcher_place
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.skipif(os.geteuid() != 0, reason="units need root"),
+    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed"),
+]
+
+RANK = """
+import time
+import torch
+import torch.distributed as dist
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+count, total = torch.zeros(1), torch.zeros(1)
+while True:
+    count += 1
+    share = count.clone()
+    dist.all_reduce(share)
+    assert float(share) == 2 * float(count), (share, count)
+    if dist.get_rank() == 0:
+        print(int(count), flush=True)
+    time.sleep(0.02)
+"""
+
+# As a launcher would: the filter first, which is what lets the agent's rings be missed.
+START = """
+import os, sys
+from ganger.injob.launcher.system_call_filter import refuse_io_uring
+refuse_io_uring()
+os.environ["OMP_NUM_THREADS"] = "1"
+command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", sys.argv[1]]
+os.execv(sys.executable, command)
+"""
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    yield from launcher_place(preload=False)
+
+
+def test_two_ranks_of_torchrun_go_on_together(place: Place, tmp_path: Path) -> None:
+    images = real()
+    image = tmp_path / "image"
+    image.mkdir()
+    script = place.directory / "rank.py"
+    script.write_text(RANK)
+    job = started(place, START, str(script))
+    facts = images.dump(job.unit, image, goes_on=False)
+    assert facts.processes >= 3
+
+    again = restored(images, place, image, facts)
+    again.until_it_counts(10)
+
+    counts = job.counts() + again.counts()
+    assert counts == list(range(1, len(counts) + 1))
