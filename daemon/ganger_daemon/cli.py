@@ -113,11 +113,9 @@ def daemon(
     from ganger_daemon.app import DaemonError, DaemonObstacle, DaemonSettings, JsonLines, run_daemon
 
     _start_logging(JsonLines(), verbose)
-    virtual = None
-    if virtual_gpus is not None:
-        virtual = _virtual_spec(
-            virtual_gpus, topology, virtual_cores, virtual_memory, virtual_gpu_cores, virtual_gpu_memory
-        )
+    virtual = _virtual_spec(
+        virtual_gpus, topology, virtual_cores, virtual_memory, virtual_gpu_cores, virtual_gpu_memory
+    )
     settings = DaemonSettings(
         state_directory=state_dir,
         master=master,
@@ -156,9 +154,16 @@ def _start_logging(formatter: logging.Formatter, verbose: bool) -> None:
 
 
 def _virtual_spec(
-    gpus: int, topology: str | None, cores: int, memory_bytes: int, gpu_cores: float | None, gpu_memory_bytes: int
-) -> VirtualSpec:
-    """Return the declared devices. Raises click.UsageError for an empty topology."""
+    gpus: int | None,
+    topology: str | None,
+    cores: int,
+    memory_bytes: int,
+    gpu_cores: float | None,
+    gpu_memory_bytes: int,
+) -> VirtualSpec | None:
+    """Return the declared devices; None if none are declared. Raises click.UsageError for an empty topology."""
+    if gpus is None:
+        return None
     from ganger_daemon.devices.virtual import VirtualSpec
 
     if topology == "":

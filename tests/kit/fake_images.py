@@ -27,7 +27,7 @@ from ganger_daemon.images.contract import (
     read_facts,
     write_facts,
 )
-from ganger_daemon.images.own_files import fill_directories, pack_directories
+from ganger_daemon.images.packing import fill_directories, pack_directories
 from ganger_daemon.images.process_tree import UnitProc, pid_inside
 
 STEP_LOCK = "step.lock"

@@ -30,7 +30,7 @@ from ganger_daemon.images.contract import (
     read_facts,
     write_facts,
 )
-from ganger_daemon.images.own_files import fill_directories, pack_directories
+from ganger_daemon.images.packing import fill_directories, image_files, pack_directories
 from ganger_daemon.images.process_tree import UnitProc, pid_inside
 from ganger_daemon.images.reasons import reason_of
 
@@ -192,11 +192,6 @@ class CriuImages:
 
 def _options(closes: bool) -> tuple[str, ...]:
     return ("--tcp-close" if closes else "--tcp-established", *_COMMON)
-
-
-def image_files(directory: Path) -> tuple[Path, ...]:
-    """The files of an image but for its facts, by name."""
-    return tuple(sorted(path for path in directory.iterdir() if path.suffix in (".img", ".tar")))
 
 
 def cpu_flags() -> tuple[str, ...]:

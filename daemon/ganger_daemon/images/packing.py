@@ -2,13 +2,15 @@
 
 Checkpoints, their checks and the state stream carry it as they carry any shard. The header has the process image's
 facts beside an empty tensor tree; its table names the files. It is written front to back: every prefix is final.
+Among the files are those of the unit's own directories, each directory as one tar file.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Mapping
+import tarfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,49 @@ import msgspec
 from ganger.injob import state_image
 
 from ganger_daemon.images.contract import FACTS, ImageFacts, ImageRefusedError, read_facts, write_facts
-from ganger_daemon.images.criu import image_files
 
 FIELD = "process_image"
 # A piece stays in the processor's cache between its digest and its copy.
 _PIECE_BYTES = 1 << 20
 _PADDING = bytes(state_image.ALIGNMENT)
+
+
+def image_files(directory: Path) -> tuple[Path, ...]:
+    """The files of an image but for its facts, by name."""
+    return tuple(sorted(path for path in directory.iterdir() if path.suffix in (".img", ".tar")))
+
+
+def pack_directories(init_pid: int, directories: Sequence[str], image: Path) -> str:
+    """Write a unit's directories into an image. Return what went wrong, or an empty text. Sockets are left out."""
+    for number, inside in enumerate(directories):
+        try:
+            with tarfile.TarFile(image / _tar(number), "w", copybufsize=_PIECE_BYTES) as tar:
+                for entry in sorted(os.scandir(_from_outside(init_pid, inside)), key=lambda entry: entry.name):
+                    tar.add(entry.path, entry.name)
+        except (OSError, tarfile.TarError) as error:
+            return f"the files in {inside} cannot be saved: {error}"
+    return ""
+
+
+def fill_directories(init_pid: int, directories: Sequence[str], image: Path) -> None:
+    """Write the files of an image into a new unit's directories. Raises OSError and ImageRefusedError."""
+    for number, inside in enumerate(directories):
+        target = _from_outside(init_pid, inside)
+        target.mkdir(parents=True, exist_ok=True)
+        try:
+            with tarfile.TarFile(image / _tar(number), "r", copybufsize=_PIECE_BYTES) as tar:
+                # The filter refuses what would leave the directory: storage is no safer than its directories.
+                tar.extractall(target, numeric_owner=True, filter="tar")
+        except tarfile.TarError as error:
+            raise ImageRefusedError(f"the image's files of {inside} cannot be restored: {error}") from error
+
+
+def _from_outside(init_pid: int, inside: str) -> Path:
+    return Path(f"/proc/{init_pid}/root{inside}")
+
+
+def _tar(number: int) -> str:
+    return f"own-{number}.tar"
 
 
 def pack(
