@@ -193,6 +193,8 @@ def _parked(times: _JobTimes, event: HistoryEvent) -> str:
         # It gives up devices that others wait for.
         return f"rests at {event.figures.get('level', '?').lower()} for its move, step {event.figures.get('step', '?')}"
     times.totals.suspensions += 1
+    if event.message:
+        return f"has left{took}: {event.message}"
     return f"rests at {event.figures.get('level', '?').lower()}, step {event.figures.get('step', '?')}{took}"
 
 

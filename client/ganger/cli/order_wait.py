@@ -46,7 +46,8 @@ class _Explained:
 def obstacle(job: Job, now: float | None = None) -> str:
     """Return what an order to this job waits for, as a sentence. now: Unix time in seconds, default the clock."""
     from ganger.cli.job_table import called, state_text
-    from ganger.v1.job_pb2 import Gang
+    from ganger.units import format_duration
+    from ganger.v1.job_pb2 import MECHANISM_SIGNAL, SUSPEND_LEVEL_CHECKPOINT, Gang
     from ganger.wire import times
 
     name, phase = f"job {called(job)}", job.gang.phase
@@ -61,6 +62,9 @@ def obstacle(job: Job, now: float | None = None) -> str:
     if job.gang.stop_step:
         return f"{name} is stopped at step {job.gang.stop_step}: its state is being saved"
     progress = job.progress
+    if job.capabilities.mechanism == MECHANISM_SIGNAL and job.gang.parked_level == SUSPEND_LEVEL_CHECKPOINT:
+        grace = format_duration(times.seconds(job.spec.stop_grace))
+        return f"{name} is stopping: its script saves itself since SIG{job.spec.stop_signal}, for at most {grace}"
     if not progress.step:
         return f"{name} is stopping: its ranks have not reached a boundary yet"
     text = f"{name} is stopping at its next boundary; step {progress.step}"

@@ -81,15 +81,29 @@ class DesiredOrder:
     grace_s: float = 10.0
     checkpoint_first: bool = False
     moves_in: bool = False  # its state comes from an older epoch's arenas
+    is_by_signal: bool = False  # its script saves itself at a signal, and exits
 
     @property
     def epoch(self) -> int:
         return self.order.epoch
 
     @property
+    def asks_to_leave(self) -> bool:
+        """Whether the script is to save itself at its signal and exit. The pages hold no order to stop then."""
+        is_to_save = self.intent is OrderIntent.STOP and self.checkpoint_first
+        is_to_rest = self.intent is OrderIntent.PARK and self.level is ParkLevel.CHECKPOINT
+        return self.is_by_signal and (is_to_save or is_to_rest or self.intent is OrderIntent.HAND_OVER)
+
+    @property
     def ends_at_once(self) -> bool:
         """Whether the gang is stale: its job may run elsewhere by now, so no instruction of it may run any more."""
         return self.intent is OrderIntent.STOP and not self.checkpoint_first and self.grace_s <= 0
+
+
+def by_signal(wanted: DesiredOrder) -> DesiredOrder:
+    """Return the order for a gang whose script saves itself at a signal: it needs no agreement on a boundary."""
+    marked = replace(wanted, is_by_signal=True)
+    return replace(marked, stop_sequence=0) if marked.asks_to_leave else marked
 
 
 def hastened(wanted: DesiredOrder, is_stale: bool) -> DesiredOrder:

@@ -121,6 +121,7 @@ class GangPart:
     out_of_memory: bool = False
     damage: str = ""  # how its job damaged a control page: the gang is killed for it
     stop_signalled: bool = False  # SIGTERM sent for INTENT_STOP or after a rank's failure
+    asked_to_save: bool = False  # the signal at which the script saves itself was sent: there is no way back
     settled: PartOutcome | None = None  # the outcome is on disk: it never changes again
 
 
@@ -131,7 +132,8 @@ class Todo(IntEnum):
     VERIFY_MEMORY = 2  # look whether the device memory of the offloaded ranks is free
     TERMINATE = 3  # SIGTERM to main processes, kill after grace
     KILL = 4  # everything in the group at once, frozen as it may be
-    REAP = 5  # every process gone: settle the outcome, free cgroup and cores
+    ASK_TO_SAVE = 5  # the job's own signal to main processes, kill after its grace
+    REAP = 6  # every process gone: settle the outcome, free cgroup and cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +156,11 @@ def judge(gang: GangPart, now: float) -> Judgement:
         return _before_launch(gang)
     if gang.ranks and all(rank.exit is not None for rank in gang.ranks):
         return _after_exit(gang)
-    if gang.wanted.intent is OrderIntent.STOP:
+    if gang.wanted.intent is OrderIntent.STOP and not gang.wanted.asks_to_leave:
         return _stopping(gang)
+    if gang.wanted.asks_to_leave or gang.asked_to_save:
+        # the other ranks save themselves, too, when one has exited
+        return Judgement(PartPhase.STOPPING, todo=() if gang.asked_to_save else (Todo.ASK_TO_SAVE,))
     if _first_failure(gang) is not None:
         # the other ranks would wait for it in a collective: the whole gang stops
         todo = () if gang.stop_signalled else (Todo.TERMINATE,)
@@ -183,6 +188,12 @@ def _before_launch(gang: GangPart) -> Judgement:
     if gang.wanted.intent is OrderIntent.STOP:
         outcome = PartOutcome(PartOutcomeKind.STOPPED, message="stopped before it was launched")
         return Judgement(PartPhase.ENDED, outcome=outcome, todo=(Todo.REAP,))
+    if gang.wanted.asks_to_leave:
+        outcome = PartOutcome(PartOutcomeKind.YIELDED, message="parked before it was launched")
+        return Judgement(PartPhase.ENDED, outcome=outcome, todo=(Todo.REAP,))
+    if gang.wanted.intent is OrderIntent.PREPARE and not gang.restores:
+        # without a state to restore there is nothing to prepare, and a script that was started would step
+        return Judgement(PartPhase.PREPARED)
     # parked before it was launched: it starts with the stop in its page and parks before its first step
     return Judgement(PartPhase.STARTING, todo=(Todo.LAUNCH,))
 
@@ -195,7 +206,8 @@ def _after_exit(gang: GangPart) -> Judgement:
         and gang.published_step is not None
     ):
         return Judgement(PartPhase.PARKED, ParkLevel.CHECKPOINT, gang.published_step, outcome, (Todo.REAP,))
-    if outcome.kind is PartOutcomeKind.YIELDED and gang.wanted.intent is OrderIntent.PARK:
+    is_to_publish = outcome.kind is PartOutcomeKind.YIELDED and gang.wanted.intent is OrderIntent.PARK
+    if is_to_publish and not gang.wanted.is_by_signal:
         return Judgement(PartPhase.STOPPING, todo=(Todo.REAP,))
     return Judgement(PartPhase.ENDED, outcome=outcome, stop_step=gang.published_step or 0, todo=(Todo.REAP,))
 
@@ -240,6 +252,8 @@ def is_paused_by_freezing(gang: GangPart, now: float) -> bool:
 def is_beyond(gang: GangPart) -> bool:
     """Return whether the order demands more than a job without boundaries can do, and so is never carried out."""
     deeper = gang.wanted.intent is OrderIntent.PARK and gang.wanted.level > ParkLevel.PAUSE
+    if gang.wanted.asks_to_leave:
+        return False
     if not deeper and gang.wanted.intent is not OrderIntent.HAND_OVER:
         return False
     return any(rank.opaque and rank.exit is None for rank in gang.ranks) and reached_step(gang) is None
@@ -257,7 +271,7 @@ def should_freeze(gang: GangPart, now: float, lease_is_over: bool | None) -> boo
     """Return whether the processes must be frozen now: for a PAUSE without boundaries, or after the lease if no agent
     obeys it. Until this daemon has a lease, frozen processes stay frozen."""
     live = [rank for rank in gang.ranks if rank.exit is None]
-    if not live or gang.wanted.intent is OrderIntent.STOP or gang.stop_signalled:
+    if not live or gang.wanted.intent is OrderIntent.STOP or gang.stop_signalled or gang.asked_to_save:
         return False
     if lease_is_over is None and gang.frozen:
         return True
@@ -391,6 +405,8 @@ def settle(gang: GangPart) -> PartOutcome:
         return PartOutcome(
             PartOutcomeKind.ESCALATED, -SIGKILL, message="did not obey an order within its deadline and was killed"
         )
+    if gang.asked_to_save and not gang.stop_signalled and not gang.damage:
+        return _saved_itself(gang)
     failed = _first_failure(gang)
     if failed is None:
         yielded = [rank for rank in gang.ranks if rank.exit is not None and rank.exit.code == EXIT_YIELDED]
@@ -420,6 +436,21 @@ def settle(gang: GangPart) -> PartOutcome:
     return PartOutcome(PartOutcomeKind.FAILED, code, failed.rank, f"rank {failed.rank} {how}")
 
 
+def _saved_itself(gang: GangPart) -> PartOutcome:
+    """Return the outcome of ranks that were asked to save themselves: as under Slurm, any exit counts as preempted."""
+    ranks = [rank for rank in gang.ranks if rank.exit is not None]
+    last = max(
+        ranks, key=lambda rank: (rank.exit.at if rank.exit else 0.0, -rank.rank), default=Rank(0, exit=RankExit())
+    )
+    ending = last.exit or RankExit()
+    if ending.signal == SIGKILL:
+        message = f"rank {last.rank} did not exit within the grace after its stop signal, and was killed"
+    else:
+        how = f"was ended by signal {ending.signal}" if ending.signal else f"exited with code {ending.code}"
+        message = f"rank {last.rank} {how} after its stop signal"
+    return PartOutcome(PartOutcomeKind.YIELDED, -ending.signal or ending.code, last.rank, message)
+
+
 _FAST_S = 0.0015
 _BUSY_S = 0.005
 _COPY_S = 0.02
@@ -439,14 +470,17 @@ def next_look(
     is_preparing: bool = False,
     is_young: bool = True,
     is_agreeing: bool = False,
+    is_saving_itself: bool = False,
 ) -> float:
     """Return the seconds until the next tick of a gang's loop; a wake-up comes sooner.
 
     `is_copying`: ranks copy their state; `is_verifying`: freed device memory is being verified; `is_preparing`: ranks
     get ready for a migration; `is_young`: launched or ordered a short while ago; `is_agreeing`: ranks on several nodes
-    agree on a step to stop at."""
+    agree on a step to stop at; `is_saving_itself`: a script was asked to save itself, and its exit wakes the loop."""
     if is_over:
         return _OVER_S
+    if is_saving_itself:
+        return _SLOW_S
     if not is_launched:
         return _WAITING_S
     if is_copying:

@@ -52,6 +52,11 @@ def choose_mechanism(facts: MechanismFacts) -> MechanismChoice:
     return MechanismChoice(Mechanism.NONE, tuple(refused))
 
 
+def keeps_state(wish: Mechanism) -> bool:
+    """Return whether the agent may save the state of a job: not where its user wants a mechanism without it."""
+    return wish not in (Mechanism.SIGNAL, Mechanism.NONE)
+
+
 def _candidates(facts: MechanismFacts) -> tuple[Mechanism, ...]:
     """Return the mechanisms to try, strongest first: an image is exact and needs nothing of the script, but is of one
     node."""

@@ -18,13 +18,14 @@ from ganger.failpoints import hit
 from ganger.injob.launcher.client import Launcher, LauncherError
 from ganger.injob.page import PageProgress
 from ganger.injob.page_layout import CHECKPOINT_BIT, Capability, PageParkLevel
-from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
+from ganger.protocol.gang_orders import DesiredOrder, Mechanism, OrderIntent
 from ganger.wire.times import seconds
 
 from ganger_daemon.checkpoints.gang_checkpoints import GangCheckpoints, StorageError, publish_here
 from ganger_daemon.checkpoints.storage import CheckpointName, ShardReport, parse_final
 from ganger_daemon.core import escalation
 from ganger_daemon.core.gang_judgement import PartOutcome, PartOutcomeKind, PartPhase
+from ganger_daemon.core.mechanism import keeps_state
 from ganger_daemon.gang.control_pages import page_order, write_details
 from ganger_daemon.gang.gang_context import GangContext
 from ganger_daemon.gang.received_orders import error_of
@@ -162,7 +163,11 @@ class CheckpointCoordinator:
             wanted.intent is OrderIntent.RUN and phase is PartPhase.RUNNING and is_whole and self._host.storage.proved
         )
         # A checkpoint from which a rank could not be restored is of no use.
-        if runs and all(progress.capabilities & Capability.CHECKPOINT for progress in found):
+        if (
+            runs
+            and keeps_state(Mechanism(desired.spec.mechanism))
+            and all(progress.capabilities & Capability.CHECKPOINT for progress in found)
+        ):
             await self._request_if_due(storage, desired, now)
         await self._hand_on_running(storage, found)
         await self._hand_on_leaving(storage, wanted, found)

@@ -41,6 +41,9 @@ _LEVELS = {
 def page_order(wanted: DesiredOrder) -> OrderOnPage | None:
     """Return an order as the page holds it; None for a STOP without a checkpoint, which is sent as a signal."""
     sequence = wanted.order.number
+    if wanted.asks_to_leave:
+        # a rank that waits at a boundary would not see the signal's flag in its loop
+        return OrderOnPage(sequence, PageOrderKind.RUN)
     match wanted.intent:
         case OrderIntent.RUN:
             return OrderOnPage(sequence, PageOrderKind.RUN)

@@ -13,6 +13,8 @@ from dataclasses import replace
 from ganger.injob.page import now_ns
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
 from ganger.protocol.stop_rules import expired
+from ganger.v1 import job_pb2
+from ganger.wire.times import seconds
 
 from ganger_daemon.cgroups.contract import Cgroups
 from ganger_daemon.core import escalation, gang_judgement
@@ -24,12 +26,17 @@ log = logging.getLogger(__name__)
 
 # Time that the remaining ranks have to exit after one of them failed.
 _FAILURE_GRACE_S = 5.0
+_STOP_GRACE_S = 60.0
 
 
-def terminate(processes: Iterable[ProcessId]) -> None:
-    """Send SIGTERM to main processes only: loader workers that die first would spoil a last checkpoint."""
+def stop_grace_s(spec: job_pb2.JobSpec) -> float:
+    return seconds(spec.stop_grace) if spec.HasField("stop_grace") else _STOP_GRACE_S
+
+
+def terminate(processes: Iterable[ProcessId], number: signal.Signals = signal.SIGTERM) -> None:
+    """Send a signal to main processes only: loader workers that die first would spoil a last checkpoint."""
     for process in processes:
-        send_signal(process, signal.SIGTERM)
+        send_signal(process, number)
 
 
 async def kill(cgroups: Cgroups, group: str, processes: Iterable[ProcessId]) -> None:
@@ -51,20 +58,37 @@ class Escalation:
         self._pressed_at = time.monotonic()
         self.escalated = False  # killed because it ignored an order
         self.stop_signalled = False  # SIGTERM was sent: there is no way back
+        self.asked_to_save_s = 0.0  # Unix seconds when the script was asked to save itself; zero before
         self.given_up = ""  # why the present order was abandoned although nothing failed
 
     def begin(self, wanted: DesiredOrder, now: float, iteration_s: float) -> None:
         """Start the ladder of a new order. Orders to stop have a deadline; an order to run has none."""
-        if self.stop_signalled and not wanted.ends_at_once:
+        if (self.stop_signalled or self.asked_to_save_s) and not wanted.ends_at_once:
             return
         self._ladder = None
         self.given_up = ""
         is_move = wanted.intent is OrderIntent.HAND_OVER
         stops = is_move or wanted.intent is OrderIntent.PARK
+        if wanted.asks_to_leave:
+            return
         if stops or (wanted.intent is OrderIntent.STOP and wanted.checkpoint_first):
             deadline, patience = self._host.order_deadline_s, self._host.order_patience_s
             grace = wanted.grace_s
             self._ladder = escalation.begin(now, iteration_s, grace, deadline, patience, ends=not is_move)
+
+    def ask_to_save(self, spec: job_pb2.JobSpec, now: float) -> None:
+        """Send the main processes the signal at which the script saves itself; the group is killed after the grace."""
+        self.asked_to_save_s = time.time()
+        self._ladder = escalation.begin_stop(now, stop_grace_s(spec))
+        terminate(self._exits.live(), signal.Signals[f"SIG{spec.stop_signal}"])
+        log.info("stop signal sent", extra={"gang": self._paths.group, "signal": spec.stop_signal})
+
+    def recall(self, asked_to_save_s: float, spec: job_pb2.JobSpec) -> None:
+        """Take over from a former daemon that asked the script to save itself; zero: it did not."""
+        if asked_to_save_s:
+            self.asked_to_save_s = asked_to_save_s
+            passed = max(0.0, time.time() - asked_to_save_s)
+            self._ladder = escalation.begin_stop(time.monotonic(), max(0.0, stop_grace_s(spec) - passed))
 
     def terminate(self, wanted: DesiredOrder, now: float) -> None:
         """Send SIGTERM to the main processes now; the group is killed after the grace."""
@@ -89,7 +113,8 @@ class Escalation:
         """Take the rung that is due, if the gang does not obey."""
         passed, self._pressed_at = now - self._pressed_at, now
         live = self._exits.live()
-        if self._ladder is None or not live or (not self.stop_signalled and not gang_judgement.is_disobedient(facts)):
+        is_leaving = self.stop_signalled or bool(self.asked_to_save_s)
+        if self._ladder is None or not live or (not is_leaving and not gang_judgement.is_disobedient(facts)):
             return
         if gang_judgement.is_busy(facts):
             self._ladder = escalation.extend(self._ladder, passed)

@@ -109,6 +109,7 @@ def facts_of(context: GangContext, orders: ReceivedOrders, parts: GangParts) -> 
         out_of_memory=was_killed and context.host.cgroups.oom_kills(context.paths.group) > 0,
         damage=context.pages.damage(),
         stop_signalled=parts.escalation.stop_signalled,
+        asked_to_save=bool(parts.escalation.asked_to_save_s),
         settled=exits.settled,
     )
     unpublished = parts.saving.keeper.refusal(wanted.stop_sequence)
@@ -140,6 +141,7 @@ def write_notes(context: GangContext, orders: ReceivedOrders, parts: GangParts) 
         "kept_memory_bytes": parts.memory.kept_bytes,
         "wanted_checkpoints": parts.saving.wanted_paths,
         "segments": parts.segments.journal(),
+        "asked_to_save_s": parts.escalation.asked_to_save_s,
         "told": to_json(orders.master_desired) if orders.is_by_rotation else {},
         **parts.launching.journal(),
     }
@@ -156,6 +158,7 @@ def recall_notes(context: GangContext, orders: ReceivedOrders, parts: GangParts)
         parts.memory.kept_bytes = int(left.get("kept_memory_bytes", 0))
         parts.memory.recall({int(pid): int(size) for pid, size in left.get("baselines", {}).items()})
         parts.segments.recall(left.get("segments", {}))
+        parts.escalation.recall(float(left.get("asked_to_save_s", 0.0)), orders.desired.spec)
         shares = [(int(core), int(share)) for core, share in left.get("grant", [])]
         context.host.adopt_cores(paths.group, shares)
     except (AttributeError, IndexError, TypeError, ValueError, OverflowError) as error:

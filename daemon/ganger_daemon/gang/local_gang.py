@@ -31,8 +31,8 @@ from ganger_daemon.gang.gang_parts import (
     write_notes,
 )
 from ganger_daemon.gang.job_output import JobSocketServer, LogMirror, PacketLog
-from ganger_daemon.gang.launch_plan import has_no_agent
 from ganger_daemon.gang.observation import GangReport, JudgedState, observe
+from ganger_daemon.gang.offered_capabilities import is_by_signal
 from ganger_daemon.gang.received_orders import ReceivedOrders
 from ganger_daemon.node.node_context import NodeContext
 from ganger_daemon.node.process_identity import RankProcess
@@ -167,17 +167,7 @@ class LocalGang:
     @property
     def cannot_park(self) -> bool:
         """Whether it was ordered to park at a boundary and will not reach the ordered level."""
-        wanted = self.wanted
-        if wanted.intent is not OrderIntent.PARK or self.report.judged.order is not wanted or not self.launched:
-            return False
-        if self.phase is PartPhase.PARKED:
-            return self.judgement.level < wanted.level
-        facts, now = self._facts(), time.monotonic()
-        if self.phase is not PartPhase.STOPPING or not gang_judgement.has_opaque_rank(facts, now):
-            return False
-        # a job without a hello may still be importing
-        is_late = now - self._orders.ordered_at > self.context.host.order_patience_s
-        return is_late or any(rank.opaque for rank in facts.ranks) or has_no_agent(self.desired.spec)
+        return self.launched and self.report.cannot_park
 
     # -- orders ---------------------------------------------------------------------------------------------------
 
@@ -203,7 +193,7 @@ class LocalGang:
     def apply_order(self, desired: agent_pb2.DesiredGang) -> None:
         """Take a newer order. Returns at once; the loop carries it out."""
         orders, parts, pages = self._orders, self.parts, self.context.pages
-        former = orders.take(desired, self._is_stale, self.launched)
+        former = orders.take(desired, self._is_stale, self.launched, self._is_by_signal)
         if former is None:
             return
         wanted = orders.wanted
@@ -223,6 +213,11 @@ class LocalGang:
         self._orders.stop(is_stale or self._is_stale)
         self._begin_escalation()
         self.wake()
+
+    @property
+    def _is_by_signal(self) -> bool:
+        """Whether the script is to save itself at a signal, as far as known now."""
+        return is_by_signal(self.context, self.desired, self.parts, self._facts())
 
     @property
     def _is_stale(self) -> bool:
@@ -292,6 +287,8 @@ class LocalGang:
             parts.freezer.recall()
             # If its lease ended after an order to stop, it would run beside its successor for the rest of its grace.
             orders.hasten(self._is_stale)
+        if self._is_by_signal:
+            orders.mark_by_signal()
         self._begin_escalation()
         self._judge_anew()
         log.info("gang adopted", extra={"job": self.desired.job, "epoch": self.desired.epoch, "running": self.launched})
@@ -400,6 +397,10 @@ class LocalGang:
             case gang_judgement.Todo.TERMINATE:
                 await self._look_for_segments(now, at_once=True)
                 parts.escalation.terminate(self.wanted, now)
+            case gang_judgement.Todo.ASK_TO_SAVE:
+                await self._look_for_segments(now, at_once=True)
+                parts.escalation.ask_to_save(self.desired.spec, now)
+                self._write_notes()
             case gang_judgement.Todo.KILL:
                 await parts.escalation.end()
             case gang_judgement.Todo.REAP:
@@ -468,6 +469,7 @@ class LocalGang:
             is_death_awaited=parts.exits.awaited,
             is_preparing=self.wanted.intent is OrderIntent.PREPARE,
             is_young=time.monotonic() - last_event_at < _YOUNG_S,
+            is_saving_itself=bool(parts.escalation.asked_to_save_s) and not parts.exits.awaited,
             is_agreeing=pages.readable and bool(parts.boundary.in_flight(self.wanted, phase)),
         )
 

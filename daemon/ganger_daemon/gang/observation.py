@@ -28,6 +28,7 @@ from ganger_daemon.core.gang_judgement import (
 )
 from ganger_daemon.gang.gang_context import GangContext, order_key_to_wire
 from ganger_daemon.gang.gang_parts import GangParts, facts_of
+from ganger_daemon.gang.launch_plan import has_no_agent
 from ganger_daemon.gang.offered_capabilities import GangFindings, add_capabilities
 from ganger_daemon.gang.received_orders import ReceivedOrders
 from ganger_daemon.gang.step_rate import PageSample
@@ -69,6 +70,21 @@ class GangReport:
             return self.parts.launching.is_done
         return self.parts.step_rate.last_step_ns > 0
 
+    @property
+    def cannot_park(self) -> bool:
+        """Whether the launched gang was ordered to park at a boundary and will not reach the ordered level."""
+        wanted, judged = self.orders.wanted, self.judged
+        if wanted.intent is not OrderIntent.PARK or wanted.asks_to_leave or judged.order is not wanted:
+            return False
+        if self._phase is PartPhase.PARKED:
+            return judged.judgement.level < wanted.level
+        facts, now = facts_of(self.context, self.orders, self.parts), time.monotonic()
+        if self._phase is not PartPhase.STOPPING or not has_opaque_rank(facts, now):
+            return False
+        # a job without a hello may still be importing
+        is_late = now - self.orders.ordered_at > self.context.host.order_patience_s
+        return is_late or any(rank.opaque for rank in facts.ranks) or has_no_agent(self.orders.desired.spec)
+
     def trouble(self) -> str:
         """Return why a migration, or a stop at the ordered level, cannot continue; else the last checkpoint's error."""
         parts, wanted = self.parts, self.orders.wanted
@@ -82,6 +98,7 @@ class GangReport:
             what = wanted.level.name if wanted.intent is OrderIntent.PARK else "a move"
             return f"{why}: {what} is not possible"
         is_to_rest = self._phase is PartPhase.STOPPING and wanted.intent is OrderIntent.PARK
+        is_to_rest = is_to_rest and not wanted.asks_to_leave
         if is_to_rest and not parts.freezer.frozen and has_opaque_rank(facts, time.monotonic()):
             return f"this job has no boundaries: {wanted.level.name} is not possible"
         if wanted.intent in (OrderIntent.PREPARE, OrderIntent.HAND_OVER):

@@ -14,7 +14,7 @@ from ganger.protocol.gang_orders import Mechanism
 from ganger.v1 import job_pb2
 
 from ganger_daemon.core.gang_judgement import GangPart, has_opaque_rank
-from ganger_daemon.core.mechanism import NO_SIGNAL, MechanismFacts, choose_mechanism
+from ganger_daemon.core.mechanism import NO_SIGNAL, MechanismFacts, choose_mechanism, keeps_state
 from ganger_daemon.gang.gang_context import GangContext
 from ganger_daemon.gang.gang_parts import GangParts
 
@@ -53,39 +53,103 @@ def mechanism_facts(desired: agent_pb2.DesiredGang) -> MechanismFacts:
     )
 
 
+def is_by_signal(context: GangContext, desired: agent_pb2.DesiredGang, parts: GangParts, facts: GangPart) -> bool:
+    """Return whether the script is to save itself at a signal, as far as known now."""
+    if not desired.spec.stop_signal:
+        return False
+    pages = [context.pages.progress(rank) for rank in context.part.ranks] if context.pages.readable else []
+    found = GangFindings(context, desired, parts, facts, pages)
+    return choose_mechanism(_facts_now(found)).mechanism is Mechanism.SIGNAL
+
+
 def add_capabilities(message: agent_pb2.ObservedGang, found: GangFindings) -> None:
-    """Add what the gang offers to the report on it. Nothing is added until every rank's agent has reported, or is known
-    not to."""
-    if not found.pages:
-        _add_without_agent(message, found, _FOREIGN)
-    elif has_opaque_rank(found.facts, time.monotonic()):
-        is_certain = any(rank.opaque and rank.exit is None for rank in found.facts.ranks)
-        is_certain = is_certain or found.desired.spec.agent == job_pb2.JobSpec.AGENT_NONE
+    """Add what the gang offers to the report on it. As long as that depends on agents, nothing is added until every
+    rank's agent has reported, or is known not to."""
+    capabilities = message.capabilities
+    if (why := _why_without_agent(found)) is not None:
+        is_certain = not found.pages or _is_certainly_opaque(found)
         message.capabilities_presumed = not is_certain and not found.facts.no_agent
-        # A shell may start a Python whose agent reports later.
-        why = "no agent" if is_certain else "no agent has reported so far"
-        agent_reason = "" if message.capabilities_presumed else found.parts.rank_errors.reason("BOUNDARIES")
-        _add_without_agent(message, found, why, agent_reason)
+        _add_without_agent(capabilities, found, why, is_certain)
     elif all(progress.hello_time_ns for progress in found.pages):
-        _add_of_agent(message.capabilities, found)
+        _add_of_agent(capabilities, found)
         if any(map(is_still_looking, found.pages)):
             message.capabilities_presumed = True
-            for capability in list(message.capabilities.missing):
-                message.capabilities.missing[capability] = "that is not known before its first step"
+            for capability in list(capabilities.missing):
+                capabilities.missing[capability] = "that is not known before its first step"
+    elif keeps_state(Mechanism(found.desired.spec.mechanism)):
+        return
+    else:
+        capabilities.missing["PAUSE"] = "no agent has reported so far"
+    _add_mechanism(message, found)
 
 
-def _add_mechanism(capabilities: job_pb2.Capabilities, facts: MechanismFacts) -> None:
+def _is_certainly_opaque(found: GangFindings) -> bool:
+    is_opaque = any(rank.opaque and rank.exit is None for rank in found.facts.ranks)
+    return is_opaque or found.desired.spec.agent == job_pb2.JobSpec.AGENT_NONE
+
+
+def _why_without_agent(found: GangFindings) -> str | None:
+    """Return why no agent carries out orders in this gang; None if one does, or may still report."""
+    if not found.pages:
+        return _FOREIGN
+    if not has_opaque_rank(found.facts, time.monotonic()):
+        return None
+    # A shell may start a Python whose agent reports later.
+    return "no agent" if _is_certainly_opaque(found) else "no agent has reported so far"
+
+
+def _add_mechanism(message: agent_pb2.ObservedGang, found: GangFindings) -> None:
+    """Add the mechanism in use, and what it offers beside the agent or in its place."""
+    capabilities, facts = message.capabilities, _facts_now(found)
     choice = choose_mechanism(facts)
     is_settled = None not in (facts.attached, facts.adapter, facts.replay)
-    if choice.mechanism is not Mechanism.NONE or is_settled:
+    if choice.mechanism is not Mechanism.NONE or is_settled or facts.wish is Mechanism.NONE:
         capabilities.mechanism = job_pb2.Mechanism.ValueType(choice.mechanism)
     for mechanism, reason in choice.refused:
         capabilities.refused_mechanisms.add(mechanism=job_pb2.Mechanism.ValueType(mechanism), reason=reason)
+    if not keeps_state(facts.wish):
+        why = f"the user wants {facts.wish.name.lower()} (--mechanism)"
+        capabilities.can_offload = capabilities.can_checkpoint = capabilities.can_resize = False
+        capabilities.missing.update({"OFFLOAD": why, "CHECKPOINT": why})
+        message.capabilities_presumed = False
+    if choice.mechanism is Mechanism.SIGNAL:
+        # The script saves itself, wherever it keeps its files.
+        capabilities.can_checkpoint = True
+        for name in ("CHECKPOINT", MOVE):
+            capabilities.missing.pop(name, None)
 
 
-def _add_without_agent(message: agent_pb2.ObservedGang, found: GangFindings, why: str, agent_reason: str = "") -> None:
-    """`agent_reason`: the reason that the agent itself reported, if any; `why`: the one to give otherwise."""
-    context, capabilities, why = found.context, message.capabilities, agent_reason or why
+def _facts_now(found: GangFindings) -> MechanismFacts:
+    facts = mechanism_facts(found.desired)
+    if (why := _why_without_agent(found)) is not None:
+        why = found.parts.rank_errors.reason("BOUNDARIES") or why
+        return replace(facts, attached=why, adapter=why, replay=why)
+    if not all(progress.hello_time_ns for progress in found.pages):
+        return facts
+    able = _common_bits(found)
+    reason = found.parts.rank_errors.reason
+    attached = "" if able & Capability.FIVE_LINE else "the script does not attach itself"
+    if any(map(is_still_looking, found.pages)):
+        return replace(facts, attached=attached)
+    adapter = replay = ""
+    if not able & Capability.ADAPTER:
+        adapter = reason("ADAPTER") or "it imports no trainer that Ganger knows"
+    if not able & Capability.CHECKPOINT or able & (Capability.ADAPTER | Capability.FIVE_LINE):
+        replay = reason("CHECKPOINT") or "its log says why"
+    return replace(facts, attached=attached, adapter=adapter, replay=replay)
+
+
+def _common_bits(found: GangFindings) -> int:
+    able = ~0
+    for progress in found.pages:
+        able &= progress.capabilities
+    return able
+
+
+def _add_without_agent(capabilities: job_pb2.Capabilities, found: GangFindings, why: str, is_certain: bool) -> None:
+    """`why`: the reason to give where the agent itself reported none."""
+    agent_reason = found.parts.rank_errors.reason("BOUNDARIES") if is_certain or found.facts.no_agent else ""
+    context, why = found.context, agent_reason or why
     if found.desired.spec.gpus_max:
         capabilities.missing[RESIZE] = f"{why}: its state cannot be carried to another number of ranks"
     freezer = context.host.cgroups.capabilities.get("freeze", "none")
@@ -97,13 +161,10 @@ def _add_without_agent(message: agent_pb2.ObservedGang, found: GangFindings, why
         capabilities.missing["PAUSE"] = f"{why}, and processes cannot be frozen on this node ({freezer})"
     capabilities.missing["OFFLOAD"] = agent_reason or f"{why}: its state cannot be moved out of the device"
     capabilities.missing["CHECKPOINT"] = agent_reason or f"{why}: its state cannot be saved and restored"
-    _add_mechanism(capabilities, replace(mechanism_facts(found.desired), attached=why, adapter=why, replay=why))
 
 
 def _add_of_agent(capabilities: job_pb2.Capabilities, found: GangFindings) -> None:
-    context, parts, able = found.context, found.parts, ~0
-    for progress in found.pages:
-        able &= progress.capabilities
+    context, parts, able = found.context, found.parts, _common_bits(found)
     capabilities.can_pause = bool(able & Capability.PAUSE)
     capabilities.can_offload = bool(able & Capability.OFFLOAD)
     capabilities.can_checkpoint = bool(able & Capability.CHECKPOINT) and context.host.storage.proved
@@ -133,18 +194,3 @@ def _add_of_agent(capabilities: job_pb2.Capabilities, found: GangFindings) -> No
             if able & Capability.FIVE_LINE
             else "an unmodified script goes on with as many ranks as before: attach it to change that"
         )
-    _add_mechanism(capabilities, _facts_of_agent(found, able))
-
-
-def _facts_of_agent(found: GangFindings, able: int) -> MechanismFacts:
-    """Return the facts about the mechanism. `able`: the capabilities that all ranks report."""
-    reason = found.parts.rank_errors.reason
-    attached = "" if able & Capability.FIVE_LINE else "the script does not attach itself"
-    adapter: str | None = (
-        "" if able & Capability.ADAPTER else reason("ADAPTER") or "it imports no trainer that Ganger knows"
-    )
-    is_replayed = able & Capability.CHECKPOINT and not able & (Capability.ADAPTER | Capability.FIVE_LINE)
-    replay: str | None = "" if is_replayed else reason("CHECKPOINT") or "its log says why"
-    if any(map(is_still_looking, found.pages)):
-        adapter = replay = None
-    return replace(mechanism_facts(found.desired), attached=attached, adapter=adapter, replay=replay)

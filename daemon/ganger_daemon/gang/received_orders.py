@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ganger.agent.v1 import agent_pb2
 from ganger.injob.page import now_ns
-from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, OrderKey, hastened
+from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, OrderKey, by_signal, hastened
 from ganger.wire.times import duration
 
 from ganger_daemon.checkpoints.storage import free_bytes
@@ -58,12 +58,16 @@ class ReceivedOrders:
         """Record the master's desired state, which the gang follows only as its slices allow."""
         self.master_desired = with_spec_of(desired, self.master_desired)
 
-    def take(self, desired: agent_pb2.DesiredGang, is_stale: bool, is_launched: bool) -> DesiredOrder | None:
+    def take(
+        self, desired: agent_pb2.DesiredGang, is_stale: bool, is_launched: bool, is_by_signal: bool = False
+    ) -> DesiredOrder | None:
         """Record a newer order; return the former one, or None if the message has no newer one for a launched gang.
 
-        `is_stale`: the job of the gang may run elsewhere by now."""
+        `is_stale`: the job of the gang may run elsewhere by now; `is_by_signal`: it saves itself at a signal."""
         merged = with_spec_of(desired, self.desired)
         wanted = hastened(wanted_of(merged), is_stale)
+        if is_by_signal:
+            wanted = by_signal(wanted)
         if wanted.ends_at_once:
             # also for a daemon that takes over
             merged.grace.CopyFrom(duration(0.0))
@@ -97,6 +101,10 @@ class ReceivedOrders:
     def hasten(self, is_stale: bool) -> None:
         """Take the grace from an order to stop a stale gang."""
         self.wanted = hastened(self.wanted, is_stale)
+
+    def mark_by_signal(self) -> None:
+        """Record that the script saves itself at a signal."""
+        self.wanted = by_signal(self.wanted)
 
     def keep(self, paths: GangPaths) -> None:
         """Write the message of the order for a daemon that takes over."""

@@ -269,8 +269,7 @@ def _time_passed(state: State, event: events.TimePassed) -> None:
             saves = state.gangs[job.epoch].stepped
             ending.end(state, number, JobState.FAILED, now, failure.message, failure, checkpoint_first=saves)
     for number in list(state.jobs.moving):
-        since = state.gangs[state.jobs[number].next_epoch].since
-        if now >= since + state.settings.move_deadline_seconds:
+        if now >= moves.due_at(state, number):
             moves.give_up(state, number, now, event.cause)
     if state.queue.promised and now >= state.queue.promised_at + state.settings.move_deadline_seconds:
         # A planner that still keeps them repeats it more often.

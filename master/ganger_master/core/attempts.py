@@ -233,10 +233,14 @@ def _rest(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> b
     level = gang.park_level
     if state.unstored.is_kept:
         step = max([piece.stop_step for piece in gang.pieces])
-        state.history(now, job, "gang_parked", cause, epoch=gang.epoch, level=level.name, step=step)
+        how = next((piece.outcome.message for piece in gang.pieces if piece.outcome.message), "")
+        state.history(now, job, "gang_parked", cause, how, epoch=gang.epoch, level=level.name, step=step)
     if level is SuspendLevel.CHECKPOINT:
         by_user = job.state is JobState.SUSPENDED
         becomes = JobState.SUSPENDED if by_user else JobState.PENDING
+        if job.saves_itself and all(piece.gone for piece in gang.pieces):
+            # What the agent may have saved before is older than the files of the script.
+            job = replace(job, checkpoint=None, checkpoint_before=None)
         return _end(state, job, gang, becomes, "rests on storage", now, cause, preempted=not by_user)
     state.put_gang(gang_orders.rested(gang, now))
     if level is SuspendLevel.OFFLOAD:

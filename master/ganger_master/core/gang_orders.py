@@ -246,10 +246,13 @@ def go_on_elsewhere(
     now: float,
     purpose: Purpose = NO_PURPOSE,
 ) -> int:
-    """Prepare a destination that takes its state from `source`; return its epoch, which is not active yet."""
+    """Prepare a destination that takes its state from `source`, or is started once the script there has saved itself;
+    return its epoch, which is not active yet."""
     epoch = state.take_epoch()
     peak = job.peak_device_bytes
     restore = Restore(parked_epoch=source.epoch, step=source.stop_step, peak_device_bytes=peak)
+    if job.saves_itself:
+        restore = Restore()
     version = state.next_desired_version
     destination = new_gang(epoch, job.number, claims, level, now, GangRole.DESTINATION, restore, version)
     state.put_gang(replace(destination, purpose=purpose))

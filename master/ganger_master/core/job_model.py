@@ -231,6 +231,7 @@ class Failure(Struct, frozen=True, gc=False, omit_defaults=True):
 
 # To look up a member of an enumeration takes Python 3.11 as long as a call, and this one is compared all the time.
 _PENDING: Final = JobState.PENDING
+_SIGNAL: Final = Mechanism.SIGNAL
 
 
 class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True):
@@ -307,6 +308,11 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True):
         """Return whether the job is in the queue: no gang, no end, no backoff, and not held by its array."""
         is_free = self.ending is None and self.next_epoch == 0
         return self.state is _PENDING and is_free and not self.held and not self.again_at
+
+    @property
+    def saves_itself(self) -> bool:
+        """Whether its script saves itself at a signal, so that it goes on from its own files."""
+        return self.capabilities.mechanism is _SIGNAL
 
     @property
     def submitted_spec(self) -> JobSpec:

@@ -32,7 +32,7 @@ class GangObservation(StrEnum):
     TROUBLED = "TROUBLED"
     # Every part ended well.
     DONE = "DONE"
-    # Every part ended, some by yielding after a checkpoint.
+    # Every part ended, some by yielding after a checkpoint, or after the signal at which the script saves itself.
     YIELDED = "YIELDED"
     # A part ended badly, or is lost.
     BROKEN = "BROKEN"
@@ -96,7 +96,12 @@ _ROWS: Final[Mapping[GangIntent, Mapping[GangObservation, Act]]] = {
         GangObservation.REFUSED: Act.STAY,
         GangObservation.YIELDED: Act.REST,
     },
-    GangIntent.HAND_OVER: {**_ANYWHERE, GangObservation.PARKED: Act.COMMIT, GangObservation.TROUBLED: Act.ABORT},
+    GangIntent.HAND_OVER: {
+        **_ANYWHERE,
+        GangObservation.PARKED: Act.COMMIT,
+        GangObservation.TROUBLED: Act.ABORT,
+        GangObservation.YIELDED: Act.COMMIT,
+    },
     GangIntent.STOP: {**dict.fromkeys(GangObservation, Act.WAIT), GangObservation.GONE: Act.FORGET},
 }
 
@@ -179,7 +184,8 @@ def bad_outcome(gang: Gang) -> Outcome:
     """Return how a gang broke: of several bad ends the likeliest cause, then the first by node."""
     bad = [piece for piece in gang.pieces if _ended_badly(piece)]
     if not bad:
-        return Outcome(OutcomeKind.UNKNOWN, message="ended without a reason")
+        message = next((piece.outcome.message for piece in gang.pieces if piece.outcome.message), "")
+        return Outcome(OutcomeKind.UNKNOWN, message=message or "ended without a reason")
     return min(bad, key=lambda piece: (_CAUSES_FIRST.index(piece.outcome.kind), piece.claim.node)).outcome
 
 

@@ -14,7 +14,7 @@ from ganger.cluster.view import LoadMode
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ganger_master.core import answers, desired_state, placement_leases, retry, rollback
+from ganger_master.core import answers, desired_state, moves, placement_leases, retry, rollback
 from ganger_master.core.answers import Answer
 from ganger_master.core.apply import apply
 from ganger_master.core.commands import Command
@@ -82,8 +82,7 @@ def next_wake(state: State, now: float) -> float | None:
     if state.jobs.backing_off:
         times += [state.jobs[number].again_at for number in state.jobs.backing_off]
     if state.jobs.moving:
-        moved_since = [state.gangs[state.jobs[number].next_epoch].since for number in state.jobs.moving]
-        times.append(min(moved_since) + state.settings.move_deadline_seconds)
+        times += [moves.due_at(state, number) for number in state.jobs.moving]
     if state.queue.promised:
         times.append(state.queue.promised_at + state.settings.move_deadline_seconds)
     return min([time for time in times if time is not None], default=None)

@@ -65,7 +65,20 @@ def _not_in(gang: Gang, *phases: ObservedPhase) -> Piece | None:
 def can_hand_over(job: JobRecord) -> bool:
     """Return whether a job's state can be captured, carried elsewhere, and restored in another process."""
     offered = job.capabilities
-    return (offered.offload or offered.checkpoint) and "MOVE" not in offered.missing
+    return (offered.offload or offered.checkpoint) and "MOVE" not in offered.missing and not job.saves_itself
+
+
+def can_move(job: JobRecord) -> bool:
+    """Return whether a job can go on elsewhere, if only by starting again from the files of its script. No such move is
+    made for another job's sake."""
+    return can_hand_over(job) or (job.saves_itself and job.capabilities.checkpoint)
+
+
+def due_at(state: State, number: int) -> float:
+    """Return when the move of a job is given up, by the master's clock."""
+    job = state.jobs[number]
+    grace_s = job.spec.stop_grace_s if job.saves_itself else 0.0
+    return state.gangs[job.next_epoch].since + state.settings.move_deadline_seconds + grace_s
 
 
 def let_hand_over(state: State, job: JobRecord, now: float) -> bool:
@@ -84,21 +97,26 @@ def let_hand_over(state: State, job: JobRecord, now: float) -> bool:
     return True
 
 
+def _are_ready(source: Gang, destination: Gang) -> bool:
+    """Return whether the source is parked and its state restored; of a script that saves itself, whether it has."""
+    if not destination.restore.parked_epoch:
+        has_left = source.intent is GangIntent.HAND_OVER and observation_of(source) is GangObservation.YIELDED
+        return has_left and observation_of(destination) is GangObservation.PREPARED
+    is_parked = source.intent in (GangIntent.HAND_OVER, GangIntent.PARK)
+    is_parked = is_parked and observation_of(source) is GangObservation.PARKED
+    return is_parked and observation_of(destination) is GangObservation.READY
+
+
 def commit(state: State, job: JobRecord, now: float, cause: str) -> bool:
     """Commit a move whose sides are ready at the same boundary: from then on only the new epoch may step.
 
     A destination with the state of another boundary is given up. Returns whether anything changed."""
     source, destination = state.gangs.get(job.epoch), state.gangs.get(job.next_epoch)
-    if source is None or destination is None or observation_of(destination) is not GangObservation.READY:
-        return False
-    if observation_of(source) is not GangObservation.PARKED or source.intent not in (
-        GangIntent.HAND_OVER,
-        GangIntent.PARK,
-    ):
+    if source is None or destination is None or not _are_ready(source, destination):
         return False
     step = source.pieces[0].stop_step
     for piece in destination.pieces:
-        if piece.stop_step == step:
+        if piece.stop_step == step or not destination.restore.parked_epoch:
             continue
         if piece.stop_step:
             where = f"nodes/{piece.claim.node} has the state of step {piece.stop_step}"
@@ -116,6 +134,8 @@ def commit(state: State, job: JobRecord, now: float, cause: str) -> bool:
             epoch=destination.epoch,
             next_epoch=0,
             moved_from=source.epoch,
+            checkpoint=job.checkpoint if destination.restore.parked_epoch else None,
+            checkpoint_before=job.checkpoint_before if destination.restore.parked_epoch else None,
             revision=job.revision + 1,
         )
     )
