@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from ganger_master.core import colocation, ending, gang_orders, moves, retry
 from ganger_master.core.elastic import begin_with, devices_of, share_pieces
 from ganger_master.core.gang_model import Gang, GangPhase, GangRole, Restore
-from ganger_master.core.job_model import JobRecord, SuspendLevel
+from ganger_master.core.job_model import Failure, JobRecord, SuspendLevel
 from ganger_master.core.lifecycle import Act, act_of, is_refused
 from ganger_master.core.plan_changes import NO_PURPOSE, Purpose
 from ganger_master.core.state import State
@@ -172,6 +172,9 @@ def _follow(state: State, job: JobRecord, gang: Gang, act: Act, now: float, caus
             return True
         return False
     if act is _STEPPED:
+        if job.spec.is_move_required and not job.is_move_confirmed and moves.is_known(job):
+            _confirm_move(state, job, gang, now)
+            return True
         return gang.role is GangRole.ACTIVE and _stepped(state, job, gang, now, cause)
     if act is _REST:
         return _rest(state, job, gang, now, cause)
@@ -197,6 +200,16 @@ def _follow(state: State, job: JobRecord, gang: Gang, act: Act, now: float, caus
             return True
         case _:
             return False
+
+
+def _confirm_move(state: State, job: JobRecord, gang: Gang, now: float) -> None:
+    """Record that a job that must be movable is; end one that is not."""
+    if moves.can_move(job):
+        state.put_job(replace(job, is_move_confirmed=True))
+        return
+    why = moves.reason_against(job)
+    text = f"it cannot be moved, and was submitted with --must-move: {why}"
+    ending.end(state, job.number, JobState.FAILED, now, text, Failure("CANNOT_MOVE", text, epoch=gang.epoch))
 
 
 def _stepped(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> bool:

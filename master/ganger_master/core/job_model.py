@@ -220,7 +220,8 @@ class JobProgress(Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class Failure(Struct, frozen=True, gc=False, omit_defaults=True):
-    """Why a FAILED job failed: EXIT, OUT_OF_MEMORY, TIME_LIMIT, LAUNCH_FAILED, NO_CHECKPOINT, ESCALATED."""
+    """Why a FAILED job failed: EXIT, OUT_OF_MEMORY, TIME_LIMIT, LAUNCH_FAILED, NO_CHECKPOINT, ESCALATED or
+    CANNOT_MOVE."""
 
     reason: str
     message: str = ""
@@ -270,6 +271,8 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True):
     # Failed starts since the last step, and the nodes that failed at them.
     launch_failures: int = 0
     launch_failed_on: tuple[str, ...] = ()
+    # It has stepped and was found to be movable, where its spec requires that.
+    is_move_confirmed: bool = False
     # The newest epoch a committed move left behind: it and older ones never step again.
     moved_from: int = 0
     checkpoint: Checkpoint | None = None

@@ -74,6 +74,19 @@ def can_move(job: JobRecord) -> bool:
     return can_hand_over(job) or (job.saves_itself and job.capabilities.checkpoint)
 
 
+def is_known(job: JobRecord) -> bool:
+    """Return whether its ranks have reported what they offer, so that no agent may still report more."""
+    return job.capabilities.known and not job.capabilities.presumed
+
+
+def reason_against(job: JobRecord) -> str:
+    """Return why a job can go on in no other process: by its agent, else the reasons against each mechanism."""
+    offered = job.capabilities
+    refused = "; ".join([f"{one.mechanism.name.lower()}: {one.reason}" for one in offered.refused_mechanisms])
+    otherwise = offered.missing.get("OFFLOAD", "the job offers no level that captures its state")
+    return offered.missing.get("MOVE") or refused or otherwise
+
+
 def due_at(state: State, number: int) -> float:
     """Return when the move of a job is given up, by the master's clock."""
     job = state.jobs[number]

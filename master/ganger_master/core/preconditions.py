@@ -12,7 +12,7 @@ from ganger_master.core.approval import find_place, judge_change
 from ganger_master.core.colocation import has_arenas
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, SuspendLevel, members_of
-from ganger_master.core.moves import can_move
+from ganger_master.core.moves import can_move, reason_against
 from ganger_master.core.state import State
 
 
@@ -97,9 +97,8 @@ def check_move(
     if job.state is not JobState.HOLDING or gang is None or not (gang.phase is GangPhase.RUNNING or may_rest):
         return not_running(job, gang)
     if not can_move(job):
-        missing = job.capabilities.missing
-        why = missing.get("MOVE") or missing.get("OFFLOAD", "the job offers no level that captures its state")
-        return Refused("LEVEL_UNAVAILABLE", f"{job.name} cannot be moved: {why}", {"job": job.name})
+        text = f"{job.name} cannot be moved: {reason_against(job)}"
+        return Refused("LEVEL_UNAVAILABLE", text, {"job": job.name})
     unknown = [name for name in nodes if name not in state.nodes]
     if unknown:
         return Refused("NODE_NOT_FOUND", f"there is no nodes/{unknown[0]}", {"node": f"nodes/{unknown[0]}"})
