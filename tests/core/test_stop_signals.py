@@ -10,7 +10,7 @@ from ganger_master.core.answers import JobAnswer, Refused
 from ganger_master.core.commands import DrainNode, MoveJob, ObservedGang, ResumeJob, SuspendJob
 from ganger_master.core.gang_model import Gang, GangIntent, ObservedPhase, Outcome, OutcomeKind, Restore
 from ganger_master.core.job_model import Capabilities, Checkpoint, RefusedMechanism, SuspendLevel
-from ganger_master.core.moves import can_hand_over, can_move, due_at
+from ganger_master.core.moves import can_hand_over, due_at
 from msgspec.structs import replace
 
 SIGNAL = Capabilities(pause=True, checkpoint=True, known=True, mechanism=Mechanism.SIGNAL)
@@ -104,7 +104,7 @@ def test_a_move_has_the_grace_of_the_script_beyond_its_deadline() -> None:
 
 def test_no_planner_moves_a_script_that_would_start_again() -> None:
     cluster, number, _ = running()
-    assert can_move(cluster.job(number))
+    assert cluster.job(number).capabilities.can_move
     assert not can_hand_over(cluster.job(number))
 
 

@@ -235,7 +235,7 @@ def test_a_state_directory_may_have_any_signs_in_its_name(tmp_path: Path) -> Non
     with Up(tmp_path / "a:b %#? é'x", "--nodes", "1", "--virtual-gpus", "1") as up:
         job = up.submit("--gpus", "1", "--", "bash", "-c", f"exec {sys.executable} {DIGITS} --epochs 500")
         eventually(
-            lambda: "can suspend     pause, offload" in up("show", job),
+            lambda: "offers          pause, offload" in up("show", job),
             within_seconds=60,
             what="the executed job has its agent",
             story=up.story,

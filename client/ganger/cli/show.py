@@ -84,7 +84,8 @@ def pairs(job: Job) -> list[tuple[str, str]]:
         return times.local_datetime(time).strftime("%Y-%m-%d %H:%M:%S") if time.seconds else ""
 
     gang, spec = job.gang, job.spec
-    can = [level for level in ("pause", "offload", "checkpoint") if getattr(job.capabilities, f"can_{level}")]
+    levels = ("pause", "offload", "checkpoint", "move")
+    can = [level for level in levels if getattr(job.capabilities, f"can_{level}")]
     sizes = job_table.sizes_text(job)
     missing = [f"not {level.lower()}: {why}" for level, why in sorted(job.capabilities.missing.items())]
     return [
@@ -113,7 +114,8 @@ def pairs(job: Job) -> list[tuple[str, str]]:
         ("progress", job_table.progress_text(job.progress)),
         ("reported", _reported(job)),
         ("waits for data", f"{job.progress.data_wait_share:.0%}" if job.progress.data_wait_share else ""),
-        ("can suspend", "\n".join([", ".join(can), *missing]).strip()),
+        ("mechanism", _mechanism(job)),
+        ("offers", "\n".join([", ".join(can), *missing]).strip()),
         ("checkpoint", _checkpoint(job)),
         ("failures", f"{job.failures}, {spec.max_failures} allowed" if job.failures or spec.max_failures else ""),
         ("preemptions", str(job.preemptions or "")),
@@ -145,6 +147,27 @@ def _reported(job: Job) -> str:
     if job.array.rungs:
         told.append(f"at its rungs: {' '.join(map(value_text, job.array.rungs))}")
     return "\n".join(told)
+
+
+def _mechanism(job: Job) -> str:
+    """Return the mechanism by which the job is stopped, saved and moved, and why stronger ones do not apply."""
+    from ganger.units import format_duration
+    from ganger.v1.job_pb2 import MECHANISM_SIGNAL, MECHANISM_UNSPECIFIED, Mechanism
+    from ganger.wire import times
+
+    def name_of(mechanism: Mechanism.ValueType) -> str:
+        return Mechanism.Name(mechanism).removeprefix("MECHANISM_").lower()
+
+    if not job.HasField("capabilities"):
+        return ""
+    spec, used = job.spec, job.capabilities.mechanism
+    text = "not known yet" if used == MECHANISM_UNSPECIFIED else name_of(used)
+    if used == MECHANISM_SIGNAL:
+        text += f": SIG{spec.stop_signal}, then at most {format_duration(times.seconds(spec.stop_grace))} to exit"
+    if spec.mechanism:
+        text += " (--mechanism)" if spec.mechanism == used else f" ({name_of(spec.mechanism)} was asked for)"
+    refused = [f"not {name_of(one.mechanism)}: {one.reason}" for one in job.capabilities.refused_mechanisms]
+    return "\n".join([text, *refused])
 
 
 def _failure(job: Job) -> str:

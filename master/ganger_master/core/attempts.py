@@ -204,7 +204,7 @@ def _follow(state: State, job: JobRecord, gang: Gang, act: Act, now: float, caus
 
 def _confirm_move(state: State, job: JobRecord, gang: Gang, now: float) -> None:
     """Record that a job that must be movable is; end one that is not."""
-    if moves.can_move(job):
+    if job.capabilities.can_move:
         state.put_job(replace(job, is_move_confirmed=True))
         return
     why = moves.reason_against(job)

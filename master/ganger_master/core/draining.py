@@ -106,7 +106,7 @@ _LOOKED_S = 5.0
 
 def _can_move(state: State, job: JobRecord, gang: Gang) -> bool:
     can_leave = not gang.node_set or has_arenas(gang)
-    return can_leave and moves.can_move(job) and job.moves_aborted <= state.settings.moves_aborted_allowed
+    return can_leave and job.capabilities.can_move and job.moves_aborted <= state.settings.moves_aborted_allowed
 
 
 def _to_storage(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> None:

@@ -40,6 +40,7 @@ class Agent(StrEnum):
 
 
 _ANYWHERE: Final = Locality()
+_SIGNAL: Final = Mechanism.SIGNAL
 
 
 class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True):
@@ -159,6 +160,16 @@ class Capabilities(Struct, frozen=True, gc=False, omit_defaults=True):
         """Return why it cannot be time-sliced although it can be suspended; empty if it can."""
         return self.missing.get("TURNS", "")
 
+    @property
+    def can_hand_over(self) -> bool:
+        """Return whether the job's state can be captured, carried elsewhere, and restored in another process."""
+        return (self.offload or self.checkpoint) and "MOVE" not in self.missing and self.mechanism is not _SIGNAL
+
+    @property
+    def can_move(self) -> bool:
+        """Return whether the job can go on elsewhere, if only by starting again from the files of its script."""
+        return self.can_hand_over or (self.mechanism is _SIGNAL and self.checkpoint)
+
     def without_turns(self, why: str) -> Capabilities:
         return replace(self, missing={**self.missing, "TURNS": why}) if why else self
 
@@ -232,7 +243,6 @@ class Failure(Struct, frozen=True, gc=False, omit_defaults=True):
 
 # To look up a member of an enumeration takes Python 3.11 as long as a call, and this one is compared all the time.
 _PENDING: Final = JobState.PENDING
-_SIGNAL: Final = Mechanism.SIGNAL
 
 
 class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True):

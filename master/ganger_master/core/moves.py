@@ -64,14 +64,7 @@ def _not_in(gang: Gang, *phases: ObservedPhase) -> Piece | None:
 
 def can_hand_over(job: JobRecord) -> bool:
     """Return whether a job's state can be captured, carried elsewhere, and restored in another process."""
-    offered = job.capabilities
-    return (offered.offload or offered.checkpoint) and "MOVE" not in offered.missing and not job.saves_itself
-
-
-def can_move(job: JobRecord) -> bool:
-    """Return whether a job can go on elsewhere, if only by starting again from the files of its script. No such move is
-    made for another job's sake."""
-    return can_hand_over(job) or (job.saves_itself and job.capabilities.checkpoint)
+    return job.capabilities.can_hand_over
 
 
 def is_known(job: JobRecord) -> bool:

@@ -12,7 +12,7 @@ from ganger_master.core.approval import find_place, judge_change
 from ganger_master.core.colocation import has_arenas
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, SuspendLevel, members_of
-from ganger_master.core.moves import can_move, reason_against
+from ganger_master.core.moves import reason_against
 from ganger_master.core.state import State
 
 
@@ -96,7 +96,7 @@ def check_move(
     may_rest = bool(claims) and gang is not None and gang.phase is GangPhase.PARKED and gang.parked_by_plan
     if job.state is not JobState.HOLDING or gang is None or not (gang.phase is GangPhase.RUNNING or may_rest):
         return not_running(job, gang)
-    if not can_move(job):
+    if not job.capabilities.can_move:
         text = f"{job.name} cannot be moved: {reason_against(job)}"
         return Refused("LEVEL_UNAVAILABLE", text, {"job": job.name})
     unknown = [name for name in nodes if name not in state.nodes]

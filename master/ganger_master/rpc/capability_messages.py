@@ -35,6 +35,7 @@ def capabilities_to_wire(value: Capabilities) -> job_pb2.Capabilities:
         can_reshard=value.reshard,
         resize_divides=value.resize_divides,
         is_presumed=value.presumed,
+        can_move=value.can_move,
         mechanism=mechanism_to_wire(value.mechanism),
         refused_mechanisms=[
             job_pb2.RefusedMechanism(mechanism=mechanism_to_wire(one.mechanism), reason=one.reason)
