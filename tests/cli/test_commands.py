@@ -49,6 +49,16 @@ def test_an_option_of_submit_behind_the_command_is_noted(
     assert list(master.requests[0].spec.command) == words[words.index("python") :].split()
 
 
+def test_a_mechanism_and_a_stop_signal_go_with_the_spec(call: Call, capsys: Output) -> None:
+    flags = "--mechanism signal --signal B:USR1@300 --requeue --must-move --dry-run"
+    assert call("submit", *flags.split(), "--", "true") == 0
+    spec = json.loads(capsys.readouterr().out)
+    found = {name: spec[name] for name in ("mechanism", "stop_signal", "stop_grace", "is_move_required")}
+    assert found == {"mechanism": "SIGNAL", "stop_signal": "USR1", "stop_grace": 300.0, "is_move_required": True}
+    assert call("submit", "--grace", "5m", "--", "true") == 2
+    assert "--grace: goes with the signal" in capsys.readouterr().err
+
+
 def test_submit_and_why_tell_whether_a_deadline_can_be_met(call: Call, master: CannedMaster, capsys: Output) -> None:
     master.explanation.job.CopyFrom(running_job(master))
     master.explanation.deadline_advice = "can be met: it would end 90 min before it"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ganger.cli import job_table
+from ganger.cli.order_wait import obstacle
 from ganger.cli.show import pairs
 from ganger.console import bounded, cells, visible, without_spare
 from ganger.v1 import array_pb2, job_pb2, resources_pb2
@@ -140,3 +141,34 @@ def test_a_sign_that_is_written_out_is_shown_whole_or_not_at_all() -> None:
     assert bounded("ab\x01c", 6) == "ab\\x01"
     assert bounded("ab\x01c", 5) == "ab"
     assert bounded("train.py", 63) == "train.py"
+
+
+def test_the_mechanism_is_named_with_why_stronger_ones_do_not_apply() -> None:
+    job = job_pb2.Job(name="jobs/1", state=job_pb2.Job.STATE_HOLDING)
+    assert dict(pairs(job))["mechanism"] == ""
+    can = job.capabilities
+    can.can_pause = can.can_checkpoint = can.can_move = True
+    assert dict(pairs(job))["mechanism"] == "not known yet"
+    can.mechanism = job_pb2.MECHANISM_REPLAY
+    can.refused_mechanisms.add(mechanism=job_pb2.MECHANISM_IMAGE, reason="there is no CRIU")
+    assert dict(pairs(job))["mechanism"] == "replay\nnot image: there is no CRIU"
+    assert dict(pairs(job))["offers"] == "pause, checkpoint, move"
+
+
+def test_a_mechanism_that_was_asked_for_is_marked_and_its_signal_named() -> None:
+    job = job_pb2.Job(name="jobs/1", state=job_pb2.Job.STATE_HOLDING)
+    job.spec.mechanism = job.capabilities.mechanism = job_pb2.MECHANISM_SIGNAL
+    job.spec.stop_signal = "USR1"
+    job.spec.stop_grace.FromSeconds(300)
+    assert dict(pairs(job))["mechanism"] == "signal: SIGUSR1, then at most 5m to exit (--mechanism)"
+    job.spec.mechanism = job_pb2.MECHANISM_IMAGE
+    job.capabilities.mechanism = job_pb2.MECHANISM_NONE
+    assert dict(pairs(job))["mechanism"] == "none (image was asked for)"
+
+
+def test_a_wait_for_a_script_that_saves_itself_names_its_signal_and_grace() -> None:
+    job = job_pb2.Job(name="jobs/1", state=job_pb2.Job.STATE_SUSPENDED)
+    job.gang.phase, job.gang.parked_level = job_pb2.Gang.PHASE_STOPPING, job_pb2.SUSPEND_LEVEL_CHECKPOINT
+    job.capabilities.mechanism, job.spec.stop_signal = job_pb2.MECHANISM_SIGNAL, "TERM"
+    job.spec.stop_grace.FromSeconds(300)
+    assert obstacle(job) == "job 1 is stopping: its script saves itself since SIGTERM, for at most 5m"

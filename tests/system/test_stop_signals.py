@@ -164,3 +164,12 @@ def test_a_cancelled_script_has_no_more_than_the_usual_grace(counting: Counting)
     eventually(lambda: bool(counting.asked()), what="it was asked", story=counting.story)
     counting.up("cancel", counting.job)
     counting.wait_state("CANCELLED")
+
+
+def test_a_job_that_must_move_and_cannot_ends_with_the_reasons(counting: Counting) -> None:
+    counting.job = counting.up.submit("--must-move", "--mechanism", "replay", "--", "sleep", "1000")
+    counting.wait_state("FAILED")
+    failure = counting.shown()["failure"]
+    assert failure["reason"] == "CANNOT_MOVE"  # type: ignore[index]
+    assert "replay: no agent" in failure["message"]  # type: ignore[index]
+    assert "mechanism    none (replay was asked for)" in counting.up("show", counting.job)
