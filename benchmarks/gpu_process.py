@@ -7,7 +7,6 @@ its state is checked afterwards by the process itself.
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import subprocess
@@ -16,10 +15,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from ganger_daemon.devices.contract import UNREADABLE
 from ganger_daemon.devices.nvml import NoDriverError, NvmlDevices
+from ganger_daemon.images.driver import LOCK_S, CudaBindings, DriverCallError
+from ganger_daemon.images.reasons import errors_of
 
 START_S = 90.0
 CYCLES = 2
@@ -39,10 +39,6 @@ while True:
     os.rename(path + ".new", path)
     time.sleep(0.01)
 """
-
-
-class DriverCallError(Exception):
-    """A call of the driver failed; the text names the call and its result."""
 
 
 def measure_calls(size: int, say: Callable[[str], None]) -> dict[str, float]:
@@ -107,9 +103,8 @@ def _timed(command: list[str], log: Path) -> float:
     began = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     if done.returncode:
-        text = log.read_text(errors="replace") if log.exists() else done.stderr
-        errors = [line for line in text.splitlines() if "Error" in line or "Warn" in line]
-        raise DriverCallError(f"criu {command[1]}: exit code {done.returncode}: {'; '.join(errors[-6:])}")
+        errors = errors_of(log.read_text(errors="replace")) if log.exists() else (done.stderr,)
+        raise RuntimeError(f"criu {command[1]}: exit code {done.returncode}: {'; '.join(errors[-6:])}")
     return time.monotonic() - began
 
 
@@ -165,25 +160,21 @@ class _Driver:
 
     def __init__(self) -> None:
         try:
-            self._cuda: Any = importlib.import_module("cuda.bindings.driver")
+            bindings = CudaBindings()
             self._devices = NvmlDevices()
-        except (ImportError, NoDriverError) as error:
+        except (ImportError, NoDriverError, DriverCallError) as error:
             raise RuntimeError(f"no driver with checkpoint calls: {error}") from error
-        self._checked("cuInit", self._cuda.cuInit(0))
-        self._calls = {
-            "lock": self._cuda.cuCheckpointProcessLock,
-            "checkpoint": self._cuda.cuCheckpointProcessCheckpoint,
-            "restore": self._cuda.cuCheckpointProcessRestore,
-            "unlock": self._cuda.cuCheckpointProcessUnlock,
+        self._calls: dict[str, Callable[[int], None]] = {
+            "lock": lambda pid: bindings.lock(pid, LOCK_S),
+            "checkpoint": bindings.checkpoint,
+            "restore": lambda pid: bindings.restore(pid, {}),
+            "unlock": bindings.unlock,
         }
 
     def call(self, name: str, pid: int) -> float:
         """Make one call; return the seconds that it took. Raises DriverCallError."""
-        arguments = self._cuda.CUcheckpointLockArgs() if name == "lock" else None
-        if arguments is not None:
-            arguments.timeoutMs = 30_000
         began = time.monotonic()
-        self._checked(name, self._calls[name](pid, arguments))
+        self._calls[name](pid)
         return time.monotonic() - began
 
     def used_bytes(self, pid: int) -> float:
@@ -192,8 +183,3 @@ class _Driver:
 
     def close(self) -> None:
         self._devices.close()
-
-    def _checked(self, name: str, result: Any) -> None:
-        status = result[0]
-        if int(status) != 0:
-            raise DriverCallError(f"the driver's {name} failed: {status}")

@@ -138,8 +138,8 @@ class Daemon:
                 raise ValueError(f"virtual GPUs cannot be bound to {gpu_cores:g} cores each here: no CPU quota ({why})")
         except ValueError as error:
             raise DaemonError(str(error), DaemonObstacle.SETTING) from error
-        images = await asyncio.to_thread(choose_images, settings.criu)
         inventory = devices.discover()
+        images = await asyncio.to_thread(choose_images, settings.criu, inventory.driver)
         storage = Storage(override=settings.storage)
         storage.configure(str(known.get("storage", "")), str(known.get("storage_token", "")))
         self.host = NodeContext(

@@ -83,6 +83,9 @@ class FakeImages:
     def restore_arguments(self, directory: Path, logs: Mapping[str, int]) -> list[str]:
         return [sys.executable, "-P", __file__, str(directory), json.dumps(dict(logs))]
 
+    def give_devices(self, unit: UnitProcesses, directory: Path, moved: Mapping[str, str]) -> None:
+        """Do nothing: its programs use no device."""
+
     def restore_failure(self, directory: Path) -> str:
         return "the command of the fake failed"
 

@@ -23,6 +23,10 @@ class ImageRefusedError(Exception):
     """The processes cannot be dumped or restored; the message is the reason for the user. Those that ran go on."""
 
 
+class DeviceStateLostError(Exception):
+    """A process has lost its state on a device; it can only be ended. The message names it and the reason."""
+
+
 class UnitProcesses(msgspec.Struct, frozen=True):
     """A unit by the ids of its processes in the daemon's own namespace. `own_directories`: absolute paths inside the
     unit whose files belong to it alone, so that they travel with the image."""
@@ -61,7 +65,8 @@ class Machine(msgspec.Struct, frozen=True):
 class ImageFacts(msgspec.Struct, frozen=True):
     """What a restore needs to know. `root_pid`: inside the unit. `logs`: the files behind the root's descriptors 1
     and 2, once each. `files`: all others, also those mapped as code; `own_directories` as in the unit;
-    `is_outside_closed`: the restored processes find their TCP connections closed."""
+    `is_outside_closed`: the restored processes find their TCP connections closed; `device_pids`: inside the unit, the
+    processes whose device state is in the image."""
 
     root_pid: int
     processes: int
@@ -71,6 +76,7 @@ class ImageFacts(msgspec.Struct, frozen=True):
     machine: Machine
     size_bytes: int = 0
     is_outside_closed: bool = False
+    device_pids: tuple[int, ...] = ()
 
     def files_outside(self, shared: Sequence[str]) -> tuple[OpenFile, ...]:
         """Return the files that are in none of these directories: another node must have them, too."""
@@ -96,7 +102,8 @@ class ProcessImages(Protocol):
         """Write an image into an empty directory. Blocks.
 
         Afterwards the processes are dead, or run on where `goes_on`. `is_outside_closed`: connections to other machines
-        may be cut; the restored processes find them closed. Raises ImageRefusedError and OSError; then all run on.
+        may be cut; the restored processes find them closed. Device state is part of the image. Raises
+        ImageRefusedError and OSError, then all run on; DeviceStateLostError, then one of them has lost its device.
         """
 
     def fill(self, init_pid: int, directory: Path) -> None:
@@ -106,6 +113,11 @@ class ProcessImages(Protocol):
     def restore_arguments(self, directory: Path, logs: Mapping[str, int]) -> list[str]:
         """Return the command that restores an image, for a process inside a new unit, whose sibling the restored
         root becomes. `logs`: paths as in the image's facts, and the descriptors of that process that replace them."""
+
+    def give_devices(self, unit: UnitProcesses, directory: Path, moved: Mapping[str, str]) -> None:
+        """Give restored processes their device state back, on the devices that replace those of the image by UUID.
+        Without state on a device nothing is to be done. May be repeated. Blocks. Raises ImageRefusedError where a later
+        call may succeed, DeviceStateLostError where the processes can only be ended."""
 
     def restore_failure(self, directory: Path) -> str:
         """Return why the last restore from a directory failed, in words for the user."""

@@ -23,6 +23,7 @@ import msgspec
 
 from ganger_daemon.images.contract import (
     PID_FILE,
+    DeviceStateLostError,
     ImageFacts,
     ImageRefusedError,
     Machine,
@@ -30,8 +31,9 @@ from ganger_daemon.images.contract import (
     read_facts,
     write_facts,
 )
+from ganger_daemon.images.driver import DeviceState, choose_device_state
 from ganger_daemon.images.packing import fill_directories, image_files, pack_directories
-from ganger_daemon.images.process_tree import UnitProc, pid_inside
+from ganger_daemon.images.process_tree import UnitProc, pid_inside, pids_outside
 from ganger_daemon.images.reasons import reason_of
 
 LEAST_VERSION = 4
@@ -71,6 +73,9 @@ class NoImages:
     def restore_arguments(self, directory: Path, logs: Mapping[str, int]) -> list[str]:
         raise ImageRefusedError(self.unavailable)
 
+    def give_devices(self, unit: UnitProcesses, directory: Path, moved: Mapping[str, str]) -> None:
+        raise ImageRefusedError(self.unavailable)
+
     def restore_failure(self, directory: Path) -> str:
         return self.unavailable
 
@@ -80,8 +85,9 @@ class CriuImages:
 
     unavailable = ""
 
-    def __init__(self, program: str, version: str) -> None:
-        self._program = program
+    def __init__(self, program: str, version: str, devices: DeviceState | None = None) -> None:
+        self.program = program
+        self._devices = devices or choose_device_state("")
         self._machine = Machine(platform.machine(), cpu_flags(), platform.release(), f"criu {version}")
 
     @property
@@ -95,15 +101,45 @@ class CriuImages:
         try:
             root = pid_inside(unit.root_pid)
             closes = self._check(proc, root, is_outside_closed)
+            pids = pids_outside(unit.root_pid)
         except OSError as error:
             raise ImageRefusedError(f"the job's processes are gone: {error}") from error
+        holders = self._devices.save(tuple(pids.values()))
+        try:
+            inside = tuple(pid for pid, outside in pids.items() if outside in holders)
+            return self._dump(unit, directory, root, goes_on=goes_on, closes=closes, device_pids=inside)
+        except BaseException:
+            goes_on = True
+            raise
+        finally:
+            if goes_on:
+                self._give_back(holders)
+
+    def _give_back(self, holders: tuple[int, ...]) -> None:
+        try:
+            self._devices.restore(holders)
+        except ImageRefusedError as error:
+            raise DeviceStateLostError(f"{error}; so it cannot go on") from error
+
+    def _dump(
+        self,
+        unit: UnitProcesses,
+        directory: Path,
+        root: int,
+        *,
+        goes_on: bool,
+        closes: bool,
+        device_pids: tuple[int, ...],
+    ) -> ImageFacts:
+        proc = UnitProc(unit.init_pid)
         found: list[ImageFacts] = []
 
         def while_frozen() -> str:
             # Again: a connection may have been opened meanwhile.
-            if why := proc.connections(proc.tree(root)).refusal(closes):
+            if why := proc.connections(proc.tree(root), "the driver left it open").refusal(closes):
                 return why
-            found.append(self._facts(proc, root, unit.own_directories, closes))
+            facts = self._facts(proc, root, unit.own_directories, closes)
+            found.append(msgspec.structs.replace(facts, device_pids=device_pids))
             return pack_directories(unit.init_pid, unit.own_directories, directory)
 
         arguments = ["dump", "-t", str(root), "-o", DUMP_LOG, *_options(closes), "--network-lock", "skip"]
@@ -124,7 +160,15 @@ class CriuImages:
         given = [option for path, fd in logs.items() for option in ("--inherit-fd", f"fd[{fd}]:{path.lstrip('/')}")]
         options = _options(read_facts(directory).is_outside_closed)
         placed = ["-D", str(directory), "-o", RESTORE_LOG, "--pidfile", str(directory / PID_FILE)]
-        return [self._program, "restore", *placed, "--restore-detached", "--restore-sibling", *options, *given]
+        return [self.program, "restore", *placed, "--restore-detached", "--restore-sibling", *options, *given]
+
+    def give_devices(self, unit: UnitProcesses, directory: Path, moved: Mapping[str, str]) -> None:
+        holders = read_facts(directory).device_pids
+        outside = pids_outside(unit.root_pid) if holders else {}
+        missing = sorted(set(holders) - set(outside))
+        if missing:
+            raise DeviceStateLostError(f"process {missing[0]} of the unit, which had a GPU, has ended")
+        self._devices.restore([outside[pid] for pid in holders], moved)
 
     def restore_failure(self, directory: Path) -> str:
         return reason_of(_text(directory / RESTORE_LOG)) or "CRIU failed without naming an error"
@@ -136,7 +180,7 @@ class CriuImages:
         for pid in proc.pids():
             if pid not in tree:
                 raise ImageRefusedError(f"process {pid} ({proc.name(pid)}) has left the job's process tree")
-        connections = proc.connections(tree)
+        connections = proc.connections(tree, self._devices.unavailable)
         if why := connections.refusal(is_outside_closed):
             raise ImageRefusedError(why)
         return bool(connections.tcp)
@@ -167,7 +211,7 @@ class CriuImages:
         consent = os.open(directory / _CONSENT, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         fcntl.flock(consent, fcntl.LOCK_EX)
         # The image's directory by descriptor: the unit need not see it under its path.
-        inside = [self._program, *arguments, "-D", f"/proc/self/fd/{image}"]
+        inside = [self.program, *arguments, "-D", f"/proc/self/fd/{image}"]
         command = ["nsenter", "-t", str(init_pid), "-m", "-p", "-i", *inside]
         process, trouble = None, ""
         try:
@@ -202,9 +246,9 @@ def cpu_flags() -> tuple[str, ...]:
     return ()
 
 
-def choose_images(setting: str = "") -> CriuImages | NoImages:
-    """Find and probe CRIU. `setting`: its path, "none", or empty: on the path, else beside this interpreter. Blocks
-    for a second at most, where the kernel answers."""
+def choose_images(setting: str = "", driver: str = "") -> CriuImages | NoImages:
+    """Find and probe CRIU. `setting`: its path, "none", or empty: on the path, else beside this interpreter. `driver`:
+    version of the GPUs' driver, if any. Blocks for a second at most, where the kernel answers."""
     if setting == "none":
         return NoImages("not wanted")
     program = setting or shutil.which("criu") or shutil.which("criu", path=str(Path(sys.executable).parent)) or ""
@@ -224,7 +268,7 @@ def choose_images(setting: str = "") -> CriuImages | NoImages:
         is_root = os.geteuid() == 0
         why = reason_of(text) or text.strip()[-200:]
         return NoImages(why if is_root else f"the daemon is not root ({why})")
-    return CriuImages(program, match.group(1))
+    return CriuImages(program, match.group(1), choose_device_state(driver))
 
 
 def _output(command: Sequence[str]) -> tuple[int, str]:

@@ -25,10 +25,10 @@ _INIT = 1
 class UnitProc:
     """The /proc of a unit, with the process ids inside it, read from outside by the id of its init.
 
-    A process that ends meanwhile has no files and no children."""
+    Without an init it is this process's own /proc. A process that ends meanwhile has no files and no children."""
 
-    def __init__(self, init_pid: int) -> None:
-        self.path = Path(f"/proc/{init_pid}/root/proc")
+    def __init__(self, init_pid: int | None) -> None:
+        self.path = Path("/proc" if init_pid is None else f"/proc/{init_pid}/root/proc")
 
     def pids(self) -> tuple[int, ...]:
         """All processes but the init. Raises OSError if the unit is gone."""
@@ -60,14 +60,16 @@ class UnitProc:
             pass
         return found
 
-    def connections(self, pids: Iterable[int]) -> OutsideConnections:
-        """What these processes hold that leads outside them, or cannot be part of an image. Raises OSError."""
+    def connections(self, pids: Iterable[int], gpu_obstacle: str) -> OutsideConnections:
+        """What these processes hold that leads outside them, or cannot be part of an image. Raises OSError.
+
+        `gpu_obstacle`: why the GPU's driver cannot close what belongs to it; empty if it can."""
         owners: list[SocketOwner] = []
         others: list[str] = []
         for pid in pids:
             descriptors, name = self.descriptors(pid), self.name(pid)
             owners += owners_of(descriptors, pid, name)
-            others += unsavable(descriptors, pid, name)
+            others += unsavable(descriptors, pid, name, gpu_obstacle)
         if not owners:
             return OutsideConnections(others=tuple(others))
         # All of a unit are in one network namespace.
@@ -122,6 +124,17 @@ def pid_inside(pid: int) -> int:
     """Return the id that a process has in its own PID namespace. Raises OSError if it is gone."""
     text = Path(f"/proc/{pid}/status").read_text()
     return int(next(line for line in text.splitlines() if line.startswith("NSpid:")).split()[-1])
+
+
+def pids_outside(root_pid: int) -> dict[int, int]:
+    """Return the ids of a tree's processes here by those inside their unit. `root_pid`: as seen here."""
+    found: dict[int, int] = {}
+    for pid in UnitProc(None).tree(root_pid):
+        try:
+            found[pid_inside(pid)] = pid
+        except OSError:
+            continue
+    return found
 
 
 def _names(directory: Path) -> list[str]:

@@ -65,10 +65,11 @@ _MEANINGS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     )
 )
 
+_NVIDIA = "/dev/nvidia"
 # What a descriptor points to that no image can hold, by the beginning of its link in /proc.
 _UNSAVABLE = (
     ("anon_inode:[io_uring]", "uses io_uring"),
-    ("/dev/nvidia", "uses a GPU"),
+    (_NVIDIA, "uses a GPU"),
     ("/dev/kfd", "uses a GPU"),
     ("/dev/infiniband/", "uses RDMA"),
     ("/dev/fuse", "serves a file system"),
@@ -78,13 +79,15 @@ _UNSAVABLE = (
 )
 
 
-def unsavable(descriptors: Mapping[int, str], pid: int, program: str) -> tuple[str, ...]:
-    """Return what of a process's descriptors no image can hold. `descriptors`: as the links in /proc/PID/fd name it."""
+def unsavable(descriptors: Mapping[int, str], pid: int, program: str, gpu_obstacle: str) -> tuple[str, ...]:
+    """Return what of a process's descriptors no image can hold. `descriptors`: as the links in /proc/PID/fd name it.
+    `gpu_obstacle`: why the GPU's driver cannot close what belongs to it; empty if it can."""
     return tuple(
-        f"{text} ({target}, descriptor {number} of {program}, pid {pid})"
+        f"{text} ({target}, descriptor {number} of {program}, pid {pid}){': ' + gpu_obstacle if is_gpu else ''}"
         for number, target in sorted(descriptors.items())
         for beginning, text in _UNSAVABLE
-        if target.startswith(beginning)
+        for is_gpu in (beginning == _NVIDIA,)
+        if target.startswith(beginning) and not (is_gpu and not gpu_obstacle)
     )
 
 

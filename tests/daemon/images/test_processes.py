@@ -12,9 +12,12 @@ import pytest
 from daemon.images.unit_job import real, restored, started
 from ganger.injob.launcher.namespaces import TEMPORARY_DIRECTORY
 from ganger_daemon.images.contract import ImageRefusedError, ProcessImages
+from ganger_daemon.images.criu import CriuImages
+from ganger_daemon.images.driver import DeviceState, DriverProcessState
 from ganger_daemon.images.process_tree import pid_inside
 from injob.launcher_kit import Place, exit_record, launcher_place
 from kit.fake_images import STEP_LOCK, FakeImages
+from kit.scripted_driver import ScriptedDriver
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="units need root")
 
@@ -290,3 +293,40 @@ routes = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)
 routes.bind((0, 0))
 ends = socket.socketpair()
 """
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_device_state_is_saved_before_the_dump_and_given_back_to_what_goes_on(
+    place: Place, image: Path, goes_on: bool
+) -> None:
+    job = started(place, COUNTING, "/nowhere/end")
+    driver = ScriptedDriver(job.root.pid)
+    images = with_driver(driver)
+    facts = images.dump(job.unit, image, goes_on=goes_on)
+    assert driver.made == ["lock", "checkpoint", *(["restore", "unlock"] if goes_on else [])]
+    assert facts.device_pids == (facts.root_pid,)
+
+    again = restored(images, place, image, facts)
+    driver.states = {again.root.pid: DriverProcessState.CHECKPOINTED}
+    images.give_devices(again.unit, image, {"GPU-a": "GPU-b"})
+
+    assert driver.states[again.root.pid] is DriverProcessState.RUNNING
+    assert driver.moved == {"GPU-a": "GPU-b"}
+
+
+def test_device_state_is_given_back_where_the_dump_fails(place: Place, tmp_path: Path) -> None:
+    job = started(place, COUNTING, "/nowhere/end")
+    driver = ScriptedDriver(job.root.pid)
+    (tmp_path / "image" / "own-0.tar").mkdir(parents=True)
+
+    with pytest.raises(ImageRefusedError):
+        with_driver(driver).dump(job.unit, tmp_path / "image", goes_on=False)
+
+    assert driver.states[job.root.pid] is DriverProcessState.RUNNING
+    job.until_it_counts()
+
+
+def with_driver(driver: ScriptedDriver) -> ProcessImages:
+    found = real()
+    assert isinstance(found, CriuImages)
+    return CriuImages(found.program, "4", DeviceState(driver))
