@@ -12,7 +12,7 @@ from ganger.injob.state_image import ImageError
 from ganger.training.image_io import ArenaSink, plan_image, write_image
 from ganger.training.image_reading import ArenaSource, OpenImage, PieceReader, open_image
 from ganger.training.resharded_state import reshard
-from ganger.training.sharded_tensors import layout_of, local_part
+from ganger.training.sharded_tensors import is_sharded, layout_of, local_part
 from ganger.training.state import StateMismatchError, TrainingObjects, capture, restore
 from ganger.training.state_codec import StateNotSupportedError, TensorTable, encode
 from hypothesis import given
@@ -181,3 +181,18 @@ def test_a_sharded_tensor_without_a_mesh_in_the_script_does_not_come_back() -> N
     image = _opened(capture(training, {}).plan(step=3, samples=0, rank=0, world=1))
     with pytest.raises(StateMismatchError, match=r"sharded over a mesh of \['dp', 'tp'\]; there is none like it"):
         restore(TrainingObjects(objects={"known": _sharded(torch.ones(2), names=("dp", "pp"))}), image)
+
+
+@pytest.mark.usefixtures("alone")
+def test_parameters_that_an_evaluation_has_gathered_are_captured_as_parts() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Linear(4, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+    assert not is_sharded(model.weight)
+    captured = capture(TrainingObjects(models={"model": model}), {})
+    assert is_sharded(model.weight)
+    assert set(captured.layouts) == {0, 1}
