@@ -12,7 +12,14 @@ from ganger.injob.state_image import ImageError
 from ganger.training.image_io import ArenaSink, plan_image, write_image
 from ganger.training.image_reading import ArenaSource, OpenImage, PieceReader, open_image
 from ganger.training.resharded_state import reshard
-from ganger.training.sharded_tensors import is_sharded, layout_of, local_part
+from ganger.training.sharded_tensors import (
+    block_of,
+    is_sharded,
+    layout_of,
+    local_part,
+    placement_as_json,
+    placements_of,
+)
 from ganger.training.state import StateMismatchError, TrainingObjects, capture, restore
 from ganger.training.state_codec import StateNotSupportedError, TensorTable, encode
 from hypothesis import given
@@ -196,3 +203,43 @@ def test_parameters_that_an_evaluation_has_gathered_are_captured_as_parts() -> N
     captured = capture(TrainingObjects(models={"model": model}), {})
     assert is_sharded(model.weight)
     assert set(captured.layouts) == {0, 1}
+
+
+MESHES: dict[str, tuple[tuple[int, ...], list[list[Any]]]] = {
+    "FSDP": ((3,), [["Shard", 0]]),
+    "replicas of shards": ((2, 3), [["Replicate"], ["Shard", 1]]),
+    "tensor parallel in two dimensions": ((2, 3), [["Shard", 0], ["Shard", 1]]),
+    "two cuts of one dimension": ((2, 3), [["Shard", 0], ["Shard", 0]]),
+    "FSDP over tensor parallel": ((2, 3), [["_StridedShard", 0, 3], ["Shard", 0]]),
+    "FSDP over two others": ((2, 2, 3), [["_StridedShard", 1, 6], ["_StridedShard", 1, 3], ["Shard", 1]]),
+}
+
+
+@pytest.mark.parametrize("way", MESHES)
+@given(shape=some.tuples(some.integers(1, 30), some.integers(1, 30)))
+def test_a_block_is_where_torch_has_it(way: str, shape: tuple[int, int]) -> None:
+    from torch.distributed.tensor import _utils
+
+    mesh, placements = MESHES[way]
+    for at in itertools.product(*map(range, mesh)):
+        found = block_of(shape, mesh, at, placements)
+        sizes, offset = _utils._compute_local_shape_and_global_offset(shape, mesh, list(at), placements_of(placements))
+        if way == "FSDP over two others" and shape[1] % 12:
+            assert found is None, "parts of several strides and of unequal sizes are no blocks"
+            continue
+        assert found is not None
+        assert found[0] == list(sizes)
+        if all(sizes):
+            assert found[1] == list(offset)
+
+
+def test_placements_come_back_from_json() -> None:
+    known = [["Shard", 1], ["_StridedShard", 0, 2], ["Partial", "sum"], ["Replicate"]]
+    assert [placement_as_json(placement) for placement in placements_of(known)] == known
+    with pytest.raises(ValueError, match="unknown placement 'Placement'"):
+        placements_of([["Placement"]])
+
+
+def test_a_part_whose_rows_lie_apart_is_no_block() -> None:
+    assert block_of((8, 2), (2, 2), (0, 0), [["_StridedShard", 0, 4], ["Shard", 0]]) is None
+    assert block_of((8, 2), (2, 2), (0, 0), [["Shard", 0], ["_StridedShard", 0, 2]]) is None

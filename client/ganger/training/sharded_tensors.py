@@ -8,7 +8,8 @@ torch.distributed.tensor is imported only where there is such a tensor: a script
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -42,14 +43,16 @@ def layout_of(tensor: Any) -> dict[str, Any] | None:
         return None
     mesh = tensor.device_mesh
     at, names = mesh.get_coordinate(), mesh.mesh_dim_names
+    placements = [placement_as_json(placement) for placement in tensor.placements]
+    block = None if at is None else block_of(tensor.shape, mesh.shape, at, placements)
     return {
         "shape": list(tensor.shape),
         "stride": list(tensor.stride()),
         "mesh": list(mesh.shape),
         "names": None if names is None else list(names),
         "at": None if at is None else list(at),
-        "placements": [placement_as_json(placement) for placement in tensor.placements],
-        "offset": _offset(tensor),
+        "placements": placements,
+        "offset": block[1] if block is not None and block[0] == list(local_part(tensor).shape) else None,
     }
 
 
@@ -67,30 +70,61 @@ def placement_as_json(placement: Any) -> list[Any]:
 
 
 def placements_of(saved: Iterable[Any]) -> list[Any]:
-    from torch.distributed.tensor import placement_types
+    """Return the placements that `placement_as_json` made JSON of. Raises ValueError for what it never makes."""
+    from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
 
-    return [getattr(placement_types, str(name))(*arguments) for name, *arguments in saved]
+    made: list[Any] = []
+    for name, *arguments in saved:
+        if name == "Shard":
+            made.append(Shard(int(arguments[0])))
+        elif name == "_StridedShard":
+            made.append(_StridedShard(int(arguments[0]), split_factor=int(arguments[1])))
+        elif name == "Partial":
+            made.append(Partial(str(arguments[0])))
+        elif name == "Replicate":
+            made.append(Replicate())
+        else:
+            raise ValueError(f"unknown placement {name!r} of a sharded tensor; it was written by a newer ganger")
+    return made
 
 
-def _offset(tensor: Any) -> list[int] | None:
-    try:
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-    except ImportError:  # of another version of torch
-        return None
-    if not all(_is_block(tensor, dimension) for dimension in range(len(tensor.placements))):
-        return None
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return list(map(int, offset)) if tuple(shape) == tuple(local_part(tensor).shape) else None
+def block_of(
+    shape: Sequence[int], mesh: Sequence[int], at: Sequence[int], placements: Sequence[Sequence[Any]]
+) -> tuple[list[int], list[int]] | None:
+    """Return the sizes and the offset of the block of a tensor that lies at `at` in a mesh; None where it is no block.
+
+    `placements`: as JSON. torch's own function makes tensors of all indices, which takes milliseconds for each tensor.
+    """
+    sizes, offset = list(shape), [0] * len(shape)
+    for dimension in _order_of_cuts(mesh, placements):
+        cut = placements[dimension][1]
+        # as torch.chunk: the last ones may be shorter, or empty
+        length = -(-sizes[cut] // mesh[dimension])
+        start = min(sizes[cut], length * at[dimension])
+        sizes[cut], offset[cut] = min(length, sizes[cut] - start), offset[cut] + start
+    named = all(name in ("Shard", "_StridedShard", "Replicate") for name, *_ in placements)
+    return (sizes, offset) if named and _cuts_blocks(shape, mesh, placements) else None
 
 
-def _is_block(tensor: Any, dimension: int) -> bool:
-    """Return whether that dimension of the mesh cuts blocks. FSDP's over tensor parallelism does: its stride is undone
-    by the placements behind it."""
-    placement = tensor.placements[dimension]
-    if type(placement).__name__ != "_StridedShard":
-        return type(placement).__name__ in ("Shard", "Replicate")
-    behind = 1
-    for other, later in enumerate(tensor.placements[dimension + 1 :], dimension + 1):
-        if type(later).__name__ == "Shard" and later.dim == placement.dim:
-            behind *= tensor.device_mesh.size(other)
-    return bool(behind == placement.split_factor)
+def _order_of_cuts(mesh: Sequence[int], placements: Sequence[Sequence[Any]]) -> list[int]:
+    """Return the dimensions of the mesh that cut, in the order in which they do. FSDP's cut what tensor parallelism
+    has cut before, although they come first in the mesh: that is what a stride stands for."""
+    plain = [dimension for dimension in range(len(mesh)) if placements[dimension][0] == "Shard"]
+    strided = [dimension for dimension in range(len(mesh)) if placements[dimension][0] == "_StridedShard"]
+    return [*plain, *reversed(strided)]
+
+
+def _cuts_blocks(shape: Sequence[int], mesh: Sequence[int], placements: Sequence[Sequence[Any]]) -> bool:
+    """Return whether each stride is that of the cuts behind it, so that all parts are blocks. Of several strides in one
+    dimension of the tensor that is so only where all parts are equal."""
+    for dimension, (name, *arguments) in enumerate(placements):
+        if name != "_StridedShard":
+            continue
+        cutting = [other for other, (_, *cut) in enumerate(placements) if cut[:1] == arguments[:1]]
+        names = [placements[other][0] for other in cutting]
+        behind = math.prod(mesh[other] for other in cutting if other > dimension)
+        if "Shard" in names[: cutting.index(dimension)] or behind != arguments[1]:
+            return False
+        if names.count("_StridedShard") > 1 and shape[arguments[0]] % math.prod(mesh[other] for other in cutting):
+            return False
+    return True
