@@ -51,7 +51,7 @@ def test_a_sharded_job_is_bit_identical_across_park_and_move_and_goes_on_at_two_
         assert [line.step for line in run.lines(rank)] == list(range(1, saved + 1))
         assert {line.step: line.loss for line in run.lines(rank)} == {step: alone[step] for step in range(1, saved + 1)}
 
-    shell("resize", id, "2")
+    assert "it starts with 2 GPUs" in shell("resize", id, "2")
     shell("resume", id)
     Path(f"{run.record}.go").touch()
     run.wait_state("SUCCEEDED", within_seconds=180)

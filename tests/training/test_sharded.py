@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo")
 torch.manual_seed(1)
 world = dist.get_world_size()
-model = nn.Sequential(nn.Linear(128, 514), nn.Tanh(), nn.Linear(514, 128), nn.LayerNorm(128))
+model = nn.Sequential(nn.Linear(128, {hidden}), nn.Tanh(), nn.Linear({hidden}, 128), nn.LayerNorm(128))
 {shard}
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 job = ganger.attach(model=model, optimizer=optimizer)
@@ -88,11 +88,10 @@ WAYS = {
 }
 
 
-def _script(
-    tmp_path: Path, shard: str, epochs: int = 12, batch: int = 8, evaluate: str = "pass", zero: str = ""
-) -> Path:
+def _script(tmp_path: Path, shard: str, **options: object) -> Path:
     path = tmp_path / "train.py"
-    path.write_text(SCRIPT.format(shard=shard, epochs=epochs, batch=batch, evaluate=evaluate, zero=zero))
+    usual = {"epochs": 12, "batch": 8, "hidden": 514, "evaluate": "pass", "zero": ""}
+    path.write_text(SCRIPT.format(shard=shard, **{**usual, **options}))
     return path
 
 
@@ -187,6 +186,33 @@ def test_an_unmodified_sharded_job_that_was_parked_and_restarted_ends_as_one_tha
     _check_parked_and_restarted(tmp_path, script, alone, agent=True)
 
 
+def test_the_memory_of_a_parked_rank_s_shards_goes_back_to_the_system(tmp_path: Path) -> None:
+    script = _script(tmp_path, FSDP2, hidden=16384, epochs=100)
+    ranks = _gang(tmp_path / "run", script, 2, arena_bytes=64 << 20)
+    for rank in ranks:
+        rank.at_step(3)
+        rank.stop(2, PageParkLevel.PAUSE)
+    for rank in ranks:
+        rank.reached(2)
+    before = [_own_memory(rank) for rank in ranks]
+    for rank in ranks:
+        rank.order(3, PageOrderKind.STOP, PageParkLevel.OFFLOAD, stop=2)
+    for rank, had in zip(ranks, before, strict=True):
+        rank.reached(3)
+        used = rank.page.get(Word.DEVICE_BYTES)
+        # half of the parameters and of both moments of Adam
+        assert used > 3 * 4 * 2 * 128 * 16384 // 2
+        assert had - _own_memory(rank) >= 0.95 * used
+    for rank in ranks:
+        rank.kill()
+
+
+def _own_memory(rank: Rank) -> int:
+    """Return the bytes of memory that the rank shares with no process and no file; the arena is not among them."""
+    status = Path(f"/proc/{rank.process.pid}/status").read_text()
+    return int(re.findall(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE)[0]) << 10
+
+
 def _offered(rank: Rank) -> int:
     return rank.page.get(Word.CAPABILITIES) & (Capability.RESIZE | Capability.RESHARD)
 
@@ -198,7 +224,15 @@ mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
 if world > 1:
     fully_shard(model[0], mesh=mesh); fully_shard(model, mesh=mesh)
 """
+# Replicas of shards: every rank has samples of its own.
+HYBRID = """
+from torch.distributed.fsdp import fully_shard
+mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+grid = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+fully_shard(model[0], mesh=grid); fully_shard(model, mesh=grid)
+"""
 RESIZED = {
+    "FSDP2 with replicas, fewer": (HYBRID, 4, 2),
     "FSDP2, to one rank without": (SEVERAL, 2, 1),
     "FSDP2, from one rank without": (SEVERAL, 1, 2),
     "FSDP2, fewer": (FSDP2, 4, 2),

@@ -192,6 +192,8 @@ def resize(job: str, gpus: int, is_waiting: bool, timeout: str, as_json: bool) -
                 message = until(client, message, _runs_or_holds_nothing, timeout, f"running on {gpus} GPUs")
                 _check_went_on(before, message, "with as many GPUs as before: the change")
     _tell(message, as_json)
+    if not as_json and not message.gang.claims and message.state in (message.STATE_PENDING, message.STATE_SUSPENDED):
+        print(f"  it starts with {gpus} GPUs", flush=True)
 
 
 @click.command()
