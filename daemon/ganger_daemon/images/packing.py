@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import tarfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -114,24 +115,55 @@ def pack(
     return written + len(trailer)
 
 
-def unpack(source: int, directory: Path) -> ImageFacts:
+class ArrivedBytes:
+    """How many bytes of a packed image have arrived, from the thread that receives it to the one that unpacks it."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._failure = ""
+        self._changed = threading.Condition()
+
+    def note(self, count: int) -> None:
+        with self._changed:
+            self._count = count
+            self._changed.notify_all()
+
+    def fail(self, reason: str) -> None:
+        """Let all waits raise: no more bytes arrive."""
+        with self._changed:
+            self._failure = reason
+            self._changed.notify_all()
+
+    def wait(self, count: int) -> None:
+        """Wait until that many bytes are there. Raises ImageRefusedError if they never will be."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure or self._count >= count)
+            if self._count < count:
+                raise ImageRefusedError(self._failure)
+
+
+def unpack(source: int, directory: Path, wait: Callable[[int], None] = lambda count: None) -> ImageFacts:
     """Write the files of a packed image, from the start of `source`, into an empty directory, and check all digests.
 
-    Return the facts. Blocks. Raises OSError, state_image.ImageError for a damaged file, ImageRefusedError for one that
-    is no image of processes."""
+    `wait` is called with the bytes that are needed next: of an image that still arrives in a file of its size. Return
+    the facts. Blocks. Raises OSError, state_image.ImageError for a damaged file, ImageRefusedError for one that is no
+    image of processes; the directory is worthless then."""
+    wait(state_image.PREAMBLE_BYTES)
     with mmap.mmap(source, 0, access=mmap.ACCESS_READ) as mapping, memoryview(mapping) as whole:
         preamble = state_image.parse_preamble(whole[: state_image.PREAMBLE_BYTES])
         if len(whole) < preamble.total_bytes:
             raise state_image.ImageError(
                 "TRUNCATED", f"the image has {preamble.total_bytes} bytes, its file {len(whole)}"
             )
+        wait(preamble.data_offset)
         with whole[state_image.PREAMBLE_BYTES : preamble.data_offset] as encoded:
             header = state_image.parse_header(preamble, encoded)
         facts = _facts_in(header)
         digests = state_image.ChunkDigests(preamble.digest_kind, preamble.chunk_bytes)
         position = 0
         for entry in header["tensors"]:
-            position = _copy(whole, preamble.data_offset, position, entry, directory, digests)
+            position = _copy(whole, preamble.data_offset, position, entry, directory, digests, wait)
+        wait(preamble.total_bytes)
         digests.update(whole[preamble.data_offset + position : preamble.trailer_offset])
         state_image.check_trailer(digests.trailer(), bytes(whole[preamble.trailer_offset : preamble.total_bytes]))
     write_facts(directory, facts)
@@ -166,17 +198,21 @@ def _copy(
     entry: Mapping[str, Any],
     directory: Path,
     digests: state_image.ChunkDigests,
+    wait: Callable[[int], None],
 ) -> int:
     """Copy one file of the table, which begins at `position` of the data or after it. Return the end of the file."""
     name = str(entry.get("name"))
     if Path(name).name != name or name in ("", ".", "..", FACTS) or entry["offset"] < position:
         raise state_image.ImageError("HEADER", f"{name!r} is not a file of a process image, or out of order")
+    wait(data_offset + entry["offset"])
     digests.update(whole[data_offset + position : data_offset + entry["offset"]])
     begin, end = data_offset + entry["offset"], data_offset + entry["offset"] + entry["bytes"]
     target = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         while begin < end:
-            with whole[begin : min(begin + _PIECE_BYTES, end)] as piece:
+            until = min(begin + _PIECE_BYTES, end)
+            wait(until)
+            with whole[begin:until] as piece:
                 digests.update(piece)
                 _write(target, piece)
                 begin += len(piece)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import msgspec
@@ -10,7 +11,7 @@ import pytest
 from ganger.injob import state_image
 from ganger_daemon.checkpoints.storage import describe_shard
 from ganger_daemon.images.contract import ImageFacts, ImageRefusedError, Machine, OpenFile, write_facts
-from ganger_daemon.images.packing import facts_of, pack, unpack
+from ganger_daemon.images.packing import ArrivedBytes, facts_of, pack, unpack
 
 FACTS = ImageFacts(
     root_pid=1000,
@@ -152,3 +153,38 @@ def test_an_image_is_refused_where_the_processor_lacks_instructions(tmp_path: Pa
 def test_files_outside_shared_storage_are_named() -> None:
     assert FACTS.files_outside(["/data"]) == ()
     assert [file.path for file in FACTS.files_outside(["/dat", "/data/train"])] == ["/data/train.csv"]
+
+
+def test_an_image_is_unpacked_while_it_arrives(tmp_path: Path) -> None:
+    pages = os.urandom(3 << 20)
+    size = packed(image(tmp_path / "image", pages), tmp_path / "shard")
+    (tmp_path / "again").mkdir()
+    arriving = os.open(tmp_path / "arriving", os.O_RDWR | os.O_CREAT, 0o600)
+    os.ftruncate(arriving, size)
+    content = (tmp_path / "shard").read_bytes()
+    there = 0
+
+    def arrive(count: int) -> None:
+        # Only now, and no byte more.
+        nonlocal there
+        os.pwrite(arriving, content[there:count], there)
+        there = max(there, count)
+
+    try:
+        assert unpack(arriving, tmp_path / "again", arrive) == FACTS
+    finally:
+        os.close(arriving)
+    assert there == size
+    assert (tmp_path / "again" / "pages-1.img").read_bytes() == pages
+
+
+def test_a_wait_for_bytes_that_never_arrive_ends_with_the_reason() -> None:
+    arrived = ArrivedBytes()
+    arrived.note(100)
+    arrived.wait(100)
+    waiting = threading.Timer(0.01, arrived.fail, ["the source has gone"])
+    waiting.start()
+    with pytest.raises(ImageRefusedError, match="the source has gone"):
+        arrived.wait(101)
+    waiting.join()
+    arrived.wait(100)
