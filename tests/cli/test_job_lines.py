@@ -62,6 +62,8 @@ def test_an_elastic_job_says_what_is_known_of_whether_it_grows() -> None:
     )
     job.capabilities.missing["RESIZE"] = "it does not attach"
     assert job_table.sizes_text(job).endswith("keeps the number it was started with: it does not attach")
+    job.capabilities.can_reshard = True
+    assert job_table.sizes_text(job) == "2 to 8 GPUs; may have another number whenever it starts from a checkpoint"
     job.capabilities.can_resize = True
     assert job_table.sizes_text(job) == "2 to 8 GPUs; grows and shrinks as it runs"
     job.gang.slice_state = job_pb2.Gang.SLICE_STATE_ACTIVE

@@ -288,7 +288,7 @@ def test_one_plan_does_not_exceed_a_quota_by_sizes() -> None:
     some.lists(
         some.tuples(
             some.integers(0, 3),
-            some.sampled_from(["start", "stop", "runs"]),
+            some.sampled_from(["start", "stop", "runs", "choose"]),
             some.integers(1, 9),
             some.booleans(),
         ),
@@ -314,6 +314,11 @@ def test_no_sequence_of_plans_over_commits_or_gives_a_size_outside_of_bounds(
             if refused is None:
                 assert drive.job(number).spec.accepts(gpus)
                 assert bound in (None, gpus)
+        elif act == "choose" and gang is None and gpus:
+            was_bound = job.is_bound
+            if isinstance(drive.step(ResizeJob(number, gpus)), JobAnswer):
+                assert not was_bound
+                assert drive.job(number).gpus == gpus
         elif act == "runs" and gang is not None and gang.phase == "STARTING":
             drive.runs(number)
         elif act == "stop" and gang is not None and gang.phase == "RUNNING":

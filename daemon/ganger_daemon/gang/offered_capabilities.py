@@ -109,7 +109,8 @@ def _add_mechanism(message: agent_pb2.ObservedGang, found: GangFindings) -> None
         capabilities.refused_mechanisms.add(mechanism=job_pb2.Mechanism.ValueType(mechanism), reason=reason)
     if not keeps_state(facts.wish):
         why = f"the user wants {facts.wish.name.lower()} (--mechanism)"
-        capabilities.can_offload = capabilities.can_checkpoint = capabilities.can_resize = False
+        capabilities.can_offload = capabilities.can_checkpoint = False
+        capabilities.can_resize = capabilities.can_reshard = False
         capabilities.missing.update({"OFFLOAD": why, "CHECKPOINT": why})
         message.capabilities_presumed = False
     if choice.mechanism is Mechanism.SIGNAL:
@@ -179,18 +180,24 @@ def _add_of_agent(capabilities: job_pb2.Capabilities, found: GangFindings) -> No
         why = parts.rank_errors.reason("CHECKPOINT") or "its log says why"
         capabilities.missing["CHECKPOINT"] = f"the agent cannot bring this script back in a new process: {why}"
         capabilities.missing[MOVE] = capabilities.missing["CHECKPOINT"]
+    _add_sizes(capabilities, found, able)
+
+
+def _add_sizes(capabilities: job_pb2.Capabilities, found: GangFindings, able: int) -> None:
+    """Add whether another number of ranks can go on from the job's state. `able`: what all ranks can."""
     capabilities.can_resize = bool(able & Capability.RESIZE)
     capabilities.can_reshard = bool(able & Capability.RESHARD)
     if capabilities.can_resize or capabilities.can_reshard:
         capabilities.resize_divides = math.gcd(*[progress.resize_divides for progress in found.pages])
+    if capabilities.can_resize or not found.desired.spec.gpus_max:
+        return
     if capabilities.can_reshard:
         capabilities.missing[RESIZE] = (
             "its state is sharded, and only a checkpoint on storage has all of it: suspend the job with "
             "`--level checkpoint`, resize it, and resume it"
         )
-    elif not capabilities.can_resize and found.desired.spec.gpus_max:
-        capabilities.missing[RESIZE] = (
-            "its log says why, or it has made no job.dataloader yet"
-            if able & Capability.FIVE_LINE
-            else "an unmodified script goes on with as many ranks as before: attach it to change that"
-        )
+    elif able & Capability.FIVE_LINE:
+        capabilities.missing[RESIZE] = "its log says why, or it has made no job.dataloader yet"
+    else:
+        why = "an unmodified script goes on with as many ranks as before: attach it to change that"
+        capabilities.missing[RESIZE] = why
