@@ -11,57 +11,47 @@ _LINE = re.compile(r"^(?:\(\s*[\d.]+\)\s*)?(?:\s*\d+:\s*)?Error \(([^)]*)\):\s*(
 _MEANINGS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), text)
     for pattern, text in (
-        (r"Unknown shit \d+ \((?P<what>\S*io_uring\S*)\)|io_uring", "a process uses io_uring, which cannot be saved"),
-        (r"[Cc]onnected TCP socket|tcp_established|Connected TCP|TCP.*use --", "a process has an open TCP connection"),
+        (r"io_uring", "a process uses io_uring, which cannot be saved"),
+        (r"Connected TCP socket", "a process has an open TCP connection"),
+        (r"External socket is used", "a process is connected to a program outside the job"),
         (
-            r"External socket is used|unix: .*(?:[Ee]xternal|peer)",
-            "a process is connected to a program outside the job",
+            r"[Pp]acket socket|[Nn]etlink|[Uu]nsupported socket|Unsupported proto",
+            "a process has an unusual kind of socket",
         ),
         (
-            r"[Uu]nsupported (?:proto|socket)|Can't dump .*socket|Packet socket|netlink",
-            "a process has a socket of a kind that cannot be saved",
-        ),
-        (
-            r"(?:Can't dump|Failed to dump|Can't handle|Can't lookup).*(?P<path>/dev/nvidia\S*)",
-            "a process still uses the GPU through {path}",
-        ),
-        (
-            r"[Cc]haracter device|block device|Can't (?:dump|handle).*(?P<path>/dev/\S+)",
-            "a process uses a device that cannot be saved",
-        ),
-        (
-            r"(?P<path>\S+): .*[Gg]host file.*limit|[Gg]host file (?P<size>\d+)? ?(?:is )?too (?:big|large)",
-            "a removed file that is still open is too large to be saved",
-        ),
-        (
-            r"Can't dump ghost file (?P<path>\S+) of (?P<size>\d+) size",
+            r"ghost file (?P<path>\S+) of (?P<size>\d+) size",
             "{path}, removed and still open, has {size} bytes: too many",
+        ),
+        (r"Can't .*?(?P<path>/dev/nvidia[^\s)]*)", "a process still uses the GPU through {path}"),
+        (
+            r"Can't dump file .* of that type|[Cc]haracter device|[Bb]lock device",
+            "a process uses a device or file of a kind that cannot be saved",
         ),
         (
             r"File (?P<path>\S+) has bad size (?P<found>\d+) \(expect (?P<wanted>\d+)\)",
             "/{path} has {found} bytes; it had {wanted} when the image was made",
         ),
         (
-            r"File (?P<path>\S+) has bad build-ID|File (?P<path2>\S+) has bad (?:mode|checksum)",
-            "a program or library is another one than when the image was made",
+            r"File (?P<path>\S+) has bad (?:build-ID|mode|checksum)",
+            "/{path} is another file than when the image was made",
         ),
-        (r"Can't open file (?P<path>\S+) on restore: (?P<why>.*)", "/{path} cannot be opened: {why}"),
+        (r"Can't open file (?P<path>\S+) on restore", "/{path} cannot be opened"),
         (
-            r"(?:Pid|pid) (?P<pid>\d+) .*(?:mismatch|exists|match)|Can't fork for \d+: File exists",
+            r"Can't fork for \d+: File exists|[Pp]id \d+ (?:mismatch|do not match)",
             "a process id of the image is in use",
         ),
         (
-            r"CPU capabilities do not match|cpu_validate|CPU .*not compatible",
+            r"CPU capabilities do not match|CPU .*not (?:compatible|match)",
             "the image needs a processor with other instructions",
         ),
-        (r"No space left on device|ENOSPC", "there is no space left for the image"),
-        (r"Cannot allocate memory|Can't (?:mmap|allocate).*memory", "there is not enough memory"),
-        (r"[Ff]ile lock|flock", "a process holds a file lock that cannot be saved"),
         (
-            r"(?:Can't attach|Unable to (?:attach|seize)|PTRACE_SEIZE|ptrace).*",
-            "a process is being debugged, or may not be traced",
+            r"get rlimit .*not permitted",
+            "the daemon lacks CAP_SYS_RESOURCE, which images of other users' processes need",
         ),
-        (r"Unknown shit|[Uu]nsupported|Can't dump", "a process holds something that cannot be saved"),
+        (r"No space left on device", "there is no space left for the image"),
+        (r"Cannot allocate memory", "there is not enough memory"),
+        (r"[Ff]ile lock", "a process holds a file lock that cannot be saved"),
+        (r"PTRACE_SEIZE|[Pp]trace|Unable to (?:attach|seize)", "a process is being debugged, or may not be traced"),
     )
 )
 

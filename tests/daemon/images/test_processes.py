@@ -164,6 +164,30 @@ def test_a_refused_dump_leaves_the_program_running(images: ProcessImages, place:
     assert exit_record(job.launch)["code"] == 0
 
 
+def test_a_program_of_another_user_goes_on_as_that_user(place: Place, image: Path) -> None:
+    images = real()
+    job = started(place, "import os\nos.setresgid(*[65534] * 3)\nos.setresuid(*[65534] * 3)\n" + TREE)
+    if not has_capability(CAP_SYS_RESOURCE):
+        with pytest.raises(ImageRefusedError, match="the daemon lacks CAP_SYS_RESOURCE"):
+            images.dump(job.unit, image, goes_on=False)
+        return
+    facts = images.dump(job.unit, image, goes_on=False)
+
+    again = restored(images, place, image, facts)
+    again.until_it_counts()
+
+    status = Path(f"/proc/{again.root.pid}/status").read_text()
+    assert "Uid:\t65534\t65534\t65534\t65534" in status
+
+
+CAP_SYS_RESOURCE = 24
+
+
+def has_capability(number: int) -> bool:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return bool(int(next(line for line in lines if line.startswith("CapEff:")).split()[1], 16) >> number & 1)
+
+
 def test_a_tree_of_processes_goes_on_with_its_pipes(place: Place, image: Path) -> None:
     images = real()
     job = started(place, TREE)

@@ -1,4 +1,4 @@
-"""A job that torchrun starts goes on from an image: an agent and two ranks, with connections among them."""
+"""PyTorch's own trees of processes go on from an image: torchrun with two ranks, a loader with its workers."""
 
 from __future__ import annotations
 
@@ -62,6 +62,38 @@ def test_two_ranks_of_torchrun_go_on_together(place: Place, tmp_path: Path) -> N
 
     again = restored(images, place, image, facts)
     again.until_it_counts(10)
+
+    counts = job.counts() + again.counts()
+    assert counts == list(range(1, len(counts) + 1))
+
+
+# Batches come through shared memory from two workers that live as long as the loader.
+LOADER = """
+import torch
+from torch.utils.data import DataLoader, Dataset
+class Numbers(Dataset):
+    def __len__(self): return 1_000_000
+    def __getitem__(self, index): return torch.full((5000,), index)
+if __name__ == "__main__":
+    loader = DataLoader(Numbers(), batch_size=2, num_workers=2, persistent_workers=True)
+    for number, batch in enumerate(loader):
+        assert batch[:, 0].tolist() == [2 * number, 2 * number + 1], (number, batch)
+        print(number + 1, flush=True)
+"""
+
+
+@pytest.mark.parametrize("sharing", ["file_descriptor", "file_system"])
+def test_a_loader_goes_on_with_the_workers_that_it_had(place: Place, tmp_path: Path, sharing: str) -> None:
+    images = real()
+    image = tmp_path / "image"
+    image.mkdir()
+    chosen = f"import torch\ntorch.multiprocessing.set_sharing_strategy({sharing!r})\ntorch.set_num_threads(1)\n"
+    job = started(place, chosen + LOADER)
+    facts = images.dump(job.unit, image, goes_on=False)
+    assert facts.processes >= 3
+
+    again = restored(images, place, image, facts)
+    again.until_it_counts(20)
 
     counts = job.counts() + again.counts()
     assert counts == list(range(1, len(counts) + 1))

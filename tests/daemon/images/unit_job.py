@@ -59,7 +59,7 @@ def made_unit(place: Place, launch: dict[str, Any], *, is_restored: bool = False
 def started(place: Place, program: str, *arguments: str) -> Job:
     launch = place.launch([sys.executable, "-c", program, *arguments])
     # Not a rank: the agent has no part in this.
-    launch["env"] = {"PATH": os.environ["PATH"]}
+    launch["env"] = {"PATH": os.environ["PATH"], "TMPDIR": TEMPORARY_DIRECTORY}
     init = made_unit(place, launch)
     job = Job(place, launch, init, place.fork(launch | {"init": init}))
     job.until_it_counts()
