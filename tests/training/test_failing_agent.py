@@ -228,3 +228,32 @@ def test_an_attached_job_that_cannot_be_saved_refuses_the_stop_with_its_reason_a
         assert said["message"].startswith("it failed once: ")
         rank.order(3, PageOrderKind.RUN)
     assert end_together(ranks) == [0, 0], ranks[0].output() + ranks[1].output()
+
+
+# The signal comes while the agent works, as one that a scheduler sends may.
+SIGNALLED = """
+import os, signal
+import ganger.training.progress_reporter as reporter
+def ask(number, frame):
+    raise LookupError("the script's handler")
+handlers = {{"a function": ask, "an object": type("Ask", (), {{"__call__": lambda self, n, f: ask(n, f)}})()}}
+signal.signal(signal.SIGUSR1, handlers["{handler}"])
+publish = reporter.ProgressReporter.publish
+def signalled(*arguments):
+    os.kill(os.getpid(), signal.SIGUSR1)
+    return publish(*arguments)
+reporter.ProgressReporter.publish = signalled
+"""
+
+
+@pytest.mark.parametrize("handler", ["a function", "an object"])
+@pytest.mark.parametrize("form", [LOOP, "ATTACHED"], ids=["unmodified", "attached"])
+def test_what_the_signal_handler_of_a_script_raises_within_the_agent_reaches_the_script(
+    tmp_path: Path, form: str, handler: str
+) -> None:
+    before = SIGNALLED.format(handler=handler)
+    text = (ATTACHED if form == "ATTACHED" else form).format(before=before)
+    rank = Rank(tmp_path / "run", _script(tmp_path, text), agent=form == LOOP)
+    assert rank.end() == 1, rank.output()
+    assert "LookupError: the script's handler" in rank.output()
+    assert "training goes on" not in rank.output()

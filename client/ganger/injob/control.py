@@ -15,6 +15,7 @@ import faulthandler
 import fcntl
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -388,9 +389,28 @@ def _never_attend(step: int, now: int) -> Known:
 
 
 def failure_text(problem: Exception) -> str:
-    """Return one line for the user about a failure of the agent."""
+    """Return one line for the user about a failure of the agent.
+
+    Raises `problem` again if a signal handler of the script has raised it: that may run in the middle of the agent."""
+    if _is_of_signal_handler(problem):
+        raise problem
     lines = str(problem).strip().splitlines()
     return f"the agent met what it cannot handle: {type(problem).__name__}{': ' + lines[0][:300] if lines else ''}"
+
+
+def _is_of_signal_handler(problem: Exception) -> bool:
+    codes = set()
+    for number in signal.valid_signals():
+        handler: Any = signal.getsignal(number)
+        handler = getattr(handler, "func", handler)  # of functools.partial
+        if callable(handler):
+            codes.add(getattr(handler, "__code__", None) or getattr(type(handler).__call__, "__code__", None))
+    place = problem.__traceback__
+    while place is not None:
+        if place.tb_frame.f_code in codes:
+            return True
+        place = place.tb_next
+    return False
 
 
 _live: weakref.WeakSet[Control] = weakref.WeakSet()
