@@ -99,27 +99,6 @@ def test_with_the_agent_switched_off_the_page_is_left_alone(tmp_path: Path) -> N
     assert rank.page.get(Word.LOCK) == rank.page.get(Word.HELLO_TIME) == rank.page.get(Word.STEP) == 0
 
 
-ENUMERATED = """
-def bar(batches):
-    for batch in batches:
-        yield batch
-
-for epoch in range(2):
-    for number, (x,) in enumerate({wrap}(DataLoader(data, batch_size=2, shuffle=True)), {start}):
-        model(x).square().mean().backward()
-        optimizer.step(); optimizer.zero_grad()
-        print(epoch, number, flush=True)
-"""
-
-
-@pytest.mark.parametrize(("wrap", "start"), [("", 0), ("", 5), ("bar", 0)])
-def test_enumerate_counts_on_where_it_was(tmp_path: Path, wrap: str, start: int) -> None:
-    script = _script(tmp_path, SGD + ENUMERATED.format(wrap=wrap, start=start))
-    run_in_parts(tmp_path, script, [], [3, 10], agent=True)
-    parts = "".join((tmp_path / f"part-{number}/rank-0.log").read_text() for number in range(3))
-    assert parts.splitlines() == [f"{epoch} {number + start}" for epoch in range(2) for number in range(6)]
-
-
 SCALED = """
 scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
 data.tensors[0][7] = float("inf")  # in one batch of each epoch

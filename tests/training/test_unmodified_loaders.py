@@ -60,11 +60,13 @@ class Collate:
 
 def train(loader, epochs=3, most=99):
     for epoch in range(epochs):
-        for number, x in enumerate(loader):
+        number = 0
+        for x in loader:
             if number == most:
                 break
             loss = fit(x)
             print(epoch, number, loss.item().hex(), flush=True)
+            number += 1
         print("end", epoch, flush=True)
 """
 

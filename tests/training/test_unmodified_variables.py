@@ -52,8 +52,9 @@ best, history, global_step = float("inf"), [], 0
 
 def one_pass(epoch):
     global global_step
-    meter, total = Meter(), torch.zeros(4)
-    for i, (x, y) in enumerate(loader):
+    meter, total, i = Meter(), torch.zeros(4), -1
+    for x, y in loader:
+        i += 1
         noise = draws.normal() + dice.random() + legacy.rand() + torch.rand((), generator=torch_draws).item()
         loss = (network(x + 0.01 * noise) * temperature - y).square().mean()
         optimizer.zero_grad(); loss.backward(); optimizer.step(); schedule.step()
@@ -173,6 +174,16 @@ REFUSED = {
     "for step in range(6):\n    x, y = next(batches)" + FIT,
     "fetching ahead": "batches = iter(DataLoader(data, batch_size=4))\nahead = next(batches)\n"
     "while ahead is not None:\n    x, y = ahead\n    ahead = next(batches, None)" + FIT,
+    "enumerate": "for n, (x, y) in enumerate(DataLoader(data, batch_size=4)):" + FIT,
+    "enumerate of a generator": "for n, (x, y) in enumerate(batch for batch in DataLoader(data, batch_size=4)):" + FIT,
+    "a cycle": "import itertools\nfor x, y in itertools.cycle(DataLoader(data, batch_size=4)):"
+    + FIT
+    + "    if (loss := 1 + globals().get('done', 0)) > 9: break\n    done = loss\n",
+    "a class that hands on batches": "class Moved:\n"
+    "    def __init__(self, batches): self.batches = batches\n"
+    "    def __iter__(self): return self\n"
+    "    def __next__(self): return next(self.batches)\n"
+    "for x, y in Moved(iter(DataLoader(data, batch_size=4))):" + FIT,
     "a zip": "for n, (x, y) in zip(range(5), DataLoader(data, batch_size=4)):" + FIT,
     "workers that stay": "for x, y in DataLoader(data, batch_size=4, num_workers=1, persistent_workers=True):" + FIT,
 }

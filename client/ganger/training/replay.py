@@ -23,7 +23,6 @@ import fcntl
 import functools
 import gc
 import io
-import itertools
 import os
 import stat
 import sys
@@ -61,10 +60,12 @@ def is_standard_file(file: str) -> bool:
 
 # `inspect.CO_GENERATOR`: every process of a job imports this module, and `inspect` takes long to import.
 _IS_GENERATOR = 0x20
-_COUNTING = (itertools.islice, zip, map, itertools.chain, itertools.zip_longest)
+# What an iterator holds its source in.
+_HOLDERS = (tuple, dict, types.MethodType, functools.partial)
 
 Place = tuple[int, frozenset[int]]
 """A frame, by its number, and the for loops (by offset in its code) that are around what it is doing."""
+Path = tuple[tuple[types.CodeType, int], ...]
 
 
 def places() -> tuple[Place, ...]:
@@ -72,8 +73,8 @@ def places() -> tuple[Place, ...]:
     return tuple((id(frame), _loops_around(frame)) for frame in _frames())
 
 
-def fetch_place() -> tuple[tuple[types.CodeType, int], ...] | None:
-    """Return code and line of each frame of the script that fetches a batch, innermost first.
+def fetch_place() -> Path | None:
+    """Return the path to the line that fetches a batch.
 
     None in the handler of the StopIteration that began the pass: it leads back to the same place. A restart continues
     at the first fetch of a pass. If later fetches are elsewhere, batches are fetched before their steps, and a restart
@@ -81,14 +82,13 @@ def fetch_place() -> tuple[tuple[types.CodeType, int], ...] | None:
     """
     if sys.exc_info()[0] is StopIteration:
         return None
+    return path()
+
+
+def path() -> Path:
+    """Return code and line of each frame of the script, innermost first."""
     # by line: the offset of a call changes when the interpreter specialises it
     return tuple((frame.f_code, frame.f_lineno) for frame in _frames())
-
-
-def site() -> tuple[types.CodeType, int]:
-    """The line of the script that is being run."""
-    frame = _caller(None)
-    return frame.f_code, frame.f_lineno
 
 
 def loops_inside_pass(begun: tuple[Place, ...]) -> bool:
@@ -107,15 +107,37 @@ def loops_inside_pass(begun: tuple[Place, ...]) -> bool:
     return False
 
 
-def counted_by(iterator: Any) -> str:
-    """The name of what counts or joins the batches on their way to the script and cannot be set; else ''."""
-    holders = gc.get_referrers(iterator)
-    tuples = [holder for holder in holders if type(holder) is tuple]
-    # zip and map hold their iterators in a tuple
-    for holder in [*holders, *(gc.get_referrers(*tuples) if tuples else ())]:
-        if isinstance(holder, _COUNTING):
-            return type(holder).__name__
+def wrapped_by(iterator: Any) -> str:
+    """The name of what hands on the batches on their way to the script, other than generators that now fetch one; ''
+    if nothing does. Such an iterator has a position of its own (`enumerate`, `zip`, `cycle`, a class with `__next__`).
+
+    To be called while the script fetches from `iterator`. Searches the heap."""
+    frames = _fetching_generators()
+    chain = [iterator]
+    if frames:
+        found = [item for item in gc.get_objects() if type(item) is types.GeneratorType]
+        chain += [item for item in found if any(item.gi_frame is frame for frame in frames)]
+    known = {id(item) for item in chain}
+    for _ in range(3):
+        holders = [item for item in gc.get_referrers(*chain) if id(item) not in known]
+        for holder in holders:
+            if hasattr(type(holder), "__next__"):
+                return type(holder).__name__
+        # `holders` is not among them: it is a list
+        chain = [item for item in holders if type(item) in _HOLDERS and item is not globals()]
+        if not chain:
+            break
     return ""
+
+
+def _fetching_generators() -> list[Any]:
+    """The frames of the generators that are waiting for the fetch in progress, innermost first."""
+    found = []
+    frame = _caller(None)
+    while frame is not None and frame.f_code.co_flags & _IS_GENERATOR:
+        found.append(frame)
+        frame = frame.f_back
+    return found
 
 
 def _frames() -> list[Any]:

@@ -25,7 +25,7 @@ from ganger.training.loops import Loop, OneBatch, Resumed
 from ganger.training.outside_changes import OutsideChanges
 from ganger.training.progress_reporter import ProgressReporter
 from ganger.training.rank_processes import keep_default_group
-from ganger.training.replay import OutputReplay, counted_by, fetch_place, loops_inside_pass
+from ganger.training.replay import OutputReplay, Path, fetch_place, loops_inside_pass, wrapped_by
 from ganger.training.script_objects import Discovery, note_saved_files
 from ganger.training.script_variables import Variables
 from ganger.training.state import TrainingObjects, capture, restore_random
@@ -70,7 +70,7 @@ class UnmodifiedScript:
         self._steps_without_loader = 0
         self._variables = Variables(lambda: [(loop.number, loop.loader) for loop in self._living() if loop is not None])
         self._examined: weakref.ref[Loop] | None = None
-        self._sites: set[Any] = set()
+        self._examined_paths: set[Path] = set()
         self._boundary_loop: Loop | None = None
         # going back
         self._going_back = diversion is not None
@@ -319,11 +319,11 @@ class UnmodifiedScript:
             self.note_reason("it fetches batches ahead of the steps they are for")
         if loop.keeps_workers:
             self.note_reason("its DataLoader(persistent_workers=True) keeps random numbers in its workers")
-        if loop.site not in self._sites:
+        if loop.path not in self._examined_paths:
             # a search of the heap: once for each loop in the script's text
-            self._sites.add(loop.site)
-            if counter := counted_by(loop):
-                self.note_reason(f"its batches go through {counter}, whose position cannot be set")
+            self._examined_paths.add(loop.path)
+            if wrapper := wrapped_by(loop):
+                self.note_reason(f"its batches go through {wrapper}, whose position cannot be set")
 
     def _tell_capabilities(self) -> None:
         assert self._control is not None
