@@ -9,7 +9,7 @@ from typing import Any, Callable, Protocol
 
 from torch.utils.data import IterableDataset
 
-from ganger.training.replay import fetch_place, path, places
+from ganger.training.replay import Path, fetch_place, path, places
 from ganger.training.script_variables import set_state_of_loader, state_of_loader
 from ganger.training.state import capture_random, restore_random
 
@@ -40,7 +40,7 @@ class Loop:
     def __init__(self, script: Script, loader: Any, original: Any, number: int) -> None:
         self._script = script
         self._before_fetch: Callable[[Loop], None] = Loop._first_fetch
-        self.fetched_first_at: object = None
+        self.fetched_first_at: Path | None = None
         self._after_fetch = script.after_fetch
         self.reference = weakref.ref(self)
         self.number = number

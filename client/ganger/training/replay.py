@@ -40,7 +40,7 @@ def is_own(name: Any) -> bool:
     if name == "__main__":
         return True
     file = getattr(sys.modules.get(name), "__file__", None)
-    return isinstance(file, str) and package_of(name) not in ("ganger", "torch", "sitecustomize") and _is_own_file(file)
+    return isinstance(file, str) and package_of(name) not in ("ganger", "torch", "sitecustomize") and is_own_file(file)
 
 
 def package_of(name: Any) -> str:
@@ -48,7 +48,7 @@ def package_of(name: Any) -> str:
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _is_own_file(file: str) -> bool:
+def is_own_file(file: str) -> bool:
     return not file.startswith(_STANDARD) and not any(part in file for part in _INSTALLED)
 
 
@@ -70,7 +70,7 @@ Path = tuple[tuple[types.CodeType, int], ...]
 
 def places() -> tuple[Place, ...]:
     """Return the present place of the script in each of its frames, innermost first."""
-    return tuple((id(frame), _loops_around(frame)) for frame in _frames())
+    return tuple((id(frame), _loops_around(frame)) for frame in frames())
 
 
 def fetch_place() -> Path | None:
@@ -88,14 +88,14 @@ def fetch_place() -> Path | None:
 def path() -> Path:
     """Return code and line of each frame of the script, innermost first."""
     # by line: the offset of a call changes when the interpreter specialises it
-    return tuple((frame.f_code, frame.f_lineno) for frame in _frames())
+    return tuple((frame.f_code, frame.f_lineno) for frame in frames())
 
 
 def loops_inside_pass(begun: tuple[Place, ...]) -> bool:
     """Return whether a fetch made here is inside a for loop that began after the pass did, at `begun`."""
     around_begin = dict(begun)
     is_hidden = False
-    for frame in _frames():
+    for frame in frames():
         if is_hidden:
             # code that calls next() on a generator continues across passes
             if _loops_around(frame):
@@ -112,11 +112,11 @@ def wrapped_by(iterator: Any) -> str:
     if nothing does. Such an iterator has a position of its own (`enumerate`, `zip`, `cycle`, a class with `__next__`).
 
     To be called while the script fetches from `iterator`. Searches the heap."""
-    frames = _fetching_generators()
+    waiting = _fetching_generators()
     chain = [iterator]
-    if frames:
+    if waiting:
         found = [item for item in gc.get_objects() if type(item) is types.GeneratorType]
-        chain += [item for item in found if any(item.gi_frame is frame for frame in frames)]
+        chain += [item for item in found if any(item.gi_frame is frame for frame in waiting)]
     known = {id(item) for item in chain}
     for _ in range(3):
         holders = [item for item in gc.get_referrers(*chain) if id(item) not in known]
@@ -140,7 +140,8 @@ def _fetching_generators() -> list[Any]:
     return found
 
 
-def _frames() -> list[Any]:
+def frames() -> list[Any]:
+    """The frames of the script and of what it goes through, innermost first."""
     found = []
     frame = _caller(None)
     while frame is not None:

@@ -23,9 +23,10 @@ from ganger.injob.control import Control, failure_text
 from ganger.injob.page_layout import EXIT_NO_STATE, Capability, Opaque, PagePhase
 from ganger.training.loops import Loop, OneBatch, Resumed
 from ganger.training.outside_changes import OutsideChanges
+from ganger.training.pass_results import decided_by_results
 from ganger.training.progress_reporter import ProgressReporter
 from ganger.training.rank_processes import keep_default_group
-from ganger.training.replay import OutputReplay, Path, fetch_place, loops_inside_pass, wrapped_by
+from ganger.training.replay import OutputReplay, Path, fetch_place, frames, loops_inside_pass, path, wrapped_by
 from ganger.training.script_objects import Discovery, note_saved_files
 from ganger.training.script_variables import Variables
 from ganger.training.state import TrainingObjects, capture, restore_random
@@ -71,6 +72,9 @@ class UnmodifiedScript:
         self._variables = Variables(lambda: [(loop.number, loop.loader) for loop in self._living() if loop is not None])
         self._examined: weakref.ref[Loop] | None = None
         self._examined_paths: set[Path] = set()
+        # of passes that may be given one batch by a second run, in the order in which they were first begun
+        self._paths: dict[Path, None] = {}
+        self._judged: set[tuple[int, Path]] = set()
         self._boundary_loop: Loop | None = None
         # going back
         self._going_back = diversion is not None
@@ -159,6 +163,7 @@ class UnmodifiedScript:
         is_inner = any(loop is not None and loop.is_being_read for loop in self._living())
         number = -1 if is_inner else self._loops
         if not is_inner:
+            self._note_pass(path(), number)
             self._loops += 1
         if self._going_back:
             return self._replayed(loader, original, number)
@@ -168,6 +173,20 @@ class UnmodifiedScript:
             self._boundary(None)
             self._loops += 1
         return self._watched(Loop(self, loader, original, number))
+
+    def _note_pass(self, place: Path, number: int) -> None:
+        """Pass `number` is read at `place`: does what the script did since its first pass began depend on results?"""
+        self._paths.setdefault(place)
+        case = (len(self._paths), place)
+        if number < 1 or self._going_back or case in self._judged:
+            return
+        self._judged.add(case)
+        try:
+            reason = decided_by_results(self._paths, place, frames())
+        except Exception as problem:
+            reason = failure_text(problem)
+        if reason:
+            self.note_reason(reason)
 
     def _watched(self, loop: Loop) -> Loop:
         self._alive = [reference for reference in self._alive if reference() is not None]
@@ -311,6 +330,8 @@ class UnmodifiedScript:
         if loop is None:
             return
         self._examined = loop.reference
+        if loop.number >= 0 and loop.fetched_first_at:
+            self._note_pass(loop.fetched_first_at, loop.number)
         if loop.number < 0 or self._is_mixed(loop):
             self.note_reason("it takes batches from several loaders at once")
         if loops_inside_pass(loop.begun):
