@@ -256,6 +256,16 @@ def run_in_parts(
         restore = {"kind": "checkpoint", "path": str(shards), "step": step}
 
 
+def refused_checkpoint(rank: Rank) -> str:
+    """Wait until the rank refuses the checkpoint of its `stop_at`, let it train to its end; returns why it refused."""
+    error = rank.directory / f"rank-{rank.rank}.error.json"
+    wait_until(lambda: error.exists() or not rank.process.is_alive(), "a refusal")
+    assert error.exists(), rank.output()
+    rank.order(3, PageOrderKind.RUN)
+    assert rank.end() == 0, rank.output()
+    return str(json.loads(error.read_text())["message"])
+
+
 def losses(path: Path) -> dict[int, str]:
     """Losses by step; the last line of a step counts."""
     return {int(step): loss for step, loss in (line.split() for line in path.read_text().splitlines())}

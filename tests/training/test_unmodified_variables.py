@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from ganger.injob.page_layout import EXIT_NO_STATE, Capability, PageParkLevel, Word
-from training.harness import Rank, run_in_parts, run_to_end
+from training.harness import Rank, refused_checkpoint, run_in_parts, run_to_end
 
 pytestmark = pytest.mark.torch
 
@@ -201,6 +201,92 @@ def test_a_script_that_cannot_be_brought_back_by_running_it_again_is_offered_no_
     assert "this script can be paused, but neither moved nor saved: it" in rank.output()
 
 
+LOST = {
+    "a member of an enumeration": ("stage = Stage.FIRST", "stage = Stage.SECOND if stage else None", "stage (Stage)"),
+    "a path": ("at = Path('a')", "len(str(at)); at = Path('b')", "at (PosixPath)"),
+    "a number in decimal": ("money = Decimal(0)", "money += 1", "money (Decimal)"),
+    "a span of time": ("spent = timedelta()", "spent += timedelta(1)", "spent (timedelta)"),
+    "a named tuple": ("best = Point(0, 0.0)", "best = Point(best.step + 1, 0.0)", "best (Point)"),
+    "a list of named tuples": ("points = []", "points.append(Point(len(points), 0.0))", "adds objects to points"),
+    "a list of records": ("records = []", "records.append(Record(len(records)))", "adds objects to records"),
+    "a dictionary by number": ("by = {}", "by[len(by)] = Record(0)", "adds objects to by"),
+    "an object where there was none": ("best = None", "best = best or Record(1)", "sets best to an object"),
+    "an object of a library": ("s = StandardScaler()", "s.partial_fit(x.numpy())", "s (StandardScaler)"),
+    "an object of a library in one's own": (
+        "holder = types.SimpleNamespace(s=StandardScaler())",
+        "holder.s.partial_fit(x.numpy())",
+        "s (StandardScaler)",
+    ),
+    "a counter of itertools": ("n = itertools.count()", "next(n)", "n (count)"),
+    "a generator": ("n = (i for i in range(99))", "next(n)", "n (generator)"),
+    "an output that is used again": (
+        "out = torch.zeros(4, 4)",
+        "out = model(x + out.detach()[:len(x)])",
+        "out (Tensor)",
+    ),
+}
+LOST_HEAD = """
+import dataclasses, enum, itertools
+from datetime import timedelta
+from decimal import Decimal
+from pathlib import Path
+from sklearn.preprocessing import StandardScaler
+Point = collections.namedtuple("Point", "step loss")
+@dataclasses.dataclass
+class Record:
+    step: int
+class Stage(enum.Enum):
+    FIRST = 1
+    SECOND = 2
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+
+
+@pytest.mark.parametrize("kind", LOST)
+def test_a_value_that_cannot_be_kept_refuses_the_checkpoint_and_the_reason_names_it(tmp_path: Path, kind: str) -> None:
+    before, inside, named = LOST[kind]
+    script = tmp_path / "train.py"
+    loop = f"\nfor x, y in DataLoader(data, batch_size=4):\n    {inside}" + FIT
+    script.write_text(HEAD + LOST_HEAD + before + loop)
+    rank = Rank(tmp_path / "run", script, agent=True, stop_at=3, checkpoint=tmp_path / "checkpoint")
+    assert named in refused_checkpoint(rank)
+    assert rank.page.get(Word.CAPABILITIES) == Capability.PAUSE | Capability.OFFLOAD
+
+
+KEPT = """
+import types
+from sklearn.preprocessing import StandardScaler
+scaler = StandardScaler().fit(numpy.zeros((4, 4)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def made():
+    calls = 0
+    def count():
+        nonlocal calls
+        calls += 1
+        return calls
+    return count
+count = made()
+def main():
+    hidden = torch.zeros(4, 300_000)
+    for x, y in DataLoader(data, batch_size=4):
+        out = types.SimpleNamespace(result=model(x) + hidden.sum(), iterator=iter([1]))
+        loss = (out.result - y).square().mean()
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+        hidden = hidden + loss.item()
+        print(count(), loss.item().hex(), flush=True)
+main()
+"""
+
+
+def test_a_large_tensor_that_is_used_again_and_a_variable_of_a_closure_come_back(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HEAD + KEPT)
+    run_to_end(tmp_path / "alone", script, [], managed=False)
+    run_in_parts(tmp_path, script, [], [2, 5], agent=True)
+    parts = "".join((tmp_path / f"part-{number}/rank-0.log").read_text() for number in range(3))
+    assert parts == (tmp_path / "alone/rank-0.log").read_text()
+
+
 def test_a_parked_state_of_such_a_script_that_is_carried_elsewhere_all_the_same_is_not_restored(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     endless = "while True:\n    for n, (x, y) in zip(range(5), DataLoader(data, batch_size=4)):"
@@ -234,22 +320,13 @@ for epoch in range(start, 3):
 """
 
 
-def test_a_script_that_goes_on_by_itself_is_never_brought_to_another_place(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
+def test_a_script_that_goes_on_by_itself_refuses_a_checkpoint_and_trains_on(tmp_path: Path) -> None:
+    script, shards = tmp_path / "train.py", tmp_path / "checkpoint"
     script.write_text(HEAD + RESUMING)
-    saved = tmp_path / "last.pt"
-    environment = {"SAVED": str(saved)}
-    part, shards = tmp_path / "part", tmp_path / "checkpoint"
-    (part / "orders").mkdir(parents=True)
-    (part / "orders" / "2.json").write_text(json.dumps({"checkpoint": str(shards)}))
-    assert Rank(part, script, agent=True, stop_at=8, environment=environment).end() == 75
-    content = saved.read_bytes()
-
-    restore = {"kind": "checkpoint", "path": str(shards), "step": 8}
-    again = Rank(tmp_path / "again", script, agent=True, restore=restore, environment=environment)
-    assert again.end() == EXIT_NO_STATE, again.output()
-    assert str(saved) in json.loads((tmp_path / "again/rank-0.error.json").read_text())["message"]
-    assert saved.read_bytes() == content, "what is repeated writes nothing"
+    environment = {"SAVED": str(tmp_path / "last.pt")}
+    rank = Rank(tmp_path / "run", script, agent=True, stop_at=8, checkpoint=shards, environment=environment)
+    assert "last.pt before it made it" in refused_checkpoint(rank)
+    assert not shards.exists()
 
 
 def test_a_script_that_looks_for_what_it_saves_is_offered_no_checkpoint_from_its_second_pass_on(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from ganger.injob import exit_code as exitcode
-from ganger.injob.control import Control, failure_text
-from ganger.injob.page_layout import EXIT_NO_STATE, Capability, Opaque, PagePhase
+from ganger.injob.control import Control, StopRequest, failure_text
+from ganger.injob.page_layout import EXIT_NO_STATE, Capability, Error, Opaque, PagePhase
 from ganger.training.loops import Loop, OneBatch, Resumed
 from ganger.training.outside_changes import OutsideChanges
 from ganger.training.pass_results import decided_by_results
@@ -31,12 +31,14 @@ from ganger.training.script_objects import Discovery, note_saved_files
 from ganger.training.script_variables import Variables
 from ganger.training.state import TrainingObjects, capture, restore_random
 from ganger.training.state_codec import StateNotSupportedError, tell
-from ganger.training.state_keeper import StateKeeper
+from ganger.training.state_keeper import CannotKeepError, StateKeeper
 
 # Evaluation loops make no steps, so one pass without a step proves little; this many batches prove it.
 BATCHES_BEFORE_OPAQUE = 1000
 STEPS_WITHOUT_LOADER = 3
 VARIABLES_EVERY_S = 1.0
+# It may take tenths of a second where there are many values.
+VALUES_EVERY_S = 10.0
 NO_LOADER = "its batches come from no DataLoader, or from one it began to read before it had an optimizer"
 
 
@@ -75,6 +77,7 @@ class UnmodifiedScript:
         # of passes that may be given one batch by a second run, in the order in which they were first begun
         self._paths: dict[Path, None] = {}
         self._judged: set[tuple[int, Path]] = set()
+        self._looked_at_values = float("-inf")
         self._boundary_loop: Loop | None = None
         # going back
         self._going_back = diversion is not None
@@ -264,7 +267,7 @@ class UnmodifiedScript:
         self._stop_waiting_for_step()
         self._keeper = StateKeeper(control, self._training, self._position)
         self._keeper.when_stopped = self._show
-        control.handlers = self._keeper.handlers()
+        control.handlers = self._keeper.handlers()._replace(on_checkpoint=self._checkpoint)
         self._progress = ProgressReporter(control.page, TrainingObjects, self._keeper)
         if self._going_back:
             self._capabilities = Capability.PAUSE | Capability.OFFLOAD | Capability.CHECKPOINT
@@ -330,6 +333,8 @@ class UnmodifiedScript:
         if loop is None:
             return
         self._examined = loop.reference
+        if time.monotonic() - self._looked_at_values > VALUES_EVERY_S:
+            self._note_lost_values()
         if loop.number >= 0 and loop.fetched_first_at:
             self._note_pass(loop.fetched_first_at, loop.number)
         if loop.number < 0 or self._is_mixed(loop):
@@ -345,6 +350,24 @@ class UnmodifiedScript:
             self._examined_paths.add(loop.path)
             if wrapper := wrapped_by(loop):
                 self.note_reason(f"its batches go through {wrapper}, whose position cannot be set")
+
+    def _checkpoint(self, request: StopRequest) -> None:
+        """Save, if a second run comes back here as of now: the script may have done what it cannot repeat since this
+        was offered."""
+        assert self._keeper is not None
+        self._note_lost_values()
+        if self._reasons:
+            raise CannotKeepError(Error.STATE_UNSAVEABLE, "; ".join(self._reasons))
+        self._keeper.checkpoint(request)
+
+    def _note_lost_values(self) -> None:
+        self._looked_at_values = time.monotonic()
+        try:
+            reason = self._variables.lost() if self._variables.noted else ""
+        except StateNotSupportedError as error:
+            reason = str(error)
+        if reason:
+            self.note_reason(reason)
 
     def _tell_capabilities(self) -> None:
         assert self._control is not None
@@ -431,7 +454,8 @@ class UnmodifiedScript:
         self._refined = True
         self._going_back = False
         self._kept_batches.clear()
-        self._variables.put_back(restored.position["variables"])
+        if missing := self._variables.put_back(restored.position["variables"]):
+            self.give_up_replay(f"{missing} is not there, or is no object as it was")
         # what is saved before the next boundary is what was restored
         restore_random(restored.random)
         self._arriving_at = restored.position

@@ -1,0 +1,234 @@
+"""The values that an unmodified script keeps and that can be kept for it: numbers, texts, containers of them, tensors,
+arrays and random generators.
+"""
+
+from __future__ import annotations
+
+import collections
+import random
+import sys
+import weakref
+import zlib
+from collections.abc import Iterator
+from typing import Any, Callable
+
+import torch
+
+from ganger.training.state import generator_bytes, generator_tensor
+
+LARGEST_ARRAY_BYTES = 64 << 20
+LARGEST_LIST = 20_000
+# A large tensor that every step replaces is a batch or an activation, and is not used after the boundary.
+LARGEST_PASSING_BYTES = 1 << 20
+
+SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+SEQUENCES = (list, tuple, set, frozenset, collections.deque)
+MAPPINGS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
+KEYS = (str, int, float, bool, tuple, type(None))
+GENERATOR = "$generator"
+ARRAY = "$array"
+
+
+class SeenValue:
+    """A tensor or an array as it was, without a copy of it."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = weakref.ref(value)
+        self._state = version(value)
+
+    def is_same(self, value: Any) -> bool:
+        return self._value() is value and version(value) == self._state
+
+
+class LongValue:
+    """A list that is taken for data."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self._length = len(value)
+
+    def is_same(self, value: Any) -> bool:
+        return self._value is value and len(value) == self._length
+
+
+def version(value: Any) -> Any:
+    return value._version if isinstance(value, torch.Tensor) else zlib.crc32(value.tobytes())
+
+
+def is_plain(value: Any, whole: bool = False) -> bool:
+    """Return whether the value can be kept: no objects anywhere in it. Long lists are believed to be, unless looked at
+    as a whole."""
+    kind = type(value)
+    if kind in SCALARS:
+        return True
+    if kind in SEQUENCES:
+        return (is_long(value) and not whole) or all(is_plain(item, whole) for item in value)
+    if kind in MAPPINGS:
+        if is_long(value) and not whole:
+            return True
+        return all(type(key) in KEYS and is_plain(item, whole) for key, item in value.items())
+    if kind is torch.Tensor:
+        is_ordinary = value.layout == torch.strided and not value.is_quantized and value.device.type != "meta"
+        return is_ordinary and (value.grad_fn is None or value.numel() == 1)
+    return is_array(value) or is_generator(value)
+
+
+def is_array(value: Any) -> bool:
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, (numpy.generic, numpy.ndarray)) or value.dtype.hasobject:
+        return False
+    return isinstance(value, numpy.generic) or (type(value) is numpy.ndarray and value.nbytes <= LARGEST_ARRAY_BYTES)
+
+
+def is_generator(value: Any) -> bool:
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState)):
+        return True
+    return type(value) in (random.Random, torch.Generator)
+
+
+def is_passing(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() * value.element_size() > LARGEST_PASSING_BYTES
+
+
+def arrays_in(value: Any) -> Iterator[Any]:
+    if isinstance(value, torch.Tensor) or is_array(value):
+        yield value
+    elif type(value) in (*SEQUENCES, *MAPPINGS):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from arrays_in(item)
+
+
+def packed(value: Any) -> Any:
+    """Return a copy of a value with the bytes of tensors and arrays in their place."""
+    if isinstance(value, torch.Tensor):
+        return {
+            ARRAY: (str(value.device), str(value.dtype)[len("torch.") :], tuple(value.shape), generator_bytes(value))
+        }
+    if is_array(value) and isinstance(value, mutable_array()):
+        return {ARRAY: ("", value.dtype.str, value.shape, value.tobytes())}
+    return rebuilt(value, packed)
+
+
+def unpacked(value: Any) -> Any:
+    if not isinstance(value, dict) or ARRAY not in value:
+        return rebuilt(value, unpacked)
+    device, kind, shape, content = value[ARRAY]
+    if not device:
+        numpy: Any = sys.modules["numpy"]
+        return numpy.frombuffer(content, dtype=kind).reshape(shape).copy()
+    flat = torch.frombuffer(bytearray(content), dtype=getattr(torch, kind)) if content else torch.empty(0)
+    return flat.to(getattr(torch, kind)).reshape(shape).to(device)
+
+
+def is_data(value: Any) -> bool:
+    """Return whether the value is taken for samples, or for a long list of them."""
+    if type(value) in (*SEQUENCES, *MAPPINGS):
+        return is_long(value) or any(map(is_data, value.values() if isinstance(value, dict) else value))
+    return is_passing(value) or (is_array(value) and value.nbytes > LARGEST_PASSING_BYTES)
+
+
+def is_long(value: Any) -> bool:
+    return len(value) > LARGEST_LIST
+
+
+def image(value: Any) -> Any:
+    """What to compare with later, and to go back to where that can be: a copy, but of tensors and long lists."""
+    if isinstance(value, torch.Tensor) or (is_array(value) and isinstance(value, mutable_array())):
+        return SeenValue(value)
+    if type(value) in (*SEQUENCES, *MAPPINGS) and is_long(value):
+        return LongValue(value)
+    if is_generator(value):
+        return {GENERATOR: generator_state(value)}
+    return rebuilt(value, image)
+
+
+def mutable_array() -> Any:
+    return sys.modules["numpy"].ndarray
+
+
+def is_copy(image: Any) -> bool:
+    """Return whether a value can be restored from its image."""
+    if isinstance(image, dict):
+        return all(is_copy(item) for item in image.values())
+    if type(image) in SEQUENCES:
+        return all(is_copy(item) for item in image)
+    return not isinstance(image, (SeenValue, LongValue))
+
+
+def is_same(before: Any, value: Any) -> bool:
+    if isinstance(before, (SeenValue, LongValue)):
+        return before.is_same(value)
+    if is_generator(value):
+        return isinstance(before, dict) and is_same_state(before.get(GENERATOR), generator_state(value))
+    if type(before) is not type(value):
+        return False
+    if isinstance(value, (list, tuple, collections.deque)) and not isinstance(value, torch.Size):
+        return len(before) == len(value) and all(map(is_same, before, value))
+    if isinstance(value, dict):
+        return list(before) == list(value) and all(is_same(before[key], value[key]) for key in value)
+    # the same number in another type, or -0.0, is another value
+    return bool(before == value) and (not isinstance(value, float) or str(before) == str(value))
+
+
+def kept(value: Any) -> Any:
+    """Return a value as it is saved: tensors without gradient history, generators as their state."""
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if is_generator(value):
+        return {GENERATOR: generator_state(value)}
+    return rebuilt(value, kept)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif type(value) in (*SEQUENCES, *MAPPINGS) and not is_long(value):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)
+
+
+def copied(value: Any) -> Any:
+    return rebuilt(value, copied)
+
+
+def rebuilt(value: Any, each: Callable[[Any], Any]) -> Any:
+    kind: Any = type(value)
+    if kind is torch.Size or kind not in (*SEQUENCES, *MAPPINGS):
+        return value
+    if kind is collections.deque:
+        return collections.deque((each(item) for item in value), value.maxlen)
+    if kind in SEQUENCES:
+        return kind(each(item) for item in value)
+    pairs = [(key, each(item)) for key, item in value.items()]
+    # by way of a dict: a Counter would count the pairs
+    return (
+        collections.defaultdict(value.default_factory, pairs) if kind is collections.defaultdict else kind(dict(pairs))
+    )
+
+
+def is_same_state(before: Any, state: Any) -> bool:
+    if isinstance(before, dict) and isinstance(state, dict):
+        return all(is_same_state(before.get(key), state[key]) for key in state)
+    # arrays inside, whose == compares elements
+    return bool(before.tobytes() == state.tobytes() if hasattr(state, "tobytes") else before == state)
+
+
+def generator_state(value: Any) -> Any:
+    if isinstance(value, torch.Generator):
+        return generator_bytes(value.get_state())
+    if isinstance(value, random.Random):
+        return value.getstate()
+    bits = getattr(value, "bit_generator", None)
+    return value.get_state(legacy=False) if bits is None else bits.state
+
+
+def set_generator(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(generator_tensor(state))
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif generator is not None and hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    elif generator is not None:
+        generator.set_state(state)
