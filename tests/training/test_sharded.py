@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
-from ganger.injob.page_layout import Capability, PageOrderKind, PageParkLevel, Word
-from training.harness import Rank, Rendezvous, end_together
+from ganger.injob.page_layout import EXIT_NO_STATE, Capability, Error, PageOrderKind, PageParkLevel, Word
+from training.harness import Rank, Rendezvous, end_together, wait_until
 
 pytestmark = pytest.mark.torch
 
@@ -272,3 +273,23 @@ def test_another_number_of_ranks_takes_over_the_shards_of_a_checkpoint(tmp_path:
     expected = _losses(alone[0])
     assert _losses(first[0], last[0]) == pytest.approx(expected, rel=0, abs=1e-6)
     assert len(expected) == 8 > step
+
+
+def test_a_damaged_shard_of_another_rank_ends_the_ranks_that_need_it_and_says_why(tmp_path: Path) -> None:
+    script = _script(tmp_path, FSDP2, epochs=2)
+    shards = tmp_path / "shards"
+    first = _gang(tmp_path / "first", script, 4, stop_at=3, checkpoint=shards)
+    assert end_together(first) == [75] * 4, _text(first)
+    damaged = bytearray((shards / "rank-3.shard").read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    (shards / "rank-3.shard").write_bytes(damaged)
+    step = {rank.page.get(Word.CHECKPOINT_STEP) for rank in first}.pop()
+    last = _gang(tmp_path / "last", script, 2, restore={"kind": "checkpoint", "path": str(shards), "step": step})
+    # whichever rank needs the damaged part
+    wait_until(lambda: any(rank.process.exitcode == EXIT_NO_STATE for rank in last), "a rank has ended")
+    (ended, *_) = [rank for rank in last if rank.process.exitcode == EXIT_NO_STATE]
+    assert ended.page.get(Word.ERROR) == Error.STATE_UNREADABLE
+    said = json.loads((ended.directory / f"rank-{ended.rank}.error.json").read_text())
+    assert said["message"] == "cannot restore: the image of rank 3 is damaged: chunk 0 differs from its digest"
+    for rank in last:
+        rank.kill()

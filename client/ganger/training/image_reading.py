@@ -206,6 +206,7 @@ class PieceReader:
 
     def __init__(self, image: OpenImage) -> None:
         self._source, self._preamble = image.source, image.preamble
+        self._name = f"rank {image.header['rank']}"
         self._trailer = bytearray(self._preamble.trailer_bytes)
         self._source.read_into(memoryview(self._trailer), self._preamble.trailer_offset)
         digest = state_image.digest_of(self._preamble.digest_kind, self._trailer[:-8])
@@ -228,6 +229,8 @@ class PieceReader:
             self._source.read_into(memoryview(chunk), self._preamble.data_offset + first)
             digest = state_image.digest_of(self._preamble.digest_kind, chunk)
             if digest.to_bytes(8, "little") != self._trailer[8 * number : 8 * number + 8]:
-                raise ImageError("DIGEST", f"the image is damaged: chunk {number} does not match its digest")
+                raise ImageError(
+                    "DIGEST", f"the image of {self._name} is damaged: chunk {number} differs from its digest"
+                )
             self._number, self._chunk = number, chunk
         return self._chunk
