@@ -15,7 +15,8 @@ from ganger.injob.page_layout import Capability
 from ganger.training.sharded_tensors import is_sharded, layout_of
 from ganger.training.state import TrainingObjects, unwrapped
 
-# Each rank has a part, and nothing says of what.
+# Each rank has a part, and nothing says of what: FSDP1 cuts one flat tensor of many parameters, ZeRO gives each rank
+# some parameters' optimizer state.
 _SHARDING_MODULES = ("FullyShardedDataParallel",)
 _SHARDING_OPTIMIZERS = ("ZeroRedundancyOptimizer",)
 
