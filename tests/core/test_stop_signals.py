@@ -6,6 +6,7 @@ import pytest
 from core.drive import Drive, job_of
 from ganger.job_state import JobState
 from ganger.protocol.gang_orders import Mechanism
+from ganger_master.core import attempts
 from ganger_master.core.answers import JobAnswer, Refused
 from ganger_master.core.commands import DrainNode, MoveJob, ObservedGang, ResumeJob, SuspendJob
 from ganger_master.core.gang_model import Gang, GangIntent, ObservedPhase, Outcome, OutcomeKind, Restore
@@ -58,6 +59,14 @@ def test_a_suspended_job_rests_on_storage_once_its_script_has_left() -> None:
     assert any(row.kind == "gang_parked" and row.message == SAVED.message for row in cluster.told)
     cluster.step(ResumeJob(number))
     assert cluster.state.gangs[cluster.start(number)].restore == Restore()
+
+
+def test_a_preempted_script_waits_again_and_that_costs_no_failure() -> None:
+    cluster, number, epoch = running()
+    attempts.suspend(cluster.state, number, SuspendLevel.CHECKPOINT, cluster.now, "planner", by_plan=True)
+    cluster.leaves(number, epoch, replace(SAVED, message="rank 0 did not exit within the grace"))
+    job = cluster.job(number)
+    assert (job.state, job.failures, job.preemptions) == (JobState.PENDING, 0, 1)
 
 
 def test_what_the_agent_saved_earlier_is_older_than_the_files_of_the_script() -> None:

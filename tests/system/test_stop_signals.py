@@ -166,10 +166,53 @@ def test_a_cancelled_script_has_no_more_than_the_usual_grace(counting: Counting)
     counting.wait_state("CANCELLED")
 
 
+# Its agent reports that it cannot be run again to its position: batches are fetched through zip.
+ZIPPED = """
+import os, signal, sys, time, torch
+from torch.utils.data import DataLoader, TensorDataset
+asked = []
+signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+torch.manual_seed(1)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+count = int(open("saved").read()) if os.path.exists("saved") else 0
+while not os.path.exists("end"):
+    for (x,), _ in zip(DataLoader(TensorDataset(torch.randn(64, 4)), 4), range(1000)):
+        model(x).square().mean().backward(); optimizer.step(); optimizer.zero_grad()
+        count += 1
+        with open("counted", "a") as file:
+            file.write(f"{count}\\n")
+        if asked:
+            with open("saved", "w") as file:
+                file.write(str(count))
+            sys.exit(1)
+        time.sleep(0.05)
+"""
+
+
+@pytest.mark.torch
+def test_a_script_that_no_stronger_mechanism_fits_is_suspended_by_its_signal(counting: Counting) -> None:
+    (counting.directory / "train.py").write_text(ZIPPED)
+    words = ("--directory", str(counting.directory), "--signal", "TERM", "--", sys.executable, "train.py")
+    counting.job = counting.up.submit(*words)
+    eventually(lambda: counting.can("can_checkpoint"), within_seconds=60, what="it can be saved", story=counting.story)
+    assert counting.can("can_offload"), "in place by its agent"
+    shown = " ".join(counting.up("show", counting.job).split())
+    assert "mechanism signal: SIGTERM, then at most 1m to exit" in shown
+    assert "not replay: " in shown
+    counting.wait_for_more()
+    counting.up("suspend", counting.job, "--level", "checkpoint")
+    counting.up("resume", counting.job)
+    counting.wait_for_more()
+    assert counting.shown()["failures"] == 0
+    assert "after its stop signal" in counting.up("history", counting.job)
+    counting.finish()
+
+
 def test_a_job_that_must_move_and_cannot_ends_with_the_reasons(counting: Counting) -> None:
     counting.job = counting.up.submit("--must-move", "--mechanism", "replay", "--", "sleep", "1000")
     counting.wait_state("FAILED")
     failure = counting.shown()["failure"]
     assert failure["reason"] == "CANNOT_MOVE"  # type: ignore[index]
     assert "replay: no agent" in failure["message"]  # type: ignore[index]
-    assert "mechanism    none (replay was asked for)" in counting.up("show", counting.job)
+    assert "mechanism none (replay was asked for)" in " ".join(counting.up("show", counting.job).split())
