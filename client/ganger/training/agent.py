@@ -9,8 +9,11 @@ cannot handle is named, and offered less: no failure of the agent ends a job, bu
 from __future__ import annotations
 
 import atexit
+import functools
+import itertools
 import os
 import sys
+import zlib
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -44,6 +47,7 @@ def install() -> None:
             _diversion.on_new_file = _outside.before_repeating = _give_up_replay
             atexit.register(_ended_too_early)
         _outside.watch()
+        _fix_seeds()
     if "torch" in sys.modules:
         _hook()
     else:
@@ -64,6 +68,34 @@ def stand_down() -> None:
         _diversion.end()
     if _outside is not None:
         _outside.end()
+
+
+def _fix_seeds() -> None:
+    """Let a script that gives no seed to its random generators draw the same numbers in every attempt of its job: what
+    it draws before its first pass (a split of its data) is not part of the state. A seed of the script's own comes
+    later, and holds. PyTorch's generators have a fixed seed by themselves."""
+    seed = zlib.crc32(f"{os.environ.get('GANGER_JOB_ID', '')} {os.environ.get('RANK', '')}".encode())
+
+    def seed_random() -> None:
+        sys.modules["random"].seed(seed)
+
+    def seed_numpy() -> None:
+        from numpy import random
+
+        random.seed(seed)
+        original, made = random.default_rng, itertools.count()
+
+        @functools.wraps(original)
+        def default_rng(seed: Any = None, *, _job: int = seed) -> Any:
+            return original([_job, next(made)] if seed is None else seed)
+
+        random.default_rng = default_rng
+
+    for name, action in (("random", seed_random), ("numpy", seed_numpy)):
+        if name in sys.modules:
+            action()
+        else:
+            sys.meta_path.insert(0, _AfterImport(name, action))
 
 
 def _give_up_replay(reason: str) -> None:

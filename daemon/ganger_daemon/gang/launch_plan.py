@@ -24,7 +24,7 @@ from ganger_daemon.checkpoints.storage import Unreadable, newest_found, parse_fi
 from ganger_daemon.core.gang_judgement import FoundCheckpoint, PartOutcomeKind
 from ganger_daemon.gang.gang_context import LocalPart
 from ganger_daemon.node.daemon_files import GangPaths, write_json
-from ganger_daemon.node.launchers import is_python
+from ganger_daemon.node.launchers import HASH_SEED, is_python
 
 # A rank's share of the arena is rounded up to whole huge pages.
 _ARENA_ALIGNMENT = 2 << 20
@@ -78,6 +78,7 @@ def environment_of(spec: job_pb2.JobSpec, devices: Mapping[str, str]) -> dict[st
     environment = dict(spec.environment)
     environment.setdefault("PATH", os.defpath)
     environment.setdefault("HOME", os.path.expanduser("~"))
+    environment.setdefault("PYTHONHASHSEED", HASH_SEED)
     environment.update(devices)
     return environment
 

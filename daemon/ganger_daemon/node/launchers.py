@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 # Besides what an interpreter reads once: what decides which code it finds. Everything else is set after the fork.
 _ALSO_MATTERS = ("PYTHONPATH",)
+# Of all jobs that give none: each attempt of a job has the same order of sets, and all jobs share a launcher.
+HASH_SEED = "0"
 _HELPFUL = ("PATH", "HOME", "USER", "TMPDIR", "VIRTUAL_ENV", "CONDA_PREFIX")
 # A launcher ends after so long without a connection and without ranks.
 _IDLE_S = 120.0
@@ -169,6 +171,7 @@ class Launchers:
 
     def _warm_up(self) -> None:
         environment = {name: value for name, value in os.environ.items() if _travels(name)}
+        environment.setdefault("PYTHONHASHSEED", HASH_SEED)
         self._warm = self.key(sys.executable, environment)
         try:
             self.get(self._warm, sys.executable, environment)
