@@ -213,3 +213,30 @@ def test_the_leader_receives_the_checkpoints_to_keep_as_soon_as_they_are_durable
     leader = drive.state.desired.of("n1").gangs[0].members[0].node
     (other,) = {"n1", "n2"} - {leader}
     assert kept == {leader: (f"30-{first}", f"20-{first}"), other: ()}
+
+
+def test_a_job_that_cannot_be_brought_back_to_its_checkpoint_rests_on_it_and_can_be_resumed() -> None:
+    drive, number = begun()
+    saved(drive, number, 10)
+    restarted(drive, number)
+    ends(drive, number, Outcome(OutcomeKind.FAILED, 77, message="rank 0 could not restore its state"))
+    job = drive.job(number)
+    assert (job.state, job.suspended_level, job.failures) == (JobState.SUSPENDED, SuspendLevel.CHECKPOINT, 0)
+    assert "its checkpoint of step 10 is kept" in job.reason
+    drive.step(ResumeJob(number))
+    epoch = drive.start(number)
+    assert drive.state.gangs[epoch].restore.step == 10
+
+
+def test_a_job_that_resumes_and_cannot_be_brought_back_is_suspended_again() -> None:
+    drive, number = begun()
+    saved(drive, number, 10)
+    drive.step(SuspendJob(number, SuspendLevel.CHECKPOINT))
+    ends(drive, number, Outcome(OutcomeKind.YIELDED))
+    drive.step(ResumeJob(number))
+    drive.start(number)
+    ends(drive, number, Outcome(OutcomeKind.FAILED, 77, message="rank 0 could not restore its state"))
+    assert (drive.job(number).state, drive.job(number).suspended_level) == (
+        JobState.SUSPENDED,
+        SuspendLevel.CHECKPOINT,
+    )

@@ -163,6 +163,9 @@ def fail(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> No
         return
     if outcome.kind is OutcomeKind.STATE_OUTDATED and _catch_up(state, job, gang, outcome, now):
         return
+    if retry.has_no_state(outcome) and job.checkpoint is not None and gang.restore.checkpoint_path:
+        _rest_on_checkpoint(state, job, gang, job.checkpoint, outcome, now)
+        return
     failure = _failure_of(gang, outcome)
     if outcome.kind is OutcomeKind.ESCALATED and gang.node_set:
         # The other gangs of its group waited until it was killed, and would wait again in every slice.
@@ -185,6 +188,17 @@ def fail(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> No
             end(state, job.number, JobState.FAILED, now, failure.message, failure)
             return
     requeue(state, job, now, failure.message)
+
+
+def _rest_on_checkpoint(
+    state: State, job: JobRecord, gang: Gang, checkpoint: Checkpoint, outcome: Outcome, now: float
+) -> None:
+    """Keep a job suspended whose ranks could read a checkpoint and not come back to it: another try reads the same, and
+    a failed job could not use the checkpoint any more."""
+    retry.note_launched(state, gang)
+    state.put_job(started(job, gang))
+    text = f"{outcome.message}; its log has the reason, and its checkpoint of step {checkpoint.step} is kept"
+    end(state, job.number, JobState.SUSPENDED, now, text)
 
 
 def _fall_back(

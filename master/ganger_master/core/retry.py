@@ -22,7 +22,7 @@ from ganger.cluster.search import PlacementRequest
 from ganger.job_state import JobState
 from msgspec.structs import replace
 
-from ganger_master.core.gang_model import Gang, GangIntent, GangRole, OutcomeKind, Piece
+from ganger_master.core.gang_model import Gang, GangIntent, GangRole, Outcome, OutcomeKind, Piece
 from ganger_master.core.job_model import Checkpoint, Failure, JobRecord, SuspendLevel
 from ganger_master.core.lifecycle import bad_outcome
 from ganger_master.core.settings import CoreSettings
@@ -155,6 +155,11 @@ _UNREADABLE = "STATE_UNREADABLE:"
 _NO_STATE = 77
 
 
+def has_no_state(outcome: Outcome) -> bool:
+    """Return whether a rank ended because it could not bring back the state that it was given."""
+    return outcome.kind is OutcomeKind.FAILED and outcome.exit_code == _NO_STATE
+
+
 def after_failed_move(job: JobRecord, gang: Gang, trouble: str) -> JobRecord:
     """Return the job without the levels that this failure rules out. `gang`: the side that failed, before the commit.
 
@@ -162,7 +167,7 @@ def after_failed_move(job: JobRecord, gang: Gang, trouble: str) -> JobRecord:
     if gang.role is GangRole.DESTINATION:
         outcome = bad_outcome(gang)
         # Another number of ranks may run where this one did not: of a resize only the state counts.
-        has_ended = outcome.kind is OutcomeKind.FAILED and (not gang.resizes or outcome.exit_code == _NO_STATE)
+        has_ended = outcome.kind is OutcomeKind.FAILED and (not gang.resizes or has_no_state(outcome))
         has_failed = trouble.startswith(_UNREADABLE) or has_ended
         names: tuple[str, ...] = ("RESIZE",) if gang.resizes else ("MOVE", "CHECKPOINT", "RESIZE")
     else:
