@@ -34,7 +34,7 @@ class _IntentEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     """Processes exist and step."""
     INTENT_PREPARE: _Intent.ValueType  # 2
     """Everything ready to step (fork, arena, state restored as far as it is there), none stepping: a move's destination
-    before the commit.
+    before the commit. Without a state to restore: no process exists, and PHASE_PREPARED is reported at once.
     """
     INTENT_PARK: _Intent.ValueType  # 3
     """Stopped at a boundary, at `level`."""
@@ -50,7 +50,7 @@ INTENT_RUN: Intent.ValueType  # 1
 """Processes exist and step."""
 INTENT_PREPARE: Intent.ValueType  # 2
 """Everything ready to step (fork, arena, state restored as far as it is there), none stepping: a move's destination
-before the commit.
+before the commit. Without a state to restore: no process exists, and PHASE_PREPARED is reported at once.
 """
 INTENT_PARK: Intent.ValueType  # 3
 """Stopped at a boundary, at `level`."""
@@ -993,7 +993,7 @@ class Outcome(google.protobuf.message.Message):
         KIND_DONE: Outcome._Kind.ValueType  # 1
         """Every local rank finished with exit code 0."""
         KIND_YIELDED: Outcome._Kind.ValueType  # 2
-        """Checkpointed and yielded, by our order."""
+        """Checkpointed and yielded, by our order; or it has exited, in whatever way, after the signal at which it saves itself."""
         KIND_FAILED: Outcome._Kind.ValueType  # 3
         KIND_OUT_OF_MEMORY: Outcome._Kind.ValueType  # 4
         KIND_STOPPED: Outcome._Kind.ValueType  # 5
@@ -1015,7 +1015,7 @@ class Outcome(google.protobuf.message.Message):
     KIND_DONE: Outcome.Kind.ValueType  # 1
     """Every local rank finished with exit code 0."""
     KIND_YIELDED: Outcome.Kind.ValueType  # 2
-    """Checkpointed and yielded, by our order."""
+    """Checkpointed and yielded, by our order; or it has exited, in whatever way, after the signal at which it saves itself."""
     KIND_FAILED: Outcome.Kind.ValueType  # 3
     KIND_OUT_OF_MEMORY: Outcome.Kind.ValueType  # 4
     KIND_STOPPED: Outcome.Kind.ValueType  # 5
