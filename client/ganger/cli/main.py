@@ -29,7 +29,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "suspend": ("ganger.cli.job_orders", "suspend", "Stop jobs between two mini-batches, keeping their state."),
     "resume": ("ganger.cli.job_orders", "resume", "Let suspended jobs go on."),
     "move": ("ganger.cli.job_orders", "move", "Move running jobs to other nodes without losing a step."),
-    "resize": ("ganger.cli.job_orders", "resize", "Let a running elastic job go on with another number of GPUs."),
+    "resize": ("ganger.cli.job_orders", "resize", "Let an elastic job go on with another number of GPUs."),
     "retune": ("ganger.cli.job_orders", "retune", "Give a running job other numbers of cores."),
     "repin": ("ganger.cli.job_orders", "repin", "Move a running job to other cores of the same number."),
     "cancel": ("ganger.cli.job_orders", "cancel", "End jobs for good."),

@@ -130,7 +130,9 @@ def _facts_now(found: GangFindings) -> MechanismFacts:
     able = _common_bits(found)
     reason = found.parts.rank_errors.reason
     attached = "" if able & Capability.FIVE_LINE else "the script does not attach itself"
-    if any(map(is_still_looking, found.pages)):
+    is_strongest = not attached and facts.wish is Mechanism.UNSPECIFIED
+    if is_strongest or any(map(is_still_looking, found.pages)):
+        # without a look at the files of reasons, in every report
         return replace(facts, attached=attached)
     adapter = replay = ""
     if not able & Capability.ADAPTER:
