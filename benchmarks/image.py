@@ -20,8 +20,8 @@ from typing import Any
 
 from ganger.injob import state_image
 from ganger.injob.launcher.client import Launcher, start_launcher
-from ganger.injob.launcher.namespaces import TEMPORARY_DIRECTORY, Unit
-from ganger_daemon.images.contract import PID_FILE, ProcessImages, UnitProcesses
+from ganger.injob.launcher.namespaces import LINKS, Unit
+from ganger_daemon.images.contract import PID_FILE, SHARED_MEMORY, ProcessImages, UnitProcesses
 from ganger_daemon.images.criu import choose_images
 from ganger_daemon.images.packing import ArrivedBytes, pack, unpack
 from ganger_daemon.transfer.state_stream import Landing, StreamRequest, fetch
@@ -83,7 +83,7 @@ def _measure(images: ProcessImages, size: int) -> dict[str, float]:
             total = stream.move(lambda target, filled: pack(image, {}, target, filled=filled), again)
             clock.note("stream")
             target = BenchProcess(launcher, place / "target")
-            target.make_unit(is_restored=True)
+            target.make_unit(source.temporary)
             images.fill(target.init, again)
             clock.note("unit")
             target.restore(images.restore_arguments(again, {log.path: 7 for log in facts.logs}), again / PID_FILE)
@@ -130,21 +130,21 @@ def _launcher(directory: Path) -> Iterator[Launcher]:
 
 
 class BenchProcess:
-    """A unit and the process in it."""
+    """A process, in a unit once it is restored. `temporary`: its own directory."""
 
     def __init__(self, launcher: Launcher, directory: Path) -> None:
         self._launcher, self._directory = launcher, directory
         self._log = directory / "log"
+        self.temporary = directory / "tmp"
+        self.temporary.mkdir(parents=True)
         self.init = self._root = 0
 
-    def make_unit(self, is_restored: bool = False) -> None:
-        temporary = self._directory / "tmp"
-        temporary.mkdir(parents=True)
-        job = str(self._directory)
-        self.init = self._launcher.make_unit(Unit(job, job, job, str(temporary), is_restored)._asdict()).pid
+    def make_unit(self, known: Path) -> None:
+        """Make a unit for a process that knows its own directory by this path."""
+        unit = Unit(str(self._directory), f"{LINKS}/bench-{os.getpid()}", {}, [(str(self.temporary), str(known))])
+        self.init = self._launcher.make_unit(unit._asdict()).pid
 
     def start(self, arguments: list[str]) -> None:
-        self.make_unit()
         self._root = self._launcher.fork(self._launch([sys.executable, *arguments])).pid
         self.wait_for_number()
 
@@ -153,7 +153,7 @@ class BenchProcess:
         self._root = self._launcher.restore(self._launch(["restored"]), command, files, str(pid_file)).pid
 
     def unit(self) -> UnitProcesses:
-        return UnitProcesses(self.init, self._root, ("/dev/shm", TEMPORARY_DIRECTORY))
+        return UnitProcesses(self.init, self._root, (SHARED_MEMORY, str(self.temporary)))
 
     def wait_for_number(self) -> None:
         """Raises RuntimeError if none comes."""

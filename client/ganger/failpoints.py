@@ -32,6 +32,10 @@ OF_DAEMON: Final = frozenset(
         "after-rename",
         "order-half-written",
         "before-reap",
+        "image-dumped",
+        "image-packed",
+        "image-unpacked",
+        "image-restored",
     }
 )
 

@@ -383,8 +383,8 @@ class Daemon:
             try:
                 for gang in self.gangs.all():
                     if gang.parts.exits.live():
-                        await asyncio.to_thread(gang.parts.launching.revive)
-                self.host.launchers.let_go({gang.parts.launching.launcher_key for gang in self.gangs.all()})
+                        await asyncio.to_thread(gang.parts.launcher.revive)
+                self.host.launchers.let_go({gang.parts.launcher.key for gang in self.gangs.all()})
                 for event in self.host.devices.take_events():
                     log.warning("device event", extra={"device": event.device, "event": event.message})
                 if self.host.devices.faults() != faults:

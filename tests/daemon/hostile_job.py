@@ -9,8 +9,8 @@ import time
 from ganger.injob.page import Page
 from ganger.injob.page_layout import Word
 
-job_dir = os.environ["GANGER_JOB_DIR"]
-run_dir = os.path.dirname(os.environ["GANGER_PAGE"])
+job_dir = os.path.realpath(os.environ["GANGER_JOB_DIR"])
+run_dir = os.path.dirname(os.path.realpath(os.environ["GANGER_PAGE"]))
 log = os.readlink("/proc/self/fd/1")
 
 

@@ -53,7 +53,7 @@ def _stopped(pid: int) -> list[bool]:
 @pytest.mark.parametrize("kind", ["bash", "torchrun"])
 def test_pause_freezes_every_process_and_the_rest_is_refused_with_the_reason(tmp_path: Path, kind: str) -> None:
     async def story(made: Cluster) -> None:
-        await made.daemon("n1")
+        await made.daemon("n1", criu="none")
         gang = made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), command=_command(tmp_path, kind))
         await made.master.want("n1", gang)
         running = await made.master.until("n1", 1, _offers_by_child, patience=60)

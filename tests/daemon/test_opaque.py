@@ -71,7 +71,7 @@ def test_a_job_that_ends_with_a_code_of_ours_has_failed_like_any_other(code: int
 
 def test_a_plain_command_runs_at_once_is_paused_by_freezing_and_says_what_it_cannot() -> None:
     async def story(made: Cluster) -> None:
-        await made.daemon("n1")
+        await made.daemon("n1", criu="none")
         gang = made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), command=["sleep", "600"])
         await made.master.want("n1", gang)
         running = await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING), patience=8)

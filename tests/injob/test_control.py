@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from ganger.injob import order_handler as obedience
+from ganger.injob import job_socket, order_handler
 from ganger.injob.control import Control, Handlers, RestoreOrder, StopRequest
 from ganger.injob.page import Page, RawPoint, now_ns, page_path
 from ganger.injob.page_access import PageError
 from ganger.injob.page_layout import (
     EXIT_NO_STATE,
+    Capability,
     Error,
     PageOrderKind,
     PageParkLevel,
@@ -339,7 +340,7 @@ def _run_when_offloaded(page: Page) -> None:
 def test_a_state_that_does_not_come_back_is_tried_again(
     page: Page, control: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(obedience, "_RESTORE_AGAIN_NS", 1_000_000)
+    monkeypatch.setattr(order_handler, "_RESTORE_AGAIN_NS", 1_000_000)
     attempts = _parked_with_a_state_that_fails(page, control, failures=2)
     thread = _meanwhile(lambda: _run_when_offloaded(page))
     control.boundary()
@@ -355,9 +356,9 @@ def test_a_rank_whose_state_never_comes_back_ends(
     def leave(code: int) -> None:
         raise SystemExit(code)
 
-    monkeypatch.setattr(obedience, "_RESTORE_AGAIN_NS", 1_000_000)
-    monkeypatch.setattr(obedience, "_RESTORE_PATIENCE_NS", 20_000_000)
-    monkeypatch.setattr(obedience.exitcode, "leave_now", leave)
+    monkeypatch.setattr(order_handler, "_RESTORE_AGAIN_NS", 1_000_000)
+    monkeypatch.setattr(order_handler, "_RESTORE_PATIENCE_NS", 20_000_000)
+    monkeypatch.setattr(order_handler.exitcode, "leave_now", leave)
     attempts = _parked_with_a_state_that_fails(page, control, failures=1 << 30)
     thread = _meanwhile(lambda: _run_when_offloaded(page))
     with pytest.raises(SystemExit) as ending:
@@ -527,7 +528,7 @@ def test_socket_says_hello_again_to_a_new_daemon_and_loses_nothing(page: Page, t
 def test_a_parked_rank_does_not_poll_until_its_daemon_sends_a_message(
     page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(obedience, "_TOLD_SLEEP", 1_000.0)
+    monkeypatch.setattr(job_socket, "_TOLD_SLEEP", 1_000.0)
     path = str(tmp_path / "job.sock")
     control = Control(Page.open(page.path), socket_path=path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -563,3 +564,102 @@ def test_a_parked_rank_does_not_poll_until_its_daemon_sends_a_message(
     thread.join()
     assert page.progress().reached_seq == 5
     control.close()
+
+
+def _as_restored(page: Page, *orders: tuple[int, int]) -> None:
+    """Write the page of a later epoch over this one, as a process that is restored from its image finds it."""
+    fresh = Page.create(f"{page.path}.later", epoch=7, rank=0, world=1)
+    for sequence, order in orders:
+        fresh.write_order(sequence, order)
+    with open(page.path, "r+b") as file:
+        file.write(Path(fresh.path).read_bytes())
+    fresh.close()
+
+
+def _by_image(control: Control) -> None:
+    control.handlers = Handlers(by_image=True)
+    control.hello(Capability.PAUSE | Capability.CHECKPOINT | Capability.IMAGE, form="unmodified")
+    control.start(0)
+    control.boundary()
+
+
+@pytest.mark.parametrize("level", [PageParkLevel.CHECKPOINT, PageParkLevel.HAND_OVER])
+def test_a_process_restored_from_its_image_goes_on_under_the_orders_of_its_new_epoch(
+    page: Page, control: Control, level: int
+) -> None:
+    _by_image(control)
+    page.write_order(2, PageOrderKind.STOP, stop_seq=2, level=level)
+
+    def daemon() -> None:
+        _within(lambda: page.progress().reached_seq == 2, "the stop")
+        assert page.progress().reached_step == 2
+        _as_restored(page, (1, PageOrderKind.WAIT))
+        _within(lambda: page.progress().state == PageState.READY and page.progress().reached_seq == 1, "readiness")
+        assert (page.progress().step, page.progress().restored_step, page.progress().reached_step) == (2, 2, 2)
+        page.write_order(2, PageOrderKind.RUN)
+
+    thread = _meanwhile(daemon)
+    control.boundary()
+    thread.join()
+    control.boundary()
+    progress = page.progress()
+    assert (progress.step, progress.state, control.epoch) == (3, PageState.RUNNING, 7)
+    assert progress.first_step_time_ns > 0
+    assert progress.capabilities & Capability.IMAGE
+    assert page.get(Word.LOCK) == os.getpid()
+
+
+def test_a_rank_stands_still_until_its_image_is_taken_and_then_goes_on(page: Page, control: Control) -> None:
+    _by_image(control)
+    page.request_checkpoint(1)
+    agreement = page.get(Word.CHECKPOINT_SEQ)
+
+    def daemon() -> None:
+        _within(lambda: page.progress().checkpoint_done == agreement, "the wait for the image")
+        assert (page.progress().state, page.progress().checkpoint_step) == (PageState.SAVING, 2)
+        page.set(Word.IMAGED_SEQ, agreement)
+
+    thread = _meanwhile(daemon)
+    control.boundary()
+    control.boundary()
+    thread.join()
+    assert (page.progress().step, page.progress().state) == (3, PageState.RUNNING)
+
+
+def test_an_image_taken_while_a_job_ran_goes_on_as_one_taken_at_a_stop(page: Page, control: Control) -> None:
+    _by_image(control)
+    page.request_checkpoint(1)
+    agreement = page.get(Word.CHECKPOINT_SEQ)
+
+    def daemon() -> None:
+        _within(lambda: page.progress().checkpoint_done == agreement, "the wait for the image")
+        _as_restored(page, (1, PageOrderKind.RUN))
+
+    thread = _meanwhile(daemon)
+    control.boundary()
+    control.boundary()
+    thread.join()
+    assert (page.progress().step, page.progress().restored_step, control.epoch) == (3, 2, 7)
+
+
+def test_nothing_of_a_rank_that_waits_for_its_image_leads_outside(page: Page, control: Control, tmp_path: Path) -> None:
+    path = str(tmp_path / "job.sock")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(path)
+        listener.listen()
+        _by_image(control)
+        connection, _ = listener.accept()
+        page.write_order(2, PageOrderKind.STOP, stop_seq=2, level=PageParkLevel.CHECKPOINT)
+
+        def daemon() -> None:
+            with connection:
+                while connection.recv(4096):
+                    pass
+            _within(lambda: page.progress().reached_seq == 2, "the stop")
+            page.write_order(3, PageOrderKind.RUN)
+            listener.accept()[0].close()
+
+        thread = _meanwhile(daemon)
+        control.boundary()
+        thread.join()
+    assert page.progress().state == PageState.RUNNING

@@ -14,7 +14,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ganger.injob.process_identity import stands_still
@@ -46,17 +46,20 @@ class FakeImages:
         self.refusal = ""
 
     def dump(
-        self, unit: UnitProcesses, directory: Path, *, goes_on: bool, is_outside_closed: bool = False
+        self,
+        unit: UnitProcesses,
+        directory: Path,
+        *,
+        goes_on: bool,
+        is_outside_closed: bool = False,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> ImageFacts:
         if self.refusal:
             raise ImageRefusedError(self.refusal)
-        root, proc = pid_inside(unit.root_pid), UnitProc(unit.init_pid)
+        root, proc = pid_inside(unit.root_pid), UnitProc(unit.init_pid or None)
         _stop_between_steps(unit)
         files, descriptors = proc.open_files((root,)), proc.descriptors(root)
         logs = {path for number in (1, 2) if (path := descriptors.get(number, "")) in files}
-        if trouble := pack_directories(unit.init_pid, unit.own_directories, directory):
-            os.kill(unit.root_pid, signal.SIGCONT)
-            raise ImageRefusedError(trouble)
         program = {
             "argv": _words(unit.root_pid, "cmdline"),
             "env": _words(unit.root_pid, "environ"),
@@ -72,16 +75,23 @@ class FakeImages:
             files=tuple(file for path, file in sorted(files.items()) if path not in logs),
             own_directories=unit.own_directories,
             machine=Machine("any", (), "any", "fake"),
+            labels=unit.labels,
         )
-        write_facts(directory, facts)
+        try:
+            pack_directories(unit.init_pid, unit.own_directories, directory, [file.path for file in facts.files])
+            write_facts(directory, facts)
+            meanwhile()
+        except BaseException:
+            os.kill(unit.root_pid, signal.SIGCONT)
+            raise
         os.kill(unit.root_pid, signal.SIGCONT if goes_on else signal.SIGKILL)
         return facts
 
     def fill(self, init_pid: int, directory: Path) -> None:
         fill_directories(init_pid, read_facts(directory).own_directories, directory)
 
-    def restore_arguments(self, directory: Path, logs: Mapping[str, int]) -> list[str]:
-        return [sys.executable, "-P", __file__, str(directory), json.dumps(dict(logs))]
+    def restore_arguments(self, directory: Path, files: Mapping[str, int], *, is_stopped: bool = False) -> list[str]:
+        return [sys.executable, "-P", __file__, str(directory), json.dumps(dict(files)), str(int(is_stopped))]
 
     def give_devices(self, unit: UnitProcesses, directory: Path, moved: Mapping[str, str]) -> None:
         """Do nothing: its programs use no device."""
@@ -91,7 +101,8 @@ class FakeImages:
 
 
 def _stop_between_steps(unit: UnitProcesses) -> None:
-    places = [Path(f"/proc/{unit.init_pid}/root{each}") / STEP_LOCK for each in unit.own_directories]
+    root = f"/proc/{unit.init_pid}/root" if unit.init_pid else ""
+    places = [Path(f"{root}{each}") / STEP_LOCK for each in unit.own_directories]
     with contextlib.ExitStack() as stack:
         for place in places:
             if place.exists():
@@ -105,7 +116,7 @@ def _words(pid: int, name: str) -> list[str]:
     return Path(f"/proc/{pid}/{name}").read_bytes().decode().split("\0")[:-1]
 
 
-def restore(directory: Path, logs: Mapping[str, int]) -> None:
+def restore(directory: Path, logs: Mapping[str, int], is_stopped: bool) -> None:
     """Start the program as this process's sibling, with its id in the unit."""
     program = json.loads((directory / _PROGRAM).read_text())
     Path("/proc/sys/kernel/ns_last_pid").write_text(str(program["pid"] - 1))
@@ -119,9 +130,11 @@ def restore(directory: Path, logs: Mapping[str, int]) -> None:
             given = logs.get(path) or os.open(path, os.O_WRONLY | os.O_APPEND)
             os.dup2(given, int(number))
         os.chdir(program["cwd"])
+        if is_stopped:
+            os.kill(os.getpid(), signal.SIGSTOP)
         os.execvpe(program["argv"][0], program["argv"], dict(word.split("=", 1) for word in program["env"]))
     (directory / PID_FILE).write_text(str(program["pid"]))
 
 
 if __name__ == "__main__":
-    restore(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    restore(Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3] == "1")

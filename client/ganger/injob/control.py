@@ -24,8 +24,9 @@ from typing import Any, Callable, NamedTuple, NoReturn
 
 from ganger.injob import exit_code as exitcode
 from ganger.injob import state_image
+from ganger.injob.handlers import Handlers, StopRequest
 from ganger.injob.job_socket import JobSocketClient
-from ganger.injob.order_handler import FIRST_LOOK, Handlers, Known, OrderHandler, StopRequest
+from ganger.injob.order_handler import FIRST_LOOK, Known, OrderHandler
 from ganger.injob.page import GangPages, Page, now_ns
 from ganger.injob.page_access import PageError, Words
 from ganger.injob.page_layout import EXIT_NO_STATE, PAGE_BYTES, Capability, Error, Opaque, PagePhase, PageState, Word
@@ -101,9 +102,12 @@ class Control:
         self.restore: RestoreOrder | None = None
         self._socket = JobSocketClient(socket_path)
         pages = GangPages(os.path.dirname(page.path), self.world, [page])
-        self._obedience = OrderHandler(page, pages, job_dir, self._socket, self.error, self._withdraw)
+        self._obedience = OrderHandler(page, pages, job_dir, self._socket, self.error, self._withdraw, self._rejoin)
         # What has failed once, as `Capability` bits: it is not offered again.
         self._withdrawn = 0
+        # The daemon can take images of this process: a script that is not attached needs no other saving.
+        self.by_image = bool(os.environ.get("GANGER_IMAGE"))
+        self._offered, self._facts = 0, dict[str, Any]()
         hot_path = _make_boundary(page.words, self._obedience.attend)
         self.boundary = hot_path.boundary
         self._set_step, self._get_step = hot_path.set_step, hot_path.get_step
@@ -178,6 +182,7 @@ class Control:
         capabilities &= ~self._withdrawn
         if facts.get("reason") and not capabilities & Capability.CHECKPOINT:
             self._explain("CHECKPOINT", facts["reason"])
+        self._offered, self._facts = capabilities, facts
         self.page.set(Word.CAPABILITIES, capabilities)
         now = now_ns()
         if self.page.get(Word.HELLO_TIME) == 0:
@@ -187,6 +192,14 @@ class Control:
         self._socket.hello(message, now)
         if self._stacks is None:
             self._stacks = StackPrinter(self.page.words)
+
+    def _rejoin(self, step: int) -> None:
+        """Take the page of another epoch, in a process that was restored from its image at `step`."""
+        self.epoch = self.page.get(Word.EPOCH)
+        self.page.set(Word.LOCK, os.getpid())
+        self.page.set(Word.RESTORED_STEP, step)
+        self.page.set(Word.PHASE, PagePhase.TRAINING)
+        self.hello(self._offered, **self._facts)
 
     def start(self, step: int = 0) -> None:
         """End of attach: ``step`` boundaries are behind us (restored ones). Returns when the rank may step.

@@ -21,6 +21,13 @@ _QUEUE_LIMIT = 64  # packets; a job that sends more while its daemon is away los
 _PACKET_LIMIT = 60_000  # bytes; below the default send buffer, so that a packet goes whole or not at all
 _FIRST_RETRY_NS = 50_000_000
 _LAST_RETRY_NS = 5_000_000_000
+_SHORTEST_SLEEP = 20e-6
+_LONGEST_SLEEP = 1e-3
+# Parked, and the daemon says when there is something new: wake-ups are for what it could not say. Without its socket a
+# rank looks by itself: soon at first, later seldom, for 1,000 wake-ups a second of every parked rank would be felt.
+_TOLD_SLEEP = 0.2
+_PARKED_SLEEP = 5e-3
+_PARKED_AFTER = 5.0
 
 
 class JobSocketClient:
@@ -36,6 +43,7 @@ class JobSocketClient:
         self._queue: deque[bytes] = deque(maxlen=_QUEUE_LIMIT)
         self._retry_ns = _FIRST_RETRY_NS
         self._next_try_ns = 0
+        self._is_suspended = False
 
     @property
     def connected(self) -> bool:
@@ -44,6 +52,7 @@ class JobSocketClient:
     def hello(self, message: dict[str, Any], now: int) -> None:
         """Identify this rank to the daemon, now and after every reconnection; ``now``: ns of one monotonic clock."""
         self._hello = message
+        self._is_suspended = False
         self._drop()
         # rare, and perhaps the last word of a short job: it does not wait its turn
         self._next_try_ns = 0
@@ -57,7 +66,7 @@ class JobSocketClient:
 
     def tend(self, now: int) -> None:
         """Reconnect if it is time to, send what waits, notice that the daemon has gone."""
-        if not self._path or self._hello is None:
+        if not self._path or self._hello is None or self._is_suspended:
             return
         if self._connection is None and now >= self._next_try_ns:
             self._connect(now)
@@ -94,6 +103,18 @@ class JobSocketClient:
         except OSError:
             self._drop()
 
+    def suspend(self) -> None:
+        """Have no connection until `resume` or `hello` is called: a process image must not lead outside."""
+        self._drop()
+        self._is_suspended = True
+
+    def resume(self, now: int) -> None:
+        """Connect again after `suspend`; without effect otherwise."""
+        if self._is_suspended:
+            self._is_suspended = False
+            self._next_try_ns = 0
+            self.tend(now)
+
     def close(self) -> None:
         self._drop()
         self._path = ""
@@ -118,6 +139,30 @@ class JobSocketClient:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+
+class Backoff:
+    """Waits longer each time: 20 us at first, so that an agreement costs microseconds, 1 ms soon, 5 ms when parked."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin again with the shortest wait."""
+        self._delay = _SHORTEST_SLEEP
+        self._began = time.monotonic()
+
+    def sleep(self) -> None:
+        time.sleep(self._delay)
+        limit = _PARKED_SLEEP if time.monotonic() - self._began > _PARKED_AFTER else _LONGEST_SLEEP
+        self._delay = min(self._delay * 1.5, limit)
+
+    def until_message(self, socket: JobSocketClient) -> None:
+        """Wait for a message on the socket, such as an order for a rank that rests."""
+        if socket.connected:
+            socket.wait(_TOLD_SLEEP)
+        else:
+            self.sleep()
 
 
 def _encode(message: dict[str, Any]) -> bytes:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import errno
 import json
 import os
-import time
 import traceback
-from typing import Any, Callable, NamedTuple, NoReturn
+from typing import Any, Callable, NoReturn
 
 from ganger.injob import exit_code as exitcode
-from ganger.injob.job_socket import JobSocketClient
+from ganger.injob.handlers import Handlers, StopRequest
+from ganger.injob.job_socket import Backoff, JobSocketClient
 from ganger.injob.page import GangPages, Page, PageOrder, now_ns
 from ganger.injob.page_layout import (
     CHECKPOINT_BIT,
@@ -45,55 +45,18 @@ _OFFERED_WITH = {
 }
 
 _TEND_EVERY_NS = 1_000_000_000
-_SHORTEST_SLEEP = 20e-6
-_LONGEST_SLEEP = 1e-3
-# Parked, and the daemon says when there is something new: wake-ups are for what it could not say. Without its socket a
-# rank looks by itself: soon at first, later seldom, for 1,000 wake-ups a second of every parked rank would be felt.
-_TOLD_SLEEP = 0.2
-_PARKED_SLEEP = 5e-3
-_PARKED_AFTER = 5.0
 # What kept a state from coming back (device memory of another process) may pass; a gang that waits for ever
 # holds its devices for nothing.
 _RESTORE_AGAIN_NS = 1_000_000_000
 _RESTORE_PATIENCE_NS = 30_000_000_000
 
 
-class StopRequest(NamedTuple):
-    """What a handler is asked to do at a boundary.
-
-    ``details`` is the content of the order's file; ``offloaded``: the state is in the arena and not on the device;
-    ``exiting``: the process may end once the handler returns, so its work must be durable by then.
-    """
-
-    seq: int
-    step: int
-    level: int
-    details: dict[str, Any]
-    offloaded: bool
-    exiting: bool
-
-
-class Handlers(NamedTuple):
-    """What a framework can do; None where it cannot. Each is called in the training thread, at a boundary.
-
-    on_stop(step): let the device finish. on_offload: state to the arena, free device memory; returns the bytes freed.
-    on_restore: bring it back. on_checkpoint: write this rank's shard. on_hand_over: state into the arena.
-    on_retune(threads, workers): 0 leaves a number as it is.
-    """
-
-    on_stop: Callable[[int], None] | None = None
-    on_offload: Callable[[StopRequest], int] | None = None
-    on_restore: Callable[[StopRequest | None], None] | None = None
-    on_checkpoint: Callable[[StopRequest], None] | None = None
-    on_hand_over: Callable[[StopRequest], None] | None = None
-    on_retune: Callable[[int, int], None] | None = None
-
-
 class OrderHandler:
     """Obeys the orders on one control page.
 
     ``report(error, message)`` is called when a handler fails; ``withdraw(capability, name of the level, why)`` when a
-    level failed that must not be offered again.
+    level failed that must not be offered again; ``rejoin(step)`` in a process that was restored from an image, for the
+    page is then another epoch's.
     """
 
     def __init__(
@@ -104,26 +67,33 @@ class OrderHandler:
         socket: JobSocketClient,
         report: Callable[[int, str], None],
         withdraw: Callable[[int, str, str], None],
+        rejoin: Callable[[int], None],
     ) -> None:
         self.handlers = Handlers()
         self.pages = pages
         self._withdraw = withdraw
+        self._rejoin = rejoin
         self._page = page
         self._words = page.words
         self._rank = page.get(Word.RANK)
         self._job_dir = job_dir
         self._socket = socket
         self._report = report
-        self._order = page.read_order()
+        self._failure = (Error.NONE, "")  # what the last handler that failed met
+        self._held = False  # stopped at a boundary since the last RUN
+        self._offloaded = False
+        self._read_page_anew()
+
+    def _read_page_anew(self) -> None:
+        """Forget what was done under the orders of another epoch's page."""
+        self._epoch = self._page.get(Word.EPOCH)
+        self._order = self._page.read_order()
         self._agreed: tuple[int, BoundaryDecision] = (0, BoundaryDecision(0, None, False))
         self._checkpoint_seen = 0
         self._checkpoint_handled = 0
         self._attempted = 0  # ORDER_SEQ last carried out or failed at
         self._failed_restore = (0, 0, 0)  # ORDER_SEQ under which the state did not come back, first and last time
         self._saved = (0, 0)  # (STOP_SEQ, step) whose shard is durable
-        self._failure = (Error.NONE, "")  # what the last handler that failed met
-        self._held = False  # stopped at a boundary since the last RUN
-        self._offloaded = False
         self._fresh = True  # no boundary passed since the last start or resume
 
     def attend(self, step: int, now: int) -> Known:
@@ -162,9 +132,11 @@ class OrderHandler:
 
     def _pass(self, step: int, now: int) -> int:
         """Return the ORDER_SEQ this boundary was passed under, or FIRST_LOOK if the next one needs a look anyway."""
-        backoff = _Sleep()
+        backoff = Backoff()
         is_published = False
         while True:
+            if self._words[Word.EPOCH] != self._epoch:
+                self._go_on_in_new_epoch(step)
             self.look(now_ns() if is_published else now)
             order = self._read_order()
             agreement = self._agreement(order)
@@ -178,15 +150,24 @@ class OrderHandler:
                 passed_under = self._pass_agreed(order, agreement, step, backoff)
             else:
                 passed_under = self._pass_freely(order, backoff)
-            if passed_under is not None:
+            # An image may have been taken between two lines: what was read then is of the old page.
+            if passed_under is not None and self._words[Word.EPOCH] == self._epoch:
                 return passed_under
+
+    def _go_on_in_new_epoch(self, step: int) -> None:
+        """Take up the page of another epoch, in a process that was restored from its image at ``step``."""
+        self._read_page_anew()
+        self._rejoin(step)
+        self._publish_step(step, 0)
+        at_rest = PageState.OFFLOADED if self._offloaded else PageState.PAUSED
+        self._words[Word.STATE] = PageState.READY if self._order.order == PageOrderKind.WAIT else at_rest
 
     def _publish_step(self, step: int, now: int) -> None:
         self._words[Word.STEP] = step
         if now:
             self._words[Word.STEP_TIME] = now
 
-    def _pass_agreed(self, order: PageOrder, agreement: int, step: int, backoff: _Sleep) -> int | None:
+    def _pass_agreed(self, order: PageOrder, agreement: int, step: int, backoff: Backoff) -> int | None:
         """Return as `_pass` does if the boundary is passed under an agreement, or None after a wait or a stop."""
         decision = self._decide(agreement)
         if decision.finished:
@@ -201,7 +182,7 @@ class OrderHandler:
         self._wait(backoff)
         return None
 
-    def _stop_here(self, order: PageOrder, agreement: int, step: int, backoff: _Sleep) -> None:
+    def _stop_here(self, order: PageOrder, agreement: int, step: int, backoff: Backoff) -> None:
         """Carry out the agreed checkpoint or stop; wait for the daemon once that has been tried."""
         if agreement & CHECKPOINT_BIT:
             self._save_and_go_on(agreement, step)
@@ -213,7 +194,7 @@ class OrderHandler:
             self._leave_if_saved(order)
             backoff.until_message(self._socket)
 
-    def _pass_freely(self, order: PageOrder, backoff: _Sleep) -> int | None:
+    def _pass_freely(self, order: PageOrder, backoff: Backoff) -> int | None:
         """Return as `_pass` does if the boundary is passed without an agreement, or None after a wait."""
         if order.order == PageOrderKind.WAIT:
             self._wait_ready(order)
@@ -225,12 +206,13 @@ class OrderHandler:
         # Running needs no agreement, so the order is obeyed as soon as the state is in place.
         if order.seq and self._words[Word.REACHED_SEQ] != order.seq:
             self._words[Word.REACHED_SEQ] = order.seq
+        self._socket.resume(now_ns())
         if not self._may_step(order):
             backoff.sleep()
             return None
         return FIRST_LOOK if self._fresh else order.seq
 
-    def _wait(self, backoff: _Sleep) -> None:
+    def _wait(self, backoff: Backoff) -> None:
         if not self._held and self._words[Word.STATE] == PageState.RUNNING:
             self._words[Word.STATE] = PageState.WAITING
         backoff.sleep()
@@ -346,6 +328,9 @@ class OrderHandler:
     def _enter(self, order: PageOrder, step: int) -> bool:
         words, handlers = self._words, self.handlers
         exiting = order.level == PageParkLevel.CHECKPOINT
+        if handlers.by_image and order.level in (PageParkLevel.CHECKPOINT, PageParkLevel.HAND_OVER):
+            return self._await_image(order, step)
+        self._socket.resume(now_ns())
         if not exiting:
             # the daemon that orders this discards the earlier shard, which may be gone when it is requested again
             self._saved = (0, 0)
@@ -362,17 +347,7 @@ class OrderHandler:
             words[Word.ARENA_SIZE] = 0
         words[Word.STATE] = PageState.SAVING
         if order.level == PageParkLevel.OFFLOAD:
-            if not self._offloaded:
-                if handlers.on_offload is None:
-                    return self._refuse(order)
-                freed = []
-                offload = handlers.on_offload
-                if not self._try_to_save(lambda: freed.append(offload(request)), "OFFLOAD"):
-                    return False
-                self._offloaded = True
-                words[Word.OFFLOADED_BYTES] = freed[0]
-            words[Word.STATE] = PageState.OFFLOADED
-            return True
+            return self._enter_offload(order, request)
         if order.level == PageParkLevel.HAND_OVER:
             hand_over = handlers.on_hand_over
             if hand_over is None:
@@ -392,9 +367,54 @@ class OrderHandler:
         words[Word.STATE] = PageState.OFFLOADED if self._offloaded else PageState.PAUSED
         return True
 
+    def _enter_offload(self, order: PageOrder, request: StopRequest) -> bool:
+        words, offload = self._words, self.handlers.on_offload
+        if not self._offloaded:
+            if offload is None:
+                return self._refuse(order)
+            freed = []
+            if not self._try_to_save(lambda: freed.append(offload(request)), "OFFLOAD"):
+                return False
+            self._offloaded = True
+            words[Word.OFFLOADED_BYTES] = freed[0]
+        words[Word.STATE] = PageState.OFFLOADED
+        return True
+
+    def _await_image(self, order: PageOrder, step: int) -> bool:
+        """Be ready for the daemon to take an image of this process while it rests."""
+        words = self._words
+        self._socket.suspend()
+        if order.level == PageParkLevel.HAND_OVER:
+            words[Word.STATE] = PageState.HANDED_OVER
+            return True
+        words[Word.CHECKPOINT_STEP] = step
+        words[Word.STATE] = PageState.OFFLOADED if self._offloaded else PageState.PAUSED
+        return True
+
+    def _be_imaged_and_go_on(self, agreement: int, step: int) -> None:
+        """Stand still until the daemon has taken an image of this process, or given it up. A process that is restored
+        from the image comes here in another epoch."""
+        words, backoff = self._words, Backoff()
+        self._settle(step)
+        words[Word.STATE] = PageState.SAVING
+        self._socket.suspend()
+        words[Word.CHECKPOINT_STEP] = step
+        words[Word.CHECKPOINT_DONE] = agreement
+        while words[Word.EPOCH] == self._epoch and words[Word.IMAGED_SEQ] != agreement:
+            self.look(now_ns())
+            backoff.sleep()
+        if words[Word.EPOCH] == self._epoch:
+            self._socket.resume(now_ns())
+            words[Word.STATE] = PageState.RUNNING
+        else:
+            self._held = True
+
     def _save_and_go_on(self, agreement: int, step: int) -> None:
         """Serve a checkpoint request at the agreed step; whatever happens, training goes on."""
         self._checkpoint_handled = agreement
+        if self.handlers.by_image:
+            self._be_imaged_and_go_on(agreement, step)
+            return
         save = self.handlers.on_checkpoint
         if save is None:
             self._report(Error.STATE_UNSAVEABLE, "this job cannot be saved: no handler for checkpoints")
@@ -471,27 +491,3 @@ class OrderHandler:
         self._words[Word.EXIT_CODE] = code + 1
         self._socket.close()
         exitcode.leave_now(code)
-
-
-class _Sleep:
-    """Waits longer each time: 20 us at first, so that an agreement costs microseconds, 1 ms soon, 5 ms when parked."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin again with the shortest wait."""
-        self._delay = _SHORTEST_SLEEP
-        self._began = time.monotonic()
-
-    def sleep(self) -> None:
-        time.sleep(self._delay)
-        limit = _PARKED_SLEEP if time.monotonic() - self._began > _PARKED_AFTER else _LONGEST_SLEEP
-        self._delay = min(self._delay * 1.5, limit)
-
-    def until_message(self, socket: JobSocketClient) -> None:
-        """Wait for a message on the socket, such as an order for a rank that rests."""
-        if socket.connected:
-            socket.wait(_TOLD_SLEEP)
-        else:
-            self.sleep()

@@ -343,11 +343,11 @@ class Page:
         """Return whether the launcher made this very process the rank. True for a page that no launcher filled in
         (tests).
 
-        The pid alone does not say so: it may be used again, or stand for another process in a container. In a unit
-        this process does not know the pid that it has outside.
+        The pid alone does not say so: it may be used again, or stand for another process in a container. A restored
+        process does not know the pid that it has outside its unit.
         """
         pid, ticks = self.words[Word.PID], self.words[Word.START_TICKS]
-        if "GANGER_UNIT" in os.environ:
+        if self.words[Word.FLAGS] & Flag.RESTORED:
             return ticks in (0, start_ticks(os.getpid()))
         return pid == 0 or (pid == os.getpid() and ticks in (0, start_ticks(pid)))
 

@@ -43,6 +43,7 @@ class Word:
     WORKERS = 18  # D: hint for data loaders
     LEAVE_SEQ = 19  # D: highest ORDER_SEQ whose checkpoint is published: a rank that saved for it may end now
     STACKS_SEQ = 20  # D: raised to ask for the stacks of all threads, in the log
+    IMAGED_SEQ = 21  # D: agreement whose process image was taken, or given up: a rank that waits for it may go on
 
     # line 3: the boundary
     ACK_SEQ = 24  # J: STOP_SEQ acked; written after ACK_STEP
@@ -92,6 +93,7 @@ METRIC_NAME_BYTES = 32
 
 class Flag:
     FENCED = 1  # this epoch is over: exit with EXIT_FENCED at the next boundary
+    RESTORED = 2  # its process comes from a process image: the pid that it has inside its unit is another one
 
 
 class PageOrderKind:
@@ -138,6 +140,7 @@ class Capability:
     RESIZE = 32  # its state can be brought back with another number of ranks
     RESHARD = 128  # as RESIZE, but only from a checkpoint on storage: each rank has a part of the state
     ADAPTER = 64  # its state is saved and restored through a trainer that the agent knows
+    IMAGE = 256  # its CHECKPOINT and HAND_OVER are process images: it waits, and the daemon takes them
 
 
 class Opaque:

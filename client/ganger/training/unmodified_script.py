@@ -161,7 +161,7 @@ class UnmodifiedScript:
     def _begin_loop(self, loader: Any, original: Any) -> Any:
         if self._control is None and not self._take_page():
             return original(loader)
-        if not self._variables.noted:
+        if not self._variables.noted and not (self._control is not None and self._control.by_image):
             self._note_variables()
         is_inner = any(loop is not None and loop.is_being_read for loop in self._living())
         number = -1 if is_inner else self._loops
@@ -267,7 +267,8 @@ class UnmodifiedScript:
         self._stop_waiting_for_step()
         self._keeper = StateKeeper(control, self._training, self._position)
         self._keeper.when_stopped = self._show
-        control.handlers = self._keeper.handlers()._replace(on_checkpoint=self._checkpoint)
+        handlers = self._keeper.handlers()
+        control.handlers = handlers._replace(on_checkpoint=self._checkpoint, by_image=control.by_image)
         self._progress = ProgressReporter(control.page, TrainingObjects, self._keeper)
         if self._going_back:
             self._capabilities = Capability.PAUSE | Capability.OFFLOAD | Capability.CHECKPOINT
@@ -319,18 +320,22 @@ class UnmodifiedScript:
         if not training.models:
             can_offload = False
             self.note_reason("it has no torch.nn.Module")
-        if loop is None and self._last is None:
-            self.note_reason(NO_LOADER)
         self._capabilities = Capability.PAUSE | Capability.CHECKPOINT
         if can_offload:
             self._capabilities |= Capability.OFFLOAD
+        if self._control.by_image:
+            # The process is saved as it is: what a second run could not repeat does not matter.
+            self._capabilities |= Capability.IMAGE
+            self._reasons.clear()
+        elif loop is None and self._last is None:
+            self.note_reason(NO_LOADER)
         self._examine(loop)
         self._refined = True
         self._tell_capabilities()
 
     def _examine(self, loop: Loop | None) -> None:
         """Once in every pass: can it be brought back to a place like this one?"""
-        if loop is None:
+        if loop is None or (self._control is not None and self._control.by_image):
             return
         self._examined = loop.reference
         if time.monotonic() - self._looked_at_values > VALUES_EVERY_S:
@@ -383,6 +388,8 @@ class UnmodifiedScript:
             )
 
     def note_reason(self, reason: str) -> None:
+        if self._control is not None and self._control.by_image:
+            return
         if reason not in self._reasons:
             self._reasons.append(reason)
             if self._refined and self._capabilities & Capability.CHECKPOINT:

@@ -40,6 +40,7 @@ from ganger_daemon.checkpoints.storage import (
     manifest,
     parse_unfinished,
     read_manifest,
+    shard_name,
 )
 
 log = logging.getLogger(__name__)
@@ -241,7 +242,7 @@ class GangCheckpoints:
         for rank in ranks:
             if (agreement, rank) in self._described:
                 continue
-            file = f"rank-{rank}.shard"
+            file = shard_name(rank)
             try:
                 described = await self._run(_describe_either, tmp / file, final / file)
             except (OSError, ImageError) as error:

@@ -50,6 +50,10 @@ def unfinished_template(storage: Path, job_uid: str, epoch: int) -> str:
     return str(checkpoints_directory(storage, job_uid) / f"{{step}}-{epoch}.tmp")
 
 
+def shard_name(rank: int) -> str:
+    return f"rank-{rank}.shard"
+
+
 def parse_final(name: str) -> CheckpointName | None:
     match = _FINAL.match(name)
     return CheckpointName(int(match.group(1)), int(match.group(2))) if match else None

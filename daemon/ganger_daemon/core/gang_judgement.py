@@ -97,6 +97,7 @@ class Rank:
     opaque: bool = False
     let_go: bool = False  # what it saved for the order it reached is published: it may end with EXIT_YIELDED
     fenced: bool = False  # its epoch is over: it is to end with EXIT_FENCED
+    imaged: bool = False  # its process image is published, and the daemon ends it
     exit: RankExit | None = None
 
 
@@ -111,6 +112,8 @@ class GangPart:
     world: int = 1
     no_agent: bool = False  # not a Python, or the user wanted no agent: the daemon does not wait for its hello
     restores: bool = False  # from a saved state: an agent saved it, so one will report, however late
+    has_images: bool = False  # process images can be taken of it, at a boundary or without one
+    awaits_image: bool = False  # no process is here before its image has come
     frozen: bool = False  # every process is frozen
     launch_failure: PartOutcome | None = None
     has_room: bool = True  # for the state of a gang that moves in: bytes can come
@@ -154,6 +157,8 @@ def judge(gang: GangPart, now: float) -> Judgement:
         return Judgement(PartPhase.ENDED, outcome=gang.settled, todo=(Todo.REAP,))
     if not gang.launched:
         return _before_launch(gang)
+    if gang.awaits_image:
+        return _before_image(gang)
     if gang.ranks and all(rank.exit is not None for rank in gang.ranks):
         return _after_exit(gang)
     if gang.wanted.intent is OrderIntent.STOP and not gang.wanted.asks_to_leave:
@@ -196,6 +201,14 @@ def _before_launch(gang: GangPart) -> Judgement:
         return Judgement(PartPhase.PREPARED)
     # parked before it was launched: it starts with the stop in its page and parks before its first step
     return Judgement(PartPhase.STARTING, todo=(Todo.LAUNCH,))
+
+
+def _before_image(gang: GangPart) -> Judgement:
+    if gang.wanted.intent is OrderIntent.STOP:
+        outcome = gang.settled or PartOutcome(PartOutcomeKind.STOPPED, message="stopped before its process came")
+        return Judgement(PartPhase.ENDED, outcome=outcome, todo=(Todo.REAP,))
+    is_prepared = gang.wanted.intent is OrderIntent.PREPARE and gang.has_room
+    return Judgement(PartPhase.PREPARED if is_prepared else PartPhase.STARTING)
 
 
 def _after_exit(gang: GangPart) -> Judgement:
@@ -252,7 +265,8 @@ def is_paused_by_freezing(gang: GangPart, now: float) -> bool:
 def is_beyond(gang: GangPart) -> bool:
     """Return whether the order demands more than a job without boundaries can do, and so is never carried out."""
     deeper = gang.wanted.intent is OrderIntent.PARK and gang.wanted.level > ParkLevel.PAUSE
-    if gang.wanted.asks_to_leave:
+    by_image = gang.has_images and (gang.wanted.level is ParkLevel.CHECKPOINT or not deeper)
+    if gang.wanted.asks_to_leave or by_image:
         return False
     if not deeper and gang.wanted.intent is not OrderIntent.HAND_OVER:
         return False
@@ -315,8 +329,9 @@ def _run_phase(gang: GangPart, now: float) -> PartPhase:
     live = [rank for rank in gang.ranks if rank.exit is None]
     if all(rank.first_step or rank.phase == PagePhase.DONE for rank in live):
         return PartPhase.RUNNING
-    if gang.wanted.moves_in:
-        return PartPhase.READY if all(rank.state == PageState.READY for rank in live) else PartPhase.STARTING
+    if gang.wanted.moves_in and all(rank.state == PageState.READY for rank in live):
+        return PartPhase.READY
+    # of those that move in, only a process without an agent is opaque
     if all(rank.first_step or is_opaque(gang, rank, now) for rank in live):
         return PartPhase.RUNNING
     return PartPhase.STARTING
@@ -386,6 +401,8 @@ def _first_failure(gang: GangPart) -> Rank | None:
 
 def _is_good(rank: Rank, ending: RankExit) -> bool:
     # the code alone proves nothing: a job may use it for its own purposes
+    if rank.imaged:
+        return True
     yielded = ending.code == EXIT_YIELDED and rank.let_go
     return ending.known and ending.signal == 0 and (ending.code == 0 or yielded)
 
@@ -409,7 +426,8 @@ def settle(gang: GangPart) -> PartOutcome:
         return _saved_itself(gang)
     failed = _first_failure(gang)
     if failed is None:
-        yielded = [rank for rank in gang.ranks if rank.exit is not None and rank.exit.code == EXIT_YIELDED]
+        ended = [rank for rank in gang.ranks if rank.exit is not None]
+        yielded = [rank for rank in ended if rank.imaged or (rank.exit and rank.exit.code == EXIT_YIELDED)]
         if yielded:
             return PartOutcome(PartOutcomeKind.YIELDED, EXIT_YIELDED, yielded[0].rank)
         return PartOutcome(PartOutcomeKind.DONE)

@@ -28,6 +28,7 @@ from ganger_daemon.core.gang_judgement import PartOutcome, PartOutcomeKind, Part
 from ganger_daemon.core.mechanism import keeps_state
 from ganger_daemon.gang.control_pages import page_order, write_details
 from ganger_daemon.gang.gang_context import GangContext
+from ganger_daemon.gang.process_image import GangImages
 from ganger_daemon.gang.received_orders import error_of
 
 log = logging.getLogger(__name__)
@@ -43,9 +44,14 @@ class CheckpointCoordinator:
     block."""
 
     def __init__(
-        self, context: GangContext, desired: agent_pb2.DesiredGang, launcher: Callable[[], Launcher | None]
+        self,
+        context: GangContext,
+        desired: agent_pb2.DesiredGang,
+        launcher: Callable[[], Launcher | None],
+        images: GangImages,
     ) -> None:
         self._host = context.host
+        self._images = images
         self._peers = context.peers
         self._paths = context.paths
         self._part = context.part
@@ -128,16 +134,23 @@ class CheckpointCoordinator:
         return None
 
     async def tend(
-        self, desired: agent_pb2.DesiredGang, wanted: DesiredOrder, phase: PartPhase, now: float, is_whole: bool
+        self,
+        desired: agent_pb2.DesiredGang,
+        wanted: DesiredOrder,
+        phase: PartPhase,
+        now: float,
+        is_whole: bool,
+        is_opaque: bool,
     ) -> None:
         """Request checkpoints that are due, report durable ones, and let saved ranks end. Called every tick.
 
-        `is_whole`: no rank has ended. Where storage is slow or hangs, the gang's loop goes on meanwhile."""
+        `is_whole`: no rank has ended; `is_opaque`: nothing in some rank can obey an order at a boundary. Where storage
+        is slow or hangs, the gang's loop goes on meanwhile."""
         storage = self._host.storage.path
         if storage is None:
             return
         if self._work is None:
-            self._work = asyncio.create_task(self._tend(storage, desired, wanted, phase, now, is_whole))
+            self._work = asyncio.create_task(self._tend(storage, desired, wanted, phase, now, is_whole, is_opaque))
             await asyncio.wait((self._work,), timeout=_PATIENCE_S)
             if not self._work.done():
                 self._work.add_done_callback(lambda _: self._wake())
@@ -153,6 +166,7 @@ class CheckpointCoordinator:
         phase: PartPhase,
         now: float,
         is_whole: bool,
+        is_opaque: bool,
     ) -> None:
         if self._tidy_due and phase in (PartPhase.RUNNING, PartPhase.PARKED):
             # not sooner: until they are parked or run again, the ranks may be saving
@@ -170,7 +184,7 @@ class CheckpointCoordinator:
         ):
             await self._request_if_due(storage, desired, now)
         await self._hand_on_running(storage, found)
-        await self._hand_on_leaving(storage, wanted, found)
+        await self._hand_on_leaving(storage, wanted, found, is_opaque)
 
     def request(self, number: int) -> None:
         """Request checkpoint `number` from the local ranks; the relay carries the request to the others."""
@@ -209,7 +223,9 @@ class CheckpointCoordinator:
         if refusal:
             await self.keeper.refuse(agreement, refusal)
         elif all(progress.checkpoint_done == agreement for progress in found) and len(steps) == 1:
-            await self.keeper.durable(storage, agreement, steps.pop(), self._part.ranks)
+            await self._make_durable(storage, agreement, steps.pop(), found, goes_on=True)
+        if by_image(found) and (self.keeper.refusal(agreement) or self._images.is_taken(agreement)):
+            self._pages.go_on_after_image(agreement)
 
     def _failure_of(self, rank: int, agreement: int) -> str:
         error = error_of(self._paths, rank, f"checkpoint-{agreement & ~CHECKPOINT_BIT}")
@@ -220,15 +236,33 @@ class CheckpointCoordinator:
         if self._pages.readable and agreement == self._pages.checkpoint_sequence():
             await self.keeper.refuse(agreement, why)
 
-    async def _hand_on_leaving(self, storage: Path, wanted: DesiredOrder, found: list[PageProgress]) -> None:
+    async def _hand_on_leaving(
+        self, storage: Path, wanted: DesiredOrder, found: list[PageProgress], is_opaque: bool
+    ) -> None:
         order = page_order(wanted)
         if order is None or order.level != PageParkLevel.CHECKPOINT:
             return
         steps = {progress.checkpoint_step for progress in found}
         if all(progress.reached_seq >= order.sequence for progress in found) and len(steps) == 1:
-            await self.keeper.durable(storage, order.stop_sequence, steps.pop(), self._part.ranks)
+            await self._make_durable(storage, order.stop_sequence, steps.pop(), found, goes_on=True)
+        elif is_opaque and self._images.are_possible:
+            # without boundaries it is stopped wherever it is, and cannot leave by itself
+            step = max(progress.step for progress in found)
+            await self._make_durable(storage, order.stop_sequence, step, found, goes_on=False)
         if self.keeper.is_settled(order.stop_sequence):
             self._pages.let_leave(order.sequence)
+
+    async def _make_durable(
+        self, storage: Path, agreement: int, step: int, found: list[PageProgress], *, goes_on: bool
+    ) -> None:
+        """Have the shards of an agreement published, which ranks have written; or take their process images first."""
+        refusal = ""
+        if by_image(found) or not goes_on:
+            refusal = await self._images.take(storage, agreement, step, goes_on=goes_on)
+        if refusal:
+            await self.keeper.refuse(agreement, refusal)
+            return
+        await self.keeper.durable(storage, agreement, step, self._part.ranks)
 
     def _publish(self, tmp: Path, final: Path, manifest: dict[str, Any]) -> None:
         """Blocks. The launcher publishes, as the job's user; without one this daemon does."""
@@ -249,6 +283,11 @@ class CheckpointCoordinator:
     async def _report(self, report: ShardReport) -> bool:
         leader = self._members[0]
         return await self._peers.shard_written(leader.peer_address, self._paths.job_uid, self._paths.epoch, report)
+
+
+def by_image(found: Iterable[PageProgress]) -> bool:
+    """Return whether these ranks wait for the daemon to take their process images, and write no shards."""
+    return all(progress.capabilities & Capability.IMAGE for progress in found)
 
 
 def _names(paths: Iterable[str]) -> frozenset[CheckpointName]:

@@ -13,7 +13,7 @@ from typing import Any
 from ganger.failpoints import hit
 from ganger.injob.page import Page, PageMismatchError, PageProgress, RawPoint, now_ns, page_path
 from ganger.injob.page_access import PageError
-from ganger.injob.page_layout import VERSION, Capability, PageOrderKind, PageParkLevel, Word
+from ganger.injob.page_layout import VERSION, Capability, Flag, PageOrderKind, PageParkLevel, Word
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
 from ganger.protocol.stop_rules import RelayedPoint, expired
 
@@ -107,8 +107,11 @@ class ControlPages:
         self.written: Callable[[], None] = lambda: None  # wakes parked ranks
         self.foreign = ""  # they are of another version of Ganger, as far as is known by no doing of the job: which
 
-    def create(self, threads: int, uid: int | None = None, gid: int | None = None) -> None:
-        """Create missing pages and open all. Idempotent, also after a crash."""
+    def create(
+        self, threads: int, uid: int | None = None, gid: int | None = None, *, is_restored: bool = False
+    ) -> None:
+        """Create missing pages and open all. Idempotent, also after a crash. `is_restored`: for a process from an
+        image."""
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         for rank in range(self.world):
             path = page_path(str(self.directory), rank)
@@ -125,6 +128,7 @@ class ControlPages:
                     threads=threads if rank in self.local else 0,
                     mapped=False,
                 )
+                page.set(Word.FLAGS, Flag.RESTORED if is_restored else 0)
             except FileExistsError:
                 page = Page.open(path, mapped=False)
             self._pages[rank] = page
@@ -198,6 +202,11 @@ class ControlPages:
         for rank in self.local:
             self[rank].let_leave(sequence)
         self.written()
+
+    def go_on_after_image(self, agreement: int) -> None:
+        """The process images of an agreement are taken or given up: ranks that wait for that may go on."""
+        for rank in self.local:
+            self[rank].set(Word.IMAGED_SEQ, agreement)
 
     def extend_lease(self, until_ns: int) -> None:
         for rank in self.local:

@@ -19,9 +19,11 @@ from ganger_daemon.gang.core_pinning import CorePinning
 from ganger_daemon.gang.escalation import Escalation, Freezer
 from ganger_daemon.gang.exit_watcher import ExitWatcher
 from ganger_daemon.gang.gang_context import GangContext, LocalPart, from_json, order_key, to_json, with_spec_of
+from ganger_daemon.gang.gang_launcher import GangLauncher
 from ganger_daemon.gang.gang_memory import MemoryWatch, Segments
 from ganger_daemon.gang.incoming import IncomingState
 from ganger_daemon.gang.launch_plan import has_no_agent
+from ganger_daemon.gang.process_image import GangImages
 from ganger_daemon.gang.rank_launch import RankLaunch
 from ganger_daemon.gang.received_orders import RankErrors, ReceivedOrders
 from ganger_daemon.gang.step_rate import StallWatch, StepRate, UtilizationMeter
@@ -32,6 +34,8 @@ from ganger_daemon.node.process_identity import ProcessId, RankProcess, is_alive
 @dataclass(frozen=True, slots=True)
 class GangParts:
     exits: ExitWatcher
+    launcher: GangLauncher
+    images: GangImages
     launching: RankLaunch
     incoming: IncomingState
     saving: CheckpointCoordinator
@@ -57,12 +61,16 @@ class GangParts:
         """Make the collaborators of a gang. `blocked_by`, `cores_kept_by`: as `RankLaunch` takes them."""
         host, group, ranks, desired = context.host, context.paths.group, context.part.ranks, orders.desired
         exits = ExitWatcher(context.paths, context.wake)
-        launching = RankLaunch(context, exits, blocked_by, cores_kept_by)
-        saving = CheckpointCoordinator(context, desired, launching.running_launcher)
+        launcher = GangLauncher(context, exits)
+        images = GangImages(context, exits)
+        launching = RankLaunch(context, exits, launcher, images, blocked_by, cores_kept_by)
+        saving = CheckpointCoordinator(context, desired, launcher.running, images)
         return cls(
             exits=exits,
+            launcher=launcher,
+            images=images,
             launching=launching,
-            incoming=IncomingState(context, launching),
+            incoming=IncomingState(context, launcher),
             saving=saving,
             boundary=BoundaryExchange(context, saving),
             rank_errors=RankErrors(context),
@@ -99,7 +107,9 @@ def facts_of(context: GangContext, orders: ReceivedOrders, parts: GangParts) -> 
         launched_at=launching.launched_at,
         world=context.part.world,
         no_agent=has_no_agent(orders.desired.spec),
-        restores=orders.desired.HasField("restore"),
+        restores=orders.desired.HasField("restore") and launching.awaits_agent,
+        has_images=parts.images.are_possible,
+        awaits_image=launching.awaits_image,
         frozen=parts.freezer.frozen,
         launch_failure=launching.failure,
         has_room=parts.incoming.has_room(wanted),
@@ -126,7 +136,8 @@ def _ranks(context: GangContext, orders: ReceivedOrders, parts: GangParts) -> tu
         ranks = tuple(
             gang_judgement.Rank(rank, opaque=bool(pages.foreign), let_go=is_gone) for rank in context.part.ranks
         )
-    return tuple(replace(rank, exit=parts.exits.exits.get(rank.rank)) for rank in ranks)
+    imaged = parts.images.has_ended
+    return tuple(replace(rank, exit=parts.exits.exits.get(rank.rank), imaged=imaged) for rank in ranks)
 
 
 log = logging.getLogger(__name__)
@@ -143,7 +154,9 @@ def write_notes(context: GangContext, orders: ReceivedOrders, parts: GangParts) 
         "segments": parts.segments.journal(),
         "asked_to_save_s": parts.escalation.asked_to_save_s,
         "told": to_json(orders.master_desired) if orders.is_by_rotation else {},
+        **parts.launcher.journal(),
         **parts.launching.journal(),
+        **parts.images.journal(),
     }
     write_hint(context.paths.local, fields)
 
@@ -153,7 +166,9 @@ def recall_notes(context: GangContext, orders: ReceivedOrders, parts: GangParts)
     paths = context.paths
     try:
         left = read_json(paths.local)
+        parts.launcher.recall(left)
         parts.launching.recall(left)
+        parts.images.recall(left)
         orders.mark = RunMark.recall(left.get("mark", {}))
         parts.memory.kept_bytes = int(left.get("kept_memory_bytes", 0))
         parts.memory.recall({int(pid): int(size) for pid, size in left.get("baselines", {}).items()})

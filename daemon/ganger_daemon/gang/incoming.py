@@ -10,14 +10,15 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from ganger.agent.v1 import agent_pb2
 from ganger.injob.page_layout import PageState, Word
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
 
 from ganger_daemon.gang.gang_context import GangContext
+from ganger_daemon.gang.gang_launcher import GangLauncher
 from ganger_daemon.gang.launch_plan import bytes_ahead_per_rank
-from ganger_daemon.gang.rank_launch import RankLaunch
 from ganger_daemon.transfer.state_stream import Landing, StreamError, StreamRequest, fetch, wait_for_pages
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class StateTransfers:
         self._lock = threading.Lock()
         self._without_room = {one.rank for one in transfers}
         self._trouble = ""
+        self._on_their_way = {one.rank for one in transfers}
         self._threads = [
             threading.Thread(target=self._travel, args=(one,), name=f"state-stream-in-{one.rank}", daemon=True)
             for one in transfers
@@ -74,6 +76,12 @@ class StateTransfers:
         with self._lock:
             return not self._without_room
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank's state has come."""
+        with self._lock:
+            return not self._on_their_way
+
     def _travel(self, one: RankTransfer) -> None:
         try:
             fd = one.open_arena()
@@ -93,6 +101,9 @@ class StateTransfers:
             if not self._cancelled.is_set():
                 self._fail(f"rank {one.rank}: {error}")
             return
+        else:
+            with self._lock:
+                self._on_their_way.discard(one.rank)
         finally:
             os.close(fd)
         self._changed()
@@ -107,16 +118,20 @@ class StateTransfers:
 class IncomingState:
     """The state that the local ranks of one gang receive, if it migrates to this node."""
 
-    def __init__(self, context: GangContext, launching: RankLaunch) -> None:
+    def __init__(self, context: GangContext, launcher: GangLauncher) -> None:
         self._context = context
         self._ranks = context.part.ranks
         self._pages = context.pages
-        self._launching = launching
+        self._launcher = launcher
         self._transfers: StateTransfers | None = None
 
     @property
     def trouble(self) -> str:
         return self._transfers.trouble if self._transfers is not None else ""
+
+    @property
+    def is_whole(self) -> bool:
+        return self._transfers is not None and self._transfers.is_whole
 
     def has_room(self, wanted: DesiredOrder) -> bool:
         """Return whether there is room for every rank's state; true for a gang that awaits none."""
@@ -150,7 +165,12 @@ class IncomingState:
         return tuple(self._of_rank(rank, desired, addresses) for rank in self._ranks)
 
     def _of_rank(self, rank: int, desired: agent_pb2.DesiredGang, addresses: Mapping[int, str]) -> RankTransfer:
-        host, page, launching = self._context.host, self._pages[rank], self._launching
+        host, page, launcher = self._context.host, self._pages[rank], self._launcher
+        open_arena, arena_bytes = launcher.open_arena, launcher.arena_bytes
+        bytes_ahead = bytes_ahead_per_rank(desired, len(self._ranks), arena_bytes)
+        if desired.restore.parked.is_process_image:
+            # it comes before its process, which could allocate nothing
+            open_arena, arena_bytes, bytes_ahead = launcher.open_image_arena, launcher.image_arena_bytes, 0
         # after growth several ranks restore from the image of one
         source_rank = rank % max(1, len(addresses))
         source_epoch, received = desired.restore.parked.epoch, page.get(Word.ARENA_AVAILABLE)
@@ -163,9 +183,9 @@ class IncomingState:
             rank,
             addresses.get(source_rank, ""),
             StreamRequest(host.token, desired.job_uid, source_epoch, 0, source_rank, received),
-            lambda: launching.open_arena(rank),
-            launching.arena_bytes,
-            bytes_ahead_per_rank(desired, len(self._ranks), launching.arena_bytes),
+            partial(open_arena, rank),
+            arena_bytes,
+            bytes_ahead,
             make_available,
             host.tls,
         )

@@ -20,14 +20,24 @@ from ganger.injob.page_layout import VERSION
 from ganger.v1 import job_pb2
 from ganger.wire.resource_names import parse_job_name, parse_node_name
 
-from ganger_daemon.checkpoints.storage import Unreadable, newest_found, parse_final, token_found, verify
+from ganger_daemon.checkpoints.storage import (
+    Unreadable,
+    newest_found,
+    parse_final,
+    shard_name,
+    token_found,
+    verify,
+)
 from ganger_daemon.core.gang_judgement import FoundCheckpoint, PartOutcomeKind
 from ganger_daemon.gang.gang_context import LocalPart
+from ganger_daemon.images.packing import facts_of
 from ganger_daemon.node.daemon_files import GangPaths, write_json
 from ganger_daemon.node.launchers import HASH_SEED, is_python
 
 # A rank's share of the arena is rounded up to whole huge pages.
 _ARENA_ALIGNMENT = 2 << 20
+# A job that claims no memory may use all of its node's.
+_IMAGE_MARGIN_BYTES = 64 << 30
 
 
 class LaunchRefusedError(Exception):
@@ -64,7 +74,7 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
-    """What a rank restores from: `kind` "" (nothing), "checkpoint" or "arena"."""
+    """What a rank restores from: `kind` "" (nothing), "checkpoint", "arena" or "image" (a process image)."""
 
     kind: str = ""
     path: str = ""
@@ -148,7 +158,8 @@ def restore_plan(desired: agent_pb2.DesiredGang, storage: Path | None, part: Loc
         is_of = f"is of step {found.step} and {found.world} ranks"
         text = f"checkpoint {path} {is_of}, not of {desired.restore.step} and {part.world}"
         raise StateUnreadableError(text, _on_storage(desired, storage))
-    return RestorePlan("checkpoint", str(path), found.step, found.world)
+    kind = "checkpoint" if facts_of(path / shard_name(0)) is None else "image"
+    return RestorePlan(kind, str(path), found.step, found.world)
 
 
 def _check_newest(desired: agent_pb2.DesiredGang, storage: Path) -> None:
@@ -187,6 +198,17 @@ def bytes_ahead_per_rank(desired: agent_pb2.DesiredGang, ranks: int, arena_bytes
 
 def _aligned(size: int) -> int:
     return -(-size // _ARENA_ALIGNMENT) * _ARENA_ALIGNMENT
+
+
+def image_arena_bytes(desired: agent_pb2.DesiredGang, arena_bytes: int, device_memory_bytes: int) -> int:
+    """Return the size of an arena for a process image, which is memory of the host, what is offloaded there, and of the
+    devices. Only what comes is allocated."""
+    devices = desired.claim.device_mask.bit_count() * device_memory_bytes
+    return _aligned(_IMAGE_MARGIN_BYTES + 2 * (desired.claim.memory_bytes + arena_bytes + devices))
+
+
+def image_arena_name(paths: GangPaths, rank: int) -> str:
+    return f"{paths.name(rank)}/image"
 
 
 def arena_name(paths: GangPaths, rank: int) -> str:
@@ -239,7 +261,7 @@ def launch_mapping(
     """Return the launcher's request for one rank, which is also rank-K.launch.json."""
     ahead = bytes_ahead_per_rank(desired, len(part.ranks), arena_bytes)
     restore_path = ""
-    if restore.kind:
+    if restore.kind and restore.kind != "image":
         restore_file = paths.job / f"rank-{rank}.restore.json"
         fields = {"kind": restore.kind, "path": restore.path, "step": restore.step, "size": ahead}
         write_json(restore_file, {**fields, "rank": rank % restore.world if restore.world else rank})

@@ -300,7 +300,7 @@ class LocalGang:
         if parts.is_live:
             await self._follow_ranks(now)
         elif parts.exits.awaited:
-            await parts.exits.settle(lambda rank: None, parts.launching.launcher_lives)
+            await parts.exits.settle(lambda rank: None, parts.launcher.lives)
         facts = self._facts()
         before = self.phase
         self._judge(facts, now)
@@ -329,14 +329,14 @@ class LocalGang:
             if self._orders.is_due and await self._orders.write(self.context):
                 self._begin_escalation()  # the ranks' deadline begins only now
             if parts.exits.awaited:
-                await parts.exits.settle(lambda rank: pages.progress(rank).exit_code, parts.launching.launcher_lives)
+                await parts.exits.settle(lambda rank: pages.progress(rank).exit_code, parts.launcher.lives)
             parts.boundary.relay(self.wanted, self.phase)
             if not self.wanted.ends_at_once:
                 parts.freezer.extend_lease()
             await self._tend(now)
         else:
             if parts.exits.awaited:
-                await parts.exits.settle(lambda rank: None, parts.launching.launcher_lives)
+                await parts.exits.settle(lambda rank: None, parts.launcher.lives)
             await parts.freezer.follow(self._facts(), now)
         await self._look_for_segments(now)
 
@@ -364,7 +364,10 @@ class LocalGang:
                 hit("partial-acks")
         if wanted.intent is OrderIntent.RUN and self.phase is PartPhase.RUNNING:
             await parts.pinning.follow(self.desired, self.iteration_s)
-        await parts.saving.tend(self.desired, self.wanted, self.phase, now, not parts.exits.exits)
+        parts.images.follow(wanted, parts.launcher.open_image_arena)
+        parts.launching.follow_arrival(wanted, parts.incoming.is_whole)
+        is_opaque = gang_judgement.has_opaque_rank(self._facts(), now)
+        await parts.saving.tend(self.desired, self.wanted, self.phase, now, not parts.exits.exits, is_opaque)
         facts = self._facts()
         await parts.freezer.follow(facts, now)
         if gang_judgement.has_opaque_rank(facts, now):

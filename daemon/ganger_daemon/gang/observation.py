@@ -88,7 +88,7 @@ class GangReport:
     def trouble(self) -> str:
         """Return why a migration, or a stop at the ordered level, cannot continue; else the last checkpoint's error."""
         parts, wanted = self.parts, self.orders.wanted
-        reason = self.context.pages.foreign or parts.incoming.trouble
+        reason = self.context.pages.foreign or parts.incoming.trouble or parts.images.trouble
         reason = reason or parts.rank_errors.under(wanted.order, parts.saving.saved_request)
         if reason:
             return reason
@@ -98,7 +98,8 @@ class GangReport:
             what = wanted.level.name if wanted.intent is OrderIntent.PARK else "a move"
             return f"{why}: {what} is not possible"
         is_to_rest = self._phase is PartPhase.STOPPING and wanted.intent is OrderIntent.PARK
-        is_to_rest = is_to_rest and not wanted.asks_to_leave
+        is_imaged = parts.images.are_possible and wanted.level is ParkLevel.CHECKPOINT
+        is_to_rest = is_to_rest and not wanted.asks_to_leave and not is_imaged
         if is_to_rest and not parts.freezer.frozen and has_opaque_rank(facts, time.monotonic()):
             return f"this job has no boundaries: {wanted.level.name} is not possible"
         if wanted.intent in (OrderIntent.PREPARE, OrderIntent.HAND_OVER):

@@ -22,6 +22,8 @@ from ganger_daemon.gang.gang_parts import GangParts
 MOVE = "MOVE"
 # Why an elastic job has to stay at its number of ranks.
 RESIZE = "RESIZE"
+# An agent that offers one of these does not run its script again.
+_SAVED_OTHERWISE = Capability.ADAPTER | Capability.FIVE_LINE | Capability.IMAGE
 _FOREIGN = "its control page is of another version of Ganger"
 
 
@@ -43,12 +45,13 @@ def is_still_looking(progress: PageProgress) -> bool:
     return progress.capabilities == Capability.PAUSE and not progress.first_step_time_ns
 
 
-def mechanism_facts(desired: agent_pb2.DesiredGang) -> MechanismFacts:
-    """Return what is known about the mechanism of a gang before it starts."""
-    spec = desired.spec
+def mechanism_facts(found: GangFindings) -> MechanismFacts:
+    """Return what is known about the mechanism of a gang before its agent reports."""
+    spec, images = found.desired.spec, found.parts.images
     return MechanismFacts(
         wish=Mechanism(spec.mechanism),
-        nodes=len(desired.members),
+        nodes=len(found.desired.members),
+        image="" if images.are_possible else images.why_not(found.desired),
         signal="" if spec.stop_signal else NO_SIGNAL,
     )
 
@@ -121,7 +124,7 @@ def _add_mechanism(message: agent_pb2.ObservedGang, found: GangFindings) -> None
 
 
 def _facts_now(found: GangFindings) -> MechanismFacts:
-    facts = mechanism_facts(found.desired)
+    facts = mechanism_facts(found)
     if (why := _why_without_agent(found)) is not None:
         why = found.parts.rank_errors.reason("BOUNDARIES") or why
         return replace(facts, attached=why, adapter=why, replay=why)
@@ -137,7 +140,7 @@ def _facts_now(found: GangFindings) -> MechanismFacts:
     adapter = replay = ""
     if not able & Capability.ADAPTER:
         adapter = reason("ADAPTER") or "it imports no trainer that Ganger knows"
-    if not able & Capability.CHECKPOINT or able & (Capability.ADAPTER | Capability.FIVE_LINE):
+    if not able & Capability.CHECKPOINT or able & _SAVED_OTHERWISE:
         replay = reason("CHECKPOINT") or "its log says why"
     return replace(facts, attached=attached, adapter=adapter, replay=replay)
 
@@ -163,7 +166,9 @@ def _add_without_agent(capabilities: job_pb2.Capabilities, found: GangFindings, 
     elif not capabilities.can_pause:
         capabilities.missing["PAUSE"] = f"{why}, and processes cannot be frozen on this node ({freezer})"
     capabilities.missing["OFFLOAD"] = agent_reason or f"{why}: its state cannot be moved out of the device"
-    capabilities.missing["CHECKPOINT"] = agent_reason or f"{why}: its state cannot be saved and restored"
+    capabilities.can_checkpoint = found.parts.images.are_possible and context.host.storage.proved
+    if not capabilities.can_checkpoint:
+        capabilities.missing["CHECKPOINT"] = agent_reason or f"{why}: its state cannot be saved and restored"
 
 
 def _add_of_agent(capabilities: job_pb2.Capabilities, found: GangFindings) -> None:

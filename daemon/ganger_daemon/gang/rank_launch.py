@@ -14,34 +14,47 @@ from typing import Any
 
 from ganger.agent.v1 import agent_pb2
 from ganger.failpoints import hit
-from ganger.injob.launcher.client import Launcher, LauncherError
+from ganger.injob.launcher.client import Forked, Launcher, LauncherError
 from ganger.injob.page import page_path
 from ganger.injob.process_identity import start_ticks
-from ganger.protocol.gang_orders import OrderIntent
+from ganger.injob.state_image import ImageError
+from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
 from ganger.v1 import job_pb2
 
 from ganger_daemon.cgroups.contract import Variant
+from ganger_daemon.checkpoints.storage import shard_name
 from ganger_daemon.core.gang_judgement import PartOutcome, PartOutcomeKind
 from ganger_daemon.gang.control_pages import page_order, write_details
 from ganger_daemon.gang.exit_watcher import ExitWatcher
 from ganger_daemon.gang.gang_context import GangContext, to_json
+from ganger_daemon.gang.gang_launcher import GangLauncher
 from ganger_daemon.gang.launch_plan import (
     LaunchRefusedError,
     Rendezvous,
     RestorePlan,
     arena_bytes_per_rank,
-    arena_name,
     check_command,
     check_user,
     environment_of,
     free_port,
+    has_no_agent,
+    image_arena_bytes,
     launch_mapping,
     restore_plan,
 )
+from ganger_daemon.gang.process_image import GangImages
 from ganger_daemon.gang.received_orders import ReceivedOrders
-from ganger_daemon.node.daemon_files import make_directory, read_json, remove_tree, sync_file, write_json
+from ganger_daemon.images.contract import ImageRefusedError
+from ganger_daemon.node.daemon_files import (
+    make_directory,
+    open_plain,
+    read_json,
+    remove_tree,
+    sync_file,
+    write_json,
+)
 from ganger_daemon.node.launchers import children_of, interpreter_of
-from ganger_daemon.node.node_context import NodeContext, StorageWait
+from ganger_daemon.node.node_context import StorageWait
 from ganger_daemon.node.process_identity import (
     NO_PROCESS,
     FoundProcesses,
@@ -75,12 +88,15 @@ class RankLaunch:
 
     `is_done`: the local ranks were launched, at `launched_at` (seconds of the monotonic clock); `failure`: how the
     launch failed; `is_under_way`: a launch may start processes at any moment; `rendezvous`: known on the leader's node,
-    before its file is there; `arena_bytes`: size of each rank's arena."""
+    before its file is there; `awaits_agent`: false for ranks restored from the image of a process without an agent;
+    `awaits_image`: the image of its process is still to come from another node."""
 
     def __init__(
         self,
         context: GangContext,
         exits: ExitWatcher,
+        launcher: GangLauncher,
+        images: GangImages,
         blocked_by: Callable[[], str],
         cores_kept_by: Callable[[], str],
     ) -> None:
@@ -92,13 +108,16 @@ class RankLaunch:
         self._part = context.part
         self._pages = context.pages
         self._exits = exits
+        self._launcher = launcher
+        self._images = images
         self._blocked_by = blocked_by
         self._cores_kept_by = cores_kept_by
         self._reading: asyncio.Future[RestorePlan] | None = None
         self._reading_wait = StorageWait()
         self._noted: dict[int, ProcessId] = {}  # by a former daemon
-        self.launcher_key = ""
-        self.arena_bytes = 0
+        self.awaits_agent = True
+        self.awaits_image = False
+        self._arriving: asyncio.Task[None] | None = None
         self.is_done = False
         self.launched_at = 0.0
         self.failure: PartOutcome | None = None
@@ -106,20 +125,13 @@ class RankLaunch:
         self.rendezvous: tuple[str, int] | None = None
 
     def recall(self, left: Mapping[str, Any]) -> None:
-        self.launcher_key = str(left.get("launcher", ""))
-        self.arena_bytes = int(left.get("arena_bytes", 0))
+        self.awaits_agent = bool(left.get("awaits_agent", True))
+        self.awaits_image = bool(left.get("awaits_image", False))
         self._noted = {int(rank): ProcessId(*map(int, process)) for rank, process in left.get("ranks", {}).items()}
 
     def journal(self) -> dict[str, Any]:
         ranks = {rank: [process.pid, process.start_ticks] for rank, process in self._exits.processes.items()}
-        return {"launcher": self.launcher_key, "arena_bytes": self.arena_bytes, "ranks": ranks}
-
-    def running_launcher(self) -> Launcher | None:
-        """Blocks for a moment. None when it is not there now."""
-        return self._host.launchers.running(self.launcher_key) if self.launcher_key else None
-
-    def launcher_lives(self) -> bool:
-        return self.running_launcher() is not None
+        return {"ranks": ranks, "awaits_agent": self.awaits_agent, "awaits_image": self.awaits_image}
 
     async def attempt(self, orders: ReceivedOrders) -> bool:
         """Launch the ranks, or record why that failed. Return False while devices, cores or storage are not ready."""
@@ -185,7 +197,7 @@ class RankLaunch:
         threads = self._threads(desired)
         # run directory, then the pages with the order in them, before any rank could read them
         make_directory(paths.run)
-        pages.create(threads)
+        pages.create(threads, is_restored=restore.kind == "image" or desired.restore.parked.is_process_image)
         pages.extend_lease(host.lease_until_ns or 0)
         order = page_order(orders.wanted)
         assert order is not None, "a gang that is to stop is not launched"
@@ -197,10 +209,11 @@ class RankLaunch:
         # not before: while the kernel waits, no group can be made
         hastened = asyncio.ensure_future(asyncio.to_thread(host.cgroups.hasten))
         interpreter = interpreter_of(tuple(desired.spec.command), environment, desired.spec.working_directory)
-        self.launcher_key = host.launchers.key(interpreter, environment)
+        self._launcher.key = host.launchers.key(interpreter, environment)
         device_memory = host.inventory.configuration_set.device_memory_bytes
-        self.arena_bytes = arena_bytes_per_rank(desired, len(self._part.ranks), device_memory)
-        launcher = await asyncio.to_thread(host.launchers.get, self.launcher_key, interpreter, environment)
+        self._launcher.arena_bytes = arena_bytes_per_rank(desired, len(self._part.ranks), device_memory)
+        self._launcher.image_arena_bytes = image_arena_bytes(desired, self._launcher.arena_bytes, device_memory)
+        launcher = await asyncio.to_thread(host.launchers.get, self._launcher.key, interpreter, environment)
         rendezvous = await self._meet(desired, launcher, orders)
         # without this note, a daemon that finds the ranks would know neither their cores nor their arenas
         self._context.write_notes()
@@ -253,59 +266,6 @@ class RankLaunch:
 
         return {rank: found(rank) for rank in self._part.ranks}
 
-    def open_arena(self, rank: int) -> int:
-        """A descriptor of a rank's arena. Raises OSError when no launcher has it."""
-        launcher = self.running_launcher()
-        if launcher is None:
-            launcher = self._adopt_anew()
-        name = arena_name(self._paths, rank)
-        try:
-            try:
-                return launcher.arena(name)
-            except LauncherError:
-                # a launcher that other gangs had started in place of a dead one does not have these ranks yet
-                self.adopt_all(launcher)
-                return launcher.arena(name)
-        except LauncherError as error:
-            raise OSError(str(error)) from error
-
-    def _adopt_anew(self) -> Launcher:
-        """The launcher died: a new one takes over its ranks, and finds their arenas by their descriptors."""
-        fields = read_json(self._paths.launch(self._part.ranks[0]))
-        environment = {str(name): str(value) for name, value in fields.get("env", {}).items()}
-        interpreter = interpreter_of(tuple(fields.get("argv", ["python"])), environment, str(fields.get("cwd", "/")))
-        try:
-            launcher = self._host.launchers.get(
-                self.launcher_key, interpreter, _without_injection(environment, self._host)
-            )
-        except LauncherError as error:
-            raise OSError(str(error)) from error
-        self.adopt_all(launcher)
-        return launcher
-
-    def adopt_all(self, launcher: Launcher) -> None:
-        """Register the live ranks with a launcher that does not have them. Blocks."""
-        known = children_of(launcher)
-        for rank, process in self._exits.processes.items():
-            name = self._paths.name(rank)
-            if name in known or not is_alive(process):
-                continue
-            launcher.adopt(
-                name,
-                process.pid,
-                process.start_ticks,
-                page=page_path(str(self._paths.run), rank),
-                exit_path=str(self._paths.exit(rank)),
-                arena_name=name,
-                freezer=self._host.cgroups.freezer_file(self._paths.group),
-                cgroup_procs=self._host.cgroups.join_files(self._paths.group),
-            )
-
-    def revive(self) -> None:
-        """Blocks. Ranks live and their launcher does not: start one, so that their exits are recorded."""
-        if self.launcher_key and self.running_launcher() is None:
-            self._adopt_anew()
-
     async def clean(self) -> None:
         """Remove the group, cores and arenas of ended ranks. The run directory goes with the gang's outcome."""
         group = self._paths.group
@@ -317,20 +277,17 @@ class RankLaunch:
         self._host.release_cores(group)
         # the rendezvous store ends when its file is gone
         remove_tree(self._paths.rendezvous)
-        launcher = await asyncio.to_thread(self.running_launcher)
-        if launcher is not None:
-            for rank in self._part.ranks:
-                try:
-                    await asyncio.to_thread(launcher.drop_arena, arena_name(self._paths, rank))
-                except LauncherError:
-                    break
+        await asyncio.to_thread(self._launcher.drop_arenas)
+        await asyncio.to_thread(self._images.clean)
 
     def _kill_strays(self) -> None:
         """Blocks until they are gone, or will not go. Without groups a process may slip out of its rank's session, and
         keep its devices."""
         pages = [Path(page_path(str(self._paths.run), rank)) for rank in self._part.ranks]
+        names = [self._images.page_name(page) for page in pages]
         deadline, logged = time.monotonic() + _STRAYS_S, set()
-        while found := [ProcessId(pid, start_ticks(pid) or 0) for pid in strays(pages, self._host.launchers.inject)]:
+        inject = self._host.launchers.inject
+        while found := [ProcessId(pid, start_ticks(pid) or 0) for pid in strays(pages, inject, names)]:
             for process in sorted(found):
                 if send_signal(process, signal.SIGKILL) and process not in logged:
                     logged.add(process)
@@ -424,10 +381,13 @@ class RankLaunch:
         environment: Mapping[str, str],
         launcher: Launcher,
         rendezvous: Rendezvous,
-        restore: Any,
+        restore: RestorePlan,
         files: tuple[str, ...],
         threads: int,
     ) -> dict[int, ProcessId]:
+        is_arriving = restore.kind == "arena" and desired.restore.parked.is_process_image
+        if (is_arriving or restore.kind == "image") and (why := self._images.why_not(desired)):
+            raise LaunchRefusedError(f"its state is a process image, which this node cannot restore: {why}")
         found = self.recognise(children_of(launcher))
         processes: dict[int, ProcessId] = {}
         mappings: dict[int, dict[str, Any]] = {}
@@ -438,7 +398,7 @@ class RankLaunch:
             if found[rank].process.pid:
                 processes[rank] = found[rank].process  # a former daemon had it forked
             else:
-                mappings[rank] = launch_mapping(
+                mapping = launch_mapping(
                     desired=desired,
                     paths=self._paths,
                     part=self._part,
@@ -452,13 +412,67 @@ class RankLaunch:
                     cpus=() if files else cpus,
                     threads=threads,
                     inject=self._host.launchers.inject,
-                    arena_bytes=self.arena_bytes,
+                    arena_bytes=self._launcher.arena_bytes,
                 )
-        for rank, forked in zip(mappings, launcher.fork_all(list(mappings.values())), strict=True):
+                if not is_arriving and restore.kind != "image":
+                    mapping = self._images.name(desired, mapping, has_agent=not has_no_agent(desired.spec))
+                mappings[rank] = mapping
+        if is_arriving:
+            self.awaits_image = bool(mappings)
+            forked_all: list[Forked] = []
+            mappings = {}
+        elif restore.kind == "image":
+            forked_all = [self._restore_saved(launcher, one, restore, rank) for rank, one in mappings.items()]
+        else:
+            forked_all = launcher.fork_all(list(mappings.values()))
+        for rank, forked in zip(mappings, forked_all, strict=True):
             processes[rank] = ProcessId(*forked)
         for process in processes.values():
             self._host.cgroups.track(self._paths.group, process.pid)
         return dict(sorted(processes.items()))
+
+    def _restore_saved(self, launcher: Launcher, mapping: dict[str, Any], restore: RestorePlan, rank: int) -> Forked:
+        with open_plain(Path(restore.path) / shard_name(rank), is_jobs_directory=True) as shard:
+            return self._restore(launcher, mapping, shard.fileno(), is_moved=False)
+
+    def _restore(self, launcher: Launcher, mapping: dict[str, Any], source: int, *, is_moved: bool) -> Forked:
+        """Restore a rank from its process image. Raises LaunchRefusedError."""
+        procs = self._host.cgroups.join_files(self._paths.group)
+        try:
+            restored = self._images.restore(launcher, mapping, source, procs=procs, is_moved=is_moved)
+        except (ImageRefusedError, ImageError) as error:
+            raise LaunchRefusedError(f"its process image cannot be restored: {error}") from error
+        self.awaits_agent = restored.has_agent
+        return restored.root
+
+    def follow_arrival(self, wanted: DesiredOrder, is_whole: bool) -> None:
+        """Restore the process whose image comes from another node, once it has come whole."""
+        if self.awaits_image and is_whole and self._arriving is None and not self._images.trouble:
+            self._arriving = asyncio.create_task(self._arrive(wanted))
+
+    async def _arrive(self, wanted: DesiredOrder) -> None:
+        (rank,) = self._part.ranks
+        try:
+            root = await asyncio.to_thread(self._restore_arrived, rank)
+        except (LaunchRefusedError, LauncherError, OSError) as error:
+            self._images.trouble = str(error)
+        else:
+            self.awaits_image = False
+            self._exits.watch(rank, ProcessId(*root))
+            self._host.cgroups.track(self._paths.group, root.pid)
+            self._images.report_ready(wanted)
+            self._context.write_notes()
+        finally:
+            self._arriving = None
+            self._context.wake()
+
+    def _restore_arrived(self, rank: int) -> Forked:
+        launcher = self._launcher.running() or self._launcher.adopt_anew()
+        arena = self._launcher.open_image_arena(rank)
+        try:
+            return self._restore(launcher, read_json(self._paths.launch(rank)), arena, is_moved=True)
+        finally:
+            os.close(arena)
 
 
 def _outcome_of(error: Exception) -> PartOutcome:
@@ -469,14 +483,3 @@ def _outcome_of(error: Exception) -> PartOutcome:
     is_command = isinstance(error, LauncherError) and error.reason == "COMMAND"
     exit_code = _NOT_EXECUTED if is_command else 0
     return PartOutcome(kind, exit_code, message=str(error) or type(error).__name__, found=found)
-
-
-def _without_injection(environment: Mapping[str, str], host: NodeContext) -> dict[str, str]:
-    """The environment a launcher of these ranks had: what was added per rank is taken off again."""
-    base = {name: value for name, value in environment.items() if not name.startswith("GANGER_")}
-    parts = [part for part in base.get("PYTHONPATH", "").split(os.pathsep) if part and part != host.launchers.inject]
-    if parts:
-        base["PYTHONPATH"] = os.pathsep.join(parts)
-    else:
-        base.pop("PYTHONPATH", None)
-    return base

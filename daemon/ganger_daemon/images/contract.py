@@ -7,7 +7,7 @@ process ids are free and the directories of the unit's own are empty.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -17,6 +17,7 @@ FACTS = "facts.json"
 PID_FILE = "pid"
 """In the image's directory, the id that the restored root has in its unit: written by the restore."""
 CAPABILITY = "image"
+SHARED_MEMORY = "/dev/shm"
 
 
 class ImageRefusedError(Exception):
@@ -28,12 +29,16 @@ class DeviceStateLostError(Exception):
 
 
 class UnitProcesses(msgspec.Struct, frozen=True):
-    """A unit by the ids of its processes in the daemon's own namespace. `own_directories`: absolute paths inside the
-    unit whose files belong to it alone, so that they travel with the image."""
+    """Processes by their ids in the daemon's own namespace. `init_pid`: of their unit, 0 for processes that were never
+    restored and have none. `own_directories`: absolute paths that belong to them alone, so that the files in them
+    travel with the image; outside a unit, of those in /dev/shm the ones that the processes hold. `labels`: what the
+    daemon wants to know at the restore. `members`: processes that the daemon knows to be the job's."""
 
     init_pid: int
     root_pid: int
-    own_directories: tuple[str, ...] = ("/dev/shm",)
+    own_directories: tuple[str, ...] = (SHARED_MEMORY,)
+    labels: dict[str, str] = {}
+    members: tuple[int, ...] = ()
 
 
 class OpenFile(msgspec.Struct, frozen=True):
@@ -77,6 +82,7 @@ class ImageFacts(msgspec.Struct, frozen=True):
     size_bytes: int = 0
     is_outside_closed: bool = False
     device_pids: tuple[int, ...] = ()
+    labels: dict[str, str] = {}
 
     def files_outside(self, shared: Sequence[str]) -> tuple[OpenFile, ...]:
         """Return the files that are in none of these directories: another node must have them, too."""
@@ -97,22 +103,30 @@ class ProcessImages(Protocol):
         """The tool and its version, or "none: why"."""
 
     def dump(
-        self, unit: UnitProcesses, directory: Path, *, goes_on: bool, is_outside_closed: bool = False
+        self,
+        unit: UnitProcesses,
+        directory: Path,
+        *,
+        goes_on: bool,
+        is_outside_closed: bool = False,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> ImageFacts:
         """Write an image into an empty directory. Blocks.
 
         Afterwards the processes are dead, or run on where `goes_on`. `is_outside_closed`: connections to other machines
-        may be cut; the restored processes find them closed. Device state is part of the image. Raises
-        ImageRefusedError and OSError, then all run on; DeviceStateLostError, then one of them has lost its device.
+        may be cut; the restored processes find them closed. `meanwhile` is called once the image is whole, while the
+        processes stand still. Device state is part of the image. Raises ImageRefusedError, OSError and what `meanwhile`
+        raises, then all run on; DeviceStateLostError, then one of them has lost its device.
         """
 
     def fill(self, init_pid: int, directory: Path) -> None:
         """Put the files of the unit's own directories into a new unit, before the restore. Raises ImageRefusedError
         and OSError."""
 
-    def restore_arguments(self, directory: Path, logs: Mapping[str, int]) -> list[str]:
+    def restore_arguments(self, directory: Path, files: Mapping[str, int], *, is_stopped: bool = False) -> list[str]:
         """Return the command that restores an image, for a process inside a new unit, whose sibling the restored
-        root becomes. `logs`: paths as in the image's facts, and the descriptors of that process that replace them."""
+        root becomes. `files`: paths as in the image's facts, and the descriptors of that process that replace them.
+        `is_stopped`: the processes stand still until they get SIGCONT."""
 
     def give_devices(self, unit: UnitProcesses, directory: Path, moved: Mapping[str, str]) -> None:
         """Give restored processes their device state back, on the devices that replace those of the image by UUID.

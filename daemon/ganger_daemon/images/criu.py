@@ -18,8 +18,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
+from ganger.injob.process_identity import family
 
 from ganger_daemon.images.contract import (
     PID_FILE,
@@ -63,14 +65,20 @@ class NoImages:
         return f"none: {self.unavailable}"
 
     def dump(
-        self, unit: UnitProcesses, directory: Path, *, goes_on: bool, is_outside_closed: bool = False
+        self,
+        unit: UnitProcesses,
+        directory: Path,
+        *,
+        goes_on: bool,
+        is_outside_closed: bool = False,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> ImageFacts:
         raise ImageRefusedError(self.unavailable)
 
     def fill(self, init_pid: int, directory: Path) -> None:
         raise ImageRefusedError(self.unavailable)
 
-    def restore_arguments(self, directory: Path, logs: Mapping[str, int]) -> list[str]:
+    def restore_arguments(self, directory: Path, files: Mapping[str, int], *, is_stopped: bool = False) -> list[str]:
         raise ImageRefusedError(self.unavailable)
 
     def give_devices(self, unit: UnitProcesses, directory: Path, moved: Mapping[str, str]) -> None:
@@ -78,6 +86,18 @@ class NoImages:
 
     def restore_failure(self, directory: Path) -> str:
         return self.unavailable
+
+
+class _DumpPlan(NamedTuple):
+    """A dump of processes. `root`: as in their unit; `closes`: TCP connections are closed; `device_pids`: in their
+    unit, those whose device state is in the image."""
+
+    unit: UnitProcesses
+    directory: Path
+    root: int
+    goes_on: bool
+    closes: bool
+    device_pids: tuple[int, ...]
 
 
 class CriuImages:
@@ -95,19 +115,26 @@ class CriuImages:
         return self._machine.tool
 
     def dump(
-        self, unit: UnitProcesses, directory: Path, *, goes_on: bool, is_outside_closed: bool = False
+        self,
+        unit: UnitProcesses,
+        directory: Path,
+        *,
+        goes_on: bool,
+        is_outside_closed: bool = False,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> ImageFacts:
-        proc = UnitProc(unit.init_pid)
+        proc = UnitProc(unit.init_pid or None)
         try:
             root = pid_inside(unit.root_pid)
-            closes = self._check(proc, root, is_outside_closed)
+            closes = self._check(proc, unit, root, is_outside_closed)
             pids = pids_outside(unit.root_pid)
         except OSError as error:
             raise ImageRefusedError(f"the job's processes are gone: {error}") from error
         holders = self._devices.save(tuple(pids.values()))
         try:
             inside = tuple(pid for pid, outside in pids.items() if outside in holders)
-            return self._dump(unit, directory, root, goes_on=goes_on, closes=closes, device_pids=inside)
+            plan = _DumpPlan(unit, directory, root, goes_on, closes, inside)
+            return self._dump(plan, meanwhile)
         except BaseException:
             goes_on = True
             raise
@@ -121,46 +148,38 @@ class CriuImages:
         except ImageRefusedError as error:
             raise DeviceStateLostError(f"{error}; so it cannot go on") from error
 
-    def _dump(
-        self,
-        unit: UnitProcesses,
-        directory: Path,
-        root: int,
-        *,
-        goes_on: bool,
-        closes: bool,
-        device_pids: tuple[int, ...],
-    ) -> ImageFacts:
-        proc = UnitProc(unit.init_pid)
-        found: list[ImageFacts] = []
+    def _dump(self, plan: _DumpPlan, meanwhile: Callable[[], None]) -> ImageFacts:
+        unit, directory, root = plan.unit, plan.directory, plan.root
+        proc = UnitProc(unit.init_pid or None)
 
-        def while_frozen() -> str:
+        def while_frozen() -> None:
             # Again: a connection may have been opened meanwhile.
-            if why := proc.connections(proc.tree(root), "the driver left it open").refusal(closes):
-                return why
-            facts = self._facts(proc, root, unit.own_directories, closes)
-            found.append(msgspec.structs.replace(facts, device_pids=device_pids))
-            return pack_directories(unit.init_pid, unit.own_directories, directory)
+            if why := proc.connections(proc.tree(root), "the driver left it open").refusal(plan.closes):
+                raise ImageRefusedError(why)
+            facts = self._facts(proc, root, unit, plan.closes)
+            pack_directories(unit.init_pid, unit.own_directories, directory, [file.path for file in facts.files])
+            size = sum(file.stat().st_size for file in image_files(directory))
+            facts = msgspec.structs.replace(facts, device_pids=plan.device_pids, size_bytes=size)
+            write_facts(directory, facts)
+            meanwhile()
 
-        arguments = ["dump", "-t", str(root), "-o", DUMP_LOG, *_options(closes), "--network-lock", "skip"]
+        arguments = ["dump", "-t", str(root), "-o", DUMP_LOG, *_options(plan.closes), "--network-lock", "skip"]
         arguments += ["--ghost-limit", _GHOST_LIMIT, "--action-script", f"./{_SCRIPT}"]
-        arguments += ["--leave-running"] if goes_on else []
+        arguments += ["--leave-running"] if plan.goes_on else []
         self._run(unit.init_pid, arguments, directory, while_frozen)
-        size = sum(file.stat().st_size for file in image_files(directory))
-        facts = msgspec.structs.replace(found[0], size_bytes=size)
-        write_facts(directory, facts)
-        return facts
+        return read_facts(directory)
 
     def fill(self, init_pid: int, directory: Path) -> None:
         # CRIU writes no file that is there already.
         (directory / PID_FILE).unlink(missing_ok=True)
         fill_directories(init_pid, read_facts(directory).own_directories, directory)
 
-    def restore_arguments(self, directory: Path, logs: Mapping[str, int]) -> list[str]:
-        given = [option for path, fd in logs.items() for option in ("--inherit-fd", f"fd[{fd}]:{path.lstrip('/')}")]
+    def restore_arguments(self, directory: Path, files: Mapping[str, int], *, is_stopped: bool = False) -> list[str]:
+        given = [option for path, fd in files.items() for option in ("--inherit-fd", f"fd[{fd}]:{path.lstrip('/')}")]
         options = _options(read_facts(directory).is_outside_closed)
         placed = ["-D", str(directory), "-o", RESTORE_LOG, "--pidfile", str(directory / PID_FILE)]
-        return [self.program, "restore", *placed, "--restore-detached", "--restore-sibling", *options, *given]
+        placed += ["--restore-detached", "--restore-sibling", *(["--leave-stopped"] if is_stopped else [])]
+        return [self.program, "restore", *placed, *options, *given]
 
     def give_devices(self, unit: UnitProcesses, directory: Path, moved: Mapping[str, str]) -> None:
         holders = read_facts(directory).device_pids
@@ -173,11 +192,12 @@ class CriuImages:
     def restore_failure(self, directory: Path) -> str:
         return reason_of(_text(directory / RESTORE_LOG)) or "CRIU failed without naming an error"
 
-    def _check(self, proc: UnitProc, root: int, is_outside_closed: bool) -> bool:
+    def _check(self, proc: UnitProc, unit: UnitProcesses, root: int, is_outside_closed: bool) -> bool:
         """Return whether TCP connections are to be closed. Raises OSError, and ImageRefusedError for what the image
         would leave out or cut."""
         tree = proc.tree(root)
-        for pid in proc.pids():
+        # outside a unit: those of its session and its control group
+        for pid in proc.pids() if unit.init_pid else sorted({*family(root), *unit.members}):
             if pid not in tree:
                 raise ImageRefusedError(f"process {pid} ({proc.name(pid)}) has left the job's process tree")
         connections = proc.connections(tree, self._devices.unavailable)
@@ -185,7 +205,7 @@ class CriuImages:
             raise ImageRefusedError(why)
         return bool(connections.tcp)
 
-    def _facts(self, proc: UnitProc, root: int, own_directories: tuple[str, ...], closes: bool) -> ImageFacts:
+    def _facts(self, proc: UnitProc, root: int, unit: UnitProcesses, closes: bool) -> ImageFacts:
         tree = proc.tree(root)
         files = proc.open_files(tree)
         descriptors = proc.descriptors(root)
@@ -195,14 +215,15 @@ class CriuImages:
             processes=len(tree),
             logs=tuple(files[path] for path in sorted(logs)),
             files=tuple(file for path, file in sorted(files.items()) if path not in logs),
-            own_directories=own_directories,
+            own_directories=unit.own_directories,
             machine=self._machine,
             is_outside_closed=closes,
+            labels=unit.labels,
         )
 
-    def _run(self, init_pid: int, arguments: Sequence[str], directory: Path, while_frozen: Callable[[], str]) -> None:
-        """Run a dump inside a unit. `while_frozen` is called once all is written but the processes are frozen; a text
-        that it returns is the reason to let them go on without an image. Raises ImageRefusedError and OSError."""
+    def _run(self, init_pid: int, arguments: Sequence[str], directory: Path, while_frozen: Callable[[], None]) -> None:
+        """Run a dump, inside a unit where there is one. `while_frozen` is called once all is written but the processes
+        are frozen; if it raises, they go on. Raises ImageRefusedError, OSError, and what `while_frozen` raises."""
         # CRIU runs it in the image's directory.
         (directory / _SCRIPT).write_text(_SCRIPT_TEXT)
         (directory / _SCRIPT).chmod(0o700)
@@ -212,25 +233,25 @@ class CriuImages:
         fcntl.flock(consent, fcntl.LOCK_EX)
         # The image's directory by descriptor: the unit need not see it under its path.
         inside = [self.program, *arguments, "-D", f"/proc/self/fd/{image}"]
-        command = ["nsenter", "-t", str(init_pid), "-m", "-p", "-i", *inside]
-        process, trouble = None, ""
+        enter = ["nsenter", "-t", str(init_pid), "-m", "-p", "-i"] if init_pid else []
+        process = None
         try:
             with (directory / _ERRORS).open("wb") as errors:
                 process = subprocess.Popen(
-                    command, pass_fds=(image,), stdin=subprocess.DEVNULL, stdout=errors, stderr=errors
+                    [*enter, *inside], pass_fds=(image,), stdin=subprocess.DEVNULL, stdout=errors, stderr=errors
                 )
             while process.poll() is None and not (directory / _DUMPED).exists():
                 time.sleep(_POLL_S)
             if process.poll() is None:
-                trouble = while_frozen()
-                os.write(consent, b"no\n" if trouble else b"yes\n")
+                while_frozen()
+                os.write(consent, b"yes\n")
         finally:
             # Without the lock the script goes on: it ends the processes only where it finds a yes.
             os.close(consent)
             os.close(image)
             code = 1 if process is None else process.wait()
         if code:
-            text = trouble or reason_of(_text(directory / DUMP_LOG)) or _text(directory / _ERRORS).strip()[-300:]
+            text = reason_of(_text(directory / DUMP_LOG)) or _text(directory / _ERRORS).strip()[-300:]
             raise ImageRefusedError(text or f"criu dump ended with code {code}")
 
 

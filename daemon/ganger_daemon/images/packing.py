@@ -11,14 +11,14 @@ import mmap
 import os
 import tarfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from ganger.injob import state_image
 
-from ganger_daemon.images.contract import FACTS, ImageFacts, ImageRefusedError, read_facts, write_facts
+from ganger_daemon.images.contract import FACTS, SHARED_MEMORY, ImageFacts, ImageRefusedError, read_facts, write_facts
 
 FIELD = "process_image"
 # A piece stays in the processor's cache between its digest and its copy.
@@ -31,16 +31,23 @@ def image_files(directory: Path) -> tuple[Path, ...]:
     return tuple(sorted(path for path in directory.iterdir() if path.suffix in (".img", ".tar")))
 
 
-def pack_directories(init_pid: int, directories: Sequence[str], image: Path) -> str:
-    """Write a unit's directories into an image. Return what went wrong, or an empty text. Sockets are left out."""
+def pack_directories(init_pid: int, directories: Sequence[str], image: Path, held: Collection[str]) -> None:
+    """Write the directories of a job into an image. Sockets are left out. Raises ImageRefusedError.
+
+    `init_pid`: of the job's unit; without one, 0, other jobs use /dev/shm, too, and only what the job holds is taken.
+    `held`: paths of the files that it holds."""
     for number, inside in enumerate(directories):
+        source = _from_outside(init_pid, inside)
         try:
+            names = sorted(os.listdir(source))
+            if inside == SHARED_MEMORY and not init_pid:
+                own = {Path(path).relative_to(inside).parts[0] for path in held if path.startswith(f"{inside}/")}
+                names = [name for name in names if name in own]
             with tarfile.TarFile(image / _tar(number), "w", copybufsize=_PIECE_BYTES) as tar:
-                for entry in sorted(os.scandir(_from_outside(init_pid, inside)), key=lambda entry: entry.name):
-                    tar.add(entry.path, entry.name)
+                for name in names:
+                    tar.add(source / name, name)
         except (OSError, tarfile.TarError) as error:
-            return f"the files in {inside} cannot be saved: {error}"
-    return ""
+            raise ImageRefusedError(f"the files in {inside} cannot be saved: {error}") from error
 
 
 def fill_directories(init_pid: int, directories: Sequence[str], image: Path) -> None:
@@ -57,11 +64,32 @@ def fill_directories(init_pid: int, directories: Sequence[str], image: Path) -> 
 
 
 def _from_outside(init_pid: int, inside: str) -> Path:
-    return Path(f"/proc/{init_pid}/root{inside}")
+    return Path(f"/proc/{init_pid}/root{inside}" if init_pid else inside)
 
 
 def _tar(number: int) -> str:
     return f"own-{number}.tar"
+
+
+def packed_bytes(directory: Path, fields: Mapping[str, Any]) -> int:
+    """Return the size of an image's directory once it is packed. Raises as `pack`."""
+    return _lay_out(directory, fields)[2].total_bytes
+
+
+def _lay_out(
+    directory: Path, fields: Mapping[str, Any]
+) -> tuple[tuple[Path, ...], list[dict[str, Any]], state_image.Preamble, bytes]:
+    facts = read_facts(directory)
+    files = image_files(directory)
+    table: list[dict[str, Any]] = []
+    offset = 0
+    for file in files:
+        size = file.stat().st_size
+        table.append({"name": file.name, "offset": offset, "bytes": size})
+        offset = state_image.aligned(offset + size)
+    header = {**fields, FIELD: msgspec.to_builtins(facts), "tensors": table, "tree": None}
+    preamble, encoded = state_image.lay_out(header, offset, state_image.preferred_digest())
+    return files, table, preamble, encoded
 
 
 def pack(
@@ -76,16 +104,7 @@ def pack(
 
     `fields`: of the header, as `step`, `rank` and `world`. `filled` is called with the bytes that are final so far.
     Raises OSError, and ImageRefusedError for a directory without facts."""
-    facts = read_facts(directory)
-    files = image_files(directory)
-    table: list[dict[str, Any]] = []
-    offset = 0
-    for file in files:
-        size = file.stat().st_size
-        table.append({"name": file.name, "offset": offset, "bytes": size})
-        offset = state_image.aligned(offset + size)
-    header = {**fields, FIELD: msgspec.to_builtins(facts), "tensors": table, "tree": None}
-    preamble, encoded = state_image.lay_out(header, offset, state_image.preferred_digest())
+    files, table, preamble, encoded = _lay_out(directory, fields)
     digests = state_image.ChunkDigests(preamble.digest_kind, preamble.chunk_bytes)
     _write(target, preamble.pack() + encoded)
     written = preamble.data_offset

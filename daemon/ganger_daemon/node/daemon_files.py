@@ -333,7 +333,7 @@ class DaemonPaths:
                 f"run directory {self.run} has {os.pathsep!r} in its name, which PYTHONPATH cannot hold: name another"
                 " with --run-dir"
             )
-        for path in (self.state, self.run, self.jobs, self.logs, self.launchers):
+        for path in (self.state, self.run, self.jobs, self.logs, self.temporary, self.launchers):
             make_private(path)
         # An account that could replace a socket in it would receive the environments of jobs.
         if trouble := path_trouble(self.launchers):
@@ -357,6 +357,11 @@ class DaemonPaths:
     @property
     def logs(self) -> Path:
         return self.state / "logs"
+
+    @property
+    def temporary(self) -> Path:
+        """Directory of the jobs' own temporary files, one for each gang."""
+        return self.state / "tmp"
 
     @property
     def launchers(self) -> Path:

@@ -25,7 +25,7 @@ from ganger.wire.errors import (
 from ganger.wire.methods import CallerIdentity, CallerRole
 from ganger.wire.servers import Callers
 
-from ganger_daemon.checkpoints.storage import Shard, ShardReport
+from ganger_daemon.checkpoints.storage import Shard, ShardReport, shard_name
 from ganger_daemon.core.gang_judgement import PartPhase
 from ganger_daemon.gang.boundary_relay import from_wire
 from ganger_daemon.node.daemon_files import read_json
@@ -114,7 +114,7 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
         shards = tuple(
             Shard(
                 shard.rank,
-                f"rank-{shard.rank}.shard",
+                shard_name(shard.rank),
                 shard.size_bytes,
                 shard.digest,
                 shard.device_model,

@@ -95,11 +95,14 @@ def recognise(
     return FoundProcesses(proved[0] if proved else NO_PROCESS, strangers[0] if strangers else None)
 
 
-def strays(page_paths: Collection[Path], inject: str) -> frozenset[int]:
+def strays(page_paths: Collection[Path], inject: str, page_names: Collection[Path] = ()) -> frozenset[int]:
     """Pids of processes that came from a gang's ranks and left their sessions and parents: by the environment they were
     started with, which is the rank's; or the launcher's (it has `inject`), and then they still map a control page.
-    Looks at every process that may be looked at."""
+    Looks at every process that may be looked at.
+
+    `page_names`: other names of the pages, which a process keeps that was restored in a unit, as another gang's."""
     names = [b"GANGER_PAGE=" + bytes(path) for path in page_paths]
+    shared_names = [b"GANGER_PAGE=" + bytes(path) for path in page_names]
     found = set()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -110,9 +113,18 @@ def strays(page_paths: Collection[Path], inject: str) -> frozenset[int]:
             continue
         variables, pid = environment.split(b"\0"), int(entry.name)
         is_forked = os.fsencode(inject) in environment and any(_maps(pid, path) for path in page_paths)
-        if is_forked or any(name in variables for name in names):
+        is_named = any(name in variables for name in shared_names) and not _is_in_unit(pid)
+        if is_forked or is_named or any(name in variables for name in names):
             found.add(pid)
     return frozenset(found)
+
+
+def _is_in_unit(pid: int) -> bool:
+    """Return whether a process has another PID namespace than this one."""
+    try:
+        return not Path(f"/proc/{pid}/ns/pid").samefile("/proc/self/ns/pid")
+    except OSError:
+        return False
 
 
 def stranger_text(rank: int, found: FoundProcesses) -> str:

@@ -90,6 +90,10 @@ class ParkedArena:
         ):
             return 0, 0
         progress = gang.context.pages.progress(self._rank)
+        if gang.parts.images.are_carried:
+            size, filled = gang.parts.images.handed(gang.wanted.stop_sequence)
+            self._stop = self._stop or (gang.wanted.stop_sequence if size else 0)
+            return size, filled
         # before the rank is parked in this stop, the numbers may be those of an earlier one
         if progress.ack_seq != gang.wanted.stop_sequence or progress.state not in _FILLING:
             return 0, 0
@@ -104,7 +108,9 @@ class ParkedArena:
         return not self._stop or gang.wanted.stop_sequence == self._stop
 
     def open_arena(self) -> int:
-        return self._gang.parts.launching.open_arena(self._rank)
+        parts = self._gang.parts
+        open_arena = parts.launcher.open_image_arena if parts.images.are_carried else parts.launcher.open_arena
+        return open_arena(self._rank)
 
 
 class Source(Protocol):

@@ -38,6 +38,7 @@ class DesiredRestore(Struct, frozen=True, gc=False):
     step: int = 0
     alone: bool = False
     peak_device_bytes: int = 0
+    is_process_image: bool = False
     # Paths of checkpoints that could not be read.
     unreadable: tuple[str, ...] = ()
 
@@ -207,6 +208,7 @@ def _desired_gang(party: Party, piece: Piece) -> DesiredGang:
             restore.step,
             restore.alone,
             restore.peak_device_bytes,
+            restore.is_process_image,
             job.unreadable,
         ),
         threads=gang.threads,

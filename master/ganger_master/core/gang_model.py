@@ -130,6 +130,8 @@ class Restore(Struct, frozen=True, gc=False, omit_defaults=True):
     alone: bool = False
     # Of one of the parked epoch's devices, as far as was known; zero: not at all.
     peak_device_bytes: int = 0
+    # The parked epoch gives images of its processes, and not what they have put into their arenas.
+    is_process_image: bool = False
 
 
 class Gang(Struct, frozen=True, gc=False, omit_defaults=True):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from ganger.cluster.resources import Claim, LocalityLevel
 from ganger.job_state import JobState
+from ganger.protocol.gang_orders import Mechanism
 from msgspec.structs import replace
 
 from ganger_master.core.desired_projection import threads_of
@@ -249,8 +250,12 @@ def go_on_elsewhere(
     """Prepare a destination that takes its state from `source`, or is started once the script there has saved itself;
     return its epoch, which is not active yet."""
     epoch = state.take_epoch()
-    peak = job.peak_device_bytes
-    restore = Restore(parked_epoch=source.epoch, step=source.stop_step, peak_device_bytes=peak)
+    restore = Restore(
+        parked_epoch=source.epoch,
+        step=source.stop_step,
+        peak_device_bytes=job.peak_device_bytes,
+        is_process_image=job.capabilities.mechanism is Mechanism.IMAGE,
+    )
     if job.saves_itself:
         restore = Restore()
     version = state.next_desired_version

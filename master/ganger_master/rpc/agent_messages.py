@@ -134,7 +134,14 @@ def _told_from_wire(message: agent_pb2.ObservedGang) -> StoredOrder | None:
         stop_sequence=min(told.stop_sequence, _SEQUENCE_MOST),
         user=told.user,
         spec=_spec_from_wire(told),
-        restore=Restore(restore.checkpoint_path, parked.epoch, restore.step, parked.alone, parked.peak_device_bytes),
+        restore=Restore(
+            restore.checkpoint_path,
+            parked.epoch,
+            restore.step,
+            parked.alone,
+            parked.peak_device_bytes,
+            parked.is_process_image,
+        ),
         threads=told.threads,
         checkpoint_request=told.checkpoint_request,
         repin_request=told.repin_request,
@@ -239,6 +246,7 @@ def desired_gang_to_wire(gang: DesiredGang) -> agent_pb2.DesiredGang:
         message.restore.parked.members.extend(_member_to_wire(member) for member in restore.parked_members)
         message.restore.parked.alone = restore.alone
         message.restore.parked.peak_device_bytes = restore.peak_device_bytes
+        message.restore.parked.is_process_image = restore.is_process_image
         message.restore.step = restore.step
     elif restore.checkpoint_path:
         message.restore.checkpoint_path = restore.checkpoint_path

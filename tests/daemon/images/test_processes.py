@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 from collections.abc import Iterator
@@ -10,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from daemon.images.unit_job import real, restored, started
-from ganger.injob.launcher.namespaces import TEMPORARY_DIRECTORY
 from ganger_daemon.images.contract import ImageRefusedError, ProcessImages
 from ganger_daemon.images.criu import CriuImages
 from ganger_daemon.images.driver import DeviceState, DriverProcessState
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="units need root")
 # Keeps its count in memory and, for the fake, in a file of the unit's own, from which it goes on if it is started.
 COUNTING = f"""
 import fcntl, os, sys, time
-step = open("{TEMPORARY_DIRECTORY}/{STEP_LOCK}", "a")
-path = "{TEMPORARY_DIRECTORY}/count"
+step = open(os.environ["TMPDIR"] + "/{STEP_LOCK}", "a")
+path = os.environ["TMPDIR"] + "/count"
 count = int(open(path).read() or 0) if os.path.exists(path) else 0
 while not os.path.exists(sys.argv[1]):
     fcntl.flock(step, fcntl.LOCK_EX)
@@ -106,18 +106,35 @@ def test_output_after_a_restore_goes_to_the_file_that_replaces_the_log(
 
 
 def test_files_in_shared_memory_travel_with_the_image(images: ProcessImages, place: Place, image: Path) -> None:
-    job = started(place, COUNTING, "/nowhere/end")
-    job.own_file("/dev/shm/batches").mkdir()
-    job.own_file("/dev/shm/batches/0").write_bytes(b"batch" * 1000)
-    os.chown(job.own_file("/dev/shm/batches/0"), 1234, 1234)
-    os.symlink("batches/0", job.own_file("/dev/shm/latest"))
-    facts = images.dump(job.unit, image, goes_on=False)
+    own = f"/dev/shm/{place.directory.name}"
+    others = Path(f"{own}-of-another-job")
+    program = f"import os\nkept = open({own!r}, 'wb'); kept.write(b'batch' * 1000); kept.flush()\n"
+    others.touch()
+    try:
+        job = started(place, program + COUNTING, "/nowhere/end")
+        os.chown(own, 1234, 1234)
+        facts = images.dump(job.unit, image, goes_on=False)
+        os.unlink(own)
 
-    again = restored(images, place, image, facts)
-
-    assert again.own_file("/dev/shm/batches/0").read_bytes() == b"batch" * 1000
-    assert again.own_file("/dev/shm/batches/0").stat().st_uid == 1234
-    assert os.readlink(again.own_file("/dev/shm/latest")) == "batches/0"
+        first = restored(images, place, image, facts)
+        shared = first.own_file(own)
+        assert shared.read_bytes() == b"batch" * 1000
+        assert [path.name for path in shared.parent.iterdir()] == [shared.name]
+        if not isinstance(images, FakeImages):  # which starts the program again
+            assert shared.stat().st_uid == 1234
+        assert not Path(own).exists()
+        # in a unit all files of its shared memory are its own
+        first.own_file("/dev/shm/batches").mkdir()
+        os.symlink("batches/0", first.own_file("/dev/shm/latest"))
+        shutil.rmtree(image)
+        image.mkdir()
+        facts = images.dump(first.unit, image, goes_on=False)
+        second = restored(images, place, image, facts)
+        assert os.readlink(second.own_file("/dev/shm/latest")) == "batches/0"
+        assert second.own_file("/dev/shm/batches").is_dir()
+    finally:
+        others.unlink()
+        Path(own).unlink(missing_ok=True)
 
 
 def test_a_program_that_goes_on_is_not_disturbed_and_its_image_is_of_the_moment(
@@ -203,7 +220,7 @@ def test_a_tree_of_processes_goes_on_with_its_pipes(place: Place, image: Path) -
 
 def test_a_process_that_left_the_tree_is_named_and_all_run_on(place: Place, image: Path) -> None:
     images = real()
-    # The child's child outlives its parent: the unit's init adopts it.
+    # The child's child outlives its parent, and another process adopts it.
     leaving = """
 import os, time
 if os.fork() == 0:

@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 from ganger.injob.launcher.client import Forked, Launcher
-from ganger.injob.launcher.namespaces import TEMPORARY_DIRECTORY, Unit
-from ganger_daemon.images.contract import PID_FILE, ImageFacts, ProcessImages, UnitProcesses
+from ganger.injob.launcher.namespaces import LINKS, Unit
+from ganger_daemon.images.contract import PID_FILE, SHARED_MEMORY, ImageFacts, ProcessImages, UnitProcesses
 from ganger_daemon.images.criu import choose_images
 from injob.launcher_kit import Place
 from kit.waiting import eventually
 
 
 class Job:
-    """A program in a unit."""
+    """A program, in a unit once it is restored. `temporary`: the path by which it knows its own directory."""
 
-    def __init__(self, place: Place, launch: dict[str, Any], init: int, root: Forked) -> None:
+    def __init__(self, place: Place, launch: dict[str, Any], init: int, root: Forked, temporary: str) -> None:
         self.place, self.launch, self.init, self.root = place, launch, init, root
-        self.unit = UnitProcesses(init, root.pid, ("/dev/shm", TEMPORARY_DIRECTORY))
+        self.unit = UnitProcesses(init, root.pid, (SHARED_MEMORY, temporary))
 
     @property
     def log(self) -> Path:
@@ -47,28 +47,25 @@ def real() -> ProcessImages:
     return found
 
 
-def made_unit(place: Place, launch: dict[str, Any], *, is_restored: bool = False) -> int:
-    run = Path(launch["page"]).parent
-    temporary = run / "tmp"
-    temporary.mkdir()
-    unit = Unit(launch["name"], str(run), str(run), str(temporary), is_restored)
-    with Launcher(place.socket) as launcher:
-        return launcher.make_unit(unit._asdict()).pid
-
-
 def started(place: Place, program: str, *arguments: str) -> Job:
     launch = place.launch([sys.executable, "-c", program, *arguments])
+    temporary = Path(launch["page"]).parent / "tmp"
+    temporary.mkdir()
     # Not a rank: the agent has no part in this.
-    launch["env"] = {"PATH": os.environ["PATH"], "TMPDIR": TEMPORARY_DIRECTORY}
-    init = made_unit(place, launch)
-    job = Job(place, launch, init, place.fork(launch | {"init": init}))
+    launch["env"] = {"PATH": os.environ["PATH"], "TMPDIR": str(temporary)}
+    job = Job(place, launch, 0, place.fork(launch), str(temporary))
     job.until_it_counts()
     return job
 
 
 def restored(images: ProcessImages, place: Place, image: Path, facts: ImageFacts) -> Job:
     launch = place.launch(["restored"])
-    init = made_unit(place, launch, is_restored=True)
+    temporary = Path(launch["page"]).parent / "tmp"
+    temporary.mkdir()
+    _, known = facts.own_directories
+    unit = Unit(launch["name"], f"{LINKS}/{place.directory.name}", {}, [(str(temporary), known)])
+    with Launcher(place.socket) as launcher:
+        init = launcher.make_unit(unit._asdict()).pid
     images.fill(init, image)
     (log,) = facts.logs
     command = images.restore_arguments(image, {log.path: 7})
@@ -76,4 +73,4 @@ def restored(images: ProcessImages, place: Place, image: Path, facts: ImageFacts
         pid_file = str(image / PID_FILE)
         root = launcher.restore(launch | {"init": init}, command, {7: launch["log"]}, pid_file)
     place.started.append(root)
-    return Job(place, launch, init, root)
+    return Job(place, launch, init, root, known)

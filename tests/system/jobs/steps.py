@@ -84,7 +84,7 @@ def compute(seconds: float) -> None:
 
 def is_at_home(record: str) -> bool:
     """Whether it runs on the node on which it ran first."""
-    home, here = f"{record}.home", os.path.dirname(os.environ["GANGER_JOB_DIR"])
+    home, here = f"{record}.home", os.path.dirname(os.path.realpath(os.environ["GANGER_JOB_DIR"]))
     if not os.path.exists(home):
         with open(home, "w") as out:
             out.write(here)

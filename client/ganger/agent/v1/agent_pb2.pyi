@@ -718,6 +718,7 @@ class ParkedState(google.protobuf.message.Message):
     MEMBERS_FIELD_NUMBER: builtins.int
     ALONE_FIELD_NUMBER: builtins.int
     PEAK_DEVICE_BYTES_FIELD_NUMBER: builtins.int
+    IS_PROCESS_IMAGE_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     alone: builtins.bool
     """No process starts on a device before the source has released it: the device has no room for both."""
@@ -725,6 +726,8 @@ class ParkedState(google.protobuf.message.Message):
     """Of one of the source's devices, so far; zero while unknown. Memory for that much, and a tenth, is allocated before
     the state comes; without it, all that is claimed for arenas.
     """
+    is_process_image: builtins.bool
+    """What comes are images of the processes themselves: none is started before its image has come."""
     @property
     def members(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Member]: ...
     def __init__(
@@ -734,8 +737,9 @@ class ParkedState(google.protobuf.message.Message):
         members: collections.abc.Iterable[Global___Member] | None = ...,
         alone: builtins.bool = ...,
         peak_device_bytes: builtins.int = ...,
+        is_process_image: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["alone", b"alone", "epoch", b"epoch", "members", b"members", "peak_device_bytes", b"peak_device_bytes"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["alone", b"alone", "epoch", b"epoch", "is_process_image", b"is_process_image", "members", b"members", "peak_device_bytes", b"peak_device_bytes"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ParkedState: typing_extensions.TypeAlias = ParkedState

@@ -195,8 +195,6 @@ def settle(launch: Launch) -> None:
     From the outside in: what needs privileges first, then the identity, then what the user must be allowed to do.
     """
     os.setsid()
-    if launch.init:
-        _attempt("UNIT", "cannot enter its unit", lambda: enter_unit(launch.init))
     for number in signal.valid_signals():
         if number not in (signal.SIGKILL, signal.SIGSTOP, signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
             try:
@@ -224,19 +222,13 @@ def settle(launch: Launch) -> None:
         os.umask(launch.umask)
     _attempt("LOG", f"cannot write the log {launch.log}", lambda: _redirect(launch.log))
     _attempt("CWD", f"cannot enter the working directory {launch.cwd}", lambda: os.chdir(launch.cwd))
-    if launch.page and not launch.init:
+    if launch.page:
         fill_page(launch.page, os.getpid())
 
 
-def start(launch: Launch, may_fork: bool, arena: int | None, write_end: int, go: int | None = None) -> NoReturn:
-    """Prepare a child and run its program. Write a failure as JSON into ``write_end``, and only close it on success.
-
-    ``go``: where a word of the launcher comes once the child may begin; a launcher that ends before gives none."""
-    if go is not None and not os.read(go, 1):
-        os._exit(127)
+def start(launch: Launch, may_fork: bool, arena: int | None, write_end: int) -> NoReturn:
+    """Prepare a child and run its program. Write a failure as JSON into ``write_end``, and only close it on success."""
     try:
-        if go is not None:
-            os.close(go)
         settle(launch)
         run(launch, may_fork, arena, lambda: os.close(write_end))
     except LaunchError as error:
@@ -265,7 +257,7 @@ def restore(launch: Launch, command: Sequence[str], files: Mapping[int, str], wr
             os.sched_setaffinity(0, launch.cores)
         _redirect(os.devnull)
         for number, path in files.items():
-            opened = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            opened = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
             os.dup2(opened, number, inheritable=True)
             if opened != number:
                 os.close(opened)

@@ -1,8 +1,10 @@
-"""The unit of a gang's part on a node: namespaces for processes, shared memory and mounts, held open by an init.
+"""The unit of a restored process: namespaces for pids, shared memory and mounts, held open by an init.
 
-A process image is restored with the pids, the shared memory and the paths that it was saved with, so what it was saved
-from has its own. In a unit pids are free, /dev/shm is private, and the gang's files are at paths that name neither node
-nor epoch. The init is process 1: it reaps orphans, is never part of an image, and ends once nothing else is left.
+A process image is restored with the pids, the shared memory and the paths that it was saved with. In a unit all pids
+are free, /dev/shm is private, and the names of a job's directories lead to those of the present epoch. The init is
+process 1: it reaps orphans, is never part of an image, and ends once nothing else is left.
+
+A process that was never restored has no unit: what it has mapped was mapped in the namespaces of its launcher.
 """
 
 from __future__ import annotations
@@ -13,22 +15,16 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Callable, NamedTuple, NoReturn
 
-# Where a unit has its gang's files, whatever node and epoch it is of.
-UNIT_DIRECTORY = "/run/ganger-unit"
-RUN_DIRECTORY = f"{UNIT_DIRECTORY}/run"
-JOB_DIRECTORY = f"{UNIT_DIRECTORY}/job"
-TEMPORARY_DIRECTORY = f"{UNIT_DIRECTORY}/tmp"
-# Names the unit's init for the processes in it; its presence tells them that pids outside are others.
-UNIT_VARIABLE = "GANGER_UNIT"
+# Under it each job has a directory of names, see `make_links`.
+LINKS = "/run/ganger-unit"
 
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID = 0x00020000, 0x08000000, 0x20000000
 UNIT_FLAGS = CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWPID
 _MS_BIND, _MS_REC, _MS_SLAVE, _MS_NOSUID, _MS_NODEV = 0x1000, 0x4000, 1 << 19, 2, 4
-# The first pid of a job: what restores an image needs a few of its own below.
-_FIRST_PID = 1000
+_MNT_DETACH = 2
 _LOOK_EVERY_S = 1.0
 # A unit without processes ends after this long: nothing was started in it.
 _EMPTY_S = 60.0
@@ -39,14 +35,26 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Unit(NamedTuple):
-    """What a unit is made from. ``run``, ``job``: the gang's directories; ``temporary``: one for its temporary files.
-    ``is_restored``: an image will bring its own pids."""
+    """What a unit is made from. ``links``: where the names in the directory of its job lead, see `make_links`;
+    ``binds``: pairs of a directory and the path at which the unit has it."""
 
     name: str
-    run: str
-    job: str
-    temporary: str
-    is_restored: bool = False
+    directory: str
+    links: Mapping[str, str]
+    binds: Sequence[Sequence[str]] = ()
+
+
+def make_links(directory: str, links: Mapping[str, str]) -> None:
+    """Make the directory whose names lead to those of a job, outside a unit or in one. Raises OSError.
+
+    A job finds its page, its socket and its temporary files by these names. They stay the same when it is restored, and
+    lead elsewhere."""
+    os.makedirs(directory, mode=0o755, exist_ok=True)
+    for name, target in links.items():
+        path = os.path.join(directory, name)
+        if os.path.lexists(path):
+            os.unlink(path)
+        os.symlink(target, path)
 
 
 def be_init(unit: Unit, ready: int, cgroup_procs: Sequence[str]) -> NoReturn:
@@ -61,9 +69,6 @@ def be_init(unit: Unit, ready: int, cgroup_procs: Sequence[str]) -> NoReturn:
                 _reset(number)
         os.chdir("/")
         _mount_all(unit)
-        if not unit.is_restored:
-            with open("/proc/sys/kernel/ns_last_pid", "w", encoding="ascii") as file:
-                file.write(str(_FIRST_PID))
     except Exception as problem:
         os.write(ready, str(problem).encode()[:_LONGEST_TEXT])
         os._exit(1)
@@ -80,19 +85,26 @@ def _reset(number: int) -> None:
 
 
 def _mount_all(unit: Unit) -> None:
-    os.makedirs(UNIT_DIRECTORY, mode=0o755, exist_ok=True)
     # What the machine mounts later is seen in the unit; nothing of the unit is seen outside.
     _mount("none", "/", "", _MS_REC | _MS_SLAVE)
     _mount("ganger-shm", "/dev/shm", "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=1777")
     _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV)
-    _mount("ganger-unit", UNIT_DIRECTORY, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=755,size=1m")
-    for place, source in (
-        (RUN_DIRECTORY, unit.run),
-        (JOB_DIRECTORY, unit.job),
-        (TEMPORARY_DIRECTORY, unit.temporary),
-    ):
-        os.mkdir(place)
-        _mount(source, place, "", _MS_BIND)
+    os.makedirs(LINKS, mode=0o755, exist_ok=True)
+    _mount("ganger-unit", LINKS, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=755,size=1m")
+    make_links(unit.directory, unit.links)
+    for source, place in unit.binds:
+        bind(source, place)
+
+
+def bind(source: str, place: str) -> None:
+    """Let a directory be at another path, too, which is made. Raises OSError."""
+    os.makedirs(place, exist_ok=True)
+    _mount(source, place, "", _MS_BIND)
+
+
+def unbind(place: str) -> None:
+    """Undo `bind`; without effect where nothing is bound."""
+    _libc.umount2(place.encode(), _MNT_DETACH)
 
 
 def _serve() -> NoReturn:
@@ -156,14 +168,6 @@ def _enter(namespace: int, kind: int) -> None:
     if _libc.setns(namespace, kind) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"cannot enter a namespace: {os.strerror(number)}")
-
-
-def in_unit(path: str, unit: Unit) -> str:
-    """Return where a file of a gang is for the processes in its unit; other paths are the same there."""
-    for source, place in ((unit.run, RUN_DIRECTORY), (unit.job, JOB_DIRECTORY)):
-        if path == source or path.startswith(source + os.sep):
-            return place + path[len(source) :]
-    return path
 
 
 def wait_ready(ready: int, limit_s: float) -> str:

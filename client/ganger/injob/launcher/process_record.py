@@ -50,9 +50,8 @@ def shortened(message: str) -> str:
 
 class Launch(NamedTuple):
     """One rank. Paths are absolute; ``cgroup_procs`` are files its pid is written to; ``arena_bytes`` 0 means none.
-    ``freezer`` is the file that freezes its control group, "" where signals have to. ``init`` is the pid of its unit's
-    init, 0 without a unit; then the environment names files as they are called in the unit, and everything else here
-    does not.
+    ``freezer`` is the file that freezes its control group, "" where signals have to. ``init`` is the pid of the
+    init of the unit that it is restored into, 0 for a program that starts.
 
     ``cores`` None leaves the affinity alone, ``uid``/``gid``/``groups`` None the identity; ``threads`` 0 the number.
     """

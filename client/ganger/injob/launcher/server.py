@@ -158,29 +158,18 @@ class LauncherServer:
         if arena is not None and launch.touched_bytes:
             self._helper(f"{launch.name}/touch", None, None, lambda: child_process.touch_arena(launch, arena))
         read_end, write_end = os.pipe2(os.O_CLOEXEC)
-        started = (
-            None if self._runs_in_a_fork(launch) else self._start(request["launch"], write_end, arena, launch.init)
-        )
-        pid, word = started or self._fork_child(launch, arena, write_end)
+        started = None if self._runs_in_a_fork(launch) else self._start(request["launch"], write_end, arena)
+        pid, word = started or (os.fork(), None)
+        if pid == 0:
+            self._become_child(keep=[write_end, *([] if arena is None else [arena])])
+            raise ChildTask(lambda: child_process.start(launch, self._may_fork, arena, write_end))
         os.close(write_end)
         new = self._add_rank(launch, pid)
-        if launch.init and launch.page:
-            child_process.fill_page(launch.page, pid)
-        begin(word)
+        if word is not None:
+            begin(word)
         # The child closes its end when it is settled (exec closes it too), or writes what went wrong.
         new.settle = lambda: self._settled(caller, number, new, read_end)
         self._selector.register(read_end, selectors.EVENT_READ, new.settle)
-
-    def _fork_child(self, launch: Launch, arena: int | None, write_end: int) -> tuple[int, int]:
-        """Fork a rank. Return its pid and the descriptor that lets it begin. Raises ChildTask in the child."""
-        go, word = os.pipe2(os.O_CLOEXEC)
-        pid = fork_in(launch.init, os.fork) if launch.init else os.fork()
-        if pid == 0:
-            os.close(word)
-            self._become_child(keep=[go, write_end, *([] if arena is None else [arena])])
-            raise ChildTask(lambda: child_process.start(launch, self._may_fork, arena, write_end, go))
-        os.close(go)
-        return pid, word
 
     def _add_rank(self, launch: Launch, pid: int) -> LauncherChild:
         keeper = LeaseKeeper(launch.name, pid, launch.page, launch.freezer, launch.cgroup_procs)
@@ -224,15 +213,13 @@ class LauncherServer:
     def _runs_in_a_fork(self, launch: Launch) -> bool:
         return self._may_fork and python_command(launch.argv, launch.env, launch.cwd) is not None
 
-    def _start(
-        self, content: Mapping[str, Any], write_end: int, arena: int | None, init: int
-    ) -> tuple[int, int] | None:
+    def _start(self, content: Mapping[str, Any], write_end: int, arena: int | None) -> tuple[int, int] | None:
         """Start a process by the starter. Return its pid and the descriptor that lets it begin; None without a starter:
         then the launcher forks it."""
         if self._starter is None:
             return None
         try:
-            return self._starter.start(content, write_end, arena, init)
+            return self._starter.start(content, write_end, arena)
         except StarterError as error:
             print(f"ganger launcher: {error}; what is executed is forked from here now", file=sys.stderr)
             self._starter.end()

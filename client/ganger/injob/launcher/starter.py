@@ -9,7 +9,6 @@ has recorded its pid and confirmed: a launcher that gave up on it has started no
 from __future__ import annotations
 
 import ctypes
-import errno
 import json
 import os
 import platform
@@ -17,10 +16,7 @@ import signal
 import socket
 import struct
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, Callable, NoReturn
-
-from ganger.injob.launcher.namespaces import fork_in
 
 _CLONE_PARENT = 0x00008000
 # Number of the clone system call, by machine; elsewhere there is no starter.
@@ -51,19 +47,16 @@ class Starter:
         os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
 
-    def start(
-        self, content: Mapping[str, Any], write_end: int, arena: int | None, init: int = 0, flags: int = 0
-    ) -> tuple[int, int]:
+    def start(self, content: Mapping[str, Any], write_end: int, arena: int | None, flags: int = 0) -> tuple[int, int]:
         """Start a child. Return its pid, and the descriptor at which it waits for ``begin``; a child whose descriptor
         is closed before ends. Raises StarterError if no child was started.
 
-        ``init``: of the unit whose PID namespace the child is forked into, 0 for none. ``flags``: of clone, for a child
-        with new namespaces."""
+        ``flags``: of clone, for a child with new namespaces."""
         go_read, go_write = os.pipe2(os.O_CLOEXEC)
         try:
             descriptors = [go_read, write_end] + ([] if arena is None else [arena])
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(descriptors)}i", *descriptors))]
-            data = json.dumps({"content": content, "init": init, "flags": flags}).encode()
+            data = json.dumps({"content": content, "flags": flags}).encode()
             self._connection.sendmsg([struct.pack("I", len(data))], rights)
             self._connection.sendall(data)
             (pid,) = struct.unpack("i", _receive(self._connection, 4))
@@ -124,7 +117,7 @@ def _serve(connection: socket.socket, run: Callable[[dict[str, Any], int, int | 
             return
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
-        pid = _fork_in(request["init"], request["flags"])
+        pid = _fork_for_parent(request["flags"])
         if pid == 0:
             connection.close()
             go, write_end, *arena = descriptors
@@ -135,16 +128,6 @@ def _serve(connection: socket.socket, run: Callable[[dict[str, Any], int, int | 
         for descriptor in descriptors:
             os.close(descriptor)
         connection.sendall(struct.pack("i", pid))
-
-
-def _fork_in(init: int, flags: int) -> int:
-    """Fork into the PID namespace of a unit, 0 for this process's own. Returns as `_fork_for_parent`."""
-    if not init:
-        return _fork_for_parent(flags)
-    try:
-        return fork_in(init, partial(_fork_for_parent, flags))
-    except OSError as error:
-        return -(error.errno or errno.EIO)
 
 
 def _fork_for_parent(flags: int) -> int:

@@ -1,0 +1,357 @@
+"""Process images of one gang's part: taken while its process stands still, and restored into a unit.
+
+A gang with one process can be saved and moved as it is where its node can take process images. Its agent stops it at a
+boundary, closes what leads outside, and waits; the daemon takes the image and writes it to storage as the shard of the
+rank, so that it is described, published, verified and removed like any other checkpoint, or into an arena, from which
+another node fetches it. A job without an agent is stopped wherever it is.
+
+A job finds its page, its socket and its temporary files by names that stay the same wherever it is restored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ganger.agent.v1 import agent_pb2
+from ganger.failpoints import hit
+from ganger.injob.launcher.client import Forked, Launcher, LauncherError
+from ganger.injob.launcher.namespaces import LINKS, Unit, bind, make_links, unbind
+from ganger.injob.page_layout import Capability, PageState, Word
+from ganger.injob.process_identity import family
+from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
+from ganger.v1 import job_pb2
+
+from ganger_daemon.checkpoints.storage import directories, shard_name
+from ganger_daemon.gang.exit_watcher import ExitWatcher
+from ganger_daemon.gang.gang_context import GangContext
+from ganger_daemon.images.contract import PID_FILE, SHARED_MEMORY, ImageRefusedError, UnitProcesses
+from ganger_daemon.images.packing import pack, packed_bytes, unpack
+from ganger_daemon.node.daemon_files import make_directory, remove_tree
+from ganger_daemon.node.process_identity import NO_PROCESS, ProcessId, send_signal
+
+log = logging.getLogger(__name__)
+
+_PAGE_ENDING = ".page"
+# Longest dump, with the write to storage.
+_DUMP_S = 3600.0
+# Descriptors at which the program that restores an image finds the new page and the new log.
+_PAGE_DESCRIPTOR, _LOG_DESCRIPTOR = 96, 97
+
+
+class RestoredImage(NamedTuple):
+    """A process restored from its image. `has_agent`: the agent in it goes on."""
+
+    root: Forked
+    has_agent: bool
+
+
+class GangImages:
+    """Images of one gang. `init`: of the unit of a restored process; NO_PROCESS without one. `has_ended`: the
+    daemon has ended the processes with the image of the present stop; `trouble`: why a move cannot continue."""
+
+    def __init__(self, context: GangContext, exits: ExitWatcher) -> None:
+        self._context = context
+        self._host = context.host
+        self._paths = context.paths
+        self._exits = exits
+        self._rank = context.part.ranks[0]
+        self._taken: set[int] = set()
+        self._handing: asyncio.Task[None] | None = None
+        self._handed = (0, 0, 0)  # stop sequence, size and final bytes of the image that a destination fetches
+        self._is_stopped = False
+        self._names = ""  # the directory of names that the process knows
+        self.init = NO_PROCESS
+        self.has_ended = False
+        self.trouble = ""
+
+    @property
+    def are_possible(self) -> bool:
+        return bool(self._names)
+
+    def recall(self, left: Mapping[str, Any]) -> None:
+        """Take over what a former daemon noted."""
+        fields = left.get("images", {})
+        self.init = ProcessId(*map(int, fields.get("init", (0, 0))))
+        self._names = str(fields.get("names", ""))
+        # without the daemon's consent a dump lets the process go on
+        self.has_ended = bool(fields.get("has_ended", False))
+        self._is_stopped = bool(fields.get("is_stopped", False))
+
+    def journal(self) -> dict[str, Any]:
+        fields = {"names": self._names, "init": [self.init.pid, self.init.start_ticks]}
+        return {"images": {**fields, "has_ended": self.has_ended, "is_stopped": self._is_stopped}}
+
+    def why_not(self, desired: agent_pb2.DesiredGang) -> str:
+        """Return why no process image of the gang can be taken here; empty if it can."""
+        part = self._context.part
+        if desired.spec.mechanism not in (job_pb2.MECHANISM_UNSPECIFIED, job_pb2.MECHANISM_IMAGE):
+            return "another mechanism is wanted"
+        if len(part.ranks) != part.world:
+            return "its processes are on several nodes"
+        if part.world > 1:
+            return "it has several tasks"
+        return self._host.images.unavailable
+
+    # -- names ----------------------------------------------------------------------------------------------------
+
+    def name(self, desired: agent_pb2.DesiredGang, mapping: dict[str, Any], *, has_agent: bool) -> dict[str, Any]:
+        """Return a launcher's request for a rank that finds its files by names, where images are possible. Raises
+        OSError."""
+        if self.why_not(desired):
+            return mapping
+        self._names = f"{LINKS}/{self._paths.group}"
+        make_directory(self._files)
+        make_links(self._names, self._links())
+        unbind(self._temporary)
+        bind(str(self._files), self._temporary)
+        environment = dict(mapping["env"])
+        environment["GANGER_PAGE"] = str(self.page_name(Path(mapping["page"])))
+        environment["GANGER_JOB_DIR"] = f"{self._names}/job"
+        environment["GANGER_SOCKET"] = f"{self._names}/run/{self._paths.socket.name}"
+        environment.setdefault("TMPDIR", self._temporary)
+        if has_agent:
+            environment["GANGER_IMAGE"] = "1"
+        return {**mapping, "env": environment}
+
+    def page_name(self, page: Path) -> Path:
+        """Return the name by which a process that is started here finds its page."""
+        return Path(f"{LINKS}/{self._paths.group}/run/{page.name}")
+
+    def _links(self) -> dict[str, str]:
+        return {"run": str(self._paths.run), "job": str(self._paths.job)}
+
+    @property
+    def _temporary(self) -> str:
+        """The path at which the process has its temporary files."""
+        return f"{self._names}/tmp"
+
+    @property
+    def _files(self) -> Path:
+        """The directory in which they are."""
+        return self._host.paths.temporary / self._paths.group
+
+    def clean(self) -> None:
+        """End the unit of a gang, and remove its names and temporary files. Blocks."""
+        send_signal(self.init, signal.SIGKILL)
+        if self._names:
+            own = f"{LINKS}/{self._paths.group}"
+            unbind(f"{own}/tmp")
+            remove_tree(Path(own))
+            remove_tree(self._files)
+
+    # -- images to storage ----------------------------------------------------------------------------------------
+
+    def is_taken(self, agreement: int) -> bool:
+        return agreement in self._taken
+
+    async def take(self, storage: Path, agreement: int, step: int, *, goes_on: bool) -> str:
+        """Take an image of the resting process for an agreement and write it to storage as its shard, once. Return why
+        that cannot be done; empty when it is done. `goes_on`: otherwise the process ends with it."""
+        if agreement in self._taken:
+            return ""
+        tmp, final = directories(storage, self._paths.job_uid, self._paths.epoch, step)
+        shard = tmp / shard_name(self._rank)
+        if not shard.exists() and not final.exists():  # else a former daemon took it
+            try:
+                await self._host.storage.work.run(self._take, shard, step, goes_on, within_s=_DUMP_S)
+            except ImageRefusedError as error:
+                return f"IMAGE_REFUSED: {error}"
+            except OSError as error:
+                return f"STORAGE_FAILED: its process image cannot be written: {error}"
+        self._taken = {agreement}
+        return ""
+
+    def _take(self, shard: Path, step: int, goes_on: bool) -> None:
+        shard.parent.mkdir(parents=True, exist_ok=True)
+        part = shard.with_suffix(".part")
+
+        def write(directory: Path) -> None:
+            hit("image-dumped")
+            with open(part, "wb") as file:
+                pack(directory, self._header(step), file.fileno(), is_durable=True)
+            os.replace(part, shard)
+            hit("image-packed")
+            if not goes_on:
+                self.has_ended = True
+                self._context.write_notes()
+
+        try:
+            self._dump(write, goes_on=goes_on)
+        except BaseException:
+            self.has_ended = False
+            part.unlink(missing_ok=True)
+            shard.unlink(missing_ok=True)
+            raise
+
+    def _dump(self, meanwhile: Callable[[Path], None], *, goes_on: bool) -> None:
+        """Dump the processes, and do `meanwhile` with the directory of their image while they stand still."""
+        directory = self._empty_directory()
+        try:
+            process = self._exits.processes[self._rank]
+            labels = {"names": self._names, "agent": "yes" if self._has_agent() else ""}
+            members = () if self.init.pid else tuple(self._host.cgroups.pids(self._paths.group))
+            unit = UnitProcesses(self.init.pid, process.pid, (SHARED_MEMORY, self._temporary), labels, members)
+            self._host.images.dump(unit, directory, goes_on=goes_on, meanwhile=lambda: meanwhile(directory))
+        finally:
+            remove_tree(directory)
+
+    def _header(self, step: int) -> dict[str, Any]:
+        return {"step": step, "rank": self._rank, "world": 1}
+
+    def _has_agent(self) -> bool:
+        pages = self._context.pages
+        return pages.readable and bool(pages.progress(self._rank).capabilities & Capability.IMAGE)
+
+    def _empty_directory(self) -> Path:
+        directory = self._paths.job / "image"
+        remove_tree(directory)
+        make_directory(directory)
+        return directory
+
+    # -- images for another node ----------------------------------------------------------------------------------
+
+    @property
+    def are_carried(self) -> bool:
+        """Whether a move carries an image of the process, and not what it puts into its arena."""
+        pages = self._context.pages
+        if not self.are_possible or not pages.readable:
+            return False
+        progress = pages.progress(self._rank)
+        return self._has_agent() or not progress.hello_time_ns or bool(progress.opaque)
+
+    def handed(self, stop_sequence: int) -> tuple[int, int]:
+        """Return size and final bytes of the image that is in its arena for this stop; 0 before."""
+        sequence, size, filled = self._handed
+        return (size, filled) if sequence == stop_sequence else (0, 0)
+
+    def follow(self, wanted: DesiredOrder, open_arena: Callable[[int], int]) -> None:
+        """Take the image that an order to hand over needs, once the process may be taken; or let a process go on that
+        was stopped for one. `open_arena` returns the descriptor of the arena for images, which is the caller's."""
+        if wanted.intent is OrderIntent.HAND_OVER:
+            is_begun = self._handing is not None or self._handed[0] == wanted.stop_sequence
+            if not is_begun and not self.trouble and self._may_be_taken(wanted):
+                self._handing = asyncio.create_task(self._hand_over(wanted, open_arena))
+        elif wanted.intent is OrderIntent.RUN:
+            self.let_run()
+
+    def _may_be_taken(self, wanted: DesiredOrder) -> bool:
+        progress = self._context.pages.progress(self._rank)
+        if not self._has_agent():
+            return self.are_carried
+        return progress.state == PageState.HANDED_OVER and progress.reached_seq >= wanted.order.number
+
+    async def _hand_over(self, wanted: DesiredOrder, open_arena: Callable[[int], int]) -> None:
+        try:
+            await self._host.storage.work.run(self._take_for_move, wanted.stop_sequence, open_arena, within_s=_DUMP_S)
+        except (ImageRefusedError, OSError, LauncherError) as error:
+            self.trouble = f"IMAGE_REFUSED: {error}"
+            log.warning("no image for a move: %s", error, extra={"group": self._paths.group})
+        else:
+            if not self._has_agent():
+                self._stand_in(PageState.HANDED_OVER, wanted)
+        finally:
+            self._handing = None
+            self._context.wake()
+
+    def _take_for_move(self, stop_sequence: int, open_arena: Callable[[int], int]) -> None:
+        has_agent, step = self._has_agent(), self._step()
+
+        def write(directory: Path) -> None:
+            hit("image-dumped")
+            size = packed_bytes(directory, self._header(step))
+
+            def filled(count: int) -> None:
+                self._handed = (stop_sequence, size, count)
+
+            arena = open_arena(self._rank)
+            try:
+                os.lseek(arena, 0, os.SEEK_SET)
+                pack(directory, self._header(step), arena, filled=filled)
+            finally:
+                os.close(arena)
+            hit("image-packed")
+            if not has_agent:
+                # It is taken at this instruction, and may pass no other here unless the move is given up.
+                self._signal_all(signal.SIGSTOP)
+                self._is_stopped = True
+
+        try:
+            self._dump(write, goes_on=True)
+        except BaseException:
+            self._handed = (0, 0, 0)
+            raise
+
+    def _step(self) -> int:
+        return self._context.pages.progress(self._rank).step
+
+    def _stand_in(self, state: int, wanted: DesiredOrder) -> None:
+        """Write into the page what an agent would: nothing in the process does."""
+        page = self._context.pages[self._rank]
+        page.set(Word.ACK_SEQ, wanted.stop_sequence)
+        page.set(Word.REACHED_STEP, self._step())
+        page.set(Word.STATE, state)
+        page.set(Word.REACHED_SEQ, wanted.order.number)
+
+    def report_ready(self, wanted: DesiredOrder) -> None:
+        """Report for a restored process without an agent that it waits for its order to run."""
+        if self._is_stopped:
+            self._stand_in(PageState.READY, wanted)
+
+    def let_run(self) -> None:
+        """Let processes go on that were stopped for a move or restored for one."""
+        if self._is_stopped:
+            self._is_stopped = False
+            self._context.pages[self._rank].set(Word.STATE, PageState.INIT)
+            self._signal_all(signal.SIGCONT)
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        for pid in family(self._exits.processes[self._rank].pid):
+            with suppress(OSError):
+                os.kill(pid, number)
+
+    # -- images from storage or from another node -------------------------------------------------------------------
+
+    def restore(
+        self, launcher: Launcher, mapping: dict[str, Any], source: int, *, procs: tuple[str, ...], is_moved: bool
+    ) -> RestoredImage:
+        """Restore the gang's process into a new unit, from a descriptor of its packed image. Blocks. `is_moved`: a
+        process without an agent stands still until `let_run`. Raises LauncherError, OSError, ImageRefusedError,
+        ImageError."""
+        directory, images = self._empty_directory(), self._host.images
+        try:
+            facts = unpack(source, directory)
+            hit("image-unpacked")
+            self._names = facts.labels["names"]
+            self._make_unit(launcher, procs)
+            images.fill(self.init.pid, directory)
+            has_agent = bool(facts.labels.get("agent"))
+            files = {log.path: _LOG_DESCRIPTOR for log in facts.logs}
+            files |= {file.path: _PAGE_DESCRIPTOR for file in facts.files if file.path.endswith(_PAGE_ENDING)}
+            command = images.restore_arguments(directory, files, is_stopped=is_moved and not has_agent)
+            opened = {_LOG_DESCRIPTOR: mapping["log"], _PAGE_DESCRIPTOR: mapping["page"]}
+            pid_file = str(directory / PID_FILE)
+            try:
+                root = launcher.restore(mapping | {"init": self.init.pid}, command, opened, pid_file)
+            except LauncherError as error:
+                why = images.restore_failure(directory) if error.reason == "RESTORE" else ""
+                raise ImageRefusedError(why or str(error)) from error
+            hit("image-restored")
+            self._is_stopped = is_moved and not has_agent
+            return RestoredImage(root, has_agent)
+        finally:
+            remove_tree(directory)
+
+    def _make_unit(self, launcher: Launcher, procs: tuple[str, ...]) -> None:
+        make_directory(self._files)
+        binds = [(str(self._files), self._temporary)]
+        unit = Unit(self._paths.group, self._names, self._links(), binds)
+        made = launcher.make_unit({**unit._asdict(), "cgroup_procs": list(procs)})
+        self.init = ProcessId(made.pid, made.start_ticks)
+        self._context.write_notes()

@@ -1,0 +1,177 @@
+"""Process images taken and restored by daemons: to storage and back, and from one node to another."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from daemon.kit import PATIENCE, Cluster, Intents, Observed, in_phase, log_of, run, with_changes
+from ganger.agent.v1 import agent_pb2
+from ganger.protocol.gang_orders import Mechanism
+from ganger.v1 import job_pb2
+from ganger_daemon.images.criu import choose_images
+from kit.waiting import eventually
+
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.skipif(bool(choose_images().unavailable), reason=f"no images: {choose_images().unavailable}"),
+]
+
+CHECKPOINT = {"intent": Intents.INTENT_PARK, "level": job_pb2.SUSPEND_LEVEL_CHECKPOINT}
+# Has no agent, and its count is in its memory alone.
+OPAQUE = """
+import time
+count = 0
+while True:
+    count += 1
+    print("count", count, flush=True)
+    time.sleep(0.02)
+"""
+# Has boundaries, as an unmodified script has them for its agent.
+WITH_AGENT = """
+import time
+from ganger.injob.control import Control, Handlers
+from ganger.injob.page_layout import Capability
+control = Control.from_environment()
+control.handlers = Handlers(by_image=control.by_image)
+control.hello(Capability.PAUSE | Capability.CHECKPOINT | Capability.IMAGE)
+control.start()
+count = 0
+while True:
+    count += 1
+    print("count", count, flush=True)
+    time.sleep(0.02)
+    control.boundary()
+"""
+PROGRAMS = {"opaque": OPAQUE, "agent": WITH_AGENT}
+programs = pytest.mark.parametrize("kind", ["opaque", "agent"])
+
+
+async def begun(made: Cluster, kind: str, uid: str, **changes: Any) -> agent_pb2.DesiredGang:
+    """Start the program on n1 and wait until it counts and offers a checkpoint."""
+    command = [sys.executable, "-u", "-c", PROGRAMS[kind]]
+    gang = made.gang({"n1": [0]}, "n1", uid=uid, command=command, **changes)
+    if kind == "opaque":
+        gang.spec.agent = job_pb2.JobSpec.AGENT_NONE
+    await made.master.want("n1", gang)
+    await made.master.until("n1", 1, lambda seen: seen.capabilities.can_checkpoint)
+    running = await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+    assert running.capabilities.mechanism == Mechanism.IMAGE
+    assert not running.capabilities.missing.get("MOVE")
+    await until(lambda: counts(made, "n1", uid, 1))
+    return gang
+
+
+async def until(holds: Callable[[], object]) -> None:
+    await asyncio.to_thread(eventually, holds, what="more counts")
+
+
+def counts(made: Cluster, node: str, uid: str, epoch: int) -> list[int]:
+    lines = log_of(made.directory, node, uid, 0, epoch)
+    return [int(line.split()[1]) for line in lines if line.startswith("count ")]
+
+
+def one_after_the_other(*parts: list[int]) -> bool:
+    found = [count for part in parts for count in part]
+    return found == list(range(1, len(found) + 1))
+
+
+@programs
+def test_a_job_is_saved_as_it_is_and_goes_on_from_its_image_on_another_node(kind: str) -> None:
+    async def story(made: Cluster) -> None:
+        uid = str(uuid.uuid4())
+        await made.daemon("n1")
+        await made.daemon("n2")
+        gang = await begun(made, kind, uid)
+        await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **CHECKPOINT))
+        parked = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
+        assert parked.level == job_pb2.SUSPEND_LEVEL_CHECKPOINT
+        assert not parked.ranks
+        parts = [counts(made, "n1", uid, 1)]
+        await made.master.forget("n1", 1)
+        for epoch, node in ((2, "n2"), (3, "n1")):
+            path = parked.checkpoint.path
+            restore = agent_pb2.Restore(checkpoint_path=path, step=parked.checkpoint.step)
+            gang = made.gang({node: [0]}, node, uid=uid, epoch=epoch, command=list(gang.spec.command), restore=restore)
+            await made.master.want(node, gang)
+            await made.master.until(node, epoch, in_phase(Observed.PHASE_RUNNING), patience=PATIENCE)
+            await until(lambda node=node, epoch=epoch: len(counts(made, node, uid, epoch)) > 2)
+            await made.master.until(node, epoch, lambda seen: seen.capabilities.can_checkpoint)
+            await made.master.want(node, with_changes(gang, 2, stop_sequence=2, **CHECKPOINT))
+            parked = await made.master.until(node, epoch, in_phase(Observed.PHASE_PARKED))
+            parts.append(counts(made, node, uid, epoch))
+            await made.master.forget(node, epoch)
+        assert one_after_the_other(*parts)
+        assert uid not in " ".join(os.listdir("/run/ganger-unit"))
+
+    run(story)
+
+
+def prepared(made: Cluster, uid: str, gang: agent_pb2.DesiredGang, target: str, epoch: int) -> agent_pb2.DesiredGang:
+    source = gang.members[0].node.removeprefix("nodes/")
+    parked = agent_pb2.ParkedState(epoch=gang.epoch, members=[made.member(source, [0])], is_process_image=True)
+    restore = agent_pb2.Restore(parked=parked)
+    return made.gang(
+        {target: [0]}, target, uid=uid, epoch=epoch, command=list(gang.spec.command), restore=restore,
+        intent=Intents.INTENT_PREPARE,
+    )  # fmt: skip
+
+
+@programs
+def test_a_job_is_moved_as_it_is_and_back(kind: str) -> None:
+    async def story(made: Cluster) -> None:
+        uid, parts = str(uuid.uuid4()), []
+        await made.daemon("n1")
+        await made.daemon("n2")
+        gang = await begun(made, kind, uid)
+        for epoch, source, target in ((2, "n1", "n2"), (3, "n2", "n1")):
+            new = prepared(made, uid, gang, target, epoch)
+            await made.master.want(target, new)
+            await made.master.until(target, epoch, in_phase(Observed.PHASE_PREPARED))
+            await made.master.want(source, with_changes(gang, 8, intent=Intents.INTENT_HAND_OVER, stop_sequence=8))
+            parked = await made.master.until(source, gang.epoch, in_phase(Observed.PHASE_PARKED))
+            ready = await made.master.until(target, epoch, in_phase(Observed.PHASE_READY))
+            assert ready.stop_step == parked.stop_step
+            parts.append(counts(made, source, uid, epoch - 1))
+            gang = with_changes(new, 2, intent=Intents.INTENT_RUN)
+            await made.master.want(target, gang)
+            await until(lambda: len(counts(made, target, uid, epoch)) > 2)  # noqa: B023
+            await made.master.until(target, epoch, in_phase(Observed.PHASE_RUNNING))
+            # nothing ran at the source since its image was taken
+            assert counts(made, source, uid, epoch - 1) == parts[-1]
+            old = with_changes(prepared(made, uid, gang, source, epoch - 1), 9, intent=Intents.INTENT_STOP)
+            await made.master.want(source, old)
+            await made.master.until(source, epoch - 1, in_phase(Observed.PHASE_ENDED))
+            await made.master.forget(source, epoch - 1)
+        assert one_after_the_other(*parts, counts(made, "n1", uid, 3))
+
+    run(story)
+
+
+@programs
+def test_a_move_that_is_given_up_leaves_the_job_where_it_was(kind: str) -> None:
+    async def story(made: Cluster) -> None:
+        uid = str(uuid.uuid4())
+        await made.daemon("n1")
+        await made.daemon("n2")
+        gang = await begun(made, kind, uid)
+        new = prepared(made, uid, gang, "n2", 2)
+        await made.master.want("n2", new)
+        await made.master.until("n2", 2, in_phase(Observed.PHASE_PREPARED))
+        await made.master.want("n1", with_changes(gang, 2, intent=Intents.INTENT_HAND_OVER, stop_sequence=2))
+        await made.master.until("n2", 2, in_phase(Observed.PHASE_READY))
+        await made.master.want("n2", with_changes(new, 2, intent=Intents.INTENT_STOP))
+        await made.master.until("n2", 2, in_phase(Observed.PHASE_ENDED))
+        before = len(counts(made, "n1", uid, 1))
+        await made.master.want("n1", with_changes(gang, 3))
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+        await until(lambda: len(counts(made, "n1", uid, 1)) > before + 2)
+        assert one_after_the_other(counts(made, "n1", uid, 1))
+        assert counts(made, "n2", uid, 2) == []
+
+    run(story)
