@@ -35,7 +35,7 @@ from ganger_daemon.images.contract import (
 )
 from ganger_daemon.images.driver import DeviceState, choose_device_state
 from ganger_daemon.images.packing import fill_directories, image_files, pack_directories
-from ganger_daemon.images.process_tree import UnitProc, pid_inside, pids_outside
+from ganger_daemon.images.process_tree import UnitProc, pid_inside, pids_outside, shared_by_name
 from ganger_daemon.images.reasons import reason_of
 
 LEAST_VERSION = 4
@@ -157,7 +157,8 @@ class CriuImages:
             if why := proc.connections(proc.tree(root), "the driver left it open").refusal(plan.closes):
                 raise ImageRefusedError(why)
             facts = self._facts(proc, root, unit, plan.closes)
-            pack_directories(unit.init_pid, unit.own_directories, directory, [file.path for file in facts.files])
+            held = [*(file.path for file in facts.files), *shared_by_name(proc.tree(root))]
+            pack_directories(unit.init_pid, unit.own_directories, directory, held)
             size = sum(file.stat().st_size for file in image_files(directory))
             facts = msgspec.structs.replace(facts, device_pids=plan.device_pids, size_bytes=size)
             write_facts(directory, facts)

@@ -15,7 +15,7 @@ from ganger_daemon.images.connections import (
     owners_of,
     read_tables,
 )
-from ganger_daemon.images.contract import OpenFile
+from ganger_daemon.images.contract import SHARED_MEMORY, OpenFile
 from ganger_daemon.images.reasons import unsavable
 
 _DELETED = " (deleted)"
@@ -149,3 +149,11 @@ def _target(link: Path) -> str:
         return os.readlink(link)
     except OSError:
         return ""
+
+
+def shared_by_name(pids: Iterable[int]) -> tuple[str, ...]:
+    """Return the files in shared memory that PyTorch has made in these processes, which need not hold them: with the
+    sharing strategy `file_system` a batch on its way is only a name in a pipe."""
+    own = {str(pid) for pid in pids}
+    found = (name.split("_") for name in os.listdir(SHARED_MEMORY) if name.startswith("torch_"))
+    return tuple(f"{SHARED_MEMORY}/{'_'.join(parts)}" for parts in found if parts[1] in own)
