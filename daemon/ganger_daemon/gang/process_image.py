@@ -118,7 +118,7 @@ class GangImages:
         environment.setdefault("TMPDIR", self._temporary)
         if has_agent:
             environment["GANGER_IMAGE"] = "1"
-        return {**mapping, "env": environment}
+        return {**mapping, "env": environment, "no_io_uring": True}
 
     def page_name(self, page: Path) -> Path:
         """Return the name by which a process that is started here finds its page."""

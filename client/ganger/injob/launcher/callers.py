@@ -1,4 +1,4 @@
-"""Callers of a launcher: connections on its socket, their requests as lines of JSON, and the answers.
+"""LauncherCallers of a launcher: connections on its socket, their requests as lines of JSON, and the answers.
 
 A caller that sends too much or does not read its answers is disconnected; no caller makes the launcher wait.
 """
@@ -27,7 +27,7 @@ class Caller:
         self.watching = False
 
 
-class Callers:
+class LauncherCallers:
     """Connections on ``listener``, served by ``selector``. ``answer`` carries out one request of a caller, and raises
     LaunchError for what is refused."""
 

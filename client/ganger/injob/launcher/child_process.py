@@ -37,6 +37,7 @@ from ganger.injob.launcher.process_record import (
     shortened,
     write_durably,
 )
+from ganger.injob.launcher.system_call_filter import refuse_io_uring
 from ganger.injob.page import Page
 from ganger.injob.page_access import PageError
 from ganger.injob.page_layout import Word
@@ -209,6 +210,8 @@ def settle(launch: Launch) -> None:
         _attempt("CORES", f"cannot run on cores {cores}", lambda: os.sched_setaffinity(0, cores))
     for name, limits in launch.rlimits.items():
         _attempt("RLIMIT", f"cannot set limit {name} to {limits}", partial(_limit, name, tuple(limits)))
+    if launch.no_io_uring:
+        _attempt("FILTER", "cannot refuse io_uring", refuse_io_uring)
     if launch.groups is not None:
         groups = launch.groups
         _attempt("CANNOT_SWITCH_USER", "cannot set groups", lambda: os.setgroups(groups))

@@ -51,7 +51,8 @@ def shortened(message: str) -> str:
 class Launch(NamedTuple):
     """One rank. Paths are absolute; ``cgroup_procs`` are files its pid is written to; ``arena_bytes`` 0 means none.
     ``freezer`` is the file that freezes its control group, "" where signals have to. ``init`` is the pid of the
-    init of the unit that it is restored into, 0 for a program that starts.
+    init of the unit that it is restored into, 0 for a program that starts. ``no_io_uring``: it gets no rings, of which
+    no process image can be taken.
 
     ``cores`` None leaves the affinity alone, ``uid``/``gid``/``groups`` None the identity; ``threads`` 0 the number.
     """
@@ -76,6 +77,7 @@ class Launch(NamedTuple):
     arena_bytes: int
     touched_bytes: int
     init: int
+    no_io_uring: bool
 
 
 class PythonCommand(NamedTuple):
@@ -122,6 +124,7 @@ def parse_launch(content: Mapping[str, Any]) -> Launch:
         arena_bytes=int(arena.get("bytes", 0)),
         touched_bytes=take("touched_bytes", int, 0, check=lambda size: size >= 0),
         init=take("init", int, 0, check=lambda pid: pid >= 0),
+        no_io_uring=take("no_io_uring", bool, False),
     )
     if wrong:
         raise LaunchError("INVALID_LAUNCH", "launch has fields that cannot be used: " + ", ".join(wrong))

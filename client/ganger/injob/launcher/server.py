@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any, Callable, NoReturn
 
 from ganger.injob.launcher import child_process
-from ganger.injob.launcher.callers import Caller, Callers
+from ganger.injob.launcher.callers import Caller, LauncherCallers
 from ganger.injob.launcher.child_process import open_listener
 from ganger.injob.launcher.lease_keeper import LeaseKeeper
 from ganger.injob.launcher.namespaces import end_children, fork_in
@@ -98,7 +98,7 @@ class LauncherServer:
         self._idle_s = idle_s
         self._starter = starter
         self._selector = selectors.DefaultSelector()
-        self._callers = Callers(self._selector, listener, self._answer)
+        self._callers = LauncherCallers(self._selector, listener, self._answer)
         self._children: dict[int, LauncherChild] = {}
         self._arenas: dict[str, int] = {}
         self._unrecorded: list[tuple[str, ExitRecord]] = []
