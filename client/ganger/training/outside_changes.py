@@ -145,7 +145,7 @@ class OutsideChanges:
         if actor is None:
             return
         if mode is None or not set(mode) & set("wax") or not opens_for_script(sys._getframe(2)):
-            self._refuse(f"{_who(actor)} wrote {name} {place}, which a second run would write again")
+            self._refuse(f"{_named(actor)} wrote {name} {place}, which a second run would write again")
             return
         self._written(path)
 
@@ -210,7 +210,7 @@ class OutsideChanges:
         actor, place = _actor()
         if actor is not None:
             named = " to ".join(str(name) if not isinstance(name, int) else path for name, path in zip(names, paths))
-            self._refuse(f"{_who(actor)} {verb} {named} {place}, which a second run would do again")
+            self._refuse(f"{_named(actor)} {verb} {named} {place}, which a second run would do again")
 
     def _tree_removed(self, given: Any) -> None:
         self._changed("removed", given[0])
@@ -218,19 +218,19 @@ class OutsideChanges:
     def _started(self, what: str) -> None:
         actor, place = _actor()
         if actor is not None:
-            self._refuse(f"{_who(actor)} started {what} {place}, which a second run would do again")
+            self._refuse(f"{_named(actor)} started {what} {place}, which a second run would do again")
 
     def _database(self, given: Any) -> None:
         if given[0] not in (":memory:", b":memory:"):
             actor, place = _actor()
             if actor is not None:
-                self._refuse(f"{_who(actor)} opened the database {_text(given[0])} {place}, and may write it again")
+                self._refuse(f"{_named(actor)} opened the database {_text(given[0])} {place}, and may write it again")
 
     def _connected(self, verb: str, address: Any) -> None:
         actor, place = _actor()
         if actor is not None:
             where = ":".join(map(str, address[:2])) if isinstance(address, tuple) else _text(address)
-            self._refuse(f"{_who(actor)} {verb} {where} {place}, which a second run would do again")
+            self._refuse(f"{_named(actor)} {verb} {where} {place}, which a second run would do again")
 
     def _temporary_made(self, given: Any) -> None:
         path = _absolute(given[0])
@@ -317,7 +317,7 @@ def _actor() -> tuple[str | None, str]:
     return actor, "in a thread or at the end"
 
 
-def _who(actor: str) -> str:
+def _named(actor: str) -> str:
     return "it" if actor == "" or is_own(actor) else package_of(actor)
 
 
