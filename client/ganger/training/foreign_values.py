@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from ganger.training.replay import package_of
+from ganger.training.script_values import SCALARS
 
 # What is larger is taken for data.
 LARGEST_OBJECT_BYTES = 4 << 20
@@ -58,11 +59,11 @@ class ForeignValue:
     def is_same(self, value: Any) -> bool:
         if value is self._value:
             return bool(_content(value) == self._content)
-        is_fixed = isinstance(value, (*_FIXED, *_DATES, tuple)) and type(value) is type(self._value)
-        try:
-            return is_fixed and bool(value == self._value)
-        except (RuntimeError, ValueError):
-            return False  # tensors and arrays in it
+        if type(value) is not type(self._value):
+            return False
+        # no tensors: to compare sharded ones is an operation of all ranks
+        is_fixed = isinstance(value, tuple) and all(isinstance(part, SCALARS) for part in (*value, *self._value))
+        return (is_fixed or isinstance(value, (*_FIXED, *_DATES))) and bool(value == self._value)
 
 
 def _content(value: Any) -> Any:
