@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ganger.injob.page_layout import Capability
 from ganger.protocol.gang_orders import Mechanism
 
 NO_IMAGE = "this node cannot dump and restore processes"
@@ -52,9 +53,21 @@ def choose_mechanism(facts: MechanismFacts) -> MechanismChoice:
     return MechanismChoice(Mechanism.NONE, tuple(refused))
 
 
-def keeps_state(wish: Mechanism) -> bool:
-    """Return whether the agent may save the state of a job: not where its user wants a mechanism without it."""
-    return wish not in (Mechanism.SIGNAL, Mechanism.NONE)
+def keeps_state(wish: Mechanism, able: int) -> bool:
+    """Return whether the agent may save the state of a job: not where its user wants another mechanism. `able`: the
+    capabilities (`Capability`) that the agents of all ranks report."""
+    trained = able & (Capability.FIVE_LINE | Capability.ADAPTER)
+    match wish:
+        case Mechanism.SIGNAL | Mechanism.NONE:
+            return False
+        case Mechanism.ATTACHED:
+            return bool(able & Capability.FIVE_LINE)
+        case Mechanism.ADAPTER:
+            return bool(able & Capability.ADAPTER)
+        case Mechanism.REPLAY:
+            return not trained
+        case _:
+            return True
 
 
 def _candidates(facts: MechanismFacts) -> tuple[Mechanism, ...]:

@@ -9,7 +9,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from functools import partial
+from functools import partial, reduce
+from operator import and_
 from pathlib import Path
 from typing import Any
 
@@ -177,11 +178,8 @@ class CheckpointCoordinator:
             wanted.intent is OrderIntent.RUN and phase is PartPhase.RUNNING and is_whole and self._host.storage.proved
         )
         # A checkpoint from which a rank could not be restored is of no use.
-        if (
-            runs
-            and keeps_state(Mechanism(desired.spec.mechanism))
-            and all(progress.capabilities & Capability.CHECKPOINT for progress in found)
-        ):
+        able = reduce(and_, [progress.capabilities for progress in found])
+        if runs and able & Capability.CHECKPOINT and keeps_state(Mechanism(desired.spec.mechanism), able):
             await self._request_if_due(storage, desired, now)
         await self._hand_on_running(storage, found)
         await self._hand_on_leaving(storage, wanted, found, is_opaque)

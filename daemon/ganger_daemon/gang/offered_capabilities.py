@@ -79,7 +79,7 @@ def add_capabilities(message: agent_pb2.ObservedGang, found: GangFindings) -> No
             message.capabilities_presumed = True
             for capability in list(capabilities.missing):
                 capabilities.missing[capability] = "that is not known before its first step"
-    elif keeps_state(Mechanism(found.desired.spec.mechanism)):
+    elif found.desired.spec.mechanism not in (job_pb2.MECHANISM_SIGNAL, job_pb2.MECHANISM_NONE):
         return
     else:
         capabilities.missing["PAUSE"] = "no agent has reported so far"
@@ -110,12 +110,13 @@ def _add_mechanism(message: agent_pb2.ObservedGang, found: GangFindings) -> None
         capabilities.mechanism = job_pb2.Mechanism.ValueType(choice.mechanism)
     for mechanism, reason in choice.refused:
         capabilities.refused_mechanisms.add(mechanism=job_pb2.Mechanism.ValueType(mechanism), reason=reason)
-    if not keeps_state(facts.wish):
+    is_without_agent = facts.wish in (Mechanism.SIGNAL, Mechanism.NONE)
+    if is_without_agent or (is_settled and not keeps_state(facts.wish, _common_bits(found))):
         why = f"the user wants {facts.wish.name.lower()} (--mechanism)"
         capabilities.can_offload = capabilities.can_checkpoint = False
         capabilities.can_resize = capabilities.can_reshard = False
         capabilities.missing.update({"OFFLOAD": why, "CHECKPOINT": why})
-        message.capabilities_presumed = False
+        message.capabilities_presumed = message.capabilities_presumed and not is_without_agent
     if choice.mechanism is Mechanism.SIGNAL:
         # The script saves itself, wherever it keeps its files.
         capabilities.can_checkpoint = True
@@ -141,7 +142,7 @@ def _facts_now(found: GangFindings) -> MechanismFacts:
     if not able & Capability.ADAPTER:
         adapter = reason("ADAPTER") or "it imports no trainer that Ganger knows"
     if not able & Capability.CHECKPOINT or able & _SAVED_OTHERWISE:
-        replay = reason("CHECKPOINT") or "its log says why"
+        replay = reason("CHECKPOINT") or ("its log says why" if attached else "the script attaches itself")
     return replace(facts, attached=attached, adapter=adapter, replay=replay)
 
 

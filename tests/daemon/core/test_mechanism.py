@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from ganger.injob.page_layout import Capability
 from ganger.protocol.gang_orders import Mechanism
-from ganger_daemon.core.mechanism import NO_IMAGE, NO_SIGNAL, MechanismChoice, MechanismFacts, choose_mechanism
+from ganger_daemon.core.mechanism import (
+    NO_IMAGE,
+    NO_SIGNAL,
+    MechanismChoice,
+    MechanismFacts,
+    choose_mechanism,
+    keeps_state,
+)
 
 UNSPECIFIED, ATTACHED, ADAPTER, IMAGE, REPLAY, SIGNAL, NONE = Mechanism
 A, D, R = "no attach", "no trainer", "it opens a database"
@@ -61,3 +69,22 @@ def test_the_strongest_mechanism_that_applies_is_chosen(
     facts: MechanismFacts, chosen: Mechanism, refused: tuple[tuple[Mechanism, str], ...]
 ) -> None:
     assert choose_mechanism(facts) == MechanismChoice(chosen, refused)
+
+
+@pytest.mark.parametrize(
+    ("wish", "of_attached", "of_adapter", "of_replay"),
+    [
+        (UNSPECIFIED, True, True, True),
+        (ATTACHED, True, False, False),
+        (ADAPTER, False, True, False),
+        (REPLAY, False, False, True),
+        (SIGNAL, False, False, False),
+        (NONE, False, False, False),
+    ],
+)
+def test_an_agent_saves_a_state_only_by_the_mechanism_that_the_user_wants(
+    wish: Mechanism, of_attached: bool, of_adapter: bool, of_replay: bool
+) -> None:
+    bits = (Capability.FIVE_LINE, Capability.ADAPTER, 0)
+    saved = [keeps_state(wish, bit | Capability.CHECKPOINT) for bit in bits]
+    assert saved == [of_attached, of_adapter, of_replay]
