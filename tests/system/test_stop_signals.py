@@ -216,3 +216,19 @@ def test_a_job_that_must_move_and_cannot_ends_with_the_reasons(counting: Countin
     assert failure["reason"] == "CANNOT_MOVE"  # type: ignore[index]
     assert "replay: no agent" in failure["message"]  # type: ignore[index]
     assert "mechanism none (replay was asked for)" in " ".join(counting.up("show", counting.job).split())
+
+
+@pytest.mark.torch
+def test_a_mechanism_that_was_asked_for_and_does_not_apply_is_not_replaced_by_another(counting: Counting) -> None:
+    (counting.directory / "train.py").write_text(ZIPPED)
+    words = ("--mechanism", "adapter", "--directory", str(counting.directory), "--", sys.executable, "train.py")
+    counting.job = counting.up.submit(*words)
+    eventually(lambda: is_settled(counting), within_seconds=60, what="its agent has reported", story=counting.story)
+    assert counting.can("can_pause")
+    assert not any(map(counting.can, ("can_offload", "can_checkpoint", "can_move")))
+    shown = " ".join(counting.up("show", counting.job).split())
+    assert "mechanism none (adapter was asked for) not adapter: it imports no trainer that Ganger knows" in shown
+
+
+def is_settled(counting: Counting) -> bool:
+    return bool(counting.shown()["capabilities"]) and not counting.can("is_presumed")

@@ -111,7 +111,8 @@ def _add_mechanism(message: agent_pb2.ObservedGang, found: GangFindings) -> None
     for mechanism, reason in choice.refused:
         capabilities.refused_mechanisms.add(mechanism=job_pb2.Mechanism.ValueType(mechanism), reason=reason)
     is_without_agent = facts.wish in (Mechanism.SIGNAL, Mechanism.NONE)
-    if is_without_agent or (is_settled and not keeps_state(facts.wish, _common_bits(found))):
+    is_unmet = facts.wish is not Mechanism.UNSPECIFIED and choice.mechanism is Mechanism.NONE and bool(choice.refused)
+    if is_without_agent or is_unmet or (is_settled and not keeps_state(facts.wish, _common_bits(found))):
         why = f"the user wants {facts.wish.name.lower()} (--mechanism)"
         capabilities.can_offload = capabilities.can_checkpoint = False
         capabilities.can_resize = capabilities.can_reshard = False
