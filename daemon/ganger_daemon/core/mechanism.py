@@ -56,7 +56,7 @@ def choose_mechanism(facts: MechanismFacts) -> MechanismChoice:
 def keeps_state(wish: Mechanism, able: int) -> bool:
     """Return whether the agent may save the state of a job: not where its user wants another mechanism. `able`: the
     capabilities (`Capability`) that the agents of all ranks report."""
-    trained = able & (Capability.FIVE_LINE | Capability.ADAPTER)
+    otherwise = able & (Capability.FIVE_LINE | Capability.ADAPTER | Capability.IMAGE)
     match wish:
         case Mechanism.SIGNAL | Mechanism.NONE:
             return False
@@ -65,7 +65,7 @@ def keeps_state(wish: Mechanism, able: int) -> bool:
         case Mechanism.ADAPTER:
             return bool(able & Capability.ADAPTER)
         case Mechanism.REPLAY:
-            return not trained
+            return not otherwise
         case _:
             return True
 
