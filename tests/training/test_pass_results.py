@@ -297,6 +297,63 @@ for epoch in range(3):
     if step >= 2: break
 for x in loader: pass
 """,
+    "an end in an expression": """
+for epoch in range(3):
+    for x in loader: loss = fit(x)
+    loss < 1e-9 and sys.exit()
+""",
+    "a choice in an expression": """
+for epoch in range(3):
+    for x in loader: loss = fit(x)
+    test = evaluate() if loss < 10 else None
+""",
+    "a flag": """
+done = False
+while not done:
+    for x in loader: loss = fit(x)
+    history.append(loss)
+    done = loss < 2.2
+""",
+    "patience that is counted down": """
+patience = 2
+for epoch in range(9):
+    for x in loader: loss = fit(x)
+    if loss >= best: patience -= 1
+    best = min(best, loss)
+    if patience == 0: break
+""",
+    "a rate that became too small": """
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(opt)
+for epoch in range(3):
+    for x in loader: loss = fit(x); opt.step()
+    plateau.step(loss)
+    if opt.param_groups[0]["lr"] < 1e-3: break
+""",
+    "an exception of its own": """
+class Enough(Exception): pass
+try:
+    for epoch in range(9):
+        for x in loader: loss = fit(x)
+        history.append(loss)
+        if loss < 2.0: raise Enough
+except Enough:
+    pass
+""",
+    "the rest of an epoch that is left out": """
+for epoch in range(3):
+    for x in loader: loss = fit(x)
+    if loss > 100: continue
+    evaluate()
+""",
+    "passes that go on from the best": """
+for epoch in range(2):
+    for x in loader: loss = fit(x)
+    history.append(loss)
+again = history.index(min(history)) + 1
+for epoch in range(again):
+    for x in loader: pass
+""",
     "a pass for each of a growing list": """
 for epoch in range(2):
     for x in loader: history.append(x)

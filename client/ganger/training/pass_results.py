@@ -381,6 +381,8 @@ class _Results:
 
     def _check_expression(self, node: Any, block: Any, is_leaf: bool, is_guarded: bool) -> None:
         for inner in expressions_of(node):
+            for call in self._calls_by_result(inner):
+                self._check_call(call, block, True)
             if isinstance(inner, ast.Call):
                 self._check_call(inner, block, is_guarded)
             elif isinstance(inner, ast.BinOp) and self._may_fail(inner):
@@ -390,6 +392,19 @@ class _Results:
                     self._fail(inner, block, "an index")
             elif isinstance(inner, (ast.Yield, ast.YieldFrom, ast.Await)) and is_guarded:
                 self._fail(inner, block, "what is done")
+
+    def _calls_by_result(self, node: ast.AST) -> list[ast.Call]:
+        """The calls in an expression that are made or not by a result: `value < best and stop()`."""
+        parts: list[ast.AST] = []
+        if isinstance(node, ast.IfExp) and self._is_result(node.test):
+            parts = [node.body, node.orelse]
+        elif isinstance(node, ast.BoolOp):
+            first = next((at for at, value in enumerate(node.values) if self._is_result(value)), len(node.values))
+            parts = [*node.values[first + 1 :]]
+        elif isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp)):
+            decides = [one for part in node.generators for one in (part.iter, *part.ifs)]
+            parts = [node.elt] if any(map(self._is_result, decides)) else []
+        return [call for part in parts for call in ast.walk(part) if isinstance(call, ast.Call)]
 
     def _may_fail(self, node: ast.BinOp) -> bool:
         if not isinstance(node.op, (ast.Div, ast.FloorDiv, ast.Mod, ast.Pow)) or not self._is_result(node.right):
