@@ -48,15 +48,26 @@ while True:
     time.sleep(0.02)
     control.boundary()
 """
-PROGRAMS = {"opaque": OPAQUE, "agent": WITH_AGENT}
-programs = pytest.mark.parametrize("kind", ["opaque", "agent"])
+# As a child that trains: its steps are in the page, but it obeys no order there.
+WITH_STEPS = OPAQUE.replace(
+    "import time\n",
+    """
+import os, time
+from ganger.injob.page import Page
+from ganger.injob.page_layout import Opaque, Word
+page = Page.open(os.environ["GANGER_PAGE"])
+page.set(Word.OPAQUE, Opaque.TRAINS_IN_CHILD)
+""",
+).replace("    time.sleep", "    page.set(Word.STEP, count)\n    time.sleep")
+PROGRAMS = {"opaque": OPAQUE, "steps": WITH_STEPS, "agent": WITH_AGENT}
+programs = pytest.mark.parametrize("kind", list(PROGRAMS))
 
 
 async def begun(made: Cluster, kind: str, uid: str, **changes: Any) -> agent_pb2.DesiredGang:
     """Start the program on n1 and wait until it counts and offers a checkpoint."""
     command = [sys.executable, "-u", "-c", PROGRAMS[kind]]
     gang = made.gang({"n1": [0]}, "n1", uid=uid, command=command, **changes)
-    if kind == "opaque":
+    if kind != "agent":
         gang.spec.agent = job_pb2.JobSpec.AGENT_NONE
     await made.master.want("n1", gang)
     await made.master.until("n1", 1, lambda seen: seen.capabilities.can_checkpoint)

@@ -66,6 +66,7 @@ class GangImages:
         self._handing: asyncio.Task[None] | None = None
         self._handed = (0, 0, 0)  # stop sequence, size and final bytes of the image that a destination fetches
         self._is_stopped = False
+        self._imaged_step = 0  # both sides of a move report this one, although a child may count in the page
         self._names = ""  # the directory of names that the process knows
         self.init = NO_PROCESS
         self.has_ended = False
@@ -195,7 +196,7 @@ class GangImages:
         directory = self._empty_directory()
         try:
             process = self._exits.processes[self._rank]
-            labels = {"names": self._names, "agent": "yes" if self._has_agent() else ""}
+            labels = {"names": self._names, "agent": "yes" if self._has_agent() else "", "step": str(self._imaged_step)}
             members = () if self.init.pid else tuple(self._host.cgroups.pids(self._paths.group))
             unit = UnitProcesses(self.init.pid, process.pid, (SHARED_MEMORY, self._temporary), labels, members)
             self._host.images.dump(unit, directory, goes_on=goes_on, meanwhile=lambda: meanwhile(directory))
@@ -261,7 +262,8 @@ class GangImages:
             self._context.wake()
 
     def _take_for_move(self, stop_sequence: int, open_arena: Callable[[int], int]) -> None:
-        has_agent, step = self._has_agent(), self._step()
+        has_agent, step = self._has_agent(), self._context.pages.progress(self._rank).step
+        self._imaged_step = step
 
         def write(directory: Path) -> None:
             hit("image-dumped")
@@ -288,14 +290,11 @@ class GangImages:
             self._handed = (0, 0, 0)
             raise
 
-    def _step(self) -> int:
-        return self._context.pages.progress(self._rank).step
-
     def _stand_in(self, state: int, wanted: DesiredOrder) -> None:
         """Write into the page what an agent would: nothing in the process does."""
         page = self._context.pages[self._rank]
         page.set(Word.ACK_SEQ, wanted.stop_sequence)
-        page.set(Word.REACHED_STEP, self._step())
+        page.set(Word.REACHED_STEP, self._imaged_step)
         page.set(Word.STATE, state)
         page.set(Word.REACHED_SEQ, wanted.order.number)
 
@@ -344,6 +343,7 @@ class GangImages:
                 raise ImageRefusedError(why or str(error)) from error
             hit("image-restored")
             self._is_stopped = is_moved and not has_agent
+            self._imaged_step = int(facts.labels.get("step", 0))
             return RestoredImage(root, has_agent)
         finally:
             remove_tree(directory)
