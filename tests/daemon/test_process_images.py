@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import socket
 import sys
 import uuid
 from collections.abc import Callable
@@ -184,5 +186,88 @@ def test_a_move_that_is_given_up_leaves_the_job_where_it_was(kind: str) -> None:
         await until(lambda: len(counts(made, "n1", uid, 1)) > before + 2)
         assert one_after_the_other(counts(made, "n1", uid, 1))
         assert counts(made, "n2", uid, 2) == []
+
+    run(story)
+
+
+def test_a_job_whose_image_is_refused_goes_on_and_says_why() -> None:
+    async def story(made: Cluster) -> None:
+        uid = str(uuid.uuid4())
+        await made.daemon("n1")
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            connects = f"import socket\nother = socket.create_connection(('127.0.0.1', {port}))\n"
+            gang = made.gang({"n1": [0]}, "n1", uid=uid, command=[sys.executable, "-u", "-c", connects + OPAQUE])
+            gang.spec.agent = job_pb2.JobSpec.AGENT_NONE
+            await made.master.want("n1", gang)
+            await made.master.until("n1", 1, lambda seen: seen.capabilities.can_checkpoint)
+            await until(lambda: counts(made, "n1", uid, 1))
+            await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **CHECKPOINT))
+            refused = await made.master.until("n1", 1, lambda seen: "IMAGE_REFUSED" in seen.trouble)
+            assert f"127.0.0.1:{port}" in refused.trouble
+            await made.master.want("n1", with_changes(gang, 3))
+            before = len(counts(made, "n1", uid, 1))
+            await until(lambda: len(counts(made, "n1", uid, 1)) > before + 2)
+            assert one_after_the_other(counts(made, "n1", uid, 1))
+
+    run(story)
+
+
+async def replaced(made: Cluster, node: str) -> None:
+    """Wait until the node's daemon has died by SIGKILL at its failpoint, and start another one."""
+    async with asyncio.timeout(60):
+        assert await made.processes[node].wait() == -signal.SIGKILL
+    await made.daemon_process(node)
+
+
+@pytest.mark.parametrize("kind", ["opaque", "agent"])
+@pytest.mark.parametrize("point", ["image-dumped", "image-packed", "after-rename"])
+def test_a_daemon_that_dies_while_it_saves_an_image_loses_nothing(kind: str, point: str) -> None:
+    async def story(made: Cluster) -> None:
+        uid = str(uuid.uuid4())
+        await made.daemon_process("n1", failpoints=point)
+        await made.until_session("n1")
+        gang = await begun(made, kind, uid)
+        dies = asyncio.ensure_future(replaced(made, "n1"))
+        await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **CHECKPOINT))
+        await dies
+        parked = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED), patience=60)
+        assert parked.level == job_pb2.SUSPEND_LEVEL_CHECKPOINT
+        parts = [counts(made, "n1", uid, 1)]
+        await made.master.forget("n1", 1)
+        restore = agent_pb2.Restore(checkpoint_path=parked.checkpoint.path, step=parked.checkpoint.step)
+        gang = made.gang({"n1": [0]}, "n1", uid=uid, epoch=2, command=list(gang.spec.command), restore=restore)
+        await made.master.want("n1", gang)
+        await until(lambda: len(counts(made, "n1", uid, 2)) > 2)
+        assert one_after_the_other(*parts, counts(made, "n1", uid, 2))
+
+    run(story)
+
+
+@pytest.mark.parametrize("kind", ["opaque", "agent"])
+@pytest.mark.parametrize(
+    ("point", "victim"),
+    [("image-dumped", "n1"), ("image-packed", "n1"), ("image-unpacked", "n2"), ("image-restored", "n2")],
+)
+def test_a_move_in_which_a_daemon_dies_never_runs_the_job_twice(kind: str, point: str, victim: str) -> None:
+    async def story(made: Cluster) -> None:
+        uid = str(uuid.uuid4())
+        for node in ("n1", "n2"):
+            await made.daemon_process(node, failpoints=point if node == victim else "")
+        await asyncio.gather(made.until_session("n1"), made.until_session("n2"))
+        gang = await begun(made, kind, uid)
+        new = prepared(made, uid, gang, "n2", 2)
+        dies = asyncio.ensure_future(replaced(made, victim))
+        await made.master.want("n2", new)
+        await made.master.until("n2", 2, in_phase(Observed.PHASE_PREPARED))
+        await made.master.want("n1", with_changes(gang, 2, intent=Intents.INTENT_HAND_OVER, stop_sequence=2))
+        await dies
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED), patience=60)
+        await made.master.until("n2", 2, in_phase(Observed.PHASE_READY), patience=60)
+        before = counts(made, "n1", uid, 1)
+        await made.master.want("n2", with_changes(new, 2, intent=Intents.INTENT_RUN))
+        await until(lambda: len(counts(made, "n2", uid, 2)) > 2)
+        assert counts(made, "n1", uid, 1) == before
+        assert one_after_the_other(before, counts(made, "n2", uid, 2))
 
     run(story)
