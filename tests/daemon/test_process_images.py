@@ -250,6 +250,8 @@ def test_a_daemon_that_dies_while_it_saves_an_image_loses_nothing(kind: str, poi
     [("image-dumped", "n1"), ("image-packed", "n1"), ("image-unpacked", "n2"), ("image-restored", "n2")],
 )
 def test_a_move_in_which_a_daemon_dies_never_runs_the_job_twice(kind: str, point: str, victim: str) -> None:
+    is_lost = (kind, point) == ("opaque", "image-packed")
+
     async def story(made: Cluster) -> None:
         uid = str(uuid.uuid4())
         for node in ("n1", "n2"):
@@ -263,11 +265,41 @@ def test_a_move_in_which_a_daemon_dies_never_runs_the_job_twice(kind: str, point
         await made.master.want("n1", with_changes(gang, 2, intent=Intents.INTENT_HAND_OVER, stop_sequence=2))
         await dies
         await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED), patience=60)
+        if is_lost:
+            # it went on without the daemon, so what had been sent of it is of another moment
+            await made.master.until("n2", 2, lambda seen: bool(seen.trouble), patience=60)
+            await made.master.want("n2", with_changes(new, 2, intent=Intents.INTENT_STOP))
+            await made.master.want("n1", with_changes(gang, 3))
+            stood = len(counts(made, "n1", uid, 1))
+            await until(lambda: len(counts(made, "n1", uid, 1)) > stood + 2)
+            assert one_after_the_other(counts(made, "n1", uid, 1))
+            assert counts(made, "n2", uid, 2) == []
+            return
         await made.master.until("n2", 2, in_phase(Observed.PHASE_READY), patience=60)
         before = counts(made, "n1", uid, 1)
         await made.master.want("n2", with_changes(new, 2, intent=Intents.INTENT_RUN))
         await until(lambda: len(counts(made, "n2", uid, 2)) > 2)
         assert counts(made, "n1", uid, 1) == before
         assert one_after_the_other(before, counts(made, "n2", uid, 2))
+
+    run(story)
+
+
+def test_a_parked_job_is_moved_by_its_image() -> None:
+    async def story(made: Cluster) -> None:
+        uid = str(uuid.uuid4())
+        await made.daemon("n1")
+        await made.daemon("n2")
+        gang = await begun(made, "agent", uid)
+        pause = {"intent": Intents.INTENT_PARK, "level": job_pb2.SUSPEND_LEVEL_PAUSE}
+        await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **pause))
+        parked = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
+        new = prepared(made, uid, gang, "n2", 2)
+        await made.master.want("n2", new)
+        ready = await made.master.until("n2", 2, in_phase(Observed.PHASE_READY))
+        assert ready.stop_step == parked.stop_step
+        await made.master.want("n2", with_changes(new, 2, intent=Intents.INTENT_RUN))
+        await until(lambda: len(counts(made, "n2", uid, 2)) > 2)
+        assert one_after_the_other(counts(made, "n1", uid, 1), counts(made, "n2", uid, 2))
 
     run(story)

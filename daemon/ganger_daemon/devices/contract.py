@@ -26,6 +26,10 @@ class HealthKind(Enum):
     LOST = "lost"
 
 
+# Of an inventory without GPUs behind it.
+VIRTUAL_DRIVER = "virtual"
+
+
 @dataclass(frozen=True, slots=True)
 class HealthEvent:
     """Something happened to a device. `fatal`: nothing may start on it, and what ran on it is not to be trusted."""

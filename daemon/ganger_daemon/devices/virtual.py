@@ -18,7 +18,16 @@ from typing import Any
 
 from ganger.cluster.resources import ConfigurationSet, LocalityLevel, Socket
 
-from ganger_daemon.devices.contract import MAX_DEVICES, UNREADABLE, Device, Devices, HealthEvent, HealthKind, Inventory
+from ganger_daemon.devices.contract import (
+    MAX_DEVICES,
+    UNREADABLE,
+    VIRTUAL_DRIVER,
+    Device,
+    Devices,
+    HealthEvent,
+    HealthKind,
+    Inventory,
+)
 from ganger_daemon.devices.inventory import (
     GpuServer,
     ecc_event,
@@ -208,7 +217,7 @@ def virtual_inventory(
         sockets=_sockets(core_map, spec.gpus),
         memory_bytes=memory_bytes,
     )
-    return Inventory(named(found, spec.name), devices, core_map, driver="virtual")
+    return Inventory(named(found, spec.name), devices, core_map, driver=VIRTUAL_DRIVER)
 
 
 def _sockets(core_map: CoreMap, gpus: int) -> tuple[Socket, ...]:

@@ -243,7 +243,7 @@ class CheckpointCoordinator:
         steps = {progress.checkpoint_step for progress in found}
         if all(progress.reached_seq >= order.sequence for progress in found) and len(steps) == 1:
             await self._make_durable(storage, order.stop_sequence, steps.pop(), found, goes_on=True)
-        elif is_opaque and self._images.are_possible:
+        elif (is_opaque and self._images.are_possible) or self._images.has_ended:
             # without boundaries it is stopped wherever it is, and cannot leave by itself
             step = max(progress.step for progress in found)
             await self._make_durable(storage, order.stop_sequence, step, found, goes_on=False)

@@ -107,7 +107,7 @@ def facts_of(context: GangContext, orders: ReceivedOrders, parts: GangParts) -> 
         launched_at=launching.launched_at,
         world=context.part.world,
         no_agent=has_no_agent(orders.desired.spec),
-        restores=orders.desired.HasField("restore") and launching.awaits_agent,
+        restores=orders.desired.HasField("restore") and parts.images.awaits_agent,
         has_images=parts.images.are_possible,
         awaits_image=launching.awaits_image,
         frozen=parts.freezer.frozen,

@@ -49,7 +49,13 @@ class JobSocketServer:
         self._packets_in_period = 0
 
     def start(self) -> None:
-        """Listen, replacing the socket of a former daemon. Needs a running event loop."""
+        """Listen, replacing the socket of a former daemon; a failure is logged. Needs a running event loop."""
+        try:
+            self._listen()
+        except OSError as error:
+            log.warning("job socket not made", extra={"error": str(error)})
+
+    def _listen(self) -> None:
         new = self._path.with_suffix(".new")
         new.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)

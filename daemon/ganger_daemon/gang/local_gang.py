@@ -345,10 +345,8 @@ class LocalGang:
         if self._socket is None:
             self._socket = JobSocketServer(self.context.paths.socket, self._receive_packet)
             self.context.pages.written = self._socket.nudge
-            try:
-                self._socket.start()
-            except OSError as error:
-                log.warning("job socket not made", extra={"error": str(error)})
+            self.parts.images.hang_up, self.parts.images.pick_up = self._socket.close, self._socket.start
+            self._socket.start()
         self.parts.boundary.begin(self.desired.members[0], self.wanted, self.receive_points)
         self.parts.incoming.follow(self.desired, self.wanted)
 

@@ -87,7 +87,7 @@ def add_capabilities(message: agent_pb2.ObservedGang, found: GangFindings) -> No
 
 
 def _is_certainly_opaque(found: GangFindings) -> bool:
-    is_opaque = any(rank.opaque and rank.exit is None for rank in found.facts.ranks)
+    is_opaque = any(rank.opaque and (rank.exit is None or rank.imaged) for rank in found.facts.ranks)
     return is_opaque or found.desired.spec.agent == job_pb2.JobSpec.AGENT_NONE
 
 
@@ -95,7 +95,7 @@ def _why_without_agent(found: GangFindings) -> str | None:
     """Return why no agent carries out orders in this gang; None if one does, or may still report."""
     if not found.pages:
         return _FOREIGN
-    if not has_opaque_rank(found.facts, time.monotonic()):
+    if not has_opaque_rank(found.facts, time.monotonic()) and not found.parts.images.has_ended:
         return None
     # A shell may start a Python whose agent reports later.
     return "no agent" if _is_certainly_opaque(found) else "no agent has reported so far"

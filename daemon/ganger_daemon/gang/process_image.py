@@ -17,7 +17,7 @@ import signal
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ganger.agent.v1 import agent_pb2
 from ganger.failpoints import hit
@@ -29,6 +29,7 @@ from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
 from ganger.v1 import job_pb2
 
 from ganger_daemon.checkpoints.storage import directories, shard_name
+from ganger_daemon.devices.contract import VIRTUAL_DRIVER
 from ganger_daemon.gang.exit_watcher import ExitWatcher
 from ganger_daemon.gang.gang_context import GangContext
 from ganger_daemon.images.contract import PID_FILE, SHARED_MEMORY, ImageRefusedError, UnitProcesses
@@ -39,22 +40,18 @@ from ganger_daemon.node.process_identity import NO_PROCESS, ProcessId, send_sign
 log = logging.getLogger(__name__)
 
 _PAGE_ENDING = ".page"
+_PARKED = (PageState.PAUSED, PageState.OFFLOADED)
+_HANG_UP_S = 0.05
 # Longest dump, with the write to storage.
 _DUMP_S = 3600.0
 # Descriptors at which the program that restores an image finds the new page and the new log.
 _PAGE_DESCRIPTOR, _LOG_DESCRIPTOR = 96, 97
 
 
-class RestoredImage(NamedTuple):
-    """A process restored from its image. `has_agent`: the agent in it goes on."""
-
-    root: Forked
-    has_agent: bool
-
-
 class GangImages:
     """Images of one gang. `init`: of the unit of a restored process; NO_PROCESS without one. `has_ended`: the
-    daemon has ended the processes with the image of the present stop; `trouble`: why a move cannot continue."""
+    daemon has ended the processes with the image of the present stop; `awaits_agent`: false for a process restored from
+    the image of one without an agent; `trouble`: why a move cannot continue."""
 
     def __init__(self, context: GangContext, exits: ExitWatcher) -> None:
         self._context = context
@@ -65,11 +62,15 @@ class GangImages:
         self._taken: set[int] = set()
         self._handing: asyncio.Task[None] | None = None
         self._handed = (0, 0, 0)  # stop sequence, size and final bytes of the image that a destination fetches
+        self._asked = 0  # the stop sequence under which a destination has asked for the image of a parked process
+        self.hang_up: Callable[[], None] = lambda: None  # closes the job's socket, which must not be in an image
+        self.pick_up: Callable[[], None] = lambda: None
         self._is_stopped = False
         self._imaged_step = 0  # both sides of a move report this one, although a child may count in the page
         self._names = ""  # the directory of names that the process knows
         self.init = NO_PROCESS
         self.has_ended = False
+        self.awaits_agent = True
         self.trouble = ""
 
     @property
@@ -84,10 +85,23 @@ class GangImages:
         # without the daemon's consent a dump lets the process go on
         self.has_ended = bool(fields.get("has_ended", False))
         self._is_stopped = bool(fields.get("is_stopped", False))
+        self._imaged_step = int(fields.get("imaged_step", 0))
+        self.awaits_agent = bool(fields.get("awaits_agent", True))
+        sequence, size = fields.get("handed", (0, 0))
+        self._handed = (int(sequence), int(size), int(size))
 
     def journal(self) -> dict[str, Any]:
-        fields = {"names": self._names, "init": [self.init.pid, self.init.start_ticks]}
-        return {"images": {**fields, "has_ended": self.has_ended, "is_stopped": self._is_stopped}}
+        sequence, size, filled = self._handed
+        fields = {
+            "names": self._names,
+            "init": [self.init.pid, self.init.start_ticks],
+            "has_ended": self.has_ended,
+            "is_stopped": self._is_stopped,
+            "imaged_step": self._imaged_step,
+            "awaits_agent": self.awaits_agent,
+            "handed": [sequence, size] if filled == size else [0, 0],
+        }
+        return {"images": fields}
 
     def why_not(self, desired: agent_pb2.DesiredGang) -> str:
         """Return why no process image of the gang can be taken here; empty if it can."""
@@ -98,6 +112,8 @@ class GangImages:
             return "its processes are on several nodes"
         if part.world > 1:
             return "it has several tasks"
+        if desired.claim.device_mask and self._host.inventory.driver not in ("", VIRTUAL_DRIVER):
+            return "it has GPUs, whose state is not brought back with an image yet"
         return self._host.images.unavailable
 
     # -- names ----------------------------------------------------------------------------------------------------
@@ -159,7 +175,9 @@ class GangImages:
             return ""
         tmp, final = directories(storage, self._paths.job_uid, self._paths.epoch, step)
         shard = tmp / shard_name(self._rank)
-        if not shard.exists() and not final.exists():  # else a former daemon took it
+        # A former daemon may have taken it; but that of a process that went on without a consent is of another moment.
+        is_there = (shard.exists() or final.exists()) and (goes_on or not self._exits.live())
+        if not is_there:
             try:
                 await self._host.storage.work.run(self._take, shard, step, goes_on, within_s=_DUMP_S)
             except ImageRefusedError as error:
@@ -235,29 +253,44 @@ class GangImages:
     def follow(self, wanted: DesiredOrder, open_arena: Callable[[int], int]) -> None:
         """Take the image that an order to hand over needs, once the process may be taken; or let a process go on that
         was stopped for one. `open_arena` returns the descriptor of the arena for images, which is the caller's."""
-        if wanted.intent is OrderIntent.HAND_OVER:
+        is_asked = wanted.intent is OrderIntent.PARK and self._asked == wanted.stop_sequence != 0
+        if wanted.intent is OrderIntent.HAND_OVER or is_asked:
             is_begun = self._handing is not None or self._handed[0] == wanted.stop_sequence
             if not is_begun and not self.trouble and self._may_be_taken(wanted):
                 self._handing = asyncio.create_task(self._hand_over(wanted, open_arena))
         elif wanted.intent is OrderIntent.RUN:
             self.let_run()
+        if self._is_stopped and self._handing is None:
+            # again, for a daemon that takes over
+            state = PageState.HANDED_OVER if wanted.intent is OrderIntent.HAND_OVER else PageState.READY
+            self._stand_in(state, wanted)
+
+    def ask(self, stop_sequence: int) -> None:
+        """Note that a destination waits for the image of a process that may be parked. Called from any thread."""
+        self._asked = stop_sequence
 
     def _may_be_taken(self, wanted: DesiredOrder) -> bool:
         progress = self._context.pages.progress(self._rank)
+        is_there = progress.reached_seq >= wanted.order.number
+        if wanted.intent is OrderIntent.PARK:
+            return self._has_agent() and is_there and progress.state in _PARKED
         if not self._has_agent():
             return self.are_carried
-        return progress.state == PageState.HANDED_OVER and progress.reached_seq >= wanted.order.number
+        return progress.state == PageState.HANDED_OVER and is_there
 
     async def _hand_over(self, wanted: DesiredOrder, open_arena: Callable[[int], int]) -> None:
+        is_parked = wanted.intent is OrderIntent.PARK
+        if is_parked:
+            self.hang_up()
+            await asyncio.sleep(_HANG_UP_S)  # until its agent has closed its side
         try:
             await self._host.storage.work.run(self._take_for_move, wanted.stop_sequence, open_arena, within_s=_DUMP_S)
         except (ImageRefusedError, OSError, LauncherError) as error:
             self.trouble = f"IMAGE_REFUSED: {error}"
             log.warning("no image for a move: %s", error, extra={"group": self._paths.group})
-        else:
-            if not self._has_agent():
-                self._stand_in(PageState.HANDED_OVER, wanted)
         finally:
+            if is_parked:
+                self.pick_up()
             self._handing = None
             self._context.wake()
 
@@ -270,7 +303,9 @@ class GangImages:
             size = packed_bytes(directory, self._header(step))
 
             def filled(count: int) -> None:
-                self._handed = (stop_sequence, size, count)
+                # Without an agent the process would go on if this daemon died now. The last byte waits until it is sure
+                # to stand still, so that it is restored nowhere before.
+                self._handed = (stop_sequence, size, count if has_agent else min(count, size - 1))
 
             arena = open_arena(self._rank)
             try:
@@ -278,17 +313,23 @@ class GangImages:
                 pack(directory, self._header(step), arena, filled=filled)
             finally:
                 os.close(arena)
-            hit("image-packed")
-            if not has_agent:
+            if has_agent:
+                self._context.write_notes()
+            else:
                 # It is taken at this instruction, and may pass no other here unless the move is given up.
                 self._signal_all(signal.SIGSTOP)
-                self._is_stopped = True
+            hit("image-packed")
 
         try:
             self._dump(write, goes_on=True)
         except BaseException:
             self._handed = (0, 0, 0)
+            if not has_agent:
+                self._signal_all(signal.SIGCONT)
             raise
+        if not has_agent:
+            self._is_stopped, self._handed = True, (stop_sequence, self._handed[1], self._handed[1])
+            self._context.write_notes()
 
     def _stand_in(self, state: int, wanted: DesiredOrder) -> None:
         """Write into the page what an agent would: nothing in the process does."""
@@ -297,11 +338,6 @@ class GangImages:
         page.set(Word.REACHED_STEP, self._imaged_step)
         page.set(Word.STATE, state)
         page.set(Word.REACHED_SEQ, wanted.order.number)
-
-    def report_ready(self, wanted: DesiredOrder) -> None:
-        """Report for a restored process without an agent that it waits for its order to run."""
-        if self._is_stopped:
-            self._stand_in(PageState.READY, wanted)
 
     def let_run(self) -> None:
         """Let processes go on that were stopped for a move or restored for one."""
@@ -319,7 +355,7 @@ class GangImages:
 
     def restore(
         self, launcher: Launcher, mapping: dict[str, Any], source: int, *, procs: tuple[str, ...], is_moved: bool
-    ) -> RestoredImage:
+    ) -> Forked:
         """Restore the gang's process into a new unit, from a descriptor of its packed image. Blocks. `is_moved`: a
         process without an agent stands still until `let_run`. Raises LauncherError, OSError, ImageRefusedError,
         ImageError."""
@@ -331,6 +367,10 @@ class GangImages:
             self._make_unit(launcher, procs)
             images.fill(self.init.pid, directory)
             has_agent = bool(facts.labels.get("agent"))
+            # noted before there is a process: the next daemon finds it so
+            self.awaits_agent, self._is_stopped = has_agent, is_moved and not has_agent
+            self._imaged_step = int(facts.labels.get("step", 0))
+            self._context.write_notes()
             files = {log.path: _LOG_DESCRIPTOR for log in facts.logs}
             files |= {file.path: _PAGE_DESCRIPTOR for file in facts.files if file.path.endswith(_PAGE_ENDING)}
             command = images.restore_arguments(directory, files, is_stopped=is_moved and not has_agent)
@@ -342,9 +382,7 @@ class GangImages:
                 why = images.restore_failure(directory) if error.reason == "RESTORE" else ""
                 raise ImageRefusedError(why or str(error)) from error
             hit("image-restored")
-            self._is_stopped = is_moved and not has_agent
-            self._imaged_step = int(facts.labels.get("step", 0))
-            return RestoredImage(root, has_agent)
+            return root
         finally:
             remove_tree(directory)
 

@@ -88,8 +88,7 @@ class RankLaunch:
 
     `is_done`: the local ranks were launched, at `launched_at` (seconds of the monotonic clock); `failure`: how the
     launch failed; `is_under_way`: a launch may start processes at any moment; `rendezvous`: known on the leader's node,
-    before its file is there; `awaits_agent`: false for ranks restored from the image of a process without an agent;
-    `awaits_image`: the image of its process is still to come from another node."""
+    before its file is there; `awaits_image`: the image of its process is still to come from another node."""
 
     def __init__(
         self,
@@ -115,7 +114,6 @@ class RankLaunch:
         self._reading: asyncio.Future[RestorePlan] | None = None
         self._reading_wait = StorageWait()
         self._noted: dict[int, ProcessId] = {}  # by a former daemon
-        self.awaits_agent = True
         self.awaits_image = False
         self._arriving: asyncio.Task[None] | None = None
         self.is_done = False
@@ -125,13 +123,12 @@ class RankLaunch:
         self.rendezvous: tuple[str, int] | None = None
 
     def recall(self, left: Mapping[str, Any]) -> None:
-        self.awaits_agent = bool(left.get("awaits_agent", True))
         self.awaits_image = bool(left.get("awaits_image", False))
         self._noted = {int(rank): ProcessId(*map(int, process)) for rank, process in left.get("ranks", {}).items()}
 
     def journal(self) -> dict[str, Any]:
         ranks = {rank: [process.pid, process.start_ticks] for rank, process in self._exits.processes.items()}
-        return {"ranks": ranks, "awaits_agent": self.awaits_agent, "awaits_image": self.awaits_image}
+        return {"ranks": ranks, "awaits_image": self.awaits_image}
 
     async def attempt(self, orders: ReceivedOrders) -> bool:
         """Launch the ranks, or record why that failed. Return False while devices, cores or storage are not ready."""
@@ -154,6 +151,8 @@ class RankLaunch:
         """Watch the launched ranks."""
         for rank, process in processes.items():
             self._exits.watch(rank, process)
+        # one that a former daemon has restored needs no image
+        self.awaits_image = self.awaits_image and not processes
         self.is_done, self.launched_at = True, time.monotonic()
 
     async def _attempt(self, orders: ReceivedOrders) -> dict[int, ProcessId] | None:
@@ -439,11 +438,9 @@ class RankLaunch:
         """Restore a rank from its process image. Raises LaunchRefusedError."""
         procs = self._host.cgroups.join_files(self._paths.group)
         try:
-            restored = self._images.restore(launcher, mapping, source, procs=procs, is_moved=is_moved)
+            return self._images.restore(launcher, mapping, source, procs=procs, is_moved=is_moved)
         except (ImageRefusedError, ImageError) as error:
             raise LaunchRefusedError(f"its process image cannot be restored: {error}") from error
-        self.awaits_agent = restored.has_agent
-        return restored.root
 
     def follow_arrival(self, wanted: DesiredOrder, is_whole: bool) -> None:
         """Restore the process whose image comes from another node, once it has come whole."""
@@ -460,7 +457,6 @@ class RankLaunch:
             self.awaits_image = False
             self._exits.watch(rank, ProcessId(*root))
             self._host.cgroups.track(self._paths.group, root.pid)
-            self._images.report_ready(wanted)
             self._context.write_notes()
         finally:
             self._arriving = None

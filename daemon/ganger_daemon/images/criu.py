@@ -171,6 +171,8 @@ class CriuImages:
         return read_facts(directory)
 
     def fill(self, init_pid: int, directory: Path) -> None:
+        if why := read_facts(directory).machine.obstacle(self._machine):
+            raise ImageRefusedError(why)
         # CRIU writes no file that is there already.
         (directory / PID_FILE).unlink(missing_ok=True)
         fill_directories(init_pid, read_facts(directory).own_directories, directory)

@@ -109,8 +109,10 @@ class ParkedArena:
 
     def open_arena(self) -> int:
         parts = self._gang.parts
-        open_arena = parts.launcher.open_image_arena if parts.images.are_carried else parts.launcher.open_arena
-        return open_arena(self._rank)
+        if not parts.images.are_carried:
+            return parts.launcher.open_arena(self._rank)
+        parts.images.ask(self._gang.wanted.stop_sequence)
+        return parts.launcher.open_image_arena(self._rank)
 
 
 class Source(Protocol):
