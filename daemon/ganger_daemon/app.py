@@ -34,6 +34,7 @@ from ganger_daemon.core import escalation
 from ganger_daemon.devices.choice import choose_devices
 from ganger_daemon.devices.virtual import VirtualSpec
 from ganger_daemon.gang.launch_plan import own_user
+from ganger_daemon.gang.process_image import sweep_names
 from ganger_daemon.images.contract import CAPABILITY
 from ganger_daemon.images.criu import choose_images
 from ganger_daemon.node.core_table import CoreTable
@@ -168,6 +169,7 @@ class Daemon:
         self.host.changed = self.session.news
         self.host.storage_configured = self._write_node
         self.gangs.adopt()
+        await asyncio.to_thread(sweep_names, self.paths.run)
         await asyncio.to_thread(self.host.launchers.stop_idle, True)
         self.host.launchers.warm_up()
         await self._listen(endpoint.token, known)

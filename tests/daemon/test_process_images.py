@@ -303,3 +303,33 @@ def test_a_parked_job_is_moved_by_its_image() -> None:
         assert one_after_the_other(counts(made, "n1", uid, 1), counts(made, "n2", uid, 2))
 
     run(story)
+
+
+def test_a_job_that_is_lost_goes_on_from_the_image_that_was_taken_while_it_ran() -> None:
+    writes = WITH_AGENT.replace("import time\n", 'import time\nout = open("counts.txt", "w")\n', 1)
+    writes = writes.replace("    time.sleep", "    print(count, file=out, flush=True)\n    time.sleep")
+
+    async def story(made: Cluster) -> None:
+        uid = str(uuid.uuid4())
+        await made.daemon("n1")
+        command = [sys.executable, "-u", "-c", writes]
+        gang = made.gang({"n1": [0]}, "n1", uid=uid, command=command)
+        await made.master.want("n1", gang)
+        await until(lambda: len(counts(made, "n1", uid, 1)) > 2)
+        await made.master.want("n1", with_changes(gang, 2, checkpoint_request=1))
+        saved = await made.master.until("n1", 1, lambda seen: bool(seen.checkpoint.path))
+        stood = len(counts(made, "n1", uid, 1))
+        await until(lambda: len(counts(made, "n1", uid, 1)) > stood + 5)
+        running = await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+        os.kill(running.ranks[0].pid, signal.SIGKILL)
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_ENDED))
+        await made.master.forget("n1", 1)
+        restore = agent_pb2.Restore(checkpoint_path=saved.checkpoint.path, step=saved.checkpoint.step)
+        again = made.gang({"n1": [0]}, "n1", uid=uid, epoch=2, command=command, restore=restore)
+        await made.master.want("n1", again)
+        await until(lambda: len(counts(made, "n1", uid, 2)) > 2)
+        written = [int(line) for line in (made.directory / "counts.txt").read_text().split()]
+        assert one_after_the_other(written)
+        assert counts(made, "n1", uid, 2)[0] == saved.checkpoint.step + 1
+
+    run(story)

@@ -32,7 +32,7 @@ from ganger_daemon.checkpoints.storage import directories, shard_name
 from ganger_daemon.devices.contract import VIRTUAL_DRIVER
 from ganger_daemon.gang.exit_watcher import ExitWatcher
 from ganger_daemon.gang.gang_context import GangContext
-from ganger_daemon.images.contract import PID_FILE, SHARED_MEMORY, ImageRefusedError, UnitProcesses
+from ganger_daemon.images.contract import PID_FILE, SHARED_MEMORY, ImageFacts, ImageRefusedError, UnitProcesses
 from ganger_daemon.images.packing import pack, packed_bytes, unpack
 from ganger_daemon.node.daemon_files import make_directory, remove_tree
 from ganger_daemon.node.process_identity import NO_PROCESS, ProcessId, send_signal
@@ -359,32 +359,40 @@ class GangImages:
         """Restore the gang's process into a new unit, from a descriptor of its packed image. Blocks. `is_moved`: a
         process without an agent stands still until `let_run`. Raises LauncherError, OSError, ImageRefusedError,
         ImageError."""
-        directory, images = self._empty_directory(), self._host.images
+        directory = self._empty_directory()
         try:
             facts = unpack(source, directory)
             hit("image-unpacked")
             self._names = facts.labels["names"]
-            self._make_unit(launcher, procs)
-            images.fill(self.init.pid, directory)
             has_agent = bool(facts.labels.get("agent"))
             # noted before there is a process: the next daemon finds it so
             self.awaits_agent, self._is_stopped = has_agent, is_moved and not has_agent
             self._imaged_step = int(facts.labels.get("step", 0))
-            self._context.write_notes()
-            files = {log.path: _LOG_DESCRIPTOR for log in facts.logs}
-            files |= {file.path: _PAGE_DESCRIPTOR for file in facts.files if file.path.endswith(_PAGE_ENDING)}
-            command = images.restore_arguments(directory, files, is_stopped=is_moved and not has_agent)
-            opened = {_LOG_DESCRIPTOR: mapping["log"], _PAGE_DESCRIPTOR: mapping["page"]}
-            pid_file = str(directory / PID_FILE)
-            try:
-                root = launcher.restore(mapping | {"init": self.init.pid}, command, opened, pid_file)
-            except LauncherError as error:
-                why = images.restore_failure(directory) if error.reason == "RESTORE" else ""
-                raise ImageRefusedError(why or str(error)) from error
-            hit("image-restored")
-            return root
+            while True:
+                self._make_unit(launcher, procs)
+                try:
+                    root = self._restore_once(launcher, mapping, directory, facts)
+                except ImageRefusedError as error:
+                    if is_moved or not _cut_back(facts, str(error)):
+                        raise
+                else:
+                    hit("image-restored")
+                    return root
         finally:
             remove_tree(directory)
+
+    def _restore_once(self, launcher: Launcher, mapping: dict[str, Any], directory: Path, facts: ImageFacts) -> Forked:
+        images = self._host.images
+        images.fill(self.init.pid, directory)
+        files = {log.path: _LOG_DESCRIPTOR for log in facts.logs}
+        files |= {file.path: _PAGE_DESCRIPTOR for file in facts.files if file.path.endswith(_PAGE_ENDING)}
+        command = images.restore_arguments(directory, files, is_stopped=self._is_stopped)
+        opened = {_LOG_DESCRIPTOR: mapping["log"], _PAGE_DESCRIPTOR: mapping["page"]}
+        try:
+            return launcher.restore(mapping | {"init": self.init.pid}, command, opened, str(directory / PID_FILE))
+        except LauncherError as error:
+            why = images.restore_failure(directory) if error.reason == "RESTORE" else ""
+            raise ImageRefusedError(why or str(error)) from error
 
     def _make_unit(self, launcher: Launcher, procs: tuple[str, ...]) -> None:
         make_directory(self._files)
@@ -393,3 +401,26 @@ class GangImages:
         made = launcher.make_unit({**unit._asdict(), "cgroup_procs": list(procs)})
         self.init = ProcessId(made.pid, made.start_ticks)
         self._context.write_notes()
+
+
+def _cut_back(facts: ImageFacts, why: str) -> bool:
+    """Cut the file for which a restore failed back to its size in the image; return whether there was one.
+
+    The job has written on after an image was taken that it did not end with; what it wrote, it writes again. CRIU asks
+    that of files that are written at a position, and not of those that are appended to, which others may append to."""
+    for file in facts.files:
+        if file.is_written and f"{file.path} has " in why and Path(file.path).stat().st_size > file.size_bytes:
+            log.info("file cut back to its size in a process image", extra={"path": file.path})
+            os.truncate(file.path, file.size_bytes)
+            return True
+    return False
+
+
+def sweep_names(run: Path) -> None:
+    """Remove the names of gangs of this daemon that are no more. `run`: the daemon's run directory. Blocks."""
+    for names in Path(LINKS).glob("*"):
+        with suppress(OSError):
+            target = Path(os.readlink(names / "run"))
+            if target.is_relative_to(run) and not target.exists():
+                unbind(f"{names}/tmp")
+                remove_tree(names)
