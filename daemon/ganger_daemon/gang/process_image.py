@@ -260,6 +260,8 @@ class GangImages:
                 self._handing = asyncio.create_task(self._hand_over(wanted, open_arena))
         elif wanted.intent is OrderIntent.RUN:
             self.let_run()
+            # what stood in the way of a move that was given up may be over at the next one
+            self.trouble = self.trouble if self._handing is not None or not self._exits.processes else ""
         if self._is_stopped and self._handing is None:
             # again, for a daemon that takes over
             state = PageState.HANDED_OVER if wanted.intent is OrderIntent.HAND_OVER else PageState.READY
