@@ -333,3 +333,24 @@ def test_a_job_that_is_lost_goes_on_from_the_image_that_was_taken_while_it_ran()
         assert counts(made, "n1", uid, 2)[0] == saved.checkpoint.step + 1
 
     run(story)
+
+
+def test_where_nothing_may_be_mounted_a_job_starts_and_is_not_saved_by_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(source: str, place: str) -> None:
+        raise PermissionError(1, "Operation not permitted", place)
+
+    monkeypatch.setattr("ganger_daemon.gang.process_image.bind", forbidden)
+
+    async def story(made: Cluster) -> None:
+        uid = str(uuid.uuid4())
+        await made.daemon("n1")
+        gang = made.gang({"n1": [0]}, "n1", uid=uid, command=[sys.executable, "-u", "-c", OPAQUE])
+        gang.spec.agent = job_pb2.JobSpec.AGENT_NONE
+        await made.master.want("n1", gang)
+        running = await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+        await until(lambda: len(counts(made, "n1", uid, 1)) > 2)
+        assert not running.capabilities.can_checkpoint
+        refused = {one.mechanism: one.reason for one in running.capabilities.refused_mechanisms}
+        assert "Operation not permitted" in refused[Mechanism.IMAGE]
+
+    run(story)

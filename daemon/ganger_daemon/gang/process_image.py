@@ -68,6 +68,7 @@ class GangImages:
         self._is_stopped = False
         self._imaged_step = 0  # both sides of a move report this one, although a child may count in the page
         self._names = ""  # the directory of names that the process knows
+        self._obstacle = ""  # why it has none, although its node can take images
         self.init = NO_PROCESS
         self.has_ended = False
         self.awaits_agent = True
@@ -114,20 +115,26 @@ class GangImages:
             return "it has several tasks"
         if desired.claim.device_mask and self._host.inventory.driver not in ("", VIRTUAL_DRIVER):
             return "it has GPUs, whose state is not brought back with an image yet"
-        return self._host.images.unavailable
+        return self._obstacle or self._host.images.unavailable
 
     # -- names ----------------------------------------------------------------------------------------------------
 
     def name(self, desired: agent_pb2.DesiredGang, mapping: dict[str, Any], *, has_agent: bool) -> dict[str, Any]:
-        """Return a launcher's request for a rank that finds its files by names, where images are possible. Raises
-        OSError."""
+        """Return a launcher's request for a rank that finds its files by names, where images are possible; elsewhere
+        the request itself."""
         if self.why_not(desired):
             return mapping
         self._names = f"{LINKS}/{self._paths.group}"
-        make_directory(self._files)
-        make_links(self._names, self._links())
-        unbind(self._temporary)
-        bind(str(self._files), self._temporary)
+        try:
+            make_directory(self._files)
+            make_links(self._names, self._links())
+            unbind(self._temporary)
+            bind(str(self._files), self._temporary)
+        except OSError as error:
+            # as in a container that may not mount: the job starts, and is saved in other ways
+            self._names, self._obstacle = "", f"its directories cannot be named: {error}"
+            log.warning("no process images of a gang", extra={"group": self._paths.group, "cause": str(error)})
+            return mapping
         environment = dict(mapping["env"])
         environment["GANGER_PAGE"] = str(self.page_name(Path(mapping["page"])))
         environment["GANGER_JOB_DIR"] = f"{self._names}/job"
