@@ -19,7 +19,8 @@ from typing import Final, NamedTuple
 
 VARIABLE = "GANGER_FAILPOINTS"
 
-OF_DAEMON: Final = frozenset(
+OF_IMAGES: Final = frozenset({"image-dumped", "image-packed", "image-unpacked", "image-restored"})
+OF_DAEMON: Final = OF_IMAGES | frozenset(
     {
         "after-prepare",
         "partial-acks",
@@ -32,10 +33,6 @@ OF_DAEMON: Final = frozenset(
         "after-rename",
         "order-half-written",
         "before-reap",
-        "image-dumped",
-        "image-packed",
-        "image-unpacked",
-        "image-restored",
     }
 )
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from daemon.kit import PATIENCE, Cluster, Intents, Observed, in_phase, log_of, run, with_changes
 from ganger.agent.v1 import agent_pb2
+from ganger.failpoints import OF_IMAGES
 from ganger.protocol.gang_orders import Mechanism
 from ganger.v1 import job_pb2
 from ganger_daemon.images.criu import choose_images
@@ -62,6 +63,8 @@ page.set(Word.OPAQUE, Opaque.TRAINS_IN_CHILD)
 """,
 ).replace("    time.sleep", "    page.set(Word.STEP, count)\n    time.sleep")
 PROGRAMS = {"opaque": OPAQUE, "steps": WITH_STEPS, "agent": WITH_AGENT}
+SAVE_POINTS = ("image-dumped", "image-packed", "after-rename")
+MOVE_POINTS = (("image-dumped", "n1"), ("image-packed", "n1"), ("image-unpacked", "n2"), ("image-restored", "n2"))
 programs = pytest.mark.parametrize("kind", list(PROGRAMS))
 
 
@@ -213,6 +216,10 @@ def test_a_job_whose_image_is_refused_goes_on_and_says_why() -> None:
     run(story)
 
 
+def test_every_failpoint_of_images_is_tried() -> None:
+    assert {point for point, _ in MOVE_POINTS} | set(SAVE_POINTS) >= OF_IMAGES
+
+
 async def replaced(made: Cluster, node: str) -> None:
     """Wait until the node's daemon has died by SIGKILL at its failpoint, and start another one."""
     async with asyncio.timeout(60):
@@ -221,7 +228,7 @@ async def replaced(made: Cluster, node: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["opaque", "agent"])
-@pytest.mark.parametrize("point", ["image-dumped", "image-packed", "after-rename"])
+@pytest.mark.parametrize("point", SAVE_POINTS)
 def test_a_daemon_that_dies_while_it_saves_an_image_loses_nothing(kind: str, point: str) -> None:
     async def story(made: Cluster) -> None:
         uid = str(uuid.uuid4())
@@ -245,10 +252,7 @@ def test_a_daemon_that_dies_while_it_saves_an_image_loses_nothing(kind: str, poi
 
 
 @pytest.mark.parametrize("kind", ["opaque", "agent"])
-@pytest.mark.parametrize(
-    ("point", "victim"),
-    [("image-dumped", "n1"), ("image-packed", "n1"), ("image-unpacked", "n2"), ("image-restored", "n2")],
-)
+@pytest.mark.parametrize(("point", "victim"), MOVE_POINTS)
 def test_a_move_in_which_a_daemon_dies_never_runs_the_job_twice(kind: str, point: str, victim: str) -> None:
     is_lost = (kind, point) == ("opaque", "image-packed")
 

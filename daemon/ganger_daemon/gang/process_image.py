@@ -11,6 +11,7 @@ A job finds its page, its socket and its temporary files by names that stay the 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -190,7 +191,8 @@ class GangImages:
             except ImageRefusedError as error:
                 return f"IMAGE_REFUSED: {error}"
             except OSError as error:
-                return f"STORAGE_FAILED: its process image cannot be written: {error}"
+                is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                return f"STORAGE_{'FULL' if is_full else 'FAILED'}: its process image cannot be written: {error}"
         self._taken = {agreement}
         return ""
 
