@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ganger.training import script_source
 
 pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(autouse=True)
+def _only_its_own_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The modules of other tests in this process are none of the script's."""
+    known, is_own = frozenset(sys.modules), script_source.is_own
+    monkeypatch.setattr(script_source, "is_own", lambda name: name not in known and is_own(name))
+
 
 # As a DataLoader looks to the agent: not a frame of the script. Notes what is said at each pass.
 LOADER = """
