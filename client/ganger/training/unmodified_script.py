@@ -365,6 +365,11 @@ class UnmodifiedScript:
             raise CannotKeepError(Error.STATE_UNSAVEABLE, "; ".join(self._reasons))
         self._keeper.checkpoint(request)
 
+    @property
+    def _is_run_again(self) -> bool:
+        """Whether its checkpoint is for a second run of it, and not an image of its process."""
+        return bool(Capability.CHECKPOINT & self._capabilities and not Capability.IMAGE & self._capabilities)
+
     def _note_lost_values(self) -> None:
         self._looked_at_values = time.monotonic()
         try:
@@ -425,7 +430,7 @@ class UnmodifiedScript:
             "at creation": None if loop is None else loop.at_creation,
             # needed on restore: a state parked for a pause can move to other nodes without the rank
             "reasons": list(self._reasons),
-            "variables": self._variables.changed() if Capability.CHECKPOINT & self._capabilities else {},
+            "variables": self._variables.changed() if self._is_run_again else {},
         }
         return position
 

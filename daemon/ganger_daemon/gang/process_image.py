@@ -116,6 +116,8 @@ class GangImages:
             return "it has several tasks"
         if desired.claim.device_mask and self._host.inventory.driver not in ("", VIRTUAL_DRIVER):
             return "it has GPUs, whose state is not brought back with an image yet"
+        if self._paths.run.is_relative_to(SHARED_MEMORY):
+            return f"the daemon's run directory is in {SHARED_MEMORY}, which is another one for a restored process"
         return self._obstacle or self._host.images.unavailable
 
     # -- names ----------------------------------------------------------------------------------------------------

@@ -41,8 +41,7 @@ def pack_directories(init_pid: int, directories: Sequence[str], image: Path, hel
         try:
             names = sorted(os.listdir(source))
             if inside == SHARED_MEMORY and not init_pid:
-                own = {Path(path).relative_to(inside).parts[0] for path in held if path.startswith(f"{inside}/")}
-                names = [name for name in names if name in own]
+                names = [name for name in names if f"{inside}/{name}" in held]
             with tarfile.TarFile(image / _tar(number), "w", copybufsize=_PIECE_BYTES) as tar:
                 for name in names:
                     tar.add(source / name, name)
