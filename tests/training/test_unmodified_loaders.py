@@ -17,7 +17,7 @@ import numpy, torch
 from torch import nn
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, Subset, random_split
 torch.set_num_threads(1)
-torch.manual_seed(1)
+torch.manual_seed(1); numpy.random.seed(1)
 WORKERS = int(os.environ.get("WORKERS", "0"))
 model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

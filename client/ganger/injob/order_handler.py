@@ -159,6 +159,7 @@ class OrderHandler:
         self._read_page_anew()
         self._rejoin(step)
         self._publish_step(step, 0)
+        self._words[Word.REACHED_STEP] = step  # before the state that it belongs to
         at_rest = PageState.OFFLOADED if self._offloaded else PageState.PAUSED
         self._words[Word.STATE] = PageState.READY if self._order.order == PageOrderKind.WAIT else at_rest
 
