@@ -13,25 +13,25 @@ done
 [ -r "$keys" ] || { echo "no keys of Debian's archive ($keys): apt-get install debian-archive-keyring" >&2; exit 3; }
 
 echo "== fetching CRIU from Debian $suite into $directory"
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-mkdir -p "$work"/state/lists/partial "$work"/cache/archives/partial "$work"/root
-: > "$work/status"
-echo "deb [signed-by=$keys] http://deb.debian.org/debian $suite main" > "$work/sources"
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+mkdir -p "$scratch"/state/lists/partial "$scratch"/cache/archives/partial "$scratch"/root
+: > "$scratch/status"
+echo "deb [signed-by=$keys] http://deb.debian.org/debian $suite main" > "$scratch/sources"
 # A package manager of its own: empty status, lists and cache, so that nothing of the system is read or changed.
 get() {
-    apt-get -qq -o Dir::State="$work/state" -o Dir::State::status="$work/status" -o Dir::Cache="$work/cache" \
-        -o Dir::Etc::SourceList="$work/sources" -o Dir::Etc::SourceParts=/dev/null -o Debug::NoLocking=1 \
+    apt-get -qq -o Dir::State="$scratch/state" -o Dir::State::status="$scratch/status" -o Dir::Cache="$scratch/cache" \
+        -o Dir::Etc::SourceList="$scratch/sources" -o Dir::Etc::SourceParts=/dev/null -o Debug::NoLocking=1 \
         -o APT::Sandbox::User="$(id -un)" -o Acquire::Retries=3 "$@"
 }
 get update
 get install -y --download-only --no-install-recommends criu >/dev/null
-for package in "$work"/cache/archives/*.deb; do dpkg-deb -x "$package" "$work/root"; done
+for package in "$scratch"/cache/archives/*.deb; do dpkg-deb -x "$package" "$scratch/root"; done
 
-loader=$(cd "$work/root" && find usr/lib -name 'ld-linux-*.so.*' | sort | head -1)
-[ -x "$work/root/usr/sbin/criu" ] && [ -n "$loader" ] || { echo "the packages have no CRIU or no C library" >&2; exit 1; }
+loader=$(cd "$scratch/root" && find usr/lib -name 'ld-linux-*.so.*' | sort | head -1)
+[ -x "$scratch/root/usr/sbin/criu" ] && [ -n "$loader" ] || { echo "the packages have no CRIU or no C library" >&2; exit 1; }
 rm -rf "$directory" && mkdir -p "$(dirname "$directory")"
-mv "$work/root" "$directory"
+mv "$scratch/root" "$directory"
 cat > "$command.new" <<WRAPPER
 #!/bin/sh
 root=\$(dirname "\$(readlink -f "\$0")")/$(realpath --relative-to="$(dirname "$command")" "$directory")

@@ -15,6 +15,7 @@ import errno
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -42,7 +43,9 @@ log = logging.getLogger(__name__)
 
 _PAGE_ENDING = ".page"
 _PARKED = (PageState.PAUSED, PageState.OFFLOADED)
-_HANG_UP_S = 0.05
+# Longest wait until an agent has closed its socket, and between two looks.
+_HANG_UP_S = 5.0
+_RETRY_S = 0.05
 # Longest dump, with the write to storage.
 _DUMP_S = 3600.0
 # Descriptors at which the program that restores an image finds the new page and the new log.
@@ -295,9 +298,18 @@ class GangImages:
         is_parked = wanted.intent is OrderIntent.PARK
         if is_parked:
             self.hang_up()
-            await asyncio.sleep(_HANG_UP_S)  # until its agent has closed its side
+        # a parked agent closes its side of the socket a moment later; until then an image is refused
+        deadline = time.monotonic() + (_HANG_UP_S if is_parked else 0.0)
         try:
-            await self._host.storage.work.run(self._take_for_move, wanted.stop_sequence, open_arena, within_s=_DUMP_S)
+            while self._handed[0] != wanted.stop_sequence:
+                try:
+                    await self._host.storage.work.run(
+                        self._take_for_move, wanted.stop_sequence, open_arena, within_s=_DUMP_S
+                    )
+                except ImageRefusedError:
+                    if time.monotonic() >= deadline:
+                        raise
+                    await asyncio.sleep(_RETRY_S)
         except (ImageRefusedError, OSError, LauncherError) as error:
             self.trouble = f"IMAGE_REFUSED: {error}"
             log.warning("no image for a move: %s", error, extra={"group": self._paths.group})
