@@ -274,6 +274,8 @@ class GangImages:
                 self._handing = asyncio.create_task(self._hand_over(wanted, open_arena))
         elif wanted.intent is OrderIntent.RUN:
             self.let_run()
+            # a daemon that died before its consent has noted an end that did not come
+            self.has_ended = self.has_ended and not self._exits.live()
             # what stood in the way of a move that was given up may be over at the next one
             self.trouble = self.trouble if self._handing is not None or not self._exits.processes else ""
         if self._is_stopped and self._handing is None:

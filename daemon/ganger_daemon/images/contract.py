@@ -7,7 +7,7 @@ process ids are free and the directories of the unit's own are empty.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -83,14 +83,6 @@ class ImageFacts(msgspec.Struct, frozen=True):
     is_outside_closed: bool = False
     device_pids: tuple[int, ...] = ()
     labels: dict[str, str] = {}
-
-    def files_outside(self, shared: Sequence[str]) -> tuple[OpenFile, ...]:
-        """Return the files that are in none of these directories: another node must have them, too."""
-        return tuple(file for file in self.files if not any(is_below(file.path, each) for each in shared))
-
-
-def is_below(path: str, directory: str) -> bool:
-    return path == directory or path.startswith(directory.rstrip("/") + "/")
 
 
 class ProcessImages(Protocol):

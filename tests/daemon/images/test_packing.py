@@ -150,11 +150,6 @@ def test_an_image_is_refused_where_the_processor_lacks_instructions(tmp_path: Pa
     assert "aarch64" in FACTS.machine.obstacle(Machine("aarch64", ("avx2",), "6.1", "criu 4.2"))
 
 
-def test_files_outside_shared_storage_are_named() -> None:
-    assert FACTS.files_outside(["/data"]) == ()
-    assert [file.path for file in FACTS.files_outside(["/dat", "/data/train"])] == ["/data/train.csv"]
-
-
 def test_an_image_is_unpacked_while_it_arrives(tmp_path: Path) -> None:
     pages = os.urandom(3 << 20)
     size = packed(image(tmp_path / "image", pages), tmp_path / "shard")
