@@ -70,7 +70,9 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]
     "--criu",
     metavar="PATH|none",
     default="",
-    help="CRIU for images of processes. Default: on the path, or beside this program's Python.",
+    envvar="GANGER_DAEMON_CRIU",
+    help="CRIU for images of processes. Default: on the path, or beside this program's Python.  "
+    "[env: GANGER_DAEMON_CRIU]",
 )
 @click.option("--rack", default="", help="Network place: rack.")
 @click.option("--fabric", default="", help="Network place: fabric.")

@@ -9,10 +9,10 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from ganger.cli import local_cluster as cluster
@@ -29,11 +29,12 @@ class Up:
     directory: Path
     flags: tuple[str, ...]
 
-    def __init__(self, directory: Path, *flags: str) -> None:
+    def __init__(self, directory: Path, *flags: str, settings: Mapping[str, str] = MappingProxyType({})) -> None:
+        """`settings`: environment variables beside those of this process."""
         self.directory, self.flags = directory, flags
         names = ("GANGER_MASTER", "GANGER_TOKEN", "XDG_RUNTIME_DIR")
         self.environment = {name: text for name, text in os.environ.items() if name not in names}
-        self.environment["GANGER_MASTER"] = str(directory)
+        self.environment |= {"GANGER_MASTER": str(directory), **settings}
 
     def __enter__(self) -> Up:
         try:

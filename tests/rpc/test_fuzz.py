@@ -138,6 +138,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     yield made[0]
     loop.call_soon_threadsafe(over.set)
     thread.join(30.0)
+    loop.close()
 
 
 def code_of(channel: grpc.Channel, path: str, request: Message, metadata: tuple[tuple[str, str], ...]) -> str:

@@ -66,7 +66,13 @@ def test_a_job_trains_on_while_storage_is_full_shows_that_its_checkpoints_are_sk
                 every_seconds=0.2,
                 story=run.story,
             )
-        assert not list((cluster.storage / uid / "checkpoints").glob("*.tmp*"))
+        # One is there while a checkpoint is being written.
+        eventually(
+            lambda: not list((cluster.storage / uid / "checkpoints").glob("*.tmp*")),
+            what="no unfinished checkpoint is left",
+            within_seconds=30,
+            story=run.story,
+        )
         run.shell("cancel", run.id)
         run.wait_state("CANCELLED")
         steps = [line.step for line in run.lines(0)]

@@ -19,7 +19,8 @@ TWO_NODES = ("--nodes", "2", "--virtual-gpus", "1", "--virtual-cores", "2", "--v
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    with Up(tmp_path_factory.mktemp("up") / "c", *TWO_NODES) as up:
+    # Without images, which serve any script that runs on one node.
+    with Up(tmp_path_factory.mktemp("up") / "c", *TWO_NODES, settings={"GANGER_DAEMON_CRIU": "none"}) as up:
         up.wait_ready(2)
         yield up
 
@@ -199,6 +200,7 @@ def test_a_script_that_no_stronger_mechanism_fits_is_suspended_by_its_signal(cou
     assert counting.can("can_offload"), "in place by its agent"
     shown = " ".join(counting.up("show", counting.job).split())
     assert "mechanism signal: SIGTERM, then at most 1m to exit" in shown
+    assert "not image: not wanted" in shown
     assert "not replay: " in shown
     counting.wait_for_more()
     counting.up("suspend", counting.job, "--level", "checkpoint")
