@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from ganger.launch_command import with_ranks
 from ganger.spec_values import (
     command_hint,
     level_text,
@@ -162,8 +163,12 @@ def make_spec(
     `origins` gives the name of a key in errors where it differs from the key. `wrong` are violations that the caller
     has found already. Raises SpecInvalid with all violations.
     """
+    variables = captured_environment(os.environ if environ is None else environ)
+    description, misfits = with_ranks(description, variables)
     reader = _Reader(description, origins or {})
     reader.violations += wrong
+    for key, text in misfits.items():
+        reader.complain(key, _bounded(text))
     no_variables: dict[str, str] = {}
     no_words: list[str] = []
     for key in sorted(set(description) - KEYS):
@@ -173,7 +178,7 @@ def make_spec(
         display_name=reader.read("name", parse_name, ""),
         command=reader.read("command", parse_command, no_words, required="say what to run"),
         working_directory=reader.read("directory", parse_directory, "") if reader.has("directory") else _here(reader),
-        environment=_merged_environment(reader, os.environ if environ is None else environ),
+        environment=_merged_environment(reader, variables),
         roles=roles,
         gpus_min=gpus_min,
         gpus_max=gpus_max,
@@ -450,12 +455,12 @@ def _here(reader: _Reader) -> str:
     return ""
 
 
-def _merged_environment(reader: _Reader, environ: Mapping[str, str]) -> dict[str, str]:
+def _merged_environment(reader: _Reader, captured: Mapping[str, str]) -> dict[str, str]:
     """Return the captured environment, overridden by the variables of the request."""
     nothing: Mapping[str, object] = {}
     given = reader.read("environment", parse_mapping, nothing)
     result: dict[str, str] = {}
-    for name, text in {**captured_environment(environ), **given}.items():
+    for name, text in {**captured, **given}.items():
         if not isinstance(name, str) or not _VARIABLE.fullmatch(name):
             reader.complain("environment", f"{name!r} is not the name of an environment variable")
         elif name.startswith("GANGER_"):

@@ -128,6 +128,7 @@ def submit(
     captured; --env adds to it.
     """
     from ganger.job_file import load_job_file
+    from ganger.launch_command import replaced_flags
     from ganger.spec import make_spec
 
     description = load_job_file(file) if file else {}
@@ -151,6 +152,8 @@ def submit(
 
         description["array"], mistakes = from_flags(arrays, stop, description.get("array"))
         wrong += mistakes
+    if note := replaced_flags(description):
+        print(f"note: {note}", file=sys.stderr)
     if description.get("array") is not None:
         if follow:
             raise click.UsageError("--follow goes with one job: `ganger logs -f 7_0` follows a member")
