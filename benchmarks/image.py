@@ -150,7 +150,7 @@ class BenchProcess:
 
     def restore(self, command: list[str], pid_file: Path) -> None:
         files = {7: str(self._log)}
-        self._root = self._launcher.restore(self._launch(["restored"]), command, files, str(pid_file)).pid
+        self._root = self._launcher.restore([(self._launch(["restored"]), 0)], command, files, str(pid_file)).root.pid
 
     def unit(self) -> UnitProcesses:
         return UnitProcesses(self.init, self._root, (SHARED_MEMORY, str(self.temporary)))

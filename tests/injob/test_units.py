@@ -83,7 +83,8 @@ def test_a_rank_is_restored_in_a_unit_and_goes_on_where_it_was(place: Place) -> 
     command += ["--inherit-fd", f"fd[7]:{launch['log'][1:]}", "--inherit-fd", f"fd[8]:{launch['page'][1:]}"]
     files = {7: again["log"], 8: again["page"]}
     with Launcher(place.socket) as launcher:
-        restored = launcher.restore(again | {"init": init.pid}, command, files, str(place.directory / "image/root.pid"))
+        pid_file = str(place.directory / "image/root.pid")
+        restored = launcher.restore([(again | {"init": init.pid}, 0)], command, files, pid_file).root
     place.started.append(restored)
     assert inside(restored.pid) == rank.pid != restored.pid
     assert start_ticks(restored.pid) == restored.start_ticks

@@ -416,7 +416,8 @@ class GangImages:
         command = images.restore_arguments(directory, files, is_stopped=self._is_stopped)
         opened = {_LOG_DESCRIPTOR: mapping["log"], _PAGE_DESCRIPTOR: mapping["page"]}
         try:
-            return launcher.restore(mapping | {"init": self.init.pid}, command, opened, str(directory / PID_FILE))
+            ranks = [(mapping | {"init": self.init.pid}, 0)]
+            return launcher.restore(ranks, command, opened, str(directory / PID_FILE)).root
         except LauncherError as error:
             why = images.restore_failure(directory) if error.reason == "RESTORE" else ""
             raise ImageRefusedError(why or str(error)) from error

@@ -71,6 +71,6 @@ def restored(images: ProcessImages, place: Place, image: Path, facts: ImageFacts
     command = images.restore_arguments(image, {log.path: 7})
     with Launcher(place.socket) as launcher:
         pid_file = str(image / PID_FILE)
-        root = launcher.restore(launch | {"init": init}, command, {7: launch["log"]}, pid_file)
+        root = launcher.restore([(launch | {"init": init}, 0)], command, {7: launch["log"]}, pid_file).root
     place.started.append(root)
     return Job(place, launch, init, root, known)

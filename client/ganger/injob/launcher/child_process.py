@@ -173,13 +173,16 @@ def open_listener(host: str) -> socket.socket:
 def serve_store(directory: str, host: str, listener: socket.socket) -> NoReturn:
     """Serve in this (forked) process until the directory is gone; writes rendezvous.json there.
 
-    Listens on ``host`` only. It ends by itself when the epoch's directory is removed.
+    Listens on ``host`` only. It ends by itself when the epoch's directory is removed. Without a directory it serves
+    until it is killed.
     """
     distributed = importlib.import_module("torch.distributed")
 
     port = listener.getsockname()[1]
     # torch alone would listen on every address of the machine.
     store = distributed.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    while not directory:
+        signal.pause()
     path = os.path.join(directory, "rendezvous.json")
     content = {"host": host, "port": port, "pid": os.getpid(), "start_ticks": start_ticks(os.getpid())}
     write_durably(path, json.dumps(content).encode())
@@ -212,6 +215,17 @@ def settle(launch: Launch) -> None:
         _attempt("RLIMIT", f"cannot set limit {name} to {limits}", partial(_limit, name, tuple(limits)))
     if launch.no_io_uring:
         _attempt("FILTER", "cannot refuse io_uring", refuse_io_uring)
+    take_identity(launch)
+    if launch.umask is not None:
+        os.umask(launch.umask)
+    _attempt("LOG", f"cannot write the log {launch.log}", lambda: _redirect(launch.log))
+    _attempt("CWD", f"cannot enter the working directory {launch.cwd}", lambda: os.chdir(launch.cwd))
+    if launch.page:
+        fill_page(launch.page, os.getpid())
+
+
+def take_identity(launch: Launch) -> None:
+    """Become the user of a launch, if it names one. Raises LaunchError."""
     if launch.groups is not None:
         groups = launch.groups
         _attempt("CANNOT_SWITCH_USER", "cannot set groups", lambda: os.setgroups(groups))
@@ -221,12 +235,6 @@ def settle(launch: Launch) -> None:
     if launch.uid is not None and launch.uid != os.getuid():
         uid = launch.uid
         _attempt("CANNOT_SWITCH_USER", f"cannot become user {uid}", lambda: os.setresuid(uid, uid, uid))
-    if launch.umask is not None:
-        os.umask(launch.umask)
-    _attempt("LOG", f"cannot write the log {launch.log}", lambda: _redirect(launch.log))
-    _attempt("CWD", f"cannot enter the working directory {launch.cwd}", lambda: os.chdir(launch.cwd))
-    if launch.page:
-        fill_page(launch.page, os.getpid())
 
 
 def start(launch: Launch, may_fork: bool, arena: int | None, write_end: int) -> NoReturn:
@@ -269,6 +277,12 @@ def restore(launch: Launch, command: Sequence[str], files: Mapping[int, str], wr
         text = shortened(f"{command[0]} cannot be started: {error}")
         os.write(write_end, json.dumps({"reason": "RESTORE", "message": text}).encode())
     os._exit(127)
+
+
+def enter_as(launch: Launch) -> None:
+    """Take this process to where a launch is to run, and make it the launch's user. Raises LaunchError."""
+    enter_cgroups(launch.cgroup_procs)
+    take_identity(launch)
 
 
 def enter_cgroups(procs: Sequence[str]) -> None:
@@ -394,7 +408,7 @@ def _attempt(reason: str, what: str, action: Callable[[], object]) -> None:
 
 
 def run_store(directory: str, host: str, listener: socket.socket) -> NoReturn:
-    """Be the rendezvous store of one epoch, in a forked child."""
+    """Be the rendezvous store of one epoch, in a forked child (see `serve_store`)."""
     os.setsid()
     try:
         serve_store(directory, host, listener)

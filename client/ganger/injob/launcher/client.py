@@ -29,6 +29,15 @@ class Forked(NamedTuple):
     start_ticks: int
 
 
+class ForkedTree(NamedTuple):
+    """Ranks and their common parent; one rank alone is ``root`` itself. ``port``: of the rendezvous store beside them,
+    0 without one."""
+
+    root: Forked
+    ranks: Sequence[Forked]
+    port: int = 0
+
+
 class RendezvousStore(NamedTuple):
     """A rendezvous store: its process, and the port that takes connections already."""
 
@@ -163,19 +172,30 @@ class Launcher:
         found = [_checked(answers[number]) for number in numbers]
         return [Forked(answer["pid"], answer["start_ticks"]) for answer in found]
 
+    def fork_together(self, launches: Sequence[Mapping[str, Any]], store_host: str = "") -> ForkedTree:
+        """Start several ranks below one parent, so that one process image can have all of them. ``store_host``: the
+        address of a rendezvous store beside them, whose port they get as MASTER_PORT. Raises LauncherError for the
+        first rank that was refused, once all are settled."""
+        launched = [dict(launch) for launch in launches]
+        return _tree(self._call("fork_together", launches=launched, store_host=store_host))
+
     def make_unit(self, fields: Mapping[str, Any]) -> Forked:
         """Start a unit (see `namespaces.Unit`; besides ``cgroup_procs``) and return its init. Raises LauncherError."""
         answer = self._call("unit", unit=dict(fields))
         return Forked(answer["pid"], answer["start_ticks"])
 
     def restore(
-        self, launch: Mapping[str, Any], command: Sequence[str], files: Mapping[int, str], pid_file: str
-    ) -> Forked:
-        """Restore a process image into the unit of ``launch``, and return its root (see `units.RestoreRequest`). Blocks
-        for as long as that takes. Raises LauncherError(RESTORE)."""
-        fields = {"launch": dict(launch), "command": list(command), "files": dict(files), "pid_file": pid_file}
-        answer = self._call("restore", **fields)
-        return Forked(answer["pid"], answer["start_ticks"])
+        self,
+        ranks: Sequence[tuple[Mapping[str, Any], int]],
+        command: Sequence[str],
+        files: Mapping[int, str],
+        pid_file: str,
+    ) -> ForkedTree:
+        """Restore a process image into a unit (see `units.RestoreRequest`). ``ranks``: launches, with the pids in the
+        unit; 0 for one that is the root. Blocks for as long as that takes. Raises LauncherError(RESTORE)."""
+        asked = [{"launch": dict(launch), "pid": pid} for launch, pid in ranks]
+        fields = {"ranks": asked, "command": list(command), "files": dict(files), "pid_file": pid_file}
+        return _tree(self._call("restore", **fields))
 
     def store(self, directory: str, host: str) -> RendezvousStore:
         """Start (or find) the rendezvous store of an epoch; rendezvous.json appears in ``directory``."""
@@ -296,6 +316,11 @@ class Launcher:
         line, _, self._received = self._received.partition(b"\n")
         message: dict[str, Any] = json.loads(line)
         return message
+
+
+def _tree(answer: Mapping[str, Any]) -> ForkedTree:
+    ranks = [Forked(one["pid"], one["start_ticks"]) for one in answer["ranks"]]
+    return ForkedTree(Forked(answer["pid"], answer["start_ticks"]), ranks, int(answer.get("port", 0)))
 
 
 def _checked(answer: dict[str, Any]) -> dict[str, Any]:

@@ -179,38 +179,40 @@ def wait_ready(ready: int, limit_s: float) -> str:
 
 
 def pid_outside(init: int, pid: int) -> int:
-    """Return the pid that a child of this process has outside the unit where it has ``pid``; 0 if there is none."""
-    for child in _children_in(init):
+    """Return the pid that a process has outside the unit where it has ``pid``; 0 if there is none."""
+    for one in _processes_in(init):
         try:
-            with open(f"/proc/{child}/status", encoding="ascii", errors="replace") as status:
+            with open(f"/proc/{one}/status", encoding="ascii", errors="replace") as status:
                 numbers = next((line.split()[1:] for line in status if line.startswith("NSpid:")), [])
             if numbers[-1:] == [str(pid)]:
-                return child
+                return one
         except OSError:
             continue  # it has ended
     return 0
 
 
 def end_children(init: int, known: Collection[int]) -> None:
-    """Kill and reap the children of this process in a unit, but the known ones: what a failed restore has left. An init
-    ends only once they are reaped."""
-    for child in _children_in(init):
-        if child not in known:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+    """Kill all in a unit but the known processes and its init, and reap those that are children of this process: what a
+    failed restore has left. An init ends only once they are reaped."""
+    children = _children()
+    for one in _processes_in(init):
+        if one not in known and one != init:
+            os.kill(one, signal.SIGKILL)
+            if one in children:
+                os.waitpid(one, 0)
 
 
-def _children_in(init: int) -> list[int]:
-    """Return the children of this process in the PID namespace of a unit, its init too."""
+def _processes_in(init: int) -> list[int]:
+    """Return the processes in the PID namespace of a unit, its init too."""
     found: list[int] = []
     try:
         namespace = os.stat(f"/proc/{init}/ns/pid").st_ino
     except OSError:
         return found
-    for child in _children():
+    for name in os.listdir("/proc"):
         try:
-            if os.stat(f"/proc/{child}/ns/pid").st_ino == namespace:
-                found.append(child)
+            if name.isdigit() and os.stat(f"/proc/{name}/ns/pid").st_ino == namespace:
+                found.append(int(name))
         except OSError:
             continue  # it has ended
     return found

@@ -294,6 +294,14 @@ def from_wait(name: str, pid: int, ticks: int, result: Any) -> ExitRecord:
     return ExitRecord(name, pid, ticks, 128 + result.si_status, result.si_status, time.time(), "wait")
 
 
+def from_status(name: str, pid: int, ticks: int, status: int) -> ExitRecord:
+    """Turn a wait status into an Exit."""
+    code = os.waitstatus_to_exitcode(status)
+    return ExitRecord(
+        name, pid, ticks, code if code >= 0 else 128 - code, None if code >= 0 else -code, time.time(), "wait"
+    )
+
+
 def from_page(name: str, pid: int, ticks: int, page_path: str) -> ExitRecord:
     """Ask the page of a rank that was not our child: it knows unless the rank was killed."""
     code = None

@@ -1,7 +1,7 @@
 """The launcher's loop: one thread, one selector over callers, children and messages of children.
 
-Every end of a rank is recorded durably before it is reported. Nothing else in the loop waits for a disk
-or a child: what may take long (publishing, touching memory) is done by forked helpers.
+The ends of ranks are recorded on disk. Nothing else in the loop waits for a disk or a child: what may take long
+(publishing, touching memory) is done by forked helpers.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Callable, NoReturn
 
 from ganger.injob.launcher import child_process
 from ganger.injob.launcher.callers import Caller, LauncherCallers
 from ganger.injob.launcher.child_process import open_listener
+from ganger.injob.launcher.children import LauncherChild, LauncherChildren
 from ganger.injob.launcher.lease_keeper import LeaseKeeper
 from ganger.injob.launcher.namespaces import end_children, fork_in
 from ganger.injob.launcher.process_record import (
@@ -25,45 +27,22 @@ from ganger.injob.launcher.process_record import (
     Launch,
     LaunchError,
     from_page,
-    from_wait,
     parse_launch,
     publish,
     python_command,
-    record,
+)
+from ganger.injob.launcher.rank_tree import (
+    TreeMember,
+    TreeRequest,
+    be_root,
+    end_family,
+    listener_port,
+    read_pids,
 )
 from ganger.injob.launcher.starter import Starter, StarterError, begin
-from ganger.injob.launcher.units import RestoreRequest, make_unit, restored_root
+from ganger.injob.launcher.units import RestoreRequest, make_unit, restored_ranks, restored_root
 from ganger.injob.process_identity import start_ticks
 from ganger.injob.state_image import make_arena, recover_arena
-
-
-class LauncherChild:
-    """One process: a rank, a rendezvous store or a helper. ``adopted``: another launcher was its parent."""
-
-    def __init__(
-        self,
-        name: str,
-        kind: str,
-        pid: int,
-        page: str = "",
-        exit_path: str = "",
-        *,
-        adopted: bool = False,
-        ticks: int | None = None,
-        pidfd: int | None = None,
-        keeper: LeaseKeeper | None = None,
-    ) -> None:
-        self.name, self.kind, self.pid = name, kind, pid
-        self.page, self.exit_path = page, exit_path
-        self.adopted = adopted
-        self.keeper = keeper
-        self.pidfd = os.pidfd_open(pid) if pidfd is None else pidfd
-        self.start_ticks = (start_ticks(pid) or 0) if ticks is None else ticks
-        self.settle: Callable[[], None] | None = None  # reads whether it could begin, once; None after that
-        self.launch_error: dict[str, str] = {}
-        self.port = 0  # of a store
-        self.ended: Callable[[Any], None] | None = None  # called with how it ended
-
 
 _RETRY_S = 1.0
 _LOOK_S = 2.0
@@ -99,9 +78,8 @@ class LauncherServer:
         self._starter = starter
         self._selector = selectors.DefaultSelector()
         self._callers = LauncherCallers(self._selector, listener, self._answer)
-        self._children: dict[int, LauncherChild] = {}
+        self._children = LauncherChildren(self._selector, self._report_end, self._close_arena)
         self._arenas: dict[str, int] = {}
-        self._unrecorded: list[tuple[str, ExitRecord]] = []
         self._stopping = False
 
     def serve(self) -> None:
@@ -111,8 +89,8 @@ class LauncherServer:
             for key, _ in self._selector.select(self._pause()):
                 if key.fd in self._selector.get_map():  # an earlier one of this round may have ended it
                     key.data()
-            self._record_again()
-            if self._children or self._callers or self._unrecorded:
+            self._children.record_again()
+            if self._children or self._callers or self._children.has_unrecorded:
                 busy_at = time.monotonic()
             elif time.monotonic() - busy_at >= self._idle_s or not os.path.exists(self._path):
                 break  # without its socket no client can connect any more
@@ -124,10 +102,10 @@ class LauncherServer:
     def _pause(self) -> float:
         """Keep the leases that have ended, and return for how long nothing else is due."""
         # One that is being started runs nothing of its job yet. Frozen before it is settled, it would never be settled.
-        settled = (one for one in self._children.values() if one.settle is None)
+        settled = (one for one in self._children if one.settle is None)
         looks = [one.keeper.look() for one in settled if one.keeper is not None]
         # a lease may be made shorter at any time, and a rank lose its boundaries
-        looks += [_RETRY_S] if looks or self._unrecorded else [_LOOK_S, self._idle_s]
+        looks += [_RETRY_S] if looks or self._children.has_unrecorded else [_LOOK_S, self._idle_s]
         return max(0.0, min(looks))
 
     def _answer(self, caller: Caller, request: Mapping[str, Any]) -> None:
@@ -155,8 +133,7 @@ class LauncherServer:
         launch = parse_launch(request["launch"])
         self._reject_running(launch)
         arena = self._arena_for(launch)
-        if arena is not None and launch.touched_bytes:
-            self._helper(f"{launch.name}/touch", None, None, lambda: child_process.touch_arena(launch, arena))
+        self._touch(launch, arena)
         read_end, write_end = os.pipe2(os.O_CLOEXEC)
         started = None if self._runs_in_a_fork(launch) else self._start(request["launch"], write_end, arena)
         pid, word = started or (os.fork(), None)
@@ -164,33 +141,116 @@ class LauncherServer:
             self._become_child(keep=[write_end, *([] if arena is None else [arena])])
             raise ChildTask(lambda: child_process.start(launch, self._may_fork, arena, write_end))
         os.close(write_end)
-        new = self._add_rank(launch, pid)
+        new = self._children.add_rank(launch, pid)
         if word is not None:
             begin(word)
         # The child closes its end when it is settled (exec closes it too), or writes what went wrong.
-        new.settle = lambda: self._settled(caller, number, new, read_end)
-        self._selector.register(read_end, selectors.EVENT_READ, new.settle)
+        self._children.settle_later(new, read_end, lambda: self._answer_settled(caller, number, new))
 
-    def _add_rank(self, launch: Launch, pid: int) -> LauncherChild:
-        keeper = LeaseKeeper(launch.name, pid, launch.page, launch.freezer, launch.cgroup_procs)
-        return self._add(LauncherChild(launch.name, "rank", pid, launch.page, launch.exit_path, keeper=keeper))
+    def _fork_together(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
+        """Start ranks below one parent, with a rendezvous store beside them where ``store_host`` is given."""
+        host = str(request.get("store_host") or "")
+        if host:
+            self._check_serves_stores()
+        listener = open_listener(host) if host else None
+        try:
+            wanted = TreeRequest.parse(request["launches"], listener_port(listener))
+            for launch in wanted.launches:
+                self._reject_running(launch)
+            arenas = [self._arena_for(launch) for launch in wanted.launches]
+            for launch, arena in zip(wanted.launches, arenas):
+                self._touch(launch, arena)
+            pipes = [os.pipe2(os.O_CLOEXEC) for _ in wanted.launches]
+            report, write_end = os.pipe2(os.O_CLOEXEC)
+            pid = os.fork()
+            if pid == 0:
+                task = self._tree_task(wanted, host, listener, arenas, [end for _, end in pipes], write_end)
+                raise ChildTask(partial(task, [report, *(end for end, _ in pipes)]))
+        finally:
+            if listener is not None:
+                listener.close()
+        for descriptor in (write_end, *(end for _, end in pipes)):
+            os.close(descriptor)
+        root = self._children.add(LauncherChild(wanted.name, "root", pid))
+        ends = [end for end, _ in pipes]
+        self._selector.register(
+            report, selectors.EVENT_READ, lambda: self._gather(caller, number, wanted, root, report, ends)
+        )
+
+    def _tree_task(
+        self,
+        wanted: TreeRequest,
+        host: str,
+        listener: socket.socket | None,
+        arenas: list[int | None],
+        write_ends: list[int],
+        report: int,
+    ) -> Callable[[list[int]], NoReturn]:
+        """Return what the parent of ranks does, in the child that is to be it."""
+        members = [
+            TreeMember(
+                partial(child_process.start, launch, self._may_fork, arena, write_end),
+                [write_end] if arena is None else [write_end, arena],
+            )
+            for launch, arena, write_end in zip(wanted.launches, arenas, write_ends)
+        ]
+        if listener is not None:
+            held = listener.dup()
+            members.append(TreeMember(partial(child_process.run_store, "", host, held), [held.fileno()]))
+        self._become_child(keep=[report, *(one for member in members for one in member.descriptors)])
+        enter = partial(child_process.enter_as, wanted.launches[0])
+        return lambda foreign: be_root(members, len(wanted.launches), enter, report, foreign)
+
+    def _gather(
+        self, caller: Caller, number: Any, wanted: TreeRequest, root: LauncherChild, report: int, ends: list[int]
+    ) -> None:
+        """Look after the ranks that their parent has started; answer once all are settled."""
+        self._selector.unregister(report)
+        try:
+            pids = read_pids(report)
+        except LaunchError as error:
+            for descriptor in ends:
+                os.close(descriptor)
+            end_family(root.pid)
+            self._callers.reply(caller, number, error={"reason": error.reason, "message": str(error)})
+            return
+        finally:
+            os.close(report)
+        ranks = self._children.add_ranks(root, list(zip(wanted.launches, pids)))
+        unsettled = set(ranks)
+
+        def settled(one: LauncherChild) -> None:
+            unsettled.discard(one)
+            if unsettled:
+                return
+            error = next((rank.launch_error for rank in ranks if rank.launch_error), None)
+            content: dict[str, Any] = {"error": error} if error else self._tree_facts(root, ranks)
+            self._callers.reply(caller, number, port=wanted.port, **content)
+
+        for rank, read_end in zip(ranks, ends):
+            self._children.settle_later(rank, read_end, partial(settled, rank))
+
+    def _tree_facts(self, root: LauncherChild, ranks: list[LauncherChild]) -> dict[str, Any]:
+        processes = [{"pid": one.pid, "start_ticks": one.start_ticks} for one in ranks]
+        return {"pid": root.pid, "start_ticks": root.start_ticks, "ranks": processes}
 
     def _unit(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
         pid = make_unit(self._starter, request["unit"])
-        new = self._add(LauncherChild(str(request["unit"]["name"]), "init", pid))
+        new = self._children.add(LauncherChild(str(request["unit"]["name"]), "init", pid))
         self._callers.reply(caller, number, pid=new.pid, start_ticks=new.start_ticks)
 
     def _restore(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
         wanted = RestoreRequest.parse(request)
         launch = wanted.launch
-        self._reject_running(launch)
+        for rank in wanted.ranks:
+            self._reject_running(rank.launch)
         read_end, write_end = os.pipe2(os.O_CLOEXEC)
         pid = fork_in(launch.init, os.fork)
         if pid == 0:
             self._become_child(keep=[write_end])
             raise ChildTask(lambda: child_process.restore(launch, wanted.command, wanted.files, write_end))
         os.close(write_end)
-        new = self._add(LauncherChild(f"{launch.name}/restore", "helper", pid))
+        new = self._children.add(LauncherChild(f"{launch.name}/restore", "helper", pid))
 
         def finish(result: Any) -> None:
             error = child_process.error_of_child(read_end, f"{new.name} was killed")
@@ -198,16 +258,22 @@ class LauncherServer:
             try:
                 if error or result is None or result.si_code != os.CLD_EXITED or result.si_status != 0:
                     raise LaunchError("RESTORE", (error or {}).get("message", "the process image was not restored"))
-                root = self._add_rank(launch, restored_root(wanted))
-                self._callers.reply(caller, number, pid=root.pid, start_ticks=root.start_ticks)
+                root_pid = restored_root(wanted)
+                if wanted.is_tree:
+                    root = self._children.add(LauncherChild(f"{launch.name}/root", "root", root_pid))
+                    ranks = self._children.add_ranks(root, restored_ranks(wanted))
+                else:
+                    root = self._children.add_rank(launch, root_pid)
+                    ranks = [root]
+                self._callers.reply(caller, number, **self._tree_facts(root, ranks))
             except LaunchError as problem:
-                end_children(launch.init, {child.pid for child in self._children.values()})
+                end_children(launch.init, {child.pid for child in self._children})
                 self._callers.reply(caller, number, error={"reason": problem.reason, "message": str(problem)})
 
         new.ended = finish
 
     def _reject_running(self, launch: Launch) -> None:
-        if any(other.name == launch.name and other.kind == "rank" for other in self._children.values()):
+        if self._children.is_running(launch.name):
             raise LaunchError("ALREADY_RUNNING", f"{launch.name} runs already")
 
     def _runs_in_a_fork(self, launch: Launch) -> bool:
@@ -226,17 +292,15 @@ class LauncherServer:
             self._starter = None
             return None
 
-    def _settled(self, caller: Caller, number: Any, new: LauncherChild, read_end: int) -> None:
-        if new.settle is None:
-            return  # read already: its end was noticed at the same moment
-        new.settle = None
-        new.launch_error = child_process.error_of_child(read_end, f"{new.name} was killed as it was started") or {}
-        self._selector.unregister(read_end)
-        os.close(read_end)
+    def _answer_settled(self, caller: Caller, number: Any, new: LauncherChild) -> None:
         if new.launch_error:
             self._callers.reply(caller, number, error=new.launch_error)
         else:
             self._callers.reply(caller, number, pid=new.pid, start_ticks=new.start_ticks)
+
+    def _touch(self, launch: Launch, arena: int | None) -> None:
+        if arena is not None and launch.touched_bytes:
+            self._helper(f"{launch.name}/touch", None, None, lambda: child_process.touch_arena(launch, arena))
 
     def _arena_for(self, launch: Launch) -> int | None:
         if not launch.arena_bytes:
@@ -261,11 +325,14 @@ class LauncherServer:
             os.close(descriptor)
         self._callers.reply(caller, number)
 
-    def _store(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
-        directory, host = str(request["directory"]), str(request["host"])
+    def _check_serves_stores(self) -> None:
         if "torch.distributed" not in self._preloaded and self._preloaded:
             raise LaunchError("NO_TORCH", f"{sys.executable} has no torch, so it can serve no rendezvous store")
-        for other in self._children.values():
+
+    def _store(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
+        directory, host = str(request["directory"]), str(request["host"])
+        self._check_serves_stores()
+        for other in self._children:
             if other.kind == "store" and other.name == directory:
                 self._callers.reply(caller, number, pid=other.pid, start_ticks=other.start_ticks, port=other.port)
                 return
@@ -276,7 +343,7 @@ class LauncherServer:
                 self._become_child(keep=[])
                 held = listener.dup()
                 raise ChildTask(lambda: child_process.run_store(directory, host, held))
-            new = self._add(LauncherChild(directory, "store", pid))
+            new = self._children.add(LauncherChild(directory, "store", pid))
             new.port = listener.getsockname()[1]
         self._callers.reply(caller, number, pid=new.pid, start_ticks=new.start_ticks, port=new.port)
 
@@ -287,13 +354,13 @@ class LauncherServer:
     def _list(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
         children = [
             {name: getattr(one, name) for name in ("name", "kind", "pid", "start_ticks", "adopted")}
-            for one in self._children.values()
+            for one in self._children
         ]
         self._callers.reply(caller, number, children=children)
 
     def _kill(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
         pid, ticks, number_of_signal = int(request["pid"]), int(request["start_ticks"]), int(request["signal"])
-        for one in self._children.values():
+        for one in self._children:
             if one.pid == pid and one.start_ticks == ticks:
                 signal.pidfd_send_signal(one.pidfd, number_of_signal)
                 self._callers.reply(caller, number, sent=True)
@@ -304,7 +371,7 @@ class LauncherServer:
         """Take over a rank whose launcher is gone; if it is gone too, record its end now."""
         name, pid, ticks = str(request["name"]), int(request["pid"]), int(request["start_ticks"])
         page, exit_path = str(request.get("page", "")), str(request["exit_path"])
-        if any(one.pid == pid and one.start_ticks == ticks for one in self._children.values()):
+        if any(one.pid == pid and one.start_ticks == ticks for one in self._children):
             self._callers.reply(caller, number, alive=True)
             return
         try:
@@ -316,7 +383,7 @@ class LauncherServer:
             if pidfd >= 0:
                 os.close(pidfd)
             if not os.path.exists(exit_path):
-                self._ended(exit_path, from_page(name, pid, ticks, page))
+                self._children.note_end(exit_path, from_page(name, pid, ticks, page))
             self._callers.reply(caller, number, alive=False)
             return
         arena = request.get("arena")
@@ -325,7 +392,7 @@ class LauncherServer:
             if found is not None:
                 self._arenas[arena["name"]] = found
         keeper = LeaseKeeper(name, pid, page, str(request.get("freezer", "")), list(request.get("cgroup_procs", ())))
-        self._add(
+        self._children.add(
             LauncherChild(name, "rank", pid, page, exit_path, adopted=True, ticks=ticks, pidfd=pidfd, keeper=keeper)
         )
         self._callers.reply(caller, number, alive=True)
@@ -335,18 +402,13 @@ class LauncherServer:
         self._callers.reply(caller, number)
 
     def _stop(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
-        busy = [one.name for one in self._children.values() if one.kind == "rank"]
+        busy = [one.name for one in self._children if one.kind == "rank"]
         if busy:
             raise LaunchError("BUSY", f"still the parent of {', '.join(busy[:8])}")
         self._stopping = True
         self._callers.reply(caller, number)
 
     # Children.
-
-    def _add(self, new: LauncherChild) -> LauncherChild:
-        self._children[new.pidfd] = new
-        self._selector.register(new.pidfd, selectors.EVENT_READ, lambda: self._gone(new))
-        return new
 
     def _helper(self, name: str, caller: Caller | None, number: Any, work: Callable[[], None]) -> None:
         """Do ``work`` in a forked child and answer with how it went."""
@@ -356,7 +418,7 @@ class LauncherServer:
             self._become_child(keep=[write_end, *self._arenas.values()])
             raise ChildTask(lambda: child_process.run_helper(work, write_end))
         os.close(write_end)
-        self._add(LauncherChild(name, "helper", pid))
+        self._children.add(LauncherChild(name, "helper", pid))
 
         def finish() -> None:
             died = f"{name} was killed"
@@ -372,54 +434,15 @@ class LauncherServer:
 
         self._selector.register(read_end, selectors.EVENT_READ, finish)
 
-    def _gone(self, one: LauncherChild) -> None:
-        result = None
-        if not one.adopted:
-            result = os.waitid(os.P_PIDFD, one.pidfd, os.WEXITED | os.WNOHANG)
-            if result is None:
-                return
-        if one.settle is not None:
-            one.settle()  # what it wrote before it died is part of how it ended
-        self._selector.unregister(one.pidfd)
-        del self._children[one.pidfd]
-        os.close(one.pidfd)
-        if one.ended is not None:
-            one.ended(result)
-        if one.kind != "rank":
-            return
-        if one.keeper is not None:
-            one.keeper.close()
-        arena = self._arenas.pop(one.name, None)
-        if arena is not None:
-            os.close(arena)  # no rank fills it any more; a daemon that still streams from it has its own descriptor
-        if result is None:
-            end = from_page(one.name, one.pid, one.start_ticks, one.page)
-        else:
-            end = from_wait(one.name, one.pid, one.start_ticks, result)
-        if one.launch_error:
-            end = end._replace(source="launch", message=one.launch_error["message"])
-        self._ended(one.exit_path, end)
-
-    def _ended(self, exit_path: str, end: ExitRecord) -> None:
-        self._record(exit_path, end)
+    def _report_end(self, end: ExitRecord) -> None:
         for caller in self._callers.all():
             if caller.watching:
                 self._callers.reply(caller, None, exit=end._asdict())
 
-    def _record_again(self) -> None:
-        waiting, self._unrecorded = self._unrecorded, []
-        for exit_path, end in waiting:
-            self._record(exit_path, end, is_again=True)
-
-    def _record(self, exit_path: str, end: ExitRecord, is_again: bool = False) -> None:
-        """Record the end of a process; if that fails and its directory is there, it is tried again later."""
-        try:
-            record(exit_path, end)
-        except OSError as error:
-            if not is_again:
-                print(f"ganger launcher: cannot record the end of {end.name}: {error}", file=sys.stderr)
-            if os.path.isdir(os.path.dirname(exit_path)):
-                self._unrecorded.append((exit_path, end))
+    def _close_arena(self, name: str) -> None:
+        arena = self._arenas.pop(name, None)
+        if arena is not None:
+            os.close(arena)  # no rank fills it any more; a daemon that still streams from it has its own descriptor
 
     def _become_child(self, keep: list[int]) -> None:
         """Close the launcher's descriptors in a forked child, except `keep`. Closing them by their objects closes no
@@ -432,7 +455,7 @@ class LauncherServer:
                     os.close(thing)
             elif isinstance(thing, socket.socket):
                 thing.close()
-        for one in self._children.values():
+        for one in self._children:
             if one.keeper is not None:
                 one.keeper.close()
         for descriptor in (self._lock, *self._arenas.values()):
@@ -446,6 +469,7 @@ class LauncherServer:
 _OPERATIONS: dict[Any, Callable[[LauncherServer, Caller, Any, Mapping[str, Any]], None]] = {
     "info": LauncherServer._info,
     "fork": LauncherServer._fork,
+    "fork_together": LauncherServer._fork_together,
     "unit": LauncherServer._unit,
     "restore": LauncherServer._restore,
     "arena": LauncherServer._arena,

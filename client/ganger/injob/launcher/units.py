@@ -18,24 +18,44 @@ from ganger.injob.launcher.starter import Starter, StarterError, begin
 _READY_S = 10.0
 
 
-class RestoreRequest(NamedTuple):
-    """A process image to restore: the rank that its root is, the command, files by descriptor for the command to open,
-    and the file in which the command writes the root's pid in the unit."""
+class RestoredRank(NamedTuple):
+    """A rank in a process image. ``pid``: in the unit; 0: it is the image's root."""
 
     launch: Launch
+    pid: int
+
+
+class RestoreRequest(NamedTuple):
+    """A process image to restore: its ranks, the command, files by descriptor for the command to open, and the file in
+    which the command writes the root's pid in the unit."""
+
+    ranks: Sequence[RestoredRank]
     command: Sequence[str]
     files: Mapping[int, str]
     pid_file: str
 
+    @property
+    def launch(self) -> Launch:
+        """The first rank's."""
+        return self.ranks[0].launch
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether its root is the parent of its ranks."""
+        return bool(self.ranks[0].pid)
+
     @classmethod
     def parse(cls, request: Mapping[str, Any]) -> RestoreRequest:
         """Read a request. Raises LaunchError(INVALID_LAUNCH)."""
-        launch = parse_launch(request["launch"])
+        ranks = [RestoredRank(parse_launch(one["launch"]), int(one["pid"])) for one in request["ranks"]]
         command, pid_file = request["command"], request["pid_file"]
         files = {int(number): str(path) for number, path in dict(request.get("files") or {}).items()}
-        if not launch.init or not command or not all(isinstance(part, str) for part in command):
+        is_mixed = not all(rank.launch.init for rank in ranks) or (
+            len(ranks) > 1 and not all(rank.pid for rank in ranks)
+        )
+        if not ranks or is_mixed or not command or not all(isinstance(part, str) for part in command):
             raise LaunchError("INVALID_LAUNCH", "a restore needs a unit and a command")
-        return cls(launch, command, files, str(pid_file))
+        return cls(ranks, command, files, str(pid_file))
 
 
 def make_unit(starter: Starter | None, content: Mapping[str, Any]) -> int:
@@ -69,16 +89,34 @@ def make_unit(starter: Starter | None, content: Mapping[str, Any]) -> int:
 
 
 def restored_root(request: RestoreRequest) -> int:
-    """Return the pid of the root that was just restored, named in its page. Raises LaunchError(RESTORE)."""
-    launch = request.launch
+    """Return the pid of the root that was just restored, named in its page if it is a rank. Raises
+    LaunchError(RESTORE)."""
     try:
         with open(request.pid_file, encoding="ascii") as file:
             inside = int(file.read())
-        pid = pid_outside(launch.init, inside)
     except (OSError, ValueError) as error:
+        raise LaunchError("RESTORE", f"the restored process cannot be found: {error}") from error
+    root = _found(request.launch, inside)
+    if not request.is_tree and request.launch.page:
+        fill_page(request.launch.page, root)
+    return root
+
+
+def restored_ranks(request: RestoreRequest) -> list[tuple[Launch, int]]:
+    """Return the ranks below a root that was just restored, and their pids, named in their pages. Raises
+    LaunchError(RESTORE)."""
+    found = [(launch, _found(launch, inside)) for launch, inside in request.ranks]
+    for launch, pid in found:
+        if launch.page:
+            fill_page(launch.page, pid)
+    return found
+
+
+def _found(launch: Launch, inside: int) -> int:
+    try:
+        pid = pid_outside(launch.init, inside)
+    except OSError as error:
         raise LaunchError("RESTORE", f"the restored process cannot be found: {error}") from error
     if not pid:
         raise LaunchError("RESTORE", "the restored process has ended")
-    if launch.page:
-        fill_page(launch.page, pid)
     return pid

@@ -1,0 +1,129 @@
+"""Ranks with one common parent, so that one image has all of them and what runs between them.
+
+The parent is forked from the launcher, forks the ranks and their rendezvous store, and executes a program that does
+nothing: so it has no memory of its own worth saving. It never waits for its children. They stay zombies, from which the
+launcher reads how they ended, until it ends the parent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Callable, NamedTuple, NoReturn
+
+from ganger.injob.launcher.process_record import Launch, LaunchError, parse_launch
+from ganger.injob.process_identity import family, stat_fields
+
+_IDLE = "import signal\nwhile True: signal.pause()"
+_EXIT_CODE_FIELD = 49  # of `stat_fields`, whose first is the third of /proc/PID/stat
+
+
+class TreeRequest(NamedTuple):
+    """Ranks to start below one parent. ``port``: of the rendezvous store, 0 without one."""
+
+    launches: Sequence[Launch]
+    port: int
+
+    @classmethod
+    def parse(cls, contents: Sequence[Mapping[str, Any]], port: int) -> TreeRequest:
+        """Read the ranks' launches; with a store they get its port. Raises LaunchError(INVALID_LAUNCH)."""
+        given = {"MASTER_PORT": str(port)} if port else {}
+        launches = [parse_launch({**content, "env": {**content["env"], **given}}) for content in contents]
+        if not launches:
+            raise LaunchError("INVALID_LAUNCH", "a tree has at least one rank")
+        return cls(launches, port)
+
+    @property
+    def name(self) -> str:
+        return f"{self.launches[0].name}/root"
+
+
+class TreeMember(NamedTuple):
+    """What runs below the parent: ``start`` becomes it, in a forked child that keeps these ``descriptors`` of all that
+    were made for members."""
+
+    start: Callable[[], NoReturn]
+    descriptors: Sequence[int]
+
+
+def be_root(
+    members: Sequence[TreeMember], ranks: int, enter: Callable[[], None], report: int, foreign: Sequence[int]
+) -> NoReturn:
+    """Be the parent, in a forked child: start the members, write the pids of the first ``ranks`` of them as JSON into
+    ``report``, and idle. ``enter`` takes this process into control groups and identity of the ranks, and may raise
+    LaunchError. ``foreign``: descriptors of the launcher."""
+    os.setsid()
+    for descriptor in foreign:
+        os.close(descriptor)
+    pids: list[int] = []
+    for member in members:
+        pid = os.fork()
+        if pid == 0:
+            others = {one for other in members for one in other.descriptors} | {report}
+            for descriptor in others - set(member.descriptors):
+                os.close(descriptor)
+            member.start()
+        pids.append(pid)
+    answer: dict[str, Any] = {"pids": pids[:ranks]}
+    try:
+        enter()
+    except LaunchError as error:
+        answer = {"reason": error.reason, "message": str(error)}
+    os.write(report, json.dumps(answer).encode())
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(nothing, number)
+    os.close(nothing)
+    os.chdir("/")
+    # It ends by SIGKILL alone, whatever a job sends to its parent.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    os.execve(sys.executable, [sys.executable, "-I", "-S", "-c", _IDLE], {})
+
+
+def read_pids(report: int) -> list[int]:
+    """Return what `be_root` has written. Raises LaunchError."""
+    try:
+        answer = json.loads(os.read(report, 1 << 16))
+    except ValueError:
+        raise LaunchError("CHILD_DIED", "the parent of the ranks was killed as it was started") from None
+    if "reason" in answer:
+        raise LaunchError(answer["reason"], answer["message"])
+    return [int(pid) for pid in answer["pids"]]
+
+
+class RankTree:
+    """The parent of some ranks, for the launcher: ``pid``, and the names of the ranks that have not ended."""
+
+    def __init__(self, pid: int, names: Sequence[str]) -> None:
+        self.pid = pid
+        self._left = set(names)
+
+    def note_end(self, name: str) -> None:
+        """A rank's end was read. After the last one, the parent is killed with all that is left below it."""
+        self._left.discard(name)
+        if not self._left:
+            end_family(self.pid)
+
+
+def end_family(pid: int) -> None:
+    for one in family(pid):
+        try:
+            os.kill(one, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def listener_port(listener: socket.socket | None) -> int:
+    return 0 if listener is None else int(listener.getsockname()[1])
+
+
+def zombie_status(pid: int) -> int | None:
+    """Return the wait status of a process that has ended and was not waited for; None if there is none."""
+    fields = stat_fields(pid)
+    if len(fields) <= _EXIT_CODE_FIELD or fields[0] not in (b"Z", b"X"):
+        return None
+    return int(fields[_EXIT_CODE_FIELD])
