@@ -12,7 +12,7 @@ GUARDS := class_names function_length import_circles page_width person_words uni
 # Hundreds of programs are started in a run of the tests: each would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test retest explore chaos postgresql criu check guards docs bench gpu anchors protos wire clean
+.PHONY: help setup demo test retest explore chaos postgresql criu check guards docs bench programs gpu anchors protos wire clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -72,6 +72,12 @@ docs: $(VENV)/.docs ## the documentation as a site in build/site; a broken link 
 
 bench: $(STAMP) ## every benchmark, one JSON object each, samples in build/bench
 	@for name in $$($(BIN)/ganger bench --list | grep -vx anchors); do $(BIN)/ganger bench $$name --json || exit 1; done
+
+PROGRAMS_ENV := build/programs/env
+SOURCES      ?=
+programs: $(STAMP) ## public programs, unmodified, stopped and moved: docs/measurements/programs (SOURCES=DIR: checkouts)
+	@$(BIN)/python -m benchmarks.programs.environment $(PROGRAMS_ENV)
+	@$(BIN)/python -m benchmarks.programs --python $(PROGRAMS_ENV)/bin/python $(if $(SOURCES),--sources $(SOURCES))
 
 # With the PyTorch that $(PYTHON) has, whatever version; what is missing comes from the package index, or from WHEELS.
 # A directory on the path lets $(VENV)-gpu see the packages of an interpreter that is in an environment of its own.

@@ -25,7 +25,8 @@ class BenchClusterError(Exception):
 class BenchCluster:
     """A master and daemons on this machine, as programs; nothing of them is left afterwards. `gpus`: virtual ones of
     each node, of `cores` and `memory`; None for the machine's own devices, of which every node then has all. `master`,
-    `daemon`: further options of theirs."""
+    `daemon`: further options of theirs. `is_run_in_memory`: no images of processes are taken of jobs whose run
+    directory is in shared memory."""
 
     def __init__(
         self,
@@ -36,6 +37,7 @@ class BenchCluster:
         memory: str = "8G",
         master: Sequence[str] = (),
         daemon: Sequence[str] = (),
+        is_run_in_memory: bool = True,
     ) -> None:
         self._nodes = [f"n{number}" for number in range(1, nodes + 1)]
         self._devices: tuple[str, ...] = ()
@@ -43,8 +45,8 @@ class BenchCluster:
             self._devices = ("--virtual-gpus", str(gpus), "--virtual-cores", str(cores), "--virtual-memory", memory)
         self._master_options, self._daemon_options = tuple(master), tuple(daemon)
         self.directory = Path(tempfile.mkdtemp(prefix="ganger-bench-"))
-        shared = "/dev/shm"
-        self._run = Path(tempfile.mkdtemp(prefix="ganger-bench-", dir=shared if os.access(shared, os.W_OK) else None))
+        shared = "/dev/shm" if is_run_in_memory and os.access("/dev/shm", os.W_OK) else None
+        self._run = Path(tempfile.mkdtemp(prefix="ganger-bench-", dir=shared))
         self.master = self.directory / "master"
         self._processes: list[subprocess.Popen[bytes]] = []
         self._environment = {**os.environ, "GANGER_MASTER": str(self.master), "PYTHONUNBUFFERED": "1"}
