@@ -200,7 +200,8 @@ def test_sharded_jobs_train_are_counted_and_offer_to_be_parked(tmp_path: Path, w
         assert rank.page.get(Word.OPAQUE) == Opaque.NO, rank.output()
         assert rank.page.get(Word.DEVICE_BYTES) > 0
         # the attached one takes its batches from a loader of its own
-        offered = Capability.PAUSE | Capability.OFFLOAD | (0 if attached else Capability.CHECKPOINT)
+        offered = Capability.PAUSE | Capability.OFFLOAD
+        offered |= 0 if attached else Capability.CHECKPOINT | Capability.REPLAY
         assert rank.page.get(Word.CAPABILITIES) & ~Capability.FIVE_LINE == offered
         rank.order(3, PageOrderKind.RUN)
     assert end_together(ranks) == [0, 0], ranks[0].output() + ranks[1].output()

@@ -327,7 +327,7 @@ def test_the_forms_say_what_they_can_do(tmp_path: Path, script: tuple[Path, bool
     assert rank.end() == 0, rank.output()
     everything = Capability.PAUSE | Capability.OFFLOAD | Capability.CHECKPOINT
     attached = everything | Capability.FIVE_LINE | Capability.RESIZE
-    assert rank.page.get(Word.CAPABILITIES) == (everything if agent else attached)
+    assert rank.page.get(Word.CAPABILITIES) == (everything | Capability.REPLAY if agent else attached)
     assert rank.page.get(Word.STEP) == 6
     assert rank.page.get(Word.SAMPLES) == 12
     assert rank.page.get(Word.PEAK_DEVICE_BYTES) >= STATE_BYTES

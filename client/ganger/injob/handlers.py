@@ -27,7 +27,8 @@ class Handlers(NamedTuple):
     """What a framework can do; None where it cannot. Each is called in the training thread, at a boundary.
 
     on_stop(step): let the device finish. on_offload: state to the arena, free device memory; returns the bytes freed.
-    on_restore: bring it back. on_checkpoint: write this rank's shard. on_hand_over: state into the arena.
+    on_restore: bring it back. on_checkpoint: write this rank's shard; True: its memory is freed until on_restore, which
+    is called only if the rank is to go on. on_hand_over: state into the arena.
     on_retune(threads, workers): 0 leaves a number as it is. by_image: CHECKPOINT and HAND_OVER are process images,
     which the daemon takes while the rank waits.
     """
@@ -35,7 +36,7 @@ class Handlers(NamedTuple):
     on_stop: Callable[[int], None] | None = None
     on_offload: Callable[[StopRequest], int] | None = None
     on_restore: Callable[[StopRequest | None], None] | None = None
-    on_checkpoint: Callable[[StopRequest], None] | None = None
+    on_checkpoint: Callable[[StopRequest], bool | None] | None = None
     on_hand_over: Callable[[StopRequest], None] | None = None
     on_retune: Callable[[int, int], None] | None = None
     by_image: bool = False

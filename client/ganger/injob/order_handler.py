@@ -41,7 +41,7 @@ Known = tuple[int, int, int, int]
 # What is withdrawn with a level.
 _OFFERED_WITH = {
     "OFFLOAD": Capability.OFFLOAD,
-    "CHECKPOINT": Capability.CHECKPOINT | Capability.RESIZE | Capability.RESHARD,
+    "CHECKPOINT": Capability.CHECKPOINT | Capability.RESIZE | Capability.RESHARD | Capability.REPLAY,
 }
 
 _TEND_EVERY_NS = 1_000_000_000
@@ -82,6 +82,7 @@ class OrderHandler:
         self._failure = (Error.NONE, "")  # what the last handler that failed met
         self._held = False  # stopped at a boundary since the last RUN
         self._offloaded = False
+        self._is_on_storage = False  # saved and freed at a stop: the state is in the shard alone
         self._read_page_anew()
 
     def _read_page_anew(self) -> None:
@@ -260,7 +261,7 @@ class OrderHandler:
         """Leave a held stop, for a RUN or for a newer stop further on; False if the state cannot be brought back."""
         if not self._held:
             return True
-        if self._offloaded and not self._bring_back_in_time(order):
+        if (self._offloaded or self._is_on_storage) and not self._bring_back_in_time(order):
             return False
         self._held = False
         self._fresh = True
@@ -292,9 +293,9 @@ class OrderHandler:
             self.handlers.on_restore(None)
 
         if not self._try(restore, Error.STATE_UNREADABLE):
-            self._words[Word.STATE] = PageState.OFFLOADED
+            self._words[Word.STATE] = PageState.OFFLOADED if self._offloaded else PageState.PAUSED
             return False
-        self._offloaded = False
+        self._offloaded = self._is_on_storage = False
         return True
 
     def _wait_ready(self, order: PageOrder) -> None:
@@ -332,6 +333,9 @@ class OrderHandler:
         if handlers.by_image and order.level in (PageParkLevel.CHECKPOINT, PageParkLevel.HAND_OVER):
             return self._await_image(order, step)
         self._socket.resume(now_ns())
+        is_saved = exiting and self._saved == (order.stop_seq, step)
+        if self._is_on_storage and not is_saved and not self._bring_back():
+            return False
         if not exiting:
             # the daemon that orders this discards the earlier shard, which may be gone when it is requested again
             self._saved = (0, 0)
@@ -360,10 +364,12 @@ class OrderHandler:
         save = handlers.on_checkpoint
         if save is None or order.level != PageParkLevel.CHECKPOINT:
             return self._refuse(order)
-        if self._saved != (order.stop_seq, step):
-            if not self._try_to_save(lambda: save(request), "CHECKPOINT"):
+        if not is_saved:
+            freed: list[object] = []
+            if not self._try_to_save(lambda: freed.append(save(request)), "CHECKPOINT"):
                 return False
             self._saved = (order.stop_seq, step)
+            self._is_on_storage = freed[0] is True
         words[Word.CHECKPOINT_STEP] = step
         words[Word.STATE] = PageState.OFFLOADED if self._offloaded else PageState.PAUSED
         return True
@@ -452,7 +458,7 @@ class OrderHandler:
         self._report(Error.STATE_UNSAVEABLE, f"this job cannot stop at level {order.level}: it can only pause")
         return False
 
-    def _try_to_save(self, save: Callable[[], None], *levels: str) -> bool:
+    def _try_to_save(self, save: Callable[[], object], *levels: str) -> bool:
         """Run a handler of a level; where the state itself is what cannot be saved, it is offered no more."""
         if self._try(save, Error.STATE_UNSAVEABLE):
             return True
@@ -461,7 +467,7 @@ class OrderHandler:
                 self._withdraw(_OFFERED_WITH[level], level, self._failure[1])
         return False
 
-    def _try(self, action: Callable[[], None], error: int) -> bool:
+    def _try(self, action: Callable[[], object], error: int) -> bool:
         """Run a handler; a failure is reported and False is returned, so that the daemon decides what is next."""
         try:
             action()

@@ -141,6 +141,7 @@ class Capability:
     RESHARD = 128  # as RESIZE, but only from a checkpoint on storage: each rank has a part of the state
     ADAPTER = 64  # its state is saved and restored through a trainer that the agent knows
     IMAGE = 256  # its CHECKPOINT and HAND_OVER are process images: it waits, and the daemon takes them
+    REPLAY = 512  # its state is for a second run of its script
 
 
 class Opaque:

@@ -117,9 +117,9 @@ def _hook() -> None:
         _waiting.remove()
         _waiting = None
     try:
-        from ganger.training.rank_processes import hook_tcp_rendezvous
+        from ganger.training.rank_processes import hook_rendezvous
 
-        hook_tcp_rendezvous()
+        hook_rendezvous()
         if rank_processes.is_child():
             rank_processes.watch()
             return

@@ -117,26 +117,32 @@ class _ChildTraining:
 
 
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-_is_tcp_hooked = False
+RENDEZVOUS = "GANGER_RENDEZVOUS"
+_is_hooked = False
 _is_group_kept = False
 
 
-def hook_tcp_rendezvous() -> None:
+def hook_rendezvous() -> None:
     """Let rank 0 serve every tcp:// address except the gang's, as in `init_process_group("tcp://...")`. Idempotent.
 
     The gang's store is a process of Ganger, and TORCHELASTIC_USE_AGENT_STORE makes every rank a client of it. PyTorch
     applies that variable to all addresses, so no rank would serve an address that the script chose, and all would hang.
+
+    In the gang's store, ranks with GANGER_RENDEZVOUS in their environment meet those with the same value only.
     """
-    global _is_tcp_hooked
+    global _is_hooked
     from torch import distributed
 
-    if _is_tcp_hooked or not distributed.is_available():
+    if _is_hooked or not distributed.is_available():
         return
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     handlers = getattr(rendezvous, "_rendezvous_handlers", {})
     if "tcp" in handlers:
         handlers["tcp"] = _with_own_store(handlers["tcp"])
-    _is_tcp_hooked = True
+    if os.environ.get(RENDEZVOUS):
+        for scheme in handlers.keys() & {"tcp", "env"}:
+            handlers[scheme] = _with_own_names(handlers[scheme])
+    _is_hooked = True
 
 
 def keep_default_group() -> None:
@@ -170,6 +176,16 @@ def _with_own_store(original: Callable[..., Iterator[Any]]) -> Callable[..., Ite
                 os.environ[_AGENT_STORE] = value
         yield first
         yield from rendezvous
+
+    return handler
+
+
+def _with_own_names(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    def handler(url: str, *arguments: Any, **options: Any) -> Iterator[Any]:
+        from torch import distributed
+
+        for store, rank, world in original(url, *arguments, **options):
+            yield distributed.PrefixStore(os.environ[RENDEZVOUS], store), rank, world  # type: ignore[attr-defined]
 
     return handler
 

@@ -136,11 +136,13 @@ class CannotKeepError(Exception):
 
 @dataclass(frozen=True)
 class _Parked:
-    """A state that lies in the arena; `freed` are the storages to fill again: (storage, offset in the arena, bytes)."""
+    """A state that lies in the arena, or else in its mapped `shard`; `freed` are the storages to fill
+    again: (storage, offset in the image, bytes)."""
 
     step: int
     plan: ImagePlan
     freed: tuple[tuple[Any, int, int], ...]
+    shard: mmap.mmap | None = None
 
 
 class StateKeeper:
@@ -198,25 +200,35 @@ class StateKeeper:
     def bring_back(self, request: StopRequest | None) -> None:
         """Fill the freed storages again. Every tensor is where the script left it, at a new address."""
         parked = self._parked
-        if parked is None or self.arena is None:
+        if parked is None or (self.arena is None and parked.shard is None):
             return
-        self.arena.view()
+        tensor_of = self._tensors_of(parked.shard)
         with torch.no_grad():
             for storage, offset, size in parked.freed:
                 storage.resize_(size)
                 target = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (size,), (1,))
-                target.copy_(self.arena.tensor(offset, size), non_blocking=True)
+                target.copy_(tensor_of(offset, size), non_blocking=True)
         _synchronize()
         # not before: after a failure it is tried again
         self._parked = None
+
+    def _tensors_of(self, shard: mmap.mmap | None) -> Callable[[int, int], torch.Tensor]:
+        """Return a function for the bytes of a parked state, by offset and size in its image."""
+        if shard is not None:
+            return lambda offset, size: torch.frombuffer(shard, dtype=torch.uint8, count=size, offset=offset)
+        assert self.arena is not None, "what is parked without a shard is in the arena"
+        self.arena.view()
+        return self.arena.tensor
 
     def hand_over(self, request: StopRequest) -> None:
         """Leave a complete image in the arena for another rank; the tensors stay."""
         if self._parked is None or not request.offloaded:
             self._parked = _Parked(request.step, self._fill_arena(self._capture(), request.step), ())
 
-    def checkpoint(self, request: StopRequest) -> None:
-        """Write rank-K.shard into the directory the order names; durable on return if the rank exits afterwards."""
+    def checkpoint(self, request: StopRequest, *, frees: bool = False) -> None:
+        """Write rank-K.shard into the directory the order names; durable on return if the rank exits afterwards.
+
+        `frees`: at such an exit the device memory is freed, too, until `bring_back` reads it from the shard."""
         if "checkpoint" not in request.details:
             raise CannotKeepError(Error.STORAGE_FAILED, f"order {request.seq} names no directory for the checkpoint")
         directory = str(request.details["checkpoint"]).replace("{step}", str(request.step))
@@ -226,7 +238,7 @@ class StateKeeper:
             total = self._parked.plan.total_bytes
             _reported(lambda: self._write_arena(directory, total))
         else:
-            captured = self._capture()
+            captured, places = _with_whole_storages(self._capture()) if frees else (self._capture(), ())
             plan = self._plan(captured, step)
             if not request.exiting and self._fits_arena(plan):
                 self._parked = None
@@ -234,6 +246,13 @@ class StateKeeper:
                 self._write_behind(directory, plan.total_bytes, request)
                 return
             _reported(lambda: durable_shard(directory, rank, plan.total_bytes, lambda fd: _write_file(plan, fd)))
+            if frees:
+                with open(os.path.join(directory, f"rank-{rank}.shard"), "rb") as file:
+                    # private, as no tensor may be over memory that cannot be written; it stays if the file goes
+                    shard = mmap.mmap(file.fileno(), plan.total_bytes, access=mmap.ACCESS_COPY)
+                self._parked = _Parked(step, plan, _freed(plan, captured.tensors, places), shard)
+                del captured
+                give_free_memory_back()
         self._control.checkpoint_durable(request.seq, step)
 
     def retune(self, threads: int, workers: int) -> None:

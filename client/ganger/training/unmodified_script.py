@@ -272,7 +272,7 @@ class UnmodifiedScript:
         self._progress = ProgressReporter(control.page, TrainingObjects, self._keeper)
         if self._going_back:
             self._capabilities = Capability.PAUSE | Capability.OFFLOAD | Capability.CHECKPOINT
-            control.hello(self._capabilities, torch=str(torch.__version__), form="unmodified")
+            control.hello(self._capabilities | Capability.REPLAY, torch=str(torch.__version__), form="unmodified")
             control.phase(PagePhase.REPLAY)
             self._target = self._keeper.position_at_start()
             if self._target["reasons"]:
@@ -335,7 +335,7 @@ class UnmodifiedScript:
 
     def _examine(self, loop: Loop | None) -> None:
         """Once in every pass: can it be brought back to a place like this one?"""
-        if loop is None or (self._control is not None and self._control.by_image):
+        if loop is None or (self._control and self._control.by_image):
             return
         self._examined = loop.reference
         if time.monotonic() - self._looked_at_values > VALUES_EVERY_S:
@@ -356,14 +356,16 @@ class UnmodifiedScript:
             if wrapper := wrapped_by(loop):
                 self.note_reason(f"its batches go through {wrapper}, whose position cannot be set")
 
-    def _checkpoint(self, request: StopRequest) -> None:
-        """Save, if a second run comes back here as of now: the script may have done what it cannot repeat since this
-        was offered."""
+    def _checkpoint(self, request: StopRequest) -> bool:
+        """Save, if a second run comes back here as of now. Return whether memory was freed for that run, which is made
+        before this process ends at a stop."""
         assert self._keeper is not None
         self._note_lost_values()
         if self._reasons:
             raise CannotKeepError(Error.STATE_UNSAVEABLE, "; ".join(self._reasons))
-        self._keeper.checkpoint(request)
+        frees = request.exiting and not request.offloaded and bool(self._capabilities & Capability.OFFLOAD)
+        self._keeper.checkpoint(request, frees=frees)
+        return frees
 
     @property
     def _is_run_again(self) -> bool:
@@ -383,7 +385,8 @@ class UnmodifiedScript:
         assert self._control is not None
         if self._reasons:
             self._capabilities &= ~Capability.CHECKPOINT
-        self._control.hello(self._capabilities, form="unmodified", reason="; ".join(self._reasons))
+        replay = Capability.REPLAY if self._is_run_again else 0
+        self._control.hello(self._capabilities | replay, form="unmodified", reason="; ".join(self._reasons))
         if self._reasons and self._control.rank == 0:
             print(
                 f"ganger: this script can be paused, but neither moved nor saved: {'; '.join(self._reasons)}. "

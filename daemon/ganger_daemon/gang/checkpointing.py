@@ -23,7 +23,7 @@ from ganger.protocol.gang_orders import DesiredOrder, Mechanism, OrderIntent
 from ganger.wire.times import seconds
 
 from ganger_daemon.checkpoints.gang_checkpoints import GangCheckpoints, StorageError, publish_here
-from ganger_daemon.checkpoints.storage import CheckpointName, ShardReport, parse_final
+from ganger_daemon.checkpoints.storage import CheckpointName, ShardReport, directories, parse_final
 from ganger_daemon.core import escalation
 from ganger_daemon.core.gang_judgement import PartOutcome, PartOutcomeKind, PartPhase
 from ganger_daemon.core.mechanism import keeps_state
@@ -31,6 +31,7 @@ from ganger_daemon.gang.control_pages import page_order, write_details
 from ganger_daemon.gang.gang_context import GangContext
 from ganger_daemon.gang.process_image import GangImages
 from ganger_daemon.gang.received_orders import error_of
+from ganger_daemon.gang.replay_check import ReplayCheck
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class CheckpointCoordinator:
         self._wake = context.wake
         self._members = desired.members
         self._launcher = launcher
+        self._replay = ReplayCheck(context, launcher)
         self._tidy_due = False
         self.keeper = GangCheckpoints(
             desired.job_uid,
@@ -101,6 +103,11 @@ class CheckpointCoordinator:
         """Paths of the checkpoints that the master needs, for the next daemon; None before the master has sent them."""
         names = self.keeper.wanted
         return None if names is None else [f"checkpoints/{name}" for name in sorted(names)]
+
+    @property
+    def is_checking(self) -> bool:
+        """Whether the script is run a second time before its ranks end."""
+        return self._replay.is_running
 
     @property
     def saved_request(self) -> int:
@@ -238,17 +245,34 @@ class CheckpointCoordinator:
         self, storage: Path, wanted: DesiredOrder, found: list[PageProgress], is_opaque: bool
     ) -> None:
         order = page_order(wanted)
+        is_parking = wanted.intent is OrderIntent.PARK
+        if order is None or order.level != PageParkLevel.CHECKPOINT or not is_parking:
+            await self._replay.give_up()
         if order is None or order.level != PageParkLevel.CHECKPOINT:
             return
         steps = {progress.checkpoint_step for progress in found}
         if all(progress.reached_seq >= order.sequence for progress in found) and len(steps) == 1:
-            await self._make_durable(storage, order.stop_sequence, steps.pop(), found, goes_on=True)
+            step = steps.pop()
+            if not is_parking or await self._arrives(storage, order.stop_sequence, step, found):
+                await self._make_durable(storage, order.stop_sequence, step, found, goes_on=True)
         elif (is_opaque and self._images.are_possible) or self._images.has_ended:
             # without boundaries it is stopped wherever it is, and cannot leave by itself
             step = max(progress.step for progress in found)
             await self._make_durable(storage, order.stop_sequence, step, found, goes_on=False)
         if self.keeper.is_settled(order.stop_sequence):
             self._pages.let_leave(order.sequence)
+
+    async def _arrives(self, storage: Path, agreement: int, step: int, found: list[PageProgress]) -> bool:
+        """Return whether a second run arrives at the step, for ranks whose state is for one; refuse the checkpoint
+        where it does not. False while it runs."""
+        is_done = self.keeper.is_settled(agreement) or self.keeper.refusal(agreement)
+        if is_done or not all(progress.capabilities & Capability.REPLAY for progress in found):
+            return not self.keeper.refusal(agreement)
+        tmp, final = directories(storage, self._paths.job_uid, self._paths.epoch, step)
+        why = "" if final.exists() else await self._replay.of(agreement, step, tmp)
+        if why:
+            await self.keeper.refuse(agreement, why)
+        return why == ""
 
     async def _make_durable(
         self, storage: Path, agreement: int, step: int, found: list[PageProgress], *, goes_on: bool

@@ -459,13 +459,13 @@ class LocalGang:
     def _pause(self) -> float:
         pages, parts, phase = self.context.pages, self.parts, self.phase
         copying = _COPYING.get(phase) if pages.readable else None
+        ranks = self.context.part.ranks if copying is not None else ()
         last_event_at = max(parts.launching.launched_at, self._orders.ordered_at)
         return next_look(
             phase,
             is_over=parts.exits.is_reaped,
             is_launched=self.launched,
-            is_copying=copying is not None
-            and any(pages.progress(rank).state == copying for rank in self.context.part.ranks),
+            is_copying=parts.saving.is_checking or any(pages.progress(rank).state == copying for rank in ranks),
             is_verifying=parts.memory.waiting,
             is_death_awaited=parts.exits.awaited,
             is_preparing=self.wanted.intent is OrderIntent.PREPARE,

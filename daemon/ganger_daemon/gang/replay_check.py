@@ -1,0 +1,197 @@
+"""Check of a checkpoint that is for a second run of the script: that run is made before the ranks that saved it end.
+
+The ranks wait at their boundary with their device memory freed, and their shards are not published yet. Beside each
+rank a second process is started from its shard, with a control page of its own, and runs the script to its place. Once
+all have arrived there they are ended, and the checkpoint is good. If one does not arrive, the checkpoint is refused,
+and the ranks go on where they were. The second processes are killed first if the memory of the job is short.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ganger.injob.launcher.client import Launcher, LauncherError
+from ganger.injob.page import page_path
+from ganger.injob.page_layout import PageOrderKind, PageState
+from ganger.injob.process_identity import family
+
+from ganger_daemon.gang.control_pages import ControlPages
+from ganger_daemon.gang.gang_context import GangContext
+from ganger_daemon.gang.launch_plan import free_port
+from ganger_daemon.gang.received_orders import summary_of
+from ganger_daemon.node.daemon_files import make_directory, read_json, remove_tree, write_json
+from ganger_daemon.node.launchers import children_of
+from ganger_daemon.node.process_identity import ProcessId, is_alive
+
+_LOOK_S = 0.02
+# Longest second run (the script's setup, and the batches that it skips): a move is given as long.
+_LONGEST_S = 600.0
+# What was killed is gone within milliseconds, but for one that hangs in a driver.
+_KILLED_S = 10.0
+_LOG_TAIL_BYTES = 4096
+_FIRST_TO_BE_KILLED = "1000"
+
+
+class ReplayCheck:
+    """The check for one gang's local ranks. `launcher` returns their launcher, if one runs, and may block."""
+
+    def __init__(self, context: GangContext, launcher: Callable[[], Launcher | None]) -> None:
+        self._context = context
+        self._paths = context.paths
+        self._ranks = context.part.ranks
+        self._launcher = launcher
+        self._directory = context.paths.run / "replay-check"
+        self._agreement = 0
+        self._task: asyncio.Task[str] | None = None
+        self._is_given_up = False
+
+    @property
+    def is_running(self) -> bool:
+        return self._task is not None and not self._task.done()
+
+    async def of(self, agreement: int, step: int, shards: Path) -> str | None:
+        """Return why a second run does not arrive at the place of the shards in a directory: empty if it does, None
+        while it runs. Begins it at the first call for an agreement."""
+        if self._agreement != agreement:
+            await self.give_up()
+            self._agreement, self._is_given_up = agreement, False
+            self._task = asyncio.create_task(self._check(step, shards))
+        return self._task.result() if self._task is not None and self._task.done() else None
+
+    async def give_up(self) -> None:
+        """End the second processes, also those that a former daemon has started. Idempotent."""
+        self._agreement, self._is_given_up = 0, True
+        task, self._task = self._task, None
+        if task is not None:
+            await asyncio.wait((task,))
+        elif self._directory.exists():
+            await asyncio.to_thread(self._end)
+
+    async def _check(self, step: int, shards: Path) -> str:
+        pages = ControlPages(self._directory, self._context.pages.epoch, self._context.part.world, self._ranks)
+        try:
+            await asyncio.to_thread(self._end)
+            processes = await asyncio.to_thread(self._start, pages, step, shards)
+            return await self._outcome(pages, processes, step)
+        except (LauncherError, OSError) as error:
+            return f"REPLAY_REFUSED: the script cannot be started beside the ranks that are to end: {error}"
+        finally:
+            pages.close()
+            await asyncio.to_thread(self._end)
+            self._context.wake()
+
+    def _start(self, pages: ControlPages, step: int, shards: Path) -> dict[int, ProcessId]:
+        launcher = self._launcher()
+        if launcher is None:
+            raise OSError("its launcher is gone")
+        make_directory(self._directory / "orders")
+        mappings = [self._mapping(rank, step, shards) for rank in self._ranks]
+        pages.create(int(mappings[0]["threads"]))
+        pages.write_order(1, PageOrderKind.WAIT, 0, 0, 0)
+        found = {rank: ProcessId(*one) for rank, one in zip(self._ranks, launcher.fork_all(mappings), strict=True)}
+        for process in found.values():
+            with suppress(OSError):
+                Path(f"/proc/{process.pid}/oom_score_adj").write_text(_FIRST_TO_BE_KILLED)
+        return found
+
+    def _mapping(self, rank: int, step: int, shards: Path) -> dict[str, Any]:
+        """Return the launcher's request: that of the rank itself, with files of its own."""
+        restore = self._directory / f"rank-{rank}.restore.json"
+        write_json(restore, {"kind": "checkpoint", "path": str(shards), "step": step, "size": 0, "rank": rank})
+        former = read_json(self._paths.launch(rank))
+        page = page_path(str(self._directory), rank)
+        own = {
+            "GANGER_SOCKET": "",
+            "GANGER_PAGE": page,
+            "GANGER_JOB_DIR": str(self._directory),
+            "GANGER_RESTORE": str(restore),
+        }
+        environment = {**former["env"], **own, **_rendezvous(former["env"], self._agreement)}
+        return {
+            **former,
+            "name": self._name(rank),
+            "env": environment,
+            "page": page,
+            "log": str(self._log(rank)),
+            "exit_path": str(self._exit(rank)),
+            "freezer": "",
+            "arena": None,
+            "touched_bytes": 0,
+        }
+
+    async def _outcome(self, pages: ControlPages, processes: Mapping[int, ProcessId], step: int) -> str:
+        """Wait until all have arrived. Return why one does not."""
+        begun = time.monotonic()
+        while not self._is_given_up:
+            if not pages.readable:
+                return f"REPLAY_REFUSED: {pages.damage()}"
+            found = {rank: pages.progress(rank) for rank in processes}
+            if all(progress.state == PageState.READY for progress in found.values()):
+                steps = {progress.reached_step for progress in found.values()}
+                return "" if steps == {step} else f"{_DEVIATED.format(step)}: it came to {sorted(steps)} instead"
+            for rank, process in processes.items():
+                if not is_alive(process):
+                    return f"{_DEVIATED.format(step)}: rank {rank}: {await asyncio.to_thread(self._cause, rank)}"
+            if time.monotonic() - begun > _LONGEST_S:
+                return f"REPLAY_REFUSED: run again, the script was not at step {step} within {_LONGEST_S:.0f} s"
+            await asyncio.sleep(_LOOK_S)
+        return "REPLAY_REFUSED: given up"
+
+    def _cause(self, rank: int) -> str:
+        """Return why a second process has ended, in one line: as its agent reports, else by its exit and its log."""
+        if message := read_json(self._directory / f"rank-{rank}.error.json").get("message"):
+            return summary_of(str(message))
+        deadline = time.monotonic() + 1.0
+        while not (ending := read_json(self._exit(rank))) and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+        number = ending.get("signal")
+        if number == signal.SIGKILL:
+            return "it was killed; the memory of the job may not do for a second process"
+        how = f"was ended by signal {number}" if number else f"exited with code {ending.get('code', 'unknown')}"
+        with suppress(OSError), self._log(rank).open("rb") as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - _LOG_TAIL_BYTES))
+            return f"it {how}: {summary_of(log.read().decode(errors='replace'))}"
+        return f"it {how}"
+
+    def _end(self) -> None:
+        """Kill the second processes with all that they have started, and remove their files."""
+        launcher = self._launcher()
+        names = {self._name(rank) for rank in self._ranks}
+        children = children_of(launcher) if launcher is not None else {}
+        left = [child.process for name, child in children.items() if name in names and is_alive(child.process)]
+        for process in left:
+            for pid in family(process.pid):
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + _KILLED_S
+        while any(map(is_alive, left)) and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+        remove_tree(self._directory)
+
+    def _name(self, rank: int) -> str:
+        return f"{self._paths.name(rank)}/replay-check"
+
+    def _log(self, rank: int) -> Path:
+        return self._directory / f"rank-{rank}.log"
+
+    def _exit(self, rank: int) -> Path:
+        return self._directory / f"rank-{rank}.exit.json"
+
+
+_DEVIATED = "STATE_UNSAVEABLE: run again, the script did not come back to step {}"
+
+
+def _rendezvous(environment: Mapping[str, str], agreement: int) -> dict[str, str]:
+    """Return the variables by which second processes meet each other, and not the ranks: in the same store under names
+    of their own, or at another port where rank 0 opens the store."""
+    if "TORCHELASTIC_USE_AGENT_STORE" in environment:
+        return {"GANGER_RENDEZVOUS": f"replay-check-{agreement}"}
+    host = environment.get("MASTER_ADDR", "")
+    return {"MASTER_PORT": str(free_port(host))} if host else {}
