@@ -186,10 +186,14 @@ class CheckpointCoordinator:
         )
         # A checkpoint from which a rank could not be restored is of no use.
         able = reduce(and_, [progress.capabilities for progress in found])
-        if runs and able & Capability.CHECKPOINT and keeps_state(Mechanism(desired.spec.mechanism), able):
+        is_able = able & Capability.CHECKPOINT and keeps_state(Mechanism(desired.spec.mechanism), able)
+        # not before the number of the newest image is known
+        is_recalled = self._recalling is None or self._recalling.done()
+        without_agent = is_opaque and self._images.are_possible and is_recalled
+        if runs and (is_able or without_agent):
             await self._request_if_due(storage, desired, now)
-        await self._hand_on_running(storage, found)
-        await self._hand_on_leaving(storage, wanted, found, is_opaque)
+        await self._hand_on_running(storage, found, without_agent=without_agent and runs)
+        await self._hand_on_leaving(storage, wanted, found, without_agent=without_agent)
 
     def request(self, number: int) -> None:
         """Request checkpoint `number` from the local ranks; the relay carries the request to the others."""
@@ -218,7 +222,7 @@ class CheckpointCoordinator:
             return
         self.request((running & ~CHECKPOINT_BIT) + 1)
 
-    async def _hand_on_running(self, storage: Path, found: list[PageProgress]) -> None:
+    async def _hand_on_running(self, storage: Path, found: list[PageProgress], *, without_agent: bool) -> None:
         agreement = self._pages.checkpoint_sequence()
         if not agreement or self.keeper.is_settled(agreement):
             return
@@ -228,7 +232,9 @@ class CheckpointCoordinator:
         if refusal:
             await self.keeper.refuse(agreement, refusal)
         elif all(progress.checkpoint_done == agreement for progress in found) and len(steps) == 1:
-            await self._make_durable(storage, agreement, steps.pop(), found, goes_on=True)
+            await self._make_durable(storage, agreement, steps.pop(), is_image=by_image(found))
+        elif without_agent:
+            await self._make_durable(storage, agreement, self._step_without_agent(agreement, found), is_image=True)
         if by_image(found) and (self.keeper.refusal(agreement) or self._images.is_taken(agreement)):
             self._pages.go_on_after_image(agreement)
 
@@ -242,7 +248,7 @@ class CheckpointCoordinator:
             await self.keeper.refuse(agreement, why)
 
     async def _hand_on_leaving(
-        self, storage: Path, wanted: DesiredOrder, found: list[PageProgress], is_opaque: bool
+        self, storage: Path, wanted: DesiredOrder, found: list[PageProgress], *, without_agent: bool
     ) -> None:
         order = page_order(wanted)
         is_parking = wanted.intent is OrderIntent.PARK
@@ -254,13 +260,21 @@ class CheckpointCoordinator:
         if all(progress.reached_seq >= order.sequence for progress in found) and len(steps) == 1:
             step = steps.pop()
             if not is_parking or await self._arrives(storage, order.stop_sequence, step, found):
-                await self._make_durable(storage, order.stop_sequence, step, found, goes_on=True)
-        elif (is_opaque and self._images.are_possible) or self._images.has_ended:
+                await self._make_durable(storage, order.stop_sequence, step, is_image=by_image(found))
+        elif without_agent or self._images.has_ended:
             # without boundaries it is stopped wherever it is, and cannot leave by itself
-            step = max(progress.step for progress in found)
-            await self._make_durable(storage, order.stop_sequence, step, found, goes_on=False)
+            step = self._step_without_agent(order.stop_sequence, found)
+            await self._make_durable(storage, order.stop_sequence, step, is_image=True, goes_on=False)
         if self.keeper.is_settled(order.stop_sequence):
             self._pages.let_leave(order.sequence)
+
+    def _step_without_agent(self, agreement: int, found: list[PageProgress]) -> int:
+        """Return the step of an image of processes that count no steps, or do not stop at one. Each image has a step of
+        its own, by which the newest is known."""
+        if (taken := self._images.step_of(agreement)) is not None:
+            return taken
+        published = self.keeper.published
+        return max([published.step + 1 if published is not None else 0, *(progress.step for progress in found)])
 
     async def _arrives(self, storage: Path, agreement: int, step: int, found: list[PageProgress]) -> bool:
         """Return whether a second run arrives at the step, for ranks whose state is for one; refuse the checkpoint
@@ -275,11 +289,11 @@ class CheckpointCoordinator:
         return why == ""
 
     async def _make_durable(
-        self, storage: Path, agreement: int, step: int, found: list[PageProgress], *, goes_on: bool
+        self, storage: Path, agreement: int, step: int, *, is_image: bool, goes_on: bool = True
     ) -> None:
         """Have the shards of an agreement published, which ranks have written; or take their process images first."""
         refusal = ""
-        if by_image(found) or not goes_on:
+        if is_image:
             refusal = await self._images.take(storage, agreement, step, goes_on=goes_on)
         if refusal:
             await self.keeper.refuse(agreement, refusal)

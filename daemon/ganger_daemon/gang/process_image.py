@@ -63,7 +63,8 @@ class GangImages:
         self._paths = context.paths
         self._exits = exits
         self._rank = context.part.ranks[0]
-        self._taken: set[int] = set()
+        self._taken: dict[int, int] = {}  # step of the newest image to storage, by agreement
+        self._left: dict[int, int] = {}  # the same, of a former daemon that has ended the process with it
         self._handing: asyncio.Task[None] | None = None
         self._handed = (0, 0, 0)  # stop sequence, size and final bytes of the image that a destination fetches
         self._asked = 0  # the stop sequence under which a destination has asked for the image of a parked process
@@ -89,6 +90,7 @@ class GangImages:
         self._names = str(fields.get("names", ""))
         # without the daemon's consent a dump lets the process go on
         self.has_ended = bool(fields.get("has_ended", False))
+        self._left = {int(agreement): int(step) for agreement, step in fields.get("taken", [])}
         self._is_stopped = bool(fields.get("is_stopped", False))
         self._imaged_step = int(fields.get("imaged_step", 0))
         self.awaits_agent = bool(fields.get("awaits_agent", True))
@@ -101,6 +103,7 @@ class GangImages:
             "names": self._names,
             "init": [self.init.pid, self.init.start_ticks],
             "has_ended": self.has_ended,
+            "taken": list(self._taken.items()) if self.has_ended else [],
             "is_stopped": self._is_stopped,
             "imaged_step": self._imaged_step,
             "awaits_agent": self.awaits_agent,
@@ -181,6 +184,10 @@ class GangImages:
     def is_taken(self, agreement: int) -> bool:
         return agreement in self._taken
 
+    def step_of(self, agreement: int) -> int | None:
+        """Return the step of the image that was taken for an agreement; None without one."""
+        return self._taken.get(agreement, self._left.get(agreement))
+
     async def take(self, storage: Path, agreement: int, step: int, *, goes_on: bool) -> str:
         """Take an image of the resting process for an agreement and write it to storage as its shard, once. Return why
         that cannot be done; empty when it is done. `goes_on`: otherwise the process ends with it."""
@@ -192,16 +199,16 @@ class GangImages:
         is_there = (shard.exists() or final.exists()) and (goes_on or not self._exits.live())
         if not is_there:
             try:
-                await self._host.storage.work.run(self._take, shard, step, goes_on, within_s=_DUMP_S)
+                await self._host.storage.work.run(self._take, shard, agreement, step, goes_on, within_s=_DUMP_S)
             except ImageRefusedError as error:
                 return f"IMAGE_REFUSED: {error}"
             except OSError as error:
                 is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
                 return f"STORAGE_{'FULL' if is_full else 'FAILED'}: its process image cannot be written: {error}"
-        self._taken = {agreement}
+        self._taken = {agreement: step}
         return ""
 
-    def _take(self, shard: Path, step: int, goes_on: bool) -> None:
+    def _take(self, shard: Path, agreement: int, step: int, goes_on: bool) -> None:
         shard.parent.mkdir(parents=True, exist_ok=True)
         part = shard.with_suffix(".part")
 
@@ -212,26 +219,30 @@ class GangImages:
             os.replace(part, shard)
             hit("image-packed")
             if not goes_on:
-                self.has_ended = True
+                self.has_ended, self._taken = True, {agreement: step}
                 self._context.write_notes()
 
         try:
-            self._dump(write, goes_on=goes_on)
+            # one that goes on does not wait for storage
+            self._dump(write, goes_on=goes_on, stands_still=not goes_on)
         except BaseException:
-            self.has_ended = False
+            self.has_ended, self._taken = False, {}
             part.unlink(missing_ok=True)
             shard.unlink(missing_ok=True)
             raise
 
-    def _dump(self, meanwhile: Callable[[Path], None], *, goes_on: bool) -> None:
-        """Dump the processes, and do `meanwhile` with the directory of their image while they stand still."""
+    def _dump(self, use: Callable[[Path], None], *, goes_on: bool, stands_still: bool = True) -> None:
+        """Dump the processes, and `use` the directory of their image, while they stand still or afterwards."""
         directory = self._empty_directory()
         try:
             process = self._exits.processes[self._rank]
             labels = {"names": self._names, "agent": "yes" if self._has_agent() else "", "step": str(self._imaged_step)}
             members = () if self.init.pid else tuple(self._host.cgroups.pids(self._paths.group))
             unit = UnitProcesses(self.init.pid, process.pid, (SHARED_MEMORY, self._temporary), labels, members)
-            self._host.images.dump(unit, directory, goes_on=goes_on, meanwhile=lambda: meanwhile(directory))
+            meanwhile = (lambda: use(directory)) if stands_still else (lambda: None)
+            self._host.images.dump(unit, directory, goes_on=goes_on, meanwhile=meanwhile)
+            if not stands_still:
+                use(directory)
         finally:
             remove_tree(directory)
 
