@@ -289,22 +289,26 @@ def test_a_move_in_which_a_daemon_dies_never_runs_the_job_twice(kind: str, point
     run(story)
 
 
-def test_a_parked_job_is_moved_by_its_image() -> None:
+@pytest.mark.parametrize("cgroups", ["none", "auto"])
+@programs
+def test_a_parked_job_is_moved_by_its_image(kind: str, cgroups: str) -> None:
     async def story(made: Cluster) -> None:
         uid = str(uuid.uuid4())
-        await made.daemon("n1")
-        await made.daemon("n2")
-        gang = await begun(made, "agent", uid)
+        await made.daemon("n1", cgroups=cgroups)
+        await made.daemon("n2", cgroups=cgroups)
+        gang = await begun(made, kind, uid)
         pause = {"intent": Intents.INTENT_PARK, "level": job_pb2.SUSPEND_LEVEL_PAUSE}
         await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **pause))
         parked = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
+        before = counts(made, "n1", uid, 1)
         new = prepared(made, uid, gang, "n2", 2)
         await made.master.want("n2", new)
         ready = await made.master.until("n2", 2, in_phase(Observed.PHASE_READY))
         assert ready.stop_step == parked.stop_step
         await made.master.want("n2", with_changes(new, 2, intent=Intents.INTENT_RUN))
         await until(lambda: len(counts(made, "n2", uid, 2)) > 2)
-        assert one_after_the_other(counts(made, "n1", uid, 1), counts(made, "n2", uid, 2))
+        assert counts(made, "n1", uid, 1) == before
+        assert one_after_the_other(before, counts(made, "n2", uid, 2))
 
     run(story)
 

@@ -238,7 +238,11 @@ class GangImages:
             process = self._exits.processes[self._rank]
             labels = {"names": self._names, "agent": "yes" if self._has_agent() else "", "step": str(self._imaged_step)}
             members = () if self.init.pid else tuple(self._host.cgroups.pids(self._paths.group))
-            unit = UnitProcesses(self.init.pid, process.pid, (SHARED_MEMORY, self._temporary), labels, members)
+            is_frozen = self._host.cgroups.frozen(self._paths.group)
+            freezer = self._host.cgroups.freezer_file(self._paths.group) if is_frozen else ""
+            own = (SHARED_MEMORY, self._temporary)
+            place = str(Path(freezer).parent) if freezer else ""
+            unit = UnitProcesses(self.init.pid, process.pid, own, labels, members, place)
             meanwhile = (lambda: use(directory)) if stands_still else (lambda: None)
             self._host.images.dump(unit, directory, goes_on=goes_on, meanwhile=meanwhile)
             if not stands_still:
@@ -302,7 +306,9 @@ class GangImages:
         progress = self._context.pages.progress(self._rank)
         is_there = progress.reached_seq >= wanted.order.number
         if wanted.intent is OrderIntent.PARK:
-            return self._has_agent() and is_there and progress.state in _PARKED
+            if self._has_agent():
+                return is_there and progress.state in _PARKED
+            return self.are_carried and self._host.cgroups.frozen(self._paths.group)
         if not self._has_agent():
             return self.are_carried
         return progress.state == PageState.HANDED_OVER and is_there

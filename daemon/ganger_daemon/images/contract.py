@@ -32,13 +32,15 @@ class UnitProcesses(msgspec.Struct, frozen=True):
     """Processes by their ids in the daemon's own namespace. `init_pid`: of their unit, 0 for processes that were never
     restored and have none. `own_directories`: absolute paths that belong to them alone, so that the files in them
     travel with the image; outside a unit, of those in /dev/shm the ones that the processes hold. `labels`: what the
-    daemon wants to know at the restore. `members`: processes that the daemon knows to be the job's."""
+    daemon wants to know at the restore. `members`: processes that the daemon knows to be the job's.
+    `freezer`: directory of the control group in which they are frozen, and stay so; empty if they run."""
 
     init_pid: int
     root_pid: int
     own_directories: tuple[str, ...] = (SHARED_MEMORY,)
     labels: dict[str, str] = {}
     members: tuple[int, ...] = ()
+    freezer: str = ""
 
 
 class OpenFile(msgspec.Struct, frozen=True):

@@ -167,6 +167,7 @@ class CriuImages:
         arguments = ["dump", "-t", str(root), "-o", DUMP_LOG, *_options(plan.closes), "--network-lock", "skip"]
         arguments += ["--ghost-limit", _GHOST_LIMIT, "--action-script", f"./{_SCRIPT}"]
         arguments += ["--leave-running"] if plan.goes_on else []
+        arguments += ["--freeze-cgroup", unit.freezer] if unit.freezer else []
         self._run(unit.init_pid, arguments, directory, while_frozen)
         return read_facts(directory)
 
