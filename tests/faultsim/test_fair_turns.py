@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 from faultsim.fault_cluster import FaultCluster
 from faultsim.rows_of_daemons import DaemonTurns
@@ -15,12 +14,11 @@ from ganger.v1 import scheduling_pb2
 from ganger_master.core.commands import DrainNode, ProposePlan, UncordonNode
 from ganger_master.core.job_model import JobSpec
 from ganger_master.core.settings import CoreSettings
-from ganger_master.planner.colocation_rates import ColocationRates
 from ganger_master.planner.context import ClusterChange, PlannerSettings, context_of
-from ganger_master.planner.job_measures import AttainedService
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migrate_stage import plan_moves
 from ganger_master.planner.migration_context import MigrationMemory
+from ganger_master.planner.rate_registry import ProgressReport, RateRegistry
 from ganger_master.planner.sharing_stage import NOTHING, plan_shared
 from ganger_master.policies import policy_named
 from ganger_master.policies.job_facts import Capacity
@@ -43,8 +41,7 @@ class Shared:
         self.cluster.run_for(5.0)
         self.remembered = NOTHING
         self.moving = MigrationMemory()
-        self.attained = AttainedService()
-        self.together = ColocationRates()
+        self.rates = RateRegistry()
         self.steps: dict[int, int] = {}
         self.cluster.engine.after(PASS_S, self._plan)
         self.cluster.engine.after(1.0, self._listen)
@@ -67,7 +64,8 @@ class Shared:
         for number, step in self.received().items():
             if step != self.steps.get(number):
                 self.steps[number] = step
-                self.attained.record(number, step, self.cluster.engine.now)
+                now = self.cluster.engine.now
+                self.rates.record(number, ProgressReport(step, now), now)
         self.cluster.engine.after(1.0, self._listen)
 
     def _plan(self) -> None:
@@ -76,7 +74,9 @@ class Shared:
         for job in state.jobs.values():
             message = scheduling_pb2.LiveJob()
             live_job_to_wire(job, state.gangs.get(job.epoch), message)
-            table.put(*live_job_from_wire(message))
+            told, gang = live_job_from_wire(message)
+            table.put(told, gang)
+            self.rates.put(told, gang, 0, now)
         view = state.view.copy()
         context = context_of(
             POLICY,
@@ -85,7 +85,7 @@ class Shared:
             now,
             settings=PlannerSettings(capacity=Capacity(4 * len(state.nodes), math.inf, math.inf, 4), look_s=QUANTUM_S),
             cluster=ClusterChange(view, draining=tuple(state.nodes.draining)),
-            rates=SimpleNamespace(windows=self.together, received_s=self.attained.received_s),
+            rates=self.rates,
             may_preempt=False,
         )
         found, self.remembered, _ = plan_shared(context, before, QUANTUM_S)

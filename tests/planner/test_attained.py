@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from ganger_master.planner.job_measures import AttainedService
+from ganger_master.planner.job_estimates import AttainedTime
+from ganger_master.planner.rate_registry import ProgressReport, RateRegistry
+from planner.test_colocation_rates import job
 
 
 @pytest.mark.parametrize(
@@ -22,17 +24,18 @@ from ganger_master.planner.job_measures import AttainedService
     ids=["one report", "steps all the time", "rests between", "steps that take long", "and rests", "goes back"],
 )
 def test_only_the_time_in_which_it_stepped_counts(reports: list[tuple[int, float]], seconds: float) -> None:
-    attained = AttainedService()
-    for step, time_s in reports:
-        attained.record(7, step, time_s)
-    assert attained.received_s == {7: pytest.approx(seconds)}
+    attained = AttainedTime(*reports[0])
+    for step, time_s in reports[1:]:
+        attained.follow(step, time_s)
+    assert attained.received_s == pytest.approx(seconds)
 
 
 def test_a_job_that_has_ended_is_dropped() -> None:
-    attained = AttainedService()
+    registry = RateRegistry()
     for number in (7, 8):
-        attained.record(number, 1, 1.0)
-    attained.forget(7)
-    assert attained.received_s.keys() == {8}
-    attained.keep(lambda number: False)
-    assert attained.received_s == {}
+        registry.put(job(number), None, 0, 1.0)
+        registry.record(number, ProgressReport(1, 1.0), 1.0)
+    registry.forget(7, 2.0)
+    assert registry.received_s == {8: 0.0}
+    registry.keep(lambda number: False, 2.0)
+    assert registry.received_s == {}

@@ -9,7 +9,7 @@ from ganger.cluster.resources import Claim, LocalityLevel
 from ganger.job_state import JobState
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, Piece
 from ganger_master.core.job_model import JobRecord, JobSpec
-from ganger_master.planner.colocation_rates import ColocationRates
+from ganger_master.planner.rate_registry import ProgressReport, RateRegistry
 from ganger_master.policies.trials import TrialPace
 from msgspec.structs import replace
 
@@ -37,7 +37,7 @@ def running(
     return replace(job(number, epoch), state=JobState.HOLDING, running_since=1.0), gang
 
 
-class SteppingJobs(ColocationRates):
+class SteppingJobs(RateRegistry):
     """The rates of jobs that step at given rates and report it every second."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class SteppingJobs(ColocationRates):
             self.now += 1.0
             for number, rate in self.rates.items():
                 self.steps[number] = self.steps.get(number, 0.0) + rate
-                self.record(number, int(self.steps[number]), self.now, use, self.now)
+                self.record(number, ProgressReport(int(self.steps[number]), self.now, use=use), self.now)
 
 
 def test_rates_of_a_job_alone_count_once_it_has_warmed_up() -> None:
@@ -177,7 +177,8 @@ def run_time_sliced(jobs: SteppingJobs, seconds: float, reports_resumption: bool
         if second % 12 < 6:
             resumed_s = jobs.now - 0.9 if second % 12 == 0 else resumed_s
             steps, last_s = steps + 10, jobs.now
-        jobs.record(1, steps, last_s, 0.3, jobs.now, resumed_s if reports_resumption else nan)
+        report = ProgressReport(steps, last_s, resumed_s if reports_resumption else nan, 0.3)
+        jobs.record(1, report, jobs.now)
 
 
 def test_rates_of_a_time_sliced_job_count_only_its_own_slices() -> None:

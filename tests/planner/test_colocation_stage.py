@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 from core.drive import GIB
@@ -17,9 +16,9 @@ from ganger_master.core.job_model import Capabilities, SuspendLevel
 from ganger_master.core.plan_changes import TrialFinding
 from ganger_master.planner.colocation_stage import OrderColocation, plan_packing
 from ganger_master.planner.context import PlanContext, PlannerSettings, context_of
-from ganger_master.planner.job_measures import JobRates
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.plan_pace import PlanPace
+from ganger_master.planner.rate_registry import JobRates
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.policies import policy_named
 from ganger_master.policies.colocation_choice import LEAST_SPEED
@@ -61,7 +60,7 @@ class Colocated(Drive):
         self, seen: JobRates | None = None, kept_out: ExcludedJobs = NONE_EXCLUDED, gpus: int = 32
     ) -> PlanContext:
         settings = PlannerSettings(PlanPace(EVERY_S), capacity=Capacity(gpus, math.inf, math.inf, 4))
-        rates, room = SimpleNamespace(windows=seen or Measured()), CapacityIndex(self.state.view.copy())
+        rates, room = seen or Measured(), CapacityIndex(self.state.view.copy())
         return context_of(POLICY, self.table(), room, self.now, settings=settings, rates=rates, excluded=kept_out)
 
     def plan(self, seen: JobRates | None = None, kept_out: ExcludedJobs = NONE_EXCLUDED) -> list[tuple[str, int]]:

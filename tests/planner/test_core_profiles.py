@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from ganger_master.estimators.cpu import CpuPoint, fit_cpu
 from ganger_master.planner.core_profiles import CoreProfile, CoresTrial, conclude, next_cores
-from ganger_master.policies.trials import ProgressSample, RateWindows
+from ganger_master.policies.trials import ProgressSample, RateWindows, TrialPace
 from ganger_master.policies.tunings import Known, TuningNodes, known_gangs
 from ganger_master.policies.tunings.catalogue import predicted
 from ganger_master.policies.tunings.synergy import SYNERGY_GREEDY
@@ -39,18 +39,18 @@ def test_every_window_has_the_least_length_and_the_least_number_of_steps(
     for seconds, steps in moves:
         time_s, step = time_s + seconds, max(0, step + steps)
         samples.append(ProgressSample(time_s, step))
-    windows = RateWindows()
+    windows, pace = RateWindows(since_s=0.0), TrialPace(window_s=float(least), window_steps=7 - least)
     for sample in samples:
-        windows = windows.after(sample, float(least), 7 - least)
+        windows = windows.after(sample, 1.0, pace)
     assert list(windows.rates) == naive_rates(samples, float(least), 7 - least)
 
 
 def test_setting_a_clock_back_costs_only_the_open_window() -> None:
-    windows = RateWindows()
+    windows, pace = RateWindows(since_s=0.0), TrialPace(window_s=2.0, window_steps=5)
     for at in range(8):
-        windows = windows.after(ProgressSample(10_000.0 + at, 10 * at), 2.0, 5)
+        windows = windows.after(ProgressSample(10_000.0 + at, 10 * at), 1.0, pace)
     for at in range(8, 16):
-        windows = windows.after(ProgressSample(10_000.0 + at - 3_600.0, 10 * at), 2.0, 5)
+        windows = windows.after(ProgressSample(10_000.0 + at - 3_600.0, 10 * at), 1.0, pace)
     assert windows.rates == (10.0,) * 6
 
 

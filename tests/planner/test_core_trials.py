@@ -15,9 +15,9 @@ from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import ProposePlan
 from ganger_master.core.job_model import Capabilities, JobSpec
 from ganger_master.planner.context import context_of
-from ganger_master.planner.core_profiles import CoreProfiles
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import plan_by
+from ganger_master.planner.rate_registry import ProgressReport, RateRegistry
 from ganger_master.policies import live_policy_named
 from ganger_master.policies.trials import TrialPace
 from hypothesis import given, settings
@@ -41,7 +41,7 @@ class Profiled(Planned):
     def __init__(self, policy: str = "las+predictor", noise: float = 0.02) -> None:
         super().__init__(policy=policy)
         self.policy = live_policy_named(policy)
-        self.measured = CoreProfiles(PACE)
+        self.measured = RateRegistry(PACE)
         self.curves: dict[int, Curve] = {}
         self.signatures: dict[int, int] = {}
         self.steps: dict[int, float] = {}
@@ -74,7 +74,7 @@ class Profiled(Planned):
         if found.changes:
             tuned = [change for change in found.changes if change.kind == "CORES"]
             self.changes += [(change.number, sum(change.claims[0].millicores)) for change in tuned]
-            self.reasons += [self.measured.describe(change.number) for change in tuned]
+            self.reasons += [self.measured.describe_cores(change.number) for change in tuned]
             answer = self.step(ProposePlan(found.changes))
             assert isinstance(answer, PlanAnswer)
             assert all(verdict.approved for verdict in answer.verdicts), answer
@@ -89,7 +89,7 @@ class Profiled(Planned):
             for number, curve in self.curves.items():
                 rate = curve(self.cores(number)) * (1.0 + self.noise * self.random.standard_normal())
                 self.steps[number] += max(rate, 0.0)
-                self.measured.record(number, int(self.steps[number]), self.now, self.now)
+                self.measured.record(number, ProgressReport(int(self.steps[number]), self.now), self.now)
             ran = {number: self.now - self.job(number).running_since for number in self.curves}
             if self.measured.update_trials(self.state.view, ran, self.now):
                 self.plan()
@@ -132,7 +132,7 @@ def test_a_job_gets_fewer_cores_than_it_was_measured_with_only_for_a_trial() -> 
         if cores < least:
             assert number in drive.measured.trials
         if number not in drive.measured.trials:
-            least = min([point.cores for point in drive.measured._jobs[number].profile.own], default=4.0)
+            least = min([point.cores for point in drive.measured._jobs[number].cores.profile.own], default=4.0)
     assert drive.cores(number) == pytest.approx(3, abs=1)
 
 
@@ -203,7 +203,7 @@ def test_a_job_whose_rates_change_while_it_runs_is_measured_anew() -> None:
 
 def test_trials_take_no_more_than_their_share_of_running_time() -> None:
     drive = Profiled()
-    drive.measured = CoreProfiles(replace(PACE, share=0.1))
+    drive.measured = RateRegistry(replace(PACE, share=0.1))
     number = drive.add(lambda cores: 10.0 * math.log2(1.0 + cores))
     slow = 0
     for _ in range(600):
@@ -245,6 +245,6 @@ def test_all_changes_fit_and_without_profiles_every_job_has_its_share_again(
             started.append(drive.add(needs(cores), job_of(gpus), signature))
     # `plan` asserts that every change is approved, `Drive.step` that the state stays consistent.
     drive.spend(300)
-    drive.measured = CoreProfiles(replace(PACE, share=0.0))
+    drive.measured = RateRegistry(replace(PACE, share=0.0))
     drive.plan()
     assert [drive.cores(number) for number in started] == [4.0] * len(started)

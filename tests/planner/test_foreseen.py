@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 from core.drive import job_of
 from ganger_master.core.job_model import JobRecord
-from ganger_master.planner.job_estimates import MOST_POINTS, JobEstimates, LossReport
+from ganger_master.estimators.convergence import LossPoint
+from ganger_master.planner.job_estimates import MOST_POINTS
+from ganger_master.planner.rate_registry import ProgressReport, RateRegistry
 from ganger_master.policies.optimus_sizes import NOTHING, OptimusEstimate
 from msgspec.structs import replace
 
 PASS = 100
 
 
-class Measured:
-    """Steps a second by number of GPUs, alike for all jobs."""
+class Measured(RateRegistry):
+    """Measures job 1, and is given steps a second by number of GPUs, alike for all jobs."""
 
     def __init__(self, rates: Mapping[int, float]) -> None:
+        super().__init__()
         self.of_all = rates
+        self.weighs_sizes = True
+        self.put(job(), None, 0, 0.0)
 
-    def rates(self, number: int) -> Mapping[int, float]:
+    def by_gpus(self, number: int) -> Mapping[int, float]:
         return self.of_all
+
+    def hears(self, step: int, loss: float, passes: int, passes_in_all: int = 0) -> None:
+        report = ProgressReport(step, float(step), loss=loss, passes=passes, passes_in_all=passes_in_all)
+        self.record(1, report, float(step))
+
+    @property
+    def losses(self) -> Sequence[LossPoint]:
+        known = self._jobs.get(1)
+        return () if known is None or known.losses is None else known.losses.curve
 
 
 def job(least_decrease: float = 0.0, passes: int = 1, number: int = 1) -> JobRecord:
@@ -30,16 +44,16 @@ def job(least_decrease: float = 0.0, passes: int = 1, number: int = 1) -> JobRec
     return JobRecord(number, "", "", spec, 0.0)
 
 
-def trained(steps: int, in_all: int = 0, every: int = 5, rates: Mapping[int, float] | None = None) -> JobEstimates:
+def trained(steps: int, in_all: int = 0, every: int = 5, rates: Mapping[int, float] | None = None) -> Measured:
     """A job whose loss falls from 1.1 to a tenth, by half of the rest in ten passes of a hundred steps."""
-    foreseen = JobEstimates(Measured({1: 10.0, 2: 18.0} if rates is None else rates))
+    foreseen = Measured({1: 10.0, 2: 18.0} if rates is None else rates)
     for step in range(every, steps + 1, every):
         loss = 1.0 / (0.1 * step / PASS + 1.0) + 0.1
-        foreseen.record(1, LossReport(step, loss, step // PASS, in_all))
+        foreseen.hears(step, loss, step // PASS, in_all)
     return foreseen
 
 
-def belief(foreseen: JobEstimates, of: JobRecord) -> OptimusEstimate:
+def belief(foreseen: Measured, of: JobRecord) -> OptimusEstimate:
     (found,) = foreseen.believed(4)([(of, None)])
     return found
 
@@ -95,32 +109,32 @@ def test_speeds_with_other_numbers_of_gpus_are_fitted_to_those_it_has_had() -> N
 
 def test_what_was_undone_by_a_restart_is_forgotten_and_a_long_run_is_kept_in_few_points() -> None:
     foreseen = trained(600)
-    foreseen.record(1, LossReport(300, 0.5, 3))
-    assert max(point.step for point in foreseen.losses(1)) == 300
+    foreseen.hears(300, 0.5, 3)
+    assert max(point.step for point in foreseen.losses) == 300
     foreseen = trained(50_000)
-    assert MOST_POINTS // 2 <= len(foreseen.losses(1)) <= MOST_POINTS + 100
-    assert max(point.step for point in foreseen.losses(1)) > 49_000
+    assert MOST_POINTS // 2 <= len(foreseen.losses) <= MOST_POINTS + 100
+    assert max(point.step for point in foreseen.losses) > 49_000
 
 
 def test_a_loss_that_is_none_is_no_point() -> None:
     foreseen = trained(600)
-    before = foreseen.losses(1)
+    before = foreseen.losses
     for loss in (math.nan, math.inf):
-        foreseen.record(1, LossReport(601, loss, 6))
-    assert foreseen.losses(1) == before
+        foreseen.hears(601, loss, 6)
+    assert foreseen.losses == before
 
 
 def test_a_job_first_reported_within_a_pass_counts_as_in_its_middle_until_the_next_begins() -> None:
-    foreseen = JobEstimates(Measured({1: 10.0}))
-    foreseen.record(1, LossReport(460, 0.5, 4, 10))
+    foreseen = Measured({1: 10.0})
+    foreseen.hears(460, 0.5, 4, 10)
     assert belief(foreseen, job()).steps_left == pytest.approx(10 * 460 / 4.5 - 460)
-    foreseen.record(1, LossReport(500, 0.5, 5, 10))
+    foreseen.hears(500, 0.5, 5, 10)
     assert belief(foreseen, job()).steps_left == 500.0
 
 
 def test_a_job_that_has_ended_is_dropped() -> None:
     foreseen = trained(600)
-    foreseen.keep(lambda number: number == 1)
-    assert foreseen.losses(1)
-    foreseen.keep(lambda number: False)
-    assert not foreseen.losses(1)
+    foreseen.keep(lambda number: number == 1, 1e6)
+    assert foreseen.losses
+    foreseen.keep(lambda number: False, 1e6)
+    assert not foreseen.losses

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from types import SimpleNamespace
 
 from core.drive import job_of
 from core.elastic_worlds import World, elastic
@@ -17,9 +16,9 @@ from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.plan_changes import CoresChange, Goal, MoveChange, ResizeChange, StartChange, SuspendChange
 from ganger_master.planner.context import PlanContext, PlanDraft, PlannerSettings, context_of
 from ganger_master.planner.growth_stage import GrowthTrials, Sizes, plan_sizes
-from ganger_master.planner.job_measures import SpeedsByGpus
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.plan_pace import PlanPace
+from ganger_master.planner.rate_registry import ProgressReport, RateRegistry
 from ganger_master.policies import policy_named
 from ganger_master.policies.trials import TrialPace
 from ganger_master.rpc.planner_messages import live_job_from_wire, live_job_to_wire
@@ -38,7 +37,7 @@ class Planned(World):
     def __init__(self, nodes: int = 1, rates: dict[int, float] | None = None) -> None:
         super().__init__(nodes)
         self.rates = rates or {1: 10.0, 2: 19.0, 3: 27.0, 4: 34.0}
-        self.speeds = SpeedsByGpus(TrialPace(settle_s=5.0, window_s=WINDOW_S, window_steps=2))
+        self.speeds = RateRegistry(TrialPace(settle_s=5.0, window_s=WINDOW_S, window_steps=2))
         self.growing = GrowthTrials()
         self.done: dict[int, float] = {}
         self.room = CapacityIndex(self.state.view.copy())
@@ -50,7 +49,7 @@ class Planned(World):
             live_job_to_wire(job, self.state.gangs.get(job.epoch), message)
             job_read, gang = live_job_from_wire(scheduling_pb2.LiveJob.FromString(message.SerializeToString()))
             table.put(job_read, gang)
-            self.speeds.put(job_read, gang, self.now)
+            self.speeds.put(job_read, gang, 0, self.now)
         return table
 
     def trains(self, seconds: float) -> None:
@@ -65,11 +64,12 @@ class Planned(World):
                     # No two windows are quite alike.
                     wobble = 1.0 + 0.002 * math.sin(self.now * 7.0 + number)
                     self.done[number] = self.done.get(number, 0.0) + self.rates[devices] * wobble
-                    self.speeds.record(number, int(1000 * self.done[number]), self.now, self.now)
+                    report = ProgressReport(int(1000 * self.done[number]), self.now)
+                    self.speeds.record(number, report, self.now)
 
     def context(self, room: CapacityIndex) -> PlanContext:
-        settings, rates = PlannerSettings(PlanPace(IDLE_S)), SimpleNamespace(speeds=self.speeds)
-        return context_of(POLICY, self.table(), room, self.now, settings=settings, rates=rates)
+        settings = PlannerSettings(PlanPace(IDLE_S))
+        return context_of(POLICY, self.table(), room, self.now, settings=settings, rates=self.speeds)
 
     def plan(self) -> Sizes:
         """Plan changes of size, and have the master approve them."""

@@ -19,10 +19,9 @@ from ganger_master.core.plan_changes import Goal, PlanChange
 from ganger_master.estimators.speed import AllReduceModel
 from ganger_master.planner.context import PlannerSettings, context_of
 from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY, Resizing
-from ganger_master.planner.job_estimates import JobEstimates, LossReport
-from ganger_master.planner.job_measures import SpeedsByGpus
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.optimus_stage import plan_optimus
+from ganger_master.planner.rate_registry import ProgressReport, RateRegistry
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.policies import policy_named
 from ganger_master.policies.optimus_sizes import OptimusEstimate
@@ -113,17 +112,17 @@ class Reporting(Weighed):
 
     def __init__(self) -> None:
         super().__init__()
-        self.speeds = SpeedsByGpus(TrialPace(settle_s=5.0, window_s=2.0, window_steps=5))
-        self.foreseen = JobEstimates(self.speeds)
+        self.measured = RateRegistry(TrialPace(settle_s=5.0, window_s=2.0, window_steps=5))
+        self.measured.weighs_sizes = True
         self.halves: dict[int, float] = {}
         self.done: dict[int, float] = {}
 
     def believed(self, jobs: Sequence[tuple[JobRecord, Gang | None]]) -> list[OptimusEstimate]:
-        return list(self.foreseen.believed(4)(jobs))
+        return list(self.measured.believed(4)(jobs))
 
     def trains(self, seconds: int) -> None:
         for job in self.state.jobs.values():
-            self.speeds.put(job, self.state.gangs.get(job.epoch), self.now)
+            self.measured.put(job, self.state.gangs.get(job.epoch), 0, self.now)
         for _ in range(seconds):
             self.now += 1.0
             for number, job in self.state.jobs.items():
@@ -131,8 +130,8 @@ class Reporting(Weighed):
                     gpus = self.state.gangs[job.epoch].devices
                     done = self.done[number] = self.done.get(number, 0.0) + self.rates[gpus]
                     loss = 1.0 / (done / 100 / self.halves[number] + 1.0) + 0.2
-                    self.speeds.record(number, int(done), self.now, self.now)
-                    self.foreseen.record(number, LossReport(int(done), loss, int(done) // 100))
+                    report = ProgressReport(int(done), self.now, loss=loss, passes=int(done) // 100)
+                    self.measured.record(number, report, self.now)
 
 
 def small(least: int = 1, most: int = 4) -> JobSpec:
@@ -270,7 +269,7 @@ def test_by_reports_the_job_with_most_left_grows_and_a_new_job_has_its_least_unt
     assert change.reason.endswith(" foreseen left")
     drive.goes_on(late)
     drive.trains(30)
-    assert drive.speeds.rates(late) == {1: 10.0, 3: 27.0}
+    assert drive.measured.by_gpus(late) == {1: 10.0, 3: 27.0}
     new = drive.submit(replace(small(), least_decrease=0.02))
     assert drive.proposed() == [("RESIZE", late, 2)]
     drive.rests(late)

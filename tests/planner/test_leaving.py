@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from dataclasses import replace as replace_of
-from types import SimpleNamespace
 
 import pytest
 from core.drive import SERVER
@@ -20,6 +19,7 @@ from ganger_master.core.plan_changes import PlanChange
 from ganger_master.planner.colocations import with_refusals
 from ganger_master.planner.context import PlanContext, PlannerSettings, context_of
 from ganger_master.planner.job_table import LiveTable
+from ganger_master.planner.rate_registry import JobRates
 from ganger_master.planner.sharing_stage import NOTHING, plan_shared
 from ganger_master.planner.timeslice_exits import follow
 from ganger_master.policies.job_facts import Capacity
@@ -32,7 +32,7 @@ QUANTUM_S = 60.0
 
 
 @dataclass
-class Seen:
+class Seen(JobRates):
     """Busy jobs use their device fully; all others a tenth of it."""
 
     busy: frozenset[int] = frozenset()
@@ -100,7 +100,7 @@ class InTurns(Sharing):
             CapacityIndex(self.state.view.copy()),
             self.now + later_s,
             settings=PlannerSettings(capacity=Capacity(4, math.inf, math.inf, 4), look_s=QUANTUM_S),
-            rates=SimpleNamespace(windows=self.seen_by, received_s={}),
+            rates=self.seen_by,
         )
 
     def asked(self) -> tuple[PlanChange, ...]:

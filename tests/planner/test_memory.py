@@ -13,13 +13,11 @@ import pytest
 from core.elastic_worlds import elastic
 from ganger_master.core.plan_changes import Goal
 from ganger_master.estimators.slowdown import UNKNOWN_DEVICE, ColocationTrial, Contention, Pressure, forecast, learn
-from ganger_master.planner.colocation_rates import ColocationRates
 from ganger_master.planner.colocations import Colocations
 from ganger_master.planner.context import PlanDraft
-from ganger_master.planner.job_measures import SpeedsByGpus
-from ganger_master.planner.measurements import Measurements, ProgressReport, RememberedRates
 from ganger_master.planner.memory import PlannerMemory, Unusable, noted, packed, recalled
 from ganger_master.planner.migration_context import MigrationMemory
+from ganger_master.planner.rate_registry import ProgressReport, RateRegistry
 from ganger_master.planner.sharing_stage import Shared
 from ganger_master.policies.trials import TrialPace
 from hypothesis import given
@@ -116,9 +114,9 @@ def test_what_the_pass_beside_it_said_last_is_not_noted_but_asked_for_anew() -> 
 
 def note(**more: Any) -> bytes:
     """Of a planner that knew job 7, which was submitted at 5."""
-    seen = ColocationRates()
+    seen = RateRegistry()
     seen.put(test_colocation_rates.job(7, create_time=5.0), None, 0, NOW)
-    memory = packed(PlannerMemory(rates=RememberedRates(colocations=seen.remembered)))
+    memory = packed(PlannerMemory(rates=seen.remembered))
     return noted(memory, **{"policy": POLICY, "now": NOW, **more})
 
 
@@ -198,12 +196,12 @@ def grown(rates: dict[int, float]) -> tuple[Planned, int]:
 
 def with_another_planner(drive: Planned, memory: PlannerMemory) -> None:
     drive.growing = memory.growing
-    drive.speeds = SpeedsByGpus(TrialPace(settle_s=5.0, window_s=WINDOW_S, window_steps=2))
-    drive.speeds.recall(memory.rates.speeds)
+    drive.speeds = RateRegistry(TrialPace(settle_s=5.0, window_s=WINDOW_S, window_steps=2))
+    drive.speeds.recall(memory.rates)
 
 
 def of(drive: Planned) -> PlannerMemory:
-    return anew(PlannerMemory(growing=drive.growing, rates=RememberedRates(speeds=drive.speeds.remembered)))
+    return anew(PlannerMemory(growing=drive.growing, rates=drive.speeds.remembered))
 
 
 @pytest.mark.parametrize(("rate", "keeps"), [(19.0, True), (12.0, False)])
@@ -260,7 +258,7 @@ class Restarted(test_colocation_rates.SteppingJobs):
 
     def after(self, seconds: float) -> Restarted:
         next_one = Restarted()
-        next_one.recall(anew(PlannerMemory(rates=RememberedRates(colocations=self.remembered))).rates.colocations)
+        next_one.recall(anew(PlannerMemory(rates=self.remembered)).rates)
         next_one.now, next_one.rates = self.now + seconds, dict(self.rates)
         next_one.steps = {number: steps + seconds * self.rates[number] for number, steps in self.steps.items()}
         return next_one
@@ -300,11 +298,11 @@ def test_a_job_that_moved_meanwhile_and_the_jobs_it_left_are_measured_anew() -> 
 
 
 def test_all_that_is_measured_goes_on_where_it_was() -> None:
-    def told(seen: Measurements) -> None:
+    def told(seen: RateRegistry) -> None:
         job, gang = test_colocation_rates.running(1, 0b1)
         seen.put(job, gang, 7, 50.0)
 
-    def heard(seen: Measurements, steps: range) -> None:
+    def heard(seen: RateRegistry, steps: range) -> None:
         for step in steps:
             seen.record(
                 1,
@@ -312,7 +310,7 @@ def test_all_that_is_measured_goes_on_where_it_was() -> None:
                 100.0 + step,
             )
 
-    whole, first, second = (Measurements(test_colocation_rates.PACE) for _ in range(3))
+    whole, first, second = (RateRegistry(test_colocation_rates.PACE) for _ in range(3))
     for seen in (whole, first, second):
         seen.weighs_sizes = True
     told(whole)
@@ -322,7 +320,7 @@ def test_all_that_is_measured_goes_on_where_it_was() -> None:
     second.recall(anew(PlannerMemory(rates=first.remembered)).rates)
     told(second)
     heard(second, range(90, 200))
-    assert second.attained.received_s == {1: 199.0}
+    assert second.received_s == {1: 199.0}
     # As bytes: times that were not reported are NaN, and equal to nothing.
     assert packed(PlannerMemory(rates=second.remembered)) == packed(PlannerMemory(rates=whole.remembered))
 

@@ -4,7 +4,6 @@ becomes of it when something else happens meanwhile. (4 s)"""
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 from core.drive import GIB, job_of
@@ -24,6 +23,7 @@ from ganger_master.planner.migration_context import MigrationMemory
 from ganger_master.planner.migration_outcomes import MigrationOutcomes
 from ganger_master.planner.migration_plans import LONGEST_S
 from ganger_master.planner.plan import plan
+from ganger_master.planner.rate_registry import JobRates
 from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from msgspec.structs import replace
 from planner.test_passes import Planned
@@ -35,7 +35,7 @@ def together(gpus: int, **more: object) -> JobSpec:
     return replace(job_of(gpus, memory=GIB), locality=TOGETHER, **more)
 
 
-class Rates:
+class Rates(JobRates):
     """Steps a second of every window of a job, by number."""
 
     def __init__(self) -> None:
@@ -50,12 +50,6 @@ class Rates:
 
     def signature(self, number: int) -> str:
         return "alike"
-
-    def alone(self, number: int) -> tuple[float, ...]:
-        return ()
-
-    def beside(self, number: int) -> frozenset[int]:
-        return frozenset()
 
     def crowd(self, number: int) -> tuple[int, dict[int, tuple[float, ...]]]:
         return self.crowds.get(number, (0, {}))
@@ -86,7 +80,7 @@ class Moved(Planned):
             self.now,
             order=self.policy.order,
             cluster=ClusterChange(view, draining=draining, moves_per_hour=self.per_hour),
-            rates=SimpleNamespace(windows=self.rates),
+            rates=self.rates,
             may_preempt=may_stop,
             excluded=kept_out,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 
 from core.drive import GIB, job_of
 from ganger.cluster.capacity_index import CapacityIndex
@@ -47,7 +46,7 @@ class Shared(Moved):
             self.now,
             settings=PlannerSettings(look_s=60.0),
             cluster=ClusterChange(view, draining=tuple(self.state.nodes.draining)),
-            rates=SimpleNamespace(windows=self.rates, received_s={}),
+            rates=self.rates,
             may_preempt=False,
         )
         found, self.remembered, self.findings = plan_shared(context, self.remembered, None, self.moving.plans)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import pytest
 from core.drive import GIB
@@ -18,6 +17,7 @@ from ganger_master.planner import colocations as packs_of
 from ganger_master.planner.colocations import Colocations, plan_packs, with_refusals
 from ganger_master.planner.context import PlannerSettings, context_of
 from ganger_master.planner.job_table import LiveTable
+from ganger_master.planner.rate_registry import JobRates
 from ganger_master.policies import policy_named
 from ganger_master.policies.colocation_choice import ALONE_WINDOWS
 from ganger_master.policies.job_facts import Capacity
@@ -33,7 +33,7 @@ POLICY = policy_named("gandiva")
 
 
 @dataclass
-class Seen:
+class Seen(JobRates):
     """Each job keeps its device a third busy."""
 
     now: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Tried(Packing):
                 CapacityIndex(self.state.view.copy()),
                 self.now,
                 settings=PlannerSettings(capacity=Capacity(4, 16.0, 1e12, 4)),
-                rates=SimpleNamespace(windows=seen),
+                rates=seen,
             ),
             is_crowded,
         )

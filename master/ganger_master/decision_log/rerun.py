@@ -58,8 +58,8 @@ from ganger_master.decision_log.recording import (
 )
 from ganger_master.planner.context import ClusterChange, Plan, PlanVerdict, ProgressReports
 from ganger_master.planner.loop import PlannerLoop, live_loop
-from ganger_master.planner.measurements import Measurements
 from ganger_master.planner.memory import unpacked
+from ganger_master.planner.rate_registry import RateRegistry
 from ganger_master.policies import live_policy_named
 from ganger_master.policies.trials import TrialPace
 from ganger_master.rpc.cluster_mirror import ClusterMirror, reports_from_wire
@@ -271,7 +271,7 @@ class PlanRerun:
         self.observations = 0
         self._until_s = until_s
         self._mirror = ClusterMirror(lambda: 0.0)
-        self._rates: Measurements | None = None
+        self._rates: RateRegistry | None = None
         self._loop: PlannerLoop | None = None
         self._plan: Plan | None = None
         # The last observation made the loop fail. It is a difference unless the next line has the same failure.
@@ -350,7 +350,7 @@ class PlanRerun:
 
     def _begin(self, number: int, line: LoopLine) -> None:
         if self._rates is None:
-            self._rates = Measurements(unpack(line.pace, TrialPace))
+            self._rates = RateRegistry(unpack(line.pace, TrialPace))
         memory = None if self._loop is None else self._loop.memory
         try:
             policy = live_policy_named(line.policy)

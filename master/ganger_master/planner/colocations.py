@@ -56,7 +56,7 @@ from ganger_master.policies.stages import Tune
 from ganger_master.policies.trials import FIRST_WINDOWS, FailedTrials, Judged, TrialRates, TrialVerdict, normalised
 
 if TYPE_CHECKING:
-    from ganger_master.planner.job_measures import JobRates
+    from ganger_master.planner.rate_registry import JobRates
 
 # One of so many devices at most is in a trial at once.
 _DEVICES_PER_TRIAL: Final = 8
@@ -161,7 +161,7 @@ def plan_packs(
         jobs with a time limit, and jobs of different priorities, are not co-located.
     wanted: how many of the devices that a guest would leave pending jobs want.
     """
-    table, view, now, seen = context.jobs, context.room.view, context.now, context.job_rates.windows
+    table, view, now, seen = context.jobs, context.room.view, context.now, context.job_rates
     rests = parking if in_turns else _suspending
     running = {pair[0].number: pair for pair in table.running}
     changes: list[PlanChange] = []

@@ -36,7 +36,7 @@ from ganger_master.policies.stages import Colocate
 
 if TYPE_CHECKING:
     # Most policies measure no job, and what measures is slow to import.
-    from ganger_master.planner.measurements import ProgressReport, RateSources
+    from ganger_master.planner.rate_registry import JobRates, ProgressReport
 
 
 def held_of(gang: Gang) -> Claims:
@@ -291,7 +291,7 @@ class PlanContext:
     cluster: ClusterChange
     jobs: LiveTable
     room: CapacityIndex
-    rates: RateSources | None = None
+    rates: JobRates | None = None
     excluded: ExcludedJobs = NONE_EXCLUDED
     may_preempt: bool = True
     is_news: bool = True
@@ -307,7 +307,7 @@ class PlanContext:
     again_s: float = math.inf
 
     @property
-    def job_rates(self) -> RateSources:
+    def job_rates(self) -> JobRates:
         """Return `rates` for a stage that reads them."""
         assert self.rates is not None, f"{self.policy.name} measures no jobs"
         return self.rates

@@ -1,8 +1,5 @@
 """Measured curves of rate by CPU cores, and the trials of core counts that complete them.
 
-The planner reports every changed job and every progress report, and calls `update_trials` periodically. All of it may
-be lost at any time: it is measured again.
-
 Users submit series of the same program, so a job starts with the curve of the last job of its series. Another batch
 size changes the rate, but hardly how it depends on cores. The inherited curve is scaled to the rates measured of the
 job itself, and its points are replaced one by one.
@@ -16,8 +13,8 @@ nothing. So the tuning keeps or reverts each change, by what was measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import log
 from statistics import median
@@ -26,15 +23,15 @@ from typing import Final, TypeAlias
 import numpy as np
 from ganger.cluster.resources import Claim
 from ganger.cluster.view import View
-from ganger.job_state import JobState
 
-from ganger_master.core.gang_model import Gang, GangIntent
+from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.estimators.cpu import CpuModel, CpuPoint, fit_cpu, next_probe, sweet_point_bracket
 from ganger_master.planner.device_groups import shares_devices
 from ganger_master.policies.job_facts import Integers
 from ganger_master.policies.trials import (
     FIRST_WINDOWS,
+    NO_WINDOWS,
     ProgressSample,
     RateWindows,
     TrialPace,
@@ -187,254 +184,152 @@ def conclude(trial: CoresTrial, after: tuple[float, ...], is_last: bool = False)
     return CpuPoint(trial.millicores / 1000, median(after if is_other else trial.before))
 
 
-# Number of series whose points are kept, the most recently measured ones.
-_MOST_SERIES: Final = 4096
-_DEFAULT: Final = TrialPace()
-_NO_WINDOWS: Final = RateWindows()
-
 # What a rate depends on: the epoch, and the millicores of each claim by socket.
 _Running: TypeAlias = tuple[int, tuple[tuple[int, ...], ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class _ProfiledJob:
+class ProfiledCores:
     """Profile and trial of one job.
 
     `millicores` are per GPU, of the claim with the fewest, and zero while the job does not run. `tried_s` is the time
     spent in ended trials.
     """
 
-    submitted_s: float
-    signature: int
     profile: CoreProfile
     can_try: bool = False
     running: _Running | None = None
     nodes: tuple[str, ...] = ()
     gpus: tuple[int, ...] = ()
     millicores: int = 0
-    # Reports count from then on: the job has settled.
-    since_s: float = float("inf")
-    windows: RateWindows = _NO_WINDOWS
+    windows: RateWindows = NO_WINDOWS
     trial: CoresTrial | None = None
     tried_s: float = 0.0
 
-
-@dataclass(frozen=True, slots=True)
-class RememberedProfiles:
-    """State of `CoreProfiles`: jobs by number, and points of series by signature."""
-
-    jobs: Mapping[int, _ProfiledJob] = field(default_factory=dict)
-    series: Mapping[int, tuple[CpuPoint, ...]] = field(default_factory=dict)
-
-
-class CoreProfiles:
-    """Profiles and trials of all live jobs, by job number.
-
-    `now` is in seconds of the master's clock, like all times of jobs.
-    """
-
-    def __init__(self, pace: TrialPace = _DEFAULT) -> None:
-        self._pace = pace
-        self._jobs: dict[int, _ProfiledJob] = {}
-        self._series: dict[int, tuple[CpuPoint, ...]] = {}
-        self._known = NOTHING
-        self._is_stale = False
-
-    def put(self, job: JobRecord, gang: Gang | None, signature: int, now: float) -> None:
-        """Record a job's current state. Of a job that has ended only the points of its series are kept."""
-        number = job.number
-        if job.state.is_finished:
-            self.forget(number)
-            return
-        profiled = self._jobs.get(number)
-        if profiled is None or profiled.submitted_s != job.create_time:
-            inherited = self._series.get(signature, ())
-            profiled = _ProfiledJob(job.create_time, signature, CoreProfile(inherited=inherited))
-            self._is_stale = self._is_stale or bool(inherited)
+    def put(self, job: JobRecord, running: Gang | None, now: float, pace: TrialPace) -> ProfiledCores:
+        """Return it for a job as it is now, with its gang while that runs."""
         # A job without an agent neither reports steps nor adapts its threads.
         has_agent = job.capabilities.checkpoint or job.capabilities.offload
-        profiled = replace(profiled, can_try=job.spec.preemptible and has_agent)
-        claims = _running_claims(job, gang)
-        running = (job.epoch, tuple([claim.millicores for claim in claims])) if claims else None
-        if running != profiled.running:
-            profiled = self._changed(profiled, job, claims, running, now)
-        self._jobs[number] = profiled
-
-    def forget(self, number: int) -> None:
-        """Remove a job that has ended."""
-        if self._jobs.pop(number, None) is not None:
-            self._is_stale = True
-
-    def keep(self, is_live: Callable[[int], bool]) -> None:
-        """Remove all jobs that are not live. Their ends were not reported."""
-        for number in [number for number in self._jobs if not is_live(number)]:
-            self.forget(number)
-
-    def record(self, number: int, step: int, time_s: float, now: float) -> None:
-        """Record a progress report: `step` was done at `time_s` by the node's clock, which may differ from `now`'s."""
-        profiled = self._jobs.get(number)
-        if profiled is None or now < profiled.since_s:
-            return
-        pace = self._pace
-        windows = profiled.windows.after(ProgressSample(time_s, step), pace.window_s, pace.window_steps)
-        if windows is profiled.windows:
-            return
-        is_full = windows.rates is not profiled.windows.rates
-        profiled = replace(profiled, windows=windows)
-        self._jobs[number] = self._judged(profiled, now) if is_full else profiled
-
-    def update_trials(self, view: View, running_s: Mapping[int, float], now: float) -> bool:
-        """Begin and end trials. Return whether curves or trials have changed since the last plan.
-
-        Args:
-            view: The cluster, for the free cores of the jobs' nodes.
-            running_s: Total running time of the jobs, by number.
-            now: Current time.
-        """
-        before = self.trials
-        for number, profiled in self._jobs.items():
-            if profiled.trial is not None and now > profiled.trial.began_s + self._pace.most_s:
-                self._jobs[number] = self._ended(
-                    self._concluded(profiled, profiled.trial, is_last=True) or profiled, now
-                )
-        busy = {node for profiled in self._jobs.values() if profiled.trial is not None for node in profiled.nodes}
-        for number in sorted(self._jobs):
-            profiled = self._jobs[number]
-            if busy.isdisjoint(profiled.nodes) and (
-                trial := self._next_trial(profiled, view, running_s.get(number, 0.0), now)
-            ):
-                self._jobs[number] = replace(profiled, trial=trial)
-                busy.update(profiled.nodes)
-        return self._is_stale or before != self.trials
-
-    @property
-    def remembered(self) -> RememberedProfiles:
-        """State from which `recall` continues."""
-        return RememberedProfiles(self._jobs, self._series)
-
-    def recall(self, remembered: RememberedProfiles) -> None:
-        """Continue from what an earlier instance `remembered`."""
-        self._jobs, self._series = dict(remembered.jobs), dict(remembered.series)
-        self._is_stale = True
-
-    @property
-    def trials(self) -> dict[int, int]:
-        """Millicores per GPU that jobs are to have for their trials, by job number."""
-        return {
-            number: profiled.trial.millicores for number, profiled in self._jobs.items() if profiled.trial is not None
-        }
-
-    @property
-    def known(self) -> Known:
-        """Curves of all jobs with enough points, for a tuning policy."""
-        if self._is_stale:
-            self._known, self._is_stale = self._curves(), False
-        return self._known
-
-    def describe(self, number: int) -> str:
-        """Return the measurements behind a change of a job's cores, as text; empty without measurements."""
-        profiled = self._jobs.get(number)
-        if profiled is None:
-            return ""
-        points = sorted(profiled.profile.points, key=lambda point: point.cores)
-        rates = ", ".join([f"{point.rate:.3g} with {point.cores:g}" for point in points])
-        curve = f"steps/s by cores for each GPU: {rates}" if points else ""
-        if profiled.trial is None:
-            return curve
-        return f"a trial of {profiled.trial.millicores / 1000:g} cores for each GPU; {curve}"
-
-    # -- one job -------------------------------------------------------------------------------------------------------
-
-    def _changed(
-        self, profiled: _ProfiledJob, job: JobRecord, claims: tuple[Claim, ...], running: _Running | None, now: float
-    ) -> _ProfiledJob:
-        """Return the job after its cores or epoch have changed, or it has stopped running."""
-        is_same_epoch = profiled.running is not None and running is not None and profiled.running[0] == running[0]
-        wait_s = self._pace.settle_s if is_same_epoch else self._pace.warm_s
+        found = replace(self, can_try=job.spec.preemptible and has_agent)
+        claims = () if running is None else _tuned_claims(running)
+        condition = (job.epoch, tuple([claim.millicores for claim in claims])) if claims else None
+        if condition == self.running:
+            return found
+        is_same_epoch = self.running is not None and condition is not None and self.running[0] == condition[0]
+        wait_s = pace.settle_s if is_same_epoch else pace.warm_s
         gpus = tuple([claim.device_mask.bit_count() for claim in claims])
         millicores = min([sum(claim.millicores) // count for claim, count in zip(claims, gpus, strict=True)], default=0)
-        since_s = max(now, job.running_since) + wait_s if running is not None else float("inf")
-        trial = profiled.trial
-        if trial is not None and millicores != trial.millicores:
+        if self.trial is not None and millicores != self.trial.millicores:
             # The plan gave it other cores than those of the trial, since other jobs needed them.
-            profiled = self._ended(profiled, now)
+            found = found._ended(now)
         return replace(
-            profiled,
-            running=running,
+            found,
+            running=condition,
             nodes=tuple([claim.node for claim in claims]),
             gpus=gpus,
             millicores=millicores,
-            since_s=since_s,
-            windows=_NO_WINDOWS,
+            windows=NO_WINDOWS if condition is None else RateWindows(since_s=max(now, job.running_since) + wait_s),
         )
 
-    def _judged(self, profiled: _ProfiledJob, now: float) -> _ProfiledJob:
-        """Return the job after one more full window."""
-        trial = profiled.trial
-        if not profiled.windows.is_enough:
-            return profiled
-        if trial is None:
-            return self._with_point(profiled, CpuPoint(profiled.millicores / 1000, profiled.windows.rate))
-        concluded = self._concluded(profiled, trial)
-        return profiled if concluded is None else self._ended(concluded, now)
+    def after(self, sample: ProgressSample, now: float, pace: TrialPace) -> ProfiledCores:
+        """Return it after one more report; a full window may add a point or conclude the trial."""
+        windows = self.windows.after(sample, now, pace)
+        if windows is self.windows:
+            return self
+        found = replace(self, windows=windows)
+        if windows.rates is self.windows.rates or not windows.is_enough:
+            return found
+        if self.trial is None:
+            return found._with_point(CpuPoint(self.millicores / 1000, windows.rate))
+        concluded = found._concluded()
+        return found if concluded is None else concluded._ended(now)
 
-    def _concluded(self, profiled: _ProfiledJob, trial: CoresTrial, is_last: bool = False) -> _ProfiledJob | None:
-        """Return the job with the point of its trial; None while that is inconclusive or the job lacks its cores."""
-        if profiled.millicores != trial.millicores:
+    def without_late_trial(self, now: float, pace: TrialPace) -> ProfiledCores:
+        """Return it without a trial that has lasted too long."""
+        if self.trial is None or now <= self.trial.began_s + pace.most_s:
+            return self
+        return (self._concluded(is_last=True) or self)._ended(now)
+
+    def next_trial(self, view: View, running_s: float, now: float, pace: TrialPace) -> CoresTrial | None:
+        """Return the trial to begin now; None if there is none."""
+        if not self.can_try or self.trial is not None or not self.windows.is_enough:
             return None
-        point = conclude(trial, profiled.windows.rates, is_last)
-        return None if point is None else self._with_point(profiled, point)
-
-    def _with_point(self, profiled: _ProfiledJob, point: CpuPoint) -> _ProfiledJob:
-        profile = profiled.profile.with_point(point) if point.rate > 0.0 else profiled.profile
-        if profile == profiled.profile:
-            return profiled
-        self._is_stale = True
-        self._series.pop(profiled.signature, None)
-        self._series[profiled.signature] = profile.points
-        if len(self._series) > _MOST_SERIES:
-            del self._series[next(iter(self._series))]
-        return replace(profiled, profile=profile)
-
-    def _ended(self, profiled: _ProfiledJob, now: float) -> _ProfiledJob:
-        """Return the job without its trial."""
-        assert profiled.trial is not None, "there is a trial"
-        return replace(profiled, trial=None, tried_s=profiled.tried_s + max(0.0, now - profiled.trial.began_s))
-
-    def _next_trial(self, profiled: _ProfiledJob, view: View, running_s: float, now: float) -> CoresTrial | None:
-        if not profiled.can_try or profiled.trial is not None or not profiled.windows.is_enough:
+        if self.tried_s > pace.share * running_s or self.profile.at(self.millicores / 1000) is None:
             return None
-        if profiled.tried_s > self._pace.share * running_s or profiled.profile.at(profiled.millicores / 1000) is None:
-            return None
-        slots = [view.slots.get(node) for node in profiled.nodes]
+        slots = [view.slots.get(node) for node in self.nodes]
         free = [
             sum(view.millicores[slot]) // count if slot is not None else 0
-            for slot, count in zip(slots, profiled.gpus, strict=True)
+            for slot, count in zip(slots, self.gpus, strict=True)
         ]
-        cores = next_cores(profiled.profile, profiled.millicores, min(free))
-        return None if cores is None else CoresTrial(1000 * cores, profiled.millicores, profiled.windows.rates, now)
+        cores = next_cores(self.profile, self.millicores, min(free))
+        return None if cores is None else CoresTrial(1000 * cores, self.millicores, self.windows.rates, now)
 
-    # -- all jobs ------------------------------------------------------------------------------------------------------
+    def describe(self) -> str:
+        """Return the measurements behind a change of the job's cores, as text; empty without measurements."""
+        points = sorted(self.profile.points, key=lambda point: point.cores)
+        rates = ", ".join([f"{point.rate:.3g} with {point.cores:g}" for point in points])
+        curve = f"steps/s by cores for each GPU: {rates}" if points else ""
+        return (
+            curve if self.trial is None else f"a trial of {self.trial.millicores / 1000:g} cores for each GPU; {curve}"
+        )
 
-    def _curves(self) -> Known:
-        found = [
-            (number, (model, profiled.profile.least_cores))
-            for number, profiled in sorted(self._jobs.items())
-            if (model := profiled.profile.model) is not None
-        ]
-        if not found:
-            return NOTHING
-        of_curve: dict[tuple[CpuModel, float], int] = {}
-        positions = np.array([of_curve.setdefault(curve, len(of_curve)) for _, curve in found], np.int64)
-        numbers = np.array([number for number, _ in found], np.int64)
-        return Known(_profiles(list(of_curve)), _position_of(numbers, positions), knows_memory=False)
+    def _concluded(self, is_last: bool = False) -> ProfiledCores | None:
+        """Return it with the point of its trial; None while that is inconclusive or the job lacks its cores."""
+        trial = self.trial
+        if trial is None or self.millicores != trial.millicores:
+            return None
+        point = conclude(trial, self.windows.rates, is_last)
+        return None if point is None else self._with_point(point)
+
+    def _with_point(self, point: CpuPoint) -> ProfiledCores:
+        return replace(self, profile=self.profile.with_point(point)) if point.rate > 0.0 else self
+
+    def _ended(self, now: float) -> ProfiledCores:
+        assert self.trial is not None, "there is a trial"
+        return replace(self, trial=None, tried_s=self.tried_s + max(0.0, now - self.trial.began_s))
 
 
-def _running_claims(job: JobRecord, gang: Gang | None) -> tuple[Claim, ...]:
-    """Return the claims of a running job; none if it does not run, or has claims without devices or shared ones, which
-    no policy tunes."""
-    if gang is None or job.state is not JobState.HOLDING or gang.intent is not GangIntent.RUN or not job.running_since:
-        return ()
+# -- all jobs ----------------------------------------------------------------------------------------------------------
+
+
+def next_trials(
+    jobs: Mapping[int, ProfiledCores], view: View, running_s: Mapping[int, float], now: float, pace: TrialPace
+) -> Iterator[tuple[int, ProfiledCores]]:
+    """Yield the jobs, by number, whose trial ends or begins now. A node has at most one trial at a time.
+
+    Args:
+        jobs: Cores of all jobs, by number.
+        view: The cluster, for the free cores of the jobs' nodes.
+        running_s: Total running time of the jobs, by number.
+        now: Current time.
+        pace: Durations of trials.
+    """
+    left = {number: cores.without_late_trial(now, pace) for number, cores in jobs.items()}
+    busy = {node for cores in left.values() if cores.trial is not None for node in cores.nodes}
+    for number, cores in sorted(left.items()):
+        trial = None
+        if busy.isdisjoint(cores.nodes):
+            trial = cores.next_trial(view, running_s.get(number, 0.0), now, pace)
+        if trial is not None:
+            busy.update(cores.nodes)
+            yield number, replace(cores, trial=trial)
+        elif cores is not jobs[number]:
+            yield number, cores
+
+
+def curves_of(profiles: Iterable[tuple[int, CoreProfile]]) -> Known:
+    """Return the curves of the jobs with enough points, for a tuning policy. `profiles`: by job number, ascending."""
+    found = [(number, (model, profile.least_cores)) for number, profile in profiles if (model := profile.model)]
+    if not found:
+        return NOTHING
+    of_curve: dict[tuple[CpuModel, float], int] = {}
+    positions = np.array([of_curve.setdefault(curve, len(of_curve)) for _, curve in found], np.int64)
+    numbers = np.array([number for number, _ in found], np.int64)
+    return Known(_profiles(list(of_curve)), _position_of(numbers, positions), knows_memory=False)
+
+
+def _tuned_claims(gang: Gang) -> tuple[Claim, ...]:
+    """Return the claims; none if some have no devices, or shared ones, which no policy tunes."""
     return gang.claims if all(claim.device_mask for claim in gang.claims) and not shares_devices(gang) else ()
 
 

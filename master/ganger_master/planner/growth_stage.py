@@ -31,7 +31,7 @@ from ganger_master.policies.elastic_growth import IDLE_S, Elastic, grow, shrink,
 from ganger_master.policies.trials import FIRST_WINDOWS, FailedTrials, TrialRates, TrialVerdict
 
 if TYPE_CHECKING:
-    from ganger_master.planner.job_measures import SpeedSource
+    from ganger_master.planner.rate_registry import JobRates
 
 # With more pending jobs than these, every elastic job shrinks to its least size, without a search for the cheapest.
 _FEW: Final = 16
@@ -91,7 +91,7 @@ class Sizes:
 
 def plan_sizes(context: PlanContext, growing: GrowthTrials) -> tuple[Sizes, GrowthTrials]:
     """Return the changes of size to propose now, and the state for the next pass. `growing`: that of the last pass."""
-    table, now, room, speeds = context.jobs, context.now, context.room, context.job_rates.speeds
+    table, now, room, speeds = context.jobs, context.now, context.room, context.job_rates
     # GPUs must have been idle for this time before a job grows onto them.
     idle_s = min(IDLE_S, context.settings.pace.every_s)
     room.follow()
@@ -196,7 +196,7 @@ def _given_back(
     context: PlanContext, growing: GrowthTrials, running: Mapping[int, tuple[JobRecord, Gang]]
 ) -> dict[int, tuple[PlanChange, Claims]]:
     """Return the jobs that shrink for pending jobs: by number, the change and the claims that it gives back."""
-    room, placement, speeds = context.room, context.policy.placement, context.job_rates.speeds
+    room, placement, speeds = context.room, context.policy.placement, context.job_rates
     shrinkable = {number: pair for number, pair in running.items() if pair[1].devices > _least_size(*pair)}
     found: dict[int, tuple[PlanChange, Claims]] = {}
     waiting = context.jobs.waiting_jobs(_FEW) if shrinkable else []
@@ -251,7 +251,7 @@ def _cut(pair: tuple[JobRecord, Gang], gpus: int, view: View, pending: int) -> t
 
 
 def _judged(
-    running: Mapping[int, tuple[JobRecord, Gang]], speeds: SpeedSource, growing: GrowthTrials, view: View, now: float
+    running: Mapping[int, tuple[JobRecord, Gang]], speeds: JobRates, growing: GrowthTrials, view: View, now: float
 ) -> tuple[tuple[PlanChange, ...], tuple[TrialFinding, ...], GrowthTrials]:
     """Keep or revert the trials that are conclusive or too old."""
     changes: list[PlanChange] = []
@@ -261,7 +261,7 @@ def _judged(
         if number not in running or running[number][1].devices != trial.more:
             continue
         job, gang = running[number]
-        judged = verdict(trial.fewer, trial.more, TrialRates(trial.before, speeds.windows(number)))
+        judged = verdict(trial.fewer, trial.more, TrialRates(trial.before, speeds.of_size(number)))
         is_late = now > trial.began_s + _TRIAL_MOST_S
         if judged.verdict is TrialVerdict.MEASURE and not is_late:
             continue
@@ -301,7 +301,7 @@ def _idle(
 
 def _grown(
     pairs: Sequence[tuple[JobRecord, Gang]],
-    speeds: SpeedSource,
+    speeds: JobRates,
     growing: GrowthTrials,
     view: View,
     now: float,
@@ -313,7 +313,7 @@ def _grown(
         (job, gang)
         for job, gang in pairs
         if any(claim.node in nodes for claim in gang.claims)
-        and len(windows := speeds.windows(job.number)) >= FIRST_WINDOWS
+        and len(windows := speeds.of_size(job.number)) >= FIRST_WINDOWS
         and min(windows) > 0.0
     ]
     jobs = [_elastic(job, gang, speeds, growing.failed, now) for job, gang in candidates]
@@ -333,18 +333,18 @@ def _grown(
     claims = _claims(job, gang, growth.gpus, view, one_node_only=True)
     if claims is None:
         return None
-    rate = speeds.rates(job.number)[gang.devices]
+    rate = speeds.by_gpus(job.number)[gang.devices]
     text = f"idle GPUs; {rate:.4g} a second with {gang.devices}, to be measured with {growth.gpus}"
-    trial = SizeTrial(gang.devices, growth.gpus, speeds.windows(job.number), now)
+    trial = SizeTrial(gang.devices, growth.gpus, speeds.of_size(job.number), now)
     return _change(job, claims, text, Purpose(Goal.GROW)), trial
 
 
 def _elastic(
-    job: JobRecord, gang: Gang, speeds: SpeedSource, failed: FailedTrials[tuple[int, int]], now: float = -math.inf
+    job: JobRecord, gang: Gang, speeds: JobRates, failed: FailedTrials[tuple[int, int]], now: float = -math.inf
 ) -> Elastic:
     """Return a job as the policy reads it. Without measured rates its speed-up counts as linear."""
     sizes = _sizes(job, gang)
-    rates = {gpus: rate for gpus, rate in speeds.rates(job.number).items() if gpus in sizes and rate > 0.0}
+    rates = {gpus: rate for gpus, rate in speeds.by_gpus(job.number).items() if gpus in sizes and rate > 0.0}
     rates = rates or {gang.devices: float(gang.devices)}
     rates.setdefault(gang.devices, max(rates.values()))
     ceiling = min([gpus for gpus in sizes if failed.holds((job.number, gpus), now)], default=1 << 30)

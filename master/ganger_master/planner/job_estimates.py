@@ -1,5 +1,5 @@
-"""Estimates for live elastic jobs from their reports: the steps left, and the rate with other numbers of GPUs (Optimus,
-EuroSys 2018, section 3).
+"""Estimates for live jobs from their reports: received device time, and for elastic ones the steps left and the rate
+with other numbers of GPUs (Optimus, EuroSys 2018, section 3).
 
 A job that reports a convergence criterion (`submit --converges`) ends where its fitted losses meet it; one that reports
 only its number of passes over the data (`job.epochs`) ends with these, and no job goes beyond them. A job that reports
@@ -13,14 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
-from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.estimators.convergence import LossPoint, StepsLeftEstimate, fit_convergence, steps_to_convergence
 from ganger_master.estimators.speed import AllReduceModel, StepPoint, fit_allreduce
-from ganger_master.planner.job_measures import JobMeasures
-from ganger_master.policies.optimus_sizes import NOTHING, Believed, OptimusEstimate, steps_left
+from ganger_master.policies.optimus_sizes import NOTHING, OptimusEstimate, steps_left
 
 # Passes over the data before the first fit of losses, and their growth until the next one.
 _FIRST_PASSES: Final = 2
@@ -39,11 +37,6 @@ class FitCache:
     def forget(self, number: int) -> None:
         self._ends.pop(number, None)
         self._speeds.pop(number, None)
-
-    def keep(self, is_live: Callable[[int], bool]) -> None:
-        """Drop the jobs that are not live."""
-        for number in [number for number in {*self._ends, *self._speeds} if not is_live(number)]:
-            self.forget(number)
 
     def end(
         self,
@@ -89,112 +82,110 @@ def _is_alike(known: Mapping[int, float], seconds: Mapping[int, float]) -> bool:
 MOST_POINTS: Final = 256
 
 
-class RatesByGpusSource(Protocol):
-    def rates(self, number: int) -> Mapping[int, float]:
-        """Return the rate last measured with each number of GPUs, in steps per second."""
-        ...
+# Seconds between two reports of a job that steps all the time, at most.
+_STEADY_S: Final = 2.5
+# The time per step grows at most by this factor; it shrinks at once.
+_SLOWER: Final = 1.1
 
 
-@dataclass(frozen=True, slots=True)
-class LossReport:
-    """Steps done; the loss there, NaN if it is not known; passes over the data done, and in total, zero if not
-    reported."""
+@dataclass(slots=True)
+class AttainedTime:
+    """Device time that a job has received: a time-sliced one steps only in its slices. `step` was done at `time_s`.
+
+    Between two close reports it stepped all the time; between two distant ones its steps count, each with the job's
+    time per step.
+    """
 
     step: int
-    loss: float = math.nan
-    passes: int = 0
-    passes_in_all: int = 0
+    time_s: float
+    step_s: float = math.inf
+    received_s: float = 0.0
+
+    def follow(self, step: int, time_s: float) -> None:
+        """Take the next report into account."""
+        steps, span_s = step - self.step, time_s - self.time_s
+        self.step, self.time_s = step, time_s
+        if steps <= 0 or span_s <= 0.0:
+            return
+        if span_s <= _STEADY_S:
+            self.received_s += span_s
+            self.step_s = span_s / steps
+            return
+        self.step_s = min(_SLOWER * self.step_s, span_s / steps)
+        self.received_s += min(span_s, steps * self.step_s)
 
 
 @dataclass(slots=True)
 class ReportedLosses:
-    """Points of the loss curve of a job. `each`: reports that a point stands for; `open`: those of the next point."""
+    """What a job last reported, and points of its loss curve. `each`: reports that a point stands for; `open`: those of
+    the next point."""
 
-    last: LossReport = field(default_factory=lambda: LossReport(0))
+    step: int = 0
+    # Passes over the data done, and in total; zero if not reported.
+    passes: int = 0
+    passes_in_all: int = 0
     points: list[LossPoint] = field(default_factory=list)
     each: int = 1
     open: list[LossPoint] = field(default_factory=list)
     # Steps of a pass; zero until the first one is done.
     pass_steps: float = 0.0
 
-
-class JobEstimates(JobMeasures[ReportedLosses]):
-    """Estimates by job number. One writer. Lost reports are collected again."""
-
-    def __init__(self, rates: RatesByGpusSource) -> None:
-        super().__init__()
-        self._rates = rates
-        self._fits = FitCache()
-
-    def record(self, number: int, report: LossReport) -> None:
-        known = self._jobs.setdefault(number, ReportedLosses())
-        before, known.last = known.last, report
-        if report.step < before.step:
+    def record(self, step: int, loss: float, passes: int, passes_in_all: int) -> None:
+        """Take a report into account. `loss`: NaN if it is not known."""
+        if step < self.step:
             # It resumed from a checkpoint, and repeats these steps.
-            known.points = [point for point in known.points if point.step <= report.step]
-            known.open = []
-        if report.passes > max(0, before.passes):
+            self.points = [point for point in self.points if point.step <= step]
+            self.open = []
+        if passes > max(0, self.passes):
             # The pass began just now, or, at the first report, some time ago.
-            begun = report.passes if before.step else report.passes + 0.5
-            known.pass_steps = report.step / begun
-        if math.isfinite(report.loss) and report.step > before.step:
-            _add(known, LossPoint(report.step, report.loss))
+            begun = passes if self.step else passes + 0.5
+            self.pass_steps = step / begun
+        if math.isfinite(loss) and step > self.step:
+            self._add(LossPoint(step, loss))
+        self.step, self.passes, self.passes_in_all = step, passes, passes_in_all
 
-    def forget(self, number: int) -> None:
-        super().forget(number)
-        self._fits.forget(number)
-
-    def keep(self, is_live: Callable[[int], bool]) -> None:
-        super().keep(is_live)
-        self._fits.keep(is_live)
-
-    def losses(self, number: int) -> Sequence[LossPoint]:
+    @property
+    def curve(self) -> Sequence[LossPoint]:
         """Return the points to fit."""
-        known = self._jobs.get(number)
-        return () if known is None else (*known.points, *known.open)
+        return (*self.points, *self.open)
 
-    def believed(self, gpus_per_node: int) -> Believed:
-        """Return the function that estimates jobs with their gangs; without a measured rate the estimate is empty."""
-        return lambda jobs: [self._belief(job, gang, max(1, gpus_per_node)) for job, gang in jobs]
-
-    def _belief(self, job: JobRecord, gang: Gang | None, gpus_per_node: int) -> OptimusEstimate:
-        seconds = {gpus: 1.0 / rate for gpus, rate in self._rates.rates(job.number).items() if rate > 0.0}
-        known = self._jobs.get(job.number)
-        if known is None or not seconds:
-            return NOTHING
-        left, is_guess = self._left(job, known)
-        return OptimusEstimate(left, is_guess, self._fits.speed(job.number, seconds, gpus_per_node))
-
-    def _left(self, job: JobRecord, known: ReportedLosses) -> tuple[float, bool]:
-        done, pass_steps = known.last.step, known.pass_steps
-        if not pass_steps:
-            return max(1.0, done), True
-        end, spec = None, job.spec
-        if spec.least_decrease:
-            end = self._fits.end(
-                job.number,
-                known.last.passes,
-                lambda: self.losses(job.number),
-                spec.least_decrease,
-                pass_steps,
-                spec.converged_passes,
-            )
-        left, is_guess = steps_left(end, done, pass_steps)
-        most = known.last.passes_in_all * pass_steps
-        if most and (most - done <= left or not spec.least_decrease):
-            return max(1.0, most - done), False
-        return left, is_guess
+    def _add(self, point: LossPoint) -> None:
+        self.open.append(point)
+        if len(self.open) < self.each:
+            return
+        self.points.append(_mean(self.open))
+        self.open = []
+        if len(self.points) >= MOST_POINTS:
+            self.points = [_mean(self.points[at : at + 2]) for at in range(0, len(self.points), 2)]
+            self.each *= 2
 
 
-def _add(known: ReportedLosses, point: LossPoint) -> None:
-    known.open.append(point)
-    if len(known.open) < known.each:
-        return
-    known.points.append(_mean(known.open))
-    known.open = []
-    if len(known.points) >= MOST_POINTS:
-        known.points = [_mean(known.points[at : at + 2]) for at in range(0, len(known.points), 2)]
-        known.each *= 2
+def belief_of(
+    job: JobRecord, losses: ReportedLosses | None, rates: Mapping[int, float], fits: FitCache, gpus_per_node: int
+) -> OptimusEstimate:
+    """Return the estimate of a job. `rates`: in steps/s by number of GPUs; without any, or without a report, the
+    estimate is empty."""
+    seconds = {gpus: 1.0 / rate for gpus, rate in rates.items() if rate > 0.0}
+    if losses is None or not seconds:
+        return NOTHING
+    left, is_guess = _left(job, losses, fits)
+    return OptimusEstimate(left, is_guess, fits.speed(job.number, seconds, gpus_per_node))
+
+
+def _left(job: JobRecord, losses: ReportedLosses, fits: FitCache) -> tuple[float, bool]:
+    done, pass_steps = losses.step, losses.pass_steps
+    if not pass_steps:
+        return max(1.0, done), True
+    end, spec = None, job.spec
+    if spec.least_decrease:
+        end = fits.end(
+            job.number, losses.passes, lambda: losses.curve, spec.least_decrease, pass_steps, spec.converged_passes
+        )
+    left, is_guess = steps_left(end, done, pass_steps)
+    most = losses.passes_in_all * pass_steps
+    if most and (most - done <= left or not spec.least_decrease):
+        return max(1.0, most - done), False
+    return left, is_guess
 
 
 def _mean(points: Sequence[LossPoint]) -> LossPoint:

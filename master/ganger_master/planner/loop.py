@@ -45,8 +45,8 @@ from ganger_master.policies.stages import (
 
 if TYPE_CHECKING:
     # Stages of few policies and their state are slow to import.
-    from ganger_master.planner.measurements import Measurements, RateSources
     from ganger_master.planner.memory import PlannerMemory
+    from ganger_master.planner.rate_registry import JobRates, RateRegistry
 
 # Longest line that is reported with every change, and seconds between two reports of a longer one.
 _SHORT_LINE: Final = 100
@@ -62,7 +62,7 @@ class PlannerLoop:
         self,
         policy: Policy,
         settings: PlannerSettings,
-        rates: RateSources | None = None,
+        rates: JobRates | None = None,
         memory: PlannerMemory | None = None,
     ) -> None:
         self.policy, self.settings = policy, settings
@@ -269,14 +269,12 @@ class PlannerLoop:
         self._pace = self._pace.after(now, answered)
 
 
-def live_loop(
-    policy: Policy, plan_every_s: float, measurements: Measurements, memory: PlannerMemory | None
-) -> PlannerLoop:
-    """Return the loop of a live planner, which continues from `memory` with these measurements. `plan_every_s`: least
+def live_loop(policy: Policy, plan_every_s: float, registry: RateRegistry, memory: PlannerMemory | None) -> PlannerLoop:
+    """Return the loop of a live planner, which continues from `memory` with this registry. `plan_every_s`: least
     seconds between two plans that preempt running jobs."""
-    measurements.weighs_sizes = policy.has(ResizeByOptimus)
+    registry.weighs_sizes = policy.has(ResizeByOptimus)
     settings = PlannerSettings(PlanPace(plan_every_s))
-    return PlannerLoop(policy, settings, measurements if measures_jobs(policy) else None, memory)
+    return PlannerLoop(policy, settings, registry if measures_jobs(policy) else None, memory)
 
 
 def stages_of(

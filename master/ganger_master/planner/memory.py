@@ -22,8 +22,8 @@ import numpy as np
 from ganger_master.planner.colocation_stage import OrderColocation
 from ganger_master.planner.growth_stage import GrowthTrials
 from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY, Resizing
-from ganger_master.planner.measurements import RememberedRates
 from ganger_master.planner.migration_context import MigrationMemory
+from ganger_master.planner.rate_registry import RememberedRates
 from ganger_master.planner.sharing_stage import NOTHING, Shared
 
 _MAGIC: Final = "ganger planner"
@@ -116,10 +116,9 @@ def recalled(
         memory = unpacked(found.memory)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         return Unusable(f"it is damaged: {error}")
-    seen = memory.rates.colocations
-    for number in seen.jobs:
+    for number, known in memory.rates.jobs.items():
         live = create_time(number)
-        if live is not None and live != seen.create_time(number):
+        if live is not None and live != known.create_time:
             return Unusable(f"it is of another cluster, where jobs/{number} was another one")
     return memory
 

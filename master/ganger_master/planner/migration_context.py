@@ -107,7 +107,7 @@ class MigrationContext:
     def __init__(self, context: PlanContext, trying: Trial, makes_room: bool) -> None:
         self.context, self.trying, self.makes_room = context, trying, makes_room
         self.table, self.now, self.placement = context.jobs, context.now, context.policy.placement
-        self.rates = context.job_rates.windows
+        self.rates = context.job_rates
         self.room = trying.room
         self.plans: list[MigrationPlan] = []
         self.changes: list[PlanChange] = []

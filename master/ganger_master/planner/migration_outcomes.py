@@ -28,7 +28,7 @@ from ganger_master.policies.migration_choice import MigrationReason, Tried, trie
 from ganger_master.policies.trials import FIRST_WINDOWS, FailedTrials, TrialRates, TrialVerdict
 
 if TYPE_CHECKING:
-    from ganger_master.planner.job_measures import JobRates
+    from ganger_master.planner.rate_registry import JobRates
 
 # A migration without a verdict by then gets none.
 _LONGEST_S: Final = 3600.0

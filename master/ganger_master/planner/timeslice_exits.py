@@ -73,7 +73,7 @@ def follow(packs: Colocations, context: PlanContext) -> tuple[tuple[PlanChange, 
         if guest is not None and not is_resting(*guest) and now <= going.since_s + _LONGEST_S:
             parting.append(going)
         elif host is not None:
-            changes.extend(whole_again({going.host: host}, (), view, context.job_rates.windows))
+            changes.extend(whole_again({going.host: host}, (), view, context.job_rates))
     followed = replace(packs, packs=(*packs.packs, *begun), leaving=tuple(leaving), parting=tuple(parting))
     return tuple(changes), replace(followed, failed=failed)
 

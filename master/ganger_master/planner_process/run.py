@@ -30,8 +30,8 @@ from ganger_master.core.plan_changes import CoresChange, PlanChange, StartChange
 from ganger_master.decision_log.recording import failure_of
 from ganger_master.planner.context import ClusterChange, Plan, PlanVerdict, parts_of
 from ganger_master.planner.loop import PlannerLoop, live_loop, measures_jobs
-from ganger_master.planner.measurements import Measurements
 from ganger_master.planner.memory import PlannerMemory, Unusable, noted, packed, recalled
+from ganger_master.planner.rate_registry import RateRegistry
 from ganger_master.planner_process.plan_recorder import PlanRecorder
 from ganger_master.policies import Policy, live_policy_named
 from ganger_master.policies.trials import TrialPace
@@ -83,7 +83,7 @@ class Planner:
         self._clock = clock
         self._trial_pace = trial_pace
         # Kept across connections: measuring takes time.
-        self._rates = Measurements(trial_pace)
+        self._rates = RateRegistry(trial_pace)
         self._memory: PlannerMemory | None = None
         self._note, self._has_recalled = Note(note), False
         self._recorder = PlanRecorder(record_to)
@@ -172,7 +172,7 @@ class Planner:
             self._memory = self._note.recall(policy.name, self._mirror.now, create_times.get)
             if self._memory is not None:
                 self._rates.recall(self._memory.rates)
-                log.info("going on from a note", extra={"jobs": len(self._memory.rates.colocations.jobs)})
+                log.info("going on from a note", extra={"jobs": len(self._memory.rates.jobs)})
         log.info("planning", extra={"policy": policy.name, "plan_every_seconds": every_s})
         now = self._mirror.now
         self._recorder.begin(now, policy.name, every_s, self._trial_pace, self._memory)
@@ -257,7 +257,7 @@ class Planner:
     def _figures(self, change: PlanChange) -> str:
         """Return the measured effect of cores on the job, for a change of cores without a reason."""
         is_measured = isinstance(change, CoresChange) and not change.reason
-        return self._rates.profiles.describe(change.number) if is_measured else change.reason
+        return self._rates.describe_cores(change.number) if is_measured else change.reason
 
     def _policy(self) -> Policy:
         name = self._policy_name or self._mirror.policy

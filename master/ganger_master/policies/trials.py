@@ -213,21 +213,29 @@ class ProgressSample:
 
 @dataclass(frozen=True, slots=True)
 class RateWindows:
-    """Windows of one job. `open`: where the unfinished window began; `rates`: of the last full ones, in steps/s."""
+    """Windows of one job under one condition.
+
+    open: Where the unfinished window began.
+    rates: Of the last full ones, in steps/s.
+    since_s: When the job runs steadily, by the master's clock: reports count from then on. Infinite: it does not run.
+    """
 
     open: ProgressSample | None = None
     rates: tuple[float, ...] = ()
+    since_s: float = math.inf
 
-    def after(self, look: ProgressSample, least_s: float, least_steps: int) -> RateWindows:
-        """Return the windows after one more sample. A window begins anew after a park, a restart or a clock that was
-        set."""
-        began = self.open
-        if began is None or not look.goes_on_from(began):
-            return replace(self, open=look)
-        seconds, steps = look.time_s - began.time_s, look.step - began.step
-        if seconds < least_s or seconds <= 0.0 or steps < least_steps:
+    def after(self, sample: ProgressSample, now: float, pace: TrialPace) -> RateWindows:
+        """Return the windows after one more sample, received at `now`. A window begins anew after a park, a restart or
+        a clock that was set."""
+        if now < self.since_s:
             return self
-        return RateWindows(look, (*self.rates, steps / seconds)[-MOST_WINDOWS:])
+        began = self.open
+        if began is None or not sample.goes_on_from(began):
+            return replace(self, open=sample)
+        seconds, steps = sample.time_s - began.time_s, sample.step - began.step
+        if seconds < pace.window_s or seconds <= 0.0 or steps < pace.window_steps:
+            return self
+        return replace(self, open=sample, rates=(*self.rates, steps / seconds)[-MOST_WINDOWS:])
 
     @property
     def is_enough(self) -> bool:
@@ -238,3 +246,6 @@ class RateWindows:
     def rate(self) -> float:
         """The median rate, so that an evaluation or a checkpoint in one window does not count; NaN without windows."""
         return median(self.rates) if self.rates else float("nan")
+
+
+NO_WINDOWS: Final = RateWindows()

@@ -15,7 +15,7 @@ from ganger.wire.view_mirror import Mirror
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.planner.context import ClusterChange, ProgressReports
-from ganger_master.planner.measurements import ProgressReport
+from ganger_master.planner.rate_registry import ProgressReport
 from ganger_master.rpc.planner_messages import live_job_from_wire
 
 

@@ -6,7 +6,8 @@ paper publishes no distribution of slope, floor and threshold, so the seed draws
 and the work of one epoch follows from the work until convergence: the job's duration, or `converges_s` of the trace.
 Where the two differ, the losses mislead a policy that trusts them.
 
-`ModelledRates`: noisy windows of rates, utilisation and co-location as daemons measure them.
+`ModelledRates`: noisy windows of rates, utilisation and co-location as daemons measure them, and no interference:
+modelled gangs of one node share no resource but counted cores and memory. It answers in place of a `RateRegistry`.
 
 `ModelledEstimates`: estimates of Optimus. A job has none until it is profiled. Then it has noisy speeds for a few sizes
 and for every size that it ran with, and its losses so far. A step is one second of work at the recorded rate.
@@ -26,8 +27,18 @@ from ganger_master.core.job_model import JobRecord
 from ganger_master.estimators.convergence import Curve, LossPoint
 from ganger_master.estimators.speed import AllReduceModel
 from ganger_master.planner.job_estimates import FitCache
-from ganger_master.policies.optimus_sizes import NOTHING, OptimusEstimate, first_sizes, steps_left
+from ganger_master.planner.rate_registry import JobRates
+from ganger_master.policies.optimus_sizes import (
+    NOTHING,
+    Believed,
+    OptimusEstimate,
+    first_sizes,
+    nothing_believed,
+    steps_left,
+)
 from ganger_master.policies.trials import FIRST_WINDOWS, MOST_WINDOWS
+from ganger_master.policies.tunings import NOTHING as NOTHING_KNOWN
+from ganger_master.policies.tunings import Known
 from ganger_master.simulator.traces.workload import Workload
 from ganger_master.simulator.true_rates import Footprints
 
@@ -93,10 +104,11 @@ class _Stretch:
     gpus: int
 
 
-class ModelledRates:
-    """Measured rates by job number. The caller sets `now`; the seed gives the noise."""
+class ModelledRates(JobRates):
+    """Measured rates by job number. The caller sets `now`; the seed gives the noise. `footprints`: None if the policy
+    reads no rates of running jobs."""
 
-    def __init__(self, footprints: Footprints, seed: int) -> None:
+    def __init__(self, footprints: Footprints | None, seed: int) -> None:
         self.now = 0.0
         self._footprints = footprints
         self._seed = seed
@@ -108,6 +120,28 @@ class ModelledRates:
         self._whole: dict[int, tuple[int, tuple[float, ...]]] = {}
         self._made: dict[int, tuple[int, tuple[float, ...]]] = {}
         self._kept: dict[int, tuple[float, ...]] = {}
+        # What other models answer.
+        self._curves: Known = NOTHING_KNOWN
+        self._believed: Believed = nothing_believed
+        self._received_s: Callable[[], Mapping[int, float]] = dict
+
+    def answer_by(
+        self, curves: Known | None, believed: Believed, received_s: Callable[[], Mapping[int, float]]
+    ) -> None:
+        """Take over the answers of other models: of rates by cores, of remaining steps, and of received device time."""
+        self._curves = NOTHING_KNOWN if curves is None else curves
+        self._believed, self._received_s = believed, received_s
+
+    @property
+    def known(self) -> Known:
+        return self._curves
+
+    @property
+    def received_s(self) -> Mapping[int, float]:
+        return self._received_s()
+
+    def believed(self, gpus_per_node: int) -> Believed:
+        return self._believed
 
     def trains(self, number: int, now: float, rate: float, beside: frozenset[int], gpus: int) -> None:
         """Start a stretch: the job trains at this rate on `gpus` GPUs, co-located with `beside`."""
@@ -120,7 +154,7 @@ class ModelledRates:
         if stretch is not None and not stretch.beside:
             self._keep(number, stretch, now)
 
-    def forget(self, number: int) -> None:
+    def ended(self, number: int) -> None:
         """Drop a job that has ended."""
         for known in (self._stretches, self._counted, self._alone, self._by_size, self._whole, self._made, self._kept):
             known.pop(number, None)
@@ -140,17 +174,17 @@ class ModelledRates:
         return frozenset() if stretch is None else stretch.beside
 
     def utilisation(self, number: int) -> float:
+        assert self._footprints is not None, "rates are modelled"
         return self._footprints.utilisation(number - 1)
 
     def signature(self, number: int) -> str:
+        assert self._footprints is not None, "rates are modelled"
         return self._footprints.signature(number - 1)
 
-    def windows(self, number: int) -> tuple[float, ...]:
-        """Return the windows since its last resize, by which the resize is judged."""
+    def of_size(self, number: int) -> tuple[float, ...]:
         return self.present(number)
 
-    def rates(self, number: int) -> Mapping[int, float]:
-        """Return the rate last measured with each number of GPUs."""
+    def by_gpus(self, number: int) -> Mapping[int, float]:
         self.alone(number)
         return {gpus: median(windows) for gpus, windows in self._by_size.get(number, {}).items()}
 
@@ -164,10 +198,6 @@ class ModelledRates:
             count *= 2
         # Slightly later, so that rounding does not drop a window.
         return stretch.since_s + (count + 1) * WINDOW_S + 1e-3 if count <= MOST_WINDOWS else math.inf
-
-    def crowd(self, number: int) -> tuple[int, Mapping[int, tuple[float, ...]]]:
-        """Return no interference: modelled gangs of one node share no resource but counted cores and memory."""
-        return 0, {}
 
     def _keep(self, number: int, stretch: _Stretch, now: float) -> None:
         windows = self._windows(number, stretch, now)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, Protocol
 
 from ganger_master.core import commands
 from ganger_master.core.answers import ChangeAnswer, PlanAnswer
 from ganger_master.core.commands import Command
-from ganger_master.core.gang_model import Gang
-from ganger_master.core.job_model import JobRecord
 from ganger_master.core.state import State
 from ganger_master.planner.context import ClusterChange, Plan, PlannerSettings, PlanVerdict, ProgressReports, parts_of
 from ganger_master.planner.loop import PlannerLoop
@@ -19,7 +17,7 @@ from ganger_master.planner.plan_pace import EventPace, PlanPace, RoundPace
 from ganger_master.policies import Policy
 from ganger_master.policies.fairness import QUANTUM_S, quantum_s
 from ganger_master.policies.job_facts import Capacity, Flags, Floats, Integers
-from ganger_master.policies.optimus_sizes import Believed, nothing_believed
+from ganger_master.policies.optimus_sizes import nothing_believed
 from ganger_master.policies.stages import Grow, ResizeByOptimus
 from ganger_master.simulator.inputs import ReplayOptions
 from ganger_master.simulator.node_model import NodeModel
@@ -30,74 +28,10 @@ from ganger_master.simulator.true_rates import Work
 
 if TYPE_CHECKING:
     # What most policies do not read is loaded only for those that do: it takes longer than to replay a hundred jobs.
-    from ganger.cluster.view import View
-
-    from ganger_master.planner.measurements import ProgressReport, RememberedRates
-    from ganger_master.policies.tunings import Known
     from ganger_master.simulator.measurement_model import ModelledEstimates, ModelledRates
     from ganger_master.simulator.true_rates import Scaling, TrueRates
 
 _NO_GROUPS: Final[frozenset[int]] = frozenset()
-
-
-class ModelledMeasurements:
-    """All that a policy reads of measurements (`planner.measurements.RateSources`), as the models have it: nothing need
-    be reported to it. `windows`, `known`, `estimates`: None if the policy reads none."""
-
-    trials: Mapping[int, int] = {}
-
-    def __init__(
-        self,
-        windows: ModelledRates | None,
-        known: Known | None,
-        estimates: ModelledEstimates | None,
-        received_s: Callable[[], Mapping[int, float]],
-    ) -> None:
-        self._windows, self._known, self._estimates = windows, known, estimates
-        self._received_s = received_s
-
-    @property
-    def received_s(self) -> Mapping[int, float]:
-        return self._received_s()
-
-    @property
-    def windows(self) -> ModelledRates:
-        assert self._windows is not None, "rates are modelled"
-        return self._windows
-
-    @property
-    def speeds(self) -> ModelledRates:
-        return self.windows
-
-    @property
-    def known(self) -> Known:
-        from ganger_master.policies.tunings import NOTHING
-
-        return NOTHING if self._known is None else self._known
-
-    @property
-    def remembered(self) -> RememberedRates:
-        from ganger_master.planner.measurements import RememberedRates
-
-        return RememberedRates()
-
-    def believed(self, gpus_per_node: int) -> Believed:
-        return nothing_believed if self._estimates is None else self._estimates.believed
-
-    def put(self, job: JobRecord, gang: Gang | None, signature: int, now: float) -> None:
-        """Do nothing: the models follow the jobs themselves."""
-
-    def forget(self, number: int, now: float) -> None:
-        """Do nothing: the models follow the jobs themselves."""
-
-    def keep(self, is_live: Callable[[int], bool], now: float) -> None:
-        """Do nothing: the models follow the jobs themselves."""
-
-    def record(self, number: int, heard: ProgressReport, now: float) -> bool:
-        return False
-
-    def update_trials(self, view: View, running_s: Mapping[int, float], now: float) -> bool:
-        return False
 
 
 class PlannedReplay(Protocol):
@@ -137,11 +71,7 @@ class Planning:
         self._windows, scaling = replay.windows, replay.scaling
         self._is_planned = policy.is_planned
         self.estimates = self._modelled_estimates()
-        known = None if replay.rates is None else replay.rates.known(self._is_profiled)
-        is_measured = not (replay.windows is None and known is None and self.estimates is None)
-        self._rates = (
-            ModelledMeasurements(replay.windows, known, self.estimates, replay.received_s) if is_measured else None
-        )
+        self._rates = self._modelled_rates()
         self._grows = policy.has(Grow) and scaling is not None
         # Jobs that changed since the loop observed them last.
         self._changed: dict[int, None] = {}
@@ -304,6 +234,19 @@ class Planning:
     def _look(self, time: float) -> None:
         self._looks.discard(time)
         self.estimates_changed()
+
+    def _modelled_rates(self) -> ModelledRates | None:
+        """Return the rates that the models answer; None if the policy reads none."""
+        replay, believed = self._replay, nothing_believed if self.estimates is None else self.estimates.believed
+        curves = None if replay.rates is None else replay.rates.known(self._is_profiled)
+        rates = replay.windows
+        if rates is None and (curves is not None or self.estimates is not None):
+            from ganger_master.simulator.measurement_model import ModelledRates
+
+            rates = ModelledRates(None, replay.options.seed)
+        if rates is not None:
+            rates.answer_by(curves, believed, replay.received_s)
+        return rates
 
     def _modelled_estimates(self) -> ModelledEstimates | None:
         """Return the estimates of a policy that resizes jobs; None for all others."""

@@ -315,7 +315,7 @@ class _Replay:
     def ends(self, number: int, gang: Gang, held_since: float, finished: bool) -> None:
         job, now = number - 1, self.clock.now
         if finished and self.windows is not None:
-            self.windows.forget(number)
+            self.windows.ended(number)
         self.halts(number, gang)
         self.ledger.leaves(job, gang, held_since - EPOCH_S, now - EPOCH_S, finished)
         if finished and self.planning.estimates is not None:

@@ -13,7 +13,7 @@ from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import CoresChange, PlanChange
 from ganger_master.planner import colocations as of_packs
 from ganger_master.planner.colocations import Colocations, is_settled, whole_again
-from ganger_master.planner.job_measures import JobRates
+from ganger_master.planner.rate_registry import JobRates
 from ganger_master.simulator.inputs import ReplayOptions
 from ganger_master.simulator.report.figures import figures
 from ganger_master.simulator.run import _Replay, simulate

@@ -1,0 +1,492 @@
+"""The registry of measured rates: of jobs alone and co-located, by load of their nodes, by GPUs and by cores; and what
+else reports show of a job, its received device time and its losses.
+
+Stages read `JobRates`. A live planner has a `RateRegistry`, which measures: it is told every changed job and every
+progress report. In a simulation the models answer (`simulator.measurement_model`).
+
+A rate holds under a condition: the epoch, devices and cores of a job, and the jobs beside it. When one of these
+changes, its windows begin anew, once the job has settled. All measurements may be lost at any time: they are made
+again. `now` is in seconds of the master's clock, like all times of jobs; reports have times of their node's clock, of
+which only differences count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Final, TypeAlias
+
+from ganger.cluster.view import View
+from ganger.job_state import JobState
+
+from ganger_master.core.gang_model import Gang, GangIntent
+from ganger_master.core.job_model import JobRecord
+from ganger_master.estimators.cpu import CpuPoint
+from ganger_master.planner.core_profiles import CoreProfile, ProfiledCores, curves_of, next_trials
+from ganger_master.planner.job_estimates import AttainedTime, FitCache, ReportedLosses, belief_of
+from ganger_master.policies.optimus_sizes import Believed, OptimusEstimate, nothing_believed
+from ganger_master.policies.trials import NO_WINDOWS, ProgressSample, RateWindows, TrialPace
+from ganger_master.policies.tunings import NOTHING, Known
+
+# Windows and utilisation reports that are kept of a job that ran alone, the newest ones.
+_MOST_BASELINE_WINDOWS: Final = 16
+_MOST_UTILISATIONS: Final = 60
+# Windows that are kept for each load of a job, and loads for each job.
+_MOST_LOAD_WINDOWS: Final = 16
+_MOST_LOADS: Final = 16
+# Series whose curves by cores are kept, the most recently measured ones.
+_MOST_SERIES: Final = 4096
+
+# Windows in steps/s, by the number of devices that other jobs use on the job's nodes.
+RatesByLoad: TypeAlias = Mapping[int, tuple[float, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressReport:
+    """A job's report.
+
+    step, time_s: Steps done, and when the last one was done, by the node's clock.
+    since_s: As in `ProgressSample`.
+    use: Utilisation of the job's devices, from 0 to 1; None if it was not measured.
+    loss: Loss at this step; NaN if it is not known.
+    passes, passes_in_all: Passes over the data done, and in total; zero if not reported.
+    """
+
+    step: int
+    time_s: float
+    since_s: float = math.nan
+    use: float | None = None
+    loss: float = math.nan
+    passes: int = 0
+    passes_in_all: int = 0
+
+
+class JobRates:
+    """What stages read of jobs, by number. Rates are in steps/s; windows are several steps long, oldest first.
+
+    Of this class itself no job is measured, and it ignores all reports.
+    """
+
+    def alone(self, number: int) -> tuple[float, ...]:
+        """Return the windows when the job last had its devices to itself; empty if that was too short."""
+        return ()
+
+    def present(self, number: int) -> tuple[float, ...]:
+        """Return the windows since the job's neighbours, devices or cores changed last."""
+        return ()
+
+    def beside(self, number: int) -> frozenset[int]:
+        """Return the numbers of the other jobs on the job's devices."""
+        return frozenset()
+
+    def crowd(self, number: int) -> tuple[int, RatesByLoad]:
+        """Return the devices that other jobs use on the job's nodes now, and its windows by load."""
+        return 0, {}
+
+    def utilisation(self, number: int) -> float:
+        """Return the utilisation of the job's devices while it is alone on them, from 0 to 1; 1 without reports."""
+        return 1.0
+
+    def signature(self, number: int) -> str:
+        """Return the key of jobs that behave alike."""
+        return ""
+
+    def of_size(self, number: int) -> tuple[float, ...]:
+        """Return the windows since the number of the job's GPUs or its cores changed, of an elastic job."""
+        return ()
+
+    def by_gpus(self, number: int) -> Mapping[int, float]:
+        """Return the rate last measured with each number of GPUs, of an elastic job, in one unit for all sizes."""
+        return {}
+
+    @property
+    def known(self) -> Known:
+        """Return the curves of rates by cores, for a tuning policy."""
+        return NOTHING
+
+    @property
+    def trials(self) -> Mapping[int, int]:
+        """Return the millicores per GPU that jobs are to have for their trials, by job number."""
+        return {}
+
+    @property
+    def received_s(self) -> Mapping[int, float]:
+        """Return the seconds of device time that each running job has received since its first report."""
+        return {}
+
+    def believed(self, gpus_per_node: int) -> Believed:
+        """Return the function that estimates the remaining steps and the speeds of jobs."""
+        return nothing_believed
+
+    def put(self, job: JobRecord, gang: Gang | None, signature: int, now: float) -> None:
+        """Record a job as it is now. `signature` is the same for all jobs of one series."""
+
+    def forget(self, number: int, now: float) -> None:
+        """Drop a job that has ended."""
+
+    def keep(self, is_live: Callable[[int], bool], now: float) -> None:
+        """Drop the jobs that are not live; their ends were not reported."""
+
+    def record(self, number: int, report: ProgressReport, now: float) -> bool:
+        """Record a report; return whether it is reason for another plan."""
+        return False
+
+    def update_trials(self, view: View, running_s: Mapping[int, float], now: float) -> bool:
+        """Begin and end trials of cores. Return whether curves or trials have changed since the last plan.
+
+        Args:
+            view: The cluster, for the free cores of the jobs' nodes.
+            running_s: Total running time of the jobs, by number.
+            now: Current time.
+        """
+        return False
+
+    @property
+    def remembered(self) -> RememberedRates:
+        """Return the measurements, for a planner that continues from them."""
+        return RememberedRates()
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """Rates and utilisation of a job that is alone on its devices, in one epoch and with one number of cores.
+
+    `first` holds epoch, millicores and rate of the first window in another epoch or with other cores. One window does
+    not show the variance, so the older rates stand until a second window confirms the change.
+    """
+
+    epoch: int = 0
+    millicores: int = 0
+    rates: tuple[float, ...] = ()
+    utilisations: tuple[float, ...] = ()
+    first: tuple[int, int, float] | None = None
+
+    def after(self, epoch: int, millicores: int, rate: float) -> Baseline:
+        """Return the baseline after one more window."""
+        if (epoch, millicores) == (self.epoch, self.millicores):
+            return replace(self, rates=(*self.rates, rate)[-_MOST_BASELINE_WINDOWS:])
+        if self.first is None or self.first[:2] != (epoch, millicores):
+            return replace(self, first=(epoch, millicores, rate))
+        return Baseline(epoch, millicores, (self.first[2], rate), self.utilisations)
+
+
+@dataclass(frozen=True, slots=True)
+class RunCondition:
+    """How a job runs; the default: not at all. `devices`: masks by node, none of a time-sliced job, beside which no
+    other job runs."""
+
+    epoch: int = 0
+    gpus: int = 0
+    millicores: int = 0
+    is_time_sliced: bool = False
+    devices: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class MeasuredJob:
+    """All measurements of one job. It runs as `run` says, beside `neighbours`, under `load`."""
+
+    create_time: float
+    signature: int
+    cores: ProfiledCores
+    run: RunCondition = field(default_factory=RunCondition)
+    neighbours: frozenset[int] = frozenset()
+    load: int = 0
+    # Epoch that ran last, and the time when it has warmed up.
+    warm: tuple[int, float] = (0, 0.0)
+    is_elastic: bool = False
+    # Windows under the present run and neighbours, under the present load, and with the present GPUs and cores.
+    present: RateWindows = NO_WINDOWS
+    loaded: RateWindows = NO_WINDOWS
+    sized: RateWindows = NO_WINDOWS
+    baseline: Baseline = field(default_factory=Baseline)
+    by_load: RatesByLoad = field(default_factory=dict)
+    by_gpus: Mapping[int, float] = field(default_factory=dict)
+    attained: AttainedTime | None = None
+    losses: ReportedLosses | None = None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the job has no neighbours, and at least the cores of its baseline in this epoch.
+
+        A host gives up cores before its guest arrives. Until then it has no neighbours, yet is slower than alone.
+        """
+        baseline, run = self.baseline, self.run
+        return not self.neighbours and (run.epoch != baseline.epoch or run.millicores >= baseline.millicores)
+
+    def record_loaded(self, sample: ProgressSample, now: float, pace: TrialPace) -> None:
+        """Record a report under the present load."""
+        before, self.loaded = self.loaded, self.loaded.after(sample, now, pace)
+        if self.loaded.rates is before.rates:
+            return
+        rates = (*self.by_load.get(self.load, ()), self.loaded.rates[-1])[-_MOST_LOAD_WINDOWS:]
+        others = {load: some for load, some in self.by_load.items() if load != self.load}
+        if len(others) >= _MOST_LOADS:
+            # The first key is the load that was measured longest ago.
+            del others[next(iter(others))]
+        self.by_load = {**others, self.load: rates}
+
+    def record_present(self, sample: ProgressSample, use: float | None, now: float, pace: TrialPace) -> None:
+        """Record a report, and in the baseline if the job is alone."""
+        if use is not None and self.is_alone:
+            utilisations = (*self.baseline.utilisations, use)[-_MOST_UTILISATIONS:]
+            self.baseline = replace(self.baseline, utilisations=utilisations)
+        before, self.present = self.present, self.present.after(sample, now, pace)
+        if self.present.rates is not before.rates and self.is_alone:
+            self.baseline = self.baseline.after(self.run.epoch, self.run.millicores, self.present.rates[-1])
+
+    def record_size(self, sample: ProgressSample, now: float, pace: TrialPace) -> bool:
+        """Record a report with the present number of GPUs. Return whether it has filled a window."""
+        if not self.is_elastic:
+            return False
+        before, self.sized = self.sized, self.sized.after(sample, now, pace)
+        if self.sized.rates is before.rates:
+            return False
+        if self.sized.is_enough:
+            self.by_gpus = {**self.by_gpus, self.run.gpus: self.sized.rate}
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class RememberedRates:
+    """State of a `RateRegistry`: jobs by number, and curves by cores by signature."""
+
+    jobs: Mapping[int, MeasuredJob] = field(default_factory=dict)
+    series: Mapping[int, tuple[CpuPoint, ...]] = field(default_factory=dict)
+
+
+class RateRegistry(JobRates):
+    """Measurements of all live jobs. `weighs_sizes`: losses are kept, too."""
+
+    def __init__(self, pace: TrialPace | None = None) -> None:
+        self._pace = pace or TrialPace()
+        self._jobs: dict[int, MeasuredJob] = {}
+        self._series: dict[int, tuple[CpuPoint, ...]] = {}
+        # Masks of the devices in use, by node and job.
+        self._used: dict[str, dict[int, int]] = {}
+        self._fits = FitCache()
+        # Curves by cores; they are stale once a point or a job has come or gone.
+        self._known, self._is_stale = NOTHING, False
+        self.weighs_sizes = False
+
+    # -- reports -------------------------------------------------------------------------------------------------------
+
+    def put(self, job: JobRecord, gang: Gang | None, signature: int, now: float) -> None:
+        number = job.number
+        if job.state.is_finished:
+            self.forget(number, now)
+            return
+        known = self._jobs.get(number)
+        if known is None or known.create_time != job.create_time:
+            self.forget(number, now)
+            inherited = self._series.get(signature, ())
+            self._is_stale = self._is_stale or bool(inherited)
+            cores = ProfiledCores(CoreProfile(inherited=inherited))
+            known = self._jobs[number] = MeasuredJob(job.create_time, signature, cores)
+        running = gang if _is_running(job, gang) else None
+        known.is_elastic = job.spec.is_elastic
+        known.cores = known.cores.put(job, running, now, self._pace)
+        run = RunCondition() if running is None else _run_of(running)
+        if run != known.run:
+            self._change(number, known, run, max(now, job.running_since), now)
+
+    def forget(self, number: int, now: float) -> None:
+        known = self._jobs.get(number)
+        if known is None:
+            return
+        self._is_stale = True
+        self._fits.forget(number)
+        self._occupy(number, known.run.devices, {})
+        del self._jobs[number]
+        self._update(self._on(known.run.devices), now)
+
+    def keep(self, is_live: Callable[[int], bool], now: float) -> None:
+        for number in [number for number in self._jobs if not is_live(number)]:
+            self.forget(number, now)
+
+    def record(self, number: int, report: ProgressReport, now: float) -> bool:
+        job, pace = self._jobs.get(number), self._pace
+        if job is None:
+            return False
+        sample = ProgressSample(report.time_s, report.step, report.since_s)
+        self._put_cores(job, job.cores.after(sample, now, pace))
+        # The last step of an earlier time slice, or a report that does not show which slice it belongs to, is ignored.
+        if now >= job.present.since_s and (not job.run.is_time_sliced or report.time_s >= report.since_s):
+            if job.run.devices and not job.neighbours:
+                job.record_loaded(sample, now, pace)
+            job.record_present(sample, report.use, now, pace)
+        if job.attained is not None:
+            job.attained.follow(report.step, report.time_s)
+        else:
+            job.attained = AttainedTime(report.step, report.time_s)
+        sizes = len(job.by_gpus)
+        is_full = job.record_size(sample, now, pace)
+        if not self.weighs_sizes:
+            return is_full
+        job.losses = job.losses or ReportedLosses()
+        job.losses.record(report.step, report.loss, report.passes, report.passes_in_all)
+        # Sizes are planned every interval anyway: only the first measurement of a size is reason for a plan.
+        return len(job.by_gpus) > sizes
+
+    def update_trials(self, view: View, running_s: Mapping[int, float], now: float) -> bool:
+        before = self.trials
+        cores = {number: job.cores for number, job in self._jobs.items()}
+        for number, found in next_trials(cores, view, running_s, now, self._pace):
+            self._put_cores(self._jobs[number], found)
+        return self._is_stale or before != self.trials
+
+    @property
+    def remembered(self) -> RememberedRates:
+        return RememberedRates(self._jobs, self._series)
+
+    def recall(self, remembered: RememberedRates) -> None:
+        """Continue from what an earlier registry `remembered`."""
+        self._jobs, self._series = dict(remembered.jobs), dict(remembered.series)
+        self._used, self._is_stale = {}, True
+        for number, known in self._jobs.items():
+            self._occupy(number, {}, known.run.devices)
+
+    # -- measurements --------------------------------------------------------------------------------------------------
+
+    def alone(self, number: int) -> tuple[float, ...]:
+        known = self._jobs.get(number)
+        return () if known is None else known.baseline.rates
+
+    def present(self, number: int) -> tuple[float, ...]:
+        known = self._jobs.get(number)
+        return () if known is None else known.present.rates
+
+    def beside(self, number: int) -> frozenset[int]:
+        known = self._jobs.get(number)
+        return frozenset() if known is None else known.neighbours
+
+    def crowd(self, number: int) -> tuple[int, RatesByLoad]:
+        known = self._jobs.get(number)
+        return (0, {}) if known is None else (known.load, known.by_load)
+
+    def utilisation(self, number: int) -> float:
+        known = self._jobs.get(number)
+        return 1.0 if known is None or not known.baseline.utilisations else fmean(known.baseline.utilisations)
+
+    def signature(self, number: int) -> str:
+        known = self._jobs.get(number)
+        return "" if known is None else f"{known.signature:016x}"
+
+    def of_size(self, number: int) -> tuple[float, ...]:
+        known = self._jobs.get(number)
+        return () if known is None else known.sized.rates
+
+    def by_gpus(self, number: int) -> Mapping[int, float]:
+        known = self._jobs.get(number)
+        return {} if known is None else known.by_gpus
+
+    @property
+    def known(self) -> Known:
+        if self._is_stale:
+            profiles = [(number, job.cores.profile) for number, job in sorted(self._jobs.items())]
+            self._known, self._is_stale = curves_of(profiles), False
+        return self._known
+
+    @property
+    def trials(self) -> Mapping[int, int]:
+        return {number: trial.millicores for number, job in self._jobs.items() if (trial := job.cores.trial)}
+
+    @property
+    def received_s(self) -> Mapping[int, float]:
+        return {number: job.attained.received_s for number, job in self._jobs.items() if job.attained is not None}
+
+    def believed(self, gpus_per_node: int) -> Believed:
+        return lambda jobs: [self._belief(job, max(1, gpus_per_node)) for job, _ in jobs]
+
+    def describe_cores(self, number: int) -> str:
+        """Return the measurements behind a change of a job's cores, as text; empty without measurements."""
+        known = self._jobs.get(number)
+        return "" if known is None else known.cores.describe()
+
+    # -- one job -------------------------------------------------------------------------------------------------------
+
+    def _change(self, number: int, known: MeasuredJob, run: RunCondition, begins_s: float, now: float) -> None:
+        """Measure a job anew that runs in another way, or stops."""
+        old, known.run = known.run, run
+        if run.epoch not in (0, known.warm[0]):
+            # A job that was parked in memory resumes in the same epoch and need not warm up again.
+            known.warm = run.epoch, begins_s + self._pace.warm_s
+        settled_s = begins_s + self._pace.settle_s if run.epoch else math.inf
+        steady_s = max(settled_s, known.warm[1])
+        known.sized = RateWindows(since_s=settled_s)
+        known.present = known.loaded = RateWindows(since_s=steady_s)
+        known.load = -1
+        if _footprint(run) != _footprint(old):
+            known.by_load = {}
+        self._occupy(number, old.devices, run.devices)
+        self._update({number} | self._on({**old.devices, **run.devices}), now)
+
+    def _belief(self, job: JobRecord, gpus_per_node: int) -> OptimusEstimate:
+        known = self._jobs.get(job.number)
+        losses = None if known is None else known.losses
+        return belief_of(job, losses, self.by_gpus(job.number), self._fits, gpus_per_node)
+
+    def _put_cores(self, job: MeasuredJob, cores: ProfiledCores) -> None:
+        if cores.profile != job.cores.profile:
+            self._is_stale = True
+            self._series.pop(job.signature, None)
+            self._series[job.signature] = cores.profile.points
+            if len(self._series) > _MOST_SERIES:
+                del self._series[next(iter(self._series))]
+        job.cores = cores
+
+    # -- jobs on the same nodes ----------------------------------------------------------------------------------------
+
+    def _occupy(self, number: int, old: Mapping[str, int], new: Mapping[str, int]) -> None:
+        for node in old:
+            del self._used[node][number]
+            if not self._used[node]:
+                del self._used[node]
+        for node, mask in new.items():
+            self._used.setdefault(node, {})[number] = mask
+
+    def _on(self, nodes: Iterable[str]) -> set[int]:
+        return {number for node in nodes for number in self._used.get(node, ())}
+
+    def _update(self, numbers: Iterable[int], now: float) -> None:
+        """Update neighbours and loads of these jobs; one with others is measured anew once it has settled."""
+        settled_s = now + self._pace.settle_s
+        for number in sorted(numbers):
+            job = self._jobs[number]
+            on = [
+                (other, theirs, mask & theirs)
+                for node, mask in job.run.devices.items()
+                for other, theirs in self._used[node].items()
+                if other != number
+            ]
+            neighbours = frozenset([other for other, _, common in on if common])
+            if neighbours != job.neighbours:
+                # While a neighbour warms up, the rates beside it do not count.
+                others_s = max([self._jobs[other].present.since_s for other in neighbours], default=now)
+                job.present = RateWindows(since_s=max(job.present.since_s, others_s, settled_s))
+                job.neighbours = neighbours
+            load = sum([theirs.bit_count() for _, theirs, _ in on])
+            if load != job.load:
+                job.load, job.loaded = load, RateWindows(since_s=max(job.loaded.since_s, settled_s))
+
+
+def _is_running(job: JobRecord, gang: Gang | None) -> bool:
+    holds = gang is not None and job.state is JobState.HOLDING and gang.intent is GangIntent.RUN
+    return holds and bool(job.running_since)
+
+
+def _run_of(gang: Gang) -> RunCondition:
+    devices: dict[str, int] = {}
+    if not gang.node_set:
+        for claim in gang.claims:
+            if claim.device_mask:
+                devices[claim.node] = devices.get(claim.node, 0) | claim.device_mask
+    millicores = sum([sum(claim.millicores) for claim in gang.claims])
+    return RunCondition(gang.epoch, gang.devices, millicores, bool(gang.node_set), devices)
+
+
+def _footprint(run: RunCondition) -> tuple[int, int] | None:
+    """Return what rates by load depend on; None for a job that does not run on devices of its own."""
+    return (run.millicores, run.gpus) if run.devices else None
