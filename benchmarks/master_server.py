@@ -135,13 +135,13 @@ async def _serve(directory: Path, nodes: int, jobs: int) -> None:
         scheduler_host=False,
         # What is not kept for jobs ahead may be used out of turn, so that verdicts are not limited by turns.
         policy="backfill",
-        lost_after_seconds=None,
+        lost_after_s=None,
     )
     master = Master(config, more_handlers=(_empty_handlers(),))
     await master.start()
     # No daemon calls for these nodes.
     state = master.writer.state
-    state.settings = replace(state.settings, silent_margin_seconds=None)
+    state.settings = replace(state.settings, silent_margin_s=None)
     await _fill(master, nodes, jobs)
     # As a master does that has loaded its state.
     process_setup.settle()

@@ -49,13 +49,13 @@ _PUBLISH_S = 60.0
 class Client:
     """Talks to one master: `master` is an address or a directory holding endpoint.json (default: $GANGER_MASTER, else
     the cluster of `ganger up`). On another machine it asks for a certificate: $GANGER_TLS names the directory, or
-    `Endpoint(address, tls=directory)`. `patience_seconds` is how long streams try to find a master that went away.
+    `Endpoint(address, tls=directory)`. `patience_s` is how long streams try to find a master that went away.
     Thread-safe. Raises EndpointError if no master can be named."""
 
-    def __init__(self, master: str | Endpoint | None = None, *, patience_seconds: float = 60.0) -> None:
+    def __init__(self, master: str | Endpoint | None = None, *, patience_s: float = 60.0) -> None:
         self._master = master
         self.endpoint = master if isinstance(master, Endpoint) else find_endpoint(master)
-        self._patience_s = patience_seconds
+        self._patience_s = patience_s
         self._channels: list[grpc.Channel] = []
         self._lock = threading.Lock()
         self._open()

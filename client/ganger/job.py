@@ -92,10 +92,10 @@ class Job:
         self.message = self._client.get_job(self.name)
         return self.message
 
-    def wait(self, timeout_seconds: float | None = None, *, check: bool = True) -> JobState:
+    def wait(self, timeout_s: float | None = None, *, check: bool = True) -> JobState:
         """Waits until the job has ended. Raises JobFailedError if it did not succeed (unless `check` is False), and
         TimeoutError."""
-        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         state = self.state
         # Polled rather than watched when there is a deadline: a stream cannot be left half-way without a thread.
         pause = 0.05
@@ -107,7 +107,7 @@ class Job:
                 continue
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                raise TimeoutError(f"{self.name} is still {state} after {timeout_seconds:g} s")
+                raise TimeoutError(f"{self.name} is still {state} after {timeout_s:g} s")
             time.sleep(min(pause, remaining))
             pause = min(pause * 1.5, 1.0)
             state = self.state

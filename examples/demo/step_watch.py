@@ -38,9 +38,9 @@ class StepWatch:
         with self._changed:
             return list(self._seen)
 
-    def wait_for(self, steps: int, timeout_seconds: float, give_up: Callable[[], str] = str) -> None:
+    def wait_for(self, steps: int, timeout_s: float, give_up: Callable[[], str] = str) -> None:
         """Returns when so many steps have been seen. Raises TimeoutError, or RuntimeError with what `give_up` says."""
-        deadline = time.monotonic() + timeout_seconds
+        deadline = time.monotonic() + timeout_s
         while True:
             with self._changed:
                 if self._changed.wait_for(lambda: bool(self._seen) and self._seen[-1][1] >= steps, 0.25):
@@ -48,7 +48,7 @@ class StepWatch:
             if why := give_up():
                 raise RuntimeError(why)
             if time.monotonic() > deadline:
-                raise TimeoutError(f"no step {steps} in {self._path.name} within {timeout_seconds:g} s")
+                raise TimeoutError(f"no step {steps} in {self._path.name} within {timeout_s:g} s")
 
     def rate(self, first: float, last: float) -> float:
         """Steps per second within a span of time."""

@@ -287,7 +287,7 @@ class Master:
         """Forgets history older than the retention, and progress of jobs that are over."""
         while True:
             try:
-                oldest = self._clock() - self.config.events_kept_seconds
+                oldest = self._clock() - self.config.events_kept_s
                 forgotten = _COMPACT_ROWS
                 while forgotten == _COMPACT_ROWS:
                     forgotten = await self.writer.compact(oldest, _COMPACT_ROWS)
@@ -299,7 +299,7 @@ class Master:
     async def _keep_storage(self) -> None:
         """Removes what ended jobs left on storage once it has been kept for as long as was set."""
         config, committed = self.config, self.writer.committed
-        kept = {retention.LOGS: config.logs_kept_seconds, retention.CHECKPOINTS: config.checkpoints_kept_seconds}
+        kept = {retention.LOGS: config.logs_kept_s, retention.CHECKPOINTS: config.checkpoints_kept_s}
         while True:
             ends, now = retention.ends_of(committed.jobs, committed.gangs), self._clock()
             try:
@@ -343,19 +343,19 @@ class Master:
 
 def _core_settings(config: Config) -> CoreSettings:
     return CoreSettings(
-        lost_after_seconds=config.lost_after_seconds,
+        lost_after_s=config.lost_after_s,
         policy=config.policy,
-        plan_every_seconds=config.plan_every_seconds,
-        quantum_seconds=config.quantum_seconds,
+        plan_every_s=config.plan_every_s,
+        quantum_s=config.quantum_s,
         moves_per_hour=config.moves_per_hour,
         storage=str(config.storage_path),
         storage_token=storage_token(config.storage_path),
-        checkpoint_interval_seconds=config.checkpoint_interval_seconds,
-        logs_kept_seconds=config.logs_kept_seconds,
-        restart_delay_seconds=config.restart_delay_seconds,
-        move_deadline_seconds=config.move_deadline_seconds,
-        restored_wait_seconds=config.restored_wait_seconds,
-        session_alive_seconds=config.session_alive_seconds,
+        checkpoint_interval_s=config.checkpoint_interval_s,
+        logs_kept_s=config.logs_kept_s,
+        restart_delay_s=config.restart_delay_s,
+        move_deadline_s=config.move_deadline_s,
+        restored_wait_s=config.restored_wait_s,
+        session_alive_s=config.session_alive_s,
         finished_jobs_limit=config.finished_jobs_limit,
         finished_bytes_limit=_FINISHED_BYTES,
         pending_jobs_per_user=config.pending_jobs_per_user,

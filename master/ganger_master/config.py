@@ -29,7 +29,7 @@ _COUNTS: Final = {
     "changes_per_user": "changes",
     "streams_per_user": "streams",
 }
-_NEVER: Final = ("lost_after_seconds", "quantum_seconds", "logs_kept_seconds", "checkpoints_kept_seconds")
+_NEVER: Final = ("lost_after_s", "quantum_s", "logs_kept_s", "checkpoints_kept_s")
 # A job that is preempted at every plan makes no progress.
 _LEAST_PLAN_EVERY_S: Final = 1.0
 _LEAST_QUANTUM_S: Final = 0.5
@@ -49,7 +49,7 @@ class ConfigError(ValueError):
 class Config:
     """Settings of a master.
 
-    `lost_after_seconds`: silence after which a node is lost; None: never, so that no job restarts on another node
+    `lost_after_s`: silence after which a node is lost; None: never, so that no job restarts on another node
     before an operator declares its node lost.
     """
 
@@ -61,31 +61,31 @@ class Config:
     metrics: str = ""
     database_url: str = ""
     storage: Path | None = None
-    lost_after_seconds: float | None = 600.0
+    lost_after_s: float | None = 600.0
     policy: str = "fifo-backfill"
     # For policies with a planner: minimum time between two plans that preempt running jobs.
-    plan_every_seconds: float = 300.0
+    plan_every_s: float = 300.0
     # For policies with time slices (gandiva): length of a time slice; None: no time slices.
-    quantum_seconds: float | None = 60.0
+    quantum_s: float | None = 60.0
     # For policies that migrate: opportunistic migrations per node and hour; None: the planner decides.
     moves_per_hour: float | None = None
     # Default interval between checkpoints to storage; zero never.
-    checkpoint_interval_seconds: float = 1800.0
+    checkpoint_interval_s: float = 1800.0
     # Delay before the restart of a job whose attempts fail by themselves: after the second failure, doubled with each
     # further one; zero: no delay.
-    restart_delay_seconds: float = 10.0
+    restart_delay_s: float = 10.0
     # A migration or resize that takes longer is undone, and its job keeps running on its old devices.
-    move_deadline_seconds: float = 600.0
+    move_deadline_s: float = 600.0
     # The database was restored from a backup. The master mostly detects this by itself; with true it assumes it.
     restored: bool = False
     # Minimum time that a restored master waits for the daemons to connect.
-    restored_wait_seconds: float = 20.0
+    restored_wait_s: float = 20.0
     # A second machine with the name of a node is refused while the first one has called within this time.
-    session_alive_seconds: float = 10.0
-    events_kept_seconds: float = 30 * 86400.0
+    session_alive_s: float = 10.0
+    events_kept_s: float = 30 * 86400.0
     # Time after the end of a job at which its logs and checkpoints are deleted; None: never.
-    logs_kept_seconds: float | None = 30 * 86400.0
-    checkpoints_kept_seconds: float | None = 30 * 86400.0
+    logs_kept_s: float | None = 30 * 86400.0
+    checkpoints_kept_s: float | None = 30 * 86400.0
     # Number of finished jobs to keep; the jobs that ended first are dropped.
     finished_jobs_limit: int = 10_000
     # Limits of each user with a certificate of the role `user`: pending jobs, bytes of the specs of unfinished jobs,
@@ -158,7 +158,7 @@ def load(
         raw.update(tomllib.loads(file_text))
     except tomllib.TOMLDecodeError as error:
         problems.append(f"{file_name}: {error}")
-    for name in (name.removesuffix("_seconds") for name in sorted(_NAMES)):
+    for name in (name.removesuffix("_s") for name in sorted(_NAMES)):
         if (text := environment.get(PREFIX + name.upper())) is not None:
             raw[name] = text
     raw.update({name: value for name, value in flags.items() if value is not None})
@@ -166,7 +166,7 @@ def load(
     values: dict[str, object] = {}
     has_certificates = bool(raw.get("tls"))
     for given, value in raw.items():
-        name = given if given in _NAMES or f"{given}_seconds" not in _NAMES else f"{given}_seconds"
+        name = given if given in _NAMES or f"{given}_s" not in _NAMES else f"{given}_s"
         try:
             values[name] = _parse_one(name, value, has_certificates)
         except ValueError as error:
@@ -187,9 +187,9 @@ def _parse_one(name: str, value: object, has_certificates: bool) -> object:
     parse = _PARSERS.get(name)
     if parse is not None:
         return parse(name, value)
-    if name in _NAMES and name.endswith("_seconds"):
+    if name in _NAMES and name.endswith("_s"):
         return _duration_of(name, value)
-    known = ", ".join(sorted(one.removesuffix("_seconds") for one in _NAMES))
+    known = ", ".join(sorted(one.removesuffix("_s") for one in _NAMES))
     raise ValueError(f"{name}: no such setting; known are {known}")
 
 
@@ -275,7 +275,7 @@ def _moves_of(name: str, value: object) -> float | None:
 
 
 def _duration_of(name: str, value: object) -> float | None:
-    setting = name.removesuffix("_seconds")
+    setting = name.removesuffix("_s")
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(f"{setting}: {value!r} is no duration")
     try:
@@ -283,7 +283,7 @@ def _duration_of(name: str, value: object) -> float | None:
     except ValueError as error:
         raise ValueError(f"{setting}: {error}") from None
     if seconds is None and name not in _NEVER:
-        hint = "0 for none" if name == "checkpoint_interval_seconds" else "a duration, for example 10m or 1d"
+        hint = "0 for none" if name == "checkpoint_interval_s" else "a duration, for example 10m or 1d"
         raise ValueError(f"{setting}: never is not possible here: write {hint}")
     return seconds
 
@@ -303,8 +303,8 @@ _PARSERS: Final[Mapping[str, Callable[[str, object], object]]] = {
     **dict.fromkeys(_COUNTS, _count_of),
     **dict.fromkeys(("residue_bytes", "spec_bytes_per_user"), lambda name, value: units.parse_memory(value)),
     **dict.fromkeys(("scheduler_host", "planner", "restored"), _boolean_of),
-    "plan_every_seconds": _plan_interval_of,
-    "quantum_seconds": _quantum_of,
+    "plan_every_s": _plan_interval_of,
+    "quantum_s": _quantum_of,
     "moves_per_hour": _moves_of,
     "quotas": lambda name, value: quotas_of(value),
     "log_level": _log_level_of,

@@ -30,7 +30,7 @@ def master(tmp_path: Path) -> Iterator[CannedMaster]:
 
 @pytest.fixture
 def client(master: CannedMaster) -> Iterator[Client]:
-    with Client(str(master.directory), patience_seconds=5) as client:
+    with Client(str(master.directory), patience_s=5) as client:
         yield client
 
 
@@ -149,7 +149,7 @@ def test_a_master_that_comes_back_at_another_address_is_found_again(tmp_path: Pa
         first.logs = {0: b"0123456789abcdef"}
         with Client(str(first.directory)) as before:
             before.submit("true")
-        client, follower = Client(str(first.directory)), Client(str(first.directory), patience_seconds=20)
+        client, follower = Client(str(first.directory)), Client(str(first.directory), patience_s=20)
         assert client.get_job(1).name == "jobs/1"
     with CannedMaster(tmp_path / "other") as second, client, follower:
         second.jobs, second.logs = first.jobs, first.logs
@@ -173,12 +173,12 @@ def test_a_log_is_read_from_the_end(client: Client, master: CannedMaster) -> Non
 def test_waiting_ends_with_the_job_and_says_how(client: Client, master: CannedMaster) -> None:
     job = client.submit("true")
     with pytest.raises(TimeoutError, match="PENDING"):
-        job.wait(timeout_seconds=0.01)
+        job.wait(timeout_s=0.01)
     message = master.jobs[job.name]
     message.state = job_pb2.Job.STATE_FAILED
     message.failure.reason, message.failure.message = "EXIT", "rank 0 exited with code 3"
     with pytest.raises(JobFailedError, match="EXIT"):
-        job.wait(timeout_seconds=5)
+        job.wait(timeout_s=5)
     assert job.wait(check=False) is JobState.FAILED
 
 

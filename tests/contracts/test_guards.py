@@ -114,7 +114,7 @@ def test_lines_of_prose_over_the_limit_are_reported_but_tables_code_and_links_ar
         ("self.age_seconds = age_s = 1", ["age_seconds"]),
         ("used_gpu_seconds = core_seconds = 1", []),
         ("_RETRY_SECONDS: float = 1.0\nRETRY_S = 2", ["_RETRY_SECONDS"]),
-        ("call(timeout_seconds=1)\nmessage.lease_seconds\nseconds = 1", []),
+        ("call(timeout_s=1)\nmessage.lease_s\nseconds = 1", []),
     ],
 )
 def test_names_that_a_module_defines_with_a_long_unit_are_found(source: str, names: list[str]) -> None:

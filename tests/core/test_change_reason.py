@@ -21,7 +21,7 @@ from ganger_master.core.plan_changes import (
 )
 from msgspec.structs import replace
 
-HOLE = Purpose(Goal.HOLE, job=3, saved=80.0, pause_seconds=0.5)
+HOLE = Purpose(Goal.HOLE, job=3, saved=80.0, pause_s=0.5)
 
 
 def place(node: str, mask: int) -> tuple[Claim, ...]:
@@ -65,7 +65,7 @@ def test_the_explanation_names_jobs_that_make_room_and_the_history_their_costs()
     drive.observe("n2", *drive.others("n2", destination), runs)
     done = next(one for one in drive.told if one.kind == "move_done")
     assert (done.figures["pause_ms"], done.figures["goal"]) == ("250.0", "HOLE")
-    assert drive.job(1).move_pause_seconds == 0.25
+    assert drive.job(1).move_pause_s == 0.25
     assert making_room_for(drive.state, 3) == ()
 
 
@@ -95,7 +95,7 @@ def test_no_other_job_gets_a_reserved_place_until_its_job_starts() -> None:
 def test_a_reserved_place_that_the_planner_no_longer_reports_is_free_again() -> None:
     drive = fragmented()
     drive.step(ProposePlan((), promises=(Promise(3, place("n1", 0b1111)),)))
-    drive.now += drive.state.settings.move_deadline_seconds - 1.0
+    drive.now += drive.state.settings.move_deadline_s - 1.0
     drive.step(Tick())
     assert kept_for(drive.state, 3) == ("n1",)
     drive.now += 2.0

@@ -58,7 +58,7 @@ class Changing(Drive):
         return answer
 
     def lost(self, node: str) -> None:
-        self.now += self.state.settings.session_alive_seconds
+        self.now += self.state.settings.session_alive_s
         self.step(DeclareLost(node))
 
 

@@ -31,8 +31,8 @@ def test_a_clock_that_was_set_is_distinguished_from_a_standstill(wall: float, st
 
 @pytest.mark.parametrize("set_by", [HOUR, -HOUR])
 def test_a_job_is_given_the_time_it_may_run_whatever_the_clock_says(set_by: float) -> None:
-    drive = Drive(settings=CoreSettings(lost_after_seconds=None))
-    number = drive.submit(replace(job_of(1), time_limit_seconds=1_000.0))
+    drive = Drive(settings=CoreSettings(lost_after_s=None))
+    number = drive.submit(replace(job_of(1), time_limit_s=1_000.0))
     drive.start(number)
     drive.runs(number)
     drive.now += 400.0 + set_by
@@ -43,7 +43,7 @@ def test_a_job_is_given_the_time_it_may_run_whatever_the_clock_says(set_by: floa
     drive.now += 200.0
     drive.step(Tick())
     assert drive.job(number).ending is JobState.FAILED
-    assert drive.job(number).run_seconds == pytest.approx(1_100.0, abs=1.0)
+    assert drive.job(number).run_s == pytest.approx(1_100.0, abs=1.0)
 
 
 @pytest.mark.parametrize("set_by", [HOUR, -HOUR])

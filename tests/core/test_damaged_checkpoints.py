@@ -98,7 +98,7 @@ def test_an_unreadable_checkpoint_is_not_used_when_an_old_part_reports_it_again(
     running = drive.report(gang, ObservedPhase.RUNNING)
     told = [replace(running, checkpoint=Checkpoint(step, first, f"{step}-{first}")) for step in (10, 20, 30)]
     drive.observe("n1", told[0])
-    drive.now += drive.state.settings.session_alive_seconds
+    drive.now += drive.state.settings.session_alive_s
     drive.step(DeclareLost("n1"))
     drive.observe("n2", replace(running, phase=ObservedPhase.ENDED, outcome=Outcome(OutcomeKind.UNKNOWN)))
     # It comes back while the job waits, with what it wrote meanwhile.

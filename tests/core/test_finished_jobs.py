@@ -106,7 +106,7 @@ def test_a_job_with_something_on_a_lost_node_stays(finishes: int) -> None:
     held = drive.submit(job_of(1))
     drive.start(held)
     drive.runs(held)
-    drive.now += drive.state.settings.session_alive_seconds
+    drive.now += drive.state.settings.session_alive_s
     drive.step(DeclareLost("n1"))
     drive.step(CancelJob(held))
     ended(drive, finishes)

@@ -87,9 +87,9 @@ def test_gangs_on_a_silent_node_stay_until_it_is_lost() -> None:
 
 @pytest.mark.parametrize("lost_after", [None, 60.0, 600.0])
 def test_a_daemon_that_calls_as_rarely_as_it_may_is_never_silent(lost_after: float | None) -> None:
-    settings = CoreSettings(lost_after_seconds=lost_after)
+    settings = CoreSettings(lost_after_s=lost_after)
     drive = Drive(settings=settings)
-    poll = min(settings.poll_seconds, (lost_after or 1e9) / 4)
+    poll = min(settings.poll_s, (lost_after or 1e9) / 4)
     for _ in range(20):
         pass_time(drive, poll)
         assert drive.state.nodes["n1"].takes_gangs

@@ -100,7 +100,7 @@ def test_starts_on_nodes_that_are_lost_are_no_failures() -> None:
     number = drive.submit(job_of(4))
     for _ in range(4):
         drive.start(number)
-        drive.now += drive.state.settings.session_alive_seconds
+        drive.now += drive.state.settings.session_alive_s
         drive.step(DeclareLost("n1"))
         drive.join("n1")
         drive.observe("n1")

@@ -50,7 +50,7 @@ def test_sessions_go_on_and_what_is_free_is_known() -> None:
 
 
 def test_a_node_is_lost_as_early_as_if_nothing_had_failed() -> None:
-    drive = Drive(nodes=2, settings=CoreSettings(lost_after_seconds=600.0, lost_margin_seconds=30.0))
+    drive = Drive(nodes=2, settings=CoreSettings(lost_after_s=600.0, lost_margin_s=30.0))
     store = Store(drive)
     for _ in range(64):
         drive.now += 10.0

@@ -109,7 +109,7 @@ def test_a_job_starts_only_with_a_lease_and_one_that_passes_gets_the_next_lease_
     other = drive.submit(job_of(1))
     propose(drive, {other: place(drive, number, "n1")})
     assert gang_of(drive, other).nodes == ("n1",), "a job that passes holds up no other job"
-    drive.now += CoreSettings().turn_again_seconds
+    drive.now += CoreSettings().turn_again_s
     offer(drive, number)
 
 

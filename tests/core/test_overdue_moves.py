@@ -19,7 +19,7 @@ DEADLINE = 120.0
 
 def moving(**settings: float | None) -> tuple[Drive, int, int, int]:
     """A move that has just begun: the job, its source and its destination."""
-    drive = Drive(2, CoreSettings(move_deadline_seconds=DEADLINE, **settings))  # type: ignore[arg-type]
+    drive = Drive(2, CoreSettings(move_deadline_s=DEADLINE, **settings))  # type: ignore[arg-type]
     number = drive.submit(job_of(2))
     source = drive.start(number)
     drive.runs(number)
@@ -102,7 +102,7 @@ def test_a_move_that_stands_still_is_undone_at_its_deadline_and_names_the_late_n
 def test_a_daemon_that_dies_during_a_move_delays_the_job_no_longer_than_the_deadline(
     point: Callable[[Drive, int, int, int], None], dead: str
 ) -> None:
-    drive, number, source, destination = moving(lost_after_seconds=None)
+    drive, number, source, destination = moving(lost_after_s=None)
     point(drive, number, source, destination)
     alive = "n2" if dead == "n1" else "n1"
     for _ in range(24):

@@ -72,11 +72,11 @@ def test_leases_that_no_host_received_begin_anew_for_the_first_host() -> None:
     drive = Drive()
     number = drive.submit(job_of(2))
     unheard = drive.state.leases[drive.state.leases.turn_of[number]]
-    drive.now += 0.9 * CoreSettings().turn_lease_seconds
+    drive.now += 0.9 * CoreSettings().turn_lease_s
     drive.step(ClaimTurns("default-1", alone=True))
     given = drive.state.leases[drive.state.leases.turn_of[number]]
     assert given.turn != unheard.turn
-    assert given.expires - drive.now == CoreSettings().turn_lease_seconds
+    assert given.expires - drive.now == CoreSettings().turn_lease_s
     assert drive.state.leases.lost_turns == {}
     drive.step(ClaimTurns("default-2"))
     assert drive.state.leases[drive.state.leases.turn_of[number]] == given
@@ -125,11 +125,11 @@ def test_a_scheduler_that_answers_now_and_then_keeps_its_leases() -> None:
     drive.start(drive.submit(job_of(1)))
     number = with_own_scheduler(drive, 4)
     for _ in range(4):
-        drive.now += CoreSettings().turn_lease_seconds + 0.1
+        drive.now += CoreSettings().turn_lease_s + 0.1
         drive.step(Tick())
         assert drive.state.leases.lost_turns[number] == 1
         passes(drive, number)
-        drive.now += CoreSettings().turn_again_seconds
+        drive.now += CoreSettings().turn_again_s
         drive.step(Tick())
     assert drive.state.leases[drive.state.leases.turn_of[number]].scheduler == "mine:Scheduler"
 
@@ -164,7 +164,7 @@ def test_a_scheduler_that_passes_although_there_is_a_place_blocks_no_other_job()
     drive.start(drive.submit(job_of(1)))
     # Nor later, when there is none: it had its choice.
     drive.start(drive.submit(job_of(2)))
-    drive.now += CoreSettings().turn_again_seconds
+    drive.now += CoreSettings().turn_again_s
     drive.step(Tick())
     passes(drive, first)
     drive.start(drive.submit(job_of(1)))
@@ -196,7 +196,7 @@ def test_a_place_is_kept_for_a_users_scheduler_that_can_find_none() -> None:
 def test_a_job_that_waits_for_its_locality_wish_blocks_no_other_job_until_its_patience_ends() -> None:
     drive = Drive(1)
     # Three devices never lie at one socket.
-    picky = drive.submit(replace(job_of(3), locality=Locality(wish=LocalityLevel.SOCKET, patience_seconds=60.0)))
+    picky = drive.submit(replace(job_of(3), locality=Locality(wish=LocalityLevel.SOCKET, patience_s=60.0)))
     drive.request(picky, blockers=True)
     assert "patience_left_seconds" in drive.state.blockers_of(picky)[0].figures
     drive.start(drive.submit(job_of(2)))
@@ -210,7 +210,7 @@ def test_a_job_that_waits_for_its_locality_wish_blocks_no_other_job_until_its_pa
 
 def test_a_place_is_kept_for_a_users_scheduler_after_it_waited_for_a_locality_wish() -> None:
     drive = Drive(1)
-    locality = Locality(wish=LocalityLevel.SOCKET, patience_seconds=60.0)
+    locality = Locality(wish=LocalityLevel.SOCKET, patience_s=60.0)
     picky = drive.submit(replace(job_of(3), scheduler="mine:Scheduler", locality=locality))
     drive.step(ClaimTurns("mine:Scheduler", (picky,)))
     passes(drive, picky)
@@ -228,7 +228,7 @@ def test_a_scheduler_that_comes_and_goes_without_an_answer_loses_its_job_to_the_
     drive = Drive(1)
     number = with_own_scheduler(drive, 1)
     for _ in range(6):
-        drive.now += CoreSettings().turn_lease_seconds + 0.1
+        drive.now += CoreSettings().turn_lease_s + 0.1
         drive.step(Tick())
         drive.step(ClaimTurns("mine:Scheduler", (number,), connected=False))
         drive.step(ClaimTurns("mine:Scheduler", (number,)))
@@ -263,7 +263,7 @@ def test_a_lease_begins_when_it_is_sent_however_long_the_commit_took() -> None:
     drive.step(Tick(told=turn.turn - 1))
     assert drive.state.leases.lost_turns == {}
     begun = drive.state.leases[turn.turn]
-    assert begun.expires == drive.now + CoreSettings().turn_lease_seconds
+    assert begun.expires == drive.now + CoreSettings().turn_lease_s
     drive.step(Tick(told=turn.turn))
     assert drive.state.leases == {turn.turn: begun}, "told once, it is told for good"
     drive.now = begun.expires - 0.1

@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 from msgspec.structs import replace
 
-QUOTAS = CoreSettings(quota_devices={"ann": 4, "": 6}, lost_after_seconds=60.0)
+QUOTAS = CoreSettings(quota_devices={"ann": 4, "": 6}, lost_after_s=60.0)
 
 
 def counted_anew(state: State) -> dict[str, int]:

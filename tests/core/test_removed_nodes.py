@@ -19,7 +19,7 @@ def refusal(drive: Drive, node: str) -> str:
 
 
 def fall_silent(drive: Drive) -> None:
-    drive.now += drive.state.settings.session_alive_seconds
+    drive.now += drive.state.settings.session_alive_s
 
 
 def restarted(drive: Drive) -> None:

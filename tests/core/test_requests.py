@@ -82,7 +82,7 @@ def test_a_turn_counts_for_its_own_job_while_it_lasts() -> None:
     places = drive.places(first)
     assert reason(drive.request(first, *places, turn=turns[second])) is Reason.OUT_OF_TURN
     assert reason(drive.request(first, *places, turn=turns[second] + 9)) is Reason.OUT_OF_TURN
-    drive.now += CoreSettings().turn_lease_seconds + 0.1
+    drive.now += CoreSettings().turn_lease_s + 0.1
     assert reason(drive.request(first, *places, turn=turns[first])) is Reason.OUT_OF_TURN
 
 

@@ -23,7 +23,7 @@ EXIT = Outcome(OutcomeKind.FAILED, exit_code=1, message="rank 0 ended with exit 
 
 def failing(failures: int = 0, allowed: int = 9, ran: float = 0.0) -> tuple[Drive, int]:
     """A job on a node of its own, which has failed so often, each time soon; `ran`: but for the last."""
-    drive = Drive(settings=CoreSettings(lost_after_seconds=None))
+    drive = Drive(settings=CoreSettings(lost_after_s=None))
     number = drive.submit(replace(job_of(1), max_failures=allowed))
     for _ in range(failures - 1):
         fail(drive, number)
@@ -158,7 +158,7 @@ def test_a_lost_node_is_no_failure_of_the_job() -> None:
     tick_until_tried(drive, number)
     drive.start(number)
     drive.runs(number)
-    drive.now += drive.state.settings.session_alive_seconds
+    drive.now += drive.state.settings.session_alive_s
     drive.step(DeclareLost("n1"))
     job = drive.job(number)
     assert (job.state, job.failed_in_row) == (JobState.PENDING, 3)
@@ -167,10 +167,10 @@ def test_a_lost_node_is_no_failure_of_the_job() -> None:
 
 @given(st.integers(0, 1_000), st.floats(0.1, 100.0), st.floats(0.0, 1e4))
 def test_delays_never_fall_and_have_an_end(failed: int, delay: float, most: float) -> None:
-    settings = CoreSettings(restart_delay_seconds=delay, restart_delay_most_seconds=most)
+    settings = CoreSettings(restart_delay_s=delay, restart_delay_most_s=most)
     now, later = delay_after(settings, failed), delay_after(settings, failed + 1)
     assert 0.0 <= now <= later <= most
 
 
 def test_without_a_delay_no_job_waits() -> None:
-    assert delay_after(CoreSettings(restart_delay_seconds=0.0), 7) == 0.0
+    assert delay_after(CoreSettings(restart_delay_s=0.0), 7) == 0.0

@@ -100,7 +100,7 @@ def known(drive: Drive, gang: Found) -> Gang | None:
 
 
 def settings() -> CoreSettings:
-    return CoreSettings(restored_wait_seconds=5.0)
+    return CoreSettings(restored_wait_s=5.0)
 
 
 @st.composite

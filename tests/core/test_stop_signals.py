@@ -108,7 +108,7 @@ def test_a_move_has_the_grace_of_the_script_beyond_its_deadline() -> None:
     cluster, number, _ = running()
     cluster.step(MoveJob(number))
     since = cluster.state.gangs[cluster.job(number).next_epoch].since
-    assert due_at(cluster.state, number) == since + cluster.state.settings.move_deadline_seconds + 300.0
+    assert due_at(cluster.state, number) == since + cluster.state.settings.move_deadline_s + 300.0
 
 
 def test_no_planner_moves_a_script_that_would_start_again() -> None:

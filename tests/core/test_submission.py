@@ -25,9 +25,9 @@ def test_an_ordinary_job_is_fine() -> None:
 @pytest.mark.parametrize(
     ("change", "path"),
     [
-        ({"time_limit_seconds": 9.3e18}, "spec.time_limit"),
-        ({"checkpoint_interval_seconds": 9.3e18}, "spec.checkpoint_interval"),
-        ({"locality": Locality(patience_seconds=9.3e18)}, "spec.locality.patience"),
+        ({"time_limit_s": 9.3e18}, "spec.time_limit"),
+        ({"checkpoint_interval_s": 9.3e18}, "spec.checkpoint_interval"),
+        ({"locality": Locality(patience_s=9.3e18)}, "spec.locality.patience"),
         ({"gpu_memory_bytes": (1 << 64) - 1}, "spec.gpu_memory_bytes"),
         ({"roles": role(memory_bytes=(1 << 64) - 1)}, "spec.roles[0].shape.memory_bytes"),
         ({"roles": role(millicores=(1 << 31) - 1)}, "spec.roles[0].shape.millicores"),

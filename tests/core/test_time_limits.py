@@ -16,8 +16,8 @@ LIMIT = 1_000.0
 
 class Limited(Drive):
     def __init__(self, gpus: int = 4, nodes: int = 1) -> None:
-        super().__init__(nodes, CoreSettings(lost_after_seconds=None, silent_margin_seconds=None, policy="backfill"))
-        self.number = self.submit(replace(job_of(gpus), time_limit_seconds=LIMIT))
+        super().__init__(nodes, CoreSettings(lost_after_s=None, silent_margin_s=None, policy="backfill"))
+        self.number = self.submit(replace(job_of(gpus), time_limit_s=LIMIT))
         self.start(self.number)
 
     def launched(self, node: str = "n1", phase: ObservedPhase = ObservedPhase.STARTING) -> ObservedGang:

@@ -80,7 +80,7 @@ class Turns(Drive):
         )
 
     def row(self, number: int, *rows: int, claims: tuple[Claim, ...] = (), **other: object) -> PlanChange:
-        fields = {"level": SuspendLevel.OFFLOAD, "quantum_seconds": 60.0, "together": 1, **other}
+        fields = {"level": SuspendLevel.OFFLOAD, "quantum_s": 60.0, "together": 1, **other}
         return SliceChange(number, self.job(number).revision, claims, rows=rows, **fields)  # type: ignore[arg-type]
 
     def propose(self, *changes: PlanChange) -> list[Refusal | None]:
@@ -120,7 +120,7 @@ def test_a_waiting_job_starts_on_devices_of_a_running_one_and_both_are_time_slic
     assert [gang.intent for gang in desired.gangs] == [GangIntent.RUN, GangIntent.RUN]
     matrix = desired.rows[0].matrix
     assert matrix.rows == ((drive.job(host).epoch,), (drive.job(guest).epoch,))
-    assert (matrix.version, matrix.quantum_seconds, matrix.level) == (1, 60.0, SuspendLevel.OFFLOAD)
+    assert (matrix.version, matrix.quantum_s, matrix.level) == (1, 60.0, SuspendLevel.OFFLOAD)
     assert desired.rows[0].members[0].node == "n1"
 
 
@@ -286,7 +286,7 @@ def test_jobs_of_different_priorities_are_not_time_sliced(drive: Turns) -> None:
 
 
 def test_a_job_with_a_time_limit_is_not_time_sliced(drive: Turns) -> None:
-    assert "time limit" in refused_with(drive, replace(job_of(4), time_limit_seconds=60.0)).message
+    assert "time limit" in refused_with(drive, replace(job_of(4), time_limit_s=60.0)).message
 
 
 def test_a_matrix_whose_arenas_do_not_fit_is_refused_with_the_number(drive: Turns) -> None:
@@ -336,8 +336,8 @@ def test_rows_pause_only_if_all_stay_on_the_device_together(drive: Turns) -> Non
 def test_a_quantum_is_at_least_fifty_switches(drive: Turns) -> None:
     host, guest = drive.share()
     number = next(iter(drive.state.gangs.sets))
-    drive.stand("n1", ObservedSlices(number, 1, 1, 0, switch_seconds=0.5))
-    changes = [drive.row(one, i, node_set=number, quantum_seconds=24.0) for i, one in enumerate((host, guest))]
+    drive.stand("n1", ObservedSlices(number, 1, 1, 0, switch_s=0.5))
+    changes = [drive.row(one, i, node_set=number, quantum_s=24.0) for i, one in enumerate((host, guest))]
     refusal = blamed(drive.propose(*changes))
     assert refusal.reason is Reason.QUANTUM
     assert dict(refusal.figures) == {
@@ -345,7 +345,7 @@ def test_a_quantum_is_at_least_fifty_switches(drive: Turns) -> None:
         "least_milliseconds": 25_000,
         "switch_milliseconds": 500,
     }
-    changes = [drive.row(one, i, node_set=number, quantum_seconds=25.0) for i, one in enumerate((host, guest))]
+    changes = [drive.row(one, i, node_set=number, quantum_s=25.0) for i, one in enumerate((host, guest))]
     assert drive.propose(*changes) == [None, None]
 
 

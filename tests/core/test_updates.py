@@ -101,7 +101,7 @@ def ending(drive: Drive) -> int:
 NEVER_STARTED = (waiting, suspended_before_its_start)
 STARTED = (starting, running, suspended, waiting_again)
 ENDED = (cancelled, ending)
-ALWAYS: tuple[dict[str, Any], ...] = ({"display_name": "b"}, {"priority": 5}, {"time_limit_seconds": 60.0})
+ALWAYS: tuple[dict[str, Any], ...] = ({"display_name": "b"}, {"priority": 5}, {"time_limit_s": 60.0})
 WISHES: tuple[dict[str, Any], ...] = (
     {"device_type": "virtual"},
     {"locality": Locality(LocalityLevel.NODE)},
@@ -129,7 +129,7 @@ def test_priority_time_and_name_can_be_changed_until_the_end_all_else_until_the_
     [
         ({"display_name": "b"}, "name none -> b"),
         ({"priority": 5}, "priority 0 -> 5"),
-        ({"time_limit_seconds": 7_200.0}, "time limit none -> 2h"),
+        ({"time_limit_s": 7_200.0}, "time limit none -> 2h"),
         ({"device_type": "virtual"}, "GPU type any -> virtual"),
         ({"locality": Locality(LocalityLevel.NODE)}, "locality any -> node"),
         (
@@ -164,7 +164,7 @@ def test_all_violations_are_reported_at_once_with_their_place_in_the_request() -
         waiting(drive),
         display_name="x" * 64,
         priority=1_001,
-        time_limit_seconds=-1.0,
+        time_limit_s=-1.0,
         device_type="a\n",
         locality=Locality(LocalityLevel.NODE, LocalityLevel.RACK),
         memory_bytes=1 << 51,
@@ -264,11 +264,11 @@ def test_the_queue_stays_consistent_under_updates_of_any_jobs_in_any_order(
 # time
 
 # However long its daemons do not call.
-UNWATCHED = CoreSettings(lost_after_seconds=None, silent_margin_seconds=None)
+UNWATCHED = CoreSettings(lost_after_s=None, silent_margin_s=None)
 
 
 def limited(drive: Drive, seconds: float = 1_000.0) -> int:
-    number = drive.submit(replace(job_of(1), time_limit_seconds=seconds))
+    number = drive.submit(replace(job_of(1), time_limit_s=seconds))
     drive.start(number)
     drive.runs(number)
     return number
@@ -283,7 +283,7 @@ def test_a_limit_that_is_raised_while_it_runs_counts_from_where_it_counts() -> N
     drive = Drive(settings=UNWATCHED)
     number = limited(drive)
     passes(drive, 900.0)
-    assert update(drive, number, time_limit_seconds=2_000.0) == ""
+    assert update(drive, number, time_limit_s=2_000.0) == ""
     wake = next_wake(drive.state, drive.now)
     assert wake is not None
     assert wake == pytest.approx(drive.job(number).running_since + 2_000.0)
@@ -297,7 +297,7 @@ def test_a_limit_below_what_it_has_run_ends_it_as_one_that_it_comes_to() -> None
     drive = Drive(settings=UNWATCHED)
     number = limited(drive)
     passes(drive, 900.0)
-    drive.step(UpdateJob(number, Update(time_limit_seconds=600.0), may_end=True))
+    drive.step(UpdateJob(number, Update(time_limit_s=600.0), may_end=True))
     passes(drive, 0.0)
     job = drive.job(number)
     assert job.ending is JobState.FAILED
@@ -309,8 +309,8 @@ def test_a_limit_below_what_it_has_run_ends_it_as_one_that_it_comes_to() -> None
 def test_a_time_limit_is_given_to_a_job_without_one_and_taken_away(is_given: bool) -> None:
     drive = Drive(settings=UNWATCHED)
     number = running(drive) if is_given else limited(drive)
-    assert update(drive, number, time_limit_seconds=100.0 if is_given else 0.0) == ""
-    assert drive.job(number).spec.time_limit_seconds == (100.0 if is_given else None)
+    assert update(drive, number, time_limit_s=100.0 if is_given else 0.0) == ""
+    assert drive.job(number).spec.time_limit_s == (100.0 if is_given else None)
     passes(drive, 5_000.0)
     assert (drive.job(number).ending is JobState.FAILED) == is_given
 
@@ -319,7 +319,7 @@ def test_a_time_sliced_job_keeps_its_priority_and_gets_no_time_limit() -> None:
     drive = Turns()
     host, guest = drive.share()
     for number in (host, guest):
-        for change in ({"priority": 5}, {"time_limit_seconds": 60.0}):
+        for change in ({"priority": 5}, {"time_limit_s": 60.0}):
             assert refusal(drive, number, **change).reason == "UPDATE_REFUSED"
         assert update(drive, number, display_name="b") == ""
     drive.step(SuspendJob(guest, SuspendLevel.OFFLOAD))
@@ -350,7 +350,7 @@ def test_a_submission_that_is_repeated_is_the_same_job_though_it_was_updated() -
     first = drive.step(submission)
     assert isinstance(first, JobAnswer)
     update(drive, first.number, priority=5, memory_bytes=GIB)
-    update(drive, first.number, display_name="b", time_limit_seconds=60.0)
+    update(drive, first.number, display_name="b", time_limit_s=60.0)
     assert drive.step(submission) == first
     answer = drive.step(replace(submission, spec=drive.job(first.number).spec))
     assert isinstance(answer, Refused)
@@ -363,7 +363,7 @@ def test_a_restarted_master_has_the_updates_and_their_request_ids() -> None:
     store, codec = MemoryStore(), Codec()
     batches = [codec.batch(drive.state.take_changes().puts, (), ())]
     update(drive, other, "r", priority=5, locality=Locality(LocalityLevel.NODE, LocalityLevel.SOCKET, 1.0))
-    update(drive, number, time_limit_seconds=100.0)
+    update(drive, number, time_limit_s=100.0)
     batches.append(codec.batch(drive.state.take_changes().puts, (), ()))
     for batch in batches:
         store.commit(batch)
@@ -458,16 +458,16 @@ def test_a_time_below_what_the_job_has_run_is_refused_unless_it_was_confirmed(is
     if is_suspended:
         drive.step(SuspendJob(number, SuspendLevel.OFFLOAD))
         drive.seen(number, drive.job(number).epoch, ObservedPhase.PARKED, 7)
-    refused = refusal(drive, number, time_limit_seconds=600.0)
+    refused = refusal(drive, number, time_limit_s=600.0)
     assert refused.reason == "UPDATE_ENDS_JOB"
     assert refused.message == (
         f"jobs/{number} has run for 15m, longer than the new time limit of 10m: the update would end it at once; "
         "confirm that (--yes, may_end) or give more"
     )
     assert (refused.metadata["job"], refused.metadata["jobs"], refused.metadata["limit"]) == ("jobs/1", "1", "600")
-    assert update(drive, number, time_limit_seconds=1_200.0) == ""
-    drive.step(UpdateJob(number, Update(time_limit_seconds=600.0), may_end=True))
-    assert drive.job(number).spec.time_limit_seconds == 600.0
+    assert update(drive, number, time_limit_s=1_200.0) == ""
+    drive.step(UpdateJob(number, Update(time_limit_s=600.0), may_end=True))
+    assert drive.job(number).spec.time_limit_s == 600.0
 
 
 def test_an_update_that_would_end_members_of_an_array_is_refused_for_all_unless_it_was_confirmed() -> None:
@@ -477,10 +477,10 @@ def test_an_update_that_would_end_members_of_an_array_is_refused_for_all_unless_
         drive.start(number)
         drive.runs(number)
     passes(drive, 900.0)
-    refused = drive.step(UpdateArray(1, Update(time_limit_seconds=600.0)))
+    refused = drive.step(UpdateArray(1, Update(time_limit_s=600.0)))
     assert isinstance(refused, Refused)
     assert (refused.reason, refused.metadata["jobs"]) == ("UPDATE_ENDS_JOB", "2")
     assert refused.message.startswith("2 of the jobs of arrays/1, jobs/2 first of all, have run for 15m")
-    assert [drive.job(one).spec.time_limit_seconds for one in (first, second, third)] == [None] * 3
-    answer = drive.step(UpdateArray(1, Update(time_limit_seconds=600.0), may_end=True))
+    assert [drive.job(one).spec.time_limit_s for one in (first, second, third)] == [None] * 3
+    answer = drive.step(UpdateArray(1, Update(time_limit_s=600.0), may_end=True))
     assert answer == UpdateAnswer(1, 3, ())

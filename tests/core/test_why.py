@@ -55,7 +55,7 @@ def test_nodes_closed_to_a_job_are_what_it_lacks_only_if_there_is_room_on_them()
 def test_a_wish_is_named_while_the_patience_lasts_and_never_after() -> None:
     drive = Drive(1)
     drive.start(drive.submit(job_of(2)))
-    picky = drive.submit(replace(job_of(3), locality=Locality(wish=LocalityLevel.SOCKET, patience_seconds=60.0)))
+    picky = drive.submit(replace(job_of(3), locality=Locality(wish=LocalityLevel.SOCKET, patience_s=60.0)))
     assert why(drive, picky)[0] is Reason.LOCALITY
     drive.now += 61.0
     assert why(drive, picky) == [Reason.GPUS]

@@ -48,7 +48,7 @@ def stormy(seed: int, policy: str = "fifo", is_calm: bool = False) -> FaultClust
     """Three nodes, and faults of every kind unless it is calm."""
     storm = faults.NONE if is_calm else faults.storm(Engine(seed))
     nodes = [(name, SERVER) for name in ("n1", "n2", "n3")]
-    settings = CoreSettings(lost_after_seconds=60.0, policy=policy, quota_devices={"ann": 6}, storage_token=SECRET)
+    settings = CoreSettings(lost_after_s=60.0, policy=policy, quota_devices={"ann": 6}, storage_token=SECRET)
     cluster = FaultCluster(seed, nodes, settings, storm)
     cluster.physics.residue_bytes = 300 << 20
     cluster.daemons["n3"].measures = False
@@ -68,7 +68,7 @@ def busy(cluster: FaultCluster, jobs: int, seconds: float = 10.0) -> None:
                 (Role("worker", dice.choice([1, 2, 3, 4, 5, 8]), TaskShape(1, 2_000, 4 * GIB)),),
                 environment={"TOKEN": SECRET},
                 priority=dice.choice([0, 0, 5]),
-                time_limit_seconds=dice.choice([None, None, 30.0]),
+                time_limit_s=dice.choice([None, None, 30.0]),
                 gpu_memory_bytes=dice.choice([0, GIB, 2 * GIB]),
             ),
             dice.choice(["ann", "bob"]),

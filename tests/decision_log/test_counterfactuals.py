@@ -39,7 +39,7 @@ LIVE = [
 
 def eventful(seed: int, policy: str) -> FaultCluster:
     """Three nodes, where gangs are time-sliced, co-located, moved, suspended and resized by random plans."""
-    settings = CoreSettings(lost_after_seconds=60.0, policy=policy, quota_devices={"ann": 6}, residue_bytes=GIB // 4)
+    settings = CoreSettings(lost_after_s=60.0, policy=policy, quota_devices={"ann": 6}, residue_bytes=GIB // 4)
     cluster = FaultCluster(seed, [], settings, faults.NONE)
     turns: dict[str, DaemonTurns] = {}
     for name in ("n1", "n2", "n3"):

@@ -386,7 +386,7 @@ class FaultCluster:
             node = row.subject.removeprefix("nodes/")
             silent = self.engine.now - self.daemons[node].last_contact
             # An operator may say so at once.
-            allowed = self.master.settings.lost_after_seconds if row.cause == "clock" else None
+            allowed = self.master.settings.lost_after_s if row.cause == "clock" else None
             there = [(ranks.order.uid, of) for (of, on), ranks in self.physics.ranks.items() if on == node]
             self.oracle.given_up(node, silent, allowed or 0.0, there)
 

@@ -204,7 +204,7 @@ class SimDaemon:
             return
         self.heard_version = desired.version
         self.last_contact = max(self.last_contact, sent)
-        after = self.master.settings.lost_after_seconds
+        after = self.master.settings.lost_after_s
         if desired.version or self.physics.leases.get(self.name, math.inf) >= self.engine.now:
             # An answer without orders renews no lease that has ended.
             self.physics.extend_lease(self.name, math.inf if after is None else self.last_contact + after)

@@ -204,7 +204,7 @@ def _rows(state: State, dice: Random, moves: bool) -> Sequence[PlanChange]:
         changes.append(
             SliceChange(
                 job.number, job.revision, claims, level, together=1, node_set=of, rows=tuple(own),
-                quantum_seconds=quantum, reason="all in turn")
+                quantum_s=quantum, reason="all in turn")
         )  # fmt: skip
     return changes
 
@@ -255,7 +255,7 @@ def _garbled(state: State, dice: Random, change: PlanChange) -> PlanChange:
     if isinstance(change, SuspendChange | ResumeChange) or not change.claims:
         level, quantum = dice.choice(list(SuspendLevel)), dice.choice([-1.0, 0.0])
         if isinstance(change, SliceChange):
-            return replace(change, level=level, quantum_seconds=quantum)
+            return replace(change, level=level, quantum_s=quantum)
         return replace(change, level=level) if isinstance(change, SuspendChange) else change
     place = dice.randrange(len(change.claims))
     claim = change.claims[place]

@@ -361,7 +361,7 @@ class Physics:
     def _follow(self, ranks: Ranks) -> None:
         order = ranks.order
         if order.intent is GangIntent.STOP:
-            grace = order.grace_seconds if order.uid in self.trapping else 0.0
+            grace = order.grace_s if order.uid in self.trapping else 0.0
             if grace > 0.0:
                 self.engine.after(
                     grace, lambda: self.kill(ranks.node, order.epoch, OutcomeKind.STOPPED, "stopped by order")

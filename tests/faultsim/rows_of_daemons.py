@@ -36,7 +36,7 @@ class DaemonTurns:
             if rotation is None:
                 rotation = self.sets[rows.node_set] = self._new_rotation(rows.node_set)
             matrix, members = rows.matrix, tuple([member.node for member in rows.members])
-            level, quantum_s = int(matrix.level), matrix.quantum_seconds
+            level, quantum_s = int(matrix.level), matrix.quantum_s
             rotation.desire(SliceMatrix(matrix.version, matrix.rows, quantum_s, level, members, rows.set_epoch))
         for number in self.sets.keys() - {rows.node_set for rows in told}:
             del self.sets[number]

@@ -111,7 +111,7 @@ def run(seed: int, jobs: int, seconds: float, restores_s: float = 60.0) -> Resto
     policy = POLICIES[seed % len(POLICIES)]
     is_planned = policy == "planner"
     settings = CoreSettings(
-        policy="fifo" if is_planned else policy, lost_after_seconds=60.0, restored_wait_seconds=5.0,
+        policy="fifo" if is_planned else policy, lost_after_s=60.0, restored_wait_s=5.0,
         residue_bytes=_GIB // 4,
     )  # fmt: skip
     cluster = FaultCluster(seed, [], settings, storm_of(seed), 0.5)

@@ -92,7 +92,7 @@ class Since(NamedTuple):
 
 
 def gone_on(seed: int = 1) -> Since:
-    settings = CoreSettings(restored_wait_seconds=5.0, lost_after_seconds=60.0)
+    settings = CoreSettings(restored_wait_s=5.0, lost_after_s=60.0)
     cluster = FaultCluster(seed, [(f"n{number}", SERVER) for number in range(1, 5)], settings)
     cluster.run_for(5.0)
     jobs = {
@@ -246,7 +246,7 @@ def test_a_gang_on_a_node_that_was_not_waited_for_keeps_its_job_from_starting() 
 
 def test_a_gang_that_was_left_behind_stays_frozen_while_a_restored_master_waits_for_other_nodes() -> None:
     """Its job runs elsewhere since, which that master does not know yet: its answers renew no lease that has ended."""
-    settings = CoreSettings(restored_wait_seconds=5.0, lost_after_seconds=60.0)
+    settings = CoreSettings(restored_wait_s=5.0, lost_after_s=60.0)
     cluster = FaultCluster(1, [(f"n{number}", SERVER) for number in range(1, 5)], settings)
     cluster.run_for(5.0)
     number = started(cluster, job_of(2, steps=400))

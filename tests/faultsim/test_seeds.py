@@ -24,7 +24,7 @@ def run(seed: int, jobs: int, seconds: float, **more: float) -> FaultCluster:
     end."""
     storm = dataclasses.replace(faults.storm(Engine(seed)), **more)
     nodes = [(name, SERVER) for name in ("n1", "n2", "n3")]
-    cluster = FaultCluster(seed, nodes, CoreSettings(lost_after_seconds=60.0), storm)
+    cluster = FaultCluster(seed, nodes, CoreSettings(lost_after_s=60.0), storm)
     dice = cluster.engine.random
     # What processes keep of their devices at OFFLOAD; one node cannot tell, and more is presumed there.
     cluster.physics.residue_bytes = 300 << 20
@@ -56,7 +56,7 @@ def run_elastic(seed: int, jobs: int, seconds: float) -> FaultCluster:
     cluster = FaultCluster(
         seed,
         [(name, SERVER) for name in ("n1", "n2", "n3")],
-        CoreSettings(lost_after_seconds=60.0),
+        CoreSettings(lost_after_s=60.0),
         faults.storm(Engine(seed)),
     )
     dice = cluster.engine.random

@@ -21,7 +21,7 @@ def run(seed: int, jobs: int, seconds: float, rotation: str = "yes", opaque: flo
     """A storm drawn from the seed, plans of all kinds, users who meddle; then everything heals and every job must
     end. Without `rotation` no daemon switches rows; `opaque` is the share of jobs that cannot rest."""
     storm = faults.storm(Engine(seed))
-    cluster = FaultCluster(seed, [], CoreSettings(lost_after_seconds=60.0, residue_bytes=_GIB // 2), storm)
+    cluster = FaultCluster(seed, [], CoreSettings(lost_after_s=60.0, residue_bytes=_GIB // 2), storm)
     turns: dict[str, DaemonTurns] = {}
     for name in ("n1", "n2", "n3"):
         cluster.add_node(

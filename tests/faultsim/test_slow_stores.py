@@ -74,7 +74,7 @@ def run(seed: int, jobs: int, seconds: float) -> None:
     """A storm drawn from the seed behind such a store, with plans of all kinds and users who meddle; then everything
     heals and every job must end."""
     storm = replace(faults.storm(Engine(seed)), slow_commit=0.4, slow_commit_seconds=4.0, together=True, late_alarm=0.3)
-    cluster = FaultCluster(seed, [], CoreSettings(lost_after_seconds=60.0, residue_bytes=_GIB // 2), storm)
+    cluster = FaultCluster(seed, [], CoreSettings(lost_after_s=60.0, residue_bytes=_GIB // 2), storm)
     turns: dict[str, DaemonTurns] = {}
     for name in ("n1", "n2", "n3"):
         rotation = "yes" if seed % 2 else "no"

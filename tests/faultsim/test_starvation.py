@@ -72,7 +72,7 @@ def cluster_of(seed: int, nodes: int, policy: str, of: Faults) -> FaultCluster:
     cluster = FaultCluster(
         seed,
         [(f"n{number}", SERVER) for number in range(nodes)],
-        CoreSettings(lost_after_seconds=60.0, policy=policy),
+        CoreSettings(lost_after_s=60.0, policy=policy),
         of,
     )
     for name, make in OWN.items():
@@ -87,7 +87,7 @@ def small_jobs(cluster: FaultCluster, schedulers: Sequence[str] = ANY) -> Iterat
     """One after the other, each as its turn of the dice says; some are suspended and resumed soon after."""
     dice = cluster.engine.random
     while True:
-        wish = Locality(wish=LocalityLevel.SOCKET, patience_seconds=20.0) if dice.random() < 0.2 else None
+        wish = Locality(wish=LocalityLevel.SOCKET, patience_s=20.0) if dice.random() < 0.2 else None
         cluster.submit(job_of(dice.choice([1, 1, 1, 2, 3]), dice.randint(5, 40), dice.choice(schedulers), wish))
         holding = [job.number for job in cluster.state.jobs.values() if job.state is JobState.HOLDING]
         if holding and dice.random() < 0.15:
@@ -111,7 +111,7 @@ def test_a_gang_of_the_whole_cluster_is_not_starved_by_small_jobs_that_keep_comi
     for _ in range(4 * nodes):
         next(coming)
     cluster.unleash()
-    wish = Locality(wish=LocalityLevel.SOCKET, patience_seconds=100.0) if seed % 2 else None
+    wish = Locality(wish=LocalityLevel.SOCKET, patience_s=100.0) if seed % 2 else None
     wanted = cluster.submit(job_of(4 * nodes, 10, own, wish))
     deadline = cluster.engine.now + SECONDS_BEFORE + LONGEST + DELAYS
     while not (wanted.number and cluster.state.jobs[wanted.number].start_time):

@@ -173,7 +173,7 @@ def test_a_move_whose_destination_dies_after_the_commit_goes_back_as_a_newer_epo
 
 
 def test_the_jobs_of_a_lost_node_go_on_elsewhere_from_the_last_checkpoint() -> None:
-    cluster = cluster_of(2, CoreSettings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
+    cluster = cluster_of(2, CoreSettings(lost_after_s=60.0, lost_margin_s=5.0))
     for daemon in cluster.daemons.values():
         daemon.storage_proved = True
     number = started(cluster, job_of(4))
@@ -190,7 +190,7 @@ def test_the_jobs_of_a_lost_node_go_on_elsewhere_from_the_last_checkpoint() -> N
 
 
 def test_gangs_go_where_a_daemon_answers_and_to_a_silent_node_as_soon_as_it_calls() -> None:
-    cluster = cluster_of(2, CoreSettings(lost_after_seconds=None))
+    cluster = cluster_of(2, CoreSettings(lost_after_s=None))
     daemon = cluster.daemons["n1"]
     daemon.network = Network(cluster.engine, Faults(lose=1.0))
     assert cluster.run_until(lambda: cluster.state.nodes["n1"].silent, 100.0)
@@ -205,7 +205,7 @@ def test_gangs_go_where_a_daemon_answers_and_to_a_silent_node_as_soon_as_it_call
 
 
 def test_a_job_whose_end_was_not_reported_resumes_from_the_last_checkpoint_once_its_node_is_lost() -> None:
-    cluster = cluster_of(2, CoreSettings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
+    cluster = cluster_of(2, CoreSettings(lost_after_s=60.0, lost_margin_s=5.0))
     number = started(cluster, job_of(2, steps=25))
     held = gang(cluster, number)
     assert held is not None
@@ -218,13 +218,13 @@ def test_a_job_whose_end_was_not_reported_resumes_from_the_last_checkpoint_once_
 
 
 def test_a_job_that_was_cut_off_goes_on_elsewhere_and_never_runs_twice() -> None:
-    cluster = cluster_of(2, CoreSettings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
+    cluster = cluster_of(2, CoreSettings(lost_after_s=60.0, lost_margin_s=5.0))
     number = started(cluster, job_of(4, steps=200))
     goes_on_elsewhere(cluster, number)
 
 
 def test_a_job_that_uses_its_grace_to_step_on_gets_none_where_it_goes_on_elsewhere() -> None:
-    cluster = cluster_of(2, CoreSettings(lost_after_seconds=60.0, lost_margin_seconds=5.0, grace_seconds=30.0))
+    cluster = cluster_of(2, CoreSettings(lost_after_s=60.0, lost_margin_s=5.0, grace_s=30.0))
     number = started(cluster, replace(job_of(4, steps=200), command=(OPAQUE, "200")))
     cluster.physics.trapping.add(job(cluster, number).uid)
     goes_on_elsewhere(cluster, number)
@@ -232,7 +232,7 @@ def test_a_job_that_uses_its_grace_to_step_on_gets_none_where_it_goes_on_elsewhe
 
 @pytest.mark.parametrize("command", ["train", OPAQUE])
 def test_a_job_whose_daemon_is_dead_goes_on_elsewhere_and_never_runs_twice(command: str) -> None:
-    cluster = cluster_of(2, CoreSettings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
+    cluster = cluster_of(2, CoreSettings(lost_after_s=60.0, lost_margin_s=5.0))
     number = started(cluster, replace(job_of(4, steps=200), command=(command, "200")))
     held = gang(cluster, number)
     assert held is not None
@@ -252,7 +252,7 @@ def test_a_job_whose_daemon_is_dead_goes_on_elsewhere_and_never_runs_twice(comma
 def test_jobs_go_on_with_the_same_attempt_after_the_master_was_cut_off_from_their_nodes(
     nodes: int, cut_off_s: float, reason: str
 ) -> None:
-    cluster = cluster_of(nodes, CoreSettings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
+    cluster = cluster_of(nodes, CoreSettings(lost_after_s=60.0, lost_margin_s=5.0))
     numbers = [started(cluster, job_of(4, steps=300)) for _ in range(2)]
     epochs = [job(cluster, number).epoch for number in numbers]
     away = [cluster.state.gangs[epoch].nodes[0] for epoch in epochs]
@@ -272,7 +272,7 @@ def test_jobs_go_on_with_the_same_attempt_after_the_master_was_cut_off_from_thei
 
 
 def test_half_of_the_nodes_that_are_dead_are_lost_after_twice_the_time_and_their_jobs_go_on_elsewhere() -> None:
-    cluster = cluster_of(4, CoreSettings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
+    cluster = cluster_of(4, CoreSettings(lost_after_s=60.0, lost_margin_s=5.0))
     numbers = [started(cluster, job_of(4, steps=100)) for _ in range(2)]
     away = [cluster.state.gangs[job(cluster, number).epoch].nodes[0] for number in numbers]
     for name in away:
@@ -285,7 +285,7 @@ def test_half_of_the_nodes_that_are_dead_are_lost_after_twice_the_time_and_their
 
 
 def test_a_node_that_stays_away_after_the_master_was_cut_off_is_lost_once_its_clock_has_run_anew() -> None:
-    cluster = cluster_of(2, CoreSettings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
+    cluster = cluster_of(2, CoreSettings(lost_after_s=60.0, lost_margin_s=5.0))
     number = started(cluster, job_of(4, steps=200))
     (away,) = cluster.state.gangs[job(cluster, number).epoch].nodes
     (back,) = {"n1", "n2"} - {away}
@@ -300,7 +300,7 @@ def test_a_node_that_stays_away_after_the_master_was_cut_off_is_lost_once_its_cl
 
 
 def test_a_job_whose_daemon_stays_with_a_fenced_master_goes_on_elsewhere_and_never_runs_twice() -> None:
-    cluster = cluster_of(1, CoreSettings(lost_after_seconds=60.0))
+    cluster = cluster_of(1, CoreSettings(lost_after_s=60.0))
     # It reports no checkpoints, and no other node falls silent, so that the former master has nothing to write: it has
     # to look whose the store is.
     number = started(cluster, replace(job_of(4), command=(OPAQUE, "300")))
@@ -317,7 +317,7 @@ def test_a_job_whose_daemon_stays_with_a_fenced_master_goes_on_elsewhere_and_nev
 
 @pytest.mark.parametrize("is_running", [False, True])
 def test_a_checkpoint_written_while_cut_off_is_what_the_next_attempt_starts_from(is_running: bool) -> None:
-    cluster = cluster_of(2, CoreSettings(lost_after_seconds=60.0, lost_margin_seconds=5.0))
+    cluster = cluster_of(2, CoreSettings(lost_after_s=60.0, lost_margin_s=5.0))
     number = started(cluster, job_of(4, steps=200))
     training = cluster.oracle.trainings["uid-1"]
     assert cluster.run_until(lambda: training.known == 20, 60.0)

@@ -27,7 +27,7 @@ class Story:
     """Nodes n1, n2, ...; only the plans here start jobs."""
 
     def __init__(self, nodes: int) -> None:
-        self.cluster = FaultCluster(1, [], CoreSettings(restored_wait_seconds=5.0))
+        self.cluster = FaultCluster(1, [], CoreSettings(restored_wait_s=5.0))
         self.turns: dict[str, DaemonTurns] = {}
         for number in range(1, nodes + 1):
             self.cluster.add_node(
@@ -87,7 +87,7 @@ class Story:
                     together=1,
                     node_set=node_set,
                     rows=tuple([index for index, row in enumerate(rows) if number in row]),
-                    quantum_seconds=QUANTUM_S,
+                    quantum_s=QUANTUM_S,
                 )
                 for number in numbers
             ]

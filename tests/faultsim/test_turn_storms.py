@@ -42,7 +42,7 @@ def run(seed: int, jobs: int, seconds: float, **more: float) -> Storm:
     seed some jobs cannot rest."""
     opaque = 0.1 if seed % 2 else 0.0
     storm_of_seed = replace(faults.storm(Engine(seed)), **more)
-    cluster = FaultCluster(seed, [], CoreSettings(lost_after_seconds=60.0, residue_bytes=_GIB // 4), storm_of_seed, 0.5)
+    cluster = FaultCluster(seed, [], CoreSettings(lost_after_s=60.0, residue_bytes=_GIB // 4), storm_of_seed, 0.5)
     storm = Storm(cluster)
     by_node: dict[str, DaemonTurns] = {}
 

@@ -168,7 +168,7 @@ def test_jobs_stay_co_located_while_no_device_is_free_although_the_queue_is_empt
 def test_a_job_with_a_time_limit_is_not_co_located() -> None:
     drive = Colocated()
     job = drive.job(drive.running[0])
-    drive.state.put_job(replace(job, spec=replace(job.spec, time_limit_seconds=3600.0)))
+    drive.state.put_job(replace(job, spec=replace(job.spec, time_limit_s=3600.0)))
     drive.wait_for(4)
     assert drive.plan() == []
 
@@ -249,7 +249,7 @@ def test_a_co_location_ends_when_one_of_its_jobs_gets_a_time_limit() -> None:
     drive = Colocated()
     drive.wait_for(4)
     host, guest = drive.kept()
-    drive.state.put_job(replace(drive.job(host), spec=replace(drive.job(host).spec, time_limit_seconds=3600.0)))
+    drive.state.put_job(replace(drive.job(host), spec=replace(drive.job(host).spec, time_limit_s=3600.0)))
     assert drive.plan(drive.together(SLOWER)) == [("SUSPEND", guest)]
 
 

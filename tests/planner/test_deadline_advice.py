@@ -20,7 +20,7 @@ def job(number: int, gpus: int, due_s: float, limit_s: float | None, **more: obj
         ("train",),
         (Role("worker", gpus, TaskShape(1)),),
         deadline=NOW + due_s if due_s else 0.0,
-        time_limit_seconds=limit_s,
+        time_limit_s=limit_s,
     )
     return JobRecord(number, "", f"user-{number}", spec, NOW - 10, pending_since=NOW - 10, **more)  # type: ignore[arg-type]
 
@@ -60,7 +60,7 @@ def test_advice_says_when_it_would_end_or_for_which_job_that_is_unknown(jobs: li
 
 def test_without_a_limit_it_goes_by_what_the_jobs_before_it_took() -> None:
     ended = [
-        replace(job(number, 1, 0, None), user="ann", state=JobState.SUCCEEDED, run_seconds=1_000.0, pending_since=0.0)
+        replace(job(number, 1, 0, None), user="ann", state=JobState.SUCCEEDED, run_s=1_000.0, pending_since=0.0)
         for number in range(1, 20)
     ]
     mine = replace(job(20, 1, 5_000, None), user="ann")
@@ -70,7 +70,7 @@ def test_without_a_limit_it_goes_by_what_the_jobs_before_it_took() -> None:
 
 def test_a_job_that_has_run_for_some_time_has_as_much_less_left() -> None:
     running = replace(
-        job(1, 4, 5_000, 4_000), state=JobState.HOLDING, pending_since=0.0, running_since=NOW - 3_000, run_seconds=500.0
+        job(1, 4, 5_000, 4_000), state=JobState.HOLDING, pending_since=0.0, running_since=NOW - 3_000, run_s=500.0
     )
     assert advice(running, job(2, 4, 9_000, 3_600)) == "can be met: it would end 82 min before it"
 

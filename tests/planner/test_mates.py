@@ -192,7 +192,7 @@ def test_a_job_that_names_no_host_memory_leaves_half_for_a_later_guest() -> None
         for spec in (
             of(1, roles=unnamed(1)),
             of(1),
-            of(1, roles=unnamed(1), time_limit_seconds=600.0),
+            of(1, roles=unnamed(1), time_limit_s=600.0),
         )
     ]
 

@@ -174,7 +174,7 @@ def test_six_on_four_take_turns_and_no_device_idles_in_any_row() -> None:
     "waiting",
     [
         (),
-        (replace(job_of(1), time_limit_seconds=60.0),),
+        (replace(job_of(1), time_limit_s=60.0),),
         (replace(job_of(1), preemptible=False), replace(job_of(1), priority=-1)),
     ],
     ids=["no job", "one with a time limit", "one that is not to be suspended and one of lower priority"],
@@ -448,7 +448,7 @@ def test_no_job_is_time_sliced_with_one_that_cannot_stop_or_has_another_priority
     for spec in (
         replace(job_of(4), preemptible=False),
         replace(job_of(4), priority=1),
-        replace(job_of(4), time_limit_seconds=60.0),
+        replace(job_of(4), time_limit_s=60.0),
     ):
         drive = Sharing()
         drive.submitted(job_of(4), spec)
@@ -460,7 +460,7 @@ def test_no_job_is_time_sliced_with_one_that_cannot_stop_or_has_another_priority
             assert {change.number for change in drive.plan()}.isdisjoint({2} - {number})
 
 
-LIMITED = replace(job_of(4), time_limit_seconds=60.0)
+LIMITED = replace(job_of(4), time_limit_s=60.0)
 OUTSTAYED = Capabilities(offload=True, known=True).without_turns("it did not stop at the end of its time slice")
 
 

@@ -178,7 +178,7 @@ def test_a_job_that_may_not_be_moved_stays(kept: dict[str, object]) -> None:
 def test_a_costly_migration_is_made_for_a_job_that_has_waited_long_enough() -> None:
     drive, small = fragmented()
     for number in small:
-        drive.state.put_job(replace(drive.job(number), move_pause_seconds=80.0))
+        drive.state.put_job(replace(drive.job(number), move_pause_s=80.0))
     large = drive.submit(together(4))
     drive.now += 15.0
     assert drive.proposed() == []
@@ -397,13 +397,13 @@ def test_a_pair_that_is_no_faster_together_is_not_tried_again_nor_are_others_lik
 
 def test_a_pair_of_which_too_little_is_left_stays_apart() -> None:
     drive, pair = apart()
-    drive.state.put_job(replace(drive.job(pair), move_pause_seconds=500.0))
+    drive.state.put_job(replace(drive.job(pair), move_pause_s=500.0))
     assert drive.proposed() == []
 
 
 def test_a_pair_that_lies_apart_is_looked_at_again_once_a_move_would_pay_though_nothing_happens() -> None:
     drive, pair = apart()
-    drive.state.put_job(replace(drive.job(pair), move_pause_seconds=500.0))
+    drive.state.put_job(replace(drive.job(pair), move_pause_s=500.0))
     assert drive.proposed() == []
     assert drive.now < drive.again_s < float("inf")
     drive.now = drive.again_s

@@ -129,7 +129,7 @@ def test_no_job_is_tried_with_too_few_windows_alone_for_a_verdict() -> None:
 def test_a_job_that_cannot_be_time_sliced_is_not_co_located_for_its_guest_could_not_resume_afterwards(why: str) -> None:
     drive = Tried()
     job = drive.job(drive.pair[1])
-    limited = replace(job, spec=replace(job.spec, time_limit_seconds=600.0))
+    limited = replace(job, spec=replace(job.spec, time_limit_s=600.0))
     killed = replace(job, capabilities=job.capabilities.without_turns(why))
     drive.state.put_job(limited if "limit" in why else killed)
     assert drive.plan(Seen()) == []

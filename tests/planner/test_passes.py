@@ -44,7 +44,7 @@ class Planned(Drive):
         live_job_to_wire(job, self.state.gangs.get(job.epoch), message)
         told, gang = live_job_from_wire(scheduling_pb2.LiveJob.FromString(message.SerializeToString()))
         assert (told.shape, told.capabilities, told.spec.priority) == (job.shape, job.capabilities, job.spec.priority)
-        clocks = ("create_time", "pending_since", "start_time", "run_seconds", "running_since")
+        clocks = ("create_time", "pending_since", "start_time", "run_s", "running_since")
         assert [round(getattr(told, name) - getattr(job, name), 9) for name in clocks] == [0.0] * len(clocks)
         return told, gang
 
@@ -182,7 +182,7 @@ def test_a_wish_is_kept_to_while_the_patience_lasts_and_not_longer() -> None:
     drive.running(job_of(1))
     drive.state.view.give(drive.state.gangs[1].claims[0])
     drive.state.view.take(replace(drive.state.gangs[1].claims[0], device_mask=0b0001, millicores=(2000, 0)))
-    picky = drive.submit(replace(job_of(3), locality=Locality(wish=LocalityLevel.SOCKET, patience_seconds=60.0)))
+    picky = drive.submit(replace(job_of(3), locality=Locality(wish=LocalityLevel.SOCKET, patience_s=60.0)))
     assert drive.found().changes == ()
     drive.now += 61.0
     (change,) = drive.found().changes

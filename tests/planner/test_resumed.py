@@ -38,7 +38,7 @@ class Planned(Drive):
     """One node, and a policy that is followed pass by pass, as the master's planner and job schedulers follow it."""
 
     def __init__(self, policy: str) -> None:
-        super().__init__(1, CoreSettings(policy=policy, lost_after_seconds=None, silent_margin_seconds=None))
+        super().__init__(1, CoreSettings(policy=policy, lost_after_s=None, silent_margin_s=None))
         self.policy = live_policy_named(policy)
 
     def go_on(self) -> None:

@@ -41,7 +41,7 @@ def test_waits_and_stretches_are_told_as_they_come() -> None:
     table.put(running, gang(1, 140.0))
     table.put(running, gang(1, 140.0))
     assert clocks(table, 210.0) == (60.0, 0.0, 150.0, 60.0, 40.0)
-    stopped = replace(running, state=JobState.PENDING, running_since=0.0, run_seconds=60.0, pending_since=210.0)
+    stopped = replace(running, state=JobState.PENDING, running_since=0.0, run_s=60.0, pending_since=210.0)
     table.put(stopped, None)
     assert clocks(table, 215.0) == (60.0, 5.0, 150.0, 0.0, 0.0)
     again = replace(stopped, state=JobState.HOLDING, epoch=2, pending_since=0.0, running_since=225.0)
@@ -63,7 +63,7 @@ def test_a_job_that_backs_off_is_not_in_the_table_until_then() -> None:
     table = LiveTable()
     running = replace(JOB, state=JobState.HOLDING, epoch=1, pending_since=0.0, running_since=150.0, start_time=150.0)
     table.put(running, gang(1, 140.0))
-    failed = replace(running, running_since=0.0, run_seconds=60.0, again_at=230.0)
+    failed = replace(running, running_since=0.0, run_s=60.0, again_at=230.0)
     # Its gang is still on the way out.
     table.put(replace(failed, ending=JobState.PENDING), gang(1, 140.0))
     assert len(table) == 1

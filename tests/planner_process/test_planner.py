@@ -33,7 +33,7 @@ def on_a_master(
     **settings: object,
 ) -> None:
     async def told() -> None:
-        async with serving(tmp_path, planner=False, policy=policy, plan_every_seconds=1.0, **settings) as served:
+        async with serving(tmp_path, planner=False, policy=policy, plan_every_s=1.0, **settings) as served:
             speakers = [Speaker(served, f"n{number}") for number in range(1, nodes + 1)]
             for speaker in speakers:
                 await speaker.join()

@@ -251,7 +251,7 @@ def test_cordoned_node_takes_no_gangs_and_says_why(tmp_path: Path) -> None:
 
 def test_a_node_whose_daemon_is_connected_is_neither_lost_nor_another_machine(tmp_path: Path) -> None:
     async def story() -> None:
-        async with serving(tmp_path, session_alive_seconds=0.001) as served:
+        async with serving(tmp_path, session_alive_s=0.001) as served:
             node, lost = Speaker(served, "n1"), node_pb2.DeclareNodeLostRequest(name="nodes/n1")
             await node.join()
             poll = asyncio.ensure_future(node.reconcile(max_wait_seconds=30.0))
@@ -268,7 +268,7 @@ def test_a_node_whose_daemon_is_connected_is_neither_lost_nor_another_machine(tm
 
 def test_a_removed_node_is_nowhere_any_more_and_its_daemon_joins_anew(tmp_path: Path) -> None:
     async def story() -> None:
-        async with serving(tmp_path, session_alive_seconds=0.001) as served:
+        async with serving(tmp_path, session_alive_s=0.001) as served:
             node, remove = Speaker(served, "n1"), node_pb2.RemoveNodeRequest(name="nodes/n1")
             await node.join()
             watch = served.scheduling.WatchView(scheduling_pb2.WatchViewRequest())

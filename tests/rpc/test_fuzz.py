@@ -120,7 +120,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     over = asyncio.Event()
 
     async def serve() -> None:
-        async with serving(directory, quantum_seconds=None) as served:
+        async with serving(directory, quantum_s=None) as served:
             node = Speaker(served, "n1")
             await node.join()
             for _ in range(2):

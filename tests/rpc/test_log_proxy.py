@@ -201,7 +201,7 @@ def test_a_reader_asks_a_bounded_number_of_nodes_at_once(tmp_path: Path) -> None
 
 def test_of_a_job_that_ended_too_long_ago_is_said_that_its_log_is_kept_no_more(tmp_path: Path) -> None:
     async def story() -> None:
-        async with serving(tmp_path, logs_kept_seconds=0.0) as served:
+        async with serving(tmp_path, logs_kept_s=0.0) as served:
             await served.submit()
             assert await read(served) == [], "it has written nothing yet"
             await served.jobs.CancelJob(job_service_pb2.CancelJobRequest(name="jobs/1"))

@@ -28,7 +28,7 @@ async def fails(served: Served, node: Speaker) -> None:
 
 def test_a_planner_does_not_see_it_until_it_is_tried_again(tmp_path: Path) -> None:
     async def story() -> None:
-        async with serving(tmp_path, restart_delay_seconds=1.0) as served:
+        async with serving(tmp_path, restart_delay_s=1.0) as served:
             node = Speaker(served, "n1")
             await node.join()
             await served.submit(spec_of(max_failures=9))

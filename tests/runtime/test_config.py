@@ -14,14 +14,14 @@ def test_defaults_need_only_a_state_directory() -> None:
     assert config.state_dir == Path("/s")
     assert config.database == Path("/s/ganger.db")
     assert config.storage_path == Path("/s/storage")
-    assert config.lost_after_seconds == 600.0
+    assert config.lost_after_s == 600.0
 
 
 def test_flag_beats_environment_beats_file() -> None:
     text = 'state_dir = "/file"\npolicy = "las"\nlost_after = "1h"\n'
     environment = {"GANGER_MASTER_POLICY": "gandiva", "GANGER_MASTER_LOST_AFTER": "never"}
     config = load({"state_dir": "/flag", "policy": None}, environment, text)
-    assert (config.state_dir, config.policy, config.lost_after_seconds) == (Path("/flag"), "gandiva", None)
+    assert (config.state_dir, config.policy, config.lost_after_s) == (Path("/flag"), "gandiva", None)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_all_mistakes_are_reported_together() -> None:
     )
     assert load({"state_dir": "/s"}, {}, "finished_jobs_limit = 7\n").finished_jobs_limit == 7
     assert load({"state_dir": "/s"}, {}, 'residue_bytes = "1.5G"\n').residue_bytes == 3 << 29
-    assert load({"state_dir": "/s", "plan_every": "2m", "planner": False}, {}).plan_every_seconds == 120.0
+    assert load({"state_dir": "/s", "plan_every": "2m", "planner": False}, {}).plan_every_s == 120.0
     with pytest.raises(ConfigError, match=r"plan_every: '500ms' is too short"):
         load({"state_dir": "/s", "plan_every": "500ms"}, {})
 
@@ -139,5 +139,5 @@ def test_file_that_is_no_toml_is_named() -> None:
 
 def test_every_setting_is_documented() -> None:
     page = (Path(__file__).parents[2] / "docs/reference/settings.md").read_text()
-    for name in (field.name.removesuffix("_seconds") for field in fields(Config)):
+    for name in (field.name.removesuffix("_s") for field in fields(Config)):
         assert f"| `{name}` | `{PREFIX}{name.upper()}` |" in page

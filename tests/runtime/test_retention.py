@@ -159,8 +159,8 @@ def test_a_master_removes_what_ended_jobs_left_when_it_starts(tmp_path: Path) ->
             state_dir=tmp_path / "state",
             listen=f"unix:{tmp_path}/s2",
             scheduler_host=False,
-            logs_kept_seconds=0.0,
-            checkpoints_kept_seconds=None,
+            logs_kept_s=0.0,
+            checkpoints_kept_s=None,
         )
         master = Master(config)
         await master.start()
@@ -177,7 +177,7 @@ def test_a_master_removes_what_ended_jobs_left_when_it_starts(tmp_path: Path) ->
 @pytest.mark.parametrize("kept", [7 * DAY, None])
 def test_daemons_are_told_how_long_logs_are_kept(tmp_path: Path, kept: float | None) -> None:
     async def story() -> None:
-        async with serving(tmp_path, logs_kept_seconds=kept) as served:
+        async with serving(tmp_path, logs_kept_s=kept) as served:
             session = await Speaker(served, "n1").open()
             assert (seconds(session.log_retention) if session.HasField("log_retention") else None) == kept
 
@@ -186,8 +186,8 @@ def test_daemons_are_told_how_long_logs_are_kept(tmp_path: Path, kept: float | N
 
 def test_how_long_is_said_as_other_durations_are() -> None:
     config = load({"state_dir": "/s"}, {"GANGER_MASTER_LOGS_KEPT": "7d"}, 'checkpoints_kept = "never"\n')
-    assert (config.logs_kept_seconds, config.checkpoints_kept_seconds) == (7 * DAY, None)
+    assert (config.logs_kept_s, config.checkpoints_kept_s) == (7 * DAY, None)
     default = load({"state_dir": "/s"}, {})
-    assert (default.logs_kept_seconds, default.checkpoints_kept_seconds) == (30 * DAY, 30 * DAY)
+    assert (default.logs_kept_s, default.checkpoints_kept_s) == (30 * DAY, 30 * DAY)
     with pytest.raises(ConfigError, match="logs_kept: 'long' is no duration"):
         load({"state_dir": "/s"}, {"GANGER_MASTER_LOGS_KEPT": "long"})

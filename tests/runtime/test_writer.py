@@ -260,7 +260,7 @@ def test_the_lease_of_a_turn_begins_when_its_holder_is_told_and_not_before_the_c
             assert batch is not None
             (turn,) = batch
             assert (turn.number, turn.turn) == (1, late.turn)
-            assert turn.expires == clock.now + CoreSettings().turn_lease_seconds
+            assert turn.expires == clock.now + CoreSettings().turn_lease_s
             assert writer.state.leases == {turn.turn: turn}
         await writer.close()
 

@@ -21,7 +21,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "job-schedulers.md"
 
 
 def turn(waited: float = 0.0, number: int = 1) -> PlacementLease:
-    return PlacementLease(number, "jobs/1", 1, gang(1), 0.5, waited_seconds=waited)
+    return PlacementLease(number, "jobs/1", 1, gang(1), 0.5, waited_s=waited)
 
 
 def example() -> JobScheduler:

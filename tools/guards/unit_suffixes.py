@@ -2,8 +2,7 @@
 
 A unit is a suffix with one form: `_s`, `_ms`, `_ns`, `_bytes`, `_millicores` (PLAIN, §1.8). Read are the names that
 the three packages, benchmarks and experiments define (functions, parameters, variables, attributes, constants) and the
-fields of protos. Fields that are still to change stand in `units.txt` beside this module, one name a line; a name there
-that nothing defines any more is reported, too. Exit code 1 for either.
+fields of protos. Exit code 1 for any such name.
 """
 
 from __future__ import annotations
@@ -11,14 +10,13 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from guards.source_files import PACKAGES, REPOSITORY, tracked_files
 
 SUFFIXES = ("seconds", "secs", "sec", "milliseconds", "millis", "msec", "nanoseconds", "nanos", "nsec", "mebibytes")
-EXCEPTIONS = Path(__file__).with_name("units.txt")
 _DIRECTORIES = (*PACKAGES, "benchmarks", "experiments", "protos")
 # GPU-seconds and core-seconds are units of their own.
 _LONG = re.compile(rf"(?<!gpu)(?<!core)_({'|'.join(SUFFIXES)})$", re.IGNORECASE)
@@ -62,22 +60,13 @@ def names_of(root: Path) -> Iterator[DefinedName]:
         yield from read(file, (root / file).read_text())
 
 
-def exceptions(text: str) -> set[str]:
-    """Return the names of an allow-list; `#` begins a comment line."""
-    return {line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")}
-
-
-def main(allowed: Collection[str]) -> int:
-    found = with_long_units(names_of(REPOSITORY))
-    faults = [one for one in found if one.name not in allowed]
-    stale = sorted(set(allowed) - {one.name for one in found})
+def main() -> int:
+    faults = with_long_units(names_of(REPOSITORY))
     for one in faults:
         print(f"{one.file}:{one.line}: {one.name}: write the unit as _s, _ms or _ns")
-    for name in stale:
-        print(f"units.txt: {name} is defined nowhere any more")
-    print(f"names with a second form of a unit: {len(faults)}, exceptions: {len(set(allowed))}")
-    return int(bool(faults or stale))
+    print(f"names with a second form of a unit: {len(faults)}")
+    return int(bool(faults))
 
 
 if __name__ == "__main__":
-    sys.exit(main(exceptions(EXCEPTIONS.read_text())))
+    sys.exit(main())

@@ -38,6 +38,7 @@ from unittest import mock
 
 import msgspec
 import numpy as np
+from ganger.cluster.resources import STORED_NAMES
 from ganger_master.core import machine
 from ganger_master.simulator.run import simulate
 from msgspec import Struct
@@ -46,7 +47,7 @@ from restructure.replays import REPLAYS, ReplayCase
 
 # Names of today -> names in the recorded lines: of commands, events, fields ("field", or "Class.field") and enum
 # members.
-NAMES: Final[Mapping[str, str]] = {}
+NAMES: Final[Mapping[str, str]] = STORED_NAMES
 
 # Texts for people.
 _TEXTS: Final = frozenset({"reason", "detail"})

@@ -96,9 +96,9 @@ class Running:
             os.close(self._handle)
             raise ProcessLookupError(f"{started.name} (pid {started.pid}) has ended")
 
-    def wait(self, timeout_seconds: float = 0.0) -> bool:
+    def wait(self, timeout_s: float = 0.0) -> bool:
         """Return whether it has ended, after at most so many seconds."""
-        return bool(select.select([self._handle], [], [], timeout_seconds)[0])
+        return bool(select.select([self._handle], [], [], timeout_s)[0])
 
     @property
     def code(self) -> int | None:
@@ -339,18 +339,18 @@ def last_command_of(state_directory: Path) -> str:
         return ""
 
 
-def stop_started(started: Sequence[Started], timeout_seconds: float = 3 * _STOP_S) -> None:
+def stop_started(started: Sequence[Started], timeout_s: float = 3 * _STOP_S) -> None:
     """Stops processes that are not our children: the supervisor alone if it lives, as it stops the others."""
     chosen = [each for each in started if each.name == "up"] or sorted(started, key=lambda each: each.name == "master")
     for each in chosen:
         if is_alive(each):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(each.pid, signal.SIGTERM)
-    deadline = time.monotonic() + timeout_seconds
+    deadline = time.monotonic() + timeout_s
     while left := [each for each in started if is_alive(each)]:
         if time.monotonic() > deadline:
             names = ", ".join(f"{each.name} (pid {each.pid})" for each in left)
-            raise CommandError(f"{names} did not stop within {timeout_seconds:g} s: see their logs")
+            raise CommandError(f"{names} did not stop within {timeout_s:g} s: see their logs")
         time.sleep(_POLL_S)
 
 
@@ -359,7 +359,7 @@ def is_alive(process: Started) -> bool:
     return start_ticks(process.pid) == process.start_ticks
 
 
-def wait_until_ready(settings: LocalClusterSettings, check_alive: Callable[[], None], timeout_seconds: float) -> str:
+def wait_until_ready(settings: LocalClusterSettings, check_alive: Callable[[], None], timeout_s: float) -> str:
     """Waits for the master's health and for all nodes. Returns the master's address. Raises CommandError."""
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -370,7 +370,7 @@ def wait_until_ready(settings: LocalClusterSettings, check_alive: Callable[[], N
     from ganger.wire.endpoints import EndpointError, read_endpoint
     from ganger.wire.errors import ApiError
 
-    deadline = time.monotonic() + timeout_seconds
+    deadline = time.monotonic() + timeout_s
     waits_for = "the master"
     while time.monotonic() < deadline:
         check_alive()
@@ -399,7 +399,7 @@ def wait_until_ready(settings: LocalClusterSettings, check_alive: Callable[[], N
     logs = settings.state_directory / "logs"
     why = [f"\n  {name}: {told}" for name in waits_for.split(", ") if (told := last_error(logs / f"{name}.log"))]
     raise CommandError(
-        f"waited {timeout_seconds:g} s in vain for {waits_for}; the logs are in {logs}{''.join(why)}",
+        f"waited {timeout_s:g} s in vain for {waits_for}; the logs are in {logs}{''.join(why)}",
         ExitCode.UNREACHABLE,
     )
 

@@ -205,7 +205,7 @@ def _settle_jobs(directory: Path, cancel_jobs: bool, command: str) -> None:
     from ganger.wire.errors import ApiError
 
     try:
-        with Client(read_endpoint(directory), patience_seconds=5.0) as client:
+        with Client(read_endpoint(directory), patience_s=5.0) as client:
             live = list(client.list_jobs([Job.STATE_PENDING, Job.STATE_HOLDING, Job.STATE_SUSPENDED]))
             if not cancel_jobs:
                 held = sum(job.state == Job.STATE_HOLDING for job in live)

@@ -82,7 +82,7 @@ def _unavailable(capacity: _Capacity) -> Refusal:
 
 
 def _still_patient(shape: GangShape, waited_s: float, widest: LocalityLevel) -> Refusal:
-    left = shape.locality.patience_seconds - waited_s
+    left = shape.locality.patience_s - waited_s
     return Refusal(
         Reason.LOCALITY,
         {"wish": int(widest), "widest": int(shape.locality.widest), "patience_left_seconds": int(left)},

@@ -12,6 +12,21 @@ from typing import Final
 
 from msgspec import Struct, field
 
+# Names of durations in stored bodies and recordings, which earlier versions wrote with the unit in full.
+STORED_NAMES: Final[Mapping[str, str]] = {
+    name: f"{name.removesuffix('s')}seconds"
+    for name in (
+        "patience_s",
+        "time_limit_s",
+        "checkpoint_interval_s",
+        "run_s",
+        "move_pause_s",
+        "pause_s",
+        "quantum_s",
+        "switch_s",
+    )
+}
+
 
 class LocalityLevel(IntEnum):
     """The best path between two devices; of a gang, its worst pair. Smaller is closer."""
@@ -96,12 +111,12 @@ class Role(Struct, frozen=True, gc=False):
     shape: TaskShape
 
 
-class Locality(Struct, frozen=True, gc=False):
-    """What a job tolerates: `widest` at once, `wish` if it comes within `patience_seconds`."""
+class Locality(Struct, frozen=True, gc=False, rename=STORED_NAMES):
+    """What a job tolerates: `widest` at once, `wish` if it comes within `patience_s`."""
 
     widest: LocalityLevel = LocalityLevel.CLUSTER
     wish: LocalityLevel | None = None
-    patience_seconds: float = 0.0
+    patience_s: float = 0.0
 
 
 class Claim(Struct, frozen=True, gc=False, omit_defaults=True):

@@ -100,7 +100,7 @@ class PlacementPreference:
 def widest_now(shape: GangShape, waited_s: float) -> LocalityLevel:
     """Return the widest level that a gang accepts after `waited_s` seconds: its wish while its patience lasts."""
     locality = shape.locality
-    if locality.wish is not None and waited_s < locality.patience_seconds:
+    if locality.wish is not None and waited_s < locality.patience_s:
         return min(locality.wish, locality.widest)
     return locality.widest
 

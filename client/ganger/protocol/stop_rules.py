@@ -130,15 +130,15 @@ def must_be_frozen(has_agent: bool, is_opaque: bool) -> bool:
     return is_opaque or not has_agent
 
 
-def lease_until(sent_at_ns: int, lost_after_seconds: float | None) -> int:
+def lease_until(sent_at_ns: int, lost_after_s: float | None) -> int:
     """CLOCK_BOOTTIME nanoseconds for Word.LEASE_UNTIL; NEVER when nodes are never given up.
 
     `sent_at_ns` is when the last answered Reconcile was sent: counting from the answer would let a slow answer
     stretch the lease beyond what the master counts.
     """
-    if lost_after_seconds is None:
+    if lost_after_s is None:
         return NEVER
-    return sent_at_ns + int(lost_after_seconds * 1e9)
+    return sent_at_ns + int(lost_after_s * 1e9)
 
 
 def renewed(until_ns: int | None, next_ns: int, has_orders: bool, now_ns: int) -> int | None:

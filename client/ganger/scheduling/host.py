@@ -210,7 +210,7 @@ class SchedulerHost:
 
     async def _propose_again(self, lease: PlacementLease, scheduler: JobScheduler, proposal: Proposal) -> None:
         with _at_the_cost_of_its_lease(lease.job):
-            if await self.mirror.reach(lease.view_version, lease.lease_seconds / 2):
+            if await self.mirror.reach(lease.view_version, lease.lease_s / 2):
                 proposal = self._propose(scheduler, lease)
             self._send(lease, scheduler, proposal)
 
@@ -310,9 +310,9 @@ def _lease_of(message: scheduling_pb2.PlacementLease) -> PlacementLease:
         job=message.job,
         revision=message.revision,
         shape=convert.gang_shape_from_wire(message.spec, message.arena_bytes_per_device, message.device_memory_bytes),
-        lease_seconds=times.seconds(message.remaining),
+        lease_s=times.seconds(message.remaining),
         rank=message.rank,
-        waited_seconds=times.seconds(message.waited),
+        waited_s=times.seconds(message.waited),
         parked=convert.parked_claims_from_wire(message.parked),
         reserved_nodes=tuple(names.parse_node_name(node) for node in message.reserved_nodes),
         suggested=convert.claims_from_wire(message.suggested),

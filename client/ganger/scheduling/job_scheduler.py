@@ -29,9 +29,9 @@ class PlacementLease:
     job: str
     revision: int
     shape: GangShape
-    lease_seconds: float
+    lease_s: float
     rank: int = 0
-    waited_seconds: float = 0.0
+    waited_s: float = 0.0
     # Where the job's state is parked: placed there again it goes on at once.
     parked: tuple[Claim, ...] = ()
     # Nodes of which pieces are kept for this job.
@@ -102,7 +102,7 @@ class DefaultScheduler(JobScheduler):
         return candidates(
             view,
             turn.shape,
-            waited_s=turn.waited_seconds,
+            waited_s=turn.waited_s,
             parked=turn.parked,
             reserved_nodes=turn.reserved_nodes,
             avoid=self._avoid,

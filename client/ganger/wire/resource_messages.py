@@ -154,8 +154,8 @@ def locality_to_wire(value: Locality, into: resources_pb2.Locality | None = None
     message = resources_pb2.Locality() if into is None else into
     message.widest = level_to_wire(value.widest)
     message.wish = level_to_wire(value.wish)
-    if value.patience_seconds:
-        message.patience.CopyFrom(times.duration(value.patience_seconds))
+    if value.patience_s:
+        message.patience.CopyFrom(times.duration(value.patience_s))
     return message
 
 
@@ -163,7 +163,7 @@ def locality_from_wire(message: resources_pb2.Locality) -> Locality:
     return Locality(
         widest=level_from_wire(message.widest) or LocalityLevel.CLUSTER,
         wish=level_from_wire(message.wish),
-        patience_seconds=times.seconds(message.patience),
+        patience_s=times.seconds(message.patience),
     )
 
 

@@ -118,10 +118,10 @@ class Mirror:
             and all(map(ge, view.millicores[slot], claim.millicores))
         )
 
-    async def reach(self, version: int, timeout_seconds: float | None) -> bool:
+    async def reach(self, version: int, timeout_s: float | None) -> bool:
         """Waits until the copy is at least that new; whether it is."""
         try:
-            async with asyncio.timeout(timeout_seconds):
+            async with asyncio.timeout(timeout_s):
                 while self.version < version:
                     self._news.clear()
                     await self._news.wait()

@@ -271,7 +271,7 @@ def _time_passed(state: State, event: events.TimePassed) -> None:
     for number in list(state.jobs.moving):
         if now >= moves.due_at(state, number):
             moves.give_up(state, number, now, event.cause)
-    if state.queue.promised and now >= state.queue.promised_at + state.settings.move_deadline_seconds:
+    if state.queue.promised and now >= state.queue.promised_at + state.settings.move_deadline_s:
         # A planner that still keeps them repeats it more often.
         state.queue.promise({})
     heartbeats.follow(state, now, event.cause)

@@ -52,10 +52,10 @@ _SHOWN: Final = 3
 def submit(state: State, command: commands.SubmitArray, now: float) -> tuple[tuple[Event, ...], answers.Answer]:
     """Accept all members of an array or none. The same request again gives the same array."""
     known = state.jobs.requests.get((command.user, command.request_id)) if command.request_id else None
-    if known is not None and now - state.jobs[known].create_time <= state.settings.request_kept_seconds:
+    if known is not None and now - state.jobs[known].create_time <= state.settings.request_kept_s:
         return (), _repeated(state, command, state.jobs[known])
     former = state.jobs.former.get((command.user, command.request_id))
-    if former is not None and now - former.time <= state.settings.request_kept_seconds:
+    if former is not None and now - former.time <= state.settings.request_kept_s:
         text = f"request id {command.request_id} was accepted as jobs/{former.number}, which is no longer kept"
         return (), Refused("REQUEST_REUSED", text, {"job": f"jobs/{former.number}"})
     refused = _check(state, command)

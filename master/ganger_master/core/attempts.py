@@ -224,7 +224,7 @@ def _stepped(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -
         state.put_job(
             replace(
                 job,
-                move_pause_seconds=pause or job.move_pause_seconds,
+                move_pause_s=pause or job.move_pause_s,
                 start_time=job.start_time or now,
                 running_since=job.running_since or now,
                 launch_failures=0,

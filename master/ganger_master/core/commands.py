@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final, TypeAlias
 
 from ganger.cluster.refusals import Refusal
-from ganger.cluster.resources import Claim, ConfigurationSet
+from ganger.cluster.resources import STORED_NAMES, Claim, ConfigurationSet
 from ganger.job_state import JobState
 from msgspec import Struct, field
 
@@ -258,7 +258,7 @@ class FinishedGang(Struct, frozen=True, gc=False):
     checkpoint: Checkpoint | None = None
 
 
-class ObservedSlices(Struct, frozen=True, gc=False):
+class ObservedSlices(Struct, frozen=True, gc=False, rename=STORED_NAMES):
     """A node's report on its time-slice group: the versions of its active and its newest matrix, the slice that runs,
     the seconds of the last switch (zero: none yet), and the gangs that cannot be time-sliced."""
 
@@ -266,7 +266,7 @@ class ObservedSlices(Struct, frozen=True, gc=False):
     version: int
     known: int
     row: int = 0
-    switch_seconds: float = 0.0
+    switch_s: float = 0.0
     unable: tuple[int, ...] = ()
 
 

@@ -131,13 +131,13 @@ def _submit(state: State, command: commands.SubmitJob, now: float) -> Decision:
     number = state.jobs.requests.get((command.user, command.request_id)) if command.request_id else None
     if number is not None:
         job = state.jobs[number]
-        if now - job.create_time <= state.settings.request_kept_seconds:
+        if now - job.create_time <= state.settings.request_kept_s:
             if job.submitted_spec == command.spec:
                 return Decision((), JobAnswer(number))
             text = f"request id {command.request_id} was used for {job.name} with another spec; use a new one"
             return Decision((), Refused("REQUEST_REUSED", text, {"job": job.name}))
     former = state.jobs.former.get((command.user, command.request_id))
-    if former is not None and now - former.time <= state.settings.request_kept_seconds:
+    if former is not None and now - former.time <= state.settings.request_kept_s:
         name = f"jobs/{former.number}"
         text = f"request id {command.request_id} was accepted as {name}, which has ended and is no longer kept"
         return Decision((), Refused("REQUEST_REUSED", text, {"job": name}))
@@ -249,7 +249,7 @@ def _open_session(state: State, command: commands.OpenSession, now: float) -> De
     node = state.nodes.get(command.node)
     if node is not None and node.machine_uuid != command.machine_uuid and node.session and not node.lost:
         silent = now - state.nodes.last_answer.get(command.node, 0.0)
-        if silent < state.settings.session_alive_seconds or state.gangs.places_on.get(command.node):
+        if silent < state.settings.session_alive_s or state.gangs.places_on.get(command.node):
             text = (
                 f"nodes/{node.name} belongs to another machine ({node.machine_uuid}) that answered {silent:.0f} s ago; "
                 f"give this daemon another --node name, or, if it takes that one's place, `ganger lost {node.name}`"
@@ -392,7 +392,7 @@ def _remove_node(state: State, command: commands.RemoveNode, now: float) -> Deci
 
 
 def _check_silent(state: State, node: Node, now: float) -> Refused | None:
-    silent, enough = now - state.nodes.last_answer.get(node.name, 0.0), state.settings.session_alive_seconds
+    silent, enough = now - state.nodes.last_answer.get(node.name, 0.0), state.settings.session_alive_s
     if not node.session or silent >= enough:
         return None
     remedy = f"stop its daemon, and try again when it has been silent for {enough:g} s"

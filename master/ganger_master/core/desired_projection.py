@@ -57,10 +57,10 @@ class DesiredGang(Struct, frozen=True, gc=False):
     user: str = ""
     restore: DesiredRestore = DesiredRestore()
     threads: int = 1
-    checkpoint_interval_seconds: float = 0.0
+    checkpoint_interval_s: float = 0.0
     checkpoint_request: int = 0
     repin_request: int = 0
-    grace_seconds: float = 0.0
+    grace_s: float = 0.0
     checkpoint_first: bool = False
     # For the leader: paths of the checkpoints that the job would start from. They alone make no new version.
     kept_checkpoints: tuple[str, ...] = ()
@@ -187,7 +187,7 @@ class DesiredProjection(dict[str, DesiredSet]):
 
 def _desired_gang(party: Party, piece: Piece) -> DesiredGang:
     job, gang, settings = party.job, party.gang, party.settings
-    interval = job.spec.checkpoint_interval_seconds or settings.checkpoint_interval_seconds
+    interval = job.spec.checkpoint_interval_s or settings.checkpoint_interval_s
     restore = gang.restore
     return DesiredGang(
         job=job.number,
@@ -212,11 +212,11 @@ def _desired_gang(party: Party, piece: Piece) -> DesiredGang:
             job.unreadable,
         ),
         threads=gang.threads,
-        checkpoint_interval_seconds=max(0.0, interval),
+        checkpoint_interval_s=max(0.0, interval),
         checkpoint_request=gang.checkpoint_request,
         repin_request=gang.repin_request,
         # Its job goes on without a lost piece: if that comes back, it gets no grace.
-        grace_seconds=0.0 if piece.lost else settings.grace_seconds,
+        grace_s=0.0 if piece.lost else settings.grace_s,
         checkpoint_first=gang.checkpoint_first and not piece.lost,
         kept_checkpoints=_kept_checkpoints(job) if party.members[0].node == piece.claim.node else (),
         attempt=1 + job.failures + job.preemptions,

@@ -129,6 +129,6 @@ def _desired_stray(state: State, node: str, stray: Stray) -> DesiredGang:
         master_sequence=stray.master_sequence,
         intent=GangIntent.STOP,
         claim=stray.told.claim if stray.told is not None else Claim(node, stray.device_mask, (), 0),
-        grace_seconds=state.settings.grace_seconds if stray.is_ordered else 0.0,
+        grace_s=state.settings.grace_s if stray.is_ordered else 0.0,
         needs_spec=False,
     )

@@ -72,7 +72,7 @@ def _forget_job(state: State, number: int, now: float) -> None:
 
 
 def _is_remembered(state: State, submitted: float, now: float) -> bool:
-    return now - submitted <= state.settings.request_kept_seconds
+    return now - submitted <= state.settings.request_kept_s
 
 
 _OUTSTAYED: Final = "it did not stop at the end of its time slice, and was killed"
@@ -271,8 +271,8 @@ def clock_stopped(job: JobRecord, now: float) -> JobRecord:
     if not job.running_since:
         return job
     # To the nanosecond, as messages have it: the rest is rounding of floats, and a planner would order jobs by it.
-    run_seconds = round(job.run_seconds + max(0.0, now - job.running_since), 9)
-    return replace(job, run_seconds=run_seconds, running_since=0.0)
+    run_s = round(job.run_s + max(0.0, now - job.running_since), 9)
+    return replace(job, run_s=run_s, running_since=0.0)
 
 
 def started(job: JobRecord, gang: Gang) -> JobRecord:
@@ -312,7 +312,7 @@ def note_ended(state: State, job: JobRecord, array: Membership, now: float, caus
     subject, became = f"arrays/{array.array}", job.state.value.lower()
     figures.update(member=array.name, job=job.name, state=became)
     if job.start_time:
-        figures["run_s"] = f"{job.run_seconds:.1f}"
+        figures["run_s"] = f"{job.run_s:.1f}"
     state.history(now, subject, "member_ended", cause, job.reason, **figures)
     if not _has_live(state.jobs, array):
         counts = Counter(member.state.value.lower() for member in members_of(state.jobs, array.array))

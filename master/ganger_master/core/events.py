@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ganger.cluster.refusals import Refusal
-from ganger.cluster.resources import Claim, LocalityLevel
+from ganger.cluster.resources import STORED_NAMES, Claim, LocalityLevel
 from msgspec import Struct
 
 from ganger_master.core.commands import NO_MARKS, ClaimTurns, Line, Marks, Observe, OpenSession, Promise, RecordedEnd
@@ -150,12 +150,12 @@ class CoresChanged(Event, frozen=True, gc=False):
     reason: str = ""
 
 
-class RowsChanged(Event, frozen=True, gc=False):
+class RowsChanged(Event, frozen=True, gc=False, rename=STORED_NAMES):
     """A time-slice group (`number`; zero: a new one) gets a slice matrix: the job numbers of each time slice."""
 
     number: int
     rows: tuple[tuple[int, ...], ...]
-    quantum_seconds: float
+    quantum_s: float
     level: SuspendLevel
     starts: Mapping[int, tuple[tuple[Claim, ...], LocalityLevel]]
     # Jobs that a plan had parked there, and that resume in their slices.

@@ -83,7 +83,7 @@ def estimate(view: View, shape: GangShape, holders: Sequence[Holder], now: float
     """
     if _fits(view, shape):
         if widest_now(shape, 0.0) < shape.locality.widest:
-            left = shape.locality.patience_seconds
+            left = shape.locality.patience_s
             return StartEstimate(0.0, left, "its patience ends by then and nothing it needs is taken meanwhile")
         return StartEstimate(0.0, 1.0, "it can be placed at once and no job is ahead")
     limited = sorted(
@@ -277,7 +277,7 @@ def _takes_no_turns(state: State, job: JobRecord) -> str:
         return ""
     if not job.spec.preemptible:
         return "it is not to be suspended"
-    if job.spec.time_limit_seconds is not None:
+    if job.spec.time_limit_s is not None:
         return "it has a time limit, which goes on while it rests"
     return job.capabilities.no_turns
 

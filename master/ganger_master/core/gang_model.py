@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from ganger.cluster.resources import Claim, LocalityLevel
+from ganger.cluster.resources import STORED_NAMES, Claim, LocalityLevel
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -253,13 +253,13 @@ class StoredOrder(Struct, frozen=True, gc=False, omit_defaults=True):
     is_sliced: bool = False
 
 
-class Matrix(Struct, frozen=True, gc=False, omit_defaults=True):
+class Matrix(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED_NAMES):
     """A slice matrix: `rows` are time slices of epochs that run at once, each for a quantum, in turn. An epoch in more
     slices than others has the larger share of the time."""
 
     version: int
     rows: tuple[tuple[int, ...], ...]
-    quantum_seconds: float
+    quantum_s: float
     # The level at which a gang is parked between its slices: PAUSE or OFFLOAD.
     level: SuspendLevel
 

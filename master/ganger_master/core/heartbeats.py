@@ -37,7 +37,7 @@ def covers(settings: CoreSettings, verified_at: float, received_at: float) -> bo
     """Return whether a check of the store that began at `verified_at` permits an answer to a call of `received_at`.
 
     Both are seconds of one clock that is never set and that counts the time the machine sleeps."""
-    return received_at <= verified_at + settings.lost_margin_seconds * _SHARE_OF_MARGIN
+    return received_at <= verified_at + settings.lost_margin_s * _SHARE_OF_MARGIN
 
 
 _TICK_S: Final = 0.001

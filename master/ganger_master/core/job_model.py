@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from enum import IntEnum, StrEnum
 from typing import Final
 
-from ganger.cluster.resources import GangShape, Locality, Role
+from ganger.cluster.resources import STORED_NAMES, GangShape, Locality, Role
 from ganger.job_state import JobState
 from ganger.protocol.gang_orders import Mechanism
 from msgspec import Struct, field
@@ -43,7 +43,7 @@ _ANYWHERE: Final = Locality()
 _SIGNAL: Final = Mechanism.SIGNAL
 
 
-class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True):
+class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED_NAMES):
     """A user's request; `ganger.v1.JobSpec` as plain values. Zero and empty mean what they mean on the wire."""
 
     command: tuple[str, ...]
@@ -55,7 +55,7 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True):
     locality: Locality = _ANYWHERE
     nodes: int = 0
     priority: int = 0
-    time_limit_seconds: float | None = None
+    time_limit_s: float | None = None
     gpu_memory_bytes: int = 0
     max_failures: int = 0
     scheduler: str = ""
@@ -64,7 +64,7 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True):
     gpus_min: int = 0
     gpus_max: int = 0
     # Zero takes the cluster's default, negative none.
-    checkpoint_interval_seconds: float = 0.0
+    checkpoint_interval_s: float = 0.0
     labels: Mapping[str, str] = field(default_factory=dict)
     agent: Agent = Agent.AUTOMATIC
     # Unix seconds by which it should have ended; zero: whenever.
@@ -245,7 +245,7 @@ class Failure(Struct, frozen=True, gc=False, omit_defaults=True):
 _PENDING: Final = JobState.PENDING
 
 
-class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True):
+class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED_NAMES):
     number: int
     uid: str
     user: str
@@ -260,7 +260,7 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True):
     start_time: float = 0.0
     end_time: float = 0.0
     # Running time of former stretches, and since when the present one lasts (zero: not running).
-    run_seconds: float = 0.0
+    run_s: float = 0.0
     running_since: float = 0.0
     # The gang that may step, and the destination of a move in progress; zero for none.
     epoch: int = 0
@@ -277,7 +277,7 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True):
     # Moves given up since the last successful one: bounds how often a drain tries again.
     moves_aborted: int = 0
     # How long its last move made it stand still; zero if it was never moved.
-    move_pause_seconds: float = 0.0
+    move_pause_s: float = 0.0
     # Failed starts since the last step, and the nodes that failed at them.
     launch_failures: int = 0
     launch_failed_on: tuple[str, ...] = ()
@@ -363,13 +363,13 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True):
         return self.spec.shape(arena_bytes_per_device, self.used_device_bytes, self._other_size)
 
 
-class Update(Struct, frozen=True, gc=False, omit_defaults=True):
+class Update(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED_NAMES):
     """The changes of an update; None: unchanged. A time limit of zero takes it away; zero cores (of each GPU) and
     bytes (of each task) leave them to the scheduler."""
 
     display_name: str | None = None
     priority: int | None = None
-    time_limit_seconds: float | None = None
+    time_limit_s: float | None = None
     device_type: str | None = None
     locality: Locality | None = None
     memory_bytes: int | None = None
@@ -383,12 +383,12 @@ class Updated(Struct, frozen=True, gc=False):
     update: Update
 
 
-class Submitted(Struct, frozen=True, gc=False):
+class Submitted(Struct, frozen=True, gc=False, rename=STORED_NAMES):
     """The updatable values of a job's spec as submitted, by which a repeated submission is recognised."""
 
     display_name: str
     priority: int
-    time_limit_seconds: float | None
+    time_limit_s: float | None
     device_type: str
     locality: Locality
     roles: tuple[Role, ...]

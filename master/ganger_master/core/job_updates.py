@@ -129,7 +129,7 @@ def _locality_text(locality: Locality) -> str:
     widest = "any" if locality.widest is LocalityLevel.CLUSTER else locality.widest.name.lower()
     if locality.wish is None:
         return widest
-    return f"{locality.wish.name.lower()} for {format_duration(locality.patience_seconds)}, then {widest}"
+    return f"{locality.wish.name.lower()} for {format_duration(locality.patience_s)}, then {widest}"
 
 
 _ASPECTS: Final = (
@@ -137,7 +137,7 @@ _ASPECTS: Final = (
     _Aspect("priority", lambda spec: spec.priority, str, lasts=False),
     _Aspect(
         "time limit",
-        lambda spec: spec.time_limit_seconds,
+        lambda spec: spec.time_limit_s,
         lambda seconds: "none" if seconds is None else format_duration(seconds),
         lasts=False,
     ),
@@ -190,8 +190,8 @@ def _updated_spec(state: State, job: JobRecord, wanted: Update, request_id: str)
 def _changed(spec: JobSpec, wanted: Update) -> JobSpec:
     plain = {name: getattr(wanted, name) for name in ("display_name", "priority", "device_type", "locality")}
     spec = replace(spec, **{name: value for name, value in plain.items() if value is not None})
-    if wanted.time_limit_seconds is not None:
-        spec = replace(spec, time_limit_seconds=wanted.time_limit_seconds or None)
+    if wanted.time_limit_s is not None:
+        spec = replace(spec, time_limit_s=wanted.time_limit_s or None)
     shape = spec.roles[0].shape
     if wanted.memory_bytes is not None:
         shape = replace(shape, memory_bytes=wanted.memory_bytes)
@@ -236,9 +236,9 @@ def _refused_end(state: State, specs: Sequence[tuple[int, JobSpec]], now: float,
     """
     over = []
     for number, spec in specs:
-        job, limit = state.jobs[number], spec.time_limit_seconds
+        job, limit = state.jobs[number], spec.time_limit_s
         ran = retry.counted_s(state, job, now)
-        if limit is not None and limit != job.spec.time_limit_seconds and ran >= limit:
+        if limit is not None and limit != job.spec.time_limit_s and ran >= limit:
             over.append((number, ran, limit))
     if not over:
         return None

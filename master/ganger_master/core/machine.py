@@ -84,7 +84,7 @@ def next_wake(state: State, now: float) -> float | None:
     if state.jobs.moving:
         times += [moves.due_at(state, number) for number in state.jobs.moving]
     if state.queue.promised:
-        times.append(state.queue.promised_at + state.settings.move_deadline_seconds)
+        times.append(state.queue.promised_at + state.settings.move_deadline_s)
     return min([time for time in times if time is not None], default=None)
 
 

@@ -54,7 +54,7 @@ def _late_node(state: State, source: Gang, destination: Gang) -> str:
     if late is None:
         late, what = _not_in(destination, ready) or destination.pieces[0], "was not ready"
     seen = "" if late.phase is ObservedPhase.NONE else f" ({late.phase.value})"
-    return f"nodes/{late.claim.node} {what} within {state.settings.move_deadline_seconds:g} s{seen}"
+    return f"nodes/{late.claim.node} {what} within {state.settings.move_deadline_s:g} s{seen}"
 
 
 def _not_in(gang: Gang, *phases: ObservedPhase) -> Piece | None:
@@ -84,7 +84,7 @@ def due_at(state: State, number: int) -> float:
     """Return when the move of a job is given up, by the master's clock."""
     job = state.jobs[number]
     grace_s = job.spec.stop_grace_s if job.saves_itself else 0.0
-    return state.gangs[job.next_epoch].since + state.settings.move_deadline_seconds + grace_s
+    return state.gangs[job.next_epoch].since + state.settings.move_deadline_s + grace_s
 
 
 def let_hand_over(state: State, job: JobRecord, now: float) -> bool:

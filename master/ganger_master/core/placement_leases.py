@@ -117,7 +117,7 @@ def _give(state: State, job: JobRecord, now: float, suggested: tuple[Claim, ...]
         revision=job.revision,
         rank=state.queue_rank(job.number),
         given=now,
-        expires=now + state.settings.turn_lease_seconds,
+        expires=now + state.settings.turn_lease_s,
         scheduler=scheduler_of(state, job),
         reserved_nodes=() if suggested else _reserved_nodes(state, job, now),
         suggested=suggested,
@@ -159,7 +159,7 @@ def expire(state: State, now: float, told: int | None = None) -> None:
     told: the last lease that was sent. Leases after it begin now at the earliest."""
     for number in [number for number in state.leases if told is not None and number > told]:
         turn = state.leases[number]
-        state.leases.put(replace(turn, expires=now + state.settings.turn_lease_seconds))
+        state.leases.put(replace(turn, expires=now + state.settings.turn_lease_s))
     for turn in [turn for turn in state.leases.values() if now > turn.expires]:
         _lose(state, turn)
 
@@ -273,7 +273,7 @@ def _note_declined(state: State, turn: GrantedLease, event: GangRefused, last: f
     job: it would block all jobs behind it for as long as its scheduler likes."""
     number, declined, job = event.number, state.queue.declined, state.jobs[event.number]
     locality = job.spec.locality
-    is_patient = locality.wish is not None and event.time < job.pending_since + locality.patience_seconds
+    is_patient = locality.wish is not None and event.time < job.pending_since + locality.patience_s
     if number in declined:
         if turn.scheduler and not declined[number]:
             return
@@ -381,7 +381,7 @@ def _next_lease_at(state: State, number: int) -> float:
     """Return when a job that passed may get another lease: on another view, or later, when its patience has changed."""
     version, time = state.queue.passed[number]
     if version >= state.view.freed:
-        return time + state.settings.turn_again_seconds
+        return time + state.settings.turn_again_s
     return time + _LASTING_S if _lasts(state, number) else time
 
 

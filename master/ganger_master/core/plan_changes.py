@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final, TypeAlias, assert_never
 
-from ganger.cluster.resources import Claim
+from ganger.cluster.resources import STORED_NAMES, Claim
 from msgspec import Struct
 
 from ganger_master.core.job_model import SuspendLevel
@@ -43,17 +43,17 @@ class Goal(StrEnum):
     FAIRNESS = "FAIRNESS"
 
 
-class Purpose(Struct, frozen=True, gc=False, omit_defaults=True):
+class Purpose(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED_NAMES):
     """The reason for one change.
 
     job: number of the job that gets the room; zero: none. saved: expected gain in GPU-seconds, beyond what the change
-    costs. pause_seconds: expected pause of the job that changes. detail: the measurements that the change rests on.
+    costs. pause_s: expected pause of the job that changes. detail: the measurements that the change rests on.
     """
 
     goal: Goal = Goal.NONE
     job: int = 0
     saved: float = 0.0
-    pause_seconds: float = 0.0
+    pause_s: float = 0.0
     detail: str = ""
 
     @property
@@ -62,7 +62,7 @@ class Purpose(Struct, frozen=True, gc=False, omit_defaults=True):
         if self.goal is Goal.NONE:
             return {}
         helped = {"for": f"jobs/{self.job}"} if self.job else {}
-        expected = {"saved_gpu_seconds": f"{self.saved:.1f}", "expected_pause_ms": f"{1000 * self.pause_seconds:.0f}"}
+        expected = {"saved_gpu_seconds": f"{self.saved:.1f}", "expected_pause_ms": f"{1000 * self.pause_s:.0f}"}
         if self.goal in (Goal.GROW, Goal.GIVE_BACK):
             # The gain of a resize is measured afterwards.
             return {"goal": self.goal.value, **helped}
@@ -147,18 +147,18 @@ class ResumeChange(_PlanChange, frozen=True, gc=False, tag="RESUME"):
     """Resume a parked gang in place."""
 
 
-class SliceChange(_PlanChange, frozen=True, gc=False, tag="ROW"):
+class SliceChange(_PlanChange, frozen=True, gc=False, tag="ROW", rename=STORED_NAMES):
     """Place a gang in slices of a time-slice group. All gangs of the group have one such change, together.
 
     claims: where the gang starts or moves to; empty: it stays. node_set: number of the group, 0: a new one. rows: the
-    slices in which the gang runs, from 0. quantum_seconds, level: the same in all changes of the group.
+    slices in which the gang runs, from 0. quantum_s, level: the same in all changes of the group.
     """
 
     claims: tuple[Claim, ...] = ()
     level: SuspendLevel = SuspendLevel.NONE
     node_set: int = 0
     rows: tuple[int, ...] = ()
-    quantum_seconds: float = 0.0
+    quantum_s: float = 0.0
 
 
 # Changes that are judged one by one; those of a time-slice group are judged as one matrix.

@@ -87,7 +87,7 @@ def _failed(gang: Gang) -> list[Piece]:
 def note_failed_attempt(settings: CoreSettings, job: JobRecord, now: float) -> JobRecord:
     """Record a failed attempt; one that ran for long begins the count anew."""
     ran = now - job.running_since if job.running_since else 0.0
-    in_row = 1 if ran >= settings.restart_reset_seconds else job.failed_in_row + 1
+    in_row = 1 if ran >= settings.restart_reset_s else job.failed_in_row + 1
     delay = delay_after(settings, in_row)
     return replace(job, failed_in_row=in_row, again_at=now + delay if delay else 0.0)
 
@@ -97,7 +97,7 @@ def delay_after(settings: CoreSettings, failed_in_row: int) -> float:
     if failed_in_row < 2:
         return 0.0
     # No more doublings than any limit has.
-    return min(settings.restart_delay_most_seconds, settings.restart_delay_seconds * 2.0 ** min(failed_in_row - 2, 30))
+    return min(settings.restart_delay_most_s, settings.restart_delay_s * 2.0 ** min(failed_in_row - 2, 30))
 
 
 def let_go_on(state: State, now: float) -> None:
@@ -105,7 +105,7 @@ def let_go_on(state: State, now: float) -> None:
     for number in list(state.jobs.backing_off):
         job = state.jobs[number]
         # A clock that was set back must not prolong it.
-        is_beyond = job.again_at - now > state.settings.restart_delay_most_seconds
+        is_beyond = job.again_at - now > state.settings.restart_delay_most_s
         if now >= job.again_at or is_beyond:
             state.put_job(replace(job, again_at=0.0, pending_since=now, revision=job.revision + 1))
 
@@ -116,29 +116,29 @@ def is_backing_off(job: JobRecord) -> bool:
 
 def ends_at(state: State, job: JobRecord) -> float | None:
     """Return when a job's time limit ends it; None if it has none, or neither runs nor starts."""
-    limit = job.spec.time_limit_seconds
+    limit = job.spec.time_limit_s
     if limit is None:
         return None
     if job.running_since:
-        return job.running_since + limit - job.run_seconds
+        return job.running_since + limit - job.run_s
     gang = state.gangs.get(job.epoch)
     starts = _starts_at(gang) if gang is not None else 0.0
     # A job that hangs before its first step must not keep its devices for ever.
-    return starts + limit - job.run_seconds if starts else None
+    return starts + limit - job.run_s if starts else None
 
 
 def counted_s(state: State, job: JobRecord, now: float) -> float:
     """Return the seconds that count against the job's time limit by now."""
     if job.running_since:
-        return job.run_seconds + max(0.0, now - job.running_since)
+        return job.run_s + max(0.0, now - job.running_since)
     gang = state.gangs.get(job.epoch)
     starts = _starts_at(gang) if gang is not None else 0.0
-    return job.run_seconds + (max(0.0, now - starts) if starts else 0.0)
+    return job.run_s + (max(0.0, now - starts) if starts else 0.0)
 
 
 def failure_of(job: JobRecord) -> Failure:
     done = "ran for" if job.running_since else "did not come to a step within"
-    return Failure("TIME_LIMIT", f"{done} its time limit of {job.spec.time_limit_seconds:g} s", epoch=job.epoch)
+    return Failure("TIME_LIMIT", f"{done} its time limit of {job.spec.time_limit_s:g} s", epoch=job.epoch)
 
 
 def _starts_at(gang: Gang) -> float:

@@ -185,10 +185,10 @@ def next_time(state: State, now: float) -> float | None:
     """Return when the restore may be settled although reports are missing; None where only a report can settle it."""
     restoring = state.counters.restoring
     assert restoring is not None, "called only during a restore"
-    times = [restoring.since + state.settings.restored_wait_seconds]
+    times = [restoring.since + state.settings.restored_wait_s]
     times += [one.time + _DESCRIBED_S for one in state.reports.values() if undescribed(one.report.gangs)]
     if state.lost_after is not None:
-        times.append(restoring.since + max(state.lost_after, state.settings.restored_wait_seconds))
+        times.append(restoring.since + max(state.lost_after, state.settings.restored_wait_s))
     return min([time for time in times if time > now], default=None)
 
 
@@ -196,7 +196,7 @@ def is_complete(state: State, now: float) -> bool:
     """Return whether the ends on storage are read and every node has reported. A node that has not called for
     lost_after counts as lost, for its ranks no longer step."""
     restoring = state.counters.restoring
-    if restoring is None or state.ends is None or now < restoring.since + state.settings.restored_wait_seconds:
+    if restoring is None or state.ends is None or now < restoring.since + state.settings.restored_wait_s:
         return False
     given_up = state.lost_after is not None and now >= restoring.since + state.lost_after
     if awaited(state) and not given_up:

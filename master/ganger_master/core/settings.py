@@ -13,52 +13,52 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class CoreSettings:
-    """`lost_after_seconds` None: a node is lost only when an operator declares it lost."""
+    """`lost_after_s` None: a node is lost only when an operator declares it lost."""
 
-    lost_after_seconds: float | None = 600.0
+    lost_after_s: float | None = 600.0
     # Beyond lost_after: what clocks may drift and processes may be late in stopping themselves.
-    lost_margin_seconds: float = 30.0
+    lost_margin_s: float = 30.0
     # Least time that a restored master waits for daemons to call, also for those that its database does not have:
     # longer than daemons wait between two attempts.
-    restored_wait_seconds: float = 20.0
+    restored_wait_s: float = 20.0
     # A daemon without news is answered, and calls again, after this at the latest, or after a quarter of lost_after.
-    poll_seconds: float = 60.0
+    poll_s: float = 60.0
     # A node whose daemon is this much later than that takes no gangs until it calls. None: never, as modelled nodes.
-    silent_margin_seconds: float | None = 30.0
+    silent_margin_s: float | None = 30.0
     policy: str = "fifo"
     # Minimum time between two plans that preempt running jobs.
-    plan_every_seconds: float = 300.0
+    plan_every_s: float = 300.0
     # The quantum of time slices; None: no time-slicing.
-    quantum_seconds: float | None = 60.0
+    quantum_s: float | None = 60.0
     # Opportunistic migrations per node and hour; None: the planner decides.
     moves_per_hour: float | None = None
     storage: str = ""
     storage_token: str = ""
-    checkpoint_interval_seconds: float = 1800.0
+    checkpoint_interval_s: float = 1800.0
     # Time after a job's end at which its logs are deleted; None: never.
-    logs_kept_seconds: float | None = 30 * 86400.0
+    logs_kept_s: float | None = 30 * 86400.0
     # A session that answered this recently keeps its name; a node that did cannot be declared lost.
-    session_alive_seconds: float = 10.0
-    request_kept_seconds: float = 24 * 3600.0
+    session_alive_s: float = 10.0
+    request_kept_s: float = 24 * 3600.0
     # Between SIGTERM and kill.
-    grace_seconds: float = 10.0
+    grace_s: float = 10.0
     # What each parked process is presumed to keep of its device at OFFLOAD while its daemon cannot measure it.
     residue_bytes: int = 1 << 30
     # A move whose destination is not ready by then is given up; the source goes on.
-    move_deadline_seconds: float = 600.0
-    turn_lease_seconds: float = 0.5
+    move_deadline_s: float = 600.0
+    turn_lease_s: float = 0.5
     turns_at_once: int = 256
     # A job that found no place gets another lease after this, or when the view changes.
-    turn_again_seconds: float = 5.0
+    turn_again_s: float = 5.0
     # After so many lost turns a user's scheduler is passed over for the default one.
     lost_turns_allowed: int = 3
     # Failed starts in a row, without a step, after which a job fails.
     launch_failures_allowed: int = 5
     # Before a job is tried again whose last two attempts failed by themselves; doubled with each further one, up to the
     # most. An attempt that ran for so long begins the count anew.
-    restart_delay_seconds: float = 10.0
-    restart_delay_most_seconds: float = 300.0
-    restart_reset_seconds: float = 600.0
+    restart_delay_s: float = 10.0
+    restart_delay_most_s: float = 300.0
+    restart_reset_s: float = 600.0
     # Moves of one job given up in a row, after which a drain parks it to storage.
     moves_aborted_allowed: int = 2
     # Blocked jobs ahead whose places are protected.

@@ -402,8 +402,8 @@ class State:
     @property
     def silent_after(self) -> float | None:
         """Silence after which a node takes no gangs, longer than that of a daemon without news; None: never."""
-        poll, margin = self.settings.poll_seconds, self.settings.silent_margin_seconds
-        lost_after = self.settings.lost_after_seconds
+        poll, margin = self.settings.poll_s, self.settings.silent_margin_s
+        lost_after = self.settings.lost_after_s
         if margin is None:
             return None
         # Daemons see to it that answers come well within their lease.
@@ -412,8 +412,8 @@ class State:
     @property
     def lost_after(self) -> float | None:
         """Silence after which a node is lost, margin included; None never."""
-        after = self.settings.lost_after_seconds
-        return None if after is None else after + self.settings.lost_margin_seconds
+        after = self.settings.lost_after_s
+        return None if after is None else after + self.settings.lost_margin_s
 
     def _index_queue(self, old: JobRecord | None, job: JobRecord) -> None:
         """Update the queue for a job that was `old`."""

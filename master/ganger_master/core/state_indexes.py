@@ -62,8 +62,8 @@ class JobIndex(dict[int, JobRecord]):
         # Most of these sets are empty most of the time.
         if job.again_at or self.backing_off:
             list_if(self.backing_off, number, job.again_at and job.state is _PENDING)
-        if job.spec.time_limit_seconds is not None or self.running_limited:
-            is_limited = job.spec.time_limit_seconds is not None and job.state is JobState.HOLDING
+        if job.spec.time_limit_s is not None or self.running_limited:
+            is_limited = job.spec.time_limit_s is not None and job.state is JobState.HOLDING
             list_if(self.running_limited, number, is_limited)
         if job.next_epoch or self.moving:
             list_if(self.moving, number, job.next_epoch)

@@ -172,14 +172,14 @@ def _wrong_numbers(spec: JobSpec) -> Iterator[tuple[str, str]]:
         yield "spec.priority", f"from -{_PRIORITY_LIMIT} to {_PRIORITY_LIMIT}"
     if not _LEAST_WEIGHT <= spec.weight <= _MOST_WEIGHT:
         yield "spec.weight", f"from {_LEAST_WEIGHT} to {_MOST_WEIGHT}"
-    limit = spec.time_limit_seconds
+    limit = spec.time_limit_s
     if limit is not None and not limit > 0:
         yield "spec.time_limit", "must be more than zero"
     if limit is not None and not limit <= _SECONDS_LIMIT:
         yield "spec.time_limit", _CENTURY
     if not 0 <= spec.deadline <= _LAST_SECOND:
         yield "spec.deadline", "a time up to the year 9999"
-    if not spec.checkpoint_interval_seconds <= _SECONDS_LIMIT:
+    if not spec.checkpoint_interval_s <= _SECONDS_LIMIT:
         yield "spec.checkpoint_interval", _CENTURY
     if not 0 <= spec.least_decrease < 1:
         yield "spec.convergence.least_decrease", "from 0 to less than 1"
@@ -194,9 +194,9 @@ def _wrong_numbers(spec: JobSpec) -> Iterator[tuple[str, str]]:
     locality = spec.locality
     if locality.wish is not None and locality.wish > locality.widest:
         yield "spec.locality.wish", "must not be wider than widest"
-    if not locality.patience_seconds >= 0:
+    if not locality.patience_s >= 0:
         yield "spec.locality.patience", "must not be negative"
-    if not locality.patience_seconds <= _SECONDS_LIMIT:
+    if not locality.patience_s <= _SECONDS_LIMIT:
         yield "spec.locality.patience", _CENTURY
 
 

@@ -61,7 +61,7 @@ def _alike(changes: Sequence[PlanChange]) -> list[SliceChange]:
 
 
 def _common(change: SliceChange) -> tuple[int, float, SuspendLevel]:
-    return change.node_set, change.quantum_seconds, change.level
+    return change.node_set, change.quantum_s, change.level
 
 
 def _judge(state: State, changes: Sequence[SliceChange], proposer: str, now: float) -> events.RowsChanged:
@@ -109,7 +109,7 @@ def _judge(state: State, changes: Sequence[SliceChange], proposer: str, now: flo
         proposer,
         first.node_set,
         rows,
-        first.quantum_seconds,
+        first.quantum_s,
         first.level,
         starts,
         resumes,
@@ -208,9 +208,9 @@ def _rows(changes: Sequence[SliceChange]) -> tuple[tuple[int, ...], ...]:
 def _check_quantum(state: State, change: SliceChange) -> None:
     switch = timeslice_groups.slowest_switch(state, change.node_set)
     least = max(_LEAST_QUANTUM_S, SWITCHES_PER_QUANTUM * switch)
-    if change.quantum_seconds < least:
+    if change.quantum_s < least:
         figures = {
-            "quantum_milliseconds": int(1000 * change.quantum_seconds),
+            "quantum_milliseconds": int(1000 * change.quantum_s),
             "least_milliseconds": int(1000 * least),
             "switch_milliseconds": int(1000 * switch),
         }

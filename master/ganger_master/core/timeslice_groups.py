@@ -74,11 +74,11 @@ def change(state: State, event: RowsChanged) -> None:
     if before is None:
         number = state.counters.next_set
         state.counters.next_set += 1
-        matrix = Matrix(1, epochs, event.quantum_seconds, event.level)
+        matrix = Matrix(1, epochs, event.quantum_s, event.level)
         state.put_set(TimesliceGroup(number, nodes, nodes[0], matrix))
     else:
         number = before.number
-        matrix = Matrix(before.active.version + 1, epochs, event.quantum_seconds, event.level)
+        matrix = Matrix(before.active.version + 1, epochs, event.quantum_s, event.level)
         state.put_set(replace(before, nodes=tuple(sorted({*before.nodes, *nodes})), coming=matrix))
     begun = event.starts.keys() | event.moves.keys() | {*event.resumes}
     for job in sorted({job for row in event.rows for job in row} - begun):
@@ -87,7 +87,7 @@ def change(state: State, event: RowsChanged) -> None:
         gang = _alone(state, state.gangs[state.jobs[job].epoch])
         if gang.pieces != state.gangs[gang.epoch].pieces:
             state.put_gang(gang)
-    figures = {"node_set": number, "version": matrix.version, "quantum_seconds": f"{matrix.quantum_seconds:g}"}
+    figures = {"node_set": number, "version": matrix.version, "quantum_seconds": f"{matrix.quantum_s:g}"}
     for job in sorted({job for row in event.rows for job in row}):
         own = " ".join([str(index) for index, row in enumerate(event.rows) if job in row])
         state.history(
@@ -164,7 +164,7 @@ def slowest_switch(state: State, number: int) -> float:
     if node_set is None:
         return 0.0
     seen = [state.gangs.rows_seen.get((number, node)) for node in node_set.nodes]
-    return max([one.switch_seconds for one in seen if one is not None], default=0.0)
+    return max([one.switch_s for one in seen if one is not None], default=0.0)
 
 
 def is_free_of_turns(claims: Iterable[Sequence[Claim]]) -> bool:

@@ -88,15 +88,13 @@ def seat_of(claims: Claims) -> Seat:
 def takes_turns(job: JobRecord) -> bool:
     """Return whether the job may be time-sliced at all (`core.timeslice_admission`), whatever it does now."""
     spec = job.spec
-    return (
-        spec.preemptible and spec.time_limit_seconds is None and len(spec.roles) == 1 and not job.capabilities.no_turns
-    )
+    return spec.preemptible and spec.time_limit_s is None and len(spec.roles) == 1 and not job.capabilities.no_turns
 
 
 def may_be_slower(job: JobRecord) -> bool:
     """Return whether it may be co-located without time slices: it is preemptible, and has no time limit that a lower
     rate would make it exceed."""
-    return job.spec.preemptible and len(job.spec.roles) == 1 and job.spec.time_limit_seconds is None
+    return job.spec.preemptible and len(job.spec.roles) == 1 and job.spec.time_limit_s is None
 
 
 def shape_for_two(job: JobRecord) -> GangShape:

@@ -170,12 +170,12 @@ class LiveTable:
             # The wait that ended when this gang was approved or resumed; unknown in a table that is new since then.
             self._numbers[9, row] = max(0.0, max(gang.create_time, gang.since) - waiting_since)
         began = job.running_since or _NEVER, job.pending_since or _NEVER, job.start_time or _NEVER
-        self._numbers[5:9, row] = job.run_seconds, *began
+        self._numbers[5:9, row] = job.run_s, *began
 
     def _end(self, job: JobRecord, row: int) -> None:
         if self.memory is not None:
-            self.memory.end(row, job.run_seconds)
-        self._services.append(job.run_seconds * job.spec.gpus)
+            self.memory.end(row, job.run_s)
+        self._services.append(job.run_s * job.spec.gpus)
         self._since_history += 1
         self._drop(job.number, row)
 

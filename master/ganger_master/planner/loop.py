@@ -155,7 +155,7 @@ class PlannerLoop:
         # A policy that co-locates beside an order plans that at its own pace.
         self._is_news = self._is_news or (is_reason and self._acts_on_measures)
         if progress.reports and self._tries_cores:
-            ran = {job.number: job.run_seconds + max(0.0, now - job.running_since) for job, _ in self.table.running}
+            ran = {job.number: job.run_s + max(0.0, now - job.running_since) for job, _ in self.table.running}
             self._is_news = rates.update_trials(self._room.view, ran, now) or self._is_news
 
     # -- plans ---------------------------------------------------------------------------------------------------------

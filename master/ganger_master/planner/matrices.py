@@ -228,7 +228,7 @@ class SliceMatrices:
                         together=members[0].number,
                         node_set=max(numbers, default=0),
                         rows=own,
-                        quantum_seconds=quantum_s,
+                        quantum_s=quantum_s,
                         purpose=one.purpose,
                     )
                 )

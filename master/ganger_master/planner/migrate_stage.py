@@ -106,7 +106,7 @@ def parked(migration: MigrationContext) -> list[tuple[JobRecord, Gang]]:
 def bring_back(migration: MigrationContext, pairs: Sequence[tuple[JobRecord, Gang]]) -> None:
     """Resume parked jobs in place if it is free, else move them out of host memory to free devices."""
     for job, gang in pairs:
-        purpose = Purpose(Goal.RETURN, pause_seconds=migration.costs.pause_s(job, gang))
+        purpose = Purpose(Goal.RETURN, pause_s=migration.costs.pause_s(job, gang))
         own = tuple([replace_of(claim, memory_bytes=0, arena_bytes=0) for claim in gang.claims])
         if is_free(migration.room.view, own):
             migration.changes.append(ResumeChange(job.number, job.revision, purpose=purpose))

@@ -45,12 +45,12 @@ class MoveCosts:
 
     def pause_s(self, job: JobRecord, gang: Gang) -> float:
         """Return the expected pause of the gang's next move in seconds; that of its own last move if there was one."""
-        return job.move_pause_seconds or self.base_s + self.byte_s * state_bytes(job, gang)
+        return job.move_pause_s or self.base_s + self.byte_s * state_bytes(job, gang)
 
 
 def move_costs(pairs: Iterable[tuple[JobRecord, Gang]]) -> MoveCosts:
     """Fit the pauses of running jobs that were moved: least squares over bytes of state, neither part below zero."""
-    moved = [(state_bytes(job, gang), job.move_pause_seconds) for job, gang in pairs if job.move_pause_seconds]
+    moved = [(state_bytes(job, gang), job.move_pause_s) for job, gang in pairs if job.move_pause_s]
     points = (*_UNMEASURED, *moved[-_MOST:])
     count = len(points)
     mean_x, mean_y = sum([x for x, _ in points]) / count, sum([y for _, y in points]) / count
@@ -175,7 +175,7 @@ class MigrationContext:
 
     def ran_s(self, job: JobRecord) -> float:
         """Return for how long a job has run, in seconds: without a better estimate it will run as long again."""
-        return job.run_seconds + (max(0.0, self.now - job.running_since) if job.running_since else 0.0)
+        return job.run_s + (max(0.0, self.now - job.running_since) if job.running_since else 0.0)
 
     def others(self, busy: frozenset[int]) -> Movables:
         """Return the gangs that may be moved for other jobs, without the `busy` ones."""

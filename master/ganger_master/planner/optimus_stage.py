@@ -164,7 +164,7 @@ class _Sizing:
             going=going,
         )
         found = placed(placing=in_line[np.argsort(gpus[in_line], kind="stable")])
-        have_run = {jobs[at].number for at in in_line.tolist() if jobs[at].run_seconds}
+        have_run = {jobs[at].number for at in in_line.tolist() if jobs[at].run_s}
         if found.waits and any(change.number in have_run for change in found.changes):
             # Room is made in order of arrival: a preempted job must not start there only because it is smaller.
             found = placed(placing=in_line)

@@ -163,7 +163,7 @@ def _observed_rows_from_wire(message: agent_pb2.ObservedSlices) -> commands.Obse
         version=message.version,
         known=message.known_version,
         row=message.active_slice,
-        switch_seconds=switch_s if 0.0 <= switch_s < _LONGEST_SWITCH_S else 0.0,
+        switch_s=switch_s if 0.0 <= switch_s < _LONGEST_SWITCH_S else 0.0,
         unable=tuple(message.unable_epochs),
     )
 
@@ -173,7 +173,7 @@ def desired_rows_to_wire(rows: DesiredSlices) -> agent_pb2.DesiredSlices:
         node_set=rows.node_set,
         version=rows.matrix.version,
         slices=[agent_pb2.Slice(epochs=row) for row in rows.matrix.rows],
-        quantum=times.duration(rows.matrix.quantum_seconds),
+        quantum=times.duration(rows.matrix.quantum_s),
         level=job_messages.level_to_wire(rows.matrix.level),
         members=[_member_to_wire(member) for member in rows.members],
         set_epoch=rows.set_epoch,
@@ -230,12 +230,10 @@ def desired_gang_to_wire(gang: DesiredGang) -> agent_pb2.DesiredGang:
         members=[_member_to_wire(member) for member in gang.members],
         user=gang.user,
         threads=gang.threads,
-        checkpoint_interval=(
-            times.duration(gang.checkpoint_interval_seconds) if gang.checkpoint_interval_seconds > 0 else None
-        ),
+        checkpoint_interval=(times.duration(gang.checkpoint_interval_s) if gang.checkpoint_interval_s > 0 else None),
         checkpoint_request=gang.checkpoint_request,
         repin_request=gang.repin_request,
-        grace=times.duration(gang.grace_seconds),
+        grace=times.duration(gang.grace_s),
         checkpoint_first=gang.checkpoint_first,
         kept_checkpoints=gang.kept_checkpoints,
         attempt=gang.attempt,

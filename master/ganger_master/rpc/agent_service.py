@@ -91,13 +91,13 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         self._node_of[session] = command.node
         self._session_of[command.node] = session
         settings = self._writer.state.settings
-        lost_after, logs_kept = settings.lost_after_seconds, settings.logs_kept_seconds
+        lost_after, logs_kept = settings.lost_after_s, settings.logs_kept_s
         return agent_pb2.Session(
             session=session,
             lost_after=None if lost_after is None else times.duration(lost_after),
             storage=settings.storage,
             storage_token=settings.storage_token,
-            checkpoint_interval=times.duration(settings.checkpoint_interval_seconds),
+            checkpoint_interval=times.duration(settings.checkpoint_interval_s),
             log_retention=None if logs_kept is None else times.duration(logs_kept),
             store=self._writer.committed.counters.store,
             is_restored=self._writer.committed.counters.restoring is not None,
@@ -195,7 +195,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         if last is None:
             # The first answer confirms to the daemon that the master has its session.
             return
-        longest = self._writer.state.settings.poll_seconds
+        longest = self._writer.state.settings.poll_s
         wanted = times.seconds(request.max_wait) if request.HasField("max_wait") else longest
         hold = min(wanted, longest) * random.uniform(_JITTER, 1.0)
         loop = asyncio.get_running_loop()

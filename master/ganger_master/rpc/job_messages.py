@@ -155,14 +155,14 @@ def spec_from_wire(message: job_pb2.JobSpec) -> JobSpec:
         locality=convert.locality_from_wire(message.locality) if message.HasField("locality") else _ANYWHERE,
         nodes=message.nodes,
         priority=message.priority,
-        time_limit_seconds=times.seconds(message.time_limit) if message.HasField("time_limit") else None,
+        time_limit_s=times.seconds(message.time_limit) if message.HasField("time_limit") else None,
         gpu_memory_bytes=message.gpu_memory_bytes,
         max_failures=message.max_failures,
         scheduler=message.scheduler,
         preemptible=message.preemptible if message.HasField("preemptible") else True,
         gpus_min=message.gpus_min,
         gpus_max=message.gpus_max,
-        checkpoint_interval_seconds=(
+        checkpoint_interval_s=(
             times.seconds(message.checkpoint_interval) if message.HasField("checkpoint_interval") else 0.0
         ),
         labels=dict(message.labels),
@@ -234,12 +234,12 @@ def _rules_to_wire(spec: JobSpec, message: job_pb2.JobSpec) -> None:
     message.preemptible = spec.preemptible
     if not spec.movable:
         message.movable = False
-    if spec.checkpoint_interval_seconds:
-        message.checkpoint_interval.CopyFrom(times.duration(spec.checkpoint_interval_seconds))
+    if spec.checkpoint_interval_s:
+        message.checkpoint_interval.CopyFrom(times.duration(spec.checkpoint_interval_s))
     if spec.max_failures:
         message.max_failures = spec.max_failures
-    if spec.time_limit_seconds is not None:
-        message.time_limit.CopyFrom(times.duration(spec.time_limit_seconds))
+    if spec.time_limit_s is not None:
+        message.time_limit.CopyFrom(times.duration(spec.time_limit_s))
     if spec.deadline:
         message.deadline.CopyFrom(times.timestamp(spec.deadline))
     if spec.least_decrease:
@@ -253,7 +253,7 @@ def update_from_wire(message: job_service_pb2.JobUpdate) -> Update:
     given: dict[str, Any] = {field.name: value for field, value in message.ListFields() if field.name in plain}
     return Update(
         **given,
-        time_limit_seconds=times.seconds(message.time_limit) if message.HasField("time_limit") else None,
+        time_limit_s=times.seconds(message.time_limit) if message.HasField("time_limit") else None,
         locality=convert.locality_from_wire(message.locality) if message.HasField("locality") else None,
     )
 
@@ -283,8 +283,8 @@ def job_to_wire(
         message.start_time.CopyFrom(times.timestamp(job.start_time))
     if job.end_time:
         message.end_time.CopyFrom(times.timestamp(job.end_time))
-    if job.run_seconds:
-        message.run_duration.CopyFrom(times.duration(job.run_seconds))
+    if job.run_s:
+        message.run_duration.CopyFrom(times.duration(job.run_s))
     if job.running_since:
         message.running_since_time.CopyFrom(times.timestamp(job.running_since))
     message.failures = job.failures

@@ -204,7 +204,7 @@ class LogProxy:
             raise errors.NodeSilent(f"what rank {rank} of {job.name} has written may be on {where}: {why}")
 
     def _check_kept(self, job: JobRecord) -> None:
-        kept = self._writer.state.settings.logs_kept_seconds
+        kept = self._writer.state.settings.logs_kept_s
         if kept is not None and job.state.is_finished and (ago := self._clock() - job.end_time) > kept:
             raise errors.LogNotKept(
                 f"nothing is left of what {job.name} has written: it ended {ago / 86400.0:.0f} days ago, and logs are "

@@ -55,7 +55,7 @@ def node_set_to_wire(
         nodes=[names.node_name(node) for node in node_set.nodes],
         leader=names.node_name(node_set.leader),
         version=matrix.version,
-        quantum=times.duration(matrix.quantum_seconds),
+        quantum=times.duration(matrix.quantum_s),
         level=level_to_wire(matrix.level),
         slices=[node_pb2.NodeSet.Slice(jobs=row) for row in rows if row],
         is_changing=node_set.coming is not None,

@@ -64,8 +64,8 @@ def live_job_to_wire(job: JobRecord, gang: Gang | None, into: scheduling_pb2.Liv
         _put_time(into.pending_time, job.pending_since)
     if job.start_time:
         _put_time(into.start_time, job.start_time)
-    if job.run_seconds:
-        into.run_duration.CopyFrom(times.duration(job.run_seconds))
+    if job.run_s:
+        into.run_duration.CopyFrom(times.duration(job.run_s))
     if job.running_since:
         _put_time(into.running_since_time, job.running_since)
     into.signature = signature_of(job.user, job.spec.command, job.spec.roles)
@@ -73,8 +73,8 @@ def live_job_to_wire(job: JobRecord, gang: Gang | None, into: scheduling_pb2.Liv
     into.is_moving = job.next_epoch != 0
     into.peak_device_bytes = job.peak_device_bytes
     into.used_device_bytes = job.used_device_bytes
-    if job.move_pause_seconds:
-        into.move_pause.CopyFrom(times.duration(job.move_pause_seconds))
+    if job.move_pause_s:
+        into.move_pause.CopyFrom(times.duration(job.move_pause_s))
     if job.capabilities.known:
         into.capabilities.CopyFrom(capability_messages.capabilities_to_wire(job.capabilities))
     if gang is not None:
@@ -97,14 +97,14 @@ def live_job_from_wire(message: scheduling_pb2.LiveJob) -> tuple[JobRecord, Gang
         revision=message.revision,
         pending_since=_time(message.pending_time) if message.HasField("pending_time") else 0.0,
         start_time=_time(message.start_time) if message.HasField("start_time") else 0.0,
-        run_seconds=times.seconds(message.run_duration),
+        run_s=times.seconds(message.run_duration),
         running_since=_time(message.running_since_time) if message.HasField("running_since_time") else 0.0,
         epoch=0 if gang is None else gang.epoch,
         # Not which: only that there is another.
         next_epoch=1 if message.is_moving else 0,
         peak_device_bytes=message.peak_device_bytes,
         used_device_bytes=message.used_device_bytes,
-        move_pause_seconds=times.seconds(message.move_pause) if message.HasField("move_pause") else 0.0,
+        move_pause_s=times.seconds(message.move_pause) if message.HasField("move_pause") else 0.0,
         # Nor how it ends: only that it does.
         ending=JobState.PENDING if message.is_ending else None,
     )
@@ -255,7 +255,7 @@ def change_to_wire(change: PlanChange, reason: str = "") -> scheduling_pb2.Chang
             row.node_set = names.node_set_name(change.node_set) if change.node_set else ""
             row.slices.extend(change.rows)
             row.claims.extend(convert.claims_to_wire(change.claims))
-            row.quantum.CopyFrom(times.duration(change.quantum_seconds))
+            row.quantum.CopyFrom(times.duration(change.quantum_s))
             row.level = job_messages.level_to_wire(change.level)
         case SuspendChange():
             message.suspend.level = job_messages.level_to_wire(change.level)
@@ -271,7 +271,7 @@ def purpose_to_wire(purpose: Purpose, into: scheduling_pb2.Purpose) -> None:
     if purpose.job:
         into.job = names.job_name(purpose.job)
     into.saved_gpu_s = purpose.saved
-    into.pause.CopyFrom(times.duration(purpose.pause_seconds))
+    into.pause.CopyFrom(times.duration(purpose.pause_s))
     into.detail = purpose.detail
 
 

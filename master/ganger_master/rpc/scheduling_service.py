@@ -133,13 +133,13 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                 rows = committed.rows_after(sent) if sent else list(committed.rows.values())
                 removed = shown.difference(committed.rows)
                 shown = set(committed.rows) if removed else shown.union(row.node for row in rows)
-                quantum = self._writer.state.settings.quantum_seconds
+                quantum = self._writer.state.settings.quantum_s
                 delta = scheduling_pb2.ClusterDelta(
                     view=self._view_delta(committed.view_version, sent, removed),
                     removed_jobs=[names.job_name(number) for number in forgotten],
                     time=times.timestamp(self._clock()),
                     policy=self._writer.state.settings.policy,
-                    plan_interval=times.duration(self._writer.state.settings.plan_every_seconds),
+                    plan_interval=times.duration(self._writer.state.settings.plan_every_s),
                     draining_nodes=[names.node_name(node) for node in self._writer.state.nodes.draining],
                     changing_node_sets=[
                         names.node_set_name(one.number) for one in committed.sets.values() if one.coming is not None

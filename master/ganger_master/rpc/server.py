@@ -105,8 +105,8 @@ class MasterServer:
         for service in ("", *_SERVICES):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
 
-    async def stop(self, grace_seconds: float) -> None:
+    async def stop(self, grace_s: float) -> None:
         """Takes no more calls and gives those in progress some time; held polls and streams are cut."""
         await self._health.enter_graceful_shutdown()
-        await self._server.stop(grace_seconds)
+        await self._server.stop(grace_s)
         await self._logs.close()

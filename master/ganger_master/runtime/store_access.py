@@ -160,12 +160,12 @@ _FEW: Final = 2
 class CommitPace:
     """Adapts one number: the seconds between the starts of two commits."""
 
-    pause_seconds: float = 0.0
+    pause_s: float = 0.0
     _last_begin: float = float("-inf")
 
     def wait_s(self, now: float) -> float:
         """How long to go on collecting before the next commit begins; zero for now."""
-        return max(0.0, self._last_begin + self.pause_seconds - now)
+        return max(0.0, self._last_begin + self.pause_s - now)
 
     def began(self, now: float) -> None:
         self._last_begin = now
@@ -173,9 +173,9 @@ class CommitPace:
     def ended(self, callers: int, seconds: float) -> None:
         """`callers` waited for the commit that took `seconds`: many callers or a slow disk lengthen the pause."""
         if callers < _FEW:
-            self.pause_seconds = 0.0
+            self.pause_s = 0.0
         else:
-            self.pause_seconds = min(_LONGEST_S, max(_SHORTEST_S, 2 * seconds))
+            self.pause_s = min(_LONGEST_S, max(_SHORTEST_S, 2 * seconds))
 
 
 # Where a test may have the master killed; see ganger.failpoints.

@@ -427,13 +427,13 @@ class Writer:
         self._is_ready = False
         self.stopped.set()
 
-    async def _reload(self, pause_seconds: float = 0.0, former: State | None = None) -> None:
+    async def _reload(self, pause_s: float = 0.0, former: State | None = None) -> None:
         """Read the store again. `former`: the sound state before, if only its last changes are not stored."""
         if self._is_reloading:
             return
         self._is_reloading = True
         try:
-            await asyncio.sleep(pause_seconds)
+            await asyncio.sleep(pause_s)
             for attempt in count(1):
                 await self._idle.wait()
                 try:

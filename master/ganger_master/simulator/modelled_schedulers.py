@@ -75,9 +75,9 @@ def _turn_of(lease: Lease, job: JobRecord, now: float) -> PlacementLease:
         job=job.name,
         revision=lease.revision,
         shape=job.shape,
-        lease_seconds=lease.expires - now,
+        lease_s=lease.expires - now,
         rank=lease.rank,
-        waited_seconds=now - job.pending_since,
+        waited_s=now - job.pending_since,
         reserved_nodes=lease.reserved_nodes,
         suggested=lease.suggested,
     )

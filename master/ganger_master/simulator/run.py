@@ -97,15 +97,15 @@ def _as_simulated(policy: Policy, options: ReplayOptions) -> Policy:
 
 def _core_settings(policy: str, options: ReplayOptions, jobs: int) -> CoreSettings:
     return CoreSettings(
-        lost_after_seconds=None,
-        silent_margin_seconds=None,
+        lost_after_s=None,
+        silent_margin_s=None,
         policy=policy,
-        checkpoint_interval_seconds=-1.0,
+        checkpoint_interval_s=-1.0,
         jobs_waiting_limit=jobs + 1,
         # Modelled schedulers do not relax with time: only a change of the cluster lets a refused job retry.
-        turn_again_seconds=_NEVER_S,
+        turn_again_s=_NEVER_S,
         # No client reads ended jobs.
-        request_kept_seconds=0.0,
+        request_kept_s=0.0,
         finished_jobs_limit=1_000,
         quota_devices=as_settings(options.quotas),
     )

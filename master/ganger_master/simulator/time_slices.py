@@ -78,7 +78,7 @@ class SliceGroup:
     def desire(self, matrix: Matrix) -> None:
         rows, level = matrix.rows, int(matrix.level)
         self.matrices.setdefault(
-            matrix.version, SliceMatrix(matrix.version, rows, matrix.quantum_seconds, level, (_MEMBER,), 1)
+            matrix.version, SliceMatrix(matrix.version, rows, matrix.quantum_s, level, (_MEMBER,), 1)
         )
 
     @property

@@ -67,7 +67,7 @@ class Spamming(JobScheduler):
         for _ in range(4):
             threading.Thread(target=_spam, args=(turn,), daemon=True).start()
         # The lease runs out meanwhile.
-        time.sleep(turn.lease_seconds)
+        time.sleep(turn.lease_s)
         return Proposal((_absurd(),))
 
 
