@@ -18,8 +18,7 @@ from ganger.wire.endpoints import Endpoint
 from ganger_master.core.commands import CHANGES_LIMIT, SubmitJob
 from ganger_master.core.job_model import JobSpec
 from ganger_master.planner.context import ClusterChange
-from ganger_master.planner_process.run import NoPlannerError, Planner
-from ganger_master.rpc.cluster_mirror import ClusterMirror
+from ganger_master.planner_process.run import ClusterMirror, NoPlannerError, Planner
 from rpc.kit import Served, Speaker, serving, spec_of, until
 
 PENDING, HOLDING = job_pb2.Job.STATE_PENDING, job_pb2.Job.STATE_HOLDING

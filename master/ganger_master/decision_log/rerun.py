@@ -60,9 +60,9 @@ from ganger_master.planner.context import ClusterChange, Plan, PlanVerdict, Prog
 from ganger_master.planner.loop import PlannerLoop, live_loop
 from ganger_master.planner.memory import unpacked
 from ganger_master.planner.rate_registry import RateRegistry
+from ganger_master.planner_process.run import ClusterMirror, reports_from_wire
 from ganger_master.policies import live_policy_named
 from ganger_master.policies.trials import TrialPace
-from ganger_master.rpc.cluster_mirror import ClusterMirror, reports_from_wire
 
 
 class Begun(Struct, frozen=True):

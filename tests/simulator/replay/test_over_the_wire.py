@@ -13,7 +13,7 @@ from ganger.wire import resource_names as names
 from ganger.wire import times
 from ganger_master.planner.context import ClusterChange, Plan, PlanVerdict, ProgressReports
 from ganger_master.planner.loop import PlannerLoop
-from ganger_master.rpc.cluster_mirror import ClusterMirror
+from ganger_master.planner_process.run import ClusterMirror
 from ganger_master.rpc.planner_messages import live_job_to_wire
 from ganger_master.simulator import planner_shell
 from ganger_master.simulator.inputs import ReplayOptions, SwitchCosts
