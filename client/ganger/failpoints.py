@@ -19,7 +19,8 @@ from typing import Final, NamedTuple
 
 VARIABLE = "GANGER_FAILPOINTS"
 
-OF_IMAGES: Final = frozenset({"image-dumped", "image-packed", "image-unpacked", "image-restored"})
+OF_DEVICES: Final = frozenset({"devices-locked", "devices-saved", "devices-restored"})
+OF_IMAGES: Final = OF_DEVICES | frozenset({"image-dumped", "image-packed", "image-unpacked", "image-restored"})
 OF_DAEMON: Final = OF_IMAGES | frozenset(
     {
         "after-prepare",

@@ -37,6 +37,7 @@ from ganger_daemon.gang.launch_plan import own_user
 from ganger_daemon.gang.process_image import sweep_names
 from ganger_daemon.images.contract import CAPABILITY
 from ganger_daemon.images.criu import choose_images
+from ganger_daemon.images.driver import choose_device_state
 from ganger_daemon.node.core_table import CoreTable
 from ganger_daemon.node.daemon_files import (
     DaemonPaths,
@@ -140,7 +141,8 @@ class Daemon:
         except ValueError as error:
             raise DaemonError(str(error), DaemonObstacle.SETTING) from error
         inventory = devices.discover()
-        images = await asyncio.to_thread(choose_images, settings.criu, inventory.driver)
+        device_state = await asyncio.to_thread(choose_device_state, inventory.driver)
+        images = await asyncio.to_thread(choose_images, settings.criu, device_state)
         storage = Storage(override=settings.storage)
         storage.configure(str(known.get("storage", "")), str(known.get("storage_token", "")))
         self.host = NodeContext(
@@ -151,6 +153,7 @@ class Daemon:
             cgroups=cgroups,
             devices=devices,
             images=images,
+            device_state=device_state,
             inventory=inventory,
             logs=LogStore(self.paths.logs, storage.path if storage.proved else None),
             launchers=Launchers(self.paths.launchers, self.paths.inject, settings.preload),
@@ -355,6 +358,7 @@ class Daemon:
             **self.host.cgroups.capabilities,
             **self.host.devices.capabilities,
             CAPABILITY: self.host.images.capability,
+            "gpu_state": self.host.device_state.capability,
             "user": own_user(),
             "switch_user": "shared" if self.host.serves_all_users else "no",
             "rotation": "yes",

@@ -229,13 +229,15 @@ class Cluster:
     async def stop_daemon(self, node: str) -> None:
         await self.daemons.pop(node).stop()
 
-    async def daemon_process(self, node: str, failpoints: str = "") -> asyncio.subprocess.Process:
-        """A daemon as a process of its own."""
+    async def daemon_process(
+        self, node: str, failpoints: str = "", program: str = "ganger.cli.main"
+    ) -> asyncio.subprocess.Process:
+        """A daemon as a process of its own. `program`: the module that runs the command."""
         self.master.book(node).session = ""
-        environment = {**os.environ, "GANGER_FAILPOINTS": failpoints}
+        environment = {**os.environ, "GANGER_FAILPOINTS": failpoints, "PYTHONPATH": str(TINY_JOB.parent.parent)}
         with open(self.directory / f"{node}.log", "ab") as said:  # noqa: ASYNC230
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "ganger.cli.main", "daemon", "--state-dir", str(self.directory / node),
+                sys.executable, "-m", program, "daemon", "--state-dir", str(self.directory / node),
                 "--master", str(self.directory / "master"), "--node", node,
                 "--run-dir", str(self.directory / f"r-{node}"),
                 "--virtual-gpus", "4", "--virtual-cores", "4", "--virtual-memory", "8G", "--virtual-gpu-memory", "256M",

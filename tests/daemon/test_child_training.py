@@ -1,4 +1,4 @@
-"""A job whose training is a child of its command: a PAUSE freezes all of it, and other orders are refused."""
+"""A job whose training is a child of its command: PAUSE and OFFLOAD freeze all of it; other orders are refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _command(tmp_path: Path, kind: str) -> list[str]:
 
 
 def _offers_by_child(message: agent_pb2.ObservedGang) -> bool:
-    said = message.capabilities.missing.get("OFFLOAD", "")
+    said = message.capabilities.missing.get("CHECKPOINT", "")
     return "its command started" in said or "several of its processes train" in said
 
 
@@ -51,14 +51,16 @@ def _stopped(pid: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("kind", ["bash", "torchrun"])
-def test_pause_freezes_every_process_and_the_rest_is_refused_with_the_reason(tmp_path: Path, kind: str) -> None:
+def test_pause_and_offload_freeze_every_process_and_the_rest_is_refused_with_the_reason(
+    tmp_path: Path, kind: str
+) -> None:
     async def story(made: Cluster) -> None:
         await made.daemon("n1", criu="none")
         gang = made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), command=_command(tmp_path, kind))
         await made.master.want("n1", gang)
         running = await made.master.until("n1", 1, _offers_by_child, patience=60)
         assert running.capabilities.can_pause
-        assert not running.capabilities.can_offload
+        assert running.capabilities.can_offload
         assert not running.capabilities.can_checkpoint
         assert not running.capabilities_presumed
         pid = running.ranks[0].pid
@@ -70,12 +72,12 @@ def test_pause_freezes_every_process_and_the_rest_is_refused_with_the_reason(tmp
         await made.master.want("n1", with_changes(gang, 3))
         await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
         await asyncio.to_thread(eventually, lambda: not any(_stopped(pid)), what="all of it goes on")
-        # An order from before this was known is refused, and no signal enforces it.
         level = job_pb2.SUSPEND_LEVEL_OFFLOAD
         await made.master.want("n1", with_changes(gang, 4, stop_sequence=4, intent=Intents.INTENT_PARK, level=level))
-        refused = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
-        assert refused.level == job_pb2.SUSPEND_LEVEL_PAUSE
-        assert "OFFLOAD is not possible" in refused.trouble
+        parked = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
+        assert parked.level == level
+        assert all(_stopped(pid))
+        # An order from before this was known is refused, and no signal enforces it.
         await made.master.want("n1", with_changes(gang, 5, stop_sequence=5, intent=Intents.INTENT_HAND_OVER))
         troubled = await made.master.until("n1", 1, lambda message: "a move is not possible" in message.trouble)
         assert troubled.phase != Observed.PHASE_PARKED

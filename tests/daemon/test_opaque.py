@@ -76,9 +76,9 @@ def test_a_plain_command_runs_at_once_is_paused_by_freezing_and_says_what_it_can
         await made.master.want("n1", gang)
         running = await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING), patience=8)
         assert running.capabilities.can_pause
-        assert not running.capabilities.can_offload
+        assert "by freezing" in running.capabilities.offload_by
         assert not running.capabilities.can_checkpoint
-        assert set(running.capabilities.missing) == {"OFFLOAD", "CHECKPOINT"}
+        assert set(running.capabilities.missing) == {"CHECKPOINT", "MOVE", "TURNS"}
         pid = running.ranks[0].pid
         for sequence in (2, 4):
             await made.master.want("n1", with_changes(gang, sequence, stop_sequence=sequence, **PAUSE))

@@ -52,6 +52,7 @@ class FakeImages:
         *,
         goes_on: bool,
         is_outside_closed: bool = False,
+        keeps_devices: bool = True,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> ImageFacts:
         if self.refusal:
@@ -92,9 +93,6 @@ class FakeImages:
 
     def restore_arguments(self, directory: Path, files: Mapping[str, int], *, is_stopped: bool = False) -> list[str]:
         return [sys.executable, "-P", __file__, str(directory), json.dumps(dict(files)), str(int(is_stopped))]
-
-    def give_devices(self, unit: UnitProcesses, directory: Path, moved: Mapping[str, str]) -> None:
-        """Do nothing: its programs use no device."""
 
     def restore_failure(self, directory: Path) -> str:
         return "the command of the fake failed"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ganger_daemon.images.driver import DriverCallError, DriverProcessState
 
-_ALLOWED = {
+ALLOWED = {
     "lock": (DriverProcessState.RUNNING, DriverProcessState.LOCKED),
     "checkpoint": (DriverProcessState.LOCKED, DriverProcessState.CHECKPOINTED),
     "restore": (DriverProcessState.CHECKPOINTED, DriverProcessState.LOCKED),
@@ -47,7 +47,7 @@ class ScriptedDriver:
             if after is not None:
                 self.states[pid] = after
             raise DriverCallError(name, result)
-        before, after = _ALLOWED[name]
+        before, after = ALLOWED[name]
         if self.state(pid) is not before:
             raise DriverCallError(name, "CUDA_ERROR_ILLEGAL_STATE")
         self.states[pid] = after

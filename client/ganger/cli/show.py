@@ -86,6 +86,8 @@ def pairs(job: Job) -> list[tuple[str, str]]:
     gang, spec = job.gang, job.spec
     levels = ("pause", "offload", "checkpoint", "move")
     can = [level for level in levels if getattr(job.capabilities, f"can_{level}")]
+    if job.capabilities.offload_by:
+        can = [f"offload ({job.capabilities.offload_by})" if level == "offload" else level for level in can]
     sizes = job_table.sizes_text(job)
     missing = [f"not {level.lower()}: {why}" for level, why in sorted(job.capabilities.missing.items())]
     return [

@@ -798,6 +798,7 @@ class Capabilities(google.protobuf.message.Message):
     REFUSED_MECHANISMS_FIELD_NUMBER: builtins.int
     CAN_RESHARD_FIELD_NUMBER: builtins.int
     CAN_MOVE_FIELD_NUMBER: builtins.int
+    OFFLOAD_BY_FIELD_NUMBER: builtins.int
     can_pause: builtins.bool
     can_offload: builtins.bool
     can_checkpoint: builtins.bool
@@ -813,6 +814,8 @@ class Capabilities(google.protobuf.message.Message):
     """Another number of ranks can start from its checkpoint, but it cannot be resized as it runs: its state is sharded."""
     can_move: builtins.bool
     """It can go on in other processes, on other nodes. Output only."""
+    offload_by: builtins.str
+    """How OFFLOAD is done where no agent does it, in words; empty otherwise."""
     @property
     def missing(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Why something cannot be had, by name: PAUSE, OFFLOAD, CHECKPOINT, or MOVE for a job that can be parked and resumed
@@ -838,8 +841,9 @@ class Capabilities(google.protobuf.message.Message):
         refused_mechanisms: collections.abc.Iterable[Global___RefusedMechanism] | None = ...,
         can_reshard: builtins.bool = ...,
         can_move: builtins.bool = ...,
+        offload_by: builtins.str = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["can_checkpoint", b"can_checkpoint", "can_move", b"can_move", "can_offload", b"can_offload", "can_pause", b"can_pause", "can_reshard", b"can_reshard", "can_resize", b"can_resize", "is_presumed", b"is_presumed", "mechanism", b"mechanism", "missing", b"missing", "refused_mechanisms", b"refused_mechanisms", "resize_divides", b"resize_divides"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["can_checkpoint", b"can_checkpoint", "can_move", b"can_move", "can_offload", b"can_offload", "can_pause", b"can_pause", "can_reshard", b"can_reshard", "can_resize", b"can_resize", "is_presumed", b"is_presumed", "mechanism", b"mechanism", "missing", b"missing", "offload_by", b"offload_by", "refused_mechanisms", b"refused_mechanisms", "resize_divides", b"resize_divides"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Capabilities: typing_extensions.TypeAlias = Capabilities

@@ -115,6 +115,9 @@ class GangPart:
     has_images: bool = False  # process images can be taken of it, at a boundary or without one
     awaits_image: bool = False  # no process is here before its image has come
     frozen: bool = False  # every process is frozen
+    takes_devices: bool = False  # the devices can be taken from its processes without an agent, in place
+    devices_taken: bool = False  # they were: the processes wait for them
+    is_worked_on: bool = False  # the daemon takes or gives devices, or takes an image: the processes cannot obey
     launch_failure: PartOutcome | None = None
     has_room: bool = True  # for the state of a gang that moves in: bytes can come
     memory_freed: bool = False  # device memory seen free since this stop
@@ -251,26 +254,37 @@ def is_busy(gang: GangPart) -> bool:
     """Return whether some live rank is in a long phase without boundaries: its order's deadline waits for it."""
     phases = (PagePhase.EVALUATION, PagePhase.COMPILATION, PagePhase.REPLAY)
     states = (PageState.SAVING, PageState.RESTORING)
-    return any(rank.exit is None and (rank.phase in phases or rank.state in states) for rank in gang.ranks)
+    is_busy_itself = any(rank.exit is None and (rank.phase in phases or rank.state in states) for rank in gang.ranks)
+    return gang.is_worked_on or is_busy_itself
 
 
-def is_paused_by_freezing(gang: GangPart, now: float) -> bool:
-    """Return whether PAUSE is done by freezing: for a job without boundaries whose ranks are all on this node, and so
-    stop together. On several nodes some would wait in a collective operation for others that stopped earlier."""
-    is_pause = gang.wanted.intent is OrderIntent.PARK and gang.wanted.level is ParkLevel.PAUSE
+def is_parked_by_freezing(gang: GangPart, now: float) -> bool:
+    """Return whether PAUSE or OFFLOAD is done by freezing: for a job without boundaries whose ranks are all on this
+    node, and so stop together. On several nodes some would wait in a collective operation for others that stopped
+    earlier."""
+    is_park = gang.wanted.intent is OrderIntent.PARK
+    is_level = gang.wanted.level is ParkLevel.PAUSE or (gang.wanted.level is ParkLevel.OFFLOAD and gang.takes_devices)
     # Ranks with boundaries cannot stop at one without those that have none.
-    return is_pause and gang.world == len(gang.ranks) and has_opaque_rank(gang, now)
+    return is_park and is_level and gang.world == len(gang.ranks) and has_opaque_rank(gang, now)
+
+
+def is_to_be_taken(gang: GangPart, now: float) -> bool:
+    """Return whether the devices must be taken from processes without an agent."""
+    return gang.wanted.level is ParkLevel.OFFLOAD and is_parked_by_freezing(gang, now)
 
 
 def is_beyond(gang: GangPart) -> bool:
     """Return whether the order demands more than a job without boundaries can do, and so is never carried out."""
     deeper = gang.wanted.intent is OrderIntent.PARK and gang.wanted.level > ParkLevel.PAUSE
     by_image = gang.has_images and (gang.wanted.level is ParkLevel.CHECKPOINT or not deeper)
-    if gang.wanted.asks_to_leave or by_image:
+    in_place = gang.takes_devices and deeper and gang.wanted.level is ParkLevel.OFFLOAD
+    if gang.wanted.asks_to_leave or by_image or in_place:
         return False
     if not deeper and gang.wanted.intent is not OrderIntent.HAND_OVER:
         return False
-    return any(rank.opaque and rank.exit is None for rank in gang.ranks) and reached_step(gang) is None
+    return any((rank.opaque or gang.no_agent) and rank.exit is None for rank in gang.ranks) and (
+        reached_step(gang) is None
+    )
 
 
 def has_outlived_lease(wanted: DesiredOrder, frozen: bool, lease_is_over: bool | None) -> bool:
@@ -291,14 +305,17 @@ def should_freeze(gang: GangPart, now: float, lease_is_over: bool | None) -> boo
         return True
     if lease_is_over and any(must_be_frozen(rank.hello, rank.opaque) for rank in live):
         return True
+    if is_to_be_taken(gang, now):
+        return gang.devices_taken  # the driver works with running processes only
     # An order that it cannot carry out: it is frozen until that is reported.
-    return is_paused_by_freezing(gang, now) or (gang.wanted.intent is OrderIntent.PARK and is_beyond(gang))
+    return is_parked_by_freezing(gang, now) or (gang.wanted.intent is OrderIntent.PARK and is_beyond(gang))
 
 
 def _parking(gang: GangPart, now: float) -> Judgement:
-    if is_paused_by_freezing(gang, now) or (gang.wanted.intent is OrderIntent.PARK and is_beyond(gang)):
-        stood = max(rank.step for rank in gang.ranks)
-        return Judgement(PartPhase.PARKED, ParkLevel.PAUSE, stood) if gang.frozen else Judgement(PartPhase.STOPPING)
+    if is_to_be_taken(gang, now):
+        return _taking_devices(gang)
+    if is_parked_by_freezing(gang, now) or (gang.wanted.intent is OrderIntent.PARK and is_beyond(gang)):
+        return Judgement(PartPhase.PARKED, ParkLevel.PAUSE, _stood(gang)) if gang.frozen else _STOPPING
     step = reached_step(gang)
     if step is None:
         return (_rest(gang) if gang.refusal else None) or Judgement(PartPhase.STOPPING)
@@ -313,9 +330,24 @@ def _parking(gang: GangPart, now: float) -> Judgement:
     return Judgement(PartPhase.STOPPING)  # CHECKPOINT is reached by leaving
 
 
+_STOPPING = Judgement(PartPhase.STOPPING)
+
+
+def _taking_devices(gang: GangPart) -> Judgement:
+    if not gang.frozen or not gang.devices_taken:
+        return _STOPPING
+    if not gang.memory_freed:
+        return Judgement(PartPhase.STOPPING, todo=(Todo.VERIFY_MEMORY,))
+    return Judgement(PartPhase.PARKED, ParkLevel.OFFLOAD, _stood(gang))
+
+
+def _stood(gang: GangPart) -> int:
+    return max(rank.step for rank in gang.ranks)
+
+
 def _preparing(gang: GangPart) -> Judgement:
     live = [rank for rank in gang.ranks if rank.exit is None]
-    if all(rank.state == PageState.READY for rank in live):
+    if all(rank.state == PageState.READY for rank in live) and not _awaits_devices(gang):
         # the master commits the migration only if the step is that at which the source stopped
         steps = {rank.reached_step for rank in live}
         return Judgement(PartPhase.READY, stop_step=steps.pop() if len(steps) == 1 else 0)
@@ -325,8 +357,16 @@ def _preparing(gang: GangPart) -> Judgement:
     return Judgement(PartPhase.STARTING)
 
 
+def _awaits_devices(gang: GangPart) -> bool:
+    """Return whether processes with an agent wait for their devices. Without one they get them once they may run."""
+    return gang.devices_taken and any(rank.hello and not rank.opaque for rank in gang.ranks)
+
+
 def _run_phase(gang: GangPart, now: float) -> PartPhase:
     live = [rank for rank in gang.ranks if rank.exit is None]
+    if gang.devices_taken:
+        is_ready = gang.wanted.moves_in and all(rank.state == PageState.READY for rank in live)
+        return PartPhase.READY if is_ready else PartPhase.STARTING
     if all(rank.first_step or rank.phase == PagePhase.DONE for rank in live):
         return PartPhase.RUNNING
     if gang.wanted.moves_in and all(rank.state == PageState.READY for rank in live):

@@ -28,6 +28,7 @@ from ganger.v1 import resources_pb2
 from ganger_daemon.devices.contract import UNREADABLE
 from ganger_daemon.gang.control_pages import ControlPages
 from ganger_daemon.gang.gang_context import LocalPart
+from ganger_daemon.gang.taken_devices import TakenDevices
 from ganger_daemon.node.node_context import NodeContext
 from ganger_daemon.node.process_identity import ProcessId, anonymous_bytes
 
@@ -65,9 +66,15 @@ def compare(before: Mapping[int, int], after: Mapping[int, int], reported_bytes:
     return Freed(reported_bytes, seen)
 
 
+def memory_limit_bytes(claim: resources_pb2.Claim) -> int:
+    """Return the limit of a running gang's host memory; zero for none."""
+    return claim.memory_bytes + claim.arena_bytes if claim.memory_bytes else 0
+
+
 class MemoryWatch:
     """`is_shared`: whether other gangs use its devices, too; then the use of a device does not show this gang's part.
-    `group`: its control group. `arena_bytes`: bytes reserved for its arenas."""
+    `group`: its control group. `arena_bytes`: bytes reserved for its arenas. `taken`: its devices, where they are taken
+    in place."""
 
     def __init__(
         self,
@@ -76,8 +83,10 @@ class MemoryWatch:
         is_shared: Callable[[], bool] = lambda: False,
         group: str = "",
         arena_bytes: Callable[[], int] = lambda: 0,
+        taken: TakenDevices | None = None,
     ) -> None:
         self._host = host
+        self._taken = taken
         self._part = part
         self._is_shared = is_shared
         self._group = group
@@ -163,7 +172,7 @@ class MemoryWatch:
         now = time.monotonic()
         if self._verifying_since is None:
             self._verifying_since = now
-        reported = sum(pages.progress(rank).offloaded_bytes for rank in self._part.ranks)
+        reported = self._stored_bytes(pages)
         if not device_mask or not self._before:
             # no devices; or a former daemon saw the ranks before and this one cannot compare
             self._settle(pages, processes, device_mask)
@@ -186,9 +195,18 @@ class MemoryWatch:
         if self._is_virtual:
             self.residue = self._residue_by_pages(pages)
             return
+        if self._taken is not None and self._taken.are_taken:
+            self.residue = (0,) * len(self._host.inventory.devices)
+            return
         used = self._host.devices.used_by({process.pid for process in processes.values()})
         kept = [size if device_mask >> index & 1 else 0 for index, size in enumerate(used)]
         self.residue = tuple(kept) if UNREADABLE not in kept else ()
+
+    def _stored_bytes(self, pages: ControlPages) -> int:
+        """Return the bytes from the devices that are in host memory now."""
+        if self._taken is not None and self._taken.are_taken:
+            return self._taken.taken_bytes
+        return sum(pages.progress(rank).offloaded_bytes for rank in self._part.ranks)
 
     def _measure(self, pages: ControlPages) -> int:
         """Return the host memory in bytes that the ranks keep beside their arenas, with a margin; zero if unknown.
@@ -198,8 +216,7 @@ class MemoryWatch:
         used = self._host.cgroups.unreclaimable_bytes(self._group)
         if not used:
             return 0
-        stored = sum(pages.progress(rank).offloaded_bytes for rank in self._part.ranks)
-        working = max(0, used - min(stored, self._arena_bytes()))
+        working = max(0, used - min(self._stored_bytes(pages), self._arena_bytes()))
         return -(-(working * 5 // 4 + _MARGIN_BYTES) // _MARGIN_BYTES) * _MARGIN_BYTES
 
     def _residue_by_pages(self, pages: ControlPages) -> tuple[int, ...]:
@@ -207,9 +224,10 @@ class MemoryWatch:
         moments; at most the device's memory, since a job may write any number."""
         configuration_set = self._host.inventory.configuration_set
         kept = [0] * configuration_set.devices
+        unmoved = self._taken.residue_bytes() if self._taken is not None and self._taken.are_taken else 0
         for rank, mask in zip(self._part.ranks, self._part.device_masks, strict=True):
             progress = pages.progress(rank)
-            left = max(0, progress.device_bytes - progress.offloaded_bytes)
+            left = max(unmoved, progress.device_bytes - progress.offloaded_bytes)
             for index in bits(mask):
                 kept[index] = min(kept[index] + left // mask.bit_count(), configuration_set.device_memory_bytes)
         return tuple([size // _MEBIBYTE * _MEBIBYTE for size in kept])

@@ -20,13 +20,14 @@ from ganger_daemon.gang.escalation import Escalation, Freezer
 from ganger_daemon.gang.exit_watcher import ExitWatcher
 from ganger_daemon.gang.gang_context import GangContext, LocalPart, from_json, order_key, to_json, with_spec_of
 from ganger_daemon.gang.gang_launcher import GangLauncher
-from ganger_daemon.gang.gang_memory import MemoryWatch, Segments
+from ganger_daemon.gang.gang_memory import MemoryWatch, Segments, memory_limit_bytes
 from ganger_daemon.gang.incoming import IncomingState
 from ganger_daemon.gang.launch_plan import has_no_agent
 from ganger_daemon.gang.process_image import GangImages
 from ganger_daemon.gang.rank_launch import RankLaunch
 from ganger_daemon.gang.received_orders import RankErrors, ReceivedOrders
 from ganger_daemon.gang.step_rate import StallWatch, StepRate, UtilizationMeter
+from ganger_daemon.gang.taken_devices import TakenDevices
 from ganger_daemon.node.daemon_files import GangPaths, read_json, write_hint
 from ganger_daemon.node.process_identity import ProcessId, RankProcess, is_alive, stranger_text
 
@@ -35,6 +36,7 @@ from ganger_daemon.node.process_identity import ProcessId, RankProcess, is_alive
 class GangParts:
     exits: ExitWatcher
     launcher: GangLauncher
+    devices: TakenDevices
     images: GangImages
     launching: RankLaunch
     incoming: IncomingState
@@ -62,12 +64,14 @@ class GangParts:
         host, group, ranks, desired = context.host, context.paths.group, context.part.ranks, orders.desired
         exits = ExitWatcher(context.paths, context.wake)
         launcher = GangLauncher(context, exits)
-        images = GangImages(context, exits)
+        devices = TakenDevices(context, exits, lambda: memory_limit_bytes(orders.desired.claim))
+        images = GangImages(context, exits, devices)
         launching = RankLaunch(context, exits, launcher, images, blocked_by, cores_kept_by)
         saving = CheckpointCoordinator(context, desired, launcher.running, images)
         return cls(
             exits=exits,
             launcher=launcher,
+            devices=devices,
             images=images,
             launching=launching,
             incoming=IncomingState(context, launcher),
@@ -81,6 +85,7 @@ class GangParts:
                 lambda: bool(orders.desired.claim.shared_mask),
                 group,
                 lambda: int(orders.desired.claim.arena_bytes),
+                devices,
             ),
             segments=Segments(host, group),
             escalation=Escalation(context, exits),
@@ -111,13 +116,16 @@ def facts_of(context: GangContext, orders: ReceivedOrders, parts: GangParts) -> 
         has_images=parts.images.are_possible,
         awaits_image=launching.awaits_image,
         frozen=parts.freezer.frozen,
+        takes_devices=not parts.devices.why_not(orders.desired) and not parts.devices.refusal(wanted.order.number),
+        devices_taken=parts.devices.are_taken,
+        is_worked_on=parts.devices.are_changing,
         launch_failure=launching.failure,
         has_room=parts.incoming.has_room(wanted),
         memory_freed=parts.memory.freed,
         published_step=parts.saving.published_step(wanted, exits.settled),
         escalated=parts.escalation.escalated,
         out_of_memory=was_killed and context.host.cgroups.oom_kills(context.paths.group) > 0,
-        damage=context.pages.damage(),
+        damage=context.pages.damage() or parts.devices.lost,
         stop_signalled=parts.escalation.stop_signalled,
         asked_to_save=bool(parts.escalation.asked_to_save_s),
         settled=exits.settled,
@@ -157,6 +165,7 @@ def write_notes(context: GangContext, orders: ReceivedOrders, parts: GangParts) 
         **parts.launcher.journal(),
         **parts.launching.journal(),
         **parts.images.journal(),
+        **parts.devices.journal(),
     }
     write_hint(context.paths.local, fields)
 
@@ -169,6 +178,7 @@ def recall_notes(context: GangContext, orders: ReceivedOrders, parts: GangParts)
         parts.launcher.recall(left)
         parts.launching.recall(left)
         parts.images.recall(left)
+        parts.devices.recall(left)
         orders.mark = RunMark.recall(left.get("mark", {}))
         parts.memory.kept_bytes = int(left.get("kept_memory_bytes", 0))
         parts.memory.recall({int(pid): int(size) for pid, size in left.get("baselines", {}).items()})

@@ -320,8 +320,8 @@ class LocalGang:
     async def _follow_ranks(self, now: float) -> None:
         """Bring launched ranks and the daemon to each other's news, through the pages where they can be read."""
         parts, pages = self.parts, self.context.pages
-        if pages.damage():
-            await parts.escalation.abandon(pages.damage())
+        if damage := pages.damage() or parts.devices.lost:
+            await parts.escalation.abandon(damage)
         if pages.readable:
             await self._begin_attending()
             is_parked = self.wanted.intent is OrderIntent.PARK and not self._orders.is_by_rotation
@@ -364,9 +364,11 @@ class LocalGang:
             await parts.pinning.follow(self.desired, self.iteration_s)
         parts.images.follow(wanted, parts.launcher.open_image_arena)
         parts.launching.follow_arrival(wanted, parts.incoming.is_whole)
-        is_opaque = gang_judgement.has_opaque_rank(self._facts(), now)
+        # frozen processes are thawed first: an image has them as they stand
+        is_opaque = gang_judgement.has_opaque_rank(self._facts(), now) and not parts.freezer.frozen
         await parts.saving.tend(self.desired, self.wanted, self.phase, now, not parts.exits.exits, is_opaque)
         facts = self._facts()
+        parts.devices.follow(facts, now, holds_still=parts.images.holds_still)
         await parts.freezer.follow(facts, now)
         if gang_judgement.has_opaque_rank(facts, now):
             pids = [process.pid for process in parts.exits.processes.values()]

@@ -25,6 +25,7 @@ from ganger_daemon.core.gang_judgement import (
     PartPhase,
     has_opaque_rank,
     is_beyond,
+    is_to_be_taken,
 )
 from ganger_daemon.gang.gang_context import GangContext, order_key_to_wire
 from ganger_daemon.gang.gang_parts import GangParts, facts_of
@@ -79,7 +80,7 @@ class GangReport:
         if self._phase is PartPhase.PARKED:
             return judged.judgement.level < wanted.level
         facts, now = facts_of(self.context, self.orders, self.parts), time.monotonic()
-        if self._phase is not PartPhase.STOPPING or not has_opaque_rank(facts, now):
+        if self._phase is not PartPhase.STOPPING or not has_opaque_rank(facts, now) or is_to_be_taken(facts, now):
             return False
         # a job without a hello may still be importing
         is_late = now - self.orders.ordered_at > self.context.host.order_patience_s
@@ -89,6 +90,7 @@ class GangReport:
         """Return why a migration, or a stop at the ordered level, cannot continue; else the last checkpoint's error."""
         parts, wanted = self.parts, self.orders.wanted
         reason = self.context.pages.foreign or parts.incoming.trouble or parts.images.trouble
+        reason = reason or parts.devices.refusal(wanted.order.number) or parts.devices.trouble
         reason = reason or parts.rank_errors.under(wanted.order, parts.saving.saved_request)
         if reason:
             return reason
@@ -99,6 +101,7 @@ class GangReport:
             return f"{why}: {what} is not possible"
         is_to_rest = self._phase is PartPhase.STOPPING and wanted.intent is OrderIntent.PARK
         is_imaged = parts.images.are_possible and wanted.level is ParkLevel.CHECKPOINT
+        is_imaged = is_imaged or is_to_be_taken(facts, time.monotonic())
         is_to_rest = is_to_rest and not wanted.asks_to_leave and not is_imaged
         if is_to_rest and not parts.freezer.frozen and has_opaque_rank(facts, time.monotonic()):
             return f"this job has no boundaries: {wanted.level.name} is not possible"
@@ -211,16 +214,19 @@ def _add_page_figures(message: agent_pb2.ObservedGang, report: GangReport) -> No
     context, parts = report.context, report.parts
     found = [context.pages.progress(rank) for rank in context.part.ranks]
     message.threads = parts.pinning.threads()
+    facts = facts_of(context, report.orders, parts)
+    add_capabilities(message, GangFindings(context, report.orders.desired, parts, facts, found))
     per_device = [
         -(-progress.peak_device_bytes // max(1, mask.bit_count()))
         for progress, mask in zip(found, context.part.device_masks, strict=True)
     ]
     # in whole 64 MiB: a peak that creeps is no news
-    message.peak_device_bytes = -(-max(per_device) // (64 << 20)) * (64 << 20) if max(per_device) else 0
+    peak = max(*per_device, parts.devices.peak_bytes)
+    if message.capabilities.offload_by:
+        peak = max(peak, 1)  # what takes its device away needs an arena, however small
+    message.peak_device_bytes = -(-peak // (64 << 20)) * (64 << 20)
     if message.phase in (agent_pb2.ObservedGang.PHASE_PARKED, agent_pb2.ObservedGang.PHASE_ENDED):
         _add_progress(message.progress, report, found)
-    facts = facts_of(context, report.orders, parts)
-    add_capabilities(message, GangFindings(context, report.orders.desired, parts, facts, found))
 
 
 def _add_progress(message: job_pb2.Progress, report: GangReport, found: Sequence[PageProgress]) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from ganger.agent.v1 import agent_pb2
 from ganger.injob.page import PageProgress
 from ganger.injob.page_layout import Capability
-from ganger.protocol.gang_orders import Mechanism
+from ganger.protocol.gang_orders import Mechanism, OrderIntent, ParkLevel
 from ganger.v1 import job_pb2
 
 from ganger_daemon.core.gang_judgement import GangPart, has_opaque_rank
@@ -22,6 +22,8 @@ from ganger_daemon.gang.gang_parts import GangParts
 MOVE = "MOVE"
 # Why an elastic job has to stay at its number of ranks.
 RESIZE = "RESIZE"
+# Why it does not share devices in turns, although it can be suspended.
+TURNS = "TURNS"
 # An agent that offers one of these does not run its script again.
 _SAVED_OTHERWISE = Capability.ADAPTER | Capability.FIVE_LINE | Capability.IMAGE
 _FOREIGN = "its control page is of another version of Ganger"
@@ -116,6 +118,7 @@ def _add_mechanism(message: agent_pb2.ObservedGang, found: GangFindings) -> None
         why = f"the user wants {facts.wish.name.lower()} (--mechanism)"
         capabilities.can_offload = capabilities.can_checkpoint = False
         capabilities.can_resize = capabilities.can_reshard = False
+        capabilities.offload_by = ""
         capabilities.missing.update({"OFFLOAD": why, "CHECKPOINT": why})
         message.capabilities_presumed = message.capabilities_presumed and not is_without_agent
     if choice.mechanism is Mechanism.SIGNAL:
@@ -167,10 +170,27 @@ def _add_without_agent(capabilities: job_pb2.Capabilities, found: GangFindings, 
         capabilities.missing["PAUSE"] = f"{why}: on several nodes some ranks would stop within a collective operation"
     elif not capabilities.can_pause:
         capabilities.missing["PAUSE"] = f"{why}, and processes cannot be frozen on this node ({freezer})"
-    capabilities.missing["OFFLOAD"] = agent_reason or f"{why}: its state cannot be moved out of the device"
+    if is_certain or found.facts.no_agent:
+        _add_in_place(capabilities, found, why)
+    else:
+        capabilities.missing["OFFLOAD"] = f"{why}: its state cannot be moved out of the device"
     capabilities.can_checkpoint = found.parts.images.are_possible and context.host.storage.proved
     if not capabilities.can_checkpoint:
         capabilities.missing["CHECKPOINT"] = agent_reason or f"{why}: its state cannot be saved and restored"
+        if capabilities.can_offload:
+            capabilities.missing[MOVE] = capabilities.missing["CHECKPOINT"]
+
+
+def _add_in_place(capabilities: job_pb2.Capabilities, found: GangFindings, why: str) -> None:
+    """Add whether the devices can be taken from processes without an agent. `why`: they have none."""
+    if obstacle := found.parts.devices.why_not(found.desired):
+        capabilities.missing["OFFLOAD"] = f"{why}, and {obstacle}"
+        return
+    capabilities.can_offload, capabilities.offload_by = True, found.parts.devices.means
+    capabilities.missing[TURNS] = f"{why}: to take its devices away takes longer than a turn should"
+    is_parked = found.facts.wanted.intent is OrderIntent.PARK and found.facts.wanted.level is ParkLevel.OFFLOAD
+    if is_parked and found.facts.devices_taken:
+        capabilities.missing[MOVE] = "it is suspended without an agent, and goes on where it is"
 
 
 def _add_of_agent(capabilities: job_pb2.Capabilities, found: GangFindings) -> None:

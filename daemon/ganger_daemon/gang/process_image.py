@@ -31,10 +31,17 @@ from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
 from ganger.v1 import job_pb2
 
 from ganger_daemon.checkpoints.storage import directories, shard_name
-from ganger_daemon.devices.contract import VIRTUAL_DRIVER
 from ganger_daemon.gang.exit_watcher import ExitWatcher
 from ganger_daemon.gang.gang_context import GangContext
-from ganger_daemon.images.contract import PID_FILE, SHARED_MEMORY, ImageFacts, ImageRefusedError, UnitProcesses
+from ganger_daemon.gang.taken_devices import TakenDevices
+from ganger_daemon.images.contract import (
+    PID_FILE,
+    SHARED_MEMORY,
+    DeviceStateLostError,
+    ImageFacts,
+    ImageRefusedError,
+    UnitProcesses,
+)
 from ganger_daemon.images.packing import pack, packed_bytes, unpack
 from ganger_daemon.node.daemon_files import make_directory, remove_tree
 from ganger_daemon.node.process_identity import NO_PROCESS, ProcessId, send_signal
@@ -57,8 +64,9 @@ class GangImages:
     daemon has ended the processes with the image of the present stop; `awaits_agent`: false for a process restored from
     the image of one without an agent; `trouble`: why a move cannot continue."""
 
-    def __init__(self, context: GangContext, exits: ExitWatcher) -> None:
+    def __init__(self, context: GangContext, exits: ExitWatcher, devices: TakenDevices) -> None:
         self._context = context
+        self._devices = devices
         self._host = context.host
         self._paths = context.paths
         self._exits = exits
@@ -82,6 +90,11 @@ class GangImages:
     @property
     def are_possible(self) -> bool:
         return bool(self._names)
+
+    @property
+    def holds_still(self) -> bool:
+        """Whether the daemon has stopped the processes for a move, or restored them so."""
+        return self._is_stopped
 
     def recall(self, left: Mapping[str, Any]) -> None:
         """Take over what a former daemon noted."""
@@ -120,8 +133,8 @@ class GangImages:
             return "its processes are on several nodes"
         if part.world > 1:
             return "it has several tasks"
-        if desired.claim.device_mask and self._host.inventory.driver not in ("", VIRTUAL_DRIVER):
-            return "it has GPUs, whose state is not brought back with an image yet"
+        if why := self._devices.unsavable(desired):
+            return why
         if self._paths.run.is_relative_to(SHARED_MEMORY):
             return f"the daemon's run directory is in {SHARED_MEMORY}, which is another one for a restored process"
         return self._obstacle or self._host.images.unavailable
@@ -200,7 +213,7 @@ class GangImages:
         if not is_there:
             try:
                 await self._host.storage.work.run(self._take, shard, agreement, step, goes_on, within_s=_DUMP_S)
-            except ImageRefusedError as error:
+            except (ImageRefusedError, DeviceStateLostError) as error:
                 return f"IMAGE_REFUSED: {error}"
             except OSError as error:
                 is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -223,20 +236,24 @@ class GangImages:
                 self._context.write_notes()
 
         try:
-            # one that goes on does not wait for storage
-            self._dump(write, goes_on=goes_on, stands_still=not goes_on)
+            # one that goes on does not wait for storage; one that was parked without its devices gets none back
+            keeps_devices = not self._devices.are_taken
+            self._dump(write, goes_on=goes_on, keeps_devices=keeps_devices, stands_still=not goes_on)
         except BaseException:
             self.has_ended, self._taken = False, {}
             part.unlink(missing_ok=True)
             shard.unlink(missing_ok=True)
             raise
 
-    def _dump(self, use: Callable[[Path], None], *, goes_on: bool, stands_still: bool = True) -> None:
+    def _dump(
+        self, use: Callable[[Path], None], *, goes_on: bool, keeps_devices: bool, stands_still: bool = True
+    ) -> None:
         """Dump the processes, and `use` the directory of their image, while they stand still or afterwards."""
         directory = self._empty_directory()
         try:
             process = self._exits.processes[self._rank]
             labels = {"names": self._names, "agent": "yes" if self._has_agent() else "", "step": str(self._imaged_step)}
+            labels |= self._devices.labels(self._device_mask)
             members = () if self.init.pid else tuple(self._host.cgroups.pids(self._paths.group))
             is_frozen = self._host.cgroups.frozen(self._paths.group)
             freezer = self._host.cgroups.freezer_file(self._paths.group) if is_frozen else ""
@@ -244,11 +261,22 @@ class GangImages:
             place = str(Path(freezer).parent) if freezer else ""
             unit = UnitProcesses(self.init.pid, process.pid, own, labels, members, place)
             meanwhile = (lambda: use(directory)) if stands_still else (lambda: None)
-            self._host.images.dump(unit, directory, goes_on=goes_on, meanwhile=meanwhile)
+            with self._devices.in_use():
+                facts = self._host.images.dump(
+                    unit, directory, goes_on=goes_on, keeps_devices=keeps_devices, meanwhile=meanwhile
+                )
+            self._devices.are_taken = not keeps_devices and bool(facts.device_pids)
             if not stands_still:
                 use(directory)
+        except DeviceStateLostError as error:
+            self._devices.lost = str(error)
+            raise
         finally:
             remove_tree(directory)
+
+    @property
+    def _device_mask(self) -> int:
+        return self._context.part.device_masks[0]
 
     def _header(self, step: int) -> dict[str, Any]:
         return {"step": step, "rank": self._rank, "world": 1}
@@ -329,7 +357,7 @@ class GangImages:
                     if time.monotonic() >= deadline:
                         raise
                     await asyncio.sleep(_RETRY_S)
-        except (ImageRefusedError, OSError, LauncherError) as error:
+        except (ImageRefusedError, DeviceStateLostError, OSError, LauncherError) as error:
             self.trouble = f"IMAGE_REFUSED: {error}"
             log.warning("no image for a move: %s", error, extra={"group": self._paths.group})
         finally:
@@ -365,7 +393,8 @@ class GangImages:
             hit("image-packed")
 
         try:
-            self._dump(write, goes_on=True)
+            # without an agent it gets its devices back with the order to run, as its processes are stopped until then
+            self._dump(write, goes_on=True, keeps_devices=has_agent)
         except BaseException:
             self._handed = (0, 0, 0)
             if not has_agent:
@@ -412,6 +441,7 @@ class GangImages:
             # noted before there is a process: the next daemon finds it so
             self.awaits_agent, self._is_stopped = has_agent, is_moved and not has_agent
             self._imaged_step = int(facts.labels.get("step", 0))
+            self._devices.expect(facts.labels, len(facts.device_pids), self._device_mask)
             while True:
                 self._make_unit(launcher, procs)
                 try:

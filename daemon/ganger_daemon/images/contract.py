@@ -103,13 +103,15 @@ class ProcessImages(Protocol):
         *,
         goes_on: bool,
         is_outside_closed: bool = False,
+        keeps_devices: bool = True,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> ImageFacts:
         """Write an image into an empty directory. Blocks.
 
         Afterwards the processes are dead, or run on where `goes_on`. `is_outside_closed`: connections to other machines
         may be cut; the restored processes find them closed. `meanwhile` is called once the image is whole, while the
-        processes stand still. Device state is part of the image. Raises ImageRefusedError, OSError and what `meanwhile`
+        processes stand still. Device state is part of the image. Where not `keeps_devices`, processes that run on wait
+        for their devices until the caller gives them back. Raises ImageRefusedError, OSError and what `meanwhile`
         raises, then all run on; DeviceStateLostError, then one of them has lost its device.
         """
 
@@ -121,11 +123,6 @@ class ProcessImages(Protocol):
         """Return the command that restores an image, for a process inside a new unit, whose sibling the restored
         root becomes. `files`: paths as in the image's facts, and the descriptors of that process that replace them.
         `is_stopped`: the processes stand still until they get SIGCONT."""
-
-    def give_devices(self, unit: UnitProcesses, directory: Path, moved: Mapping[str, str]) -> None:
-        """Give restored processes their device state back, on the devices that replace those of the image by UUID.
-        Without state on a device nothing is to be done. May be repeated. Blocks. Raises ImageRefusedError where a later
-        call may succeed, DeviceStateLostError where the processes can only be ended."""
 
     def restore_failure(self, directory: Path) -> str:
         """Return why the last restore from a directory failed, in words for the user."""

@@ -33,7 +33,7 @@ from ganger_daemon.images.contract import (
     read_facts,
     write_facts,
 )
-from ganger_daemon.images.driver import DeviceState, choose_device_state
+from ganger_daemon.images.driver import DeviceState
 from ganger_daemon.images.packing import fill_directories, image_files, pack_directories
 from ganger_daemon.images.process_tree import UnitProc, pid_inside, pids_outside, shared_by_name
 from ganger_daemon.images.reasons import reason_of
@@ -71,6 +71,7 @@ class NoImages:
         *,
         goes_on: bool,
         is_outside_closed: bool = False,
+        keeps_devices: bool = True,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> ImageFacts:
         raise ImageRefusedError(self.unavailable)
@@ -79,9 +80,6 @@ class NoImages:
         raise ImageRefusedError(self.unavailable)
 
     def restore_arguments(self, directory: Path, files: Mapping[str, int], *, is_stopped: bool = False) -> list[str]:
-        raise ImageRefusedError(self.unavailable)
-
-    def give_devices(self, unit: UnitProcesses, directory: Path, moved: Mapping[str, str]) -> None:
         raise ImageRefusedError(self.unavailable)
 
     def restore_failure(self, directory: Path) -> str:
@@ -107,7 +105,7 @@ class CriuImages:
 
     def __init__(self, program: str, version: str, devices: DeviceState | None = None) -> None:
         self.program = program
-        self._devices = devices or choose_device_state("")
+        self._devices = devices or DeviceState(None, "there is no GPU driver")
         self._machine = Machine(platform.machine(), cpu_flags(), platform.release(), f"criu {version}")
 
     @property
@@ -121,6 +119,7 @@ class CriuImages:
         *,
         goes_on: bool,
         is_outside_closed: bool = False,
+        keeps_devices: bool = True,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> ImageFacts:
         proc = UnitProc(unit.init_pid or None)
@@ -139,7 +138,7 @@ class CriuImages:
             goes_on = True
             raise
         finally:
-            if goes_on:
+            if goes_on and keeps_devices:
                 self._give_back(holders)
 
     def _give_back(self, holders: tuple[int, ...]) -> None:
@@ -184,14 +183,6 @@ class CriuImages:
         placed = ["-D", str(directory), "-o", RESTORE_LOG, "--pidfile", str(directory / PID_FILE)]
         placed += ["--restore-detached", "--restore-sibling", *(["--leave-stopped"] if is_stopped else [])]
         return [self.program, "restore", *placed, *options, *given]
-
-    def give_devices(self, unit: UnitProcesses, directory: Path, moved: Mapping[str, str]) -> None:
-        holders = read_facts(directory).device_pids
-        outside = pids_outside(unit.root_pid) if holders else {}
-        missing = sorted(set(holders) - set(outside))
-        if missing:
-            raise DeviceStateLostError(f"process {missing[0]} of the unit, which had a GPU, has ended")
-        self._devices.restore([outside[pid] for pid in holders], moved)
 
     def restore_failure(self, directory: Path) -> str:
         return reason_of(_text(directory / RESTORE_LOG)) or "CRIU failed without naming an error"
@@ -271,9 +262,9 @@ def cpu_flags() -> tuple[str, ...]:
     return ()
 
 
-def choose_images(setting: str = "", driver: str = "") -> CriuImages | NoImages:
-    """Find and probe CRIU. `setting`: its path, "none", or empty: on the path, else beside this interpreter. `driver`:
-    version of the GPUs' driver, if any. Blocks for a second at most, where the kernel answers."""
+def choose_images(setting: str = "", devices: DeviceState | None = None) -> CriuImages | NoImages:
+    """Find and probe CRIU. `setting`: its path, "none", or empty: on the path, else beside this interpreter. `devices`:
+    what saves state on GPUs, if any. Blocks for a second at most, where the kernel answers."""
     if setting == "none":
         return NoImages("not wanted")
     program = setting or shutil.which("criu") or shutil.which("criu", path=str(Path(sys.executable).parent)) or ""
@@ -293,7 +284,7 @@ def choose_images(setting: str = "", driver: str = "") -> CriuImages | NoImages:
         is_root = os.geteuid() == 0
         why = reason_of(text) or text.strip()[-200:]
         return NoImages(why if is_root else f"the daemon is not root ({why})")
-    return CriuImages(program, match.group(1), choose_device_state(driver))
+    return CriuImages(program, match.group(1), devices)
 
 
 def _output(command: Sequence[str]) -> tuple[int, str]:

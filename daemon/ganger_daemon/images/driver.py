@@ -16,13 +16,15 @@ import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+from ganger.failpoints import hit
 
 from ganger_daemon.images.contract import DeviceStateLostError, ImageRefusedError
 
 OLDEST_DRIVER = 570
 LOCK_S = 30.0
-_SUCCESS = "CUDA_SUCCESS"
+_SUCCESS, _INVALID = "CUDA_SUCCESS", "CUDA_ERROR_INVALID_VALUE"
 # The driver names no cause; these are the ones that its documentation and its users name.
 _NOT_SUPPORTED = "the driver cannot save it: NCCL, managed memory, memory shared between processes, or MIG is in use"
 _MEANINGS = {
@@ -68,6 +70,24 @@ class DriverCalls(Protocol):
     def unlock(self, pid: int) -> None: ...
 
 
+class Replacements(NamedTuple):
+    """Devices by UUID, and those that replace them. `own`: of a saved process; `others`: those that it did not use, but
+    may have seen. The driver wants a partner for each device that the process has opened, and rejects more than these;
+    which they are is not known from outside."""
+
+    own: Mapping[str, str] = {}
+    others: Mapping[str, str] = {}
+
+
+def replacements(
+    old: Sequence[str], old_others: Sequence[str], new: Sequence[str], new_others: Sequence[str]
+) -> Replacements:
+    """Return what replaces the devices of a saved process, in their order; nothing where it gets the same again."""
+    if list(old) == list(new):
+        return Replacements()
+    return Replacements(dict(zip(old, new, strict=False)), dict(zip(old_others, new_others, strict=False)))
+
+
 class DeviceState:
     """Saves and restores the CUDA state of processes. `unavailable`: why that is not possible; then processes without
     such state are still served."""
@@ -77,14 +97,30 @@ class DeviceState:
         self._calls = calls
         self._lock_s = lock_s
 
+    @property
+    def capability(self) -> str:
+        """As a node reports it: "yes", or "none: why"."""
+        return "yes" if self.has_driver else f"none: {self.unavailable}"
+
+    @property
+    def has_driver(self) -> bool:
+        """Whether processes here may have CUDA state that can be saved."""
+        return self._calls is not None
+
+    def holders(self, pids: Sequence[int]) -> tuple[int, ...]:
+        """Return those of some processes that have CUDA state, saved or not."""
+        calls = self._calls
+        if calls is None:
+            return ()
+        return tuple(pid for pid in pids if calls.state(pid) is not DriverProcessState.NONE)
+
     def save(self, pids: Sequence[int]) -> tuple[int, ...]:
         """Bring the CUDA state of a tree into its host memory. Return the processes that had any. May be repeated.
 
         Raises ImageRefusedError, then all have their devices again; DeviceStateLostError."""
         if self._calls is None:
             return ()
-        calls = self._calls
-        holders = [pid for pid in pids if calls.state(pid) is not DriverProcessState.NONE]
+        calls, holders = self._calls, self.holders(pids)
         if len(holders) > 1:
             named = ", ".join(map(str, holders))
             raise ImageRefusedError(f"several of its processes use a GPU ({named}): the driver cannot save them all")
@@ -94,13 +130,12 @@ class DeviceState:
             except DriverCallError as error:
                 self._undo(calls, pid, error)
                 raise ImageRefusedError(f"the GPU state of {self._why(pid, error)}") from error
-        return tuple(holders)
+        return holders
 
-    def restore(self, pids: Sequence[int], moved: Mapping[str, str] | None = None) -> None:
-        """Give processes their devices again and let them go on. May be repeated, also after a failure.
-
-        `moved`: devices by UUID, and those that replace them. Raises ImageRefusedError where a later call may succeed,
-        as when the device is full; DeviceStateLostError."""
+    def restore(self, pids: Sequence[int], moved: Replacements | None = None) -> None:
+        """Give processes their devices again, or those that replace them, and let them go on. May be repeated, also
+        after a failure. Raises ImageRefusedError where a later call may succeed, as when the device is full;
+        DeviceStateLostError."""
         if self._calls is None:
             if pids:
                 raise ImageRefusedError(self.unavailable)
@@ -108,7 +143,8 @@ class DeviceState:
         for pid in pids:
             try:
                 if self._calls.state(pid) is DriverProcessState.CHECKPOINTED:
-                    self._calls.restore(pid, moved or {})
+                    self._restore_one(self._calls, pid, moved or Replacements())
+                    hit("devices-restored")
                 if self._calls.state(pid) is DriverProcessState.LOCKED:
                     self._calls.unlock(pid)
             except DriverCallError as error:
@@ -116,12 +152,23 @@ class DeviceState:
                 raise ImageRefusedError(f"the GPU state is not restored: {self._why(pid, error)}") from error
             self._reject_lost(self._calls, pid)
 
+    @staticmethod
+    def _restore_one(calls: DriverCalls, pid: int, moved: Replacements) -> None:
+        try:
+            calls.restore(pid, {**moved.own, **moved.others} if moved.own else {})
+        except DriverCallError as error:
+            if error.result != _INVALID or not moved.others:
+                raise
+            calls.restore(pid, moved.own)
+
     def _save_one(self, calls: DriverCalls, pid: int) -> None:
         # An earlier call may have been interrupted.
         if calls.state(pid) is DriverProcessState.RUNNING:
             calls.lock(pid, self._lock_s)
+            hit("devices-locked")
         if calls.state(pid) is DriverProcessState.LOCKED:
             calls.checkpoint(pid)
+            hit("devices-saved")
         self._reject_lost(calls, pid)
 
     def _undo(self, calls: DriverCalls, pid: int, error: DriverCallError) -> None:

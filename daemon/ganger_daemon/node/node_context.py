@@ -17,6 +17,7 @@ from ganger_daemon.checkpoints import storage as layout
 from ganger_daemon.core import escalation
 from ganger_daemon.devices.contract import Devices, Inventory
 from ganger_daemon.images.contract import ProcessImages
+from ganger_daemon.images.driver import DeviceState
 from ganger_daemon.node import core_table as cores
 from ganger_daemon.node.daemon_files import DaemonPaths
 from ganger_daemon.node.launchers import Launchers
@@ -153,6 +154,7 @@ class NodeContext:
     cgroups: Cgroups
     devices: Devices
     images: ProcessImages
+    device_state: DeviceState
     inventory: Inventory
     logs: LogStore
     launchers: Launchers

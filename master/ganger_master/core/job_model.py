@@ -134,7 +134,8 @@ class Capabilities(Struct, frozen=True, gc=False, omit_defaults=True):
     (zero: any); `reshard`: only from a checkpoint on storage. `presumed`: no agent has reported yet, perhaps because it
     is only starting. `withdrawn`: the part of `missing` that failed once and is not offered again, whatever the ranks
     of a later attempt report.
-    `refused_mechanisms`: stronger ones than the one in use, strongest first.
+    `refused_mechanisms`: stronger ones than the one in use, strongest first; `offload_by`: how OFFLOAD is done where
+    no agent does it.
     """
 
     pause: bool = False
@@ -149,6 +150,7 @@ class Capabilities(Struct, frozen=True, gc=False, omit_defaults=True):
     withdrawn: Mapping[str, str] = field(default_factory=dict)
     mechanism: Mechanism = Mechanism.UNSPECIFIED
     refused_mechanisms: tuple[RefusedMechanism, ...] = ()
+    offload_by: str = ""
 
     @property
     def starts_at_any_size(self) -> bool:

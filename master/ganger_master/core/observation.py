@@ -277,6 +277,7 @@ def _common(gang: Gang) -> Capabilities:
         presumed=any(capabilities.presumed for capabilities in known),
         mechanism=weakest.mechanism,
         refused_mechanisms=weakest.refused_mechanisms,
+        offload_by=next((capabilities.offload_by for capabilities in known if capabilities.offload_by), ""),
     )
 
 

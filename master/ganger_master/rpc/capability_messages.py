@@ -36,6 +36,7 @@ def capabilities_to_wire(value: Capabilities) -> job_pb2.Capabilities:
         resize_divides=value.resize_divides,
         is_presumed=value.presumed,
         can_move=value.can_move,
+        offload_by=value.offload_by,
         mechanism=mechanism_to_wire(value.mechanism),
         refused_mechanisms=[
             job_pb2.RefusedMechanism(mechanism=mechanism_to_wire(one.mechanism), reason=one.reason)
@@ -56,6 +57,7 @@ def capabilities_from_wire(message: job_pb2.Capabilities) -> Capabilities:
         resize_divides=message.resize_divides,
         presumed=message.is_presumed,
         mechanism=mechanism_from_wire(message.mechanism),
+        offload_by=cut(message.offload_by, _WHY_MOST),
         refused_mechanisms=tuple(
             RefusedMechanism(mechanism_from_wire(one.mechanism), cut(one.reason, _WHY_MOST))
             for one in message.refused_mechanisms[: len(Mechanism)]

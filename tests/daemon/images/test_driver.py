@@ -14,7 +14,9 @@ from ganger_daemon.images.driver import (
     DriverCallError,
     DriverCalls,
     DriverProcessState,
+    Replacements,
     choose_device_state,
+    replacements,
 )
 from ganger_daemon.images.reasons import unsavable
 from kit.scripted_driver import ScriptedDriver
@@ -30,10 +32,29 @@ def test_a_process_is_saved_and_restored_in_four_calls() -> None:
     devices = DeviceState(driver)
     assert devices.save([PID, 1]) == (PID,)
     assert driver.states[PID] is CHECKPOINTED
-    devices.restore([PID], {"GPU-old": "GPU-new"})
+    devices.restore([PID], Replacements({"GPU-old": "GPU-new"}))
     assert driver.made == ["lock", "checkpoint", "restore", "unlock"]
     assert driver.moved == {"GPU-old": "GPU-new"}
     assert driver.states[PID] is RUNNING
+
+
+def test_a_process_gets_the_devices_that_replace_its_own_in_their_order() -> None:
+    assert replacements(["a", "b"], ["c"], ["x", "y"], ["z"]) == ({"a": "x", "b": "y"}, {"c": "z"})
+    assert replacements(["a"], ["b"], ["a"], ["b"]) == Replacements()
+    assert replacements(["a"], ["b"], ["b"], ["a"]).own == {"a": "b"}
+
+
+def test_partners_of_devices_that_a_process_cannot_see_are_left_out_where_the_driver_rejects_them() -> None:
+    driver = ScriptedDriver(PID)
+    devices = DeviceState(driver)
+    moved = Replacements({"a": "x"}, {"b": "y"})
+    devices.save([PID])
+    devices.restore([PID], moved)
+    assert driver.moved == {"a": "x", "b": "y"}
+    devices.save([PID])
+    driver.faults["restore"] = ("CUDA_ERROR_INVALID_VALUE", None)
+    devices.restore([PID], moved)
+    assert driver.moved == {"a": "x"}
 
 
 def test_processes_without_gpu_state_need_no_call() -> None:

@@ -1,0 +1,249 @@
+"""Devices taken from the processes of one gang, and given back.
+
+A process without an agent is offloaded in place: the GPU driver copies its device memory to its host memory and takes
+the device from it, and then it is frozen. A process without state on a GPU is only frozen. An image of processes has
+their device state as host memory, too: what is restored from it gets its devices, perhaps others, once it may run.
+
+The driver keeps what it has taken when the daemon dies. So the next daemon asks the driver, and gives back what the
+present order lets run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from ganger.agent.v1 import agent_pb2
+from ganger.cluster.topology import bits
+from ganger.injob.process_identity import family
+from ganger.protocol.gang_orders import OrderIntent
+
+from ganger_daemon.core.gang_judgement import GangPart, is_to_be_taken
+from ganger_daemon.devices.contract import UNREADABLE, VIRTUAL_DRIVER
+from ganger_daemon.gang.exit_watcher import ExitWatcher
+from ganger_daemon.gang.gang_context import GangContext
+from ganger_daemon.images.contract import DeviceStateLostError, ImageRefusedError
+from ganger_daemon.images.driver import Replacements, replacements
+from ganger_daemon.node.process_identity import anonymous_bytes
+
+log = logging.getLogger(__name__)
+
+BY_DRIVER = "in place, by the GPU driver"
+BY_FREEZING = "in place, by freezing; a virtual GPU has no memory of its own to free"
+# Between two attempts to give a process its devices back, and between two looks at the memory that it uses.
+_RETRY_S = 1.0
+_LOOK_S = 1.0
+_OWN, _OTHERS = "gpus", "other_gpus"
+
+
+class TakenDevices:
+    """Devices of one gang's processes.
+
+    `are_taken`: the processes wait for their devices, and none of their state is on one; `taken_bytes`: what they had
+    there; `peak_bytes`: most that was seen on one device, zero while unknown; `refusal`: why they were not taken for
+    the present order; `trouble`: why they are not given back yet; `lost`: why the gang can only be ended."""
+
+    def __init__(self, context: GangContext, exits: ExitWatcher, limit_bytes: Callable[[], int]) -> None:
+        """`limit_bytes`: of the gang's host memory with its arenas; zero for none."""
+        self._context = context
+        self._limit_bytes = limit_bytes
+        self._host = context.host
+        self._exits = exits
+        self._work: asyncio.Task[None] | None = None
+        self._users = 0  # images under way, which take devices and give them back themselves
+        self._one_at_a_time = threading.Lock()
+        self._may_be_taken = self._host.device_state.has_driver  # by a former daemon
+        self._moved = Replacements()
+        self._expected = 0  # processes that a restored image had with device state
+        self._refused: tuple[int, str] = (0, "")
+        self._failed_at = self._looked_at = 0.0
+        self.are_taken = False
+        self.taken_bytes = 0
+        self.peak_bytes = 0
+        self.trouble = ""
+        self.lost = ""
+
+    def recall(self, left: Mapping[str, Any]) -> None:
+        """Take over what a former daemon noted."""
+        fields = left.get("devices", {})
+        self.are_taken = bool(fields.get("are_taken", False))
+        self.taken_bytes = int(fields.get("taken_bytes", 0))
+        self.peak_bytes = int(fields.get("peak_bytes", 0))
+        self._expected = int(fields.get("expected", 0))
+        self._moved = Replacements(*(dict(one) for one in fields.get("moved", ({}, {}))))
+
+    def journal(self) -> dict[str, Any]:
+        fields = {
+            "are_taken": self.are_taken,
+            "taken_bytes": self.taken_bytes,
+            "peak_bytes": self.peak_bytes,
+            "expected": self._expected,
+            "moved": [dict(one) for one in self._moved],
+        }
+        return {"devices": fields}
+
+    @property
+    def is_real(self) -> bool:
+        return self._host.inventory.driver not in ("", VIRTUAL_DRIVER)
+
+    @property
+    def are_changing(self) -> bool:
+        """Whether the driver, or what takes an image, is at work on the processes: they cannot obey meanwhile."""
+        return self._work is not None or self._users > 0
+
+    def unsavable(self, desired: agent_pb2.DesiredGang) -> str:
+        """Return why the driver cannot save the state that the gang has on its devices; empty if nothing is known."""
+        return self._host.device_state.unavailable if desired.claim.device_mask and self.is_real else ""
+
+    def why_not(self, desired: agent_pb2.DesiredGang) -> str:
+        """Return why the gang's processes cannot be offloaded in place; empty if nothing is known against it."""
+        part = self._context.part
+        freezer = self._host.cgroups.capabilities.get("freeze", "none")
+        if part.world > 1:
+            return "it has several tasks, and the GPU driver saves one process"
+        if freezer.startswith("none"):
+            return f"processes cannot be frozen on this node ({freezer})"
+        return self.unsavable(desired)
+
+    @property
+    def means(self) -> str:
+        """How the gang is offloaded in place, for the user."""
+        return BY_DRIVER if self.is_real else BY_FREEZING
+
+    def refusal(self, order: int) -> str:
+        return self._refused[1] if self._refused[0] == order else ""
+
+    def residue_bytes(self) -> int:
+        """Return the bytes that taken processes keep on virtual devices: nothing moves a process's memory from one part
+        of the machine's to another."""
+        return 0 if self.is_real else sum(anonymous_bytes(pid) or 0 for pid in self._pids())
+
+    # -- of an image ------------------------------------------------------------------------------------------------
+
+    def labels(self, device_mask: int) -> dict[str, str]:
+        """Return what an image tells of the devices, for `expect` where it is restored."""
+        own, others = self._uuids(device_mask)
+        return {_OWN: ",".join(own), _OTHERS: ",".join(others)}
+
+    def expect(self, labels: Mapping[str, str], processes: int, device_mask: int) -> None:
+        """Note that the gang is restored from an image in which so many processes have device state."""
+        old, old_others = (labels.get(name, "").split(",") for name in (_OWN, _OTHERS))
+        self._moved = replacements(old, old_others, *self._uuids(device_mask))
+        self._expected, self.are_taken = processes, processes > 0
+
+    def _uuids(self, device_mask: int) -> tuple[list[str], list[str]]:
+        """Return the devices of a mask and the others of this node, in the order of their indices."""
+        devices = sorted(self._host.inventory.devices, key=lambda device: device.index)
+        own = [device.uuid for device in devices if device_mask >> device.index & 1]
+        return own, [device.uuid for device in devices if device.uuid not in own]
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Leave the devices to what takes an image meanwhile, in another thread."""
+        self._users += 1
+        try:
+            with self._one_at_a_time:
+                self._may_be_taken = self._host.device_state.has_driver
+                yield
+        finally:
+            self._users -= 1
+
+    # -- orders -----------------------------------------------------------------------------------------------------
+
+    def follow(self, gang: GangPart, now: float, *, holds_still: bool) -> None:
+        """Begin to take the devices, or to give them back, if the order wants that. `holds_still`: the processes do not
+        run yet."""
+        if self.are_changing or gang.frozen or self.lost or not self._exits.live():
+            return
+        order = gang.wanted.order.number
+        # an agent needs the devices for whatever it is ordered to do
+        has_agent = any(rank.hello and not rank.opaque for rank in gang.ranks)
+        intents = (OrderIntent.RUN, OrderIntent.PREPARE)
+        may_run = gang.wanted.intent in intents or (has_agent and gang.wanted.intent is not OrderIntent.STOP)
+        runs = may_run and not holds_still
+        if is_to_be_taken(gang, now):
+            if not self.are_taken:
+                self._begin(lambda: self._take(order))
+        elif runs and (self.are_taken or self._may_be_taken):
+            if now - self._failed_at >= _RETRY_S:
+                self._begin(self._give_back)
+        elif runs and self.is_real and now - self._looked_at >= _LOOK_S:
+            self._looked_at = now
+            self.peak_bytes = max(self.peak_bytes, self._used_bytes())
+
+    def _begin(self, work: Callable[[], None]) -> None:
+        self._work = asyncio.create_task(self._do(work))
+
+    async def _do(self, work: Callable[[], None]) -> None:
+        try:
+            await asyncio.to_thread(self._alone, work)
+        except DeviceStateLostError as error:
+            self.lost = str(error)
+            log.error("device state lost", extra={"gang": self._context.paths.group, "cause": str(error)})
+        finally:
+            self._work = None
+            self._context.write_notes()
+            self._context.wake()
+
+    def _alone(self, work: Callable[[], None]) -> None:
+        with self._one_at_a_time:
+            work()
+
+    def _take(self, order: int) -> None:
+        device_state, pids = self._host.device_state, self._pids()
+        used = self._used_bytes() if device_state.holders(pids) else 0
+        self._may_be_taken = device_state.has_driver
+        try:
+            self.check_room(used)
+            device_state.save(pids)
+        except ImageRefusedError as error:
+            self._refused = (order, str(error))
+            return
+        self.taken_bytes, self.are_taken = max(used, self.taken_bytes), True
+        self.peak_bytes = max(self.peak_bytes, used)
+
+    def check_room(self, used_bytes: int) -> None:
+        """Raise ImageRefusedError where the gang's host memory has no room for what it has on a device: the kernel
+        would end it."""
+        limit_bytes, in_use = self._limit_bytes(), self._host.cgroups.unreclaimable_bytes(self._context.paths.group)
+        if limit_bytes and in_use and used_bytes + in_use > limit_bytes:
+            raise ImageRefusedError(
+                f"its {used_bytes >> 20} MiB on the GPU have no room in its host memory, of which it uses "
+                f"{in_use >> 20} of {limit_bytes >> 20} MiB"
+            )
+
+    def _give_back(self) -> None:
+        device_state = self._host.device_state
+        holders = device_state.holders(self._pids())
+        try:
+            if len(holders) < self._expected:
+                raise DeviceStateLostError(
+                    f"{self._expected} of the image's processes had state on a GPU, and the driver knows {len(holders)}"
+                )
+            device_state.restore(holders, self._moved)
+        except ImageRefusedError as error:
+            self.trouble, self._failed_at = str(error), time.monotonic()
+            return
+        self.trouble, self._moved, self._expected, self.taken_bytes = "", Replacements(), 0, 0
+        self.are_taken = self._may_be_taken = False
+
+    def _pids(self) -> tuple[int, ...]:
+        roots = [process.pid for process in self._exits.live()]
+        found = {pid for root in roots for pid in family(root)}
+        return tuple(sorted(found.union(self._host.cgroups.pids(self._context.paths.group))))
+
+    def _used_bytes(self) -> int:
+        """Return the most that the processes use of one of their devices, as far as the driver tells; else what is in
+        use there at all."""
+        devices = self._host.devices
+        own, whole = devices.used_by(self._pids()), devices.used_memory()
+        mask = 0
+        for part in self._context.part.device_masks:
+            mask |= part
+        found = [whole[index] if own[index] == UNREADABLE else own[index] for index in bits(mask) if index < len(own)]
+        return max((size for size in found if size != UNREADABLE), default=0)
