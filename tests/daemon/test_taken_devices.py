@@ -131,10 +131,11 @@ def test_every_failpoint_of_devices_is_tried() -> None:
     assert {*OFFLOAD_POINTS, *SAVE_POINTS, *(point for point, _ in MOVE_POINTS)} == OF_DEVICES
 
 
-def test_a_process_without_an_agent_is_offloaded_in_place_and_goes_on_with_its_device() -> None:
+@pytest.mark.parametrize("cgroups", ["none", "auto"])
+def test_a_process_without_an_agent_is_offloaded_in_place_and_goes_on_with_its_device(cgroups: str) -> None:
     async def story(made: Cluster) -> None:
         uid = str(uuid.uuid4())
-        await made.daemon("n1", criu="none")
+        await made.daemon("n1", criu="none", cgroups=cgroups)
         gang, pid = await begun(made, "opaque", uid)
         offers = await made.master.until("n1", 1, lambda seen: seen.capabilities.can_offload)
         assert offers.capabilities.offload_by
@@ -376,6 +377,30 @@ def test_a_move_that_is_given_up_gives_the_device_back_at_the_source(kind: str) 
         assert file_driver.read(pid) == {"state": "running", "uuid": device_of("n1")}
         assert one_after_the_other(counts(made, "n1", uid))
         assert counts(made, "n2", uid, 2) == []
+
+    run(story)
+
+
+@needs_images
+@pytest.mark.parametrize("cgroups", ["none", "auto"])
+def test_an_offloaded_process_moves_by_its_image_to_another_device(cgroups: str) -> None:
+    async def story(made: Cluster) -> None:
+        uid = str(uuid.uuid4())
+        await made.daemon("n1", cgroups=cgroups)
+        await made.daemon("n2", cgroups=cgroups)
+        gang, _ = await begun_for_images(made, "opaque", uid)
+        await offloaded(made, gang, 2)
+        before = counts(made, "n1", uid)
+        new = prepared(made, gang)
+        await made.master.want("n2", new)
+        ready = await made.master.until("n2", 2, in_phase(Observed.PHASE_READY))
+        assert ready.stop_step == made.master.book("n1").observed[1].stop_step
+        assert made.master.book("n1").observed[1].phase == Observed.PHASE_PARKED
+        await made.master.want("n2", with_changes(new, 2, intent=Intents.INTENT_RUN))
+        await goes_on(made, "n2", uid, 2)
+        running = await made.master.until("n2", 2, in_phase(Observed.PHASE_RUNNING))
+        assert file_driver.read(running.ranks[0].pid) == {"state": "running", "uuid": device_of("n2")}
+        assert one_after_the_other(before, counts(made, "n2", uid, 2))
 
     run(story)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from ganger.agent.v1 import agent_pb2
 from ganger.injob.page import PageProgress
 from ganger.injob.page_layout import Capability
-from ganger.protocol.gang_orders import Mechanism, OrderIntent, ParkLevel
+from ganger.protocol.gang_orders import Mechanism
 from ganger.v1 import job_pb2
 
 from ganger_daemon.core.gang_judgement import GangPart, has_opaque_rank
@@ -188,9 +188,6 @@ def _add_in_place(capabilities: job_pb2.Capabilities, found: GangFindings, why: 
         return
     capabilities.can_offload, capabilities.offload_by = True, found.parts.devices.means
     capabilities.missing[TURNS] = f"{why}: to take its devices away takes longer than a turn should"
-    is_parked = found.facts.wanted.intent is OrderIntent.PARK and found.facts.wanted.level is ParkLevel.OFFLOAD
-    if is_parked and found.facts.devices_taken:
-        capabilities.missing[MOVE] = "it is suspended without an agent, and goes on where it is"
 
 
 def _add_of_agent(capabilities: job_pb2.Capabilities, found: GangFindings) -> None:

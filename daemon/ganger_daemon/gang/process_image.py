@@ -265,7 +265,8 @@ class GangImages:
                 facts = self._host.images.dump(
                     unit, directory, goes_on=goes_on, keeps_devices=keeps_devices, meanwhile=meanwhile
                 )
-            self._devices.are_taken = not keeps_devices and bool(facts.device_pids)
+            if not keeps_devices and facts.device_pids:
+                self._devices.are_taken = True
             if not stands_still:
                 use(directory)
         except DeviceStateLostError as error:
