@@ -87,6 +87,7 @@ KEYS = frozenset(
         "distributed",
         "mechanism",
         "must_move",
+        "close_connections",
         "signal",
         "grace",
         "requeue",
@@ -195,6 +196,7 @@ def make_spec(
         distributed=reader.read("distributed", parse_boolean, None) or False,
         mechanism=reader.read("mechanism", parse_mechanism, MECHANISM_UNSPECIFIED),
         is_move_required=reader.read("must_move", parse_boolean, None) or False,
+        closes_connections=reader.read("close_connections", parse_boolean, None) or False,
     )
     if hint := command_hint(spec.command, spec.working_directory):
         reader.complain("command", hint)

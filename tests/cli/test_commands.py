@@ -50,11 +50,12 @@ def test_an_option_of_submit_behind_the_command_is_noted(
 
 
 def test_a_mechanism_and_a_stop_signal_go_with_the_spec(call: Call, capsys: Output) -> None:
-    flags = "--mechanism signal --signal B:USR1@300 --requeue --must-move --dry-run"
+    flags = "--mechanism signal --signal B:USR1@300 --requeue --must-move --close-connections --dry-run"
     assert call("submit", *flags.split(), "--", "true") == 0
     spec = json.loads(capsys.readouterr().out)
-    found = {name: spec[name] for name in ("mechanism", "stop_signal", "stop_grace", "is_move_required")}
-    assert found == {"mechanism": "SIGNAL", "stop_signal": "USR1", "stop_grace": 300.0, "is_move_required": True}
+    expected = {"mechanism": "SIGNAL", "stop_signal": "USR1", "stop_grace": 300.0}
+    expected |= {"is_move_required": True, "closes_connections": True}
+    assert {name: spec[name] for name in expected} == expected
     assert call("submit", "--grace", "5m", "--", "true") == 2
     assert "--grace: goes with the signal" in capsys.readouterr().err
 

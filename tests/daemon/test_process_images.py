@@ -208,10 +208,42 @@ def test_a_job_whose_image_is_refused_goes_on_and_says_why() -> None:
             await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **CHECKPOINT))
             refused = await made.master.until("n1", 1, lambda seen: "IMAGE_REFUSED" in seen.trouble)
             assert f"127.0.0.1:{port}" in refused.trouble
+            assert "--close-connections" in refused.trouble
             await made.master.want("n1", with_changes(gang, 3))
             before = len(counts(made, "n1", uid, 1))
             await until(lambda: len(counts(made, "n1", uid, 1)) > before + 2)
             assert one_after_the_other(counts(made, "n1", uid, 1))
+
+    run(story)
+
+
+def test_a_job_whose_connections_may_be_closed_goes_on_from_its_image_without_them() -> None:
+    reads = "    try: other.recv(1); state = 'closed'\n    except BlockingIOError: state = 'open'\n"
+    reads += "    except OSError: state = 'closed'\n    print('it is', state, flush=True)\n    time.sleep"
+
+    async def story(made: Cluster) -> None:
+        uid = str(uuid.uuid4())
+        await made.daemon("n1")
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            connects = f"import socket\nother = socket.create_connection(('127.0.0.1', {port}))\nother.settimeout(0)\n"
+            command = [sys.executable, "-u", "-c", connects + OPAQUE.replace("    time.sleep", reads)]
+            gang = made.gang({"n1": [0]}, "n1", uid=uid, command=command)
+            gang.spec.agent, gang.spec.closes_connections = job_pb2.JobSpec.AGENT_NONE, True
+            await made.master.want("n1", gang)
+            await made.master.until("n1", 1, lambda seen: seen.capabilities.can_checkpoint)
+            await until(lambda: counts(made, "n1", uid, 1))
+            await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **CHECKPOINT))
+            parked = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
+            await made.master.forget("n1", 1)
+            restore = agent_pb2.Restore(checkpoint_path=parked.checkpoint.path, step=parked.checkpoint.step)
+            again = made.gang({"n1": [0]}, "n1", uid=uid, epoch=2, command=command, restore=restore)
+            await made.master.want("n1", again)
+            await until(lambda: len(counts(made, "n1", uid, 2)) > 2)
+            assert one_after_the_other(counts(made, "n1", uid, 1), counts(made, "n1", uid, 2))
+            assert "it is closed" not in log_of(made.directory, "n1", uid, 0, 1)
+            assert log_of(made.directory, "n1", uid, 0, 2)[-1] != "it is open"
+            assert "it is closed" in log_of(made.directory, "n1", uid, 0, 2)
 
     run(story)
 

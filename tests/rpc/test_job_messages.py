@@ -59,6 +59,7 @@ SPEC = JobSpec(
     distributed=True,
     mechanism=Mechanism.SIGNAL,
     is_move_required=True,
+    closes_connections=True,
     stop_signal="USR1",
     stop_grace_s=300.0,
 )

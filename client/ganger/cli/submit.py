@@ -82,6 +82,7 @@ class _Submission(click.Command):
 @click.option("--agent", metavar="automatic|none", help="none: inject nothing into the script.")
 @click.option("--mechanism", metavar="image|adapter|replay|signal|none", help="Stop and move it by this one only.")
 @click.option("--must-move", is_flag=True, help="Fail at its first step if it turns out that it cannot be moved.")
+@click.option("--close-connections", is_flag=True, help="Its image may close TCP connections to outside of the job.")
 @click.option("--signal", metavar="SIG[@SECONDS]", help="At this signal the script saves itself and exits, e.g. TERM.")
 @click.option("--grace", metavar="TIME", help="How long it may take to exit after --signal. Default 60s.")
 @click.option("--requeue", is_flag=True, help="With --signal, and its default: start it again after such an exit.")
@@ -113,6 +114,7 @@ def submit(
     no_move: bool,
     distributed: bool,
     must_move: bool,
+    close_connections: bool,
     requeue: bool,
     wrap: str | None,
     request_id: str | None,
@@ -139,6 +141,7 @@ def submit(
         ("movable", no_move, False),
         ("distributed", distributed, True),
         ("must_move", must_move, True),
+        ("close_connections", close_connections, True),
         ("requeue", requeue, True),
     )
     description.update({key: value for key, is_given, value in switches if is_given})

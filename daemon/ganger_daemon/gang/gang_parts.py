@@ -65,7 +65,7 @@ class GangParts:
         exits = ExitWatcher(context.paths, context.wake)
         launcher = GangLauncher(context, exits)
         devices = TakenDevices(context, exits, lambda: memory_limit_bytes(orders.desired.claim))
-        images = GangImages(context, exits, devices)
+        images = GangImages(context, exits, devices, is_outside_closed=desired.spec.closes_connections)
         launching = RankLaunch(context, exits, launcher, images, blocked_by, cores_kept_by)
         saving = CheckpointCoordinator(context, desired, launcher.running, images)
         return cls(

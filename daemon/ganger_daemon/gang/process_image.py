@@ -42,7 +42,7 @@ from ganger_daemon.images.contract import (
     ImageRefusedError,
     UnitProcesses,
 )
-from ganger_daemon.images.packing import pack, packed_bytes, unpack
+from ganger_daemon.images.packing import cut_back, pack, packed_bytes, unpack
 from ganger_daemon.node.daemon_files import make_directory, remove_tree
 from ganger_daemon.node.process_identity import NO_PROCESS, ProcessId, send_signal
 
@@ -64,12 +64,15 @@ class GangImages:
     daemon has ended the processes with the image of the present stop; `awaits_agent`: false for a process restored from
     the image of one without an agent; `trouble`: why a move cannot continue."""
 
-    def __init__(self, context: GangContext, exits: ExitWatcher, devices: TakenDevices) -> None:
+    def __init__(
+        self, context: GangContext, exits: ExitWatcher, devices: TakenDevices, *, is_outside_closed: bool = False
+    ) -> None:
         self._context = context
         self._devices = devices
         self._host = context.host
         self._paths = context.paths
         self._exits = exits
+        self._is_outside_closed = is_outside_closed
         self._rank = context.part.ranks[0]
         self._taken: dict[int, int] = {}  # step of the newest image to storage, by agreement
         self._left: dict[int, int] = {}  # the same, of a former daemon that has ended the process with it
@@ -263,7 +266,12 @@ class GangImages:
             meanwhile = (lambda: use(directory)) if stands_still else (lambda: None)
             with self._devices.in_use():
                 facts = self._host.images.dump(
-                    unit, directory, goes_on=goes_on, keeps_devices=keeps_devices, meanwhile=meanwhile
+                    unit,
+                    directory,
+                    goes_on=goes_on,
+                    keeps_devices=keeps_devices,
+                    is_outside_closed=self._is_outside_closed,
+                    meanwhile=meanwhile,
                 )
             if not keeps_devices and facts.device_pids:
                 self._devices.are_taken = True
@@ -448,7 +456,7 @@ class GangImages:
                 try:
                     root = self._restore_once(launcher, mapping, directory, facts)
                 except ImageRefusedError as error:
-                    if is_moved or not _cut_back(facts, str(error)):
+                    if is_moved or not cut_back(facts, str(error)):
                         raise
                 else:
                     hit("image-restored")
@@ -477,19 +485,6 @@ class GangImages:
         made = launcher.make_unit({**unit._asdict(), "cgroup_procs": list(procs)})
         self.init = ProcessId(made.pid, made.start_ticks)
         self._context.write_notes()
-
-
-def _cut_back(facts: ImageFacts, why: str) -> bool:
-    """Cut the file for which a restore failed back to its size in the image; return whether there was one.
-
-    The job has written on after an image was taken that it did not end with; what it wrote, it writes again. CRIU asks
-    that of files that are written at a position, and not of those that are appended to, which others may append to."""
-    for file in facts.files:
-        if file.is_written and f"{file.path} has " in why and Path(file.path).stat().st_size > file.size_bytes:
-            log.info("file cut back to its size in a process image", extra={"path": file.path})
-            os.truncate(file.path, file.size_bytes)
-            return True
-    return False
 
 
 def sweep_names(run: Path) -> None:

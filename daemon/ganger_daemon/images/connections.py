@@ -69,7 +69,7 @@ class OutsideConnections:
         """Return why no image can be made; empty if these connections allow one."""
         reasons = [*self.others]
         if self.tcp and not is_outside_closed:
-            reasons += self.tcp
+            reasons += [*self.tcp[:-1], f"{self.tcp[-1]}; --close-connections would allow it to be closed"]
         elif self.tcp and self.has_inner_tcp:
             reasons += [
                 f"{reason}; it cannot be closed alone, as the job has connections inside" for reason in self.tcp

@@ -83,6 +83,8 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED_N
     mechanism: Mechanism = Mechanism.UNSPECIFIED
     # Whether it fails at its first step if it turns out that it cannot be moved.
     is_move_required: bool = False
+    # Whether its TCP connections to outside may be closed by an image of its processes.
+    closes_connections: bool = False
     # The signal at which the script saves itself and exits, "TERM"; empty: none.
     stop_signal: str = ""
     stop_grace_s: float = 60.0

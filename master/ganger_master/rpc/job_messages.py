@@ -175,6 +175,7 @@ def spec_from_wire(message: job_pb2.JobSpec) -> JobSpec:
         distributed=message.distributed,
         mechanism=mechanism_from_wire(message.mechanism),
         is_move_required=message.is_move_required,
+        closes_connections=message.closes_connections,
         stop_signal=message.stop_signal,
         stop_grace_s=times.seconds(message.stop_grace) if message.HasField("stop_grace") else _STOP_GRACE_S,
     )
@@ -201,6 +202,8 @@ def spec_to_wire(spec: JobSpec, *, with_environment: bool, into: job_pb2.JobSpec
         message.mechanism = mechanism_to_wire(spec.mechanism)
     if spec.is_move_required:
         message.is_move_required = True
+    if spec.closes_connections:
+        message.closes_connections = True
     if spec.stop_signal:
         message.stop_signal = spec.stop_signal
         message.stop_grace.CopyFrom(times.duration(spec.stop_grace_s))
