@@ -33,13 +33,14 @@ from ganger_daemon.cgroups.group_tree import choose_cgroups
 from ganger_daemon.core import escalation
 from ganger_daemon.devices.choice import choose_devices
 from ganger_daemon.devices.virtual import VirtualSpec
+from ganger_daemon.gang.job_names import sweep_names
 from ganger_daemon.gang.launch_plan import own_user
-from ganger_daemon.gang.process_image import sweep_names
 from ganger_daemon.images.contract import CAPABILITY
 from ganger_daemon.images.criu import choose_images
 from ganger_daemon.images.driver import choose_device_state
 from ganger_daemon.node.core_table import CoreTable
 from ganger_daemon.node.daemon_files import (
+    LOCK,
     DaemonPaths,
     DirectoryError,
     DirectoryNameError,
@@ -61,6 +62,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _REVIVE_S = 2.0
+_LOCK_TRIES, _LOCK_RETRY_S = 3, 0.01
 # Interval of removing old logs.
 _SWEEP_S = 3600.0
 
@@ -252,13 +254,13 @@ class Daemon:
     def _take_lock(self, directory: Path, flag: str) -> None:
         """Lock a directory for this daemon: two daemons with one would take each other's gangs, sockets and launchers
         for their own. `flag`: the option that names it. Raises DaemonError."""
-        path = directory / "daemon.lock"
+        path = directory / LOCK
         try:
             lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise DaemonError(f"cannot use {path}: {error.strerror}", _obstacle_of(error)) from error
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(lock)
         except OSError as error:
             owner = os.pread(lock, 32, 0).decode(errors="replace").strip()
             os.close(lock)
@@ -413,6 +415,18 @@ class Daemon:
             except OSError as error:
                 log.warning("logs not removed", extra={"error": str(error)})
             await asyncio.sleep(_SWEEP_S)
+
+
+def _lock(file: int) -> None:
+    """Raises OSError if another daemon has the lock. One that starts may look at it for a moment."""
+    for _ in range(_LOCK_TRIES):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_LOCK_RETRY_S)
+        else:
+            return
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _obstacle_of(error: BaseException) -> DaemonObstacle:

@@ -485,13 +485,3 @@ class GangImages:
         made = launcher.make_unit({**unit._asdict(), "cgroup_procs": list(procs)})
         self.init = ProcessId(made.pid, made.start_ticks)
         self._context.write_notes()
-
-
-def sweep_names(run: Path) -> None:
-    """Remove the names of gangs of this daemon that are no more. `run`: the daemon's run directory. Blocks."""
-    for names in Path(LINKS).glob("*"):
-        with suppress(OSError):
-            target = Path(os.readlink(names / "run"))
-            if target.is_relative_to(run) and not target.exists():
-                unbind(f"{names}/tmp")
-                remove_tree(names)

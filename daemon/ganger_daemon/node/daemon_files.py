@@ -224,6 +224,8 @@ def _user(uid: int) -> str:
 
 
 # sun_path holds 108 bytes with its end.
+LOCK = "daemon.lock"
+"""In the run directory and the state directory of a daemon; locked while it lives."""
 MAX_SOCKET_PATH = 107
 # Begins the name of what is being removed.
 _GONE = ".gone-"
