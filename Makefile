@@ -12,7 +12,7 @@ GUARDS := class_names function_length import_circles page_width person_words uni
 # Hundreds of programs are started in a run of the tests: each would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test retest explore chaos postgresql criu check guards docs bench programs gpu anchors protos wire clean
+.PHONY: help setup demo test retest explore chaos postgresql criu adapters check guards docs bench programs gpu anchors protos wire clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -52,6 +52,9 @@ postgresql: $(STAMP) ## the store's contract on a PostgreSQL server (Debian's pa
 
 criu: $(STAMP) ## CRIU for images of processes, from Debian's archive, in .venv (the system stays as it is)
 	@tools/fetch_criu.sh $(VENV)/criu $(BIN)/criu
+
+adapters: $(STAMP) ## transformers, accelerate and lightning, in .venv, so that the adapters for them are tested
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --group adapters
 
 check: $(STAMP) ## lint, types, layers, and guards of names, words and sizes
 	@$(BIN)/ruff check .

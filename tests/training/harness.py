@@ -25,9 +25,14 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 PATIENCE_S = 60.0
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torch.nn.parallel", "sklearn.datasets", __name__, "training.warm"]
-)
+_PRELOADED = ["torch", "torch._dynamo", "torch.nn.parallel", "sklearn.datasets", __name__, "training.warm"]
+_context.set_forkserver_preload(_PRELOADED)
+
+
+def preload(*modules: str) -> None:
+    """Import these ahead, too, once for all tests: trainers take seconds. To be called while tests are collected."""
+    _PRELOADED[1:1] = modules
+    _context.set_forkserver_preload(_PRELOADED)
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:

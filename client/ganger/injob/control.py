@@ -181,7 +181,7 @@ class Control:
         """
         capabilities &= ~self._withdrawn
         if facts.get("reason") and not capabilities & Capability.CHECKPOINT:
-            self._explain("CHECKPOINT", facts["reason"])
+            self.explain("CHECKPOINT", facts["reason"])
         self._offered, self._facts = capabilities, facts
         self.page.set(Word.CAPABILITIES, capabilities)
         now = now_ns()
@@ -249,7 +249,7 @@ class Control:
 
     def step_aside(self, why: int, message: str) -> None:
         """Obey no order from now on, and report why (see `Opaque`); boundaries go on to publish the step."""
-        self._explain("BOUNDARIES", message)
+        self.explain("BOUNDARIES", message)
         if self.page.get(Word.OPAQUE) != Opaque.SEVERAL_TRAIN:
             self.page.set(Word.OPAQUE, why)
         self.page.set(Word.CAPABILITIES, self.page.get(Word.CAPABILITIES) | Capability.OPAQUE)
@@ -270,11 +270,11 @@ class Control:
 
     def _withdraw(self, capability: int, level: str, why: str) -> None:
         """Offer a level no more, because it failed and would fail again."""
-        self._explain(level, f"it failed once: {why}")
+        self.explain(level, f"it failed once: {why}")
         self._withdrawn |= capability
         self.page.set(Word.CAPABILITIES, self.page.get(Word.CAPABILITIES) & ~capability)
 
-    def _explain(self, what: str, message: str) -> None:
+    def explain(self, what: str, message: str) -> None:
         """Write down why something is not offered: rank-K.no-WHAT.json."""
         if self.job_dir:
             self._write_beside(f"no-{what}", {"message": message[:_MESSAGE_CHARACTERS]})

@@ -129,10 +129,24 @@ def _hook() -> None:
         _script = UnmodifiedScript(_diversion, _outside)
         os.register_at_fork(after_in_child=rank_processes.watch_after_fork)
         _script.hook()
+        _watch_trainers(_script, _outside)
     except Exception as problem:  # in the middle of the user's `import torch`
         _stand_aside(problem)
         if _script is not None:
             _script.retire()
+
+
+def _watch_trainers(script: UnmodifiedScript, outside: OutsideChanges) -> None:
+    """Let an adapter begin where the script calls a trainer that the agent knows."""
+    from ganger.training.trainers import KNOWN, Trainers
+
+    trainers = Trainers(script.make_way, _diversion, outside)
+    for name in KNOWN:
+        action = functools.partial(trainers.hook, name)
+        if name in sys.modules:
+            action()
+        else:
+            sys.meta_path.insert(0, _AfterImport(name, action))
 
 
 def _stand_aside(problem: Exception) -> None:

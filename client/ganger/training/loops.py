@@ -51,7 +51,7 @@ class Loop:
         self.keeps_workers = bool(loader.num_workers and getattr(loader, "persistent_workers", False))
         self.begun = places()
         self.path = path()
-        self.at_creation = _creation_state(loader)
+        self.at_creation = creation_state(loader)
         self._iterator = self._make_iterator(loader, original)
 
     @property
@@ -124,10 +124,10 @@ class Resumed(Loop):
         # A pass that was at its end runs its body once, as any finished one, so that what the body makes is there.
         self._is_at_end = not _is_iterable(loader) and self._target_taken >= _length(loader)
         self._first = [script.kept_batch(loader, original)] if self._is_at_end else []
-        _set_creation_state(loader, target["at creation"])
+        set_creation_state(loader, target["at creation"])
         super().__init__(script, loader, original, number)
         self.at_creation = target["at creation"]
-        _skip(loader, self._iterator, self._target_taken)
+        skip_batches(loader, self._iterator, self._target_taken)
 
     def __next__(self) -> Any:
         if self._has_arrived:
@@ -153,7 +153,7 @@ def _is_iterable(loader: Any) -> bool:
     return isinstance(loader.dataset, IterableDataset)
 
 
-def _skip(loader: Any, iterator: Any, count: int) -> None:
+def skip_batches(loader: Any, iterator: Any, count: int) -> None:
     """Pass over batches: only their indices are drawn where nothing else depends on them."""
     indices = getattr(iterator, "_sampler_iter", None)
     if loader.num_workers == 0 and indices is not None and not _is_iterable(loader):
@@ -165,11 +165,11 @@ def _skip(loader: Any, iterator: Any, count: int) -> None:
         next(iterator)
 
 
-def _creation_state(loader: Any) -> dict[str, Any]:
+def creation_state(loader: Any) -> dict[str, Any]:
     """What the order of a pass follows from."""
     return {"random": capture_random(), "loader": state_of_loader(loader)}
 
 
-def _set_creation_state(loader: Any, state: dict[str, Any]) -> None:
+def set_creation_state(loader: Any, state: dict[str, Any]) -> None:
     restore_random(state["random"])
     set_state_of_loader(loader, state["loader"])

@@ -42,6 +42,7 @@ class OutsideChanges:
         # While the script is run again: called with the reason before the change is made; does not return.
         self.before_repeating: Callable[[str], object] | None = None
         self._is_active = False
+        self._is_settled = False
         self._reads: set[_Path] = set()
         self._listed: set[_Path] = set()
         self._missing: set[_Path] = set()
@@ -63,6 +64,34 @@ class OutsideChanges:
 
     def end(self) -> None:
         self._is_active = False
+
+    def settle(self) -> None:
+        """What the script does from now on is not done again. It must not change what is, though: what was read, looked
+        for or listed before is to be found alike by a second run."""
+        if self._is_settled:
+            return
+        self._is_settled = True
+        self.before_repeating = None
+        self._acts = {"open": self._opened_later, "os.mkdir": self._made_later}
+        for event in ("os.rename", "os.link", "os.symlink"):
+            self._acts[event] = lambda given: self._written(_absolute(given[1]))
+        for event in ("os.remove", "shutil.rmtree", "os.truncate"):
+            self._acts[event] = lambda given: self._lost_later(_absolute(given[0]))
+
+    def _opened_later(self, given: Any) -> None:
+        name, _, flags = given
+        writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+        if writes and isinstance(name, (str, bytes, os.PathLike)) and _actor()[0] is not None:
+            self._written(_absolute(name))
+
+    def _made_later(self, given: Any) -> None:
+        path = _resolved(given[0], given[2])
+        if not self._exists(path):
+            self._written(path)
+
+    def _lost_later(self, path: _Path) -> None:
+        if path in self._reads and not self._is_ignored(path) and _actor()[0] is not None:
+            self._refuse(f"it read {path} before it removed it, and a second run would not find it")
 
     def check(self) -> str:
         """Return the reason, that a temporary file of the script is still there included."""
@@ -150,6 +179,8 @@ class OutsideChanges:
         self._written(path)
 
     def _read(self, path: _Path) -> None:
+        if self._is_settled:
+            return
         if self._exists(path):
             if len(self._reads) < MOST_READS:
                 self._reads.add(path)
@@ -158,7 +189,10 @@ class OutsideChanges:
 
     def _looked_for(self, path: Any) -> None:
         """`path` is not there."""
-        if self._is_active and isinstance(path, (str, os.PathLike)) and not _is_in_makedirs():
+        # a path is resolved through what may be links: that decides nothing
+        is_resolving = sys._getframe(2).f_code.co_name in ("_joinrealpath", "realpath")
+        is_noted = self._is_active and not self._is_settled and not is_resolving
+        if is_noted and isinstance(path, (str, os.PathLike)) and not _is_in_makedirs():
             self._missing.add(_absolute(path))
 
     def _listing(self, given: Any) -> None:
@@ -305,6 +339,8 @@ def _actor() -> tuple[str | None, str]:
                 package_of(name) in _ASKS_MACHINE and is_standard
             ):
                 return None, ""
+            if name == "tempfile" and frame.f_code.co_name == "_get_default_tempdir":
+                return None, ""  # it tries once where temporary files can be made
             if not is_standard:
                 if package_of(name) == "ganger" or (
                     package_of(name) in ("torch", "triton") and not name.startswith(_TORCH_WRITERS)

@@ -10,6 +10,7 @@ import functools
 import gc
 import itertools
 import os
+import time
 import weakref
 from typing import Any, Callable
 
@@ -17,6 +18,8 @@ import torch
 
 from ganger.training.outside_changes import OutsideChanges
 from ganger.training.state import TrainingObjects, unwrapped
+
+VARIABLES_EVERY_S = 1.0
 
 
 def note_saved_files(is_repeating: Callable[[], bool], outside: OutsideChanges) -> None:
@@ -174,3 +177,22 @@ def _loose_parameters(models: list[torch.nn.Module], optimizers: list[Any]) -> t
 def _is_untrained(model: torch.nn.Module, optimizers: list[Any]) -> bool:
     trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     return not any(id(parameter) in trained for parameter in model.parameters())
+
+
+def weakly(training: TrainingObjects, tensors: Callable[[], list[torch.Tensor]]) -> Callable[[], TrainingObjects]:
+    """Return a function for the objects of `training` that still live: a script may replace its models between runs."""
+    models = weakref.WeakValueDictionary(training.models)
+    optimizers = weakref.WeakValueDictionary(training.optimizers)
+    due = 0.0
+
+    def living() -> TrainingObjects:
+        nonlocal due
+        now = time.monotonic()
+        # milliseconds: too much for every thousand steps of microseconds
+        objects: dict[str, Any] = {}
+        if now >= due:
+            due = now + VARIABLES_EVERY_S
+            objects = {str(number): tensor for number, tensor in enumerate(tensors())}
+        return TrainingObjects(models=dict(models), optimizers=dict(optimizers), objects=objects)
+
+    return living

@@ -52,6 +52,10 @@ MOST_VALUES = 500_000
 
 _OPAQUE = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 _LOADER_PARTS = ("dataset", "sampler", "batch_sampler", "collate_fn", "generator")
+# Samplers of these count and draw.
+_SAMPLER_PACKAGES = ("accelerate", "transformers", "lightning", "pytorch_lightning")
+# A metric's counts, beside the values that its name stands for.
+_OF_METRICS = ("_update_count", "_update_called", "_computed", "_forward_cache", "_is_synced")
 # Of the standard library, these hold what their user puts there.
 _BAGS = ("argparse.Namespace", "types.SimpleNamespace")
 
@@ -70,11 +74,14 @@ class Variables:
     def noted(self) -> bool:
         return self._before is not None
 
+    def _look(self) -> list[Scope]:
+        return _scopes(self._loaders())
+
     def note(self) -> None:
         """Record the values at the beginning of the first loop, for `changed` to compare with. Raises
         StateNotSupportedError."""
         self._before = {}
-        scopes = _scopes(self._loaders())
+        scopes = self._look()
         self._before = {scope.path: {name: image(value) for name, value in scope.plain()} for scope in scopes}
         self._foreign = {(scope.path, name): ForeignValue(value) for scope in scopes for name, value in scope.foreign}
         self._held = {scope.path: len(scope.items) for scope in scopes}
@@ -82,7 +89,7 @@ class Variables:
     def lost(self) -> str:
         """Return what a second run would lose, as it cannot be kept; '' if nothing. Raises StateNotSupportedError."""
         assert self._before is not None, "noted when the first loop began"
-        for scope in _scopes(self._loaders()):
+        for scope in self._look():
             if scope.is_dead or scope.is_data:
                 continue
             outer, _, name = scope.path.rpartition(".")
@@ -102,7 +109,7 @@ class Variables:
         StateNotSupportedError."""
         assert self._before is not None, "noted when the first loop began"
         found: dict[str, dict[Any, Any]] = {}
-        for scope in _scopes(self._loaders()):
+        for scope in self._look():
             before = self._before.get(scope.path, {})
             for name, value in scope.plain():
                 if name in before and is_same(before[name], value):
@@ -127,7 +134,7 @@ class Variables:
         done: set[str] = set()
         while True:
             # again, as a value that is put back may hold others
-            scopes = [scope for scope in _scopes(self._loaders()) if scope.path not in done]
+            scopes = [scope for scope in self._look() if scope.path not in done]
             if not scopes:
                 missing = min(saved.keys() - done, default="")
                 return missing.partition(".")[2]
@@ -159,7 +166,7 @@ def set_state_of_loader(loader: Any, saved: dict[str, dict[Any, Any]]) -> None:
             scope.put(name, unpacked(value), present.get(name))
 
 
-class _Scope:
+class Scope:
     """Something with named values: a frame, a module, an object, a list or dictionary that holds objects.
 
     Of a frame, the variables in `live` are still needed; what only the others lead to is dead. Large new values of a
@@ -217,39 +224,46 @@ class _Scope:
 # -- where values are
 
 
-def _scopes(loaders: list[tuple[int, Any]]) -> list[_Scope]:
+def _scopes(loaders: list[tuple[int, Any]]) -> list[Scope]:
     """Every scope once, in an order that is the same whenever the script comes to the same place."""
-    frames = _frames()
+    frames = script_frames()
     packages = {package_of(frame.f_globals.get("__name__")) for frame in frames} | {"__main__", "tqdm"}
-    open_: list[_Scope] = []
+    return with_inner([*scopes_of_script(frames), Scope("loaders", list(loaders), refuse)], packages)
+
+
+def scopes_of_script(frames: list[Any]) -> list[Scope]:
+    """Return the variables of these frames, the outermost first, and of the script's modules."""
+    found: list[Scope] = []
     for number, frame in enumerate(frames):
         if frame.f_locals is not frame.f_globals:
             path = f"{number} {frame.f_code.co_name}"
             live = live_names(frame.f_code, frame.f_lasti)
-            open_.append(_Scope(path, list(frame.f_locals.items()), _local_setter(frame), live=live))
+            found.append(Scope(path, list(frame.f_locals.items()), _local_setter(frame), live=live))
     for name, module in sorted(_modules().items()):
         content = vars(module)
         items = [(key, value) for key, value in content.items() if not key.startswith("__")]
         running = [frame for frame in frames if frame.f_locals is content]
         module_live = frozenset().union(*(live_names(frame.f_code, frame.f_lasti) for frame in running))
-        open_.append(_Scope(f"module {name}", items, content.__setitem__, live=module_live if running else None))
-    open_.append(_Scope("loaders", list(loaders), _refuse))
-    return _with_inner(open_, packages)
+        found.append(Scope(f"module {name}", items, content.__setitem__, live=module_live if running else None))
+    return found
 
 
-def _scopes_of_loader(loader: Any) -> list[_Scope]:
-    return _with_inner([_Scope("loader", [(0, loader)], _refuse)], {"__main__"})
+def _scopes_of_loader(loader: Any) -> list[Scope]:
+    return with_inner([Scope("loader", [(0, loader)], refuse)], {"__main__", *_SAMPLER_PACKAGES})
 
 
-def _with_inner(outer: list[_Scope], packages: set[str]) -> list[_Scope]:
-    """These scopes and all that are to be found in them. Raises StateNotSupportedError."""
-    found: list[_Scope] = []
-    seen: set[int] = set()
+def with_inner(outer: list[Scope], packages: set[str], skipped: frozenset[int] = frozenset()) -> list[Scope]:
+    """These scopes and all that are to be found in them: in objects of these packages, without those `skipped`, by id.
+    Raises StateNotSupportedError."""
+    found: list[Scope] = []
+    seen: set[int] = set(skipped)
     open_ = collections.deque(outer)
-    left_over: list[tuple[_Scope, Any, Any]] = []
+    left_over: list[tuple[Scope, Any, Any]] = []
     values = 0
 
-    def look(scope: _Scope, name: Any, value: Any) -> None:
+    def look(scope: Scope, name: Any, value: Any) -> None:
+        if type(value) is types.MethodType:
+            value = value.__self__
         if isinstance(value, SCALARS) or id(value) in seen or is_plain(value):
             return
         inner = _inside(f"{scope.path}.{name}", value, packages)
@@ -281,7 +295,7 @@ def _with_inner(outer: list[_Scope], packages: set[str]) -> list[_Scope]:
     return found
 
 
-def _frames() -> list[Any]:
+def script_frames() -> list[Any]:
     """The script's frames on the way to here, the outermost first."""
     frame: Any = sys._getframe(1)
     found = []
@@ -299,37 +313,35 @@ def _modules() -> dict[str, types.ModuleType]:
     return {name: module for name, module in list(sys.modules.items()) if is_own(name)}
 
 
-def _inside(path: str, value: Any, packages: set[str]) -> _Scope | None:
+def _inside(path: str, value: Any, packages: set[str]) -> Scope | None:
     """The scope that `value` opens, if it is one to look into."""
     if type(value) in (list, tuple):
-        setter = value.__setitem__ if type(value) is list else _refuse
-        return _Scope(path, list(enumerate(value)), setter, is_growing=type(value) is list)
+        setter = value.__setitem__ if type(value) is list else refuse
+        return Scope(path, list(enumerate(value)), setter, is_growing=type(value) is list)
     if type(value) in MAPPINGS:
         items = [(k, v) for k, v in value.items() if type(k) in (str, int)]
         is_growing = len(items) < len(value) or not all(type(k) is str for k, _ in items)
-        return _Scope(path, items, value.__setitem__, is_growing=is_growing)
+        return Scope(path, items, value.__setitem__, is_growing=is_growing)
     kind = type(value)
-    if kind is types.MethodType:
-        return _inside(path, value.__self__, packages)
     if kind is types.FunctionType and is_own(value.__module__):
         cells = dict(zip(value.__code__.co_freevars, value.__closure__ or ()))
         filled = [(name, cell.cell_contents) for name, cell in cells.items() if cell != types.CellType()]
-        return _Scope(path, filled, lambda name, item: setattr(cells[name], "cell_contents", item))
+        return Scope(path, filled, lambda name, item: setattr(cells[name], "cell_contents", item))
     if isinstance(value, (type, types.ModuleType, enum.Enum, *_OPAQUE)) or not hasattr(value, "__dict__"):
         return None
     if isinstance(value, torch.nn.Module):
         # its tensors are part of the model's state
         names = [] if package_of(kind.__module__) == "torch" else list(vars(value))
-        items = [(name, vars(value)[name]) for name in names if not name.startswith("_")]
-        return _Scope(path, [*items, ("_modules", dict(value._modules))], vars(value).__setitem__)
+        items = [(name, vars(value)[name]) for name in names if not name.startswith("_") or name in _OF_METRICS]
+        return Scope(path, [*items, ("_modules", dict(value._modules))], vars(value).__setitem__)
     if isinstance(value, torch.utils.data.DataLoader):
         parts = _LOADER_PARTS if package_of(kind.__module__) == "torch" else tuple(vars(value))
         items = [(name, vars(value)[name]) for name in parts if not name.startswith("_")]
-        return _Scope(path, items, vars(value).__setitem__, is_data=True)
+        return Scope(path, items, vars(value).__setitem__, is_data=True)
     is_known = kind.__module__.startswith("torch.utils.data.") or is_own(kind.__module__)
     is_known = is_known or package_of(kind.__module__) in packages
     if is_known or f"{kind.__module__}.{kind.__qualname__}" in _BAGS:
-        return _Scope(path, list(vars(value).items()), vars(value).__setitem__)
+        return Scope(path, list(vars(value).items()), vars(value).__setitem__)
     return None
 
 
@@ -344,7 +356,7 @@ def _shown(scope: str, name: Any) -> str:
     return f"{inner}.{name}" if inner else str(name)
 
 
-def _refuse(name: Any, value: Any) -> None:
+def refuse(name: Any, value: Any) -> None:
     """A tuple cannot be changed, so it was not."""
 
 

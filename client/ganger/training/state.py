@@ -24,14 +24,14 @@ from ganger.training.sharded_tensors import local_part
 from ganger.training.state_codec import StateNotSupportedError, TensorRef, TensorTable, device_model, notice_of_change
 
 
-def capture_random() -> dict[str, Any]:
-    """Python's, numpy's (if imported), torch's on the CPU and on every device in use."""
+def capture_random(has_devices: bool = True) -> dict[str, Any]:
+    """Python's, numpy's (if imported), torch's on the CPU and, if wanted, on every device in use."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": generator_bytes(torch.get_rng_state())}
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         name, key, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
         state["numpy"] = (str(name), key.astype("<u4").tobytes(), int(position), int(has_gauss), float(gauss))
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if has_devices and torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         devices = range(torch.cuda.device_count())
         state["cuda"] = [generator_bytes(torch.cuda.get_rng_state(device)) for device in devices]
     return state

@@ -27,7 +27,7 @@ from ganger.training.pass_results import decided_by_results
 from ganger.training.progress_reporter import ProgressReporter
 from ganger.training.rank_processes import keep_default_group
 from ganger.training.replay import OutputReplay, Path, fetch_place, frames, loops_inside_pass, path, wrapped_by
-from ganger.training.script_objects import Discovery, note_saved_files
+from ganger.training.script_objects import Discovery, note_saved_files, weakly
 from ganger.training.script_variables import Variables
 from ganger.training.state import TrainingObjects, capture, restore_random
 from ganger.training.state_codec import StateNotSupportedError, tell
@@ -36,7 +36,6 @@ from ganger.training.state_keeper import CannotKeepError, StateKeeper
 # Evaluation loops make no steps, so one pass without a step proves little; this many batches prove it.
 BATCHES_BEFORE_OPAQUE = 1000
 STEPS_WITHOUT_LOADER = 3
-VARIABLES_EVERY_S = 1.0
 # It may take tenths of a second where there are many values.
 VALUES_EVERY_S = 10.0
 NO_LOADER = "its batches come from no DataLoader, or from one it began to read before it had an optimizer"
@@ -51,6 +50,8 @@ class UnmodifiedScript:
         self._retired = False
         # The agent has failed: steps are counted, no order is obeyed.
         self._is_aside = False
+        # The state is of a trainer that the script is still to call.
+        self._is_for_adapter = False
         self._discovery = Discovery()
         self._control: Control | None = None
         self._keeper: StateKeeper | None = None
@@ -103,6 +104,14 @@ class UnmodifiedScript:
         register_optimizer_step_post_hook(self._after_step)
         note_saved_files(lambda: self._going_back and not self._retired, self._outside)
         os.register_at_fork(after_in_child=self._forget_in_child)
+
+    def make_way(self) -> bool:
+        """Leave the page to an adapter, which begins to train. False where the script has made steps by itself."""
+        if not self._is_for_adapter:
+            if self._retired or self._is_aside or (self._control is not None and self._control.step > 0):
+                return False
+            self.retire()
+        return True
 
     def retire(self) -> None:
         """Let go of the page; the hooks stay and do nothing."""
@@ -275,6 +284,10 @@ class UnmodifiedScript:
             control.hello(self._capabilities | Capability.REPLAY, torch=str(torch.__version__), form="unmodified")
             control.phase(PagePhase.REPLAY)
             self._target = self._keeper.position_at_start()
+            if "trainer" in self._target:
+                self._is_for_adapter = True
+                self.retire()
+                return False
             if self._target["reasons"]:
                 control.give_up_restore(
                     f"this script cannot be run again to its position: {'; '.join(self._target['reasons'])}"
@@ -307,7 +320,7 @@ class UnmodifiedScript:
         assert self._control is not None
         assert self._progress is not None
         training = self._training()
-        self._progress.training = _weakly(training, self._variables)
+        self._progress.training = weakly(training, self._variables.tensors)
         can_offload = True
         try:
             capture(training, {})
@@ -475,7 +488,7 @@ class UnmodifiedScript:
         restore_random(restored.random)
         self._arriving_at = restored.position
         assert self._progress is not None
-        self._progress.training = _weakly(self._training(), self._variables)
+        self._progress.training = weakly(self._training(), self._variables.tensors)
         self._outside.before_repeating = None
         if self._diversion is not None:
             self._diversion.end()
@@ -483,22 +496,3 @@ class UnmodifiedScript:
         self._control.phase(PagePhase.TRAINING)
         self._control.start(restored.step)
         self._arriving_at = None
-
-
-def _weakly(training: TrainingObjects, variables: Variables) -> Callable[[], TrainingObjects]:
-    """Return a function for the objects of `training` that still live: a script may replace its models between runs."""
-    models = weakref.WeakValueDictionary(training.models)
-    optimizers = weakref.WeakValueDictionary(training.optimizers)
-    due = 0.0
-
-    def living() -> TrainingObjects:
-        nonlocal due
-        now = time.monotonic()
-        # milliseconds: too much for every thousand steps of microseconds
-        objects: dict[str, Any] = {}
-        if now >= due:
-            due = now + VARIABLES_EVERY_S
-            objects = {str(number): tensor for number, tensor in enumerate(variables.tensors())}
-        return TrainingObjects(models=dict(models), optimizers=dict(optimizers), objects=objects)
-
-    return living

@@ -1,0 +1,271 @@
+"""The adapter for `transformers.Trainer` and its subclasses.
+
+Its loop is entered in the epoch and behind the batches where training stopped, as when it resumes from a checkpoint of
+its own, but without reading one: the complete state is put back before the first batch is fetched. So are the sums
+behind its logs, which its own checkpoints lack.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any, Callable
+
+import torch
+from torch.utils.data import DataLoader
+
+from ganger.training.script_variables import Scope, refuse, set_state_of_loader, state_of_loader
+from ganger.training.state import TrainingObjects, unwrapped
+from ganger.training.trainer_passes import TrainerPass, hook_passes
+from ganger.training.trainer_run import TrainerRun
+from ganger.training.trainer_variables import CALLBACKS, MODEL, TrainerVariables, scope_of
+
+_NEEDED = ("_init_training_state", "_run_epoch", "get_batch_samples", "get_train_dataloader", "train")
+# Of a trainer, these are made anew in a second run, or are part of the state in another way.
+_NOT_VALUES = frozenset(
+    [
+        *(
+            "args",
+            "model",
+            "model_wrapped",
+            "deepspeed",
+            "optimizer",
+            "lr_scheduler",
+            "accelerator",
+            "state",
+            "control",
+        ),
+        *("callback_handler", "data_collator", "train_dataset", "eval_dataset", "processing_class", "tokenizer"),
+        *("compute_metrics", "compute_loss_func", "label_smoother", "jit_checkpoint_callback", "_eval_dataloaders"),
+    ]
+)
+
+# They show how far training is.
+_SHOWN = ("ProgressCallback", "NotebookProgressCallback", "PrinterCallback")
+
+Begin = Callable[[Any, str], "TrainerRun | None"]
+
+
+def hook(module: Any, begin: Begin) -> None:
+    """Let every call of `train` in this process be controlled. `module`: transformers.trainer."""
+    current: list[HuggingFaceTraining] = []
+    trainer_class = module.Trainer
+    missing = [name for name in _NEEDED if not hasattr(trainer_class, name)]
+    original = trainer_class.train
+
+    def make_pass(loader: Any, plain: Callable[[Any], Any]) -> Any:
+        return current[-1].make_pass(loader, plain) if current else plain(loader)
+
+    hook_passes(make_pass)
+
+    @functools.wraps(original)
+    def train(self: Any, resume_from_checkpoint: Any = None, *arguments: Any, **options: Any) -> Any:
+        training = HuggingFaceTraining(self, module)
+        refusal = f"this version of transformers has no Trainer.{missing[0]}" if missing else training.unsupported()
+        run = None if current else begin(training, refusal)
+        if run is None:
+            return original(self, resume_from_checkpoint, *arguments, **options)
+        training.run = run
+        current.append(training)
+        try:
+            with training.hooked():
+                given = resume_from_checkpoint if run.target is None else None
+                return original(self, given, *arguments, **options)
+        finally:
+            current.pop()
+
+    trainer_class.train = train
+
+
+class HuggingFaceTraining:
+    """One call of `Trainer.train`."""
+
+    form = "transformers.Trainer"
+
+    def __init__(self, trainer: Any, module: Any) -> None:
+        self._trainer = trainer
+        self._module = module
+        self.run: Any = None
+        self.variables = TrainerVariables(self._scopes, {"transformers", "trl"}, self._skipped)
+        self._loaders: tuple[Any, ...] = ()
+        self._pass: TrainerPass | None = None
+        self._epoch = 0
+        # Batches of this pass that training has used or is about to.
+        self._used = 0
+        self._callback: Any = None
+
+    def unsupported(self) -> str:
+        """Return why this trainer's state cannot be kept; '' if it can."""
+        trainer, args = self._trainer, self._trainer.args
+        if getattr(trainer, "is_deepspeed_enabled", False):
+            return "DeepSpeed keeps its state in an engine of its own"
+        if getattr(args, "auto_find_batch_size", False):
+            return "auto_find_batch_size may find another batch size in a second run"
+        if getattr(trainer, "is_fsdp_xla_enabled", False):
+            return "there is no XLA here"
+        return ""
+
+    # -- for TrainerRun
+
+    def objects(self) -> TrainingObjects:
+        trainer = self._trainer
+        models = {"model": unwrapped(trainer.model)}
+        known = {id(part) for part in trainer.model.modules()} | {id(trainer.model_wrapped)}
+        for name, value in vars(trainer).items():
+            if isinstance(value, torch.nn.Module) and id(value) not in known and name not in _NOT_VALUES:
+                models[name] = unwrapped(value)
+        scaler = getattr(trainer.accelerator, "scaler", None)
+        scheduler = trainer.lr_scheduler
+        return TrainingObjects(
+            models=models,
+            optimizers={"optimizer": getattr(trainer.optimizer, "optimizer", trainer.optimizer)},
+            schedulers={} if scheduler is None else {"scheduler": getattr(scheduler, "scheduler", scheduler)},
+            scalers={} if scaler is None else {"scaler": scaler},
+        )
+
+    def place(self) -> dict[str, Any]:
+        if self._pass is None:
+            loader = state_of_loader(self._loaders[-1]) if self._loaders else {}
+            return {"epoch": self._epoch + 1, "used": 0, "loader": loader}
+        return {"epoch": self._epoch, **self._pass.position(self._used)}
+
+    def refusal(self) -> str:
+        if not self._loaders:
+            return "its batches come from no DataLoader of PyTorch"
+        if type(self._loaders[0]).__name__ == "DataLoaderDispatcher":
+            return "its batches come from one rank for all (dispatch_batches)"
+        return "" if self._pass is None else self._pass.refusal(self._used)
+
+    def _scopes(self) -> list[Scope]:
+        trainer = self._trainer
+        callbacks = [
+            item
+            for item in trainer.callback_handler.callbacks
+            if item is not self._callback and type(item).__name__ not in _SHOWN
+        ]
+        return [
+            scope_of("trainer", trainer, _NOT_VALUES),
+            scope_of("state", trainer.state),
+            scope_of("control", trainer.control),
+            Scope(CALLBACKS, list(enumerate(callbacks)), refuse),
+            Scope(MODEL, [(0, trainer.model)], refuse),
+        ]
+
+    def _skipped(self) -> frozenset[int]:
+        trainer = self._trainer
+        names = _NOT_VALUES - {"callback_handler", "model"}
+        return frozenset(id(getattr(trainer, name, None)) for name in names) | {id(trainer)}
+
+    # -- the trainer's loop
+
+    @contextlib.contextmanager
+    def hooked(self) -> Iterator[None]:
+        """While the trainer trains, its methods report where it is."""
+        trainer = self._trainer
+        replaced = {
+            "get_train_dataloader": self._get_train_dataloader,
+            "_init_training_state": self._init_training_state,
+            "_run_epoch": self._run_epoch,
+            "get_batch_samples": self._get_batch_samples,
+        }
+        skip, ignores = self._module.skip_first_batches, trainer.args.ignore_data_skip
+        if self.run.target is not None:
+            replaced["_load_rng_state"] = lambda original, *_: None
+            # what is to be skipped is skipped below, in the pass
+            self._module.skip_first_batches = lambda loader, *_, **__: loader
+            trainer.args.ignore_data_skip = False
+        for name, wrapper in replaced.items():
+            setattr(trainer, name, functools.partial(wrapper, getattr(trainer, name)))
+        self._callback = self._make_callback()
+        trainer.callback_handler.callbacks.insert(0, self._callback)
+        self._restore_options = (skip, ignores)
+        try:
+            yield
+        finally:
+            for name in replaced:
+                vars(trainer).pop(name, None)
+            trainer.callback_handler.callbacks.remove(self._callback)
+            self._end_skipping()
+
+    def _end_skipping(self) -> None:
+        self._module.skip_first_batches, self._trainer.args.ignore_data_skip = self._restore_options
+
+    def _make_callback(self) -> Any:
+        training = self
+
+        base: Any = self._module.TrainerCallback
+
+        class GangerCallback(base):  # type: ignore[misc]
+            def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+                training.run.guarded(training.between_epochs)
+
+            def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+                batches = args.gradient_accumulation_steps * args.per_device_train_batch_size
+                training.run.guarded(lambda: training.run.stepped(batches))
+
+            def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+                if logs and isinstance(logs.get("loss"), float):
+                    training.run.guarded(lambda: training.run.report_loss(logs["loss"]))
+
+            def on_prediction_step(self, *_: Any, **__: Any) -> None:
+                training.run.guarded(training.run.safe_point)
+
+        return GangerCallback()
+
+    def between_epochs(self) -> None:
+        """The trainer is about to begin an epoch, and has done all that belongs to the last one."""
+        self.run.loop_begins()
+        target = self.run.target
+        if target is None:
+            self._pass = None
+            self.run.boundary()
+        elif not target["used"]:
+            set_state_of_loader(self._loaders[-1], target["loader"])
+            self.run.arrive()
+            self._end_skipping()
+
+    def _get_train_dataloader(self, original: Any) -> Any:
+        loader = original()
+        base = getattr(loader, "base_dataloader", None)
+        found = (loader,) if base is None else (loader, base)
+        self._loaders = found if isinstance(found[-1], DataLoader) else ()
+        return loader
+
+    def _init_training_state(self, original: Any, *arguments: Any, **options: Any) -> Any:
+        begins = original(*arguments, **options)
+        target = self.run.target
+        return begins if target is None else (target["epoch"], target["used"])
+
+    def _run_epoch(self, original: Any, *arguments: Any, **options: Any) -> Any:
+        self._epoch = int(options["epoch"])
+        self._used, self._pass = 0, None
+        if self.run.target is not None:
+            self._used = self.run.target["used"]
+            options["resume_from_checkpoint"] = ""
+        return original(*arguments, **options)
+
+    def _get_batch_samples(self, original: Any, *arguments: Any, **options: Any) -> Any:
+        self.run.guarded(self._before_fetch)
+        fetched = original(*arguments, **options)
+        self._used += len(fetched[0])
+        return fetched
+
+    def _before_fetch(self) -> None:
+        if self.run.target is not None:
+            self._target = self.run.target
+            self.run.arrive()
+            self._end_skipping()
+        else:
+            self.run.boundary()
+
+    def make_pass(self, loader: Any, plain: Callable[[Any], Any]) -> Any:
+        """Make the iterator of a DataLoader."""
+        if not self._loaders or loader is not self._loaders[-1]:
+            return plain(loader)
+        target, self._target = self._target, None
+        self._pass = TrainerPass(loader, plain, target, self.run.restore_random)
+        return self._pass
+
+    _target: dict[str, Any] | None = None
+    _restore_options: tuple[Any, Any] = (None, None)
