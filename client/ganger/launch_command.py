@@ -144,10 +144,9 @@ def with_ranks(description: Mapping[str, Any], captured: Mapping[str, str]) -> t
 
 
 def _stays_whole(description: Mapping[str, Any], found: RankCommand) -> bool:
-    """Return whether the launch command runs as it is, as one task: an image is of one task, and without an agent
-    nothing stops ranks together but a freeze of their node."""
-    is_one = description.get("mechanism") == "image" or description.get("agent") == "none"
-    return is_one and found.nodes[1] == 1
+    """Return whether the launch command runs as it is, as one task: without an agent nothing stops ranks together but a
+    freeze of their node."""
+    return description.get("agent") == "none" and found.nodes[1] == 1
 
 
 class _MisfitError(ValueError):

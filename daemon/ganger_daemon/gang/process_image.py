@@ -1,11 +1,10 @@
 """Process images of one gang's part: taken while its process stands still, and restored into a unit.
 
-A gang with one process can be saved and moved as it is where its node can take process images. Its agent stops it at a
-boundary, closes what leads outside, and waits; the daemon takes the image and writes it to storage as the shard of the
-rank, so that it is described, published, verified and removed like any other checkpoint, or into an arena, from which
-another node fetches it. A job without an agent is stopped wherever it is.
-
-A job finds its page, its socket and its temporary files by names that stay the same wherever it is restored.
+A gang on one node can be saved and moved as it is where its node can take process images. Its agents stop it at a
+boundary, close what leads outside, and wait; the daemon takes the image and writes it to storage as the shard of the
+first rank, so that it is described, published, verified and removed like any other checkpoint, or into an arena, from
+which another node fetches it. Several ranks have a common parent, and one image; the shards of the others hold nothing.
+A job without an agent is stopped wherever it is.
 """
 
 from __future__ import annotations
@@ -16,47 +15,47 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from ganger.agent.v1 import agent_pb2
 from ganger.failpoints import hit
 from ganger.injob.launcher.client import Forked, Launcher, LauncherError
-from ganger.injob.launcher.namespaces import LINKS, Unit, bind, make_links, unbind
+from ganger.injob.launcher.namespaces import Unit
+from ganger.injob.page import PageProgress
 from ganger.injob.page_layout import Capability, PageState, Word
 from ganger.injob.process_identity import family
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
 from ganger.v1 import job_pb2
 
 from ganger_daemon.checkpoints.storage import directories, shard_name
+from ganger_daemon.devices.contract import VIRTUAL_DRIVER
 from ganger_daemon.gang.exit_watcher import ExitWatcher
 from ganger_daemon.gang.gang_context import GangContext
+from ganger_daemon.gang.image_names import ImageNames
+from ganger_daemon.gang.image_restore import ImageRestore
 from ganger_daemon.gang.taken_devices import TakenDevices
 from ganger_daemon.images.contract import (
-    PID_FILE,
     SHARED_MEMORY,
     DeviceStateLostError,
-    ImageFacts,
     ImageRefusedError,
     UnitProcesses,
 )
 from ganger_daemon.images.packing import cut_back, pack, packed_bytes, unpack
+from ganger_daemon.images.reasons import PORT_IN_USE
 from ganger_daemon.node.daemon_files import make_directory, remove_tree
-from ganger_daemon.node.process_identity import NO_PROCESS, ProcessId, send_signal
+from ganger_daemon.node.process_identity import NO_PROCESS, ProcessId, is_alive, parent_of, send_signal
 
 log = logging.getLogger(__name__)
 
-_PAGE_ENDING = ".page"
 _PARKED = (PageState.PAUSED, PageState.OFFLOADED)
 # Longest wait until an agent has closed its socket, and between two looks.
 _HANG_UP_S = 5.0
 _RETRY_S = 0.05
 # Longest dump, with the write to storage.
 _DUMP_S = 3600.0
-# Descriptors at which the program that restores an image finds the new page and the new log.
-_PAGE_DESCRIPTOR, _LOG_DESCRIPTOR = 96, 97
 
 
 class GangImages:
@@ -73,17 +72,19 @@ class GangImages:
         self._paths = context.paths
         self._exits = exits
         self._is_outside_closed = is_outside_closed
-        self._rank = context.part.ranks[0]
+        self._ranks = context.part.ranks
+        self._first = context.part.ranks[0]  # whose shard and arena have the image
         self._taken: dict[int, int] = {}  # step of the newest image to storage, by agreement
-        self._left: dict[int, int] = {}  # the same, of a former daemon that has ended the process with it
+        self._left: dict[int, int] = {}  # the same, of a former daemon that has ended the processes with it
         self._handing: asyncio.Task[None] | None = None
         self._handed = (0, 0, 0)  # stop sequence, size and final bytes of the image that a destination fetches
+        self._stubs: dict[int, int] = {}  # bytes that it fetches for the other ranks
         self._asked = 0  # the stop sequence under which a destination has asked for the image of a parked process
         self.hang_up: Callable[[], None] = lambda: None  # closes the job's socket, which must not be in an image
         self.pick_up: Callable[[], None] = lambda: None
         self._is_stopped = False
         self._imaged_step = 0  # both sides of a move report this one, although a child may count in the page
-        self._names = ""  # the directory of names that the process knows
+        self.names = ImageNames(context.paths, context.host.paths.temporary)
         self._obstacle = ""  # why it has none, although its node can take images
         self.init = NO_PROCESS
         self.has_ended = False
@@ -92,7 +93,7 @@ class GangImages:
 
     @property
     def are_possible(self) -> bool:
-        return bool(self._names)
+        return bool(self.names.directory)
 
     @property
     def holds_still(self) -> bool:
@@ -103,7 +104,7 @@ class GangImages:
         """Take over what a former daemon noted."""
         fields = left.get("images", {})
         self.init = ProcessId(*map(int, fields.get("init", (0, 0))))
-        self._names = str(fields.get("names", ""))
+        self.names.directory = str(fields.get("names", ""))
         # without the daemon's consent a dump lets the process go on
         self.has_ended = bool(fields.get("has_ended", False))
         self._left = {int(agreement): int(step) for agreement, step in fields.get("taken", [])}
@@ -112,11 +113,12 @@ class GangImages:
         self.awaits_agent = bool(fields.get("awaits_agent", True))
         sequence, size = fields.get("handed", (0, 0))
         self._handed = (int(sequence), int(size), int(size))
+        self._stubs = {int(rank): int(bytes_) for rank, bytes_ in fields.get("stubs", {}).items()}
 
     def journal(self) -> dict[str, Any]:
         sequence, size, filled = self._handed
         fields = {
-            "names": self._names,
+            "names": self.names.directory,
             "init": [self.init.pid, self.init.start_ticks],
             "has_ended": self.has_ended,
             "taken": list(self._taken.items()) if self.has_ended else [],
@@ -124,6 +126,7 @@ class GangImages:
             "imaged_step": self._imaged_step,
             "awaits_agent": self.awaits_agent,
             "handed": [sequence, size] if filled == size else [0, 0],
+            "stubs": self._stubs,
         }
         return {"images": fields}
 
@@ -134,66 +137,23 @@ class GangImages:
             return "another mechanism is wanted"
         if len(part.ranks) != part.world:
             return "its processes are on several nodes"
-        if part.world > 1:
-            return "it has several tasks"
         if why := self._devices.unsavable(desired):
             return why
+        if part.world > 1 and desired.claim.device_mask and self._devices.is_real:
+            return "it has several tasks with GPUs, and the GPU driver saves one process"
         if self._paths.run.is_relative_to(SHARED_MEMORY):
             return f"the daemon's run directory is in {SHARED_MEMORY}, which is another one for a restored process"
         return self._obstacle or self._host.images.unavailable
 
-    # -- names ----------------------------------------------------------------------------------------------------
-
-    def name(self, desired: agent_pb2.DesiredGang, mapping: dict[str, Any], *, has_agent: bool) -> dict[str, Any]:
-        """Return a launcher's request for a rank that finds its files by names, where images are possible; elsewhere
-        the request itself."""
-        if self.why_not(desired):
-            return mapping
-        self._names = f"{LINKS}/{self._paths.group}"
-        try:
-            make_directory(self._files)
-            make_links(self._names, self._links())
-            unbind(self._temporary)
-            bind(str(self._files), self._temporary)
-        except OSError as error:
-            # as in a container that may not mount: the job starts, and is saved in other ways
-            self._names, self._obstacle = "", f"its directories cannot be named: {error}"
-            log.warning("no process images of a gang", extra={"group": self._paths.group, "cause": str(error)})
-            return mapping
-        environment = dict(mapping["env"])
-        environment["GANGER_PAGE"] = str(self.page_name(Path(mapping["page"])))
-        environment["GANGER_JOB_DIR"] = f"{self._names}/job"
-        environment["GANGER_SOCKET"] = f"{self._names}/run/{self._paths.socket.name}"
-        environment.setdefault("TMPDIR", self._temporary)
-        if has_agent:
-            environment["GANGER_IMAGE"] = "1"
-        return {**mapping, "env": environment, "no_io_uring": True}
-
-    def page_name(self, page: Path) -> Path:
-        """Return the name by which a process that is started here finds its page."""
-        return Path(f"{LINKS}/{self._paths.group}/run/{page.name}")
-
-    def _links(self) -> dict[str, str]:
-        return {"run": str(self._paths.run), "job": str(self._paths.job)}
-
-    @property
-    def _temporary(self) -> str:
-        """The path at which the process has its temporary files."""
-        return f"{self._names}/tmp"
-
-    @property
-    def _files(self) -> Path:
-        """The directory in which they are."""
-        return self._host.paths.temporary / self._paths.group
+    def make_names(self, desired: agent_pb2.DesiredGang) -> None:
+        """Make the names by which the ranks find their files, where images are possible. Blocks."""
+        if not self.why_not(desired):
+            self._obstacle = self.names.make()
 
     def clean(self) -> None:
         """End the unit of a gang, and remove its names and temporary files. Blocks."""
         send_signal(self.init, signal.SIGKILL)
-        if self._names:
-            own = f"{LINKS}/{self._paths.group}"
-            unbind(f"{own}/tmp")
-            remove_tree(Path(own))
-            remove_tree(self._files)
+        self.names.remove()
 
     # -- images to storage ----------------------------------------------------------------------------------------
 
@@ -210,7 +170,7 @@ class GangImages:
         if agreement in self._taken:
             return ""
         tmp, final = directories(storage, self._paths.job_uid, self._paths.epoch, step)
-        shard = tmp / shard_name(self._rank)
+        shard = tmp / shard_name(self._first)
         # A former daemon may have taken it; but that of a process that went on without a consent is of another moment.
         is_there = (shard.exists() or final.exists()) and (goes_on or not self._exits.live())
         if not is_there:
@@ -230,6 +190,9 @@ class GangImages:
 
         def write(directory: Path) -> None:
             hit("image-dumped")
+            for rank in self._ranks[1:]:
+                with open(shard.with_name(shard_name(rank)), "wb") as file:
+                    pack(directory, self._header(step, rank), file.fileno(), is_durable=True, has_files=False)
             with open(part, "wb") as file:
                 pack(directory, self._header(step), file.fileno(), is_durable=True)
             os.replace(part, shard)
@@ -254,15 +217,19 @@ class GangImages:
         """Dump the processes, and `use` the directory of their image, while they stand still or afterwards."""
         directory = self._empty_directory()
         try:
-            process = self._exits.processes[self._rank]
-            labels = {"names": self._names, "agent": "yes" if self._has_agent() else "", "step": str(self._imaged_step)}
-            labels |= self._devices.labels(self._device_mask)
+            labels = {
+                "names": self.names.directory,
+                "agent": "yes" if self._has_agent() else "",
+                "step": str(self._imaged_step),
+                **self._devices.labels(self._device_mask),
+            }
             members = () if self.init.pid else tuple(self._host.cgroups.pids(self._paths.group))
+            ranks = {rank: self._exits.processes[rank].pid for rank in self._ranks} if len(self._ranks) > 1 else {}
             is_frozen = self._host.cgroups.frozen(self._paths.group)
             freezer = self._host.cgroups.freezer_file(self._paths.group) if is_frozen else ""
-            own = (SHARED_MEMORY, self._temporary)
+            own = (SHARED_MEMORY, self.names.temporary)
             place = str(Path(freezer).parent) if freezer else ""
-            unit = UnitProcesses(self.init.pid, process.pid, own, labels, members, place)
+            unit = UnitProcesses(self.init.pid, self._root(), own, labels, members, place, ranks)
             meanwhile = (lambda: use(directory)) if stands_still else (lambda: None)
             with self._devices.in_use():
                 facts = self._host.images.dump(
@@ -287,12 +254,28 @@ class GangImages:
     def _device_mask(self) -> int:
         return self._context.part.device_masks[0]
 
-    def _header(self, step: int) -> dict[str, Any]:
-        return {"step": step, "rank": self._rank, "world": 1}
+    def _root(self) -> int:
+        """Return the process that has all others of the gang below it. Raises ImageRefusedError."""
+        processes = [self._exits.processes[rank] for rank in self._ranks]
+        if len(processes) == 1:
+            return processes[0].pid
+        ended = next((rank for rank, one in zip(self._ranks, processes, strict=True) if not is_alive(one)), None)
+        if ended is not None:
+            raise ImageRefusedError(f"rank {ended} has ended")
+        parents = {parent_of(one.pid) for one in processes}
+        root = parents.pop()
+        if parents or root not in self._host.cgroups.pids(self._paths.group):
+            raise ImageRefusedError("its ranks have lost their common parent")
+        return root
+
+    def _header(self, step: int, rank: int | None = None) -> dict[str, Any]:
+        return {"step": step, "rank": self._first if rank is None else rank, "world": len(self._ranks)}
+
+    def _found(self) -> list[PageProgress]:
+        return [self._context.pages.progress(rank) for rank in self._ranks]
 
     def _has_agent(self) -> bool:
-        pages = self._context.pages
-        return pages.readable and bool(pages.progress(self._rank).capabilities & Capability.IMAGE)
+        return self._context.pages.readable and all(one.capabilities & Capability.IMAGE for one in self._found())
 
     def _empty_directory(self) -> Path:
         directory = self._paths.job / "image"
@@ -308,13 +291,14 @@ class GangImages:
         pages = self._context.pages
         if not self.are_possible or not pages.readable:
             return False
-        progress = pages.progress(self._rank)
-        return self._has_agent() or not progress.hello_time_ns or bool(progress.opaque)
+        return self._has_agent() or all(not one.hello_time_ns or one.opaque for one in self._found())
 
-    def handed(self, stop_sequence: int) -> tuple[int, int]:
-        """Return size and final bytes of the image that is in its arena for this stop; 0 before."""
+    def handed(self, rank: int, stop_sequence: int) -> tuple[int, int]:
+        """Return size and final bytes of what is in the arena of a rank for this stop; 0 before."""
         sequence, size, filled = self._handed
-        return (size, filled) if sequence == stop_sequence else (0, 0)
+        if sequence != stop_sequence:
+            return 0, 0
+        return (size, filled) if rank == self._first else (self._stubs.get(rank, 0), self._stubs.get(rank, 0))
 
     def follow(self, wanted: DesiredOrder, open_arena: Callable[[int], int]) -> None:
         """Take the image that an order to hand over needs, once the process may be taken; or let a process go on that
@@ -340,15 +324,15 @@ class GangImages:
         self._asked = stop_sequence
 
     def _may_be_taken(self, wanted: DesiredOrder) -> bool:
-        progress = self._context.pages.progress(self._rank)
-        is_there = progress.reached_seq >= wanted.order.number
+        found = self._found()
+        are_there = all(one.reached_seq >= wanted.order.number for one in found)
         if wanted.intent is OrderIntent.PARK:
             if self._has_agent():
-                return is_there and progress.state in _PARKED
+                return are_there and all(one.state in _PARKED for one in found)
             return self.are_carried and self._host.cgroups.frozen(self._paths.group)
         if not self._has_agent():
             return self.are_carried
-        return progress.state == PageState.HANDED_OVER and is_there
+        return are_there and all(one.state == PageState.HANDED_OVER for one in found)
 
     async def _hand_over(self, wanted: DesiredOrder, open_arena: Callable[[int], int]) -> None:
         is_parked = wanted.intent is OrderIntent.PARK
@@ -376,11 +360,14 @@ class GangImages:
             self._context.wake()
 
     def _take_for_move(self, stop_sequence: int, open_arena: Callable[[int], int]) -> None:
-        has_agent, step = self._has_agent(), self._context.pages.progress(self._rank).step
+        has_agent, step = self._has_agent(), max(one.step for one in self._found())
         self._imaged_step = step
 
         def write(directory: Path) -> None:
             hit("image-dumped")
+            for rank in self._ranks[1:]:
+                with _opened(open_arena(rank)) as arena:
+                    self._stubs[rank] = pack(directory, self._header(step, rank), arena, has_files=False)
             size = packed_bytes(directory, self._header(step))
 
             def filled(count: int) -> None:
@@ -388,12 +375,8 @@ class GangImages:
                 # to stand still, so that it is restored nowhere before.
                 self._handed = (stop_sequence, size, count if has_agent else min(count, size - 1))
 
-            arena = open_arena(self._rank)
-            try:
-                os.lseek(arena, 0, os.SEEK_SET)
+            with _opened(open_arena(self._first)) as arena:
                 pack(directory, self._header(step), arena, filled=filled)
-            finally:
-                os.close(arena)
             if has_agent:
                 self._context.write_notes()
             else:
@@ -415,73 +398,85 @@ class GangImages:
 
     def _stand_in(self, state: int, wanted: DesiredOrder) -> None:
         """Write into the page what an agent would: nothing in the process does."""
-        page = self._context.pages[self._rank]
-        page.set(Word.ACK_SEQ, wanted.stop_sequence)
-        page.set(Word.REACHED_STEP, self._imaged_step)
-        page.set(Word.STATE, state)
-        page.set(Word.REACHED_SEQ, wanted.order.number)
+        for rank in self._ranks:
+            page = self._context.pages[rank]
+            page.set(Word.ACK_SEQ, wanted.stop_sequence)
+            page.set(Word.REACHED_STEP, self._imaged_step)
+            page.set(Word.STATE, state)
+            page.set(Word.REACHED_SEQ, wanted.order.number)
 
     def let_run(self) -> None:
         """Let processes go on that were stopped for a move or restored for one."""
         if self._is_stopped:
             self._is_stopped = False
-            self._context.pages[self._rank].set(Word.STATE, PageState.INIT)
+            for rank in self._ranks:
+                self._context.pages[rank].set(Word.STATE, PageState.INIT)
             self._signal_all(signal.SIGCONT)
 
     def _signal_all(self, number: signal.Signals) -> None:
-        for pid in family(self._exits.processes[self._rank].pid):
-            with suppress(OSError):
-                os.kill(pid, number)
+        for process in self._exits.processes.values():
+            for pid in family(process.pid):
+                with suppress(OSError):
+                    os.kill(pid, number)
 
     # -- images from storage or from another node -------------------------------------------------------------------
 
     def restore(
-        self, launcher: Launcher, mapping: dict[str, Any], source: int, *, procs: tuple[str, ...], is_moved: bool
-    ) -> Forked:
-        """Restore the gang's process into a new unit, from a descriptor of its packed image. Blocks. `is_moved`: a
+        self,
+        launcher: Launcher,
+        mappings: Mapping[int, Mapping[str, Any]],
+        source: int,
+        *,
+        procs: tuple[str, ...],
+        is_moved: bool,
+    ) -> dict[int, Forked]:
+        """Restore the gang's ranks into a new unit, from a descriptor of their packed image. Blocks. `is_moved`: a
         process without an agent stands still until `let_run`. Raises LauncherError, OSError, ImageRefusedError,
         ImageError."""
         directory = self._empty_directory()
         try:
             facts = unpack(source, directory)
             hit("image-unpacked")
-            self._names = facts.labels["names"]
+            self.names.directory = facts.labels["names"]
             has_agent = bool(facts.labels.get("agent"))
             # noted before there is a process: the next daemon finds it so
             self.awaits_agent, self._is_stopped = has_agent, is_moved and not has_agent
             self._imaged_step = int(facts.labels.get("step", 0))
             self._devices.expect(facts.labels, len(facts.device_pids), self._device_mask)
+            restore = ImageRestore(self._host.images, launcher, mappings, directory, facts, self._paths.run)
+            has_network = False
             while True:
-                self._make_unit(launcher, procs)
+                self._make_unit(launcher, procs, has_network)
                 try:
-                    root = self._restore_once(launcher, mapping, directory, facts)
+                    found = restore.into(self.init.pid, is_stopped=self._is_stopped)
                 except ImageRefusedError as error:
-                    if is_moved or not cut_back(facts, str(error)):
+                    # Virtual nodes share a machine, and so its ports.
+                    is_shared = PORT_IN_USE in str(error) and self._host.inventory.driver == VIRTUAL_DRIVER
+                    if is_shared and not has_network:
+                        has_network = True
+                    elif is_moved or not cut_back(facts, str(error)):
                         raise
                 else:
                     hit("image-restored")
-                    return root
+                    return found
         finally:
             remove_tree(directory)
 
-    def _restore_once(self, launcher: Launcher, mapping: dict[str, Any], directory: Path, facts: ImageFacts) -> Forked:
-        images = self._host.images
-        images.fill(self.init.pid, directory)
-        files = {log.path: _LOG_DESCRIPTOR for log in facts.logs}
-        files |= {file.path: _PAGE_DESCRIPTOR for file in facts.files if file.path.endswith(_PAGE_ENDING)}
-        command = images.restore_arguments(directory, files, is_stopped=self._is_stopped)
-        opened = {_LOG_DESCRIPTOR: mapping["log"], _PAGE_DESCRIPTOR: mapping["page"]}
-        try:
-            ranks = [(mapping | {"init": self.init.pid}, 0)]
-            return launcher.restore(ranks, command, opened, str(directory / PID_FILE)).root
-        except LauncherError as error:
-            why = images.restore_failure(directory) if error.reason == "RESTORE" else ""
-            raise ImageRefusedError(why or str(error)) from error
-
-    def _make_unit(self, launcher: Launcher, procs: tuple[str, ...]) -> None:
-        make_directory(self._files)
-        binds = [(str(self._files), self._temporary)]
-        unit = Unit(self._paths.group, self._names, self._links(), binds)
+    def _make_unit(self, launcher: Launcher, procs: tuple[str, ...], has_network: bool) -> None:
+        send_signal(self.init, signal.SIGKILL)
+        names = self.names
+        make_directory(names.files)
+        unit = Unit(self._paths.group, names.directory, names.links, [(str(names.files), names.temporary)], has_network)
         made = launcher.make_unit({**unit._asdict(), "cgroup_procs": list(procs)})
         self.init = ProcessId(made.pid, made.start_ticks)
         self._context.write_notes()
+
+
+@contextmanager
+def _opened(descriptor: int) -> Iterator[int]:
+    """Close a descriptor afterwards; it is at its start now."""
+    try:
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -7,19 +7,18 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ganger.agent.v1 import agent_pb2
 from ganger.failpoints import hit
-from ganger.injob.launcher.client import Forked, Launcher, LauncherError
+from ganger.injob.launcher.client import Launcher, LauncherError
 from ganger.injob.page import page_path
 from ganger.injob.process_identity import start_ticks
 from ganger.injob.state_image import ImageError
-from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
-from ganger.v1 import job_pb2
+from ganger.protocol.gang_orders import DesiredOrder
 
 from ganger_daemon.cgroups.contract import Variant
 from ganger_daemon.checkpoints.storage import shard_name
@@ -28,6 +27,7 @@ from ganger_daemon.gang.control_pages import page_order, write_details
 from ganger_daemon.gang.exit_watcher import ExitWatcher
 from ganger_daemon.gang.gang_context import GangContext, to_json
 from ganger_daemon.gang.gang_launcher import GangLauncher
+from ganger_daemon.gang.gang_rendezvous import GangRendezvous
 from ganger_daemon.gang.launch_plan import (
     LaunchRefusedError,
     Rendezvous,
@@ -36,7 +36,6 @@ from ganger_daemon.gang.launch_plan import (
     check_command,
     check_user,
     environment_of,
-    free_port,
     has_no_agent,
     image_arena_bytes,
     launch_mapping,
@@ -61,7 +60,7 @@ from ganger_daemon.node.process_identity import (
     ProcessId,
     RankProcess,
     holds_files_of_rank,
-    is_alive,
+    parent_of,
     recognise,
     send_signal,
     stranger_text,
@@ -75,8 +74,6 @@ _NOT_EXECUTED = 127
 # What was killed is gone within milliseconds, but for one that hangs in a driver.
 _STRAYS_S = 5.0
 _STRAYS_LOOK_S = 0.01
-# Between looks whether a gang that waits for its leader is wanted still.
-_STOP_LOOK_S = 0.2
 # Longest read of all shards of a node; how long the gang's loop waits for it at once; when it is reported.
 _READING_S = 3600.0
 _READING_PATIENCE_S = 0.2
@@ -87,8 +84,8 @@ class RankLaunch:
     """Steps of one gang's launch. Idempotent: the work of a former daemon is found and kept.
 
     `is_done`: the local ranks were launched, at `launched_at` (seconds of the monotonic clock); `failure`: how the
-    launch failed; `is_under_way`: a launch may start processes at any moment; `rendezvous`: known on the leader's node,
-    before its file is there; `awaits_image`: the image of its process is still to come from another node."""
+    launch failed; `is_under_way`: a launch may start processes at any moment; `awaits_image`: the image of its
+    processes is still to come from another node."""
 
     def __init__(
         self,
@@ -120,7 +117,7 @@ class RankLaunch:
         self.launched_at = 0.0
         self.failure: PartOutcome | None = None
         self.is_under_way = False
-        self.rendezvous: tuple[str, int] | None = None
+        self.rendezvous = GangRendezvous(context, images)
 
     def recall(self, left: Mapping[str, Any]) -> None:
         self.awaits_image = bool(left.get("awaits_image", False))
@@ -213,7 +210,10 @@ class RankLaunch:
         self._launcher.arena_bytes = arena_bytes_per_rank(desired, len(self._part.ranks), device_memory)
         self._launcher.image_arena_bytes = image_arena_bytes(desired, self._launcher.arena_bytes, device_memory)
         launcher = await asyncio.to_thread(host.launchers.get, self._launcher.key, interpreter, environment)
-        rendezvous = await self._meet(desired, launcher, orders)
+        is_image = _is_image(desired, restore)
+        if not is_image:
+            await asyncio.to_thread(self._images.make_names, desired)
+        rendezvous = await self.rendezvous.meet(desired, launcher, orders, is_image=is_image)
         # without this note, a daemon that finds the ranks would know neither their cores nor their arenas
         self._context.write_notes()
         processes = await asyncio.to_thread(
@@ -283,7 +283,7 @@ class RankLaunch:
         """Blocks until they are gone, or will not go. Without groups a process may slip out of its rank's session, and
         keep its devices."""
         pages = [Path(page_path(str(self._paths.run), rank)) for rank in self._part.ranks]
-        names = [self._images.page_name(page) for page in pages]
+        names = [self._images.names.page(page) for page in pages]
         deadline, logged = time.monotonic() + _STRAYS_S, set()
         inject = self._host.launchers.inject
         while found := [ProcessId(pid, start_ticks(pid) or 0) for pid in strays(pages, inject, names)]:
@@ -334,46 +334,6 @@ class RankLaunch:
             raise LaunchRefusedError(f"no CPU quota of {cores:g} cores: {self._host.cgroups.capabilities['cpu_quota']}")
         return pool
 
-    async def _meet(self, desired: agent_pb2.DesiredGang, launcher: Launcher, orders: ReceivedOrders) -> Rendezvous:
-        host, paths = self._host.address_host, self._paths
-        if self._part.world == 1:
-            return Rendezvous(host, free_port(host), store=False)
-        if not self._part.leads:
-            leader = desired.members[0]
-            call = self._context.peers.rendezvous(leader.peer_address, desired.job_uid, desired.epoch)
-            return await self._of_leader(call, orders)
-        known = read_json(paths.rendezvous)
-        if known and is_alive(ProcessId(int(known.get("pid") or 0), int(known.get("start_ticks") or 0))):
-            return Rendezvous(str(known["host"]), int(known["port"]))  # a former daemon had it started
-        # Without the agent torch would take every address that the script names for that of our store.
-        has_store = desired.spec.agent != job_pb2.JobSpec.AGENT_NONE
-        if has_store:
-            try:
-                port = (await asyncio.to_thread(launcher.store, str(paths.run), host)).port
-            except LauncherError as error:
-                if error.reason != "NO_TORCH":
-                    raise
-                has_store = False
-        if not has_store:
-            # A job that wants to meet gets an address, and rank 0 serves it.
-            port = free_port(host)
-            write_json(paths.rendezvous, {"host": host, "port": port, "pid": 0})
-        self.rendezvous = (host, port)
-        return Rendezvous(host, port, store=has_store)
-
-    async def _of_leader(self, call: Coroutine[Any, Any, tuple[str, int]], orders: ReceivedOrders) -> Rendezvous:
-        """Return the leader's rendezvous. An order to stop ends the wait: the leader's part may have ended before."""
-        task = asyncio.ensure_future(call)
-        try:
-            while not task.done():
-                if orders.wanted.intent is OrderIntent.STOP:
-                    raise LaunchRefusedError("ordered to stop before its leader had named the rendezvous")
-                await asyncio.wait((task,), timeout=_STOP_LOOK_S)
-            return Rendezvous(*task.result())
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
     def _fork_all(
         self,
         desired: agent_pb2.DesiredGang,
@@ -384,8 +344,8 @@ class RankLaunch:
         files: tuple[str, ...],
         threads: int,
     ) -> dict[int, ProcessId]:
-        is_arriving = restore.kind == "arena" and desired.restore.parked.is_process_image
-        if (is_arriving or restore.kind == "image") and (why := self._images.why_not(desired)):
+        is_image = _is_image(desired, restore)
+        if is_image and (why := self._images.why_not(desired)):
             raise LaunchRefusedError(f"its state is a process image, which this node cannot restore: {why}")
         found = self.recognise(children_of(launcher))
         processes: dict[int, ProcessId] = {}
@@ -413,32 +373,53 @@ class RankLaunch:
                     inject=self._host.launchers.inject,
                     arena_bytes=self._launcher.arena_bytes,
                 )
-                if not is_arriving and restore.kind != "image":
-                    mapping = self._images.name(desired, mapping, has_agent=not has_no_agent(desired.spec))
                 mappings[rank] = mapping
-        if is_arriving:
-            self.awaits_image = bool(mappings)
-            forked_all: list[Forked] = []
-            mappings = {}
-        elif restore.kind == "image":
-            forked_all = [self._restore_saved(launcher, one, restore, rank) for rank, one in mappings.items()]
+        if mappings and is_image and restore.kind != "image":
+            self.awaits_image = True
+        elif mappings and is_image:
+            processes |= self._restore_saved(launcher, mappings, restore)
         else:
-            forked_all = launcher.fork_all(list(mappings.values()))
-        for rank, forked in zip(mappings, forked_all, strict=True):
-            processes[rank] = ProcessId(*forked)
-        for process in processes.values():
-            self._host.cgroups.track(self._paths.group, process.pid)
+            processes |= self._fork(launcher, mappings, desired, rendezvous)
+        self._track(processes)
         return dict(sorted(processes.items()))
 
-    def _restore_saved(self, launcher: Launcher, mapping: dict[str, Any], restore: RestorePlan, rank: int) -> Forked:
-        with open_plain(Path(restore.path) / shard_name(rank), is_jobs_directory=True) as shard:
-            return self._restore(launcher, mapping, shard.fileno(), is_moved=False)
+    def _track(self, processes: Mapping[int, ProcessId]) -> None:
+        """Record that ranks, and a parent that they have in common, belong to the gang's group."""
+        pids = [process.pid for process in processes.values()]
+        parents = {parent_of(pid) for pid in pids} if len(pids) > 1 and self._images.are_possible else set()
+        for pid in [*pids, *(parents if len(parents) == 1 else ())]:
+            self._host.cgroups.track(self._paths.group, pid)
 
-    def _restore(self, launcher: Launcher, mapping: dict[str, Any], source: int, *, is_moved: bool) -> Forked:
-        """Restore a rank from its process image. Raises LaunchRefusedError."""
+    def _fork(
+        self,
+        launcher: Launcher,
+        mappings: Mapping[int, dict[str, Any]],
+        desired: agent_pb2.DesiredGang,
+        rendezvous: Rendezvous,
+    ) -> dict[int, ProcessId]:
+        has_agent = not has_no_agent(desired.spec)
+        named = [self._images.names.give(one, has_agent=has_agent) for one in mappings.values()]
+        has_siblings = len(self._part.ranks) > 1
+        if has_siblings and self._images.are_possible and len(mappings) == len(self._part.ranks):
+            forked = launcher.fork_together(named, rendezvous.host if rendezvous.store else "").ranks
+        else:
+            forked = launcher.fork_all(named)
+        return {rank: ProcessId(*one) for rank, one in zip(mappings, forked, strict=True)}
+
+    def _restore_saved(
+        self, launcher: Launcher, mappings: Mapping[int, dict[str, Any]], restore: RestorePlan
+    ) -> dict[int, ProcessId]:
+        with open_plain(Path(restore.path) / shard_name(self._part.ranks[0]), is_jobs_directory=True) as shard:
+            return self._restore(launcher, mappings, shard.fileno(), is_moved=False)
+
+    def _restore(
+        self, launcher: Launcher, mappings: Mapping[int, dict[str, Any]], source: int, *, is_moved: bool
+    ) -> dict[int, ProcessId]:
+        """Restore the ranks from their process image. Raises LaunchRefusedError."""
         procs = self._host.cgroups.join_files(self._paths.group)
         try:
-            return self._images.restore(launcher, mapping, source, procs=procs, is_moved=is_moved)
+            found = self._images.restore(launcher, mappings, source, procs=procs, is_moved=is_moved)
+            return {rank: ProcessId(*one) for rank, one in found.items()}
         except (ImageRefusedError, ImageError) as error:
             raise LaunchRefusedError(f"its process image cannot be restored: {error}") from error
 
@@ -448,27 +429,33 @@ class RankLaunch:
             self._arriving = asyncio.create_task(self._arrive(wanted))
 
     async def _arrive(self, wanted: DesiredOrder) -> None:
-        (rank,) = self._part.ranks
         try:
-            root = await asyncio.to_thread(self._restore_arrived, rank)
+            processes = await asyncio.to_thread(self._restore_arrived)
         except (LaunchRefusedError, LauncherError, OSError) as error:
             self._images.trouble = str(error)
         else:
             self.awaits_image = False
-            self._exits.watch(rank, ProcessId(*root))
-            self._host.cgroups.track(self._paths.group, root.pid)
+            for rank, process in processes.items():
+                self._exits.watch(rank, process)
+            self._track(processes)
             self._context.write_notes()
         finally:
             self._arriving = None
             self._context.wake()
 
-    def _restore_arrived(self, rank: int) -> Forked:
+    def _restore_arrived(self) -> dict[int, ProcessId]:
         launcher = self._launcher.running() or self._launcher.adopt_anew()
-        arena = self._launcher.open_image_arena(rank)
+        arena = self._launcher.open_image_arena(self._part.ranks[0])
         try:
-            return self._restore(launcher, read_json(self._paths.launch(rank)), arena, is_moved=True)
+            mappings = {rank: read_json(self._paths.launch(rank)) for rank in self._part.ranks}
+            return self._restore(launcher, mappings, arena, is_moved=True)
         finally:
             os.close(arena)
+
+
+def _is_image(desired: agent_pb2.DesiredGang, restore: RestorePlan) -> bool:
+    """Return whether the ranks go on from a process image, from storage or from another node."""
+    return restore.kind == "image" or (restore.kind == "arena" and desired.restore.parked.is_process_image)
 
 
 def _outcome_of(error: Exception) -> PartOutcome:

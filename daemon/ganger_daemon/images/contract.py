@@ -32,8 +32,9 @@ class UnitProcesses(msgspec.Struct, frozen=True):
     """Processes by their ids in the daemon's own namespace. `init_pid`: of their unit, 0 for processes that were never
     restored and have none. `own_directories`: absolute paths that belong to them alone, so that the files in them
     travel with the image; outside a unit, of those in /dev/shm the ones that the processes hold. `labels`: what the
-    daemon wants to know at the restore. `members`: processes that the daemon knows to be the job's.
-    `freezer`: directory of the control group in which they are frozen, and stay so; empty if they run."""
+    daemon wants to know at the restore. `members`: processes that the daemon knows to be the job's. `freezer`:
+    directory of the control group in which they are frozen, and stay so; empty if they run. `ranks`: of processes that
+    are ranks below the root; none where the root is the only rank."""
 
     init_pid: int
     root_pid: int
@@ -41,6 +42,15 @@ class UnitProcesses(msgspec.Struct, frozen=True):
     labels: dict[str, str] = {}
     members: tuple[int, ...] = ()
     freezer: str = ""
+    ranks: dict[int, int] = {}
+
+
+class ImagedRank(msgspec.Struct, frozen=True):
+    """A rank below the root of an image. `pid`: inside the unit; `logs`: the files behind its descriptors 1 and 2."""
+
+    rank: int
+    pid: int
+    logs: tuple[str, ...]
 
 
 class OpenFile(msgspec.Struct, frozen=True):
@@ -70,10 +80,10 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class ImageFacts(msgspec.Struct, frozen=True):
-    """What a restore needs to know. `root_pid`: inside the unit. `logs`: the files behind the root's descriptors 1
-    and 2, once each. `files`: all others, also those mapped as code; `own_directories` as in the unit;
-    `is_outside_closed`: the restored processes find their TCP connections closed; `device_pids`: inside the unit, the
-    processes whose device state is in the image."""
+    """What a restore needs to know. `root_pid`: inside the unit. `logs`: the files behind descriptors 1 and 2 of the
+    ranks, once each. `ranks`: empty where the root is the only one. `files`: all others, also those mapped as code;
+    `own_directories` as in the unit; `is_outside_closed`: the restored processes find their TCP connections closed;
+    `device_pids`: inside the unit, the processes whose device state is in the image."""
 
     root_pid: int
     processes: int
@@ -85,6 +95,7 @@ class ImageFacts(msgspec.Struct, frozen=True):
     is_outside_closed: bool = False
     device_pids: tuple[int, ...] = ()
     labels: dict[str, str] = {}
+    ranks: tuple[ImagedRank, ...] = ()
 
 
 class ProcessImages(Protocol):

@@ -26,9 +26,11 @@ from ganger.injob.process_identity import family
 from ganger_daemon.images.contract import (
     PID_FILE,
     DeviceStateLostError,
+    ImagedRank,
     ImageFacts,
     ImageRefusedError,
     Machine,
+    OpenFile,
     UnitProcesses,
     read_facts,
     write_facts,
@@ -203,8 +205,11 @@ class CriuImages:
     def _facts(self, proc: UnitProc, root: int, unit: UnitProcesses, closes: bool) -> ImageFacts:
         tree = proc.tree(root)
         files = proc.open_files(tree)
-        descriptors = proc.descriptors(root)
-        logs = {path for number in (1, 2) if (path := descriptors.get(number, "")) in files}
+        ranks = [
+            ImagedRank(rank, inside, _logs_of(proc, inside, files))
+            for rank, inside in ((rank, pid_inside(pid)) for rank, pid in unit.ranks.items())
+        ]
+        logs = {path for rank in ranks for path in rank.logs} or set(_logs_of(proc, root, files))
         return ImageFacts(
             root_pid=root,
             processes=len(tree),
@@ -214,6 +219,7 @@ class CriuImages:
             machine=self._machine,
             is_outside_closed=closes,
             labels=unit.labels,
+            ranks=tuple(ranks),
         )
 
     def _run(self, init_pid: int, arguments: Sequence[str], directory: Path, while_frozen: Callable[[], None]) -> None:
@@ -228,7 +234,7 @@ class CriuImages:
         fcntl.flock(consent, fcntl.LOCK_EX)
         # The image's directory by descriptor: the unit need not see it under its path.
         inside = [self.program, *arguments, "-D", f"/proc/self/fd/{image}"]
-        enter = ["nsenter", "-t", str(init_pid), "-m", "-p", "-i"] if init_pid else []
+        enter = ["nsenter", "-t", str(init_pid), "-m", "-p", "-i", "-n"] if init_pid else []
         process = None
         try:
             with (directory / _ERRORS).open("wb") as errors:
@@ -248,6 +254,12 @@ class CriuImages:
         if code:
             text = reason_of(_text(directory / DUMP_LOG)) or _text(directory / _ERRORS).strip()[-300:]
             raise ImageRefusedError(text or f"criu dump ended with code {code}")
+
+
+def _logs_of(proc: UnitProc, pid: int, files: Mapping[str, OpenFile]) -> tuple[str, ...]:
+    """Return the files behind descriptors 1 and 2 of a process, once each."""
+    descriptors = proc.descriptors(pid)
+    return tuple(sorted({path for number in (1, 2) if (path := descriptors.get(number, "")) in files}))
 
 
 def _options(closes: bool) -> tuple[str, ...]:

@@ -73,16 +73,16 @@ def _tar(number: int) -> str:
     return f"own-{number}.tar"
 
 
-def packed_bytes(directory: Path, fields: Mapping[str, Any]) -> int:
+def packed_bytes(directory: Path, fields: Mapping[str, Any], *, has_files: bool = True) -> int:
     """Return the size of an image's directory once it is packed. Raises as `pack`."""
-    return _lay_out(directory, fields)[2].total_bytes
+    return _lay_out(directory, fields, has_files)[2].total_bytes
 
 
 def _lay_out(
-    directory: Path, fields: Mapping[str, Any]
+    directory: Path, fields: Mapping[str, Any], has_files: bool
 ) -> tuple[tuple[Path, ...], list[dict[str, Any]], state_image.Preamble, bytes]:
     facts = read_facts(directory)
-    files = image_files(directory)
+    files = image_files(directory) if has_files else ()
     table: list[dict[str, Any]] = []
     offset = 0
     for file in files:
@@ -100,13 +100,15 @@ def pack(
     target: int,
     *,
     is_durable: bool = False,
+    has_files: bool = True,
     filled: Callable[[int], None] = lambda count: None,
 ) -> int:
     """Write an image's directory to a file from its current position on. Return the bytes written. Blocks.
 
-    `fields`: of the header, as `step`, `rank` and `world`. `filled` is called with the bytes that are final so far.
+    `fields`: of the header, as `step`, `rank` and `world`. Without its files it stands for a rank whose process is in
+    the image of another one. `filled` is called with the bytes that are final so far.
     Raises OSError, and ImageRefusedError for a directory without facts."""
-    files, table, preamble, encoded = _lay_out(directory, fields)
+    files, table, preamble, encoded = _lay_out(directory, fields, has_files)
     digests = state_image.ChunkDigests(preamble.digest_kind, preamble.chunk_bytes)
     _write(target, preamble.pack() + encoded)
     written = preamble.data_offset

@@ -7,10 +7,13 @@ from collections.abc import Mapping
 
 _LINE = re.compile(r"^(?:\(\s*[\d.]+\)\s*)?(?:\s*\d+:\s*)?Error \(([^)]*)\):\s*(.*)$")
 
+PORT_IN_USE = "a network port of the image is in use on this node"
+
 # What a message of CRIU means, most telling first. Named groups of the pattern are put into the text.
 _MEANINGS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), text)
     for pattern, text in (
+        (r"Can't bind inet socket .*Address already in use|Can't connect inet socket", PORT_IN_USE),
         (r"io_uring", "a process uses io_uring, which cannot be saved"),
         (r"Connected TCP socket", "a process has an open TCP connection"),
         (r"External socket is used", "a process is connected to a program outside the job"),

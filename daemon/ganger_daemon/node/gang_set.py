@@ -236,8 +236,8 @@ class GangSet:
     async def _forget(self, key: GangId) -> None:
         gang = self._gangs.pop(key)
         task = self._tasks.pop(key)
-        if gang.parts.launching.rendezvous is not None:
-            self.met[key] = gang.parts.launching.rendezvous
+        if gang.parts.launching.rendezvous.address is not None:
+            self.met[key] = gang.parts.launching.rendezvous.address
             for first in list(self.met)[: max(0, len(self.met) - _FINISHED_LIMIT)]:
                 del self.met[first]
         uid, epoch = key

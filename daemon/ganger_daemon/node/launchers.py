@@ -79,10 +79,13 @@ def _digest(root: Path, facts: tuple[tuple[Path, int, int], ...]) -> str:
 def children_of(launcher: Launcher) -> dict[str, RankProcess]:
     """Ranks by name. Raises LauncherError."""
     found: dict[str, RankProcess] = {}
-    for entry in launcher.list():
+    children = launcher.list()
+    # ranks may have a parent that is the launcher's child
+    own = {launcher.pid, *(int(entry["pid"]) for entry in children if entry["kind"] == "root")}
+    for entry in children:
         if entry["kind"] == "rank":
             process = ProcessId(int(entry["pid"]), int(entry["start_ticks"]))
-            found[str(entry["name"])] = RankProcess(process, parent_of(process.pid) == launcher.pid)
+            found[str(entry["name"])] = RankProcess(process, parent_of(process.pid) in own)
     return found
 
 

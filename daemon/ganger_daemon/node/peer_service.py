@@ -82,8 +82,8 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
             gang = self._gangs.find(request.job_uid, request.epoch)
             if gang is not None:
                 self._check_part(gang, context)
-                if gang.parts.launching.rendezvous is not None:
-                    host, port = gang.parts.launching.rendezvous
+                if gang.parts.launching.rendezvous.address is not None:
+                    host, port = gang.parts.launching.rendezvous.address
                     return peer_pb2.Rendezvous(host=host, port=port)
                 fields = read_json(gang.context.paths.rendezvous)
                 if fields:

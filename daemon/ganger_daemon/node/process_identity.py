@@ -60,7 +60,8 @@ def anonymous_bytes(pid: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
-    """Process of a rank as its launcher reports it. `is_own`: the kernel names the launcher as its parent."""
+    """Process of a rank as its launcher reports it. `is_own`: the kernel names the launcher as its parent, or
+    a child of the launcher that is the parent of several ranks."""
 
     process: ProcessId
     is_own: bool

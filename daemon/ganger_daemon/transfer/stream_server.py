@@ -91,7 +91,7 @@ class ParkedArena:
             return 0, 0
         progress = gang.context.pages.progress(self._rank)
         if gang.parts.images.are_carried:
-            size, filled = gang.parts.images.handed(gang.wanted.stop_sequence)
+            size, filled = gang.parts.images.handed(self._rank, gang.wanted.stop_sequence)
             self._stop = self._stop or (gang.wanted.stop_sequence if size else 0)
             return size, filled
         # before the rank is parked in this stop, the numbers may be those of an earlier one

@@ -411,6 +411,8 @@ def run_store(directory: str, host: str, listener: socket.socket) -> NoReturn:
     """Be the rendezvous store of one epoch, in a forked child (see `serve_store`)."""
     os.setsid()
     try:
+        if not directory:
+            refuse_io_uring()  # it is part of process images
         serve_store(directory, host, listener)
     except BaseException as error:
         print(f"ganger launcher: no rendezvous store in {directory}: {error!r}", file=sys.stderr)

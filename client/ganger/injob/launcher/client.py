@@ -151,7 +151,7 @@ class Launcher:
         self._connection.close()
 
     def info(self) -> dict[str, Any]:
-        """Return pid, start_ticks, python, version, torch (imported), fork_safe."""
+        """Return pid, start_ticks, python, version, torch (imported), fork_safe, serves_stores."""
         return self._call("info")
 
     def fork(self, launch: Mapping[str, Any]) -> Forked:

@@ -10,9 +10,12 @@ A process that was never restored has no unit: what it has mapped was mapped in 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import select
 import signal
+import socket
+import struct
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -21,7 +24,8 @@ from typing import Callable, NamedTuple, NoReturn
 # Under it each job has a directory of names, see `make_links`.
 LINKS = "/run/ganger-unit"
 
-CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID = 0x00020000, 0x08000000, 0x20000000
+CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID, CLONE_NEWNET = 0x00020000, 0x08000000, 0x20000000, 0x40000000
+_SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 UNIT_FLAGS = CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWPID
 _MS_BIND, _MS_REC, _MS_SLAVE, _MS_NOSUID, _MS_NODEV = 0x1000, 0x4000, 1 << 19, 2, 4
 _MNT_DETACH = 2
@@ -36,12 +40,19 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 class Unit(NamedTuple):
     """What a unit is made from. ``links``: where the names in the directory of its job lead, see `make_links`;
-    ``binds``: pairs of a directory and the path at which the unit has it."""
+    ``binds``: pairs of a directory and the path at which the unit has it. ``has_network``: a network of its own, with
+    nothing but loopback."""
 
     name: str
     directory: str
     links: Mapping[str, str]
     binds: Sequence[Sequence[str]] = ()
+    has_network: bool = False
+
+    @property
+    def flags(self) -> int:
+        """Of clone, for its init."""
+        return UNIT_FLAGS | (CLONE_NEWNET if self.has_network else 0)
 
 
 def make_links(directory: str, links: Mapping[str, str]) -> None:
@@ -69,6 +80,8 @@ def be_init(unit: Unit, ready: int, cgroup_procs: Sequence[str]) -> NoReturn:
                 _reset(number)
         os.chdir("/")
         _mount_all(unit)
+        if unit.has_network:
+            _switch_loopback_on()
     except Exception as problem:
         os.write(ready, str(problem).encode()[:_LONGEST_TEXT])
         os._exit(1)
@@ -94,6 +107,13 @@ def _mount_all(unit: Unit) -> None:
     make_links(unit.directory, unit.links)
     for source, place in unit.binds:
         bind(source, place)
+
+
+def _switch_loopback_on() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as any_socket:
+        request = struct.pack("16sH14x", b"lo", 0)
+        flags = struct.unpack_from("H", fcntl.ioctl(any_socket, _SIOCGIFFLAGS, request), 16)[0]
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", flags | _IFF_UP))
 
 
 def bind(source: str, place: str) -> None:
@@ -149,18 +169,21 @@ def fork_in(init: int, fork: Callable[[], int]) -> int:
 
 
 def enter_unit(init: int) -> None:
-    """Take a forked child of one thread into mounts and shared memory of a unit. Raises OSError.
+    """Take a forked child of one thread into mounts, shared memory and network of a unit. Raises OSError.
 
     ``init``: as its parent sees it, which is how the child sees it before it has entered."""
     directory = os.getcwd()
     mounts = os.open(f"/proc/{init}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
     ipc = os.open(f"/proc/{init}/ns/ipc", os.O_RDONLY | os.O_CLOEXEC)
+    network = os.open(f"/proc/{init}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
         _enter(ipc, CLONE_NEWIPC)
+        _enter(network, CLONE_NEWNET)
         _enter(mounts, CLONE_NEWNS)
     finally:
         os.close(mounts)
         os.close(ipc)
+        os.close(network)
     os.chdir(directory)
 
 
@@ -196,10 +219,14 @@ def end_children(init: int, known: Collection[int]) -> None:
     failed restore has left. An init ends only once they are reaped."""
     children = _children()
     for one in _processes_in(init):
-        if one not in known and one != init:
+        if one in known or one == init:
+            continue
+        try:
             os.kill(one, signal.SIGKILL)
             if one in children:
                 os.waitpid(one, 0)
+        except (ProcessLookupError, ChildProcessError):
+            continue  # it ended with another one
 
 
 def _processes_in(init: int) -> list[int]:

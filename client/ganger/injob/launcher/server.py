@@ -127,6 +127,7 @@ class LauncherServer:
             version=sys.version.split()[0],
             torch="torch" in self._preloaded,
             fork_safe=self._may_fork,
+            serves_stores=self._serves_stores,
         )
 
     def _fork(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
@@ -325,8 +326,12 @@ class LauncherServer:
             os.close(descriptor)
         self._callers.reply(caller, number)
 
+    @property
+    def _serves_stores(self) -> bool:
+        return "torch.distributed" in self._preloaded or not self._preloaded
+
     def _check_serves_stores(self) -> None:
-        if "torch.distributed" not in self._preloaded and self._preloaded:
+        if not self._serves_stores:
             raise LaunchError("NO_TORCH", f"{sys.executable} has no torch, so it can serve no rendezvous store")
 
     def _store(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:

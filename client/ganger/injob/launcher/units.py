@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ganger.injob.launcher.child_process import fill_page
-from ganger.injob.launcher.namespaces import UNIT_FLAGS, Unit, pid_outside, wait_ready
+from ganger.injob.launcher.namespaces import Unit, pid_outside, wait_ready
 from ganger.injob.launcher.process_record import Launch, LaunchError, parse_launch
 from ganger.injob.launcher.starter import Starter, StarterError, begin
 
@@ -74,7 +74,7 @@ def make_unit(starter: Starter | None, content: Mapping[str, Any]) -> int:
     try:
         try:
             wanted = {"unit": unit._asdict(), "cgroup_procs": procs}
-            pid, word = starter.start(wanted, write_end, None, flags=UNIT_FLAGS)
+            pid, word = starter.start(wanted, write_end, None, flags=unit.flags)
         except StarterError as error:
             raise LaunchError("UNIT", f"no unit can be made: {error}") from error
         finally:
