@@ -7,6 +7,7 @@ import fcntl
 import json
 import logging
 import os
+import platform
 import signal
 import socket
 import time
@@ -36,7 +37,7 @@ from ganger_daemon.devices.virtual import VirtualSpec
 from ganger_daemon.gang.job_names import sweep_names
 from ganger_daemon.gang.launch_plan import own_user
 from ganger_daemon.images.contract import CAPABILITY
-from ganger_daemon.images.criu import choose_images
+from ganger_daemon.images.criu import choose_images, cpu_flags
 from ganger_daemon.images.driver import choose_device_state
 from ganger_daemon.node.core_table import CoreTable
 from ganger_daemon.node.daemon_files import (
@@ -360,6 +361,7 @@ class Daemon:
             **self.host.cgroups.capabilities,
             **self.host.devices.capabilities,
             CAPABILITY: self.host.images.capability,
+            "processor": " ".join((platform.machine(), *cpu_flags())),
             "gpu_state": self.host.device_state.capability,
             "user": own_user(),
             "switch_user": "shared" if self.host.serves_all_users else "no",

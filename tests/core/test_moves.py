@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from core.drive import GIB, Drive, job_of
+from ganger.protocol.gang_orders import Mechanism
 from ganger_master.core.answers import Approved, JobAnswer, Refused, Rejected
 from ganger_master.core.commands import MoveJob, ResumeJob, SuspendJob
 from ganger_master.core.gang_model import GangIntent, GangPhase, ObservedPhase, Outcome, OutcomeKind
@@ -136,3 +137,33 @@ def test_a_move_of_a_job_that_starts_again_is_refused_because_it_has_not_reached
     assert isinstance(answer, Refused)
     assert answer.reason == "NOT_RUNNING"
     assert "has not reached its first boundary yet: it is STARTING; try again" in answer.message
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "why"),
+    [
+        ({"image": "criu 4.2", "processor": "x86_64 avx avx2"}, "its processor lacks avx512f"),
+        ({"image": "none: no CRIU found"}, "no CRIU found"),
+        ({"image": "criu 4.2", "processor": "x86_64 amx avx avx2 avx512f"}, ""),
+        ({}, ""),
+    ],
+)
+def test_an_image_is_moved_only_to_a_node_that_is_not_known_to_lack_what_it_needs(
+    capabilities: dict[str, str], why: str
+) -> None:
+    drive = Drive(2)
+    number = drive.submit(job_of(2))
+    source = drive.start(number)
+    drive.runs(number)
+    job, state = drive.job(number), drive.state
+    state.put_job(replace(job, capabilities=replace(job.capabilities, mechanism=Mechanism.IMAGE)))
+    here = state.gangs[source].claims[0].node
+    for name, node in list(state.nodes.items()):
+        own = {"image": "criu 4.2", "processor": "x86_64 avx avx2 avx512f"}
+        state.put_node(replace(node, capabilities=own if name == here else capabilities))
+    answer = drive.step(MoveJob(number))
+    if why:
+        assert isinstance(answer, Refused)
+        assert why in answer.message
+    else:
+        assert answer == JobAnswer(number)

@@ -266,10 +266,20 @@ def _options(closes: bool) -> tuple[str, ...]:
     return ("--tcp-close" if closes else "--tcp-established", *_COMMON)
 
 
+# Of the kernel's flags of a processor, those of instructions that programs use and of state that they have.
+_INSTRUCTIONS = re.compile(
+    r"sse|ssse|avx|amx|aes|vaes|pclmul|vpclmul|bmi|fma|f16c|adx|sha|gfni|popcnt|movbe|movdir|lzcnt|abm|rdrand|rdseed|"
+    r"rdpid|rdtscp|xsave|fxsr|mmx|cx16|lahf|clwb|clflush|pku|fsgsbase|serialize|waitpkg|tbm|xop|3dnow|rtm|erms|fsrm"
+)
+
+
 def cpu_flags() -> tuple[str, ...]:
+    """Return the instructions of this processor, by the kernel's names."""
     for line in _text(Path("/proc/cpuinfo")).splitlines():
         name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
+        if name.strip() == "flags":
+            return tuple(sorted(filter(_INSTRUCTIONS.match, value.split())))
+        if name.strip() == "Features":
             return tuple(sorted(value.split()))
     return ()
 

@@ -8,6 +8,7 @@ what only the state has: quotas, shared storage, the users a daemon can switch t
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import Final
 
 from ganger.cluster.capacity_index import CapacityIndex
@@ -18,6 +19,7 @@ from ganger.cluster.refusals import Reason, Refusal, RefusalKind
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel, NodeRow
 from ganger.cluster.search import PlacementRequest
 from ganger.cluster.view import View
+from ganger.protocol.gang_orders import Mechanism
 from msgspec import Struct
 
 from ganger_master.core import colocation, gang_orders, retry
@@ -37,6 +39,9 @@ from ganger_master.core.reservations import (
 from ganger_master.core.state import State
 from ganger_master.core.user_usage import limit_of
 
+# The capability of a node with the instructions that programs may use there, in words.
+_PROCESSOR: Final = "processor"
+_LACKING_SHOWN = 8
 # Places that the master looks at itself.
 _FEW_PLACES = 4
 # More candidates than this are not judged: the wire allows no more.
@@ -129,7 +134,7 @@ def judge(
     if refusals:
         return CandidateRejection(refusals, ())
     allowed = wanted
-    if state.nodes.choosy:
+    if state.nodes.choosy or job.capabilities.mechanism is Mechanism.IMAGE:
         allowed = [claims for claims in wanted if not (refusals := node_rules(state, job, claims))]
     if not allowed:
         return CandidateRejection(refusals, ())
@@ -215,6 +220,7 @@ def find_place(
 ) -> tuple[tuple[Claim, ...], LocalityLevel] | None:
     """A place for a job on other nodes than those to avoid, and on none but `within`; None if there is none now."""
     shape = job.shape
+    avoid = avoid | closed_to_image(state, job).keys()
     request = PlacementRequest(shape, _PATIENT, avoid=avoid, only=within, limit=_FEW_PLACES)
     for claims in GANDIVA.places(CapacityIndex.of(state.view), request):
         if not judge_change(state, job, claims):
@@ -287,6 +293,7 @@ def node_rules(state: State, job: JobRecord, claims: Sequence[Claim]) -> tuple[R
     """Return why a job may not use these nodes, whatever is free there; empty if it may."""
     refusals = []
     failed = _launch_failed_on(state, job)
+    source = _where_its_image_is_taken(state, job)
     for claim in claims:
         node = claim.node
         if node not in state.nodes:
@@ -295,7 +302,42 @@ def node_rules(state: State, job: JobRecord, claims: Sequence[Claim]) -> tuple[R
             reason = _node_rule(job, state.nodes[node], failed)
             if reason is not None:
                 refusals.append(_closed(state, job, node, reason))
+        if source is not None and node in state.nodes and (why := cannot_restore(source, state.nodes[node])):
+            detail = f"{Reason.CANNOT_RESTORE.meaning}: {why}"
+            refusals.append(Refusal(Reason.CANNOT_RESTORE, node=node, job=job.name, detail=detail))
     return tuple(refusals)
+
+
+def _where_its_image_is_taken(state: State, job: JobRecord) -> Node | None:
+    """Return the node of a job that goes on by its process image; None for any other job."""
+    gang = state.gangs.get(job.epoch) if job.capabilities.mechanism is Mechanism.IMAGE else None
+    return state.nodes.get(gang.claims[0].node) if gang is not None and gang.claims else None
+
+
+def cannot_restore(source: Node, node: Node) -> str:
+    """Return why a node cannot restore process images that another node takes; empty if nothing is known against it."""
+    if node.name == source.name:
+        return ""
+    images = node.capabilities.get("image", "")
+    if images.startswith("none"):
+        return images.removeprefix("none: ")
+    return _lacks(node.capabilities.get(_PROCESSOR, ""), source.capabilities.get(_PROCESSOR, ""))
+
+
+@lru_cache(maxsize=256)
+def _lacks(processor: str, other: str) -> str:
+    """Return which instructions of another processor one lacks, as a text; empty for none, or if that is not known."""
+    lacking = sorted(set(other.split()) - set(processor.split())) if processor else []
+    return f"its processor lacks {', '.join(lacking[:_LACKING_SHOWN])}" if lacking else ""
+
+
+def closed_to_image(state: State, job: JobRecord) -> dict[str, str]:
+    """Return the nodes that cannot restore a job's process image, and why; none for a job that has no image."""
+    source = _where_its_image_is_taken(state, job)
+    if source is None:
+        return {}
+    found = {name: cannot_restore(source, node) for name, node in state.nodes.items()}
+    return {name: why for name, why in found.items() if why}
 
 
 def _launch_failed_on(state: State, job: JobRecord) -> Collection[str]:

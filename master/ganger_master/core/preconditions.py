@@ -8,7 +8,7 @@ from ganger.cluster.resources import Claim
 from ganger.job_state import JobState
 
 from ganger_master.core.answers import Refused
-from ganger_master.core.approval import find_place, judge_change
+from ganger_master.core.approval import closed_to_image, find_place, judge_change
 from ganger_master.core.colocation import has_arenas
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, SuspendLevel, members_of
@@ -114,6 +114,10 @@ def check_move(
             return found[0]
         where = "on " + ", ".join(f"nodes/{name}" for name in nodes) if nodes else "on other nodes"
         text = f"there is no room for it {where}"
+        closed = {name: why for name, why in closed_to_image(state, job).items() if name in nodes or not nodes}
+        if closed:
+            name = min(closed)
+            text += f"; {len(closed)} cannot restore its process image, as nodes/{name}: {closed[name]}"
     candidates = {claim.node for claim in claims} or set(nodes) or state.nodes.keys() - set(gang.nodes)
     leaving = _leaving(state, job, candidates)
     if leaving:
