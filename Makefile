@@ -92,6 +92,8 @@ gpu: ## what Ganger does on this machine's GPU, as docs/measurements/gpu-NAME (e
 	@test -x $(GPU_VENV)/bin/python || $(PYTHON) -m venv --without-pip $(GPU_VENV)
 	@$(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(GPU_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/parent.pth
 	@$(if $(WHEELS),PIP_NO_INDEX=1 PIP_FIND_LINKS=$(abspath $(WHEELS))) $(PYTHON) -m pip --python $(GPU_VENV)/bin/python install --quiet --editable .
+	@$(GPU_VENV)/bin/python -c 'import cuda.bindings.driver' 2>/dev/null || $(if $(WHEELS),PIP_NO_INDEX=1 PIP_FIND_LINKS=$(abspath $(WHEELS))) $(PYTHON) -m pip --python $(GPU_VENV)/bin/python install --quiet --editable '.[gpu]' || echo "without cuda-bindings: nothing of the driver's checkpoint calls" >&2
+	@tools/fetch_criu.sh $(GPU_VENV)/criu $(GPU_VENV)/bin/criu || echo "without CRIU: no images of processes" >&2
 	@$(GPU_VENV)/bin/python -m benchmarks.gpu_page $(if $(QUICK),--quick)
 
 anchors: $(STAMP) ## ganger against the papers' policies on real traces (hours; goes on where it was stopped)

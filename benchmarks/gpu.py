@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import shutil
-import subprocess
 import sys
 import time
 import traceback
@@ -22,12 +19,12 @@ from typing import Any
 
 from ganger.injob.page import Page
 from ganger.v1 import job_pb2, resources_pb2, scheduling_pb2
-from ganger_daemon.devices.contract import UNREADABLE, Device
+from ganger_daemon.devices.contract import Device
 from ganger_daemon.devices.nvml import NoDriverError, NvmlDevices
-from ganger_daemon.node.process_identity import anonymous_bytes
 
 from benchmarks import gpu_process
-from benchmarks.bench_cluster import START_S, BenchCluster, BenchClusterError
+from benchmarks.bench_cluster import START_S, BenchCluster
+from benchmarks.gpu_jobs import RUN_S, DeviceMemory, ExampleRun, OpaqueJob, wants
 from benchmarks.move import measure_moves
 from benchmarks.pack import ForcedPlans, step_rates
 from benchmarks.report import BenchReport, quantile
@@ -46,8 +43,6 @@ MODEL_STEPS, QUICK_MODEL_STEPS = 1500, 1000
 HOOK_STEPS, QUICK_HOOK_STEPS = 4000, 1000
 PACK_ROUNDS, QUICK_PACK_ROUNDS, PACK_S = 2, 1, 4.0
 ORDER_S = 60.0
-# A run of the example; on one processor it takes minutes.
-RUN_S = 300.0
 # Of the state's bytes, what the driver must see freed after OFFLOAD.
 LEAST_FREED = 0.95
 
@@ -106,11 +101,12 @@ found = [[timed(int(sys.argv[2]) // 8, boundary) for boundary in (False, True)] 
 with open(sys.argv[1], "w") as file:
     json.dump(found, file)
 """
-EXAMPLES = Path(__file__).parent.parent / "examples" / "char_transformer"
 
 
 OF_THE_DRIVER = ("process", "image")
-OF_A_JOB = ("offload", "hook", "identity", "move", "slice", "pack")
+OF_A_JOB = ("opaque", "offload", "hook", "identity", "move", "slice", "pack")
+# After this long the other cases are quick ones, so that all of them take eight minutes at most.
+LEISURE_S = 240.0
 
 
 def case_names(is_virtual: bool) -> tuple[str, ...]:
@@ -136,11 +132,33 @@ class GpuCases:
 
     def image(self) -> None:
         """The same process, written to files by CRIU and restored from them."""
-        if shutil.which("criu") is None:
-            self._report.say("image: there is no CRIU on the path")
+        if not gpu_process.criu_program():
+            self._report.say("image: there is no CRIU")
             return
         for name, value in gpu_process.measure_image(QUICK_SIZES[0], self._report.say).items():
             self._report.figure(f"image_{_size_name(QUICK_SIZES[0])}_{name}", value)
+
+    def opaque(self) -> None:
+        """The same process as a job without an agent: the driver takes its device in place, and its image is saved and
+        moves to another daemon."""
+        size = QUICK_SIZES[0]
+        with self._cluster("--policy", "fifo", "--no-planner", nodes=2, is_run_in_memory=False) as cluster:
+            job = OpaqueJob(cluster, self._script(cluster, "opaque.py", gpu_process.PROGRAM), size)
+            memory, name = DeviceMemory(), f"opaque_{_size_name(size)}"
+            self._report.figure(f"{name}_used_before_bytes", float(memory.used_bytes(job.pid)))
+            self._report.figure(f"{name}_offload_seconds", job.order("suspend", "--level", "offload"))
+            if not self._is_virtual:
+                # a virtual device has no memory of its own
+                self._report.figure(f"{name}_used_while_offloaded_bytes", float(memory.used_bytes(job.pid)))
+            self._report.figure(f"{name}_offload_resume_seconds", job.order("resume"))
+            self._report.figure(f"{name}_used_after_resume_bytes", float(memory.used_bytes(job.pid)))
+            memory.close()
+            if not gpu_process.criu_program():
+                self._report.say("opaque: there is no CRIU, so it is neither saved nor moved")
+                return
+            self._report.figure(f"{name}_image_seconds", job.order("suspend", "--level", "checkpoint"))
+            self._report.figure(f"{name}_image_resume_seconds", job.order("resume"))
+            self._report.figure(f"{name}_move_seconds", job.order("move"))
 
     def offload(self) -> None:
         """What the driver sees freed, what stays, and how long it takes."""
@@ -200,7 +218,7 @@ class GpuCases:
             found = cluster.directory / "hook.json"
             steps = QUICK_HOOK_STEPS if self._is_quick else HOOK_STEPS
             cluster.ganger(
-                *("submit", *_wants(0), "--directory", str(cluster.directory), "--json", "--"),
+                *("submit", *wants(0), "--directory", str(cluster.directory), "--json", "--"),
                 *(sys.executable, self._script(cluster, "hook.py", HOOK), str(found), str(steps)),
             )
             cluster.until(lambda: found.exists() and found.read_text().endswith("]]"), START_S, "the steps are timed")
@@ -215,11 +233,11 @@ class GpuCases:
         steps = QUICK_MODEL_STEPS if self._is_quick else MODEL_STEPS
         with self._cluster("--policy", "fifo", "--no-planner", nodes=2) as cluster:
             for form in ("attached", "plain"):
-                alone = [_Run.alone(cluster.directory / f"{form}-{number}", form, steps) for number in range(2)]
+                alone = [ExampleRun.alone(cluster.directory / f"{form}-{number}", form, steps) for number in range(2)]
                 results = [run.result() for run in alone]
                 self._report.figure(f"identity_{form}_alone_twice_equal", float(results[0] == results[1]))
                 self._report.say(f"identity: {form}, suspended and moved")
-                run = _Run.under(cluster, cluster.directory / form, form, steps)
+                run = ExampleRun.under(cluster, cluster.directory / form, form, steps)
                 for order in (("suspend", "--level", "pause"), ("suspend", "--level", "offload"), ("move",)):
                     run.until_steps(cluster, 50)
                     cluster.ganger(order[0], run.job, *order[1:])
@@ -319,9 +337,13 @@ class GpuCases:
     def _sizes(self) -> Sequence[int]:
         return QUICK_SIZES if self._is_quick else SIZES
 
-    def _cluster(self, *master: str, nodes: int = 1) -> BenchCluster:
+    def _cluster(self, *master: str, nodes: int = 1, is_run_in_memory: bool = True) -> BenchCluster:
         devices: dict[str, Any] = {"gpus": 1, "cores": 4, "memory": "64G"} if self._is_virtual else {"gpus": None}
-        return BenchCluster(nodes=nodes, master=master, daemon=("--verbose",), **devices)
+        daemon = ("--verbose",)
+        return BenchCluster(nodes=nodes, master=master, daemon=daemon, is_run_in_memory=is_run_in_memory, **devices)
+
+    def be_quick(self) -> None:
+        self._is_quick = True
 
     def _script(self, cluster: BenchCluster, name: str, text: str) -> str:
         (cluster.directory / name).write_text(text)
@@ -348,82 +370,10 @@ class GpuCases:
         notes.touch()
         script = self._script(cluster, "job.py", JOB)
         submitted = cluster.ganger(
-            *("submit", *_wants(size), "--directory", str(cluster.directory), "--json", "--"),
+            *("submit", *wants(size), "--directory", str(cluster.directory), "--json", "--"),
             *(sys.executable, script, str(size), str(notes), *workload),
         )
         return str(json.loads(submitted)["name"]), notes
-
-
-class DeviceMemory:
-    """Memory of a process on the machine's devices by the driver; without a driver, its anonymous memory."""
-
-    def __init__(self) -> None:
-        try:
-            self._devices: NvmlDevices | None = NvmlDevices()
-        except NoDriverError:
-            self._devices = None
-
-    def used_bytes(self, pid: int) -> int:
-        """Zero once the driver does not list the process; where it lists none, all memory in use on the devices."""
-        if self._devices is None:
-            return anonymous_bytes(pid) or 0
-        of_process = sum(used for used in self._devices.used_by([pid]) if used != UNREADABLE)
-        return of_process or sum(self._devices.used_memory())
-
-    def close(self) -> None:
-        if self._devices is not None:
-            self._devices.close()
-
-
-class _Run:
-    """A run of the example, alone or as a job."""
-
-    def __init__(self, directory: Path) -> None:
-        directory.mkdir()
-        self._directory = directory
-        self.job = ""
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @classmethod
-    def alone(cls, directory: Path, form: str, steps: int) -> _Run:
-        run = cls(directory)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-        run._process = subprocess.Popen(run._command(form, steps), env=environment, stdin=subprocess.DEVNULL)
-        return run
-
-    @classmethod
-    def under(cls, cluster: BenchCluster, directory: Path, form: str, steps: int) -> _Run:
-        run = cls(directory)
-        submitted = cluster.ganger(
-            *("submit", *_wants(10**8), "--env", "CUBLAS_WORKSPACE_CONFIG=:4096:8", "--json", "--"),
-            *run._command(form, steps),
-        )
-        run.job = str(json.loads(submitted)["name"])
-        return run
-
-    def _command(self, form: str, steps: int) -> list[str]:
-        return [
-            *(sys.executable, str(EXAMPLES / f"{form}.py"), "--epochs", "1000", "--steps", str(steps)),
-            *("--losses", str(self._directory / "losses"), "--weights", str(self._directory / "weights")),
-        ]
-
-    def until_steps(self, cluster: BenchCluster, more: int) -> None:
-        """Wait until it has done so many steps more."""
-        begun = self._losses()
-        cluster.until(lambda: self._losses() >= begun + more, START_S, f"{self.job} trains")
-
-    def result(self) -> tuple[str, str]:
-        """Return its losses and the digest of its weights, once it has ended."""
-        if self._process is not None and self._process.wait(RUN_S):
-            raise BenchClusterError(f"a run alone ended with {self._process.returncode}")
-        return (self._directory / "losses").read_text(), (self._directory / "weights").read_text()
-
-    def is_over(self) -> bool:
-        return (self._directory / "weights").exists()
-
-    def _losses(self) -> int:
-        losses = self._directory / "losses"
-        return losses.read_text().count("\n") if losses.exists() else 0
 
 
 def main(quick: bool = False, only: str = "", virtual: bool = False) -> dict[str, object]:
@@ -440,8 +390,11 @@ def main(quick: bool = False, only: str = "", virtual: bool = False) -> dict[str
     report = BenchReport("gpu")
     cases = GpuCases(report, quick, virtual)
     failed: dict[str, str] = {}
+    started = time.monotonic()
     for name in [only] if only else names:
         began = time.monotonic()
+        if began - started > LEISURE_S:
+            cases.be_quick()
         try:
             cases.run(name)
         except Exception as error:  # the other cases go on
@@ -466,14 +419,6 @@ def devices_here() -> tuple[str, tuple[Device, ...], Mapping[str, str]]:
     capabilities = devices.capabilities
     devices.close()
     return found.driver, found.devices, capabilities
-
-
-def _wants(size: int) -> tuple[str, ...]:
-    """Options of a job with so many bytes of state."""
-    return (
-        *("--gpus", "1", "--cpus-per-gpu", "1", "--memory", f"{(2 * size >> 20) + 3072}M"),
-        *("--gpu-memory", f"{(size >> 20) + 256}M", "--checkpoint-every", "never"),
-    )
 
 
 def _claim(size: int, is_shared: bool) -> resources_pb2.Claim:

@@ -8,6 +8,7 @@ its state is checked afterwards by the process itself.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,8 +30,9 @@ PROGRAM = """
 import os, sys, time
 import torch
 size, path = int(sys.argv[1]), sys.argv[2]
-parts = [torch.full((size // 16,), number, dtype=torch.uint8, device="cuda") for number in range(16)]
-count = torch.zeros(1, device="cuda")
+device = "cuda" if torch.cuda.is_available() else "cpu"
+parts = [torch.full((size // 16,), number, dtype=torch.uint8, device=device) for number in range(16)]
+count = torch.zeros(1, dtype=torch.int64, device=device)
 while True:
     count += 1
     kept = all(int(part[0]) == int(part[-1]) == number for number, part in enumerate(parts))
@@ -52,6 +54,20 @@ def measure_calls(size: int, say: Callable[[str], None]) -> dict[str, float]:
 def measure_image(size: int, say: Callable[[str], None]) -> dict[str, float]:
     """Return the figures of an image of such a process by the CRIU on the path. Raises as `measure_calls`."""
     return _measure(size, lambda driver, program, directory: _image(driver, program, directory, say))
+
+
+def criu_program() -> str:
+    """Return CRIU, as a daemon finds it: on the path, or beside the interpreter; empty without one."""
+    return shutil.which("criu") or shutil.which("criu", path=str(Path(sys.executable).parent)) or ""
+
+
+def count_in(path: Path) -> tuple[int, bool]:
+    """Return the number that the program has written last, and whether it found its state as it was."""
+    try:
+        number, kept = path.read_text().split()
+    except FileNotFoundError:
+        return 0, True
+    return int(number), kept == "1"
 
 
 def _measure(size: int, how: Callable[[_Driver, _Program, Path], dict[str, float]]) -> dict[str, float]:
@@ -87,10 +103,11 @@ def _image(driver: _Driver, program: _Program, directory: Path, say: Callable[[s
     for call in ("lock", "checkpoint"):
         driver.call(call, program.pid)
     options = ("--images-dir", str(images), "--shell-job", "--file-locks", "--tcp-close")
-    dump = _timed(["criu", "dump", "--tree", str(program.pid), "--log-file", "dump.log", *options], images / "dump.log")
+    criu = criu_program()
+    dump = _timed([criu, "dump", "--tree", str(program.pid), "--log-file", "dump.log", *options], images / "dump.log")
     program.reap()
     restore = _timed(
-        ["criu", "restore", "--restore-detached", "--log-file", "restore.log", *options], images / "restore.log"
+        [criu, "restore", "--restore-detached", "--log-file", "restore.log", *options], images / "restore.log"
     )
     for call in ("restore", "unlock"):
         driver.call(call, program.pid)
@@ -148,11 +165,7 @@ class _Program:
             self._process.wait(30)
 
     def _count(self) -> tuple[int, bool]:
-        try:
-            number, kept = self._counts.read_text().split()
-        except FileNotFoundError:
-            return 0, True
-        return int(number), kept == "1"
+        return count_in(self._counts)
 
 
 class _Driver:

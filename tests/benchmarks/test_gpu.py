@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ganger_daemon.devices.nvml import NoDriverError
 
-from benchmarks import gpu, gpu_page
+from benchmarks import gpu, gpu_jobs, gpu_page
 
 
 @pytest.fixture
@@ -15,7 +15,8 @@ def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:
         raise NoDriverError("none")
 
-    monkeypatch.setattr(gpu, "NvmlDevices", refuse)
+    for module in (gpu, gpu_jobs):
+        monkeypatch.setattr(module, "NvmlDevices", refuse)
 
 
 @pytest.mark.usefixtures("no_driver")
@@ -28,7 +29,7 @@ def test_a_case_that_does_not_exist_is_refused_with_those_that_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="no case 'warp': there are offload, hook, identity, move, slice, pack"):
+    with pytest.raises(ValueError, match="no case 'warp': there are opaque, offload, hook, identity, move"):
         gpu.main(only="warp", virtual=True)
 
 
@@ -39,7 +40,7 @@ def test_a_case_that_fails_is_reported_and_the_others_go_on(tmp_path: Path, monk
     def fail(cases: gpu.GpuCases) -> None:
         raise RuntimeError("the device is on fire")
 
-    for case in ("offload", "identity", "move", "slice", "pack"):
+    for case in ("opaque", "offload", "identity", "move", "slice", "pack"):
         monkeypatch.setattr(gpu.GpuCases, case, lambda cases: None)
     monkeypatch.setattr(gpu.GpuCases, "hook", fail)
     result = gpu.main(virtual=True)
@@ -62,3 +63,16 @@ def test_offload_of_a_real_job_is_measured_and_written_as_a_page(
     page = gpu_page.page_of({**result, "machine": machine})
     assert "| offload_50MB_freed_share_of_state | " in page
     assert page.startswith("# virtual device\n")
+
+
+@pytest.mark.torch
+@pytest.mark.system
+@pytest.mark.usefixtures("no_driver")
+def test_a_program_without_an_agent_is_offloaded_and_its_image_saved_and_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gpu, "QUICK_SIZES", (50 * 10**6,))
+    result = gpu.main(quick=True, only="opaque", virtual=True)
+    assert result["ok"], result
+    assert "opaque_50MB_offload_resume_seconds" in str(result["figures"])
