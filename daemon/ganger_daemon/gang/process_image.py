@@ -34,8 +34,8 @@ from ganger_daemon.checkpoints.storage import directories, shard_name
 from ganger_daemon.devices.contract import VIRTUAL_DRIVER
 from ganger_daemon.gang.exit_watcher import ExitWatcher
 from ganger_daemon.gang.gang_context import GangContext
-from ganger_daemon.gang.image_names import ImageNames
 from ganger_daemon.gang.image_restore import ImageRestore
+from ganger_daemon.gang.job_names import JobNames
 from ganger_daemon.gang.taken_devices import TakenDevices
 from ganger_daemon.images.contract import (
     SHARED_MEMORY,
@@ -84,7 +84,7 @@ class GangImages:
         self.pick_up: Callable[[], None] = lambda: None
         self._is_stopped = False
         self._imaged_step = 0  # both sides of a move report this one, although a child may count in the page
-        self.names = ImageNames(context.paths, context.host.paths.temporary)
+        self.names = JobNames(context.paths, context.host.paths.temporary)
         self._obstacle = ""  # why it has none, although its node can take images
         self.init = NO_PROCESS
         self.has_ended = False
