@@ -31,7 +31,7 @@ from ganger_master.rpc.access import UserLimits
 from ganger_master.rpc.server import MasterServer
 from ganger_master.runtime import process_setup, store_access
 from ganger_master.runtime import storage_retention as retention
-from ganger_master.runtime.progress_board import ProgressBoard
+from ganger_master.runtime.publication import ProgressBoard
 from ganger_master.runtime.state_directory import (
     STORAGE_TOKEN,
     DatabaseMarks,

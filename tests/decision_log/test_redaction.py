@@ -8,7 +8,7 @@ from ganger_master.core.commands import OpenSession, SubmitArray, SubmitJob
 from ganger_master.core.job_model import JobSpec
 from ganger_master.core.state_image import image_of
 from ganger_master.core.submission import violations_of
-from ganger_master.decision_log.redaction import Redaction
+from ganger_master.decision_log.recording import Redaction
 from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace

@@ -17,9 +17,8 @@ from ganger_master.core.plan_changes import TrialFinding
 from ganger_master.planner.colocation_stage import OrderColocation, plan_packing
 from ganger_master.planner.context import PlanContext, PlannerSettings, context_of
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.plan_pace import PlanPace
+from ganger_master.planner.plan_pace import NONE_EXCLUDED, ExcludedJobs, PlanPace
 from ganger_master.planner.rate_registry import JobRates
-from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.policies import policy_named
 from ganger_master.policies.colocation_choice import LEAST_SPEED
 from ganger_master.policies.job_facts import Capacity

@@ -21,8 +21,8 @@ from ganger_master.planner.context import PlannerSettings, context_of
 from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY, Resizing
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.optimus_stage import plan_optimus
+from ganger_master.planner.plan_pace import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.planner.rate_registry import ProgressReport, RateRegistry
-from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.policies import policy_named
 from ganger_master.policies.optimus_sizes import OptimusEstimate
 from ganger_master.policies.trials import TrialPace

@@ -33,7 +33,7 @@ from ganger_master.core.settings import CoreSettings
 from ganger_master.planner import matrices, sharing_stage
 from ganger_master.planner.context import ClusterChange, context_of
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
+from ganger_master.planner.plan_pace import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.planner.sharing_stage import plan_matrices
 from ganger_master.planner.timeslice_shares import NOTHING, Fairness, SlicedJob, rows_of
 from ganger_master.policies import policy_named

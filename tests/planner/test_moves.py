@@ -23,8 +23,8 @@ from ganger_master.planner.migration_context import MigrationMemory
 from ganger_master.planner.migration_outcomes import MigrationOutcomes
 from ganger_master.planner.migration_plans import LONGEST_S
 from ganger_master.planner.plan import plan
+from ganger_master.planner.plan_pace import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.planner.rate_registry import JobRates
-from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
 from msgspec.structs import replace
 from planner.test_passes import Planned
 

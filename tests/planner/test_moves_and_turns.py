@@ -13,7 +13,7 @@ from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migrate_stage import plan_moves
 from ganger_master.planner.migration_outcomes import MigrationOutcomes
 from ganger_master.planner.migration_plans import LONGEST_S
-from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, ExcludedJobs
+from ganger_master.planner.plan_pace import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.planner.sharing_stage import NOTHING, plan_shared
 from msgspec.structs import replace
 from planner.test_moves import Moved, Rates, together

@@ -22,7 +22,7 @@ from ganger_master.planner.context import PlanDraft, capacity_of, context_of
 from ganger_master.planner.gang_fitting import nodes_for
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import plan_by
-from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, NOTED_S, ExcludedJobs, RefusalBackoff
+from ganger_master.planner.plan_pace import NONE_EXCLUDED, NOTED_S, ExcludedJobs, RefusalBackoff
 from ganger_master.policies import policy_named
 from ganger_master.policies.orders import WEEK_S
 from ganger_master.rpc.planner_messages import live_job_from_wire, live_job_to_wire

@@ -12,7 +12,7 @@ from ganger_master.core.explain import explain, told_blockers
 from ganger_master.core.gang_model import Gang, GangPhase, GangRole, Piece
 from ganger_master.core.job_model import JobRecord, JobSpec
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.quotas import QuotaUse
+from ganger_master.policies.fairness import QuotaUse
 from hypothesis import given
 from hypothesis import strategies as some
 from planner.test_passes import Planned

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ganger_master.runtime.progress_board import ProgressBoard, Sample
+from ganger_master.runtime.publication import ProgressBoard, Sample
 
 
 def sample(time: float, step: int = 1, concern: str = "", epoch: int = 1) -> Sample:

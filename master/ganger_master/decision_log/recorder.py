@@ -30,12 +30,12 @@ from ganger_master.decision_log.recording import (
     End,
     Header,
     Line,
+    Redaction,
     digest_of,
     failure_of,
     raw,
     state_lines,
 )
-from ganger_master.decision_log.redaction import Redaction
 
 DIRECTORY: Final = "captures"
 MOST_S: Final = 3600.0

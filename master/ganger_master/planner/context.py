@@ -27,8 +27,7 @@ from ganger_master.core.plan_changes import PlanChange, StartChange, TrialFindin
 from ganger_master.planner.device_groups import ALONE, Claims, Mates, Unit, shape_for_two
 from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY, Resizing
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.plan_pace import PlanPace
-from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, NOTED_S, ExcludedJobs
+from ganger_master.planner.plan_pace import NONE_EXCLUDED, NOTED_S, ExcludedJobs, PlanPace
 from ganger_master.policies import Policy
 from ganger_master.policies.job_facts import Capacity, Floats, Integers
 from ganger_master.policies.orders import JobOrder

@@ -20,7 +20,7 @@ from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, JobSpec
 from ganger_master.core.retry import is_backing_off
 from ganger_master.planner.device_groups import Mates, devices_of, mates_of, returns_devices, shares_devices
-from ganger_master.planner.quotas import QuotaUse
+from ganger_master.policies.fairness import QuotaUse
 from ganger_master.policies.job_facts import NO_HISTORY, Facts, Flags, Floats, Integers, ServiceHistory
 from ganger_master.policies.orders import JobOrder
 

@@ -28,8 +28,7 @@ from ganger_master.planner.context import (
 )
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import OrderStage
-from ganger_master.planner.plan_pace import AnsweredPlan, PlanPace, RoundPace, is_stop
-from ganger_master.planner.refusal_backoff import NONE_EXCLUDED, RefusalBackoff
+from ganger_master.planner.plan_pace import NONE_EXCLUDED, AnsweredPlan, PlanPace, RefusalBackoff, RoundPace, is_stop
 from ganger_master.policies import Policy
 from ganger_master.policies.orders import JobOrder
 from ganger_master.policies.stages import (

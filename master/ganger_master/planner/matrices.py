@@ -34,7 +34,7 @@ from ganger_master.core.plan_changes import (
 )
 from ganger_master.planner.device_groups import MOST_ROWS, Claims, seat_of, takes_turns, thin
 from ganger_master.planner.host_memory import Shortage
-from ganger_master.planner.refusal_backoff import ExcludedJobs
+from ganger_master.planner.plan_pace import ExcludedJobs
 from ganger_master.planner.timeslice_shares import Fairness, NodeDevice, Pairs, SlicedJob, can_go, going, rows_of
 from ganger_master.policies.fairness import Seat
 

@@ -38,7 +38,7 @@ from ganger_master.planner.migration_context import MOST_AT_ONCE, MigrationConte
 from ganger_master.planner.migration_outcomes import MigrationOutcomes
 from ganger_master.planner.migration_plans import MigrationPlan, carry_on, is_free, keep
 from ganger_master.planner.opportunistic_migration import CLOSER_S, HOUR_S, OpportunisticMigration
-from ganger_master.planner.refusal_backoff import NONE_EXCLUDED
+from ganger_master.planner.plan_pace import NONE_EXCLUDED
 from ganger_master.policies.make_room import Hole
 from ganger_master.policies.migration_choice import drained
 

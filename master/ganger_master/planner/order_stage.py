@@ -20,9 +20,8 @@ from ganger_master.planner.context import ClusterChange, PlanContext, PlanDraft,
 from ganger_master.planner.in_place_resize import Resizing
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.plan import may_start, plan, started
-from ganger_master.planner.plan_pace import RoundPace
+from ganger_master.planner.plan_pace import NONE_EXCLUDED, RoundPace
 from ganger_master.planner.ranked_queue import within_quotas
-from ganger_master.planner.refusal_backoff import NONE_EXCLUDED
 from ganger_master.policies import Policy
 from ganger_master.policies.orders import JobOrder
 from ganger_master.policies.stages import Grow, Migrate, ResizeByOptimus, ShareByTimeSlices, StartByTetris, Tune

@@ -22,8 +22,8 @@ from ganger_master.core.job_model import JobRecord
 from ganger_master.planner.context import NOTHING_TO_DO, PlanContext, PlanDraft
 from ganger_master.planner.device_groups import units
 from ganger_master.planner.gang_fitting import GangFitting, PreemptionCandidates
+from ganger_master.planner.plan_pace import NONE_EXCLUDED
 from ganger_master.planner.ranked_queue import ChosenJobs, choose, queue_of
-from ganger_master.planner.refusal_backoff import NONE_EXCLUDED
 from ganger_master.policies.job_facts import Integers
 
 # Up to so many pending jobs, trying to place them all is cheaper than ranking all live jobs.

@@ -10,7 +10,7 @@ from msgspec.structs import replace as replace_of
 from numpy.typing import NDArray
 
 from ganger_master.planner.context import PlanContext
-from ganger_master.planner.refusal_backoff import ExcludedJobs
+from ganger_master.planner.plan_pace import ExcludedJobs
 from ganger_master.policies.job_facts import Facts, Flags, Integers, behind, sorted_by
 from ganger_master.policies.orders import JobOrder, guarded, next_change_s, ranked, ranks, selected
 

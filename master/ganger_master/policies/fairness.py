@@ -1,4 +1,4 @@
-"""Fairness: dominant resource fairness between users, and fair time slices between jobs.
+"""Fairness: dominant resource fairness and quotas of users, and fair time slices between jobs.
 
 **Dominant resource fairness** with gangs as units (Ghodsi et al., NSDI 2011, section 4: progressive filling). A user's
 dominant share is the largest of their shares of GPUs, cores and memory, divided by their weight. The user with the
@@ -16,12 +16,16 @@ that: six jobs on four devices are two pairs and two alone. So a neighbour of th
 moves to the device of the job that is furthest ahead, if fewer jobs are there. The crowd moves on, and every job is
 alone for a time. Gandiva (OSDI 2018, section 3.3) moves once, to balance load; here the gap in received time decides,
 so the migrations continue.
+
+**Quotas** keep pending jobs out, and are updated with every change of a job. A job that would exceed its user's quota
+waits for other jobs of that user, not for devices. Jobs count as the master counts them (`core.approval`), which
+decides.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -30,6 +34,9 @@ from ganger.protocol.slice_rotation import SWITCHES_PER_QUANTUM
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from ganger_master.core.gang_model import Gang
+from ganger_master.core.job_model import JobRecord
+from ganger_master.core.user_usage import Shares, limit_of
 from ganger_master.policies.job_facts import Capacity, Facts, Flags, Floats, Integers, sorted_by
 from ganger_master.policies.orders import JobOrder
 
@@ -250,3 +257,69 @@ def _is_apart(one: ServiceBalance, host: ServiceBalance) -> bool:
     """Return whether they have no device in common."""
     own = dict(one.seat)
     return not any(own.get(name, 0) & mask for name, mask in host.seat)
+
+
+# More GPUs than any cluster has.
+_ANY_NUMBER: Final = 1 << 60
+
+
+class QuotaUse:
+    """Quota use by user. `limits`: as `core.settings.Settings.quota_devices`."""
+
+    def __init__(self, limits: Mapping[str, int]) -> None:
+        self._limits = limits
+        self._shares = Shares()
+        # GPUs of pending jobs, by user and job number.
+        self._asked: dict[str, dict[int, int]] = {}
+        # Numbers of pending jobs that would exceed their user's quota.
+        self.kept_out: set[int] = set()
+
+    def put(self, job: JobRecord, gang: Gang | None, waits: bool) -> list[int]:
+        """Record a job as it is now. Return the numbers of its user's jobs that are kept out or let in by that; its own
+        one if it is kept out."""
+        number, user = job.number, job.user
+        asked, before = self._asked.setdefault(user, {}), self._free(user)
+        self._shares.charge(number, user, 0 if gang is None else job.gpus)
+        self.kept_out.discard(number)
+        if waits:
+            asked[number] = job.gpus
+        else:
+            asked.pop(number, None)
+        look = asked if self._free(user) != before else [number] if waits else []
+        changed = [one for one in look if (asked[one] > self._left(one, user)) != (one in self.kept_out)]
+        self.kept_out.symmetric_difference_update(changed)
+        return changed
+
+    def left(self, job: JobRecord) -> int:
+        """Return the GPUs that its user's quota leaves to a job, including those that it has."""
+        return self._left(job.number, job.user)
+
+    @property
+    def are_contested(self) -> bool:
+        """Return whether for some user each of several pending jobs could start, but not all of them."""
+        return any(
+            sum([gpus for number, gpus in asked.items() if number not in self.kept_out]) > self._free(user)
+            for user, asked in self._asked.items()
+        )
+
+    def beyond(self, line: Iterable[JobRecord]) -> frozenset[int]:
+        """Return the numbers of the jobs in `line` (pending, first job first) that would exceed their user's quota once
+        the jobs before them have started."""
+        free: dict[str, int] = {}
+        found = []
+        for job in line:
+            left = free.setdefault(job.user, self._free(job.user))
+            # The devices where it is parked count already.
+            more = job.gpus - self._shares.of(job.number)
+            if more > left:
+                found.append(job.number)
+            else:
+                free[job.user] = left - more
+        return frozenset(found)
+
+    def _free(self, user: str) -> int:
+        limit = limit_of(self._limits, user)
+        return _ANY_NUMBER if limit is None else limit - self._shares.held.get(user, 0)
+
+    def _left(self, number: int, user: str) -> int:
+        return self._free(user) + self._shares.of(number)

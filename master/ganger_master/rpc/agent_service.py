@@ -26,7 +26,7 @@ from ganger_master.rpc import agent_messages
 from ganger_master.rpc.agent_messages import ObservedParts
 from ganger_master.rpc.answer_messages import SessionRefusals, expect
 from ganger_master.rpc.job_messages import metrics_from_wire
-from ganger_master.runtime.progress_board import ProgressBoard, Sample
+from ganger_master.runtime.publication import ProgressBoard, Sample
 from ganger_master.runtime.writer import Writer
 
 _LONGEST_CONCERN: Final = 500

@@ -32,7 +32,7 @@ from ganger_master.core.job_model import (
 )
 from ganger_master.core.lifecycle import trouble_of
 from ganger_master.rpc.capability_messages import capabilities_to_wire, mechanism_from_wire, mechanism_to_wire
-from ganger_master.runtime.progress_board import Sample
+from ganger_master.runtime.publication import Sample
 
 _KINDS: Final = {kind: array_pb2.StopRule.Kind.Value(f"KIND_{kind.name}") for kind in RuleKind}
 _KINDS_FROM_WIRE: Final = {number: kind for kind, number in _KINDS.items()}

@@ -22,7 +22,7 @@ from ganger_master.core.explain import explain, kept_for, making_room_for
 from ganger_master.core.job_model import JobRecord, members_of
 from ganger_master.planner.deadline_advice import deadline_advice
 from ganger_master.policies.order_registry import EDF
-from ganger_master.rpc import array_messages, job_messages
+from ganger_master.rpc import answer_messages, job_messages
 from ganger_master.rpc.access import UserLimits, array_outline, check_jobs, check_owner, outline
 from ganger_master.rpc.answer_messages import (
     ENTRIES_AT_ONCE,
@@ -74,7 +74,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
 
     async def CreateArray(self, request: job_service_pb2.CreateArrayRequest, context: Any) -> array_pb2.Array:
         _check_request_id(request.request_id)
-        command = array_messages.submission_from_wire(request, self._callers.of(context))
+        command = answer_messages.submission_from_wire(request, self._callers.of(context))
         self._limits.charge_changes(self._callers.of(context), len(request.members))
         return self._shown.array(expect(await self._writer.submit(command), ArrayAnswer).number)
 

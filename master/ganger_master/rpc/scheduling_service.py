@@ -28,7 +28,7 @@ from ganger_master.rpc.access import UserLimits, check_jobs
 from ganger_master.rpc.answer_messages import PageRoom, VisibleState, change_verdict_of, expect, verdict_of
 from ganger_master.rpc.job_service import STREAM_S
 from ganger_master.rpc.planner_messages import live_job_to_wire, plan_from_wire
-from ganger_master.runtime.progress_board import ProgressBoard
+from ganger_master.runtime.publication import ProgressBoard
 from ganger_master.runtime.writer import Writer
 
 _CANDIDATES_MOST: Final = 16

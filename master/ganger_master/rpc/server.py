@@ -35,7 +35,7 @@ from ganger_master.rpc.job_service import JobService
 from ganger_master.rpc.log_proxy import LogProxy
 from ganger_master.rpc.node_service import NodeService
 from ganger_master.rpc.scheduling_service import SchedulingService
-from ganger_master.runtime.progress_board import ProgressBoard
+from ganger_master.runtime.publication import ProgressBoard
 from ganger_master.runtime.writer import Writer
 
 # Every daemon of a large cluster holds one poll, and all come back at once after a restart.

@@ -1,22 +1,28 @@
 """Admission of trace jobs: their specs as a user would submit them, the jobs that a master of this cluster would
-accept, and findings on the others.
+accept, and findings on the others; and their default job schedulers, which propose as soon as they get a lease.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
 import numpy as np
 from ganger.cluster.placement import impossible
 from ganger.cluster.resources import Locality, LocalityLevel, Role, Socket, TaskShape
+from ganger.scheduling.job_scheduler import DefaultScheduler, PlacementLease, Proposal
 from msgspec import structs
 
-from ganger_master.core.job_model import JobSpec
+from ganger_master.core import answers
+from ganger_master.core.commands import Command, RequestGang
+from ganger_master.core.job_model import JobRecord, JobSpec
+from ganger_master.core.placement_leases import ASIDE
+from ganger_master.core.queue import GrantedLease as Lease
 from ganger_master.core.settings import ALL_OTHER_USERS, as_settings
+from ganger_master.core.state import State
 from ganger_master.core.submission import violations_of
 from ganger_master.core.user_usage import limit_of
 from ganger_master.simulator.traces.rows import RowFinding, RowFindingCounts, RowFindingKind
@@ -222,3 +228,83 @@ def that_are_taken(jobs: Workload, servers: Servers, is_ideal: bool) -> tuple[Wo
 def _types(servers: Servers) -> set[str]:
     made = (group.configuration_set for group in servers.groups)
     return {configuration.device_type for configuration in made if configuration.devices}
+
+
+class ModelledSchedulers:
+    """Runs one `DefaultScheduler` per pending job. `send` passes a command to the core and returns its answer."""
+
+    def __init__(self, state: State, send: Callable[[Command], object]) -> None:
+        self._state = state
+        self._send = send
+        # By job number; a scheduler keeps its delay-scheduling state while its job is pending.
+        self._schedulers: dict[int, DefaultScheduler] = {}
+        # `view.freed` at the last release of resources; batches of jobs over quota since, and when the last one began.
+        self._freed = self._looks = 0
+        self._looked_at = 0.0
+
+    def take(self, turns: Iterable[int], now: float) -> None:
+        for number in turns:
+            lease = self._state.leases.get(number)
+            if lease is not None:
+                self._ask(lease, now)
+
+    def wake_at(self, wake: float | None) -> float | None:
+        """Return when the core next needs a tick, given its own wish `wake`.
+
+        The core offers leases to jobs over quota in batches, one per second. Once every such job was offered one,
+        further batches are futile until resources are released, so no tick is needed.
+        """
+        state = self._state
+        if len(state.queue.aside) <= ASIDE:
+            return wake
+        if state.view.freed != self._freed:
+            self._freed, self._looked_at, self._looks = state.view.freed, state.queue.aside_at, 0
+            return state.wake_at
+        if state.queue.aside_at != self._looked_at:
+            self._looked_at = state.queue.aside_at
+            self._looks += 1
+        is_vain = not state.leases and self._looks > len(state.queue.aside) // ASIDE + 1
+        return None if is_vain else wake
+
+    def _ask(self, lease: Lease, now: float) -> None:
+        state, number = self._state, lease.number
+        job = state.jobs[number]
+        scheduler = self._schedulers.get(number)
+        if scheduler is None:
+            scheduler = self._schedulers[number] = DefaultScheduler()
+        turn = _turn_of(lease, job, now)
+        proposal: Proposal | None = scheduler.propose(turn, state.view)
+        while proposal is not None:
+            answer = self._send(_request(lease, proposal, state.view.version))
+            if isinstance(answer, answers.Approved):
+                del self._schedulers[number]
+                return
+            assert isinstance(answer, answers.Rejected)
+            if not answer.turn_kept:
+                return
+            proposal = scheduler.on_rejected(turn, state.view, answer.refusals)
+
+
+def _turn_of(lease: Lease, job: JobRecord, now: float) -> PlacementLease:
+    return PlacementLease(
+        turn=lease.turn,
+        job=job.name,
+        revision=lease.revision,
+        shape=job.shape,
+        lease_s=lease.expires - now,
+        rank=lease.rank,
+        waited_s=now - job.pending_since,
+        reserved_nodes=lease.reserved_nodes,
+        suggested=lease.suggested,
+    )
+
+
+def _request(lease: Lease, proposal: Proposal, view_version: int) -> RequestGang:
+    return RequestGang(
+        lease.number,
+        lease.revision,
+        proposal.candidates,
+        lease.turn,
+        blockers=proposal.blockers,
+        view_version=view_version,
+    )

@@ -20,9 +20,8 @@ from ganger_master.core.state import State
 from ganger_master.policies import Policy, policy_named
 from ganger_master.policies.order_registry import LAS2D
 from ganger_master.policies.stages import Colocate, Grow, ResizeByOptimus, ShareByTimeSlices, StartByRank, Tune
-from ganger_master.simulator.admission import devices_only, specs_of, users_of
+from ganger_master.simulator.admission import ModelledSchedulers, devices_only, specs_of, users_of
 from ganger_master.simulator.inputs import FREE, ReplayOptions
-from ganger_master.simulator.modelled_schedulers import ModelledSchedulers
 from ganger_master.simulator.node_model import NodeModel
 from ganger_master.simulator.planner_shell import Planning
 from ganger_master.simulator.replay import EPOCH_S, Clock, instant, round_start, rounds_until
