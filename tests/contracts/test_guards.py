@@ -10,7 +10,6 @@ from guards.class_names import repeated_classes, repeated_in, report
 from guards.function_length import long_functions
 from guards.import_circles import circles
 from guards.import_circles import report as circle_report
-from guards.module_map import faults_of, module_of, moves_of
 from guards.page_width import wide_lines
 from guards.person_words import allowed_lines, person_words, stale_lines, without_people
 from guards.unit_suffixes import defined_in_proto, defined_in_python, with_long_units
@@ -80,17 +79,6 @@ def test_a_line_of_the_allow_list_that_its_file_lost_is_reported() -> None:
     assert stale_lines({("a.py", "# users who log in"), ("b.py", "# users who log in")}, found) == [
         ("b.py", "# users who log in")
     ]
-
-
-def test_a_table_of_renames_is_compared_with_the_modules_there_are() -> None:
-    table = (
-        "## A. Modules\n\n| `p.a` | `p.b` + `p.c` | split |\n| `p.x` | deleted | dead |\n\n## B\n\n| `p.z` | `q` | |\n"
-    )
-    moves = moves_of(table)
-    assert moves == [("p.a", ("p.b", "p.c")), ("p.x", ())]
-    files = ("client/p/a.py", "client/p/__init__.py")
-    faults = faults_of(map(module_of, files), [*(old for old, _ in moves), "p.a"])
-    assert faults == (["p"], ["p.x"], ["p.a"])
 
 
 def test_a_function_is_long_by_its_lines_with_those_of_the_functions_inside() -> None:

@@ -6,10 +6,8 @@ import json
 from enum import Enum
 
 import pytest
-from guards.source_files import REPOSITORY
-from msgspec import Struct
-from restructure import replay_digests
-from restructure.replay_digests import (
+from guards import replay_digests
+from guards.replay_digests import (
     ReplayLines,
     command_line,
     differences,
@@ -17,10 +15,12 @@ from restructure.replay_digests import (
     happened_lines,
     lines_of,
 )
-from restructure.replays import REPLAYS
+from guards.replays import REPLAYS
+from guards.source_files import REPOSITORY
+from msgspec import Struct
 
-RECORDED = json.loads((REPOSITORY / "tools/restructure/replay_digests.json").read_text())["replays"]
-# The others are compared by `python -m restructure.replay_digests --compare`: two minutes.
+RECORDED = json.loads((REPOSITORY / "tools/guards/replay_digests.json").read_text())["replays"]
+# The others are compared by `python -m guards.replay_digests --compare`: two minutes.
 QUICK = ("costs/backfill", "costs/ganger", "ideal/tiresias", "types/fifo+locality", "defrag/tiresias+defrag")
 
 

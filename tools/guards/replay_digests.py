@@ -1,6 +1,6 @@
-"""Compare the decisions of 36 replays with recorded ones: `PYTHONPATH=tools python -m restructure.replay_digests`.
+"""Compare the decisions of 36 replays with recorded ones: `PYTHONPATH=tools python -m guards.replay_digests`.
 
-Each replay (`restructure.replays`) runs through the simulator and gives two lists of lines, each with a digest:
+Each replay (`guards.replays`) runs through the simulator and gives two lists of lines, each with a digest:
 
 * *commands*: every command given to the core, in order.
 * *happened*: approved gangs, releases, moves, resizes, suspensions, changes of cores, and ends, with time, job and
@@ -10,7 +10,7 @@ Lines hold names as they were when the digests were recorded: a rename gets a ro
 Fields at their defaults and texts for people are left out. Other versions of NumPy or SciPy may decide otherwise: the
 file of digests has those that it was made with.
 
-    --record FILE        write the digests; `tools/restructure/replay_digests.json` holds those of before
+    --record FILE        write the digests; `tools/guards/replay_digests.json` holds those of before
     --compare FILE       exit 1 if a replay differs, and name it
     --only NAME[,NAME]   run these replays
     --write NAME FILE    write the lines of a replay, for `--explain` on another version
@@ -43,7 +43,7 @@ from ganger_master.core import machine
 from ganger_master.simulator.run import simulate
 from msgspec import Struct
 
-from restructure.replays import REPLAYS, ReplayCase
+from guards.replays import REPLAYS, ReplayCase
 
 # Names of today -> names in the recorded lines: of commands, events, fields ("field", or "Class.field") and enum
 # members.
@@ -228,7 +228,7 @@ def record_text(found: Mapping[str, Any]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        "restructure.replay_digests", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "guards.replay_digests", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--record", type=Path, metavar="FILE")
     parser.add_argument("--compare", type=Path, metavar="FILE")

@@ -1,1 +1,0 @@
-"""Scripts that move, rename and merge as docs/design/009 says."""
