@@ -82,15 +82,17 @@ programs: $(STAMP) ## public programs, unmodified, stopped and moved: docs/measu
 	@$(BIN)/python -m benchmarks.programs.environment $(PROGRAMS_ENV)
 	@$(BIN)/python -m benchmarks.programs --python $(PROGRAMS_ENV)/bin/python $(if $(SOURCES),--sources $(SOURCES))
 
-# With the PyTorch that $(PYTHON) has, whatever version; what is missing comes from the package index, or from WHEELS.
+# With the PyTorch that $(PYTHON) has, whatever version, else with one from the package index, or from WHEELS, as what else
+# is missing.
 # A directory on the path lets $(VENV)-gpu see the packages of an interpreter that is in an environment of its own.
 GPU_VENV := .venv-gpu
 WHEELS   ?=
 QUICK    ?=
 gpu: ## what Ganger does on this machine's GPU, as docs/measurements/gpu-NAME (eight minutes; WHEELS=DIR: offline)
-	@$(PYTHON) -c 'import torch; assert torch.cuda.is_available()' || { echo "$(PYTHON) has no PyTorch that sees a GPU. Try: make gpu PYTHON=..." >&2; exit 1; }
 	@test -x $(GPU_VENV)/bin/python || $(PYTHON) -m venv --without-pip $(GPU_VENV)
 	@$(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(GPU_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/parent.pth
+	@$(GPU_VENV)/bin/python -c 'import torch' 2>/dev/null || $(if $(WHEELS),PIP_NO_INDEX=1 PIP_FIND_LINKS=$(abspath $(WHEELS))) $(PYTHON) -m pip --python $(GPU_VENV)/bin/python install --quiet torch
+	@$(GPU_VENV)/bin/python -c 'import torch; assert torch.cuda.is_available()' || { echo "PyTorch of $(PYTHON) sees no GPU. Try: make gpu PYTHON=..." >&2; exit 1; }
 	@$(if $(WHEELS),PIP_NO_INDEX=1 PIP_FIND_LINKS=$(abspath $(WHEELS))) $(PYTHON) -m pip --python $(GPU_VENV)/bin/python install --quiet --editable .
 	@$(GPU_VENV)/bin/python -c 'import cuda.bindings.driver' 2>/dev/null || $(if $(WHEELS),PIP_NO_INDEX=1 PIP_FIND_LINKS=$(abspath $(WHEELS))) $(PYTHON) -m pip --python $(GPU_VENV)/bin/python install --quiet --editable '.[gpu]' || echo "without cuda-bindings: nothing of the driver's checkpoint calls" >&2
 	@tools/fetch_criu.sh $(GPU_VENV)/criu $(GPU_VENV)/bin/criu || echo "without CRIU: no images of processes" >&2

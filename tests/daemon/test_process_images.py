@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import sys
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,8 @@ from ganger.agent.v1 import agent_pb2
 from ganger.failpoints import OF_DEVICES, OF_IMAGES
 from ganger.protocol.gang_orders import Mechanism
 from ganger.v1 import job_pb2
-from ganger_daemon.images.criu import choose_images
+from ganger_daemon.images.criu import CriuImages, choose_images
+from ganger_daemon.node.process_identity import parent_of
 from kit.waiting import eventually
 
 pytestmark = [
@@ -402,5 +405,54 @@ def test_where_nothing_may_be_mounted_a_job_starts_and_is_not_saved_by_image(mon
         assert not running.capabilities.can_checkpoint
         refused = {one.mechanism: one.reason for one in running.capabilities.refused_mechanisms}
         assert "Operation not permitted" in refused[Mechanism.IMAGE]
+
+    run(story)
+
+
+def processes_of(uid: str) -> list[int]:
+    """Return the processes that were started for a job."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if uid.encode() in Path(f"/proc/{name}/environ").read_bytes():
+                found.append(int(name))
+    return found
+
+
+def test_a_launcher_that_dies_before_it_has_recorded_what_it_restored_leaves_nothing(tmp_path: Path) -> None:
+    found = choose_images()
+    assert isinstance(found, CriuImages)
+    waits = f"touch {tmp_path}/at; while [ ! -e {tmp_path}/go ]; do sleep 0.02; done"
+    criu = tmp_path / "criu"
+    criu.write_text(f'#!/bin/sh\n[ "$1" = restore ] && {{ {waits}; }}\nexec {found.program} "$@"\n')
+    criu.chmod(0o755)
+
+    async def story(made: Cluster) -> None:
+        uid = str(uuid.uuid4())
+        await made.daemon("n1", criu=str(criu))
+        gang = await begun(made, "opaque", uid)
+        launcher = parent_of(made.master.book("n1").observed[1].ranks[0].pid)
+        await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **CHECKPOINT))
+        parked = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
+        before = counts(made, "n1", uid, 1)
+        await made.master.forget("n1", 1)
+        restore = agent_pb2.Restore(checkpoint_path=parked.checkpoint.path, step=parked.checkpoint.step)
+        again = {"uid": uid, "command": list(gang.spec.command), "restore": restore}
+        await made.master.want("n1", made.gang({"n1": [0]}, "n1", epoch=2, **again))
+        await until((tmp_path / "at").exists)
+        os.kill(launcher, signal.SIGSTOP)
+        (tmp_path / "go").touch()
+        # it runs, as the child of a launcher that does not know of it yet
+        await until(lambda: len(counts(made, "n1", uid, 2)) > 2)
+        os.kill(launcher, signal.SIGKILL)
+        ended = await made.master.until("n1", 2, in_phase(Observed.PHASE_ENDED))
+        assert ended.outcome.kind == agent_pb2.Outcome.KIND_LAUNCH_FAILED
+        assert processes_of(uid) == []
+        await made.master.forget("n1", 2)
+        await made.master.until_absent("n1", 2)
+        assert uid not in " ".join(os.listdir("/run/ganger-unit"))
+        await made.master.want("n1", made.gang({"n1": [0]}, "n1", epoch=3, **again))
+        await until(lambda: len(counts(made, "n1", uid, 3)) > 2)
+        assert one_after_the_other(before, counts(made, "n1", uid, 3))
 
     run(story)
