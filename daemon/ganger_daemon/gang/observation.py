@@ -221,9 +221,10 @@ def _add_page_figures(message: agent_pb2.ObservedGang, report: GangReport) -> No
         for progress, mask in zip(found, context.part.device_masks, strict=True)
     ]
     # in whole 64 MiB: a peak that creeps is no news
-    peak = max(*per_device, parts.devices.peak_bytes)
+    peak = max(per_device)
     if message.capabilities.offload_by:
-        peak = max(peak, 1)  # what takes its device away needs an arena, however small
+        # what takes its device away needs an arena, however small
+        peak = max(peak, parts.devices.peak_bytes, 1)
     message.peak_device_bytes = -(-peak // (64 << 20)) * (64 << 20)
     if message.phase in (agent_pb2.ObservedGang.PHASE_PARKED, agent_pb2.ObservedGang.PHASE_ENDED):
         _add_progress(message.progress, report, found)

@@ -23,7 +23,7 @@ from ganger.cluster.topology import bits
 from ganger.injob.process_identity import family
 from ganger.protocol.gang_orders import OrderIntent
 
-from ganger_daemon.core.gang_judgement import GangPart, is_to_be_taken
+from ganger_daemon.core.gang_judgement import GangPart, has_opaque_rank, is_to_be_taken
 from ganger_daemon.devices.contract import UNREADABLE, VIRTUAL_DRIVER
 from ganger_daemon.gang.exit_watcher import ExitWatcher
 from ganger_daemon.gang.gang_context import GangContext
@@ -172,7 +172,7 @@ class TakenDevices:
         elif runs and (self.are_taken or self._may_be_taken):
             if now - self._failed_at >= _RETRY_S:
                 self._begin(self._give_back)
-        elif runs and self.is_real and now - self._looked_at >= _LOOK_S:
+        elif runs and self.is_real and has_opaque_rank(gang, now) and now - self._looked_at >= _LOOK_S:
             self._looked_at = now
             self.peak_bytes = max(self.peak_bytes, self._used_bytes())
 
