@@ -220,6 +220,37 @@ def test_a_job_whose_image_is_refused_goes_on_and_says_why() -> None:
     run(story)
 
 
+def test_a_process_that_begins_to_train_after_a_restore_has_the_arena_of_its_rank() -> None:
+    begins = """
+    if os.path.exists("begin") and not has_begun:
+        from ganger.injob.control import Control
+        control, has_begun = Control.from_environment(), True
+        print("it has", "none" if control is None or control.arena_fd is None else "an arena", flush=True)
+    time.sleep"""
+
+    async def story(made: Cluster) -> None:
+        uid = str(uuid.uuid4())
+        await made.daemon("n1")
+        program = "import os\nhas_begun = False\n" + OPAQUE.replace("\n    time.sleep", begins)
+        command = [sys.executable, "-u", "-c", program]
+        gang = made.gang({"n1": [0]}, "n1", uid=uid, command=command)
+        await made.master.want("n1", gang)
+        # without a hello for some seconds it counts as one without an agent
+        await made.master.until("n1", 1, lambda seen: seen.capabilities.can_checkpoint)
+        await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **CHECKPOINT))
+        parked = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
+        await made.master.forget("n1", 1)
+        restore = agent_pb2.Restore(checkpoint_path=parked.checkpoint.path, step=parked.checkpoint.step)
+        again = made.gang({"n1": [0]}, "n1", uid=uid, epoch=2, command=command, restore=restore)
+        await made.master.want("n1", again)
+        await until(lambda: counts(made, "n1", uid, 2))
+        (made.directory / "begin").touch()
+        await until(lambda: [line for line in log_of(made.directory, "n1", uid, 0, 2) if "it has" in line])
+        assert "it has an arena" in log_of(made.directory, "n1", uid, 0, 2)
+
+    run(story)
+
+
 def test_a_job_whose_connections_may_be_closed_goes_on_from_its_image_without_them() -> None:
     reads = "    try: other.recv(1); state = 'closed'\n    except BlockingIOError: state = 'open'\n"
     reads += "    except OSError: state = 'closed'\n    print('it is', state, flush=True)\n    time.sleep"

@@ -29,7 +29,17 @@ from ganger.injob.job_socket import JobSocketClient
 from ganger.injob.order_handler import FIRST_LOOK, Known, OrderHandler
 from ganger.injob.page import GangPages, Page, now_ns
 from ganger.injob.page_access import PageError, Words
-from ganger.injob.page_layout import EXIT_NO_STATE, PAGE_BYTES, Capability, Error, Opaque, PagePhase, PageState, Word
+from ganger.injob.page_layout import (
+    EXIT_NO_STATE,
+    PAGE_BYTES,
+    Capability,
+    Error,
+    Flag,
+    Opaque,
+    PagePhase,
+    PageState,
+    Word,
+)
 
 _LOOK_EVERY_S = 1.0
 
@@ -128,19 +138,20 @@ class Control:
         path = os.environ.get("GANGER_PAGE", "")
         if not path:
             return None
+        try:
+            page = Page.open(path)
+        except OSError as error:
+            raise PageError(f"GANGER_PAGE names {path}, which cannot be opened: {error.strerror}") from error
         arena_value = os.environ.get(state_image.VARIABLE, "")
-        arena_fd = state_image.inherited_arena(arena_value)
+        arena_fd = state_image.inherited_arena(arena_value, is_restored=bool(page.get(Word.FLAGS) & Flag.RESTORED))
         if arena_value and arena_fd is None:
             print(
                 "ganger: this process did not inherit the arena of its rank, so it trains without control:"
                 " start it by exec, or with open descriptors (subprocess: close_fds=False)",
                 file=sys.stderr,
             )
+            page.close()
             return None
-        try:
-            page = Page.open(path)
-        except OSError as error:
-            raise PageError(f"GANGER_PAGE names {path}, which cannot be opened: {error.strerror}") from error
         control = cls(
             page,
             job_dir=os.environ.get("GANGER_JOB_DIR", ""),

@@ -284,8 +284,10 @@ def arena_variable(descriptor: int) -> str:
     return f"{descriptor}:{status.st_dev}:{status.st_ino}"
 
 
-def inherited_arena(value: str) -> int | None:
-    """Return the descriptor that ``value`` of GANGER_ARENA names; None if this process did not inherit the arena."""
+def inherited_arena(value: str, *, is_restored: bool = False) -> int | None:
+    """Return the descriptor that ``value`` of GANGER_ARENA names; None if this process did not inherit the arena.
+
+    ``is_restored``: the process comes from a process image, so its memory files are others than when it started."""
     try:
         descriptor, device, inode = map(int, value.split(":"))
         status = os.fstat(descriptor)
@@ -293,7 +295,11 @@ def inherited_arena(value: str) -> int | None:
         is_sealed = bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
     except (ValueError, OSError, OverflowError):
         return None
-    return descriptor if is_sealed and (status.st_dev, status.st_ino) == (device, inode) else None
+    if is_restored:
+        is_arena = os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{_memfd_name('')}")
+    else:
+        is_arena = (status.st_dev, status.st_ino) == (device, inode)
+    return descriptor if is_sealed and is_arena else None
 
 
 def _memfd_name(name: str) -> str:
