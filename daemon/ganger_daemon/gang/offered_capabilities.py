@@ -116,15 +116,27 @@ def _add_mechanism(message: agent_pb2.ObservedGang, found: GangFindings) -> None
     is_unmet = facts.wish is not Mechanism.UNSPECIFIED and choice.mechanism is Mechanism.NONE and bool(choice.refused)
     if is_without_agent or is_unmet or (is_settled and not keeps_state(facts.wish, _common_bits(found))):
         why = f"the user wants {facts.wish.name.lower()} (--mechanism)"
+        _withdraw_in_place(capabilities)
         capabilities.can_offload = capabilities.can_checkpoint = False
         capabilities.can_resize = capabilities.can_reshard = False
-        capabilities.offload_by = ""
         capabilities.missing.update({"OFFLOAD": why, "CHECKPOINT": why})
         message.capabilities_presumed = message.capabilities_presumed and not is_without_agent
     if choice.mechanism is Mechanism.SIGNAL:
         # The script saves itself, wherever it keeps its files.
         capabilities.can_checkpoint = True
         for name in ("CHECKPOINT", MOVE):
+            capabilities.missing.pop(name, None)
+        if capabilities.offload_by:
+            # a suspend without a level is to let it save itself
+            _withdraw_in_place(capabilities)
+            capabilities.missing["OFFLOAD"] = "it saves itself at a signal"
+
+
+def _withdraw_in_place(capabilities: job_pb2.Capabilities) -> None:
+    """Take back what `_add_in_place` has added."""
+    if capabilities.offload_by:
+        capabilities.can_offload, capabilities.offload_by = False, ""
+        for name in (MOVE, TURNS):
             capabilities.missing.pop(name, None)
 
 
