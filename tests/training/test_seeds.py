@@ -12,13 +12,15 @@ pytestmark = pytest.mark.torch
 DRAWS = """
 import random
 import numpy
+import torch
 {seeds}
 order = list(range(20))
 random.shuffle(order)
 print(order, random.random(), numpy.random.permutation(9), numpy.random.default_rng({seed}).random())
+print(torch.randperm(9).tolist(), torch.nn.Linear(2, 1).weight.tolist())
 print(numpy.random.default_rng({seed}).random())
 """
-OWN = DRAWS.format(seeds="random.seed(3); numpy.random.seed(4)", seed=5)
+OWN = DRAWS.format(seeds="random.seed(3); numpy.random.seed(4); torch.manual_seed(5)", seed=5)
 NONE = DRAWS.format(seeds="", seed="")
 
 
@@ -35,7 +37,7 @@ def test_each_attempt_of_a_job_draws_the_same_and_another_job_does_not(tmp_path:
     first = _draws(tmp_path, "first", NONE, "7")
     assert _draws(tmp_path, "second", NONE, "7") == first
     assert _draws(tmp_path, "other", NONE, "8") != first
-    one, two = (line.split()[-1] for line in first.splitlines())
+    one, _, two = (line.split()[-1] for line in first.splitlines())
     assert one != two, "two generators of a script are not the same"
 
 

@@ -73,7 +73,7 @@ def stand_down() -> None:
 def _fix_seeds() -> None:
     """Let a script that gives no seed to its random generators draw the same numbers in every attempt of its job: what
     it draws before its first pass (a split of its data) is not part of the state. A seed of the script's own comes
-    later, and holds. PyTorch's generators have a fixed seed by themselves."""
+    later, and holds. Builds of PyTorch differ in whether their generators have a fixed seed by themselves."""
     seed = zlib.crc32(f"{os.environ.get('GANGER_JOB_ID', '')} {os.environ.get('RANK', '')}".encode())
 
     def seed_random() -> None:
@@ -91,7 +91,10 @@ def _fix_seeds() -> None:
 
         random.default_rng = default_rng
 
-    for name, action in (("random", seed_random), ("numpy", seed_numpy)):
+    def seed_torch() -> None:
+        sys.modules["torch"].manual_seed(seed)
+
+    for name, action in (("random", seed_random), ("numpy", seed_numpy), ("torch", seed_torch)):
         if name in sys.modules:
             action()
         else:
