@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import click
@@ -32,7 +32,7 @@ PAGE = "programs"
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="Directory with checkouts of the repositories, by their names.",
 )
-@click.option("--only", default="", metavar="NAME,...", help="Try these, and write no page.")
+@click.option("--only", default="", metavar="NAME,...", help="Try these alone; the other rows of the page stay.")
 @click.option("--list", "is_list", is_flag=True, help="Name the programs and their sources.")
 @click.option(
     "--work", type=click.Path(path_type=Path, file_okay=False), help="Where they run; kept. Default: removed."
@@ -51,31 +51,36 @@ def report(python: Path, sources: Path | None, only: str, is_list: bool, work: P
     if unknown := {*names} - {program.name for program in CATALOGUE}:
         raise click.UsageError(f"--only: no program {', '.join(sorted(unknown))}; --list has their names")
     chosen = [program for program in CATALOGUE if not names or program.name in names]
-    before = processor_ticks()
+    directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="ganger-programs-") as removed:
         # Not resolved: a link to an interpreter is what makes it the one of its environment.
-        outcomes = try_all(
-            chosen, Rooms(python.absolute(), sources and sources.resolve(), (work or Path(removed)).resolve())
-        )
-    own = machine(before)
-    result = {"machine": own, "programs": [outcome.to_json() for outcome in outcomes]}
-    if names:
-        print(json.dumps(result, indent=1))
-    else:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / f"{PAGE}.json").write_text(json.dumps(result, indent=1) + "\n")
-        (directory / f"{PAGE}.md").write_text(page_of(outcomes, own))
+        rooms = Rooms(python.absolute(), sources and sources.resolve(), (work or Path(removed)).resolve())
+        outcomes = try_all(chosen, rooms, lambda outcome: keep(outcome, directory))
     sys.exit(0 if all(outcome.is_complete for outcome in outcomes) else 1)
 
 
-def try_all(chosen: Sequence[Program], rooms: Rooms) -> list[Outcome]:
-    """Try them one after the other on a cluster of two nodes with virtual GPUs."""
+def keep(outcome: Outcome, directory: Path) -> None:
+    """Write the program's row to the page and to the JSON, in the place of its former one."""
+    path = directory / f"{PAGE}.json"
+    kept = [Outcome.from_json(row) for row in json.loads(path.read_text())["programs"]] if path.is_file() else []
+    rows = {**{one.program: one for one in kept}, outcome.program: outcome}
+    ordered = [rows[program.name] for program in CATALOGUE if program.name in rows]
+    own = machine(processor_ticks())
+    result = {"machine": own, "programs": [one.to_json() for one in ordered]}
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    (directory / f"{PAGE}.md").write_text(page_of(ordered, own))
+    print(summary_of(outcome), flush=True)
+
+
+def try_all(
+    chosen: Sequence[Program], rooms: Rooms, note: Callable[[Outcome], None] = lambda outcome: None
+) -> list[Outcome]:
+    """Try them one after the other on a cluster of two nodes with virtual GPUs. `note` gets each outcome at once."""
     outcomes = []
     with BenchCluster(nodes=2, gpus=2, cores=8, is_run_in_memory=False) as cluster:
         for program in chosen:
-            outcome = try_program(program, rooms, cluster)
-            outcomes.append(outcome)
-            print(summary_of(outcome), file=sys.stderr, flush=True)
+            outcomes.append(try_program(program, rooms, cluster))
+            note(outcomes[-1])
     return outcomes
 
 

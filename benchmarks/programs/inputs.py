@@ -1,9 +1,15 @@
-"""Synthetic data for the programs, the same in every run, in the formats that they read."""
+"""Write synthetic data, the same in every run, in a format that a program reads: NAME DIRECTORY.
+
+Runs in the programs' environment.
+"""
 
 from __future__ import annotations
 
+import importlib
 import pickle
+import random
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,14 +18,14 @@ import numpy as np
 _LETTERS = "".join(chr(code) for code in range(32, 97))
 
 
-def _mnist(directory: Path, folder: str = "MNIST", images: int = 2000) -> None:
+def _mnist(directory: Path, images: int = 2000) -> None:
     """Write what torchvision downloads: images and labels in the IDX format."""
-    raw = directory / "data" / folder / "raw"
+    raw = directory / "MNIST" / "raw"
     raw.mkdir(parents=True, exist_ok=True)
-    random = np.random.default_rng(1)
+    drawn = np.random.default_rng(1)
     for part, count in (("train", images), ("t10k", images // 10)):
-        pixels = random.integers(0, 256, (count, 28, 28), dtype=np.uint8)
-        labels = random.integers(0, 10, count, dtype=np.uint8)
+        pixels = drawn.integers(0, 256, (count, 28, 28), dtype=np.uint8)
+        labels = drawn.integers(0, 10, count, dtype=np.uint8)
         head = struct.pack(">IIII", 2051, count, 28, 28)
         (raw / f"{part}-images-idx3-ubyte").write_bytes(head + pixels.tobytes())
         (raw / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 2049, count) + labels.tobytes())
@@ -43,11 +49,48 @@ def _characters(directory: Path) -> None:
 
 
 def _text(directory: Path) -> None:
+    """Write one text of random letters."""
     (directory / "input.txt").write_text("O God, O God!\n" + _letters(20_000, 4))
 
 
+def _words(directory: Path) -> None:
+    """Write the three texts of a corpus of words."""
+    directory.mkdir(parents=True, exist_ok=True)
+    drawn = random.Random(5)
+    for name, lines in (("train", 1500), ("valid", 100), ("test", 100)):
+        text = "".join(f" {' '.join(f'w{drawn.randrange(300)}' for _ in range(12))} \n" for _ in range(lines))
+        (directory / f"{name}.txt").write_text(text)
+
+
+def _molecules(directory: Path) -> None:
+    """Write molecules with a number each."""
+    drawn = random.Random(6)
+    parts = ("C", "N", "O", "CC", "C(=O)", "C(C)", "C(F)", "CN", "CO")
+    rows = (f"C{''.join(drawn.choices(parts, k=6))}C,{drawn.random():.4f}\n" for _ in range(400))
+    (directory / "data.csv").write_text("smiles,y\n" + "".join(rows))
+
+
+def _pictures(directory: Path) -> None:
+    """Write a folder of pictures for each class."""
+    image = importlib.import_module("PIL.Image")
+    drawn = np.random.default_rng(7)
+    for part, count in (("train", 40), ("validation", 8)):
+        for label in range(4):
+            place = directory / part / f"class-{label}"
+            place.mkdir(parents=True, exist_ok=True)
+            for number in range(count):
+                pixels = drawn.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+                image.fromarray(pixels).save(place / f"{number:03}.png")
+
+
 INPUTS: dict[str, Callable[[Path], None]] = {
-    "mnist": _mnist,
     "characters": _characters,
+    "mnist": _mnist,
+    "molecules": _molecules,
+    "pictures": _pictures,
     "text": _text,
+    "words": _words,
 }
+
+if __name__ == "__main__":
+    INPUTS[sys.argv[1]](Path(sys.argv[2]))

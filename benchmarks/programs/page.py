@@ -57,7 +57,7 @@ _RUN_IT = [
 
 
 def _row(outcome: Outcome) -> str:
-    source = outcome.version if outcome.source == "written anew" else f"{outcome.source} {outcome.version}"
+    source = f"{outcome.source}, {outcome.version}"
     suspends = ", ".join(order.kind for order in outcome.orders if order.kind in _SUSPENDS and not order.refusal)
     pause = f"{outcome.move_pause_s:.2f} s" if outcome.done("move") else ""
     cells = (

@@ -11,13 +11,17 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from ganger.client import Client
+from ganger.job import FINISHED
+from ganger.v1 import job_pb2
+from ganger.wire.errors import ApiError
+
 from benchmarks.bench_cluster import BenchCluster, BenchClusterError
-from benchmarks.programs import digests
-from benchmarks.programs.inputs import INPUTS
+from benchmarks.programs import digests, inputs
 from benchmarks.programs.program import Program
 from benchmarks.programs.written_scripts import SCRIPTS
 
@@ -26,7 +30,9 @@ ORDER_S = 50
 # A refusal with this text passes by itself.
 SOON = ("try again", "is being moved", "starting")
 STEPS = 3
-GROWN_S = 20.0
+LOG_BYTES = 100
+OFFERS_S = 5.0
+GROWN_S = 10.0
 # One thread each, so that sums are the same in every run.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -39,6 +45,8 @@ ENVIRONMENT = {
     "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
     "JAX_PLATFORMS": "cpu",
 }
+WRITTEN_ANEW = "written anew"
+ALONE, UNDER_GANGER = "alone", "under-ganger"
 OF_GANGER = re.compile(r"^ganger: ")
 
 
@@ -83,11 +91,16 @@ class Outcome:
     @property
     def is_wrong(self) -> bool:
         """Return whether the job succeeded with another result than alone: the worst that can happen."""
-        return self.state == "SUCCEEDED" and bool(self.files or self.log)
+        return self.state == "SUCCEEDED" and not self.failure and bool(self.files or self.log)
 
     @property
     def is_complete(self) -> bool:
         return self.is_identical and self.done("offload", "checkpoint", "pause") >= 2 and self.done("move") >= 1
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Outcome:
+        own = {one.name: row[one.name] for one in fields(cls)}
+        return cls(**{**own, "orders": [Order(**order) for order in row["orders"]]})
 
     def to_json(self) -> dict[str, Any]:
         judged = {"is_identical": self.is_identical, "is_complete": self.is_complete, "is_wrong": self.is_wrong}
@@ -109,7 +122,7 @@ class Rooms:
 
     def version_of(self, program: Program) -> str:
         """Return the commit of its checkout, or the versions of its packages."""
-        if program.source:
+        if program.source and not program.is_packaged:
             return checkout_of(self.sources, program).version
         names = repr(list(program.packages))
         code = f"from importlib.metadata import version\nprint(', '.join(f'{{n}} {{version(n)}}' for n in {names}))"
@@ -124,16 +137,17 @@ class Rooms:
         top, kept = self.work / program.name / "run", self.work / program.name / kept_as
         for old in (top, kept):
             shutil.rmtree(old, ignore_errors=True)
-        if program.source:
+        if program.source and not program.is_packaged:
             top.parent.mkdir(parents=True, exist_ok=True)
             shutil.copytree(checkout_of(self.sources, program).path, top, ignore=shutil.ignore_patterns(".git"))
         else:
             top.mkdir(parents=True)
-            (top / f"{program.name}.py").write_text(SCRIPTS[program.name])
+            if program.name in SCRIPTS:
+                (top / f"{program.name}.py").write_text(SCRIPTS[program.name])
         place = top / program.directory
         for name in program.inputs:
             maker, _, to = name.partition(":")
-            INPUTS[maker]((place / to).resolve())
+            subprocess.run([self.python, inputs.__file__, maker, (place / to).resolve()], check=True)
         try:
             yield place
         finally:
@@ -164,7 +178,7 @@ def checkout_of(sources: Path | None, program: Program) -> Checkout:
 
 def run_alone(program: Program, rooms: Rooms) -> tuple[str, float]:
     """Run it without Ganger. Return its log and how long it took in seconds."""
-    with rooms.run_directory(program, "alone") as place:
+    with rooms.run_directory(program, ALONE) as place:
         began = time.monotonic()
         done = subprocess.run(
             rooms.command_of(program),
@@ -187,6 +201,7 @@ class Job:
 
     def __init__(self, cluster: BenchCluster, program: Program, rooms: Rooms, place: Path) -> None:
         self._cluster = cluster
+        self._client = Client(str(cluster.master))
         variables = {**ENVIRONMENT, "HOME": str(place), **program.environment}
         options = [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
         self._name = json.loads(
@@ -207,31 +222,46 @@ class Job:
     def log(self) -> str:
         return self._cluster.ganger("logs", self._name)
 
-    def steps(self) -> int:
-        return int((self.show()["progress"] or {}).get("step", 0))
-
-    def has_ended(self) -> bool:
-        return self.state in ("SUCCEEDED", "FAILED", "CANCELLED")
-
     def history(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self._cluster.ganger("history", self._name, "--json"))
         return found
 
-    def until(self, holds: Callable[[], object], limit_s: float) -> bool:
+    def has_ended(self) -> bool:
+        return self._is_over(self._client.get_job(self._name))
+
+    def until(self, holds: Callable[[job_pb2.Job], object], limit_s: float) -> bool:
         """Wait; return whether it came to hold before the time and the end of the job."""
         deadline = time.monotonic() + limit_s
-        while not holds():
-            if self.has_ended() or time.monotonic() > deadline:
+        while not holds(job := self._client.get_job(self._name)):
+            if self._is_over(job) or time.monotonic() > deadline:
                 return False
-            time.sleep(0.1)
+            time.sleep(0.05)
         return True
+
+    def until_end(self) -> None:
+        self.until(self._is_over, RUN_S)
+
+    def until_steps(self) -> bool:
+        """Wait until it has made its first steps; of a job that reports none, until it has written its first lines."""
+        return self.until(lambda job: job.progress.step >= STEPS or self._log_bytes() >= LOG_BYTES, RUN_S)
 
     def until_progress(self) -> bool:
         """Wait until it runs and has made steps or written lines since this call."""
-        if not self.until(lambda: (self.show()["gang"] or {}).get("phase") == "RUNNING", ORDER_S):
+        if not self.until(lambda job: job.gang.phase == job_pb2.Gang.PHASE_RUNNING, ORDER_S):
             return False
-        steps, size = self.steps(), len(self.log())
-        return self.until(lambda: self.steps() >= steps + STEPS or len(self.log()) > size, GROWN_S)
+        steps, size = self._client.get_job(self._name).progress.step, self._log_bytes()
+        return self.until(lambda job: job.progress.step >= steps + STEPS or self._log_bytes() > size, GROWN_S)
+
+    def _log_bytes(self) -> int:
+        try:
+            return sum(len(chunk.data) for chunk in self._client.read_log(self._name))
+        except ApiError:
+            # Nothing can be read of a job that goes from one node to another at the moment.
+            return 0
+
+    @staticmethod
+    def _is_over(job: job_pb2.Job) -> bool:
+        return job.state in FINISHED
 
     def order(self, kind: str) -> Order:
         """Suspend it at a level and resume it, or move it. Refusals that pass are tried again."""
@@ -248,22 +278,27 @@ class Job:
                     return Order(kind, time.monotonic() - began, str(error))
                 time.sleep(0.3)
         if kind != "move":
-            self._cluster.ganger("resume", self._name, "--timeout", f"{ORDER_S}s")
+            try:
+                self._cluster.ganger("resume", self._name, "--timeout", f"{ORDER_S}s")
+            except BenchClusterError as error:
+                order.refusal = str(error)
         return order
 
-    def cancel(self) -> None:
+    def close(self) -> None:
+        """End it if it has not ended."""
         if not self.has_ended():
             self._cluster.ganger("cancel", self._name)
+        self._client.close()
 
 
 def run_under_ganger(program: Program, rooms: Rooms, cluster: BenchCluster, outcome: Outcome) -> str:
     """Run it as a job that is suspended twice and moved once. Return its log; the rest goes to `outcome`."""
-    with rooms.run_directory(program, "under-ganger") as place:
+    with rooms.run_directory(program, UNDER_GANGER) as place:
         began = time.monotonic()
         job = Job(cluster, program, rooms, place)
         try:
             _give_orders(job, outcome)
-            job.until(job.has_ended, RUN_S)
+            job.until_end()
             outcome.state = job.state
             outcome.under_ganger_s = time.monotonic() - began
             if outcome.state == "FAILED":
@@ -272,14 +307,14 @@ def run_under_ganger(program: Program, rooms: Rooms, cluster: BenchCluster, outc
             outcome.move_pause_s = totals["move_pauses_ms"] / 1000 / max(1, totals["moves"])
             return job.log()
         finally:
-            job.cancel()
+            job.close()
 
 
 def _give_orders(job: Job, outcome: Outcome) -> None:
-    if not job.until(lambda: job.steps() >= STEPS or len(job.log().splitlines()) >= STEPS, RUN_S):
+    if not job.until_steps():
         return
     # What it offers may be known a moment later than its first steps.
-    job.until(lambda: (job.show()["capabilities"] or {}).get("can_move"), 10)
+    job.until(lambda shown: shown.capabilities.can_move, OFFERS_S)
     offers = job.show()["capabilities"] or {}
     outcome.mechanism = offers.get("mechanism", "").lower()
     outcome.levels = [name for name in ("pause", "offload", "checkpoint", "move") if offers.get(f"can_{name}")]
@@ -298,7 +333,7 @@ def _give_orders(job: Job, outcome: Outcome) -> None:
 
 def try_program(program: Program, rooms: Rooms, cluster: BenchCluster) -> Outcome:
     """Return what became of the program; a program that cannot be tried has a failure."""
-    outcome = Outcome(program.name, program.kind, program.source or "written anew", "")
+    outcome = Outcome(program.name, program.kind, program.source or WRITTEN_ANEW, "")
     try:
         outcome.version = rooms.version_of(program)
         alone, outcome.alone_s = run_alone(program, rooms)
@@ -306,12 +341,26 @@ def try_program(program: Program, rooms: Rooms, cluster: BenchCluster) -> Outcom
     except (ProgramError, BenchClusterError, subprocess.TimeoutExpired) as error:
         outcome.failure = f"{type(error).__name__}: {error}"[:600]
         return outcome
-    outcome.log = first_difference(compared_lines(program, alone), compared_lines(program, log))
+    expected = compared_lines(program, alone)
+    if program.log is not None and not re.search(r"\d", " ".join(expected)):
+        outcome.failure = "no number of its log is compared"
+    outcome.log = first_difference(expected, compared_lines(program, log))
     outcome.files = different_files(program, rooms)
+    if outcome.is_wrong and not _is_reproducible(program, rooms, expected):
+        outcome.failure = "it ends differently each time that it runs alone, so nothing can be compared"
     return outcome
 
 
+def _is_reproducible(program: Program, rooms: Rooms, lines: Sequence[str]) -> bool:
+    """Return whether another run alone has the same log and files."""
+    before = _files_of(program, rooms, ALONE)
+    log, _ = run_alone(program, rooms)
+    return compared_lines(program, log) == lines and _files_of(program, rooms, ALONE) == before
+
+
 def compared_lines(program: Program, log: str) -> list[str]:
+    if program.log is None:
+        return []
     lines = [line.rstrip() for line in re.split(r"[\r\n]+", log) if not OF_GANGER.match(line)]
     if not program.log:
         return [line for line in lines if line]
@@ -320,20 +369,18 @@ def compared_lines(program: Program, log: str) -> list[str]:
 
 def _matches(pattern: str, line: str) -> Iterator[Sequence[str]]:
     for match in re.finditer(pattern, line):
-        yield match.groups() or (match.group(),)
+        yield [group for group in match.groups() if group is not None] or [match.group()]
 
 
 def first_difference(expected: Sequence[str], found: Sequence[str]) -> str:
-    """Return "" if both are the same and not empty."""
-    if not expected:
-        return "nothing of the log is compared: its expression matches no line"
+    """Return "" if both are the same."""
     changes = list(difflib.unified_diff(expected, found, "alone", "under", n=0, lineterm=""))[3:]
     return f"{len(expected)} lines alone, {len(found)} under Ganger: {' | '.join(changes)[:300]}" if changes else ""
 
 
 def different_files(program: Program, rooms: Rooms) -> str:
     """Return the first differences between the files that both runs left."""
-    alone, under = (_files_of(program, rooms, name) for name in ("alone", "under-ganger"))
+    alone, under = (_files_of(program, rooms, name) for name in (ALONE, UNDER_GANGER))
     if program.weights and not any(Path(name).match(program.weights) for name in alone):
         return f"it wrote no {program.weights}"
     wrong = [name for name in sorted({*alone, *under}) if alone.get(name) != under.get(name)]

@@ -48,7 +48,7 @@ def main():
     set_seed(7)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=100, n_positions=32, n_embd=64, n_layer=2, n_head=4))
     arguments = TrainingArguments(
-        output_dir="out", num_train_epochs=3, per_device_train_batch_size=8, logging_steps=10, save_steps=100,
+        output_dir="out", num_train_epochs=2, per_device_train_batch_size=8, logging_steps=10, save_steps=100,
         eval_strategy="steps", eval_steps=100, save_total_limit=2, report_to="none", disable_tqdm=True, seed=7,
         load_best_model_at_end=True, metric_for_best_model="loss", gradient_accumulation_steps=2,
     )
@@ -78,7 +78,7 @@ def main():
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 2000)
     model, optimizer, loader, held_out, schedule = accelerator.prepare(model, optimizer, loader, held_out, schedule)
     step = 0
-    for epoch in range(6):
+    for epoch in range(8):
         model.train()
         for x, y in loader:
             with accelerator.accumulate(model):
@@ -142,7 +142,7 @@ def main():
     train = torch.utils.data.DataLoader(Pairs(3200), batch_size=8, shuffle=True)
     held_out = torch.utils.data.DataLoader(Pairs(400), batch_size=50)
     trainer = L.Trainer(
-        max_epochs=4, accelerator="cpu", devices=1, enable_progress_bar=False, log_every_n_steps=10,
+        max_epochs=3, accelerator="cpu", devices=1, enable_progress_bar=False, log_every_n_steps=10,
         logger=CSVLogger("logs"),
         callbacks=[
             ModelCheckpoint("checkpoints", monitor="val_loss", save_top_k=2),
@@ -162,7 +162,7 @@ if __name__ == "__main__":
 DDP = (
     _DATA
     + """
-import os
+import sys
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data.distributed import DistributedSampler
@@ -177,7 +177,7 @@ def main():
     data = Pairs(4800 * size)
     sampler = DistributedSampler(data)
     loader = torch.utils.data.DataLoader(data, batch_size=16, sampler=sampler)
-    for epoch in range(5):
+    for epoch in range(int(sys.argv[1])):
         sampler.set_epoch(epoch)
         total = torch.zeros(1)
         for batch, (x, y) in enumerate(loader):
@@ -223,7 +223,7 @@ def main():
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(rank)
-    for step in range(160):
+    for step in range(400):
         tokens = torch.randint(0, 100, (4, 32), generator=generator)
         loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
@@ -269,7 +269,7 @@ def main():
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     generator = torch.Generator().manual_seed(5)
-    for step in range(300):
+    for step in range(1500):
         x = torch.randn(32, 64, generator=generator)
         loss = (model(x) - x.roll(1, 1)).square().mean()
         loss.backward()
@@ -318,12 +318,12 @@ def main():
         changes, state = optimizer.update(gradients, state)
         return optax.apply_updates(parameters, changes), state, loss
 
-    for epoch in range(40):
+    for epoch in range(400):
         order = random.permutation(len(x))
         for begin in range(0, len(x), 64):
             chosen = order[begin : begin + 64]
             parameters, state, loss = update(parameters, state, x[chosen], y[chosen])
-            if begin % 1024 == 0:
+            if begin == 0:
                 print(f"epoch {epoch} batch {begin // 64} loss {float(loss):.9f}", flush=True)
     np.savez("final.npz", *[np.asarray(part) for part in jax.tree_util.tree_leaves(parameters)])
 
@@ -389,7 +389,7 @@ def main():
         Pairs(3200), batch_size=8, shuffle=True, num_workers=2, persistent_workers=True
     )
     step = 0
-    for epoch in range(6):
+    for epoch in range(8):
         for x, y in loader:
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(x), y)
@@ -434,8 +434,8 @@ def main():
     memory = collections.deque(maxlen=5000)
     state, _ = env.reset(seed=0)
     reward_sum, episode = 0.0, 0
-    for step in range(6000):
-        if random.random() < max(0.05, 1 - step / 3000):
+    for step in range(4000):
+        if random.random() < max(0.05, 1 - step / 2000):
             action = env.action_space.sample()
         else:
             action = int(online(torch.as_tensor(state)[None]).argmax())
@@ -483,7 +483,7 @@ class Printing(BaseCallback):
 
 def main():
     model = PPO("MlpPolicy", "CartPole-v1", seed=4, n_steps=256, device="cpu")
-    model.learn(6000, callback=Printing())
+    model.learn(4000, callback=Printing())
     model.policy.save("final.pt")
 
 
