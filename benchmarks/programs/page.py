@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.programs.trial import Outcome
 
+NOTE_CHARACTERS = 300
 _SUSPENDS = ("pause", "offload", "checkpoint")
 
 
@@ -59,7 +61,7 @@ _RUN_IT = [
 def _row(outcome: Outcome) -> str:
     source = f"{outcome.source}, {outcome.version}"
     suspends = ", ".join(order.kind for order in outcome.orders if order.kind in _SUSPENDS and not order.refusal)
-    pause = f"{outcome.move_pause_s:.2f} s" if outcome.done("move") else ""
+    pause = f"{outcome.move_pause_s:.2f} s" if outcome.move_pause_s else ""
     cells = (
         *(outcome.program, source, outcome.mechanism or "-", " ".join(outcome.levels) or "-", suspends or "-"),
         *(str(outcome.done("move")), "yes" if outcome.is_identical else "**no**", pause),
@@ -70,4 +72,5 @@ def _row(outcome: Outcome) -> str:
 def _notes(outcome: Outcome) -> list[str]:
     found = [text for text in (outcome.failure, outcome.files, outcome.log) if text]
     found += [f"{order.kind}: {order.refusal}" for order in outcome.orders if order.refusal]
-    return [f"* {outcome.program}: {' '.join(text.split())}" for text in found]
+    lines = (f"{outcome.program}: {' '.join(text.split())}"[:NOTE_CHARACTERS] for text in found)
+    return [textwrap.fill(line, 98, initial_indent="* ", subsequent_indent="  ") for line in lines]
