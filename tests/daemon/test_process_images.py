@@ -487,3 +487,36 @@ def test_a_launcher_that_dies_before_it_has_recorded_what_it_restored_leaves_not
         assert one_after_the_other(before, counts(made, "n1", uid, 3))
 
     run(story)
+
+
+def test_an_agent_behind_a_command_of_another_name_knows_that_it_is_saved_by_image() -> None:
+    async def story(made: Cluster) -> None:
+        uid = str(uuid.uuid4())
+        await made.daemon("n1")
+        command = ["env", sys.executable, "-u", "-c", WITH_AGENT]
+        gang = made.gang({"n1": [0]}, "n1", uid=uid, command=command)
+        await made.master.want("n1", gang)
+        await until(lambda: len(counts(made, "n1", uid, 1)) > 2)
+        await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **CHECKPOINT))
+        parked = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
+        assert parked.level == job_pb2.SUSPEND_LEVEL_CHECKPOINT, str(parked)
+
+    run(story)
+
+
+def test_a_script_whose_agent_never_reports_is_known_to_be_saved_by_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ganger_daemon.gang.offered_capabilities._LATEST_REPORT_S", 8.0)
+
+    async def story(made: Cluster) -> None:
+        uid = str(uuid.uuid4())
+        await made.daemon("n1")
+        gang = made.gang({"n1": [0]}, "n1", uid=uid, command=[sys.executable, "-u", "-c", OPAQUE])
+        await made.master.want("n1", gang)
+        early = await made.master.until("n1", 1, lambda seen: seen.capabilities.can_checkpoint)
+        assert early.capabilities_presumed, "it may be importing"
+        await made.master.until("n1", 1, lambda seen: not seen.capabilities_presumed)
+        await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **CHECKPOINT))
+        parked = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
+        assert parked.level == job_pb2.SUSPEND_LEVEL_CHECKPOINT, str(parked)
+
+    run(story)

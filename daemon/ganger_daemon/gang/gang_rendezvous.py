@@ -12,7 +12,7 @@ from ganger.protocol.gang_orders import OrderIntent
 from ganger.v1 import job_pb2
 
 from ganger_daemon.gang.gang_context import GangContext
-from ganger_daemon.gang.launch_plan import LaunchRefusedError, Rendezvous, free_port, has_no_agent
+from ganger_daemon.gang.launch_plan import LaunchRefusedError, Rendezvous, free_port
 from ganger_daemon.gang.process_image import GangImages
 from ganger_daemon.gang.received_orders import ReceivedOrders
 from ganger_daemon.node.daemon_files import read_json, write_json
@@ -40,14 +40,15 @@ class GangRendezvous:
         """Return where the ranks of a launch meet, with a store that serves there. `is_image`: they have met already.
         Raises LaunchRefusedError and LauncherError."""
         host, paths = self._host.address_host, self._paths
+        # Without the agent torch would take every address that the script names for that of our store.
+        has_agent = desired.spec.agent != job_pb2.JobSpec.AGENT_NONE
         if self._part.world == 1:
             return Rendezvous(host, free_port(host), store=False)
         if is_image:
             return Rendezvous(_LOOPBACK, 0, store=False)
         if self._images.are_possible:
             # The store is a child of the ranks' parent and part of their image. The launcher fills the port in.
-            has_agent = not has_no_agent(desired.spec)
-            has_store = has_agent and bool((await asyncio.to_thread(launcher.info))["serves_stores"])
+            has_store = bool((await asyncio.to_thread(launcher.info))["serves_stores"]) and has_agent
             return Rendezvous(_LOOPBACK, 0 if has_store else free_port(_LOOPBACK), store=has_store)
         if not self._part.leads:
             leader = desired.members[0]
@@ -56,8 +57,7 @@ class GangRendezvous:
         known = read_json(paths.rendezvous)
         if known and is_alive(ProcessId(int(known.get("pid") or 0), int(known.get("start_ticks") or 0))):
             return Rendezvous(str(known["host"]), int(known["port"]))  # a former daemon had it started
-        # Without the agent torch would take every address that the script names for that of our store.
-        has_store = desired.spec.agent != job_pb2.JobSpec.AGENT_NONE
+        has_store = has_agent
         if has_store:
             try:
                 port = (await asyncio.to_thread(launcher.store, str(paths.run), host)).port

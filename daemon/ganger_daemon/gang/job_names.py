@@ -46,7 +46,7 @@ class JobNames:
             return f"its directories cannot be named: {error}"
         return ""
 
-    def give(self, mapping: dict[str, Any], *, has_agent: bool) -> dict[str, Any]:
+    def give(self, mapping: dict[str, Any]) -> dict[str, Any]:
         """Return a launcher's request for a rank that finds its files by names; without names the request itself."""
         if not self.directory:
             return mapping
@@ -57,8 +57,8 @@ class JobNames:
         environment.setdefault("TMPDIR", self.temporary)
         # the address of this node is not that of another one
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        if has_agent:
-            environment["GANGER_IMAGE"] = "1"
+        # for an agent, which any command may turn out to have
+        environment["GANGER_IMAGE"] = "1"
         return {**mapping, "env": environment, "no_io_uring": True}
 
     def page(self, page: Path) -> Path:

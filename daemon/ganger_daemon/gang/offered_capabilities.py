@@ -26,6 +26,8 @@ RESIZE = "RESIZE"
 TURNS = "TURNS"
 # An agent that offers one of these does not run its script again.
 _SAVED_OTHERWISE = Capability.ADAPTER | Capability.FIVE_LINE | Capability.IMAGE
+# Imports and data take their time on a busy machine.
+_LATEST_REPORT_S = 20.0
 _FOREIGN = "its control page is of another version of Ganger"
 
 
@@ -73,7 +75,7 @@ def add_capabilities(message: agent_pb2.ObservedGang, found: GangFindings) -> No
     capabilities = message.capabilities
     if (why := _why_without_agent(found)) is not None:
         is_certain = not found.pages or _is_certainly_opaque(found)
-        message.capabilities_presumed = not is_certain and not found.facts.no_agent
+        message.capabilities_presumed = not (is_certain or found.facts.no_agent or _is_saved_anyway(found))
         _add_without_agent(capabilities, found, why, is_certain)
     elif all(progress.hello_time_ns for progress in found.pages):
         _add_of_agent(capabilities, found)
@@ -86,6 +88,12 @@ def add_capabilities(message: agent_pb2.ObservedGang, found: GangFindings) -> No
     else:
         capabilities.missing["PAUSE"] = "no agent has reported so far"
     _add_mechanism(message, found)
+
+
+def _is_saved_anyway(found: GangFindings) -> bool:
+    """Return whether a job whose agent does not report can be saved all the same, and has had the time to report: a
+    script without an optimizer of PyTorch has an agent that never does."""
+    return found.parts.images.are_possible and time.monotonic() - found.facts.launched_at >= _LATEST_REPORT_S
 
 
 def _is_certainly_opaque(found: GangFindings) -> bool:

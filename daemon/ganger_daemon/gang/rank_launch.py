@@ -36,7 +36,6 @@ from ganger_daemon.gang.launch_plan import (
     check_command,
     check_user,
     environment_of,
-    has_no_agent,
     image_arena_bytes,
     launch_mapping,
     restore_plan,
@@ -397,8 +396,7 @@ class RankLaunch:
         desired: agent_pb2.DesiredGang,
         rendezvous: Rendezvous,
     ) -> dict[int, ProcessId]:
-        has_agent = not has_no_agent(desired.spec)
-        named = [self._images.names.give(one, has_agent=has_agent) for one in mappings.values()]
+        named = [self._images.names.give(one) for one in mappings.values()]
         has_siblings = len(self._part.ranks) > 1
         if has_siblings and self._images.are_possible and len(mappings) == len(self._part.ranks):
             forked = launcher.fork_together(named, rendezvous.host if rendezvous.store else "").ranks
