@@ -203,6 +203,7 @@ def test_a_job_under_pages_of_another_version_is_left_to_run_watched_and_can_be_
         assert f"has version {VERSION + 1}, this Ganger reads version {VERSION}" in kept.trouble
         assert [rank.pid for rank in kept.ranks] == [pid]
         assert not kept.capabilities.can_offload
+        assert not kept.capabilities.can_checkpoint
         assert "another version" in kept.capabilities.missing["OFFLOAD"]
         before = steps()
         eventually(lambda: steps() > before + 5, what="the job goes on")

@@ -190,11 +190,12 @@ def _add_without_agent(capabilities: job_pb2.Capabilities, found: GangFindings, 
         capabilities.missing["PAUSE"] = f"{why}: on several nodes some ranks would stop within a collective operation"
     elif not capabilities.can_pause:
         capabilities.missing["PAUSE"] = f"{why}, and processes cannot be frozen on this node ({freezer})"
-    if is_certain or found.facts.no_agent:
+    if found.pages and (is_certain or found.facts.no_agent):
         _add_in_place(capabilities, found, why)
     else:
         capabilities.missing["OFFLOAD"] = f"{why}: its state cannot be moved out of the device"
-    capabilities.can_checkpoint = found.parts.images.are_possible and context.host.storage.proved
+    has_images = bool(found.pages) and found.parts.images.are_possible
+    capabilities.can_checkpoint = has_images and context.host.storage.proved
     if not capabilities.can_checkpoint:
         capabilities.missing["CHECKPOINT"] = agent_reason or f"{why}: its state cannot be saved and restored"
         if capabilities.can_offload:

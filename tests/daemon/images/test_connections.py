@@ -65,7 +65,7 @@ def test_sockets_are_found_among_the_descriptors() -> None:
 def test_a_connection_to_another_machine_is_named_with_its_descriptor() -> None:
     found = judged([owner(101)], tcp("10.0.0.2:50000", "10.0.0.3:5432", 101))
     assert found.tcp == ("connected to 10.0.0.3:5432 (descriptor 7 of python, pid 12)",)
-    assert found.refusal(False) == found.tcp[0]
+    assert found.refusal(False) == f"{found.tcp[0]}; --close-connections would allow it to be closed"
     assert found.refusal(True) == ""
 
 
