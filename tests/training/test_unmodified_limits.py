@@ -10,7 +10,7 @@ from training.harness import Rank, run_in_parts, run_to_end
 
 pytestmark = pytest.mark.torch
 
-EVERYTHING = Capability.PAUSE | Capability.OFFLOAD | Capability.CHECKPOINT
+EVERYTHING = Capability.PAUSE | Capability.OFFLOAD | Capability.CHECKPOINT | Capability.REPLAY
 
 HEAD = """
 import copy, torch
