@@ -19,6 +19,7 @@ from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.refusals import Reason, RefusalKind
 from ganger.cluster.resources import Locality, LocalityLevel, Role, TaskShape
 from ganger.cluster.topology import parse_topology
+from ganger.protocol.gang_orders import Mechanism
 from ganger_master.core import commands
 from ganger_master.core.answers import Answer, ArrayAnswer, Refused
 from ganger_master.core.explain import explain
@@ -30,6 +31,7 @@ from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.plan import plan
 from ganger_master.policies.job_facts import Capacity
 from ganger_master.policies.orders import ranked
+from msgspec.structs import replace
 
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
 _GIB = 1 << 30
@@ -90,7 +92,8 @@ class _Story:
         self._settings = CoreSettings(quota_devices={user: int(count) for user, count in devices.items()})
         yield from ()
 
-    def _node(self, name: str, topology: str, type: str = "virtual", user: str = "") -> Iterator[str]:
+    def _node(self, name: str, topology: str, type: str = "virtual", user: str = "", image: str = "") -> Iterator[str]:
+        """`image`: what takes process images there, and then its jobs are saved by them."""
         made = parse_topology(
             topology,
             name=f"{type}-{topology}",
@@ -99,7 +102,11 @@ class _Story:
             memory_bytes=64 * _GIB,
             device_memory_bytes=_GIB,
         )
-        self.cluster.add_node(name, made, {"switch_user": "no", "user": user} if user else None)
+        capabilities = {"switch_user": "no", "user": user} if user else {}
+        capabilities |= {"image": image.replace("_", " ")} if image else {}
+        daemon = self.cluster.add_node(name, made, capabilities)
+        if image and not image.startswith("none"):
+            daemon.offers = replace(daemon.offers, mechanism=Mechanism.IMAGE)
         self.cluster.run_for(5.0)
         yield from ()
 
