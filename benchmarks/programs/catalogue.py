@@ -72,7 +72,7 @@ FROM_SOURCES = (
         "word-language-model",
         "LSTM without an optimizer object, annealed by its validation",
         (
-            *("python", "main.py", "--epochs", "30", "--emsize", "64", "--nhid", "64", "--bptt", "12"),
+            *("python", "main.py", "--epochs", "60", "--emsize", "64", "--nhid", "64", "--bptt", "12"),
             *("--log-interval", "5", "--save", "model.pt"),
         ),
         source="pytorch/examples",
@@ -192,7 +192,7 @@ FROM_PACKAGES = (
         "chemprop",
         "command of Chemprop: message passing network in Lightning",
         (
-            *("chemprop", "train", "-i", "data.csv", "-o", "out", "--epochs", "8", "--data-seed", "1"),
+            *("chemprop", "train", "-i", "data.csv", "-o", "out", "--epochs", "20", "--data-seed", "1"),
             *("--pytorch-seed", "2", "--num-workers", "0", "--accelerator", "cpu"),
         ),
         source="chemprop/chemprop",

@@ -318,7 +318,7 @@ def main():
         changes, state = optimizer.update(gradients, state)
         return optax.apply_updates(parameters, changes), state, loss
 
-    for epoch in range(400):
+    for epoch in range(1000):
         order = random.permutation(len(x))
         for begin in range(0, len(x), 64):
             chosen = order[begin : begin + 64]
