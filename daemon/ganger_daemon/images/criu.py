@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +37,7 @@ from ganger_daemon.images.contract import (
 )
 from ganger_daemon.images.driver import DeviceState
 from ganger_daemon.images.packing import fill_directories, image_files, pack_directories
-from ganger_daemon.images.process_tree import UnitProc, pid_inside, pids_outside, shared_by_name
+from ganger_daemon.images.process_tree import UnitProc, pid_inside, pids_outside, shared_by_name, tracer_of
 from ganger_daemon.images.reasons import reason_of
 
 LEAST_VERSION = 4
@@ -45,6 +45,8 @@ PROBE_S = 20.0
 DUMP_LOG, RESTORE_LOG = "dump.log", "restore.log"
 _CONSENT, _DUMPED, _ERRORS = "consent", "dumped", "criu.stderr"
 _POLL_S = 0.001
+# Longest wait for another program to leave the processes alone.
+_TRACER_S = 5.0
 # Removed files that are still open are part of the image, whatever their size: data loaders share batches in them.
 _GHOST_LIMIT = "64G"
 _SCRIPT = "post-dump.sh"
@@ -131,6 +133,7 @@ class CriuImages:
             pids = pids_outside(unit.root_pid)
         except OSError as error:
             raise ImageRefusedError(f"the job's processes are gone: {error}") from error
+        _await_no_tracer(pids.values())
         holders = self._devices.save(tuple(pids.values()))
         try:
             inside = tuple(pid for pid, outside in pids.items() if outside in holders)
@@ -254,6 +257,14 @@ class CriuImages:
         if code:
             text = reason_of(_text(directory / DUMP_LOG)) or _text(directory / _ERRORS).strip()[-300:]
             raise ImageRefusedError(text or f"criu dump ended with code {code}")
+
+
+def _await_no_tracer(pids: Iterable[int]) -> None:
+    """Wait for the dump of a daemon that has died, which is about to let the processes go on. What is traced otherwise
+    is refused by CRIU."""
+    deadline = time.monotonic() + _TRACER_S
+    while any(map(tracer_of, pids)) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
 
 
 def _logs_of(proc: UnitProc, pid: int, files: Mapping[str, OpenFile]) -> tuple[str, ...]:

@@ -126,6 +126,15 @@ def pid_inside(pid: int) -> int:
     return int(next(line for line in text.splitlines() if line.startswith("NSpid:")).split()[-1])
 
 
+def tracer_of(pid: int) -> int:
+    """Return the process that traces another one, as a debugger does; 0 for none."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("TracerPid:")), 0)
+
+
 def pids_outside(root_pid: int) -> dict[int, int]:
     """Return the ids of a tree's processes here by those inside their unit. `root_pid`: as seen here."""
     found: dict[int, int] = {}

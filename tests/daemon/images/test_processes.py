@@ -6,7 +6,10 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -367,3 +370,31 @@ def with_driver(driver: ScriptedDriver) -> ProcessImages:
     found = real()
     assert isinstance(found, CriuImages)
     return CriuImages(found.program, "4", DeviceState(driver))
+
+
+# Traces a process, and lets it go once its standard input ends.
+TRACING = """
+import ctypes, sys
+if ctypes.CDLL(None, use_errno=True).ptrace(0x4206, int(sys.argv[1]), 0, 0):
+    sys.exit(f"cannot trace: {ctypes.get_errno()}")
+print("traced", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_process_that_another_program_still_traces_is_dumped_once_that_has_let_it_go(
+    place: Place, image: Path
+) -> None:
+    images, job = real(), started(place, COUNTING, "/nowhere/end")
+    command = [sys.executable, "-c", TRACING, str(job.root.pid)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as tracer:
+        assert tracer.stdout is not None
+        assert tracer.stdin is not None
+        assert tracer.stdout.readline() == "traced\n"
+        with ThreadPoolExecutor() as pool:
+            dump = pool.submit(images.dump, job.unit, image, goes_on=True)
+            job.until_it_counts()
+            assert not dump.done()
+            tracer.stdin.close()
+            dump.result(60)
+    job.until_it_counts()
