@@ -30,7 +30,7 @@ class Job:
     def counts(self) -> list[int]:
         """The numbers that the program has printed, whole lines only."""
         text = self.log.read_text() if self.log.exists() else ""
-        return [int(line.split()[0]) for line in text.split("\n")[:-1]]
+        return [int(line.split()[0]) for line in text.split("\n")[:-1] if line.strip()]
 
     def until_it_counts(self, more: int = 3) -> None:
         begun = len(self.counts())
