@@ -26,6 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "no venv module: apt-get install python3-venv" >&2; exit 1; }
 	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . --group dev --group examples
+	@test "$$(id -u)" != 0 || tools/fetch_criu.sh $(VENV)/criu $(BIN)/criu || echo "without CRIU there are no images of processes; make criu tries again" >&2
 	@touch $@
 
 demo: $(STAMP) ## real jobs: placed as gangs, paused, moved, re-pinned; the proof is printed and in build/demo.json
