@@ -17,6 +17,7 @@ import pytest
 from daemon.kit import PATIENCE, Cluster, Intents, Observed, in_phase, log_of, run, with_changes
 from ganger.agent.v1 import agent_pb2
 from ganger.failpoints import OF_DEVICES, OF_IMAGES
+from ganger.injob.launcher.client import Launcher
 from ganger.protocol.gang_orders import Mechanism
 from ganger.v1 import job_pb2
 from ganger_daemon.images.criu import CriuImages, choose_images
@@ -192,6 +193,30 @@ def test_a_move_that_is_given_up_leaves_the_job_where_it_was(kind: str) -> None:
         await until(lambda: len(counts(made, "n1", uid, 1)) > before + 2)
         assert one_after_the_other(counts(made, "n1", uid, 1))
         assert counts(made, "n2", uid, 2) == []
+
+    run(story)
+
+
+def test_a_move_whose_image_is_lost_with_a_launcher_ends_with_the_reason() -> None:
+    async def story(made: Cluster) -> None:
+        uid = str(uuid.uuid4())
+        await made.daemon("n1")
+        await made.daemon("n2")
+        gang = await begun(made, "opaque", uid)
+        new = prepared(made, uid, gang, "n2", 2)
+        await made.master.want("n2", new)
+        await made.master.until("n2", 2, in_phase(Observed.PHASE_PREPARED))
+        (path,) = (made.directory / "r-n2" / "launchers").glob("*.sock")
+        with Launcher(str(path)) as launcher:
+            os.kill(int(launcher.info()["pid"]), signal.SIGKILL)
+        await made.master.want("n1", with_changes(gang, 2, intent=Intents.INTENT_HAND_OVER, stop_sequence=2))
+        refused = await made.master.until("n2", 2, lambda seen: bool(seen.trouble))
+        assert "its image is gone with the launcher that held it" in refused.trouble
+        await made.master.want("n2", with_changes(new, 2, intent=Intents.INTENT_STOP))
+        await made.master.want("n1", with_changes(gang, 3))
+        before = len(counts(made, "n1", uid, 1))
+        await until(lambda: len(counts(made, "n1", uid, 1)) > before + 2)
+        assert one_after_the_other(counts(made, "n1", uid, 1))
 
     run(story)
 

@@ -18,6 +18,9 @@ from ganger_daemon.node.launchers import children_of, interpreter_of
 from ganger_daemon.node.node_context import NodeContext
 from ganger_daemon.node.process_identity import is_alive
 
+# The launcher's reason where it has no arena of a name.
+_NO_ARENA = "NO_ARENA"
+
 
 class GangLauncher:
     """`key`: of the launcher, empty before the launch; `arena_bytes`: size of each rank's arena; `image_arena_bytes`:
@@ -62,13 +65,14 @@ class GangLauncher:
         except LauncherError as error:
             raise OSError(str(error)) from error
 
-    def open_image_arena(self, rank: int) -> int:
-        """A descriptor of the arena for a rank's process image, made if there is none. Raises OSError."""
+    def open_image_arena(self, rank: int, *, is_made: bool = True) -> int:
+        """A descriptor of the arena for a rank's process image; `is_made`: made if there is none. Raises OSError."""
         launcher = self.running() or self.adopt_anew()
         try:
-            return launcher.arena(image_arena_name(self._paths, rank), self.image_arena_bytes)
+            return launcher.arena(image_arena_name(self._paths, rank), self.image_arena_bytes if is_made else 0)
         except LauncherError as error:
-            raise OSError(str(error)) from error
+            why = "its image is gone with the launcher that held it" if error.reason == _NO_ARENA else str(error)
+            raise OSError(why) from error
 
     def drop_arenas(self) -> None:
         """Release the arenas of ended ranks. Blocks."""

@@ -350,9 +350,12 @@ class GangImages:
                     if time.monotonic() >= deadline:
                         raise
                     await asyncio.sleep(_RETRY_S)
-        except (ImageRefusedError, DeviceStateLostError, OSError, LauncherError) as error:
-            self.trouble = f"IMAGE_REFUSED: {error}"
-            log.warning("no image for a move: %s", error, extra={"group": self._paths.group})
+        except Exception as error:
+            # whatever it is: without a reason here it would be tried again and again, and the move would never end
+            is_expected = isinstance(error, ImageRefusedError | DeviceStateLostError | OSError | LauncherError)
+            self.trouble = f"IMAGE_REFUSED: {error if str(error) else type(error).__name__}"
+            extra = {"group": self._paths.group}
+            log.warning("no image for a move: %s", error, extra=extra, exc_info=None if is_expected else error)
         finally:
             if is_parked:
                 self.pick_up()

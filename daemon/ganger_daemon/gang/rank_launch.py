@@ -429,8 +429,11 @@ class RankLaunch:
     async def _arrive(self, wanted: DesiredOrder) -> None:
         try:
             processes = await asyncio.to_thread(self._restore_arrived)
-        except (LaunchRefusedError, LauncherError, OSError) as error:
-            self._images.trouble = str(error)
+        except Exception as error:
+            # whatever it is: without a reason here it would be tried again and again, and the move would never end
+            if not isinstance(error, LaunchRefusedError | LauncherError | OSError):
+                log.exception("image not restored", extra={"group": self._paths.group})
+            self._images.trouble = str(error) or type(error).__name__
         else:
             self.awaits_image = False
             for rank, process in processes.items():
@@ -443,7 +446,7 @@ class RankLaunch:
 
     def _restore_arrived(self) -> dict[int, ProcessId]:
         launcher = self._launcher.running() or self._launcher.adopt_anew()
-        arena = self._launcher.open_image_arena(self._part.ranks[0])
+        arena = self._launcher.open_image_arena(self._part.ranks[0], is_made=False)
         try:
             mappings = {rank: read_json(self._paths.launch(rank)) for rank in self._part.ranks}
             return self._restore(launcher, mappings, arena, is_moved=True)

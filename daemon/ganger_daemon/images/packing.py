@@ -172,15 +172,17 @@ def unpack(source: int, directory: Path, wait: Callable[[int], None] = lambda co
     the facts. Blocks. Raises OSError, state_image.ImageError for a damaged file, ImageRefusedError for one that is no
     image of processes; the directory is worthless then."""
     wait(state_image.PREAMBLE_BYTES)
+    if not os.fstat(source).st_size:
+        raise state_image.ImageError("TRUNCATED", "the image's file is empty")
     with mmap.mmap(source, 0, access=mmap.ACCESS_READ) as mapping, memoryview(mapping) as whole:
-        preamble = state_image.parse_preamble(whole[: state_image.PREAMBLE_BYTES])
+        # A copy: a view that an error holds would keep the mapping from being closed, and hide the error.
+        preamble = state_image.parse_preamble(bytes(whole[: state_image.PREAMBLE_BYTES]))
         if len(whole) < preamble.total_bytes:
             raise state_image.ImageError(
                 "TRUNCATED", f"the image has {preamble.total_bytes} bytes, its file {len(whole)}"
             )
         wait(preamble.data_offset)
-        with whole[state_image.PREAMBLE_BYTES : preamble.data_offset] as encoded:
-            header = state_image.parse_header(preamble, encoded)
+        header = state_image.parse_header(preamble, bytes(whole[state_image.PREAMBLE_BYTES : preamble.data_offset]))
         facts = _facts_in(header)
         digests = state_image.ChunkDigests(preamble.digest_kind, preamble.chunk_bytes)
         position = 0

@@ -105,11 +105,20 @@ def test_a_changed_byte_is_found(tmp_path: Path, where: str) -> None:
         unpacked(tmp_path / "shard", tmp_path / "again")
 
 
-def test_a_file_that_ends_too_early_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_no_state_image_is_refused(tmp_path: Path) -> None:
     count = packed(image(tmp_path / "image", b"pages"), tmp_path / "shard")
-    os.truncate(tmp_path / "shard", count - 1)
+    (tmp_path / "shard").write_bytes(bytes(count))
 
-    with pytest.raises(state_image.ImageError, match="has"):
+    with pytest.raises(state_image.ImageError, match="not a state image"):
+        unpacked(tmp_path / "shard", tmp_path / "again")
+
+
+@pytest.mark.parametrize("size", [-1, 63, 0])
+def test_a_file_that_ends_too_early_is_refused(tmp_path: Path, size: int) -> None:
+    count = packed(image(tmp_path / "image", b"pages"), tmp_path / "shard")
+    os.truncate(tmp_path / "shard", size % count)
+
+    with pytest.raises(state_image.ImageError, match=r"has|is empty"):
         unpacked(tmp_path / "shard", tmp_path / "again")
 
 
