@@ -111,6 +111,59 @@ train(DataLoader(Noisy(16), batch_size=3, sampler=Counted(16), generator=generat
 }
 
 
+COUNTED = {
+    "enumerate": """
+for epoch in range(3):
+    for number, x in enumerate(loader):
+        print(epoch, number, fit(x).item().hex(), flush=True)
+""",
+    "enumerate from one, of a progress bar": """
+def bar(batches):
+    for batch in batches:
+        yield batch
+for epoch in range(3):
+    for number, x in enumerate(bar(loader), 1):
+        print(epoch, number, fit(x).item().hex(), flush=True)
+""",
+    "a progress bar of enumerate": """
+def bar(batches):
+    for batch in batches:
+        yield batch
+for epoch in range(3):
+    for number, x in bar(enumerate(loader, start=1)):
+        print(epoch, number, fit(x).item().hex(), flush=True)
+""",
+    "enumerate of enumerate": """
+for epoch in range(3):
+    for outer, (number, x) in enumerate(enumerate(loader, 5)):
+        print(epoch, outer, number, fit(x).item().hex(), flush=True)
+""",
+    "enumerate over the passes": """
+def endless():
+    while True:
+        yield from loader
+steps = 0
+for number, x in enumerate(endless()):
+    if steps >= 12:
+        break
+    steps += 1
+    print(number, fit(x).item().hex(), flush=True)
+""",
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_batches_that_are_counted_by_enumerate_keep_their_numbers(tmp_path: Path, name: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HEAD + "loader = DataLoader(Noisy(), batch_size=3, shuffle=True)\n" + COUNTED[name])
+    run_to_end(tmp_path / "alone", script, [], managed=False)
+    # four steps a pass; the third process goes on in a pass that the second one has gone on with
+    stops = [2, 3, 4, 5, 10]
+    run_in_parts(tmp_path, script, [], stops, agent=True)
+    parts = "".join((tmp_path / f"part-{number}/rank-0.log").read_text() for number in range(len(stops) + 1))
+    assert parts == (tmp_path / "alone/rank-0.log").read_text()
+
+
 # Workers have copies of it.
 IN_WORKERS = ("a dataset", "a sampler without a length", "a collate function", "passes that are left early")
 

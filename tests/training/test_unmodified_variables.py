@@ -174,8 +174,9 @@ REFUSED = {
     "for step in range(6):\n    x, y = next(batches)" + FIT,
     "fetching ahead": "batches = iter(DataLoader(data, batch_size=4))\nahead = next(batches)\n"
     "while ahead is not None:\n    x, y = ahead\n    ahead = next(batches, None)" + FIT,
-    "enumerate": "for n, (x, y) in enumerate(DataLoader(data, batch_size=4)):" + FIT,
-    "enumerate of a generator": "for n, (x, y) in enumerate(batch for batch in DataLoader(data, batch_size=4)):" + FIT,
+    "enumerate of a cycle": "import itertools\n"
+    "for n, (x, y) in enumerate(itertools.cycle(DataLoader(data, batch_size=4))):" + FIT + "    if n > 9: break\n",
+    "a zip of an enumerate": "for m, (n, (x, y)) in zip(range(5), enumerate(DataLoader(data, batch_size=4))):" + FIT,
     "a cycle": "import itertools\nfor x, y in itertools.cycle(DataLoader(data, batch_size=4)):"
     + FIT
     + "    if (loss := 1 + globals().get('done', 0)) > 9: break\n    done = loss\n",

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterator
-from typing import Any, Callable, Protocol
+from typing import Any, Callable, NoReturn, Protocol
 
 from torch.utils.data import IterableDataset
 
+from ganger.training.batch_iterators import set_counts
 from ganger.training.replay import Path, fetch_place, path, places
 from ganger.training.script_variables import set_state_of_loader, state_of_loader
 from ganger.training.state import capture_random, restore_random
@@ -28,6 +29,8 @@ class Script(Protocol):
     def kept_batch(self, loader: Any, original: Any) -> Any: ...
 
     def arrive(self) -> None: ...
+
+    def give_up_replay(self, text: str) -> NoReturn: ...
 
     def note_reason(self, reason: str) -> None: ...
 
@@ -120,6 +123,7 @@ class Resumed(Loop):
 
     def __init__(self, script: Script, loader: Any, original: Any, number: int, target: dict[str, Any]) -> None:
         self._target_taken = int(target["taken"])
+        self._counts = [int(count) for count in target.get("counts", ())]
         self._has_arrived = False
         # A pass that was at its end runs its body once, as any finished one, so that what the body makes is there.
         self._is_at_end = not _is_iterable(loader) and self._target_taken >= _length(loader)
@@ -137,6 +141,8 @@ class Resumed(Loop):
             return self._first.pop()
         self.taken = self._target_taken
         self._has_arrived = True
+        if self._counts and not set_counts(self, self._counts):
+            self._script.give_up_replay("what counts its batches is no enumerate() of its own")
         self._script.arrive()
         return super().__next__()
 

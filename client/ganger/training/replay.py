@@ -59,9 +59,7 @@ def is_standard_file(file: str) -> bool:
 
 
 # `inspect.CO_GENERATOR`: every process of a job imports this module, and `inspect` takes long to import.
-_IS_GENERATOR = 0x20
-# What an iterator holds its source in.
-_HOLDERS = (tuple, dict, types.MethodType, functools.partial)
+IS_GENERATOR = 0x20
 
 Place = tuple[int, frozenset[int]]
 """A frame, by its number, and the for loops (by offset in its code) that are around what it is doing."""
@@ -100,59 +98,26 @@ def loops_inside_pass(begun: tuple[Place, ...]) -> bool:
             # code that calls next() on a generator continues across passes
             if _loops_around(frame):
                 return True
-        elif frame.f_code.co_flags & _IS_GENERATOR:
-            is_hidden = not _is_iterating(_caller(frame))
+        elif frame.f_code.co_flags & IS_GENERATOR:
+            is_hidden = not _is_iterating(caller_of(frame))
         elif _loops_around(frame) - around_begin.get(id(frame), frozenset()):
             return True
     return False
 
 
-def wrapped_by(iterator: Any) -> str:
-    """The name of what hands on the batches on their way to the script, other than generators that now fetch one; ''
-    if nothing does. Such an iterator has a position of its own (`enumerate`, `zip`, `cycle`, a class with `__next__`).
-
-    To be called while the script fetches from `iterator`. Searches the heap."""
-    waiting = _fetching_generators()
-    chain = [iterator]
-    if waiting:
-        found = [item for item in gc.get_objects() if type(item) is types.GeneratorType]
-        chain += [item for item in found if any(item.gi_frame is frame for frame in waiting)]
-    known = {id(item) for item in chain}
-    for _ in range(3):
-        holders = [item for item in gc.get_referrers(*chain) if id(item) not in known]
-        for holder in holders:
-            if hasattr(type(holder), "__next__"):
-                return type(holder).__name__
-        # `holders` is not among them: it is a list
-        chain = [item for item in holders if type(item) in _HOLDERS and item is not globals()]
-        if not chain:
-            break
-    return ""
-
-
-def _fetching_generators() -> list[Any]:
-    """The frames of the generators that are waiting for the fetch in progress, innermost first."""
-    found = []
-    frame = _caller(None)
-    while frame is not None and frame.f_code.co_flags & _IS_GENERATOR:
-        found.append(frame)
-        frame = frame.f_back
-    return found
-
-
 def frames() -> list[Any]:
     """The frames of the script and of what it goes through, innermost first."""
     found = []
-    frame = _caller(None)
+    frame = caller_of(None)
     while frame is not None:
         found.append(frame)
         if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__":
             break
-        frame = _caller(frame)
+        frame = caller_of(frame)
     return found
 
 
-def _caller(frame: Any) -> Any:
+def caller_of(frame: Any) -> Any:
     """The next frame outwards that is not ours or torch's."""
     frame = sys._getframe() if frame is None else frame.f_back
     while frame is not None and package_of(frame.f_globals.get("__name__")) in ("ganger", "torch"):

@@ -21,12 +21,13 @@ from torch.utils.data import DataLoader
 from ganger.injob import exit_code as exitcode
 from ganger.injob.control import Control, StopRequest, failure_text
 from ganger.injob.page_layout import EXIT_NO_STATE, Capability, Error, Opaque, PagePhase
+from ganger.training.batch_iterators import counts, divert_enumerate, end_diversion, wrapped_by
 from ganger.training.loops import Loop, OneBatch, Resumed
 from ganger.training.outside_changes import OutsideChanges
 from ganger.training.pass_results import decided_by_results
 from ganger.training.progress_reporter import ProgressReporter
 from ganger.training.rank_processes import keep_default_group
-from ganger.training.replay import OutputReplay, Path, fetch_place, frames, loops_inside_pass, path, wrapped_by
+from ganger.training.replay import OutputReplay, Path, fetch_place, frames, loops_inside_pass, path
 from ganger.training.script_objects import Discovery, note_saved_files, weakly
 from ganger.training.script_variables import Variables
 from ganger.training.state import TrainingObjects, capture, restore_random
@@ -75,6 +76,8 @@ class UnmodifiedScript:
         self._variables = Variables(lambda: [(loop.number, loop.loader) for loop in self._living() if loop is not None])
         self._examined: weakref.ref[Loop] | None = None
         self._examined_paths: set[Path] = set()
+        # of loops whose batches are counted by `enumerate`
+        self._counted_paths: set[Path] = set()
         # of passes that may be given one batch by a second run, in the order in which they were first begun
         self._paths: dict[Path, None] = {}
         self._judged: set[tuple[int, Path]] = set()
@@ -103,6 +106,8 @@ class UnmodifiedScript:
         self._stop_waiting_for_step = register_optimizer_step_pre_hook(self._before_step).remove
         register_optimizer_step_post_hook(self._after_step)
         note_saved_files(lambda: self._going_back and not self._retired, self._outside)
+        if self._going_back:
+            divert_enumerate()
         os.register_at_fork(after_in_child=self._forget_in_child)
 
     def make_way(self) -> bool:
@@ -116,6 +121,7 @@ class UnmodifiedScript:
     def retire(self) -> None:
         """Let go of the page; the hooks stay and do nothing."""
         self._retired = True
+        end_diversion()
         if self._control is not None:
             self._control.close()
             self._control = None
@@ -368,6 +374,8 @@ class UnmodifiedScript:
             self._examined_paths.add(loop.path)
             if wrapper := wrapped_by(loop):
                 self.note_reason(f"its batches go through {wrapper}, whose position cannot be set")
+            elif counts(loop):
+                self._counted_paths.add(loop.path)
 
     def _checkpoint(self, request: StopRequest) -> bool:
         """Save, if a second run comes back here as of now. Return whether memory was freed for that run, which is made
@@ -444,6 +452,7 @@ class UnmodifiedScript:
             "loop": self._loops if loop is None else loop.number,
             "taken": 0 if loop is None else loop.taken,
             "at creation": None if loop is None else loop.at_creation,
+            "counts": [] if loop is None or loop.path not in self._counted_paths else counts(loop),
             # needed on restore: a state parked for a pause can move to other nodes without the rank
             "reasons": list(self._reasons),
             "variables": self._variables.changed() if self._is_run_again else {},
@@ -490,6 +499,7 @@ class UnmodifiedScript:
         assert self._progress is not None
         self._progress.training = weakly(self._training(), self._variables.tensors)
         self._outside.before_repeating = None
+        end_diversion()
         if self._diversion is not None:
             self._diversion.end()
         tell(restored.notice)
