@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from ganger.injob.launcher.client import Launcher
 from ganger.protocol.gang_orders import Mechanism
 from ganger.v1 import job_pb2
 from ganger_daemon.images.criu import CriuImages, choose_images
+from ganger_daemon.images.packing import pack
 from ganger_daemon.node.process_identity import parent_of
 from kit.waiting import eventually
 
@@ -442,6 +444,38 @@ def test_a_job_that_is_lost_goes_on_from_the_newest_image_that_was_taken_while_i
         assert 1 < counts(made, "n1", uid, 2)[0] <= stood + 1
         if kind == "agent":
             assert counts(made, "n1", uid, 2)[0] == saved.checkpoint.step + 1
+
+    run(story)
+
+
+def test_an_image_for_a_move_leaves_alone_the_one_that_is_still_written_to_storage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_written, may_go_on = threading.Event(), threading.Event()
+
+    def slow_on_storage(*arguments: Any, **options: Any) -> int:
+        if options.get("is_durable"):
+            is_written.set()
+            assert may_go_on.wait(PATIENCE)
+        return pack(*arguments, **options)
+
+    monkeypatch.setattr("ganger_daemon.gang.process_image.pack", slow_on_storage)
+
+    async def story(made: Cluster) -> None:
+        uid = str(uuid.uuid4())
+        await made.daemon("n1")
+        await made.daemon("n2")
+        gang = await begun(made, "opaque", uid)
+        await made.master.want("n1", with_changes(gang, 2, checkpoint_request=1))
+        await until(is_written.is_set)
+        await made.master.want("n2", prepared(made, uid, gang, "n2", 2))
+        await made.master.until("n2", 2, in_phase(Observed.PHASE_PREPARED))
+        moves = {"intent": Intents.INTENT_HAND_OVER, "stop_sequence": 3, "checkpoint_request": 1}
+        await made.master.want("n1", with_changes(gang, 3, **moves))
+        await made.master.until("n2", 2, in_phase(Observed.PHASE_READY))
+        may_go_on.set()
+        saved = await made.master.until("n1", 1, lambda seen: bool(seen.checkpoint.path or seen.trouble))
+        assert saved.checkpoint.path, saved.trouble
 
     run(story)
 

@@ -56,6 +56,8 @@ _HANG_UP_S = 5.0
 _RETRY_S = 0.05
 # Longest dump, with the write to storage.
 _DUMP_S = 3600.0
+# Directories of images, below that of the gang.
+_TO_STORAGE, _FOR_MOVE = "image", "image-moved"
 
 
 class GangImages:
@@ -204,7 +206,8 @@ class GangImages:
         try:
             # one that goes on does not wait for storage; one that was parked without its devices gets none back
             keeps_devices = not self._devices.are_taken
-            self._dump(write, goes_on=goes_on, keeps_devices=keeps_devices, stands_still=not goes_on)
+            directory = self._empty_directory(_TO_STORAGE)
+            self._dump(directory, write, goes_on=goes_on, keeps_devices=keeps_devices, stands_still=not goes_on)
         except BaseException:
             self.has_ended, self._taken = False, {}
             part.unlink(missing_ok=True)
@@ -212,26 +215,20 @@ class GangImages:
             raise
 
     def _dump(
-        self, use: Callable[[Path], None], *, goes_on: bool, keeps_devices: bool, stands_still: bool = True
+        self,
+        directory: Path,
+        use: Callable[[Path], None],
+        *,
+        goes_on: bool,
+        keeps_devices: bool,
+        stands_still: bool = True,
     ) -> None:
-        """Dump the processes, and `use` the directory of their image, while they stand still or afterwards."""
-        directory = self._empty_directory()
+        """Dump the processes into an empty directory, `use` it while they stand still or afterwards, and remove it. An
+        image to storage may still be written when another one is taken for a move, so each has its own directory."""
         try:
-            labels = {
-                "names": self.names.directory,
-                "agent": "yes" if self._has_agent() else "",
-                "step": str(self._imaged_step),
-                **self._devices.labels(self._device_mask),
-            }
-            members = () if self.init.pid else tuple(self._host.cgroups.pids(self._paths.group))
-            ranks = {rank: self._exits.processes[rank].pid for rank in self._ranks} if len(self._ranks) > 1 else {}
-            is_frozen = self._host.cgroups.frozen(self._paths.group)
-            freezer = self._host.cgroups.freezer_file(self._paths.group) if is_frozen else ""
-            own = (SHARED_MEMORY, self.names.temporary)
-            place = str(Path(freezer).parent) if freezer else ""
-            unit = UnitProcesses(self.init.pid, self._root(), own, labels, members, place, ranks)
-            meanwhile = (lambda: use(directory)) if stands_still else (lambda: None)
             with self._devices.in_use():
+                unit = self._unit()
+                meanwhile = (lambda: use(directory)) if stands_still else (lambda: None)
                 facts = self._host.images.dump(
                     unit,
                     directory,
@@ -249,6 +246,22 @@ class GangImages:
             raise
         finally:
             remove_tree(directory)
+
+    def _unit(self) -> UnitProcesses:
+        """Return the processes as they are now. Raises ImageRefusedError."""
+        labels = {
+            "names": self.names.directory,
+            "agent": "yes" if self._has_agent() else "",
+            "step": str(self._imaged_step),
+            **self._devices.labels(self._device_mask),
+        }
+        members = () if self.init.pid else tuple(self._host.cgroups.pids(self._paths.group))
+        ranks = {rank: self._exits.processes[rank].pid for rank in self._ranks} if len(self._ranks) > 1 else {}
+        is_frozen = self._host.cgroups.frozen(self._paths.group)
+        freezer = self._host.cgroups.freezer_file(self._paths.group) if is_frozen else ""
+        own = (SHARED_MEMORY, self.names.temporary)
+        place = str(Path(freezer).parent) if freezer else ""
+        return UnitProcesses(self.init.pid, self._root(), own, labels, members, place, ranks)
 
     @property
     def _device_mask(self) -> int:
@@ -277,8 +290,8 @@ class GangImages:
     def _has_agent(self) -> bool:
         return self._context.pages.readable and all(one.capabilities & Capability.IMAGE for one in self._found())
 
-    def _empty_directory(self) -> Path:
-        directory = self._paths.job / "image"
+    def _empty_directory(self, name: str) -> Path:
+        directory = self._paths.job / name
         remove_tree(directory)
         make_directory(directory)
         return directory
@@ -389,7 +402,7 @@ class GangImages:
 
         try:
             # without an agent it gets its devices back with the order to run, as its processes are stopped until then
-            self._dump(write, goes_on=True, keeps_devices=has_agent)
+            self._dump(self._empty_directory(_FOR_MOVE), write, goes_on=True, keeps_devices=has_agent)
         except BaseException:
             self._handed = (0, 0, 0)
             if not has_agent:
@@ -436,7 +449,7 @@ class GangImages:
         """Restore the gang's ranks into a new unit, from a descriptor of their packed image. Blocks. `is_moved`: a
         process without an agent stands still until `let_run`. Raises LauncherError, OSError, ImageRefusedError,
         ImageError."""
-        directory = self._empty_directory()
+        directory = self._empty_directory(_FOR_MOVE)
         try:
             facts = unpack(source, directory)
             hit("image-unpacked")
