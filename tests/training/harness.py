@@ -261,6 +261,28 @@ def run_in_parts(
         restore = {"kind": "checkpoint", "path": str(shards), "step": step}
 
 
+def gang(directory: Path, script: Path, arguments: Sequence[object], **options: Any) -> list[Rank]:
+    """Two ranks of one gang, as on two nodes: they share nothing but the rendezvous store."""
+    store = Rendezvous()
+    return [Rank(directory, script, arguments, rank=rank, world=2, rendezvous=store, **options) for rank in range(2)]
+
+
+def run_gang_in_parts(
+    directory: Path, script: Path, arguments: Sequence[object], stops: Sequence[int]
+) -> list[list[Rank]]:
+    """As `run_in_parts`, with two ranks and the agent. Return the ranks of each part."""
+    restore: dict[str, Any] | None = None
+    parts = []
+    for number, step in enumerate([*stops, 0]):
+        shards = directory / f"checkpoint-{number}"
+        more: dict[str, Any] = {"agent": True, "restore": restore, "stop_at": step, "checkpoint": shards}
+        ranks = gang(directory / f"part-{number}", script, arguments, **more)
+        assert end_together(ranks) == ([75, 75] if step else [0, 0]), ranks[0].output() + ranks[1].output()
+        restore = {"kind": "checkpoint", "path": str(shards), "step": step}
+        parts.append(ranks)
+    return parts
+
+
 def refused_checkpoint(rank: Rank) -> str:
     """Wait until the rank refuses the checkpoint of its `stop_at`, let it train to its end; returns why it refused."""
     error = rank.directory / f"rank-{rank.rank}.error.json"

@@ -5,11 +5,19 @@ They run where transformers and accelerate are installed (`make adapters`)."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ganger.injob.page_layout import Capability, PageOrderKind, PageParkLevel, Word
-from training.harness import Rank, Rendezvous, end_together, preload, refused_checkpoint, run_in_parts, run_to_end
+from training.harness import (
+    Rank,
+    end_together,
+    gang,
+    preload,
+    refused_checkpoint,
+    run_gang_in_parts,
+    run_in_parts,
+    run_to_end,
+)
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
 pytest.importorskip("transformers")
@@ -114,27 +122,14 @@ def test_a_trainer_stopped_at_any_step_ends_as_if_never_stopped(tmp_path: Path, 
     assert (parts / "weights").read_text() == (alone / "weights").read_text()
 
 
-def gang(directory: Path, text: Path, output: Path, **options: Any) -> list[Rank]:
-    """Two ranks of one gang, as on two nodes: they share nothing but the rendezvous store."""
-    store = Rendezvous()
-    return [Rank(directory, text, [output], rank=rank, world=2, rendezvous=store, **options) for rank in range(2)]
-
-
 def test_two_ranks_stop_at_the_same_step_and_end_as_if_never_stopped(tmp_path: Path) -> None:
     alone, parts = tmp_path / "alone", tmp_path / "parts"
-    two = gang(alone, script(alone, options="ddp_backend='gloo'"), alone, managed=False)
+    two = gang(alone, script(alone, options="ddp_backend='gloo'"), [alone], managed=False)
     assert end_together(two) == [0, 0], two[0].output()
 
-    text, restore, logs = script(parts, options="ddp_backend='gloo'"), None, []
-    for number, step in enumerate([3, 10, 0]):
-        shards = parts / f"checkpoint-{number}"
-        more: dict[str, Any] = {"agent": True, "restore": restore, "stop_at": step, "checkpoint": shards}
-        ranks = gang(parts / f"part-{number}", text, parts, **more)
-        assert end_together(ranks) == ([75, 75] if step else [0, 0]), ranks[0].output() + ranks[1].output()
-        restore = {"kind": "checkpoint", "path": str(shards), "step": step}
-        logs.append(ranks[0].log)
+    run = run_gang_in_parts(parts, script(parts, options="ddp_backend='gloo'"), [parts], [3, 10])
 
-    assert lines(*logs) == lines(alone / "rank-0.log")
+    assert lines(*(ranks[0].log for ranks in run)) == lines(alone / "rank-0.log")
     assert (parts / "weights").read_text() == (alone / "weights").read_text()
 
 

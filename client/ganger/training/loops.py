@@ -10,7 +10,7 @@ from typing import Any, Callable, NoReturn, Protocol
 from torch.utils.data import IterableDataset
 
 from ganger.training.batch_iterators import set_counts
-from ganger.training.replay import Path, fetch_place, path, places
+from ganger.training.replay import Path, caller_of, fetch_place, path, places
 from ganger.training.script_variables import set_state_of_loader, state_of_loader
 from ganger.training.state import capture_random, restore_random
 
@@ -38,7 +38,8 @@ class Script(Protocol):
 
 
 class Loop:
-    """The iterator of one pass over a loader, as the script sees it."""
+    """The iterator of one pass over a loader, as the script sees it. `ahead`: batches that were fetched, and not handed
+    to the script yet, whenever the next one is fetched."""
 
     def __init__(self, script: Script, loader: Any, original: Any, number: int) -> None:
         self._script = script
@@ -52,6 +53,7 @@ class Loop:
         self.exhausted = False
         self.batch_size = int(getattr(loader, "batch_size", None) or 0)
         self.keeps_workers = bool(loader.num_workers and getattr(loader, "persistent_workers", False))
+        self.ahead = batches_ahead()
         self.begun = places()
         self.path = path()
         self.at_creation = creation_state(loader)
@@ -123,6 +125,7 @@ class Resumed(Loop):
 
     def __init__(self, script: Script, loader: Any, original: Any, number: int, target: dict[str, Any]) -> None:
         self._target_taken = int(target["taken"])
+        self._ahead = int(target.get("ahead", 0))
         self._counts = [int(count) for count in target.get("counts", ())]
         self._has_arrived = False
         # A pass that was at its end runs its body once, as any finished one, so that what the body makes is there.
@@ -139,12 +142,25 @@ class Resumed(Loop):
         if self._first:
             self.taken = 1
             return self._first.pop()
-        self.taken = self._target_taken
+        if self._ahead:
+            # The code that holds it gets it back with its variables: it was drawn with other random numbers.
+            self._ahead -= 1
+            self.taken = self._target_taken
+            return next(self._iterator)
+        self.taken = self._target_taken + self.ahead
         self._has_arrived = True
         if self._counts and not set_counts(self, self._counts):
             self._script.give_up_replay("what counts its batches is no enumerate() of its own")
         self._script.arrive()
         return super().__next__()
+
+
+def batches_ahead() -> int:
+    """Return how many batches the code that begins a pass here has fetched ahead whenever it fetches one: accelerate's
+    loaders fetch one, to know which is the last."""
+    frame = caller_of(None)
+    is_shard = frame is not None and frame.f_globals.get("__name__") == "accelerate.data_loader"
+    return int(is_shard and type(frame.f_locals.get("self")).__name__ == "DataLoaderShard")
 
 
 def _length(loader: Any) -> float:

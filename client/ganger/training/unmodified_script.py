@@ -365,7 +365,7 @@ class UnmodifiedScript:
             self.note_reason("it takes batches from several loaders at once")
         if loops_inside_pass(loop.begun):
             self.note_reason("it fetches batches inside a for loop of its own; write that one as a while loop")
-        elif loop.fetched_first_at not in (None, fetch_place()):
+        elif not loop.ahead and loop.fetched_first_at not in (None, fetch_place()):
             self.note_reason("it fetches batches ahead of the steps they are for")
         if loop.keeps_workers:
             self.note_reason("its DataLoader(persistent_workers=True) keeps random numbers in its workers")
@@ -450,7 +450,8 @@ class UnmodifiedScript:
             "samples": self._samples,
             "loops": self._loops,
             "loop": self._loops if loop is None else loop.number,
-            "taken": 0 if loop is None else loop.taken,
+            "taken": 0 if loop is None else loop.taken - loop.ahead,
+            "ahead": 0 if loop is None else loop.ahead,
             "at creation": None if loop is None else loop.at_creation,
             "counts": [] if loop is None or loop.path not in self._counted_paths else counts(loop),
             # needed on restore: a state parked for a pause can move to other nodes without the rank
