@@ -239,6 +239,10 @@ def test_a_job_whose_image_is_refused_goes_on_and_says_why() -> None:
             refused = await made.master.until("n1", 1, lambda seen: "IMAGE_REFUSED" in seen.trouble)
             assert f"127.0.0.1:{port}" in refused.trouble
             assert "--close-connections" in refused.trouble
+            # short of the level, so that the master takes the order back
+            resting = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
+            assert resting.level == job_pb2.SUSPEND_LEVEL_PAUSE
+            assert "IMAGE_REFUSED" in resting.trouble
             await made.master.want("n1", with_changes(gang, 3))
             before = len(counts(made, "n1", uid, 1))
             await until(lambda: len(counts(made, "n1", uid, 1)) > before + 2)

@@ -287,6 +287,13 @@ def is_beyond(gang: GangPart) -> bool:
     )
 
 
+def _rests_short(gang: GangPart, now: float) -> bool:
+    """Return whether a job without boundaries is frozen short of the level of its order, because that cannot be
+    reached: at all, or as its image was refused."""
+    is_refused = bool(gang.refusal) and has_opaque_rank(gang, now)
+    return gang.wanted.intent is OrderIntent.PARK and (is_refused or is_beyond(gang))
+
+
 def has_outlived_lease(wanted: DesiredOrder, frozen: bool, lease_is_over: bool | None) -> bool:
     """Return whether the job of a gang may run elsewhere by now. `lease_is_over`: None while this daemon knows of no
     lease; then a gang that is frozen without an order to pause has outlived its lease."""
@@ -308,13 +315,13 @@ def should_freeze(gang: GangPart, now: float, lease_is_over: bool | None) -> boo
     if is_to_be_taken(gang, now):
         return gang.devices_taken  # the driver works with running processes only
     # An order that it cannot carry out: it is frozen until that is reported.
-    return is_parked_by_freezing(gang, now) or (gang.wanted.intent is OrderIntent.PARK and is_beyond(gang))
+    return is_parked_by_freezing(gang, now) or _rests_short(gang, now)
 
 
 def _parking(gang: GangPart, now: float) -> Judgement:
     if is_to_be_taken(gang, now):
         return _taking_devices(gang)
-    if is_parked_by_freezing(gang, now) or (gang.wanted.intent is OrderIntent.PARK and is_beyond(gang)):
+    if is_parked_by_freezing(gang, now) or _rests_short(gang, now):
         return Judgement(PartPhase.PARKED, ParkLevel.PAUSE, _stood(gang)) if gang.frozen else _STOPPING
     step = reached_step(gang)
     if step is None:

@@ -257,6 +257,15 @@ def test_a_stop_that_is_beyond_a_job_without_boundaries_is_refused_by_resting_sh
     assert not gang_judgement.is_disobedient(replace(gang, frozen=True))
 
 
+def test_a_job_without_boundaries_whose_image_is_refused_rests_short_of_its_checkpoint() -> None:
+    gang = GangPart(SAVE, (replace(RUNNING, opaque=True, step=9),), launched=True, has_images=True)
+    assert not gang_judgement.should_freeze(gang, 0.0, lease_is_over=False)
+    refused = replace(gang, refusal="IMAGE_REFUSED: connected to 192.0.2.1:5432")
+    assert gang_judgement.should_freeze(refused, 0.0, lease_is_over=False)
+    rests = judge(replace(refused, frozen=True), 0.0)
+    assert (rests.phase, rests.level, rests.stop_step) == (PartPhase.PARKED, ParkLevel.PAUSE, 9)
+
+
 def test_a_hand_over_is_beyond_a_job_without_boundaries_and_a_pause_is_not() -> None:
     rank = replace(RUNNING, opaque=True)
     assert gang_judgement.is_beyond(GangPart(HAND, (rank,), launched=True))
