@@ -106,6 +106,17 @@ def test_parked_place_comes_first_and_reserved_nodes_second() -> None:
     assert placement.candidates[1][0].node == "s2"
 
 
+def test_a_parked_gang_that_was_given_other_cores_and_memory_goes_on_where_its_state_is() -> None:
+    view = cluster(4)
+    (asked,) = candidates(view, gang(1, cores=1)).candidates[0]
+    given = replace(asked, node="s3", device_mask=0b100, millicores=(0, 3000), memory_bytes=2 * asked.memory_bytes)
+    (found,) = candidates(view, gang(1, cores=1), parked=(given,)).candidates[0]
+    assert (found.node, found.device_mask, sum(found.millicores)) == ("s3", 0b100, 1000)
+    assert found.memory_bytes == asked.memory_bytes
+    view.take(replace(given, device_mask=0, millicores=view.row("s3").free_millicores), 1)
+    assert candidates(view, gang(1, cores=1), parked=(given,)).candidates[0][0].node != "s3"
+
+
 def test_arena_is_left_out_where_it_does_not_fit() -> None:
     small = candidates(cluster(1), gang(1, gib=4, arena_gib=4)).candidates[0][0]
     large = candidates(cluster(1), gang(1, gib=40, arena_gib=40)).candidates[0][0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from core.drive import GIB, SERVER, Drive, job_of
-from ganger.cluster.claims import is_still_free
+from ganger.cluster.claims import resumed_in_place
 from ganger.cluster.refusals import Reason
 from ganger.job_state import JobState
 from ganger_master.core.answers import Approved, Rejected
@@ -87,13 +87,13 @@ def test_a_resume_waits_only_until_its_memory_is_free() -> None:
     second = running(drive, NODE // 2)
     drive.step(ResumeJob(first))
     gang = drive.state.gangs[drive.job(first).epoch]
-    assert not is_still_free(drive.state.view, drive.job(first).shape, gang.parked_claims)
+    assert resumed_in_place(drive.state.view, drive.job(first).shape, gang.parked_claims) is None
     answer = drive.request(first, gang.claims)
     assert isinstance(answer, Rejected)
     assert answer.refusals[0].reason is Reason.MEMORY
     drive.step(CancelJob(second))
     drive.seen_without("n1", second)
-    assert is_still_free(drive.state.view, drive.job(first).shape, gang.parked_claims)
+    assert resumed_in_place(drive.state.view, drive.job(first).shape, gang.parked_claims)
     assert isinstance(drive.request(first, gang.claims), Approved)
     assert drive.job(first).state is JobState.HOLDING
     assert free(drive) == NODE - NODE * 3 // 4 - arena(drive, first)

@@ -98,32 +98,29 @@ def resplit_cores(held: Sequence[int], free: Sequence[int], millicores: int) -> 
     return tuple(given)
 
 
-def is_still_free(view: View, shape: GangShape, parked: Sequence[Claim]) -> bool:
-    """Return whether a parked gang could resume where it is: its arenas and the memory that it keeps are its own."""
-    kept = [
-        replace(
-            claim,
-            device_mask=0,
-            millicores=(0,) * len(claim.millicores),
-            tasks=(),
-            memory_bytes=claim.parked_memory_bytes or claim.memory_bytes,
-        )
-        for claim in parked
-        if claim.node in view
-    ]
-    return not fit(view, shape, as_requested(parked), holding=kept)
+def resumed_in_place(view: View, shape: GangShape, parked: Sequence[Claim]) -> tuple[Claim, ...] | None:
+    """Return the claims with which a parked gang could resume where it is; None if something there is taken.
 
-
-def as_requested(parked: Sequence[Claim]) -> tuple[Claim, ...]:
-    """Claims of a parked gang, as a request has them."""
-    return tuple(
-        [
-            replace(claim, parked_bytes=(), parked_memory_bytes=0)
-            if claim.parked_bytes or claim.parked_memory_bytes
-            else claim
-            for claim in parked
-        ]
-    )
+    Its arenas and the memory that it keeps are its own. A gang that was given other cores or memory while it ran
+    requests the shape's again, on the same devices: what is requested must be the shape's, and its state is there.
+    """
+    claims: list[Claim] = []
+    kept: list[Claim] = []
+    for claim in parked:
+        if (slot := view.slots.get(claim.node)) is None:
+            return None
+        topology = view.topologies[slot]
+        needed = demand(topology.configuration_set, shape, claim.tasks)
+        cores: Sequence[int] | None = claim.millicores
+        if sum(claim.millicores) != needed.millicores:
+            cores = split_cores(topology, view.millicores[slot], claim.device_mask, needed.millicores)
+        if cores is None:
+            return None
+        requested = replace(claim, parked_bytes=(), parked_memory_bytes=0, memory_bytes=needed.memory_bytes)
+        claims.append(replace(requested, millicores=tuple(cores)))
+        memory = claim.parked_memory_bytes or claim.memory_bytes
+        kept.append(replace(claim, device_mask=0, millicores=(0,) * len(cores), tasks=(), memory_bytes=memory))
+    return None if fit(view, shape, claims, holding=kept) else tuple(claims)
 
 
 # Many nodes are filled alike.

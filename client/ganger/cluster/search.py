@@ -18,7 +18,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from ganger.cluster.capacity_index import CapacityIndex
-from ganger.cluster.claims import PLENTY, FreeDevices, as_requested, evenly, fewest, greedily, is_still_free, make_claim
+from ganger.cluster.claims import PLENTY, FreeDevices, evenly, fewest, greedily, make_claim, resumed_in_place
 from ganger.cluster.feasibility import CapacityTotals, FeasibilityQuery, GangMix
 from ganger.cluster.node_classes import Alike, Family, Slots, each, each_from_last
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel
@@ -71,12 +71,9 @@ class PlacementPreference:
         """Return at most `request.limit` candidates, the best first; all of them fit. Nothing is taken."""
         parked, avoid, limit = request.parked, request.avoid, request.limit
         found: list[Claims] = []
-        if (
-            parked
-            and not any(claim.node in avoid for claim in parked)
-            and is_still_free(index.view, request.shape, parked)
-        ):
-            found.append(as_requested(parked))
+        is_avoided = any(claim.node in avoid for claim in parked)
+        if parked and not is_avoided and (claims := resumed_in_place(index.view, request.shape, parked)):
+            found.append(claims)
         if request.reserved_nodes and request.only is None and len(found) < limit:
             reserved = CapacityIndex(index.view, request.reserved_nodes - avoid)
             found += self._search(reserved, request, limit - len(found))
