@@ -112,10 +112,14 @@ def test_of_a_node_that_takes_no_gangs_the_waiting_goes_on(call: Call, master: C
     assert "after 1.5s; the order stands" in capsys.readouterr().err
 
 
-def test_a_move_that_was_called_off_is_no_success(call: Call, master: CannedMaster, capsys: Output) -> None:
+def test_a_move_that_was_called_off_is_no_success_and_its_reason_is_printed(
+    call: Call, master: CannedMaster, capsys: Output
+) -> None:
     running_job(master)
+    for sequence, why in enumerate(("the first reason", "it is connected to 10.0.0.1:443"), 1):
+        master.events.append(job_pb2.Event(sequence=sequence, subject="jobs/1", kind="move_aborted", message=why))
     assert call("move", "1", "--to", "n2") == 4
-    assert "called off" in capsys.readouterr().err
+    assert "called off, nothing is lost: it is connected to 10.0.0.1:443" in capsys.readouterr().err
     assert next(request for request in master.requests if hasattr(request, "nodes")).nodes == ["nodes/n2"]
 
 

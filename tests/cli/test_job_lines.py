@@ -157,6 +157,22 @@ def test_the_mechanism_is_named_with_why_stronger_ones_do_not_apply() -> None:
     assert dict(pairs(job))["offers"] == "pause, checkpoint, move"
 
 
+def test_a_job_that_has_ended_offers_nothing_and_one_that_is_never_time_sliced_says_why() -> None:
+    job = job_pb2.Job(name="jobs/1", state=job_pb2.Job.STATE_HOLDING)
+    job.capabilities.can_pause = True
+    job.capabilities.missing["TURNS"] = "no agent"
+    assert dict(pairs(job))["offers"] == "pause\nnot time slices: no agent"
+    job.state = job_pb2.Job.STATE_SUCCEEDED
+    assert dict(pairs(job))["offers"] == ""
+
+
+def test_a_wait_for_an_image_names_it() -> None:
+    job = job_pb2.Job(name="jobs/1", state=job_pb2.Job.STATE_SUSPENDED)
+    job.gang.phase, job.gang.parked_level = job_pb2.Gang.PHASE_STOPPING, job_pb2.SUSPEND_LEVEL_CHECKPOINT
+    job.capabilities.mechanism, job.progress.step = job_pb2.MECHANISM_IMAGE, 61
+    assert obstacle(job) == "job 1 is stopping at its next boundary, where an image of it is written; step 61"
+
+
 def test_a_mechanism_that_was_asked_for_is_marked_and_its_signal_named() -> None:
     job = job_pb2.Job(name="jobs/1", state=job_pb2.Job.STATE_HOLDING)
     job.spec.mechanism = job.capabilities.mechanism = job_pb2.MECHANISM_SIGNAL

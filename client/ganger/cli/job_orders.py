@@ -38,6 +38,7 @@ timeout_option = click.option(
     help="How long to wait; the order stands after it.",
 )
 _CORES_S = 3.0
+_CALLED_OFF = ("move_aborted", "resize_aborted")
 
 
 @click.command()
@@ -125,7 +126,7 @@ def move(selection: Selection, nodes: tuple[str, ...], is_waiting: bool, timeout
 
         def finish(begun: Job) -> Job:
             message = until(client, begun, _runs_or_holds_nothing, timeout, "running at its new place")
-            _check_went_on(befores[message.name], message, "where it was: the move")
+            _check_went_on(client, befores[message.name], message, "where it was: the move")
             return message
 
         return _command_each(client, selection, order, finish if is_waiting else None, as_json)
@@ -190,7 +191,7 @@ def resize(job: str, gpus: int, is_waiting: bool, timeout: str, as_json: bool) -
             before, message = ordered(client, job, timeout, _can_move, partial(client.resize_job, job, gpus))
             if before.gang.claims:
                 message = until(client, message, _runs_or_holds_nothing, timeout, f"running on {gpus} GPUs")
-                _check_went_on(before, message, "with as many GPUs as before: the change")
+                _check_went_on(client, before, message, "with as many GPUs as before: the change")
     _tell(message, as_json)
     if not as_json and not message.gang.claims and message.state in (message.STATE_PENDING, message.STATE_SUSPENDED):
         print(f"  it starts with {gpus} GPUs", flush=True)
@@ -339,18 +340,16 @@ def _check_suspended(now: Job, level: str | None) -> None:
     raise CommandError(f"job {number(now.name)} could not be suspended and is {state_text(now)}: {why}")
 
 
-def _check_went_on(before: Job, after: Job, how: str) -> None:
+def _check_went_on(client: Client, before: Job, after: Job, how: str) -> None:
     """Raise CommandError unless the job runs in a newer epoch than before. `how`: text that
     names how the job still runs and the order that was called off."""
     from ganger.job import FINISHED
 
-    if after.state in FINISHED:
+    if after.state in FINISHED or after.gang.epoch > before.gang.epoch:
         return
-    if after.gang.epoch <= before.gang.epoch:
-        raise CommandError(
-            f"job {number(after.name)} runs {how} was called off, nothing is lost;"
-            f" `ganger history {after.name}` shows why"
-        )
+    called_off = [event.message for event in client.list_events(after.name) if event.kind in _CALLED_OFF]
+    why = f": {called_off[-1]}" if called_off else f"; `ganger history {number(after.name)}` shows why"
+    raise CommandError(f"job {number(after.name)} runs {how} was called off, nothing is lost{why}")
 
 
 def _tell_cores(client: Client, before: Job, message: Job, as_json: bool) -> None:

@@ -47,7 +47,7 @@ def obstacle(job: Job, now: float | None = None) -> str:
     """Return what an order to this job waits for, as a sentence. now: Unix time in seconds, default the clock."""
     from ganger.cli.job_table import called, state_text
     from ganger.units import format_duration
-    from ganger.v1.job_pb2 import MECHANISM_SIGNAL, SUSPEND_LEVEL_CHECKPOINT, Gang
+    from ganger.v1.job_pb2 import MECHANISM_IMAGE, MECHANISM_SIGNAL, SUSPEND_LEVEL_CHECKPOINT, Gang
     from ganger.wire import times
 
     name, phase = f"job {called(job)}", job.gang.phase
@@ -68,6 +68,8 @@ def obstacle(job: Job, now: float | None = None) -> str:
     if not progress.step:
         return f"{name} is stopping: its ranks have not reached a boundary yet"
     text = f"{name} is stopping at its next boundary; step {progress.step}"
+    if job.capabilities.mechanism == MECHANISM_IMAGE and job.gang.parked_level == SUSPEND_LEVEL_CHECKPOINT:
+        text = f"{name} is stopping at its next boundary, where an image of it is written; step {progress.step}"
     if progress.HasField("step_time"):
         ago = max(0.0, (time.time() if now is None else now) - times.unix_s(progress.step_time))
         text += f" was done {ago:.0f} s ago"

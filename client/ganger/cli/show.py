@@ -77,6 +77,7 @@ def pairs(job: Job) -> list[tuple[str, str]]:
     import shlex
 
     from ganger.cli import job_table
+    from ganger.job import FINISHED
     from ganger.units import format_duration, format_memory
     from ganger.wire import times
 
@@ -89,7 +90,7 @@ def pairs(job: Job) -> list[tuple[str, str]]:
     if job.capabilities.offload_by:
         can = [f"offload ({job.capabilities.offload_by})" if level == "offload" else level for level in can]
     sizes = job_table.sizes_text(job)
-    missing = [f"not {level.lower()}: {why}" for level, why in sorted(job.capabilities.missing.items())]
+    missing = [f"not {_offer(level)}: {why}" for level, why in sorted(job.capabilities.missing.items())]
     return [
         ("job", f"{number(job.name)}  {job.uid}"),
         ("name", spec.display_name),
@@ -117,7 +118,7 @@ def pairs(job: Job) -> list[tuple[str, str]]:
         ("reported", _reported(job)),
         ("waits for data", f"{job.progress.data_wait_share:.0%}" if job.progress.data_wait_share else ""),
         ("mechanism", _mechanism(job)),
-        ("offers", "\n".join([", ".join(can), *missing]).strip()),
+        ("offers", "\n".join([", ".join(can), *missing]).strip() if job.state not in FINISHED else ""),
         ("checkpoint", _checkpoint(job)),
         ("failures", f"{job.failures}, {spec.max_failures} allowed" if job.failures or spec.max_failures else ""),
         ("preemptions", str(job.preemptions or "")),
@@ -149,6 +150,10 @@ def _reported(job: Job) -> str:
     if job.array.rungs:
         told.append(f"at its rungs: {' '.join(map(value_text, job.array.rungs))}")
     return "\n".join(told)
+
+
+def _offer(name: str) -> str:
+    return "time slices" if name == "TURNS" else name.lower()
 
 
 def _mechanism(job: Job) -> str:
@@ -203,7 +208,7 @@ def _wants(job: Job) -> str:
     if spec.device_type:
         parts.append(spec.device_type)
     if spec.nodes:
-        parts.append(f"{spec.nodes} nodes")
+        parts.append(f"{spec.nodes} node{'s' * (spec.nodes > 1)}")
     if locality.wish:
         parts.append(f"{locality_text(locality.wish)} within {format_duration(times.seconds(locality.patience))}")
     if locality.widest not in (0, LEVEL_CLUSTER):

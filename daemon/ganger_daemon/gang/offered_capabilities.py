@@ -123,7 +123,7 @@ def _add_mechanism(message: agent_pb2.ObservedGang, found: GangFindings) -> None
     is_without_agent = facts.wish in (Mechanism.SIGNAL, Mechanism.NONE)
     is_unmet = facts.wish is not Mechanism.UNSPECIFIED and choice.mechanism is Mechanism.NONE and bool(choice.refused)
     if is_without_agent or is_unmet or (is_settled and not keeps_state(facts.wish, _common_bits(found))):
-        why = f"the user wants {facts.wish.name.lower()} (--mechanism)"
+        why = f"it was submitted with --mechanism {facts.wish.name.lower()}"
         _withdraw_in_place(capabilities)
         capabilities.can_offload = capabilities.can_checkpoint = False
         capabilities.can_resize = capabilities.can_reshard = False
@@ -208,7 +208,7 @@ def _add_in_place(capabilities: job_pb2.Capabilities, found: GangFindings, why: 
         capabilities.missing["OFFLOAD"] = f"{why}, and {obstacle}"
         return
     capabilities.can_offload, capabilities.offload_by = True, found.parts.devices.means
-    capabilities.missing[TURNS] = f"{why}: to take its devices away takes longer than a turn should"
+    capabilities.missing[TURNS] = f"{why}: taking its devices away takes longer than a time slice should"
 
 
 def _add_of_agent(capabilities: job_pb2.Capabilities, found: GangFindings) -> None:
