@@ -282,6 +282,39 @@ def test_a_process_that_begins_to_train_after_a_restore_has_the_arena_of_its_ran
     run(story)
 
 
+def test_a_semaphore_with_a_name_goes_along_and_leaves_none_behind() -> None:
+    has = "import multiprocessing\nturn = multiprocessing.get_context('spawn').Semaphore(1)\n"
+    uses = "    turn.acquire()\n    turn.release()\n    time.sleep"
+    program = has + "print('it is', turn._semlock.name, flush=True)\n" + OPAQUE.replace("    time.sleep", uses)
+
+    async def story(made: Cluster) -> None:
+        uid = str(uuid.uuid4())
+        await made.daemon("n1")
+        command = [sys.executable, "-u", "-c", program]
+        gang = made.gang({"n1": [0]}, "n1", uid=uid, command=command)
+        gang.spec.agent = job_pb2.JobSpec.AGENT_NONE
+        await made.master.want("n1", gang)
+        await made.master.until("n1", 1, lambda seen: seen.capabilities.can_checkpoint)
+        await until(lambda: counts(made, "n1", uid, 1))
+        (line,) = (line for line in log_of(made.directory, "n1", uid, 0, 1) if line.startswith("it is"))
+        name = "sem." + line.removeprefix("it is /")
+        assert name in os.listdir("/dev/shm")
+        given = {one for one in os.listdir("/dev/shm") if one.startswith("link_remap.")}
+        await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **CHECKPOINT))
+        parked = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
+        before = counts(made, "n1", uid, 1)
+        await made.master.forget("n1", 1)
+        await until(lambda: name not in os.listdir("/dev/shm"))
+        assert {one for one in os.listdir("/dev/shm") if one.startswith("link_remap.")} <= given
+        restore = agent_pb2.Restore(checkpoint_path=parked.checkpoint.path, step=parked.checkpoint.step)
+        again = made.gang({"n1": [0]}, "n1", uid=uid, epoch=2, command=command, restore=restore)
+        await made.master.want("n1", again)
+        await until(lambda: len(counts(made, "n1", uid, 2)) > 2)
+        assert one_after_the_other(before, counts(made, "n1", uid, 2))
+
+    run(story)
+
+
 def test_a_job_whose_connections_may_be_closed_goes_on_from_its_image_without_them() -> None:
     reads = "    try: other.recv(1); state = 'closed'\n    except BlockingIOError: state = 'open'\n"
     reads += "    except OSError: state = 'closed'\n    print('it is', state, flush=True)\n    time.sleep"

@@ -21,15 +21,20 @@ from ganger_daemon.node.daemon_files import LOCK, GangPaths, make_directory, rem
 
 log = logging.getLogger(__name__)
 
+# Files in shared memory that multiprocessing and PyTorch make: no other job has been given their names.
+_OF_LIBRARIES = ("sem.mp-", "torch_")
+
 
 class JobNames:
     """Names of one gang. `directory`: that of the names which its processes know, of their first epoch; empty without
-    any. `files`: the directory with their temporary files."""
+    any. `files`: the directory with their temporary files. `shared`: files in shared memory, with their inodes, that
+    the processes had at an image: ended by it, they remove none."""
 
     def __init__(self, paths: GangPaths, temporary: Path) -> None:
         self._paths = paths
         self.directory = ""
         self.files = temporary / paths.group
+        self.shared: dict[str, int] = {}
 
     def make(self) -> str:
         """Make names for processes that start here. Return why that cannot be done; empty if it is done. Blocks."""
@@ -76,7 +81,11 @@ class JobNames:
         return f"{self.directory}/tmp"
 
     def remove(self) -> None:
-        """Remove the names that were made here, and the temporary files. Blocks."""
+        """Remove the names that were made here, the temporary files, and those in shared memory. Blocks."""
+        for path, inode in self.shared.items():
+            with suppress(OSError):
+                if os.path.basename(path).startswith(_OF_LIBRARIES) and os.lstat(path).st_ino == inode:
+                    os.unlink(path)
         if self.directory:
             own = f"{LINKS}/{self._paths.group}"
             unbind(f"{own}/tmp")

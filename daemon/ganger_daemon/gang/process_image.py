@@ -106,7 +106,7 @@ class GangImages:
         """Take over what a former daemon noted."""
         fields = left.get("images", {})
         self.init = ProcessId(*map(int, fields.get("init", (0, 0))))
-        self.names.directory = str(fields.get("names", ""))
+        self.names.directory, self.names.shared = str(fields.get("names", "")), dict(fields.get("shared", {}))
         # without the daemon's consent a dump lets the process go on
         self.has_ended = bool(fields.get("has_ended", False))
         self._left = {int(agreement): int(step) for agreement, step in fields.get("taken", [])}
@@ -121,6 +121,7 @@ class GangImages:
         sequence, size, filled = self._handed
         fields = {
             "names": self.names.directory,
+            "shared": self.names.shared,
             "init": [self.init.pid, self.init.start_ticks],
             "has_ended": self.has_ended,
             "taken": list(self._taken.items()) if self.has_ended else [],
@@ -237,6 +238,7 @@ class GangImages:
                     is_outside_closed=self._is_outside_closed,
                     meanwhile=meanwhile,
                 )
+            self.names.shared |= facts.shared_files
             if not keeps_devices and facts.device_pids:
                 self._devices.are_taken = True
             if not stands_still:

@@ -83,7 +83,8 @@ class ImageFacts(msgspec.Struct, frozen=True):
     """What a restore needs to know. `root_pid`: inside the unit. `logs`: the files behind descriptors 1 and 2 of the
     ranks, once each. `ranks`: empty where the root is the only one. `files`: all others, also those mapped as code;
     `own_directories` as in the unit; `is_outside_closed`: the restored processes find their TCP connections closed;
-    `device_pids`: inside the unit, the processes whose device state is in the image."""
+    `device_pids`: inside the unit, the processes whose device state is in the image. `shared_files`: outside a unit,
+    their files in /dev/shm with the inodes."""
 
     root_pid: int
     processes: int
@@ -96,6 +97,7 @@ class ImageFacts(msgspec.Struct, frozen=True):
     device_pids: tuple[int, ...] = ()
     labels: dict[str, str] = {}
     ranks: tuple[ImagedRank, ...] = ()
+    shared_files: dict[str, int] = {}
 
 
 class ProcessImages(Protocol):

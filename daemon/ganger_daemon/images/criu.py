@@ -37,7 +37,7 @@ from ganger_daemon.images.contract import (
 )
 from ganger_daemon.images.driver import DeviceState
 from ganger_daemon.images.packing import fill_directories, image_files, pack_directories
-from ganger_daemon.images.process_tree import UnitProc, pid_inside, pids_outside, shared_by_name, tracer_of
+from ganger_daemon.images.process_tree import UnitProc, pid_inside, pids_outside, shared_files, shared_names, tracer_of
 from ganger_daemon.images.reasons import reason_of
 
 LEAST_VERSION = 4
@@ -161,10 +161,10 @@ class CriuImages:
             if why := proc.connections(proc.tree(root), "the driver left it open").refusal(plan.closes):
                 raise ImageRefusedError(why)
             facts = self._facts(proc, root, unit, plan.closes)
-            held = [*(file.path for file in facts.files), *shared_by_name(proc.tree(root))]
-            pack_directories(unit.init_pid, unit.own_directories, directory, held)
+            shared = {} if unit.init_pid else shared_files(proc, proc.tree(root))
+            pack_directories(unit.init_pid, unit.own_directories, directory, shared)
             size = sum(file.stat().st_size for file in image_files(directory))
-            facts = msgspec.structs.replace(facts, device_pids=plan.device_pids, size_bytes=size)
+            facts = msgspec.structs.replace(facts, device_pids=plan.device_pids, size_bytes=size, shared_files=shared)
             write_facts(directory, facts)
             meanwhile()
 
@@ -172,7 +172,8 @@ class CriuImages:
         arguments += ["--ghost-limit", _GHOST_LIMIT, "--action-script", f"./{_SCRIPT}"]
         arguments += ["--leave-running"] if plan.goes_on else []
         arguments += ["--freeze-cgroup", unit.freezer] if unit.freezer else []
-        self._run(unit.init_pid, arguments, directory, while_frozen)
+        with shared_names(proc, () if unit.init_pid else proc.tree(root)):
+            self._run(unit.init_pid, arguments, directory, while_frozen)
         return read_facts(directory)
 
     def fill(self, init_pid: int, directory: Path) -> None:

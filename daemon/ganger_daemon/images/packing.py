@@ -38,13 +38,13 @@ def pack_directories(init_pid: int, directories: Sequence[str], image: Path, hel
     """Write the directories of a job into an image. Sockets are left out. Raises ImageRefusedError.
 
     `init_pid`: of the job's unit; without one, 0, other jobs use /dev/shm, too, and only what the job holds is taken.
-    `held`: paths of the files that it holds."""
+    `held`: paths of these."""
     for number, inside in enumerate(directories):
         source = _from_outside(init_pid, inside)
         try:
             names = sorted(os.listdir(source))
             if inside == SHARED_MEMORY and not init_pid:
-                names = [name for name in names if f"{inside}/{name}" in held]
+                names = sorted(path[len(inside) + 1 :] for path in held if path.startswith(f"{inside}/"))
             with tarfile.TarFile(image / _tar(number), "w", copybufsize=_PIECE_BYTES) as tar:
                 for name in names:
                     tar.add(source / name, name)

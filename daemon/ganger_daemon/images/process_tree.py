@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
-from collections.abc import Iterable
+import time
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,11 +18,14 @@ from ganger_daemon.images.connections import (
     owners_of,
     read_tables,
 )
-from ganger_daemon.images.contract import SHARED_MEMORY, OpenFile
+from ganger_daemon.images.contract import SHARED_MEMORY, ImageRefusedError, OpenFile
 from ganger_daemon.images.reasons import unsavable
 
 _DELETED = " (deleted)"
 _INIT = 1
+# Longest wait until dumps of other jobs have ended, and between two looks.
+_TURN_S = 60.0
+_TURN_LOOK_S = 0.02
 
 
 class UnitProc:
@@ -88,6 +94,23 @@ class UnitProc:
             for area in _names(mapped):
                 self._note(found, mapped / area, _target(mapped / area), False)
         return found
+
+    def held_inodes(
+        self, pids: Iterable[int], directory: str, device: int, *, has_other_name: bool = False
+    ) -> Iterator[int]:
+        """The inodes of files below a directory of this device that the processes have open or mapped.
+        `has_other_name`: only those whose name is gone while the file has another one."""
+        for pid in pids:
+            for kind in ("fd", "map_files"):
+                links = self.path / str(pid) / kind
+                for name in _names(links):
+                    target = _target(links / name)
+                    if not target.startswith(f"{directory}/") or (has_other_name and not target.endswith(_DELETED)):
+                        continue
+                    with suppress(OSError):
+                        status = os.stat(links / name)
+                        if status.st_dev == device and (status.st_nlink or not has_other_name):
+                            yield status.st_ino
 
     def _note(self, found: dict[str, OpenFile], link: Path, path: str, is_written: bool) -> None:
         if not path.startswith("/") or path.endswith(_DELETED):
@@ -160,9 +183,65 @@ def _target(link: Path) -> str:
         return ""
 
 
-def shared_by_name(pids: Iterable[int]) -> tuple[str, ...]:
-    """Return the files in shared memory that PyTorch has made in these processes, which need not hold them: with the
-    sharing strategy `file_system` a batch on its way is only a name in a pipe."""
-    own = {str(pid) for pid in pids}
-    found = (name.split("_") for name in os.listdir(SHARED_MEMORY) if name.startswith("torch_"))
-    return tuple(f"{SHARED_MEMORY}/{'_'.join(parts)}" for parts in found if parts[1] in own)
+def shared_files(proc: UnitProc, pids: Collection[int]) -> dict[str, int]:
+    """Return the files in shared memory that belong to these processes, outside a unit, with their inodes.
+
+    A process may hold one under a name that is gone, as a semaphore of `multiprocessing`: each other name counts, also
+    one that CRIU has given it. Batches of PyTorch's sharing strategy `file_system` need not be held by any process: on
+    their way they are only a name in a pipe."""
+    held = set(proc.held_inodes(pids, SHARED_MEMORY, _device_of(SHARED_MEMORY)))
+    own = tuple(f"torch_{pid}_" for pid in pids)
+    found: dict[str, int] = {}
+    for top, _, names in os.walk(SHARED_MEMORY):
+        for name in names:
+            path = f"{top}/{name}"
+            with suppress(OSError):
+                inode = os.lstat(path).st_ino
+                if inode in held or name.startswith(own):
+                    found[path] = inode
+    return found
+
+
+@contextmanager
+def shared_names(proc: UnitProc, pids: Collection[int]) -> Iterator[None]:
+    """Let CRIU give new names to files in shared memory that these processes hold under names that are gone.
+
+    It numbers them in each process tree alone, so trees outside of units take turns. It removes them where the
+    processes run on, and neither where it ends them nor when it is killed. Raises ImageRefusedError."""
+    if not any(True for _ in proc.held_inodes(pids, SHARED_MEMORY, _device_of(SHARED_MEMORY), has_other_name=True)):
+        yield
+        return
+    directory = os.open(SHARED_MEMORY, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _lock(directory)
+        before = _given_names()
+        try:
+            yield
+        finally:
+            for name in _given_names() - before:
+                with suppress(OSError):
+                    os.unlink(f"{SHARED_MEMORY}/{name}")
+    finally:
+        os.close(directory)
+
+
+def _given_names() -> set[str]:
+    return {name for name in _names(Path(SHARED_MEMORY)) if name.startswith("link_remap.")}
+
+
+def _lock(directory: int) -> None:
+    deadline = time.monotonic() + _TURN_S
+    while True:
+        try:
+            return fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise ImageRefusedError("images of other jobs with semaphores are being taken; try again") from None
+            time.sleep(_TURN_LOOK_S)
+
+
+def _device_of(path: str) -> int:
+    try:
+        return os.stat(path).st_dev
+    except OSError:
+        return 0

@@ -87,7 +87,7 @@ def unsavable(descriptors: Mapping[int, str], pid: int, program: str, gpu_obstac
 # Messages that say nothing of the cause.
 _CONSEQUENCES = re.compile(
     r"rlimit:|Dumping FAILED|Dump .*failed|Restoring FAILED|exited, status|exited with|action scripts? failed|^\s*$"
-    r"|Can't dump (?:task|processes)|Dump (?:core|files) \(pid"
+    r"|Can't dump (?:task|processes)|Dump (?:core|files) \(pid|Collect mappings|Can't open vma|cgroupd: recv req error"
 )
 
 
