@@ -212,7 +212,7 @@ def _settle_jobs(directory: Path, cancel_jobs: bool, command: str) -> None:
                 if held:
                     jobs, them = ("1 job goes", "it") if held == 1 else (f"{held} jobs go", "them")
                     message = f"{jobs} on without a scheduler; `{command}` takes {them} up again"
-                    click.echo(f"{message} (--cancel-jobs ends {them})", err=True)
+                    click.echo(f"{message}, and `ganger down --cancel-jobs` after that ends {them}", err=True)
                 return
             for job in live:
                 client.cancel_job(job.name, "ganger down")
