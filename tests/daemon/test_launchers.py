@@ -7,6 +7,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,19 @@ def test_a_launcher_that_no_gang_needs_is_let_go(place: Path, monkeypatch: pytes
     with pytest.raises(LauncherError):
         launcher.info()
     assert launchers.running(key) is not None, "it is found again while it lasts"
+    launchers.close()
+
+
+def test_all_threads_share_one_connection_and_none_is_left_open(place: Path) -> None:
+    launchers = make(place)
+    start(launchers).close()
+    launchers.let_go(())
+    key, known = launchers.key(sys.executable, ENVIRONMENT), make(place)
+    with ThreadPoolExecutor(8) as threads:
+        found = set(threads.map(lambda _: known.running(key), range(32)))
+    assert len(found) == 1
+    known.close()
+    assert known.running(key) is None, "a thread that comes late opens no other"
     launchers.close()
 
 

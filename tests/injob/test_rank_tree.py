@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import selectors
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ganger.injob.launcher.children import LauncherChild, LauncherChildren
 from ganger.injob.launcher.client import ForkedTree, Launcher, LauncherError
 from ganger.injob.launcher.namespaces import LINKS
+from ganger.injob.launcher.process_record import LaunchError, parse_launch
 from ganger.injob.process_identity import stat_fields
 from injob.launcher_kit import Place, exit_record, launcher_place
 from injob.test_units import dumped, inside, made, needs_criu, unit_of
@@ -93,6 +97,19 @@ def test_a_rank_that_cannot_be_executed_is_named_and_the_others_can_be_ended(pla
         (left,) = [child for child in launcher.list() if child["kind"] == "rank"]
         launcher.kill(left["pid"], left["start_ticks"], 9)
         eventually(lambda: not launcher.list(), what="nothing is left")
+
+
+def test_a_rank_that_is_gone_with_its_parent_ends_no_launcher(place: Place) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    launch = parse_launch(place.launch(["true"]))
+    with selectors.DefaultSelector() as selector, subprocess.Popen(["sleep", "60"]) as sleep:
+        children = LauncherChildren(selector, lambda end: None, lambda name: None)
+        root = children.add(LauncherChild("root", "root", sleep.pid))
+        with pytest.raises(LaunchError, match="killed as it was started"):
+            children.add_ranks(root, [(launch, gone.pid)])
+        sleep.kill()
+        os.close(root.pidfd)
 
 
 def test_a_rank_whose_launcher_died_is_adopted_by_the_next_one(place: Place) -> None:

@@ -6,7 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -112,5 +114,22 @@ def test_a_unit_has_shared_memory_and_names_of_its_own(place: Place) -> None:
 
 def test_a_unit_that_cannot_be_made_says_why(place: Place) -> None:
     unit = unit_of(place.launch(["true"]), f"{LINKS}/a-job")._replace(binds=[("/nowhere", str(place.directory / "x"))])
-    with Launcher(place.socket) as launcher, pytest.raises(LauncherError, match="cannot mount /nowhere at"):
-        launcher.make_unit(unit._asdict())
+    with Launcher(place.socket) as launcher:
+        with pytest.raises(LauncherError, match="cannot mount /nowhere at"):
+            launcher.make_unit(unit._asdict())
+        eventually(lambda: not launcher.list(), what="its init is waited for")
+
+
+def test_a_restore_takes_as_long_as_it_takes_and_keeps_no_other_call_waiting(place: Place) -> None:
+    launch = place.launch(["restored"])
+    init = made(place, unit_of(launch, f"{LINKS}/{place.directory.name}"))
+    go = place.directory / "go"
+    waits = ["/bin/sh", "-c", f"while [ ! -e {go} ]; do sleep 0.02; done; exit 3"]
+    with Launcher(place.socket, timeout=1.0) as launcher, ThreadPoolExecutor(1) as thread:
+        restored = thread.submit(launcher.restore, [(launch | {"init": init.pid}, 0)], waits, {}, "/nowhere")
+        begun = time.monotonic()
+        while time.monotonic() - begun < 1.5:
+            assert launcher.info()["pid"]
+        go.touch()
+        with pytest.raises(LauncherError, match="was not restored"):
+            restored.result()

@@ -42,7 +42,6 @@ class JobNames:
         try:
             make_directory(self.files)
             make_links(self.directory, self.links)
-            unbind(self.temporary)
             bind(str(self.files), self.temporary)
         except OSError as error:
             # as in a container that may not mount: the job starts, and is saved in other ways

@@ -116,6 +116,7 @@ class Launchers:
         self._used_at: dict[str, float] = {}
         self._starting: dict[str, threading.Lock] = {}
         self._warm = ""
+        self._is_closed = False
 
     @property
     def inject(self) -> str:
@@ -134,25 +135,37 @@ class Launchers:
 
     def running(self, key: str) -> Launcher | None:
         """A launcher that answers now, or None. Starts nothing."""
-        with self._lock:
-            launcher = self._known.get(key)
+        launcher = self._connected(key)
         if launcher is None:
-            if not self.socket_path(key).exists():
-                return None
-            try:
-                launcher = Launcher(str(self.socket_path(key)))
-            except LauncherError:
-                return None
+            return None
         try:
             launcher.info()
         except (LauncherError, OSError):
             with self._lock:
-                self._known.pop(key, None)
+                if self._known.get(key) is launcher:
+                    del self._known[key]
             launcher.close()
             return None
         with self._lock:
-            self._known[key] = launcher
             self._used_at[key] = time.monotonic()
+        return launcher
+
+    def _connected(self, key: str) -> Launcher | None:
+        """Return the connection to a launcher, made if there is none: one for all threads. None where none listens, and
+        once this object is closed."""
+        with self._lock:
+            known = self._known.get(key)
+        if known is not None or not self.socket_path(key).exists():
+            return known
+        try:
+            new = Launcher(str(self.socket_path(key)))
+        except LauncherError:
+            return None
+        with self._lock:
+            # another thread may have connected meanwhile
+            launcher = None if self._is_closed else self._known.setdefault(key, new)
+        if launcher is not new:
+            new.close()
         return launcher
 
     def children(self) -> dict[str, RankProcess]:
@@ -163,7 +176,7 @@ class Launchers:
                 with Launcher(str(path), _LIST_S) as launcher:
                     found |= children_of(launcher)
             except (LauncherError, OSError) as error:
-                log.debug("launcher says nothing", extra={"key": path.stem, "cause": str(error)})
+                log.debug("launcher does not answer", extra={"key": path.stem, "cause": str(error)})
         return found
 
     def warm_up(self) -> None:
@@ -209,8 +222,9 @@ class Launchers:
                 log.debug("launcher goes on", extra={"key": path.stem, "cause": str(error)})
 
     def close(self) -> None:
-        """Disconnect; launchers go on."""
+        """Disconnect for good; launchers go on."""
         with self._lock:
+            self._is_closed = True
             for launcher in self._known.values():
                 launcher.close()
             self._known.clear()

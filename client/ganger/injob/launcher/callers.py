@@ -1,4 +1,4 @@
-"""LauncherCallers of a launcher: connections on its socket, their requests as lines of JSON, and the answers.
+"""Callers of a launcher: connections on its socket, their requests as lines of JSON, and the answers.
 
 A caller that sends too much or does not read its answers is disconnected; no caller makes the launcher wait.
 """

@@ -20,7 +20,8 @@ import socket
 import sys
 import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, BinaryIO, Callable, NoReturn, cast
@@ -436,6 +437,18 @@ def touch_arena(launch: Launch, arena: int) -> None:
     """Make the kernel give the arena its first pages now, charged to the rank's cgroup."""
     enter_cgroups(launch.cgroup_procs)
     os.posix_fallocate(arena, 0, min(launch.touched_bytes, launch.arena_bytes))
+
+
+@contextmanager
+def failure_pipe() -> Iterator[tuple[int, int]]:
+    """Give the ends of the pipe for a child's failure; close both if the child cannot be started."""
+    ends = os.pipe2(os.O_CLOEXEC)
+    try:
+        yield ends
+    except (OSError, LaunchError):
+        for end in ends:
+            os.close(end)
+        raise
 
 
 def error_of_child(read_end: int, died: str) -> dict[str, str] | None:

@@ -13,7 +13,15 @@ from typing import Any, Callable
 
 from ganger.injob.launcher import child_process
 from ganger.injob.launcher.lease_keeper import LeaseKeeper
-from ganger.injob.launcher.process_record import ExitRecord, Launch, from_page, from_status, from_wait, record
+from ganger.injob.launcher.process_record import (
+    ExitRecord,
+    Launch,
+    LaunchError,
+    from_page,
+    from_status,
+    from_wait,
+    record,
+)
 from ganger.injob.launcher.rank_tree import RankTree, zombie_status
 from ganger.injob.process_identity import start_ticks
 
@@ -92,8 +100,13 @@ class LauncherChildren:
         return self.add(LauncherChild(launch.name, "rank", pid, page, path, adopted=is_below, keeper=keeper, tree=tree))
 
     def add_ranks(self, root: LauncherChild, found: list[tuple[Launch, int]]) -> list[LauncherChild]:
+        """Look after ranks below a parent. Raises LaunchError if one is gone with that parent, as nothing waits for
+        it."""
         tree = RankTree(root.pid, [launch.name for launch, _ in found])
-        return [self.add_rank(launch, pid, tree) for launch, pid in found]
+        try:
+            return [self.add_rank(launch, pid, tree) for launch, pid in found]
+        except OSError as error:
+            raise LaunchError("CHILD_DIED", f"a rank was killed as it was started: {error}") from error
 
     def settle_later(self, new: LauncherChild, read_end: int, settled: Callable[[], None]) -> None:
         """Call ``settled`` once a child has begun its program or written into this pipe why it could not."""

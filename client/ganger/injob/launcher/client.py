@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 from ganger.injob.launcher.process_record import LAUNCHER_BLAS_THREADS, ExitRecord
 from ganger.injob.process_identity import peer_of
 
+# Longest restore of a process image: all of its memory is read back.
+_RESTORE_S = 3600.0
+
 
 class LauncherError(Exception):
     """The launcher refused, or cannot be reached (reason UNREACHABLE, TIMEOUT); ``reason`` is stable."""
@@ -123,6 +126,7 @@ class Launcher:
 
     def __init__(self, socket_path: str, timeout: float = 30.0, user: int | None = None) -> None:
         """``user``: uid that the launcher must run as; default this process's own. Raises LauncherError."""
+        self._path, self._user = socket_path, user
         self._lock = threading.Lock()
         self._received = b""
         self._descriptors: list[int] = []
@@ -193,9 +197,11 @@ class Launcher:
     ) -> ForkedTree:
         """Restore a process image into a unit (see `units.RestoreRequest`). ``ranks``: launches, with the pids in the
         unit; 0 for one that is the root. Blocks for as long as that takes. Raises LauncherError(RESTORE)."""
-        asked = [{"launch": dict(launch), "pid": pid} for launch, pid in ranks]
-        fields = {"ranks": asked, "command": list(command), "files": dict(files), "pid_file": pid_file}
-        return _tree(self._call("restore", **fields))
+        wanted = [{"launch": dict(launch), "pid": pid} for launch, pid in ranks]
+        fields = {"ranks": wanted, "command": list(command), "files": dict(files), "pid_file": pid_file}
+        # By a connection of its own: other calls do not wait for it, and the time for their answers is not its own.
+        with Launcher(self._path, _RESTORE_S, self._user) as own:
+            return _tree(own._call("restore", **fields))
 
     def store(self, directory: str, host: str) -> RendezvousStore:
         """Start (or find) the rendezvous store of an epoch; rendezvous.json appears in ``directory``."""
@@ -347,6 +353,6 @@ def _tail(path: str) -> str:
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 2000))
-            return file.read().decode(errors="replace").strip() or "it said nothing"
+            return file.read().decode(errors="replace").strip() or "its log is empty"
     except OSError as error:
         return str(error)

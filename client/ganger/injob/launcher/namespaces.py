@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import json
 import os
-import select
 import signal
 import socket
 import struct
@@ -32,8 +32,7 @@ _MNT_DETACH = 2
 _LOOK_EVERY_S = 1.0
 # A unit without processes ends after this long: nothing was started in it.
 _EMPTY_S = 60.0
-READY = b"+"
-_LONGEST_TEXT = 4096
+_LONGEST_TEXT = 1000
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -62,15 +61,17 @@ def make_links(directory: str, links: Mapping[str, str]) -> None:
     lead elsewhere."""
     os.makedirs(directory, mode=0o755, exist_ok=True)
     for name, target in links.items():
-        path = os.path.join(directory, name)
-        if os.path.lexists(path):
-            os.unlink(path)
-        os.symlink(target, path)
+        # Replaced in one step: a daemon that takes over a launch names the directories of processes that run.
+        new = os.path.join(directory, f".{name}.new")
+        if os.path.lexists(new):
+            os.unlink(new)
+        os.symlink(target, new)
+        os.replace(new, os.path.join(directory, name))
 
 
 def be_init(unit: Unit, ready: int, cgroup_procs: Sequence[str]) -> NoReturn:
-    """Become the init of a unit, in a process cloned with UNIT_FLAGS: mount, write READY to ``ready``, serve, and end.
-    What goes wrong before is written there instead, as a text."""
+    """Become the init of a unit, in a process cloned with UNIT_FLAGS: mount, close ``ready``, serve, and end. What goes
+    wrong before is written there, as the failures of other children are."""
     try:
         for path in cgroup_procs:
             with open(path, "w", encoding="ascii") as file:
@@ -83,9 +84,9 @@ def be_init(unit: Unit, ready: int, cgroup_procs: Sequence[str]) -> NoReturn:
         if unit.has_network:
             _switch_loopback_on()
     except Exception as problem:
-        os.write(ready, str(problem).encode()[:_LONGEST_TEXT])
+        message = f"no unit can be made: {str(problem)[:_LONGEST_TEXT]}"
+        os.write(ready, json.dumps({"reason": "UNIT", "message": message}).encode())
         os._exit(1)
-    os.write(ready, READY)
     os.close(ready)
     _serve()
 
@@ -117,9 +118,11 @@ def _switch_loopback_on() -> None:
 
 
 def bind(source: str, place: str) -> None:
-    """Let a directory be at another path, too, which is made. Raises OSError."""
+    """Let a directory be at another path, too, which is made; without effect where it is. Raises OSError."""
     os.makedirs(place, exist_ok=True)
-    _mount(source, place, "", _MS_BIND)
+    if not os.path.exists(source) or not os.path.samefile(source, place):
+        unbind(place)
+        _mount(source, place, "", _MS_BIND)
 
 
 def unbind(place: str) -> None:
@@ -191,14 +194,6 @@ def _enter(namespace: int, kind: int) -> None:
     if _libc.setns(namespace, kind) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"cannot enter a namespace: {os.strerror(number)}")
-
-
-def wait_ready(ready: int, limit_s: float) -> str:
-    """Wait until an init has written that it is ready, and return an empty text; otherwise why it is not."""
-    if not select.select([ready], [], [], limit_s)[0]:
-        return f"its init was not ready within {limit_s:g} s"
-    found = os.read(ready, _LONGEST_TEXT)
-    return "" if found == READY else found.decode(errors="replace") or "its init has ended"
 
 
 def pid_outside(init: int, pid: int) -> int:

@@ -13,8 +13,10 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Callable, NamedTuple, NoReturn
 
+from ganger.injob.launcher import child_process
 from ganger.injob.launcher.process_record import Launch, LaunchError, parse_launch
 from ganger.injob.process_identity import family, stat_fields
 
@@ -48,6 +50,29 @@ class TreeMember(NamedTuple):
 
     start: Callable[[], NoReturn]
     descriptors: Sequence[int]
+
+
+def tree_members(
+    wanted: TreeRequest,
+    arenas: Sequence[int | None],
+    write_ends: Sequence[int],
+    may_fork: bool,
+    host: str,
+    listener: socket.socket | None,
+) -> list[TreeMember]:
+    """Return the ranks of a tree with their arenas and the pipes for their failures, and their store if there is a
+    ``listener`` for it. ``may_fork``: scripts need not be executed."""
+    members = [
+        TreeMember(
+            partial(child_process.start, launch, may_fork, arena, write_end),
+            [write_end] if arena is None else [write_end, arena],
+        )
+        for launch, arena, write_end in zip(wanted.launches, arenas, write_ends)
+    ]
+    if listener is not None:
+        held = listener.dup()
+        members.append(TreeMember(partial(child_process.run_store, "", host, held), [held.fileno()]))
+    return members
 
 
 def be_root(

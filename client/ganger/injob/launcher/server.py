@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, Callable, NoReturn
 
@@ -32,15 +33,15 @@ from ganger.injob.launcher.process_record import (
     python_command,
 )
 from ganger.injob.launcher.rank_tree import (
-    TreeMember,
     TreeRequest,
     be_root,
     end_family,
     listener_port,
     read_pids,
+    tree_members,
 )
 from ganger.injob.launcher.starter import Starter, StarterError, begin
-from ganger.injob.launcher.units import RestoreRequest, make_unit, restored_ranks, restored_root
+from ganger.injob.launcher.units import RestoreRequest, parse_unit, restored_ranks, restored_root
 from ganger.injob.process_identity import start_ticks
 from ganger.injob.state_image import make_arena, recover_arena
 
@@ -135,9 +136,12 @@ class LauncherServer:
         self._reject_running(launch)
         arena = self._arena_for(launch)
         self._touch(launch, arena)
-        read_end, write_end = os.pipe2(os.O_CLOEXEC)
-        started = None if self._runs_in_a_fork(launch) else self._start(request["launch"], write_end, arena)
-        pid, word = started or (os.fork(), None)
+        with child_process.failure_pipe() as (read_end, write_end):
+            started = None
+            if not self._runs_in_a_fork(launch):
+                with suppress(StarterError):  # then it is forked from here
+                    started = self._start(request["launch"], write_end, arena)
+            pid, word = started or (os.fork(), None)
         if pid == 0:
             self._become_child(keep=[write_end, *([] if arena is None else [arena])])
             raise ChildTask(lambda: child_process.start(launch, self._may_fork, arena, write_end))
@@ -161,9 +165,10 @@ class LauncherServer:
             arenas = [self._arena_for(launch) for launch in wanted.launches]
             for launch, arena in zip(wanted.launches, arenas):
                 self._touch(launch, arena)
-            pipes = [os.pipe2(os.O_CLOEXEC) for _ in wanted.launches]
-            report, write_end = os.pipe2(os.O_CLOEXEC)
-            pid = os.fork()
+            with ExitStack() as stack:
+                pipes = [stack.enter_context(child_process.failure_pipe()) for _ in wanted.launches]
+                report, write_end = stack.enter_context(child_process.failure_pipe())
+                pid = os.fork()
             if pid == 0:
                 task = self._tree_task(wanted, host, listener, arenas, [end for _, end in pipes], write_end)
                 raise ChildTask(partial(task, [report, *(end for end, _ in pipes)]))
@@ -188,16 +193,7 @@ class LauncherServer:
         report: int,
     ) -> Callable[[list[int]], NoReturn]:
         """Return what the parent of ranks does, in the child that is to be it."""
-        members = [
-            TreeMember(
-                partial(child_process.start, launch, self._may_fork, arena, write_end),
-                [write_end] if arena is None else [write_end, arena],
-            )
-            for launch, arena, write_end in zip(wanted.launches, arenas, write_ends)
-        ]
-        if listener is not None:
-            held = listener.dup()
-            members.append(TreeMember(partial(child_process.run_store, "", host, held), [held.fileno()]))
+        members = tree_members(wanted, arenas, write_ends, self._may_fork, host, listener)
         self._become_child(keep=[report, *(one for member in members for one in member.descriptors)])
         enter = partial(child_process.enter_as, wanted.launches[0])
         return lambda foreign: be_root(members, len(wanted.launches), enter, report, foreign)
@@ -208,7 +204,7 @@ class LauncherServer:
         """Look after the ranks that their parent has started; answer once all are settled."""
         self._selector.unregister(report)
         try:
-            pids = read_pids(report)
+            ranks = self._children.add_ranks(root, list(zip(wanted.launches, read_pids(report))))
         except LaunchError as error:
             for descriptor in ends:
                 os.close(descriptor)
@@ -217,7 +213,6 @@ class LauncherServer:
             return
         finally:
             os.close(report)
-        ranks = self._children.add_ranks(root, list(zip(wanted.launches, pids)))
         unsettled = set(ranks)
 
         def settled(one: LauncherChild) -> None:
@@ -236,17 +231,25 @@ class LauncherServer:
         return {"pid": root.pid, "start_ticks": root.start_ticks, "ranks": processes}
 
     def _unit(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
-        pid = make_unit(self._starter, request["unit"])
-        new = self._children.add(LauncherChild(str(request["unit"]["name"]), "init", pid))
-        self._callers.reply(caller, number, pid=new.pid, start_ticks=new.start_ticks)
+        unit, procs = parse_unit(request["unit"])
+        content = {"unit": unit._asdict(), "cgroup_procs": procs}
+        with child_process.failure_pipe() as (read_end, write_end):
+            try:
+                pid, word = self._start(content, write_end, flags=unit.flags)
+            except StarterError as error:
+                raise LaunchError("UNIT", f"no unit can be made: {error}") from error
+        os.close(write_end)
+        new = self._children.add(LauncherChild(unit.name, "init", pid))
+        begin(word)
+        self._children.settle_later(new, read_end, lambda: self._answer_settled(caller, number, new))
 
     def _restore(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
         wanted = RestoreRequest.parse(request)
         launch = wanted.launch
         for rank in wanted.ranks:
             self._reject_running(rank.launch)
-        read_end, write_end = os.pipe2(os.O_CLOEXEC)
-        pid = fork_in(launch.init, os.fork)
+        with child_process.failure_pipe() as (read_end, write_end):
+            pid = fork_in(launch.init, os.fork)
         if pid == 0:
             self._become_child(keep=[write_end])
             raise ChildTask(lambda: child_process.restore(launch, wanted.command, wanted.files, write_end))
@@ -280,18 +283,20 @@ class LauncherServer:
     def _runs_in_a_fork(self, launch: Launch) -> bool:
         return self._may_fork and python_command(launch.argv, launch.env, launch.cwd) is not None
 
-    def _start(self, content: Mapping[str, Any], write_end: int, arena: int | None) -> tuple[int, int] | None:
-        """Start a process by the starter. Return its pid and the descriptor that lets it begin; None without a starter:
-        then the launcher forks it."""
+    def _start(
+        self, content: Mapping[str, Any], write_end: int, arena: int | None = None, flags: int = 0
+    ) -> tuple[int, int]:
+        """Start a process by the starter. Return its pid and the descriptor that lets it begin. Raises StarterError."""
         if self._starter is None:
-            return None
+            raise StarterError("this launcher has no starter")
         try:
-            return self._starter.start(content, write_end, arena)
+            return self._starter.start(content, write_end, arena, flags)
         except StarterError as error:
-            print(f"ganger launcher: {error}; what is executed is forked from here now", file=sys.stderr)
-            self._starter.end()
-            self._starter = None
-            return None
+            if error.is_lost:
+                print(f"ganger launcher: {error}; what is executed is forked from here now", file=sys.stderr)
+                self._starter.end()
+                self._starter = None
+            raise
 
     def _answer_settled(self, caller: Caller, number: Any, new: LauncherChild) -> None:
         if new.launch_error:
@@ -417,8 +422,8 @@ class LauncherServer:
 
     def _helper(self, name: str, caller: Caller | None, number: Any, work: Callable[[], None]) -> None:
         """Do ``work`` in a forked child and answer with how it went."""
-        read_end, write_end = os.pipe2(os.O_CLOEXEC)
-        pid = os.fork()
+        with child_process.failure_pipe() as (read_end, write_end):
+            pid = os.fork()
         if pid == 0:
             self._become_child(keep=[write_end, *self._arenas.values()])
             raise ChildTask(lambda: child_process.run_helper(work, write_end))

@@ -26,11 +26,15 @@ _GO = b"g"
 
 
 class StarterError(Exception):
-    """The starter has failed; it has started no process."""
+    """The starter has started no process. ``is_lost``: it does not answer, and can only be ended."""
+
+    def __init__(self, message: str, *, is_lost: bool = False) -> None:
+        super().__init__(message)
+        self.is_lost = is_lost
 
 
 class Starter:
-    """The launcher's end of the connection. Call ``start`` only until it fails once."""
+    """The launcher's end of the connection. ``end`` it once it is lost (see `StarterError`)."""
 
     def __init__(self, connection: socket.socket, pid: int) -> None:
         self._connection = connection
@@ -62,7 +66,7 @@ class Starter:
             (pid,) = struct.unpack("i", _receive(self._connection, 4))
         except (OSError, EOFError, struct.error) as error:
             os.close(go_write)
-            raise StarterError(f"the starter does not answer: {error!r}") from error
+            raise StarterError(f"the starter does not answer: {error!r}", is_lost=True) from error
         finally:
             os.close(go_read)
         if pid < 0:

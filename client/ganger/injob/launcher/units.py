@@ -1,4 +1,4 @@
-"""Units of a launcher: their inits, and the restore of process images into them.
+"""Requests for units of a launcher, and for the restore of process images into them.
 
 What restores an image is the launcher's child, and makes the image's root its sibling: so the root is the launcher's
 child too, waited for and recorded like a rank that it has forked.
@@ -6,16 +6,12 @@ child too, waited for and recorded like a rank that it has forked.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ganger.injob.launcher.child_process import fill_page
-from ganger.injob.launcher.namespaces import Unit, pid_outside, wait_ready
+from ganger.injob.launcher.namespaces import Unit, pid_outside
 from ganger.injob.launcher.process_record import Launch, LaunchError, parse_launch
-from ganger.injob.launcher.starter import Starter, StarterError, begin
-
-_READY_S = 10.0
 
 
 class RestoredRank(NamedTuple):
@@ -50,42 +46,22 @@ class RestoreRequest(NamedTuple):
         ranks = [RestoredRank(parse_launch(one["launch"]), int(one["pid"])) for one in request["ranks"]]
         command, pid_file = request["command"], request["pid_file"]
         files = {int(number): str(path) for number, path in dict(request.get("files") or {}).items()}
-        is_mixed = not all(rank.launch.init for rank in ranks) or (
-            len(ranks) > 1 and not all(rank.pid for rank in ranks)
-        )
-        if not ranks or is_mixed or not command or not all(isinstance(part, str) for part in command):
-            raise LaunchError("INVALID_LAUNCH", "a restore needs a unit and a command")
+        have_units = bool(ranks) and all(rank.launch.init for rank in ranks)
+        have_pids = len(ranks) == 1 or all(rank.pid for rank in ranks)
+        if not have_units or not have_pids or not command or not all(isinstance(part, str) for part in command):
+            raise LaunchError("INVALID_LAUNCH", "a restore needs a unit, a command, and the pids of several ranks")
         return cls(ranks, command, files, str(pid_file))
 
 
-def make_unit(starter: Starter | None, content: Mapping[str, Any]) -> int:
-    """Start the init of a unit by the starter, and return its pid once it is ready. Raises LaunchError(UNIT).
-
-    ``content``: the fields of a `Unit`, and ``cgroup_procs``, the files by which the init enters its cgroups."""
-    if starter is None:
-        raise LaunchError("UNIT", "this launcher has no starter, so it makes no units")
+def parse_unit(content: Mapping[str, Any]) -> tuple[Unit, list[str]]:
+    """Return a unit, and the files by which its init enters its cgroups, from the fields of the `Unit` and
+    ``cgroup_procs``. Raises LaunchError(INVALID_LAUNCH)."""
     fields = dict(content)
     procs = [str(path) for path in fields.pop("cgroup_procs", ())]
     try:
-        unit = Unit(**fields)
+        return Unit(**fields), procs
     except TypeError as error:
         raise LaunchError("INVALID_LAUNCH", f"a unit has other fields: {error}") from error
-    read_end, write_end = os.pipe2(os.O_CLOEXEC)
-    try:
-        try:
-            wanted = {"unit": unit._asdict(), "cgroup_procs": procs}
-            pid, word = starter.start(wanted, write_end, None, flags=unit.flags)
-        except StarterError as error:
-            raise LaunchError("UNIT", f"no unit can be made: {error}") from error
-        finally:
-            os.close(write_end)
-        begin(word)
-        trouble = wait_ready(read_end, _READY_S)
-    finally:
-        os.close(read_end)
-    if trouble:
-        raise LaunchError("UNIT", f"no unit can be made: {trouble}")
-    return pid
 
 
 def restored_root(request: RestoreRequest) -> int:
