@@ -64,7 +64,7 @@ model = Net()
 best = ModelCheckpoint(dirpath=os.path.join(out, "trained"), monitor="valid", save_top_k=1, save_last=True)
 trainer = L.Trainer(
     accelerator="cpu", devices=world, max_epochs=3, accumulate_grad_batches=2, log_every_n_steps=2,
-    enable_progress_bar=False, enable_model_summary=False, default_root_dir=out, logger=CSVLogger(out),
+    enable_progress_bar=False, enable_model_summary=False, default_root_dir=out, logger=CSVLogger(out, version=VERSION),
     callbacks=[Lines(), best, EarlyStopping("valid", patience=50)], OPTIONS
 )
 trainer.fit(
@@ -84,7 +84,8 @@ def script(directory: Path, *, package: str = "lightning.pytorch", options: str 
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "train.py"
     text = SCRIPT.replace("OPTIONS", options).replace("EXTRA", "").replace("PACKAGE", package)
-    path.write_text(text.replace("WORKERS", str(workers)))
+    # a table in a directory of its own choice, or in a given one
+    path.write_text(text.replace("WORKERS", str(workers)).replace("VERSION", "0" if workers else "None"))
     return path
 
 

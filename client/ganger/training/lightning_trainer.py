@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any, Callable
 
@@ -172,7 +173,8 @@ class LightningTraining:
         for loop, name, wrapper in wrapped:
             setattr(loop, name, functools.partial(wrapper, getattr(loop, name)))
         try:
-            yield
+            with _kept_tables() if self.run.target is not None else contextlib.nullcontext():
+                yield
         finally:
             for loop, name, _ in wrapped:
                 vars(loop).pop(name, None)
@@ -275,6 +277,21 @@ class LightningTraining:
                 metric.value = self._trainer.lightning_module.get_submodule(one["meta"]["metric_attribute"])
                 metric._forward_cache = metric.value._forward_cache
             results[one["key"]] = metric
+
+
+@contextlib.contextmanager
+def _kept_tables() -> Iterator[None]:
+    """Let a CSVLogger of a given version keep the table of its directory, which it removes when it is made anew."""
+    modules = [sys.modules.get(f"{package}.loggers.csv_logs") for package in ("lightning.fabric", "lightning_fabric")]
+    writers = [kind for kind in (getattr(module, "_ExperimentWriter", None) for module in modules) if kind is not None]
+    checks = [(kind, kind._check_log_dir_exists) for kind in writers if hasattr(kind, "_check_log_dir_exists")]
+    for kind, _ in checks:
+        kind._check_log_dir_exists = lambda self: None
+    try:
+        yield
+    finally:
+        for kind, check in checks:
+            kind._check_log_dir_exists = check
 
 
 def _continue_log(logger: Any, made: Any) -> None:
