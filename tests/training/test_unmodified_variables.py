@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from ganger.injob.page_layout import EXIT_NO_STATE, Capability, PageParkLevel, Word
+from ganger.injob.page_layout import EXIT_NO_STATE, EXIT_YIELDED, Capability, PageParkLevel, Word
 from training.harness import Rank, refused_checkpoint, run_in_parts, run_to_end
 
 pytestmark = pytest.mark.torch
@@ -220,6 +220,27 @@ LOST = {
     ),
     "a counter of itertools": ("n = itertools.count()", "next(n)", "n (count)"),
     "a generator": ("n = (i for i in range(99))", "next(n)", "n (generator)"),
+    "a digest": ("h = hashlib.sha256()", "h.update(b'x')", "h (HASH)"),
+    "a text in memory": ("text = io.StringIO()", "text.write('x')", "text (StringIO)"),
+    "an archive": ("z = zipfile.ZipFile(open(os.devnull, 'wb'), 'w')", "z.writestr('a', 'b')", "z (ZipFile)"),
+    "a compressed stream": (
+        "z = gzip.GzipFile(fileobj=open(os.devnull, 'wb'), mode='wb')",
+        "z.write(b'x')",
+        "z (GzipFile)",
+    ),
+    "a file that is read on": ("lines = open(__file__)", "lines.readline()", "lines (TextIOWrapper)"),
+    "a cache of results": (
+        "cached = functools.lru_cache(lambda k: k)\ncached.__module__ = '__main__'",
+        "cached(x.sum().item())",
+        "cached (_lru_cache_wrapper)",
+    ),
+    "its environment": ("import numbers", "os.environ['PHASE'] = str(model)", "the variable PHASE"),
+    "how it makes files": ("os.umask(0o22)", "os.umask(0o77)", "its umask"),
+    "a thread of its own": (
+        "import threading\ndef wait(): threading.Event().wait()",
+        "threading.Thread(target=wait, daemon=True).start()",
+        "runs wait",
+    ),
     "an output that is used again": (
         "out = torch.zeros(4, 4)",
         "out = model(x + out.detach()[:len(x)])",
@@ -227,7 +248,7 @@ LOST = {
     ),
 }
 LOST_HEAD = """
-import dataclasses, enum, itertools
+import dataclasses, enum, functools, gzip, hashlib, io, itertools, zipfile
 from datetime import timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -267,6 +288,13 @@ def made():
         return calls
     return count
 count = made()
+class Meter:
+    calls = 0
+def add(seen=[]):
+    Meter.calls += 1
+    add.calls = getattr(add, "calls", 0) + 1
+    seen.append(add.calls)
+    return Meter.calls, len(seen)
 def main():
     hidden = torch.zeros(4, 300_000)
     for x, y in DataLoader(data, batch_size=4):
@@ -274,18 +302,40 @@ def main():
         loss = (out.result - y).square().mean()
         optimizer.zero_grad(); loss.backward(); optimizer.step()
         hidden = hidden + loss.item()
-        print(count(), loss.item().hex(), flush=True)
+        print(count(), add(), loss.item().hex(), flush=True)
 main()
 """
 
 
-def test_a_large_tensor_that_is_used_again_and_a_variable_of_a_closure_come_back(tmp_path: Path) -> None:
+def test_a_large_tensor_and_what_closures_functions_and_classes_keep_come_back(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(HEAD + KEPT)
     run_to_end(tmp_path / "alone", script, [], managed=False)
     run_in_parts(tmp_path, script, [], [2, 5], agent=True)
     parts = "".join((tmp_path / f"part-{number}/rank-0.log").read_text() for number in range(3))
     assert parts == (tmp_path / "alone/rank-0.log").read_text()
+
+
+UNSEEDED = """
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+order = list(range(24))
+random.Random().shuffle(order)
+for x, y in DataLoader(data, batch_size=4):
+    loss = (model(x) - y).square().mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+print(order)
+"""
+
+
+def test_a_second_run_that_has_shuffled_otherwise_is_given_up(tmp_path: Path) -> None:
+    script, shards = tmp_path / "train.py", tmp_path / "checkpoint"
+    script.write_text(HEAD + UNSEEDED)
+    rank = Rank(tmp_path / "first", script, agent=True, stop_at=2, checkpoint=shards)
+    assert rank.end() == EXIT_YIELDED, rank.output()
+    restore = {"kind": "checkpoint", "path": str(shards), "step": 2}
+    again = Rank(tmp_path / "again", script, agent=True, restore=restore)
+    assert again.end() == EXIT_NO_STATE, again.output()
+    assert "another order" in json.loads((tmp_path / "again/rank-0.error.json").read_text())["message"]
 
 
 def test_a_parked_state_of_such_a_script_that_is_carried_elsewhere_all_the_same_is_not_restored(tmp_path: Path) -> None:

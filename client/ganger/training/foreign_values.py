@@ -6,43 +6,58 @@ were at first. One that has become another since is a reason not to offer a seco
 
 from __future__ import annotations
 
+import codecs
 import datetime
 import decimal
 import enum
+import fcntl
 import fractions
 import functools
 import io
+import itertools
 import logging
+import os
 import pathlib
 import pickle
+import queue
 import re
+import stat
 import threading
 import types
 import uuid
 import weakref
 import zlib
-from typing import Any
+from typing import Any, Callable
 
 import torch
 
-from ganger.training.replay import package_of
+from ganger.training.replay import is_own, package_of
 from ganger.training.script_values import SCALARS
 
+_XOF_BYTES = 32
+_SYNCHRONISATION = (type(threading.Lock()), type(threading.RLock()), queue.SimpleQueue)
 # What is larger is taken for data.
 LARGEST_OBJECT_BYTES = 4 << 20
 _HARMLESS = (
     *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial),
     *(torch.nn.Module, torch.nn.Parameter, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler),
-    *(torch.utils.data.DataLoader, io.IOBase, logging.Logger, logging.Handler, weakref.ref, re.Pattern),
+    *(torch.utils.data.DataLoader, logging.Logger, logging.Handler, weakref.ref, re.Pattern),
     threading.Thread,
 )
 _FIXED = (enum.Enum, pathlib.PurePath, decimal.Decimal, fractions.Fraction, uuid.UUID, range, slice)
+# Files whose writes a second run keeps out of them, and then goes on with at their end.
+_FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedReader, io.BufferedRandom, io.FileIO)
+# Nothing shows where these are.
+_HIDDEN = ("zlib.", "_bz2.", "_lzma.", "_csv.reader", "mmap.")
+_HASHES = ("_hashlib", "_md5", "_sha", "_blake2")
 _DATES = (datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo)
 
 
 def is_harmless(value: Any) -> bool:
     """Return whether a value needs not be kept: code, what is kept in another way, files, and torch's own objects."""
     kind = type(value)
+    if isinstance(value, functools._lru_cache_wrapper):
+        return not is_own(value.__module__)
     if isinstance(value, _HARMLESS) or package_of(kind.__module__) == "ganger" or hasattr(kind, "__get__"):
         return True
     return package_of(kind.__module__) == "torch" and not isinstance(value, torch.Tensor)
@@ -52,34 +67,97 @@ class ForeignValue:
     """One such value as it was."""
 
     def __init__(self, value: Any) -> None:
-        # the object is kept, so that its identity stays its own
-        self._value = value
+        # The object is kept, so that its identity stays its own; but a file is written out when no more is left of it.
+        self._value: Callable[[], Any] = (lambda: value) if _file_of(value) is None else weakref.ref(value)
         self._content = _content(value)
 
     def is_same(self, value: Any) -> bool:
-        if value is self._value:
+        former = self._value()
+        if value is former:
             return bool(_content(value) == self._content)
-        if type(value) is not type(self._value):
+        if is_at_its_end(value):
+            return True
+        if type(value) is not type(former):
             return False
         # no tensors: to compare sharded ones is an operation of all ranks
-        is_fixed = isinstance(value, tuple) and all(isinstance(part, SCALARS) for part in (*value, *self._value))
-        return (is_fixed or isinstance(value, (*_FIXED, *_DATES))) and bool(value == self._value)
+        is_fixed = isinstance(value, tuple) and all(isinstance(part, SCALARS) for part in (*value, *former))
+        return (is_fixed or isinstance(value, (*_FIXED, *_DATES))) and bool(value == former)
+
+
+def is_at_its_end(value: Any) -> bool:
+    """Return whether a value is a file that a second run goes on with: closed, not begun, or written at its end."""
+    file = _file_of(value)
+    return file is not None and not _place(file)
 
 
 def _content(value: Any) -> Any:
     """What the value holds, as far as it can be seen."""
     if isinstance(value, torch.Tensor):
         return value._version
-    if isinstance(value, types.GeneratorType):
-        frame = value.gi_frame
-        return None if frame is None else (frame.f_lasti, repr(sorted(map(str, frame.f_locals))))
+    if (file := _file_of(value)) is not None:
+        return _place(file)
     sink = _Sink()
     try:
         _Pickler(sink, 4).dump(value)
     except Exception:
         # larger, or nothing that can be written down: a lock, a connection
-        return None
+        return next(_never_same) if hasattr(value, "__next__") else None
     return sink.sum
+
+
+_never_same = itertools.count(1)
+
+
+def _file_of(value: Any) -> Any:
+    """Return the file that a value is, or encodes texts for; None of all else."""
+    inner = value.stream if isinstance(value, codecs.StreamReaderWriter) else value
+    return inner if type(inner) in _FILES else None
+
+
+def _place(file: Any) -> int | None:
+    """Return where a file is read or written next; None where that follows without it: it is closed, no regular file,
+    or written at its end."""
+    try:
+        if file.closed or file.fileno() <= 2 or not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return None
+        mode = fcntl.fcntl(file.fileno(), fcntl.F_GETFL)
+        if mode & os.O_ACCMODE == os.O_RDONLY:
+            return _tell(file)
+        file.flush()
+        is_at_end = mode & os.O_APPEND or _tell(file) == os.fstat(file.fileno()).st_size
+        return None if is_at_end else next(_never_same)
+    except (OSError, ValueError):
+        return None  # without a descriptor
+
+
+def _tell(file: Any) -> int:
+    try:
+        return int(file.tell())
+    except OSError:
+        return os.lseek(file.fileno(), 0, os.SEEK_CUR)  # a text that is read line by line
+
+
+def _part(*content: Any) -> None:
+    """Stands for what cannot be written down, with its content."""
+
+
+def _shown_part(item: Any) -> tuple[Any, ...] | None:
+    """Return the content of what cannot be written down; None of all else."""
+    name = f"{type(item).__module__}.{type(item).__qualname__}"
+    if (file := _file_of(item)) is not None:
+        return (_place(file),)
+    if isinstance(item, functools._lru_cache_wrapper):
+        return (item.cache_info().misses,)
+    if isinstance(item, (io.StringIO, io.BytesIO)):
+        return item.getvalue(), item.tell()
+    if isinstance(item, io.IOBase):
+        return (getattr(item, "__dict__", None),)
+    if isinstance(item, types.GeneratorType):
+        frame = item.gi_frame
+        return () if frame is None else (frame.f_lasti, dict(frame.f_locals))
+    if name.startswith(_HASHES):
+        return (item.digest() if item.digest_size else item.digest(_XOF_BYTES),)
+    return (next(_never_same),) if name.startswith(_HIDDEN) else None
 
 
 class _Sink:
@@ -100,4 +178,8 @@ class _Pickler(pickle.Pickler):
         if isinstance(item, torch.Tensor):
             return f"tensor {id(item)} {item._version}"
         is_by_identity = is_harmless(item) and not isinstance(item, functools.partial)
-        return f"object {id(item)}" if is_by_identity else None
+        return f"object {id(item)}" if is_by_identity or isinstance(item, _SYNCHRONISATION) else None
+
+    def reducer_override(self, item: Any) -> Any:
+        content = _shown_part(item)
+        return NotImplemented if content is None else (_part, content)

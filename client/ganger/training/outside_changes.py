@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import os
+import random
 import sys
 from typing import Any, Callable
 
@@ -31,6 +32,7 @@ _TORCH_WRITERS = tuple(
 )
 # These ask the machine what it is, and run a program to find out.
 _ASKS_MACHINE = frozenset({"ctypes", "platform", "uuid", "webbrowser"})
+_NUMPY_SEED_BITS = 128
 _Path = str
 
 
@@ -43,6 +45,8 @@ class OutsideChanges:
         self.before_repeating: Callable[[str], object] | None = None
         self._is_active = False
         self._is_settled = False
+        # Before the first pass: what is drawn later is part of the state, or of no further use.
+        self.is_in_setup = True
         self._reads: set[_Path] = set()
         self._listed: set[_Path] = set()
         self._missing: set[_Path] = set()
@@ -61,6 +65,7 @@ class OutsideChanges:
         os.register_at_fork(after_in_child=self.end)
         for name in ("stat", "lstat"):
             _note_missing(name, self._looked_for)
+        _note_drawn(self._drawn)
 
     def end(self) -> None:
         self._is_active = False
@@ -266,6 +271,14 @@ class OutsideChanges:
             where = ":".join(map(str, address[:2])) if isinstance(address, tuple) else _text(address)
             self._refuse(f"{_named(actor)} {verb} {where} {place}, which a second run would do again")
 
+    def _drawn(self) -> None:
+        """Random bytes of the system are about to be drawn."""
+        if not (self._is_active and self.is_in_setup):
+            return
+        actor, place = _actor()
+        if actor is not None and is_own(actor) and place.startswith("at "):
+            self._refuse(f"it drew random numbers of the system {place}, which a second run would draw otherwise")
+
     def _temporary_made(self, given: Any) -> None:
         path = _absolute(given[0])
         self._temporary.add(path)
@@ -324,6 +337,22 @@ def _note_missing(name: str, note: Callable[[Any], None]) -> None:
         if original in supported:
             supported.add(noted)
     setattr(os, name, noted)
+
+
+def _note_drawn(note: Callable[[], None]) -> None:
+    """Call `note` before os.urandom is used, as by uuid4, secrets, SystemRandom and generators without a seed."""
+    original = os.urandom
+
+    @functools.wraps(original)
+    def noted(size: int, /) -> bytes:
+        caller = sys._getframe(1)
+        # numpy draws before it sets the seed of a generator that is given one
+        if caller.f_code.co_name != "getrandbits" or caller.f_locals.get("k") != _NUMPY_SEED_BITS:
+            note()
+        return original(size)
+
+    for holder, name in ((os, "urandom"), (random, "_urandom")):
+        setattr(holder, name, noted)
 
 
 def _actor() -> tuple[str | None, str]:

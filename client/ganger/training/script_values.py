@@ -18,6 +18,7 @@ from ganger.training.state import generator_bytes, generator_tensor
 
 LARGEST_ARRAY_BYTES = 64 << 20
 LARGEST_LIST = 20_000
+LARGEST_DIGESTED = 1_000_000
 # A large tensor that every step replaces is a batch or an activation, and is not used after the boundary.
 LARGEST_PASSING_BYTES = 1 << 20
 
@@ -97,6 +98,33 @@ def arrays_in(value: Any) -> Iterator[Any]:
     elif type(value) in (*SEQUENCES, *MAPPINGS):
         for item in value.values() if isinstance(value, dict) else value:
             yield from arrays_in(item)
+
+
+def digest(value: Any) -> int | None:
+    """Return a number by which another process recognises lists, arrays and generators. None of single values, as
+    process ids and times are others there, and of what is large."""
+    kind = type(value)
+    if kind in MAPPINGS:
+        found = [digest(item) for item in value.values()] if len(value) <= LARGEST_LIST else []
+        return zlib.crc32(repr(found).encode()) if any(one is not None for one in found) else None
+    if isinstance(value, torch.Tensor):
+        is_small = value.device.type == "cpu" and value.numel() * value.element_size() <= LARGEST_PASSING_BYTES
+        return zlib.crc32(generator_bytes(value.detach())) if is_small and value.numel() else None
+    if is_array(value):
+        return zlib.crc32(value.tobytes()) if isinstance(value, mutable_array()) else None
+    if is_generator(value):
+        return zlib.crc32(repr(packed_state(generator_state(value))).encode())
+    if kind not in SEQUENCES or len(value) > LARGEST_DIGESTED:
+        return None
+    parts = (item if type(item) in SCALARS else digest(item) for item in value)
+    return zlib.crc32(repr([kind.__name__, *parts]).encode())
+
+
+def packed_state(state: Any) -> Any:
+    """Return the state of a generator with the bytes of arrays in their place."""
+    if isinstance(state, dict):
+        return {key: packed_state(item) for key, item in state.items()}
+    return state.tobytes() if hasattr(state, "tobytes") else state
 
 
 def packed(value: Any) -> Any:

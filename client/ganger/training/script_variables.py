@@ -17,6 +17,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import enum
+import functools
 import sys
 import types
 from collections.abc import Iterator
@@ -24,8 +25,9 @@ from typing import Any, Callable
 
 import torch
 
-from ganger.training.foreign_values import ForeignValue, is_harmless
+from ganger.training.foreign_values import ForeignValue, is_at_its_end, is_harmless
 from ganger.training.live_names import live_names
+from ganger.training.process_settings import changed_setting, own_thread, settings_of_process
 from ganger.training.replay import is_own, package_of
 from ganger.training.script_values import (
     GENERATOR,
@@ -33,6 +35,7 @@ from ganger.training.script_values import (
     SCALARS,
     arrays_in,
     copied,
+    digest,
     image,
     is_copy,
     is_data,
@@ -56,6 +59,9 @@ _LOADER_PARTS = ("dataset", "sampler", "batch_sampler", "collate_fn", "generator
 _SAMPLER_PACKAGES = ("accelerate", "transformers", "lightning", "pytorch_lightning")
 # A metric's counts, beside the values that its name stands for.
 _OF_METRICS = ("_update_count", "_update_called", "_computed", "_forward_cache", "_is_synced")
+# Of an optimizer, what its state has.
+_OF_OPTIMIZERS = ("state", "param_groups", "defaults")
+_DEFAULTS = ("__defaults__", "__kwdefaults__")
 # Of the standard library, these hold what their user puts there.
 _BAGS = ("argparse.Namespace", "types.SimpleNamespace")
 
@@ -69,6 +75,10 @@ class Variables:
         self._before: dict[str, dict[Any, Any]] | None = None
         self._foreign: dict[tuple[str, Any], ForeignValue] = {}
         self._held: dict[str, int] = {}
+        self._settings: dict[str, Any] = {}
+        # Digests of lists, arrays and generators at the beginning of the first loop, by which another process finds out
+        # whether it has made the same.
+        self.made: dict[str, int] = {}
 
     @property
     def noted(self) -> bool:
@@ -85,10 +95,19 @@ class Variables:
         self._before = {scope.path: {name: image(value) for name, value in scope.plain()} for scope in scopes}
         self._foreign = {(scope.path, name): ForeignValue(value) for scope in scopes for name, value in scope.foreign}
         self._held = {scope.path: len(scope.items) for scope in scopes}
+        self._settings = settings_of_process(_modules())
+        self.made = {
+            f"{scope.path} {name}": found
+            for scope in scopes
+            for name, value in scope.plain()
+            if not scope.is_dead and scope.is_live(name) and (found := digest(value)) is not None
+        }
 
     def lost(self) -> str:
         """Return what a second run would lose, as it cannot be kept; '' if nothing. Raises StateNotSupportedError."""
         assert self._before is not None, "noted when the first loop began"
+        if reason := changed_setting(self._settings, settings_of_process(_modules())) or own_thread():
+            return reason
         for scope in self._look():
             if scope.is_dead or scope.is_data:
                 continue
@@ -100,7 +119,7 @@ class Variables:
                 return f"it sets {_shown(outer, name)} to an object, which cannot be kept"
             for name, value in scope.foreign:
                 before = self._foreign.get((scope.path, name))
-                if before is None or not before.is_same(value):
+                if not (before.is_same(value) if before is not None else is_at_its_end(value)):
                     return f"it changes {_shown(scope.path, name)} ({type(value).__qualname__}), which cannot be kept"
         return ""
 
@@ -125,6 +144,12 @@ class Variables:
             return list(tensors_in(self.changed())) if self.noted else []
         except StateNotSupportedError:
             return []
+
+    def made_otherwise(self, made: dict[str, int]) -> str:
+        """Return the name of a value that was another one when the first loop of the saved process began; '' if none
+        was. `made`: of that process."""
+        name = min((name for name, found in self.made.items() if made.get(name, found) != found), default="")
+        return _shown(*name.rsplit(" ", 1)) if name else ""
 
     def put_back(self, saved: dict[str, dict[Any, Any]]) -> str:
         """Make every value what it was where `changed` was called. To be called from the same place of the script.
@@ -323,17 +348,25 @@ def _inside(path: str, value: Any, packages: set[str]) -> Scope | None:
         is_growing = len(items) < len(value) or not all(type(k) is str for k, _ in items)
         return Scope(path, items, value.__setitem__, is_growing=is_growing)
     kind = type(value)
-    if kind is types.FunctionType and is_own(value.__module__):
-        cells = dict(zip(value.__code__.co_freevars, value.__closure__ or ()))
-        filled = [(name, cell.cell_contents) for name, cell in cells.items() if cell != types.CellType()]
-        return Scope(path, filled, lambda name, item: setattr(cells[name], "cell_contents", item))
-    if isinstance(value, (type, types.ModuleType, enum.Enum, *_OPAQUE)) or not hasattr(value, "__dict__"):
+    if kind is types.FunctionType:
+        return _inside_function(path, value) if is_own(value.__module__) else None
+    if kind is functools.partial:
+        held: list[tuple[Any, Any]] = [("func", value.func), *enumerate(value.args), ("keywords", value.keywords)]
+        return Scope(path, held, refuse)
+    if isinstance(value, type):
+        return _inside_class(path, value) if is_own(value.__module__) and not issubclass(value, enum.Enum) else None
+    if isinstance(value, torch.optim.Optimizer) and is_own(kind.__module__):
+        # its state and its groups are part of the state of training
+        own = [(name, item) for name, item in vars(value).items() if name[0] != "_" and name not in _OF_OPTIMIZERS]
+        return Scope(path, [*own, ("__class__", kind)], vars(value).__setitem__)
+    if isinstance(value, (types.ModuleType, enum.Enum, *_OPAQUE)) or not hasattr(value, "__dict__"):
         return None
     if isinstance(value, torch.nn.Module):
         # its tensors are part of the model's state
-        names = [] if package_of(kind.__module__) == "torch" else list(vars(value))
-        items = [(name, vars(value)[name]) for name in names if not name.startswith("_") or name in _OF_METRICS]
-        return Scope(path, [*items, ("_modules", dict(value._modules))], vars(value).__setitem__)
+        keys = [] if package_of(kind.__module__) == "torch" else list(vars(value))
+        items = [(name, vars(value)[name]) for name in keys if not name.startswith("_") or name in _OF_METRICS]
+        items += [("_modules", dict(value._modules)), ("__class__", kind)]
+        return Scope(path, items, vars(value).__setitem__)
     if isinstance(value, torch.utils.data.DataLoader):
         parts = _LOADER_PARTS if package_of(kind.__module__) == "torch" else tuple(vars(value))
         items = [(name, vars(value)[name]) for name in parts if not name.startswith("_")]
@@ -341,8 +374,27 @@ def _inside(path: str, value: Any, packages: set[str]) -> Scope | None:
     is_known = kind.__module__.startswith("torch.utils.data.") or is_own(kind.__module__)
     is_known = is_known or package_of(kind.__module__) in packages
     if is_known or f"{kind.__module__}.{kind.__qualname__}" in _BAGS:
-        return Scope(path, list(vars(value).items()), vars(value).__setitem__)
+        return Scope(path, [*vars(value).items(), ("__class__", kind)], vars(value).__setitem__)
     return None
+
+
+def _inside_class(path: str, value: Any) -> Scope:
+    items = [(name, item) for name, item in vars(value).items() if not name.startswith(("__", "_abc_"))]
+    return Scope(path, items, lambda name, item: setattr(value, name, item))
+
+
+def _inside_function(path: str, function: Any) -> Scope:
+    """Variables that it shares with the function around it, its attributes, and what its defaults hold."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
+    items = [(name, cell.cell_contents) for name, cell in cells.items() if cell != types.CellType()]
+    items += [(name, item) for name, item in vars(function).items() if name not in cells]
+    items += [(name, item) for name in _DEFAULTS if (item := getattr(function, name))]
+
+    def put(name: Any, item: Any) -> None:
+        holder: Any = cells.get(name, function)
+        setattr(holder, "cell_contents" if name in cells else name, item)
+
+    return Scope(path, items, put)
 
 
 def _is_running(value: Any) -> bool:

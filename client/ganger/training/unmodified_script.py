@@ -429,12 +429,11 @@ class UnmodifiedScript:
             self.note_reason(reason)
 
     def _note_variables(self) -> None:
+        self._outside.is_in_setup = False
         try:
             self._variables.note()
-        except StateNotSupportedError as error:
-            self.note_reason(str(error))
         except Exception as problem:
-            self.note_reason(failure_text(problem))
+            self.note_reason(str(problem) if isinstance(problem, StateNotSupportedError) else failure_text(problem))
 
     def _is_mixed(self, loop: Loop) -> bool:
         return any(other is not None and other is not loop and other.is_being_read for other in self._living())
@@ -457,6 +456,7 @@ class UnmodifiedScript:
             # needed on restore: a state parked for a pause can move to other nodes without the rank
             "reasons": list(self._reasons),
             "variables": self._variables.changed() if self._is_run_again else {},
+            "made": self._variables.made,
         }
         return position
 
@@ -492,6 +492,8 @@ class UnmodifiedScript:
         self._refined = True
         self._going_back = False
         self._kept_batches.clear()
+        if name := self._variables.made_otherwise(restored.position.get("made", {})):
+            self.give_up_replay(f"its second run has made another {name} before its first pass; give a seed")
         if missing := self._variables.put_back(restored.position["variables"]):
             self.give_up_replay(f"{missing} is not there, or is no object as it was")
         # what is saved before the next boundary is what was restored
