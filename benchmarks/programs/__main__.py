@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -52,11 +55,19 @@ def report(python: Path, sources: Path | None, only: str, is_list: bool, work: P
         raise click.UsageError(f"--only: no program {', '.join(sorted(unknown))}; --list has their names")
     chosen = [program for program in CATALOGUE if not names or program.name in names]
     directory.mkdir(parents=True, exist_ok=True)
+    commit, day = own_commit(), datetime.datetime.now(datetime.UTC).date().isoformat()
     with tempfile.TemporaryDirectory(prefix="ganger-programs-") as removed:
         # Not resolved: a link to an interpreter is what makes it the one of its environment.
         rooms = Rooms(python.absolute(), sources and sources.resolve(), (work or Path(removed)).resolve())
-        outcomes = try_all(chosen, rooms, lambda outcome: keep(outcome, directory))
+        outcomes = try_all(chosen, rooms, lambda outcome: keep(replace(outcome, commit=commit, day=day), directory))
     sys.exit(0 if all(outcome.is_complete for outcome in outcomes) else 1)
+
+
+def own_commit() -> str:
+    """Return the commit of this checkout of Ganger, with a + if files of it are changed; "" if git does not know it."""
+    here = Path(__file__).parent
+    words = ("git", "-C", str(here), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+")
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def keep(outcome: Outcome, directory: Path) -> None:

@@ -20,8 +20,13 @@ def page_of(outcomes: Sequence[Outcome], machine: Mapping[str, Any]) -> str:
     lines = [
         "# Public programs, unmodified",
         "",
-        f"Measured by `make programs`: {machine['cpus']} CPUs ({machine['cpu']}), Linux {machine['kernel']}, two nodes",
-        "with virtual GPUs on one machine. Each program runs alone first, with one thread, then as a job that",
+        *textwrap.wrap(
+            f"Measured by `make programs`{_runs(outcomes)}: {machine['cpus']} CPUs ({machine['cpu']}), Linux "
+            f"{machine['kernel']}, two nodes with virtual GPUs on one machine.",
+            98,
+        ),
+        "",
+        "Each program runs alone first, with one thread, then as a job that",
         "is suspended twice (once at OFFLOAD where that is offered, once at CHECKPOINT), resumed, and moved",
         "to the other node. Its log and every file that it leaves, weights included, have to be the same",
         "bytes as alone; times of day in them are left out. Scripts *written anew* have the usual shape of",
@@ -56,6 +61,18 @@ _RUN_IT = [
     "this run are in the table, times and reasons in `docs/measurements/programs.json`.",
     "",
 ]
+
+
+def _runs(outcomes: Sequence[Outcome]) -> str:
+    """Return when and at which commit the rows were measured: one each, unless programs were tried again alone."""
+    rows: dict[str, list[str]] = {}
+    for outcome in outcomes:
+        rows.setdefault(f"on {outcome.day or 'an earlier day'} at commit {outcome.commit or 'unknown'}", []).append(
+            outcome.program
+        )
+    if len(rows) == 1:
+        return f" {next(iter(rows))}"
+    return ", " + ", ".join(f"{run} ({' '.join(names)})" for run, names in rows.items())
 
 
 def _row(outcome: Outcome) -> str:

@@ -61,7 +61,8 @@ class Order:
 
 @dataclass
 class Outcome:
-    """What became of a program. `files` and `log`: "" if they are as alone, else the first difference."""
+    """What became of a program. `files` and `log`: "" if they are as alone, else the first difference. `commit`, `day`:
+    what of Ganger it was tried with, and when."""
 
     program: str
     kind: str
@@ -79,6 +80,8 @@ class Outcome:
     files: str = ""
     log: str = ""
     failure: str = ""
+    commit: str = ""
+    day: str = ""
 
     def done(self, *kinds: str) -> int:
         """Return how many orders of these kinds were carried out."""
@@ -99,7 +102,7 @@ class Outcome:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Outcome:
-        own = {one.name: row[one.name] for one in fields(cls)}
+        own = {one.name: row[one.name] for one in fields(cls) if one.name in row}
         return cls(**{**own, "orders": [Order(**order) for order in row["orders"]]})
 
     def to_json(self) -> dict[str, Any]:

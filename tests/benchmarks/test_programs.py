@@ -117,6 +117,26 @@ def test_the_page_counts_what_moved_and_names_what_was_refused() -> None:
     assert "move: it is connected to 10.0.0.1:443" in page
 
 
+def test_the_page_names_the_commit_and_the_day_of_its_rows() -> None:
+    first, second = (dataclasses.replace(outcome(), commit=commit, day="2026-11-28") for commit in ("1a2b", "3c4d"))
+    machine = {"cpus": 2, "cpu": "x", "kernel": "6"}
+    assert "`make programs` on 2026-11-28 at commit 1a2b: 2 CPUs" in page_of([first, first], machine)
+    mixed = " ".join(page_of([first, dataclasses.replace(second, program="other")], machine).split())
+    assert "on 2026-11-28 at commit 1a2b (any), on 2026-11-28 at commit 3c4d (other)" in mixed
+
+
+def test_rows_of_a_run_in_which_commits_were_not_recorded_are_kept(tmp_path: Path) -> None:
+    first, second = (program.name for program in CATALOGUE[:2])
+    keep(dataclasses.replace(outcome(), program=first), tmp_path)
+    path = tmp_path / "programs.json"
+    kept = json.loads(path.read_text())
+    for name in ("commit", "day"):
+        del kept["programs"][0][name]
+    path.write_text(json.dumps(kept))
+    keep(dataclasses.replace(outcome(), program=second, commit="1a2b", day="2026-11-28"), tmp_path)
+    assert "on an earlier day at commit unknown" in " ".join((tmp_path / "programs.md").read_text().split())
+
+
 def test_a_program_that_is_tried_again_takes_the_place_of_its_row(tmp_path: Path) -> None:
     first, second = (program.name for program in CATALOGUE[:2])
     for name, state in ((second, "SUCCEEDED"), (first, "FAILED"), (first, "SUCCEEDED")):
