@@ -67,9 +67,8 @@ def _runs(outcomes: Sequence[Outcome]) -> str:
     """Return when and at which commit the rows were measured: one each, unless programs were tried again alone."""
     rows: dict[str, list[str]] = {}
     for outcome in outcomes:
-        rows.setdefault(f"on {outcome.day or 'an earlier day'} at commit {outcome.commit or 'unknown'}", []).append(
-            outcome.program
-        )
+        run = f"on {outcome.day} at commit {outcome.commit}" if outcome.commit else "at an earlier commit, not recorded"
+        rows.setdefault(run, []).append(outcome.program)
     if len(rows) == 1:
         return f" {next(iter(rows))}"
     return ", " + ", ".join(f"{run} ({' '.join(names)})" for run, names in rows.items())

@@ -134,7 +134,7 @@ def test_rows_of_a_run_in_which_commits_were_not_recorded_are_kept(tmp_path: Pat
         del kept["programs"][0][name]
     path.write_text(json.dumps(kept))
     keep(dataclasses.replace(outcome(), program=second, commit="1a2b", day="2026-11-28"), tmp_path)
-    assert "on an earlier day at commit unknown" in " ".join((tmp_path / "programs.md").read_text().split())
+    assert "at an earlier commit, not recorded" in " ".join((tmp_path / "programs.md").read_text().split())
 
 
 def test_a_program_that_is_tried_again_takes_the_place_of_its_row(tmp_path: Path) -> None:
