@@ -68,11 +68,13 @@ args = TrainingArguments(
     report_to="none", disable_tqdm=True, use_cpu=True, learning_rate=0.01, metric_for_best_model="loss",
     load_best_model_at_end=False, OPTIONS
 )
+last = None
+LOOKS
 trainer = Trainer(
     model=Net(), args=args, train_dataset=Samples(40 * int(os.environ.get("WORLD_SIZE", "1"))),
     eval_dataset=Samples(8), callbacks=[Lines(), EarlyStoppingCallback(50)]
 )
-trainer.train()
+trainer.train(resume_from_checkpoint=last)
 if trainer.is_world_process_zero():
     state = trainer.model.state_dict()
     with open(os.path.join(out, "weights"), "w") as file:
@@ -81,14 +83,23 @@ if trainer.is_world_process_zero():
 """
 
 
+# As the example scripts of transformers do.
+LOOKS = """
+from transformers.trainer_utils import get_last_checkpoint
+if os.path.isdir(args.output_dir):
+    last = get_last_checkpoint(args.output_dir)
+    if last is None and os.listdir(args.output_dir):
+        raise ValueError("the output directory is not empty")
+    print("begin from", last, flush=True)
+"""
 # As jobs of one task are started: accelerate would look for other ranks.
-ALONE = {"LOCAL_RANK": "-1"}
+ALONE = {"LOCAL_RANK": "-1", "GANGER_JOB_ID": "7"}
 
 
-def script(directory: Path, *, options: str = "", extra: str = "") -> Path:
+def script(directory: Path, *, options: str = "", extra: str = "", looks: str = "") -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "train.py"
-    path.write_text(SCRIPT.replace("OPTIONS", options).replace("EXTRA", extra))
+    path.write_text(SCRIPT.replace("OPTIONS", options).replace("EXTRA", extra).replace("LOOKS", looks))
     return path
 
 
@@ -120,6 +131,19 @@ def test_a_trainer_stopped_at_any_step_ends_as_if_never_stopped(tmp_path: Path, 
 
     assert lines(*logs_of_parts(parts, len(stops) + 1)) == lines(alone / "rank-0.log")
     assert (parts / "weights").read_text() == (alone / "weights").read_text()
+
+
+def test_a_script_that_looks_for_its_output_directory_goes_on_as_if_it_had_not_made_it(tmp_path: Path) -> None:
+    alone, parts = tmp_path / "alone", tmp_path / "parts"
+    run_to_end(alone, script(alone, looks=LOOKS), [alone], managed=False, environment=ALONE)
+
+    # before the trainer's first checkpoint, and after it
+    run_in_parts(parts, script(parts, looks=LOOKS), [parts], [2, 6], agent=True, environment=ALONE)
+
+    assert lines(*logs_of_parts(parts, 3)) == lines(alone / "rank-0.log")
+    assert (parts / "weights").read_text() == (alone / "weights").read_text()
+    replayed = [parts / f"part-{part}/rank-0.replay.log" for part in (1, 2)]
+    assert not [line for line in lines(*replayed) if line.startswith("begin from")]
 
 
 def test_two_ranks_stop_at_the_same_step_and_end_as_if_never_stopped(tmp_path: Path) -> None:
@@ -172,7 +196,7 @@ def test_what_a_second_run_would_not_repeat_alike_is_refused_with_its_reason(
 
 def test_a_second_call_of_train_cannot_be_gone_on_with(tmp_path: Path) -> None:
     text = script(tmp_path)
-    text.write_text(text.read_text().replace("trainer.train()\n", "trainer.train()\ntrainer.train()\n"))
+    text.write_text(text.read_text().replace("trainer.train(resume", "trainer.train()\ntrainer.train(resume"))
     rank = Rank(tmp_path, text, [tmp_path], agent=True, environment=ALONE)
 
     assert rank.end() == 0, rank.output()

@@ -67,6 +67,9 @@ trainer = L.Trainer(
     enable_progress_bar=False, enable_model_summary=False, default_root_dir=out, logger=CSVLogger(out, version=VERSION),
     callbacks=[Lines(), best, EarlyStopping("valid", patience=50)], OPTIONS
 )
+# before ModelCheckpoint has made it
+last = os.path.exists(os.path.join(out, "trained", "last.ckpt"))
+print("begin from", last, flush=True)
 trainer.fit(
     model, torch.utils.data.DataLoader(Samples(40 * world), 4, shuffle=True, num_workers=WORKERS),
     torch.utils.data.DataLoader(Samples(8), 4)
@@ -77,7 +80,7 @@ if trainer.is_global_zero:
     print("done", os.path.basename(best.best_model_path), float(best.best_model_score), flush=True)
 """
 # As jobs of one task are started: Lightning would look for other ranks.
-ALONE = {"RANK": "0", "LOCAL_RANK": "0"}
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "GANGER_JOB_ID": "7"}
 
 
 def script(directory: Path, *, package: str = "lightning.pytorch", options: str = "", workers: int = 0) -> Path:

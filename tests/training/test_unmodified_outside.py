@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from ganger.injob.page_layout import Capability, Word
-from training.harness import Rank
+from ganger.training.made_directories import ATTRIBUTE
+from training.harness import Rank, run_in_parts, run_to_end
 
 pytestmark = pytest.mark.torch
 
@@ -56,11 +58,12 @@ REPEATED = {
         "open('a', 'w').close()",
         "before it made it",
     ),
-    "looks for a directory that it makes": (
-        "pathlib.Path('a').is_dir(); os.makedirs('a', exist_ok=True)",
-        "",
+    "looks for a directory in which it makes others": (
+        "os.makedirs('a', exist_ok=True); os.path.exists('a/b')",
+        "torch.save(1, 'a/b')",
         "before it made it",
     ),
+    "lists where it makes a directory": ("os.listdir(); os.makedirs('a', exist_ok=True)", "", "before it made a there"),
     "lists where it saves": ("glob.glob('*.pt')", "torch.save(1, 'a.pt')", "before it made a.pt there"),
     "reads what it writes": (
         "open('a', 'w').close()\nopen('a').close()",
@@ -71,6 +74,10 @@ REPEATED = {
 REPEATABLE = {
     "makes directories that may be there": ("os.makedirs('a/b', exist_ok=True)", ""),
     "makes a path that may be there": ("pathlib.Path('a/b').mkdir(parents=True, exist_ok=True)", ""),
+    "looks for a directory that it makes": (
+        "pathlib.Path('a').is_dir() or glob.glob('a/*') or os.path.exists('a/b')\nos.makedirs('a', exist_ok=True)",
+        "torch.save(1, 'a/b')",
+    ),
     "writes and saves": ("log = open('log', 'w')", "log.write('x'); torch.save(1, 'a')"),
     "loads what it saved": ("torch.save(1, 'a'); torch.load('a')", ""),
     "removes its temporary files": ("", "tempfile.NamedTemporaryFile().close()"),
@@ -85,7 +92,7 @@ def _run(tmp_path: Path, before: str, inside: str) -> Rank:
     room.mkdir()
     workers = 2 if "WORKERS" in before else 0
     script.write_text(HEAD + before + PASS.format(inside=inside, workers=workers))
-    rank = Rank(tmp_path / "run", script, [room], agent=True)
+    rank = Rank(tmp_path / "run", script, [room], agent=True, environment={"GANGER_JOB_ID": "7"})
     assert rank.end() == 0, rank.output()
     return rank
 
@@ -102,3 +109,57 @@ def test_what_a_second_run_would_do_again_is_a_reason_and_the_reason_names_it(tm
 def test_what_a_second_run_can_do_again_or_leave_out_is_no_reason(tmp_path: Path, kind: str) -> None:
     rank = _run(tmp_path, *REPEATABLE[kind])
     assert rank.page.get(Word.CAPABILITIES) & Capability.CHECKPOINT, rank.output()
+
+
+LOOKS = """
+found = os.listdir('out') if os.path.isdir('out') else None
+print('found', found, os.path.exists('out/last.pt'), flush=True)
+if found is not None and 'last.pt' not in found:
+    raise ValueError('out is there, and has no last.pt')
+try:
+    open('out/settings.json')
+except FileNotFoundError:
+    os.makedirs('out/deep', exist_ok=True)
+assert os.path.isdir('out') and os.path.isdir('out/deep')
+"""
+
+
+def _looking(directory: Path) -> Path:
+    directory.mkdir()
+    script = directory / "train.py"
+    script.write_text(HEAD + LOOKS + PASS.format(inside="torch.save(1, f'out/x.pt')", workers=0))
+    return script
+
+
+def _looked(rank_log: Path) -> list[str]:
+    return [line for line in rank_log.read_text().splitlines() if line.startswith("found")]
+
+
+def test_a_second_run_does_not_find_the_directory_that_the_first_has_made(tmp_path: Path) -> None:
+    room, job = tmp_path / "room", {"GANGER_JOB_ID": "7"}
+    script = _looking(room)
+
+    run_in_parts(tmp_path, script, [room], [1, 2], agent=True, environment=job)
+
+    assert [_looked(tmp_path / f"part-{part}/rank-0.log") for part in range(3)] == [["found None False"], [], []]
+    logs = [tmp_path / f"part-{part}/rank-0.replay.log" for part in (1, 2)]
+    assert [_looked(log) for log in logs] == [["found None False"]] * 2
+    assert (room / "out/x.pt").exists()
+
+
+def test_a_start_from_nothing_finds_what_an_earlier_attempt_has_made_and_so_does_its_second_run(tmp_path: Path) -> None:
+    room = tmp_path / "room"
+    script = _looking(room)
+    first = {"agent": True, "environment": {"GANGER_JOB_ID": "7", "GANGER_ATTEMPT": "1"}}
+    run_to_end(tmp_path / "first", script, [room], **first)
+    (room / "out/last.pt").touch()
+
+    environment = {"GANGER_JOB_ID": "7", "GANGER_ATTEMPT": "2"}
+    rank = Rank(tmp_path / "second", script, [room], agent=True, environment=environment)
+    assert rank.end() == 0, rank.output()
+
+    (found,) = _looked(rank.log)
+    assert "last.pt" in found
+    assert found.endswith("True")
+    with pytest.raises(OSError, match="No data"):
+        os.getxattr(room / "out", ATTRIBUTE)

@@ -3,7 +3,8 @@
 An audit hook sees every file that is opened for writing, renamed or removed, every process that is started, every
 database and every connection. Replay can keep out of files what the script writes again by `open`, and skips
 `torch.save`; all else would be done twice. Nor may a second run find another answer to what the script looks for: a
-file that it made itself, a listing with that file in it, a file that it read before it wrote it.
+file that it made itself, a listing with that file in it, a file that it read before it wrote it. Of directories that it
+looks for and then makes (its output directory), a second run is told that they are not there (`made_directories`).
 
 What the agent does and what only the interpreter does (byte code, caches, workers of a DataLoader, temporary files that
 are removed again) does not count. C code that opens files by itself (HDF5, safetensors) is not seen.
@@ -19,6 +20,7 @@ import random
 import sys
 from typing import Any, Callable
 
+from ganger.training.made_directories import MadeDirectories, NotThereError
 from ganger.training.replay import is_own, is_standard_file, opens_for_script, package_of
 
 # Beyond that many, what was read is not kept; then writing into any file that was there before is a reason.
@@ -51,6 +53,9 @@ class OutsideChanges:
         self._listed: set[_Path] = set()
         self._missing: set[_Path] = set()
         self._made: set[_Path] = set()
+        # Directories that were looked for, once they are made; with the reason to give where they cannot be marked.
+        self._unmarked: dict[_Path, str] = {}
+        self._directories = MadeDirectories()
         self._temporary: set[_Path] = set()
         # Temporary files of the script that were there at the last `check`.
         self.held: set[_Path] = set()
@@ -64,7 +69,7 @@ class OutsideChanges:
         sys.addaudithook(self._hook)
         os.register_at_fork(after_in_child=self.end)
         for name in ("stat", "lstat"):
-            _note_missing(name, self._looked_for)
+            _note_lookups(name, self._looks_for, self._looked_for)
         _note_drawn(self._drawn)
 
     def end(self) -> None:
@@ -78,10 +83,12 @@ class OutsideChanges:
         self._is_settled = True
         self.before_repeating = None
         self._acts = {"open": self._opened_later, "os.mkdir": self._made_later}
-        for event in ("os.rename", "os.link", "os.symlink"):
+        for event in ("os.link", "os.symlink"):
             self._acts[event] = lambda given: self._written(_absolute(given[1]))
-        for event in ("os.remove", "shutil.rmtree", "os.truncate"):
-            self._acts[event] = lambda given: self._lost_later(_absolute(given[0]))
+        for event in ("os.remove", "shutil.rmtree"):
+            self._acts[event] = lambda given: self._lost_later(_resolved(*(*given, -1)[:2]))
+        self._acts["os.rename"] = self._renamed_later
+        self._acts["os.truncate"] = lambda given: self._lost_later(_resolved(given[0], -1))
 
     def _opened_later(self, given: Any) -> None:
         name, _, flags = given
@@ -91,15 +98,22 @@ class OutsideChanges:
 
     def _made_later(self, given: Any) -> None:
         path = _resolved(given[0], given[2])
-        if not self._exists(path):
-            self._written(path)
+        if not (self._exists(path) or self._is_ignored(path)):
+            self._note_directory(path)
+
+    def _renamed_later(self, given: Any) -> None:
+        self._lost_later(_resolved(given[0], given[2]))
+        self._written(_resolved(given[1], given[3]))
 
     def _lost_later(self, path: _Path) -> None:
-        if path in self._reads and not self._is_ignored(path) and _actor()[0] is not None:
-            self._refuse(f"it read {path} before it removed it, and a second run would not find it")
+        is_listed = os.path.dirname(path) in self._listed and path not in self._made
+        if (path in self._reads or is_listed) and not self._is_ignored(path) and _actor()[0] is not None:
+            verb = "read" if path in self._reads else "listed"
+            self._refuse(f"it {verb} {path} before it removed it, and a second run would not find it")
 
     def check(self) -> str:
         """Return the reason, that a temporary file of the script is still there included."""
+        self._mark()
         if self.held and not self.reason:
             self.held = {path for path in self.held if self._exists(path)}
             if self.held:
@@ -111,6 +125,7 @@ class OutsideChanges:
         self._written(_absolute(path))
 
     def loaded(self, path: Any) -> None:
+        self._looks_for(path)
         self._read(_absolute(path))
 
     # -- the hook
@@ -151,7 +166,10 @@ class OutsideChanges:
         if act is None or not self._is_active:
             return
         try:
+            self._mark()
             act(given)
+        except NotThereError:
+            raise
         except Exception as problem:  # in the middle of any line of the script
             self._refuse(f"what it changes outside cannot be followed ({type(problem).__name__}: {problem})")
 
@@ -170,6 +188,7 @@ class OutsideChanges:
         writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
         if not writes:
             if not str(name).endswith(_CODE):
+                self._looks_for(name)
                 self._read(_absolute(name))
             return
         path = _absolute(name)
@@ -192,6 +211,15 @@ class OutsideChanges:
         else:
             self._missing.add(path)
 
+    def _looks_for(self, path: Any) -> None:
+        """Raise FileNotFoundError while the script is run again, where the first run did not find the path."""
+        if not self._is_active or self._is_settled or not isinstance(path, (str, os.PathLike)):
+            return
+        if self.before_repeating is not None:
+            self._directories.hide(_absolute(path))
+        elif (made := self._directories.made_before(_absolute(path), self._made)) and not _is_in_makedirs():
+            self._refuse(f"it looked for {path} after another of its ranks made {made}")
+
     def _looked_for(self, path: Any) -> None:
         """`path` is not there."""
         # a path is resolved through what may be links: that decides nothing
@@ -204,6 +232,7 @@ class OutsideChanges:
         path = given[0]
         if isinstance(path, int) or _actor()[0] is None:
             return
+        self._looks_for("." if path is None else path)
         self._listed.add(_absolute("." if path is None else path))
 
     def _written(self, path: _Path) -> None:
@@ -228,14 +257,34 @@ class OutsideChanges:
 
     def _directory_made(self, given: Any) -> None:
         path = _resolved(given[0], given[2])
+        is_new = self._directories.show(path) or not self._exists(path)
         if self._is_ignored(path) or _actor()[0] is None:
             return
         if not _may_exist(sys._getframe(2)):
             self._changed("made", given[0], directories=given[2:3])
-        elif not self._exists(path) and path not in self._made:
-            self._made.add(path)
-            reason = self._found_later(path)
-            if reason:
+        elif is_new and path not in self._made:
+            self._note_directory(path)
+
+    def _note_directory(self, path: _Path) -> None:
+        """A directory is about to be made. What was looked for there before is not to be found by a second run."""
+        reason = self._found_later(path)
+        self._made.add(path)
+        inside = os.path.join(path, "")
+        absent = {one for one in self._missing | self._listed if one == path or one.startswith(inside)}
+        if os.path.dirname(path) in self._listed:
+            self._refuse(reason)
+        elif absent:
+            self._missing -= absent
+            self._listed -= absent
+            self._unmarked[path] = reason or f"it looked for {min(absent)} before it made {path}"
+
+    def _mark(self) -> None:
+        """Mark the directories that were looked for before, as soon as they are there."""
+        due, self._unmarked = self._unmarked, {}
+        for path, reason in due.items():
+            if not self._exists(path):
+                self._unmarked[path] = reason
+            elif not self._directories.mark(path):
                 self._refuse(reason)
 
     def _changed_one(self, verb: str, at: int, given: Any) -> None:
@@ -321,22 +370,29 @@ def _own_directories() -> list[str]:
     ]
 
 
-def _note_missing(name: str, note: Callable[[Any], None]) -> None:
+def _note_lookups(name: str, before: Callable[[Any], None], when_missing: Callable[[Any], None]) -> None:
+    """Have both called at each call of a function of `os`, with its path: they may raise FileNotFoundError."""
     original = getattr(os, name)
 
     @functools.wraps(original)
     def noted(path: Any, *arguments: Any, **options: Any) -> Any:
+        is_path = options.get("dir_fd") is None
         try:
+            if is_path:
+                before(path)
             return original(path, *arguments, **options)
         except (FileNotFoundError, NotADirectoryError):
-            if options.get("dir_fd") is None:
-                note(path)
+            if is_path:
+                when_missing(path)
             raise
 
     for supported in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks):
         if original in supported:
             supported.add(noted)
     setattr(os, name, noted)
+    accessor = getattr(sys.modules.get("pathlib"), "_normal_accessor", None)
+    if getattr(accessor, name, None) is original:
+        setattr(accessor, name, noted)  # Python 3.10 keeps its own reference there
 
 
 def _note_drawn(note: Callable[[], None]) -> None:
