@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from ganger.accelerate_command import from_accelerate
-from ganger.rank_command import RankCommand, python_beside
+from ganger.rank_command import RankCommand, from_torchrun, python_beside
 from ganger.spec_values import parse_command, parse_gpus, whole_number
-from ganger.torchrun_command import from_torchrun
 
 # With one of these only a shell knows what the line means.
 _SHELL_SIGNS: Final = re.compile(r"[;&|<>()$`\\*?\[\]{}~#!\n]")

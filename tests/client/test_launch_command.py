@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from ganger.accelerate_command import from_accelerate
 from ganger.launch_command import replaced_flags
+from ganger.rank_command import from_torchrun
 from ganger.spec import make_spec
-from ganger.torchrun_command import from_torchrun
 from ganger.v1.job_pb2 import JobSpec
 from ganger.wire.errors import SpecInvalid
 
@@ -173,6 +173,14 @@ def test_variables_of_torchrun_count_as_its_flags() -> None:
     spec = made("torchrun t.py", environment={"PET_NPROC_PER_NODE": "4", "PET_NNODES": "2"})
 
     assert request(spec) == (8, 1, 2)
+
+
+def test_a_variable_of_torchrun_that_is_zero_leaves_its_switch_off() -> None:
+    environment = {"PET_STANDALONE": "0", "PET_NO_PYTHON": "0", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "4"}
+    spec = made("torchrun t.py", environment=environment)
+
+    assert request(spec) == (8, 1, 2)
+    assert list(spec.command) == ["python", "-u", "t.py"]
 
 
 @pytest.mark.torch
