@@ -11,7 +11,7 @@ import torch
 from ganger.injob.state_image import ImageError
 from ganger.training.image_io import ArenaSink, plan_image, write_image
 from ganger.training.image_reading import ArenaSource, OpenImage, PieceReader, open_image
-from ganger.training.resharded_state import reshard
+from ganger.training.sharded_reading import reshard
 from ganger.training.sharded_tensors import (
     block_of,
     is_sharded,

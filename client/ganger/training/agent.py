@@ -141,7 +141,7 @@ def _hook() -> None:
 
 def _watch_trainers(script: UnmodifiedScript, outside: OutsideChanges) -> None:
     """Let an adapter begin where the script calls a trainer that the agent knows."""
-    from ganger.training.trainers import KNOWN, Trainers
+    from ganger.training.trainer_run import KNOWN, Trainers
 
     trainers = Trainers(script.make_way, _diversion, outside)
     for name in KNOWN:
@@ -179,9 +179,7 @@ def _ended_too_early() -> None:
     from ganger.injob import exit_code as exitcode
     from ganger.injob.page_layout import EXIT_NO_STATE
 
-    tail = _diversion.tail()
-    _diversion.end()
-    print(tail, file=sys.stderr)
+    _diversion.give_up()
     print("ganger: the script ended before it came back to its position; the lines above are from its replay log. "
           "Attach it (ganger.attach) to restart without a replay", file=sys.stderr)  # fmt: skip
     if not exitcode.has_failed():

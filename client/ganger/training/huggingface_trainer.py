@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Iterator
 from typing import Any, Callable
 
@@ -25,17 +26,8 @@ _NEEDED = ("_init_training_state", "_run_epoch", "get_batch_samples", "get_train
 # Of a trainer, these are made anew in a second run, or are part of the state in another way.
 _NOT_VALUES = frozenset(
     [
-        *(
-            "args",
-            "model",
-            "model_wrapped",
-            "deepspeed",
-            "optimizer",
-            "lr_scheduler",
-            "accelerator",
-            "state",
-            "control",
-        ),
+        *("args", "model", "model_wrapped", "deepspeed", "optimizer", "lr_scheduler"),
+        *("accelerator", "state", "control"),
         *("callback_handler", "data_collator", "train_dataset", "eval_dataset", "processing_class", "tokenizer"),
         *("compute_metrics", "compute_loss_func", "label_smoother", "jit_checkpoint_callback", "_eval_dataloaders"),
     ]
@@ -51,19 +43,19 @@ def hook(module: Any, begin: Begin) -> None:
     """Let every call of `train` in this process be controlled. `module`: transformers.trainer."""
     current: list[HuggingFaceTraining] = []
     trainer_class = module.Trainer
-    missing = [name for name in _NEEDED if not hasattr(trainer_class, name)]
+    why_not = _why_not(trainer_class)
     original = trainer_class.train
 
     def make_pass(loader: Any, plain: Callable[[Any], Any]) -> Any:
         return current[-1].make_pass(loader, plain) if current else plain(loader)
 
-    hook_passes(make_pass)
+    if not why_not:
+        hook_passes(make_pass)
 
     @functools.wraps(original)
     def train(self: Any, resume_from_checkpoint: Any = None, *arguments: Any, **options: Any) -> Any:
         training = HuggingFaceTraining(self, module)
-        refusal = f"this version of transformers has no Trainer.{missing[0]}" if missing else training.unsupported()
-        run = None if current else begin(training, refusal)
+        run = None if current else begin(training, why_not or training.unsupported())
         if run is None:
             return original(self, resume_from_checkpoint, *arguments, **options)
         training.run = run
@@ -76,6 +68,15 @@ def hook(module: Any, begin: Begin) -> None:
             current.pop()
 
     trainer_class.train = train
+
+
+def _why_not(trainer_class: Any) -> str:
+    """Return why the trainers of the installed version cannot go on at a step; '' if they can."""
+    missing = [name for name in _NEEDED if not hasattr(trainer_class, name)]
+    if not missing:
+        return ""
+    version = getattr(sys.modules.get("transformers"), "__version__", "of this version")
+    return f"transformers {version} has no Trainer.{missing[0]}, by which training goes on at a step; version 5 has"
 
 
 class HuggingFaceTraining:

@@ -53,34 +53,12 @@ _REPORTS = frozenset(
     | {"keys", "get", "hex", "tolist", "copy", "isnan", "isinf", "isfinite", "repr", "train", "eval", "zero_grad"}
 )
 # The same, but they change what the script trains: not where a result decides whether they are called.
-_HARMLESS = _REPORTS | {
-    *(
-        "step",
-        "update",
-        "parameters",
-        "named_parameters",
-        "get_last_lr",
-        "list",
-        "tuple",
-        "dict",
-        "set",
-        "sorted",
-        "zip",
-    ),
-    *(
-        "enumerate",
-        "range",
-        "isinstance",
-        "any",
-        "all",
-        "deepcopy",
-        "load_state_dict",
-        "barrier",
-        "all_reduce",
-        "reset",
-    ),
-    *("close", "read", "add", "deque", "Counter"),
-}
+_HARMLESS = (
+    _REPORTS
+    | {"step", "update", "parameters", "named_parameters", "get_last_lr", "list", "tuple", "dict", "set", "sorted"}
+    | {"zip", "enumerate", "range", "isinstance", "any", "all", "deepcopy", "load_state_dict", "barrier", "all_reduce"}
+    | {"reset", "close", "read", "add", "deque", "Counter"}
+)
 _RAISING = frozenset({"pop", "popitem", "remove", "index", "exit", "_exit", "abort", "quit", "kill"})
 _EXITS = frozenset({"exit", "_exit", "abort", "quit"})
 

@@ -185,11 +185,13 @@ class OutputReplay:
         self._put(self._open_diverted, self._open)
         os.close(self._log)
 
-    def tail(self) -> str:
-        """The end of what was diverted, for a message about why it never ended."""
+    def give_up(self) -> None:
+        """End it, and print the last of what was diverted: it may tell why the script has not come to its place."""
         with self._open(self.log_path, "rb") as file:
             file.seek(max(0, os.path.getsize(self.log_path) - TAIL_BYTES))
-            return file.read().decode(errors="replace")
+            tail = file.read().decode(errors="replace")
+        self.end()
+        print(tail, file=sys.stderr)
 
     def _put(self, old: Any, new: Any) -> None:
         for holder in self._holders:

@@ -19,7 +19,7 @@ import torch
 from ganger.training import state_codec
 from ganger.training.image_io import ImagePlan, host_view, plan_image
 from ganger.training.image_reading import OpenImage, read_tensors
-from ganger.training.sharded_reading import LaidOutAs, read_state, whole_shape
+from ganger.training.sharded_reading import LaidOutAs, read_state, reshard, whole_shape
 from ganger.training.sharded_tensors import local_part
 from ganger.training.state_codec import StateNotSupportedError, TensorRef, TensorTable, device_model, notice_of_change
 
@@ -166,7 +166,7 @@ def restore(training: TrainingObjects, image: OpenImage, shard: Callable[[int], 
             dict(_destinations(training, saved, image)),
             dict(_beside_parameters(training, saved)),
             lambda plain, skipped: read_tensors(image, plain, lambda kind: _device(training, kind), skipped),
-            lambda parts: _reshard(image, parts, shard),
+            lambda parts: reshard(image, parts, shard),
         )
         state = state_codec.decode(image.tree, tensors.__getitem__)
         _apply(training, state)
@@ -176,13 +176,6 @@ def restore(training: TrainingObjects, image: OpenImage, shard: Callable[[int], 
         return Restored(image.step, rank, world, state["position"], state["random"], unclaimed, notice)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
         raise StateMismatchError(f"the saved state does not fit this script: {error}") from error
-
-
-def _reshard(image: OpenImage, parts: dict[int, torch.Tensor], shard: Callable[[int], OpenImage] | None) -> None:
-    # only here: it imports torch.distributed.checkpoint
-    from ganger.training.resharded_state import reshard
-
-    reshard(image, parts, shard)
 
 
 # -- models

@@ -1,4 +1,4 @@
-"""A script whose training loop is a trainer's: what the adapters of all trainers have in common.
+"""Scripts whose training loop is a trainer's: the trainers that the agent knows, and what their adapters share.
 
 The script is run again up to its call of the trainer, whose loop begins at the place where training stopped; there the
 state is put back. The trainer's loop is not run again, so what it writes is not repeated: its checkpoints, its logs.
@@ -7,15 +7,16 @@ What comes before the call is repeated, and refused where that would change anyt
 
 from __future__ import annotations
 
+import importlib
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
 import torch
 
-from ganger.injob import exit_code as exitcode
 from ganger.injob.control import Control, StopRequest, failure_text
-from ganger.injob.page_layout import EXIT_NO_STATE, Capability, Error, Opaque, PagePhase
+from ganger.injob.page_layout import Capability, Error, Opaque, PagePhase
 from ganger.training.outside_changes import OutsideChanges
 from ganger.training.progress_reporter import ProgressReporter
 from ganger.training.rank_processes import keep_default_group
@@ -25,6 +26,13 @@ from ganger.training.state import TrainingObjects, capture, restore_random
 from ganger.training.state_codec import StateNotSupportedError, tell
 from ganger.training.state_keeper import CannotKeepError, StateKeeper
 from ganger.training.trainer_variables import TrainerVariables
+
+# By the module with the trainer's class: ours for it.
+KNOWN = {
+    "transformers.trainer": "huggingface_trainer",
+    "lightning.pytorch.trainer.trainer": "lightning_trainer",
+    "pytorch_lightning.trainer.trainer": "lightning_trainer",
+}
 
 _ALL = Capability.PAUSE | Capability.OFFLOAD | Capability.CHECKPOINT | Capability.ADAPTER
 
@@ -183,20 +191,17 @@ class TrainerRun:
         text = failure_text(problem)
         if self.target is not None:
             self.give_up(text)
-        print(f"ganger: {text}; training goes on", file=sys.stderr, flush=True)
+        tell(f"{text}; training goes on")
         if not self._is_aside:
             self._is_aside = True
             self._control.step_aside(Opaque.AGENT_FAILED, text)
 
     def give_up(self, text: str) -> NoReturn:
         if self._diversion is not None:
-            tail = self._diversion.tail()
-            self._diversion.end()
-            print(tail, file=sys.stderr)
+            self._diversion.give_up()
         message = f"this trainer cannot be brought back to its place: {text}"
-        print(f"ganger: {message}", file=sys.stderr, flush=True)
-        self._control.error(Error.STATE_UNREADABLE, message)
-        exitcode.leave_now(EXIT_NO_STATE)
+        tell(message)
+        self._control.give_up_restore(message)
 
     # -- helpers
 
@@ -246,11 +251,9 @@ class TrainerRun:
             self._control.explain("ADAPTER", reason)
         self._control.hello(self._capabilities, form=self._adapter.form, reason=reason)
         if reason and self._control.rank == 0:
-            print(
-                f"ganger: this trainer can be paused, but neither moved nor saved: {reason}. "
-                "docs/how-to/mechanisms.md says what helps",
-                file=sys.stderr,
-                flush=True,
+            tell(
+                f"this trainer can be paused, but neither moved nor saved: {reason}. "
+                "docs/how-to/mechanisms.md says what helps"
             )
 
     def _checkpoint(self, request: StopRequest) -> None:
@@ -259,3 +262,49 @@ class TrainerRun:
         if self._reasons:
             raise CannotKeepError(Error.STATE_UNSAVEABLE, "; ".join(self._reasons))
         self._keeper.checkpoint(request)
+
+
+class Trainers:
+    """Of one process. `make_way` lets go of the page for an adapter, or returns False."""
+
+    def __init__(self, make_way: Callable[[], bool], diversion: OutputReplay | None, outside: OutsideChanges) -> None:
+        self._make_way = make_way
+        self._diversion = diversion
+        self._outside = outside
+        self._run: TrainerRun | None = None
+        self._pid = os.getpid()
+
+    def hook(self, name: str) -> None:
+        """`name` has been imported. No failure of this ends the import."""
+        try:
+            importlib.import_module(f"ganger.training.{KNOWN[name]}").hook(sys.modules[name], self.begin)
+        except Exception as problem:
+            tell(f"{name} is not known in this version: {problem}")
+
+    def begin(self, adapter: TrainerAdapter, refusal: str) -> TrainerRun | None:
+        """A trainer is about to train. Returns what controls it; None where nothing does, as its process is saved as
+        it is, or is not the rank, or trains otherwise too. `refusal`: why the adapter cannot be of use."""
+        if os.getpid() != self._pid or os.environ.get("GANGER_IMAGE"):
+            return None
+        try:
+            return self._begun(adapter, refusal)
+        except Exception as problem:
+            tell(f"{adapter.form} trains without control: {problem}")
+            return None
+
+    def _begun(self, adapter: TrainerAdapter, refusal: str) -> TrainerRun | None:
+        if self._run is None:
+            control: Any = Control.from_environment()
+            if control is None:
+                return None
+            if refusal:
+                control.explain("ADAPTER", refusal)
+            if refusal or (control.restore is None and not self._make_way()) or not control.claim():
+                control.close()
+                return None
+            if control.restore is not None and not self._make_way():
+                control.close()
+                return None
+            self._run = TrainerRun(control, self._diversion, self._outside)
+        self._run.begin(adapter)
+        return self._run

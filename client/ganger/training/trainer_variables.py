@@ -20,16 +20,8 @@ CALLBACKS = "callbacks"
 # What a script keeps of these is not part of the state: datasets, tokenizers, configurations.
 _LIBRARIES = frozenset(
     [
-        *(
-            "accelerate",
-            "datasets",
-            "huggingface_hub",
-            "lightning",
-            "lightning_fabric",
-            "lightning_utilities",
-            "peft",
-            "pytorch_lightning",
-        ),
+        *("accelerate", "datasets", "huggingface_hub", "peft"),
+        *("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"),
         *("safetensors", "sentencepiece", "tokenizers", "torchmetrics", "torchvision", "transformers", "trl"),
     ]
 )

@@ -8,7 +8,6 @@ are skipped, then the complete state is put back and the script goes on as if no
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 import weakref
@@ -137,7 +136,7 @@ class UnmodifiedScript:
         text = failure_text(problem)
         if self._going_back:
             self.give_up_replay(text)
-        print(f"ganger: {text}; training goes on", file=sys.stderr, flush=True)
+        tell(f"{text}; training goes on")
         if self._is_aside or self._control is None:
             self.retire()
             return
@@ -146,11 +145,9 @@ class UnmodifiedScript:
 
     def give_up_replay(self, text: str) -> NoReturn:
         if self._diversion is not None:
-            tail = self._diversion.tail()
-            self._diversion.end()
-            print(tail, file=sys.stderr)
+            self._diversion.give_up()
         message = f"this script cannot be run again to its position: {text}"
-        print(f"ganger: {message}", file=sys.stderr, flush=True)
+        tell(message)
         if self._control is not None:
             self._control.give_up_restore(message)
         exitcode.leave_now(EXIT_NO_STATE)
@@ -409,11 +406,9 @@ class UnmodifiedScript:
         replay = Capability.REPLAY if self._is_run_again else 0
         self._control.hello(self._capabilities | replay, form="unmodified", reason="; ".join(self._reasons))
         if self._reasons and self._control.rank == 0:
-            print(
-                f"ganger: this script can be paused, but neither moved nor saved: {'; '.join(self._reasons)}. "
-                "docs/explanation/unmodified.md says what helps",
-                file=sys.stderr,
-                flush=True,
+            tell(
+                f"this script can be paused, but neither moved nor saved: {'; '.join(self._reasons)}. "
+                "docs/explanation/unmodified.md says what helps"
             )
 
     def note_reason(self, reason: str) -> None:
