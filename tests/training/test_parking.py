@@ -37,7 +37,7 @@ model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024), n
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 data = TensorDataset(torch.randn(12, 1024))
 {start}
-addresses = [id(parameter) for parameter in model.parameters()]
+addresses = " ".join(str(id(parameter)) for parameter in model.parameters())
 for (x,) in loader:
     loss = model(x).square().mean()
     optimizer.zero_grad()
@@ -45,7 +45,7 @@ for (x,) in loader:
     optimizer.step()
     print("loss", loss.item().hex(), flush=True)
     {end}
-assert addresses == [id(parameter) for parameter in model.parameters()]
+assert addresses == " ".join(str(id(parameter)) for parameter in model.parameters())
 """
 FORMS = {
     "attached": PACED.format(
