@@ -22,7 +22,7 @@ from typing import Any
 from ganger.injob import state_image
 from ganger.injob.launcher.client import Launcher, start_launcher
 from ganger.injob.launcher.namespaces import LINKS, Unit
-from ganger_daemon.images.contract import PID_FILE, SHARED_MEMORY, ProcessImages, UnitProcesses
+from ganger_daemon.images.contract import PID_FILE, SHARED_MEMORY, DumpRequest, ProcessImages, UnitProcesses
 from ganger_daemon.images.criu import choose_images
 from ganger_daemon.images.packing import ArrivedBytes, pack, unpack
 from ganger_daemon.transfer.state_stream import Landing, StreamRequest, fetch
@@ -83,7 +83,7 @@ def _measure(images: ProcessImages, size: int) -> dict[str, float]:
         image.mkdir()
         again.mkdir()
         clock = _Clock()
-        facts = images.dump(source.unit(), image, goes_on=False)
+        facts = images.dump(DumpRequest(source.unit(), image, goes_on=False))
         clock.note("dump")
         with PackedStream() as stream:
             total = stream.move(lambda target, filled: pack(image, {}, target, filled=filled), again)

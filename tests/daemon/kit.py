@@ -230,7 +230,7 @@ class Cluster:
         await self.daemons.pop(node).stop()
 
     async def daemon_process(
-        self, node: str, failpoints: str = "", program: str = "ganger.cli.main"
+        self, node: str, failpoints: str = "", program: str = "ganger.cli.main", cgroups: str = "none"
     ) -> asyncio.subprocess.Process:
         """A daemon as a process of its own. `program`: the module that runs the command."""
         self.master.book(node).session = ""
@@ -241,7 +241,7 @@ class Cluster:
                 "--master", str(self.directory / "master"), "--node", node,
                 "--run-dir", str(self.directory / f"r-{node}"),
                 "--virtual-gpus", "4", "--virtual-cores", "4", "--virtual-memory", "8G", "--virtual-gpu-memory", "256M",
-                "--topology", "2x2", "--cgroups", "none", "--no-preload",
+                "--topology", "2x2", "--cgroups", cgroups, "--no-preload",
                 env=environment,
                 stderr=said,
                 stdout=asyncio.subprocess.DEVNULL,

@@ -171,6 +171,19 @@ def test_a_rank_that_never_reads_the_job_socket_keeps_no_other_from_receiving(tm
     assert asyncio.run(story()) == b"{}"
 
 
+def test_a_job_socket_that_was_closed_is_not_opened_again_by_an_image_that_ends_later(tmp_path: Path) -> None:
+    async def story() -> None:
+        server = JobSocketServer(tmp_path / "job.sock", lambda _: None)
+        server.start()
+        server.pause()
+        server.close()
+        server.start()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as rank, pytest.raises(ConnectionRefusedError):
+            rank.connect(str(tmp_path / "job.sock"))
+
+    asyncio.run(story())
+
+
 @pytest.mark.system
 def test_hostile_jobs_end_when_told_leave_nothing_and_their_devices_go_to_the_next() -> None:
     deeds = (

@@ -3,80 +3,72 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
+import shutil
 import signal
 import socket
 import sys
 import threading
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from daemon.image_kit import (
+    CHECKPOINT,
+    PAUSE,
+    counts,
+    ended,
+    from_image,
+    goes_on,
+    holding_shared_memory,
+    needs_images,
+    one_after_the_other,
+    opaque,
+    prepared,
+    processes_of,
+    replaced,
+    saved,
+    until,
+    until_nothing_is_left,
+    with_agent,
+)
 from daemon.kit import PATIENCE, Cluster, Intents, Observed, in_phase, log_of, run, with_changes
 from ganger.agent.v1 import agent_pb2
 from ganger.failpoints import OF_DEVICES, OF_IMAGES
 from ganger.injob.launcher.client import Launcher
 from ganger.protocol.gang_orders import Mechanism
 from ganger.v1 import job_pb2
+from ganger_daemon.gang import process_image
 from ganger_daemon.images.criu import CriuImages, choose_images
 from ganger_daemon.images.packing import pack
 from ganger_daemon.node.process_identity import parent_of
-from kit.waiting import eventually
 
-pytestmark = [
-    pytest.mark.system,
-    pytest.mark.skipif(bool(choose_images().unavailable), reason=f"no images: {choose_images().unavailable}"),
-]
+pytestmark = [pytest.mark.system, needs_images]
 
-CHECKPOINT = {"intent": Intents.INTENT_PARK, "level": job_pb2.SUSPEND_LEVEL_CHECKPOINT}
-# Has no agent, and its count is in its memory alone.
-OPAQUE = """
-import time
-count = 0
-while True:
-    count += 1
-    print("count", count, flush=True)
-    time.sleep(0.02)
-"""
-# Has boundaries, as an unmodified script has them for its agent.
-WITH_AGENT = """
-import time
-from ganger.injob.control import Control, Handlers
-from ganger.injob.page_layout import Capability
-control = Control.from_environment()
-control.handlers = Handlers(by_image=control.by_image)
-control.hello(Capability.PAUSE | Capability.CHECKPOINT | Capability.IMAGE)
-control.start()
-count = 0
-while True:
-    count += 1
-    print("count", count, flush=True)
-    time.sleep(0.02)
-    control.boundary()
-"""
+OPAQUE, WITH_AGENT = opaque(), with_agent()
 # As a child that trains: its steps are in the page, but it obeys no order there.
-WITH_STEPS = OPAQUE.replace(
-    "import time\n",
+WITH_STEPS = opaque(
     """
-import os, time
+import os
 from ganger.injob.page import Page
 from ganger.injob.page_layout import Opaque, Word
 page = Page.open(os.environ["GANGER_PAGE"])
 page.set(Word.OPAQUE, Opaque.TRAINS_IN_CHILD)
 """,
-).replace("    time.sleep", "    page.set(Word.STEP, count)\n    time.sleep")
+    "page.set(Word.STEP, count + 1)",
+)
 PROGRAMS = {"opaque": OPAQUE, "steps": WITH_STEPS, "agent": WITH_AGENT}
+# Goes on after SIGTERM.
+ON_TERM = "import signal\nsignal.signal(signal.SIGTERM, lambda *_: print('handler', flush=True))\n"
 SAVE_POINTS = ("image-dumped", "image-packed", "after-rename")
 MOVE_POINTS = (("image-dumped", "n1"), ("image-packed", "n1"), ("image-unpacked", "n2"), ("image-restored", "n2"))
 programs = pytest.mark.parametrize("kind", list(PROGRAMS))
 
 
-async def begun(made: Cluster, kind: str, uid: str, **changes: Any) -> agent_pb2.DesiredGang:
+async def begun(made: Cluster, kind: str, uid: str, program: str = "", **changes: Any) -> agent_pb2.DesiredGang:
     """Start the program on n1 and wait until it counts and offers a checkpoint."""
-    command = [sys.executable, "-u", "-c", PROGRAMS[kind]]
+    command = [sys.executable, "-u", "-c", program or PROGRAMS[kind]]
     gang = made.gang({"n1": [0]}, "n1", uid=uid, command=command, **changes)
     if kind != "agent":
         gang.spec.agent = job_pb2.JobSpec.AGENT_NONE
@@ -89,20 +81,6 @@ async def begun(made: Cluster, kind: str, uid: str, **changes: Any) -> agent_pb2
     return gang
 
 
-async def until(holds: Callable[[], object]) -> None:
-    await asyncio.to_thread(eventually, holds, what="more counts")
-
-
-def counts(made: Cluster, node: str, uid: str, epoch: int) -> list[int]:
-    lines = log_of(made.directory, node, uid, 0, epoch)
-    return [int(line.split()[1]) for line in lines if line.startswith("count ")]
-
-
-def one_after_the_other(*parts: list[int]) -> bool:
-    found = [count for part in parts for count in part]
-    return found == list(range(1, len(found) + 1))
-
-
 @programs
 def test_a_job_is_saved_as_it_is_and_goes_on_from_its_image_on_another_node(kind: str) -> None:
     async def story(made: Cluster) -> None:
@@ -110,38 +88,22 @@ def test_a_job_is_saved_as_it_is_and_goes_on_from_its_image_on_another_node(kind
         await made.daemon("n1")
         await made.daemon("n2")
         gang = await begun(made, kind, uid)
-        await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **CHECKPOINT))
-        parked = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
-        assert parked.level == job_pb2.SUSPEND_LEVEL_CHECKPOINT
-        assert not parked.ranks
+        parked = await saved(made, "n1", gang)
         parts = [counts(made, "n1", uid, 1)]
         await made.master.forget("n1", 1)
         for epoch, node in ((2, "n2"), (3, "n1")):
-            path = parked.checkpoint.path
-            restore = agent_pb2.Restore(checkpoint_path=path, step=parked.checkpoint.step)
-            gang = made.gang({node: [0]}, node, uid=uid, epoch=epoch, command=list(gang.spec.command), restore=restore)
+            gang = from_image(made, gang, parked, node, epoch)
             await made.master.want(node, gang)
             await made.master.until(node, epoch, in_phase(Observed.PHASE_RUNNING), patience=PATIENCE)
-            await until(lambda node=node, epoch=epoch: len(counts(made, node, uid, epoch)) > 2)
+            await goes_on(made, node, uid, epoch)
             await made.master.until(node, epoch, lambda seen: seen.capabilities.can_checkpoint)
-            await made.master.want(node, with_changes(gang, 2, stop_sequence=2, **CHECKPOINT))
-            parked = await made.master.until(node, epoch, in_phase(Observed.PHASE_PARKED))
+            parked = await saved(made, node, gang)
             parts.append(counts(made, node, uid, epoch))
             await made.master.forget(node, epoch)
         assert one_after_the_other(*parts)
-        assert uid not in " ".join(os.listdir("/run/ganger-unit"))
+        await until_nothing_is_left(uid)
 
     run(story)
-
-
-def prepared(made: Cluster, uid: str, gang: agent_pb2.DesiredGang, target: str, epoch: int) -> agent_pb2.DesiredGang:
-    source = gang.members[0].node.removeprefix("nodes/")
-    parked = agent_pb2.ParkedState(epoch=gang.epoch, members=[made.member(source, [0])], is_process_image=True)
-    restore = agent_pb2.Restore(parked=parked)
-    return made.gang(
-        {target: [0]}, target, uid=uid, epoch=epoch, command=list(gang.spec.command), restore=restore,
-        intent=Intents.INTENT_PREPARE,
-    )  # fmt: skip
 
 
 @programs
@@ -152,7 +114,7 @@ def test_a_job_is_moved_as_it_is_and_back(kind: str) -> None:
         await made.daemon("n2")
         gang = await begun(made, kind, uid)
         for epoch, source, target in ((2, "n1", "n2"), (3, "n2", "n1")):
-            new = prepared(made, uid, gang, target, epoch)
+            new = prepared(made, gang, target, epoch)
             await made.master.want(target, new)
             await made.master.until(target, epoch, in_phase(Observed.PHASE_PREPARED))
             await made.master.want(source, with_changes(gang, 8, intent=Intents.INTENT_HAND_OVER, stop_sequence=8))
@@ -160,16 +122,13 @@ def test_a_job_is_moved_as_it_is_and_back(kind: str) -> None:
             ready = await made.master.until(target, epoch, in_phase(Observed.PHASE_READY))
             assert ready.stop_step == parked.stop_step
             parts.append(counts(made, source, uid, epoch - 1))
-            gang = with_changes(new, 2, intent=Intents.INTENT_RUN)
+            old, gang = gang, with_changes(new, 2, intent=Intents.INTENT_RUN)
             await made.master.want(target, gang)
-            await until(lambda: len(counts(made, target, uid, epoch)) > 2)  # noqa: B023
+            await goes_on(made, target, uid, epoch)
             await made.master.until(target, epoch, in_phase(Observed.PHASE_RUNNING))
             # nothing ran at the source since its image was taken
             assert counts(made, source, uid, epoch - 1) == parts[-1]
-            old = with_changes(prepared(made, uid, gang, source, epoch - 1), 9, intent=Intents.INTENT_STOP)
-            await made.master.want(source, old)
-            await made.master.until(source, epoch - 1, in_phase(Observed.PHASE_ENDED))
-            await made.master.forget(source, epoch - 1)
+            await ended(made, source, old)
         assert one_after_the_other(*parts, counts(made, "n1", uid, 3))
 
     run(story)
@@ -182,7 +141,7 @@ def test_a_move_that_is_given_up_leaves_the_job_where_it_was(kind: str) -> None:
         await made.daemon("n1")
         await made.daemon("n2")
         gang = await begun(made, kind, uid)
-        new = prepared(made, uid, gang, "n2", 2)
+        new = prepared(made, gang, "n2", 2)
         await made.master.want("n2", new)
         await made.master.until("n2", 2, in_phase(Observed.PHASE_PREPARED))
         await made.master.want("n1", with_changes(gang, 2, intent=Intents.INTENT_HAND_OVER, stop_sequence=2))
@@ -205,7 +164,7 @@ def test_a_move_whose_image_is_lost_with_a_launcher_ends_with_the_reason() -> No
         await made.daemon("n1")
         await made.daemon("n2")
         gang = await begun(made, "opaque", uid)
-        new = prepared(made, uid, gang, "n2", 2)
+        new = prepared(made, gang, "n2", 2)
         await made.master.want("n2", new)
         await made.master.until("n2", 2, in_phase(Observed.PHASE_PREPARED))
         (path,) = (made.directory / "r-n2" / "launchers").glob("*.sock")
@@ -244,36 +203,35 @@ def test_a_job_whose_image_is_refused_goes_on_and_says_why() -> None:
             assert resting.level == job_pb2.SUSPEND_LEVEL_PAUSE
             assert "IMAGE_REFUSED" in resting.trouble
             await made.master.want("n1", with_changes(gang, 3))
-            before = len(counts(made, "n1", uid, 1))
-            await until(lambda: len(counts(made, "n1", uid, 1)) > before + 2)
+            await goes_on(made, "n1", uid)
             assert one_after_the_other(counts(made, "n1", uid, 1))
 
     run(story)
 
 
 def test_a_process_that_begins_to_train_after_a_restore_has_the_arena_of_its_rank() -> None:
-    begins = """
+    begin = """
+import os
+has_begun = False
+def begin_once():
+    global has_begun
     if os.path.exists("begin") and not has_begun:
         from ganger.injob.control import Control
         control, has_begun = Control.from_environment(), True
         print("it has", "none" if control is None or control.arena_fd is None else "an arena", flush=True)
-    time.sleep"""
+"""
 
     async def story(made: Cluster) -> None:
         uid = str(uuid.uuid4())
         await made.daemon("n1")
-        program = "import os\nhas_begun = False\n" + OPAQUE.replace("\n    time.sleep", begins)
-        command = [sys.executable, "-u", "-c", program]
+        command = [sys.executable, "-u", "-c", opaque(begin, "begin_once()")]
         gang = made.gang({"n1": [0]}, "n1", uid=uid, command=command)
         await made.master.want("n1", gang)
         # without a hello for some seconds it counts as one without an agent
         await made.master.until("n1", 1, lambda seen: seen.capabilities.can_checkpoint)
-        await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **CHECKPOINT))
-        parked = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
+        parked = await saved(made, "n1", gang)
         await made.master.forget("n1", 1)
-        restore = agent_pb2.Restore(checkpoint_path=parked.checkpoint.path, step=parked.checkpoint.step)
-        again = made.gang({"n1": [0]}, "n1", uid=uid, epoch=2, command=command, restore=restore)
-        await made.master.want("n1", again)
+        await made.master.want("n1", from_image(made, gang, parked, "n1", 2))
         await until(lambda: counts(made, "n1", uid, 2))
         (made.directory / "begin").touch()
         await until(lambda: [line for line in log_of(made.directory, "n1", uid, 0, 2) if "it has" in line])
@@ -316,27 +274,35 @@ def test_a_semaphore_with_a_name_goes_along_and_leaves_none_behind() -> None:
 
 
 def test_a_job_whose_connections_may_be_closed_goes_on_from_its_image_without_them() -> None:
-    reads = "    try: other.recv(1); state = 'closed'\n    except BlockingIOError: state = 'open'\n"
-    reads += "    except OSError: state = 'closed'\n    print('it is', state, flush=True)\n    time.sleep"
+    begin = """
+import socket
+other = socket.create_connection(("127.0.0.1", {port}))
+other.settimeout(0)
+def read():
+    try:
+        other.recv(1)
+        return "closed"
+    except BlockingIOError:
+        return "open"
+    except OSError:
+        return "closed"
+"""
 
     async def story(made: Cluster) -> None:
         uid = str(uuid.uuid4())
         await made.daemon("n1")
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
-            connects = f"import socket\nother = socket.create_connection(('127.0.0.1', {port}))\nother.settimeout(0)\n"
-            command = [sys.executable, "-u", "-c", connects + OPAQUE.replace("    time.sleep", reads)]
+            program = opaque(begin.format(port=port), 'print("it is", read(), flush=True)')
+            command = [sys.executable, "-u", "-c", program]
             gang = made.gang({"n1": [0]}, "n1", uid=uid, command=command)
             gang.spec.agent, gang.spec.closes_connections = job_pb2.JobSpec.AGENT_NONE, True
             await made.master.want("n1", gang)
             await made.master.until("n1", 1, lambda seen: seen.capabilities.can_checkpoint)
             await until(lambda: counts(made, "n1", uid, 1))
-            await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **CHECKPOINT))
-            parked = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
+            parked = await saved(made, "n1", gang)
             await made.master.forget("n1", 1)
-            restore = agent_pb2.Restore(checkpoint_path=parked.checkpoint.path, step=parked.checkpoint.step)
-            again = made.gang({"n1": [0]}, "n1", uid=uid, epoch=2, command=command, restore=restore)
-            await made.master.want("n1", again)
+            await made.master.want("n1", from_image(made, gang, parked, "n1", 2))
             await until(lambda: len(counts(made, "n1", uid, 2)) > 2)
             assert one_after_the_other(counts(made, "n1", uid, 1), counts(made, "n1", uid, 2))
             assert "it is closed" not in log_of(made.directory, "n1", uid, 0, 1)
@@ -351,33 +317,26 @@ def test_every_failpoint_of_images_is_tried() -> None:
     assert {point for point, _ in MOVE_POINTS} | set(SAVE_POINTS) >= OF_IMAGES - OF_DEVICES
 
 
-async def replaced(made: Cluster, node: str) -> None:
-    """Wait until the node's daemon has died by SIGKILL at its failpoint, and start another one."""
-    async with asyncio.timeout(60):
-        assert await made.processes[node].wait() == -signal.SIGKILL
-    await made.daemon_process(node)
-
-
 @pytest.mark.parametrize("kind", ["opaque", "agent"])
 @pytest.mark.parametrize("point", SAVE_POINTS)
 def test_a_daemon_that_dies_while_it_saves_an_image_loses_nothing(kind: str, point: str) -> None:
     async def story(made: Cluster) -> None:
         uid = str(uuid.uuid4())
-        await made.daemon_process("n1", failpoints=point)
+        await made.daemon_process("n1", point, cgroups="auto")
         await made.until_session("n1")
-        gang = await begun(made, kind, uid)
-        dies = asyncio.ensure_future(replaced(made, "n1"))
-        await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **CHECKPOINT))
+        gang = await begun(made, kind, uid, holding_shared_memory(uid) + PROGRAMS[kind])
+        dies = asyncio.ensure_future(replaced(made, "n1", cgroups="auto"))
+        parked = await saved(made, "n1", gang)
         await dies
-        parked = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED), patience=60)
-        assert parked.level == job_pb2.SUSPEND_LEVEL_CHECKPOINT
-        parts = [counts(made, "n1", uid, 1)]
-        await made.master.forget("n1", 1)
-        restore = agent_pb2.Restore(checkpoint_path=parked.checkpoint.path, step=parked.checkpoint.step)
-        gang = made.gang({"n1": [0]}, "n1", uid=uid, epoch=2, command=list(gang.spec.command), restore=restore)
+        before = counts(made, "n1", uid)
+        await ended(made, "n1", gang)
+        await until_nothing_is_left(uid)
+        gang = from_image(made, gang, parked, "n1", 2)
         await made.master.want("n1", gang)
-        await until(lambda: len(counts(made, "n1", uid, 2)) > 2)
-        assert one_after_the_other(*parts, counts(made, "n1", uid, 2))
+        await goes_on(made, "n1", uid, 2)
+        assert one_after_the_other(before, counts(made, "n1", uid, 2))
+        await ended(made, "n1", gang)
+        await until_nothing_is_left(uid)
 
     run(story)
 
@@ -390,11 +349,11 @@ def test_a_move_in_which_a_daemon_dies_never_runs_the_job_twice(kind: str, point
     async def story(made: Cluster) -> None:
         uid = str(uuid.uuid4())
         for node in ("n1", "n2"):
-            await made.daemon_process(node, failpoints=point if node == victim else "")
+            await made.daemon_process(node, point if node == victim else "", cgroups="auto")
         await asyncio.gather(made.until_session("n1"), made.until_session("n2"))
-        gang = await begun(made, kind, uid)
-        new = prepared(made, uid, gang, "n2", 2)
-        dies = asyncio.ensure_future(replaced(made, victim))
+        gang = await begun(made, kind, uid, holding_shared_memory(uid) + PROGRAMS[kind])
+        new = prepared(made, gang, "n2", 2)
+        dies = asyncio.ensure_future(replaced(made, victim, cgroups="auto"))
         await made.master.want("n2", new)
         await made.master.until("n2", 2, in_phase(Observed.PHASE_PREPARED))
         await made.master.want("n1", with_changes(gang, 2, intent=Intents.INTENT_HAND_OVER, stop_sequence=2))
@@ -406,18 +365,20 @@ def test_a_move_in_which_a_daemon_dies_never_runs_the_job_twice(kind: str, point
         if arrived.trouble:
             # it went on without the daemon, so what had been sent of it is of another moment
             assert may_be_lost, arrived.trouble
-            await made.master.want("n2", with_changes(new, 2, intent=Intents.INTENT_STOP))
+            await ended(made, "n2", new)
             await made.master.want("n1", with_changes(gang, 3))
-            stood = len(counts(made, "n1", uid, 1))
-            await until(lambda: len(counts(made, "n1", uid, 1)) > stood + 2)
+            await goes_on(made, "n1", uid)
             assert one_after_the_other(counts(made, "n1", uid, 1))
             assert counts(made, "n2", uid, 2) == []
-            return
-        before = counts(made, "n1", uid, 1)
-        await made.master.want("n2", with_changes(new, 2, intent=Intents.INTENT_RUN))
-        await until(lambda: len(counts(made, "n2", uid, 2)) > 2)
-        assert counts(made, "n1", uid, 1) == before
-        assert one_after_the_other(before, counts(made, "n2", uid, 2))
+        else:
+            before = counts(made, "n1", uid, 1)
+            await made.master.want("n2", with_changes(new, 2, intent=Intents.INTENT_RUN))
+            await goes_on(made, "n2", uid, 2)
+            assert counts(made, "n1", uid, 1) == before
+            assert one_after_the_other(before, counts(made, "n2", uid, 2))
+            await ended(made, "n2", new)
+        await ended(made, "n1", gang)
+        await until_nothing_is_left(uid)
 
     run(story)
 
@@ -429,18 +390,22 @@ def test_a_parked_job_is_moved_by_its_image(kind: str, cgroups: str) -> None:
         uid = str(uuid.uuid4())
         await made.daemon("n1", cgroups=cgroups)
         await made.daemon("n2", cgroups=cgroups)
-        gang = await begun(made, kind, uid)
-        pause = {"intent": Intents.INTENT_PARK, "level": job_pb2.SUSPEND_LEVEL_PAUSE}
-        await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **pause))
+        gang = await begun(made, kind, uid, ON_TERM + PROGRAMS[kind])
+        gang.grace.FromMilliseconds(500)
+        await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **PAUSE))
         parked = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
         before = counts(made, "n1", uid, 1)
-        new = prepared(made, uid, gang, "n2", 2)
+        new = prepared(made, gang, "n2", 2)
         await made.master.want("n2", new)
         ready = await made.master.until("n2", 2, in_phase(Observed.PHASE_READY))
         assert ready.stop_step == parked.stop_step
         await made.master.want("n2", with_changes(new, 2, intent=Intents.INTENT_RUN))
-        await until(lambda: len(counts(made, "n2", uid, 2)) > 2)
+        await goes_on(made, "n2", uid, 2)
+        await made.master.want("n1", with_changes(gang, 3, intent=Intents.INTENT_STOP))
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_ENDED))
         assert counts(made, "n1", uid, 1) == before
+        if kind != "agent":
+            assert "handler" not in log_of(made.directory, "n1", uid, 0, 1), "it is ended as it stands"
         assert one_after_the_other(before, counts(made, "n2", uid, 2))
 
     run(story)
@@ -465,22 +430,20 @@ def test_a_job_that_is_lost_goes_on_from_the_newest_image_that_was_taken_while_i
         former = ""
         for request in (1, 2):
             await made.master.want("n1", with_changes(gang, 1 + request, checkpoint_request=request))
-            saved = await made.master.until("n1", 1, lambda seen: seen.checkpoint.path not in ("", former))  # noqa: B023
-            former, stood = saved.checkpoint.path, len(counts(made, "n1", uid, 1))
+            imaged = await made.master.until("n1", 1, lambda seen: seen.checkpoint.path not in ("", former))  # noqa: B023
+            former, stood = imaged.checkpoint.path, len(counts(made, "n1", uid, 1))
             await until(lambda: len(counts(made, "n1", uid, 1)) > stood + 5)  # noqa: B023
         running = await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
         os.kill(running.ranks[0].pid, signal.SIGKILL)
         await made.master.until("n1", 1, in_phase(Observed.PHASE_ENDED))
         await made.master.forget("n1", 1)
-        restore = agent_pb2.Restore(checkpoint_path=saved.checkpoint.path, step=saved.checkpoint.step)
-        again = made.gang({"n1": [0]}, "n1", uid=uid, epoch=2, command=command, restore=restore)
-        await made.master.want("n1", again)
+        await made.master.want("n1", from_image(made, gang, imaged, "n1", 2))
         await until(lambda: len(counts(made, "n1", uid, 2)) > 2)
         written = [int(line) for line in (made.directory / "counts.txt").read_text().split()]
         assert one_after_the_other(written)
         assert 1 < counts(made, "n1", uid, 2)[0] <= stood + 1
         if kind == "agent":
-            assert counts(made, "n1", uid, 2)[0] == saved.checkpoint.step + 1
+            assert counts(made, "n1", uid, 2)[0] == imaged.checkpoint.step + 1
 
     run(story)
 
@@ -505,7 +468,7 @@ def test_an_image_for_a_move_leaves_alone_the_one_that_is_still_written_to_stora
         gang = await begun(made, "opaque", uid)
         await made.master.want("n1", with_changes(gang, 2, checkpoint_request=1))
         await until(is_written.is_set)
-        await made.master.want("n2", prepared(made, uid, gang, "n2", 2))
+        await made.master.want("n2", prepared(made, gang, "n2", 2))
         await made.master.until("n2", 2, in_phase(Observed.PHASE_PREPARED))
         moves = {"intent": Intents.INTENT_HAND_OVER, "stop_sequence": 3, "checkpoint_request": 1}
         await made.master.want("n1", with_changes(gang, 3, **moves))
@@ -538,16 +501,6 @@ def test_where_nothing_may_be_mounted_a_job_starts_and_is_not_saved_by_image(mon
     run(story)
 
 
-def processes_of(uid: str) -> list[int]:
-    """Return the processes that were started for a job."""
-    found = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            if uid.encode() in Path(f"/proc/{name}/environ").read_bytes():
-                found.append(int(name))
-    return found
-
-
 def test_a_launcher_that_dies_before_it_has_recorded_what_it_restored_leaves_nothing(tmp_path: Path) -> None:
     found = choose_images()
     assert isinstance(found, CriuImages)
@@ -561,13 +514,10 @@ def test_a_launcher_that_dies_before_it_has_recorded_what_it_restored_leaves_not
         await made.daemon("n1", criu=str(criu))
         gang = await begun(made, "opaque", uid)
         launcher = parent_of(made.master.book("n1").observed[1].ranks[0].pid)
-        await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **CHECKPOINT))
-        parked = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
+        parked = await saved(made, "n1", gang)
         before = counts(made, "n1", uid, 1)
         await made.master.forget("n1", 1)
-        restore = agent_pb2.Restore(checkpoint_path=parked.checkpoint.path, step=parked.checkpoint.step)
-        again = {"uid": uid, "command": list(gang.spec.command), "restore": restore}
-        await made.master.want("n1", made.gang({"n1": [0]}, "n1", epoch=2, **again))
+        await made.master.want("n1", from_image(made, gang, parked, "n1", 2))
         await until((tmp_path / "at").exists)
         os.kill(launcher, signal.SIGSTOP)
         (tmp_path / "go").touch()
@@ -579,8 +529,8 @@ def test_a_launcher_that_dies_before_it_has_recorded_what_it_restored_leaves_not
         assert processes_of(uid) == []
         await made.master.forget("n1", 2)
         await made.master.until_absent("n1", 2)
-        assert uid not in " ".join(os.listdir("/run/ganger-unit"))
-        await made.master.want("n1", made.gang({"n1": [0]}, "n1", epoch=3, **again))
+        await until_nothing_is_left(uid)
+        await made.master.want("n1", from_image(made, gang, parked, "n1", 3))
         await until(lambda: len(counts(made, "n1", uid, 3)) > 2)
         assert one_after_the_other(before, counts(made, "n1", uid, 3))
 
@@ -595,8 +545,7 @@ def test_an_agent_behind_a_command_of_another_name_knows_that_it_is_saved_by_ima
         gang = made.gang({"n1": [0]}, "n1", uid=uid, command=command)
         await made.master.want("n1", gang)
         await until(lambda: len(counts(made, "n1", uid, 1)) > 2)
-        await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **CHECKPOINT))
-        parked = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
+        parked = await saved(made, "n1", gang)
         assert parked.level == job_pb2.SUSPEND_LEVEL_CHECKPOINT, str(parked)
 
     run(story)
@@ -613,8 +562,148 @@ def test_a_script_whose_agent_never_reports_is_known_to_be_saved_by_image(monkey
         early = await made.master.until("n1", 1, lambda seen: seen.capabilities.can_checkpoint)
         assert early.capabilities_presumed, "it may be importing"
         await made.master.until("n1", 1, lambda seen: not seen.capabilities_presumed)
-        await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **CHECKPOINT))
-        parked = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
+        parked = await saved(made, "n1", gang)
         assert parked.level == job_pb2.SUSPEND_LEVEL_CHECKPOINT, str(parked)
+
+    run(story)
+
+
+async def moved_in(made: Cluster, gang: agent_pb2.DesiredGang) -> agent_pb2.DesiredGang:
+    """Bring the job's image to n2, where it stands still. Return its gang there."""
+    new = prepared(made, gang, "n2", 2)
+    await made.master.want("n2", new)
+    await made.master.until("n2", 2, in_phase(Observed.PHASE_PREPARED))
+    await made.master.want("n1", with_changes(gang, 2, intent=Intents.INTENT_HAND_OVER, stop_sequence=2))
+    await made.master.until("n2", 2, in_phase(Observed.PHASE_READY))
+    return new
+
+
+@pytest.mark.parametrize("cgroups", ["none", "auto"])
+def test_a_job_that_is_suspended_before_it_may_run_at_its_destination_goes_on_from_its_image(cgroups: str) -> None:
+    async def story(made: Cluster) -> None:
+        uid = str(uuid.uuid4())
+        await made.daemon("n1", cgroups=cgroups)
+        await made.daemon("n2", cgroups=cgroups)
+        gang = await begun(made, "opaque", uid)
+        new = await moved_in(made, gang)
+        parked = await saved(made, "n2", new)
+        await made.master.want("n2", from_image(made, new, parked, "n2", 3))
+        await goes_on(made, "n2", uid, 3)
+        assert one_after_the_other(counts(made, "n1", uid), counts(made, "n2", uid, 2), counts(made, "n2", uid, 3))
+
+    run(story)
+
+
+@pytest.mark.parametrize("cgroups", ["none", "auto"])
+def test_a_paused_job_whose_move_is_given_up_can_be_suspended_on_its_image(cgroups: str) -> None:
+    async def story(made: Cluster) -> None:
+        uid = str(uuid.uuid4())
+        await made.daemon("n1", cgroups=cgroups)
+        await made.daemon("n2", cgroups=cgroups)
+        gang = await begun(made, "opaque", uid)
+        await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **PAUSE))
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
+        new = prepared(made, gang, "n2", 2)
+        await made.master.want("n2", new)
+        await made.master.until("n2", 2, in_phase(Observed.PHASE_READY))
+        await ended(made, "n2", new)
+        parked = await saved(made, "n1", gang, sequence=3, stop_sequence=2)
+        before = counts(made, "n1", uid)
+        await made.master.forget("n1", 1)
+        await made.master.want("n1", from_image(made, gang, parked, "n1", 3))
+        await goes_on(made, "n1", uid, 3)
+        assert one_after_the_other(before, counts(made, "n1", uid, 3))
+
+    run(story)
+
+
+def test_a_job_runs_on_if_its_move_is_given_up_while_no_daemon_of_its_node_lives() -> None:
+    async def story(made: Cluster) -> None:
+        uid = str(uuid.uuid4())
+        await made.daemon_process("n1", "image-packed")
+        await made.daemon("n2")
+        await made.until_session("n1")
+        gang = await begun(made, "opaque", uid)
+        await made.master.want("n2", prepared(made, gang, "n2", 2))
+        await made.master.until("n2", 2, in_phase(Observed.PHASE_PREPARED))
+        await made.master.want("n1", with_changes(gang, 2, intent=Intents.INTENT_HAND_OVER, stop_sequence=2))
+        async with asyncio.timeout(60):
+            await made.processes["n1"].wait()
+        await made.master.want("n1", with_changes(gang, 3))
+        await made.daemon_process("n1")
+        await goes_on(made, "n1", uid)
+        assert one_after_the_other(counts(made, "n1", uid))
+
+    run(story)
+
+
+def test_a_source_that_stands_still_is_ended_at_once_whatever_grace_it_has() -> None:
+    async def story(made: Cluster) -> None:
+        uid = str(uuid.uuid4())
+        await made.daemon("n1")
+        await made.daemon("n2")
+        gang = await begun(made, "opaque", uid)
+        await moved_in(made, gang)
+        stop = with_changes(gang, 3, intent=Intents.INTENT_STOP)
+        stop.grace.FromSeconds(3600)
+        await made.master.want("n1", stop)
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_ENDED))
+
+    run(story)
+
+
+def test_a_destination_that_cannot_use_an_image_reports_why_and_tries_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def unpack(source: int, directory: Path) -> None:
+        tried.append(source)
+        raise KeyError("names")
+
+    monkeypatch.setattr(process_image, "unpack", unpack)
+
+    async def story(made: Cluster) -> None:
+        uid = str(uuid.uuid4())
+        await made.daemon("n1")
+        await made.daemon("n2")
+        gang = await begun(made, "opaque", uid)
+        new = prepared(made, gang, "n2", 2)
+        await made.master.want("n2", new)
+        await made.master.until("n2", 2, in_phase(Observed.PHASE_PREPARED))
+        await made.master.want("n1", with_changes(gang, 2, intent=Intents.INTENT_HAND_OVER, stop_sequence=2))
+        troubled = await made.master.until("n2", 2, lambda seen: bool(seen.trouble))
+        assert "names" in troubled.trouble
+        await ended(made, "n2", new)
+        assert len(tried) == 1
+
+    run(story)
+
+
+def test_a_daemon_that_dies_after_its_consent_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CRIU ends the processes only after a while, as it does where their memory is large."""
+    flock = tmp_path / "flock"
+    waits = f"touch {tmp_path}/at; while [ ! -e {tmp_path}/go ]; do sleep 0.02; done"
+    flock.write_text(f'#!/bin/sh\n{shutil.which("flock")} "$@" || exit 1\n[ "$3" = grep ] && {{ {waits}; }}\nexit 0\n')
+    flock.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    async def story(made: Cluster) -> None:
+        uid = str(uuid.uuid4())
+        await made.daemon_process("n1")
+        await made.until_session("n1")
+        gang = await begun(made, "opaque", uid)
+        await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **CHECKPOINT))
+        await until((tmp_path / "at").exists, "the daemon's consent")
+        made.processes["n1"].kill()
+        await made.processes["n1"].wait()
+        await made.daemon_process("n1")
+        await made.until_session("n1")
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_STOPPING))
+        (tmp_path / "go").touch()
+        parked = await saved(made, "n1", gang)
+        before = counts(made, "n1", uid)
+        await made.master.forget("n1", 1)
+        await made.master.want("n1", from_image(made, gang, parked, "n1", 2))
+        await goes_on(made, "n1", uid, 2)
+        assert one_after_the_other(before, counts(made, "n1", uid, 2))
 
     run(story)

@@ -14,12 +14,13 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from ganger.injob.process_identity import stands_still
 from ganger_daemon.images.contract import (
     PID_FILE,
+    DumpRequest,
     ImageFacts,
     ImageRefusedError,
     Machine,
@@ -45,16 +46,8 @@ class FakeImages:
     def __init__(self) -> None:
         self.refusal = ""
 
-    def dump(
-        self,
-        unit: UnitProcesses,
-        directory: Path,
-        *,
-        goes_on: bool,
-        is_outside_closed: bool = False,
-        keeps_devices: bool = True,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> ImageFacts:
+    def dump(self, request: DumpRequest) -> ImageFacts:
+        unit, directory = request.unit, request.directory
         if self.refusal:
             raise ImageRefusedError(self.refusal)
         root, proc = pid_inside(unit.root_pid), UnitProc(unit.init_pid or None)
@@ -81,12 +74,15 @@ class FakeImages:
         try:
             pack_directories(unit.init_pid, unit.own_directories, directory, [file.path for file in facts.files])
             write_facts(directory, facts)
-            meanwhile()
+            request.meanwhile()
         except BaseException:
             os.kill(unit.root_pid, signal.SIGCONT)
             raise
-        os.kill(unit.root_pid, signal.SIGCONT if goes_on else signal.SIGKILL)
+        os.kill(unit.root_pid, signal.SIGCONT if request.goes_on else signal.SIGKILL)
         return facts
+
+    def has_consent(self, directory: Path) -> bool:
+        return False
 
     def fill(self, init_pid: int, directory: Path) -> None:
         fill_directories(init_pid, read_facts(directory).own_directories, directory)

@@ -115,6 +115,7 @@ class GangPart:
     has_images: bool = False  # process images can be taken of it, at a boundary or without one
     awaits_image: bool = False  # no process is here before its image has come
     frozen: bool = False  # every process is frozen
+    holds_still: bool = False  # the daemon has stopped the processes for a move, or restored them so
     takes_devices: bool = False  # the devices can be taken from its processes without an agent, in place
     devices_taken: bool = False  # they were: the processes wait for them
     is_worked_on: bool = False  # the daemon takes or gives devices, or takes an image: the processes cannot obey
@@ -129,6 +130,12 @@ class GangPart:
     stop_signalled: bool = False  # SIGTERM sent for INTENT_STOP or after a rank's failure
     asked_to_save: bool = False  # the signal at which the script saves itself was sent: there is no way back
     settled: PartOutcome | None = None  # the outcome is on disk: it never changes again
+
+    @property
+    def ends_at_once(self) -> bool:
+        """Whether no instruction of it may run any more. Processes that stand still for a move receive no signal, and
+        may run at the destination by now."""
+        return self.wanted.ends_at_once or (self.holds_still and self.wanted.intent is OrderIntent.STOP)
 
 
 class Todo(IntEnum):
@@ -229,7 +236,7 @@ def _after_exit(gang: GangPart) -> Judgement:
 
 
 def _stopping(gang: GangPart) -> Judgement:
-    if gang.wanted.ends_at_once:
+    if gang.ends_at_once:
         return Judgement(PartPhase.STOPPING, todo=(Todo.KILL,))
     saves = gang.wanted.checkpoint_first and _controllable(gang) and not (gang.refusal and _rest(gang))
     if saves and not gang.stop_signalled:
@@ -399,8 +406,8 @@ def reached_step(gang: GangPart) -> int | None:
         for rank in live
         if rank.state in resting and rank.reached_sequence >= gang.wanted.order.number
     }
-    everyone = all(rank.state in resting and rank.reached_sequence >= gang.wanted.order.number for rank in live)
-    return steps.pop() if everyone and len(steps) == 1 else None
+    are_all = all(rank.state in resting and rank.reached_sequence >= gang.wanted.order.number for rank in live)
+    return steps.pop() if are_all and len(steps) == 1 else None
 
 
 def _rest(gang: GangPart) -> Judgement | None:
@@ -447,11 +454,17 @@ def _first_failure(gang: GangPart) -> Rank | None:
 
 
 def _is_good(rank: Rank, ending: RankExit) -> bool:
-    # the code alone proves nothing: a job may use it for its own purposes
-    if rank.imaged:
+    if _is_imaged(rank, ending):
         return True
+    # the code alone proves nothing: a job may use it for its own purposes
     yielded = ending.code == EXIT_YIELDED and rank.let_go
     return ending.known and ending.signal == 0 and (ending.code == 0 or yielded)
+
+
+def _is_imaged(rank: Rank, ending: RankExit) -> bool:
+    """Return whether a rank was ended with its process image, which is by SIGKILL. A daemon that dies before its
+    consent has noted an end that does not come, and the rank may finish its program."""
+    return rank.imaged and (not ending.known or ending.signal == SIGKILL)
 
 
 def awaits_publication(gang: GangPart) -> bool:
@@ -473,8 +486,8 @@ def settle(gang: GangPart) -> PartOutcome:
         return _saved_itself(gang)
     failed = _first_failure(gang)
     if failed is None:
-        ended = [rank for rank in gang.ranks if rank.exit is not None]
-        yielded = [rank for rank in ended if rank.imaged or (rank.exit and rank.exit.code == EXIT_YIELDED)]
+        ended = [(rank, rank.exit) for rank in gang.ranks if rank.exit is not None]
+        yielded = [rank for rank, how in ended if _is_imaged(rank, how) or how.code == EXIT_YIELDED]
         if yielded:
             return PartOutcome(PartOutcomeKind.YIELDED, EXIT_YIELDED, yielded[0].rank)
         return PartOutcome(PartOutcomeKind.DONE)

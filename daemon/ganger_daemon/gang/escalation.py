@@ -177,7 +177,7 @@ class Freezer:
 
     async def follow(self, facts: gang_judgement.GangPart, now: float) -> None:
         """Freeze or thaw, if that is due."""
-        if facts.wanted.ends_at_once:
+        if facts.ends_at_once:
             return  # SIGKILL reaches frozen processes, and thawed ones would run beside their successor
         if self._doubtful:
             await asyncio.to_thread(self.recall)

@@ -47,11 +47,14 @@ class JobSocketServer:
         self._connections: set[socket.socket] = set()
         self._paused: set[socket.socket] = set()
         self._packets_in_period = 0
+        self._is_closed = False
 
     def start(self) -> None:
-        """Listen, replacing the socket of a former daemon; a failure is logged. Needs a running event loop."""
+        """Listen, replacing the socket of a former daemon; a failure is logged. Needs a running event loop. Without
+        effect after `close`."""
         try:
-            self._listen()
+            if not self._is_closed:
+                self._listen()
         except OSError as error:
             log.warning("job socket not made", extra={"error": str(error)})
 
@@ -59,14 +62,24 @@ class JobSocketServer:
         new = self._path.with_suffix(".new")
         new.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        listener.bind(str(new))
-        os.chmod(new, 0o600)
-        listener.listen(64)
-        os.replace(new, self._path)
+        try:
+            listener.bind(str(new))
+            os.chmod(new, 0o600)
+            listener.listen(64)
+            os.replace(new, self._path)
+        except OSError:
+            listener.close()
+            raise
         self._socket = listener
         asyncio.get_running_loop().add_reader(listener, self._accept)
 
     def close(self) -> None:
+        """Close the socket and all connections for good."""
+        self._is_closed = True
+        self.pause()
+
+    def pause(self) -> None:
+        """Close the socket and all connections until `start`."""
         loop = asyncio.get_running_loop()
         for connection in tuple(self._connections):
             self._drop(connection)

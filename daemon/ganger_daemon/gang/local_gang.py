@@ -282,8 +282,6 @@ class LocalGang:
         ranks = find_ranks(context, parts.launching, children)
         if ranks is not None:
             parts.launching.confirm(ranks)
-            for process in parts.exits.live():
-                context.host.cgroups.track(context.paths.group, process.pid)
             parts.freezer.recall()
             # If its lease ended after an order to stop, it would run beside its successor for the rest of its grace.
             orders.hasten(self._is_stale)
@@ -345,7 +343,7 @@ class LocalGang:
         if self._socket is None:
             self._socket = JobSocketServer(self.context.paths.socket, self._receive_packet)
             self.context.pages.written = self._socket.nudge
-            self.parts.images.hang_up, self.parts.images.pick_up = self._socket.close, self._socket.start
+            self.parts.images.hang_up, self.parts.images.pick_up = self._socket.pause, self._socket.start
             self._socket.start()
         self.parts.boundary.begin(self.desired.members[0], self.wanted, self.receive_points)
         self.parts.incoming.follow(self.desired, self.wanted)
@@ -363,7 +361,7 @@ class LocalGang:
         if wanted.intent is OrderIntent.RUN and self.phase is PartPhase.RUNNING:
             await parts.pinning.follow(self.desired, self.iteration_s)
         parts.images.follow(wanted, parts.launcher.open_image_arena)
-        parts.launching.follow_arrival(wanted, parts.incoming.is_whole)
+        parts.launching.follow_arrival(parts.incoming.is_whole)
         # frozen processes are thawed first: an image has them as they stand
         is_opaque = gang_judgement.has_opaque_rank(self._facts(), now) and not parts.freezer.frozen
         await parts.saving.tend(self.desired, self.wanted, self.phase, now, not parts.exits.exits, is_opaque)

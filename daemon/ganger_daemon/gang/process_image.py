@@ -22,35 +22,35 @@ from typing import Any
 
 from ganger.agent.v1 import agent_pb2
 from ganger.failpoints import hit
-from ganger.injob.launcher.client import Forked, Launcher, LauncherError
-from ganger.injob.launcher.namespaces import Unit
+from ganger.injob.launcher.client import Forked, Launcher
 from ganger.injob.page import PageProgress
 from ganger.injob.page_layout import Capability, PageState, Word
-from ganger.injob.process_identity import family
-from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
+from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
 from ganger.v1 import job_pb2
 
 from ganger_daemon.checkpoints.storage import directories, shard_name
-from ganger_daemon.devices.contract import VIRTUAL_DRIVER
 from ganger_daemon.gang.exit_watcher import ExitWatcher
 from ganger_daemon.gang.gang_context import GangContext
-from ganger_daemon.gang.image_restore import ImageRestore
-from ganger_daemon.gang.job_names import JobNames
+from ganger_daemon.gang.gang_unit import GangUnit, Mappings
 from ganger_daemon.gang.taken_devices import TakenDevices
 from ganger_daemon.images.contract import (
     SHARED_MEMORY,
     DeviceStateLostError,
+    DumpRequest,
+    ImageFacts,
     ImageRefusedError,
     UnitProcesses,
+    read_facts,
 )
-from ganger_daemon.images.packing import cut_back, pack, packed_bytes, unpack
-from ganger_daemon.images.reasons import PORT_IN_USE
+from ganger_daemon.images.packing import pack, packed_bytes, unpack
 from ganger_daemon.node.daemon_files import make_directory, remove_tree
-from ganger_daemon.node.process_identity import NO_PROCESS, ProcessId, is_alive, parent_of, send_signal
+from ganger_daemon.node.process_identity import is_alive, parent_of
 
 log = logging.getLogger(__name__)
 
 _PARKED = (PageState.PAUSED, PageState.OFFLOADED)
+# What the daemon reports in the place of an agent while it holds the processes still.
+_STAND_INS = {OrderIntent.HAND_OVER: PageState.HANDED_OVER, OrderIntent.PREPARE: PageState.READY}
 # Longest wait until an agent has closed its socket, and between two looks.
 _HANG_UP_S = 5.0
 _RETRY_S = 0.05
@@ -61,9 +61,9 @@ _TO_STORAGE, _FOR_MOVE = "image", "image-moved"
 
 
 class GangImages:
-    """Images of one gang. `init`: of the unit of a restored process; NO_PROCESS without one. `has_ended`: the
-    daemon has ended the processes with the image of the present stop; `awaits_agent`: false for a process restored from
-    the image of one without an agent; `trouble`: why a move cannot continue."""
+    """Images of one gang. `unit`: of restored processes, and the names of all; `has_ended`: the daemon has ended the
+    processes with the image of the present stop; `awaits_agent`: false for a process restored from the image of one
+    without an agent; `trouble`: why a move cannot continue."""
 
     def __init__(
         self, context: GangContext, exits: ExitWatcher, devices: TakenDevices, *, is_outside_closed: bool = False
@@ -81,21 +81,20 @@ class GangImages:
         self._handing: asyncio.Task[None] | None = None
         self._handed = (0, 0, 0)  # stop sequence, size and final bytes of the image that a destination fetches
         self._stubs: dict[int, int] = {}  # bytes that it fetches for the other ranks
-        self._asked = 0  # the stop sequence under which a destination has asked for the image of a parked process
+        self._requested = 0  # the stop sequence under which a destination has requested a parked process's image
         self.hang_up: Callable[[], None] = lambda: None  # closes the job's socket, which must not be in an image
         self.pick_up: Callable[[], None] = lambda: None
         self._is_stopped = False
         self._imaged_step = 0  # both sides of a move report this one, although a child may count in the page
-        self.names = JobNames(context.paths, context.host.paths.temporary)
-        self._obstacle = ""  # why it has none, although its node can take images
-        self.init = NO_PROCESS
+        self._obstacle = ""  # why no image is possible, although its node can take images
+        self.unit = GangUnit(context)
         self.has_ended = False
         self.awaits_agent = True
         self.trouble = ""
 
     @property
     def are_possible(self) -> bool:
-        return bool(self.names.directory)
+        return bool(self.unit.names.directory)
 
     @property
     def holds_still(self) -> bool:
@@ -105,8 +104,7 @@ class GangImages:
     def recall(self, left: Mapping[str, Any]) -> None:
         """Take over what a former daemon noted."""
         fields = left.get("images", {})
-        self.init = ProcessId(*map(int, fields.get("init", (0, 0))))
-        self.names.directory, self.names.shared = str(fields.get("names", "")), dict(fields.get("shared", {}))
+        self.unit.recall(fields)
         # without the daemon's consent a dump lets the process go on
         self.has_ended = bool(fields.get("has_ended", False))
         self._left = {int(agreement): int(step) for agreement, step in fields.get("taken", [])}
@@ -120,9 +118,7 @@ class GangImages:
     def journal(self) -> dict[str, Any]:
         sequence, size, filled = self._handed
         fields = {
-            "names": self.names.directory,
-            "shared": self.names.shared,
-            "init": [self.init.pid, self.init.start_ticks],
+            **self.unit.journal(),
             "has_ended": self.has_ended,
             "taken": list(self._taken.items()) if self.has_ended else [],
             "is_stopped": self._is_stopped,
@@ -151,12 +147,7 @@ class GangImages:
     def make_names(self, desired: agent_pb2.DesiredGang) -> None:
         """Make the names by which the ranks find their files, where images are possible. Blocks."""
         if not self.why_not(desired):
-            self._obstacle = self.names.make()
-
-    def clean(self) -> None:
-        """End the unit of a gang, and remove its names and temporary files. Blocks."""
-        send_signal(self.init, signal.SIGKILL)
-        self.names.remove()
+            self._obstacle = self.unit.names.make()
 
     # -- images to storage ----------------------------------------------------------------------------------------
 
@@ -172,23 +163,26 @@ class GangImages:
         that cannot be done; empty when it is done. `goes_on`: otherwise the process ends with it."""
         if agreement in self._taken:
             return ""
-        tmp, final = directories(storage, self._paths.job_uid, self._paths.epoch, step)
-        shard = tmp / shard_name(self._first)
-        # A former daemon may have taken it; but that of a process that went on without a consent is of another moment.
-        is_there = (shard.exists() or final.exists()) and (goes_on or not self._exits.live())
-        if not is_there:
-            try:
-                await self._host.storage.work.run(self._take, shard, agreement, step, goes_on, within_s=_DUMP_S)
-            except (ImageRefusedError, DeviceStateLostError) as error:
-                return f"IMAGE_REFUSED: {error}"
-            except OSError as error:
-                is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-                return f"STORAGE_{'FULL' if is_full else 'FAILED'}: its process image cannot be written: {error}"
+        lives = bool(self._exits.live())
+        try:
+            await self._host.storage.work.run(self._take, storage, agreement, step, goes_on, lives, within_s=_DUMP_S)
+        except (ImageRefusedError, DeviceStateLostError) as error:
+            return f"IMAGE_REFUSED: {error}"
+        except OSError as error:
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            return f"STORAGE_{'FULL' if is_full else 'FAILED'}: its process image cannot be written: {error}"
         self._taken = {agreement: step}
         return ""
 
-    def _take(self, shard: Path, agreement: int, step: int, goes_on: bool) -> None:
-        shard.parent.mkdir(parents=True, exist_ok=True)
+    def _take(self, storage: Path, agreement: int, step: int, goes_on: bool, lives: bool) -> None:
+        if self._is_taken_by_former(agreement):
+            return
+        tmp, final = directories(storage, self._paths.job_uid, self._paths.epoch, step)
+        shard = tmp / shard_name(self._first)
+        # A former daemon may have taken it; but that of a process that went on without a consent is of another moment.
+        if (shard.exists() or final.exists()) and (goes_on or not lives):
+            return
+        tmp.mkdir(parents=True, exist_ok=True)
         part = shard.with_suffix(".part")
 
         def write(directory: Path) -> None:
@@ -202,6 +196,7 @@ class GangImages:
             hit("image-packed")
             if not goes_on:
                 self.has_ended, self._taken = True, {agreement: step}
+                self._note_shared(read_facts(directory))
                 self._context.write_notes()
 
         try:
@@ -210,10 +205,21 @@ class GangImages:
             directory = self._empty_directory(_TO_STORAGE)
             self._dump(directory, write, goes_on=goes_on, keeps_devices=keeps_devices, stands_still=not goes_on)
         except BaseException:
-            self.has_ended, self._taken = False, {}
+            if self.has_ended:
+                self.has_ended, self._taken = False, {}
+                self._context.write_notes()
             part.unlink(missing_ok=True)
             shard.unlink(missing_ok=True)
             raise
+
+    def _is_taken_by_former(self, agreement: int) -> bool:
+        """Return whether a former daemon has taken the image, and ended the processes with it; wait until they have
+        ended, which may take as long as their memory is large."""
+        if agreement not in self._left or not self._host.images.has_consent(self._paths.job / _TO_STORAGE):
+            return False
+        while any(map(is_alive, self._exits.processes.values())):
+            time.sleep(_RETRY_S)
+        return True
 
     def _dump(
         self,
@@ -229,16 +235,16 @@ class GangImages:
         try:
             with self._devices.in_use():
                 unit = self._unit()
-                meanwhile = (lambda: use(directory)) if stands_still else (lambda: None)
-                facts = self._host.images.dump(
+                request = DumpRequest(
                     unit,
                     directory,
                     goes_on=goes_on,
-                    keeps_devices=keeps_devices,
                     is_outside_closed=self._is_outside_closed,
-                    meanwhile=meanwhile,
+                    keeps_devices=keeps_devices,
+                    meanwhile=(lambda: use(directory)) if stands_still else (lambda: None),
                 )
-            self.names.shared |= facts.shared_files
+                facts = self._host.images.dump(request)
+                self._note_shared(facts)
             if not keeps_devices and facts.device_pids:
                 self._devices.are_taken = True
             if not stands_still:
@@ -249,21 +255,27 @@ class GangImages:
         finally:
             remove_tree(directory)
 
+    def _note_shared(self, facts: ImageFacts) -> None:
+        """Note the files in shared memory that the processes do not remove where an image ends them."""
+        if facts.shared_files.items() - self.unit.names.shared.items():
+            self.unit.names.shared |= facts.shared_files
+            self._context.write_notes()
+
     def _unit(self) -> UnitProcesses:
         """Return the processes as they are now. Raises ImageRefusedError."""
         labels = {
-            "names": self.names.directory,
+            "names": self.unit.names.directory,
             "agent": "yes" if self._has_agent() else "",
             "step": str(self._imaged_step),
             **self._devices.labels(self._device_mask),
         }
-        members = () if self.init.pid else tuple(self._host.cgroups.pids(self._paths.group))
+        members = () if self.unit.init.pid else tuple(self._host.cgroups.pids(self._paths.group))
         ranks = {rank: self._exits.processes[rank].pid for rank in self._ranks} if len(self._ranks) > 1 else {}
         is_frozen = self._host.cgroups.frozen(self._paths.group)
         freezer = self._host.cgroups.freezer_file(self._paths.group) if is_frozen else ""
-        own = (SHARED_MEMORY, self.names.temporary)
+        own = (SHARED_MEMORY, self.unit.names.temporary)
         place = str(Path(freezer).parent) if freezer else ""
-        return UnitProcesses(self.init.pid, self._root(), own, labels, members, place, ranks)
+        return UnitProcesses(self.unit.init.pid, self._root(), own, labels, members, place, ranks)
 
     @property
     def _device_mask(self) -> int:
@@ -318,8 +330,8 @@ class GangImages:
     def follow(self, wanted: DesiredOrder, open_arena: Callable[[int], int]) -> None:
         """Take the image that an order to hand over needs, once the process may be taken; or let a process go on that
         was stopped for one. `open_arena` returns the descriptor of the arena for images, which is the caller's."""
-        is_asked = wanted.intent is OrderIntent.PARK and self._asked == wanted.stop_sequence != 0
-        if wanted.intent is OrderIntent.HAND_OVER or is_asked:
+        is_requested = wanted.intent is OrderIntent.PARK and self._requested == wanted.stop_sequence != 0
+        if wanted.intent is OrderIntent.HAND_OVER or is_requested:
             is_begun = self._handing is not None or self._handed[0] == wanted.stop_sequence
             if not is_begun and not self.trouble and self._may_be_taken(wanted):
                 self._handing = asyncio.create_task(self._hand_over(wanted, open_arena))
@@ -331,12 +343,15 @@ class GangImages:
             self.trouble = self.trouble if self._handing is not None or not self._exits.processes else ""
         if self._is_stopped and self._handing is None:
             # again, for a daemon that takes over
-            state = PageState.HANDED_OVER if wanted.intent is OrderIntent.HAND_OVER else PageState.READY
-            self._stand_in(state, wanted)
+            if wanted.intent in _STAND_INS:
+                self._stand_in(_STAND_INS[wanted.intent], wanted)
+            elif wanted.intent is OrderIntent.PARK and wanted.level is ParkLevel.CHECKPOINT:
+                # stopped as it is, it would be in its image, and stand still for ever after a restore
+                self.let_run()
 
-    def ask(self, stop_sequence: int) -> None:
+    def note_request(self, stop_sequence: int) -> None:
         """Note that a destination waits for the image of a process that may be parked. Called from any thread."""
-        self._asked = stop_sequence
+        self._requested = stop_sequence
 
     def _may_be_taken(self, wanted: DesiredOrder) -> bool:
         found = self._found()
@@ -367,7 +382,7 @@ class GangImages:
                     await asyncio.sleep(_RETRY_S)
         except Exception as error:
             # whatever it is: without a reason here it would be tried again and again, and the move would never end
-            is_expected = isinstance(error, ImageRefusedError | DeviceStateLostError | OSError | LauncherError)
+            is_expected = isinstance(error, ImageRefusedError | DeviceStateLostError | OSError)
             self.trouble = f"IMAGE_REFUSED: {error if str(error) else type(error).__name__}"
             extra = {"group": self._paths.group}
             log.warning("no image for a move: %s", error, extra=extra, exc_info=None if is_expected else error)
@@ -395,9 +410,10 @@ class GangImages:
 
             with _opened(open_arena(self._first)) as arena:
                 pack(directory, self._header(step), arena, filled=filled)
-            if has_agent:
-                self._context.write_notes()
-            else:
+            # noted first: the next daemon lets the process go on if the move is given up
+            self._is_stopped = not has_agent
+            self._context.write_notes()
+            if not has_agent:
                 # It is taken at this instruction, and may pass no other here unless the move is given up.
                 self._signal_all(signal.SIGSTOP)
             hit("image-packed")
@@ -406,9 +422,10 @@ class GangImages:
             # without an agent it gets its devices back with the order to run, as its processes are stopped until then
             self._dump(self._empty_directory(_FOR_MOVE), write, goes_on=True, keeps_devices=has_agent)
         except BaseException:
-            self._handed = (0, 0, 0)
+            self._handed, self._is_stopped = (0, 0, 0), False
             if not has_agent:
                 self._signal_all(signal.SIGCONT)
+            self._context.write_notes()
             raise
         if not has_agent:
             self._is_stopped, self._handed = True, (stop_sequence, self._handed[1], self._handed[1])
@@ -432,62 +449,35 @@ class GangImages:
             self._signal_all(signal.SIGCONT)
 
     def _signal_all(self, number: signal.Signals) -> None:
-        for process in self._exits.processes.values():
-            for pid in family(process.pid):
+        """Signal the ranks, what they have started, and what runs beside them, as their rendezvous store."""
+        for pid in self._devices.pids():
+            if pid != self.unit.init.pid:
                 with suppress(OSError):
                     os.kill(pid, number)
 
     # -- images from storage or from another node -------------------------------------------------------------------
 
     def restore(
-        self,
-        launcher: Launcher,
-        mappings: Mapping[int, Mapping[str, Any]],
-        source: int,
-        *,
-        procs: tuple[str, ...],
-        is_moved: bool,
+        self, launcher: Launcher, mappings: Mappings, source: int, *, procs: tuple[str, ...], is_moved: bool
     ) -> dict[int, Forked]:
         """Restore the gang's ranks into a new unit, from a descriptor of their packed image. Blocks. `is_moved`: a
-        process without an agent stands still until `let_run`. Raises LauncherError, OSError, ImageRefusedError,
-        ImageError."""
+        process without an agent stands still until `let_run`; `mappings`, `procs`: as `GangUnit.restore` takes them.
+        Raises LauncherError, OSError, ImageRefusedError, ImageError."""
         directory = self._empty_directory(_FOR_MOVE)
         try:
             facts = unpack(source, directory)
             hit("image-unpacked")
-            self.names.directory = facts.labels["names"]
+            self.unit.names.directory = facts.labels["names"]
             has_agent = bool(facts.labels.get("agent"))
             # noted before there is a process: the next daemon finds it so
             self.awaits_agent, self._is_stopped = has_agent, is_moved and not has_agent
             self._imaged_step = int(facts.labels.get("step", 0))
             self._devices.expect(facts.labels, len(facts.device_pids), self._device_mask)
-            restore = ImageRestore(self._host.images, launcher, mappings, directory, facts, self._paths.run)
-            has_network = False
-            while True:
-                self._make_unit(launcher, procs, has_network)
-                try:
-                    found = restore.into(self.init.pid, is_stopped=self._is_stopped)
-                except ImageRefusedError as error:
-                    # Virtual nodes share a machine, and so its ports.
-                    is_shared = PORT_IN_USE in str(error) and self._host.inventory.driver == VIRTUAL_DRIVER
-                    if is_shared and not has_network:
-                        has_network = True
-                    elif is_moved or not cut_back(facts, str(error)):
-                        raise
-                else:
-                    hit("image-restored")
-                    return found
+            return self.unit.restore(
+                launcher, mappings, directory, facts, procs, is_moved=is_moved, is_stopped=self._is_stopped
+            )
         finally:
             remove_tree(directory)
-
-    def _make_unit(self, launcher: Launcher, procs: tuple[str, ...], has_network: bool) -> None:
-        send_signal(self.init, signal.SIGKILL)
-        names = self.names
-        make_directory(names.files)
-        unit = Unit(self._paths.group, names.directory, names.links, [(str(names.files), names.temporary)], has_network)
-        made = launcher.make_unit({**unit._asdict(), "cgroup_procs": list(procs)})
-        self.init = ProcessId(made.pid, made.start_ticks)
-        self._context.write_notes()
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from ganger.injob.launcher.client import Launcher, LauncherError
 from ganger.injob.page import page_path
 from ganger.injob.process_identity import start_ticks
 from ganger.injob.state_image import ImageError
-from ganger.protocol.gang_orders import DesiredOrder
 
 from ganger_daemon.cgroups.contract import Variant
 from ganger_daemon.checkpoints.storage import shard_name
@@ -145,8 +144,7 @@ class RankLaunch:
 
     def confirm(self, processes: Mapping[int, ProcessId]) -> None:
         """Watch the launched ranks."""
-        for rank, process in processes.items():
-            self._exits.watch(rank, process)
+        self._watch(processes)
         # one that a former daemon has restored needs no image
         self.awaits_image = self.awaits_image and not processes
         self.is_done, self.launched_at = True, time.monotonic()
@@ -192,7 +190,8 @@ class RankLaunch:
         threads = self._threads(desired)
         # run directory, then the pages with the order in them, before any rank could read them
         make_directory(paths.run)
-        pages.create(threads, is_restored=restore.kind == "image" or desired.restore.parked.is_process_image)
+        is_image = _is_image(desired, restore)
+        pages.create(threads, is_restored=is_image)
         pages.extend_lease(host.lease_until_ns or 0)
         order = page_order(orders.wanted)
         assert order is not None, "a gang that is to stop is not launched"
@@ -209,7 +208,6 @@ class RankLaunch:
         self._launcher.arena_bytes = arena_bytes_per_rank(desired, len(self._part.ranks), device_memory)
         self._launcher.image_arena_bytes = image_arena_bytes(desired, self._launcher.arena_bytes, device_memory)
         launcher = await asyncio.to_thread(host.launchers.get, self._launcher.key, interpreter, environment)
-        is_image = _is_image(desired, restore)
         if not is_image:
             await asyncio.to_thread(self._images.make_names, desired)
         rendezvous = await self.rendezvous.meet(desired, launcher, orders, is_image=is_image)
@@ -276,13 +274,13 @@ class RankLaunch:
         # the rendezvous store ends when its file is gone
         remove_tree(self._paths.rendezvous)
         await asyncio.to_thread(self._launcher.drop_arenas)
-        await asyncio.to_thread(self._images.clean)
+        await asyncio.to_thread(self._images.unit.clean)
 
     def _kill_strays(self) -> None:
         """Blocks until they are gone, or will not go. Without groups a process may slip out of its rank's session, and
         keep its devices."""
         pages = [Path(page_path(str(self._paths.run), rank)) for rank in self._part.ranks]
-        names = [self._images.names.page(page) for page in pages]
+        names = [self._images.unit.names.page(page) for page in pages]
         deadline, logged = time.monotonic() + _STRAYS_S, set()
         inject = self._host.launchers.inject
         while found := [ProcessId(pid, start_ticks(pid) or 0) for pid in strays(pages, inject, names)]:
@@ -379,12 +377,13 @@ class RankLaunch:
             processes |= self._restore_saved(launcher, mappings, restore)
         else:
             processes |= self._fork(launcher, mappings, desired, rendezvous)
-        self._track(processes)
         return dict(sorted(processes.items()))
 
-    def _track(self, processes: Mapping[int, ProcessId]) -> None:
-        """Record that ranks, and a parent that they have in common, belong to the gang's group."""
-        pids = [process.pid for process in processes.values()]
+    def _watch(self, processes: Mapping[int, ProcessId]) -> None:
+        """Watch ranks. They, and a parent that they have in common, belong to the gang's group."""
+        for rank, process in processes.items():
+            self._exits.watch(rank, process)
+        pids = [process.pid for process in self._exits.live()]
         parents = {parent_of(pid) for pid in pids} if len(pids) > 1 and self._images.are_possible else set()
         for pid in [*pids, *(parents if len(parents) == 1 else ())]:
             self._host.cgroups.track(self._paths.group, pid)
@@ -396,7 +395,7 @@ class RankLaunch:
         desired: agent_pb2.DesiredGang,
         rendezvous: Rendezvous,
     ) -> dict[int, ProcessId]:
-        named = [self._images.names.give(one) for one in mappings.values()]
+        named = [self._images.unit.names.give(one) for one in mappings.values()]
         has_siblings = len(self._part.ranks) > 1
         if has_siblings and self._images.are_possible and len(mappings) == len(self._part.ranks):
             forked = launcher.fork_together(named, rendezvous.host if rendezvous.store else "").ranks
@@ -421,12 +420,12 @@ class RankLaunch:
         except (ImageRefusedError, ImageError) as error:
             raise LaunchRefusedError(f"its process image cannot be restored: {error}") from error
 
-    def follow_arrival(self, wanted: DesiredOrder, is_whole: bool) -> None:
+    def follow_arrival(self, is_whole: bool) -> None:
         """Restore the process whose image comes from another node, once it has come whole."""
         if self.awaits_image and is_whole and self._arriving is None and not self._images.trouble:
-            self._arriving = asyncio.create_task(self._arrive(wanted))
+            self._arriving = asyncio.create_task(self._arrive())
 
-    async def _arrive(self, wanted: DesiredOrder) -> None:
+    async def _arrive(self) -> None:
         try:
             processes = await asyncio.to_thread(self._restore_arrived)
         except Exception as error:
@@ -436,9 +435,7 @@ class RankLaunch:
             self._images.trouble = str(error) or type(error).__name__
         else:
             self.awaits_image = False
-            for rank, process in processes.items():
-                self._exits.watch(rank, process)
-            self._track(processes)
+            self._watch(processes)
             self._context.write_notes()
         finally:
             self._arriving = None

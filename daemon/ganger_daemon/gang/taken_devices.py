@@ -121,7 +121,7 @@ class TakenDevices:
     def residue_bytes(self) -> int:
         """Return the bytes that taken processes keep on virtual devices: nothing moves a process's memory from one part
         of the machine's to another."""
-        return 0 if self.is_real else sum(anonymous_bytes(pid) or 0 for pid in self._pids())
+        return 0 if self.is_real else sum(anonymous_bytes(pid) or 0 for pid in self.pids())
 
     # -- of an image ------------------------------------------------------------------------------------------------
 
@@ -195,7 +195,7 @@ class TakenDevices:
             work()
 
     def _take(self, order: int) -> None:
-        device_state, pids = self._host.device_state, self._pids()
+        device_state, pids = self._host.device_state, self.pids()
         used = self._used_bytes() if device_state.holders(pids) else 0
         self._may_be_taken = device_state.has_driver
         try:
@@ -219,7 +219,7 @@ class TakenDevices:
 
     def _give_back(self) -> None:
         device_state = self._host.device_state
-        holders = device_state.holders(self._pids())
+        holders = device_state.holders(self.pids())
         try:
             if len(holders) < self._expected:
                 raise DeviceStateLostError(
@@ -232,7 +232,8 @@ class TakenDevices:
         self.trouble, self._moved, self._expected, self.taken_bytes = "", Replacements(), 0, 0
         self.are_taken = self._may_be_taken = False
 
-    def _pids(self) -> tuple[int, ...]:
+    def pids(self) -> tuple[int, ...]:
+        """Return all processes of the gang, those beside its ranks too."""
         roots = [process.pid for process in self._exits.live()]
         found = {pid for root in roots for pid in family(root)}
         return tuple(sorted(found.union(self._host.cgroups.pids(self._context.paths.group))))
@@ -241,7 +242,7 @@ class TakenDevices:
         """Return the most that the processes use of one of their devices, as far as the driver tells; else what is in
         use there at all."""
         devices = self._host.devices
-        own, whole = devices.used_by(self._pids()), devices.used_memory()
+        own, whole = devices.used_by(self.pids()), devices.used_memory()
         mask = 0
         for part in self._context.part.device_masks:
             mask |= part

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -100,6 +100,20 @@ class ImageFacts(msgspec.Struct, frozen=True):
     shared_files: dict[str, int] = {}
 
 
+class DumpRequest(NamedTuple):
+    """A dump of a unit's processes into an empty directory. `goes_on`: they run on afterwards; `is_outside_closed`:
+    connections to other machines may be cut, and the restored processes find them closed; `keeps_devices`: else
+    processes that run on wait for their devices until the caller gives them back; `meanwhile`: called once the image is
+    whole, while the processes stand still."""
+
+    unit: UnitProcesses
+    directory: Path
+    goes_on: bool
+    is_outside_closed: bool = False
+    keeps_devices: bool = True
+    meanwhile: Callable[[], None] = lambda: None
+
+
 class ProcessImages(Protocol):
     @property
     def unavailable(self) -> str:
@@ -109,24 +123,15 @@ class ProcessImages(Protocol):
     def capability(self) -> str:
         """The tool and its version, or "none: why"."""
 
-    def dump(
-        self,
-        unit: UnitProcesses,
-        directory: Path,
-        *,
-        goes_on: bool,
-        is_outside_closed: bool = False,
-        keeps_devices: bool = True,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> ImageFacts:
-        """Write an image into an empty directory. Blocks.
+    def dump(self, request: DumpRequest) -> ImageFacts:
+        """Write an image of processes. Blocks. Afterwards they are dead, or run on. Device state is part of the image.
 
-        Afterwards the processes are dead, or run on where `goes_on`. `is_outside_closed`: connections to other machines
-        may be cut; the restored processes find them closed. `meanwhile` is called once the image is whole, while the
-        processes stand still. Device state is part of the image. Where not `keeps_devices`, processes that run on wait
-        for their devices until the caller gives them back. Raises ImageRefusedError, OSError and what `meanwhile`
-        raises, then all run on; DeviceStateLostError, then one of them has lost its device.
-        """
+        Raises ImageRefusedError, OSError and what `request.meanwhile` raises, then all run on; DeviceStateLostError,
+        then one of them has lost its device."""
+
+    def has_consent(self, directory: Path) -> bool:
+        """Return whether the last dump into a directory ends its processes. Its daemon may have died before they
+        had."""
 
     def fill(self, init_pid: int, directory: Path) -> None:
         """Put the files of the unit's own directories into a new unit, before the restore. Raises ImageRefusedError

@@ -13,12 +13,12 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 from ganger.injob.process_identity import family
@@ -26,6 +26,7 @@ from ganger.injob.process_identity import family
 from ganger_daemon.images.contract import (
     PID_FILE,
     DeviceStateLostError,
+    DumpRequest,
     ImagedRank,
     ImageFacts,
     ImageRefusedError,
@@ -44,6 +45,7 @@ LEAST_VERSION = 4
 PROBE_S = 20.0
 DUMP_LOG, RESTORE_LOG = "dump.log", "restore.log"
 _CONSENT, _DUMPED, _ERRORS = "consent", "dumped", "criu.stderr"
+_YES = "yes\n"
 _POLL_S = 0.001
 # Longest wait for another program to leave the processes alone.
 _TRACER_S = 5.0
@@ -68,17 +70,11 @@ class NoImages:
     def capability(self) -> str:
         return f"none: {self.unavailable}"
 
-    def dump(
-        self,
-        unit: UnitProcesses,
-        directory: Path,
-        *,
-        goes_on: bool,
-        is_outside_closed: bool = False,
-        keeps_devices: bool = True,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> ImageFacts:
+    def dump(self, request: DumpRequest) -> ImageFacts:
         raise ImageRefusedError(self.unavailable)
+
+    def has_consent(self, directory: Path) -> bool:
+        return False
 
     def fill(self, init_pid: int, directory: Path) -> None:
         raise ImageRefusedError(self.unavailable)
@@ -88,18 +84,6 @@ class NoImages:
 
     def restore_failure(self, directory: Path) -> str:
         return self.unavailable
-
-
-class _DumpPlan(NamedTuple):
-    """A dump of processes. `root`: as in their unit; `closes`: TCP connections are closed; `device_pids`: in their
-    unit, those whose device state is in the image."""
-
-    unit: UnitProcesses
-    directory: Path
-    root: int
-    goes_on: bool
-    closes: bool
-    device_pids: tuple[int, ...]
 
 
 class CriuImages:
@@ -116,34 +100,24 @@ class CriuImages:
     def capability(self) -> str:
         return self._machine.tool
 
-    def dump(
-        self,
-        unit: UnitProcesses,
-        directory: Path,
-        *,
-        goes_on: bool,
-        is_outside_closed: bool = False,
-        keeps_devices: bool = True,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> ImageFacts:
+    def dump(self, request: DumpRequest) -> ImageFacts:
+        unit, goes_on = request.unit, request.goes_on
         proc = UnitProc(unit.init_pid or None)
         try:
             root = pid_inside(unit.root_pid)
-            closes = self._check(proc, unit, root, is_outside_closed)
+            closes = self._check(proc, unit, root, request.is_outside_closed)
             pids = pids_outside(unit.root_pid)
         except OSError as error:
             raise ImageRefusedError(f"the job's processes are gone: {error}") from error
         _await_no_tracer(pids.values())
         holders = self._devices.save(tuple(pids.values()))
         try:
-            inside = tuple(pid for pid, outside in pids.items() if outside in holders)
-            plan = _DumpPlan(unit, directory, root, goes_on, closes, inside)
-            return self._dump(plan, meanwhile)
+            return self._dump(request, root, closes, tuple(pid for pid, outside in pids.items() if outside in holders))
         except BaseException:
             goes_on = True
             raise
         finally:
-            if goes_on and keeps_devices:
+            if goes_on and request.keeps_devices:
                 self._give_back(holders)
 
     def _give_back(self, holders: tuple[int, ...]) -> None:
@@ -152,29 +126,34 @@ class CriuImages:
         except ImageRefusedError as error:
             raise DeviceStateLostError(f"{error}; so it cannot go on") from error
 
-    def _dump(self, plan: _DumpPlan, meanwhile: Callable[[], None]) -> ImageFacts:
-        unit, directory, root = plan.unit, plan.directory, plan.root
+    def _dump(self, request: DumpRequest, root: int, closes: bool, device_pids: tuple[int, ...]) -> ImageFacts:
+        """`root`: as in its unit; `closes`: TCP connections are closed; `device_pids`: in the unit, of the processes
+        whose device state is in the image."""
+        unit, directory = request.unit, request.directory
         proc = UnitProc(unit.init_pid or None)
 
         def while_frozen() -> None:
             # Again: a connection may have been opened meanwhile.
-            if why := proc.connections(proc.tree(root), "the driver left it open").refusal(plan.closes):
+            if why := proc.connections(proc.tree(root), "the driver left it open").refusal(closes):
                 raise ImageRefusedError(why)
-            facts = self._facts(proc, root, unit, plan.closes)
+            facts = self._facts(proc, root, unit, closes)
             shared = {} if unit.init_pid else shared_files(proc, proc.tree(root))
             pack_directories(unit.init_pid, unit.own_directories, directory, shared)
             size = sum(file.stat().st_size for file in image_files(directory))
-            facts = msgspec.structs.replace(facts, device_pids=plan.device_pids, size_bytes=size, shared_files=shared)
+            facts = msgspec.structs.replace(facts, device_pids=device_pids, size_bytes=size, shared_files=shared)
             write_facts(directory, facts)
-            meanwhile()
+            request.meanwhile()
 
-        arguments = ["dump", "-t", str(root), "-o", DUMP_LOG, *_options(plan.closes), "--network-lock", "skip"]
+        arguments = ["dump", "-t", str(root), "-o", DUMP_LOG, *_options(closes), "--network-lock", "skip"]
         arguments += ["--ghost-limit", _GHOST_LIMIT, "--action-script", f"./{_SCRIPT}"]
-        arguments += ["--leave-running"] if plan.goes_on else []
+        arguments += ["--leave-running"] if request.goes_on else []
         arguments += ["--freeze-cgroup", unit.freezer] if unit.freezer else []
         with shared_names(proc, () if unit.init_pid else proc.tree(root)):
             self._run(unit.init_pid, arguments, directory, while_frozen)
         return read_facts(directory)
+
+    def has_consent(self, directory: Path) -> bool:
+        return _text(directory / _CONSENT) == _YES
 
     def fill(self, init_pid: int, directory: Path) -> None:
         if why := read_facts(directory).machine.obstacle(self._machine):
@@ -201,6 +180,10 @@ class CriuImages:
         for pid in proc.pids() if unit.init_pid else sorted({*family(root), *unit.members}):
             if pid not in tree:
                 raise ImageRefusedError(f"process {pid} ({proc.name(pid)}) has left the job's process tree")
+        for pid in tree:
+            # CRIU takes the kernel's notice of it to its restore for a fault
+            if signal.SIGCONT in proc.waiting_signals(pid):
+                raise ImageRefusedError(f"a SIGCONT waits at process {pid} ({proc.name(pid)}), which blocks it")
         connections = proc.connections(tree, self._devices.unavailable)
         if why := connections.refusal(is_outside_closed):
             raise ImageRefusedError(why)
@@ -249,7 +232,7 @@ class CriuImages:
                 time.sleep(_POLL_S)
             if process.poll() is None:
                 while_frozen()
-                os.write(consent, b"yes\n")
+                os.write(consent, _YES.encode())
         finally:
             # Without the lock the script goes on: it ends the processes only where it finds a yes.
             os.close(consent)

@@ -7,7 +7,6 @@ Among the files are those of the unit's own directories, each directory as one t
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 import tarfile
@@ -20,8 +19,6 @@ import msgspec
 from ganger.injob import state_image
 
 from ganger_daemon.images.contract import FACTS, SHARED_MEMORY, ImageFacts, ImageRefusedError, read_facts, write_facts
-
-log = logging.getLogger(__name__)
 
 FIELD = "process_image"
 # A piece stays in the processor's cache between its digest and its copy.
@@ -193,19 +190,6 @@ def unpack(source: int, directory: Path, wait: Callable[[int], None] = lambda co
         state_image.check_trailer(digests.trailer(), bytes(whole[preamble.trailer_offset : preamble.total_bytes]))
     write_facts(directory, facts)
     return facts
-
-
-def cut_back(facts: ImageFacts, why: str) -> bool:
-    """Cut the file for which a restore failed back to its size in the image; return whether there was one.
-
-    The job has written on after an image was taken that it did not end with; what it wrote, it writes again. CRIU asks
-    that of files that are written at a position, and not of those that are appended to, which others may append to."""
-    for file in facts.files:
-        if file.is_written and f"{file.path} has " in why and Path(file.path).stat().st_size > file.size_bytes:
-            log.info("file cut back to its size in a process image", extra={"path": file.path})
-            os.truncate(file.path, file.size_bytes)
-            return True
-    return False
 
 
 def facts_of(path: Path) -> ImageFacts | None:

@@ -46,6 +46,15 @@ class UnitProc:
         except OSError:
             return "?"
 
+    def waiting_signals(self, pid: int) -> set[int]:
+        """Signals that were sent to a process, or to its first thread, and that it blocks."""
+        try:
+            lines = (self.path / str(pid) / "status").read_text().splitlines()
+        except OSError:
+            return set()
+        masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd:", "ShdPnd:"))]
+        return {number for number in range(1, 65) if any(mask >> number - 1 & 1 for mask in masks)}
+
     def tree(self, root: int) -> tuple[int, ...]:
         """The root and its descendants."""
         found, pending = [], [root]

@@ -111,7 +111,7 @@ class ParkedArena:
         parts = self._gang.parts
         if not parts.images.are_carried:
             return parts.launcher.open_arena(self._rank)
-        parts.images.ask(self._gang.wanted.stop_sequence)
+        parts.images.note_request(self._gang.wanted.stop_sequence)
         return parts.launcher.open_image_arena(self._rank)
 
 

@@ -333,3 +333,22 @@ def test_a_gang_with_a_rank_without_boundaries_is_paused_by_freezing_only_where_
     assert gang_judgement.should_freeze(gang, 0.0, lease_is_over=False) is is_frozen
     parked = judge(replace(gang, frozen=True), 0.0)
     assert (parked.phase is PartPhase.PARKED) is is_frozen
+
+
+@pytest.mark.parametrize(
+    ("rank", "kind"),
+    [
+        (ended(0, signal=9, imaged=True), PartOutcomeKind.YIELDED),
+        (ended(0, known=False, imaged=True), PartOutcomeKind.YIELDED),
+        (ended(0, code=0, imaged=True), PartOutcomeKind.DONE),
+        (ended(0, code=3, imaged=True), PartOutcomeKind.FAILED),
+    ],
+)
+def test_a_rank_was_ended_with_its_image_only_if_it_was_killed(rank: Rank, kind: PartOutcomeKind) -> None:
+    assert gang_judgement.settle(GangPart(RUN, (rank,), launched=True)).kind is kind
+
+
+def test_processes_that_stand_still_for_a_move_are_stopped_without_a_grace() -> None:
+    gang = GangPart(STOP, (RUNNING,), launched=True, holds_still=True)
+    assert judge(gang, 0.0).todo == (Todo.KILL,)
+    assert judge(replace(gang, holds_still=False), 0.0).todo == (Todo.TERMINATE,)

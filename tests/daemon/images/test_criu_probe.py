@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from ganger_daemon.images.contract import ImageRefusedError, UnitProcesses
+from ganger_daemon.images.contract import DumpRequest, ImageRefusedError, UnitProcesses
 from ganger_daemon.images.criu import NoImages, choose_images
 
 
@@ -74,6 +74,6 @@ def test_images_that_are_not_wanted_are_refused_with_the_reason(tmp_path: Path) 
     assert isinstance(found, NoImages)
     assert found.capability == "none: not wanted"
     with pytest.raises(ImageRefusedError, match="not wanted"):
-        found.dump(UnitProcesses(1, 2), tmp_path, goes_on=False)
+        found.dump(DumpRequest(UnitProcesses(1, 2), tmp_path, goes_on=False))
     with pytest.raises(ImageRefusedError, match="not wanted"):
         found.restore_arguments(tmp_path, {})

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from daemon.images.unit_job import real, restored, started
-from ganger_daemon.images.contract import ImageRefusedError, ProcessImages
+from ganger_daemon.images.contract import DumpRequest, ImageRefusedError, ProcessImages
 from ganger_daemon.images.criu import CriuImages
 from ganger_daemon.images.driver import DeviceState, DriverProcessState
 from ganger_daemon.images.process_tree import pid_inside
@@ -78,7 +78,7 @@ def image(tmp_path: Path) -> Path:
 def test_a_program_goes_on_with_its_count_and_its_process_id(images: ProcessImages, place: Place, image: Path) -> None:
     end = place.directory / "end"
     job = started(place, COUNTING, str(end))
-    facts = images.dump(job.unit, image, goes_on=False)
+    facts = images.dump(DumpRequest(job.unit, image, goes_on=False))
     assert exit_record(job.launch)["signal"] == signal.SIGKILL
 
     again = restored(images, place, image, facts)
@@ -95,7 +95,7 @@ def test_output_after_a_restore_goes_to_the_file_that_replaces_the_log(
     images: ProcessImages, place: Place, image: Path
 ) -> None:
     job = started(place, COUNTING, "/nowhere/end")
-    facts = images.dump(job.unit, image, goes_on=False)
+    facts = images.dump(DumpRequest(job.unit, image, goes_on=False))
     exit_record(job.launch)
     assert [log.path for log in facts.logs] == [str(job.log)]
     before = job.log.read_text()
@@ -116,7 +116,7 @@ def test_files_in_shared_memory_travel_with_the_image(images: ProcessImages, pla
     try:
         job = started(place, program + COUNTING, "/nowhere/end")
         os.chown(own, 1234, 1234)
-        facts = images.dump(job.unit, image, goes_on=False)
+        facts = images.dump(DumpRequest(job.unit, image, goes_on=False))
         os.unlink(own)
 
         first = restored(images, place, image, facts)
@@ -131,7 +131,7 @@ def test_files_in_shared_memory_travel_with_the_image(images: ProcessImages, pla
         os.symlink("batches/0", first.own_file("/dev/shm/latest"))
         shutil.rmtree(image)
         image.mkdir()
-        facts = images.dump(first.unit, image, goes_on=False)
+        facts = images.dump(DumpRequest(first.unit, image, goes_on=False))
         second = restored(images, place, image, facts)
         assert os.readlink(second.own_file("/dev/shm/latest")) == "batches/0"
         assert second.own_file("/dev/shm/batches").is_dir()
@@ -145,7 +145,7 @@ def test_a_program_that_goes_on_is_not_disturbed_and_its_image_is_of_the_moment(
 ) -> None:
     end = place.directory / "end"
     job = started(place, COUNTING, str(end))
-    facts = images.dump(job.unit, image, goes_on=True)
+    facts = images.dump(DumpRequest(job.unit, image, goes_on=True))
     there = len(job.counts())
     job.until_it_counts(20)
     assert job.counts() == list(range(1, len(job.counts()) + 1))
@@ -160,7 +160,7 @@ def test_a_program_that_goes_on_is_not_disturbed_and_its_image_is_of_the_moment(
 
 def test_one_image_can_be_restored_twice(images: ProcessImages, place: Place, image: Path) -> None:
     job = started(place, COUNTING, "/nowhere/end")
-    facts = images.dump(job.unit, image, goes_on=False)
+    facts = images.dump(DumpRequest(job.unit, image, goes_on=False))
     first = restored(images, place, image, facts)
     first.until_it_counts()
     second = restored(images, place, image, facts)
@@ -177,7 +177,7 @@ def test_a_refused_dump_leaves_the_program_running(images: ProcessImages, place:
     (tmp_path / "image" / "own-0.tar").mkdir(parents=True)
 
     with pytest.raises(ImageRefusedError, match=r"/dev/shm cannot be saved|as wanted"):
-        images.dump(job.unit, tmp_path / "image", goes_on=False)
+        images.dump(DumpRequest(job.unit, tmp_path / "image", goes_on=False))
 
     job.until_it_counts()
     end.touch()
@@ -189,9 +189,9 @@ def test_a_program_of_another_user_goes_on_as_that_user(place: Place, image: Pat
     job = started(place, "import os\nos.setresgid(*[65534] * 3)\nos.setresuid(*[65534] * 3)\n" + TREE)
     if not has_capability(CAP_SYS_RESOURCE):
         with pytest.raises(ImageRefusedError, match="the daemon lacks CAP_SYS_RESOURCE"):
-            images.dump(job.unit, image, goes_on=False)
+            images.dump(DumpRequest(job.unit, image, goes_on=False))
         return
-    facts = images.dump(job.unit, image, goes_on=False)
+    facts = images.dump(DumpRequest(job.unit, image, goes_on=False))
 
     again = restored(images, place, image, facts)
     again.until_it_counts()
@@ -211,7 +211,7 @@ def has_capability(number: int) -> bool:
 def test_a_tree_of_processes_goes_on_with_its_pipes(place: Place, image: Path) -> None:
     images = real()
     job = started(place, TREE)
-    facts = images.dump(job.unit, image, goes_on=False)
+    facts = images.dump(DumpRequest(job.unit, image, goes_on=False))
     assert facts.processes == 2
 
     again = restored(images, place, image, facts)
@@ -235,7 +235,18 @@ os.wait()
     job = started(place, leaving + COUNTING, "/nowhere/end")
 
     with pytest.raises(ImageRefusedError, match=r"process \d+ \(python\S*\) has left the job's process tree"):
-        images.dump(job.unit, image, goes_on=False)
+        images.dump(DumpRequest(job.unit, image, goes_on=False))
+    job.until_it_counts()
+
+
+def test_a_program_at_which_a_blocked_sigcont_waits_is_refused_and_runs_on(place: Place, image: Path) -> None:
+    """CRIU would restore it to a stop that it takes for a fault."""
+    images = real()
+    blocking = "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\n"
+    job = started(place, blocking + COUNTING, "/nowhere/end")
+    os.kill(job.unit.root_pid, signal.SIGCONT)
+    with pytest.raises(ImageRefusedError, match=r"a SIGCONT waits at process \d+ \(python\S*\), which blocks"):
+        images.dump(DumpRequest(job.unit, image, goes_on=False))
     job.until_it_counts()
 
 
@@ -247,7 +258,7 @@ def test_a_removed_file_that_is_still_open_travels_with_the_image(place: Place, 
     )
     check = COUNTING.replace("    print(", "    assert os.fstat(gone.fileno()).st_size == 3000000\n    print(")
     job = started(place, removed + check, "/nowhere/end")
-    facts = images.dump(job.unit, image, goes_on=False)
+    facts = images.dump(DumpRequest(job.unit, image, goes_on=False))
 
     again = restored(images, place, image, facts)
     again.until_it_counts()
@@ -257,7 +268,7 @@ def test_a_restore_that_fails_gives_the_reason(place: Place, image: Path) -> Non
     images = real()
     data = place.directory / "data"
     job = started(place, f"out = open({str(data)!r}, 'w')\nout.write('12345'); out.flush()\n" + COUNTING, "/nowhere")
-    facts = images.dump(job.unit, image, goes_on=False)
+    facts = images.dump(DumpRequest(job.unit, image, goes_on=False))
     assert str(data) in [file.path for file in facts.files if file.is_written]
     data.write_text("another length")
 
@@ -288,7 +299,7 @@ def test_a_connection_to_a_program_outside_is_refused_by_name_and_the_program_ru
     job = started(place, LINKED + COUNTING, "/nowhere", str(port))
 
     with pytest.raises(ImageRefusedError, match=rf"connected to 127\.0\.0\.1:{port} \(descriptor \d+ of python"):
-        images.dump(job.unit, image, goes_on=False)
+        images.dump(DumpRequest(job.unit, image, goes_on=False))
     job.until_it_counts()
 
 
@@ -303,7 +314,7 @@ def test_a_connection_outside_that_may_be_closed_is_closed_after_the_restore(
         "    except OSError: found = b'closed'\n    print(count, found,",
     )
     job = started(place, send + check, "/nowhere", str(server.getsockname()[1]))
-    facts = images.dump(job.unit, image, goes_on=False, is_outside_closed=True)
+    facts = images.dump(DumpRequest(job.unit, image, goes_on=False, is_outside_closed=True))
     assert facts.is_outside_closed
     assert "None" in job.log.read_text()
 
@@ -317,7 +328,7 @@ def test_connections_inside_the_tree_go_on(place: Place, image: Path) -> None:
     images = real()
     program = TREE.replace("reader, writer = os.pipe()", PAIR)
     job = started(place, program)
-    facts = images.dump(job.unit, image, goes_on=False)
+    facts = images.dump(DumpRequest(job.unit, image, goes_on=False))
 
     again = restored(images, place, image, facts)
     again.until_it_counts(10)
@@ -346,7 +357,7 @@ def test_device_state_is_saved_before_the_dump_and_given_back_to_what_goes_on(
     job = started(place, COUNTING, "/nowhere/end")
     driver = ScriptedDriver(job.root.pid)
     images = with_driver(driver)
-    facts = images.dump(job.unit, image, goes_on=goes_on)
+    facts = images.dump(DumpRequest(job.unit, image, goes_on=goes_on))
     assert driver.made == ["lock", "checkpoint", *(["restore", "unlock"] if goes_on else [])]
     assert facts.device_pids == (facts.root_pid,)
 
@@ -360,7 +371,7 @@ def test_device_state_is_given_back_where_the_dump_fails(place: Place, tmp_path:
     (tmp_path / "image" / "own-0.tar").mkdir(parents=True)
 
     with pytest.raises(ImageRefusedError):
-        with_driver(driver).dump(job.unit, tmp_path / "image", goes_on=False)
+        with_driver(driver).dump(DumpRequest(job.unit, tmp_path / "image", goes_on=False))
 
     assert driver.states[job.root.pid] is DriverProcessState.RUNNING
     job.until_it_counts()
@@ -392,7 +403,7 @@ def test_a_process_that_another_program_still_traces_is_dumped_once_that_has_let
         assert tracer.stdin is not None
         assert tracer.stdout.readline() == "traced\n"
         with ThreadPoolExecutor() as pool:
-            dump = pool.submit(images.dump, job.unit, image, goes_on=True)
+            dump = pool.submit(images.dump, DumpRequest(job.unit, image, goes_on=True))
             job.until_it_counts()
             assert not dump.done()
             tracer.stdin.close()

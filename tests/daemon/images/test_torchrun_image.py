@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from daemon.images.unit_job import real, restored, started
+from ganger_daemon.images.contract import DumpRequest
 from injob.launcher_kit import Place, launcher_place
 
 pytestmark = [
@@ -57,7 +58,7 @@ def test_two_ranks_of_torchrun_go_on_together(place: Place, tmp_path: Path) -> N
     script = place.directory / "rank.py"
     script.write_text(RANK)
     job = started(place, START, str(script))
-    facts = images.dump(job.unit, image, goes_on=False)
+    facts = images.dump(DumpRequest(job.unit, image, goes_on=False))
     assert facts.processes >= 3
 
     again = restored(images, place, image, facts)
@@ -89,7 +90,7 @@ def test_a_loader_goes_on_with_the_workers_that_it_had(place: Place, tmp_path: P
     image.mkdir()
     chosen = f"import torch\ntorch.multiprocessing.set_sharing_strategy({sharing!r})\ntorch.set_num_threads(1)\n"
     job = started(place, chosen + LOADER)
-    facts = images.dump(job.unit, image, goes_on=False)
+    facts = images.dump(DumpRequest(job.unit, image, goes_on=False))
     assert facts.processes >= 3
 
     again = restored(images, place, image, facts)

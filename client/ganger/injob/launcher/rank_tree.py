@@ -104,8 +104,8 @@ def be_root(
         os.dup2(nothing, number)
     os.close(nothing)
     os.chdir("/")
-    # It ends by SIGKILL alone, whatever a job sends to its parent.
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    # It ends by SIGKILL alone, whatever a job sends to its parent. No image can hold a SIGCONT that waits.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - {signal.SIGCONT})
     os.execve(sys.executable, [sys.executable, "-I", "-S", "-c", _IDLE], {})
 
 

@@ -1,0 +1,168 @@
+"""Jobs that count, saved and moved by the images of their processes, and what must not be left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from daemon.kit import Cluster, Intents, Observed, in_phase, log_of, with_changes
+from ganger.agent.v1 import agent_pb2
+from ganger.injob.launcher.namespaces import LINKS
+from ganger.v1 import job_pb2
+from ganger_daemon.images.criu import choose_images
+from kit.waiting import eventually
+
+needs_images = pytest.mark.skipif(bool(choose_images().unavailable), reason=f"no images: {choose_images().unavailable}")
+
+PAUSE = {"intent": Intents.INTENT_PARK, "level": job_pb2.SUSPEND_LEVEL_PAUSE}
+OFFLOAD = {"intent": Intents.INTENT_PARK, "level": job_pb2.SUSPEND_LEVEL_OFFLOAD}
+CHECKPOINT = {"intent": Intents.INTENT_PARK, "level": job_pb2.SUSPEND_LEVEL_CHECKPOINT}
+
+_COUNTING = """
+count = 0
+while True:
+    {use}
+    count += 1
+    print("count", count, flush=True)
+    time.sleep(0.02)
+    {boundary}
+"""
+_ATTACHING = """
+from ganger.injob.control import Control, Handlers
+from ganger.injob.page_layout import Capability
+control = Control.from_environment()
+control.handlers = Handlers(by_image=control.by_image)
+control.hello(Capability.PAUSE | Capability.CHECKPOINT | Capability.IMAGE)
+control.start()
+"""
+
+
+def opaque(begin: str = "", use: str = "pass") -> str:
+    """Return a program without an agent, whose count is in its memory alone. `use`: what it does in each step."""
+    return f"import time\n{begin}{_COUNTING.format(use=use, boundary='pass')}"
+
+
+def with_agent(begin: str = "", use: str = "pass") -> str:
+    """Return a program that has boundaries, as an unmodified script has them for its agent."""
+    return f"import time\n{begin}{_ATTACHING}{_COUNTING.format(use=use, boundary='control.boundary()')}"
+
+
+async def until(holds: Callable[[], object], what: str = "more counts") -> None:
+    await asyncio.to_thread(eventually, holds, what=what)
+
+
+def counts(made: Cluster, node: str, uid: str, epoch: int = 1, rank: int = 0) -> list[int]:
+    lines = log_of(made.directory, node, uid, rank, epoch)
+    return [int(line.split()[1]) for line in lines if line.startswith("count ")]
+
+
+async def goes_on(made: Cluster, node: str, uid: str, epoch: int = 1, rank: int = 0) -> None:
+    stood = len(counts(made, node, uid, epoch, rank))
+    await until(lambda: len(counts(made, node, uid, epoch, rank)) > stood + 2)
+
+
+def one_after_the_other(*parts: list[int]) -> bool:
+    found = [count for part in parts for count in part]
+    return found == list(range(1, len(found) + 1))
+
+
+def prepared(made: Cluster, gang: agent_pb2.DesiredGang, target: str, epoch: int) -> agent_pb2.DesiredGang:
+    """The gang of a later epoch on another node, for which the image of the present one comes."""
+    (member,) = gang.members
+    ranks = list(member.ranks)
+    source = made.member(member.node.removeprefix("nodes/"), ranks)
+    parked = agent_pb2.ParkedState(epoch=gang.epoch, members=[source], is_process_image=True)
+    return made.gang(
+        {target: ranks}, target, uid=gang.job_uid, epoch=epoch, command=list(gang.spec.command),
+        restore=agent_pb2.Restore(parked=parked), intent=Intents.INTENT_PREPARE,
+    )  # fmt: skip
+
+
+def from_image(
+    made: Cluster, gang: agent_pb2.DesiredGang, parked: agent_pb2.ObservedGang, node: str, epoch: int
+) -> agent_pb2.DesiredGang:
+    """The gang of a later epoch that goes on from the image on storage with which it was parked."""
+    restore = agent_pb2.Restore(checkpoint_path=parked.checkpoint.path, step=parked.checkpoint.step)
+    ranks = list(gang.members[0].ranks)
+    return made.gang(
+        {node: ranks}, node, uid=gang.job_uid, epoch=epoch, command=list(gang.spec.command), restore=restore
+    )
+
+
+async def saved(
+    made: Cluster, node: str, gang: agent_pb2.DesiredGang, sequence: int = 2, stop_sequence: int = 0
+) -> agent_pb2.ObservedGang:
+    """Suspend the gang on its image. Return its last report."""
+    order = with_changes(gang, sequence, stop_sequence=stop_sequence or sequence, **CHECKPOINT)
+    await made.master.want(node, order)
+    parked = await made.master.until(node, gang.epoch, _is_parked_on_storage, patience=60)
+    assert not parked.ranks
+    return parked
+
+
+def _is_parked_on_storage(seen: agent_pb2.ObservedGang) -> bool:
+    return seen.phase == Observed.PHASE_PARKED and seen.level == job_pb2.SUSPEND_LEVEL_CHECKPOINT
+
+
+async def ended(made: Cluster, node: str, gang: agent_pb2.DesiredGang) -> None:
+    """Stop the gang, and let its daemon forget it."""
+    await made.master.want(node, with_changes(gang, 99, intent=Intents.INTENT_STOP))
+    await made.master.until(node, gang.epoch, in_phase(Observed.PHASE_ENDED))
+    await made.master.forget(node, gang.epoch)
+    await made.master.until_absent(node, gang.epoch)
+
+
+async def replaced(made: Cluster, node: str, program: str = "ganger.cli.main", cgroups: str = "none") -> None:
+    """Wait until the node's daemon has died by SIGKILL at its failpoint, and start another one."""
+    async with asyncio.timeout(60):
+        assert await made.processes[node].wait() == -signal.SIGKILL
+    await made.daemon_process(node, "", program, cgroups)
+
+
+def leftovers(uid: str) -> dict[str, list[str]]:
+    """Return what there still is of a job, by kind: processes, whose PID namespaces end with them; names and mounts;
+    cgroups; and files in shared memory, where its program has put the job's uid into their names."""
+    mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    names = [*(os.listdir(LINKS) if os.path.isdir(LINKS) else ()), *mounts]
+    cgroups = (name for _, directories, _ in os.walk("/sys/fs/cgroup") for name in directories)
+    found = {
+        "processes": [f"{pid} {_command(pid)}" for pid in processes_of(uid)],
+        "names": [name for name in names if uid in name],
+        "cgroups": [name for name in cgroups if uid in name],
+        "shared memory": [name for name in os.listdir("/dev/shm") if uid in name],
+    }
+    return {kind: things for kind, things in found.items() if things}
+
+
+def processes_of(uid: str) -> list[int]:
+    """Return the processes that were started for a job, and the inits of its units."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            environment, unit = Path(f"/proc/{name}/environ").read_bytes(), Path(f"/proc/{name}/root{LINKS}")
+            is_in_unit = not Path(f"/proc/{name}/ns/pid").samefile("/proc/self/ns/pid")
+            if uid.encode() in environment or (is_in_unit and uid in " ".join(os.listdir(unit))):
+                found.append(int(name))
+    return found
+
+
+def _command(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:80]
+    return ""
+
+
+async def until_nothing_is_left(uid: str) -> None:
+    """Wait until no process, namespace, name, mount, cgroup or file in shared memory of a job is left."""
+    story = lambda: str(leftovers(uid))  # noqa: E731
+    await asyncio.to_thread(eventually, lambda: not leftovers(uid), what="nothing is left of the job", story=story)
+
+
+def holding_shared_memory(uid: str) -> str:
+    """Return the begin of a program that holds a file in shared memory, named as PyTorch names its own."""
+    return f"held = open('/dev/shm/torch_{uid}', 'wb'); held.write(b'held'); held.flush()\n"
