@@ -6,13 +6,16 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from daemon.kit import Cluster, Intents, Observed, in_phase, log_of, with_changes
 from ganger.agent.v1 import agent_pb2
 from ganger.injob.launcher.namespaces import LINKS
+from ganger.protocol.gang_orders import Mechanism
 from ganger.v1 import job_pb2
 from ganger_daemon.images.criu import choose_images
 from kit.waiting import eventually
@@ -52,6 +55,53 @@ def with_agent(begin: str = "", use: str = "pass") -> str:
     return f"import time\n{begin}{_ATTACHING}{_COUNTING.format(use=use, boundary='control.boundary()')}"
 
 
+OPAQUE, WITH_AGENT = opaque(), with_agent()
+# As a child that trains: its steps are in the page, but it obeys no order there.
+WITH_STEPS = opaque(
+    """
+import os
+from ganger.injob.page import Page
+from ganger.injob.page_layout import Opaque, Word
+page = Page.open(os.environ["GANGER_PAGE"])
+page.set(Word.OPAQUE, Opaque.TRAINS_IN_CHILD)
+""",
+    "page.set(Word.STEP, count + 1)",
+)
+PROGRAMS = {"opaque": OPAQUE, "steps": WITH_STEPS, "agent": WITH_AGENT}
+_WITHOUT_AGENT = ("opaque", "steps")
+programs = pytest.mark.parametrize("kind", list(PROGRAMS))
+
+
+async def begun(
+    made: Cluster,
+    kind: str,
+    uid: str,
+    program: str = "",
+    *,
+    ranks: Sequence[int] = (0,),
+    environment: Mapping[str, str] | None = None,
+    **spec: Any,
+) -> agent_pb2.DesiredGang:
+    """Start a program on n1, and wait until every rank counts and images can be taken of it. Return its gang.
+
+    `kind`: one of PROGRAMS, or any other name for a program with an agent; `program`: it, if not that of the kind;
+    `spec`: further fields of the job's spec."""
+    command = [sys.executable, "-u", "-c", program or PROGRAMS[kind]]
+    gang = made.gang({"n1": list(ranks)}, "n1", uid=uid, command=command)
+    gang.spec.environment.update(environment or {})
+    for name, value in spec.items():
+        setattr(gang.spec, name, value)
+    if kind in _WITHOUT_AGENT:
+        gang.spec.agent = job_pb2.JobSpec.AGENT_NONE
+    await made.master.want("n1", gang)
+    await made.master.until("n1", 1, lambda seen: seen.capabilities.can_checkpoint)
+    running = await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+    assert running.capabilities.mechanism == Mechanism.IMAGE
+    assert not running.capabilities.missing.get("MOVE")
+    await until(lambda: all(counts(made, "n1", uid, 1, rank) for rank in ranks))
+    return gang
+
+
 async def until(holds: Callable[[], object], what: str = "more counts") -> None:
     await asyncio.to_thread(eventually, holds, what=what)
 
@@ -81,6 +131,22 @@ def prepared(made: Cluster, gang: agent_pb2.DesiredGang, target: str, epoch: int
         {target: ranks}, target, uid=gang.job_uid, epoch=epoch, command=list(gang.spec.command),
         restore=agent_pb2.Restore(parked=parked), intent=Intents.INTENT_PREPARE,
     )  # fmt: skip
+
+
+async def moved_in(
+    made: Cluster, gang: agent_pb2.DesiredGang, target: str = "n2", sequence: int = 2
+) -> agent_pb2.DesiredGang:
+    """Bring the image of a job that runs to another node, where it stands still. Return its gang there.
+
+    `sequence`: of the order to hand over."""
+    source, epoch = gang.members[0].node.removeprefix("nodes/"), gang.epoch + 1
+    new = prepared(made, gang, target, epoch)
+    await made.master.want(target, new)
+    await made.master.until(target, epoch, in_phase(Observed.PHASE_PREPARED))
+    order = with_changes(gang, sequence, intent=Intents.INTENT_HAND_OVER, stop_sequence=sequence)
+    await made.master.want(source, order)
+    await made.master.until(target, epoch, in_phase(Observed.PHASE_READY))
+    return new
 
 
 def from_image(

@@ -3,55 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import socket
 import sys
 import uuid
-from collections.abc import Callable
-from typing import Any
 
 import pytest
-from daemon.kit import Cluster, Intents, Observed, in_phase, log_of, run, with_changes
+from daemon.image_kit import (
+    CHECKPOINT,
+    OFFLOAD,
+    begun,
+    counts,
+    from_image,
+    goes_on,
+    moved_in,
+    needs_images,
+    one_after_the_other,
+    opaque,
+    prepared,
+    replaced,
+    saved,
+    until,
+    with_agent,
+)
+from daemon.kit import Cluster, Intents, Observed, in_phase, run, with_changes
 from ganger.agent.v1 import agent_pb2
 from ganger.failpoints import OF_DEVICES
 from ganger.v1 import job_pb2
 from ganger_daemon.devices.virtual import VirtualDevices, VirtualSpec
-from ganger_daemon.images.criu import choose_images
 from kit import file_driver
-from kit.waiting import eventually
 
 pytestmark = pytest.mark.system
-needs_images = pytest.mark.skipif(bool(choose_images().unavailable), reason=f"no images: {choose_images().unavailable}")
 
-OFFLOAD = {"intent": Intents.INTENT_PARK, "level": job_pb2.SUSPEND_LEVEL_OFFLOAD}
-CHECKPOINT = {"intent": Intents.INTENT_PARK, "level": job_pb2.SUSPEND_LEVEL_CHECKPOINT}
-OPAQUE = f"""
-{file_driver.PROGRAM}
-count = 0
-while True:
-    use()
-    count += 1
-    print("count", count, flush=True)
-    time.sleep(0.02)
-"""
-WITH_AGENT = f"""
-from ganger.injob.control import Control, Handlers
-from ganger.injob.page_layout import Capability
-{file_driver.PROGRAM}
-control = Control.from_environment()
-control.handlers = Handlers(by_image=control.by_image)
-control.hello(Capability.PAUSE | Capability.CHECKPOINT | Capability.IMAGE)
-control.start()
-count = 0
-while True:
-    use()
-    count += 1
-    print("count", count, flush=True)
-    time.sleep(0.02)
-    control.boundary()
-"""
+OPAQUE, WITH_AGENT = opaque(file_driver.PROGRAM, "use()"), with_agent(file_driver.PROGRAM, "use()")
 PROGRAMS = {"opaque": OPAQUE, "agent": WITH_AGENT}
 programs = pytest.mark.parametrize("kind", list(PROGRAMS))
+# The program of daemons that have the driver.
+DRIVEN = "kit.file_driver"
 # At these a daemon dies in an OFFLOAD, in a checkpoint, and, at the source or at the destination, in a move.
 OFFLOAD_POINTS = ("devices-locked", "devices-saved", "devices-restored")
 SAVE_POINTS = ("devices-locked", "devices-saved")
@@ -67,33 +54,11 @@ def device_of(node: str, index: int = 0) -> str:
     return VirtualDevices(VirtualSpec(4, "2x2", 4, 8 << 30, 1 << 28), node).discover().devices[index].uuid
 
 
-async def until(holds: Callable[[], object]) -> None:
-    await asyncio.to_thread(eventually, holds, what="more counts")
-
-
-def counts(made: Cluster, node: str, uid: str, epoch: int = 1) -> list[int]:
-    lines = log_of(made.directory, node, uid, 0, epoch)
-    return [int(line.split()[1]) for line in lines if line.startswith("count ")]
-
-
-def one_after_the_other(*parts: list[int]) -> bool:
-    found = [count for part in parts for count in part]
-    return found == list(range(1, len(found) + 1))
-
-
-async def goes_on(made: Cluster, node: str, uid: str, epoch: int = 1) -> None:
-    stood = len(counts(made, node, uid, epoch))
-    await until(lambda: len(counts(made, node, uid, epoch)) > stood + 2)
-
-
-async def begun(made: Cluster, kind: str, uid: str, program: str = "") -> tuple[agent_pb2.DesiredGang, int]:
-    """Start the program on n1 and wait until it counts; return its gang and its pid."""
-    command = [sys.executable, "-u", "-c", program or PROGRAMS[kind]]
-    gang = made.gang({"n1": [0]}, "n1", uid=uid, command=command)
-    gang.spec.environment["FAKE_GPU"] = device_of("n1")
-    if kind == "opaque":
-        gang.spec.agent = job_pb2.JobSpec.AGENT_NONE
-        gang.spec.environment["TMPDIR"] = str(made.directory)
+async def begun_in_place(made: Cluster, uid: str, program: str = OPAQUE) -> tuple[agent_pb2.DesiredGang, int]:
+    """Start a program without an agent on n1 and wait until it counts; return its gang and its pid."""
+    gang = made.gang({"n1": [0]}, "n1", uid=uid, command=[sys.executable, "-u", "-c", program])
+    gang.spec.environment.update(FAKE_GPU=device_of("n1"), TMPDIR=str(made.directory))
+    gang.spec.agent = job_pb2.JobSpec.AGENT_NONE
     await made.master.want("n1", gang)
     running = await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
     await until(lambda: counts(made, "n1", uid))
@@ -101,16 +66,9 @@ async def begun(made: Cluster, kind: str, uid: str, program: str = "") -> tuple[
 
 
 async def begun_for_images(made: Cluster, kind: str, uid: str) -> tuple[agent_pb2.DesiredGang, int]:
-    """As `begun`, with a directory for temporary files that travels with an image."""
-    gang = made.gang({"n1": [0]}, "n1", uid=uid, command=[sys.executable, "-u", "-c", PROGRAMS[kind]])
-    gang.spec.environment["FAKE_GPU"] = device_of("n1")
-    if kind == "opaque":
-        gang.spec.agent = job_pb2.JobSpec.AGENT_NONE
-    await made.master.want("n1", gang)
-    await made.master.until("n1", 1, lambda seen: seen.capabilities.can_checkpoint)
-    running = await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
-    await until(lambda: counts(made, "n1", uid))
-    return gang, running.ranks[0].pid
+    """As `begun_in_place`, of any kind and with a directory for temporary files that travels with an image."""
+    gang = await begun(made, kind, uid, PROGRAMS[kind], environment={"FAKE_GPU": device_of("n1")})
+    return gang, made.master.book("n1").observed[1].ranks[0].pid
 
 
 async def offloaded(made: Cluster, gang: agent_pb2.DesiredGang, sequence: int) -> agent_pb2.ObservedGang:
@@ -118,13 +76,6 @@ async def offloaded(made: Cluster, gang: agent_pb2.DesiredGang, sequence: int) -
     parked = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED), patience=60)
     assert parked.level == job_pb2.SUSPEND_LEVEL_OFFLOAD
     return parked
-
-
-async def replaced(made: Cluster, node: str, failpoints: str = "") -> None:
-    """Wait until the node's daemon has died by SIGKILL at its failpoint, and start another one."""
-    async with asyncio.timeout(60):
-        assert await made.processes[node].wait() == -signal.SIGKILL
-    await made.daemon_process(node, failpoints, "kit.file_driver")
 
 
 def test_every_failpoint_of_devices_is_tried() -> None:
@@ -136,7 +87,7 @@ def test_a_process_without_an_agent_is_offloaded_in_place_and_goes_on_with_its_d
     async def story(made: Cluster) -> None:
         uid = str(uuid.uuid4())
         await made.daemon("n1", criu="none", cgroups=cgroups)
-        gang, pid = await begun(made, "opaque", uid)
+        gang, pid = await begun_in_place(made, uid)
         offers = await made.master.until("n1", 1, lambda seen: seen.capabilities.can_offload)
         assert offers.capabilities.offload_by
         assert offers.peak_device_bytes, "what takes its device away needs room"
@@ -169,7 +120,7 @@ def test_an_offload_that_the_driver_refuses_is_reported_and_the_process_goes_on(
     async def story(made: Cluster) -> None:
         uid = str(uuid.uuid4())
         await made.daemon("n1", criu="none")
-        gang, pid = await begun(made, "opaque", uid)
+        gang, pid = await begun_in_place(made, uid)
         file_driver.write(pid, {call: [result, ""]}, "gpu-faults")
         await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **OFFLOAD))
         refused = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
@@ -188,7 +139,7 @@ def test_a_device_that_is_full_is_asked_for_again_until_it_has_room() -> None:
     async def story(made: Cluster) -> None:
         uid = str(uuid.uuid4())
         await made.daemon("n1", criu="none")
-        gang, pid = await begun(made, "opaque", uid)
+        gang, pid = await begun_in_place(made, uid)
         await offloaded(made, gang, 2)
         file_driver.write(pid, {"restore": ["CUDA_ERROR_OUT_OF_MEMORY", ""]}, "gpu-faults")
         await made.master.want("n1", with_changes(gang, 3))
@@ -204,7 +155,7 @@ def test_a_process_that_loses_its_device_state_is_ended_with_the_reason() -> Non
     async def story(made: Cluster) -> None:
         uid = str(uuid.uuid4())
         await made.daemon("n1", criu="none")
-        gang, pid = await begun(made, "opaque", uid)
+        gang, pid = await begun_in_place(made, uid)
         await offloaded(made, gang, 2)
         file_driver.write(pid, {"restore": ["CUDA_ERROR_UNKNOWN", "failed"]}, "gpu-faults")
         await made.master.want("n1", with_changes(gang, 3))
@@ -219,10 +170,10 @@ def test_a_process_that_loses_its_device_state_is_ended_with_the_reason() -> Non
 def test_a_daemon_that_dies_while_it_takes_or_gives_a_device_leaves_no_process_locked(point: str) -> None:
     async def story(made: Cluster) -> None:
         uid = str(uuid.uuid4())
-        await made.daemon_process("n1", point, "kit.file_driver")
+        await made.daemon_process("n1", point, DRIVEN)
         await made.until_session("n1")
-        gang, pid = await begun(made, "opaque", uid)
-        dies = asyncio.ensure_future(replaced(made, "n1"))
+        gang, pid = await begun_in_place(made, uid)
+        dies = asyncio.ensure_future(replaced(made, "n1", DRIVEN))
         if point == "devices-restored":
             await offloaded(made, gang, 2)
             await made.master.want("n1", with_changes(gang, 3))
@@ -243,15 +194,15 @@ def test_a_daemon_that_dies_while_it_takes_or_gives_a_device_leaves_no_process_l
 def test_the_order_to_run_frees_a_process_that_a_dead_daemon_left_locked() -> None:
     async def story(made: Cluster) -> None:
         uid = str(uuid.uuid4())
-        await made.daemon_process("n1", "devices-locked", "kit.file_driver")
+        await made.daemon_process("n1", "devices-locked", DRIVEN)
         await made.until_session("n1")
-        gang, pid = await begun(made, "opaque", uid)
+        gang, pid = await begun_in_place(made, uid)
         await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **OFFLOAD))
         async with asyncio.timeout(60):
             await made.processes["n1"].wait()
         assert file_driver.read(pid)["state"] == "locked"
         await made.master.want("n1", with_changes(gang, 3))
-        await made.daemon_process("n1", "", "kit.file_driver")
+        await made.daemon_process("n1", "", DRIVEN)
         await goes_on(made, "n1", uid)
         assert one_after_the_other(counts(made, "n1", uid))
 
@@ -260,8 +211,7 @@ def test_the_order_to_run_frees_a_process_that_a_dead_daemon_left_locked() -> No
 
 async def restored(made: Cluster, gang: agent_pb2.DesiredGang, parked: agent_pb2.ObservedGang, node: str) -> int:
     """Let the job go on from its image on another device of a node; return its pid."""
-    restore = agent_pb2.Restore(checkpoint_path=parked.checkpoint.path, step=parked.checkpoint.step)
-    new = made.gang({node: [0]}, node, uid=gang.job_uid, epoch=2, command=list(gang.spec.command), restore=restore)
+    new = from_image(made, gang, parked, node, 2)
     new.claim.device_mask = 2
     await made.master.want(node, new)
     running = await made.master.until(node, 2, in_phase(Observed.PHASE_RUNNING), patience=60)
@@ -276,8 +226,7 @@ def test_a_restored_process_gets_the_device_that_replaces_its_own(kind: str) -> 
         await made.daemon("n1")
         await made.daemon("n2")
         gang, _ = await begun_for_images(made, kind, uid)
-        await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **CHECKPOINT))
-        parked = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
+        parked = await saved(made, "n1", gang)
         before = counts(made, "n1", uid)
         await made.master.forget("n1", 1)
         pid = await restored(made, gang, parked, "n2")
@@ -295,10 +244,7 @@ def test_an_offloaded_process_is_saved_without_its_device() -> None:
         await made.daemon("n1")
         gang, _ = await begun_for_images(made, "opaque", uid)
         await offloaded(made, gang, 2)
-        await made.master.want("n1", with_changes(gang, 3, stop_sequence=3, **CHECKPOINT))
-        parked = await made.master.until(
-            "n1", 1, lambda seen: seen.phase == Observed.PHASE_PARKED and seen.level == job_pb2.SUSPEND_LEVEL_CHECKPOINT
-        )
+        parked = await saved(made, "n1", gang, sequence=3)
         before = counts(made, "n1", uid)
         await made.master.forget("n1", 1)
         await restored(made, gang, parked, "n1")
@@ -315,7 +261,7 @@ def test_a_process_whose_image_is_refused_has_its_device_again() -> None:
         await made.daemon("n1")
         with socket.create_server(("127.0.0.1", 0)) as server:
             connects = f"import socket\nother = socket.create_connection(('127.0.0.1', {server.getsockname()[1]}))\n"
-            gang, pid = await begun(made, "opaque", uid, connects + OPAQUE)
+            gang, pid = await begun_in_place(made, uid, connects + OPAQUE)
             await made.master.until("n1", 1, lambda seen: seen.capabilities.can_checkpoint)
             await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **CHECKPOINT))
             await made.master.until("n1", 1, lambda seen: "IMAGE_REFUSED" in seen.trouble)
@@ -332,13 +278,12 @@ def test_a_process_whose_image_is_refused_has_its_device_again() -> None:
 def test_a_daemon_that_dies_while_it_takes_a_device_for_an_image_loses_nothing(kind: str, point: str) -> None:
     async def story(made: Cluster) -> None:
         uid = str(uuid.uuid4())
-        await made.daemon_process("n1", point, "kit.file_driver")
+        await made.daemon_process("n1", point, DRIVEN)
         await made.until_session("n1")
         gang, _ = await begun_for_images(made, kind, uid)
-        dies = asyncio.ensure_future(replaced(made, "n1"))
-        await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **CHECKPOINT))
+        dies = asyncio.ensure_future(replaced(made, "n1", DRIVEN))
+        parked = await saved(made, "n1", gang)
         await dies
-        parked = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED), patience=60)
         before = counts(made, "n1", uid)
         await made.master.forget("n1", 1)
         await restored(made, gang, parked, "n1")
@@ -346,15 +291,6 @@ def test_a_daemon_that_dies_while_it_takes_a_device_for_an_image_loses_nothing(k
         assert one_after_the_other(before, counts(made, "n1", uid, 2))
 
     run(story)
-
-
-def prepared(made: Cluster, gang: agent_pb2.DesiredGang, **changes: Any) -> agent_pb2.DesiredGang:
-    """The gang of epoch 2 on n2, for which the image of the first one comes from n1."""
-    parked = agent_pb2.ParkedState(epoch=1, members=[made.member("n1", [0])], is_process_image=True)
-    return made.gang(
-        {"n2": [0]}, "n2", uid=gang.job_uid, epoch=2, command=list(gang.spec.command),
-        restore=agent_pb2.Restore(parked=parked), intent=Intents.INTENT_PREPARE, **changes,
-    )  # fmt: skip
 
 
 @needs_images
@@ -365,11 +301,7 @@ def test_a_move_that_is_given_up_gives_the_device_back_at_the_source(kind: str) 
         await made.daemon("n1")
         await made.daemon("n2")
         gang, pid = await begun_for_images(made, kind, uid)
-        new = prepared(made, gang)
-        await made.master.want("n2", new)
-        await made.master.until("n2", 2, in_phase(Observed.PHASE_PREPARED))
-        await made.master.want("n1", with_changes(gang, 2, intent=Intents.INTENT_HAND_OVER, stop_sequence=2))
-        await made.master.until("n2", 2, in_phase(Observed.PHASE_READY))
+        new = await moved_in(made, gang)
         await made.master.want("n2", with_changes(new, 2, intent=Intents.INTENT_STOP))
         await made.master.until("n2", 2, in_phase(Observed.PHASE_ENDED))
         await made.master.want("n1", with_changes(gang, 3))
@@ -391,7 +323,7 @@ def test_an_offloaded_process_moves_by_its_image_to_another_device(cgroups: str)
         gang, _ = await begun_for_images(made, "opaque", uid)
         await offloaded(made, gang, 2)
         before = counts(made, "n1", uid)
-        new = prepared(made, gang)
+        new = prepared(made, gang, "n2", 2)
         await made.master.want("n2", new)
         ready = await made.master.until("n2", 2, in_phase(Observed.PHASE_READY))
         assert ready.stop_step == made.master.book("n1").observed[1].stop_step
@@ -414,11 +346,11 @@ def test_a_move_in_which_a_daemon_dies_at_a_driver_call_never_runs_the_job_twice
     async def story(made: Cluster) -> None:
         uid = str(uuid.uuid4())
         for node in ("n1", "n2"):
-            await made.daemon_process(node, point if node == victim else "", "kit.file_driver")
+            await made.daemon_process(node, point if node == victim else "", DRIVEN)
         await asyncio.gather(made.until_session("n1"), made.until_session("n2"))
         gang, _ = await begun_for_images(made, kind, uid)
-        new = prepared(made, gang)
-        dies = asyncio.ensure_future(replaced(made, victim))
+        new = prepared(made, gang, "n2", 2)
+        dies = asyncio.ensure_future(replaced(made, victim, DRIVEN))
         await made.master.want("n2", new)
         await made.master.until("n2", 2, in_phase(Observed.PHASE_PREPARED))
         await made.master.want("n1", with_changes(gang, 2, intent=Intents.INTENT_HAND_OVER, stop_sequence=2))

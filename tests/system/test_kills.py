@@ -81,7 +81,7 @@ def went_back_to(run: Run, rank: int) -> set[int]:
 
 
 def test_every_failpoint_of_every_service_is_in_the_table() -> None:
-    # those of process images: tests/daemon/test_process_images
+    # those of process images: tests/daemon/test_image_kills
     assert {place.failpoint for place in PLACES} == (OF_DAEMON - OF_IMAGES) | store_access.FAILPOINTS
 
 

@@ -1,0 +1,296 @@
+"""Daemons and launchers that die while they take, move or restore a process image, and moves that are given up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import uuid
+from pathlib import Path
+
+import pytest
+from daemon.image_kit import (
+    CHECKPOINT,
+    PAUSE,
+    PROGRAMS,
+    begun,
+    counts,
+    ended,
+    from_image,
+    goes_on,
+    holding_shared_memory,
+    moved_in,
+    needs_images,
+    one_after_the_other,
+    prepared,
+    processes_of,
+    programs,
+    replaced,
+    saved,
+    until,
+    until_nothing_is_left,
+)
+from daemon.kit import Cluster, Intents, Observed, in_phase, run, with_changes
+from ganger.agent.v1 import agent_pb2
+from ganger.failpoints import OF_DEVICES, OF_IMAGES
+from ganger.injob.launcher.client import Launcher
+from ganger_daemon.gang import process_image
+from ganger_daemon.images.criu import CriuImages, choose_images
+from ganger_daemon.node.process_identity import parent_of
+
+pytestmark = [pytest.mark.system, needs_images]
+
+SAVE_POINTS = ("image-dumped", "image-packed", "after-rename")
+MOVE_POINTS = (("image-dumped", "n1"), ("image-packed", "n1"), ("image-unpacked", "n2"), ("image-restored", "n2"))
+
+
+def test_every_failpoint_of_images_is_tried() -> None:
+    # those of devices: test_taken_devices
+    assert {point for point, _ in MOVE_POINTS} | set(SAVE_POINTS) >= OF_IMAGES - OF_DEVICES
+
+
+@pytest.mark.parametrize("kind", ["opaque", "agent"])
+@pytest.mark.parametrize("point", SAVE_POINTS)
+def test_a_daemon_that_dies_while_it_saves_an_image_loses_nothing(kind: str, point: str) -> None:
+    async def story(made: Cluster) -> None:
+        uid = str(uuid.uuid4())
+        await made.daemon_process("n1", point, cgroups="auto")
+        await made.until_session("n1")
+        gang = await begun(made, kind, uid, holding_shared_memory(uid) + PROGRAMS[kind])
+        dies = asyncio.ensure_future(replaced(made, "n1", cgroups="auto"))
+        parked = await saved(made, "n1", gang)
+        await dies
+        before = counts(made, "n1", uid)
+        await ended(made, "n1", gang)
+        await until_nothing_is_left(uid)
+        gang = from_image(made, gang, parked, "n1", 2)
+        await made.master.want("n1", gang)
+        await goes_on(made, "n1", uid, 2)
+        assert one_after_the_other(before, counts(made, "n1", uid, 2))
+        await ended(made, "n1", gang)
+        await until_nothing_is_left(uid)
+
+    run(story)
+
+
+def test_a_daemon_that_dies_after_its_consent_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CRIU ends the processes only after a while, as it does where their memory is large."""
+    flock = tmp_path / "flock"
+    waits = f"touch {tmp_path}/at; while [ ! -e {tmp_path}/go ]; do sleep 0.02; done"
+    flock.write_text(f'#!/bin/sh\n{shutil.which("flock")} "$@" || exit 1\n[ "$3" = grep ] && {{ {waits}; }}\nexit 0\n')
+    flock.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    async def story(made: Cluster) -> None:
+        uid = str(uuid.uuid4())
+        await made.daemon_process("n1")
+        await made.until_session("n1")
+        gang = await begun(made, "opaque", uid)
+        await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **CHECKPOINT))
+        await until((tmp_path / "at").exists, "the daemon's consent")
+        made.processes["n1"].kill()
+        await made.processes["n1"].wait()
+        await made.daemon_process("n1")
+        await made.until_session("n1")
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_STOPPING))
+        (tmp_path / "go").touch()
+        parked = await saved(made, "n1", gang)
+        before = counts(made, "n1", uid)
+        await made.master.forget("n1", 1)
+        await made.master.want("n1", from_image(made, gang, parked, "n1", 2))
+        await goes_on(made, "n1", uid, 2)
+        assert one_after_the_other(before, counts(made, "n1", uid, 2))
+
+    run(story)
+
+
+@pytest.mark.parametrize("kind", ["opaque", "agent"])
+@pytest.mark.parametrize(("point", "victim"), MOVE_POINTS)
+def test_a_move_in_which_a_daemon_dies_never_runs_the_job_twice(kind: str, point: str, victim: str) -> None:
+    may_be_lost = (kind, point) == ("opaque", "image-packed")
+
+    async def story(made: Cluster) -> None:
+        uid = str(uuid.uuid4())
+        for node in ("n1", "n2"):
+            await made.daemon_process(node, point if node == victim else "", cgroups="auto")
+        await asyncio.gather(made.until_session("n1"), made.until_session("n2"))
+        gang = await begun(made, kind, uid, holding_shared_memory(uid) + PROGRAMS[kind])
+        new = prepared(made, gang, "n2", 2)
+        dies = asyncio.ensure_future(replaced(made, victim, cgroups="auto"))
+        await made.master.want("n2", new)
+        await made.master.until("n2", 2, in_phase(Observed.PHASE_PREPARED))
+        await made.master.want("n1", with_changes(gang, 2, intent=Intents.INTENT_HAND_OVER, stop_sequence=2))
+        await dies
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED), patience=60)
+        arrived = await made.master.until(
+            "n2", 2, lambda seen: bool(seen.trouble) or seen.phase == Observed.PHASE_READY, patience=60
+        )
+        if arrived.trouble:
+            # it went on without the daemon, so what had been sent of it is of another moment
+            assert may_be_lost, arrived.trouble
+            await ended(made, "n2", new)
+            await made.master.want("n1", with_changes(gang, 3))
+            await goes_on(made, "n1", uid)
+            assert one_after_the_other(counts(made, "n1", uid, 1))
+            assert counts(made, "n2", uid, 2) == []
+        else:
+            before = counts(made, "n1", uid, 1)
+            await made.master.want("n2", with_changes(new, 2, intent=Intents.INTENT_RUN))
+            await goes_on(made, "n2", uid, 2)
+            assert counts(made, "n1", uid, 1) == before
+            assert one_after_the_other(before, counts(made, "n2", uid, 2))
+            await ended(made, "n2", new)
+        await ended(made, "n1", gang)
+        await until_nothing_is_left(uid)
+
+    run(story)
+
+
+def test_a_launcher_that_dies_before_it_has_recorded_what_it_restored_leaves_nothing(tmp_path: Path) -> None:
+    found = choose_images()
+    assert isinstance(found, CriuImages)
+    waits = f"touch {tmp_path}/at; while [ ! -e {tmp_path}/go ]; do sleep 0.02; done"
+    criu = tmp_path / "criu"
+    criu.write_text(f'#!/bin/sh\n[ "$1" = restore ] && {{ {waits}; }}\nexec {found.program} "$@"\n')
+    criu.chmod(0o755)
+
+    async def story(made: Cluster) -> None:
+        uid = str(uuid.uuid4())
+        await made.daemon("n1", criu=str(criu))
+        gang = await begun(made, "opaque", uid)
+        launcher = parent_of(made.master.book("n1").observed[1].ranks[0].pid)
+        parked = await saved(made, "n1", gang)
+        before = counts(made, "n1", uid, 1)
+        await made.master.forget("n1", 1)
+        await made.master.want("n1", from_image(made, gang, parked, "n1", 2))
+        await until((tmp_path / "at").exists)
+        os.kill(launcher, signal.SIGSTOP)
+        (tmp_path / "go").touch()
+        # it runs, as the child of a launcher that does not know of it yet
+        await until(lambda: len(counts(made, "n1", uid, 2)) > 2)
+        os.kill(launcher, signal.SIGKILL)
+        ended = await made.master.until("n1", 2, in_phase(Observed.PHASE_ENDED))
+        assert ended.outcome.kind == agent_pb2.Outcome.KIND_LAUNCH_FAILED
+        assert processes_of(uid) == []
+        await made.master.forget("n1", 2)
+        await made.master.until_absent("n1", 2)
+        await until_nothing_is_left(uid)
+        await made.master.want("n1", from_image(made, gang, parked, "n1", 3))
+        await until(lambda: len(counts(made, "n1", uid, 3)) > 2)
+        assert one_after_the_other(before, counts(made, "n1", uid, 3))
+
+    run(story)
+
+
+def test_a_move_whose_image_is_lost_with_a_launcher_ends_with_the_reason() -> None:
+    async def story(made: Cluster) -> None:
+        uid = str(uuid.uuid4())
+        await made.daemon("n1")
+        await made.daemon("n2")
+        gang = await begun(made, "opaque", uid)
+        new = prepared(made, gang, "n2", 2)
+        await made.master.want("n2", new)
+        await made.master.until("n2", 2, in_phase(Observed.PHASE_PREPARED))
+        (path,) = (made.directory / "r-n2" / "launchers").glob("*.sock")
+        with Launcher(str(path)) as launcher:
+            os.kill(int(launcher.info()["pid"]), signal.SIGKILL)
+        await made.master.want("n1", with_changes(gang, 2, intent=Intents.INTENT_HAND_OVER, stop_sequence=2))
+        refused = await made.master.until("n2", 2, lambda seen: bool(seen.trouble))
+        assert "its image is gone with the launcher that held it" in refused.trouble
+        await made.master.want("n2", with_changes(new, 2, intent=Intents.INTENT_STOP))
+        await made.master.want("n1", with_changes(gang, 3))
+        before = len(counts(made, "n1", uid, 1))
+        await until(lambda: len(counts(made, "n1", uid, 1)) > before + 2)
+        assert one_after_the_other(counts(made, "n1", uid, 1))
+
+    run(story)
+
+
+@programs
+def test_a_move_that_is_given_up_leaves_the_job_where_it_was(kind: str) -> None:
+    async def story(made: Cluster) -> None:
+        uid = str(uuid.uuid4())
+        await made.daemon("n1")
+        await made.daemon("n2")
+        gang = await begun(made, kind, uid)
+        new = await moved_in(made, gang)
+        await made.master.want("n2", with_changes(new, 2, intent=Intents.INTENT_STOP))
+        await made.master.until("n2", 2, in_phase(Observed.PHASE_ENDED))
+        before = len(counts(made, "n1", uid, 1))
+        await made.master.want("n1", with_changes(gang, 3))
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+        await until(lambda: len(counts(made, "n1", uid, 1)) > before + 2)
+        assert one_after_the_other(counts(made, "n1", uid, 1))
+        assert counts(made, "n2", uid, 2) == []
+
+    run(story)
+
+
+def test_a_job_runs_on_if_its_move_is_given_up_while_no_daemon_of_its_node_lives() -> None:
+    async def story(made: Cluster) -> None:
+        uid = str(uuid.uuid4())
+        await made.daemon_process("n1", "image-packed")
+        await made.daemon("n2")
+        await made.until_session("n1")
+        gang = await begun(made, "opaque", uid)
+        await made.master.want("n2", prepared(made, gang, "n2", 2))
+        await made.master.until("n2", 2, in_phase(Observed.PHASE_PREPARED))
+        await made.master.want("n1", with_changes(gang, 2, intent=Intents.INTENT_HAND_OVER, stop_sequence=2))
+        async with asyncio.timeout(60):
+            await made.processes["n1"].wait()
+        await made.master.want("n1", with_changes(gang, 3))
+        await made.daemon_process("n1")
+        await goes_on(made, "n1", uid)
+        assert one_after_the_other(counts(made, "n1", uid))
+
+    run(story)
+
+
+@pytest.mark.parametrize("cgroups", ["none", "auto"])
+def test_a_paused_job_whose_move_is_given_up_can_be_suspended_on_its_image(cgroups: str) -> None:
+    async def story(made: Cluster) -> None:
+        uid = str(uuid.uuid4())
+        await made.daemon("n1", cgroups=cgroups)
+        await made.daemon("n2", cgroups=cgroups)
+        gang = await begun(made, "opaque", uid)
+        await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **PAUSE))
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
+        new = prepared(made, gang, "n2", 2)
+        await made.master.want("n2", new)
+        await made.master.until("n2", 2, in_phase(Observed.PHASE_READY))
+        await ended(made, "n2", new)
+        parked = await saved(made, "n1", gang, sequence=3, stop_sequence=2)
+        before = counts(made, "n1", uid)
+        await made.master.forget("n1", 1)
+        await made.master.want("n1", from_image(made, gang, parked, "n1", 3))
+        await goes_on(made, "n1", uid, 3)
+        assert one_after_the_other(before, counts(made, "n1", uid, 3))
+
+    run(story)
+
+
+def test_a_destination_that_cannot_use_an_image_reports_why_and_tries_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def unpack(source: int, directory: Path) -> None:
+        tried.append(source)
+        raise KeyError("names")
+
+    monkeypatch.setattr(process_image, "unpack", unpack)
+
+    async def story(made: Cluster) -> None:
+        uid = str(uuid.uuid4())
+        await made.daemon("n1")
+        await made.daemon("n2")
+        gang = await begun(made, "opaque", uid)
+        new = prepared(made, gang, "n2", 2)
+        await made.master.want("n2", new)
+        await made.master.until("n2", 2, in_phase(Observed.PHASE_PREPARED))
+        await made.master.want("n1", with_changes(gang, 2, intent=Intents.INTENT_HAND_OVER, stop_sequence=2))
+        troubled = await made.master.until("n2", 2, lambda seen: bool(seen.trouble))
+        assert "names" in troubled.trouble
+        await ended(made, "n2", new)
+        assert len(tried) == 1
+
+    run(story)
