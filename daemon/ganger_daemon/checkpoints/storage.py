@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import msgspec
 from ganger.injob import state_image
 
-from ganger_daemon.core.gang_judgement import FoundCheckpoint
+from ganger_daemon.core.part_facts import FoundCheckpoint
 from ganger_daemon.node.daemon_files import open_plain, read_plain
 
 MANIFEST = "MANIFEST.json"

@@ -13,9 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-from ganger.injob.page_layout import EXIT_FENCED, EXIT_NO_STATE, EXIT_YIELDED, PagePhase, PageState
+from ganger.injob.page_layout import PagePhase, PageState
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
 from ganger.protocol.stop_rules import must_be_frozen
+
+from ganger_daemon.core.part_facts import GangPart, PartOutcome, PartOutcomeKind, Rank
+from ganger_daemon.core.part_outcome import first_failure, settle
 
 
 class PartPhase(IntEnum):
@@ -28,114 +31,8 @@ class PartPhase(IntEnum):
     ENDED = 7
 
 
-class PartOutcomeKind(IntEnum):
-    DONE = 1
-    YIELDED = 2
-    FAILED = 3
-    OUT_OF_MEMORY = 4
-    STOPPED = 5
-    UNKNOWN = 6
-    LAUNCH_FAILED = 7
-    FENCED = 8
-    ESCALATED = 9
-    STATE_UNREADABLE = 10
-    STATE_OUTDATED = 11
-
-
-@dataclass(frozen=True, slots=True)
-class FoundCheckpoint:
-    """A complete checkpoint on storage; `path` is relative to the job's directory."""
-
-    step: int
-    epoch: int
-    path: str
-    size_bytes: int = 0
-    time_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class PartOutcome:
-    kind: PartOutcomeKind
-    exit_code: int = 0
-    rank: int = 0
-    message: str = ""
-    # The newest ones, where it could not start from the one that was named.
-    found: tuple[FoundCheckpoint, ...] = ()
-
-
-SIGKILL = 9
-SIGTERM = 15
-
 # A Python without `attach` whose agent finds no training never sends a hello; after this long it counts as opaque.
 HELLO_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class RankExit:
-    """How a rank ended. `known` is false when its exit was not recorded."""
-
-    code: int = 0
-    signal: int = 0
-    known: bool = True
-    at: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Rank:
-    """One local rank: numbers from its page, and its exit once it is gone."""
-
-    rank: int
-    state: int = 0
-    phase: int = 0
-    step: int = 0
-    ack_sequence: int = 0
-    ack_step: int = 0
-    reached_sequence: int = 0
-    reached_step: int = 0
-    first_step: bool = False  # a boundary passed since the present RUN order
-    hello: bool = False
-    opaque: bool = False
-    let_go: bool = False  # what it saved for the order it reached is published: it may end with EXIT_YIELDED
-    fenced: bool = False  # its epoch is over: it is to end with EXIT_FENCED
-    imaged: bool = False  # its process image is published, and the daemon ends it
-    exit: RankExit | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class GangPart:
-    """Facts that `judge` decides from. Times are seconds of one monotonic clock."""
-
-    wanted: DesiredOrder
-    ranks: tuple[Rank, ...] = ()
-    launched: bool = False
-    launched_at: float = 0.0
-    world: int = 1
-    no_agent: bool = False  # not a Python, or the user wanted no agent: the daemon does not wait for its hello
-    restores: bool = False  # from a saved state: an agent saved it, so one will report, however late
-    has_images: bool = False  # process images can be taken of it, at a boundary or without one
-    awaits_image: bool = False  # no process is here before its image has come
-    frozen: bool = False  # every process is frozen
-    holds_still: bool = False  # the daemon has stopped the processes for a move, or restored them so
-    takes_devices: bool = False  # the devices can be taken from its processes without an agent, in place
-    devices_taken: bool = False  # they were: the processes wait for them
-    is_worked_on: bool = False  # the daemon takes or gives devices, or takes an image: the processes cannot obey
-    launch_failure: PartOutcome | None = None
-    has_room: bool = True  # for the state of a gang that moves in: bytes can come
-    memory_freed: bool = False  # device memory seen free since this stop
-    published_step: int | None = None  # a checkpoint of this stop is on storage
-    refusal: str = ""  # why the ordered level cannot be reached: by a rank's report, or its checkpoint failed
-    escalated: bool = False  # killed because it ignored an order
-    out_of_memory: bool = False
-    damage: str = ""  # how its job damaged a control page: the gang is killed for it
-    stop_signalled: bool = False  # SIGTERM sent for INTENT_STOP or after a rank's failure
-    asked_to_save: bool = False  # the signal at which the script saves itself was sent: there is no way back
-    settled: PartOutcome | None = None  # the outcome is on disk: it never changes again
-
-    @property
-    def ends_at_once(self) -> bool:
-        """Whether no instruction of it may run any more. Processes that stand still for a move receive no signal, and
-        may run at the destination by now."""
-        return self.wanted.ends_at_once or (self.holds_still and self.wanted.intent is OrderIntent.STOP)
 
 
 class Todo(IntEnum):
@@ -176,7 +73,7 @@ def judge(gang: GangPart, now: float) -> Judgement:
     if gang.wanted.asks_to_leave or gang.asked_to_save:
         # the other ranks save themselves, too, when one has exited
         return Judgement(PartPhase.STOPPING, todo=() if gang.asked_to_save else (Todo.ASK_TO_SAVE,))
-    if _first_failure(gang) is not None:
+    if first_failure(gang) is not None:
         # the other ranks would wait for it in a collective: the whole gang stops
         todo = () if gang.stop_signalled else (Todo.TERMINATE,)
         return Judgement(PartPhase.STOPPING, todo=todo)
@@ -446,87 +343,6 @@ def is_disobedient(gang: GangPart) -> bool:
 
 def _controllable(gang: GangPart) -> bool:
     return any(rank.hello and not rank.opaque for rank in gang.ranks)
-
-
-def _first_failure(gang: GangPart) -> Rank | None:
-    failed = [rank for rank in gang.ranks if rank.exit is not None and not _is_good(rank, rank.exit)]
-    return min(failed, key=lambda rank: (rank.exit.at if rank.exit else 0.0, rank.rank), default=None)
-
-
-def _is_good(rank: Rank, ending: RankExit) -> bool:
-    if _is_imaged(rank, ending):
-        return True
-    # the code alone proves nothing: a job may use it for its own purposes
-    yielded = ending.code == EXIT_YIELDED and rank.let_go
-    return ending.known and ending.signal == 0 and (ending.code == 0 or yielded)
-
-
-def _is_imaged(rank: Rank, ending: RankExit) -> bool:
-    """Return whether a rank was ended with its process image, which is by SIGKILL. A daemon that dies before its
-    consent has noted an end that does not come, and the rank may finish its program."""
-    return rank.imaged and (not ending.known or ending.signal == SIGKILL)
-
-
-def awaits_publication(gang: GangPart) -> bool:
-    """Return whether all ranks have yielded for a stop whose checkpoint is not seen published yet."""
-    if gang.launch_failure is not None or not gang.ranks or settle(gang).kind is not PartOutcomeKind.YIELDED:
-        return False
-    return gang.published_step is None and bool(gang.wanted.stop_sequence)
-
-
-def settle(gang: GangPart) -> PartOutcome:
-    """Return the outcome of the local part, once every process is gone. The rank that failed first determines it."""
-    if gang.settled is not None:
-        return gang.settled
-    if gang.escalated:
-        return PartOutcome(
-            PartOutcomeKind.ESCALATED, -SIGKILL, message="did not obey an order within its deadline and was killed"
-        )
-    if gang.asked_to_save and not gang.stop_signalled and not gang.damage:
-        return _saved_itself(gang)
-    failed = _first_failure(gang)
-    if failed is None:
-        ended = [(rank, rank.exit) for rank in gang.ranks if rank.exit is not None]
-        yielded = [rank for rank, how in ended if _is_imaged(rank, how) or how.code == EXIT_YIELDED]
-        if yielded:
-            return PartOutcome(PartOutcomeKind.YIELDED, EXIT_YIELDED, yielded[0].rank)
-        return PartOutcome(PartOutcomeKind.DONE)
-    ending = failed.exit
-    assert ending is not None, "a failed rank has an exit"
-    code = -ending.signal if ending.signal else ending.code
-    if gang.out_of_memory and ending.signal == SIGKILL:
-        return PartOutcome(
-            PartOutcomeKind.OUT_OF_MEMORY, code, failed.rank, "killed: it used more host memory than its claim"
-        )
-    if gang.wanted.intent is OrderIntent.STOP and gang.stop_signalled:
-        return PartOutcome(PartOutcomeKind.STOPPED, code, failed.rank)
-    if not ending.known and not gang.damage:
-        return PartOutcome(
-            PartOutcomeKind.UNKNOWN, 0, failed.rank, f"rank {failed.rank} is gone and its exit was not recorded"
-        )
-    if ending.code == EXIT_FENCED and not ending.signal and failed.fenced:
-        return PartOutcome(PartOutcomeKind.FENCED, code, failed.rank, "its epoch was over")
-    if ending.code == EXIT_NO_STATE and not ending.signal:
-        return PartOutcome(PartOutcomeKind.FAILED, code, failed.rank, f"rank {failed.rank} could not restore its state")
-    if gang.damage:
-        return PartOutcome(PartOutcomeKind.FAILED, code, failed.rank, f"killed: {gang.damage}")
-    how = f"was killed by signal {ending.signal}" if ending.signal else f"exited with code {ending.code}"
-    return PartOutcome(PartOutcomeKind.FAILED, code, failed.rank, f"rank {failed.rank} {how}")
-
-
-def _saved_itself(gang: GangPart) -> PartOutcome:
-    """Return the outcome of ranks that were asked to save themselves: as under Slurm, any exit counts as preempted."""
-    ranks = [rank for rank in gang.ranks if rank.exit is not None]
-    last = max(
-        ranks, key=lambda rank: (rank.exit.at if rank.exit else 0.0, -rank.rank), default=Rank(0, exit=RankExit())
-    )
-    ending = last.exit or RankExit()
-    if ending.signal == SIGKILL:
-        message = f"rank {last.rank} did not exit within the grace after its stop signal, and was killed"
-    else:
-        how = f"was ended by signal {ending.signal}" if ending.signal else f"exited with code {ending.code}"
-        message = f"rank {last.rank} {how} after its stop signal"
-    return PartOutcome(PartOutcomeKind.YIELDED, -ending.signal or ending.code, last.rank, message)
 
 
 _FAST_S = 0.0015

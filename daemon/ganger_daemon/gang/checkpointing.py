@@ -25,8 +25,9 @@ from ganger.wire.times import seconds
 from ganger_daemon.checkpoints.gang_checkpoints import GangCheckpoints, StorageError, publish_here
 from ganger_daemon.checkpoints.storage import CheckpointName, ShardReport, directories, parse_final
 from ganger_daemon.core import escalation
-from ganger_daemon.core.gang_judgement import PartOutcome, PartOutcomeKind, PartPhase
+from ganger_daemon.core.gang_judgement import PartPhase
 from ganger_daemon.core.mechanism import keeps_state
+from ganger_daemon.core.part_facts import PartOutcome, PartOutcomeKind
 from ganger_daemon.gang.control_pages import page_order, write_details
 from ganger_daemon.gang.gang_context import GangContext
 from ganger_daemon.gang.process_image import GangImages

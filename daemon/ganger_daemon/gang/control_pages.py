@@ -18,7 +18,7 @@ from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
 from ganger.protocol.stop_rules import RelayedPoint, expired
 
 from ganger_daemon.checkpoints.storage import unfinished_template
-from ganger_daemon.core.gang_judgement import Rank
+from ganger_daemon.core.part_facts import Rank
 from ganger_daemon.node.daemon_files import make_directory, read_json, write_json
 from ganger_daemon.node.process_identity import NO_PROCESS, ProcessId
 

@@ -18,6 +18,7 @@ from ganger.wire.times import seconds
 
 from ganger_daemon.cgroups.contract import Cgroups
 from ganger_daemon.core import escalation, gang_judgement
+from ganger_daemon.core.part_facts import GangPart
 from ganger_daemon.gang.exit_watcher import ExitWatcher
 from ganger_daemon.gang.gang_context import GangContext
 from ganger_daemon.node.process_identity import ProcessId, send_signal
@@ -109,7 +110,7 @@ class Escalation:
             log.error("gang killed", extra={"gang": self._paths.group, "cause": why})
         await kill(self._host.cgroups, self._paths.group, live)
 
-    async def press(self, facts: gang_judgement.GangPart, now: float) -> None:
+    async def press(self, facts: GangPart, now: float) -> None:
         """Take the rung that is due, if the gang does not obey."""
         passed, self._pressed_at = now - self._pressed_at, now
         live = self._exits.live()
@@ -175,7 +176,7 @@ class Freezer:
         until = self._host.lease_until_ns
         return None if until is None else expired(until, now_ns())
 
-    async def follow(self, facts: gang_judgement.GangPart, now: float) -> None:
+    async def follow(self, facts: GangPart, now: float) -> None:
         """Freeze or thaw, if that is due."""
         if facts.ends_at_once:
             return  # SIGKILL reaches frozen processes, and thawed ones would run beside their successor

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from ganger.agent.v1 import agent_pb2
 
-from ganger_daemon.core import gang_judgement
+from ganger_daemon.core.part_facts import GangPart, Rank
 from ganger_daemon.gang.boundary_relay import BoundaryExchange
 from ganger_daemon.gang.checkpointing import CheckpointCoordinator
 from ganger_daemon.gang.control_pages import RunMark
@@ -101,11 +101,11 @@ class GangParts:
         return self.launching.is_done and not self.exits.is_reaped
 
 
-def facts_of(context: GangContext, orders: ReceivedOrders, parts: GangParts) -> gang_judgement.GangPart:
+def facts_of(context: GangContext, orders: ReceivedOrders, parts: GangParts) -> GangPart:
     """Return the facts that the core judges a gang from."""
     launching, exits, wanted = parts.launching, parts.exits, orders.wanted
     was_killed = parts.is_live and exits.was_killed
-    facts = gang_judgement.GangPart(
+    facts = GangPart(
         wanted=wanted,
         ranks=_ranks(context, orders, parts) if launching.is_done else (),
         launched=launching.is_done,
@@ -135,16 +135,14 @@ def facts_of(context: GangContext, orders: ReceivedOrders, parts: GangParts) -> 
     return replace(facts, refusal=parts.rank_errors.refusal(facts, unpublished))
 
 
-def _ranks(context: GangContext, orders: ReceivedOrders, parts: GangParts) -> tuple[gang_judgement.Rank, ...]:
+def _ranks(context: GangContext, orders: ReceivedOrders, parts: GangParts) -> tuple[Rank, ...]:
     pages = context.pages
     if pages.readable:
         ranks = pages.ranks(orders.mark)
     else:
         # pages that were lost with the machine's memory no longer show which ranks were let go
         is_gone = not pages.damage()
-        ranks = tuple(
-            gang_judgement.Rank(rank, opaque=bool(pages.foreign), let_go=is_gone) for rank in context.part.ranks
-        )
+        ranks = tuple(Rank(rank, opaque=bool(pages.foreign), let_go=is_gone) for rank in context.part.ranks)
     imaged = parts.images.has_ended
     return tuple(replace(rank, exit=parts.exits.exits.get(rank.rank), imaged=imaged) for rank in ranks)
 

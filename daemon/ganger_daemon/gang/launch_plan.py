@@ -28,7 +28,7 @@ from ganger_daemon.checkpoints.storage import (
     token_found,
     verify,
 )
-from ganger_daemon.core.gang_judgement import FoundCheckpoint, PartOutcomeKind
+from ganger_daemon.core.part_facts import FoundCheckpoint, PartOutcomeKind
 from ganger_daemon.gang.gang_context import LocalPart
 from ganger_daemon.images.packing import facts_of
 from ganger_daemon.node.daemon_files import GangPaths, write_json

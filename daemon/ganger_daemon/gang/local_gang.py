@@ -18,7 +18,9 @@ from ganger.injob.page_layout import PageState
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
 
 from ganger_daemon.core import gang_judgement
-from ganger_daemon.core.gang_judgement import PartOutcome, PartOutcomeKind, PartPhase, next_look
+from ganger_daemon.core.gang_judgement import PartPhase, next_look
+from ganger_daemon.core.part_facts import GangPart, PartOutcome, PartOutcomeKind
+from ganger_daemon.core.part_outcome import awaits_publication
 from ganger_daemon.gang import exit_watcher
 from ganger_daemon.gang.boundary_relay import Hub, RelayMessage
 from ganger_daemon.gang.gang_context import GangContext, Peers
@@ -373,10 +375,10 @@ class LocalGang:
             await parts.stall_watch.look_at_processes(pids, now)
         self._logs.follow(now)
 
-    def _facts(self) -> gang_judgement.GangPart:
+    def _facts(self) -> GangPart:
         return facts_of(self.context, self._orders, self.parts)
 
-    def _judge(self, facts: gang_judgement.GangPart, now: float) -> None:
+    def _judge(self, facts: GangPart, now: float) -> None:
         judgement = gang_judgement.judge(facts, now)
         self.report.judged = JudgedState(judgement, facts.wanted, self._orders.master_desired)
 
@@ -385,7 +387,7 @@ class LocalGang:
         self._judge(self._facts(), time.monotonic())
         self.observed = observe(self.report)
 
-    async def _do(self, todo: gang_judgement.Todo, facts: gang_judgement.GangPart, now: float) -> None:
+    async def _do(self, todo: gang_judgement.Todo, facts: GangPart, now: float) -> None:
         parts = self.parts
         match todo:
             case gang_judgement.Todo.LAUNCH:
@@ -424,7 +426,7 @@ class LocalGang:
         if parts.exits.is_reaped:
             return
         facts = self._facts()
-        if gang_judgement.awaits_publication(facts) and self.context.host.storage.path is not None:
+        if awaits_publication(facts) and self.context.host.storage.path is not None:
             return  # the pages are still needed
         outcome = gang_judgement.judge(facts, time.monotonic()).outcome
         if outcome is None:

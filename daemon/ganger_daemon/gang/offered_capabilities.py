@@ -13,8 +13,9 @@ from ganger.injob.page_layout import Capability
 from ganger.protocol.gang_orders import Mechanism
 from ganger.v1 import job_pb2
 
-from ganger_daemon.core.gang_judgement import GangPart, has_opaque_rank
+from ganger_daemon.core.gang_judgement import has_opaque_rank
 from ganger_daemon.core.mechanism import NO_SIGNAL, MechanismFacts, choose_mechanism, keeps_state
+from ganger_daemon.core.part_facts import GangPart
 from ganger_daemon.gang.gang_context import GangContext
 from ganger_daemon.gang.gang_parts import GangParts
 

@@ -21,7 +21,7 @@ from ganger.injob.state_image import ImageError
 
 from ganger_daemon.cgroups.contract import Variant
 from ganger_daemon.checkpoints.storage import shard_name
-from ganger_daemon.core.gang_judgement import PartOutcome, PartOutcomeKind
+from ganger_daemon.core.part_facts import PartOutcome, PartOutcomeKind
 from ganger_daemon.gang.control_pages import page_order, write_details
 from ganger_daemon.gang.exit_watcher import ExitWatcher
 from ganger_daemon.gang.gang_context import GangContext, to_json

@@ -20,6 +20,7 @@ from ganger.wire.times import duration
 
 from ganger_daemon.checkpoints.storage import free_bytes
 from ganger_daemon.core import gang_judgement
+from ganger_daemon.core.part_facts import GangPart
 from ganger_daemon.gang.control_pages import RunMark, page_order, write_details
 from ganger_daemon.gang.gang_context import DEFAULT_GRACE_S, GangContext, to_json, wanted_of, with_spec_of
 from ganger_daemon.node.daemon_files import GangPaths, make_directory, read_json, write_hint
@@ -182,7 +183,7 @@ class RankErrors:
         found = (error_of(self._paths, rank, str(order.number), saved) for rank in self._part.ranks)
         return str(next((error for error in found if error is not None), ""))
 
-    def refusal(self, facts: gang_judgement.GangPart, unpublished: str) -> str:
+    def refusal(self, facts: GangPart, unpublished: str) -> str:
         """Return why the level of the present order cannot be reached, or an empty text. The first reason found stays
         until the next order. `unpublished`: why the checkpoint cannot be published."""
         sequence = facts.wanted.order.number

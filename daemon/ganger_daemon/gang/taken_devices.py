@@ -23,7 +23,8 @@ from ganger.cluster.topology import bits
 from ganger.injob.process_identity import family
 from ganger.protocol.gang_orders import OrderIntent
 
-from ganger_daemon.core.gang_judgement import GangPart, has_opaque_rank, is_to_be_taken
+from ganger_daemon.core.gang_judgement import has_opaque_rank, is_to_be_taken
+from ganger_daemon.core.part_facts import GangPart
 from ganger_daemon.devices.contract import UNREADABLE, VIRTUAL_DRIVER
 from ganger_daemon.gang.exit_watcher import ExitWatcher
 from ganger_daemon.gang.gang_context import GangContext

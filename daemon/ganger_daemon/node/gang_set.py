@@ -14,7 +14,8 @@ from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
 from ganger.v1 import resources_pb2
 from google.protobuf import json_format
 
-from ganger_daemon.core.gang_judgement import PartOutcome, PartOutcomeKind, PartPhase
+from ganger_daemon.core.gang_judgement import PartPhase
+from ganger_daemon.core.part_facts import PartOutcome, PartOutcomeKind
 from ganger_daemon.core.reconcile import (
     Absence,
     Action,

@@ -8,16 +8,9 @@ import pytest
 from ganger.injob.page_layout import PageState
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, OrderKey, ParkLevel, hastened
 from ganger_daemon.core import gang_judgement
-from ganger_daemon.core.gang_judgement import (
-    GangPart,
-    PartOutcome,
-    PartOutcomeKind,
-    PartPhase,
-    Rank,
-    RankExit,
-    Todo,
-    judge,
-)
+from ganger_daemon.core.gang_judgement import PartPhase, Todo, judge
+from ganger_daemon.core.part_facts import GangPart, PartOutcome, PartOutcomeKind, Rank, RankExit
+from ganger_daemon.core.part_outcome import SIGKILL, settle
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -120,13 +113,13 @@ def test_the_outcome_names_how_it_ended(
 
 def test_the_rank_that_failed_first_is_named() -> None:
     ranks = (ended(0, signal=15, at=2.0), ended(1, code=3, at=1.0))
-    outcome = gang_judgement.settle(GangPart(RUN, ranks, launched=True))
+    outcome = settle(GangPart(RUN, ranks, launched=True))
     assert (outcome.rank, outcome.exit_code) == (1, 3)
 
 
 def test_what_a_gang_was_killed_for_is_said() -> None:
     for ending in (ended(0, signal=9), ended(0, known=False)):
-        outcome = gang_judgement.settle(GangPart(RUN, (ending,), launched=True, damage="its page was cut off"))
+        outcome = settle(GangPart(RUN, (ending,), launched=True, damage="its page was cut off"))
         assert (outcome.kind, outcome.message) == (PartOutcomeKind.FAILED, "killed: its page was cut off")
 
 
@@ -291,8 +284,8 @@ def test_only_a_stop_without_grace_kills_without_sigterm_whether_the_gang_stands
 
 
 def test_a_gang_that_was_killed_as_stale_was_stopped() -> None:
-    gone = GangPart(KILLED, (ended(0, signal=gang_judgement.SIGKILL),), launched=True, stop_signalled=True)
-    assert judge(gone, 0.0).outcome == PartOutcome(PartOutcomeKind.STOPPED, -gang_judgement.SIGKILL)
+    gone = GangPart(KILLED, (ended(0, signal=SIGKILL),), launched=True, stop_signalled=True)
+    assert judge(gone, 0.0).outcome == PartOutcome(PartOutcomeKind.STOPPED, -SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -345,7 +338,7 @@ def test_a_gang_with_a_rank_without_boundaries_is_paused_by_freezing_only_where_
     ],
 )
 def test_a_rank_was_ended_with_its_image_only_if_it_was_killed(rank: Rank, kind: PartOutcomeKind) -> None:
-    assert gang_judgement.settle(GangPart(RUN, (rank,), launched=True)).kind is kind
+    assert settle(GangPart(RUN, (rank,), launched=True)).kind is kind
 
 
 def test_processes_that_stand_still_for_a_move_are_stopped_without_a_grace() -> None:

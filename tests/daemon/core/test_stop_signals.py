@@ -8,16 +8,8 @@ import pytest
 from ganger.injob.page_layout import PageOrderKind, PageState
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, OrderKey, ParkLevel, by_signal
 from ganger_daemon.core import gang_judgement
-from ganger_daemon.core.gang_judgement import (
-    GangPart,
-    PartOutcome,
-    PartOutcomeKind,
-    PartPhase,
-    Rank,
-    RankExit,
-    Todo,
-    judge,
-)
+from ganger_daemon.core.gang_judgement import PartPhase, Todo, judge
+from ganger_daemon.core.part_facts import GangPart, PartOutcome, PartOutcomeKind, Rank, RankExit
 from ganger_daemon.gang.control_pages import page_order
 
 KEY = OrderKey(1, 5)

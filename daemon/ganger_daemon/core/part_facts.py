@@ -1,0 +1,111 @@
+"""Facts of one gang's local part: its order, its ranks and their exits, what the daemon has done, and its outcome."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
+
+
+class PartOutcomeKind(IntEnum):
+    DONE = 1
+    YIELDED = 2
+    FAILED = 3
+    OUT_OF_MEMORY = 4
+    STOPPED = 5
+    UNKNOWN = 6
+    LAUNCH_FAILED = 7
+    FENCED = 8
+    ESCALATED = 9
+    STATE_UNREADABLE = 10
+    STATE_OUTDATED = 11
+
+
+@dataclass(frozen=True, slots=True)
+class FoundCheckpoint:
+    """A complete checkpoint on storage; `path` is relative to the job's directory."""
+
+    step: int
+    epoch: int
+    path: str
+    size_bytes: int = 0
+    time_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PartOutcome:
+    kind: PartOutcomeKind
+    exit_code: int = 0
+    rank: int = 0
+    message: str = ""
+    # The newest ones, where it could not start from the one that was named.
+    found: tuple[FoundCheckpoint, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RankExit:
+    """How a rank ended. `known` is false when its exit was not recorded."""
+
+    code: int = 0
+    signal: int = 0
+    known: bool = True
+    at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One local rank: numbers from its page, and its exit once it is gone."""
+
+    rank: int
+    state: int = 0
+    phase: int = 0
+    step: int = 0
+    ack_sequence: int = 0
+    ack_step: int = 0
+    reached_sequence: int = 0
+    reached_step: int = 0
+    first_step: bool = False  # a boundary passed since the present RUN order
+    hello: bool = False
+    opaque: bool = False
+    let_go: bool = False  # what it saved for the order it reached is published: it may end with EXIT_YIELDED
+    fenced: bool = False  # its epoch is over: it is to end with EXIT_FENCED
+    imaged: bool = False  # its process image is published, and the daemon ends it
+    exit: RankExit | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GangPart:
+    """Facts that `judge` decides from. Times are seconds of one monotonic clock."""
+
+    wanted: DesiredOrder
+    ranks: tuple[Rank, ...] = ()
+    launched: bool = False
+    launched_at: float = 0.0
+    world: int = 1
+    no_agent: bool = False  # not a Python, or the user wanted no agent: the daemon does not wait for its hello
+    restores: bool = False  # from a saved state: an agent saved it, so one will report, however late
+    has_images: bool = False  # process images can be taken of it, at a boundary or without one
+    awaits_image: bool = False  # no process is here before its image has come
+    frozen: bool = False  # every process is frozen
+    holds_still: bool = False  # the daemon has stopped the processes for a move, or restored them so
+    takes_devices: bool = False  # the devices can be taken from its processes without an agent, in place
+    devices_taken: bool = False  # they were: the processes wait for them
+    is_worked_on: bool = False  # the daemon takes or gives devices, or takes an image: the processes cannot obey
+    launch_failure: PartOutcome | None = None
+    has_room: bool = True  # for the state of a gang that moves in: bytes can come
+    memory_freed: bool = False  # device memory seen free since this stop
+    published_step: int | None = None  # a checkpoint of this stop is on storage
+    refusal: str = ""  # why the ordered level cannot be reached: by a rank's report, or its checkpoint failed
+    escalated: bool = False  # killed because it ignored an order
+    out_of_memory: bool = False
+    damage: str = ""  # how its job damaged a control page: the gang is killed for it
+    stop_signalled: bool = False  # SIGTERM sent for INTENT_STOP or after a rank's failure
+    asked_to_save: bool = False  # the signal at which the script saves itself was sent: there is no way back
+    settled: PartOutcome | None = None  # the outcome is on disk: it never changes again
+
+    @property
+    def ends_at_once(self) -> bool:
+        """Whether no instruction of it may run any more. Processes that stand still for a move receive no signal, and
+        may run at the destination by now."""
+        return self.wanted.ends_at_once or (self.holds_still and self.wanted.intent is OrderIntent.STOP)
