@@ -230,6 +230,8 @@ def test_a_mechanism_that_was_asked_for_and_does_not_apply_is_not_replaced_by_an
     assert not any(map(counting.can, ("can_offload", "can_checkpoint", "can_move")))
     shown = " ".join(counting.up("show", counting.job).split())
     assert "mechanism none (adapter was asked for) not adapter: it imports no trainer that Ganger knows" in shown
+    why = "it was submitted with --mechanism adapter, which does not apply: it imports no trainer that Ganger knows"
+    assert f"not checkpoint: {why}" in shown
 
 
 def is_settled(counting: Counting) -> bool:

@@ -125,6 +125,7 @@ def _add_mechanism(message: agent_pb2.ObservedGang, found: GangFindings) -> None
     is_unmet = facts.wish is not Mechanism.UNSPECIFIED and choice.mechanism is Mechanism.NONE and bool(choice.refused)
     if is_without_agent or is_unmet or (is_settled and not keeps_state(facts.wish, _common_bits(found))):
         why = f"it was submitted with --mechanism {facts.wish.name.lower()}"
+        why = f"{why}, which does not apply: {choice.refused[0][1]}" if is_unmet else why
         _withdraw_in_place(capabilities)
         capabilities.can_offload = capabilities.can_checkpoint = False
         capabilities.can_resize = capabilities.can_reshard = False
