@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from ganger.injob.page import Page
-from ganger.injob.page_layout import PageOrderKind, PageParkLevel, PagePhase, Word
+from ganger.injob.page_layout import Capability, PageOrderKind, PageParkLevel, PagePhase, Word
 from ganger.injob.state_image import VARIABLE, arena_variable, make_arena
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PATIENCE_S = 60.0
+# What a script is offered that cannot be brought back by running it again.
+ONLY_IN_PLACE = Capability.PAUSE | Capability.OFFLOAD
 
 _context = multiprocessing.get_context("forkserver")
 _PRELOADED = ["torch", "torch._dynamo", "torch.nn.parallel", "sklearn.datasets", __name__, "training.warm"]
@@ -41,6 +43,12 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         if time.monotonic() > deadline:
             raise AssertionError(f"not seen within {PATIENCE_S:.0f} s: {what}")
         time.sleep(0.002)
+
+
+def write_script(directory: Path, text: str) -> Path:
+    script = directory / "train.py"
+    script.write_text(text)
+    return script
 
 
 class Rendezvous:
@@ -261,6 +269,28 @@ def run_in_parts(
         restore = {"kind": "checkpoint", "path": str(shards), "step": step}
 
 
+def printed_in_parts(directory: Path, stops: Sequence[int]) -> str:
+    """Return what the parts of `run_in_parts` have printed, one after the other."""
+    return "".join((directory / f"part-{number}/rank-0.log").read_text() for number in range(len(stops) + 1))
+
+
+def run_in_parts_as_alone(
+    directory: Path,
+    script: Path,
+    stops: Sequence[int],
+    environment: Mapping[str, str] | None = None,
+    agent: bool = True,
+) -> str:
+    """Run once outside of Ganger, and once with a checkpoint and a new process at every step of `stops`.
+
+    Both print the same; returns it."""
+    run_to_end(directory / "alone", script, [], managed=False, environment=environment)
+    run_in_parts(directory, script, [], stops, agent=agent, environment=environment)
+    alone = (directory / "alone/rank-0.log").read_text()
+    assert printed_in_parts(directory, stops) == alone
+    return alone
+
+
 def gang(directory: Path, script: Path, arguments: Sequence[object], **options: Any) -> list[Rank]:
     """Two ranks of one gang, as on two nodes: they share nothing but the rendezvous store."""
     store = Rendezvous()
@@ -281,6 +311,13 @@ def run_gang_in_parts(
         restore = {"kind": "checkpoint", "path": str(shards), "step": step}
         parts.append(ranks)
     return parts
+
+
+def offered_no_checkpoint(rank: Rank) -> str:
+    """Wait until a rank that is offered neither a move nor a checkpoint has trained to its end; returns its output."""
+    assert rank.end() == 0, rank.output()
+    assert rank.page.get(Word.CAPABILITIES) == ONLY_IN_PLACE, rank.output()
+    return rank.output()
 
 
 def refused_checkpoint(rank: Rank) -> str:

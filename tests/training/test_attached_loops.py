@@ -13,7 +13,7 @@ import pytest
 from ganger.injob.page import GangPages
 from ganger.injob.page_layout import EXIT_NO_STATE, Capability, Word
 from ganger.protocol.stop_rules import has_ended
-from training.harness import Rank, run_in_parts, run_to_end
+from training.harness import ONLY_IN_PLACE, Rank, run_in_parts_as_alone, write_script
 
 pytestmark = pytest.mark.torch
 
@@ -214,20 +214,13 @@ STEPS = {
 
 
 def _script(tmp_path: Path, text: str) -> Path:
-    script = tmp_path / "train.py"
-    script.write_text(HEAD + text)
-    return script
+    return write_script(tmp_path, HEAD + text)
 
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_that_is_stopped_after_every_step_in_turn_goes_on_alike(tmp_path: Path, name: str) -> None:
-    script = _script(tmp_path, LOOPS[name])
-    run_to_end(tmp_path / "alone", script, [], managed=False)
     stops = list(range(1, STEPS.get(name, 15)))
-    run_in_parts(tmp_path, script, [], stops)
-    logs = [(tmp_path / f"part-{number}/rank-0.log").read_text() for number in range(len(stops) + 1)]
-    assert "neither moved nor saved" not in "".join(logs)
-    assert "".join(logs) == (tmp_path / "alone/rank-0.log").read_text()
+    run_in_parts_as_alone(tmp_path, _script(tmp_path, LOOPS[name]), stops, agent=False)
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -292,7 +285,7 @@ def test_where_a_restart_would_repeat_steps_it_is_not_offered(tmp_path: Path, na
     text, reason = NOT_FOUND_AGAIN[name]
     rank = Rank(tmp_path / "run", _script(tmp_path, text))
     assert rank.end() == 0, rank.output()
-    assert rank.page.get(Word.CAPABILITIES) == Capability.PAUSE | Capability.OFFLOAD | Capability.FIVE_LINE
+    assert rank.page.get(Word.CAPABILITIES) == ONLY_IN_PLACE | Capability.FIVE_LINE
     assert rank.output().count("ganger: this job can be paused, but neither moved nor saved: " + reason) == 1
     steps = [line.split()[1] for line in rank.output().splitlines() if line.startswith("step")]
     assert steps == [str(number + 1) for number in range(len(steps))]

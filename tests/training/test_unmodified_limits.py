@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from ganger.injob.page_layout import Capability, PageOrderKind, PageParkLevel, PageState, Word
-from training.harness import Rank, run_in_parts, run_to_end
+from training.harness import ONLY_IN_PLACE, Rank, run_in_parts_as_alone, write_script
 
 pytestmark = pytest.mark.torch
 
-EVERYTHING = Capability.PAUSE | Capability.OFFLOAD | Capability.CHECKPOINT | Capability.REPLAY
+EVERYTHING = ONLY_IN_PLACE | Capability.CHECKPOINT | Capability.REPLAY
 
 HEAD = """
 import copy, torch
@@ -49,16 +49,14 @@ SCRIPTS = {
     ),
     "no loader": (
         SGD + "for n in range(8):\n    model(data[n][0]).square().mean().backward()\n    " + STEP,
-        Capability.PAUSE | Capability.OFFLOAD,
+        ONLY_IN_PLACE,
         8,
     ),
 }
 
 
 def _script(tmp_path: Path, text: str) -> Path:
-    path = tmp_path / "train.py"
-    path.write_text(HEAD + text)
-    return path
+    return write_script(tmp_path, HEAD + text)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -74,10 +72,7 @@ def test_each_optimizer_step_with_its_fetch_is_one_boundary_and_the_capabilities
 @pytest.mark.parametrize("name", ["several optimizers", "an average of the weights"])
 def test_state_beyond_one_model_and_one_optimizer_comes_back(tmp_path: Path, name: str) -> None:
     script = _script(tmp_path, SCRIPTS[name][0] + "\nprint(sum(p.sum() for p in model.parameters()).item().hex())\n")
-    run_to_end(tmp_path / "alone", script, [], managed=False)
-    run_in_parts(tmp_path, script, [], [5], agent=True)
-    parts = "".join((tmp_path / f"part-{number}/rank-0.log").read_text() for number in range(2))
-    assert parts == (tmp_path / "alone/rank-0.log").read_text()
+    run_in_parts_as_alone(tmp_path, script, [5])
 
 
 def test_an_optimizer_written_by_hand_makes_the_script_opaque(tmp_path: Path) -> None:
@@ -115,13 +110,8 @@ for epoch in range(2):
 
 @pytest.mark.parametrize("stop", [3, 4, 8])
 def test_a_skipped_step_of_a_gradient_scaler_moves_no_boundary_out_of_place(tmp_path: Path, stop: int) -> None:
-    script = _script(tmp_path, SGD + SCALED)
-    run_to_end(tmp_path / "alone", script, [], managed=False)
-    alone = (tmp_path / "alone/rank-0.log").read_text()
-    assert sum(line[0] in "in" for line in alone.splitlines()) == 2, "two batches overflow"
-    run_in_parts(tmp_path, script, [], [stop], agent=True)
-    parts = "".join((tmp_path / f"part-{number}/rank-0.log").read_text() for number in range(2))
-    assert parts == alone
+    printed = run_in_parts_as_alone(tmp_path, _script(tmp_path, SGD + SCALED), [stop])
+    assert sum(line[0] in "in" for line in printed.splitlines()) == 2, "two batches overflow"
 
 
 def test_no_suspend_and_safe_point_hold_back_and_let_through(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ganger.injob.page_layout import Capability, Word
-from training.harness import Rank, refused_checkpoint, run_in_parts, run_to_end
+from ganger.injob.page_layout import Word
+from training.harness import ONLY_IN_PLACE, Rank, refused_checkpoint, run_in_parts_as_alone, write_script
 
 pytestmark = pytest.mark.torch
 
@@ -154,14 +154,9 @@ for number, x in enumerate(endless()):
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_batches_that_are_counted_by_enumerate_keep_their_numbers(tmp_path: Path, name: str) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(HEAD + "loader = DataLoader(Noisy(), batch_size=3, shuffle=True)\n" + COUNTED[name])
-    run_to_end(tmp_path / "alone", script, [], managed=False)
+    text = HEAD + "loader = DataLoader(Noisy(), batch_size=3, shuffle=True)\n" + COUNTED[name]
     # four steps a pass; the third process goes on in a pass that the second one has gone on with
-    stops = [2, 3, 4, 5, 10]
-    run_in_parts(tmp_path, script, [], stops, agent=True)
-    parts = "".join((tmp_path / f"part-{number}/rank-0.log").read_text() for number in range(len(stops) + 1))
-    assert parts == (tmp_path / "alone/rank-0.log").read_text()
+    run_in_parts_as_alone(tmp_path, write_script(tmp_path, text), [2, 3, 4, 5, 10])
 
 
 # Workers have copies of it.
@@ -170,15 +165,9 @@ IN_WORKERS = ("a dataset", "a sampler without a length", "a collate function", "
 
 @pytest.mark.parametrize(("name", "workers"), [*((name, 0) for name in SCRIPTS), *((name, 2) for name in IN_WORKERS)])
 def test_what_only_a_loader_knows_comes_back(tmp_path: Path, name: str, workers: int) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(HEAD + SCRIPTS[name])
-    environment = {"WORKERS": str(workers)}
-    run_to_end(tmp_path / "alone", script, [], managed=False, environment=environment)
+    script = write_script(tmp_path, HEAD + SCRIPTS[name])
     # four steps a pass
-    stops = [1, 4, 5, 10]
-    run_in_parts(tmp_path, script, [], stops, agent=True, environment=environment)
-    parts = "".join((tmp_path / f"part-{number}/rank-0.log").read_text() for number in range(len(stops) + 1))
-    assert parts == (tmp_path / "alone/rank-0.log").read_text()
+    run_in_parts_as_alone(tmp_path, script, [1, 4, 5, 10], environment={"WORKERS": str(workers)})
 
 
 HELD = """
@@ -196,21 +185,16 @@ for epoch in range(3):
 def test_an_unfinished_pass_that_is_held_while_others_go_on_is_not_taken_for_a_place_to_come_back_to(
     tmp_path: Path,
 ) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(HEAD + HELD.format(before="", after="held = iter(checks); x = next(held)"))
+    script = write_script(tmp_path, HEAD + HELD.format(before="", after="held = iter(checks); x = next(held)"))
     first = Rank(tmp_path / "first", script, agent=True, stop_at=3, checkpoint=tmp_path / "one")
     assert first.end() == 75, "nothing is held yet"
     rank = Rank(tmp_path / "run", script, agent=True, stop_at=7, checkpoint=tmp_path / "two")
     message = refused_checkpoint(rank)
     assert "it takes batches from several loaders at once" in message
-    assert rank.page.get(Word.CAPABILITIES) == Capability.PAUSE | Capability.OFFLOAD
+    assert rank.page.get(Word.CAPABILITIES) == ONLY_IN_PLACE
     assert not (tmp_path / "two").exists()
 
 
 def test_an_iterator_that_nothing_was_taken_from_does_not_interfere(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(HEAD + HELD.format(before="held = iter(checks)", after="held = iter(checks)"))
-    run_to_end(tmp_path / "alone", script, [], managed=False)
-    run_in_parts(tmp_path, script, [], [2, 5, 8, 9], agent=True)
-    parts = "".join((tmp_path / f"part-{number}/rank-0.log").read_text() for number in range(5))
-    assert parts == (tmp_path / "alone/rank-0.log").read_text()
+    script = write_script(tmp_path, HEAD + HELD.format(before="held = iter(checks)", after="held = iter(checks)"))
+    run_in_parts_as_alone(tmp_path, script, [2, 5, 8, 9])

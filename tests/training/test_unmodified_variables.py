@@ -6,8 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
-from ganger.injob.page_layout import EXIT_NO_STATE, EXIT_YIELDED, Capability, PageParkLevel, Word
-from training.harness import Rank, refused_checkpoint, run_in_parts, run_to_end
+from ganger.injob.page_layout import EXIT_NO_STATE, EXIT_YIELDED, PageParkLevel, Word
+from training.harness import (
+    ONLY_IN_PLACE,
+    Rank,
+    offered_no_checkpoint,
+    refused_checkpoint,
+    run_in_parts_as_alone,
+    write_script,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -21,6 +28,8 @@ torch.manual_seed(1)
 model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 4))
 data = TensorDataset(torch.randn(24, 4), torch.randn(24, 4))
 """
+
+SGD = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
 
 # every kind of place and value, in one script: six steps a pass
 EVERYWHERE = """
@@ -138,24 +147,14 @@ print(results)
     ids=["everywhere", "in a while", "begun anew", "two runs"],
 )
 def test_variables_objects_and_generators_of_a_script_come_back(tmp_path: Path, text: str, stops: list[int]) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(HEAD + text)
-    run_to_end(tmp_path / "alone", script, [], managed=False)
-    run_in_parts(tmp_path, script, [], stops, agent=True)
-    parts = "".join((tmp_path / f"part-{number}/rank-0.log").read_text() for number in range(len(stops) + 1))
-    assert parts == (tmp_path / "alone/rank-0.log").read_text()
+    run_in_parts_as_alone(tmp_path, write_script(tmp_path, HEAD + text), stops)
 
 
 def test_an_average_of_the_weights_counts_when_room_for_the_state_is_reserved(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
     averaged = "average = {}\nfor x, y in DataLoader(data, batch_size=4):" + FIT
     averaged += "    for name, value in model.state_dict().items(): average[name] = 0.9 * value\n"
-    script.write_text(
-        HEAD
-        + "model = nn.Sequential(nn.Linear(4, 4000), nn.Linear(4000, 4))\n"
-        + "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        + averaged
-    )
+    text = HEAD + "model = nn.Sequential(nn.Linear(4, 4000), nn.Linear(4000, 4))\n" + SGD + averaged
+    script = write_script(tmp_path, text)
     rank = Rank(tmp_path / "run", script, agent=True)
     assert rank.end() == 0, rank.output()
     weights = 4 * (4 * 4000 + 4000 + 4000 * 4 + 4)
@@ -194,12 +193,9 @@ REFUSED = {
 def test_a_script_that_cannot_be_brought_back_by_running_it_again_is_offered_no_checkpoint(
     tmp_path: Path, name: str
 ) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(HEAD + "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n" + REFUSED[name])
-    rank = Rank(tmp_path / "run", script, agent=True)
-    assert rank.end() == 0, rank.output()
-    assert rank.page.get(Word.CAPABILITIES) == Capability.PAUSE | Capability.OFFLOAD
-    assert "this script can be paused, but neither moved nor saved: it" in rank.output()
+    script = write_script(tmp_path, HEAD + SGD + REFUSED[name])
+    output = offered_no_checkpoint(Rank(tmp_path / "run", script, agent=True))
+    assert "this script can be paused, but neither moved nor saved: it" in output
 
 
 LOST = {
@@ -267,12 +263,11 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 @pytest.mark.parametrize("kind", LOST)
 def test_a_value_that_cannot_be_kept_refuses_the_checkpoint_and_the_reason_names_it(tmp_path: Path, kind: str) -> None:
     before, inside, named = LOST[kind]
-    script = tmp_path / "train.py"
     loop = f"\nfor x, y in DataLoader(data, batch_size=4):\n    {inside}" + FIT
-    script.write_text(HEAD + LOST_HEAD + before + loop)
+    script = write_script(tmp_path, HEAD + LOST_HEAD + before + loop)
     rank = Rank(tmp_path / "run", script, agent=True, stop_at=3, checkpoint=tmp_path / "checkpoint")
     assert named in refused_checkpoint(rank)
-    assert rank.page.get(Word.CAPABILITIES) == Capability.PAUSE | Capability.OFFLOAD
+    assert rank.page.get(Word.CAPABILITIES) == ONLY_IN_PLACE
 
 
 KEPT = """
@@ -308,12 +303,7 @@ main()
 
 
 def test_a_large_tensor_and_what_closures_functions_and_classes_keep_come_back(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(HEAD + KEPT)
-    run_to_end(tmp_path / "alone", script, [], managed=False)
-    run_in_parts(tmp_path, script, [], [2, 5], agent=True)
-    parts = "".join((tmp_path / f"part-{number}/rank-0.log").read_text() for number in range(3))
-    assert parts == (tmp_path / "alone/rank-0.log").read_text()
+    run_in_parts_as_alone(tmp_path, write_script(tmp_path, HEAD + KEPT), [2, 5])
 
 
 UNSEEDED = """
@@ -328,8 +318,7 @@ print(order)
 
 
 def test_a_second_run_that_has_shuffled_otherwise_is_given_up(tmp_path: Path) -> None:
-    script, shards = tmp_path / "train.py", tmp_path / "checkpoint"
-    script.write_text(HEAD + UNSEEDED)
+    script, shards = write_script(tmp_path, HEAD + UNSEEDED), tmp_path / "checkpoint"
     rank = Rank(tmp_path / "first", script, agent=True, stop_at=2, checkpoint=shards)
     assert rank.end() == EXIT_YIELDED, rank.output()
     restore = {"kind": "checkpoint", "path": str(shards), "step": 2}
@@ -339,11 +328,8 @@ def test_a_second_run_that_has_shuffled_otherwise_is_given_up(tmp_path: Path) ->
 
 
 def test_a_parked_state_of_such_a_script_that_is_carried_elsewhere_all_the_same_is_not_restored(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
     endless = "while True:\n    for n, (x, y) in zip(range(5), DataLoader(data, batch_size=4)):"
-    script.write_text(
-        HEAD + "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n" + endless + FIT.replace("    ", "        ")
-    )
+    script = write_script(tmp_path, HEAD + SGD + endless + FIT.replace("    ", "        "))
     rank = Rank(tmp_path / "run", script, agent=True, arena_bytes=1 << 24)
     rank.at_step(3)
     rank.stop(2, PageParkLevel.HAND_OVER)
@@ -372,8 +358,7 @@ for epoch in range(start, 3):
 
 
 def test_a_script_that_goes_on_by_itself_refuses_a_checkpoint_and_trains_on(tmp_path: Path) -> None:
-    script, shards = tmp_path / "train.py", tmp_path / "checkpoint"
-    script.write_text(HEAD + RESUMING)
+    script, shards = write_script(tmp_path, HEAD + RESUMING), tmp_path / "checkpoint"
     environment = {"SAVED": str(tmp_path / "last.pt")}
     rank = Rank(tmp_path / "run", script, agent=True, stop_at=8, checkpoint=shards, environment=environment)
     assert "last.pt before it made it" in refused_checkpoint(rank)
@@ -381,8 +366,5 @@ def test_a_script_that_goes_on_by_itself_refuses_a_checkpoint_and_trains_on(tmp_
 
 
 def test_a_script_that_looks_for_what_it_saves_is_offered_no_checkpoint_from_its_second_pass_on(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(HEAD + RESUMING)
-    rank = Rank(tmp_path / "run", script, agent=True, environment={"SAVED": str(tmp_path / "last.pt")})
-    assert rank.end() == 0, rank.output()
-    assert rank.page.get(Word.CAPABILITIES) == Capability.PAUSE | Capability.OFFLOAD
+    script = write_script(tmp_path, HEAD + RESUMING)
+    offered_no_checkpoint(Rank(tmp_path / "run", script, agent=True, environment={"SAVED": str(tmp_path / "last.pt")}))
