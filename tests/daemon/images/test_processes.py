@@ -82,10 +82,7 @@ def test_a_program_goes_on_with_its_count_and_its_process_id(images: ProcessImag
     assert exit_record(job.launch)["signal"] == signal.SIGKILL
 
     again = restored(images, place, image, facts)
-    again.until_it_counts()
-
-    counts = job.counts() + again.counts()
-    assert counts == list(range(1, len(counts) + 1))
+    again.goes_on_from(job)
     assert pid_inside(again.root.pid) == facts.root_pid
     end.touch()
     assert exit_record(again.launch)["code"] == 0
@@ -215,10 +212,7 @@ def test_a_tree_of_processes_goes_on_with_its_pipes(place: Place, image: Path) -
     assert facts.processes == 2
 
     again = restored(images, place, image, facts)
-    again.until_it_counts(10)
-
-    counts = job.counts() + again.counts()
-    assert counts == list(range(1, len(counts) + 1))
+    again.goes_on_from(job, more=10)
 
 
 def test_a_process_that_left_the_tree_is_named_and_all_run_on(place: Place, image: Path) -> None:
@@ -331,10 +325,7 @@ def test_connections_inside_the_tree_go_on(place: Place, image: Path) -> None:
     facts = images.dump(DumpRequest(job.unit, image, goes_on=False))
 
     again = restored(images, place, image, facts)
-    again.until_it_counts(10)
-
-    counts = job.counts() + again.counts()
-    assert counts == list(range(1, len(counts) + 1))
+    again.goes_on_from(job, more=10)
 
 
 # A loopback connection in place of the pipe, and other sockets that lead nowhere.

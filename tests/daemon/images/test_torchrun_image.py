@@ -62,10 +62,7 @@ def test_two_ranks_of_torchrun_go_on_together(place: Place, tmp_path: Path) -> N
     assert facts.processes >= 3
 
     again = restored(images, place, image, facts)
-    again.until_it_counts(10)
-
-    counts = job.counts() + again.counts()
-    assert counts == list(range(1, len(counts) + 1))
+    again.goes_on_from(job, more=10)
 
 
 # Batches come through shared memory from two workers that live as long as the loader.
@@ -94,7 +91,4 @@ def test_a_loader_goes_on_with_the_workers_that_it_had(place: Place, tmp_path: P
     assert facts.processes >= 3
 
     again = restored(images, place, image, facts)
-    again.until_it_counts(20)
-
-    counts = job.counts() + again.counts()
-    assert counts == list(range(1, len(counts) + 1))
+    again.goes_on_from(job, more=20)

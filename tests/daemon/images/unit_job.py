@@ -36,6 +36,12 @@ class Job:
         begun = len(self.counts())
         eventually(lambda: len(self.counts()) >= begun + more, what="more numbers", story=lambda: self.log.read_text())
 
+    def goes_on_from(self, job: Job, more: int = 3) -> None:
+        """Check that this program counts on from where a former one stood, with no number left out or twice."""
+        self.until_it_counts(more)
+        counts = job.counts() + self.counts()
+        assert counts == list(range(1, len(counts) + 1)), counts
+
     def own_file(self, path: str) -> Path:
         return Path(f"/proc/{self.init}/root{path}")
 
