@@ -8,30 +8,25 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from typing import Any
 
 import torch
+from trainer_parts import Samples, layers, pause_until, write_weights
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 directory, go = sys.argv[1:]
 
 
-class Samples(torch.utils.data.Dataset[Any]):
-    def __init__(self, count: int) -> None:
-        self.x = torch.randn(count, 8, generator=torch.Generator().manual_seed(count))
-
-    def __len__(self) -> int:
-        return len(self.x)
-
+class NamedSamples(Samples):
     def __getitem__(self, index: int) -> Any:
-        return {"x": self.x[index] + torch.rand(8) / 10, "labels": self.x[index].sum().reshape(1)}
+        x, y = super().__getitem__(index)
+        return {"x": x, "labels": y}
 
 
 class Net(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 1))
+        self.layers = layers()
 
     def forward(self, x: Any, labels: Any = None) -> Any:
         y = self.layers(x)
@@ -40,8 +35,7 @@ class Net(torch.nn.Module):
 
 class Lines(TrainerCallback):
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        if not os.path.exists(go):
-            time.sleep(0.2)
+        pause_until(go, 0.2)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if state.is_world_process_zero and "loss" in logs:
@@ -65,11 +59,10 @@ def main() -> None:
         ddp_backend="gloo",
         learning_rate=0.01,
     )
-    trainer = Trainer(model=Net(), args=args, train_dataset=Samples(80), callbacks=[Lines()])
+    trainer = Trainer(model=Net(), args=args, train_dataset=NamedSamples(80), callbacks=[Lines()])
     trainer.train()
     if trainer.is_world_process_zero():
-        with open(os.path.join(directory, "weights"), "w") as file:
-            file.write(repr({name: value.tolist() for name, value in trainer.model.state_dict().items()}))
+        write_weights(directory, trainer.model)
 
 
 if __name__ == "__main__":

@@ -6,37 +6,24 @@ end. A batch takes a tenth of a second until the file GO is there.
 
 from __future__ import annotations
 
-import os
 import sys
-import time
 from typing import Any
 
 import lightning
 import torch
 from lightning.pytorch.loggers import CSVLogger
+from trainer_parts import Samples, layers, pause_until, write_weights
 
 directory, go = sys.argv[1:]
-
-
-class Samples(torch.utils.data.Dataset[Any]):
-    def __init__(self, count: int) -> None:
-        self.x = torch.randn(count, 8, generator=torch.Generator().manual_seed(count))
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.x[index] + torch.rand(8) / 10, self.x[index].sum().reshape(1)
 
 
 class Net(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 1))
+        self.layers = layers()
 
     def training_step(self, batch: Any, number: int) -> Any:
-        if not os.path.exists(go):
-            time.sleep(0.1)
+        pause_until(go, 0.1)
         x, y = batch
         loss = torch.nn.functional.mse_loss(self.layers(x), y)
         self.log("loss", loss, on_step=True, on_epoch=True)
@@ -66,8 +53,7 @@ def main() -> None:
     net = Net()
     trainer.fit(net, torch.utils.data.DataLoader(Samples(80), 4, shuffle=True))
     if trainer.is_global_zero:
-        with open(os.path.join(directory, "weights"), "w") as file:
-            file.write(repr({name: value.tolist() for name, value in net.state_dict().items()}))
+        write_weights(directory, net)
 
 
 if __name__ == "__main__":
