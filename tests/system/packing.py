@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 from ganger.v1 import job_pb2, resources_pb2, scheduling_pb2, scheduling_pb2_grpc
 from ganger.wire.channels import open_channel
 from ganger.wire.endpoints import EndpointError, read_endpoint
@@ -19,6 +20,7 @@ from ganger_daemon.cgroups.group_tree import choose_cgroups
 from kit.cluster import Cluster
 from kit.waiting import eventually
 from system.harness import Run
+from system.hasty import events, hasty_planner, story
 
 MEBIBYTE = 1 << 20
 OPTIONS = ("--policy", "gandiva", "--no-planner")
@@ -134,3 +136,64 @@ def has_quotas() -> bool:
     cgroups = choose_cgroups(f"ganger-test-{os.getpid()}-quota", quotas=True)
     cgroups.tidy()
     return is_done(cgroups, "cpu_quota")
+
+
+@dataclass
+class PackedPair:
+    """Two co-located jobs, and a third one on a GPU of its own. `gain`: of the co-location, as the planner saw it."""
+
+    cluster: Cluster
+    pair: list[Run]
+    third: Run
+    gain: float
+
+    def beside(self) -> list[list[str]]:
+        return [beside(run) for run in self.pair]
+
+    def end_third(self) -> None:
+        self.third.wait_step(1, within_seconds=120)
+        self.third.hurry()
+        self.third.wait_state("SUCCEEDED", within_seconds=120)
+
+    def end_pair(self) -> None:
+        """Let both train to their ends, with the losses of the third one."""
+        for run in self.pair:
+            run.hurry()
+        for run in self.pair:
+            run.wait_state("SUCCEEDED", within_seconds=120)
+            run.check(self.third)
+
+
+@contextmanager
+def packed_pair(directory: Path, computes_s: float, *master_options: str) -> Iterator[PackedPair]:
+    """Submit three jobs for two GPUs, and wait until a planner has co-located two of them and keeps that.
+
+    `computes_s`: of CPU time in each step, beside which a job waits for a quarter of a second."""
+    if not has_quotas():
+        pytest.skip("waiting jobs differ from computing ones by the CPU time of a device, and there is no quota here")
+    with (
+        Cluster(
+            directory,
+            nodes=1,
+            virtual_gpus=2,
+            topology="2",
+            master_options=(*master_options, "--plan-every", "5s", "--no-planner"),
+            # So little of a core that a busy machine has it to give.
+            daemon_options=("--virtual-gpu-cores", "0.15"),
+        ) as cluster,
+        hasty_planner(cluster),
+    ):
+        duty = ("--computes", str(computes_s), "--waits", "0.25")
+        runs = [Run.submit(cluster, f"job-{number}", *WANTS, steps=512, job=duty) for number in range(3)]
+        kept = eventually(
+            lambda: events(runs[0], "change_kept", "PACK"),
+            what="two run at once, and that is kept",
+            within_seconds=240,
+            story=lambda: story(cluster, *runs),
+            every_seconds=0.5,
+        )
+        names = {event["subject"] for event in kept}
+        pair = [run for run in runs if run.name in names]
+        (third,) = [run for run in runs if run.name not in names]
+        assert [beside(run) for run in pair] == [[pair[1].name], [pair[0].name]]
+        yield PackedPair(cluster, pair, third, float(kept[0]["figures"]["gain"]))
