@@ -31,63 +31,119 @@ from daemon.image_kit import (
     saved,
     until,
     until_nothing_is_left,
+    with_agent,
 )
 from daemon.kit import PATIENCE, Cluster, Intents, Observed, in_phase, log_of, run, with_changes
+from ganger.agent.v1 import agent_pb2
+from ganger.injob.process_identity import stat_fields
 from ganger.protocol.gang_orders import Mechanism
 from ganger.v1 import job_pb2
 from ganger_daemon.images.packing import pack
 
 pytestmark = [pytest.mark.system, needs_images]
 
+# Every step is a collective operation, and the store of the rendezvous is asked too.
+COLLECTIVE = with_agent(
+    """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+store = dist.distributed_c10d._get_default_store()
+total = torch.zeros(1)
+def step(number):
+    total.fill_(number)
+    dist.all_reduce(total)
+    assert total.item() == number * dist.get_world_size()
+    store.set(f"count-{dist.get_rank()}", str(number))
+""",
+    "step(count + 1)",
+)
+GANG_PROGRAMS = {**PROGRAMS, "collective": COLLECTIVE}
+ONE, TWO = [0], [0, 1]
+gangs = pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        *(pytest.param(kind, ONE, id=kind) for kind in PROGRAMS),
+        *(pytest.param(kind, TWO, id=f"{kind} of two ranks") for kind in ("opaque", "agent")),
+        pytest.param("collective", TWO, id="collective", marks=pytest.mark.torch),
+    ],
+)
 # Goes on after SIGTERM.
 ON_TERM = "import signal\nsignal.signal(signal.SIGTERM, lambda *_: print('handler', flush=True))\n"
 
 
-@programs
-def test_a_job_is_saved_as_it_is_and_goes_on_from_its_image_on_another_node(kind: str) -> None:
+def counts_of_all(made: Cluster, node: str, gang: agent_pb2.DesiredGang) -> list[list[int]]:
+    """Return what each rank of a gang has counted on a node."""
+    return [counts(made, node, gang.job_uid, gang.epoch, rank) for rank in gang.members[0].ranks]
+
+
+async def all_go_on(made: Cluster, node: str, gang: agent_pb2.DesiredGang) -> None:
+    for rank in gang.members[0].ranks:
+        await goes_on(made, node, gang.job_uid, gang.epoch, rank)
+
+
+@gangs
+def test_a_gang_is_saved_as_it_is_and_goes_on_from_its_image_on_another_node(kind: str, ranks: list[int]) -> None:
     async def story(made: Cluster) -> None:
         uid = str(uuid.uuid4())
         await made.daemon("n1")
         await made.daemon("n2")
-        gang = await begun(made, kind, uid)
+        gang = await begun(made, kind, uid, GANG_PROGRAMS[kind], ranks=ranks)
         parked = await saved(made, "n1", gang)
-        parts = [counts(made, "n1", uid, 1)]
+        parts = [counts_of_all(made, "n1", gang)]
         await made.master.forget("n1", 1)
         for epoch, node in ((2, "n2"), (3, "n1")):
             gang = from_image(made, gang, parked, node, epoch)
             await made.master.want(node, gang)
-            await made.master.until(node, epoch, in_phase(Observed.PHASE_RUNNING), patience=PATIENCE)
-            await goes_on(made, node, uid, epoch)
+            running = await made.master.until(node, epoch, in_phase(Observed.PHASE_RUNNING))
+            assert len({int(stat_fields(rank.pid)[1]) for rank in running.ranks}) == 1, "they have one parent"
+            await all_go_on(made, node, gang)
             await made.master.until(node, epoch, lambda seen: seen.capabilities.can_checkpoint)
             parked = await saved(made, node, gang)
-            parts.append(counts(made, node, uid, epoch))
+            parts.append(counts_of_all(made, node, gang))
             await made.master.forget(node, epoch)
-        assert one_after_the_other(*parts)
+        assert all(one_after_the_other(*of_rank) for of_rank in zip(*parts, strict=True))
         await until_nothing_is_left(uid)
 
     run(story)
 
 
-@programs
-def test_a_job_is_moved_as_it_is_and_back(kind: str) -> None:
+@gangs
+def test_a_gang_is_moved_as_it_is_and_back(kind: str, ranks: list[int]) -> None:
     async def story(made: Cluster) -> None:
         uid, parts = str(uuid.uuid4()), []
         await made.daemon("n1")
         await made.daemon("n2")
-        gang = await begun(made, kind, uid)
+        gang = await begun(made, kind, uid, GANG_PROGRAMS[kind], ranks=ranks)
         for epoch, source, target in ((2, "n1", "n2"), (3, "n2", "n1")):
             new = await moved_in(made, gang, target, sequence=8)
             parked = await made.master.until(source, gang.epoch, in_phase(Observed.PHASE_PARKED))
             assert made.master.book(target).observed[epoch].stop_step == parked.stop_step
-            parts.append(counts(made, source, uid, epoch - 1))
+            parts.append(counts_of_all(made, source, gang))
             old, gang = gang, with_changes(new, 2, intent=Intents.INTENT_RUN)
             await made.master.want(target, gang)
-            await goes_on(made, target, uid, epoch)
+            await all_go_on(made, target, gang)
             await made.master.until(target, epoch, in_phase(Observed.PHASE_RUNNING))
-            # nothing ran at the source since its image was taken
-            assert counts(made, source, uid, epoch - 1) == parts[-1]
+            assert counts_of_all(made, source, old) == parts[-1], "nothing ran at the source"
             await ended(made, source, old)
-        assert one_after_the_other(*parts, counts(made, "n1", uid, 3))
+        parts.append(counts_of_all(made, "n1", gang))
+        assert all(one_after_the_other(*of_rank) for of_rank in zip(*parts, strict=True))
+
+    run(story)
+
+
+def test_a_restored_gang_of_which_one_rank_fails_has_that_ranks_code() -> None:
+    async def story(made: Cluster) -> None:
+        uid = str(uuid.uuid4())
+        await made.daemon("n1")
+        gang = await begun(made, "agent", uid, ranks=TWO)
+        parked = await saved(made, "n1", gang)
+        await made.master.forget("n1", 1)
+        await made.master.want("n1", from_image(made, gang, parked, "n1", 2))
+        running = await made.master.until("n1", 2, in_phase(Observed.PHASE_RUNNING))
+        pids = {rank.rank: rank.pid for rank in running.ranks}
+        os.kill(pids[1], signal.SIGKILL)
+        failed = await made.master.until("n1", 2, in_phase(Observed.PHASE_ENDED))
+        assert (failed.outcome.rank, failed.outcome.exit_code) == (1, -signal.SIGKILL)
 
     run(story)
 
