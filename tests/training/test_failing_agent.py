@@ -148,8 +148,9 @@ def test_a_failure_in_an_attached_job_is_reported_and_training_goes_on(tmp_path:
     assert rank.page.get(Word.OPAQUE) == Opaque.AGENT_FAILED
 
 
+# Slow until the file of argv[1] exists: the ranks are stopped in good time, and then have few steps left.
 SHARDED = """
-import os, sys, torch
+import os, sys, time, torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -162,8 +163,10 @@ model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
 {shard}
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 {attach}
-loader = DataLoader(TensorDataset(torch.randn({steps} * 2, 8)), batch_size=2)
+loader = DataLoader(TensorDataset(torch.randn(400, 8)), batch_size=2)
 for (x,) in loader:
+    if not os.path.exists(sys.argv[1]):
+        time.sleep(0.05)
     loss = model(x).square().mean()
     loss.backward(); optimizer.step(); optimizer.zero_grad()
     {step}
@@ -184,18 +187,19 @@ ATTACH = "import ganger\njob = ganger.attach(model=model, optimizer=optimizer)"
 @pytest.mark.parametrize("attached", [False, True])
 def test_sharded_jobs_train_are_counted_and_offer_to_be_parked(tmp_path: Path, way: str, attached: bool) -> None:
     text = SHARDED.format(
-        shard=SHARDING[way], attach=ATTACH if attached else "", step="job.step(loss)" if attached else "", steps=3000
+        shard=SHARDING[way], attach=ATTACH if attached else "", step="job.step(loss)" if attached else ""
     )
-    script = _script(tmp_path, text)
+    script, go = _script(tmp_path, text), tmp_path / "go"
     rendezvous = Rendezvous()
     ranks = [
-        Rank(tmp_path / "run", script, rank=rank, world=2, rendezvous=rendezvous, agent=not attached)
+        Rank(tmp_path / "run", script, [go], rank=rank, world=2, rendezvous=rendezvous, agent=not attached)
         for rank in range(2)
     ]
     for rank in ranks:
         rank.at_step(12)
         rank.stop(2, PageParkLevel.PAUSE)
     assert len({rank.reached(2) for rank in ranks}) == 1
+    go.touch()
     for rank in ranks:
         assert rank.page.get(Word.OPAQUE) == Opaque.NO, rank.output()
         assert rank.page.get(Word.DEVICE_BYTES) > 0
@@ -213,10 +217,10 @@ def test_an_attached_job_that_cannot_be_saved_refuses_the_stop_with_its_reason_a
 ) -> None:
     odd = "type('Odd', (), {'state_dict': lambda self: {'it': object()}, 'load_state_dict': None})()"
     holds = f"{ATTACH}\njob.register('odd', {odd})"
-    text = SHARDED.format(shard=SHARDING["FSDP2"], attach=holds, step="job.step(loss)", steps=3000)
-    rendezvous = Rendezvous()
+    text = SHARDED.format(shard=SHARDING["FSDP2"], attach=holds, step="job.step(loss)")
+    script, go, rendezvous = _script(tmp_path, text), tmp_path / "go", Rendezvous()
     ranks = [
-        Rank(tmp_path / "run", _script(tmp_path, text), rank=rank, world=2, rendezvous=rendezvous, arena_bytes=1 << 20)
+        Rank(tmp_path / "run", script, [go], rank=rank, world=2, rendezvous=rendezvous, arena_bytes=1 << 20)
         for rank in range(2)
     ]
     for rank in ranks:
@@ -228,6 +232,7 @@ def test_an_attached_job_that_cannot_be_saved_refuses_the_stop_with_its_reason_a
         said = json.loads((rank.directory / f"rank-{rank.rank}.no-OFFLOAD.json").read_text())
         assert said["message"].startswith("it failed once: ")
         rank.order(3, PageOrderKind.RUN)
+    go.touch()
     assert end_together(ranks) == [0, 0], ranks[0].output() + ranks[1].output()
 
 
