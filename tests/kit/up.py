@@ -17,6 +17,7 @@ from typing import Any
 
 from ganger.cli import local_cluster as cluster
 from kit.leftovers import remove_leftovers
+from kit.shell import Shell
 from kit.waiting import eventually
 
 GANGER = (sys.executable, "-m", "ganger.cli.main")
@@ -63,12 +64,17 @@ class Up:
         assert done.returncode == 0, f"ganger {shlex.join(arguments)}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
+    @property
+    def shell(self) -> Shell:
+        """Run commands in this process: those that are repeated until something is so would each start another."""
+        return Shell(self.directory)
+
     def json(self, command: str, *arguments: str) -> Any:
-        return json.loads(self(command, "--json", *arguments))
+        return self.shell.json(command, *arguments)
 
     def submit(self, *arguments: str) -> str:
         """The number of the new job."""
-        return str(self.json("submit", *arguments)["name"]).removeprefix("jobs/")
+        return str(json.loads(self("submit", "--json", *arguments))["name"]).removeprefix("jobs/")
 
     def processes(self) -> dict[str, cluster.Started]:
         """Return the running programs by name: "up", "master", "n1", ..."""
@@ -85,8 +91,8 @@ class Up:
         eventually(lambda: self._ready() == nodes, within_seconds=60, what=f"{nodes} nodes are ready", story=self.story)
 
     def _ready(self) -> int:
-        done = self.try_("nodes", "--json")
-        return 0 if done.returncode else sum(node["state"] == "READY" for node in json.loads(done.stdout)["nodes"])
+        done = self.shell.try_("nodes", "--json")
+        return 0 if done.code else sum(node["state"] == "READY" for node in json.loads(done.out)["nodes"])
 
     def story(self) -> str:
         logs = sorted((self.directory / "logs").glob("*.log"))

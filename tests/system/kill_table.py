@@ -92,3 +92,25 @@ def why_senseless(pair: Pair) -> str:
 
 
 PAIRS: Final = tuple(pair for victim in VICTIMS for place in PLACES if not why_senseless(pair := Pair(place, victim)))
+
+
+def _chosen() -> tuple[Pair, ...]:
+    """Each victim once in each deed, at a place that has no kill yet if there is one; then the places left."""
+    chosen: dict[Pair, None] = {}
+
+    def choose(pairs: list[Pair]) -> None:
+        tried = {pair.place for pair in chosen}
+        fresh = [pair for pair in pairs if pair.place not in tried]
+        chosen.update(dict.fromkeys((fresh or pairs)[:1]))
+
+    for victim in VICTIMS:
+        for deed in DEEDS:
+            choose([pair for pair in PAIRS if (pair.victim, pair.place.deed) == (victim, deed)])
+    for place in PLACES:
+        if place not in {pair.place for pair in chosen}:
+            choose([pair for pair in PAIRS if pair.place == place])
+    return tuple(pair for pair in PAIRS if pair in chosen)
+
+
+# Those of `make test`: every place, and every victim in every deed. `make chaos` kills at all pairs.
+CHOSEN_PAIRS: Final = _chosen()

@@ -85,9 +85,9 @@ class Counting:
         self.wait_for_more()
 
     def counts(self, rank: int) -> list[int]:
-        done = self.up.try_("logs", self.job, "--rank", str(rank))
+        done = self.up.shell.try_("logs", self.job, "--rank", str(rank))
         # The last line may be half written.
-        return [int(line) for line in done.stdout.splitlines()[:-1]] if done.returncode == 0 else []
+        return [int(line) for line in done.out.splitlines()[:-1]] if done.code == 0 else []
 
     def wait_for_more(self) -> None:
         before = [len(self.counts(rank)) for rank in (0, 1)]
@@ -235,7 +235,7 @@ def test_a_state_directory_may_have_any_signs_in_its_name(tmp_path: Path) -> Non
     with Up(tmp_path / "a:b %#? é'x", "--nodes", "1", "--virtual-gpus", "1") as up:
         job = up.submit("--gpus", "1", "--", "bash", "-c", f"exec {sys.executable} {DIGITS} --epochs 500")
         eventually(
-            lambda: "offers          pause, offload" in up("show", job),
+            lambda: "offers          pause, offload" in up.shell("show", job),
             within_seconds=60,
             what="the executed job has its agent",
             story=up.story,

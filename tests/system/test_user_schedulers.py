@@ -69,7 +69,10 @@ def test_it_places_its_job_and_ends_with_it(cluster: Cluster) -> None:
     eventually(lambda: not processes("Last"), what="the scheduler has ended with its job")
 
 
-@pytest.mark.parametrize("policy", ["ganger", "gandiva", "las2d", "tetris", "optimus", "synergy"])
+OTHERS = ("gandiva", "tetris", "optimus", "synergy")
+
+
+@pytest.mark.parametrize("policy", ["ganger", "las2d", *(pytest.param(one, marks=pytest.mark.chaos) for one in OTHERS)])
 def test_a_users_scheduler_decides_and_a_useless_one_loses_its_leases_where_the_planner_ranks(
     tmp_path: Path, policy: str
 ) -> None:

@@ -29,8 +29,9 @@ def stream(days: int) -> Workload:
 
 @pytest.mark.parametrize(
     "policy",
-    ["fifo-backfill", "tetris", "tetris-cos", "tetris-oracle", "las", "optimus"]
-    + [f"fifo-backfill+{part}" for part in ("best-fit", "proportional", "elastic", "defrag")],
+    ["fifo-backfill", "tetris", "tetris-cos", "tetris-oracle", "las"]
+    + [f"fifo-backfill+{part}" for part in ("best-fit", "elastic", "defrag")]
+    + [pytest.param(policy, marks=pytest.mark.chaos) for policy in ("optimus", "fifo-backfill+proportional")],
 )
 def test_a_gang_of_the_whole_cluster_starts_though_small_jobs_keep_coming(policy: str) -> None:
     jobs = stream(12)
@@ -62,7 +63,7 @@ def test_jobs_preempted_for_a_gang_do_not_start_in_its_place() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 5])
-@pytest.mark.parametrize("policy", ["ftf", "tiresias-gittins", "ganger"])
+@pytest.mark.parametrize("policy", [pytest.param("ftf", marks=pytest.mark.chaos), "tiresias-gittins", "ganger"])
 def test_a_job_that_waits_too_long_has_a_reservation_beside_preempted_jobs(policy: str, seed: int) -> None:
     """In one pass: holdings have been released and claimed again when the places are computed."""
     dice = np.random.default_rng(seed)
