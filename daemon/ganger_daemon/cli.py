@@ -77,7 +77,12 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]
 @click.option("--rack", default="", help="Network place: rack.")
 @click.option("--fabric", default="", help="Network place: fabric.")
 @click.option("--storage", type=Directory(), help="Where this node sees the cluster's storage.")
-@click.option("--no-preload", is_flag=True, help="Launchers do not import PyTorch ahead.")
+@click.option(
+    "--no-preload",
+    is_flag=True,
+    envvar="GANGER_DAEMON_NO_PRELOAD",
+    help="Launchers do not import PyTorch ahead.  [env: GANGER_DAEMON_NO_PRELOAD]",
+)
 @click.option(
     "--order-deadline",
     type=Within(min=0.1),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.cluster import GANGER, Cluster
+from kit.cluster import GANGER, NO_PRELOAD, Cluster
 from kit.shell import Shell
 from kit.waiting import eventually
 
@@ -30,7 +30,7 @@ def replay(file: Path, *arguments: str) -> Any:
 
 
 def test_a_real_master_recorded_over_real_submissions_replays_identically(tmp_path: Path) -> None:
-    with Cluster(tmp_path, master_options=("--policy", "backfill")) as cluster:
+    with Cluster(tmp_path, master_options=("--policy", "backfill"), daemon_options=NO_PRELOAD) as cluster:
         shell = Shell(cluster.master_directory)
         first = shell.json("submit", "--gpus", "3", "--", "sleep", "600")["name"]
         captures = cluster.master_directory / "captures"

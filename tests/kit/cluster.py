@@ -19,6 +19,8 @@ from kit.shell import Shell
 from kit.waiting import eventually
 
 GANGER = (sys.executable, "-m", "ganger.cli.main")
+# Of daemons whose jobs have no PyTorch: the first job on a node would wait until its launcher has imported it.
+NO_PRELOAD = ("--no-preload",)
 
 
 @dataclass

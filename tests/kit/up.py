@@ -21,6 +21,8 @@ from kit.shell import Shell
 from kit.waiting import eventually
 
 GANGER = (sys.executable, "-m", "ganger.cli.main")
+# Of clusters whose jobs have no PyTorch: the first job on a node would wait until its launcher has imported it.
+NO_PRELOAD = MappingProxyType({"GANGER_DAEMON_NO_PRELOAD": "1"})
 
 
 @dataclass

@@ -32,7 +32,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield running
 
 
-@pytest.mark.parametrize("script", ["hf_trainer.py", "lightning_trainer.py"])
+@pytest.mark.parametrize("script", ["hf_trainer.py", pytest.param("lightning_trainer.py", marks=pytest.mark.chaos)])
 def test_two_ranks_of_a_trainer_move_to_another_node_and_end_as_if_they_had_run_alone(
     cluster: Cluster, tmp_path: Path, script: str
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 from ganger.v1.job_service_pb2_grpc import JobServiceStub
 from ganger.wire.channels import open_channel
 from ganger.wire.endpoints import find_endpoint
-from kit.cluster import GANGER, Cluster
+from kit.cluster import GANGER, NO_PRELOAD, Cluster
 from kit.disks import fill, small_disk
 from kit.shell import Shell
 from kit.waiting import eventually
@@ -355,7 +355,7 @@ def test_a_job_whose_checkpoint_finds_no_room_runs_on_and_says_why(cluster: Clus
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
 def test_a_node_whose_disk_is_full_fails_no_job_that_can_run_elsewhere(tmp_path: Path) -> None:
-    with Cluster(tmp_path) as cluster:
+    with Cluster(tmp_path, daemon_options=NO_PRELOAD) as cluster:
         shell, jobs = Shell(cluster.master_directory), tmp_path / "n0" / "jobs"
         jobs.mkdir(exist_ok=True)
         with small_disk(jobs, "64k") as filler:

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from kit.cluster import Cluster
+from kit.cluster import NO_PRELOAD, Cluster
 from kit.shell import Shell
 from kit.waiting import eventually
 
@@ -14,7 +14,9 @@ pytestmark = pytest.mark.system
 
 
 def test_after_lost_a_server_with_a_gpu_less_goes_on_with_its_jobs(tmp_path: Path) -> None:
-    with Cluster(tmp_path, nodes=1, environment={"GANGER_MASTER_SESSION_ALIVE": "1s"}) as cluster:
+    with Cluster(
+        tmp_path, nodes=1, environment={"GANGER_MASTER_SESSION_ALIVE": "1s"}, daemon_options=NO_PRELOAD
+    ) as cluster:
         shell = Shell(cluster.master_directory)
         job = shell.submit("--gpus", "2", "--", "sleep", "600")
 

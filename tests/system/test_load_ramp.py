@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from ganger.client import Client
 from ganger.v1.resources_pb2 import LOAD_MODE_PACK, LOAD_MODE_SPREAD, LoadMode
-from kit.cluster import Cluster
+from kit.cluster import NO_PRELOAD, Cluster
 from kit.shell import Shell
 from kit.waiting import eventually
 
@@ -21,7 +21,7 @@ GPUS = 2
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with Cluster(tmp_path, virtual_gpus=10, topology="2x5") as running:
+    with Cluster(tmp_path, virtual_gpus=10, topology="2x5", daemon_options=NO_PRELOAD) as running:
         yield running
 
 

@@ -62,7 +62,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster(tmp_path_factory.mktemp("lost"), nodes=3, virtual_gpus=2, topology="1x2") as running:
+    # A node can be declared lost a second after its last call.
+    options = {"virtual_gpus": 2, "topology": "1x2", "environment": {"GANGER_MASTER_SESSION_ALIVE": "1s"}}
+    with Cluster(tmp_path_factory.mktemp("lost"), nodes=3, **options) as running:
         yield running
 
 

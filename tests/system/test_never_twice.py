@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from kit.cluster import Cluster, Service
+from kit.cluster import NO_PRELOAD, Cluster, Service
 from kit.shell import Shell
 from kit.ticks import Ticks
 from kit.waiting import eventually
@@ -26,7 +26,9 @@ def test_a_daemon_that_stays_with_a_fenced_master_stops_its_job_before_the_newer
     tmp_path: Path,
 ) -> None:
     # The newer master gives n0 up after 35 s; n0's daemon knows only the older one, which has nothing to commit.
-    with Cluster(tmp_path, nodes=1, virtual_gpus=1, topology="1", lost_after="5s") as cluster:
+    with Cluster(
+        tmp_path, nodes=1, virtual_gpus=1, topology="1", lost_after="5s", daemon_options=NO_PRELOAD
+    ) as cluster:
         ticks = Ticks(tmp_path / "ticks")
         Shell(cluster.master_directory).submit("--", *ticks.command())
         eventually(lambda: ticks.is_running(0), what="the job runs", story=cluster.story)

@@ -98,13 +98,19 @@ class CertifiedCluster(Cluster):
 
 
 @contextmanager
-def two_servers_apart(directory: Path, lost_after: str) -> Iterator[CertifiedCluster]:
+def two_servers_apart(directory: Path, lost_after: str, *daemon_options: str) -> Iterator[CertifiedCluster]:
     """A cluster of two servers with one GPU each; master, servers and desk are machines that can be cut off."""
     with apart(("master", "n0", "n1", "desk")) as machines:
         if machines is None:
             pytest.skip("no right to make network namespaces")
         with CertifiedCluster(
-            directory, nodes=2, virtual_gpus=1, topology="1x1", lost_after=lost_after, machines=machines
+            directory,
+            nodes=2,
+            virtual_gpus=1,
+            topology="1x1",
+            lost_after=lost_after,
+            machines=machines,
+            daemon_options=daemon_options,
         ) as cluster:
             yield cluster
 

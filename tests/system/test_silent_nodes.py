@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from kit.cluster import Cluster
+from kit.cluster import NO_PRELOAD, Cluster
 from kit.shell import Shell
 from kit.waiting import eventually
 
@@ -17,7 +17,7 @@ def test_a_job_starts_on_a_node_that_answers_and_one_without_room_there_waits_fo
     tmp_path: Path,
 ) -> None:
     # Daemons call every 5 s then, and are silent after 35 s.
-    with Cluster(tmp_path, nodes=2, lost_after="20s") as cluster:
+    with Cluster(tmp_path, nodes=2, lost_after="20s", daemon_options=NO_PRELOAD) as cluster:
         ganger = Shell(cluster.master_directory)
 
         def nodes() -> dict[str, str]:

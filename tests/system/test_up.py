@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from kit.up import Up
+from kit.up import NO_PRELOAD, Up
 from kit.waiting import eventually
 
 pytestmark = pytest.mark.system
@@ -35,13 +35,13 @@ print(len(held))
 
 @pytest.fixture(scope="module")
 def without_planner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    with Up(tmp_path_factory.mktemp("up") / "c", *TWO_NODES) as up:
+    with Up(tmp_path_factory.mktemp("up") / "c", *TWO_NODES, settings=NO_PRELOAD) as up:
         yield up
 
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    with Up(tmp_path_factory.mktemp("up") / "c", *WITH_PLANNER) as up:
+    with Up(tmp_path_factory.mktemp("up") / "c", *WITH_PLANNER, settings=NO_PRELOAD) as up:
         yield up
 
 
@@ -232,7 +232,7 @@ def command_line(pid: int) -> str:
 @pytest.mark.torch
 def test_a_state_directory_may_have_any_signs_in_its_name(tmp_path: Path) -> None:
     # An executed job finds its agent by a list of paths that ":" separates.
-    with Up(tmp_path / "a:b %#? é'x", "--nodes", "1", "--virtual-gpus", "1") as up:
+    with Up(tmp_path / "a:b %#? é'x", "--nodes", "1", "--virtual-gpus", "1", settings=NO_PRELOAD) as up:
         job = up.submit("--gpus", "1", "--", "bash", "-c", f"exec {sys.executable} {DIGITS} --epochs 500")
         eventually(
             lambda: "offers          pause, offload" in up.shell("show", job),
@@ -244,7 +244,8 @@ def test_a_state_directory_may_have_any_signs_in_its_name(tmp_path: Path) -> Non
 
 
 def test_up_with_other_devices_below_jobs_fails_at_once_with_the_former_command(tmp_path: Path) -> None:
-    with Up(tmp_path / "c", "--nodes", "1", "--virtual-gpus", "2", "--virtual-memory", "4G") as up:
+    flags = ("--nodes", "1", "--virtual-gpus", "2", "--virtual-memory", "4G")
+    with Up(tmp_path / "c", *flags, settings=NO_PRELOAD) as up:
         job = up.submit("--gpus", "2", "--", "sleep", "600")
         eventually(lambda: up.json("show", job)["gang"]["phase"] == "RUNNING", within_seconds=60, story=up.story)
         directory = ("--state-dir", str(up.directory))

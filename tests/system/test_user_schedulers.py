@@ -11,7 +11,7 @@ from typing import Any
 
 import ganger
 import pytest
-from kit.cluster import Cluster
+from kit.cluster import NO_PRELOAD, Cluster
 from kit.waiting import eventually
 
 pytestmark = pytest.mark.system
@@ -22,7 +22,8 @@ HERE = Path(__file__).parent / "jobs"
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     directory = tmp_path_factory.mktemp("schedulers")
-    with Cluster(directory, environment={"XDG_STATE_HOME": str(directory / "state")}) as running:
+    environment = {"XDG_STATE_HOME": str(directory / "state")}
+    with Cluster(directory, environment=environment, daemon_options=NO_PRELOAD) as running:
         yield running
 
 
@@ -77,7 +78,8 @@ def test_a_users_scheduler_decides_and_a_useless_one_loses_its_leases_where_the_
     tmp_path: Path, policy: str
 ) -> None:
     environment = {"XDG_STATE_HOME": str(tmp_path / "state")}
-    with Cluster(tmp_path, master_options=("--policy", policy), environment=environment) as cluster:
+    options: dict[str, Any] = {"master_options": ("--policy", policy), "daemon_options": NO_PRELOAD}
+    with Cluster(tmp_path, environment=environment, **options) as cluster:
         submitted = submit(cluster, "schedulers:Last")
         succeeds(cluster, number(submitted))
         assert "nodes=n1" in nodes_used(cluster, number(submitted)), "the planner would have taken n0"
