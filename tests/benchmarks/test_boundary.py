@@ -18,11 +18,13 @@ def test_gangs_with_stragglers_and_a_slow_relay_stop_at_one_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    gangs = (GANGS[0], GANGS[-1])
+    monkeypatch.setattr("benchmarks.boundary.GANGS", gangs)
     result = main(quick=True)
     assert {"name", "ok", "figures", "limits"} <= set(result)
     figures = result["figures"]
     assert isinstance(figures, dict)
-    for ranks, nodes, _, _ in GANGS:
+    for ranks, nodes, _, _ in gangs:
         for name in ("deadlocks", "skew_steps", "overrun_steps"):
             assert figures[f"ranks{ranks}_nodes{nodes}_{name}"] == 0
         assert figures[f"ranks{ranks}_nodes{nodes}_cycles"] == 4
@@ -32,7 +34,7 @@ def test_gangs_with_stragglers_and_a_slow_relay_stop_at_one_step(
     # no figure where the machine has one CPU, or no cpuset
     assert figures.get("repin_boundaries_on_old_cores", 0) == 0
     samples = [json.loads(line) for line in (tmp_path / "build/bench/boundary.jsonl").read_text().splitlines()]
-    assert sum("suspend_seconds" in sample for sample in samples) == 12
+    assert sum("suspend_seconds" in sample for sample in samples) == 8
 
 
 @pytest.mark.torch

@@ -80,6 +80,8 @@ class Service:
             return
         assert self.process is not None
         self.signal(signal.SIGTERM)
+        # One that a test has stopped would not end.
+        self.signal(signal.SIGCONT)
         try:
             self.process.wait(within_seconds)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""A live planner recorded over twenty jobs, and every plan made again by another process. (60 s each)"""
+"""A live planner recorded over fourteen jobs, and every plan made again by another process. (60 s each)"""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from system.hasty import RECORDS, hasty_planner
 
 pytestmark = [pytest.mark.system, pytest.mark.torch, pytest.mark.timeout(600)]
 
-JOBS = 20
+JOBS = 14
 WANTS = ("--cpus-per-gpu", "1", "--memory", "256M", "--gpu-memory", "900M")
 
 
@@ -37,7 +37,7 @@ def made_again(file: Path, *arguments: str, code: int = 0) -> Any:
 
 
 def recorded(directory: Path, *options: str) -> Path:
-    """Return the recording of the planner of a cluster of four GPUs that twenty jobs want."""
+    """Return the recording of the planner of a cluster of four GPUs that fourteen jobs want."""
     master_options = ("--no-planner", "--plan-every", "2s", *options)
     cluster = Cluster(
         directory, nodes=2, virtual_gpus=2, topology="2", virtual_memory="32G", master_options=master_options
@@ -76,7 +76,7 @@ def test_every_plan_of_a_recorded_live_run_is_made_again(files: Callable[[str], 
     assert found["recording"]["end_reason"] == "the planner was stopped"
     assert found["changes"][kind]["approved"] >= JOBS
     assert found["plans"] >= JOBS
-    of_a_job = made_again(file, "--job", "20")["job"]["changes"]
+    of_a_job = made_again(file, "--job", str(JOBS))["job"]["changes"]
     assert any(one["change"]["kind"] == kind and one["approved"] for one in of_a_job)
 
 
@@ -99,9 +99,9 @@ def test_the_first_plan_that_differs_is_named_if_the_planner_had_not_observed_a_
     changed = tmp_path / "changed.jsonl.gz"
     with gzip.open(changed, "wb") as out:
         for line in read_lines(files(policy)):
-            out.write(encode_line(without(20, line)))
+            out.write(encode_line(without(JOBS, line)))
     found = made_again(changed, code=1)
     assert found["differences"] == 1
     first = found["first_difference"]
-    assert re.search(r"\b20\b", first["recorded"])
-    assert not re.search(r"\b20\b", first["now"])
+    assert re.search(rf"\b{JOBS}\b", first["recorded"])
+    assert not re.search(rf"\b{JOBS}\b", first["now"])

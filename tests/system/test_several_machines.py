@@ -74,7 +74,7 @@ class CertifiedCluster(Cluster):
         )  # fmt: skip
 
     # A step takes a tenth of a second until the test is through with what it does meanwhile, by many commands.
-    def submit(self, user: str, label: str, *options: str, world: int = 1, steps: int = 1600) -> Run:
+    def submit(self, user: str, label: str, *options: str, world: int = 1, steps: int = 800) -> Run:
         words = Run.words(self, label, "--memory", "1G", *options, world=world, steps=steps)
         answer = self.asked(user, "submit", *words)
         return Run(self, str(answer["name"]), Run.record_of(self, label), world, steps)

@@ -114,7 +114,8 @@ def _weights(rank: Rank) -> str:
     return re.findall(r"^weights (\S+)$", rank.output(), re.MULTILINE)[0]
 
 
-@pytest.mark.parametrize("way", WAYS)
+# Plain FSDP2 is in other tests of this module.
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.chaos) if way == "FSDP2" else way for way in WAYS])
 def test_a_sharded_job_that_was_parked_and_restarted_ends_as_one_that_was_not(tmp_path: Path, way: str) -> None:
     world = 4 if way == "FSDP2 over tensor parallel" else 2
     script = _script(tmp_path, WAYS[way], **(KEEPING if "evaluation" in way else {}))

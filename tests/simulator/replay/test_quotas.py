@@ -112,7 +112,7 @@ def test_on_an_oversubscribed_cluster_a_user_uses_its_quota_up_and_holds_no_more
 @pytest.mark.parametrize("way", sorted(WAYS))
 @pytest.mark.parametrize("policy", NAMES)
 def test_quotas_that_no_user_reaches_change_nothing(policy: str, way: str) -> None:
-    jobs, options = crowd(5, 30), WAYS[way]
+    jobs, options = crowd(5, 20), WAYS[way]
     without = simulate(jobs, SERVERS, possible(policy, way), options)
     within = simulate(jobs, SERVERS, possible(policy, way), replace(options, quotas={"ann": 180, "*": 240}))
     assert without.events == within.events
