@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from ganger_master.planner.deadline_advice import Advice, DeadlineVerdict, Newcomer, advice, ends
+from ganger_master.planner.deadline_advice import Advice, DeadlineVerdict, Newcomer, advice, spans
 from ganger_master.policies.job_facts import Facts
 from ganger_master.policies.order_registry import EDF
 from hypothesis import given
@@ -32,20 +32,24 @@ def ask(newcomer: Newcomer, *jobs: tuple[int, float, float]) -> Advice:
 
 
 @given(jobs=JOBS)
-def test_ends_are_those_of_running_whenever_earlier_ones_leave_room(jobs: list[tuple[int, int, float]]) -> None:
+def test_starts_and_ends_are_those_of_running_whenever_earlier_ones_leave_room(
+    jobs: list[tuple[int, int, float]],
+) -> None:
     """Against moving second by second."""
     left = [seconds for _, seconds, _ in jobs]
-    expected = [math.inf] * len(jobs)
+    begun, expected = [math.inf] * len(jobs), [math.inf] * len(jobs)
     for second in range(sum(left)):
         free = 4
         for at, (gpus, _, _) in enumerate(jobs):
             if left[at] and gpus <= free:
                 free -= gpus
                 left[at] -= 1
+                begun[at] = min(begun[at], NOW + second)
                 if not left[at]:
                     expected[at] = NOW + second + 1
     sizes = np.array([gpus for gpus, _, _ in jobs], np.int64)
-    assert ends(sizes, np.array([seconds for _, seconds, _ in jobs], float), 4, NOW).tolist() == expected
+    starts, ends = spans(sizes, np.array([seconds for _, seconds, _ in jobs], float), 4, NOW)
+    assert (starts.tolist(), ends.tolist()) == (begun, expected)
 
 
 @given(jobs=JOBS, gpus=st.integers(1, 4), seconds=st.integers(1, 40), due=st.sampled_from([5, 20, 40, 80, 160]))

@@ -125,12 +125,13 @@ def _fits(view: View, shape: GangShape) -> bool:
 
 class Explanation(Struct, frozen=True, gc=False):
     """Why a job waits, and when it starts, in seconds from now. If that is unknown both are zero, and `assumption`
-    gives the reason."""
+    gives the reason. `is_ranked`: it waits for its turn in the planner's order, from which a forecast can be made."""
 
     blockers: tuple[Refusal, ...]
     start_after_s: float = 0.0
     start_before_s: float = 0.0
     assumption: str = ""
+    is_ranked: bool = False
 
 
 def explain(state: State, number: int, now: float, *, has_planner: bool = True) -> Explanation:
@@ -175,7 +176,9 @@ def _explain(state: State, job: JobRecord, now: float, has_planner: bool) -> Exp
             return Explanation((_no_planner(state), *blockers), assumption="unknown, because no planner is connected")
         told = told_blockers(state, job)
         known = {one.reason for one in blockers}
-        return Explanation((*blockers, *(one for one in told if one.reason not in known)), assumption=assumption)
+        told = (*blockers, *(one for one in told if one.reason not in known))
+        is_ranked = all(one.reason.waits_for_capacity or one.reason in _BEHIND for one in blockers[:1])
+        return Explanation(told, assumption=assumption, is_ranked=is_ranked)
     holders = tuple(_holders(state, now))
     if any(not one.reason.waits_for_capacity and one.reason not in _BEHIND for one in blockers[:1]):
         return Explanation(blockers, assumption=f"unknown, because {blockers[0].message}")

@@ -75,23 +75,24 @@ def advice(newcomer: Newcomer, facts: Facts, remaining_s: Floats, now: float, ca
     gpus = np.append(facts.gpus, newcomer.gpus)[line]
     deadline = np.append(facts.deadline_s, newcomer.deadline_s)[line]
     is_new = number == -1
-    beside = ends(gpus[:counts], remaining[:counts], capacity.gpus, now)
+    beside = spans(gpus[:counts], remaining[:counts], capacity.gpus, now)[1]
     end_s = float(beside[is_new[:counts]][0])
     if end_s > newcomer.deadline_s + SLACK_S:
         return Advice(DeadlineVerdict.TOO_LATE, end_s)
     others = np.flatnonzero(~is_new[:counts])
-    without = ends(gpus[others], remaining[others], capacity.gpus, now)
+    without = spans(gpus[others], remaining[others], capacity.gpus, now)[1]
     due = deadline[others] + SLACK_S
     late = (beside[others] > due) & (without <= due)
     delayed = tuple(sorted(number[others][late].tolist()))
     return Advice(DeadlineVerdict.DELAYS_OTHERS if delayed else DeadlineVerdict.MET, end_s, delayed)
 
 
-def ends(gpus: Integers, remaining_s: Floats, free: int, now: float) -> Floats:
-    """Return when each gang ends if each runs whenever the earlier ones leave room for it; infinite for never."""
+def spans(gpus: Integers, remaining_s: Floats, free: int, now: float) -> tuple[Floats, Floats]:
+    """Return when each gang starts and ends if each runs whenever the earlier ones leave room for it; infinite for
+    never."""
     # Pieces of time: when each begins, and the GPUs left in it; the last never ends.
     begins, left = np.array([now]), np.array([free])
-    found = np.full(len(gpus), np.inf)
+    starts, ends = np.full(len(gpus), np.inf), np.full(len(gpus), np.inf)
     for job, (size, work) in enumerate(zip(gpus.tolist(), remaining_s.tolist(), strict=True)):
         has_room = left >= size
         if not has_room[-1]:
@@ -100,10 +101,10 @@ def ends(gpus: Integers, remaining_s: Floats, free: int, now: float) -> Floats:
         served = np.cumsum(np.where(has_room, length, 0.0))
         last = int(np.searchsorted(served, work))
         end = float(begins[last] + work - (served[last - 1] if last else 0.0))
-        found[job] = end
+        starts[job], ends[job] = begins[np.argmax(served > 0.0)], end
         begins, left = np.insert(begins, last + 1, end), np.insert(left, last + 1, left[last])
         left[: last + 1] -= np.where(has_room[: last + 1], size, 0)
-    return found
+    return starts, ends
 
 
 def _line(newcomer: Newcomer, facts: Facts, now: float) -> tuple[Integers, int]:
@@ -133,7 +134,7 @@ def deadline_advice(jobs: Iterable[tuple[JobRecord, Gang | None]], number: int, 
     if not len(found):
         return ""
     mine = int(found[0])
-    left = np.fmin(facts.expected_remaining_s, _limits(table, rows, now))
+    left = np.fmin(facts.expected_remaining_s, until_limits(table, rows, now))
     others = facts.number != number
     deadline_s = float(facts.deadline_s[mine])
     if math.isnan(left[mine]):
@@ -153,7 +154,7 @@ def deadline_advice(jobs: Iterable[tuple[JobRecord, Gang | None]], number: int, 
             return f"unknown whether it can be met, because how long {_names(advised.unknown)} takes is not known"
 
 
-def _limits(table: LiveTable, rows: Integers, now: float) -> Floats:
+def until_limits(table: LiveTable, rows: Integers, now: float) -> Floats:
     """Seconds until jobs are stopped by their limits; NaN without one."""
     left = np.full(len(rows), np.nan)
     for at, row in enumerate(rows.tolist()):

@@ -18,10 +18,12 @@ from ganger.wire.servers import Callers
 from ganger_master.core import commands
 from ganger_master.core.answers import ArrayAnswer, JobAnswer, UpdateAnswer
 from ganger_master.core.effects import cut
-from ganger_master.core.explain import explain, kept_for, making_room_for
+from ganger_master.core.explain import Explanation, explain, kept_for, making_room_for
 from ganger_master.core.job_model import JobRecord, members_of
 from ganger_master.planner.deadline_advice import deadline_advice
+from ganger_master.planner.start_forecast import start_forecast
 from ganger_master.policies.order_registry import EDF
+from ganger_master.policies.stages import ShareByTimeSlices
 from ganger_master.rpc import answer_messages, job_messages
 from ganger_master.rpc.access import UserLimits, array_outline, check_jobs, check_owner, outline
 from ganger_master.rpc.answer_messages import (
@@ -246,6 +248,8 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
             # Forgotten in the batch that is being committed.
             raise self._shown.not_found(number)
         found = explain(self._writer.state, number, self._clock(), has_planner=self._writer.committed.has_planner)
+        if found.is_ranked:
+            found = await self._with_forecast(found, number)
         is_estimated = found.start_before_s > 0
         return job_service_pb2.Explanation(
             job=job,
@@ -256,6 +260,20 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
             deadline_advice=await self._deadline_advice(number),
             migration_steps=[on_the_way_to_wire(one) for one in making_room_for(self._writer.state, number)],
             reserved_nodes=[names.node_name(node) for node in kept_for(self._writer.state, number)],
+        )
+
+    async def _with_forecast(self, found: Explanation, number: int) -> Explanation:
+        state, committed = self._writer.state, self._writer.committed
+        if number not in committed.jobs:
+            return found
+        # As for a deadline.
+        pairs = [(one, committed.gangs.get(one.epoch)) for one in committed.jobs.values()]
+        ranks = dict(state.queue.ranks)
+        preempts = state.policy.order.preempts or state.policy.has(ShareByTimeSlices)
+        view, now = state.view.copy(), self._clock()
+        said = await asyncio.to_thread(start_forecast, pairs, number, ranks, view, now, preempts=preempts)
+        return msgspec.structs.replace(
+            found, start_after_s=said.after, start_before_s=said.before, assumption=said.assumption or found.assumption
         )
 
     async def _deadline_advice(self, number: int) -> str:

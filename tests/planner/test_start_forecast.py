@@ -1,0 +1,97 @@
+"""When a waiting job may start, as users are told where the planner ranks."""
+
+from __future__ import annotations
+
+import pytest
+from ganger.cluster.resources import LocalityLevel, Role, TaskShape
+from ganger.cluster.view import View
+from ganger.job_state import JobState
+from ganger_master.core.explain import StartEstimate
+from ganger_master.core.gang_model import Gang, GangPhase, GangRole
+from ganger_master.core.job_model import JobRecord, JobSpec
+from ganger_master.planner.start_forecast import start_forecast
+from kit.clusters import idle_row, server
+from msgspec.structs import replace
+
+NOW = 100_000.0
+SERVER = server("2x2")
+BY_LINDY = "if the jobs before it take half to twice as long as they have run so far, and later ones do not go first"
+BY_OTHERS = "if the jobs before it take half to twice as long as similar jobs did, and later ones do not go first"
+
+
+def waiting(number: int, gpus: int, limit_s: float | None = None, user: str = "ann") -> JobRecord:
+    spec = JobSpec(("train",), (Role("worker", gpus, TaskShape(1)),), time_limit_s=limit_s)
+    return JobRecord(number, "", user, spec, NOW - 10, pending_since=NOW - 10)
+
+
+def running(number: int, gpus: int, ran_s: float, limit_s: float | None = None) -> JobRecord:
+    return replace(waiting(number, gpus, limit_s), state=JobState.HOLDING, pending_since=0.0, running_since=NOW - ran_s)
+
+
+def ended(number: int, run_s: float) -> JobRecord:
+    return replace(waiting(number, 1), state=JobState.SUCCEEDED, run_s=run_s, pending_since=0.0)
+
+
+def forecast(*jobs: JobRecord, ranks: tuple[int, ...] = (), preempts: bool = False) -> StartEstimate:
+    """Of the last job, on 4 GPUs. `ranks`: the numbers of the waiting jobs, first to last."""
+    view = View([SERVER])
+    row = idle_row("n1", SERVER)
+    held = sum(one.gpus for one in jobs if one.running_since)
+    view.put(replace(row, free_mask=row.free_mask >> held))
+    order = {number: at for at, number in enumerate(ranks, 1)}
+    pairs = [(one, _gang(one) if one.running_since else None) for one in jobs]
+    return start_forecast(pairs, jobs[-1].number, order, view, NOW, preempts=preempts)
+
+
+def _gang(job: JobRecord) -> Gang:
+    return Gang(job.number, job.number, GangRole.ACTIVE, GangPhase.RUNNING, (), LocalityLevel.CLUSTER, NOW)
+
+
+@pytest.mark.parametrize(
+    ("jobs", "ranks", "after", "before"),
+    [
+        pytest.param([waiting(1, 4)], (1,), 0, 1, id="nothing is before it"),
+        pytest.param([running(1, 4, 1_000), waiting(2, 4)], (2,), 500, 2_000, id="one runs, as long again"),
+        pytest.param([running(1, 4, 10), waiting(2, 4)], (2,), 150, 600, id="one has just begun: five minutes"),
+        pytest.param([running(1, 4, 1_000, 1_700), waiting(2, 4)], (2,), 500, 700, id="one runs to its limit at most"),
+        pytest.param([running(1, 2, 1_000), waiting(2, 2)], (2,), 0, 1, id="there is room beside it"),
+        pytest.param(
+            [running(1, 4, 1_000), waiting(2, 4), waiting(3, 4)], (2, 3), 650, 2_600, id="another one goes first"
+        ),
+        pytest.param(
+            [running(1, 4, 1_000), waiting(2, 4), waiting(3, 4)], (3, 2), 500, 2_000, id="an older one goes later"
+        ),
+    ],
+)
+def test_the_forecast_follows_the_order_and_the_room(
+    jobs: list[JobRecord], ranks: tuple[int, ...], after: float, before: float
+) -> None:
+    assert forecast(*jobs, ranks=ranks) == StartEstimate(after, before, BY_LINDY)
+
+
+def test_where_running_jobs_may_be_stopped_it_may_start_at_any_time() -> None:
+    assert forecast(running(1, 4, 1_000), waiting(2, 4), ranks=(2,), preempts=True) == StartEstimate(
+        0.0, 2_000.0, BY_LINDY
+    )
+
+
+def test_similar_jobs_that_have_ended_tell_how_long_those_before_it_take() -> None:
+    found = forecast(*(ended(number, 1_000.0) for number in range(1, 30)), running(30, 4, 1.0), waiting(31, 4))
+    assert found.assumption == BY_OTHERS
+    assert 300 <= found.after <= 800
+    assert found.before == pytest.approx(4 * found.after)
+
+
+def test_a_job_that_never_fits_is_told_so() -> None:
+    assert forecast(waiting(1, 8)) == StartEstimate(
+        0.0, 0.0, "unknown, because it would not fit even if all running jobs ended"
+    )
+
+
+def test_of_a_job_that_has_ended_there_is_no_forecast() -> None:
+    assert forecast(waiting(1, 4), ended(2, 10.0)) == StartEstimate(0.0, 0.0, "")
+
+
+def test_behind_very_many_jobs_there_is_no_forecast() -> None:
+    many = [waiting(number, 1) for number in range(1, 1_200)]
+    assert forecast(*many, ranks=tuple(range(1, 1_200))).assumption == "unknown, because 1198 jobs run or go first"
