@@ -197,6 +197,9 @@ class Cluster:
 
     def stop(self) -> None:
         """Ends the services and every process they left: those run in the cluster's directories."""
+        for daemon in self.daemons.values():
+            if daemon.process is not None:
+                daemon.signal(signal.SIGTERM)
         for service in (*self.daemons.values(), self.master):
             service.stop()
         self._kill_all(self.survivors())

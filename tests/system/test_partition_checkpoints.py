@@ -22,7 +22,9 @@ def cluster(tmp_path: Path) -> Iterator[CertifiedCluster]:
         yield running
 
 
-@pytest.mark.parametrize("are_known_gone", [False, pytest.param(True, marks=pytest.mark.chaos)])
+# `make test` has the same story with a dead master: test_outage_checkpoints.
+@pytest.mark.chaos
+@pytest.mark.parametrize("are_known_gone", [False, True])
 def test_a_job_goes_on_from_the_newest_checkpoint_that_its_node_wrote_while_cut_off_from_the_master(
     cluster: CertifiedCluster, are_known_gone: bool
 ) -> None:

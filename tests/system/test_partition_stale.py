@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kit.cluster import NO_PRELOAD
 from kit.machines import cut_off, heal
 from kit.waiting import eventually
 from system.test_several_machines import CertifiedCluster, two_servers_apart
@@ -19,7 +20,7 @@ TICK = "trap 'echo told $$ >> $0' TERM; while :; do echo $$ >> $0; sleep 0.05; d
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[CertifiedCluster]:
-    with two_servers_apart(tmp_path, lost_after="10s") as running:
+    with two_servers_apart(tmp_path, "10s", *NO_PRELOAD) as running:
         yield running
 
 

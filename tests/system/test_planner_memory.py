@@ -29,6 +29,8 @@ def verdicts(job: Training) -> list[str]:
     return [kind for kind in kinds if kind in ("change_kept", "change_undone")]
 
 
+# Among others, tests/planner_process/test_note and test_planner have what it remembers across its death.
+@pytest.mark.chaos
 def test_a_size_on_trial_when_planner_and_master_are_killed_is_judged_and_the_job_ends_right(cluster: Cluster) -> None:
     job = Training.submit(cluster, "elastic", "1:2", "--step-seconds", "0.3")
     eventually(lambda: job.devices() == 2, what="it grew", within_seconds=120, story=job.story, every_seconds=0.2)

@@ -116,7 +116,7 @@ def logs_of_parts(directory: Path, count: int) -> list[Path]:
 @pytest.mark.parametrize(
     "options",
     [
-        "",
+        pytest.param("", marks=pytest.mark.chaos),
         "dataloader_num_workers=2",
         "accelerator_config={'use_seedable_sampler': False}",
         "lr_scheduler_type='cosine'",

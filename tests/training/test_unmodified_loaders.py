@@ -166,7 +166,11 @@ def test_batches_that_are_counted_by_enumerate_keep_their_numbers(tmp_path: Path
 IN_WORKERS = ("a dataset", "a sampler without a length", "a collate function", "passes that are left early")
 
 
-@pytest.mark.parametrize(("name", "workers"), [*((name, 0) for name in SCRIPTS), *((name, 2) for name in IN_WORKERS)])
+BESIDE_WORKERS = [(name, 2) for name in IN_WORKERS if name != "a sampler without a length"]
+LATER = pytest.param("a sampler without a length", 2, marks=pytest.mark.chaos)
+
+
+@pytest.mark.parametrize(("name", "workers"), [*((name, 0) for name in SCRIPTS), *BESIDE_WORKERS, LATER])
 def test_what_only_a_loader_knows_comes_back(tmp_path: Path, name: str, workers: int) -> None:
     script = write_script(tmp_path, HEAD + SCRIPTS[name])
     # four steps a pass
