@@ -29,7 +29,7 @@ def test_a_case_that_does_not_exist_is_refused_with_those_that_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="no case 'warp': there are opaque, offload, hook, identity, move"):
+    with pytest.raises(ValueError, match="no case 'warp': there are opaque, offload, hook, move, slice"):
         gpu.main(only="warp", virtual=True)
 
 
@@ -47,6 +47,25 @@ def test_a_case_that_fails_is_reported_and_the_others_go_on(tmp_path: Path, monk
     assert result["failed"] == {"hook": "the device is on fire"}
     assert not result["ok"]
     assert "pack_case_seconds" in str(result["figures"])
+
+
+@pytest.mark.usefixtures("no_driver")
+def test_a_run_that_took_too_long_begins_no_further_case_and_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    now = 0.0
+
+    def take(cases: gpu.GpuCases) -> None:
+        nonlocal now
+        now += 100.0
+
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    for case in gpu.case_names(is_virtual=True):
+        monkeypatch.setattr(gpu.GpuCases, case, take)
+    result = gpu.main(virtual=True)
+    late = {name: f"not begun, 400 s after the start: --only {name} runs it alone" for name in ("slice", "pack")}
+    assert result["failed"] == late | {"identity": late["pack"].replace("pack", "identity")}
 
 
 @pytest.mark.torch
