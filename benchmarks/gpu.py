@@ -336,7 +336,7 @@ class GpuCases:
     # -- helpers
 
     def _sizes(self) -> Sequence[int]:
-        return QUICK_SIZES if self._is_quick else SIZES
+        return QUICK_SIZES if self._is_quick or self._is_virtual else SIZES
 
     def _cluster(self, *master: str, nodes: int = 1, is_run_in_memory: bool = True) -> BenchCluster:
         devices: dict[str, Any] = {"gpus": 1, "cores": 4, "memory": "64G"} if self._is_virtual else {"gpus": None}
