@@ -433,3 +433,34 @@ def test_a_source_that_stands_still_is_ended_at_once_whatever_grace_it_has() -> 
         await made.master.until("n1", 1, in_phase(Observed.PHASE_ENDED))
 
     run(story)
+
+
+def test_a_job_whose_suspend_is_withdrawn_while_its_image_is_written_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_written, may_go_on = threading.Event(), threading.Event()
+
+    def slow(*arguments: Any, **options: Any) -> int:
+        is_written.set()
+        assert may_go_on.wait(PATIENCE)
+        return pack(*arguments, **options)
+
+    monkeypatch.setattr("ganger_daemon.gang.process_image.pack", slow)
+
+    async def story(made: Cluster) -> None:
+        uid = str(uuid.uuid4())
+        await made.daemon("n1")
+        gang = await begun(made, "opaque", uid)
+        await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **CHECKPOINT))
+        await until(is_written.is_set)
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_STOPPING))
+        await made.master.want("n1", with_changes(gang, 3))
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+        may_go_on.set()
+        await goes_on(made, "n1", uid)
+        assert one_after_the_other(counts(made, "n1", uid))
+        parked = await saved(made, "n1", gang, sequence=4)
+        await made.master.forget("n1", 1)
+        await made.master.want("n1", from_image(made, gang, parked, "n1", 2))
+        await goes_on(made, "n1", uid, 2)
+        assert one_after_the_other(counts(made, "n1", uid), counts(made, "n1", uid, 2))
+
+    run(story)

@@ -186,9 +186,9 @@ def is_beyond(gang: GangPart) -> bool:
         return False
     if not deeper and gang.wanted.intent is not OrderIntent.HAND_OVER:
         return False
-    return any((rank.opaque or gang.no_agent) and rank.exit is None for rank in gang.ranks) and (
-        reached_step(gang) is None
-    )
+    # a program whose image was taken before its agent had reported may have one by now
+    are_without = (rank.opaque or (gang.no_agent and not rank.hello) for rank in gang.ranks if rank.exit is None)
+    return any(are_without) and reached_step(gang) is None
 
 
 def _rests_short(gang: GangPart, now: float) -> bool:

@@ -190,7 +190,9 @@ class CheckpointCoordinator:
         is_able = able & Capability.CHECKPOINT and keeps_state(Mechanism(desired.spec.mechanism), able)
         # not before the number of the newest image is known
         is_recalled = self._recalling is None or self._recalling.done()
-        without_agent = is_opaque and self._images.are_possible and is_recalled
+        # stopped processes go on first: an image has them as they stand
+        may_be_taken = self._images.are_possible and not self._images.is_moving
+        without_agent = is_opaque and may_be_taken and is_recalled
         if runs and (is_able or without_agent):
             await self._request_if_due(storage, desired, now)
         await self._hand_on_running(storage, found, without_agent=without_agent and runs)
@@ -296,8 +298,9 @@ class CheckpointCoordinator:
         refusal = ""
         if is_image:
             refusal = await self._images.take(storage, agreement, step, goes_on=goes_on)
-        if refusal:
+        if refusal and (goes_on or not self._images.is_withdrawn(agreement)):
             await self.keeper.refuse(agreement, refusal)
+        if refusal:
             return
         await self.keeper.durable(storage, agreement, step, self._part.ranks)
 

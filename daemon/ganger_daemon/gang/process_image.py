@@ -15,8 +15,8 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ from ganger_daemon.images.contract import (
     UnitProcesses,
     read_facts,
 )
-from ganger_daemon.images.packing import pack, packed_bytes, unpack
+from ganger_daemon.images.packing import opened, pack, packed_bytes, unpack
 from ganger_daemon.node.daemon_files import make_directory, remove_tree
 from ganger_daemon.node.process_identity import is_alive, parent_of
 
@@ -84,6 +84,7 @@ class GangImages:
         self._requested = 0  # the stop sequence under which a destination has requested a parked process's image
         self.hang_up: Callable[[], None] = lambda: None  # closes the job's socket, which must not be in an image
         self.pick_up: Callable[[], None] = lambda: None
+        self._stop_sequence = 0  # of the present order
         self._is_stopped = False
         self._imaged_step = 0  # both sides of a move report this one, although a child may count in the page
         self._obstacle = ""  # why no image is possible, although its node can take images
@@ -100,6 +101,11 @@ class GangImages:
     def holds_still(self) -> bool:
         """Whether the daemon has stopped the processes for a move, or restored them so."""
         return self._is_stopped
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether the processes stand still for a move, or will at any moment: no other image may be taken of them."""
+        return self._is_stopped or self._handing is not None
 
     def recall(self, left: Mapping[str, Any]) -> None:
         """Take over what a former daemon noted."""
@@ -154,6 +160,10 @@ class GangImages:
     def is_taken(self, agreement: int) -> bool:
         return agreement in self._taken
 
+    def is_withdrawn(self, agreement: int) -> bool:
+        """Return whether a newer order has replaced a stop. Its image may not end the processes any more."""
+        return self._stop_sequence != agreement
+
     def step_of(self, agreement: int) -> int | None:
         """Return the step of the image that was taken for an agreement; None without one."""
         return self._taken.get(agreement, self._left.get(agreement))
@@ -195,6 +205,8 @@ class GangImages:
             os.replace(part, shard)
             hit("image-packed")
             if not goes_on:
+                if self.is_withdrawn(agreement):
+                    raise ImageRefusedError("its stop was withdrawn")
                 self.has_ended, self._taken = True, {agreement: step}
                 self._note_shared(read_facts(directory))
                 self._context.write_notes()
@@ -220,6 +232,10 @@ class GangImages:
         while any(map(is_alive, self._exits.processes.values())):
             time.sleep(_RETRY_S)
         return True
+
+    def _goes_on_without_consent(self) -> bool:
+        """Return whether a former daemon died before its consent to the end that it has noted."""
+        return not self._taken and not self._host.images.has_consent(self._paths.job / _TO_STORAGE)
 
     def _dump(
         self,
@@ -330,6 +346,7 @@ class GangImages:
     def follow(self, wanted: DesiredOrder, open_arena: Callable[[int], int]) -> None:
         """Take the image that an order to hand over needs, once the process may be taken; or let a process go on that
         was stopped for one. `open_arena` returns the descriptor of the arena for images, which is the caller's."""
+        self._stop_sequence = wanted.stop_sequence
         is_requested = wanted.intent is OrderIntent.PARK and self._requested == wanted.stop_sequence != 0
         if wanted.intent is OrderIntent.HAND_OVER or is_requested:
             is_begun = self._handing is not None or self._handed[0] == wanted.stop_sequence
@@ -338,7 +355,7 @@ class GangImages:
         elif wanted.intent is OrderIntent.RUN:
             self.let_run()
             # a daemon that died before its consent has noted an end that did not come
-            self.has_ended = self.has_ended and not self._exits.live()
+            self.has_ended = self.has_ended and not (self._exits.live() and self._goes_on_without_consent())
             # what stood in the way of a move that was given up may be over at the next one
             self.trouble = self.trouble if self._handing is not None or not self._exits.processes else ""
         if self._is_stopped and self._handing is None:
@@ -399,7 +416,7 @@ class GangImages:
         def write(directory: Path) -> None:
             hit("image-dumped")
             for rank in self._ranks[1:]:
-                with _opened(open_arena(rank)) as arena:
+                with opened(open_arena(rank)) as arena:
                     self._stubs[rank] = pack(directory, self._header(step, rank), arena, has_files=False)
             size = packed_bytes(directory, self._header(step))
 
@@ -408,7 +425,7 @@ class GangImages:
                 # to stand still, so that it is restored nowhere before.
                 self._handed = (stop_sequence, size, count if has_agent else min(count, size - 1))
 
-            with _opened(open_arena(self._first)) as arena:
+            with opened(open_arena(self._first)) as arena:
                 pack(directory, self._header(step), arena, filled=filled)
             # noted first: the next daemon lets the process go on if the move is given up
             self._is_stopped = not has_agent
@@ -447,6 +464,8 @@ class GangImages:
             for rank in self._ranks:
                 self._context.pages[rank].set(Word.STATE, PageState.INIT)
             self._signal_all(signal.SIGCONT)
+            # the next daemon would end them without their grace
+            self._context.write_notes()
 
     def _signal_all(self, number: signal.Signals) -> None:
         """Signal the ranks, what they have started, and what runs beside them, as their rendezvous store."""
@@ -478,13 +497,3 @@ class GangImages:
             )
         finally:
             remove_tree(directory)
-
-
-@contextmanager
-def _opened(descriptor: int) -> Iterator[int]:
-    """Close a descriptor afterwards; it is at its start now."""
-    try:
-        os.lseek(descriptor, 0, os.SEEK_SET)
-        yield descriptor
-    finally:
-        os.close(descriptor)

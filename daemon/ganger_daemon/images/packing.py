@@ -11,7 +11,8 @@ import mmap
 import os
 import tarfile
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,16 @@ def unpack(source: int, directory: Path, wait: Callable[[int], None] = lambda co
         state_image.check_trailer(digests.trailer(), bytes(whole[preamble.trailer_offset : preamble.total_bytes]))
     write_facts(directory, facts)
     return facts
+
+
+@contextmanager
+def opened(descriptor: int) -> Iterator[int]:
+    """Close the descriptor of an arena afterwards; it is at its start now."""
+    try:
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def facts_of(path: Path) -> ImageFacts | None:

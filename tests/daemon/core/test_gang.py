@@ -268,6 +268,15 @@ def test_a_hand_over_is_beyond_a_job_without_boundaries_and_a_pause_is_not() -> 
     assert not gang_judgement.is_beyond(GangPart(OFFLOAD, (RUNNING,), launched=True))
 
 
+def test_a_program_whose_agent_reports_only_after_a_restore_obeys_at_its_boundary() -> None:
+    """Its image was taken before it had an agent, so the daemon counts it as a program without one."""
+    gang = GangPart(OFFLOAD, (replace(RUNNING, hello=False),), launched=True, no_agent=True)
+    assert gang_judgement.is_beyond(gang)
+    reported = replace(gang, ranks=(replace(RUNNING, hello=True),))
+    assert not gang_judgement.is_beyond(reported)
+    assert not gang_judgement.should_freeze(reported, 0.0, lease_is_over=False)
+
+
 KILLED = replace(STOP, grace_s=0.0)
 
 
