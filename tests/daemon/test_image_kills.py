@@ -23,6 +23,7 @@ from daemon.image_kit import (
     moved_in,
     needs_images,
     one_after_the_other,
+    opaque,
     prepared,
     processes_of,
     programs,
@@ -31,7 +32,7 @@ from daemon.image_kit import (
     until,
     until_nothing_is_left,
 )
-from daemon.kit import Cluster, Intents, Observed, in_phase, run, with_changes
+from daemon.kit import Cluster, Intents, Observed, in_phase, log_of, run, with_changes
 from ganger.agent.v1 import agent_pb2
 from ganger.failpoints import OF_DEVICES, OF_IMAGES
 from ganger.injob.launcher.client import Launcher
@@ -243,6 +244,32 @@ def test_a_job_runs_on_if_its_move_is_given_up_while_no_daemon_of_its_node_lives
         await made.daemon_process("n1")
         await goes_on(made, "n1", uid)
         assert one_after_the_other(counts(made, "n1", uid))
+
+    run(story)
+
+
+def test_a_job_that_runs_after_its_move_has_its_grace_from_the_next_daemon_too() -> None:
+    saves = "import signal\nsignal.signal(signal.SIGTERM, lambda *_: print('saves itself', flush=True))\n"
+
+    async def story(made: Cluster) -> None:
+        uid = str(uuid.uuid4())
+        await made.daemon("n1")
+        await made.daemon_process("n2")
+        await made.until_session("n2")
+        gang = await begun(made, "opaque", uid, opaque(saves))
+        new = await moved_in(made, gang)
+        await made.master.want("n2", with_changes(new, 2, intent=Intents.INTENT_RUN))
+        await goes_on(made, "n2", uid, 2)
+        stop = with_changes(new, 3, intent=Intents.INTENT_STOP)
+        stop.grace.FromSeconds(3600)
+        await made.master.want("n2", stop)
+        await until(lambda: "saves itself" in log_of(made.directory, "n2", uid, 0, 2), "the signal before the end")
+        made.processes["n2"].kill()
+        await made.processes["n2"].wait()
+        await made.daemon_process("n2")
+        await made.until_session("n2")
+        await made.master.until("n2", 2, in_phase(Observed.PHASE_STOPPING))
+        await goes_on(made, "n2", uid, 2)
 
     run(story)
 
