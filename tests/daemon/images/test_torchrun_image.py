@@ -90,5 +90,8 @@ def test_a_loader_goes_on_with_the_workers_that_it_had(place: Place, tmp_path: P
     facts = images.dump(DumpRequest(job.unit, image, goes_on=False))
     assert facts.processes >= 3
 
+    # as the daemon of a gang that an image has ended
+    for shared in facts.shared_files:
+        Path(shared).unlink()
     again = restored(images, place, image, facts)
     again.goes_on_from(job, more=20)
