@@ -225,11 +225,12 @@ class GangImages:
             raise
 
     def _is_taken_by_former(self, agreement: int) -> bool:
-        """Return whether a former daemon has taken the image, and ended the processes with it; wait until they have
-        ended, which may take as long as their memory is large."""
+        """Return whether a former daemon has taken the image and given its consent to the end of the processes; wait
+        until they have ended. CRIU may have died, too, before it had ended them."""
         if agreement not in self._left or not self._host.images.has_consent(self._paths.job / _TO_STORAGE):
             return False
         while any(map(is_alive, self._exits.processes.values())):
+            self._signal_all(signal.SIGKILL)
             time.sleep(_RETRY_S)
         return True
 

@@ -47,7 +47,7 @@ class UnitProc:
             return "?"
 
     def waiting_signals(self, pid: int) -> set[int]:
-        """Signals that were sent to a process, or to its first thread, and that it blocks."""
+        """Signals that were sent to a process, or to its first thread, and have not reached it."""
         try:
             lines = (self.path / str(pid) / "status").read_text().splitlines()
         except OSError:
