@@ -44,7 +44,7 @@ retest: $(STAMP) ## only the tests that failed the last time
 explore: $(STAMP) ## the property tests with new random examples (five minutes)
 	@$(BIN)/python -m pytest -q -m "hypothesis and not chaos" --hypothesis-profile explore
 
-chaos: $(STAMP) ## the whole matrix of kills (at most an hour)
+chaos: $(STAMP) ## the whole matrix of kills, storms and slow stories (an hour and a half)
 	@$(BIN)/python -m pytest -q -m chaos --timeout 1800 --hypothesis-profile explore
 
 postgresql: $(STAMP) ## the store's contract on a PostgreSQL server (Debian's package: apt-get install postgresql)
