@@ -101,7 +101,8 @@ class SupervisedProcess:
             return
         process.terminate()
         try:
-            await asyncio.wait_for(process.wait(), _GRACE_S)
+            async with asyncio.timeout(_GRACE_S):
+                await process.wait()
         except TimeoutError:
             process.kill()
             await process.wait()

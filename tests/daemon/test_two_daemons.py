@@ -355,3 +355,19 @@ def uninterrupted(steps: int, size: int) -> list[str]:
         data[at] = (data[at] + step) % 256
         digests.append(xxhash.xxh3_64_hexdigest(bytes(data)))
     return digests
+
+
+def test_a_gang_that_has_news_at_the_instant_its_daemon_stops_is_left_alone_at_once() -> None:
+    """In Python 3.11 `asyncio.wait_for` swallows a cancellation that comes with the result, and the daemon hung."""
+
+    async def story(made: Cluster) -> None:
+        daemon = await made.daemon("n1")
+        await made.master.want("n1", made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4())))
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+        (task,) = daemon.gangs._tasks.values()
+        daemon.gangs.wake_all()
+        task.cancel()
+        await asyncio.wait([task], timeout=10)
+        assert task.cancelled()
+
+    run(story)

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 from ganger.agent.v1 import agent_pb2
 from ganger.failpoints import hit
@@ -255,10 +256,9 @@ class LocalGang:
             except Exception:
                 log.exception("gang loop failed", extra={"job": self.desired.job, "epoch": self.desired.epoch})
                 pause = 1.0
-            try:
-                await asyncio.wait_for(self._wake.wait(), pause)
-            except TimeoutError:
-                pass
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._wake.wait()
             self._wake.clear()
 
     async def close(self) -> None:

@@ -80,7 +80,8 @@ class StorageWork:
 
         threading.Thread(target=work, daemon=True, name="storage").start()
         try:
-            return await asyncio.wait_for(done, within_s)
+            async with asyncio.timeout(within_s):
+                return await done
         except TimeoutError:
             raise StorageHungError(f"storage has not answered within {within_s:g} s") from None
 

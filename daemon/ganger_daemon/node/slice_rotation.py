@@ -192,7 +192,8 @@ class Rotation:
             except Exception:
                 log.exception("time slices not followed")
             try:
-                await asyncio.wait_for(self._news.wait(), pause if self._groups else None)
+                async with asyncio.timeout(pause if self._groups else None):
+                    await self._news.wait()
             except TimeoutError:
                 pass
 

@@ -68,7 +68,8 @@ async def record(writer: Records, recording: DecisionRecording, seconds: float) 
     writer.record(recording)
     reason = "its time was over"
     try:
-        await asyncio.wait_for(recording.ending.wait(), seconds)
+        async with asyncio.timeout(seconds):
+            await recording.ending.wait()
         reason = recording.reason
     except TimeoutError:
         pass

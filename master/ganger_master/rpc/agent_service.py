@@ -216,7 +216,8 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                 if remaining <= 0:
                     return
                 try:
-                    await asyncio.wait_for(news.wait(), remaining)
+                    async with asyncio.timeout(remaining):
+                        await news.wait()
                 except TimeoutError:
                     return
 

@@ -198,7 +198,8 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
                 if job.state.is_finished:
                     return
                 try:
-                    await asyncio.wait_for(news.wait(), end - loop.time())
+                    async with asyncio.timeout(end - loop.time()):
+                        await news.wait()
                 except TimeoutError:
                     return
 

@@ -124,7 +124,8 @@ class LogProxy:
                         position = chunk.offset + len(chunk.data)
                         yield chunk
                 try:
-                    await asyncio.wait_for(news.wait(), _LOOK_AGAIN_S)
+                    async with asyncio.timeout(_LOOK_AGAIN_S):
+                        await news.wait()
                 except TimeoutError:
                     pass
 
@@ -233,7 +234,8 @@ class LogProxy:
         if call is None:
             return None
         try:
-            await asyncio.wait_for(call.read(), _FIRST_CHUNK_S)
+            async with asyncio.timeout(_FIRST_CHUNK_S):
+                await call.read()
         except grpc.RpcError as error:
             found = errors.from_rpc_error(error)
             if isinstance(found, errors.Unreachable | errors.DeadlineExceeded):
@@ -255,7 +257,8 @@ class LogProxy:
         if call is None:
             return None
         try:
-            first = await asyncio.wait_for(call.read(), _FIRST_CHUNK_S)
+            async with asyncio.timeout(_FIRST_CHUNK_S):
+                first = await call.read()
         except (grpc.RpcError, TimeoutError):
             call.cancel()
             return None

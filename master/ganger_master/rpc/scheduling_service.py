@@ -108,7 +108,8 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                     sent, is_first = version, False
                     await asyncio.sleep(_DELTA_S)
                 try:
-                    await asyncio.wait_for(news.wait(), end - loop.time())
+                    async with asyncio.timeout(end - loop.time()):
+                        await news.wait()
                 except TimeoutError:
                     return
 
@@ -164,7 +165,8 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                 yield delta
                 await asyncio.sleep(_CLUSTER_DELTA_S)
                 try:
-                    await asyncio.wait_for(news.mark.wait(), end - loop.time())
+                    async with asyncio.timeout(end - loop.time()):
+                        await news.mark.wait()
                 except TimeoutError:
                     return
 
