@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import selectors
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from ganger.injob.launcher.children import LauncherChild, LauncherChildren
 from ganger.injob.launcher.client import ForkedTree, Launcher, LauncherError
 from ganger.injob.launcher.namespaces import LINKS
 from ganger.injob.launcher.process_record import LaunchError, parse_launch
-from ganger.injob.process_identity import stat_fields
+from ganger.injob.process_identity import family, stat_fields
 from injob.launcher_kit import Place, exit_record, launcher_place
 from injob.test_units import dumped, inside, made, needs_criu, unit_of
 from kit.waiting import eventually
@@ -141,6 +142,14 @@ def test_the_ranks_find_a_rendezvous_store_beside_them(place: Place) -> None:
         assert exit_record(launch)["code"] == 0, Path(launch["log"]).read_text()
     assert sorted(count for launch in launches for count in counts(launch)) == [1, 2]
     eventually(lambda: not is_running(tree.root.pid), what="the store has ended with its ranks")
+
+
+@pytest.mark.torch
+def test_the_store_ends_with_the_parent_of_the_ranks_though_nothing_else_ends_it(place: Place) -> None:
+    tree = together(place, counting(place, 2), "127.0.0.1")
+    (store,) = family(tree.root.pid) - {tree.root.pid, *(rank.pid for rank in tree.ranks)}
+    os.kill(tree.root.pid, signal.SIGKILL)
+    eventually(lambda: not is_running(store), what="the store has ended")
 
 
 @needs_criu

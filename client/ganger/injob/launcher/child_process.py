@@ -174,16 +174,19 @@ def open_listener(host: str) -> socket.socket:
 def serve_store(directory: str, host: str, listener: socket.socket) -> NoReturn:
     """Serve in this (forked) process until the directory is gone; writes rendezvous.json there.
 
-    Listens on ``host`` only. It ends by itself when the epoch's directory is removed. Without a directory it serves
-    until it is killed.
+    Listens on ``host`` only. It ends by itself when the epoch's directory is removed; without a directory, when its
+    parent, which is that of the ranks, has ended.
     """
+    parent = os.getppid()
     distributed = importlib.import_module("torch.distributed")
 
     port = listener.getsockname()[1]
     # torch alone would listen on every address of the machine.
     store = distributed.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     while not directory:
-        signal.pause()
+        if os.getppid() != parent:
+            os._exit(0)
+        time.sleep(_LOOK_EVERY_S)
     path = os.path.join(directory, "rendezvous.json")
     content = {"host": host, "port": port, "pid": os.getpid(), "start_ticks": start_ticks(os.getpid())}
     write_durably(path, json.dumps(content).encode())
