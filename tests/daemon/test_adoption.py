@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +26,9 @@ from ganger_daemon.node.process_identity import (
     FoundProcesses,
     ProcessId,
     RankProcess,
+    end,
     holds_files_of_rank,
+    is_alive,
     recognise,
 )
 from kit.waiting import eventually
@@ -96,6 +99,20 @@ def test_a_launchers_own_child_is_trusted_and_no_other_process_without_proof(bys
     assert recognise(None, [dead], none_belongs) == FoundProcesses(dead), "a dead process receives no signal"
     assert recognise(None, [NO_PROCESS], none_belongs) == FoundProcesses(NO_PROCESS)
     assert recognise(None, [bystander], none_belongs).is_lost
+
+
+def test_what_was_ended_is_gone_and_a_later_process_of_its_pid_is_left_alone(bystander: ProcessId) -> None:
+    # the kernel needs a while to take back so much memory
+    holds_much = "import time; kept = bytearray(b'x') * (300 << 20); print(flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", holds_much], stdout=subprocess.PIPE) as started:
+        assert started.stdout is not None
+        started.stdout.readline()
+        process = ProcessId(started.pid, start_ticks(started.pid))
+        assert end(process, within_s=20.0)
+        assert not is_alive(process)
+    earlier = ProcessId(bystander.pid, bystander.start_ticks - 1)
+    assert end(earlier, within_s=20.0)
+    assert is_alive(bystander)
 
 
 def test_a_process_belongs_to_a_rank_by_its_output_or_by_the_page_it_maps(tmp_path: Path) -> None:

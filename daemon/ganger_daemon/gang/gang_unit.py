@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from ganger_daemon.gang.job_names import JobNames
 from ganger_daemon.images.contract import PID_FILE, ImageFacts, ImageRefusedError
 from ganger_daemon.images.reasons import PORT_IN_USE
 from ganger_daemon.node.daemon_files import make_directory
-from ganger_daemon.node.process_identity import NO_PROCESS, ProcessId, send_signal
+from ganger_daemon.node.process_identity import ENDING_S, NO_PROCESS, ProcessId, end
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +55,7 @@ class GangUnit:
 
     def clean(self) -> None:
         """End the unit with all in it, and remove the names and temporary files of its gang. Blocks."""
-        send_signal(self.init, signal.SIGKILL)
+        self._end()
         self.names.remove()
 
     def restore(
@@ -95,8 +94,12 @@ class GangUnit:
                 hit("image-restored")
                 return dict(zip(mappings, found, strict=True))
 
+    def _end(self) -> None:
+        if not end(self.init, ENDING_S):
+            log.warning("unit not ended", extra={"group": self._paths.group, "pid": self.init.pid})
+
     def _make(self, launcher: Launcher, procs: Sequence[str], has_network: bool) -> None:
-        send_signal(self.init, signal.SIGKILL)
+        self._end()
         names = self.names
         make_directory(names.files)
         unit = Unit(self._paths.group, names.directory, names.links, [(str(names.files), names.temporary)], has_network)

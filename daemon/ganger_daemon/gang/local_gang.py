@@ -141,9 +141,9 @@ class LocalGang:
 
     @property
     def may_be_on_devices(self) -> bool:
-        """Whether its processes run or may run at any moment. An earlier observation does not prove the contrary."""
+        """Whether its processes run or may run at any moment, or may be left of a failed launch, whatever was seen."""
         if self.phase is PartPhase.ENDED:
-            return False
+            return self.parts.launching.failure is not None and not self.parts.exits.is_reaped
         if not self.launched:
             return self.parts.launching.is_under_way
         return gang_judgement.may_be_on_devices(self.wanted, self.report.judged.order, self.judgement)

@@ -53,6 +53,7 @@ from ganger_daemon.node.daemon_files import (
 from ganger_daemon.node.launchers import children_of, interpreter_of
 from ganger_daemon.node.node_context import StorageWait
 from ganger_daemon.node.process_identity import (
+    ENDING_S,
     NO_PROCESS,
     FoundProcesses,
     ProcessId,
@@ -69,8 +70,6 @@ log = logging.getLogger(__name__)
 
 # Exit code of a shell that could not execute a command.
 _NOT_EXECUTED = 127
-# What was killed is gone within milliseconds, but for one that hangs in a driver.
-_STRAYS_S = 5.0
 _STRAYS_LOOK_S = 0.01
 # Longest read of all shards of a node; how long the gang's loop waits for it at once; when it is reported.
 _READING_S = 3600.0
@@ -268,20 +267,20 @@ class RankLaunch:
         await asyncio.to_thread(self._host.cgroups.kill, group)
         if self._host.cgroups.variant is Variant.NONE:
             await asyncio.to_thread(self._kill_strays)
+        await asyncio.to_thread(self._images.unit.clean)
         if not await asyncio.to_thread(self._host.cgroups.destroy, group):
             log.warning("group not removed", extra={"group": group})
         self._host.release_cores(group)
         # the rendezvous store ends when its file is gone
         remove_tree(self._paths.rendezvous)
         await asyncio.to_thread(self._launcher.drop_arenas)
-        await asyncio.to_thread(self._images.unit.clean)
 
     def _kill_strays(self) -> None:
         """Blocks until they are gone, or will not go. Without groups a process may slip out of its rank's session, and
         keep its devices."""
         pages = [Path(page_path(str(self._paths.run), rank)) for rank in self._part.ranks]
         names = [self._images.unit.names.page(page) for page in pages]
-        deadline, logged = time.monotonic() + _STRAYS_S, set()
+        deadline, logged = time.monotonic() + ENDING_S, set()
         inject = self._host.launchers.inject
         while found := [ProcessId(pid, start_ticks(pid) or 0) for pid in strays(pages, inject, names)]:
             for process in sorted(found):

@@ -9,6 +9,7 @@ for a process that is not its own. A process is (pid, start time), so that no si
 from __future__ import annotations
 
 import os
+import select
 import signal
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ class ProcessId:
 
 
 NO_PROCESS = ProcessId(0, 0)
+# What was killed is gone within milliseconds, but for one that hangs in a driver.
+ENDING_S = 5.0
 
 
 def is_alive(process: ProcessId) -> bool:
@@ -45,6 +48,26 @@ def send_signal(process: ProcessId, number: signal.Signals) -> bool:
     finally:
         os.close(fd)
     return True
+
+
+def end(process: ProcessId, within_s: float) -> bool:
+    """Send SIGKILL to exactly this process, and wait until it is gone: the init of a PID namespace with all in it.
+    Blocks. Return whether it is gone; one that hangs in a driver may not be for long."""
+    try:
+        fd = os.pidfd_open(process.pid)
+    except OSError:
+        return not is_alive(process)
+    try:
+        if not is_alive(process):
+            return True
+        signal.pidfd_send_signal(fd, signal.SIGKILL)
+        watched = select.poll()
+        watched.register(fd, select.POLLIN)
+        return bool(watched.poll(within_s * 1000.0))
+    except OSError:
+        return not is_alive(process)
+    finally:
+        os.close(fd)
 
 
 def anonymous_bytes(pid: int) -> int | None:
