@@ -163,9 +163,19 @@ class FakeMaster(agent_pb2_grpc.AgentServiceServicer):
                     return gang
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise AssertionError(f"{node} epoch {epoch} never got there; last seen:\n{gang}")
+                    raise AssertionError(f"{node} epoch {epoch} never got there; last seen:\n{gang}{self._seen()}")
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.changed.wait(), min(left, 0.5))
+
+    def _seen(self) -> str:
+        """Every gang, in a line: what stands in the way of one is often the end of another."""
+        every = [(node, gang) for node, book in self.nodes.items() for gang in book.observed.values()]
+        return "".join(
+            [
+                f"\n{node} epoch {gang.epoch}: {agent_pb2.ObservedGang.Phase.Name(gang.phase)} {gang.outcome}".rstrip()
+                for node, gang in every
+            ]
+        )
 
     async def until_absent(self, node: str, epoch: int, patience: float = PATIENCE) -> None:
         deadline = time.monotonic() + patience
