@@ -33,7 +33,7 @@ from msgspec import structs
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import CoresChange, PlanChange, StartChange
-from ganger_master.planner.context import PassTerms, PlanContext, PlanDraft, PlanOutcome, held_of
+from ganger_master.planner.context import NOTHING_TO_DO, PassTerms, PlanContext, PlanDraft, PlanOutcome, held_of
 from ganger_master.planner.device_groups import shares_devices
 from ganger_master.planner.plan import plan
 from ganger_master.policies.tunings import NOTHING, Known, Tuning, TuningNodes, known_gangs, pieces
@@ -53,11 +53,14 @@ def plan_tuned(tuning: Tuning, context: PlanContext) -> PlanDraft:
     """Return the changes of `plan` with tuned starts, and CORES changes of running jobs, which keep their places. For a
     trial, millicores per GPU replace the tuning, as far as other jobs leave them and no job is to start."""
     table, room, terms = context.jobs, context.room, context.terms
+    if not (context.is_news or table.has_waiting):
+        # The last plan has tuned all that there is, by the same measurements.
+        return NOTHING_TO_DO
     room.follow()
     view = room.view
     running = [pair for pair in table.running if is_tuned(view, *pair)]
     placing = running if table.has_waiting else []
-    lent = [(gang.claims, least_claims(view, terms.shape(job), gang.claims)) for job, gang in placing]
+    lent = [(gang.claims, least_claims(view, job.shape, gang.claims)) for job, gang in placing]
     lent = [(held, least) for held, least in lent if held != least]
     least_of = dict(lent)
     for held, least in lent:
@@ -73,6 +76,8 @@ def plan_tuned(tuning: Tuning, context: PlanContext) -> PlanDraft:
         room.give(least)
         room.take(held)
     stops = [change for change in found.changes if not isinstance(change, StartChange)]
+    if not (context.is_news or found.changes):
+        return found
     stopped = {change.number for change in stops}
     starts = {change.number: change.claims for change in found.changes if isinstance(change, StartChange)}
     gangs = [(job, gang.claims) for job, gang in running if job.number not in stopped]
@@ -216,13 +221,17 @@ def wish_of(
     gpus: tuple[int, ...] = (),
 ) -> CoresWish:
     """Return the amounts with the memory that the job requests, and never below its minimum. `shape`: the one that it
-    is placed with. A job that leaves memory for a co-located one gets no more than its share of it."""
+    is placed with. A job that leaves memory for a co-located one gets no more than its share of it at its start; what
+    it has of the whole share later, it may use."""
     share = asked(view, shape, claims)
+    whole_share = share if is_start else asked(view, job.shape, claims)
     wanted, least = [], []
-    for claim, (millicores, memory), (share_millicores, share_memory) in zip(claims, amounts, share, strict=True):
+    for claim, (millicores, memory), (share_millicores, share_memory), (_, most) in zip(
+        claims, amounts, share, whole_share, strict=True
+    ):
         named = memory_named(shape, claim.tasks)
         memory = min(memory, share_memory) if shape.residents > 1 else memory
-        memory = named or (memory if is_start else max(memory, min(claim.memory_bytes, share_memory)))
+        memory = named or (memory if is_start else max(memory, min(claim.memory_bytes, most)))
         wanted.append((max(1, millicores), max(1, memory)))
         least.append((min(max(1, millicores), share_millicores), named or min(memory, share_memory)))
     return CoresWish(job, claims, tuple(wanted), tuple(least), gpus)
