@@ -40,10 +40,13 @@ _NEVER: Final = MakeRoomLook(-math.inf, 0)
 
 
 class MakeRoomSearch:
-    """The searches of one pass. `looked`: their results in the last pass, by job number."""
+    """The searches of one pass. `looked`: their results in the last pass, by job number; `resting`: numbers of pending
+    jobs that are passed over."""
 
-    def __init__(self, migration: MigrationContext, looked: Mapping[int, MakeRoomLook]) -> None:
-        self._migration = migration
+    def __init__(
+        self, migration: MigrationContext, looked: Mapping[int, MakeRoomLook], resting: frozenset[int] = frozenset()
+    ) -> None:
+        self._migration, self._resting = migration, resting
         self._looked = dict(looked)
         # Numbers of jobs whose moves will be worth their cost soon: no job is preempted for them meanwhile.
         self.soon: set[int] = set()
@@ -74,7 +77,7 @@ class MakeRoomSearch:
         migration = self._migration
         started = {change.number for change in found.changes if isinstance(change, StartChange)}
         numbers = found.line.tolist()
-        out = started | migration.busy | migration.changed
+        out = started | migration.busy | migration.changed | self._resting
         if migration.context.order.is_strict:
             first = next((n for n in numbers if n not in out and is_waiting(migration.table, n)), None)
             numbers = [] if first is None else [first]

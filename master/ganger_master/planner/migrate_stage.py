@@ -149,7 +149,8 @@ class MigrationStage:
             )
             context.draft = found
         else:
-            found, self.moving, findings, again_s = plan_moves(around.found, context, self.moving)
+            resting = around.resting(context)
+            found, self.moving, findings, again_s = plan_moves(around.found, context, self.moving, resting=resting)
             context.add(found)
         context.findings.extend(findings)
         context.come_back(again_s)
@@ -175,18 +176,23 @@ class MigrationStage:
 
 
 def plan_moves(
-    inner: Inner, context: PlanContext, moving: MigrationMemory, makes_room: bool = True
+    inner: Inner,
+    context: PlanContext,
+    moving: MigrationMemory,
+    makes_room: bool = True,
+    resting: frozenset[int] = frozenset(),
 ) -> tuple[PlanDraft, MigrationMemory, tuple[TrialFinding, ...], float]:
     """Return the changes to propose now, with those of `inner`; the state if they are proposed; the findings of earlier
     migrations; and when the next pass is due without any event, in Unix seconds.
 
     `inner` plans with the room that migrations leave, and its context excludes the jobs that it must not start or
-    preempt. Without news its last result still holds. `makes_room`: as in `MigrationContext`.
+    preempt. Without news its last result still holds. `makes_room`: as in `MigrationContext`; `resting`: numbers of
+    pending jobs for which no room is made now.
     """
     context.room.follow()
     trying = Trial(context.room)
     try:
-        return _Pass(MigrationContext(context, trying, makes_room), moving).run(inner)
+        return _Pass(MigrationContext(context, trying, makes_room), moving, resting).run(inner)
     finally:
         trying.undo()
 
@@ -216,12 +222,12 @@ def moves_no_job(moving: MigrationMemory, context: PlanContext) -> bool:
 
 
 class _Pass:
-    def __init__(self, migration: MigrationContext, moving: MigrationMemory) -> None:
+    def __init__(self, migration: MigrationContext, moving: MigrationMemory, resting: frozenset[int]) -> None:
         self._migration = migration
         self._old = moving
         now = migration.now
         self._moved_at = {number: at for number, at in moving.moved_at.items() if now < at + HOUR_S}
-        self._holes = MakeRoomSearch(migration, moving.looked)
+        self._holes = MakeRoomSearch(migration, moving.looked, resting)
 
     def run(self, inner: Inner) -> tuple[PlanDraft, MigrationMemory, tuple[TrialFinding, ...], float]:
         migration, table, context = self._migration, self._migration.table, self._migration.context

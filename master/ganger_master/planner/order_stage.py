@@ -41,12 +41,15 @@ class OrderStage:
     def plan(self, context: PlanContext) -> None:
         context.add(self.found(context))
 
+    def resting(self, context: PlanContext) -> frozenset[int]:
+        """Return the numbers of the jobs that only a plan that may preempt starts: the next newcomers come first."""
+        return frozenset() if context.may_preempt else self._displaced
+
     def found(self, context: PlanContext) -> PlanDraft:
         """Return the changes of the pass."""
         found = self.vain.shortcut(context) or self._packed_round(context)
         if found is None:
-            if self._displaced and not context.may_preempt:
-                context = replace(context, excluded=context.excluded.resting(self._displaced))
+            context = replace(context, excluded=context.excluded.resting(self.resting(context)))
             if self.resizing is not None:
                 context = replace(context, resizing=self.resizing)
             found = plan_by(context)

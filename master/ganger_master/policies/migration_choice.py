@@ -144,9 +144,10 @@ def closer(
     """
     found = []
     trying = Trial(room)
-    for one in sorted(gangs, key=lambda one: (-_could_save(room.view, one), one.gang.number)):
-        if _could_save(room.view, one) <= one.gang.move_cost or one.gang.move_cost == math.inf:
-            continue
+    worth = [
+        (-most, one.gang.number, one) for one in gangs if (most := _could_save(room.view, one)) > one.gang.move_cost
+    ]
+    for *_, one in sorted(worth):
         saves, hole = _better_place(trying, one, others, placement)
         if saves > 0.0 and not failed.holds(tried(one.gang.number, one.gang.kind, hole.claims), now):
             found.append(
@@ -430,7 +431,7 @@ def closest_with_room(view: View, gang: Movable) -> LocalityLevel:
 def _could_save(view: View, one: GangDistance) -> float:
     """Return the GPU-seconds that it would save if its GPUs were as close as possible on any nodes."""
     gpus = one.gang.shape.gpus
-    most = max((topology.devices for topology in view.topologies), default=1)
+    most = max((made.devices for made in view.sets.values()), default=1)
     nodes = max(1, one.gang.shape.nodes, -(-gpus // max(1, most)))
     best = one.locality.relative_speed(gpus, nodes, LocalityLevel.NVLINK if nodes == 1 else LocalityLevel.RACK)
     return _saved(one, _speed(view, one, one.gang.claims), best)
