@@ -17,7 +17,7 @@ from ganger.console import Directory
 @click.option("--database-url", metavar="URL", help="SQLAlchemy URL; default: SQLite in the state directory.")
 @click.option("--storage", type=Directory(), help="Directory all nodes see; default: in --state-dir.")
 @click.option("--lost-after", metavar="TIME", help="10m, 1h, ... or never: when a silent node's jobs start elsewhere.")
-@click.option("--policy", metavar="NAME", help="Which jobs go first, and where; default: fifo-backfill.")
+@click.option("--policy", metavar="NAME", help="Which jobs go first, and where; default: ganger.")
 @click.option("--quantum", metavar="TIME", help="Length of a time slice; 1m; never: no time slicing.")
 @click.option(
     "--plan-every",

@@ -16,7 +16,7 @@ from typing import Final
 from ganger import units
 from ganger.wire.endpoints import EndpointError, check_address, check_listen_address, is_loopback
 
-from ganger_master.core.settings import quotas_of
+from ganger_master.core.settings import DEFAULT_POLICY, quotas_of
 from ganger_master.policies import live_policy_named
 
 PREFIX: Final = "GANGER_MASTER_"
@@ -62,7 +62,7 @@ class Config:
     database_url: str = ""
     storage: Path | None = None
     lost_after_s: float | None = 600.0
-    policy: str = "fifo-backfill"
+    policy: str = DEFAULT_POLICY
     # For policies with a planner: minimum time between two plans that preempt running jobs.
     plan_every_s: float = 300.0
     # For policies with time slices (gandiva): length of a time slice; None: no time slices.

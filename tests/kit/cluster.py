@@ -23,6 +23,14 @@ GANGER = (sys.executable, "-m", "ganger.cli.main")
 NO_PRELOAD = ("--no-preload",)
 
 
+_SETTINGS = {
+    # Whose ranks are killed over and over is not to be waited for.
+    "GANGER_MASTER_RESTART_DELAY": "0",
+    # Most tests are of mechanisms, which are the same under every policy, and a planner is one more process.
+    "GANGER_MASTER_POLICY": "fifo-backfill",
+}
+
+
 @dataclass
 class Service:
     """One program of the cluster and how to start it again."""
@@ -106,8 +114,7 @@ class Cluster:
     daemons: dict[str, Service] = field(init=False)
 
     def __post_init__(self) -> None:
-        # Whose ranks are killed over and over is not to be waited for.
-        environment = {"GANGER_MASTER_RESTART_DELAY": "0", **os.environ, **self.environment, "PYTHONUNBUFFERED": "1"}
+        environment = {**_SETTINGS, **os.environ, **self.environment, "PYTHONUNBUFFERED": "1"}
         self.directory.mkdir(parents=True, exist_ok=True)
         self.master = Service(
             "master",

@@ -74,6 +74,11 @@ class Up:
     def json(self, command: str, *arguments: str) -> Any:
         return self.shell.json(command, *arguments)
 
+    def phase(self, job: str) -> str:
+        """The phase of a job's gang; empty while it has none."""
+        gang = self.json("show", job)["gang"]
+        return str(gang["phase"]) if gang else ""
+
     def submit(self, *arguments: str) -> str:
         """The number of the new job."""
         return str(json.loads(self("submit", "--json", *arguments))["name"]).removeprefix("jobs/")

@@ -191,7 +191,7 @@ def test_beyond_loopback_only_clients_with_a_certificate_are_answered(tmp_path: 
     async def story() -> None:
         authority = Authority(tmp_path)
         config = Config(tmp_path / "state", "127.0.0.1:0", authority.issue("master", "m"), metrics="0.0.0.0:0",
-                        scheduler_host=False)  # fmt: skip
+                        scheduler_host=False, policy="fifo-backfill")  # fmt: skip
         master = Master(config)
         await master.start()
         try:

@@ -61,7 +61,7 @@ def test_gang_behind_fragments_has_a_node_emptied_and_starts_there() -> None:
 
 
 def test_a_higher_ranked_job_moves_under_an_order_that_regroups() -> None:
-    drive, small = fragmented(policy="ganger")
+    drive, small = fragmented(policy="ganger-alone")
     large = drive.submit(together(4))
     # By its GPUs it ranks below both.
     assert not drive.found().displaced, "a job that moves starts as soon as it can"

@@ -44,7 +44,7 @@ def test_the_page_lists_what_does_not_compose_and_all_else_does() -> None:
                 policy_named(f"{base}+{part}")
             except KeyError:
                 found.add(base)
-        expected = refused[key] if key else {"synergy"} if part == "role" else set()
+        expected = refused[key] if key else set()
         assert found == expected, part
 
 

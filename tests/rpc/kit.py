@@ -57,8 +57,7 @@ async def serving(directory: Path, store: Store | None = None, **more: object) -
     config = Config(
         state_dir=directory / "state",
         listen=f"unix:{directory}/s",
-        scheduler_host=False,
-        **more,  # type: ignore[arg-type]
+        **{"scheduler_host": False, "policy": "fifo-backfill", **more},  # type: ignore[arg-type]
     )
     master = Master(config, store=store)
     await master.start()

@@ -41,7 +41,7 @@ class MasterProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, **(environment or {})},
+            env={"GANGER_MASTER_POLICY": "fifo-backfill", **os.environ, **(environment or {})},
         )
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], START_S)

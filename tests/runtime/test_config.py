@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from ganger_master.config import PREFIX, Config, ConfigError, load, parse_duration
+from ganger_master.policies import policy_named
+from ganger_master.policies.stages import Colocate, Grow, Migrate, StartByRank, Tune
 
 
 def test_defaults_need_only_a_state_directory() -> None:
@@ -29,6 +31,16 @@ def test_flag_beats_environment_beats_file() -> None:
 )
 def test_durations_are_read_with_their_units(text: str, seconds: float) -> None:
     assert parse_duration(text) == seconds
+
+
+def test_without_a_policy_the_whole_system_schedules() -> None:
+    policy = policy_named(load({"state_dir": "/s"}, {}).policy)
+    assert policy.name == "ganger"
+    assert policy.has(StartByRank)
+    assert policy.has(Colocate)
+    assert policy.has(Migrate)
+    assert policy.has(Grow)
+    assert policy.has(Tune)
 
 
 def test_a_policy_that_there_is_not_is_told_with_the_other_mistakes() -> None:

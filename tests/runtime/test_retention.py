@@ -159,6 +159,7 @@ def test_a_master_removes_what_ended_jobs_left_when_it_starts(tmp_path: Path) ->
             state_dir=tmp_path / "state",
             listen=f"unix:{tmp_path}/s2",
             scheduler_host=False,
+            policy="fifo-backfill",
             logs_kept_s=0.0,
             checkpoints_kept_s=None,
         )

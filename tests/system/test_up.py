@@ -247,7 +247,7 @@ def test_up_with_other_devices_below_jobs_fails_at_once_with_the_former_command(
     flags = ("--nodes", "1", "--virtual-gpus", "2", "--virtual-memory", "4G")
     with Up(tmp_path / "c", *flags, settings=NO_PRELOAD) as up:
         job = up.submit("--gpus", "2", "--", "sleep", "600")
-        eventually(lambda: up.json("show", job)["gang"]["phase"] == "RUNNING", within_seconds=60, story=up.story)
+        eventually(lambda: up.phase(job) == "RUNNING", within_seconds=60, story=up.story)
         directory = ("--state-dir", str(up.directory))
         up("down", *directory)
         done = up.try_("up", *directory, "--nodes", "1", "--virtual-gpus", "3", "--detach")

@@ -94,26 +94,27 @@ def _example(count: int) -> Workload:
 
 
 def _replays() -> Iterator[tuple[str, ReplayCase]]:
-    costs = "fifo backfill srtf las tiresias tiresias-gittins drf ftf edf ganger"
+    costs = "fifo backfill srtf las tiresias tiresias-gittins drf ftf edf ganger-alone+packs"
     for policy in costs.split():
         yield "costs", ReplayCase(policy, _at_load(0.9))
-    for policy in ("fifo", "srsf", "tiresias", "ganger"):
+    for policy in ("fifo", "srsf", "tiresias", "ganger-alone+packs"):
         yield "ideal", ReplayCase(policy, _at_load(0.6), options=ReplayOptions(ideal=True, seed=SEED))
     for policy, count in (("tiresias", 300), ("synergy", 150), ("las+synergy-tune+best-fit", 200)):
         yield "rounds", ReplayCase(policy, _at_load(1.1), count, options=ReplayOptions(round_s=300.0, seed=SEED))
     with_profiles = ReplayOptions(rates="profiles", seed=SEED)
     solved = (("las+synergy-opt", 150), ("las+exact", 150))
-    for policy, count in (("synergy", 300), *solved, ("las+predictor", 300), ("ganger+bind", 300)):
+    for policy, count in (("synergy", 300), *solved, ("las+predictor", 300), ("ganger-alone+packs+bind", 300)):
         yield "profiles", ReplayCase(policy, _with_models, count, options=with_profiles)
     for policy in ("tetris", "tetris-cos", "srtf+tetris", "fifo+fgd", "fifo+locality", "drf+optimus-cards"):
         yield "types", ReplayCase(policy, _example, servers=_MIXED)
-    for policy, count in (("optimus", 150), ("ganger+elastic", 300), ("srtf+elastic", 300)):
+    for policy, count in (("optimus", 150), ("ganger-alone+packs+elastic", 300), ("srtf+elastic", 300)):
         yield "elastic", ReplayCase(policy, _elastic, count)
-    for policy in ("ganger+defrag", "tiresias+defrag", "edf+defrag"):
+    for policy in ("ganger-alone+packs+defrag", "tiresias+defrag", "edf+defrag"):
         yield "defrag", ReplayCase(policy, _at_load(0.8, _SIXTEEN, _WIDE), servers=_SIXTEEN)
     quotas = {"ann": 16, "*": 24}
-    for policy in ("ganger", "srtf"):
+    for policy in ("ganger-alone+packs", "srtf"):
         yield "quotas", ReplayCase(policy, _at_load(0.9), options=ReplayOptions(quotas=quotas, seed=SEED))
+    yield "profiles", ReplayCase("ganger", _with_models, 300, options=with_profiles)
 
 
 REPLAYS: Final[Mapping[str, ReplayCase]] = {f"{kind}/{case.policy}": case for kind, case in _replays()}

@@ -35,7 +35,7 @@ _WATCH_S = 0.5
 @click.option("--storage", type=Directory(file_okay=False), help="Where checkpoints are kept.")
 @click.option("--listen", metavar="ADDRESS", help="Address of the master: 127.0.0.1:PORT or unix:PATH.")
 @click.option("--metrics", metavar="HOST:PORT", help="Where the master serves metrics for Prometheus.")
-@click.option("--policy", metavar="NAME", help="Which jobs go first; default: fifo-backfill.")
+@click.option("--policy", metavar="NAME", help="Which jobs go first; default: ganger.")
 @click.option(
     "--plan-every",
     metavar="TIME",

@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+# Of a cluster and of a replay for which no policy is named.
+DEFAULT_POLICY: Final = "ganger"
+
 
 @dataclass(frozen=True, slots=True)
 class CoreSettings:

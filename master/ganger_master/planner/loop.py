@@ -154,8 +154,16 @@ class PlannerLoop:
         # A policy that co-locates beside an order plans that at its own pace.
         self._is_news = self._is_news or (is_reason and self._acts_on_measures)
         if progress.reports and self._tries_cores:
-            ran = {job.number: job.run_s + max(0.0, now - job.running_since) for job, _ in self.table.running}
-            self._is_news = rates.update_trials(self._room.view, ran, now) or self._is_news
+            self._is_news = rates.update_trials(self._room.view, self._tuned_s(now), now) or self._is_news
+
+    def _tuned_s(self, now: float) -> dict[int, float]:
+        """Return for how long the jobs have run whose cores are tuned, by number."""
+        tune = self.policy.stage(Tune)
+        return {
+            job.number: job.run_s + max(0.0, now - job.running_since)
+            for job, _ in self.table.running
+            if tune is not None and tune.tuning.decides_cores_of(job.shape)
+        }
 
     # -- plans ---------------------------------------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ def plan_tuned(tuning: Tuning, context: PlanContext) -> PlanDraft:
         return NOTHING_TO_DO
     room.follow()
     view = room.view
-    running = [pair for pair in table.running if is_tuned(view, *pair)]
+    running = [pair for pair in table.running if is_tuned(view, *pair) and tuning.decides_cores_of(pair[0].shape)]
     placing = running if table.has_waiting else []
     lent = [(gang.claims, least_claims(view, job.shape, gang.claims)) for job, gang in placing]
     lent = [(held, least) for held, least in lent if held != least]
@@ -67,7 +67,7 @@ def plan_tuned(tuning: Tuning, context: PlanContext) -> PlanDraft:
         room.give(held)
         room.take(least)
     shares = PassTerms(
-        lambda job: with_shares(terms.shape(job)),
+        lambda job: with_shares(terms.shape(job)) if tuning.decides_cores_of(job.shape) else terms.shape(job),
         lambda gang: least_of.get(held_of(gang), held_of(gang)),
         terms.mates_now,
     )
@@ -105,7 +105,11 @@ class TuneStage:
         than its share: a job that is about to start finds its own."""
         context.room.follow()
         view, table = context.room.view, context.jobs
-        gangs = [(job, gang.claims) for job, gang in table.running if is_tuned(view, job, gang)]
+        gangs = [
+            (job, gang.claims)
+            for job, gang in table.running
+            if is_tuned(view, job, gang) and self._tuning.decides_cores_of(job.shape)
+        ]
         trials = _NO_TRIALS if table.has_waiting else _trials_of(context)
         shape_of = context.terms.shape
         wishes, _ = _wishes(self._tuning, view, gangs, (), known_of(context), trials, shape_of)
@@ -159,34 +163,17 @@ def _wishes(
     shape_of: Callable[[JobRecord], GangShape],
 ) -> tuple[list[CoresWish], list[CoresWish]]:
     """Return what the tuning gives to each job on its nodes."""
-    others = [CoresWish(job, claims, asked(view, shape_of(job), claims), _nothing(claims)) for job, claims in starting]
-    tunable = [wish for wish in others if all(claim.device_mask for claim in wish.claims)]
+    others = [_as_asked(tuning, view, job, claims, shape_of(job)) for job, claims in starting]
+    tunable = [
+        wish
+        for wish in others
+        if tuning.decides_cores_of(wish.job.shape) and all(claim.device_mask for claim in wish.claims)
+    ]
     gangs = sorted([*running, *[(wish.job, wish.claims) for wish in tunable]], key=lambda pair: pair[0].number)
     if not gangs:
         return [], others
     names = {name: at for at, name in enumerate(sorted({claim.node for _, claims in gangs for claim in claims}))}
-    nodes = nodes_of(view, names, [claims for _, claims in running], gangs)
-    rows = [(at, names[claim.node], claim) for at, (_, claims) in enumerate(gangs) for claim in claims]
-    placed = pieces(
-        [row[0] for row in rows],
-        [row[1] for row in rows],
-        [row[2].device_mask.bit_count() for row in rows],
-        [_servers(gangs[row[0]][0].shape, row[2]) for row in rows],
-    )
-    of_tuning = known_gangs(
-        known,
-        np.array([job.number for job, _ in gangs]),
-        np.bincount(placed.gang, weights=placed.gpus).astype(np.int64),
-        np.zeros(len(gangs), bool),
-        nodes,
-    )
-    result = tuning.tune(of_tuning, nodes, placed)
-    given: dict[tuple[int, int], tuple[int, int]] = {
-        (gang, node): (whole(1000 * cores), whole(memory))
-        for gang, node, cores, memory in zip(
-            result.gang.tolist(), result.node.tolist(), result.cores.tolist(), result.memory_bytes.tolist(), strict=True
-        )
-    }
+    given = _divided(tuning, view, names, running, gangs, known)
     starts = {wish.job.number for wish in tunable}
     starts_on = {claim.node for wish in others for claim in wish.claims}
     wishes: tuple[list[CoresWish], list[CoresWish]] = ([], [wish for wish in others if wish.job.number not in starts])
@@ -209,6 +196,39 @@ def _wishes(
         if not is_start or None not in got or not running:
             wishes[is_start].append(wish)
     return wishes
+
+
+def _divided(
+    tuning: Tuning,
+    view: View,
+    names: dict[str, int],
+    running: Sequence[tuple[JobRecord, tuple[Claim, ...]]],
+    gangs: Sequence[tuple[JobRecord, tuple[Claim, ...]]],
+    known: Known,
+) -> dict[tuple[int, int], tuple[int, int]]:
+    """Return millicores and bytes that the tuning gives, by position of the gang and of the node in `names`."""
+    nodes = nodes_of(view, names, [claims for _, claims in running], gangs)
+    rows = [(at, names[claim.node], claim) for at, (_, claims) in enumerate(gangs) for claim in claims]
+    placed = pieces(
+        [row[0] for row in rows],
+        [row[1] for row in rows],
+        [row[2].device_mask.bit_count() for row in rows],
+        [_servers(gangs[row[0]][0].shape, row[2]) for row in rows],
+    )
+    of_tuning = known_gangs(
+        known,
+        np.array([job.number for job, _ in gangs]),
+        np.bincount(placed.gang, weights=placed.gpus).astype(np.int64),
+        np.zeros(len(gangs), bool),
+        nodes,
+    )
+    result = tuning.tune(of_tuning, nodes, placed)
+    return {
+        (gang, node): (whole(1000 * cores), whole(memory))
+        for gang, node, cores, memory in zip(
+            result.gang.tolist(), result.node.tolist(), result.cores.tolist(), result.memory_bytes.tolist(), strict=True
+        )
+    }
 
 
 def wish_of(
@@ -303,8 +323,12 @@ def asked(view: View, shape: GangShape, claims: Sequence[Claim]) -> Amounts:
     )
 
 
-def _nothing(claims: Sequence[Claim]) -> Amounts:
-    return ((0, 0),) * len(claims)
+def _as_asked(tuning: Tuning, view: View, job: JobRecord, claims: tuple[Claim, ...], shape: GangShape) -> CoresWish:
+    """Return the wish of a job that is to start with what it names, or else with its share, or less of that."""
+    if tuning.decides_cores_of(job.shape):
+        return CoresWish(job, claims, asked(view, shape, claims), ((0, 0),) * len(claims))
+    named = tuple([(sum(claim.millicores), claim.memory_bytes) for claim in claims])
+    return CoresWish(job, claims, named, named)
 
 
 def _asked(configuration_set: ConfigurationSet, shape: GangShape, tasks: tuple[int, ...]) -> tuple[int, int]:

@@ -131,11 +131,11 @@ _BASES: Final[Mapping[str, _Base]] = {
     "tetris-cos": _tetris("tetris-cos", Knobs(srtf_weight=0.0, alignment=Alignment.COSINE)),
     "tetris-oracle": _tetris("tetris-oracle", Knobs(), knows_durations=True),
 }
-# Compositions with a name of their own, former names, and those of the papers. `synergy` has the one of Synergy's
-# orders that needs no oracle.
+# Compositions with a name of their own, former names, and those of the papers. `ganger` has every stage; `synergy` has
+# the one of Synergy's orders that needs no oracle.
 _COMPOSED: Final = {
     "backfill": "fifo-backfill",
-    "ganger": "ganger-alone+packs",
+    "ganger": "ganger-alone+packs+defrag+elastic+auto",
     "las2d": "tiresias",
     "las2d-gittins": "tiresias-gittins",
     "synergy": "las+synergy-tune",
@@ -255,6 +255,8 @@ def _composition(name: str, first: str, parts: Sequence[str]) -> _Composition:
         raise KeyError(f"policy {_shown(name)} has an empty part; after the policy's name {_known_parts()}")
     base, own = _base_of(first)
     found = _Composition(first, base, list(base.stages))
+    # Another tuning replaces that of the policy.
+    own = [part for part in own if part not in _tunings() or not any(other in _tunings() for other in parts)]
     for part in dict.fromkeys([*own, *parts]):
         if part in EXTRA_STAGES:
             found.stages.append(EXTRA_STAGES[part].spec)

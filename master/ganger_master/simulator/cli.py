@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from ganger.console import CommandError, ExitCode
 
+from ganger_master.core.settings import DEFAULT_POLICY
 from ganger_master.runtime.process_setup import one_thread_each
 from ganger_master.simulator.flags import CLUSTER, LOAD_PHASES, Amount, Listed, joined, shared_flags
 from ganger_master.simulator.output import say
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from ganger_master.simulator.traces.servers import Servers
 
 _Value = TypeVar("_Value")
+_SIDE_BY_SIDE = (DEFAULT_POLICY, "fifo-backfill", "fifo")
 
 
 def _list_policies(context: click.Context, _: click.Parameter, is_wanted: bool) -> None:
@@ -52,7 +54,14 @@ def _list_policies(context: click.Context, _: click.Parameter, is_wanted: bool) 
 
 @click.command()
 @click.argument("trace")
-@click.option("--policy", "-p", metavar="NAME", required=True, help="How jobs are scheduled, such as fifo or las2d.")
+@click.option(
+    "--policy",
+    "-p",
+    metavar="NAME",
+    default=DEFAULT_POLICY,
+    show_default=True,
+    help="How jobs are scheduled, such as fifo or las2d.",
+)
 @click.option(
     "--list-policies", is_flag=True, is_eager=True, expose_value=False, callback=_list_policies, help="Name them all."
 )
@@ -107,10 +116,10 @@ def simulate(
     "-p",
     type=Listed(click.STRING),
     metavar="NAME,...",
-    required=True,
+    default=(_SIDE_BY_SIDE,),
     multiple=True,
     callback=joined,
-    help="Such as fifo,las2d,srtf.",
+    help=f"Such as fifo,las2d,srtf; default: {','.join(_SIDE_BY_SIDE)}.",
 )
 @click.option(
     "--loads",
@@ -268,7 +277,9 @@ class _Experiment:
             source = material(self._trace, self._servers, part, meter)
         for line in notes(source, self.flags["ideal"]):
             say(line)
-        tuned = [name for name in self._policies if policy_named(name).has(Tune)]
+        stages = {name: policy_named(name).stage(Tune) for name in self._policies}
+        # The default measures cores besides all else.
+        tuned = [name for name, tune in stages.items() if tune is not None and not tune.tuning.keeps_requests]
         if tuned and flags["rates"] == "recorded":
             say(f"{', '.join(tuned)}: cores and memory make no job faster at recorded rates (--rates profiles)")
         return source

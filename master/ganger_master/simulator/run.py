@@ -19,7 +19,15 @@ from ganger_master.core.settings import CoreSettings, as_settings
 from ganger_master.core.state import State
 from ganger_master.policies import Policy, policy_named
 from ganger_master.policies.order_registry import LAS2D
-from ganger_master.policies.stages import Colocate, Grow, ResizeByOptimus, ShareByTimeSlices, StartByRank, Tune
+from ganger_master.policies.stages import (
+    Colocate,
+    Grow,
+    Migrate,
+    ResizeByOptimus,
+    ShareByTimeSlices,
+    StartByRank,
+    Tune,
+)
 from ganger_master.simulator.admission import ModelledSchedulers, devices_only, specs_of, users_of
 from ganger_master.simulator.inputs import FREE, ReplayOptions
 from ganger_master.simulator.node_model import NodeModel
@@ -86,10 +94,14 @@ def simulate(
 
 def _as_simulated(policy: Policy, options: ReplayOptions) -> Policy:
     """Return the policy as it runs under these options."""
+    tune = policy.stage(Tune)
+    if tune is not None and options.rates == "recorded" and tune.tuning.by_profiles and tune.tuning.place is None:
+        # Cores make no job faster or slower.
+        policy = policy.without(Tune)
     if options.ideal:
-        # Where any free devices serve, job schedulers have no choice to make.
+        # Where any free devices serve, job schedulers have no choice to make, and no job is moved.
         order = _CONTINUOUS.get(policy.order.name, policy.order)
-        return replace(policy.planned.without(Colocate), order=order, placement=BY_COUNTS)
+        return replace(policy.planned.without(Colocate).without(Migrate), order=order, placement=BY_COUNTS)
     # Job schedulers would start jobs in the middle of a round.
     return policy if options.round_s is None else policy.planned
 

@@ -36,7 +36,7 @@ def reason_against(base: str, *parts: str) -> str | None:
     """Return the reason by which a composition has no meaning, by rules of its own."""
     if sum(part in PLACEMENTS for part in parts) > 1:
         return "one placement"
-    if sum(part in TUNINGS for part in parts) + (base == "synergy" and "synergy-tune" not in parts) > 1:
+    if sum(part in TUNINGS for part in parts) > 1:
         return "one tuning"
     if base.startswith("tetris") and any(part in PLACEMENTS for part in parts):
         return "chooses a job together with its place"

@@ -66,7 +66,7 @@ def test_no_job_migrates_for_a_gang_for_which_there_is_not_enough() -> None:
     assert not run(jobs, "fifo-backfill+first-fit+defrag").migrations.any()
 
 
-@pytest.mark.parametrize("policy", ["las", "ganger"])
+@pytest.mark.parametrize("policy", ["las", "ganger-alone+packs"])
 def test_a_job_that_would_be_preempted_for_a_large_gang_is_migrated_instead(policy: str) -> None:
     jobs = filled([100.0 if number % 4 == 3 else LONG_S for number in range(16)])
     stopped = run(jobs, f"{policy}+first-fit")

@@ -10,6 +10,7 @@ from estimators.published import DATA, needs
 from faultsim.state_invariants import violations
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import Command, ProposePlan
+from ganger_master.core.plan_changes import claims_in
 from ganger_master.policies.tunings.catalogue import TUNINGS
 from ganger_master.simulator import run as replay
 from ganger_master.simulator.inputs import FREE, ReplayOptions, SwitchCosts
@@ -86,7 +87,7 @@ class _Watched(replay._Replay):
 @given(
     jobs=workloads(),
     tuning=st.sampled_from(sorted(TUNINGS)),
-    order=st.sampled_from(["srtf", "las2d", "fifo", "fifo-backfill", "las+best-fit"]),
+    order=st.sampled_from(["srtf", "las2d", "fifo", "fifo-backfill", "las+best-fit", "las+packs", "ganger+defrag"]),
     round_s=st.sampled_from([None, 300.0]),
     costs=st.sampled_from([FREE, SwitchCosts()]),
     topology=st.sampled_from(["4", "2x2"]),
@@ -100,6 +101,35 @@ def test_whatever_is_tuned_all_jobs_end_and_nothing_is_promised_twice(
         patch.setattr(replay, "_Replay", _Watched)
         run = simulate(jobs, servers, f"{order}+{tuning}", options)
     assert np.isfinite(run.outcomes.end_s).all()
+
+
+class _Kept(_Watched):
+    """Keeps the millicores that plans gave to each job, by its number."""
+
+    seen: dict[int, list[int]]
+
+    def send(self, command: Command) -> object:
+        if isinstance(command, ProposePlan):
+            for change in command.changes:
+                millicores = sum([sum(claim.millicores) for claim in claims_in(change)])
+                self.seen.setdefault(change.number, []).append(millicores)
+        return super().send(command)
+
+
+def test_by_default_the_cores_of_a_job_are_tuned_unless_it_names_them() -> None:
+    numbers = {"cpus": [np.nan, 2.0, np.nan]}
+    labels = {"model": ["res18", "res18", "gnmt"]}
+    jobs = workload(["0", "1", "2"], [0.0] * 3, [1] * 3, [30_000.0] * 3, numbers=numbers, labels=labels)
+    seen: dict[int, list[int]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Kept, "seen", seen, raising=False)
+        patch.setattr(replay, "_Replay", _Kept)
+        simulate(jobs, servers_from_flags(nodes=1, gpus_per_node=8), "ganger", ReplayOptions(rates="profiles"))
+    hungry, named, modest = seen[1], seen[2], seen[3]
+    assert hungry[0] == modest[0] == 3_000, "their shares"
+    assert max(hungry) > 8_000
+    assert set(named) == {2_000}
+    assert modest[-1] == 1_000, "it gives back what it does not use"
 
 
 def _ends(run: Run) -> Any:

@@ -61,7 +61,7 @@ def crowd() -> Workload:
 # preempt.
 @pytest.mark.parametrize(
     ("policy", "share"),
-    [("ganger", 0.8), ("ganger-alone", 0.75), ("tiresias-gittins", 0.7), ("las2d", 0.75), ("drf", 0.95)],
+    [("ganger-alone+packs", 0.8), ("ganger-alone", 0.75), ("tiresias-gittins", 0.7), ("las2d", 0.75), ("drf", 0.95)],
 )
 def test_plans_passed_over_would_have_changed_nothing(policy: str, share: float) -> None:
     jobs = crowd()

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
+from ganger.cluster.resources import GangShape
 
 from ganger_master.estimators.cpu import SensitivityMatrix
 from ganger_master.policies.job_facts import Flags, Floats, Integers
@@ -224,12 +225,18 @@ def proportionally(nodes: TuningNodes, placed: Pieces) -> Pieces:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """A division of cores and memory. `by_profiles`: it uses the rate of each gang as a function of these."""
+    """A division of cores and memory. `by_profiles`: it uses the rate of each gang as a function of these;
+    `keeps_requests`: a job that names its cores has exactly these, else they are a wish."""
 
     name: str
     tune: Callable[[Gangs, TuningNodes, Pieces], Pieces]
     place: Callable[[Gangs, TuningNodes], Pieces] | None = None
     by_profiles: bool = True
+    keeps_requests: bool = False
+
+    def decides_cores_of(self, shape: GangShape) -> bool:
+        """Return whether the division covers the cores of a gang."""
+        return not (self.keeps_requests and any(role.shape.millicores for role in shape.roles))
 
 
 # A rate this close to the best is the best: measured rates are not smooth to the last percent.

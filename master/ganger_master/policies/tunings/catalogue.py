@@ -6,7 +6,7 @@ floor of every tuning that guarantees one.
 
 **By prediction**: cores by what each job makes of them, up to its sweet point (Xiao et al., "Scheduling CPU for
 GPU-based deep learning jobs", SoCC 2018 poster): sum of S(c)/S(theta) over the gangs of a node, by marginal gain per
-core under the node's cores. Whole cores; memory is proportional.
+core under the node's cores. Whole cores; memory is proportional. `auto` is the same for the jobs that name no cores.
 
 Where curves bend downwards this greedy rule is the best there is. Fitted curves often bend slightly upwards, or rise
 again past a shelf, and their first core may gain less than a later one; so a step is as many cores as gain most each
@@ -152,9 +152,9 @@ def _curve(gangs: Gangs, placed: Pieces, row: int, capacity: float) -> Floats:
 
 
 PREDICTOR = Tuning("predictor", tune)
-
+AUTO = Tuning("auto", tune, keeps_requests=True)
 
 TUNINGS = {
     tuning.name: tuning
-    for tuning in (BIND, EXACT, PREDICTOR, PROPORTIONAL, ROLE, SHARED, SYNERGY_GREEDY, SYNERGY_OPT, SYNERGY_TUNE)
+    for tuning in (AUTO, BIND, EXACT, PREDICTOR, PROPORTIONAL, ROLE, SHARED, SYNERGY_GREEDY, SYNERGY_OPT, SYNERGY_TUNE)
 }
