@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import uuid
 from typing import Any
@@ -46,6 +47,28 @@ def test_a_gang_waits_for_the_cores_of_one_that_is_to_rest_and_does_not_yet() ->
         parked = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
         assert parked.level == level
         assert [len(grant.shares) for grant in daemon.host.core_table.held.values()] == [1]
+
+    run(story)
+
+
+def test_a_gang_waits_for_the_cores_that_a_job_without_boundaries_is_to_give_back() -> None:
+    async def story(made: Cluster) -> None:
+        daemon = await made.daemon("n1")
+        command = [sys.executable, "-c", "import time; time.sleep(600)"]
+        gives = made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), command=command)
+        gives.spec.agent = job_pb2.JobSpec.AGENT_NONE
+        gives.claim.millicores[0], gives.threads = 2000, 2
+        await made.master.want("n1", gives)
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+        fewer = with_changes(gives, 2, threads=1)
+        fewer.claim.millicores[0] = 1000
+        comes = made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), epoch=2)
+        comes.claim.device_mask = 0b10
+        # The job never says that it has fewer threads, so its cores come late.
+        await made.master.want("n1", fewer)
+        await made.master.want("n1", comes)
+        await made.master.until("n1", 2, in_phase(Observed.PHASE_RUNNING))
+        assert [len(grant.shares) for grant in daemon.host.core_table.held.values()] == [1, 1]
 
     run(story)
 

@@ -50,8 +50,8 @@ _YOUNG_S = 60.0
 class LocalGang:
     """A gang's part on this node, made from a desired message, or from a former daemon's state (`adopt`).
 
-    `run` is its loop. `blocked_by`: the job that is on its devices; `cores_kept_by`: the leaving job that still has
-    cores; `phase_changed`: called when its phase, or the agreement of a peer, has changed; `judged` is set once
+    `run` is its loop. `blocked_by`: the job that is on its devices; `cores_kept_by`: a job that still has cores to
+    give back; `phase_changed`: called when its phase, or the agreement of a peer, has changed; `judged` is set once
     `observed` can report the gang truly; `forgotten`: the master has its outcome, and it is over."""
 
     def __init__(

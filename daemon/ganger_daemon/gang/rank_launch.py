@@ -93,8 +93,8 @@ class RankLaunch:
         blocked_by: Callable[[], str],
         cores_kept_by: Callable[[], str],
     ) -> None:
-        """`blocked_by` returns the job that is on the gang's devices; `cores_kept_by`: the leaving job that still has
-        cores. Both return an empty text for none."""
+        """`blocked_by` returns the job that is on the gang's devices; `cores_kept_by`: a job that still has cores to
+        give back. Both return an empty text for none."""
         self._context = context
         self._host = context.host
         self._paths = context.paths

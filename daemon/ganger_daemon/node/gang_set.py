@@ -266,13 +266,15 @@ class GangSet:
         return self.rotation.wait_reason(gang) or self.blocked_by(gang)
 
     def _keeps_cores(self, gang: LocalGang) -> str:
-        """Return a leaving job that still has its cores; empty if there is none.
+        """Return a job that still has cores that it is to give back; empty if there is none: a leaving one, or one that
+        runs on with fewer, once its ranks have fewer threads.
 
         For the master a parked gang has no cores. A daemon that took over may find it with cores, and cannot release
         them before the gang is judged parked again or has ended.
         """
         for other in self._gangs.values():
-            if other is not gang and other.is_leaving and other.context.paths.group in self._host.core_table.held:
+            held = sum([share for _, share in self._host.shares_of(other.context.paths.group)])
+            if other is not gang and held and (other.is_leaving or held > sum(other.desired.claim.millicores)):
                 return other.desired.job
         return ""
 

@@ -174,6 +174,7 @@ def _wishes(
         return [], others
     names = {name: at for at, name in enumerate(sorted({claim.node for _, claims in gangs for claim in claims}))}
     given = _divided(tuning, view, names, running, gangs, known)
+    is_measured = known.position(np.array([job.number for job, _ in gangs])) >= 0
     starts = {wish.job.number for wish in tunable}
     starts_on = {claim.node for wish in others for claim in wish.claims}
     wishes: tuple[list[CoresWish], list[CoresWish]] = ([], [wish for wish in others if wish.job.number not in starts])
@@ -184,6 +185,9 @@ def _wishes(
         share = asked(view, shape, claims)
         got = [given.get((at, names[claim.node])) for claim in claims]
         amounts = tuple([some or mine for some, mine in zip(got, share, strict=True)])
+        if tuning.by_profiles and not is_measured[at]:
+            # What its neighbours leave may be wanted by the next job, and nothing shows that this one uses it.
+            amounts = tuple([(min(some[0], mine[0]), some[1]) for some, mine in zip(amounts, share, strict=True)])
         tried = trials.get(job.number)
         if tried is not None and starts_on.isdisjoint([claim.node for claim in claims]):
             gpus = [claim.device_mask.bit_count() for claim in claims]

@@ -116,6 +116,17 @@ class _Kept(_Watched):
         return super().send(command)
 
 
+def test_a_job_that_is_not_measured_gets_no_more_than_its_share_of_what_others_leave() -> None:
+    jobs = workload(["0", "1"], [0.0] * 2, [1] * 2, [30_000.0] * 2, numbers={"cpus": [np.nan, 1.0]})
+    seen: dict[int, list[int]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Kept, "seen", seen, raising=False)
+        patch.setattr(replay, "_Replay", _Kept)
+        never = ReplayOptions(rates="profiles", profile_s=1e6)
+        simulate(jobs, servers_from_flags(nodes=1, gpus_per_node=2), "ganger", never)
+    assert set(seen[1]) == {3_000}
+
+
 def test_by_default_the_cores_of_a_job_are_tuned_unless_it_names_them() -> None:
     numbers = {"cpus": [np.nan, 2.0, np.nan]}
     labels = {"model": ["res18", "res18", "gnmt"]}
