@@ -6,7 +6,7 @@ A line counts only for the code and the data it was measured with.
 from __future__ import annotations
 
 import hashlib
-import importlib.resources
+import importlib.util
 import json
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -15,7 +15,7 @@ from typing import Any
 
 from experiments.experiment import Experiment, Row, Setting
 
-_PACKAGES = ("ganger", "ganger_master")
+_PACKAGES = ("ganger", "ganger_master", "ganger_daemon", "benchmarks", "experiments")
 
 
 class Journal:
@@ -67,12 +67,21 @@ def plain(value: Any) -> Any:
 @cache
 def _code() -> str:
     digest = hashlib.sha256()
-    for package in _PACKAGES:
-        root = Path(str(importlib.resources.files(package)))
-        for path in sorted(root.rglob("*")):
-            if path.suffix in {".py", ".csv", ".json"} and "__pycache__" not in path.parts:
-                digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    for path, name in code_files():
+        digest.update(f"{name}\n".encode() + path.read_bytes())
     return digest.hexdigest()
+
+
+def code_files() -> Iterator[tuple[Path, str]]:
+    """Yield the files that a measurement may depend on, each with its name within its package."""
+    for package in _PACKAGES:
+        # Packages of the checkout have no __init__.py, so a resource of theirs is no path.
+        spec = importlib.util.find_spec(package)
+        assert spec is not None, f"{package} is not installed"
+        for root in map(Path, spec.submodule_search_locations or ()):
+            for path in sorted(root.rglob("*")):
+                if path.suffix in {".py", ".csv", ".json"} and "__pycache__" not in path.parts:
+                    yield path, f"{package}/{path.relative_to(root)}"
 
 
 def _lines(text: str) -> Iterator[Any]:
