@@ -32,7 +32,7 @@ from ganger.cluster.view import View
 from ganger_master.core.approval import CandidateApproval, approve
 from ganger_master.simulator.report.figures import interval
 
-from experiments.experiment import Experiment, MeasuredRows, Row, Setting
+from experiments.experiment import CoreUse, Experiment, MeasuredRows, Row, Setting
 
 _NODES, _DEVICES, _SCHEDULERS, _REQUESTS = 2_000, 8, 16, 3_000
 _SIZES = (1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 4, 4, 4, 8, 8, 8, 16, 32, 64)
@@ -140,4 +140,4 @@ def _idle(nodes: int) -> View:
     return view
 
 
-APPROVALS = Experiment("B17", parts, measure, conclude)
+APPROVALS = Experiment("B17", parts, measure, conclude, core=CoreUse.APPROVAL)

@@ -87,7 +87,15 @@ def reproduce(
     if is_list:
         if as_json:
             _print_json(
-                [{"name": each.name, "title": each.title, "not_run": UNRUN.get(each.name)} for each in known.values()]
+                [
+                    {
+                        "name": each.name,
+                        "title": each.title,
+                        "core_ran": EXPERIMENTS[each.name].core if each.name in EXPERIMENTS else None,
+                        "not_run": UNRUN.get(each.name),
+                    }
+                    for each in known.values()
+                ]
             )
             return
         for claim in known.values():
@@ -112,7 +120,7 @@ def reproduce(
         width = shutil.get_terminal_size((120, 0)).columns
         for result in found:
             print("\n".join(results.as_lines(result, max(width, 40))), end="\n\n")
-        print_table(("name", "holds", "beats", "claim"), [results.in_short(result) for result in found])
+        print_table(("name", "core ran", "holds", "beats", "claim"), [results.in_short(result) for result in found])
     if document is not None:
         date = datetime.now(UTC).date().isoformat()
         document.write_text(results.document(found, date), encoding="utf-8")

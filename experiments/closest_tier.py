@@ -24,7 +24,7 @@ from ganger.cluster.view import LoadMode, View
 from ganger_master.policies.placements import PLACEMENTS
 from ganger_master.simulator.report.figures import Interval, interval
 
-from experiments.experiment import Experiment, MeasuredRows, Row, Setting
+from experiments.experiment import CoreUse, Experiment, MeasuredRows, Row, Setting
 
 _NODES, _PER_RACK, _RACKS_PER_FABRIC = 24, 4, 3
 _GPUS = (1, 1, 1, 2, 2, 4, 8, 16, 32)
@@ -134,4 +134,4 @@ def _closest_of(topology: Topology, free: int, gpus: int) -> LocalityLevel | Non
     return min(levels) if levels else None
 
 
-CLOSEST_TIER = Experiment("B16", parts, measure, conclude)
+CLOSEST_TIER = Experiment("B16", parts, measure, conclude, core=CoreUse.ARITHMETIC)

@@ -17,7 +17,7 @@ import numpy as np
 from ganger_master.estimators.convergence import Curve, LossPoint, fit_convergence, steps_to_convergence
 from ganger_master.simulator.report.figures import interval
 
-from experiments.experiment import Experiment, MeasuredRows, Row, Setting
+from experiments.experiment import CoreUse, Experiment, MeasuredRows, Row, Setting
 
 _FILE = "profile_sia_validation.csv"
 _TRUTH = Curve(0.08, 0.5, 0.25)
@@ -90,4 +90,4 @@ def _real(setting: Setting) -> list[Row]:
     return rows
 
 
-CONVERGENCE = Experiment("B2", parts, measure, conclude, needs=(("traces", _FILE),))
+CONVERGENCE = Experiment("B2", parts, measure, conclude, core=CoreUse.ARITHMETIC, needs=(("traces", _FILE),))

@@ -35,7 +35,7 @@ from ganger_master.simulator.report.figures import interval
 from ganger_master.simulator.traces.transform import SINGLE_GPU, scaled_to_load, synthetic
 from ganger_master.simulator.traces.workload import Workload, workload
 
-from experiments.experiment import Experiment, MeasuredRows, Row, Setting
+from experiments.experiment import CoreUse, Experiment, MeasuredRows, Row, Setting
 from experiments.paper_claims import claims
 from experiments.rounds import RoundJobs, fill, through_rounds
 
@@ -183,4 +183,4 @@ def _by_predictor(tuning: Tuning, believed: Profiles) -> Tuning:
     return Tuning(tuning.name, tuning.tune, place)
 
 
-CPU_POSTER = Experiment("B15", parts, measure, conclude, needs=(("traces", _PHILLY),))
+CPU_POSTER = Experiment("B15", parts, measure, conclude, core=CoreUse.ARITHMETIC, needs=(("traces", _PHILLY),))

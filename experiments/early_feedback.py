@@ -32,7 +32,7 @@ from ganger_master.simulator.traces.transform import scaled_to_load
 from ganger_master.simulator.traces.workload import workload
 
 from experiments.counted_slices import in_turns
-from experiments.experiment import Experiment, MeasuredRows, Row, Setting
+from experiments.experiment import CoreUse, Experiment, MeasuredRows, Row, Setting
 from experiments.paper_claims import claims
 from experiments.slice_model import RotatedGang, SharedNode, credited, next_row, seated
 
@@ -173,4 +173,4 @@ def _cluster(setting: Setting, random: np.random.Generator) -> list[Row]:
     return rows
 
 
-EARLY_FEEDBACK = Experiment("B22", parts, measure, conclude, needs=(("traces", _PHILLY),))
+EARLY_FEEDBACK = Experiment("B22", parts, measure, conclude, core=CoreUse.ARITHMETIC, needs=(("traces", _PHILLY),))

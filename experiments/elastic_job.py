@@ -25,7 +25,7 @@ from ganger_master.policies.elastic_growth import IDLE_S, Elastic, grow, shrink,
 from ganger_master.policies.trials import TrialRates, TrialVerdict
 from ganger_master.simulator.report.figures import interval
 
-from experiments.experiment import Experiment, MeasuredRows, Row, Setting
+from experiments.experiment import CoreUse, Experiment, MeasuredRows, Row, Setting
 
 _THROUGHPUT, _OVERHEADS = "profile_ef_throughput_a100.csv", "profile_ef_overheads.csv"
 _MODEL, _BATCH, _GPUS = "resnet50", "256", 4
@@ -164,4 +164,6 @@ def _resize_s(setting: Setting) -> float:
         )
 
 
-ELASTIC_JOB = Experiment("B7", parts, measure, conclude, needs=(("traces", _THROUGHPUT), ("traces", _OVERHEADS)))
+ELASTIC_JOB = Experiment(
+    "B7", parts, measure, conclude, core=CoreUse.ARITHMETIC, needs=(("traces", _THROUGHPUT), ("traces", _OVERHEADS))
+)

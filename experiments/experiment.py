@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -38,11 +39,25 @@ class MeasuredRows:
     why: str = ""
 
 
+class CoreUse(StrEnum):
+    """Whether the master's core ran in an experiment.
+
+    WHOLE: the core and, where the policy plans, the planner's loop decided, in virtual time or as real programs.
+    APPROVAL: the core's approval of gangs alone. ARITHMETIC: estimators, orders and searches of the production were
+    called from a model of the experiment's own; no core and no planner ran.
+    """
+
+    WHOLE = "yes"
+    APPROVAL = "approval only"
+    ARITHMETIC = "arithmetic only"
+
+
 @dataclass(frozen=True)
 class Experiment:
     """`parts`: what can be measured apart from each other. `measure`: one part, in a process of its own; its rows get
     the part's names and values too. `conclude`: from all rows, in the order of the parts; a pure function, so that
-    saved rows say the same again. `needs`: files by (which folder, name) that must be there.
+    saved rows say the same again. `core`: whether the core ran. `needs`: files by (which folder, name) that must be
+    there.
 
     `measure` and `conclude` stand in one module, whose text describes the set-up.
     """
@@ -51,6 +66,7 @@ class Experiment:
     parts: Callable[[Setting], Sequence[Row]]
     measure: Callable[[Setting, Row], Sequence[Row]]
     conclude: Callable[[Sequence[Row]], MeasuredRows]
+    core: CoreUse = field(kw_only=True)
     needs: tuple[tuple[str, str], ...] = field(default=())
 
     def files(self, setting: Setting) -> list[Path]:

@@ -22,7 +22,7 @@ from ganger_master.simulator.run import simulate
 from ganger_master.simulator.traces.servers import servers_from_flags
 from ganger_master.simulator.traces.transform import scaled_to_load, synthetic
 
-from experiments.experiment import Experiment, MeasuredRows, Row, Setting
+from experiments.experiment import CoreUse, Experiment, MeasuredRows, Row, Setting
 
 _JOBS, _NODES, _GPUS_PER_NODE = 200, 8, 8
 _LOADS = (0.7, 1.0, 1.3)
@@ -86,4 +86,4 @@ def conclude(rows: Sequence[Row]) -> MeasuredRows:
     )
 
 
-FAIRNESS = Experiment("B19", parts, measure, conclude)
+FAIRNESS = Experiment("B19", parts, measure, conclude, core=CoreUse.WHOLE)

@@ -38,7 +38,7 @@ from ganger_master.estimators.slowdown import LocalityPoint, fit_locality
 from ganger_master.policies.placements import PLACEMENTS
 from ganger_master.simulator.report.figures import Interval, interval
 
-from experiments.experiment import Experiment, MeasuredRows, Row, Setting
+from experiments.experiment import CoreUse, Experiment, MeasuredRows, Row, Setting
 
 _CHRONUS = "chronus_locality_relspeed.json"
 _SERVERS, _DEVICES, _GANG, _PER_RACK = 16, 8, 4, 4
@@ -211,4 +211,4 @@ def conclude(rows: Sequence[Row]) -> MeasuredRows:
     )
 
 
-LOCALITY_INPUTS = Experiment("B23", parts, measure, conclude, needs=(("papers", _CHRONUS),))
+LOCALITY_INPUTS = Experiment("B23", parts, measure, conclude, core=CoreUse.ARITHMETIC, needs=(("papers", _CHRONUS),))

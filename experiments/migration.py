@@ -33,7 +33,7 @@ from ganger_master.simulator.traces.servers import servers_from_flags
 from ganger_master.simulator.traces.transform import scaled_to_load, synthetic
 from ganger_master.simulator.traces.workload import workload
 
-from experiments.experiment import Experiment, MeasuredRows, Row, Setting
+from experiments.experiment import CoreUse, Experiment, MeasuredRows, Row, Setting
 from experiments.parameter_server_slots import MODELS
 
 _GB = 1e9
@@ -214,4 +214,4 @@ def conclude(rows: Sequence[Row]) -> MeasuredRows:
     )
 
 
-MIGRATION = Experiment("B8", parts, measure, conclude)
+MIGRATION = Experiment("B8", parts, measure, conclude, core=CoreUse.WHOLE)

@@ -26,7 +26,7 @@ from ganger_master.estimators.speed import UpdateMode
 from ganger_master.policies.job_facts import Floats
 from ganger_master.simulator.report.figures import Interval, interval, paired_ratio
 
-from experiments.experiment import Experiment, MeasuredRows, Row, Setting
+from experiments.experiment import CoreUse, Experiment, MeasuredRows, Row, Setting
 from experiments.paper_claims import claims
 from experiments.parameter_server_slots import (
     MODELS,
@@ -162,4 +162,4 @@ def drawn(
     return SlotJobs(arrivals, models, modes, np.asarray(batches, float), shapes, samples, noise, 1.0 + error * unit)
 
 
-OPTIMUS_END_TO_END = Experiment("B3", parts, measure, conclude)
+OPTIMUS_END_TO_END = Experiment("B3", parts, measure, conclude, core=CoreUse.ARITHMETIC)

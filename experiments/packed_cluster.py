@@ -32,7 +32,7 @@ from ganger_master.policies.trials import FailedTrials, TrialRates, TrialVerdict
 from ganger_master.simulator.report.figures import interval
 from ganger_master.simulator.traces.transform import SINGLE_GPU, synthetic
 
-from experiments.experiment import Experiment, MeasuredRows, Row, Setting
+from experiments.experiment import CoreUse, Experiment, MeasuredRows, Row, Setting
 
 _ALONE, _PAIRS = "profile_lucid_single.csv", "profile_lucid_colocation.csv"
 _GPUS, _STEP_S, _STEPS, _WARM_UP = 32, 60.0, 25 * 60, 60
@@ -213,4 +213,6 @@ def _published(setting: Setting) -> tuple[list[_Model], dict[tuple[str, str], fl
     return models, measured
 
 
-PACKED_CLUSTER = Experiment("B9", parts, measure, conclude, needs=(("traces", _ALONE), ("traces", _PAIRS)))
+PACKED_CLUSTER = Experiment(
+    "B9", parts, measure, conclude, core=CoreUse.ARITHMETIC, needs=(("traces", _ALONE), ("traces", _PAIRS))
+)

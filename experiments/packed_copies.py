@@ -20,7 +20,7 @@ from ganger_master.policies.colocation_choice import Berth, ColocationProposal, 
 from ganger_master.policies.trials import MOST_WINDOWS, TrialRates, TrialVerdict
 from ganger_master.simulator.report.figures import interval
 
-from experiments.experiment import Experiment, MeasuredRows, Row, Setting
+from experiments.experiment import CoreUse, Experiment, MeasuredRows, Row, Setting
 
 # Model, utilisation alone, mini-batches a second alone and packed.
 _TABLE = (
@@ -106,4 +106,4 @@ def _windows(random: np.random.Generator, rate: float, count: int) -> tuple[floa
     return tuple((rate * (1.0 + _SCATTER * random.standard_normal(count)).clip(0.1)).tolist())
 
 
-PACKED_COPIES = Experiment("B6", parts, measure, conclude)
+PACKED_COPIES = Experiment("B6", parts, measure, conclude, core=CoreUse.ARITHMETIC)

@@ -56,6 +56,20 @@ def meets(criterion: Criterion, ours: Mapping[str, float | Interval]) -> bool:
     )
 
 
+def shortfalls(criterion: Criterion, ours: Mapping[str, float | Interval]) -> list[str]:
+    """Return by how much each figure misses its limit, in words; empty if the criterion is met."""
+    missed = [
+        (name, comparison, limit, middle(ours[name]))
+        for name, limits in criterion.items()
+        for comparison, limit in limits.items()
+        if not _COMPARES[comparison](middle(ours[name]), limit)
+    ]
+    return [
+        f"{name} by {abs(figure - limit):.3g} ({figure:.4g}, {comparison.replace('_', ' ')} {limit:g})"
+        for name, comparison, limit, figure in missed
+    ]
+
+
 def middle(figure: float | Interval) -> float:
     return figure.mean if isinstance(figure, Interval) else float(figure)
 

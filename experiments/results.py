@@ -12,8 +12,8 @@ from typing import Any
 
 from ganger_master.simulator.report.figures import Interval
 
-from experiments.experiment import MeasuredRows
-from experiments.paper_claims import PaperClaim, half_width, meets, middle
+from experiments.experiment import CoreUse, MeasuredRows
+from experiments.paper_claims import PaperClaim, half_width, meets, middle, shortfalls
 
 _PAGE = """# The papers' claims, run again
 
@@ -32,22 +32,29 @@ $ ganger reproduce --all --document docs/measurements/reproduce.md
 A stopped run continues: measurements by the same code on the same data are kept, unless with
 `--anew`. Processor time, of one core, is stated below: {minutes:.0f} min for {noted} experiments.
 
+*Core ran*: `yes` where the master's core, and the planner's loop where the policy plans, decided,
+in virtual time or as real programs; `approval only`: the core's approval of gangs alone;
+`arithmetic only`: the production's estimators, orders or searches, called from a model of the
+experiment's own. *Short by* names each figure that misses its limit.
+
 ± is the half-width of a 95 % confidence interval over seeds; the mean of such figures is compared.
 A load is the offered work divided by the capacity of the cluster. Raw rows are in
 `build/reproduce/NAME.jsonl`. Nothing is fitted to make a claim hold.
 
-{date}, {machine}: of {claims} claims {run} were run, {hold} of them hold, {beaten} are beaten.
-`--document` wrote this page.
+{date}, {machine}: of {claims} claims {run} were run, {hold} of them hold,
+{beaten} are beaten. `--document` wrote this page.
 """
-HEADINGS = ("name", "claim", "holds", "beats", "paper", "ours", "load", "why")
+HEADINGS = ("name", "claim", "core ran", "holds", "beats", "short by", "paper", "ours", "load", "why")
 
 
 @dataclass(frozen=True)
 class Result:
-    """One of `found`, `skipped` (why it is not run here) and `failed` (what went wrong) is there. `cpu_s`: processor
-    time of all parts, whenever they were measured; NaN: not recorded."""
+    """One of `found`, `skipped` (why it is not run here) and `failed` (what went wrong) is there. `core`: whether the
+    core runs in its experiment; None if there is no experiment. `cpu_s`: processor time of all parts, whenever they
+    were measured; NaN: not recorded."""
 
     claim: PaperClaim
+    core: CoreUse | None = None
     found: MeasuredRows | None = None
     skipped: str = ""
     failed: str = ""
@@ -63,6 +70,17 @@ class Result:
         """None also where a claim only has to hold."""
         return None if self.found is None or not self.claim.beats else meets(self.claim.beats, self.found.ours)
 
+    @property
+    def short_by(self) -> Mapping[str, Sequence[str]]:
+        """By how much figures miss what is to hold and what is to be beaten, each where it is missed."""
+        if self.found is None:
+            return {}
+        missed = {
+            "to hold": shortfalls(self.claim.holds, self.found.ours),
+            "to beat": shortfalls(self.claim.beats, self.found.ours),
+        }
+        return {what: each for what, each in missed.items() if each}
+
 
 def as_json(result: Result) -> dict[str, Any]:
     """Ready for `json.dumps`: no NaN. `interval` has the half-width of a 95 % confidence interval (Student's t over the
@@ -72,10 +90,12 @@ def as_json(result: Result) -> dict[str, Any]:
         "name": claim.name,
         "title": claim.title,
         "source": claim.source,
+        "core_ran": result.core,
         "paper": dict(claim.paper),
         "ours": None if found is None else {name: _plain(middle(figure)) for name, figure in found.ours.items()},
         "holds": result.holds,
         "beats": result.beats,
+        "short_by": {what: list(each) for what, each in result.short_by.items()},
         "criteria": {"holds": claim.holds, "beats": claim.beats},
     }
     if found is not None:
@@ -102,8 +122,10 @@ def as_cells(result: Result) -> tuple[str, ...]:
     return (
         claim.name,
         claim.title,
+        result.core or "-",
         _answer(result.holds, result),
         _answer(result.beats, result),
+        "; ".join(f"{what}: {', '.join(each)}" for what, each in result.short_by.items()) or "-",
         ", ".join(f"{name} {_text(figure)}" for name, figure in claim.paper.items()),
         ours,
         "" if found is None else _load(found.load),
@@ -114,19 +136,18 @@ def as_cells(result: Result) -> tuple[str, ...]:
 
 def as_lines(result: Result, width: int) -> list[str]:
     """The same for people, in lines of `width` signs."""
-    name, title, holds, beats, *rest = as_cells(result)
+    name, title, *rest = as_cells(result)
     lines = [f"{name}  {title}"]
-    pairs = {"holds": holds, "beats": beats} | dict(zip(HEADINGS[4:], rest, strict=True))
-    for heading, text in pairs.items():
+    for heading, text in zip(HEADINGS[2:], rest, strict=True):
         if text:
-            lines += textwrap.wrap(text, width, initial_indent=f"    {heading:5}  ", subsequent_indent=" " * 11)
+            lines += textwrap.wrap(text, width, initial_indent=f"    {heading:8}  ", subsequent_indent=" " * 14)
     return lines
 
 
-def in_short(result: Result) -> tuple[str, str, str, str]:
-    """Name, whether it holds, whether it is beaten, claim."""
-    name, title, holds, beats, *_ = as_cells(result)
-    return name, holds, beats, title
+def in_short(result: Result) -> tuple[str, str, str, str, str]:
+    """Name, whether the core ran, whether it holds, whether it is beaten, claim."""
+    name, title, core, holds, beats, *_ = as_cells(result)
+    return name, core, holds, beats, title
 
 
 def document(results: Sequence[Result], date: str) -> str:

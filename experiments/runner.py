@@ -65,7 +65,9 @@ def run(
     rows, failed = _measured(running, setting, files, journals, workers, progress)
     for claim in chosen:
         if claim.name in failed:
-            results[claim.name] = Result(claim, failed=failed[claim.name], is_quick=setting.is_quick)
+            results[claim.name] = Result(
+                claim, experiments[claim.name].core, failed=failed[claim.name], is_quick=setting.is_quick
+            )
         elif claim.name in rows:
             results[claim.name] = _concluded(claim, experiments[claim.name], rows[claim.name], setting)
     return [results[claim.name] for claim in chosen]
@@ -125,13 +127,14 @@ def _without_run(
     if missing:
         names = ", ".join(path.name for path in missing)
         what = f"{names} not found: say where the published data are with --traces and --papers"
-        return Result(claim, skipped=what, is_quick=setting.is_quick)
+        return Result(claim, experiments[claim.name].core, skipped=what, is_quick=setting.is_quick)
     return None
 
 
 def _from_saved(claim: PaperClaim, experiment: Experiment, path: Path, setting: Setting) -> Result:
     if not path.is_file():
-        return Result(claim, skipped=f"not measured yet: there is no {path.name}", is_quick=setting.is_quick)
+        what = f"not measured yet: there is no {path.name}"
+        return Result(claim, experiment.core, skipped=what, is_quick=setting.is_quick)
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return _concluded(claim, experiment, rows, setting)
 
@@ -140,10 +143,10 @@ def _concluded(claim: PaperClaim, experiment: Experiment, rows: Sequence[Row], s
     """Return the result of one claim; an error in its conclusion does not affect other claims."""
     try:
         cpu_s = float(sum(row.get("cpu_s", math.nan) for row in rows))
-        return Result(claim, experiment.conclude(rows), is_quick=setting.is_quick, cpu_s=cpu_s)
+        return Result(claim, experiment.core, experiment.conclude(rows), is_quick=setting.is_quick, cpu_s=cpu_s)
     except Exception as error:
         what = f"{claim.name}: {type(error).__name__}: {error}\n{traceback.format_exc()}"
-        return Result(claim, failed=what.strip(), is_quick=setting.is_quick)
+        return Result(claim, experiment.core, failed=what.strip(), is_quick=setting.is_quick)
 
 
 def _measure(experiment: Experiment, setting: Setting, values: Row, _: Report) -> list[Row]:

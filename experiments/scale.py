@@ -18,7 +18,7 @@ from ganger_master.estimators.speed import ServerSpeed, UpdateMode
 from ganger_master.policies.optimus_sizes import allocated, growing, server_speeds
 from ganger_master.simulator.report.figures import interval
 
-from experiments.experiment import Experiment, MeasuredRows, Row, Setting
+from experiments.experiment import CoreUse, Experiment, MeasuredRows, Row, Setting
 from experiments.optimus_spread import spread
 
 _JOBS, _NODES = 4_000, 16_000
@@ -71,4 +71,4 @@ def conclude(rows: Sequence[Row]) -> MeasuredRows:
     )
 
 
-SCALE = Experiment("B4", parts, measure, conclude)
+SCALE = Experiment("B4", parts, measure, conclude, core=CoreUse.ARITHMETIC)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from ganger.cluster.topology import Topology, parse_topology
 from ganger_master.policies.fairness import QUANTUM_S
 
-from experiments.experiment import Experiment, MeasuredRows, Row, Setting
+from experiments.experiment import CoreUse, Experiment, MeasuredRows, Row, Setting
 from experiments.slice_model import RotatedGang, SharedNode, credited, next_row, seated
 
 _JOBS, _GPUS, _SLICES = 6, 4, 120
@@ -68,4 +68,4 @@ def conclude(rows: Sequence[Row]) -> MeasuredRows:
     )
 
 
-SLICED_GPUS = Experiment("B5", parts, measure, conclude)
+SLICED_GPUS = Experiment("B5", parts, measure, conclude, core=CoreUse.ARITHMETIC)

@@ -18,7 +18,7 @@ from ganger_master.estimators.fitting import fit_error
 from ganger_master.estimators.speed import ServerPoint, UpdateMode, first_placements, fit_server_speed
 from ganger_master.simulator.report.figures import Interval, interval
 
-from experiments.experiment import Experiment, MeasuredRows, Row, Setting
+from experiments.experiment import CoreUse, Experiment, MeasuredRows, Row, Setting
 
 _FILE = "profile_ps_speed_dl2.csv"
 _MODELS = ("resnet-50", "inception-bn", "seq2seq", "cnn-text-classification")
@@ -94,4 +94,4 @@ def _error(some: Sequence[ServerPoint], every: Sequence[ServerPoint], batch: flo
     return fit_error(predicted, [point.steps_per_second for point in every]).mean
 
 
-SPEED_MODEL = Experiment("B1", parts, measure, conclude, needs=(("traces", _FILE),))
+SPEED_MODEL = Experiment("B1", parts, measure, conclude, core=CoreUse.ARITHMETIC, needs=(("traces", _FILE),))

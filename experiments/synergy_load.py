@@ -32,7 +32,7 @@ from ganger_master.simulator.traces.profiles import SYNERGY_SPLIT, synergy_profi
 from ganger_master.simulator.traces.transform import SINGLE_GPU, scaled_to_load, synthetic
 from ganger_master.simulator.traces.workload import Workload, offered_load, workload
 
-from experiments.experiment import Experiment, MeasuredRows, Row, Setting
+from experiments.experiment import CoreUse, Experiment, MeasuredRows, Row, Setting
 from experiments.rounds import RoundJobs, ends
 
 _PHILLY = "jobs_philly_2017-09-04_2017-10-15.csv"
@@ -162,5 +162,7 @@ def _compared(
     )
 
 
-SYNERGY_LOAD = Experiment("B12", parts, measure, conclude)
-SYNERGY_LARGE = Experiment("B21", large_parts, large_measure, large_conclude, needs=(("traces", _PHILLY),))
+SYNERGY_LOAD = Experiment("B12", parts, measure, conclude, core=CoreUse.ARITHMETIC)
+SYNERGY_LARGE = Experiment(
+    "B21", large_parts, large_measure, large_conclude, core=CoreUse.ARITHMETIC, needs=(("traces", _PHILLY),)
+)

@@ -23,7 +23,7 @@ from ganger_master.simulator.traces.profiles import synergy_profiles
 from ganger_master.simulator.traces.servers import servers_from_flags
 from ganger_master.simulator.traces.workload import Workload, workload
 
-from experiments.experiment import Experiment, MeasuredRows, Row, Setting
+from experiments.experiment import CoreUse, Experiment, MeasuredRows, Row, Setting
 from experiments.paper_claims import claims
 
 ROUNDS = ReplayOptions(round_s=300.0, costs=FREE, rates="profiles", profile_s=0.0)
@@ -132,5 +132,9 @@ def public_trace(path: Path) -> Workload:
 
 
 _FILES = {"static": "synergy_static_100job.csv", "dynamic": "synergy_dynamic_100job.csv"}
-SYNERGY_STATIC = Experiment("B10", static_parts, measure, static_found, needs=(("papers", _FILES["static"]),))
-SYNERGY_DYNAMIC = Experiment("B11", dynamic_parts, measure, dynamic_found, needs=(("papers", _FILES["dynamic"]),))
+SYNERGY_STATIC = Experiment(
+    "B10", static_parts, measure, static_found, core=CoreUse.WHOLE, needs=(("papers", _FILES["static"]),)
+)
+SYNERGY_DYNAMIC = Experiment(
+    "B11", dynamic_parts, measure, dynamic_found, core=CoreUse.WHOLE, needs=(("papers", _FILES["dynamic"]),)
+)

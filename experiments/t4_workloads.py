@@ -38,7 +38,7 @@ from ganger_master.policies.orders import JobOrder, ranked, selected
 from msgspec.structs import fields
 from numpy.typing import NDArray
 
-from experiments.experiment import Experiment, MeasuredRows, Row, Setting
+from experiments.experiment import CoreUse, Experiment, MeasuredRows, Row, Setting
 from experiments.paper_claims import claims
 from experiments.t4_jobs import (
     GPUS_PER_SERVER,
@@ -407,5 +407,6 @@ T4_WORKLOADS = Experiment(
     parts,
     measure,
     conclude,
+    core=CoreUse.ARITHMETIC,
     needs=(*(("papers", f"pollux_workload-{each}.csv") for each in _WORKLOADS), *(("traces", name) for name in _FILES)),
 )

@@ -25,7 +25,7 @@ from ganger_master.policies.job_facts import Floats
 from ganger_master.policies.tetris import Alignment, Knobs
 from ganger_master.simulator.report.figures import interval
 
-from experiments.experiment import Experiment, MeasuredRows, Row, Setting
+from experiments.experiment import CoreUse, Experiment, MeasuredRows, Row, Setting
 from experiments.paper_claims import claims
 from experiments.tasks import Rule, TaskJobs, best_node, fifo, simulated, tetris
 
@@ -168,4 +168,4 @@ def conclude(rows: Sequence[Row]) -> MeasuredRows:
     )
 
 
-TETRIS_STUDY = Experiment("B14", parts, measure, conclude)
+TETRIS_STUDY = Experiment("B14", parts, measure, conclude, core=CoreUse.ARITHMETIC)

@@ -27,7 +27,7 @@ from ganger_master.simulator.traces.transform import scaled_to_load
 from ganger_master.simulator.traces.workload import Workload, workload
 
 from experiments.counted_slices import in_turns
-from experiments.experiment import Experiment, MeasuredRows, Row, Setting
+from experiments.experiment import CoreUse, Experiment, MeasuredRows, Row, Setting
 from experiments.paper_claims import claims
 
 _EXAMPLE, _GPU_TIME = "jobs_tiresias_60.csv", "dist_tiresias_gputime_10000.csv"
@@ -115,4 +115,6 @@ def _column(setting: Setting, name: str, column: str) -> Floats:
         return np.array([float(row[column]) for row in csv.DictReader(file)])
 
 
-TIME_SLICING = Experiment("B18", parts, measure, conclude, needs=(("traces", _EXAMPLE), ("traces", _GPU_TIME)))
+TIME_SLICING = Experiment(
+    "B18", parts, measure, conclude, core=CoreUse.ARITHMETIC, needs=(("traces", _EXAMPLE), ("traces", _GPU_TIME))
+)

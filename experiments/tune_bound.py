@@ -20,7 +20,7 @@ from ganger_master.simulator.report.figures import interval
 from ganger_master.simulator.traces.profiles import ModelClass, synergy_profiles, with_models
 from ganger_master.simulator.traces.transform import MULTI_GPU, SINGLE_GPU, synthetic
 
-from experiments.experiment import Experiment, MeasuredRows, Row, Setting
+from experiments.experiment import CoreUse, Experiment, MeasuredRows, Row, Setting
 
 _SERVERS = 16
 # Over image, language and speech; the first is Synergy's default.
@@ -96,4 +96,4 @@ def drawn_gangs(seed: int, split: Sequence[float], sizes: Mapping[int, float], n
     return every.take(runnable(every, nodes))
 
 
-TUNE_BOUND = Experiment("B13", parts, measure, conclude)
+TUNE_BOUND = Experiment("B13", parts, measure, conclude, core=CoreUse.ARITHMETIC)

@@ -13,9 +13,9 @@ from ganger.cli.main import run as ganger
 from ganger_master.simulator.report.figures import Interval
 from kit import experiments as fakes
 
-from experiments.experiment import Experiment, MeasuredRows, Setting
-from experiments.journal import Journal
-from experiments.paper_claims import PaperClaim, claims, meets
+from experiments.experiment import CoreUse, Experiment, MeasuredRows, Setting
+from experiments.journal import Journal, code_files
+from experiments.paper_claims import PaperClaim, claims, meets, shortfalls
 from experiments.registry import EXPERIMENTS, UNRUN
 from experiments.results import HEADINGS, Result, as_cells, as_json, document
 from experiments.runner import run
@@ -65,7 +65,7 @@ def test_what_was_run_is_judged_and_its_rows_are_kept(tmp_path: Path) -> None:
 
 def test_saved_rows_conclude_the_same_and_are_not_measured_again(tmp_path: Path) -> None:
     results(tmp_path, fakes.GOOD)
-    again = Experiment("good", fakes.by_seed, fakes.fails, fakes.mean_figure)
+    again = Experiment("good", fakes.by_seed, fakes.fails, fakes.mean_figure, core=CoreUse.WHOLE)
     found = results(tmp_path, again, fakes.DIES, is_saved=True)
     assert as_json(found["good"])["ours"] == {"figure": 4.0}
     assert "there is no dies.jsonl" in as_json(found["dies"])["skipped"]
@@ -76,7 +76,7 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
     assert results(tmp_path, fakes.DIES)["dies"].failed
     journal = tmp_path / "parts" / "dies.jsonl"
     journal.write_text(journal.read_text() + '{"of": "')
-    went_on = Experiment("dies", fakes.by_seed, fakes.fails_at_seed_zero, fakes.mean_figure)
+    went_on = Experiment("dies", fakes.by_seed, fakes.fails_at_seed_zero, fakes.mean_figure, core=CoreUse.WHOLE)
     found = results(tmp_path, went_on)
     assert as_json(found["dies"])["ours"] == {"figure": 4.0}
     assert len((tmp_path / "dies.jsonl").read_text().splitlines()) == 2
@@ -84,7 +84,7 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
 
 def test_what_is_asked_for_anew_is_measured_anew(tmp_path: Path) -> None:
     results(tmp_path, fakes.GOOD)
-    again = Experiment("good", fakes.by_seed, fakes.fails, fakes.mean_figure)
+    again = Experiment("good", fakes.by_seed, fakes.fails, fakes.mean_figure, core=CoreUse.WHOLE)
     assert results(tmp_path, again)["good"].holds
     assert "no good" in results(tmp_path, again, is_anew=True)["good"].failed
 
@@ -93,7 +93,14 @@ def test_other_data_are_measured_anew(tmp_path: Path) -> None:
     data = tmp_path / "data.csv"
     data.write_text("one")
     here = Setting(tmp_path, tmp_path)
-    needs = Experiment("good", fakes.by_seed, fakes.more_with_the_seed, fakes.mean_figure, (("traces", "data.csv"),))
+    needs = Experiment(
+        "good",
+        fakes.by_seed,
+        fakes.more_with_the_seed,
+        fakes.mean_figure,
+        core=CoreUse.WHOLE,
+        needs=(("traces", "data.csv"),),
+    )
     Journal(tmp_path / "good.jsonl", needs, here).add({"seed": 0}, [{"figure": 1.0}])
     assert Journal(tmp_path / "good.jsonl", needs, here).rows({"seed": 0}) == [{"figure": 1.0}]
     assert Journal(tmp_path / "good.jsonl", needs, here).rows({"seed": 1}) is None
@@ -143,23 +150,42 @@ def test_a_figure_without_a_measurement_is_an_error() -> None:
 def test_no_figure_that_is_not_known_meets_anything() -> None:
     for comparison in ("at_least", "at_most", "above", "below"):
         assert not meets({"a": {comparison: 1.0}}, {"a": math.nan})
-    told = as_json(Result(claim("x"), MeasuredRows({"figure": math.nan}, 1)))
+    told = as_json(Result(claim("x"), CoreUse.WHOLE, MeasuredRows({"figure": math.nan}, 1)))
     assert told["ours"] == {"figure": None}
     json.dumps(told, allow_nan=False)
 
 
+def test_figures_that_fall_short_are_named_with_their_distance() -> None:
+    criterion = {"a": {"at_least": 2.0}, "b": {"below": 5.0}, "c": {"at_most": 1.0}}
+    assert shortfalls(criterion, {"a": 1.5, "b": 5.0, "c": 1.0}) == [
+        "a by 0.5 (1.5, at least 2)",
+        "b by 0 (5, below 5)",
+    ]
+    told = as_json(Result(claim("x"), CoreUse.WHOLE, MeasuredRows({"figure": 1.0}, 1)))
+    assert told["core_ran"] == "yes"
+    assert told["short_by"] == {"to hold": ["figure by 2 (1, at least 3)"], "to beat": ["figure by 3 (1, above 4)"]}
+
+
+def test_a_measurement_is_of_the_code_of_all_packages() -> None:
+    names = {name for _, name in code_files()}
+    expected = {"ganger/__init__.py", "ganger_master/simulator/run.py", "experiments/scale.py", "benchmarks/move.py"}
+    assert expected <= names
+
+
 def test_no_result_beats_a_claim_without_a_bound() -> None:
     modest = PaperClaim("x", "a claim", "a paper", {"figure": 1.0}, {"figure": {"at_least": 1.0}}, {})
-    assert as_json(Result(modest, MeasuredRows({"figure": 2.0}, 1)))["beats"] is None
+    assert as_json(Result(modest, CoreUse.WHOLE, MeasuredRows({"figure": 2.0}, 1)))["beats"] is None
 
 
 def test_table_and_page_say_what_was_left_out() -> None:
     made = [
-        Result(claim("ran"), MeasuredRows({"figure": 3.5}, 5, load={"one": 0.5})),
-        Result(claim("left"), skipped="no way | to run it"),
+        Result(claim("ran"), CoreUse.ARITHMETIC, MeasuredRows({"figure": 3.5}, 5, load={"one": 0.5})),
+        Result(claim("left"), CoreUse.WHOLE, skipped="no way | to run it"),
     ]
-    assert as_cells(made[0]) == ("ran", "a claim", "yes", "no", "figure 3", "figure 3.5", "one 0.50", "")
-    assert as_cells(made[1])[2:4] == ("skipped", "skipped")
+    short = "to beat: figure by 0.5 (3.5, above 4)"
+    cells = ("ran", "a claim", "arithmetic only", "yes", "no", short, "figure 3", "figure 3.5", "one 0.50", "")
+    assert as_cells(made[0]) == cells
+    assert as_cells(made[1])[2:5] == ("yes", "skipped", "skipped")
     page = document(made, "2026-01-01")
     assert "of 2 claims 1 were run" in page
     assert all(line.replace("\\|", "").count("|") == len(HEADINGS) + 1 for line in page.splitlines() if line[:1] == "|")
@@ -203,7 +229,9 @@ def test_command_lists_every_claim(said: Said) -> None:
     assert [line.split()[0] for line in out.splitlines()] == list(claims())
     code, out, _ = said("--list", "--json")
     assert code == 0
-    assert [told["name"] for told in json.loads(out)] == list(claims())
+    told = json.loads(out)
+    assert [each["name"] for each in told] == list(claims())
+    assert {each["core_ran"] for each in told} == {"yes", "approval only", "arithmetic only"}
 
 
 def test_command_tells_all_of_a_claim_in_lines_as_wide_as_the_terminal(
@@ -216,7 +244,7 @@ def test_command_tells_all_of_a_claim_in_lines_as_wide_as_the_terminal(
     text = " ".join(out.split())
     assert "holds skipped" in text
     assert "profile_ps_speed_dl2.csv" in text
-    assert out.splitlines()[-1].split()[:3] == ["B1", "skipped", "skipped"]
+    assert out.splitlines()[-1].split()[:5] == ["B1", "arithmetic", "only", "skipped", "skipped"]
 
 
 def test_command_prints_a_json_list_of_what_was_asked(said: Said, tmp_path: Path) -> None:

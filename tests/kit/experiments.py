@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ganger_master.simulator.report.figures import interval
 
-from experiments.experiment import Experiment, MeasuredRows, Row, Setting
+from experiments.experiment import CoreUse, Experiment, MeasuredRows, Row, Setting
 
 
 def by_seed(setting: Setting) -> Sequence[Row]:
@@ -39,7 +39,9 @@ def mean_figure(rows: Sequence[Row]) -> MeasuredRows:
     return MeasuredRows({"figure": interval([row["figure"] for row in rows])}, len(rows), load=0.9)
 
 
-GOOD = Experiment("good", by_seed, more_with_the_seed, mean_figure)
-DIES = Experiment("dies", by_seed, dies_at_seed_one, mean_figure)
-FAILS = Experiment("fails", by_seed, fails, mean_figure)
-NEEDS = Experiment("needs", by_seed, more_with_the_seed, mean_figure, needs=(("traces", "no_such_trace.csv"),))
+GOOD = Experiment("good", by_seed, more_with_the_seed, mean_figure, core=CoreUse.WHOLE)
+DIES = Experiment("dies", by_seed, dies_at_seed_one, mean_figure, core=CoreUse.WHOLE)
+FAILS = Experiment("fails", by_seed, fails, mean_figure, core=CoreUse.WHOLE)
+NEEDS = Experiment(
+    "needs", by_seed, more_with_the_seed, mean_figure, core=CoreUse.ARITHMETIC, needs=(("traces", "no_such_trace.csv"),)
+)
