@@ -166,6 +166,18 @@ def test_figures_that_fall_short_are_named_with_their_distance() -> None:
     assert told["short_by"] == {"to hold": ["figure by 2 (1, at least 3)"], "to beat": ["figure by 3 (1, above 4)"]}
 
 
+def test_every_row_of_the_page_that_falls_short_gives_the_distance_and_the_reason() -> None:
+    page = (Path(__file__).parents[2] / "docs/measurements/reproduce.md").read_text()
+    rows = [dict(zip(HEADINGS, line.split(" | "), strict=True)) for line in page.splitlines() if line[:3] == "| B"]
+    assert len(rows) == len(claims())
+    for row in rows:
+        name = row["name"].removeprefix("| ")
+        assert row["core ran"] == EXPERIMENTS[name].core, name
+        if "no" in (row["holds"], row["beats"]):
+            assert row["short by"].startswith("to "), name
+            assert len(row["why"]) > 20, name
+
+
 def test_a_measurement_is_of_the_code_of_all_packages() -> None:
     names = {name for _, name in code_files()}
     expected = {"ganger/__init__.py", "ganger_master/simulator/run.py", "experiments/scale.py", "benchmarks/move.py"}
