@@ -259,6 +259,24 @@ def test_best_fit_keeps_whole_sockets_whole() -> None:
     assert (one.node, one.device_mask) == ("s0", 0b0001)
 
 
+def test_adaptive_keeps_jobs_apart_under_light_load_and_nodes_whole_under_heavy_load() -> None:
+    placed: dict[LoadMode, list[tuple[str, int]]] = {LoadMode.SPREAD: [], LoadMode.PACK: []}
+    for mode, places in placed.items():
+        view = cluster(2, server("2x2"))
+        view.mode = mode
+        room = CapacityIndex(view)
+        for version in range(4):
+            (one,) = PLACEMENTS["adaptive"].place(room, PlacementRequest(gang(1))) or ()
+            places.append((one.node, one.device_mask))
+            row = view.row(one.node)
+            jobs = tuple([count + bool(own) for count, own in zip(row.socket_jobs, one.millicores, strict=True)])
+            free = row.free_mask & ~one.device_mask
+            view.put(replace(row, free_mask=free, socket_jobs=jobs, version=view.version + 1 + version))
+            room.follow()
+    assert placed[LoadMode.SPREAD] == [("s0", 0b0001), ("s1", 0b0001), ("s0", 0b0100), ("s1", 0b0100)]
+    assert placed[LoadMode.PACK] == [("s0", 0b0001), ("s0", 0b0010), ("s0", 0b0100), ("s0", 0b1000)]
+
+
 def test_fgd_leaves_the_hole_that_others_ask_for() -> None:
     """Nine of ten gangs want two GPUs: a single one goes where an odd one is left, though best fit would go elsewhere
     had it two nodes with three free."""

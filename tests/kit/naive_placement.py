@@ -200,6 +200,22 @@ def _best_fit(view: View, shape: GangShape, widest: LocalityLevel, by_level: boo
     return single or over_nodes(view, shape, widest, least, most_spans=None if by_level else 4)
 
 
+def _adaptive(view: View, shape: GangShape, widest: LocalityLevel) -> list[Claims]:
+    if view.mode is LoadMode.PACK:
+        return _best_fit(view, shape, widest)
+
+    def key(slot: int) -> Any:
+        jobs, cores = min(sum(view.socket_jobs[slot]), 255), min(sum(view.millicores[slot]) // 1000, 4095)
+        if not shape.gpus:
+            return (view.topologies[slot].devices, jobs, -cores)
+        return (level(view, slot, shape), -_free(view, slot, shape), jobs)
+
+    def least(slot: int) -> Any:
+        return (_free(view, slot, shape), _rest(view, slot))
+
+    return on_single_nodes(view, shape, widest, key, LoadMode.SPREAD) or over_nodes(view, shape, widest, least)
+
+
 def _locality(view: View, shape: GangShape, widest: LocalityLevel) -> list[Claims]:
     return _best_fit(view, shape, widest, by_level=True)
 
@@ -251,6 +267,7 @@ def _anywhere(view: View, shape: GangShape, widest: LocalityLevel) -> list[Claim
 candidates_by: Mapping[str, Callable[[View, GangShape, LocalityLevel], list[Claims]]] = {
     "first-fit": _first_fit,
     "best-fit": _best_fit,
+    "adaptive": _adaptive,
     "locality": _locality,
     "gandiva": _gandiva,
     "anywhere": _anywhere,

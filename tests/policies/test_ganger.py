@@ -113,7 +113,8 @@ def test_a_job_that_ends_within_a_switch_keeps_its_place() -> None:
     assert line(later) == [0, 1]
 
 
-def test_ganger_keeps_nodes_whole_unless_told_where_gangs_go() -> None:
-    assert policy_named("ganger").placement.name == "best-fit"
+def test_ganger_follows_the_load_unless_told_where_gangs_go() -> None:
+    assert policy_named("ganger-alone").placement.name == "best-fit"
+    assert policy_named("ganger").placement.name == "adaptive"
     assert policy_named("ganger+gandiva").placement.name == "gandiva"
     assert policy_named("las").placement.name == "gandiva"

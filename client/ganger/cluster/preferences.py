@@ -4,6 +4,9 @@
   make it the fewest, in the first rack or fabric with room if its tolerance requires one.
 * `best-fit`: the node where the least is left over: devices on the node, then in the switches and sockets that are cut,
   then cores and memory. A gang without devices goes where the fewest free devices could lack its cores.
+* `adaptive`: in pack mode the best fit, which keeps room for large gangs. In spread mode, under light load, the node
+  with the most free devices, and there the socket with the fewest jobs, so that jobs do not slow each other down (Xiao,
+  SOSP 2017, as below).
 * `locality`: the closest level at which the gang fits, and there the best fit (Xiao, "All You Need to Know about
   Scheduling Deep Learning Jobs", SOSP 2017, student research). All racks and fabrics are tried, so a worse level is
   never taken while a better one has room. What a job tolerates, and its patience, are in its shape.
@@ -94,6 +97,21 @@ _BEST_FIT_SPREAD = SpreadSearch(least)
 BEST_FIT = PlacementPreference(
     "best-fit", "where the least is left over: whole nodes, sockets and switches stay whole", _best_fit
 )
+
+
+def level_then_most(family: Family, query: FeasibilityQuery) -> tuple[int, ...]:
+    """Sort key: level, then most devices left."""
+    if not query.gpus:
+        return (family.topology.devices,)
+    return (query.level[family], -query.takable(family).bit_count())
+
+
+def _adaptive(
+    room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, demand: GangMix | None
+) -> Iterator[Claims]:
+    if room.view.mode is LoadMode.PACK:
+        return _best_fit(room, query, widest, demand)
+    return either(on_one_node(room, query, widest, _EMPTIEST), over_nodes(room, query, widest, _BEST_FIT_SPREAD))
 
 
 def _anywhere(
@@ -208,6 +226,10 @@ def _cores(alike: Alike) -> int:
     return min(alike.millicores // 1000, _MOST_CORES)
 
 
+_EMPTIEST = Single(level_then_most, apart, LoadMode.SPREAD)
+ADAPTIVE = PlacementPreference(
+    "adaptive", "apart from other jobs under light load, where the least is left over under heavy load", _adaptive
+)
 _SINGLE = {
     LoadMode.SPREAD: Single(line_then_most, apart, LoadMode.SPREAD, by_line),
     LoadMode.PACK: Single(line_then_least, packed, LoadMode.PACK, by_line),

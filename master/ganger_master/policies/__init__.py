@@ -135,7 +135,7 @@ _BASES: Final[Mapping[str, _Base]] = {
 # the one of Synergy's orders that needs no oracle.
 _COMPOSED: Final = {
     "backfill": "fifo-backfill",
-    "ganger": "ganger-alone+packs+defrag+elastic+auto",
+    "ganger": "ganger-alone+adaptive+packs+defrag+elastic+auto",
     "las2d": "tiresias",
     "las2d-gittins": "tiresias-gittins",
     "synergy": "las+synergy-tune",
@@ -255,8 +255,9 @@ def _composition(name: str, first: str, parts: Sequence[str]) -> _Composition:
         raise KeyError(f"policy {_shown(name)} has an empty part; after the policy's name {_known_parts()}")
     base, own = _base_of(first)
     found = _Composition(first, base, list(base.stages))
-    # Another tuning replaces that of the policy.
-    own = [part for part in own if part not in _tunings() or not any(other in _tunings() for other in parts)]
+    # Another placement or tuning replaces that of the policy.
+    for kind in (PLACEMENTS, _tunings()):
+        own = [part for part in own if part not in kind or not any(other in kind for other in parts)]
     for part in dict.fromkeys([*own, *parts]):
         if part in EXTRA_STAGES:
             found.stages.append(EXTRA_STAGES[part].spec)

@@ -34,7 +34,7 @@ from ganger.cluster.claims import make_claim
 from ganger.cluster.feasibility import FeasibilityQuery, GangMix, fragmented_gpus
 from ganger.cluster.fit import demand as needs
 from ganger.cluster.node_classes import Alike, Family, Slots, each
-from ganger.cluster.preferences import ANYWHERE, BEST_FIT, FIRST_FIT, GANDIVA, LOCALITY, cut, least
+from ganger.cluster.preferences import ADAPTIVE, ANYWHERE, BEST_FIT, FIRST_FIT, GANDIVA, LOCALITY, cut, least
 from ganger.cluster.resources import LocalityLevel
 from ganger.cluster.search import (
     Claims,
@@ -292,7 +292,19 @@ __all__ = ["PLACEMENTS", "PlacementPreference", "placement_named"]
 
 PLACEMENTS: Final = {
     placement.name: placement
-    for placement in (FIRST_FIT, BEST_FIT, GANDIVA, LOCALITY, TETRIS, TETRIS_COS, OPTIMUS, OPTIMUS_CARDS, FGD, ANYWHERE)
+    for placement in (
+        FIRST_FIT,
+        BEST_FIT,
+        ADAPTIVE,
+        GANDIVA,
+        LOCALITY,
+        TETRIS,
+        TETRIS_COS,
+        OPTIMUS,
+        OPTIMUS_CARDS,
+        FGD,
+        ANYWHERE,
+    )
 }
 
 
