@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 from estimators.published import CHRONUS
 from ganger.cluster.resources import LocalityLevel
-from ganger_master.estimators.slowdown import UNKNOWN_JOB, LocalityModel, LocalityPoint, fit_locality
+from ganger_master.estimators.slowdown import (
+    UNKNOWN_JOB,
+    LocalityLoss,
+    LocalityModel,
+    LocalityPoint,
+    fit_locality,
+    measured_loss,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -90,3 +97,47 @@ def test_nothing_measured_is_the_prior_and_one_point_moves_it() -> None:
 
 def test_a_single_gpu_is_at_no_distance() -> None:
     assert LocalityModel(9.0, 9.0, 9.0, 9.0, 9.0).relative_speed(1, 1, LocalityLevel.CLUSTER) == 1.0
+
+
+def at(level: LocalityLevel, speed: float, gpus: int = 2, nodes: int = 2) -> tuple[LocalityPoint, ...]:
+    return (LocalityPoint(gpus, nodes, speed, level),) * 8
+
+
+@pytest.mark.parametrize(
+    ("points", "gpus", "nodes", "expected"),
+    [
+        ((), 2, 1, None),
+        (at(LocalityLevel.CLUSTER, 0.72), 1, 1, None),
+        (at(LocalityLevel.CLUSTER, 0.72), 2, 1, LocalityLoss(LocalityLevel.NODE, 0.28)),
+        (at(LocalityLevel.CLUSTER, 0.97), 2, 1, None),
+        (at(LocalityLevel.CLUSTER, 1.02), 2, 1, None),
+        # Only within a server was measured.
+        ((LocalityPoint(2, 1, 0.7, LocalityLevel.NODE),), 2, 1, None),
+        # In one rack it loses nothing.
+        (at(LocalityLevel.RACK, 0.98) + at(LocalityLevel.CLUSTER, 0.7), 2, 1, LocalityLoss(LocalityLevel.RACK, 0.3)),
+        # It fits into no server, and nothing was measured in a rack.
+        (at(LocalityLevel.CLUSTER, 0.5, 16), 16, 2, None),
+        (
+            at(LocalityLevel.RACK, 0.9, 16) + at(LocalityLevel.CLUSTER, 0.6, 16),
+            16,
+            2,
+            LocalityLoss(LocalityLevel.RACK, 0.33),
+        ),
+    ],
+)
+def test_what_a_gang_tolerates_follows_from_what_was_measured(
+    points: tuple[LocalityPoint, ...], gpus: int, nodes: int, expected: LocalityLoss | None
+) -> None:
+    found = measured_loss(points, gpus, nodes, LocalityLevel.NVLINK)
+    if found is None or expected is None:
+        assert found is expected
+    else:
+        assert (found.tolerated, found.share) == (expected.tolerated, pytest.approx(expected.share, abs=0.03))
+
+
+def test_a_loss_is_against_the_places_in_one_server_that_there_are() -> None:
+    """A pair that was measured to be as fast in two servers as on two sockets of one."""
+    on_two_sockets = UNKNOWN_JOB.relative_speed(2, 1, LocalityLevel.NODE)
+    points = at(LocalityLevel.CLUSTER, on_two_sockets)
+    assert measured_loss(points, 2, 1, LocalityLevel.NODE) is None
+    assert measured_loss(points, 2, 1, LocalityLevel.NVLINK) is not None

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 from ganger.cluster.fit import MEMORY_SHARE
@@ -240,3 +241,43 @@ def _features(point: LocalityPoint) -> list[float]:
         return [0.0, 0.0, 0.0, float(min(point.level, LocalityLevel.NODE) - LocalityLevel.NVLINK), 0.0]
     beyond = float(max(point.level, LocalityLevel.RACK) - LocalityLevel.RACK)
     return [1.0, point.nodes - 2.0, point.gpus - 2.0, 0.0, beyond]
+
+
+# A smaller loss of speed is noise.
+LEAST_LOSS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class LocalityLoss:
+    """The widest level that a gang tolerates, and the share of its speed that it loses at the widest measured one."""
+
+    tolerated: LocalityLevel
+    share: float
+
+
+# Asked in every plan, mostly about the same measurements.
+@lru_cache(4096)
+def measured_loss(
+    points: tuple[LocalityPoint, ...], gpus: int, nodes: int, inside: LocalityLevel = LocalityLevel.NODE
+) -> LocalityLoss | None:
+    """Return the loss of a gang beyond the level that it tolerates; None if no measured level costs more than
+    `LEAST_LOSS`, or none was measured. Levels without a measurement count as not tolerated.
+
+    Args:
+        points: Measurements of gangs that behave like it.
+        gpus, nodes: GPUs of the gang, and the fewest servers that hold them.
+        inside: The level of its GPUs in one server, for a gang that fits into one.
+    """
+    usable = [point for point in points if is_usable(point.relative_speed) and point.gpus > 1]
+    measured = sorted({point.level for point in usable if point.nodes > 1})
+    closest = LocalityLevel.NODE if nodes < 2 else LocalityLevel.RACK
+    if gpus < 2 or (nodes > 1 and closest not in measured):
+        return None
+    model = fit_locality(points)
+    best = model.relative_speed(gpus, nodes, min(inside, closest) if nodes < 2 else closest)
+    tolerated, share = closest, 0.0
+    for level in measured:
+        if level > closest:
+            share = 1.0 - model.relative_speed(gpus, max(nodes, 2), level) / best
+            tolerated = level if share <= LEAST_LOSS else tolerated
+    return LocalityLoss(tolerated, share) if share > LEAST_LOSS else None

@@ -199,6 +199,9 @@ class GangFitting:
         """Preempt or move lower-ranked jobs for `job`. Return its claims; all new claims are taken, and their nodes
         added to `wanted`."""
         shape = self._terms.shape(job)
+        if widest_now(shape, self._waited(job)) != widest_now(job.shape, self._waited(job)):
+            # It waits for a better place than the free ones: no job is preempted for that.
+            return None
         locality = replace(shape.locality, widest=widest_now(shape, self._waited(job)), wish=None)
         closed = self._closed.get(job.number, _NOWHERE)
         self._see()

@@ -105,14 +105,14 @@ class MakeRoomSearch:
     def _make(self, job: JobRecord) -> None:
         migration = self._migration
         waited = max(0.0, migration.now - job.pending_since)
-        shape = replace_of(
-            job.shape, locality=replace_of(job.shape.locality, widest=widest_now(job.shape, waited), wish=None)
-        )
+        wished = replace_of(job.shape, locality=migration.context.terms.shape(job).locality)
+        shape = replace_of(wished, locality=replace_of(wished.locality, widest=widest_now(wished, waited), wish=None))
         stay = migration.busy
         hole, worth_s, level = self._by_moves(job, shape, stay), 0.0, SuspendLevel.OFFLOAD
         if hole is not None:
             worth_s = hole.cost / max(1, shape.gpus)
-        elif self._outranks(job):
+        elif self._outranks(job) and shape.locality.widest == widest_now(job.shape, waited):
+            # No job is parked for a place that is only better than a free one.
             hole, level = self._by_stops(job, shape, stay)
         if hole is None or not hole.moves:
             self._look_later(job.number)

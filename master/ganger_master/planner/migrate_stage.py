@@ -33,6 +33,7 @@ from ganger_master.core.plan_changes import (
 from ganger_master.planner.context import PlanContext, PlanDraft, PlanOutcome
 from ganger_master.planner.device_groups import shares_devices
 from ganger_master.planner.job_table import LiveTable
+from ganger_master.planner.locality_wishes import LocalityWishes
 from ganger_master.planner.make_room import MakeRoomSearch
 from ganger_master.planner.migration_context import MOST_AT_ONCE, MigrationContext, MigrationMemory
 from ganger_master.planner.migration_outcomes import MigrationOutcomes
@@ -231,7 +232,7 @@ class _Pass:
 
     def run(self, inner: Inner) -> tuple[PlanDraft, MigrationMemory, tuple[TrialFinding, ...], float]:
         migration, table, context = self._migration, self._migration.table, self._migration.context
-        may_preempt = context.may_preempt
+        now, may_preempt = migration.now, context.may_preempt
         carried = carry_on(self._old.plans, table, migration.trying, migration.now)
         self._holes.given_up(carried.given_up)
         migration.plans, migration.changes = carried.plans, carried.changes
@@ -242,9 +243,11 @@ class _Pass:
             drain(migration, node)
         old = self._old.outcomes.still_owed(table, migration.now)
         outcomes, findings = old.looked(table, migration.room.view, migration.rates, migration.now, self._takes)
+        wishes = LocalityWishes(context, outcomes, self._old.found_until_s)
+        migration.context = replace(context, terms=wishes.terms)
         is_new = context.is_news or may_preempt or bool(migration.changes or carried.given_up)
         makes_holes = migration.makes_room and self._holes.are_possible
-        found = self._old.found
+        found = self._old.found if now < self._old.found_until_s else None
         if found is None or is_new:
             found = inner(self._within(may_preempt and not makes_holes))
         mark, known = migration.trying.mark, len(migration.plans)
@@ -270,7 +273,7 @@ class _Pass:
             if migration.room.view.mode is LoadMode.PACK and not migration.plans:
                 opportunistic.defragment()
         outcomes = self._begun(outcomes)
-        migration.come_back(outcomes.look_s)
+        migration.come_back(min(outcomes.look_s, wishes.ends_s))
         if opportunistic.closer_again_s > migration.now:
             # Else a migration plan or a change blocks it, whose end is an event.
             migration.come_back(opportunistic.closer_again_s)
@@ -283,6 +286,7 @@ class _Pass:
             closer_s=opportunistic.closer_s,
             closer_again_s=opportunistic.closer_again_s,
             found=plain,
+            found_until_s=wishes.ends_s,
         )
         return self._with_own(found), moving, findings, migration.again_s
 

@@ -91,8 +91,9 @@ class MigrationMemory:
     # When gangs that are spread too far were searched last, and when they are again without any event.
     closer_s: float = -math.inf
     closer_again_s: float = math.inf
-    # The result of the inner pass if it had no changes.
+    # The result of the inner pass if it had no changes, and when it ends to hold without any event.
     found: PlanDraft | None = None
+    found_until_s: float = math.inf
 
     @property
     def promises(self) -> tuple[Promise, ...]:
