@@ -79,6 +79,24 @@ def test_sensitive_gang_is_brought_together_when_a_node_is_free() -> None:
     assert found.saves == pytest.approx(3600.0 * 4 * lost - PAUSE_S * 4)
 
 
+def test_gang_that_comes_together_on_one_of_its_nodes_needs_host_memory_there_once() -> None:
+    """It leaves the devices of one socket for those of the other one, and has half of the node's memory."""
+    view = cluster(2, server("2x4", gib=52))
+    put(view, 2, (0, 1))
+    put(view, 3, (1, 6))
+    claims = []
+    for node, count in ((0, 3), (1, 1)):
+        claim = make_claim(view, node, gang(count, gib=8), (count,), LoadMode.PACK)
+        assert claim is not None
+        view.take(claim, 4)
+        claims.append(claim)
+    one = movable(view, 1, gang(4, gib=8), tuple(claims), PAUSE_S)
+    before = rows(view)
+    (found,) = closer(CapacityIndex(view), [spread(one)])
+    assert rows(view) == before
+    assert [claim.node for claim in found.moves[0].claims] == ["s0"]
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=6, max_size=6), st.lists(st.integers(1, 3), min_size=2, max_size=4))
 def test_closer_than_where_room_is_counted_no_search_finds_a_place(others: list[int], own: list[int]) -> None:

@@ -153,8 +153,9 @@ def closer(
             found.append(
                 MigrationProposal(MigrationReason.LOCALITY, (*hole.moves, Displacement(one.gang, hole.claims)), saves)
             )
-            # A place that a gang leaves is still held in this plan, so no other gang moves into it.
-            if not hole.moves and not _overlap(hole.claims, one.gang.claims):
+            # A place that a gang leaves is still held in this plan, so no other gang moves into it. On a node that it
+            # stays on, its host memory would count twice.
+            if not hole.moves and not {claim.node for claim in hole.claims} & {claim.node for claim in one.gang.claims}:
                 trying.take(hole.claims)
     trying.undo()
     return sorted(found, key=lambda proposal: (-proposal.saves, proposal.moves[-1].number))
