@@ -256,7 +256,7 @@ def _composition(name: str, first: str, parts: Sequence[str]) -> _Composition:
     base, own = _base_of(first)
     found = _Composition(first, base, list(base.stages))
     # Another placement or tuning replaces that of the policy.
-    for kind in (PLACEMENTS, _tunings()):
+    for kind in (PLACEMENTS, _tunings()) if own and parts else ():
         own = [part for part in own if part not in kind or not any(other in kind for other in parts)]
     for part in dict.fromkeys([*own, *parts]):
         if part in EXTRA_STAGES:
