@@ -209,9 +209,11 @@ def test_a_job_is_measured_with_each_load_of_its_node_as_others_come_and_go() ->
     # The new load has not settled yet.
     jobs.go_on(4.0)
     assert set(jobs.crowd(1)[1]) == {0}
+    assert not jobs.compared
     jobs.go_on(40.0)
     load, rates = jobs.crowd(1)
     assert (load, set(rates)) == (3, {0, 3})
+    assert list(jobs.compared) == [1]
     assert rates[0] == pytest.approx([10.0] * len(rates[0]))
     assert rates[3] == pytest.approx([7.0] * len(rates[3]), rel=0.1)
     assert len(rates[0]) <= 16

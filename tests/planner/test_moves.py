@@ -54,6 +54,10 @@ class Rates(JobRates):
     def crowd(self, number: int) -> tuple[int, dict[int, tuple[float, ...]]]:
         return self.crowds.get(number, (0, {}))
 
+    @property
+    def compared(self) -> list[int]:
+        return [number for number, (_, by_load) in self.crowds.items() if len(by_load) > 1]
+
 
 class Moved(Planned):
     """A state that a planner looks after which moves jobs."""

@@ -13,6 +13,7 @@ from ganger.cluster.view import LoadMode, View
 from ganger_master.estimators.slowdown import LocalityModel
 from ganger_master.policies.make_room import Displacement, Movable, Movables, hole_for, in_order
 from ganger_master.policies.migration_choice import (
+    FreeDeviceCounts,
     GangDistance,
     MigrationProposal,
     MigrationReason,
@@ -20,10 +21,10 @@ from ganger_master.policies.migration_choice import (
     Tried,
     capped,
     closer,
-    closest_with_room,
     defragmented,
     drained,
     exchanged,
+    fragmented_nodes,
     movable,
     tried,
     unpacked,
@@ -107,7 +108,7 @@ def test_closer_than_where_room_is_counted_no_search_finds_a_place(others: list[
         if count:
             put(view, 2 + node, (node, count))
     one = put(view, 1, *enumerate(own), shape=gang(sum(own)))
-    closest, room = closest_with_room(view, one), CapacityIndex(view)
+    closest, room = FreeDeviceCounts(view).closest(one.claims), CapacityIndex(view)
     trying = Trial(room)
     for level in range(LocalityLevel.NVLINK, gang_level(view, one.claims)):
         shape = gang(sum(own), widest=LocalityLevel(level))
@@ -125,6 +126,15 @@ def test_closer_than_where_room_is_counted_no_search_finds_a_place(others: list[
         else LocalityLevel.FABRIC
     )
     assert closest is counted
+
+
+def test_a_node_is_fragmented_if_it_is_in_use_and_most_of_its_devices_are_free() -> None:
+    view = cluster(4)
+    put(view, 1, (0, 1))
+    put(view, 2, (1, 2))
+    put(view, 3, (2, 4))
+    assert fragmented_nodes(view) == {"s0"}
+    assert fragmented_nodes(view, 0.5) == {"s0", "s1"}
 
 
 def test_gang_to_which_it_makes_no_difference_stays_apart() -> None:

@@ -144,7 +144,7 @@ class MigrationContext:
         view, costs, rates = self.room.view, self.costs, self.rates
         found = {}
         for job, gang in pairs:
-            if _goes_alone(job, gang) or (packed and _can_move(job, gang)):
+            if goes_alone(job, gang) or (packed and _can_move(job, gang)):
                 kind = rates.signature(job.number)
                 one = movable(view, job.number, job.shape, _held(gang), costs.pause_s(job, gang), kind)
                 found[job.number] = job, gang, one
@@ -153,7 +153,7 @@ class MigrationContext:
     @cached_property
     def movable_gpus(self) -> int:
         """The number of devices of `gangs`, counted without building them."""
-        return sum([job.gpus for job, gang in self.running if _goes_alone(job, gang)])
+        return sum([job.gpus for job, gang in self.running if goes_alone(job, gang)])
 
     @cached_property
     def _pairs(self) -> dict[int, tuple[JobRecord, Gang]]:
@@ -244,7 +244,8 @@ def _can_move(job: JobRecord, gang: Gang) -> bool:
     return can_hand_over(job) and not gang.node_set
 
 
-def _goes_alone(job: JobRecord, gang: Gang) -> bool:
+def goes_alone(job: JobRecord, gang: Gang) -> bool:
+    """Return whether a running gang can be moved by itself."""
     return not is_shared(gang) and _can_move(job, gang)
 
 

@@ -18,12 +18,13 @@ from ganger_master.core.plan_changes import Goal
 from ganger_master.estimators.fitting import NOT_FITTED
 from ganger_master.estimators.slowdown import LocalityModel
 from ganger_master.planner.device_groups import is_shared
-from ganger_master.planner.migration_context import MOST_AT_ONCE, MigrationContext
+from ganger_master.planner.migration_context import MOST_AT_ONCE, MigrationContext, goes_alone
 from ganger_master.planner.migration_outcomes import MigrationOutcomes
 from ganger_master.planner.migration_plans import is_free
 from ganger_master.policies.interference_relief import Crowded, relieved
 from ganger_master.policies.make_room import Displacement, Hole, Movable
 from ganger_master.policies.migration_choice import (
+    FreeDeviceCounts,
     GangDistance,
     MigrationProposal,
     MigrationReason,
@@ -32,6 +33,7 @@ from ganger_master.policies.migration_choice import (
     closer,
     defragmented,
     exchanged,
+    fragmented_nodes,
     pays_anywhere_s,
     rested_s,
     unpacked,
@@ -101,11 +103,21 @@ class OpportunisticMigration:
             # The next search considers what has happened since.
             self.closer_again_s = next_s if apart else self.closer_again_s
             return
-        gangs = migration.movable(apart).values()
+        apart = [pair for pair in apart if goes_alone(*pair)]
         self.closer_again_s = math.inf
-        if not gangs:
+        if not apart:
             return
         self.closer_s = migration.now
+        # Most gangs have no closer place: it is quicker to count than to search. Only of a measured kind are gangs
+        # exchanged.
+        free, measured = FreeDeviceCounts(migration.room.view), self._outcomes.points
+        gangs = migration.movable(
+            [
+                (job, gang)
+                for job, gang in apart
+                if free.has_closer(gang.claims) or (measured and migration.rates.signature(job.number) in measured)
+            ]
+        ).values()
         spreads = self._spreads(gangs)
         # A gang for which any closer place would pay already is searched again only after an event.
         waits = [_MOVES * pays_anywhere_s(one.gang) - one.remaining_s for one in spreads]
@@ -130,7 +142,7 @@ class OpportunisticMigration:
         """Move gangs out of co-locations that are slower than the gangs alone, onto devices that no pending job
         wants."""
         migration, rates = self._migration, self._migration.rates
-        if not migration.free:
+        if not migration.free or not migration.table.has_sharing:
             return
         groups: dict[frozenset[int], list[tuple[JobRecord, Gang]]] = {}
         for job, gang in migration.running:
@@ -157,8 +169,11 @@ class OpportunisticMigration:
     def balance(self) -> None:
         """Move gangs that measurably suffer from other gangs on their node to emptier nodes."""
         migration, rates = self._migration, self._migration.rates
-        seen = {job.number: rates.crowd(job.number) for job, gang in migration.running if len(gang.pieces) == 1}
-        seen = {number: crowd for number, crowd in seen.items() if len(crowd[1]) > 1}
+        seen = {
+            number: rates.crowd(number)
+            for number in rates.compared
+            if (found := migration.table.get(number)) and found[1] is not None and len(found[1].pieces) == 1
+        }
         if not seen:
             return
         # Measurements are no event that would start a pass.
@@ -180,9 +195,16 @@ class OpportunisticMigration:
         return found
 
     def defragment(self) -> None:
+        """Move gangs off nodes of which few devices are in use."""
         migration = self._migration
-        gangs = [one for job, _, one in migration.gangs.values() if job.spec.movable]
-        if self._left > 0:
+        nodes = fragmented_nodes(migration.room.view)
+        pairs = [
+            (job, gang)
+            for job, gang in migration.running
+            if job.spec.movable and len(gang.pieces) == 1 and gang.claims[0].node in nodes
+        ]
+        if pairs and self._left > 0:
+            gangs = [one for _, _, one in migration.movable(pairs).values()]
             failed = self._outcomes.failed
             self._propose(defragmented(migration.room, gangs, most_moves=self._left, now=migration.now, failed=failed))
 

@@ -13,7 +13,7 @@ which only differences count.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Final, TypeAlias
@@ -84,6 +84,11 @@ class JobRates:
     def crowd(self, number: int) -> tuple[int, RatesByLoad]:
         """Return the devices that other jobs use on the job's nodes now, and its windows by load."""
         return 0, {}
+
+    @property
+    def compared(self) -> Sequence[int]:
+        """Return the numbers of the jobs with windows for more than one load."""
+        return ()
 
     def utilisation(self, number: int) -> float:
         """Return the utilisation of the job's devices while it is alone on them, from 0 to 1; 1 without reports."""
@@ -365,6 +370,10 @@ class RateRegistry(JobRates):
     def crowd(self, number: int) -> tuple[int, RatesByLoad]:
         known = self._jobs.get(number)
         return (0, {}) if known is None else (known.load, known.by_load)
+
+    @property
+    def compared(self) -> Sequence[int]:
+        return [number for number, known in self._jobs.items() if len(known.by_load) > 1]
 
     def utilisation(self, number: int) -> float:
         known = self._jobs.get(number)

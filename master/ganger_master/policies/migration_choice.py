@@ -8,6 +8,7 @@ capped, to bound the load of networks and hosts.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -106,6 +107,46 @@ def tried(number: int, kind: str, claims: Claims) -> Tried:
     return kind or f"jobs/{number}", frozenset([claim.node for claim in claims])
 
 
+class FreeDeviceCounts:
+    """The free devices of a view as it is now, counted by node, rack and fabric, as a bound for places of gangs."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        columns, size = view.columns(), len(view.nodes)
+        free = np.bitwise_count(columns.free[:size]).astype(np.int64)
+        self._most = int(free.max(initial=0))
+        # Nodes of no rack are under the first code, and are not close to each other.
+        self._groups = [
+            (level, codes[:size], sums, int(sums[1:].max()))
+            for level, codes in ((LocalityLevel.RACK, columns.racks), (LocalityLevel.FABRIC, columns.fabrics))
+            if len(sums := np.bincount(codes[:size], free)) > 1
+        ]
+
+    def closest(self, claims: Claims) -> LocalityLevel:
+        """Return a lower bound of the locality level of free places for a gang with these claims, whose own devices
+        count as free: the closest of node, rack and fabric with enough of them. Levels within a node are not
+        distinguished."""
+        slots, free = self._view.slots, self._view.free
+        gpus = sum([claim.device_mask.bit_count() for claim in claims])
+        if self._most >= gpus:
+            return LocalityLevel.NVLINK
+        own = [(slots[claim.node], claim.device_mask.bit_count()) for claim in claims]
+        if max([free[slot].bit_count() + count for slot, count in own]) >= gpus:
+            return LocalityLevel.NVLINK
+        for level, codes, sums, most in self._groups:
+            returned: Counter[int] = Counter()
+            for slot, count in own:
+                returned[int(codes[slot])] += count
+            if max([most, *[sums[code] + count for code, count in returned.items() if code]]) >= gpus:
+                return level
+        return LocalityLevel.CLUSTER
+
+    def has_closer(self, claims: Claims) -> bool:
+        """Return whether a gang with these claims could have room closer together than it is."""
+        present = gang_level(self._view, claims)
+        return present > LocalityLevel.NVLINK and self.closest(claims) < present
+
+
 def worth_going_back(gain: float, remaining_s: float, pause_s: float) -> bool:
     """Return whether a job that runs at `gain` times its former rate saves more by moving back than that takes."""
     return gain < 1.0 - _MOST_LOSS and (1.0 - gain) * remaining_s > pause_s
@@ -144,11 +185,17 @@ def closer(
     """
     found = []
     trying = Trial(room)
+    # With `others` any place may become free.
+    free = FreeDeviceCounts(room.view) if others is None else None
     worth = [
-        (-most, one.gang.number, one) for one in gangs if (most := _could_save(room.view, one)) > one.gang.move_cost
+        (-most, one.gang.number, one)
+        for one in gangs
+        if (free is None or free.has_closer(one.gang.claims))
+        and (most := _could_save(room.view, one)) > one.gang.move_cost
     ]
     for *_, one in sorted(worth):
-        saves, hole = _better_place(trying, one, others, placement)
+        closest = LocalityLevel.NVLINK if free is None else free.closest(one.gang.claims)
+        saves, hole = _better_place(trying, one, others, placement, closest)
         if saves > 0.0 and not failed.holds(tried(one.gang.number, one.gang.kind, hole.claims), now):
             found.append(
                 MigrationProposal(MigrationReason.LOCALITY, (*hole.moves, Displacement(one.gang, hole.claims)), saves)
@@ -157,6 +204,7 @@ def closer(
             # stays on, its host memory would count twice.
             if not hole.moves and not {claim.node for claim in hole.claims} & {claim.node for claim in one.gang.claims}:
                 trying.take(hole.claims)
+                free = free and FreeDeviceCounts(room.view)
     trying.undo()
     return sorted(found, key=lambda proposal: (-proposal.saves, proposal.moves[-1].number))
 
@@ -386,15 +434,18 @@ def rested_s(proposal: MigrationProposal, moved_at: Mapping[int, float]) -> floa
 
 
 def _better_place(
-    trying: Trial, one: GangDistance, others: Movables | None, placement: PlacementPreference
+    trying: Trial,
+    one: GangDistance,
+    others: Movables | None,
+    placement: PlacementPreference,
+    closest: LocalityLevel,
 ) -> tuple[float, Hole]:
-    """Return the GPU-seconds that the best closer place saves beyond its cost, and that place. Free devices are
-    preferred, so that the gang can move while it runs; then places with its own devices; then places from which others
-    move."""
+    """Return the GPU-seconds that the best closer place saves beyond its cost, and that place, at `closest` or wider.
+    Free devices are preferred, so that the gang can move while it runs; then places with its own devices; then places
+    from which others move."""
     room = trying.room
     best = (0.0, Hole(()))
     most = _could_save(room.view, one) - one.gang.move_cost
-    closest = LocalityLevel.NVLINK if others is not None else closest_with_room(room.view, one.gang)
     for level in range(closest, gang_level(room.view, one.gang.claims)):
         locality = replace(one.gang.shape.locality, widest=LocalityLevel(level), wish=None)
         shape = replace(one.gang.shape, locality=locality)
@@ -411,22 +462,6 @@ def _better_place(
             if saves > best[0]:
                 best = (saves, hole)
     return best
-
-
-def closest_with_room(view: View, gang: Movable) -> LocalityLevel:
-    """Return a lower bound of the locality level of free places for a gang, counting its own devices as free: the
-    closest of node, rack and fabric with enough of them. Levels within a node are not distinguished."""
-    columns, size = view.columns(), len(view.nodes)
-    free = np.bitwise_count(columns.free[:size]).astype(np.int64)
-    for claim in gang.claims:
-        free[view.slots[claim.node]] += claim.device_mask.bit_count()
-    if free.max(initial=0) >= gang.shape.gpus:
-        return LocalityLevel.NVLINK
-    for level, codes in ((LocalityLevel.RACK, columns.racks), (LocalityLevel.FABRIC, columns.fabrics)):
-        # Those of no rack are under the first code.
-        if np.bincount(codes[:size], free)[1:].max(initial=0) >= gang.shape.gpus:
-            return level
-    return LocalityLevel.CLUSTER
 
 
 def _could_save(view: View, one: GangDistance) -> float:
@@ -464,6 +499,14 @@ def _of_one_node(shape: GangShape) -> LocalityLevel:
 
 def _free(view: View, name: str) -> int:
     return view.free[view.slots[name]].bit_count()
+
+
+def fragmented_nodes(view: View, share: float = FRAGMENTED) -> frozenset[str]:
+    """Return the nodes that are in use, with at least `share` of their devices free."""
+    columns, size = view.columns(), len(view.nodes)
+    devices = np.array([configuration_set.devices for configuration_set in view.sets.values()], np.int64)
+    free, all_of = np.bitwise_count(columns.free[:size]), devices[columns.sets[:size]]
+    return frozenset([view.nodes[slot] for slot in np.flatnonzero((free >= share * all_of) & (free < all_of)).tolist()])
 
 
 def _is_fragmented(view: View, name: str, share: float) -> bool:
