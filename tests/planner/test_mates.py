@@ -54,7 +54,7 @@ def of(gpus: int, **more: object) -> JobSpec:
 
 
 def mates(drive: Paired) -> dict[int, tuple[int, ...]]:
-    return dict(drive.table().mates)
+    return dict(drive.table().groups.mates)
 
 
 def test_jobs_on_the_same_devices_are_mates_and_other_jobs_are_not() -> None:
@@ -73,10 +73,10 @@ def test_mates_in_an_updated_table_equal_those_in_a_new_one() -> None:
     def updated() -> dict[int, tuple[int, ...]]:
         for job in drive.state.jobs.values():
             kept.put(*drive.as_told(job))
-        found = dict(kept.mates)
+        found = dict(kept.groups.mates)
         rows, facts = kept.facts(drive.now)
         firsts = [found[number][0] if number in found else -1 for number in facts.number.tolist()]
-        assert kept.units(rows).tolist() == [first if first < 0 else kept.row(first) for first in firsts]
+        assert kept.groups.units[rows].tolist() == [first if first < 0 else kept.row(first) for first in firsts]
         assert found == mates(drive)
         return found
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Collection
 
 import pytest
-from ganger.cluster.resources import LocalityLevel, Role, TaskShape
+from ganger.cluster.resources import Claim, LocalityLevel, Role, TaskShape
 from ganger.job_state import JobState
-from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole
+from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, Piece
 from ganger_master.core.job_model import JobRecord, JobSpec
 from ganger_master.planner.job_table import LiveTable
 from msgspec.structs import replace
@@ -144,3 +144,23 @@ def test_the_jobs_that_return_devices_are_the_same_as_by_a_scan() -> None:
     assert found == [(1, 1), (7, 7)]
     rows, facts = table.facts(150.0)
     assert sorted(number for number, _ in found) == sorted(facts.number[table.is_going(rows)].tolist())
+
+
+def test_running_jobs_are_found_by_their_nodes_and_by_their_moves_as_by_a_scan() -> None:
+    table = LiveTable()
+    for number in range(1, 100):
+        nodes = [f"n{number % 5}", *(["m"] if number % 3 == 0 else [])]
+        pieces = tuple([Piece(Claim(node, 1, (1000,), 0), None) for node in nodes])
+        job = replace(JOB, number=number, epoch=number, state=JobState.HOLDING, move_pause_s=0.5 * (number % 2))
+        table.put(job, replace(gang(number, 140.0), job=number, pieces=pieces))
+        if number % 7 == 0:
+            table.put(replace(job, state=JobState.PENDING), None)
+        elif number % 11 == 0:
+            table.put(replace(job, state=JobState.SUCCEEDED), None)
+    running = table.running
+    assert len(running) > 70
+    assert table.apart == [(job, held) for job, held in running if len(held.pieces) > 1]
+    alone = [(job, held) for job, held in running if len(held.pieces) == 1]
+    for nodes in (["n1"], ["n0", "n4", "unknown"], ["m"], []):
+        assert table.within(nodes) == [(job, held) for job, held in alone if held.pieces[0].claim.node in nodes]
+    assert table.moved == [(job, held) for job, held in running if job.move_pause_s]

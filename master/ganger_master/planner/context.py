@@ -98,8 +98,8 @@ def terms_of(policy: Policy, table: LiveTable) -> PassTerms:
     """Jobs on the same devices go together: another policy may have time-sliced or co-located them. Under a policy that
     co-locates, a job leaves memory for another one."""
     if not policy.has(Colocate):
-        return PassTerms(mates_now=lambda: table.mates)
-    return PassTerms(shape=shape_for_two, mates_now=lambda: table.mates)
+        return PassTerms(mates_now=lambda: table.groups.mates)
+    return PassTerms(shape=shape_for_two, mates_now=lambda: table.groups.mates)
 
 
 # Every plan may preempt.

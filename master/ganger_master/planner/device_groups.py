@@ -7,6 +7,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
+import numpy as np
 from ganger.cluster.fit import memory_beside
 from ganger.cluster.resources import Claim, GangShape
 from ganger.cluster.topology import bits
@@ -16,6 +17,7 @@ from msgspec import structs
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.policies.fairness import Seat
+from ganger_master.policies.job_facts import Integers
 
 # By job number: the numbers of all jobs on its devices, its own among them, ascending. Jobs alone on their devices are
 # left out.
@@ -48,6 +50,39 @@ def mates_of(sharing: Iterable[tuple[JobRecord, Gang]]) -> Mates:
                     groups.update(dict.fromkeys(other, group))
             there.append((mask, job.number))
     return {number: tuple(sorted(group)) for number, group in groups.items() if len(group) > 1}
+
+
+class DeviceGroups:
+    """The groups of jobs that share devices, by the rows of a job table.
+
+    Args:
+        sharing: The jobs that may share devices, by number.
+        row_of: Row of each live job, by number.
+        room: Number of rows of the table.
+    """
+
+    def __init__(self, sharing: Sequence[tuple[JobRecord, Gang]], row_of: Mapping[int, int], room: int) -> None:
+        gangs = {job.number: gang for job, gang in sharing}
+        self.mates = mates_of(sharing)
+        # By row: the first row of its group; -1: its devices are its own.
+        self.units = np.full(room, -1)
+        # By row of a job that shares devices: the GPUs that it and its co-located jobs hold together.
+        self.gpus: dict[int, int] = {}
+        # The GPUs that jobs hold beyond the first one of each device.
+        self.doubly_held_gpus = 0
+        for number, mates in self.mates.items():
+            self.units[row_of[number]] = row_of[mates[0]]
+            if number == mates[0]:
+                held = devices_of([gangs[mate] for mate in mates])
+                self.gpus.update({row_of[mate]: len(held) for mate in mates})
+                self.doubly_held_gpus += sum([gangs[mate].devices for mate in mates]) - len(held)
+
+    def with_all_gpus(self, rows: Integers, gpus: Integers) -> Integers:
+        """Return `gpus`, the GPUs of these rows, where a job that shares devices counts all of its group."""
+        found = gpus.copy()
+        for at in np.flatnonzero(self.units[rows] >= 0).tolist():
+            found[at] = self.gpus[int(rows[at])]
+        return found
 
 
 def units(gangs: Iterable[tuple[JobRecord, Gang]], mates: Mates) -> list[Unit]:

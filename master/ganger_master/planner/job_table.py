@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
@@ -19,9 +18,9 @@ from msgspec.structs import replace
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, JobSpec
 from ganger_master.core.retry import is_backing_off
-from ganger_master.planner.device_groups import Mates, devices_of, mates_of, returns_devices, shares_devices
+from ganger_master.planner.device_groups import DeviceGroups, returns_devices, shares_devices
 from ganger_master.policies.fairness import QuotaUse
-from ganger_master.policies.job_facts import NO_HISTORY, Facts, Flags, Floats, Integers, ServiceHistory
+from ganger_master.policies.job_facts import Facts, Flags, Floats, Integers, RecentServices, ServiceHistory
 from ganger_master.policies.orders import JobOrder
 
 if TYPE_CHECKING:
@@ -34,8 +33,8 @@ _PENDING, _HOLDING, _SUSPENDED = JobState.PENDING, JobState.HOLDING, JobState.SU
 _NO_QUOTAS: Final[Mapping[str, int]] = MappingProxyType({})
 _FIRST_ROOM = 64
 _NEVER: Final = math.inf
-# The service history: ended jobs that it is made from, and the share of them by which it may lag behind.
-_HISTORY, _STALE = 20_000, 0.05
+# In place of the code of its node: a gang on several nodes, and no gang that is to run.
+_SEVERAL, _NO_NODE = -1, 0
 
 
 class LiveTable:
@@ -54,7 +53,11 @@ class LiveTable:
         self._vacant: list[int] = []
         self._users: dict[str, int] = {}
         self._live = np.zeros(_FIRST_ROOM, bool)
-        self._integers = np.zeros((4, _FIRST_ROOM), np.int64)
+        # Row 4: the code of the node where the gang of a running job is.
+        self._integers = np.zeros((5, _FIRST_ROOM), np.int64)
+        self._node_codes: dict[str, int] = {}
+        # Rows of running jobs with a measured pause of a move.
+        self._moved: set[int] = set()
         # Rows 5 to 9: run time, running since, pending since, first start, wait before the present run; infinity for
         # a time that has not come.
         self._numbers = np.zeros((10, _FIRST_ROOM))
@@ -65,18 +68,14 @@ class LiveTable:
         self._queue: list[tuple[int, int, int]] = []
         self._going: set[int] = set()
         self._sharing: set[int] = set()
-        # None: to be computed again, for a gang has joined or left shared devices. `_units` is the same by row.
-        self._mates: Mates | None = None
-        self._units = np.zeros(0, np.int64)
-        # By row of a job that shares devices: the GPUs that it and its co-located jobs hold together.
-        self._unit_gpus: dict[int, int] = {}
+        # None: to be computed again, for a gang has joined or left shared devices.
+        self._groups: DeviceGroups | None = None
         self._unknown = _unknown(_FIRST_ROOM)
         # None: no user has a quota.
         self.quotas = QuotaUse(quotas) if quotas else None
-        # Run times by kind of job, with the rows of live jobs; GPU-seconds of the jobs that ended last.
+        # Run times by kind of job, with the rows of live jobs; the jobs that ended last.
         self.memory = _memory() if learns else None
-        self._services: deque[float] = deque(maxlen=_HISTORY)
-        self._history, self._since_history = NO_HISTORY, 0
+        self._services = RecentServices()
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -124,6 +123,11 @@ class LiveTable:
         is_going = gang is not None and returns_devices(gang)
         self._flags[:, row] = is_preemptible, holds, waits, is_going
         self._queue_up(job, row, waits)
+        self._integers[4, row] = self._node_code(gang) if holds and gang is not None else _NO_NODE
+        if holds and job.move_pause_s:
+            self._moved.add(row)
+        else:
+            self._moved.discard(row)
         if is_going:
             self._going.add(row)
         else:
@@ -138,12 +142,18 @@ class LiveTable:
         if self.quotas is not None:
             self._keep_out(self.quotas, self.quotas.put(job, gang, waits))
 
+    def _node_code(self, gang: Gang) -> int:
+        pieces = gang.pieces
+        if len(pieces) != 1:
+            return _SEVERAL
+        return self._node_codes.setdefault(pieces[0].claim.node, len(self._node_codes) + 1)
+
     def _enter(self, job: JobRecord) -> int:
         """Return a row for a job that has become live."""
         spec = job.spec
         row = self._take_row(job.number)
         user = self._users.setdefault(job.user, len(self._users))
-        self._integers[:, row] = job.number, job.gpus, spec.priority, user
+        self._integers[:, row] = job.number, job.gpus, spec.priority, user, _NO_NODE
         self._numbers[:5, row] = job.create_time, *_amounts(spec), spec.weight, spec.deadline or _NEVER
         self._numbers[5:, row] = 0.0, _NEVER, _NEVER, _NEVER, 0.0
         if self.memory is not None:
@@ -175,8 +185,7 @@ class LiveTable:
     def _end(self, job: JobRecord, row: int) -> None:
         if self.memory is not None:
             self.memory.end(row, job.run_s)
-        self._services.append(job.run_s * job.spec.gpus)
-        self._since_history += 1
+        self._services.add(job.run_s * job.spec.gpus)
         self._drop(job.number, row)
 
     def forget(self, number: int) -> None:
@@ -188,18 +197,13 @@ class LiveTable:
 
     @property
     def history(self) -> ServiceHistory:
-        """Return the GPU-seconds of the jobs that ended last, renewed after every twentieth part of them."""
-        self._renew_history()
-        return self._history
-
-    def _renew_history(self) -> None:
-        if self._since_history > _STALE * len(self._history.services):
-            self._history, self._since_history = ServiceHistory.of(self._services), 0
+        """Return the GPU-seconds of the jobs that ended last."""
+        return self._services.history
 
     def look(self, now: float, order: JobOrder) -> None:
         """Learn from the jobs as a plan with this order would at `now`."""
         if order.with_history is not None:
-            self._renew_history()
+            _ = self._services.history
         if order.learns and self.memory is not None:
             rows = np.flatnonzero(self._live)
             ran, running_since = self._numbers[5:7].take(rows, axis=1)
@@ -219,7 +223,7 @@ class LiveTable:
         remaining_s: an oracle's remaining seconds, by job number.
         """
         rows = self._live.nonzero()[0]
-        number, gpus, priority, user = self._integers.take(rows, axis=1)
+        number, gpus, priority, user = self._integers[:4].take(rows, axis=1)
         numbers = self._numbers.take(rows, axis=1)
         arrival, cores, memory, weight, deadline, ran, _, _, started, waited_before = numbers
         is_preemptible, is_running, _, _ = self._flags.take(rows, axis=1)
@@ -279,12 +283,29 @@ class LiveTable:
         """Return the number of GPUs of all gangs that run or return their devices."""
         held = int(self._integers[1, self._flags[1] | self._flags[3]].sum())
         # Shared devices count once.
-        return held - self.doubly_held_gpus if self._sharing else held
+        return held - self.groups.doubly_held_gpus if self._sharing else held
 
     @property
     def running(self) -> list[tuple[JobRecord, Gang]]:
         """Return the jobs that hold a gang which is to run, by number."""
-        rows = np.flatnonzero(self._flags[1])
+        return self._by_number(np.flatnonzero(self._flags[1]))
+
+    @property
+    def apart(self) -> list[tuple[JobRecord, Gang]]:
+        """Return those of `running` with a gang on several nodes."""
+        return self._by_number(np.flatnonzero(self._integers[4] == _SEVERAL))
+
+    def within(self, nodes: Iterable[str]) -> list[tuple[JobRecord, Gang]]:
+        """Return those of `running` with a gang on a single node, which is one of `nodes`."""
+        codes = [code for node in nodes if (code := self._node_codes.get(node)) is not None]
+        return self._by_number(np.flatnonzero(np.isin(self._integers[4], codes)))
+
+    @property
+    def moved(self) -> list[tuple[JobRecord, Gang]]:
+        """Return those of `running` with a measured pause of a move."""
+        return self._by_number(np.array(list(self._moved), np.int64))
+
+    def _by_number(self, rows: Integers) -> list[tuple[JobRecord, Gang]]:
         return self.gangs_at(rows[np.argsort(self._integers[0, rows])])
 
     @property
@@ -307,41 +328,12 @@ class LiveTable:
         return bool(self._sharing)
 
     @property
-    def mates(self) -> Mates:
+    def groups(self) -> DeviceGroups:
         """Return the groups of jobs that share devices, as the master last reported."""
-        if self._mates is None:
-            rows = sorted(self._sharing, key=lambda row: int(self._integers[0, row]))
-            self._mates = mates_of(self.gangs_at(np.array(rows, np.int64)))
-            self._units = np.full(len(self._live), -1)
-            self._unit_gpus.clear()
-            for number, mates in self._mates.items():
-                row = self._row_of[number]
-                self._units[row] = self._row_of[mates[0]]
-                if number == mates[0]:
-                    on = devices_of([gang for mate in mates if (gang := self.gangs[self._row_of[mate]])])
-                    self._unit_gpus.update({self._row_of[mate]: len(on) for mate in mates})
-        return self._mates
-
-    def units(self, rows: Integers) -> Integers:
-        """Return for each row the first row of its device group; -1: its devices are its own."""
-        if not self.mates:
-            return np.full(len(rows), -1)
-        units: Integers = self._units[rows]
-        return units
-
-    def with_unit_gpus(self, rows: Integers, gpus: Integers) -> Integers:
-        """Return `gpus`, the GPUs of these rows, where a job that shares devices counts all of its device group."""
-        found = gpus.copy()
-        for at in np.flatnonzero(self.units(rows) >= 0).tolist():
-            found[at] = self._unit_gpus[int(rows[at])]
-        return found
-
-    @property
-    def doubly_held_gpus(self) -> int:
-        """Return the GPUs that jobs hold beyond the first one of each device."""
-        groups = {mates: self._unit_gpus[self._row_of[mates[0]]] for mates in self.mates.values()}
-        held = [gang.devices for mates in groups for one in mates if (gang := self.gangs[self._row_of[one]])]
-        return sum(held) - sum(groups.values())
+        if self._groups is None:
+            rows = np.array(list(self._sharing), np.int64)
+            self._groups = DeviceGroups(self._by_number(rows), self._row_of, len(self._live))
+        return self._groups
 
     @property
     def parked(self) -> list[tuple[JobRecord, Gang]]:
@@ -349,7 +341,7 @@ class LiveTable:
         rows = np.flatnonzero(self._live & ~self._flags[1:].any(0))
         return [
             (job, gang)
-            for job, gang in self.gangs_at(rows[np.argsort(self._integers[0, rows])])
+            for job, gang in self._by_number(rows)
             if job.state is _HOLDING and gang.intent is _PARK and gang.phase is _PARKED and not job.next_epoch
         ]
 
@@ -370,7 +362,7 @@ class LiveTable:
         """Return those of `numbers`, in their order, that could start and have at most `most_gpus` GPUs or a priority
         above `least_urgent`."""
         rows = np.fromiter([self._row_of.get(number, -1) for number in numbers], np.int64, len(numbers))
-        _, gpus, priority, _ = self._integers[:, rows]
+        gpus, priority = self._integers[1:3, rows]
         least = np.iinfo(np.int64).max if least_urgent is None else least_urgent
         may = (rows >= 0) & self._flags[2, rows] & ((gpus <= most_gpus) | (priority > least))
         return [numbers[at] for at in np.flatnonzero(may).tolist()]
@@ -436,7 +428,7 @@ class LiveTable:
             self._sharing.add(row)
         else:
             self._sharing.remove(row)
-        self._mates = None
+        self._groups = None
 
     def _keep_out(self, quotas: QuotaUse, numbers: Iterable[int]) -> None:
         """Update which of these pending jobs their users' quotas keep out."""
@@ -453,6 +445,8 @@ class LiveTable:
         self._flags[:, row] = False
         if job is not None:
             self._queue_up(job, row, False)
+        self._integers[4, row] = _NO_NODE
+        self._moved.discard(row)
         self._going.discard(row)
         if row in self._sharing:
             self._share(row, False)
@@ -465,7 +459,7 @@ class LiveTable:
         room = 2 * len(self._live)
         self._live = np.concatenate((self._live, np.zeros(room // 2, bool)))
         # The units by row have to grow, too.
-        self._mates = None
+        self._groups = None
         self._unknown = _unknown(room)
         for name in ("_integers", "_numbers", "_flags"):
             old = getattr(self, name)

@@ -50,8 +50,8 @@ class MoveCosts:
 
 def move_costs(pairs: Iterable[tuple[JobRecord, Gang]]) -> MoveCosts:
     """Fit the pauses of running jobs that were moved: least squares over bytes of state, neither part below zero."""
-    moved = [(state_bytes(job, gang), job.move_pause_s) for job, gang in pairs if job.move_pause_s]
-    points = (*_UNMEASURED, *moved[-_MOST:])
+    moved = [(job, gang) for job, gang in pairs if job.move_pause_s][-_MOST:]
+    points = (*_UNMEASURED, *[(state_bytes(job, gang), job.move_pause_s) for job, gang in moved])
     count = len(points)
     mean_x, mean_y = sum([x for x, _ in points]) / count, sum([y for _, y in points]) / count
     spread = sum([(x - mean_x) ** 2 for x, _ in points])
@@ -129,7 +129,7 @@ class MigrationContext:
 
     @cached_property
     def costs(self) -> MoveCosts:
-        return move_costs(self.running)
+        return move_costs(self.table.moved)
 
     @cached_property
     def gangs(self) -> dict[int, tuple[JobRecord, Gang, Movable]]:

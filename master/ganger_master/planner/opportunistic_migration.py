@@ -98,7 +98,7 @@ class OpportunisticMigration:
         migration, next_s = self._migration, self.closer_s + CLOSER_S
         if migration.now < next_s and self.closer_again_s <= next_s:
             return
-        apart = [(job, gang) for job, gang in migration.running if len(gang.pieces) > 1 and job.spec.movable]
+        apart = [(job, gang) for job, gang in migration.table.apart if job.spec.movable]
         if migration.now < next_s:
             # The next search considers what has happened since.
             self.closer_again_s = next_s if apart else self.closer_again_s
@@ -198,11 +198,7 @@ class OpportunisticMigration:
         """Move gangs off nodes of which few devices are in use."""
         migration = self._migration
         nodes = fragmented_nodes(migration.room.view)
-        pairs = [
-            (job, gang)
-            for job, gang in migration.running
-            if job.spec.movable and len(gang.pieces) == 1 and gang.claims[0].node in nodes
-        ]
+        pairs = [(job, gang) for job, gang in migration.table.within(nodes) if job.spec.movable]
         if pairs and self._left > 0:
             gangs = [one for _, _, one in migration.movable(pairs).values()]
             failed = self._outcomes.failed

@@ -61,7 +61,7 @@ def plan_optimus(context: PlanContext) -> PlanDraft:
     table, now, room, may_preempt = context.jobs, context.now, context.room, context.may_preempt
     resizing = context.resizing.followed(table)
     # Each of several jobs that share devices counts with all of them.
-    capacity = replace(context.capacity, gpus=context.capacity.gpus + table.doubly_held_gpus)
+    capacity = replace(context.capacity, gpus=context.capacity.gpus + table.groups.doubly_held_gpus)
     if not may_preempt and not table.has_waiting and not resizing.waits_for_room:
         return PlanDraft(next_change_s=now, resizing=resizing)
     rows, facts = table.facts(now)

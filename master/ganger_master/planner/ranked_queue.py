@@ -106,7 +106,7 @@ def queue_of(context: PlanContext, as_one: bool = False) -> RankedQueue:
         candidates = waiting | facts.is_running
     units = None
     if as_one:
-        units, facts = table.units(rows), replace_of(facts, gpus=table.with_unit_gpus(rows, facts.gpus))
+        units, facts = table.groups.units[rows], replace_of(facts, gpus=table.groups.with_all_gpus(rows, facts.gpus))
     changes_at = next_change_s(order, facts, context.now)
     return RankedQueue(order, capacity.gpus, rows, facts, columns, waiting, candidates, pending, units, changes_at)
 

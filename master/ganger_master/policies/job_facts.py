@@ -12,6 +12,7 @@ ranks become one number.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -190,3 +191,24 @@ class ServiceHistory:
 
 
 NO_HISTORY = ServiceHistory.of(())
+# Ended jobs that a history is made from, and the share of them by which it may lag behind.
+_HISTORY, _STALE = 20_000, 0.05
+
+
+class RecentServices:
+    """The service history of the jobs that ended last, renewed after every twentieth part of them."""
+
+    def __init__(self) -> None:
+        self._services: deque[float] = deque(maxlen=_HISTORY)
+        self._history, self._since = NO_HISTORY, 0
+
+    def add(self, gpu_seconds: float) -> None:
+        """Record a job that has ended."""
+        self._services.append(gpu_seconds)
+        self._since += 1
+
+    @property
+    def history(self) -> ServiceHistory:
+        if self._since > _STALE * len(self._history.services):
+            self._history, self._since = ServiceHistory.of(self._services), 0
+        return self._history
