@@ -8,7 +8,15 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from estimators.published import GRID, SYNERGY, synergy_points
-from ganger_master.estimators.cpu import CpuModel, CpuPoint, Shelf, averaged, fit_cpu, sweet_point_bracket
+from ganger_master.estimators.cpu import (
+    CpuModel,
+    CpuPoint,
+    Shelf,
+    averaged,
+    fit_cpu,
+    sweet_point_bounds,
+    sweet_point_bracket,
+)
 from ganger_master.estimators.fitting import fit_error
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -134,3 +142,23 @@ def test_bracket_holds_the_sweet_point() -> None:
     assert sweet_point_bracket(synergy_points("resnet50")) == (3.0, 4.0)
     assert sweet_point_bracket([CpuPoint(1, 1.0), CpuPoint(8, 1.0)]) == (0.0, 1.0)
     assert sweet_point_bracket([]) == (0.0, math.inf)
+
+
+def test_the_sweet_point_lies_within_its_bounds_which_are_open_where_the_rate_still_rises() -> None:
+    flat = [CpuPoint(cores, min(cores, 3.0)) for cores in (1.0, 2.0, 3.0, 4.0, 8.0)]
+    low, high = sweet_point_bounds(flat)
+    assert low <= 3.0 <= high < 8.0
+    assert high - low <= 1.0
+    rising = [CpuPoint(cores, cores) for cores in (1.0, 4.0, 8.0)]
+    assert sweet_point_bounds(rising)[1] == math.inf
+    assert sweet_point_bounds(flat[:1]) == (0.0, math.inf)
+
+
+def test_points_that_scatter_bound_the_sweet_point_less() -> None:
+    cores = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
+    noise = (0.97, 1.04, 0.95, 1.05, 0.96, 1.05, 0.94, 1.03)
+    exact = [CpuPoint(count, min(count, 5.0)) for count in cores]
+    rough = [CpuPoint(point.cores, point.rate * factor) for point, factor in zip(exact, noise, strict=True)]
+    (low, high), (rough_low, rough_high) = sweet_point_bounds(exact), sweet_point_bounds(rough)
+    assert rough_high - rough_low > high - low
+    assert rough_low <= 5.0 <= rough_high

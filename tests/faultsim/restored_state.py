@@ -28,7 +28,7 @@ VOLATILE: Final = frozenset(
         "aside", "aside_from", "aside_at",
         "refusals", "lacking", "blocked", "conflicts", "kept", "leases", "turn_of", "next_turn", "passed", "declined",
         "lost_turns", "returned", "claimed_by", "ranks", "ranked_by", "promised", "promised_at", "wake_at",
-        "parties", "projected",
+        "cores_curves", "parties", "projected",
         "dirty", "is_kept", "history", "_puts", "_removes", "_counters_taken",
     }
 )  # fmt: skip

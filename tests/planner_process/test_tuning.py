@@ -90,6 +90,10 @@ def test_cores_go_to_the_job_that_uses_them_and_a_change_that_gains_nothing_is_u
                 await served.submit(spec_of(2))
                 await until(lambda: served.master.writer.committed.jobs[2].epoch > 0 and fleet.cores(2) == 3.0, 30)
                 assert fleet.cores(1) == 1.0
+                await until(lambda: 2 in served.master.writer.state.cores_curves, 30)
+            answer = await served.jobs.ExplainJob(job_service_pb2.ExplainJobRequest(name="jobs/1"))
+            assert {point.cores for point in answer.cores_curve.points} >= {1.0, 2.0, 4.0}
+            assert "steps/s by cores for each GPU" in answer.cores_reason.lower().replace("gpu", "GPU")
             told = await figures(served, 1)
             assert told[0][0] == 8_000
             assert told[0][1].startswith("a trial of 4 cores for each GPU; steps/s by cores for each GPU: ")

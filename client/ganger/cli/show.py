@@ -251,8 +251,9 @@ def _checkpoint(job: Job) -> str:
 
 @click.command()
 @click.argument("job", type=JobType())
+@click.option("--cpus", is_flag=True, help="Why it has the CPU cores that it has; `ganger profile` has the figures.")
 @json_option
-def why(job: str, as_json: bool) -> None:
+def why(job: str, cpus: bool, as_json: bool) -> None:
     """Print why a job waits or is suspended, and when it may start."""
     from ganger.cli import failures, job_table
     from ganger.console import print_json, print_line
@@ -263,9 +264,12 @@ def why(job: str, as_json: bool) -> None:
 
     with open_client() as client:
         answer = client.explain_job(job)
-        report = [] if as_json else failures.lines(client, answer.job)
+        report = [] if as_json or cpus else failures.lines(client, answer.job)
     if as_json:
         print_json(answer)
+        return
+    if cpus:
+        print_line(answer.cores_reason or "the master reports no reasons for cores: it is of an older version")
         return
     rank = f", place {answer.job.queue_rank} in the queue" if answer.job.queue_rank else ""
     where = f" on {job_table.place(answer.job)}" if answer.job.state == Job.STATE_HOLDING else ""

@@ -671,10 +671,14 @@ class Explanation(google.protobuf.message.Message):
     START_BEFORE_FIELD_NUMBER: builtins.int
     MIGRATION_STEPS_FIELD_NUMBER: builtins.int
     RESERVED_NODES_FIELD_NUMBER: builtins.int
+    CORES_REASON_FIELD_NUMBER: builtins.int
+    CORES_CURVE_FIELD_NUMBER: builtins.int
     assumption: builtins.str
     """What the estimate rests on, or why there is none."""
     deadline_advice: builtins.str
     """For a job with a deadline: an estimate whether it can be met beside the deadlines of other jobs."""
+    cores_reason: builtins.str
+    """Why the job has the cores that it has, in words; and what was measured, unset before the planner has measured it."""
     @property
     def job(self) -> ganger.v1.job_pb2.Job: ...
     @property
@@ -693,6 +697,8 @@ class Explanation(google.protobuf.message.Message):
 
     @property
     def reserved_nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def cores_curve(self) -> ganger.v1.scheduling_pb2.CoresCurve: ...
     def __init__(
         self,
         *,
@@ -704,10 +710,12 @@ class Explanation(google.protobuf.message.Message):
         start_before: google.protobuf.duration_pb2.Duration | None = ...,
         migration_steps: collections.abc.Iterable[Global___MigrationStep] | None = ...,
         reserved_nodes: collections.abc.Iterable[builtins.str] | None = ...,
+        cores_reason: builtins.str = ...,
+        cores_curve: ganger.v1.scheduling_pb2.CoresCurve | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["job", b"job", "start_after", b"start_after", "start_before", b"start_before"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["cores_curve", b"cores_curve", "job", b"job", "start_after", b"start_after", "start_before", b"start_before"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["assumption", b"assumption", "blockers", b"blockers", "deadline_advice", b"deadline_advice", "job", b"job", "migration_steps", b"migration_steps", "reserved_nodes", b"reserved_nodes", "start_after", b"start_after", "start_before", b"start_before"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["assumption", b"assumption", "blockers", b"blockers", "cores_curve", b"cores_curve", "cores_reason", b"cores_reason", "deadline_advice", b"deadline_advice", "job", b"job", "migration_steps", b"migration_steps", "reserved_nodes", b"reserved_nodes", "start_after", b"start_after", "start_before", b"start_before"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Explanation: typing_extensions.TypeAlias = Explanation

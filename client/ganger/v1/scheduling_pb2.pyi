@@ -436,6 +436,7 @@ class Plan(google.protobuf.message.Message):
     LINE_FIELD_NUMBER: builtins.int
     RESERVATIONS_FIELD_NUMBER: builtins.int
     FINDINGS_FIELD_NUMBER: builtins.int
+    CORES_CURVES_FIELD_NUMBER: builtins.int
     reason: builtins.str
     """For `why` and history: what the proposer expects to gain."""
     @property
@@ -452,6 +453,10 @@ class Plan(google.protobuf.message.Message):
     def findings(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Finding]:
         """What became of changes of former plans, for the history of their jobs."""
 
+    @property
+    def cores_curves(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CoresCurve]:
+        """Curves of rate by cores of jobs that were measured anew, at most 1,000."""
+
     def __init__(
         self,
         *,
@@ -460,13 +465,103 @@ class Plan(google.protobuf.message.Message):
         line: Global___Line | None = ...,
         reservations: Global___Reservations | None = ...,
         findings: collections.abc.Iterable[Global___Finding] | None = ...,
+        cores_curves: collections.abc.Iterable[Global___CoresCurve] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["line", b"line", "reservations", b"reservations"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["changes", b"changes", "findings", b"findings", "line", b"line", "reason", b"reason", "reservations", b"reservations"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["changes", b"changes", "cores_curves", b"cores_curves", "findings", b"findings", "line", b"line", "reason", b"reason", "reservations", b"reservations"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Plan: typing_extensions.TypeAlias = Plan
+
+@typing.final
+class CoresCurve(google.protobuf.message.Message):
+    """How fast a job was measured to be by the CPU cores for each of its GPUs, and the curve fitted to that."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    POINTS_FIELD_NUMBER: builtins.int
+    FITTED_FIELD_NUMBER: builtins.int
+    SWEET_POINT_FIELD_NUMBER: builtins.int
+    SWEET_POINT_LOW_FIELD_NUMBER: builtins.int
+    SWEET_POINT_HIGH_FIELD_NUMBER: builtins.int
+    FIT_ERROR_FIELD_NUMBER: builtins.int
+    ENOUGH_MILLICORES_FIELD_NUMBER: builtins.int
+    TRIAL_MILLICORES_FIELD_NUMBER: builtins.int
+    TRIED_FIELD_NUMBER: builtins.int
+    LOST_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    sweet_point: builtins.float
+    """Cores for each GPU from which more do not help, and its bounds: it lies between them with 95 % confidence. The upper
+    one is zero where the rate still rises at the most cores measured.
+    """
+    sweet_point_low: builtins.float
+    sweet_point_high: builtins.float
+    fit_error: builtins.float
+    """Largest deviation of the curve from a point, as a share of the rate."""
+    enough_millicores: builtins.int
+    """Fewest cores for each GPU, in thousandths, with 99 % of the best rate by the curve; zero without a curve."""
+    trial_millicores: builtins.int
+    """Cores for each GPU, in thousandths, that are under trial; zero: none."""
+    @property
+    def points(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CurvePoint]:
+        """By cores, ascending; at most 64."""
+
+    @property
+    def fitted(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CurvePoint]:
+        """The fitted curve at whole numbers of cores; empty with fewer than two points. At most 64."""
+
+    @property
+    def tried(self) -> google.protobuf.duration_pb2.Duration:
+        """Time spent in ended trials, and how much of it the job was slower for."""
+
+    @property
+    def lost(self) -> google.protobuf.duration_pb2.Duration: ...
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        points: collections.abc.Iterable[Global___CurvePoint] | None = ...,
+        fitted: collections.abc.Iterable[Global___CurvePoint] | None = ...,
+        sweet_point: builtins.float = ...,
+        sweet_point_low: builtins.float = ...,
+        sweet_point_high: builtins.float = ...,
+        fit_error: builtins.float = ...,
+        enough_millicores: builtins.int = ...,
+        trial_millicores: builtins.int = ...,
+        tried: google.protobuf.duration_pb2.Duration | None = ...,
+        lost: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["lost", b"lost", "tried", b"tried"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["enough_millicores", b"enough_millicores", "fit_error", b"fit_error", "fitted", b"fitted", "job", b"job", "lost", b"lost", "points", b"points", "sweet_point", b"sweet_point", "sweet_point_high", b"sweet_point_high", "sweet_point_low", b"sweet_point_low", "trial_millicores", b"trial_millicores", "tried", b"tried"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___CoresCurve: typing_extensions.TypeAlias = CoresCurve
+
+@typing.final
+class CurvePoint(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CORES_FIELD_NUMBER: builtins.int
+    STEPS_PER_S_FIELD_NUMBER: builtins.int
+    IS_INHERITED_FIELD_NUMBER: builtins.int
+    cores: builtins.float
+    steps_per_s: builtins.float
+    is_inherited: builtins.bool
+    """Of an earlier job of the same series, scaled to this job's rates."""
+    def __init__(
+        self,
+        *,
+        cores: builtins.float = ...,
+        steps_per_s: builtins.float = ...,
+        is_inherited: builtins.bool = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cores", b"cores", "is_inherited", b"is_inherited", "steps_per_s", b"steps_per_s"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___CurvePoint: typing_extensions.TypeAlias = CurvePoint
 
 @typing.final
 class Reservations(google.protobuf.message.Message):

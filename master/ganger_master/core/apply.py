@@ -239,6 +239,10 @@ def _places_promised(state: State, event: events.PlacesPromised) -> None:
     state.queue.promise(waiting, event.time)
 
 
+def _cores_measured(state: State, event: events.CoresMeasured) -> None:
+    state.cores_curves.update({curve.number: curve for curve in event.curves if curve.number in state.jobs})
+
+
 def _change_judged(state: State, event: events.ChangeJudged) -> None:
     found = event.finding
     figures = {"goal": found.goal.value, "gain": f"{found.gain:.3f}", "gain_deviation": f"{found.deviation:.3f}"}
@@ -312,6 +316,7 @@ _HANDLERS: Final[dict[type, Callable[[State, Any], None]]] = {
     events.TurnsClaimed: _turns_claimed,
     events.JobsRanked: _jobs_ranked,
     events.PlacesPromised: _places_promised,
+    events.CoresMeasured: _cores_measured,
     events.ChangeJudged: _change_judged,
     events.TimePassed: _time_passed,
 }

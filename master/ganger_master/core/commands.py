@@ -14,7 +14,7 @@ from ganger_master.core.array_model import StopRule
 from ganger_master.core.gang_model import ObservedPhase, Outcome, StoredOrder
 from ganger_master.core.job_model import Capabilities, Checkpoint, JobProgress, JobSpec, SuspendLevel, Update
 from ganger_master.core.node_model import Counters
-from ganger_master.core.plan_changes import PlanChange, TrialFinding
+from ganger_master.core.plan_changes import CoresCurve, PlanChange, TrialFinding
 
 
 class SubmitJob(Struct, frozen=True, gc=False):
@@ -168,6 +168,7 @@ class ProposePlan(Struct, frozen=True, gc=False):
     line: Line | None = None
     promises: tuple[Promise, ...] | None = None
     findings: tuple[TrialFinding, ...] = ()
+    curves: tuple[CoresCurve, ...] = ()
 
 
 class Marks(Struct, frozen=True, gc=False, omit_defaults=True):

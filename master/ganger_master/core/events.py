@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from ganger_master.core.commands import NO_MARKS, ClaimTurns, Line, Marks, Observe, OpenSession, Promise, RecordedEnd
 from ganger_master.core.job_model import JobSpec, SuspendLevel, Update
-from ganger_master.core.plan_changes import NO_PURPOSE, Purpose, TrialFinding
+from ganger_master.core.plan_changes import NO_PURPOSE, CoresCurve, Purpose, TrialFinding
 
 
 class Event(Struct, frozen=True, gc=False):
@@ -242,6 +242,12 @@ class PlacesPromised(Event, frozen=True, gc=False):
     """The planner reserved places. Volatile: it repeats them."""
 
     promises: tuple[Promise, ...]
+
+
+class CoresMeasured(Event, frozen=True, gc=False):
+    """The planner measured jobs with several numbers of cores. Volatile: it repeats the curves."""
+
+    curves: tuple[CoresCurve, ...]
 
 
 class ChangeJudged(Event, frozen=True, gc=False):

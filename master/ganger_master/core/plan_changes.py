@@ -89,6 +89,41 @@ class TrialFinding(Struct, frozen=True, gc=False):
     detail: str = ""
 
 
+class CurvePoint(Struct, frozen=True, gc=False):
+    """A rate in steps/s with this number of CPU cores for each GPU. is_inherited: of an earlier job of the series."""
+
+    cores: float
+    rate: float
+    is_inherited: bool = False
+
+
+# Most points of a curve, and of its fit.
+CURVE_POINTS: Final = 64
+
+
+class CoresCurve(Struct, frozen=True, gc=False):
+    """What was measured of a job with several numbers of cores for each GPU.
+
+    points: measured, by cores. fitted: the fitted curve at whole numbers of cores; empty with fewer than two points.
+    sweet_point, sweet_low, sweet_high: the cores from which more do not help, with bounds of 95 % confidence; the upper
+    one is infinite where the rate still rises. fit_error: largest relative deviation of the curve from a point.
+    enough_millicores: the fewest with 99 % of the best rate by the curve; zero without one. trial_millicores: under
+    trial; zero: none. tried_s, lost_s: time in ended trials, and by how much of it they delayed the job.
+    """
+
+    number: int
+    points: tuple[CurvePoint, ...]
+    fitted: tuple[CurvePoint, ...] = ()
+    sweet_point: float = 0.0
+    sweet_low: float = 0.0
+    sweet_high: float = 0.0
+    fit_error: float = 0.0
+    enough_millicores: int = 0
+    trial_millicores: int = 0
+    tried_s: float = 0.0
+    lost_s: float = 0.0
+
+
 class _JobChange(Struct, frozen=True, gc=False):
     """`number` and `revision`: of the job that changes. A change of another revision is refused."""
 

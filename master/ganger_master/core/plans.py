@@ -73,6 +73,8 @@ def propose_plan(state: State, command: commands.ProposePlan, now: float) -> Res
     happening.extend(
         [events.ChangeJudged(now, command.proposer, one) for one in command.findings if one.number in state.jobs]
     )
+    if command.curves:
+        happening.append(events.CoresMeasured(now, command.proposer, command.curves))
     if line is not None:
         happening.append(events.JobsRanked(now, command.proposer, line))
     return tuple(happening), answers.PlanAnswer(ordered, state.view.version)
@@ -88,8 +90,8 @@ def _too_long(plan: commands.ProposePlan) -> str:
         return f"{claims} claims in the changes, at most {CLAIMS_LIMIT} in a plan: propose some in the next one"
     if plan.line is not None and len(plan.line.numbers) > LINE_LIMIT:
         return f"{len(plan.line.numbers)} jobs in the line, at most {LINE_LIMIT}"
-    if max(len(promises), len(plan.findings)) > PROMISES_LIMIT:
-        return f"at most {PROMISES_LIMIT} places kept, and as many findings"
+    if max(len(promises), len(plan.findings), len(plan.curves)) > PROMISES_LIMIT:
+        return f"at most {PROMISES_LIMIT} places kept, and as many findings and curves"
     claims = sum([len(promise.claims) for promise in promises])
     if claims > CLAIMS_LIMIT:
         return f"{claims} claims in the places kept, at most {CLAIMS_LIMIT}"

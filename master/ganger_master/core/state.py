@@ -22,6 +22,7 @@ from ganger_master.core.effects import Dirty, HistoryRow, StoredChanges, Unstore
 from ganger_master.core.gang_model import Gang, StoredOrder, TimesliceGroup
 from ganger_master.core.job_model import JobRecord, Request
 from ganger_master.core.node_model import Counters, Node
+from ganger_master.core.plan_changes import CoresCurve
 from ganger_master.core.queue import Blocked, JobQueue, LeaseTable, Place
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_indexes import GangIndex, JobIndex, NodeIndex, row_of
@@ -64,12 +65,14 @@ class State:
         self.desired = DesiredProjection()
 
     def _start_memory(self) -> None:
-        """Create what a restart loses: reports, refusals, leases and the planner's ranking."""
+        """Create what a restart loses: reports, refusals, leases, and what the planner ranked and measured."""
         # During a restore: the nodes' reports, and the recorded ends of jobs.
         self.reports: dict[str, RestoreReport] = {}
         self.ends: Mapping[str, RecordedEnd] | None = None
         self.queue = JobQueue()
         self.leases = LeaseTable()
+        # What the planner measured of jobs with several numbers of cores, by job number.
+        self.cores_curves: dict[int, CoresCurve] = {}
         self.wake_at: float | None = None
 
     def __copy__(self) -> State:
@@ -147,6 +150,7 @@ class State:
         self.leases.forget_job(number)
         self.unstored.remove(("job", str(number)))
         self.queue.forget_refusals(number)
+        self.cores_curves.pop(number, None)
 
     def put_request(self, request: Request) -> None:
         self.forget_request(request.user, request.request_id)

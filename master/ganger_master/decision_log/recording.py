@@ -35,7 +35,7 @@ from ganger_master.core.queue import GrantedLease
 from ganger_master.core.state_image import Image
 
 # By program. A format rises when a file that was written before cannot be read any more.
-FORMATS: Final[Mapping[str, int]] = {"master": 2, "planner": 2}
+FORMATS: Final[Mapping[str, int]] = {"master": 2, "planner": 3}
 
 
 class Header(Struct, frozen=True, tag="recording", tag_field="line"):

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, combinations, pairwise
+from typing import Final
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -147,6 +148,36 @@ def sweet_point_bracket(points: Sequence[CpuPoint], tolerance: float = 0.1) -> t
     return (low, min(point.cores for point in measured if point.cores > low) if low < measured[-1].cores else math.inf)
 
 
+# Quantile of chi-squared with one degree of freedom: a likelihood ratio beyond it has a probability of 5 %.
+_CHI_SQUARED: Final = 3.84
+
+
+def sweet_point_bounds(points: Iterable[CpuPoint]) -> tuple[float, float]:
+    """Return bounds between which the sweet point lies with 95 % confidence, by the profile likelihood.
+
+    All sweet points count whose best curve is not significantly worse than the best of all, where a rate scatters by
+    the residuals of that one, and by 2 % at least. Fewer than two points bound nothing, and the upper bound is infinite
+    where a curve that rises up to the most cores is as good.
+    """
+    measured = averaged(points)
+    if len(measured) < 2:
+        return (0.0, math.inf)
+    cores = np.array([point.cores for point in measured])
+    rates = np.array([point.rate for point in measured])
+    thetas = _sweet_points(float(cores[-1]))
+    costs = np.array([_curve(cores, rates, theta)[1] for theta in thetas])
+    least = float(costs.min())
+    variance = max(_NOISE**2, least / max(1, len(measured) - 3))
+    likely = thetas[costs <= least + _CHI_SQUARED * variance]
+    return (float(likely[0]), math.inf if likely[-1] >= cores[-1] else float(likely[-1]))
+
+
+def _sweet_points(most: float) -> Floats:
+    """Return the sweet points that are tried, up to `most` cores."""
+    steps = min(_MOST_THETAS, max(1, round((most - 1.0) / THETA_STEP) + 1))
+    return np.linspace(min(1.0, most), most, steps)
+
+
 def _proportional(point: CpuPoint) -> CpuModel:
     plateau = point.rate / min(1.0, point.cores)
     whole = max(1.0, point.cores)
@@ -155,10 +186,7 @@ def _proportional(point: CpuPoint) -> CpuModel:
 
 def _best_curve(cores: Floats, rates: Floats) -> tuple[CpuModel, float]:
     """Return the curve of least squares of relative residuals over all sweet points; ties go to the fewest cores."""
-    most = float(cores[-1])
-    steps = min(_MOST_THETAS, max(1, round((most - 1.0) / THETA_STEP) + 1))
-    thetas = np.linspace(min(1.0, most), most, steps)
-    found = [_curve(cores, rates, float(theta)) for theta in thetas]
+    found = [_curve(cores, rates, float(theta)) for theta in _sweet_points(float(cores[-1]))]
     return min(found, key=lambda fit: (round(fit[1], 9), fit[0].sweet_point))
 
 

@@ -23,7 +23,7 @@ from ganger_master.core.answers import ChangeAnswer
 from ganger_master.core.commands import LINE_LIMIT, Promise
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
-from ganger_master.core.plan_changes import PlanChange, StartChange, TrialFinding, claims_in
+from ganger_master.core.plan_changes import CoresCurve, PlanChange, StartChange, TrialFinding, claims_in
 from ganger_master.planner.device_groups import ALONE, Claims, Mates, Unit, shape_for_two
 from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY, Resizing
 from ganger_master.planner.job_table import LiveTable
@@ -179,17 +179,20 @@ class Plan:
 
     line: numbers of the pending jobs, first job first; None: the last one stands.
     reservations: places to be kept for pending jobs; None: the last ones stand.
+    curves: of jobs that were measured anew.
     """
 
     changes: tuple[PlanChange, ...] = ()
     findings: tuple[TrialFinding, ...] = ()
     line: tuple[int, ...] | None = None
     reservations: tuple[Promise, ...] | None = None
+    curves: tuple[CoresCurve, ...] = ()
 
     @property
     def is_empty(self) -> bool:
         """Return whether there is nothing to propose."""
-        return not (self.changes or self.findings) and self.line is None and self.reservations is None
+        told = self.changes or self.findings or self.curves
+        return not told and self.line is None and self.reservations is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,8 +396,8 @@ def parts_of(plan: Plan, most: int = _CHANGES_MOST, most_claims: int = _CLAIMS_M
     """Yield the parts of a plan in the order in which they are proposed; none of an empty plan.
 
     A part has at most `most` changes with `most_claims` claims. A group, whose changes follow each other, is never
-    split; a group larger than that is a part by itself. Findings and reservations are in the first part, the line of
-    pending jobs in the last one.
+    split; a group larger than that is a part by itself. Findings, curves and reservations are in the first part, the
+    line of pending jobs in the last one.
     """
     parts = list(_split(plan.changes, most, most_claims)) or ([] if plan.is_empty else [()])
     for number, changes in enumerate(parts, 1):
@@ -404,6 +407,7 @@ def parts_of(plan: Plan, most: int = _CHANGES_MOST, most_claims: int = _CLAIMS_M
             plan.findings if is_first else (),
             plan.line if is_last else None,
             plan.reservations if is_first else None,
+            plan.curves if is_first else (),
         )
 
 

@@ -193,7 +193,7 @@ class ProfiledCores:
     """Profile and trial of one job.
 
     `millicores` are per GPU, of the claim with the fewest, and zero while the job does not run. `tried_s` is the time
-    spent in ended trials.
+    spent in ended trials, and `lost_s` how much of it the job would have needed less for the same steps without them.
     """
 
     profile: CoreProfile
@@ -205,6 +205,7 @@ class ProfiledCores:
     windows: RateWindows = NO_WINDOWS
     trial: CoresTrial | None = None
     tried_s: float = 0.0
+    lost_s: float = 0.0
 
     def put(self, job: JobRecord, running: Gang | None, now: float, pace: TrialPace) -> ProfiledCores:
         """Return it for a job as it is now, with its gang while that runs."""
@@ -285,8 +286,14 @@ class ProfiledCores:
         return replace(self, profile=self.profile.with_point(point)) if point.rate > 0.0 else self
 
     def _ended(self, now: float) -> ProfiledCores:
-        assert self.trial is not None, "there is a trial"
-        return replace(self, trial=None, tried_s=self.tried_s + max(0.0, now - self.trial.began_s))
+        trial = self.trial
+        assert trial is not None, "there is a trial"
+        took_s = max(0.0, now - trial.began_s)
+        is_measured = self.millicores == trial.millicores and self.windows.rates
+        slowdown = 1.0 - self.windows.rate / median(trial.before) if is_measured else 0.0
+        return replace(
+            self, trial=None, tried_s=self.tried_s + took_s, lost_s=self.lost_s + took_s * max(0.0, slowdown)
+        )
 
 
 # -- all jobs ----------------------------------------------------------------------------------------------------------

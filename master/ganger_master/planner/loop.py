@@ -83,6 +83,8 @@ class PlannerLoop:
         # The line last reported, and when; the reservations last proposed.
         self._line: tuple[int, ...] | None = None
         self._line_told_s = -math.inf
+        # The master has none of the curves by cores: it, or this loop, has just begun.
+        self._lacks_curves = True
         self._reserved: tuple[Promise, ...] | None = None
         # The plan without a verdict, with its context.
         self._open: tuple[Plan, PlanContext] | None = None
@@ -116,7 +118,7 @@ class PlannerLoop:
         if self._order is not None:
             self._order.vain.follow(change)
         if change.is_whole:
-            self.table = LiveTable(self.learns, change.quotas)
+            self.table, self._lacks_curves = LiveTable(self.learns, change.quotas), True
         if self._room is None or self._room.view is not change.view:
             self._room = CapacityIndex(change.view)
         table, rates, has_notes = self.table, self._rates, self._refused.has_notes
@@ -246,7 +248,11 @@ class PlannerLoop:
         keeps = reserved is not None and reserved != self._reserved
         if keeps:
             self._reserved = reserved
-        return Plan(draft.changes, tuple(context.findings), line if tells else None, reserved if keeps else None)
+        curves = () if self._rates is None else self._rates.curve_news(self._lacks_curves)
+        self._lacks_curves = False
+        return Plan(
+            draft.changes, tuple(context.findings), line if tells else None, reserved if keeps else None, curves
+        )
 
     def _settle(self, verdict: PlanVerdict, now: float) -> None:
         assert self._open is not None, "a verdict is on a plan"

@@ -14,33 +14,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Final, TypeAlias
+from typing import Final
 
 from ganger.cluster.view import View
 from ganger.job_state import JobState
 
 from ganger_master.core.gang_model import Gang, GangIntent
 from ganger_master.core.job_model import JobRecord
+from ganger_master.core.plan_changes import CoresCurve
 from ganger_master.estimators.cpu import CpuPoint
 from ganger_master.planner.core_profiles import CoreProfile, ProfiledCores, curves_of, next_trials
+from ganger_master.planner.cores_curves import CurveNews
 from ganger_master.planner.job_estimates import AttainedTime, FitCache, ReportedLosses, belief_of
+from ganger_master.planner.measured_job import MeasuredJob, RatesByLoad, RunCondition
 from ganger_master.policies.optimus_sizes import Believed, OptimusEstimate, nothing_believed
-from ganger_master.policies.trials import NO_WINDOWS, ProgressSample, RateWindows, TrialPace
+from ganger_master.policies.trials import ProgressSample, RateWindows, TrialPace
 from ganger_master.policies.tunings import NOTHING, Known
 
-# Windows and utilisation reports that are kept of a job that ran alone, the newest ones.
-_MOST_BASELINE_WINDOWS: Final = 16
-_MOST_UTILISATIONS: Final = 60
-# Windows that are kept for each load of a job, and loads for each job.
-_MOST_LOAD_WINDOWS: Final = 16
-_MOST_LOADS: Final = 16
 # Series whose curves by cores are kept, the most recently measured ones.
 _MOST_SERIES: Final = 4096
-
-# Windows in steps/s, by the number of devices that other jobs use on the job's nodes.
-RatesByLoad: TypeAlias = Mapping[int, tuple[float, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,110 +142,15 @@ class JobRates:
         """
         return False
 
+    def curve_news(self, is_all: bool = False) -> tuple[CoresCurve, ...]:
+        """Return the curves by cores to report: those that have changed since the last call. `is_all`: those of all
+        jobs are due again."""
+        return ()
+
     @property
     def remembered(self) -> RememberedRates:
         """Return the measurements, for a planner that continues from them."""
         return RememberedRates()
-
-
-@dataclass(frozen=True, slots=True)
-class Baseline:
-    """Rates and utilisation of a job that is alone on its devices, in one epoch and with one number of cores.
-
-    `first` holds epoch, millicores and rate of the first window in another epoch or with other cores. One window does
-    not show the variance, so the older rates stand until a second window confirms the change.
-    """
-
-    epoch: int = 0
-    millicores: int = 0
-    rates: tuple[float, ...] = ()
-    utilisations: tuple[float, ...] = ()
-    first: tuple[int, int, float] | None = None
-
-    def after(self, epoch: int, millicores: int, rate: float) -> Baseline:
-        """Return the baseline after one more window."""
-        if (epoch, millicores) == (self.epoch, self.millicores):
-            return replace(self, rates=(*self.rates, rate)[-_MOST_BASELINE_WINDOWS:])
-        if self.first is None or self.first[:2] != (epoch, millicores):
-            return replace(self, first=(epoch, millicores, rate))
-        return Baseline(epoch, millicores, (self.first[2], rate), self.utilisations)
-
-
-@dataclass(frozen=True, slots=True)
-class RunCondition:
-    """How a job runs; the default: not at all. `devices`: masks by node, none of a time-sliced job, beside which no
-    other job runs."""
-
-    epoch: int = 0
-    gpus: int = 0
-    millicores: int = 0
-    is_time_sliced: bool = False
-    devices: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class MeasuredJob:
-    """All measurements of one job. It runs as `run` says, beside `neighbours`, under `load`."""
-
-    create_time: float
-    signature: int
-    cores: ProfiledCores
-    run: RunCondition = field(default_factory=RunCondition)
-    neighbours: frozenset[int] = frozenset()
-    load: int = 0
-    # Epoch that ran last, and the time when it has warmed up.
-    warm: tuple[int, float] = (0, 0.0)
-    is_elastic: bool = False
-    # Windows under the present run and neighbours, under the present load, and with the present GPUs and cores.
-    present: RateWindows = NO_WINDOWS
-    loaded: RateWindows = NO_WINDOWS
-    sized: RateWindows = NO_WINDOWS
-    baseline: Baseline = field(default_factory=Baseline)
-    by_load: RatesByLoad = field(default_factory=dict)
-    by_gpus: Mapping[int, float] = field(default_factory=dict)
-    attained: AttainedTime | None = None
-    losses: ReportedLosses | None = None
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether the job has no neighbours, and at least the cores of its baseline in this epoch.
-
-        A host gives up cores before its guest arrives. Until then it has no neighbours, yet is slower than alone.
-        """
-        baseline, run = self.baseline, self.run
-        return not self.neighbours and (run.epoch != baseline.epoch or run.millicores >= baseline.millicores)
-
-    def record_loaded(self, sample: ProgressSample, now: float, pace: TrialPace) -> None:
-        """Record a report under the present load."""
-        before, self.loaded = self.loaded, self.loaded.after(sample, now, pace)
-        if self.loaded.rates is before.rates:
-            return
-        rates = (*self.by_load.get(self.load, ()), self.loaded.rates[-1])[-_MOST_LOAD_WINDOWS:]
-        others = {load: some for load, some in self.by_load.items() if load != self.load}
-        if len(others) >= _MOST_LOADS:
-            # The first key is the load that was measured longest ago.
-            del others[next(iter(others))]
-        self.by_load = {**others, self.load: rates}
-
-    def record_present(self, sample: ProgressSample, use: float | None, now: float, pace: TrialPace) -> None:
-        """Record a report, and in the baseline if the job is alone."""
-        if use is not None and self.is_alone:
-            utilisations = (*self.baseline.utilisations, use)[-_MOST_UTILISATIONS:]
-            self.baseline = replace(self.baseline, utilisations=utilisations)
-        before, self.present = self.present, self.present.after(sample, now, pace)
-        if self.present.rates is not before.rates and self.is_alone:
-            self.baseline = self.baseline.after(self.run.epoch, self.run.millicores, self.present.rates[-1])
-
-    def record_size(self, sample: ProgressSample, now: float, pace: TrialPace) -> bool:
-        """Record a report with the present number of GPUs. Return whether it has filled a window."""
-        if not self.is_elastic:
-            return False
-        before, self.sized = self.sized, self.sized.after(sample, now, pace)
-        if self.sized.rates is before.rates:
-            return False
-        if self.sized.is_enough:
-            self.by_gpus = {**self.by_gpus, self.run.gpus: self.sized.rate}
-        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +173,7 @@ class RateRegistry(JobRates):
         self._fits = FitCache()
         # Curves by cores; they are stale once a point or a job has come or gone.
         self._known, self._is_stale = NOTHING, False
+        self._news = CurveNews()
         self.weighs_sizes = False
 
     # -- reports -------------------------------------------------------------------------------------------------------
@@ -289,6 +189,7 @@ class RateRegistry(JobRates):
             inherited = self._series.get(signature, ())
             self._is_stale = self._is_stale or bool(inherited)
             cores = ProfiledCores(CoreProfile(inherited=inherited))
+            self._news.note(number)
             known = self._jobs[number] = MeasuredJob(job.create_time, signature, cores)
         running = gang if _is_running(job, gang) else None
         known.is_elastic = job.spec.is_elastic
@@ -316,7 +217,7 @@ class RateRegistry(JobRates):
         if job is None:
             return False
         sample = ProgressSample(report.time_s, report.step, report.since_s)
-        self._put_cores(job, job.cores.after(sample, now, pace))
+        self._put_cores(number, job, job.cores.after(sample, now, pace))
         # The last step of an earlier time slice, or a report that does not show which slice it belongs to, is ignored.
         if now >= job.present.since_s and (not job.run.is_time_sliced or report.time_s >= report.since_s):
             if job.run.devices and not job.neighbours:
@@ -339,8 +240,13 @@ class RateRegistry(JobRates):
         before = self.trials
         cores = {number: job.cores for number, job in self._jobs.items()}
         for number, found in next_trials(cores, view, running_s, now, self._pace):
-            self._put_cores(self._jobs[number], found)
+            self._put_cores(number, self._jobs[number], found)
         return self._is_stale or before != self.trials
+
+    def curve_news(self, is_all: bool = False) -> tuple[CoresCurve, ...]:
+        for number in self._jobs if is_all else ():
+            self._news.note(number)
+        return self._news.taken(lambda number: job.cores if (job := self._jobs.get(number)) else None)
 
     @property
     def remembered(self) -> RememberedRates:
@@ -437,13 +343,15 @@ class RateRegistry(JobRates):
         losses = None if known is None else known.losses
         return belief_of(job, losses, self.by_gpus(job.number), self._fits, gpus_per_node)
 
-    def _put_cores(self, job: MeasuredJob, cores: ProfiledCores) -> None:
+    def _put_cores(self, number: int, job: MeasuredJob, cores: ProfiledCores) -> None:
         if cores.profile != job.cores.profile:
             self._is_stale = True
             self._series.pop(job.signature, None)
             self._series[job.signature] = cores.profile.points
             if len(self._series) > _MOST_SERIES:
                 del self._series[next(iter(self._series))]
+        if cores.profile is not job.cores.profile or cores.trial is not job.cores.trial:
+            self._news.note(number)
         job.cores = cores
 
     # -- jobs on the same nodes ----------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ from ganger_master.policies import Policy, live_policy_named
 from ganger_master.policies.trials import TrialPace
 from ganger_master.rpc.planner_messages import (
     change_to_wire,
+    curve_to_wire,
     finding_to_wire,
     live_job_from_wire,
     promise_to_wire,
@@ -254,6 +255,7 @@ class Planner:
             changes=[change_to_wire(change, self._figures(change)) for change in part.changes],
             reason=f"policy {policy.name}",
             findings=map(finding_to_wire, part.findings),
+            cores_curves=map(curve_to_wire, part.curves),
         )
         if part.reservations is not None:
             message.reservations.SetInParent()

@@ -20,6 +20,7 @@ from ganger_master.core.answers import ArrayAnswer, JobAnswer, UpdateAnswer
 from ganger_master.core.effects import cut
 from ganger_master.core.explain import Explanation, explain, kept_for, making_room_for
 from ganger_master.core.job_model import JobRecord, members_of
+from ganger_master.planner.cores_explanation import explain_cores
 from ganger_master.planner.deadline_advice import deadline_advice
 from ganger_master.planner.start_forecast import start_forecast
 from ganger_master.policies.order_registry import EDF
@@ -37,7 +38,7 @@ from ganger_master.rpc.answer_messages import (
     place_of,
 )
 from ganger_master.rpc.log_proxy import LogProxy
-from ganger_master.rpc.planner_messages import REASON_MOST, on_the_way_to_wire
+from ganger_master.rpc.planner_messages import REASON_MOST, curve_to_wire, on_the_way_to_wire
 from ganger_master.runtime.writer import Writer
 from ganger_master.store.contract import HistoryEntry
 
@@ -252,6 +253,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         if found.is_ranked:
             found = await self._with_forecast(found, number)
         is_estimated = found.start_before_s > 0
+        curve = self._writer.state.cores_curves.get(number)
         return job_service_pb2.Explanation(
             job=job,
             blockers=convert.refusals_to_wire(found.blockers),
@@ -261,6 +263,8 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
             deadline_advice=await self._deadline_advice(number),
             migration_steps=[on_the_way_to_wire(one) for one in making_room_for(self._writer.state, number)],
             reserved_nodes=[names.node_name(node) for node in kept_for(self._writer.state, number)],
+            cores_reason=explain_cores(self._writer.state, number),
+            cores_curve=None if curve is None else curve_to_wire(curve),
         )
 
     async def _with_forecast(self, found: Explanation, number: int) -> Explanation:

@@ -25,8 +25,11 @@ from ganger_master.core.explain import RoomInProgress
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, Piece
 from ganger_master.core.job_model import JobRecord, JobSpec
 from ganger_master.core.plan_changes import (
+    CURVE_POINTS,
     NO_PURPOSE,
     CoresChange,
+    CoresCurve,
+    CurvePoint,
     Goal,
     MoveChange,
     PlanChange,
@@ -212,8 +215,9 @@ def plan_from_wire(message: scheduling_pb2.Plan) -> commands.ProposePlan:
         numbers = tuple([names.parse_job_name(job) for job in message.line.jobs])
         line = commands.Line(numbers, message.line.policy[:_POLICY_MOST])
     kept = message.reservations.reservations
-    if max(len(kept), len(message.findings)) > commands.PROMISES_LIMIT:
-        raise errors.PlanInvalid(f"a plan keeps at most {commands.PROMISES_LIMIT} places, and reports as many findings")
+    if max(len(kept), len(message.findings), len(message.cores_curves)) > commands.PROMISES_LIMIT:
+        most = f"{commands.PROMISES_LIMIT} places, and reports as many findings and curves"
+        raise errors.PlanInvalid(f"a plan keeps at most {most}")
     claims = max(sum([_claims_in(change) for change in message.changes]), sum([len(one.claims) for one in kept]))
     if claims > commands.CLAIMS_LIMIT:
         raise errors.PlanInvalid(f"a plan has at most {commands.CLAIMS_LIMIT} claims, this one {claims}")
@@ -228,6 +232,7 @@ def plan_from_wire(message: scheduling_pb2.Plan) -> commands.ProposePlan:
         line=line,
         promises=promises,
         findings=tuple([_finding_from_wire(one) for one in message.findings]),
+        curves=tuple([_curve_from_wire(one) for one in message.cores_curves]),
     )
 
 
@@ -302,6 +307,26 @@ def finding_to_wire(finding: TrialFinding) -> scheduling_pb2.Finding:
     )
 
 
+def curve_to_wire(curve: CoresCurve) -> scheduling_pb2.CoresCurve:
+    return scheduling_pb2.CoresCurve(
+        job=names.job_name(curve.number),
+        points=map(_point_to_wire, curve.points),
+        fitted=map(_point_to_wire, curve.fitted),
+        sweet_point=curve.sweet_point,
+        sweet_point_low=curve.sweet_low,
+        sweet_point_high=0.0 if math.isinf(curve.sweet_high) else curve.sweet_high,
+        fit_error=curve.fit_error,
+        enough_millicores=curve.enough_millicores,
+        trial_millicores=curve.trial_millicores,
+        tried=times.duration(curve.tried_s),
+        lost=times.duration(curve.lost_s),
+    )
+
+
+def _point_to_wire(point: CurvePoint) -> scheduling_pb2.CurvePoint:
+    return scheduling_pb2.CurvePoint(cores=point.cores, steps_per_s=point.rate, is_inherited=point.is_inherited)
+
+
 def _claims_in(message: scheduling_pb2.Change) -> int:
     kind = message.WhichOneof("change")
     return 0 if kind is None else len(getattr(getattr(message, kind), "claims", ()))
@@ -364,6 +389,26 @@ def _finding_from_wire(message: scheduling_pb2.Finding) -> TrialFinding:
         _finite(message.gain_deviation),
         message.detail[:_DETAIL_MOST],
     )
+
+
+def _curve_from_wire(message: scheduling_pb2.CoresCurve) -> CoresCurve:
+    return CoresCurve(
+        names.parse_job_name(message.job),
+        tuple([_point_from_wire(one) for one in message.points[:CURVE_POINTS]]),
+        tuple([_point_from_wire(one) for one in message.fitted[:CURVE_POINTS]]),
+        _finite(message.sweet_point),
+        _finite(message.sweet_point_low),
+        _finite(message.sweet_point_high) or math.inf,
+        _finite(message.fit_error),
+        message.enough_millicores,
+        message.trial_millicores,
+        max(0.0, times.seconds(message.tried)),
+        max(0.0, times.seconds(message.lost)),
+    )
+
+
+def _point_from_wire(message: scheduling_pb2.CurvePoint) -> CurvePoint:
+    return CurvePoint(_finite(message.cores), _finite(message.steps_per_s), message.is_inherited)
 
 
 def _finite(number: float) -> float:

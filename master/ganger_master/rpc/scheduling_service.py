@@ -290,8 +290,9 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
     def _check_plan(self, caller: CallerIdentity, plan: commands.ProposePlan) -> None:
         """Raise PlanInvalid, JobNotFound or JobNotYours for a user's plan that changes others' jobs, or goes where a
         user's scheduler may not: onto devices of others, and past the policy's planner."""
-        if plan.line is not None or plan.promises is not None or plan.findings:
-            raise errors.PlanInvalid("a user's plan changes own jobs: it has no line, no places kept, no findings")
+        if plan.line is not None or plan.promises is not None or plan.findings or plan.curves:
+            least = "it has no line, no places kept, no findings and no curves"
+            raise errors.PlanInvalid(f"a user's plan changes own jobs: {least}")
         check_jobs(caller, self._shown, (change.number for change in plan.changes))
         state = self._writer.state
         if state.policy.is_planned and any(isinstance(change, StartChange | SliceChange) for change in plan.changes):

@@ -1,0 +1,70 @@
+"""`ganger profile` and `ganger why --cpus`, against canned answers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from ganger.v1 import scheduling_pb2
+from kit.canned import Call, CannedMaster
+
+Output = pytest.CaptureFixture[str]
+REASON = "Job 1 has 3 cores for its GPU on n1. That is the fewest with 99% of its best rate."
+
+
+def measured(master: CannedMaster) -> scheduling_pb2.CoresCurve:
+    """Let the master have a curve of job 1 that is flat from three cores."""
+    curve = master.explanation.cores_curve
+    curve.job, curve.sweet_point = "jobs/1", 3.0
+    for cores, rate in ((1, 10.0), (3, 30.0), (8, 30.5)):
+        curve.points.add(cores=cores, steps_per_s=rate, is_inherited=cores == 8)
+    for cores in range(1, 9):
+        curve.fitted.add(cores=cores, steps_per_s=10.0 * min(cores, 3))
+    master.explanation.cores_reason = REASON
+    return curve
+
+
+def test_the_profile_has_the_points_with_the_fit_a_plot_and_the_reason(
+    call: Call, master: CannedMaster, capsys: Output
+) -> None:
+    measured(master)
+    assert call("profile", "1") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines[1:4]] == [
+        ["1", "10", "10", "this", "job"],
+        ["3", "30", "30", "this", "job"],
+        ["8", "30.5", "30", "series"],
+    ]
+    drawn = lines[5:17]
+    assert drawn[0].startswith("30.5 |")
+    assert drawn[0].endswith("o")
+    theta = drawn[-1].index("|", 6)
+    assert all(line[theta] == "|" for line in drawn[1:]), "theta is a vertical line"
+    assert "*" in drawn[0][theta] + drawn[1][theta] or drawn[0][theta] == "*"
+    assert any("*" in line[:theta] for line in drawn[5:]), "one core is far below"
+    assert lines[-1] == REASON
+
+
+def test_the_profile_as_json_has_the_curve_or_null(call: Call, master: CannedMaster, capsys: Output) -> None:
+    assert call("profile", "1", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["cores_curve"] is None
+    measured(master)
+    assert call("profile", "1", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["cores_reason"] == REASON
+    assert [point["cores"] for point in found["cores_curve"]["points"]] == [1.0, 3.0, 8.0]
+
+
+def test_a_profile_without_measurements_and_why_of_cores_print_the_reason_alone(
+    call: Call, master: CannedMaster, capsys: Output
+) -> None:
+    master.explanation.cores_reason = REASON
+    assert call("profile", "1") == 0
+    assert capsys.readouterr().out == f"{REASON}\n"
+    assert call("why", "--cpus", "1") == 0
+    assert capsys.readouterr().out == f"{REASON}\n"
+
+
+def test_a_master_of_an_older_version_reports_no_reasons(call: Call, master: CannedMaster, capsys: Output) -> None:
+    assert call("why", "1", "--cpus") == 0
+    assert "older version" in capsys.readouterr().out
