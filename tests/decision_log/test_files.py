@@ -72,7 +72,7 @@ def header(**changes: object) -> Callable[[list[bytes]], Iterator[bytes]]:
     ("change", "says"),
     [
         (header(format=3, ganger="9.9"), "has format 3, written by ganger 9.9; this ganger reads format 2"),
-        (header(program="planner", format=1), "has format 1, written by ganger test; this ganger reads format 2"),
+        (header(program="planner", format=1), "has format 1, written by ganger test; this ganger reads format 3"),
         (header(line="trace"), "is no recording of Ganger"),
         (lambda lines: lines[:0], "is empty"),
         (lambda lines: lines[1:], "is no recording of Ganger"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from core.drive import job_of
 from ganger.v1 import scheduling_pb2
@@ -105,7 +103,7 @@ def test_a_curve_is_the_same_on_the_other_side_of_the_wire() -> None:
     (measured,) = drive.measured.curve_news()
     # Times have whole nanoseconds there.
     curve = structs.replace(measured, tried_s=72.25, lost_s=3.5, sweet_high=9.5)
-    open_ended = structs.replace(curve, sweet_high=math.inf)
+    open_ended = structs.replace(curve, sweet_high=0.0)
     message = scheduling_pb2.Plan(cores_curves=[curve_to_wire(curve), curve_to_wire(open_ended)])
     assert plan_from_wire(message).curves == (curve, open_ended)
     assert curve.number == number

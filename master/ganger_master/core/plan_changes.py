@@ -106,9 +106,10 @@ class CoresCurve(Struct, frozen=True, gc=False):
 
     points: measured, by cores. fitted: the fitted curve at whole numbers of cores; empty with fewer than two points.
     sweet_point, sweet_low, sweet_high: the cores from which more do not help, with bounds of 95 % confidence; the upper
-    one is infinite where the rate still rises. fit_error: largest relative deviation of the curve from a point.
-    enough_millicores: the fewest with 99 % of the best rate by the curve; zero without one. trial_millicores: under
-    trial; zero: none. tried_s, lost_s: time in ended trials, and by how much of it they delayed the job.
+    one is zero where the rate still rises at the most cores measured. fit_error: largest relative deviation of the
+    curve from a point. enough_millicores: the fewest with 99 % of the best rate by the curve; zero without one.
+    trial_millicores: under trial; zero: none. tried_s, lost_s: time in ended trials, and how much less the job would
+    have needed for the same steps.
     """
 
     number: int

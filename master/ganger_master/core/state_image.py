@@ -25,6 +25,7 @@ from ganger_master.core.effects import ELEMENT_TYPES, Dirty
 from ganger_master.core.gang_model import Gang, TimesliceGroup
 from ganger_master.core.job_model import JobRecord, Request
 from ganger_master.core.node_model import Counters, Element, Node
+from ganger_master.core.plan_changes import CoresCurve
 from ganger_master.core.queue import Blocked, GrantedLease, ReservedPlaces
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
@@ -95,6 +96,7 @@ class Image(Struct, frozen=True, gc=False):
     promised: Mapping[int, tuple[Claim, ...]] = field(default_factory=dict)
     promised_at: float = 0.0
     suggested: Mapping[int, tuple[Claim, ...]] = field(default_factory=dict)
+    cores_curves: Mapping[int, CoresCurve] = field(default_factory=dict)
     wake_at: float | None = None
 
 
@@ -130,6 +132,7 @@ _MAPPINGS = (
     "queue.ranks",
     "queue.promised",
     "queue.suggested",
+    "cores_curves",
 )
 _SETS = (
     "jobs.finished",

@@ -46,7 +46,7 @@ def curve_of(number: int, cores: ProfiledCores) -> CoresCurve:
         tuple([CurvePoint(count, model.rate(count)) for count in grid.tolist()]),
         model.sweet_point,
         low,
-        high,
+        0.0 if math.isinf(high) else high,
         model.error.worst,
         round(1000 * enough),
         spent.trial_millicores,

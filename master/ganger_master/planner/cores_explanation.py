@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -95,7 +94,7 @@ def _measured(curve: CoresCurve, job: JobRecord) -> Iterator[str]:
     rates = ", ".join([f"{one.rate:.3g} with {one.cores:g}{' (series)' * one.is_inherited}" for one in curve.points])
     yield f"steps/s by cores for each GPU: {rates}"
     if curve.fitted:
-        high = "more than was tried" if math.isinf(curve.sweet_high) else f"{curve.sweet_high:g}"
+        high = f"{curve.sweet_high:g}" if curve.sweet_high else "more than was tried"
         bounds = f"between {curve.sweet_low:g} and {high} with 95 % confidence"
         yield f"the curve is flat from {curve.sweet_point:g} cores ({bounds}), and at most {curve.fit_error:.1%} off"
     if curve.tried_s:
