@@ -277,8 +277,10 @@ def _wrong_members(members: Sequence[tuple[int, Mapping[str, str]]]) -> list[tup
             found.append((f"{path}.parameters", f"at most {_VALUES_LIMIT} bytes in all"))
         # No value is longer than all of them together, so most need not be checked one by one.
         are_fine = total <= _VALUE_LIMIT and "\0" not in values
+        # Most members have parameters of the same names.
+        if are_fine and named.issuperset(given):
+            continue
         for name, text in given.items():
-            # Most members have parameters of the same names.
             if name not in named and (not _NAME.fullmatch(name) or name in _RESERVED):
                 found.append((f"{path}.parameters", f"{name[:40]!r} cannot be the name of a parameter"))
             elif not are_fine and (bytes_of(text) > _VALUE_LIMIT or "\0" in text):

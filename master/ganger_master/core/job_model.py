@@ -442,17 +442,21 @@ class Template:
 
     def length(self, index: int, parameters: Mapping[str, str]) -> int:
         """Return the bytes of the member's command."""
-        length = self._length
-        for name, text in (("index", str(index)), *parameters.items()):
-            count = self._places.get(name, 0)
-            if count:
-                length += count * (bytes_of(text) - bytes_of(name) - len("{}"))
-        return length
+        given = {"index": str(index), **parameters}
+        # Most members have many parameters, of which a command names few.
+        return self._length + sum(
+            [
+                self._places[name] * (bytes_of(given[name]) - bytes_of(name) - len("{}"))
+                for name in self._places.keys() & given.keys()
+            ]
+        )
 
     def has_program(self, index: int, parameters: Mapping[str, str]) -> bool:
         """Return whether the member's first word is not empty."""
+        if self._has_program:
+            return True
         given = {"index": str(index), **parameters}
-        return self._has_program or any(given.get(name, name) for name in self._program_names)
+        return any(given.get(name, name) for name in self._program_names)
 
 
 def bytes_of(text: str) -> int:
