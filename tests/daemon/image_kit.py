@@ -72,6 +72,16 @@ _WITHOUT_AGENT = ("opaque", "steps")
 programs = pytest.mark.parametrize("kind", list(PROGRAMS))
 
 
+def kinds_at_points(points: Sequence[Any]) -> list[Any]:
+    """Return parameters (kind, point): `make test` dies at each point with one kind in turn, `make chaos` with both."""
+    kinds = ("agent", "opaque")
+    return [
+        pytest.param(kind, point, marks=() if number % 2 == at else pytest.mark.chaos)
+        for at, kind in enumerate(kinds)
+        for number, point in enumerate(points)
+    ]
+
+
 async def begun(
     made: Cluster,
     kind: str,
@@ -139,14 +149,24 @@ async def moved_in(
     """Bring the image of a job that runs to another node, where it stands still. Return its gang there.
 
     `sequence`: of the order to hand over."""
-    source, epoch = gang.members[0].node.removeprefix("nodes/"), gang.epoch + 1
-    new = prepared(made, gang, target, epoch)
-    await made.master.want(target, new)
-    await made.master.until(target, epoch, in_phase(Observed.PHASE_PREPARED))
-    order = with_changes(gang, sequence, intent=Intents.INTENT_HAND_OVER, stop_sequence=sequence)
-    await made.master.want(source, order)
-    await made.master.until(target, epoch, in_phase(Observed.PHASE_READY))
+    new = await expected(made, gang, target)
+    await handed_over(made, gang, sequence)
+    await made.master.until(target, new.epoch, in_phase(Observed.PHASE_READY))
     return new
+
+
+async def expected(made: Cluster, gang: agent_pb2.DesiredGang, target: str = "n2") -> agent_pb2.DesiredGang:
+    """Let another node prepare for the image of a job. Return its gang there."""
+    new = prepared(made, gang, target, gang.epoch + 1)
+    await made.master.want(target, new)
+    await made.master.until(target, new.epoch, in_phase(Observed.PHASE_PREPARED))
+    return new
+
+
+async def handed_over(made: Cluster, gang: agent_pb2.DesiredGang, sequence: int = 2) -> None:
+    """Order the job's node to send its image to the node that has prepared for it."""
+    order = with_changes(gang, sequence, intent=Intents.INTENT_HAND_OVER, stop_sequence=sequence)
+    await made.master.want(gang.members[0].node.removeprefix("nodes/"), order)
 
 
 def from_image(

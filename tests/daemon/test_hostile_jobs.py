@@ -24,6 +24,7 @@ from ganger_daemon.gang.exit_watcher import exit_of
 from ganger_daemon.gang.job_output import JobSocketServer
 from ganger_daemon.node.daemon_files import DaemonPaths, make_directory, open_plain, read_json, remove_tree, write_json
 from ganger_daemon.node.process_identity import ProcessId
+from kit.accounts import as_stranger, needs_a_stranger
 from kit.waiting import eventually
 from rpc.kit import until
 
@@ -80,7 +81,7 @@ def test_what_a_gang_leaves_is_out_of_the_way_at_once_and_gone_soon_also_after_a
     eventually(lambda: list(daemon.run.iterdir()) == [daemon.launchers], what="the rest of it removed")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs a second account")
+@needs_a_stranger
 def test_packets_of_another_account_at_the_job_socket_are_ignored() -> None:
     async def story(path: Path) -> list[object]:
         heard: list[object] = []
@@ -91,11 +92,8 @@ def test_packets_of_another_account_at_the_job_socket_are_ignored() -> None:
             socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as own,
             socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger,
         ):
-            os.seteuid(12345)
-            try:
+            with as_stranger():
                 stranger.connect(str(path))
-            finally:
-                os.seteuid(0)
             stranger.setblocking(False)
             assert await loop.sock_recv(stranger, 100) == b""
             own.connect(str(path))

@@ -17,9 +17,12 @@ from daemon.image_kit import (
     begun,
     counts,
     ended,
+    expected,
     from_image,
     goes_on,
+    handed_over,
     holding_shared_memory,
+    kinds_at_points,
     moved_in,
     needs_images,
     one_after_the_other,
@@ -51,8 +54,7 @@ def test_every_failpoint_of_images_is_tried() -> None:
     assert {point for point, _ in MOVE_POINTS} | set(SAVE_POINTS) >= OF_IMAGES - OF_DEVICES
 
 
-@pytest.mark.parametrize("kind", ["opaque", "agent"])
-@pytest.mark.parametrize("point", SAVE_POINTS)
+@pytest.mark.parametrize(("kind", "point"), kinds_at_points(SAVE_POINTS))
 def test_a_daemon_that_dies_while_it_saves_an_image_loses_nothing(kind: str, point: str) -> None:
     async def story(made: Cluster) -> None:
         uid = str(uuid.uuid4())
@@ -114,9 +116,9 @@ def test_a_daemon_that_dies_after_its_consent_loses_nothing(
     run(story)
 
 
-@pytest.mark.parametrize("kind", ["opaque", "agent"])
-@pytest.mark.parametrize(("point", "victim"), MOVE_POINTS)
-def test_a_move_in_which_a_daemon_dies_never_runs_the_job_twice(kind: str, point: str, victim: str) -> None:
+@pytest.mark.parametrize(("kind", "place"), kinds_at_points(MOVE_POINTS))
+def test_a_move_in_which_a_daemon_dies_never_runs_the_job_twice(kind: str, place: tuple[str, str]) -> None:
+    point, victim = place
     may_be_lost = (kind, point) == ("opaque", "image-packed")
 
     async def story(made: Cluster) -> None:
@@ -125,11 +127,9 @@ def test_a_move_in_which_a_daemon_dies_never_runs_the_job_twice(kind: str, point
             await made.daemon_process(node, point if node == victim else "", cgroups="auto")
         await asyncio.gather(made.until_session("n1"), made.until_session("n2"))
         gang = await begun(made, kind, uid, holding_shared_memory(uid) + PROGRAMS[kind])
-        new = prepared(made, gang, "n2", 2)
         dies = asyncio.ensure_future(replaced(made, victim, cgroups="auto"))
-        await made.master.want("n2", new)
-        await made.master.until("n2", 2, in_phase(Observed.PHASE_PREPARED))
-        await made.master.want("n1", with_changes(gang, 2, intent=Intents.INTENT_HAND_OVER, stop_sequence=2))
+        new = await expected(made, gang)
+        await handed_over(made, gang)
         await dies
         await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED), patience=60)
         arrived = await made.master.until(
@@ -198,13 +198,11 @@ def test_a_move_whose_image_is_lost_with_a_launcher_ends_with_the_reason() -> No
         await made.daemon("n1")
         await made.daemon("n2")
         gang = await begun(made, "opaque", uid)
-        new = prepared(made, gang, "n2", 2)
-        await made.master.want("n2", new)
-        await made.master.until("n2", 2, in_phase(Observed.PHASE_PREPARED))
+        new = await expected(made, gang)
         (path,) = (made.directory / "r-n2" / "launchers").glob("*.sock")
         with Launcher(str(path)) as launcher:
             os.kill(int(launcher.info()["pid"]), signal.SIGKILL)
-        await made.master.want("n1", with_changes(gang, 2, intent=Intents.INTENT_HAND_OVER, stop_sequence=2))
+        await handed_over(made, gang)
         refused = await made.master.until("n2", 2, lambda seen: bool(seen.trouble))
         assert "its image is gone with the launcher that held it" in refused.trouble
         await made.master.want("n2", with_changes(new, 2, intent=Intents.INTENT_STOP))
@@ -243,9 +241,8 @@ def test_a_job_runs_on_if_its_move_is_given_up_while_no_daemon_of_its_node_lives
         await made.daemon("n2")
         await made.until_session("n1")
         gang = await begun(made, "opaque", uid)
-        await made.master.want("n2", prepared(made, gang, "n2", 2))
-        await made.master.until("n2", 2, in_phase(Observed.PHASE_PREPARED))
-        await made.master.want("n1", with_changes(gang, 2, intent=Intents.INTENT_HAND_OVER, stop_sequence=2))
+        await expected(made, gang)
+        await handed_over(made, gang)
         async with asyncio.timeout(60):
             await made.processes["n1"].wait()
         await made.master.want("n1", with_changes(gang, 3))
@@ -319,10 +316,8 @@ def test_a_destination_that_cannot_use_an_image_reports_why_and_tries_once(monke
         await made.daemon("n1")
         await made.daemon("n2")
         gang = await begun(made, "opaque", uid)
-        new = prepared(made, gang, "n2", 2)
-        await made.master.want("n2", new)
-        await made.master.until("n2", 2, in_phase(Observed.PHASE_PREPARED))
-        await made.master.want("n1", with_changes(gang, 2, intent=Intents.INTENT_HAND_OVER, stop_sequence=2))
+        new = await expected(made, gang)
+        await handed_over(made, gang)
         troubled = await made.master.until("n2", 2, lambda seen: bool(seen.trouble))
         assert "names" in troubled.trouble
         await ended(made, "n2", new)

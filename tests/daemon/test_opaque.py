@@ -143,15 +143,21 @@ def test_without_an_agent_a_python_is_left_alone_but_for_its_exit_code() -> None
     run(story)
 
 
+async def begun_deaf(made: Cluster, uid: str) -> agent_pb2.DesiredGang:
+    """Start a job that obeys no order, and wait until it runs."""
+    gang = made.gang({"n1": [0]}, "n1", uid=uid, mode="deaf")
+    gang.grace.FromMilliseconds(300)
+    await made.master.want("n1", gang)
+    await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+    await until(lambda: "deaf" in log_of(made.directory, "n1", uid, 0, 1), "a job that hears nothing")
+    return gang
+
+
 def test_a_job_that_ignores_every_order_loses_its_devices() -> None:
     async def story(made: Cluster) -> None:
         await made.daemon("n1", order_patience_s=0.2, order_deadline_s=3.0)
         uid = str(uuid.uuid4())
-        gang = made.gang({"n1": [0]}, "n1", uid=uid, mode="deaf")
-        gang.grace.FromMilliseconds(300)
-        await made.master.want("n1", gang)
-        await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
-        await until(lambda: "deaf" in log_of(made.directory, "n1", uid, 0, 1), "a job that hears nothing")
+        gang = await begun_deaf(made, uid)
         await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, **PAUSE))
         ended = await made.master.until("n1", 1, in_phase(Observed.PHASE_ENDED))
         assert ended.outcome.kind == 9, ended.outcome
@@ -167,11 +173,7 @@ def test_a_job_that_does_not_stop_for_a_move_is_left_alone_and_the_reason_is_sai
     async def story(made: Cluster) -> None:
         await made.daemon("n1", order_patience_s=0.2, order_deadline_s=0.5)
         uid = str(uuid.uuid4())
-        gang = made.gang({"n1": [0]}, "n1", uid=uid, mode="deaf")
-        gang.grace.FromMilliseconds(300)
-        await made.master.want("n1", gang)
-        await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
-        await until(lambda: "deaf" in log_of(made.directory, "n1", uid, 0, 1), "a job that hears nothing")
+        gang = await begun_deaf(made, uid)
         await made.master.want("n1", with_changes(gang, 2, stop_sequence=2, intent=Intents.INTENT_HAND_OVER))
         troubled = await made.master.until("n1", 1, lambda message: bool(message.trouble))
         assert "it came to no boundary for" in troubled.trouble

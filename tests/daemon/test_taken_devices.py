@@ -13,8 +13,11 @@ from daemon.image_kit import (
     OFFLOAD,
     begun,
     counts,
+    expected,
     from_image,
     goes_on,
+    handed_over,
+    kinds_at_points,
     moved_in,
     needs_images,
     one_after_the_other,
@@ -135,14 +138,19 @@ def test_an_offload_that_the_driver_refuses_is_reported_and_the_process_goes_on(
     run(story)
 
 
+async def resumed_with(made: Cluster, uid: str, result: str, text: str) -> None:
+    """Offload a process, and let it go on although its driver will answer the first call to restore it like this."""
+    await made.daemon("n1", criu="none")
+    gang, pid = await begun_in_place(made, uid)
+    await offloaded(made, gang, 2)
+    file_driver.write(pid, {"restore": [result, text]}, "gpu-faults")
+    await made.master.want("n1", with_changes(gang, 3))
+
+
 def test_a_device_that_is_full_is_asked_for_again_until_it_has_room() -> None:
     async def story(made: Cluster) -> None:
         uid = str(uuid.uuid4())
-        await made.daemon("n1", criu="none")
-        gang, pid = await begun_in_place(made, uid)
-        await offloaded(made, gang, 2)
-        file_driver.write(pid, {"restore": ["CUDA_ERROR_OUT_OF_MEMORY", ""]}, "gpu-faults")
-        await made.master.want("n1", with_changes(gang, 3))
+        await resumed_with(made, uid, "CUDA_ERROR_OUT_OF_MEMORY", "")
         waits = await made.master.until("n1", 1, lambda seen: "too little free memory" in seen.trouble)
         assert waits.phase == Observed.PHASE_STARTING
         await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
@@ -153,12 +161,7 @@ def test_a_device_that_is_full_is_asked_for_again_until_it_has_room() -> None:
 
 def test_a_process_that_loses_its_device_state_is_ended_with_the_reason() -> None:
     async def story(made: Cluster) -> None:
-        uid = str(uuid.uuid4())
-        await made.daemon("n1", criu="none")
-        gang, pid = await begun_in_place(made, uid)
-        await offloaded(made, gang, 2)
-        file_driver.write(pid, {"restore": ["CUDA_ERROR_UNKNOWN", "failed"]}, "gpu-faults")
-        await made.master.want("n1", with_changes(gang, 3))
+        await resumed_with(made, str(uuid.uuid4()), "CUDA_ERROR_UNKNOWN", "failed")
         ended = await made.master.until("n1", 1, in_phase(Observed.PHASE_ENDED))
         assert ended.outcome.kind == agent_pb2.Outcome.KIND_FAILED
         assert "has lost its GPU state" in ended.outcome.message
@@ -273,8 +276,7 @@ def test_a_process_whose_image_is_refused_has_its_device_again() -> None:
 
 
 @needs_images
-@programs
-@pytest.mark.parametrize("point", SAVE_POINTS)
+@pytest.mark.parametrize(("kind", "point"), kinds_at_points(SAVE_POINTS))
 def test_a_daemon_that_dies_while_it_takes_a_device_for_an_image_loses_nothing(kind: str, point: str) -> None:
     async def story(made: Cluster) -> None:
         uid = str(uuid.uuid4())
@@ -338,22 +340,21 @@ def test_an_offloaded_process_moves_by_its_image_to_another_device(cgroups: str)
 
 
 @needs_images
-@programs
-@pytest.mark.parametrize(("point", "victim"), MOVE_POINTS)
+@pytest.mark.parametrize(("kind", "place"), kinds_at_points(MOVE_POINTS))
 def test_a_move_in_which_a_daemon_dies_at_a_driver_call_never_runs_the_job_twice(
-    kind: str, point: str, victim: str
+    kind: str, place: tuple[str, str]
 ) -> None:
+    point, victim = place
+
     async def story(made: Cluster) -> None:
         uid = str(uuid.uuid4())
         for node in ("n1", "n2"):
             await made.daemon_process(node, point if node == victim else "", DRIVEN)
         await asyncio.gather(made.until_session("n1"), made.until_session("n2"))
         gang, _ = await begun_for_images(made, kind, uid)
-        new = prepared(made, gang, "n2", 2)
         dies = asyncio.ensure_future(replaced(made, victim, DRIVEN))
-        await made.master.want("n2", new)
-        await made.master.until("n2", 2, in_phase(Observed.PHASE_PREPARED))
-        await made.master.want("n1", with_changes(gang, 2, intent=Intents.INTENT_HAND_OVER, stop_sequence=2))
+        new = await expected(made, gang)
+        await handed_over(made, gang)
         await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED), patience=60)
         await made.master.until("n2", 2, in_phase(Observed.PHASE_READY), patience=60)
         before = counts(made, "n1", uid)

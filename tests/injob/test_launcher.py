@@ -21,6 +21,7 @@ from ganger.injob.launcher.client import Launcher, LauncherError
 from ganger.injob.launcher.process_record import TaskPlace, torchrun_environment
 from ganger.injob.process_identity import start_ticks
 from injob.launcher_kit import HAS_TORCH, Place, exit_record, log_text, page_of
+from kit.accounts import STRANGER, as_stranger, needs_a_stranger
 from kit.waiting import eventually
 
 
@@ -347,20 +348,16 @@ def test_what_a_child_that_was_killed_has_written_in_part_does_not_end_its_launc
         os.close(read_end)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs a second account")
+@needs_a_stranger
 def test_a_launcher_of_another_account_is_given_nothing(tmp_path: Path) -> None:
     path = str(tmp_path / "l.sock")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(path)
-        # the kernel records the listener at the moment of listen()
-        os.seteuid(12345)
-        try:
+        with as_stranger():
             listener.listen(1)
-        finally:
-            os.seteuid(0)
-        with pytest.raises(LauncherError, match="runs as user 12345"):
+        with pytest.raises(LauncherError, match=f"runs as user {STRANGER}"):
             Launcher(path)
-        Launcher(path, user=12345).close()
+        Launcher(path, user=STRANGER).close()
 
 
 def test_same_rank_is_not_started_twice(plain: Place) -> None:

@@ -21,6 +21,7 @@ from ganger.injob.page_layout import (
 from ganger.injob.process_identity import start_ticks
 from ganger.injob.state_image import arena_variable, inherited_arena, make_arena
 from injob.control_kit import meanwhile, within
+from kit.accounts import as_stranger, needs_a_stranger
 from kit.waiting import eventually
 
 
@@ -115,16 +116,13 @@ def test_a_process_that_did_not_inherit_the_arena_has_no_control(
     assert page.get(Word.LOCK) == 0
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs a second account")
+@needs_a_stranger
 def test_a_rank_sends_nothing_to_a_socket_of_another_account(page: Page, tmp_path: Path) -> None:
     path = str(tmp_path / "job.sock")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(path)
-        os.seteuid(12345)
-        try:
+        with as_stranger():
             listener.listen(1)
-        finally:
-            os.seteuid(0)
         control = Control(page, socket_path=path)
         control.hello(capabilities=1)
         connection, _ = listener.accept()
