@@ -14,7 +14,7 @@ needs_a_stranger = pytest.mark.skipif(os.geteuid() != 0, reason="needs a second 
 
 @contextmanager
 def as_stranger() -> Iterator[None]:
-    """Act as the other account: the kernel records who listens and who connects at that moment."""
+    """Act as the other account: the kernel records it with each call to listen or to connect."""
     os.seteuid(STRANGER)
     try:
         yield

@@ -51,8 +51,6 @@ def test_two_ranks_of_a_trainer_move_to_another_node_and_end_as_if_they_had_run_
     shell("move", job)
     assert _node(shell, job) != before
     _wait_steps(shell, job, _step(shell, job) + 2)
-    shell("suspend", job, "--level", "checkpoint")
-    shell("resume", job)
     go.touch()
     eventually(lambda: shell.json("show", job)["state"] == "SUCCEEDED", within_seconds=180, what="it has succeeded")
 

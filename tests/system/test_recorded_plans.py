@@ -8,7 +8,6 @@ import os
 import re
 import stat
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,33 +52,6 @@ def recorded(directory: Path, *options: str) -> Path:
     return file
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Of a policy: the recording of one run."""
-    known: dict[str, Path] = {}
-
-    def file_of(policy: str) -> Path:
-        if policy not in known:
-            options = ("--quantum", "1s") if policy == "gandiva" else ()
-            known[policy] = recorded(tmp_path_factory.mktemp(policy), "--policy", policy, *options)
-        return known[policy]
-
-    return file_of
-
-
-@pytest.mark.parametrize(("policy", "kind"), [("gandiva", "ROW"), ("ganger", "START")])
-def test_every_plan_of_a_recorded_live_run_is_made_again(files: Callable[[str], Path], policy: str, kind: str) -> None:
-    file = files(policy)
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    found = made_again(file)
-    assert (found["differences"], found["recording"]["policy"]) == (0, policy)
-    assert found["recording"]["end_reason"] == "the planner was stopped"
-    assert found["changes"][kind]["approved"] >= JOBS
-    assert found["plans"] >= JOBS
-    of_a_job = made_again(file, "--job", str(JOBS))["job"]["changes"]
-    assert any(one["change"]["kind"] == kind and one["approved"] for one in of_a_job)
-
-
 def without(number: int, line: Line) -> Line:
     """Return a line of a recording as if the planner had not observed this job."""
     if not isinstance(line, ClusterLine):
@@ -92,13 +64,26 @@ def without(number: int, line: Line) -> Line:
     return replace(line, deltas=tuple([delta.SerializeToString() for delta in deltas]))
 
 
-@pytest.mark.parametrize("policy", ["gandiva", "ganger"])
-def test_the_first_plan_that_differs_is_named_if_the_planner_had_not_observed_a_job(
-    files: Callable[[str], Path], policy: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("policy", "kind", "options"), [("gandiva", "ROW", ("--quantum", "1s")), ("ganger", "START", ())]
+)
+def test_every_plan_of_a_recorded_live_run_is_made_again_and_the_first_that_differs_is_named(
+    tmp_path: Path, policy: str, kind: str, options: tuple[str, ...]
 ) -> None:
+    file = recorded(tmp_path / policy, "--policy", policy, *options)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    found = made_again(file)
+    assert (found["differences"], found["recording"]["policy"]) == (0, policy)
+    assert found["recording"]["end_reason"] == "the planner was stopped"
+    assert found["changes"][kind]["approved"] >= JOBS
+    assert found["plans"] >= JOBS
+    of_a_job = made_again(file, "--job", str(JOBS))["job"]["changes"]
+    assert any(one["change"]["kind"] == kind and one["approved"] for one in of_a_job)
+
+    # As if the planner had not observed the last job.
     changed = tmp_path / "changed.jsonl.gz"
     with gzip.open(changed, "wb") as out:
-        for line in read_lines(files(policy)):
+        for line in read_lines(file):
             out.write(encode_line(without(JOBS, line)))
     found = made_again(changed, code=1)
     assert found["differences"] == 1

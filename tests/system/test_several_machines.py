@@ -123,12 +123,12 @@ def free_port(machine: Machine) -> int:
         return int(found.getsockname()[1])
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[CertifiedCluster]:
-    names = ("master", "n0", "n1", "desk")
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CertifiedCluster]:
+    directory, names = tmp_path_factory.mktemp("machines"), ("master", "n0", "n1", "desk")
     with (
         apart(names) as machines,
-        CertifiedCluster(tmp_path, nodes=2, virtual_gpus=2, topology="2", machines=machines or here(names)) as running,
+        CertifiedCluster(directory, nodes=2, virtual_gpus=2, topology="2", machines=machines or here(names)) as running,
     ):
         yield running
 
@@ -143,9 +143,8 @@ def test_users_have_their_jobs_trained_moved_and_suspended_on_machines_apart(clu
     for refused in (("cancel", moved.id), ("logs", moved.id), ("move", moved.id), ("why", moved.id)):
         done = cluster.try_("bob", *refused)
         assert done.returncode == ExitCode.NOT_PERMITTED, done
-        assert "jobs/1 is ann's: only that user and operators may do this; this certificate is of user 'bob'" in (
-            done.stderr
-        )
+        why = "only that user and operators may do this; this certificate is of user 'bob'"
+        assert f"{moved.name} is ann's: {why}" in done.stderr
     done = cluster.try_("bob", "drain", "n0", "-m", "mine")
     assert done.returncode == ExitCode.NOT_PERMITTED
     assert "DrainNode is for operators" in done.stderr

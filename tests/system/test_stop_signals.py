@@ -84,7 +84,9 @@ def counting(up: Up, tmp_path: Path) -> Iterator[Counting]:
 
 
 @pytest.mark.parametrize(("signal", "code"), [pytest.param("TERM", 0, marks=pytest.mark.chaos), ("USR1", 3)])
-def test_a_suspended_script_saves_itself_and_goes_on_where_it_was(counting: Counting, signal: str, code: int) -> None:
+def test_a_script_saves_itself_when_it_is_suspended_moved_and_drained_and_goes_on_where_it_was(
+    counting: Counting, signal: str, code: int
+) -> None:
     counting.submit(signal=signal, code=code)
     counting.up("suspend", counting.job, "--level", "checkpoint")
     counting.wait_state("SUSPENDED")
@@ -92,6 +94,29 @@ def test_a_suspended_script_saves_itself_and_goes_on_where_it_was(counting: Coun
     assert counting.asked() == [f"SIG{signal}"]
     counting.up("resume", counting.job)
     counting.wait_for_more()
+
+    # A frozen one is thawed to save itself.
+    eventually(lambda: counting.can("can_pause"), within_seconds=30, what="it can be frozen", story=counting.story)
+    counting.up("suspend", counting.job, "--level", "pause")
+    eventually(lambda: counting.shown().get("suspended_level") == "PAUSE", what="it is paused", story=counting.story)
+    counting.up("suspend", counting.job, "--level", "checkpoint")
+    eventually(lambda: not counting.shown()["gang"], within_seconds=30, what="it has left", story=counting.story)
+    counting.up("resume", counting.job)
+    counting.wait_for_more()
+
+    here = counting.node()
+    (there,) = {"n1", "n2"} - {here}
+    counting.up("move", counting.job, "--to", there)
+    eventually(lambda: counting.node() == there, within_seconds=30, what=f"it is on {there}", story=counting.story)
+    counting.wait_for_more()
+
+    counting.up("drain", there, "--reason", "a new fan")
+    try:
+        eventually(lambda: counting.node() != there, within_seconds=30, what=f"it left {there}", story=counting.story)
+    finally:
+        counting.up("uncordon", there)
+    counting.wait_for_more()
+    assert counting.asked() == [f"SIG{signal}"] * 4
     assert counting.shown()["failures"] == 0
     counting.finish()
 
@@ -106,41 +131,6 @@ def test_a_script_that_ignores_its_signal_is_killed_after_the_grace_and_starts_a
     counting.wait_for_more()
     assert counting.shown()["failures"] == 0
     assert counting.counts().count(1) == 2, "it began again"
-
-
-def test_a_paused_script_is_thawed_to_save_itself(counting: Counting) -> None:
-    counting.submit()
-    eventually(lambda: counting.can("can_pause"), within_seconds=30, what="it can be frozen", story=counting.story)
-    counting.up("suspend", counting.job, "--level", "pause")
-    eventually(lambda: counting.shown().get("suspended_level") == "PAUSE", what="it is paused", story=counting.story)
-    counting.up("suspend", counting.job, "--level", "checkpoint")
-    eventually(lambda: not counting.shown()["gang"], within_seconds=30, what="it has left", story=counting.story)
-    counting.up("resume", counting.job)
-    counting.wait_for_more()
-    counting.finish()
-
-
-def test_a_move_asks_the_script_to_save_itself_and_starts_it_on_the_other_node(counting: Counting) -> None:
-    counting.submit()
-    here = counting.node()
-    (there,) = {"n1", "n2"} - {here}
-    counting.up("move", counting.job, "--to", there)
-    eventually(lambda: counting.node() == there, within_seconds=30, what=f"it is on {there}", story=counting.story)
-    counting.wait_for_more()
-    assert counting.asked() == ["SIGTERM"]
-    counting.finish()
-
-
-def test_a_drain_moves_a_script_that_saves_itself(counting: Counting) -> None:
-    counting.submit()
-    here = counting.node()
-    counting.up("drain", here, "--reason", "a new fan")
-    try:
-        eventually(lambda: counting.node() != here, within_seconds=30, what=f"it left {here}", story=counting.story)
-    finally:
-        counting.up("uncordon", here)
-    counting.wait_for_more()
-    counting.finish()
 
 
 def test_a_daemon_that_ends_during_the_grace_changes_nothing(counting: Counting) -> None:

@@ -64,29 +64,31 @@ def test_jobs_take_turns_on_one_gpu_also_while_the_master_is_away(tmp_path: Path
         finish(first, second)
 
 
-@pytest.mark.parametrize("level", ["pause", pytest.param("offload", marks=pytest.mark.chaos), "checkpoint"])
 def test_a_job_that_its_user_suspends_and_resumes_has_its_turns_again_beside_jobs_that_came_later(
-    tmp_path: Path, level: str
+    tmp_path: Path,
 ) -> None:
     with one_gpu(tmp_path) as cluster:
-        first = Run.submit(cluster, "first", *WANTS, steps=200)
+        first = Run.submit(cluster, "first", *WANTS, steps=400)
         first.wait_step(3)
-        first.shell.json("suspend", first.id, "--level", level)
+        first.shell.json("suspend", first.id, "--level", "pause")
         first.wait_state("SUSPENDED")
-        second = Run.submit(cluster, "second", *WANTS, steps=200)
-        third = Run.submit(cluster, "third", *WANTS, steps=200)
-        for run in (second, third):
-            if level == "pause":
-                # A job at that level keeps its GPU.
-                assert run.state == "PENDING"
-            else:
-                run.wait_step(1, within_seconds=120)
+        second = Run.submit(cluster, "second", *WANTS, steps=400)
+        # A job at that level keeps its GPU.
+        assert second.state == "PENDING"
         first.shell.json("resume", first.id)
+        goes_on(first, second)
+        for level in ("offload", "checkpoint"):
+            first.shell.json("suspend", first.id, "--level", level)
+            first.wait_state("SUSPENDED")
+            goes_on(second)
+            if level == "checkpoint":
+                third = Run.submit(cluster, "third", *WANTS, steps=400)
+                third.wait_step(1, within_seconds=120)
+            first.shell.json("resume", first.id)
         goes_on(first, second, third)
-        for run in (first, second, third):
-            run.hurry()
-        for run in (first, second, third):
-            run.wait_state("SUCCEEDED", within_seconds=180)
+        finish(first, second)
+        third.hurry()
+        third.wait_state("SUCCEEDED", within_seconds=180)
 
 
 @pytest.mark.chaos

@@ -50,11 +50,11 @@ def end_of(up: Up, job: str) -> tuple[str, str]:
     return up.json("show", job)["state"], up("history", job)
 
 
-@pytest.mark.parametrize("first", ["0", "1"])
-def test_a_gang_over_two_nodes_whose_ranks_end_one_after_the_other_succeeds(up: Up, first: str) -> None:
-    job = up.submit(*OVER_BOTH, "--", "bash", "-c", f"[ $RANK = {first} ] || sleep 3; exit 0")
-    state, told = end_of(up, job)
-    assert state == "SUCCEEDED", told
+def test_a_gang_over_two_nodes_whose_ranks_end_one_after_the_other_succeeds(up: Up) -> None:
+    jobs = [up.submit(*OVER_BOTH, "--", "bash", "-c", f"[ $RANK = {rank} ] || sleep 3; exit 0") for rank in (0, 1)]
+    for job in jobs:
+        state, told = end_of(up, job)
+        assert state == "SUCCEEDED", told
 
 
 def test_a_gang_over_two_nodes_has_its_memory_limit_on_each_of_them(up: Up, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def counting(up: Up, tmp_path: Path) -> Iterator[Counting]:
         counting.end.touch()
 
 
-@pytest.mark.parametrize("part", ["master", "n1", "n2"])
+@pytest.mark.parametrize("part", ["master", "n1"])
 def test_a_killed_part_is_started_again_and_no_job_is_harmed(up: Up, counting: Counting, part: str) -> None:
     killed = up.kill(part)
     eventually(lambda: up.processes().get(part, killed).pid != killed.pid, within_seconds=30, what=f"{part} runs again")
