@@ -136,6 +136,32 @@ def test_a_job_gets_fewer_cores_than_it_was_measured_with_only_for_a_trial() -> 
     assert drive.cores(number) == pytest.approx(3, abs=1)
 
 
+def test_no_trial_waits_for_cores_that_only_another_trial_had_freed() -> None:
+    drive = Profiled()
+    numbers = [drive.add(needs(cores)) for cores in (12, 1, 12, 1)]
+    waited_s = dict.fromkeys(numbers, 0)
+    for _ in range(600):
+        drive.spend(1)
+        for number in numbers:
+            tried = drive.measured.trials.get(number)
+            waited_s[number] += tried is not None and tried != 1000 * drive.cores(number)
+    assert max(waited_s.values()) <= 12, waited_s
+    assert [drive.cores(number) for number in numbers[1::2]] == [1, 1]
+
+
+def test_the_trials_of_a_job_cost_at_most_a_fiftieth_of_an_hour_however_slow_its_steps_are() -> None:
+    def slow(cores: float) -> float:
+        return 0.4 * min(cores, 12.0) / 12.0
+
+    drive = Profiled(noise=0.0)
+    number = drive.add(slow)
+    drive.spend(1_200)
+    (curve,) = drive.measured.curve_news(is_all=True)
+    assert curve.number == number
+    assert curve.lost_s <= 0.02 * 3600.0
+    assert drive.cores(number) >= 4
+
+
 def test_memory_of_a_running_job_stays_where_the_profile_covers_cores_alone() -> None:
     drive = Profiled("las+bind")
     number = drive.add(needs(4), job_of(1, 0))
@@ -203,14 +229,14 @@ def test_a_job_whose_rates_change_while_it_runs_is_measured_anew() -> None:
 
 def test_trials_take_no_more_than_their_share_of_running_time() -> None:
     drive = Profiled()
-    drive.measured = RateRegistry(replace(PACE, share=0.1))
+    drive.measured = RateRegistry(replace(PACE, share=0.01))
     number = drive.add(lambda cores: 10.0 * math.log2(1.0 + cores))
     slow = 0
     for _ in range(600):
         drive.spend(1)
         slow += number in drive.measured.trials
-    # The last trial may have begun just before the share was used up.
-    assert 0 < slow <= 0.1 * 600 + PACE.most_s
+    # Its budget is that of an hour, and the last trial may have begun just before it was used up.
+    assert 0 < slow <= 0.01 * 3600 + PACE.most_s
 
 
 def test_without_spare_cores_every_job_keeps_its_share_until_it_is_measured() -> None:

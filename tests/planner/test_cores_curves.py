@@ -76,12 +76,19 @@ def test_the_reason_names_the_share_then_the_trial_then_the_measurement() -> Non
     assert "Trials took" in text
 
 
-def test_a_job_with_fewer_cores_than_are_enough_is_told_what_keeps_it_from_them() -> None:
+def test_a_job_that_could_use_more_cores_is_told_what_keeps_it_from_them() -> None:
     drive = Profiled()
-    numbers = [drive.add(needs(12)) for _ in range(4)]
-    drive.spend(600)
+    first = drive.add(needs(12))
+    drive.spend(400)
+    assert drive.cores(first) == 12
+    others = [drive.add(needs(12)) for _ in range(3)]
+    drive.spend(400)
     reported(drive)
-    assert any("other jobs on its node gain more by the cores" in explain_cores(drive.state, one) for one in numbers)
+    assert drive.cores(first) < 12
+    assert "12 cores for each GPU would be enough: other jobs on its node gain" in explain_cores(drive.state, first)
+    text = explain_cores(drive.state, others[0])
+    assert "Its rate rises up to the most cores that it was measured with, and no more are free on its node" in text
+    assert "and more than was tried with 95 % confidence" in text
 
 
 def test_a_request_a_job_without_an_agent_and_a_policy_without_a_tuning_are_reasons_of_their_own() -> None:

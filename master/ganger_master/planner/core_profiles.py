@@ -112,6 +112,10 @@ def _is_like(rate: float, other: float) -> bool:
 
 # A smaller gain cannot be told from noise within a minute.
 LEAST_GAIN: Final = 0.02
+# The budget for trials of a job that has run for less is that of an hour.
+_FIRST_S: Final = 3600.0
+# A trial that has not got its cores by then ends.
+_GRANT_S: Final = 10.0
 # Free cores are worth a trial beyond this multiple of the most cores measured.
 _FAR: Final = 1.25
 
@@ -192,8 +196,9 @@ _Running: TypeAlias = tuple[int, tuple[tuple[int, ...], ...]]
 class ProfiledCores:
     """Profile and trial of one job.
 
-    `millicores` are per GPU, of the claim with the fewest, and zero while the job does not run. `tried_s` is the time
-    spent in ended trials, and `lost_s` how much of it the job would have needed less for the same steps without them.
+    `millicores` are per GPU, of the claim with the fewest, and zero while the job does not run. `ended_s` is when its
+    last trial ended, `tried_s` the time spent in ended trials, and `lost_s` how much of it the job would have needed
+    less for the same steps without them.
     """
 
     profile: CoreProfile
@@ -204,6 +209,7 @@ class ProfiledCores:
     millicores: int = 0
     windows: RateWindows = NO_WINDOWS
     trial: CoresTrial | None = None
+    ended_s: float = -math.inf
     tried_s: float = 0.0
     lost_s: float = 0.0
 
@@ -246,8 +252,11 @@ class ProfiledCores:
         return found if concluded is None else concluded._ended(now)
 
     def without_late_trial(self, now: float, pace: TrialPace) -> ProfiledCores:
-        """Return it without a trial that has lasted too long."""
-        if self.trial is None or now <= self.trial.began_s + pace.most_s:
+        """Return it without a trial that has lasted too long, or whose cores other jobs need."""
+        if self.trial is None:
+            return self
+        most_s = pace.most_s if self.millicores == self.trial.millicores else _GRANT_S
+        if now <= self.trial.began_s + most_s:
             return self
         return (self._concluded(is_last=True) or self)._ended(now)
 
@@ -255,7 +264,8 @@ class ProfiledCores:
         """Return the trial to begin now; None if there is none."""
         if not self.can_try or self.trial is not None or not self.windows.is_enough:
             return None
-        if self.tried_s > pace.share * running_s or self.profile.at(self.millicores / 1000) is None:
+        budget_s = max(running_s, _FIRST_S)
+        if self.tried_s > pace.share * budget_s or self.profile.at(self.millicores / 1000) is None:
             return None
         slots = [view.slots.get(node) for node in self.nodes]
         free = [
@@ -263,7 +273,20 @@ class ProfiledCores:
             for slot, count in zip(slots, self.gpus, strict=True)
         ]
         cores = next_cores(self.profile, self.millicores, min(free))
-        return None if cores is None else CoresTrial(1000 * cores, self.millicores, self.windows.rates, now)
+        if cores is None or self.lost_s + self._cost_s(cores, pace) > pace.cost * budget_s:
+            return None
+        return CoresTrial(1000 * cores, self.millicores, self.windows.rates, now)
+
+    def _cost_s(self, cores: int, pace: TrialPace) -> float:
+        """Return the work that a trial of this many cores for each GPU is expected to cost, in seconds at the present
+        rate; zero with more cores. Without a curve the rate is taken to fall in proportion to cores."""
+        model, rate = self.profile.model, self.windows.rate
+        share = min(1.0, 1000 * cores / self.millicores)
+        expected = rate * share if model is None else min(rate, max(rate * share, model.rate(cores)))
+        if share == 1.0 or not expected > 0.0:
+            return 0.0
+        window_s = max(pace.window_s, pace.window_steps / expected)
+        return (pace.settle_s + FIRST_WINDOWS * window_s) * (1.0 - expected / rate)
 
     def describe(self) -> str:
         """Return the measurements behind a change of the job's cores, as text; empty without measurements."""
@@ -291,9 +314,8 @@ class ProfiledCores:
         took_s = max(0.0, now - trial.began_s)
         is_measured = self.millicores == trial.millicores and self.windows.rates
         slowdown = 1.0 - self.windows.rate / median(trial.before) if is_measured else 0.0
-        return replace(
-            self, trial=None, tried_s=self.tried_s + took_s, lost_s=self.lost_s + took_s * max(0.0, slowdown)
-        )
+        lost_s = self.lost_s + took_s * max(0.0, slowdown)
+        return replace(self, trial=None, ended_s=now, tried_s=self.tried_s + took_s, lost_s=lost_s)
 
 
 # -- all jobs ----------------------------------------------------------------------------------------------------------
@@ -312,7 +334,13 @@ def next_trials(
         pace: Durations of trials.
     """
     left = {number: cores.without_late_trial(now, pace) for number, cores in jobs.items()}
-    busy = {node for cores in left.values() if cores.trial is not None for node in cores.nodes}
+    # Cores of a trial that has just ended are not given back yet, and those that it freed seem to be free.
+    busy = {
+        node
+        for cores in left.values()
+        if cores.trial is not None or now < cores.ended_s + pace.settle_s
+        for node in cores.nodes
+    }
     for number, cores in sorted(left.items()):
         trial = None
         if busy.isdisjoint(cores.nodes):

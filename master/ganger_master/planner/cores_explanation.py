@@ -79,15 +79,17 @@ def _unmeasured(job: JobRecord, curve: CoresCurve | None) -> str:
 def _judged(state: State, gang: Gang, held: int, curve: CoresCurve) -> str:
     """Return how the held cores for each GPU compare with those that are enough by the curve."""
     enough = curve.enough_millicores
-    if held == enough:
+    slots = [slot for one in gang.claims if (slot := state.view.slots.get(one.node)) is not None]
+    has_free = min([sum(state.view.millicores[slot]) for slot in slots], default=0) >= 1000
+    if held == enough and curve.sweet_high:
         return f"that is the fewest with {ENOUGH:.0%} of its best rate: more gain it nothing, and fewer lose"
+    if held == enough:
+        more = "more will be tried" if has_free else "no more are free on its node"
+        return f"its rate rises up to the most cores that it was measured with, and {more}"
     if held > enough:
         return f"{_cores(enough)} for each GPU are enough: a plan takes the others back once a job can use them"
-    free = [
-        sum(state.view.millicores[state.view.slots[one.node]]) for one in gang.claims if one.node in state.view.slots
-    ]
-    where = "other jobs on its node gain more by the cores" if min(free, default=0) < 1000 else "a plan adds cores"
-    return f"{_cores(enough)} for each GPU would be enough: {where}"
+    why = "a plan adds cores" if has_free else "other jobs on its node gain as much or more by the others"
+    return f"{_cores(enough)} for each GPU would be enough: {why}"
 
 
 def _measured(curve: CoresCurve, job: JobRecord) -> Iterator[str]:

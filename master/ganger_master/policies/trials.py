@@ -183,7 +183,8 @@ class TrialPace:
         window_s: Least length of a window.
         window_steps: Least number of steps of a window.
         most_s: Longest duration of a trial.
-        share: Largest share of its running time that a job spends in trials.
+        share: Largest share of its running time, and of its first hour, that a job spends in trials.
+        cost: Largest share of its running time, and of its first hour, that trials of cores may cost a job in work.
     """
 
     warm_s: float = 30.0
@@ -192,6 +193,7 @@ class TrialPace:
     window_steps: int = 5
     most_s: float = 600.0
     share: float = 0.1
+    cost: float = 0.02
 
 
 @dataclass(frozen=True, slots=True)
