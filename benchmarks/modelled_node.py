@@ -15,7 +15,7 @@ import numpy as np
 from ganger.cluster.resources import ConfigurationSet, Role, TaskShape
 from ganger.cluster.topology import parse_topology
 from ganger_master.core import machine
-from ganger_master.core.answers import Answer, JobAnswer, PlanAnswer, SessionAnswer
+from ganger_master.core.answers import Answer, ChangeAnswer, JobAnswer, PlanAnswer, SessionAnswer
 from ganger_master.core.commands import Command, Observe, ObservedGang, OpenSession, ProposePlan, RequestGang, SubmitJob
 from ganger_master.core.gang_model import Gang, ObservedPhase
 from ganger_master.core.job_model import Capabilities, JobSpec
@@ -145,7 +145,7 @@ class ModelledNode:
         plan, _ = self._loop.step(self.now)
         if plan is None:
             return
-        answers = []
+        answers = list[ChangeAnswer]()
         for part in parts_of(plan):
             command = ProposePlan(part.changes, promises=part.reservations, findings=part.findings, curves=part.curves)
             answers += _expect(self._send(command), PlanAnswer).verdicts
