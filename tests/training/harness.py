@@ -14,9 +14,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+from ganger.injob.launcher.preload import PRELOADED
 from ganger.injob.page import Page
 from ganger.injob.page_layout import Capability, PageOrderKind, PageParkLevel, PagePhase, Word
 from ganger.injob.state_image import VARIABLE, arena_variable, make_arena
@@ -27,14 +29,32 @@ PATIENCE_S = 60.0
 ONLY_IN_PLACE = Capability.PAUSE | Capability.OFFLOAD
 
 _context = multiprocessing.get_context("forkserver")
-_PRELOADED = ["torch", "torch._dynamo", "torch.nn.parallel", "sklearn.datasets", __name__, "training.warm"]
+_PRELOADED = [*PRELOADED, "sklearn.datasets", __name__, "training.warm"]
 _context.set_forkserver_preload(_PRELOADED)
 
 
 def preload(*modules: str) -> None:
     """Import these ahead, too, once for all tests: trainers take seconds. To be called while tests are collected."""
-    _PRELOADED[1:1] = modules
+    _PRELOADED[len(PRELOADED) : len(PRELOADED)] = modules
     _context.set_forkserver_preload(_PRELOADED)
+
+
+def _start_server() -> None:
+    """Start the server if it does not run. It looks for modules on the path of its environment only, and passes over
+    those that it does not find: each rank would import them."""
+    former = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    try:
+        forkserver.ensure_running()
+    finally:
+        _set_path(former)
+
+
+def _set_path(path: str | None) -> None:
+    if path is None:
+        os.environ.pop("PYTHONPATH", None)
+    else:
+        os.environ["PYTHONPATH"] = path
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
@@ -130,6 +150,7 @@ class Rank:
             if arena_bytes:
                 self.arena_fd = make_arena(None, "of a test", arena_bytes)
         plan = {
+            "path": os.environ.get("PYTHONPATH"),
             "environment": {**variables, **(environment or {})},
             "arguments": [str(script), *map(str, arguments)],
             "log": str(self.log),
@@ -138,6 +159,7 @@ class Rank:
             "save_at": save_at,
         }
         arena = None if self.arena_fd is None else f"/proc/{os.getpid()}/fd/{self.arena_fd}"
+        _start_server()
         self.process = _context.Process(target=_run, args=(plan, arena))
         self.process.start()
         _started.append(self)
@@ -196,6 +218,7 @@ def _run(plan: dict[str, Any], arena: str | None) -> None:
     sys.stdout = os.fdopen(1, "w", buffering=1)
     sys.stderr = os.fdopen(2, "w", buffering=1)
     faulthandler.register(signal.SIGUSR2, all_threads=True)
+    _set_path(plan["path"])
     os.environ.update(plan["environment"])
     if arena is not None:
         descriptor = os.open(arena, os.O_RDWR)
