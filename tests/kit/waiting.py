@@ -11,6 +11,8 @@ Value = TypeVar("Value")
 
 # Never set: waiting on it paces a poll without pretending that time is a synchronisation.
 _pace = threading.Event()
+# Between two probes that take long.
+_MOST_S = 0.25
 
 
 def eventually(
@@ -21,13 +23,18 @@ def eventually(
     story: Callable[[], str] | None = None,
     every_seconds: float = 0.02,
 ) -> Value:
-    """The first truthy answer of `probe`. Fails with `what` and `story()` when the deadline passes."""
+    """The first truthy answer of `probe`. Fails with `what` and `story()` when the deadline passes.
+
+    A probe that takes long, such as a command to a master, comes less often: what is waited for needs the processors.
+    """
     deadline = time.monotonic() + within_seconds
     while True:
+        began = time.monotonic()
         value = probe()
         if value:
             return value
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > deadline:
             told = f"\n{story()}" if story is not None else ""
             raise AssertionError(f"not within {within_seconds:g} s: {what or probe}{told}")
-        _pace.wait(every_seconds)
+        _pace.wait(max(every_seconds, min(3 * (now - began), _MOST_S)))

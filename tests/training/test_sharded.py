@@ -91,7 +91,7 @@ WAYS = {
 
 def _script(tmp_path: Path, shard: str, **options: object) -> Path:
     path = tmp_path / "train.py"
-    usual = {"epochs": 12, "batch": 8, "hidden": 514, "evaluate": "pass", "zero": ""}
+    usual = {"epochs": 8, "batch": 8, "hidden": 514, "evaluate": "pass", "zero": ""}
     path.write_text(SCRIPT.format(shard=shard, **{**usual, **options}))
     return path
 
@@ -139,7 +139,7 @@ def _check_parked_and_restarted(tmp_path: Path, script: Path, alone: list[Rank],
     for rank in first:
         rank.order(3, PageOrderKind.RUN)
     for rank in first:
-        rank.at_step(20)
+        rank.at_step(10)
         rank.stop(4, PageParkLevel.CHECKPOINT, checkpoint=str(shards))
     assert end_together(first) == [75] * world, _text(first)
     step = {rank.page.get(Word.CHECKPOINT_STEP) for rank in first}.pop()
@@ -166,7 +166,7 @@ model = nn.Sequential(nn.Linear(128, 514), nn.Tanh(), nn.Linear(514, 128))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 loader = DataLoader(TensorDataset(torch.randn(48, 128)), batch_size=4, shuffle=True)
 step = 0
-for epoch in range(6):
+for epoch in range(4):
     for (x,) in loader:
         loss = (model(x) - x).square().mean()
         loss.backward()
