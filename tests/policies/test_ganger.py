@@ -6,6 +6,9 @@ import math
 from typing import Any
 
 import numpy as np
+from ganger_master.planner.context import PlannerSettings
+from ganger_master.planner.loop import PlannerLoop
+from ganger_master.planner.plan_pace import PlanPace
 from ganger_master.policies import policy_named
 from ganger_master.policies.job_facts import Facts
 from ganger_master.policies.order_registry import FIRST_S, GANGER_ALONE, SWITCH_S
@@ -96,6 +99,15 @@ def test_first_five_minutes_come_before_all_that_in_order_of_arrival() -> None:
     third = {"index": 1 / 100, "arrival_s": 30.0, "attained_s": 0.0, "waited_s": 900.0}
     first = {"index": 1e-6, "arrival_s": 10.0, "attained_s": 0.0, "waited_s": 990.0}
     assert line(known(soon, second, third, first)) == [3, 1, 2, 0]
+
+
+def test_where_plans_preempt_more_often_the_first_minutes_are_fewer() -> None:
+    short = {"index": 1 / 100, "arrival_s": 30.0, "attained_s": 0.0, "waited_s": 90.0}
+    long = {"index": 1e-6, "arrival_s": 10.0, "attained_s": 100.0, "is_running": True}
+    facts = known(short, long)
+    assert line(facts) == [1, 0]
+    loop = PlannerLoop(policy_named("ganger"), PlannerSettings(PlanPace(60.0)))
+    assert ranked(loop.order, facts, NOW, CAPACITY).tolist() == [0, 1]
 
 
 def test_among_equal_running_jobs_the_one_that_has_run_longest_goes_last() -> None:

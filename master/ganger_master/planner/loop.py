@@ -64,6 +64,8 @@ class PlannerLoop:
         rates: JobRates | None = None,
         memory: PlannerMemory | None = None,
     ) -> None:
+        if policy.order.with_interval is not None:
+            policy = replace(policy, order=policy.order.with_interval(settings.pace.every_s))
         self.policy, self.settings = policy, settings
         order = policy.aging_order if settings.bounds_waits else policy.order
         # A round begins with an empty cluster.

@@ -22,7 +22,8 @@ preemption.
 first). A running job that will end before a switch is done keeps its place, whatever its gang: its GPUs are free sooner
 if it is left alone.
 
-**The first five minutes** of every job go before all that, in order of arrival. Failing jobs fail early, users wait
+**The first five minutes** of every job go before all that, in order of arrival: the minimum time between two plans that
+preempt, so it follows `--plan-every`. Failing jobs fail early, users wait
 for the first result, and the preempted job has run for longer (Gandiva, section 2, early feedback; least attained
 service with one step). Estimates from similar jobs are too few to replace this.
 
@@ -60,7 +61,7 @@ from ganger_master.policies.orders import SLACK_S, JobOrder, as_decimals
 
 # Seconds in which GPUs are idle when one job replaces another.
 SWITCH_S = 13.0
-# Seconds that a job runs before estimates count: the time between two plans that may preempt.
+# Seconds that a job runs before estimates count, where plans that may preempt are as far apart as by default.
 FIRST_S = 300.0
 # Logarithms that differ by less are ties: the estimates are not more exact.
 _ALIKE = math.log(1.01)
@@ -68,20 +69,26 @@ _ALIKE = math.log(1.01)
 _OVERDUE_SHARE = 0.1
 
 
-def ganger_keys(facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ...]:
-    """Ganger's own order: the most waiting time saved per GPU-second first, by estimates from similar jobs."""
-    gpus = np.maximum(facts.gpus, 1)
-    end_rate = facts.index * gpus
-    rate = end_rate + 1.0 / _queue_lasts_s(facts)
-    after_switch = rate / (1.0 + SWITCH_S * rate)
-    in_place = np.where(end_rate * SWITCH_S >= 1.0, np.inf, rate)
-    saved = np.where(facts.is_running, in_place, after_switch) / gpus
-    return (
-        np.where(facts.attained_s < FIRST_S, facts.arrival_s, np.inf),
-        -np.floor(np.log(saved) / _ALIKE),
-        # Running jobs before pending ones.
-        np.where(facts.is_running, facts.attained_s, np.inf),
-    )
+@dataclass(frozen=True, slots=True)
+class GangerRank:
+    """Ganger's own order. `first_s`: seconds that a job runs before estimates count."""
+
+    first_s: float = FIRST_S
+
+    def keys(self, facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ...]:
+        """Ganger's own order: the most waiting time saved per GPU-second first, by estimates from similar jobs."""
+        gpus = np.maximum(facts.gpus, 1)
+        end_rate = facts.index * gpus
+        rate = end_rate + 1.0 / _queue_lasts_s(facts)
+        after_switch = rate / (1.0 + SWITCH_S * rate)
+        in_place = np.where(end_rate * SWITCH_S >= 1.0, np.inf, rate)
+        saved = np.where(facts.is_running, in_place, after_switch) / gpus
+        return (
+            np.where(facts.attained_s < self.first_s, facts.arrival_s, np.inf),
+            -np.floor(np.log(saved) / _ALIKE),
+            # Running jobs before pending ones.
+            np.where(facts.is_running, facts.attained_s, np.inf),
+        )
 
 
 def _queue_lasts_s(facts: Facts) -> float:
@@ -91,15 +98,21 @@ def _queue_lasts_s(facts: Facts) -> float:
     return max(SWITCH_S, math.fsum(waits_s * waits_s) / max(1.0, math.fsum(waits_s)))
 
 
-GANGER_ALONE = JobOrder(
-    "ganger-alone",
-    ganger_keys,
-    learns=True,
-    overdue_share=_OVERDUE_SHARE,
-    regroups=True,
-    rests=True,
-    placement="best-fit",
-)
+def ganger_alone(first_s: float = FIRST_S) -> JobOrder:
+    """Return Ganger's own order, in which jobs go by arrival until they have run for `first_s` seconds."""
+    return JobOrder(
+        "ganger-alone",
+        GangerRank(first_s).keys,
+        learns=True,
+        overdue_share=_OVERDUE_SHARE,
+        regroups=True,
+        rests=True,
+        placement="best-fit",
+        with_interval=ganger_alone,
+    )
+
+
+GANGER_ALONE = ganger_alone()
 
 
 # GPU-seconds; three queues, as in the authors' simulator (Pollux's port has one threshold, 57,600).

@@ -54,6 +54,7 @@ class JobOrder:
     * `rests`: a preempted job starts again only in a plan that may preempt.
     * `placement`: the placement, unless the policy's name has one.
     * `with_history`: returns this order for the GPU-seconds of ended jobs.
+    * `with_interval`: returns this order for a minimum time in seconds between two plans that preempt.
     * `is_steady`: starting or stopping a job changes no rank until time has passed.
     * `by_arrival`: pending jobs are in the order of submission, as in the master's queue.
     """
@@ -71,6 +72,7 @@ class JobOrder:
     rests: bool = False
     placement: str = "gandiva"
     with_history: Callable[[ServiceHistory], JobOrder] | None = None
+    with_interval: Callable[[float], JobOrder] | None = None
     is_steady: bool = False
     by_arrival: bool = False
 
