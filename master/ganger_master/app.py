@@ -347,6 +347,7 @@ def _core_settings(config: Config) -> CoreSettings:
         lost_after_s=config.lost_after_s,
         policy=config.policy,
         plan_every_s=config.plan_every_s,
+        reserve_after_s=config.reserve_after_s,
         quantum_s=config.quantum_s,
         moves_per_hour=config.moves_per_hour,
         storage=str(config.storage_path),

@@ -18,6 +18,11 @@ from ganger.console import Directory
 @click.option("--storage", type=Directory(), help="Directory all nodes see; default: in --state-dir.")
 @click.option("--lost-after", metavar="TIME", help="10m, 1h, ... or never: when a silent node's jobs start elsewhere.")
 @click.option("--policy", metavar="NAME", help="Which jobs go first, and where; default: ganger.")
+@click.option(
+    "--reserve-after",
+    metavar="TIME",
+    help="Where no planner ranks jobs: wait after which room is kept for a gang that does not fit; 2m.",
+)
 @click.option("--quantum", metavar="TIME", help="Length of a time slice; 1m; never: no time slicing.")
 @click.option(
     "--plan-every",

@@ -65,6 +65,8 @@ class Config:
     policy: str = DEFAULT_POLICY
     # For policies with a planner: minimum time between two plans that preempt running jobs.
     plan_every_s: float = 300.0
+    # For policies without a planner: time that a gang waits until room is kept for it.
+    reserve_after_s: float = 120.0
     # For policies with time slices (gandiva): length of a time slice; None: no time slices.
     quantum_s: float | None = 60.0
     # For policies that migrate: opportunistic migrations per node and hour; None: the planner decides.

@@ -6,7 +6,6 @@ from core.drive import Drive, job_of
 from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Locality, LocalityLevel
 from ganger_master.core.answers import Approved, Rejected
-from ganger_master.core.reservations import SECONDS_BEFORE
 from ganger_master.core.settings import CoreSettings
 from msgspec.structs import replace
 
@@ -17,7 +16,7 @@ def blocked_large(policy: str) -> tuple[Drive, int]:
     drive.start(drive.submit(job_of(3)))
     large = drive.submit(replace(job_of(6), priority=5))
     drive.request(large, blockers=True)
-    drive.now += SECONDS_BEFORE + 1
+    drive.now += CoreSettings().reserve_after_s + 1
     return drive, drive.submit(job_of(1))
 
 
@@ -35,7 +34,7 @@ def test_what_no_reservation_covers_may_be_had_out_of_turn_and_what_one_covers_m
     drive.start(drive.submit(job_of(2)))
     large = drive.submit(replace(job_of(4), locality=Locality(widest=LocalityLevel.NODE), priority=5))
     drive.request(large, blockers=True)
-    drive.now += SECONDS_BEFORE + 1
+    drive.now += CoreSettings().reserve_after_s + 1
     approved = 0
     for number in [drive.submit(job_of(1)) for _ in range(6)]:
         answer = drive.request(number, *drive.places(number), turn=0)

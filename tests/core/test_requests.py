@@ -21,7 +21,6 @@ from ganger_master.core.commands import (
 )
 from ganger_master.core.gang_model import ObservedPhase
 from ganger_master.core.job_model import SuspendLevel
-from ganger_master.core.reservations import SECONDS_BEFORE
 from ganger_master.core.settings import CoreSettings
 from msgspec.structs import replace
 
@@ -189,7 +188,7 @@ def test_places_are_kept_for_the_first_few_and_follow_what_becomes_free() -> Non
     large = [drive.submit(whole) for _ in range(2)]
     for number in large:
         drive.request(number, blockers=True)
-    drive.now += SECONDS_BEFORE + 1
+    drive.now += CoreSettings().reserve_after_s + 1
 
     def kept() -> list[tuple[str, tuple[str, ...]]]:
         return [(one.job, one.nodes) for one in reservations_of(drive.state, [drive.job(n) for n in large], drive.now)]

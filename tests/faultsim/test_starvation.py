@@ -20,7 +20,6 @@ from ganger.scheduling import JobScheduler, PlacementLease, Proposal
 from ganger.scheduling.job_scheduler import DefaultScheduler
 from ganger_master.core.commands import ResumeJob, SuspendJob
 from ganger_master.core.job_model import JobSpec, SuspendLevel
-from ganger_master.core.reservations import SECONDS_BEFORE
 from ganger_master.core.settings import CoreSettings
 
 _GIB = 1 << 30
@@ -113,7 +112,7 @@ def test_a_gang_of_the_whole_cluster_is_not_starved_by_small_jobs_that_keep_comi
     cluster.unleash()
     wish = Locality(wish=LocalityLevel.SOCKET, patience_s=100.0) if seed % 2 else None
     wanted = cluster.submit(job_of(4 * nodes, 10, own, wish))
-    deadline = cluster.engine.now + SECONDS_BEFORE + LONGEST + DELAYS
+    deadline = cluster.engine.now + CoreSettings().reserve_after_s + LONGEST + DELAYS
     while not (wanted.number and cluster.state.jobs[wanted.number].start_time):
         next(coming)
         assert cluster.engine.now < deadline, cluster.state.blockers_of(wanted.number)

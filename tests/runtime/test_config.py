@@ -99,6 +99,11 @@ def test_metrics_are_served_beyond_loopback_only_with_certificates(address: str,
         load(flags, {})
 
 
+def test_room_is_kept_for_a_gang_after_the_time_that_is_set() -> None:
+    assert load({"state_dir": "/s"}, {}).reserve_after_s == 120.0
+    assert load({"state_dir": "/s", "reserve_after": "2s"}, {}).reserve_after_s == 2.0
+
+
 @pytest.mark.parametrize(("told", "moves"), [("auto", None), ("0", 0.0), ("2.5", 2.5), (3, 3.0)])
 def test_moves_of_an_hour_are_a_number_or_left_to_the_planner(told: str | int, moves: float | None) -> None:
     text = f"moves_per_hour = {told!r}\n"

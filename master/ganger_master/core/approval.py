@@ -480,7 +480,8 @@ def _reservations(
 
 
 def _waited(state: State, blocked: Sequence[JobRecord], now: float) -> list[JobRecord]:
-    return [job for job in blocked if now >= begins_at(state.queue.conflicts.get(job.number, 0), job.pending_since)]
+    conflicts, after_s = state.queue.conflicts, state.settings.reserve_after_s
+    return [job for job in blocked if now >= begins_at(conflicts.get(job.number, 0), job.pending_since, after_s)]
 
 
 def _places_for(state: State, waited: Sequence[JobRecord], now: float) -> Mapping[str, tuple[Claim, ...]]:
@@ -534,7 +535,8 @@ def find_blocked(state: State) -> Blocked:
             blocked.append(job)
             if len(blocked) >= state.settings.protected_jobs:
                 break
+    conflicts, after_s = state.queue.conflicts, state.settings.reserve_after_s
     earliest = min(
-        [begins_at(state.queue.conflicts.get(job.number, 0), job.pending_since) for job in blocked], default=0.0
+        [begins_at(conflicts.get(job.number, 0), job.pending_since, after_s) for job in blocked], default=0.0
     )
     return Blocked(tuple([job.number for job in blocked]), earliest)

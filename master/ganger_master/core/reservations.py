@@ -25,7 +25,6 @@ from msgspec.structs import replace
 
 # A gang is kept a place after so many refusals, or so long a wait.
 CONFLICTS_BEFORE = 3
-SECONDS_BEFORE = 120.0
 # The first of the nodes that may do nearly always does.
 _NODES_TRIED = 8
 _SPREADS_TRIED = 4
@@ -50,10 +49,10 @@ class Reservation(Struct, frozen=True, gc=False):
         return tuple(claim.node for claim in self.claims)
 
 
-def begins_at(conflicts: int, since: float) -> float:
-    """Return the Unix second from which a place is reserved for a gang that waits since `since`; `conflicts`: its
-    requests that were refused for another claim."""
-    return since if conflicts >= CONFLICTS_BEFORE else since + SECONDS_BEFORE
+def begins_at(conflicts: int, since: float, after_s: float) -> float:
+    """Return the Unix second from which a place is reserved for a gang that waits since `since`: after `after_s`, or at
+    once where many of its requests, `conflicts`, were refused for another claim."""
+    return since if conflicts >= CONFLICTS_BEFORE else since + after_s
 
 
 def reserve(view: View, wanting: Sequence[ReservationRequest], limit: int = 8) -> tuple[Reservation, ...]:

@@ -231,6 +231,7 @@ class _Experiment:
         _import_numpy()
         _check_policies(policies, flags["ideal"], flags["rates"])
         _check_each_flag_tells(flags, policies)
+        _check_paces(flags, policies)
         self._costs = _costs(flags["costs"])
         self._servers = _servers(flags)
         self._make_directories()
@@ -241,7 +242,7 @@ class _Experiment:
         flags = self.flags
         named = {
             name: flags[name]
-            for name in ("plan_every_s", "profile_s", "moves_per_hour")
+            for name in ("plan_every_s", "reserve_after_s", "quantum_s", "profile_s", "moves_per_hour")
             if flags[name] not in (None, "auto")
         }
         return ReplayOptions(
@@ -375,6 +376,21 @@ def _check_policies(names: Sequence[str], is_ideal: bool, rates: str) -> None:
         if is_ideal and ("+" in name or policy.has(Tune)):
             order = name.partition("+")[0] if "+" in name else policy.order.name
             raise click.UsageError(f"with --ideal any free GPUs serve and nothing is tuned: write {order}, not {name}")
+
+
+def _check_paces(flags: Mapping[str, Any], policies: Sequence[str]) -> None:
+    """Refuse `--reserve-after` and `--quantum` where no policy reads them."""
+    from ganger_master.policies import policy_named
+    from ganger_master.policies.stages import ShareByTimeSlices
+
+    if flags["reserve_after_s"] is not None and all(policy_named(name).is_planned for name in policies):
+        raise click.UsageError("--reserve-after is for policies without a planner: name one, such as fifo-backfill")
+    if flags["quantum_s"] is None:
+        return
+    if not any(policy_named(name).has(ShareByTimeSlices) for name in policies):
+        raise click.UsageError("--quantum is for policies with time slices: name one, such as gandiva")
+    if flags["round_s"] is not None:
+        raise click.UsageError("--round and --quantum exclude each other: time slices fill rounds")
 
 
 def _check_each_flag_tells(flags: Mapping[str, Any], policies: Sequence[str]) -> None:

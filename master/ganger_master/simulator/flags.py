@@ -224,6 +224,20 @@ _SHARED: list[Callable[[Any], Any]] = [
         help="Least time between two plans that stop jobs; 0: none.",
     ),
     click.option(
+        "--reserve-after",
+        "reserve_after_s",
+        type=Duration(),
+        metavar="TIME",
+        help="For policies without a planner: wait after which room is kept for a gang; default: 2m.",
+    ),
+    click.option(
+        "--quantum",
+        "quantum_s",
+        type=Duration(is_positive=True),
+        metavar="TIME",
+        help="Length of a time slice, for policies that have them; default: 1m, and at least fifty switches.",
+    ),
+    click.option(
         "--moves-per-hour",
         type=MovesPerHour(),
         metavar="N",

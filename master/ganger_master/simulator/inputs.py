@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ganger_master.policies.fairness import QUANTUM_S
 from ganger_master.simulator.admission import acceptable, strangers_among
 from ganger_master.simulator.traces.profiles import gavel_speeds, synergy_profiles, with_iterations, with_models
 from ganger_master.simulator.traces.reader import Reading, RowFilter, read_stream, read_trace
@@ -228,6 +229,8 @@ class ReplayOptions:
     `round_s`: plan only at multiples of this; gangs that end within a round release their devices at its end. A job
     that the plan of a round preempts takes `costs.suspend_s` to release its devices; its successor starts then.
     `plan_every_s`: minimum time between two plans that preempt, unless `ideal`.
+    `reserve_after_s`: where no planner ranks, the wait of a gang after which room is kept for it.
+    `quantum_s`: seconds of a time slice, where switches take no more than a fiftieth of it.
     `rates`: "recorded": every job runs at its recorded rate everywhere. "profiles": the rate follows from the model
     and the cores, memory, locality and GPU type of the gang (`TrueRates`); jobs without a model draw a published one.
     `profile_s`: time from submission until a tuning policy has a job's profile, measured outside the queue. Synergy's
@@ -242,6 +245,8 @@ class ReplayOptions:
     costs: SwitchCosts = SwitchCosts()
     seed: int = 0
     plan_every_s: float = 300.0
+    reserve_after_s: float = 120.0
+    quantum_s: float = QUANTUM_S
     rates: Literal["recorded", "profiles"] = "recorded"
     profile_s: float = 480.0
     moves_per_hour: float | None = None

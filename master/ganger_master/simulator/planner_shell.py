@@ -15,7 +15,7 @@ from ganger_master.planner.context import ClusterChange, Plan, PlannerSettings, 
 from ganger_master.planner.loop import PlannerLoop
 from ganger_master.planner.plan_pace import EventPace, PlanPace, RoundPace
 from ganger_master.policies import Policy
-from ganger_master.policies.fairness import QUANTUM_S, quantum_s
+from ganger_master.policies.fairness import quantum_s
 from ganger_master.policies.job_facts import Capacity, Flags, Floats, Integers
 from ganger_master.policies.optimus_sizes import nothing_believed
 from ganger_master.policies.stages import Grow, ResizeByOptimus
@@ -101,7 +101,7 @@ class Planning:
         switch_s, step_s = self._nodes.switch_s, self._replay.options.round_s
         least_s = quantum_s(switch_s, 0.0)
         if step_s is None:
-            return max(QUANTUM_S, least_s)
+            return max(self._replay.options.quantum_s, least_s)
         return math.ceil((least_s + switch_s) / step_s or 1.0) * step_s - switch_s
 
     def _settings(self) -> PlannerSettings:
@@ -122,7 +122,7 @@ class Planning:
             bounds_waits=not options.ideal,
             # Each rest would end with a plan, for as long as a job fits nowhere; events bring enough of them.
             unplaced_rest_s=0.0,
-            look_s=QUANTUM_S if options.round_s is None else options.round_s,
+            look_s=options.round_s,
         )
 
     def _pace(self) -> PlanPace:

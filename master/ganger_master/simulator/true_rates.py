@@ -350,7 +350,7 @@ class Scaling:
     def _speed(self, curve: _Curve, gpus: int) -> float:
         found = self._known.get((curve, gpus))
         if found is None:
-            found = self._known[curve, gpus] = _measured(curve, gpus)
+            found = self._known[curve, gpus] = published_speed(curve, gpus)
         return found
 
 
@@ -363,7 +363,8 @@ def _published(model: str, batch: float) -> _Curve | None:
     return name, min(batches, key=lambda known: (0.0 if math.isnan(batch) else abs(known - batch), known))
 
 
-def _measured(curve: _Curve, gpus: int) -> float:
+def published_speed(curve: tuple[str, int], gpus: int) -> float:
+    """Return ElasticFlow's steps per second of a model and global batch on so many GPUs."""
     points = elasticflow_speeds()[curve[0]][curve[1]]
     sizes = sorted(points)
     if gpus < sizes[0]:

@@ -405,6 +405,48 @@ def test_compare_refuses_what_cannot_be(said: Said, trace: Path, arguments: list
     assert words in err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-p", "ganger", "--quantum", "1m"], "--quantum is for policies with time slices"),
+        (["-p", "gandiva", "--quantum", "0"], "--quantum"),
+        (["-p", "gandiva", "--quantum", "1m", "--round", "5m"], "--round and --quantum exclude each other"),
+        (["-p", "ganger", "--reserve-after", "1m"], "--reserve-after is for policies without a planner"),
+    ],
+)
+def test_paces_that_no_policy_reads_are_refused(said: Said, trace: Path, arguments: list[str], words: str) -> None:
+    code, out, err = said("simulate", trace, *ONE_NODE, *arguments)
+    assert (code, out) == (2, "")
+    assert words in err
+
+
+def test_room_is_kept_for_a_gang_after_the_time_that_is_given(said: Said, tmp_path: Path) -> None:
+    # One-GPU jobs of 50 s come every 5 s, and the gang of four finds no room until some of it is kept.
+    rows = [f"{n},{5 * n},1,50" for n in range(40)]
+    path = tmp_path / "stream.csv"
+    path.write_text("\n".join(["job_id,submit_time_s,gpus,duration_s", *rows, "99,21,4,10"]))
+    ends = []
+    for after in ("10s", "60s"):
+        flags = ["-p", "fifo-backfill", "--reserve-after", after, "--csv", tmp_path / after]
+        assert said("simulate", path, "--nodes", "1", "--gpus-per-node", "4", *flags)[0] == 0
+        with (tmp_path / after / "jobs.csv").open() as file:
+            ends.append(next(float(row["end_s"]) for row in csv.DictReader(file) if row["job_id"] == "99"))
+    assert ends[0] < ends[1]
+
+
+def test_a_time_slice_lasts_as_long_as_it_is_told(said: Said, tmp_path: Path) -> None:
+    # The short one shares the GPU with the long one: it ends once it has had two slices, or one of its own length.
+    path = tmp_path / "two.csv"
+    path.write_text("job_id,submit_time_s,gpus,duration_s\n1,0,1,400\n2,10,1,20\n")
+    found = []
+    for quantum in ("30s", "2m"):
+        flags = ["-p", "gandiva", "--quantum", quantum, "--nodes", "1", "--gpus-per-node", "1", "--json"]
+        code, out, _ = said("simulate", path, *flags)
+        assert code == 0
+        found.append(json.loads(out)["avg_jct_s"])
+    assert found[0] != found[1]
+
+
 def test_moves_of_an_hour_may_be_auto_as_with_the_master(said: Said, trace: Path) -> None:
     flags = ["simulate", trace, *ONE_NODE, "-p", "fifo+defrag", "--json"]
     (_, usual, _), (code, out, _) = said(*flags), said(*flags, "--moves-per-hour", "auto")
