@@ -88,12 +88,12 @@ def parts(seen: Iterable[PageChange], switched: Sequence[int]) -> dict[str, list
 def switched(cluster: BenchCluster) -> list[int]:
     """When the leaders of its node sets ordered another row, to the millisecond of their logs."""
     ahead = time.time_ns() - now_ns()
-    return sorted(switch.moment - ahead for switch in _switches(cluster))
+    return sorted(switch.moment - ahead for switch in switches_of(cluster))
 
 
 def slowest_switch(cluster: BenchCluster) -> float:
     """Seconds that a leader took a switch to cost when it ordered the last one; zero before any was measured."""
-    return max(_switches(cluster), default=SwitchTiming(0, 0.0)).seconds
+    return max(switches_of(cluster), default=SwitchTiming(0, 0.0)).seconds
 
 
 class SwitchTiming(NamedTuple):
@@ -103,7 +103,8 @@ class SwitchTiming(NamedTuple):
     seconds: float
 
 
-def _switches(cluster: BenchCluster) -> list[SwitchTiming]:
+def switches_of(cluster: BenchCluster) -> list[SwitchTiming]:
+    """Return the slice switches that the logs of its daemons report, which they do with --verbose."""
     lines = [line for path in cluster.logs() for line in path.read_text(errors="replace").splitlines()]
     return [switch for line in lines if (switch := switch_of(line)) is not None]
 

@@ -152,7 +152,7 @@ def _live(
         report.say(f"{one.name}: {one.gpus} GPUs for {one.length:g} s")
         ids[one.name] = _submit(cluster, script, one, _steps(one))
     _wait(cluster, list(ids.values()), began)
-    events = _events(cluster)
+    events = events_of(cluster)
     times = {one.name: _printed(cluster.ganger("logs", ids[one.name])) for one in planned}
     last = {f"jobs/{ids[name]}": found[-1][1] for name, found in times.items()}
     known = [event for event in events if event.job in last]
@@ -185,7 +185,8 @@ def _wait(cluster: BenchCluster, ids: Sequence[str], began: float) -> None:
         time.sleep(1.0)
 
 
-def _events(cluster: BenchCluster) -> list[JobEvent]:
+def events_of(cluster: BenchCluster) -> list[JobEvent]:
+    """Return the events of its jobs, oldest first."""
     return [
         JobEvent(
             datetime.fromisoformat(event["time"]).timestamp(),
@@ -231,14 +232,23 @@ def _ran(one: PlannedStart, job: str, events: Sequence[JobEvent], times: list[tu
 def _simulated(
     trace: Path, costs: Costs, out: Path, policy: str, nodes: int = _NODES
 ) -> dict[str, tuple[float, int, int]]:
+    size = ("--nodes", str(nodes), "--gpus-per-node", str(_GPUS), "--cores-per-node", str(_GPUS))
+    return simulated(trace, costs, out, (*size, "--policy", policy, "--plan-every", _PLAN_EVERY))
+
+
+def simulated(
+    trace: Path, costs: Costs, out: Path, options: Sequence[str], restore_s: float = 0.0
+) -> dict[str, tuple[float, int, int]]:
+    """Return what `ganger simulate` makes of a trace at these costs: JCT in seconds, preemptions and moves, by job.
+    `restore_s`: what a time slice begins with; zero: the default, where no job is time-sliced."""
     given = {"start": costs.start_s, "suspend": costs.suspend_s, "resume": costs.resume_s}
     if costs.moves:
         given |= {"move": costs.move_s, "offload": costs.offload_s}
-    options: list[str] = ["--nodes", str(nodes), "--gpus-per-node", str(_GPUS), "--cores-per-node", str(_GPUS)]
-    options += ["--policy", policy, "--plan-every", _PLAN_EVERY, "--csv", str(out)]
-    for name, seconds in given.items():
-        options += ["--cost", f"{name}={seconds:.3f}s"]
-    done = subprocess.run([*GANGER, "simulate", str(trace), *options], capture_output=True, text=True, check=False)
+    if restore_s:
+        given |= {"offload": restore_s, "restore": restore_s}
+    words = [word for name, seconds in given.items() for word in ("--cost", f"{name}={seconds:.3f}s")]
+    command = [*GANGER, "simulate", str(trace), *options, "--csv", str(out), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise BenchClusterError(f"ganger simulate: {done.stderr.strip()}")
     with (out / "jobs.csv").open() as file:
