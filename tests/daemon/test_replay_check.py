@@ -107,13 +107,25 @@ async def ordered(made: Cluster, gangs: dict[str, agent_pb2.DesiredGang], sequen
         await made.master.want(node, with_changes(gang, sequence, **changes))
 
 
-def test_a_job_is_given_up_only_after_a_second_run_has_come_to_its_place() -> None:
+def test_a_job_is_given_up_only_after_a_second_run_has_come_to_its_place_and_goes_on_if_that_goes_astray() -> None:
     async def story(made: Cluster) -> None:
         uid = str(uuid.uuid4())
-        await made.daemon("n1")
+        await made.daemon("n1", preload=True)
         gangs = await begun(made, uid)
-        (made.directory / "held").touch()
+        (made.directory / "shorter-0").touch()
         await ordered(made, gangs, 2, stop_sequence=2, **CHECKPOINT)
+        refused = await made.master.until("n1", 1, lambda seen: "did not come back" in seen.trouble, PATIENCE)
+        stood = len(losses(made, "n1", uid, 1))
+        assert f"STATE_UNSAVEABLE: run again, the script did not come back to step {stood}" in refused.trouble
+        assert second_runs(made) == []
+        await ordered(made, gangs, 3)
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING), PATIENCE)
+        await until(lambda: len(losses(made, "n1", uid, 1)) > stood + 3, "more steps")
+        assert not list(made.storage.glob("*/checkpoints/step-*"))
+        (made.directory / "shorter-0").unlink()
+
+        (made.directory / "held").touch()
+        await ordered(made, gangs, 4, stop_sequence=4, **CHECKPOINT)
         await until(lambda: second_runs(made), "a second run")
         stopping = made.master.book("n1").observed[1]
         assert stopping.phase == Observed.PHASE_STOPPING
@@ -137,33 +149,11 @@ def test_a_job_is_given_up_only_after_a_second_run_has_come_to_its_place() -> No
     run(story)
 
 
-def test_a_job_whose_second_run_goes_astray_goes_on_where_it_was_and_the_reason_is_reported() -> None:
-    async def story(made: Cluster) -> None:
-        uid = str(uuid.uuid4())
-        await made.daemon("n1")
-        gangs = await begun(made, uid)
-        (made.directory / "shorter-0").touch()
-        await ordered(made, gangs, 2, stop_sequence=2, **CHECKPOINT)
-        refused = await made.master.until("n1", 1, lambda seen: "did not come back" in seen.trouble, PATIENCE)
-        stood = len(losses(made, "n1", uid, 1))
-        assert f"STATE_UNSAVEABLE: run again, the script did not come back to step {stood}" in refused.trouble
-        assert second_runs(made) == []
-        await ordered(made, gangs, 3)
-        await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING), PATIENCE)
-        await until(lambda: len(losses(made, "n1", uid, 1)) > stood + 3, "more steps")
-        assert not list(made.storage.glob("*/checkpoints/step-*"))
-        (made.directory / "shorter-0").unlink()
-        found = losses(made, "n1", uid, 1)
-        assert found == losses_alone(made, len(found))
-
-    run(story)
-
-
 def test_a_gang_on_two_nodes_goes_on_if_one_of_its_ranks_does_not_come_back() -> None:
     async def story(made: Cluster) -> None:
         uid = str(uuid.uuid4())
         for node in ("n1", "n2"):
-            await made.daemon(node)
+            await made.daemon(node, preload=True)
         gangs = await begun(made, uid, ("n1", "n2"))
         (made.directory / "shorter-1").touch()
         await ordered(made, gangs, 2, stop_sequence=2, **CHECKPOINT)

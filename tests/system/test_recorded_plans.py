@@ -1,4 +1,4 @@
-"""A live planner recorded over twenty jobs, and every plan made again by another process. (60 s each)"""
+"""A live planner recorded over twelve jobs, and every plan made again by another process. (20 s each)"""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from system.hasty import RECORDS, hasty_planner
 
 pytestmark = [pytest.mark.system, pytest.mark.torch, pytest.mark.timeout(600)]
 
-JOBS = 20
+JOBS = 12
 WANTS = ("--cpus-per-gpu", "1", "--memory", "256M", "--gpu-memory", "900M")
 
 
@@ -36,7 +36,7 @@ def made_again(file: Path, *arguments: str, code: int = 0) -> Any:
 
 
 def recorded(directory: Path, *options: str) -> Path:
-    """Return the recording of the planner of a cluster of four GPUs that twenty jobs want."""
+    """Return the recording of the planner of a cluster of four GPUs that twelve jobs want."""
     master_options = ("--no-planner", "--plan-every", "2s", *options)
     cluster = Cluster(
         directory, nodes=2, virtual_gpus=2, topology="2", virtual_memory="32G", master_options=master_options
