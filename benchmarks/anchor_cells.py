@@ -94,10 +94,6 @@ class AnchorCell:
     # What the best anchor's is of srtf's.
     best_to_oracle: float
 
-    @property
-    def is_lowest(self) -> bool:
-        return self.jct_ratio <= 1.0
-
 
 def prepared(folder: Path, trace: str, count: int, window: int) -> tuple[Workload, Servers]:
     """The jobs of a window at the times they had, and the cluster they are for. TraceError, OSError; No

@@ -59,14 +59,6 @@ def spread(counts: Integers, shapes: Floats, free: Floats) -> TaskSpread:
     )
 
 
-def nic_traffic(servers: int, workers: int, nodes: int, model_bytes: float) -> float:
-    """Bytes that one node sends to others in a step, tasks spread evenly over nodes: each of its workers exchanges with
-    the part of the model on other nodes. It is zero on one node, largest on two, and falls from there; so the fewest
-    nodes are best beyond doubt only where one is enough, which the theorem of section 4.2 does not say, as it takes the
-    bandwidth of each task for its own."""
-    return model_bytes / servers * (servers / nodes) * (workers - workers / nodes)
-
-
 class _Servers:
     """What is free, and a heap of servers by it. Entries of servers that changed since are dropped when met."""
 
