@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 from kit.cluster import Cluster
+from kit.packages import skip_without
 from kit.shell import Shell
 from kit.waiting import eventually
 from training.harness import Rank, Rendezvous, end_together, preload
 
 pytestmark = [pytest.mark.system, pytest.mark.torch, pytest.mark.timeout(600)]
-pytest.importorskip("accelerate")
-pytest.importorskip("transformers")
-pytest.importorskip("lightning.pytorch")
+skip_without("accelerate", "transformers", "lightning")
 preload("transformers.trainer", "lightning.pytorch")
 
 JOBS = Path(__file__).parent / "jobs"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from kit.packages import skip_without
 from training.harness import Rank, end_together, gang, run_gang_in_parts
 
-pytest.importorskip("accelerate")
+skip_without("accelerate")
 pytestmark = pytest.mark.torch
 
 HEAD = """

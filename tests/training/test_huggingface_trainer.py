@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from ganger.injob.page_layout import Capability, PageOrderKind, PageParkLevel, Word
+from kit.packages import skip_without
 from training.harness import (
     Rank,
     end_together,
@@ -20,8 +21,7 @@ from training.harness import (
 )
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+skip_without("transformers", "accelerate")
 preload("transformers.trainer")
 
 # 40 samples, 4 in a batch, 2 batches in a step: 5 steps in each of 3 epochs.

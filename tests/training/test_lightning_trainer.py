@@ -7,10 +7,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from kit.packages import skip_without
 from training.harness import preload, run_in_parts, run_to_end
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
-pytest.importorskip("lightning.pytorch")
+skip_without("lightning")
 preload("lightning.pytorch")
 
 # 40 samples, 4 in a batch, 2 batches in a step: 5 steps in each of 3 epochs.
@@ -105,7 +106,7 @@ def lines(*logs: Path) -> list[str]:
 def test_a_trainer_stopped_at_any_step_ends_as_if_never_stopped(
     tmp_path: Path, package: str, options: str, workers: int
 ) -> None:
-    pytest.importorskip(package)
+    skip_without(package.partition(".")[0])
     alone, parts = tmp_path / "alone", tmp_path / "parts"
     run_to_end(alone, script(alone, package=package, options=options, workers=workers), [alone], managed=False)
 
