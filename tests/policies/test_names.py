@@ -9,7 +9,7 @@ from ganger_master.policies import NAMES, live_policy_named, policy_named
 from ganger_master.policies.placements import PLACEMENTS
 from ganger_master.policies.tunings.catalogue import TUNINGS
 
-PARTS = f"placements {', '.join(PLACEMENTS)}; tunings {', '.join(TUNINGS)}; other parts defrag, elastic, packs"
+PARTS = f"placements {', '.join(PLACEMENTS)}; tunings {', '.join(TUNINGS)}; other parts defrag, elastic, packs, slices"
 LONG = "x" * 5_000
 
 

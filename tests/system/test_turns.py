@@ -29,9 +29,10 @@ def takes_turns(run: Run) -> bool:
     return "time-sliced with" in run.shell.try_("history", run.id).out
 
 
-def one_gpu(directory: Path) -> Cluster:
+def one_gpu(directory: Path, *options: str) -> Cluster:
+    options = (*OPTIONS, *options)
     return Cluster(
-        directory, nodes=1, virtual_gpus=1, topology="1", virtual_cores=2, virtual_memory="32G", master_options=OPTIONS
+        directory, nodes=1, virtual_gpus=1, topology="1", virtual_cores=2, virtual_memory="32G", master_options=options
     )
 
 
@@ -152,4 +153,22 @@ def test_time_sliced_jobs_end_with_the_right_weights_under_kills(tmp_path: Path)
                 victim.start()
         cluster.wait_ready()
         goes_on(first, second)
+        finish(first, second)
+
+
+def test_under_an_order_a_newcomer_has_its_first_slices_beside_a_running_job_and_then_waits_in_the_queue(
+    tmp_path: Path,
+) -> None:
+    # Both are in the first queue of the order, so neither preempts the other.
+    with one_gpu(tmp_path, "--policy", "tiresias+slices") as cluster:
+        first = Run.submit(cluster, "first", *WANTS, steps=200)
+        first.wait_step(3)
+        second = Run.submit(cluster, "second", *WANTS, steps=200)
+        second.wait_step(1, within_seconds=120)
+        assert takes_turns(second), second.story()
+        second.wait_state("PENDING")
+        assert "its first time slices are over" in second.shell.try_("history", second.id).out
+        reached = second.last_step()
+        goes_on(first)
+        assert (second.state, second.last_step()) == ("PENDING", reached)
         finish(first, second)

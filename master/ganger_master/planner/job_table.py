@@ -388,6 +388,13 @@ class LiveTable:
             return []
         return list(self.queue())
 
+    @property
+    def newcomers(self) -> tuple[Integers, Floats]:
+        """Return the rows of the jobs that could start and have never run, and since when each is pending, in Unix
+        seconds."""
+        rows = np.flatnonzero(self._flags[2] & (self._numbers[8] == _NEVER))
+        return rows, self._numbers[7, rows]
+
     def queue(self) -> Iterator[JobRecord]:
         """Yield the jobs that could start, by priority and number."""
         for *_, row in self._queue:

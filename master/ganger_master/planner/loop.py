@@ -37,6 +37,7 @@ from ganger_master.policies.stages import (
     Migrate,
     ResizeByOptimus,
     ShareByTimeSlices,
+    SliceNewcomers,
     StartByRank,
     StartByTetris,
     Tune,
@@ -323,6 +324,10 @@ def stages_of(
                     from ganger_master.planner.tune_stage import TuneStage
 
                     stages.append(TuneStage(spec.tuning))
+            case SliceNewcomers():
+                from ganger_master.planner.newcomer_stage import NewcomerStage
+
+                stages.append(NewcomerStage())
             case Colocate():
                 from ganger_master.planner.colocation_stage import ColocationStage
 

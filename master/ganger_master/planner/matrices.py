@@ -8,13 +8,15 @@ for fairness (`timeslice_stage`) or off draining nodes.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
 from ganger.cluster.claims import split_cores
-from ganger.cluster.fit import MEMORY_SHARE, demand
+from ganger.cluster.fit import MEMORY_SHARE, demand, share_of_memory
+from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Claim
 from ganger.cluster.topology import bits
 from ganger.cluster.view import View
@@ -32,6 +34,7 @@ from ganger_master.core.plan_changes import (
     Purpose,
     SliceChange,
 )
+from ganger_master.planner.context import PlanOutcome
 from ganger_master.planner.device_groups import MOST_ROWS, Claims, seat_of, takes_turns, thin
 from ganger_master.planner.host_memory import Shortage
 from ganger_master.planner.plan_pace import ExcludedJobs
@@ -56,11 +59,45 @@ def may_take_turns(job: JobRecord, gang: Gang | None) -> bool:
     return settled and able and not job.next_epoch and job.ending is None and has_arenas(gang)
 
 
+# Margin over the measured minimum quantum, and how long that measurement counts.
+_QUANTUM_MARGIN: Final = 1.5
+_QUANTUM_BELIEVED_S: Final = 60.0
+
+
+class SliceQuantum:
+    """The seconds of a time slice: the cluster's quantum, or more where slice switches need it."""
+
+    def __init__(self) -> None:
+        # The least quantum where slice switches take long, and until when that counts.
+        self._least_s, self._until_s = 0.0, -math.inf
+
+    def at(self, wanted_s: float | None, now: float) -> float | None:
+        """Return the quantum at `now`, in seconds; None without time slices. `wanted_s`: the cluster's."""
+        if wanted_s is None or now >= self._until_s:
+            return wanted_s
+        return max(wanted_s, self._least_s)
+
+    def settle(self, outcome: PlanOutcome) -> None:
+        """Learn from refusals of a quantum that is too short."""
+        for _, refusals in outcome.refusals:
+            if refusals and refusals[0].reason is Reason.QUANTUM:
+                self._least_s = _QUANTUM_MARGIN * refusals[0].figures.get("least_milliseconds", 0) / 1000
+                self._until_s = outcome.now + _QUANTUM_BELIEVED_S
+
+
+def least_memory(view: View) -> int:
+    """Return the bytes of host memory for each GPU of a job that names none. A whole share would leave none for other
+    gangs of the device."""
+    shares = [share_of_memory(made, 1) for made in view.sets.values() if made.devices]
+    return min(shares, default=0) // MOST_ROWS
+
+
 class SliceMatrices:
     """Time-sliced jobs and jobs that are to join them. Each place found counts for the next search.
 
     least_memory: bytes of host memory for each GPU of a job that names none.
     kept_memory: bytes of host memory, by node, that are kept for jobs that rest there.
+    most_rows: gangs that share one device at most.
     """
 
     def __init__(
@@ -70,7 +107,9 @@ class SliceMatrices:
         kept_out: ExcludedJobs,
         least_memory: int,
         kept_memory: Mapping[str, int],
+        most_rows: int = MOST_ROWS,
     ) -> None:
+        self._most_rows = most_rows
         self._view, self._least_memory, self._kept_memory = view, least_memory, kept_memory
         # Missing host memory, for each parked job that can resume once there is enough.
         self.shortages: list[Shortage] = []
@@ -277,7 +316,7 @@ class SliceMatrices:
         if not there:
             slot = self._view.slots[device[0]]
             return bool(self._view.free[slot] >> device[1] & 1)
-        return len(there) < MOST_ROWS and all(one.job.spec.priority == job.spec.priority for one in there)
+        return len(there) < self._most_rows and all(one.job.spec.priority == job.spec.priority for one in there)
 
     def _key(self, seat: Seat) -> tuple[int, int, int, Seat] | None:
         """Return the sort key of a place: gangs per device, then the number of gangs that get fewer slices."""

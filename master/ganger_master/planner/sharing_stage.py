@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex, Trial
-from ganger.cluster.fit import share_of_memory
-from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Claim
 from ganger.cluster.search import PlacementRequest
 from ganger.cluster.view import View
@@ -51,10 +49,10 @@ from ganger_master.planner.colocations import (
     with_refusals,
 )
 from ganger_master.planner.context import PlanContext, PlanDraft, PlanOutcome
-from ganger_master.planner.device_groups import MOST_ROWS, Claims, thin
+from ganger_master.planner.device_groups import Claims, thin
 from ganger_master.planner.host_memory import make_room
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.matrices import SliceMatrices
+from ganger_master.planner.matrices import SliceMatrices, SliceQuantum, least_memory
 from ganger_master.planner.migration_plans import LONGEST_S, MigrationPlan, hold, is_free
 from ganger_master.planner.plan_pace import ExcludedJobs
 from ganger_master.planner.timeslice_shares import NOTHING as NOTHING_OWED
@@ -159,9 +157,6 @@ NOTHING: Final = Shared()
 _GOING: Final = (Goal.FAIRNESS, Goal.DRAIN)
 # Pending jobs that one pass considers.
 _WAITING_MOST: Final = 2_000
-# Margin over the measured minimum quantum, and how long that measurement counts.
-_QUANTUM_MARGIN: Final = 1.5
-_QUANTUM_BELIEVED_S: Final = 60.0
 
 
 class SharingStage:
@@ -170,8 +165,7 @@ class SharingStage:
     def __init__(self, migrations: MigrationStage | None, shared: Shared | None = None) -> None:
         self._migrations = migrations
         self.shared = self._before = shared or NOTHING
-        # The least quantum where slice switches take long, and until when that counts.
-        self._least_quantum_s, self._believed_until_s = 0.0, -math.inf
+        self._quantum = SliceQuantum()
 
     def plan(self, context: PlanContext) -> None:
         self._before = self.shared
@@ -179,29 +173,19 @@ class SharingStage:
             # Shrinking jobs are about to free devices for pending jobs.
             context.add(PlanDraft(line=np.array(context.last_line, np.int64)))
             return
-        quantum_s = self._quantum_s(context.cluster.quantum_s, context.now)
+        quantum_s = self._quantum.at(context.cluster.quantum_s, context.now)
         plans = self._migrations.moving.plans if self._migrations is not None else ()
         found, self.shared, findings = plan_shared(context, self.shared, quantum_s, plans)
         context.add(found)
         context.come_back(found.next_change_s)
         context.findings.extend(findings)
 
-    def _quantum_s(self, wanted_s: float | None, now: float) -> float | None:
-        """Return the seconds of a time slice: the cluster's quantum, or more where slice switches need it."""
-        if wanted_s is None or now >= self._believed_until_s:
-            return wanted_s
-        return max(wanted_s, self._least_quantum_s)
-
     def is_idle(self, context: PlanContext) -> bool:
         return False
 
     def settle(self, outcome: PlanOutcome) -> None:
         self.shared = self.shared.without(self._before, outcome.refused)
-        for _, refusals in outcome.refusals:
-            if refusals and refusals[0].reason is Reason.QUANTUM:
-                least_s = refusals[0].figures.get("least_milliseconds", 0) / 1000
-                self._least_quantum_s = _QUANTUM_MARGIN * least_s
-                self._believed_until_s = outcome.now + _QUANTUM_BELIEVED_S
+        self._quantum.settle(outcome)
 
     @property
     def on_trial(self) -> frozenset[int]:
@@ -345,9 +329,7 @@ class _Filling:
         self._placement, self._room = placement, room
         self.changes: list[PlanChange] = []
         self._trial = Trial(room)
-        shares = [share_of_memory(made, 1) for made in room.view.sets.values() if made.devices]
-        # A whole share would leave no host memory for other gangs of the device.
-        self.least_memory = min(shares, default=0) // MOST_ROWS
+        self.least_memory = least_memory(room.view)
         # Host memory in bytes, by node, that is kept for jobs that rest there.
         self.kept_memory: Counter[str] = Counter()
 

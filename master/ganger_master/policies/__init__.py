@@ -21,6 +21,7 @@ from ganger_master.policies.stages import (
     Migrate,
     ResizeByOptimus,
     ShareByTimeSlices,
+    SliceNewcomers,
     StageSpec,
     StartByRank,
     StartByTetris,
@@ -64,14 +65,19 @@ class Policy:
         """Return whether one of the stages is of these kinds."""
         return any(isinstance(stage, kinds) for stage in self.stages)
 
-    def without(self, kind: type[StageSpec]) -> Policy:
-        """Return the policy without its stage of this kind."""
-        return replace(self, stages=tuple([stage for stage in self.stages if not isinstance(stage, kind)]))
+    def without(self, *kinds: type[StageSpec]) -> Policy:
+        """Return the policy without its stages of these kinds."""
+        return replace(self, stages=tuple([stage for stage in self.stages if not isinstance(stage, kinds)]))
 
     @property
     def planned(self) -> Policy:
         """Return the policy with a planner that places all jobs, whether it has preemption or not."""
         return self if self.stages else replace(self, stages=(StartByRank(),))
+
+    @property
+    def shares_devices(self) -> bool:
+        """Return whether gangs may share devices: in time slices, or at the same time."""
+        return self.has(ShareByTimeSlices, SliceNewcomers, Colocate)
 
     @property
     def migrates(self) -> bool:
@@ -135,7 +141,7 @@ _BASES: Final[Mapping[str, _Base]] = {
 # the one of Synergy's orders that needs no oracle.
 _COMPOSED: Final = {
     "backfill": "fifo-backfill",
-    "ganger": "ganger-alone+adaptive+packs+defrag+elastic+auto",
+    "ganger": "ganger-alone+adaptive+packs+slices+defrag+elastic+auto",
     "las2d": "tiresias",
     "las2d-gittins": "tiresias-gittins",
     "synergy": "las+synergy-tune",
@@ -155,6 +161,7 @@ EXTRA_STAGES: Final[Mapping[str, _ExtraStage]] = {
     "defrag": _ExtraStage(Migrate(), "running jobs are moved"),
     "elastic": _ExtraStage(Grow(), "elastic jobs grow and shrink"),
     "packs": _ExtraStage(Colocate(), "gangs share GPUs"),
+    "slices": _ExtraStage(SliceNewcomers(), "jobs that have never run share GPUs in time slices"),
 }
 
 
@@ -194,6 +201,11 @@ _RULES: Final = (
         lambda one: one.has(Colocate) and not (one.base.order.preempts or one.has(ShareByTimeSlices)),
         "{first} preempts no job, and a co-location that does not pay ends with a preemption: leave out packs, or "
         "name an order that preempts, as in las+packs",
+    ),
+    _Rule(
+        lambda one: one.has(SliceNewcomers) and not (one.base.order.preempts or one.has(ShareByTimeSlices)),
+        "{first} preempts no job, and a newcomer leaves its time slices for the queue: leave out slices, or name an "
+        "order that preempts, as in las+slices",
     ),
 )
 

@@ -40,6 +40,11 @@ class ResizeByOptimus:
 
 
 @dataclass(frozen=True, slots=True)
+class SliceNewcomers:
+    """Jobs that have never run get time slices beside running jobs (`planner.newcomer_stage`)."""
+
+
+@dataclass(frozen=True, slots=True)
 class ShareByTimeSlices:
     """Jobs start, are time-sliced where they do not all fit, and co-located on trial (`planner.sharing_stage`)."""
 
@@ -64,17 +69,27 @@ class Migrate:
 
 
 StageSpec: TypeAlias = (
-    Grow | StartByRank | StartByTetris | ResizeByOptimus | ShareByTimeSlices | Tune | Colocate | Migrate
+    Grow
+    | StartByRank
+    | StartByTetris
+    | ResizeByOptimus
+    | ShareByTimeSlices
+    | Tune
+    | SliceNewcomers
+    | Colocate
+    | Migrate
 )
 # One of these starts jobs.
 Starter: TypeAlias = StartByRank | StartByTetris | ResizeByOptimus | ShareByTimeSlices
 STARTERS: Final = (StartByRank, StartByTetris, ResizeByOptimus, ShareByTimeSlices)
-_SEQUENCE: Final[tuple[type[StageSpec], ...]] = (Grow, *STARTERS, Tune, Colocate, Migrate)
+_SEQUENCE: Final[tuple[type[StageSpec], ...]] = (Grow, *STARTERS, Tune, SliceNewcomers, Colocate, Migrate)
 
 
 def in_sequence(stages: Iterable[StageSpec]) -> tuple[StageSpec, ...]:
-    """Return the stages in the order in which they plan, one of each kind. Time slicing co-locates jobs by itself."""
+    """Return the stages in the order in which they plan, one of each kind. Time slicing co-locates jobs and serves
+    newcomers by itself."""
     by_kind = {type(stage): stage for stage in stages}
     if ShareByTimeSlices in by_kind:
         by_kind.pop(Colocate, None)
+        by_kind.pop(SliceNewcomers, None)
     return tuple([by_kind[kind] for kind in _SEQUENCE if kind in by_kind])

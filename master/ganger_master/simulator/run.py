@@ -25,6 +25,7 @@ from ganger_master.policies.stages import (
     Migrate,
     ResizeByOptimus,
     ShareByTimeSlices,
+    SliceNewcomers,
     StartByRank,
     Tune,
 )
@@ -82,7 +83,7 @@ def simulate(
         start_s=float(jobs.submit_s[0]) if len(jobs) else 0.0,
         end_s=end - EPOCH_S,
         series=replay.meters.series(end - EPOCH_S),
-        shares=replay.policy.has(ShareByTimeSlices, Colocate),
+        shares=replay.policy.shares_devices,
         seed=options.seed,
         offered_load=offered_load(jobs, servers.gpus),
         wall_s=time.perf_counter() - began,
@@ -101,7 +102,8 @@ def _as_simulated(policy: Policy, options: ReplayOptions) -> Policy:
     if options.ideal:
         # Where any free devices serve, job schedulers have no choice to make, and no job is moved.
         order = _CONTINUOUS.get(policy.order.name, policy.order)
-        return replace(policy.planned.without(Colocate).without(Migrate), order=order, placement=BY_COUNTS)
+        planned = policy.planned.without(Colocate, SliceNewcomers, Migrate)
+        return replace(planned, order=order, placement=BY_COUNTS)
     # Job schedulers would start jobs in the middle of a round.
     return policy if options.round_s is None else policy.planned
 
@@ -172,9 +174,7 @@ class _Replay:
         is_elastic = bool((jobs.min_gpus < jobs.max_gpus).any())
         self.scaling = _scaling(jobs, options.seed) if is_elastic else None
         # None: the policy does not share GPUs.
-        self.footprints = (
-            _footprints(jobs, servers, options.seed) if self.policy.has(ShareByTimeSlices, Colocate) else None
-        )
+        self.footprints = _footprints(jobs, servers, options.seed) if self.policy.shares_devices else None
         # Jobs park in host memory only if their device memory was measured.
         measures = self.policy.migrates or (is_elastic and self.policy.has(Grow, ResizeByOptimus))
         self.memory = _footprints(jobs, servers, options.seed) if measures else self.footprints

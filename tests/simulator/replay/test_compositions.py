@@ -43,7 +43,7 @@ def reason_against(base: str, *parts: str) -> str | None:
         return "chooses a job together with its place"
     if base == "optimus" and "elastic" in parts:
         return "decides the size of elastic jobs itself"
-    if base in WITHOUT_PREEMPTION and "packs" in parts:
+    if base in WITHOUT_PREEMPTION and not {"packs", "slices"}.isdisjoint(parts):
         return "preempts no job"
     return None
 
