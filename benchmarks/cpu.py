@@ -3,11 +3,13 @@
 A data-augmentation-heavy image job and a language job that needs one core, on a server with 24 cores: the numbers of
 cores are those of AlexNet and of the language model on one P100 (Xiao et al., SoCC 2018 poster). The server is
 modelled, in virtual time; the core, the planner's loop, the estimators and the tuning are those of a live cluster, with
-the default policy and pace (`modelled_node`). Rates scatter by 2 % from second to second.
+the default policy and pace (`modelled_node`). Rates scatter by 2 % from one half second to the next.
 
 * `alone`: each job alone on a server with one GPU. The level where it settles is compared with all other levels.
 * `cost`: what the trials of the first hour cost each job in work, as the planner reports it, and by the modelled rates.
 * `together`: both jobs on a server with two GPUs, against the even split of its cores.
+* `phases`: a job that trains with 3 cores and evaluates with 16, at ten mini-batches a second; how many it does in each
+  phase before it has that phase's cores. With rates that scatter by 10 %, the changes of cores in ten phases.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from benchmarks.modelled_node import Curve, ModelledNode, even_split
+from benchmarks.modelled_node import READ_S, Curve, ModelledNode, even_split
 from benchmarks.report import BenchReport
 
 CORES: Final = 24
@@ -25,6 +27,11 @@ NEAR_BEST: Final = 0.97
 ONE_LESS_LOSES: Final = 0.05
 COST: Final = 0.02
 NEVER_BELOW: Final = 0.98
+PHASE_NOISE: Final = 0.1
+LEARN_S: Final = 1200.0
+PHASE_S: Final = 60.0
+PHASES: Final = 10
+LATE: Final = 20
 
 
 def bounded(cores: float, steps_per_s: float) -> Curve:
@@ -43,6 +50,7 @@ def main(only: str | None = None, quick: bool = False) -> dict[str, Any]:
     for number, (name, curve) in enumerate(JOBS.items()):
         _alone(report, name, curve, seconds, seed=number)
     _together(report, seconds)
+    _phases(report)
     return report.result()
 
 
@@ -94,6 +102,34 @@ def _together(report: BenchReport, seconds: float) -> None:
         report.figure(f"together_{name}_cores", chosen)
         report.at_least(f"together_{name}_by_even_split", gains[name], NEVER_BELOW)
     report.at_least("together_by_even_split", sum(gains.values()) / len(gains), 1.02)
+
+
+def _phases(report: BenchReport) -> None:
+    training, evaluation = bounded(3.0, 10.0), bounded(16.0, 10.0)
+    node = ModelledNode(1, CORES, noise=PHASE_NOISE)
+    number = node.submit(training, signature=1)
+    job = node.jobs[number]
+    node.run(LEARN_S)
+    job.evaluation = evaluation
+    node.run(LEARN_S)
+    job.evaluation = None
+    node.run(PHASE_S)
+    late, changes = [0.0, 0.0], 0
+    for _ in range(PHASES // 2):
+        for phase, curve in enumerate((evaluation, None)):
+            job.evaluation = curve
+            held, began = node.cores(number), job.steps + job.evaluated
+            for _ in range(round(PHASE_S / READ_S)):
+                node.run(READ_S)
+                if node.cores(number) != held:
+                    changes += 1
+                    held = node.cores(number)
+                    late[phase] = max(late[phase], job.steps + job.evaluated - began)
+                    report.samples([{"evaluates": curve is not None, "second": node.now, "cores": held}])
+            report.figure("phases_evaluation_cores" if curve else "phases_training_cores", held)
+    report.at_most("phases_batches_before_evaluation_has_its_cores", late[0], LATE)
+    report.at_most("phases_steps_before_training_has_its_cores", late[1], LATE)
+    report.at_most("phases_changes_beyond_one_for_each", abs(changes - PHASES), 0)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,9 @@ from ganger_master.policies import live_policy_named
 from ganger_master.policies.trials import TrialPace
 
 GIB: Final = 1 << 30
-# Seconds between two reports of progress, as in a cluster.
-REPORT_S: Final = 1.0
+# Seconds between two reads of reports, and of these between two reports of a daemon, as in a cluster.
+READ_S: Final = 0.5
+READS: Final = 2
 _NODE: Final = "n1"
 _ABLE: Final = Capabilities(pause=True, offload=True, checkpoint=True, known=True)
 _PLAN_EVERY_S: Final = 300.0
@@ -41,15 +42,35 @@ Found = TypeVar("Found")
 
 @dataclass(slots=True)
 class ModelledJob:
-    """A job of one GPU that names no cores. `steps`: done, with the fraction under way."""
+    """A job of one GPU that names no cores. `steps`: done, with the fraction under way. While `evaluation` is set, it
+    does no steps but evaluates at this rate: so many mini-batches in all, and in a row."""
 
     curve: Curve
     signature: int
     steps: float = 0.0
+    evaluation: Curve | None = None
+    evaluated: float = 0.0
+    in_row: float = 0.0
+
+    def advance(self, cores: float, factor: float) -> None:
+        """Let the time between two reads pass with these cores. `factor`: of the rate."""
+        if self.evaluation is None:
+            self.in_row = 0.0
+            self.steps += READ_S * self.curve(cores) * factor
+            return
+        done = READ_S * self.evaluation(cores) * factor
+        self.evaluated, self.in_row = self.evaluated + done, self.in_row + done
+
+    def report(self, now: float) -> ProgressReport:
+        """Return what the job's daemon reports now."""
+        if self.evaluation is None:
+            return ProgressReport(int(self.steps), now)
+        counts = (int(self.evaluated), int(self.in_row))
+        return ProgressReport(int(self.steps), now, evaluated=counts[0], evaluated_in_row=counts[1], evaluated_s=now)
 
 
 class ModelledNode:
-    """A server with a policy's planner. `noise`: relative standard deviation of the rate in each second."""
+    """A server with a policy's planner. `noise`: relative standard deviation of the rate between two reads."""
 
     def __init__(self, gpus: int, cores: int, policy: str = "ganger", noise: float = 0.02, seed: int = 1) -> None:
         server: ConfigurationSet = parse_topology(
@@ -61,6 +82,7 @@ class ModelledNode:
         )
         self.state = State(CoreSettings(policy=policy), 0.0)
         self.now, self.jobs = 1.0, dict[int, ModelledJob]()
+        self._reports, self._reads = dict[int, ProgressReport](), 0
         self._observations, self._noise, self._random = 0, noise, np.random.default_rng(seed)
         self.rates = RateRegistry(TrialPace())
         self._loop = live_loop(live_policy_named(policy), _PLAN_EVERY_S, self.rates, None)
@@ -86,17 +108,20 @@ class ModelledNode:
         return 0.0 if gang is None else sum(sum(claim.millicores) for claim in gang.claims) / 1000
 
     def run(self, seconds: float) -> None:
-        """Let time pass: jobs step as their cores let them, report each second, and the planner plans."""
+        """Let time pass: jobs step as their cores let them, their daemon reports each second, and the planner plans.
+        What scatters is the rate between two reads."""
         ends = self.now + seconds
         while self.now < ends:
-            self.now += REPORT_S
-            reports = {}
+            self.now += READ_S
+            self._reads += 1
             for number, job in self.jobs.items():
                 factor = max(0.0, 1.0 + self._noise * self._random.standard_normal())
-                job.steps += REPORT_S * job.curve(self.cores(number)) * factor
-                reports[number] = ProgressReport(int(job.steps), self.now)
-            self._loop.observe(ProgressReports(reports), self.now)
+                job.advance(self.cores(number), factor)
+            # Reports are read as late as it can happen.
+            self._loop.observe(ProgressReports(self._reports), self.now)
             self._plan()
+            is_due = self._reads % READS == 0
+            self._reports = {number: job.report(self.now) for number, job in self.jobs.items()} if is_due else {}
 
     def is_on_trial(self, number: int) -> bool:
         """Return whether cores of a job are under trial now."""

@@ -165,6 +165,23 @@ def test_retune_is_applied_and_answered(page: Page, control: Control) -> None:
     assert (page.get(Word.RETUNE_DONE), page.progress().threads_applied) == (5, 3)
 
 
+def test_batches_of_an_evaluation_are_counted_in_all_and_since_the_last_step(page: Page, control: Control) -> None:
+    applied: list[int] = []
+    control.handlers = Handlers(on_retune=lambda threads, workers: applied.append(threads))
+    control.start(0)
+    page.write_order(1, PageOrderKind.RUN)
+    for _ in range(3):
+        control.evaluated()
+    control.boundary()
+    assert page.progress().phase == PagePhase.TRAINING
+    page.retune(5, 3, 2)
+    control.evaluated()
+    found = page.progress()
+    assert (found.evaluated, found.evaluated_before, found.phase) == (4, 3, PagePhase.EVALUATION)
+    assert found.evaluated_time_ns >= found.step_time_ns > 0
+    assert applied == [3], "cores of the evaluation come within it"
+
+
 def test_the_number_of_threads_that_a_rank_was_launched_with_is_not_applied_over_the_scripts_own(
     tmp_path: Path,
 ) -> None:

@@ -30,10 +30,12 @@ def profile(job: str, as_json: bool) -> None:
         found = None if curve is None else plain(curve)
         print_json({"job": job, "cores_reason": answer.cores_reason, "cores_curve": found})
         return
-    if curve is not None:
-        print_table(("CORES", "STEPS/S", "FITTED", "SOURCE"), list(_rows(curve)))
+    for one in [] if curve is None else [curve, *curve.other_phases]:
+        if one.phase:
+            print_line(f"{one.phase}:")
+        print_table(("CORES", "STEPS/S", "FITTED", "SOURCE"), list(_rows(one)), "not measured yet")
         print_line("")
-        for line in plot(curve):
+        for line in plot(one) if one.points else []:
             print_line(line)
         print_line("")
     print_line(answer.cores_reason or "the master reports no reasons for cores: it is of an older version")

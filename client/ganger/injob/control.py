@@ -233,6 +233,16 @@ class Control:
         self.page.set(Word.PHASE, phase)
         self._set_step(self.step)
 
+    def evaluated(self) -> None:
+        """Count a mini-batch of an evaluation, and look at what needs no agreement. The next boundary ends it."""
+        count = self.page.get(Word.EVALUATED)
+        if self.page.get(Word.PHASE) != PagePhase.EVALUATION:
+            self.page.set(Word.EVALUATED_BEFORE, count)
+        self.phase(PagePhase.EVALUATION)
+        self.page.set(Word.EVALUATED_TIME, now_ns())
+        self.page.set(Word.EVALUATED, count + 1)
+        self.safe_point()
+
     def finish(self) -> None:
         """The training loop is left: from now on this rank counts as stopped at its last step.
 

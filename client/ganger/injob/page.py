@@ -101,6 +101,9 @@ class PageProgress(NamedTuple):
     training_epochs: int
     phase: int
     first_step_time_ns: int
+    evaluated: int
+    evaluated_time_ns: int
+    evaluated_before: int
     state: int
     ack_seq: int
     ack_step: int
@@ -403,6 +406,9 @@ class Page:
             training_epochs=cut[Word.TRAINING_EPOCHS],
             phase=min(raw[Word.PHASE], PagePhase.DONE),
             first_step_time_ns=cut[Word.FIRST_STEP_TIME],
+            evaluated=cut[Word.EVALUATED],
+            evaluated_time_ns=cut[Word.EVALUATED_TIME],
+            evaluated_before=cut[Word.EVALUATED_BEFORE],
             state=min(raw[Word.STATE], PageState.EXITING),
             ack_seq=raw[Word.ACK_SEQ],
             ack_step=cut[Word.ACK_STEP],

@@ -83,6 +83,11 @@ class Word:
     OPAQUE = 54  # J, or a process that the rank started: see Opaque; once set it stays
     CHECKPOINT_FAILED = 55  # J: newest CHECKPOINT_SEQ whose shard could not be written; written after ERROR
 
+    # line 7: evaluation
+    EVALUATED = 56  # J: mini-batches evaluated so far; written after EVALUATED_TIME
+    EVALUATED_TIME = 57  # J: time of the last one
+    EVALUATED_BEFORE = 58  # J: EVALUATED when this evaluation began
+
 
 # Lines 8 to 15: what the job reports by name. J: how often it did (written last, 0 while the line changes), the step,
 # the value as float64 bits, nothing, and the name in 32 bytes.

@@ -16,7 +16,7 @@ import torch
 
 from ganger.injob import metrics
 from ganger.injob.control import Control, failure_text
-from ganger.injob.page_layout import Capability, Opaque, PagePhase, Word
+from ganger.injob.page_layout import Capability, Opaque, Word
 from ganger.training import agent, rank_processes
 from ganger.training.attached_loops import ElasticLoader, LoopPosition, mixed, seed_everything
 from ganger.training.progress_reporter import ProgressReporter, counted_step
@@ -337,10 +337,10 @@ class TrainingJob:
             self._held -= 1
 
     def safe_point(self) -> None:
-        """Call it now and then in something long without steps (evaluation): the job is seen to be alive."""
+        """Call it in something long without steps, in an evaluation after each mini-batch: the job is seen to be alive,
+        and gets the cores that evaluation needs."""
         if self._control is not None:
-            self._control.phase(PagePhase.EVALUATION)
-            self._control.safe_point()
+            self._control.evaluated()
 
     def on_resize(self, callback: Callable[[int, int], None]) -> Callable[[int, int], None]:
         """Decorator: call `callback(old_world, new_world)` when training goes on with another number of ranks."""

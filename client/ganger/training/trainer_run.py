@@ -141,8 +141,7 @@ class TrainerRun:
     def safe_point(self) -> None:
         """The trainer evaluates."""
         if not self._is_aside:
-            self._control.phase(PagePhase.EVALUATION)
-            self._control.safe_point()
+            self._control.evaluated()
 
     def report_loss(self, loss: float) -> None:
         self._progress.publish(0, self._samples, 0, loss)

@@ -684,6 +684,7 @@ class Progress(google.protobuf.message.Message):
     TRAINING_EPOCH_FIELD_NUMBER: builtins.int
     TRAINING_EPOCHS_FIELD_NUMBER: builtins.int
     METRICS_FIELD_NUMBER: builtins.int
+    EVALUATION_FIELD_NUMBER: builtins.int
     step: builtins.int
     samples: builtins.int
     steps_per_s: builtins.float
@@ -722,6 +723,10 @@ class Progress(google.protobuf.message.Message):
     def metrics(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Metric]:
         """What the job last reported by `report(NAME=...)`, by name."""
 
+    @property
+    def evaluation(self) -> Global___Evaluation:
+        """Set while the job evaluates."""
+
     def __init__(
         self,
         *,
@@ -738,16 +743,46 @@ class Progress(google.protobuf.message.Message):
         training_epoch: builtins.int = ...,
         training_epochs: builtins.int = ...,
         metrics: collections.abc.Iterable[Global___Metric] | None = ...,
+        evaluation: Global___Evaluation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_device_utilization", b"_device_utilization", "device_utilization", b"device_utilization", "first_step_time", b"first_step_time", "step_time", b"step_time", "time", b"time"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_device_utilization", b"_device_utilization", "device_utilization", b"device_utilization", "evaluation", b"evaluation", "first_step_time", b"first_step_time", "step_time", b"step_time", "time", b"time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_device_utilization", b"_device_utilization", "data_wait_share", b"data_wait_share", "device_utilization", b"device_utilization", "first_step_time", b"first_step_time", "loss", b"loss", "metrics", b"metrics", "samples", b"samples", "stall_reason", b"stall_reason", "step", b"step", "step_time", b"step_time", "steps_per_s", b"steps_per_s", "time", b"time", "training_epoch", b"training_epoch", "training_epochs", b"training_epochs"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_device_utilization", b"_device_utilization", "data_wait_share", b"data_wait_share", "device_utilization", b"device_utilization", "evaluation", b"evaluation", "first_step_time", b"first_step_time", "loss", b"loss", "metrics", b"metrics", "samples", b"samples", "stall_reason", b"stall_reason", "step", b"step", "step_time", b"step_time", "steps_per_s", b"steps_per_s", "time", b"time", "training_epoch", b"training_epoch", "training_epochs", b"training_epochs"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__device_utilization: typing_extensions.TypeAlias = typing.Literal["device_utilization"]
     _WhichOneofArgType__device_utilization: typing_extensions.TypeAlias = typing.Literal["_device_utilization", b"_device_utilization"]
     def WhichOneof(self, oneof_group: _WhichOneofArgType__device_utilization) -> _WhichOneofReturnType__device_utilization | None: ...
 
 Global___Progress: typing_extensions.TypeAlias = Progress
+
+@typing.final
+class Evaluation(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BATCHES_FIELD_NUMBER: builtins.int
+    TIME_FIELD_NUMBER: builtins.int
+    BATCHES_IN_ROW_FIELD_NUMBER: builtins.int
+    batches: builtins.int
+    """Mini-batches evaluated so far, in all evaluations of this attempt."""
+    batches_in_row: builtins.int
+    """Those since the last step: this evaluation."""
+    @property
+    def time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When the last one was done, by the clock of `step_time`."""
+
+    def __init__(
+        self,
+        *,
+        batches: builtins.int = ...,
+        time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        batches_in_row: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["time", b"time"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["batches", b"batches", "batches_in_row", b"batches_in_row", "time", b"time"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Evaluation: typing_extensions.TypeAlias = Evaluation
 
 @typing.final
 class Metric(google.protobuf.message.Message):

@@ -491,6 +491,8 @@ class CoresCurve(google.protobuf.message.Message):
     TRIAL_MILLICORES_FIELD_NUMBER: builtins.int
     TRIED_FIELD_NUMBER: builtins.int
     LOST_FIELD_NUMBER: builtins.int
+    PHASE_FIELD_NUMBER: builtins.int
+    OTHER_PHASES_FIELD_NUMBER: builtins.int
     job: builtins.str
     sweet_point: builtins.float
     """Cores for each GPU from which more do not help, and its bounds: it lies between them with 95 % confidence. The upper
@@ -504,6 +506,8 @@ class CoresCurve(google.protobuf.message.Message):
     """Fewest cores for each GPU, in thousandths, with 99 % of the best rate by the curve; zero without a curve."""
     trial_millicores: builtins.int
     """Cores for each GPU, in thousandths, that are under trial; zero: none."""
+    phase: builtins.str
+    """What the job did when it was measured: "training" or "evaluation"."""
     @property
     def points(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CurvePoint]:
         """By cores, ascending; at most 64."""
@@ -518,6 +522,10 @@ class CoresCurve(google.protobuf.message.Message):
 
     @property
     def lost(self) -> google.protobuf.duration_pb2.Duration: ...
+    @property
+    def other_phases(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CoresCurve]:
+        """Those of its other phases; they have none."""
+
     def __init__(
         self,
         *,
@@ -532,10 +540,12 @@ class CoresCurve(google.protobuf.message.Message):
         trial_millicores: builtins.int = ...,
         tried: google.protobuf.duration_pb2.Duration | None = ...,
         lost: google.protobuf.duration_pb2.Duration | None = ...,
+        phase: builtins.str = ...,
+        other_phases: collections.abc.Iterable[Global___CoresCurve] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["lost", b"lost", "tried", b"tried"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["enough_millicores", b"enough_millicores", "fit_error", b"fit_error", "fitted", b"fitted", "job", b"job", "lost", b"lost", "points", b"points", "sweet_point", b"sweet_point", "sweet_point_high", b"sweet_point_high", "sweet_point_low", b"sweet_point_low", "trial_millicores", b"trial_millicores", "tried", b"tried"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["enough_millicores", b"enough_millicores", "fit_error", b"fit_error", "fitted", b"fitted", "job", b"job", "lost", b"lost", "other_phases", b"other_phases", "phase", b"phase", "points", b"points", "sweet_point", b"sweet_point", "sweet_point_high", b"sweet_point_high", "sweet_point_low", b"sweet_point_low", "trial_millicores", b"trial_millicores", "tried", b"tried"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___CoresCurve: typing_extensions.TypeAlias = CoresCurve

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import psutil
+from ganger.injob.page import PageProgress
 from ganger.injob.page_layout import PagePhase
 
 from ganger_daemon.core import stall_detection as core
@@ -35,6 +36,9 @@ class PageSample:
     since_age_s: float | None = None  # time since the first step after the start or resume; None: none yet
     training_epoch: int = 0  # finished passes over the data
     training_epochs: int = 0  # planned passes over the data; 0: not reported
+    evaluated: int = 0  # mini-batches evaluated so far, by the rank that is farthest
+    evaluated_in_row: int = 0  # of these, those since its last step
+    evaluated_age_s: float | None = None  # time since the last one; None: it trains
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +142,23 @@ class StepRate:
             max(0.0, (now_ns - max(began_ns)) / 1e9) if all(began_ns) else None,
             slowest.training_epoch,
             slowest.training_epochs,
+            *_evaluation_of(found, now_ns),
         )
         rate = rate_between(self._look, look)
         self._look = look
         self.iteration_s = iteration_s(rate) or self.iteration_s
         return look, rate.steps_per_second, rate.data_wait_share
+
+
+def _evaluation_of(found: Iterable[PageProgress], now_ns: int) -> tuple[int, int, float | None]:
+    """Return the mini-batches evaluated so far, those since the last step, and the time since the last one, of the rank
+    that is farthest; zero and None where no rank evaluates."""
+    evaluating = [one for one in found if one.phase == PagePhase.EVALUATION and one.evaluated_time_ns]
+    if not evaluating:
+        return 0, 0, None
+    first = max(evaluating, key=lambda one: (one.evaluated, one.evaluated_time_ns))
+    in_row = max(0, first.evaluated - first.evaluated_before)
+    return first.evaluated, in_row, max(0.0, (now_ns - first.evaluated_time_ns) / 1e9)
 
 
 class StallWatch:

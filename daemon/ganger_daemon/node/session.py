@@ -102,6 +102,10 @@ def batch(session: str, gangs: GangSet) -> agent_pb2.ProgressReport:
             read = time.time()
             if look.step:
                 progress.step_time.CopyFrom(timestamp(read - look.step_age_s))
+            if look.evaluated_age_s is not None:
+                progress.evaluation.batches = look.evaluated
+                progress.evaluation.batches_in_row = look.evaluated_in_row
+                progress.evaluation.time.CopyFrom(timestamp(read - look.evaluated_age_s))
             if look.since_age_s is not None:
                 progress.first_step_time.CopyFrom(timestamp(read - look.since_age_s))
         add_metrics(progress, metrics)

@@ -109,7 +109,7 @@ class CoresCurve(Struct, frozen=True, gc=False):
     one is zero where the rate still rises at the most cores measured. fit_error: largest relative deviation of the
     curve from a point. enough_millicores: the fewest with 99 % of the best rate by the curve; zero without one.
     trial_millicores: under trial; zero: none. tried_s, lost_s: time in ended trials, and how much less the job would
-    have needed for the same steps.
+    have needed for the same steps. phase: what the job did; others: the curves of its other phases.
     """
 
     number: int
@@ -123,6 +123,8 @@ class CoresCurve(Struct, frozen=True, gc=False):
     trial_millicores: int = 0
     tried_s: float = 0.0
     lost_s: float = 0.0
+    phase: str = ""
+    others: tuple[CoresCurve, ...] = ()
 
 
 class _JobChange(Struct, frozen=True, gc=False):

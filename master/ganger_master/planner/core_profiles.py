@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import log
 from statistics import median
@@ -44,6 +44,16 @@ from ganger_master.policies.tunings import NOTHING, Known, Profiles
 # A relative deviation above this from a measured or predicted rate shows that the job has changed, or differs from the
 # earlier jobs of its series.
 SURPRISE: Final = 0.2
+
+
+# What a job does between two boundaries. Each has a curve of its own: in an evaluation the input pipeline often limits
+# the rate (Xiao et al., SoCC 2018 poster).
+TRAINING: Final = "training"
+EVALUATION: Final = "evaluation"
+# A phase has begun once so many of its mini-batches were seen.
+_PHASE_BATCHES: Final = 2
+# Points of earlier jobs of a series, by phase.
+OfSeries: TypeAlias = "Callable[[str], tuple[CpuPoint, ...]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +219,11 @@ class ProfiledCores:
     millicores: int = 0
     windows: RateWindows = NO_WINDOWS
     trial: CoresTrial | None = None
+    phase: str = TRAINING
+    phase_since_s: float = -math.inf
+    # The step at the last report of an evaluation, and profiles of the other phases.
+    last_step: int = 0
+    others: Mapping[str, CoreProfile] = field(default_factory=dict)
     ended_s: float = -math.inf
     tried_s: float = 0.0
     lost_s: float = 0.0
@@ -238,6 +253,47 @@ class ProfiledCores:
             windows=NO_WINDOWS if condition is None else RateWindows(since_s=max(now, job.running_since) + wait_s),
         )
 
+    def is_in(self, evaluates: bool) -> bool:
+        """Return whether a report is of the present phase."""
+        return (self.phase == EVALUATION) == evaluates
+
+    def in_phase(
+        self, step: int, evaluated_in_row: int | None, now: float, pace: TrialPace, of_series: OfSeries
+    ) -> ProfiledCores:
+        """Return it in the phase that a report shows: with the curve of that phase, measured anew.
+
+        A phase begins with its second mini-batch, and no sooner than the last one has settled: neither a single batch
+        that is evaluated between two steps nor phases that alternate in a moment change any cores.
+
+        Args:
+            step: Steps done.
+            evaluated_in_row: Mini-batches evaluated since the last step; None: the job trains.
+            now: Current time.
+            pace: Durations of trials.
+            of_series: Points of earlier jobs of the series by phase.
+        """
+        evaluates = evaluated_in_row is not None
+        if self.is_in(evaluates):
+            return replace(self, last_step=step) if evaluates and step != self.last_step else self
+        count = step - self.last_step if evaluated_in_row is None else evaluated_in_row
+        if count < _PHASE_BATCHES or now < self.phase_since_s + pace.settle_s:
+            return self
+        phase = TRAINING if evaluated_in_row is None else EVALUATION
+        found = self if self.trial is None else self._ended(now)
+        others = {**self.others, self.phase: self.profile}
+        profile = others.pop(phase, None) or CoreProfile(inherited=of_series(phase))
+        windows = RateWindows(since_s=max(now, self.windows.since_s)) if self.running is not None else NO_WINDOWS
+        return replace(
+            found, phase=phase, phase_since_s=now, last_step=step, others=others, profile=profile, windows=windows
+        )
+
+    def on_device(self, of_series: OfSeries) -> ProfiledCores:
+        """Return it on devices of another type: points of its own count as those of an earlier job, whose curve is
+        scaled to the rates there."""
+        inherited = of_series(self.phase) or self.profile.points
+        others = {phase: CoreProfile(inherited=of_series(phase) or one.points) for phase, one in self.others.items()}
+        return replace(self, profile=CoreProfile(inherited=inherited), others=others)
+
     def after(self, sample: ProgressSample, now: float, pace: TrialPace) -> ProfiledCores:
         """Return it after one more report; a full window may add a point or conclude the trial."""
         windows = self.windows.after(sample, now, pace)
@@ -247,7 +303,10 @@ class ProfiledCores:
         if windows.rates is self.windows.rates or not windows.is_enough:
             return found
         if self.trial is None:
-            return found._with_point(CpuPoint(self.millicores / 1000, windows.rate))
+            known = self.profile.at(self.millicores / 1000)
+            # A surprising rate makes all points void, so noise must not be one.
+            is_certain = known is None or windows.differs_from(known)
+            return found._with_point(CpuPoint(self.millicores / 1000, windows.rate)) if is_certain else found
         concluded = found._concluded()
         return found if concluded is None else concluded._ended(now)
 

@@ -9,37 +9,41 @@ import math
 from collections.abc import Callable
 
 import numpy as np
+from msgspec import structs
 
 from ganger_master.core.commands import PROMISES_LIMIT
 from ganger_master.core.plan_changes import CURVE_POINTS, CoresCurve, CurvePoint
 from ganger_master.estimators.cpu import sweet_point_bounds
-from ganger_master.planner.core_profiles import ProfiledCores
+from ganger_master.planner.core_profiles import CoreProfile, ProfiledCores
 from ganger_master.policies.tunings import ENOUGH
 
 
 def curve_of(number: int, cores: ProfiledCores) -> CoresCurve:
-    """Return the curve of a job from what was measured of it."""
-    profile, trial = cores.profile, cores.trial
+    """Return the curve of a job in its present phase, with those of its other phases."""
+    others = [_curve(number, phase, profile) for phase, profile in sorted(cores.others.items()) if profile.points]
+    return structs.replace(
+        _curve(number, cores.phase, cores.profile),
+        trial_millicores=0 if cores.trial is None else cores.trial.millicores,
+        tried_s=cores.tried_s,
+        lost_s=cores.lost_s,
+        others=tuple(others),
+    )
+
+
+def _curve(number: int, phase: str, profile: CoreProfile) -> CoresCurve:
     own = {point.cores for point in profile.own}
     points = sorted(profile.points, key=lambda point: point.cores)[:CURVE_POINTS]
     shown = tuple([CurvePoint(point.cores, point.rate, point.cores not in own) for point in points])
-    spent = CoresCurve(
-        number,
-        shown,
-        trial_millicores=0 if trial is None else trial.millicores,
-        tried_s=cores.tried_s,
-        lost_s=cores.lost_s,
-    )
     model = profile.model
     if model is None:
-        return spent
+        return CoresCurve(number, shown, phase=phase)
     low, high = sweet_point_bounds(profile.points)
     most = max(points[-1].cores, model.knee)
-    grid = np.unique(np.round(np.linspace(1.0, max(2.0, math.ceil(most)), CURVE_POINTS)))
     # Cores are given whole.
     whole = np.arange(1.0, max(2.0, math.ceil(most)) + 1.0)
     rates = model.rates(whole)
     enough = float(whole[int(np.argmax(rates >= ENOUGH * rates.max()))])
+    grid = np.unique(np.round(np.linspace(1.0, whole[-1], CURVE_POINTS)))
     return CoresCurve(
         number,
         shown,
@@ -49,9 +53,7 @@ def curve_of(number: int, cores: ProfiledCores) -> CoresCurve:
         0.0 if math.isinf(high) else high,
         model.error.worst,
         round(1000 * enough),
-        spent.trial_millicores,
-        spent.tried_s,
-        spent.lost_s,
+        phase=phase,
     )
 
 
@@ -72,4 +74,4 @@ class CurveNews:
         for number in numbers:
             del self._numbers[number]
         known = [(number, cores) for number in numbers if (cores := cores_of(number)) is not None]
-        return tuple([curve_of(number, cores) for number, cores in known if cores.profile.points])
+        return tuple([curve_of(number, cores) for number, cores in known if cores.profile.points or cores.others])

@@ -26,7 +26,7 @@ def explain_cores(state: State, number: int) -> str:
     holds = gang is not None and not job.state.is_finished and any(piece.held for piece in gang.pieces)
     sentences = [_held(gang.claims, job)] if gang is not None and holds else [_holds_none(job)]
     sentences.append(_reason(state, job, gang if holds else None, curve))
-    sentences += [] if curve is None else _measured(curve, job)
+    sentences += [] if curve is None else _measured(curve)
     return " ".join([f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences])
 
 
@@ -92,13 +92,17 @@ def _judged(state: State, gang: Gang, held: int, curve: CoresCurve) -> str:
     return f"{_cores(enough)} for each GPU would be enough: {why}"
 
 
-def _measured(curve: CoresCurve, job: JobRecord) -> Iterator[str]:
+def _measured(curve: CoresCurve) -> Iterator[str]:
     rates = ", ".join([f"{one.rate:.3g} with {one.cores:g}{' (series)' * one.is_inherited}" for one in curve.points])
-    yield f"steps/s by cores for each GPU: {rates}"
+    during = f" in {curve.phase}" if curve.others or curve.phase not in ("", "training") else ""
+    yield f"steps/s by cores for each GPU{during}: {rates or 'not measured yet'}"
     if curve.fitted:
         high = f"{curve.sweet_high:g}" if curve.sweet_high else "more than was tried"
         bounds = f"between {curve.sweet_low:g} and {high} with 95 % confidence"
         yield f"the curve is flat from {curve.sweet_point:g} cores ({bounds}), and at most {curve.fit_error:.1%} off"
+    for other in curve.others:
+        if other.enough_millicores:
+            yield f"in {other.phase} it needs {_cores(other.enough_millicores)} for each GPU"
     if curve.tried_s:
         lost = format_duration(curve.lost_s) if curve.lost_s >= 1.0 else "less than a second"
         yield f"trials took {format_duration(curve.tried_s)} and cost {lost} of work"

@@ -12,8 +12,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, assert_never
 
 from ganger.cluster.capacity_index import CapacityIndex
+from ganger.cluster.view import View
 
 from ganger_master.core.commands import Promise
+from ganger_master.core.gang_model import Gang
 from ganger_master.core.plan_changes import StartChange
 from ganger_master.planner.context import (
     ClusterChange,
@@ -132,7 +134,7 @@ class PlannerLoop:
             if rates is None:
                 continue
             if table.get(job.number) is not None:
-                rates.put(job, gang, signature, now)
+                rates.put(job, gang, signature, now, _device_type(change.view, gang))
             else:
                 rates.forget(job.number, now)
         for number in change.forgotten:
@@ -283,6 +285,12 @@ class PlannerLoop:
             judged_s=max(0.0, now - context.now - verdict.planning_s),
         )
         self._pace = self._pace.after(now, answered)
+
+
+def _device_type(view: View, gang: Gang | None) -> str:
+    """Return the type of a gang's devices, by its first node; empty without one."""
+    slots = [] if gang is None else [slot for one in gang.claims if (slot := view.slots.get(one.node)) is not None]
+    return view.topologies[slots[0]].configuration_set.device_type if slots else ""
 
 
 def live_loop(policy: Policy, plan_every_s: float, registry: RateRegistry, memory: PlannerMemory | None) -> PlannerLoop:

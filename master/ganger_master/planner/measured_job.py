@@ -73,6 +73,7 @@ class MeasuredJob:
     # Epoch that ran last, and the time when it has warmed up.
     warm: tuple[int, float] = (0, 0.0)
     is_elastic: bool = False
+    device_type: str = ""
     # Windows under the present run and neighbours, under the present load, and with the present GPUs and cores.
     present: RateWindows = NO_WINDOWS
     loaded: RateWindows = NO_WINDOWS
@@ -91,6 +92,13 @@ class MeasuredJob:
         """
         baseline, run = self.baseline, self.run
         return not self.neighbours and (run.epoch != baseline.epoch or run.millicores >= baseline.millicores)
+
+    def interrupt_windows(self) -> None:
+        """Begin the windows under way anew: the job evaluates, and does no steps meanwhile."""
+        if self.present.open or self.loaded.open or self.sized.open:
+            self.present, self.loaded, self.sized = (
+                replace(windows, open=None) for windows in (self.present, self.loaded, self.sized)
+            )
 
     def record_loaded(self, sample: ProgressSample, now: float, pace: TrialPace) -> None:
         """Record a report under the present load."""

@@ -46,6 +46,8 @@ class ProgressReport:
     use: Utilisation of the job's devices, from 0 to 1; None if it was not measured.
     loss: Loss at this step; NaN if it is not known.
     passes, passes_in_all: Passes over the data done, and in total; zero if not reported.
+    evaluated, evaluated_in_row, evaluated_s: Mini-batches evaluated so far, those since the last step, and when the
+    last one was done; NaN: the job trains.
     """
 
     step: int
@@ -55,6 +57,14 @@ class ProgressReport:
     loss: float = math.nan
     passes: int = 0
     passes_in_all: int = 0
+    evaluated: int = 0
+    evaluated_in_row: int = 0
+    evaluated_s: float = math.nan
+
+    @property
+    def evaluates(self) -> bool:
+        """Return whether the job evaluates now, so that it does no steps."""
+        return not math.isnan(self.evaluated_s)
 
 
 class JobRates:
@@ -119,8 +129,9 @@ class JobRates:
         """Return the function that estimates the remaining steps and the speeds of jobs."""
         return nothing_believed
 
-    def put(self, job: JobRecord, gang: Gang | None, signature: int, now: float) -> None:
-        """Record a job as it is now. `signature` is the same for all jobs of one series."""
+    def put(self, job: JobRecord, gang: Gang | None, signature: int, now: float, device_type: str = "") -> None:
+        """Record a job as it is now. `signature` is the same for all jobs of one series, `device_type` that of its
+        devices; empty where it has none."""
 
     def forget(self, number: int, now: float) -> None:
         """Drop a job that has ended."""
@@ -155,10 +166,10 @@ class JobRates:
 
 @dataclass(frozen=True, slots=True)
 class RememberedRates:
-    """State of a `RateRegistry`: jobs by number, and curves by cores by signature."""
+    """State of a `RateRegistry`: jobs by number, and curves by cores by series, GPU type and phase (`series_key`)."""
 
     jobs: Mapping[int, MeasuredJob] = field(default_factory=dict)
-    series: Mapping[int, tuple[CpuPoint, ...]] = field(default_factory=dict)
+    series: Mapping[str, tuple[CpuPoint, ...]] = field(default_factory=dict)
 
 
 class RateRegistry(JobRates):
@@ -167,7 +178,7 @@ class RateRegistry(JobRates):
     def __init__(self, pace: TrialPace | None = None) -> None:
         self._pace = pace or TrialPace()
         self._jobs: dict[int, MeasuredJob] = {}
-        self._series: dict[int, tuple[CpuPoint, ...]] = {}
+        self._series: dict[str, tuple[CpuPoint, ...]] = {}
         # Masks of the devices in use, by node and job.
         self._used: dict[str, dict[int, int]] = {}
         self._fits = FitCache()
@@ -178,19 +189,21 @@ class RateRegistry(JobRates):
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
-    def put(self, job: JobRecord, gang: Gang | None, signature: int, now: float) -> None:
+    def put(self, job: JobRecord, gang: Gang | None, signature: int, now: float, device_type: str = "") -> None:
         number = job.number
         if job.state.is_finished:
             self.forget(number, now)
             return
         known = self._jobs.get(number)
-        if known is None or known.create_time != job.create_time:
+        is_new = known is None or known.create_time != job.create_time
+        if known is None or is_new:
             self.forget(number, now)
-            inherited = self._series.get(signature, ())
-            self._is_stale = self._is_stale or bool(inherited)
-            cores = ProfiledCores(CoreProfile(inherited=inherited))
+            known = self._jobs[number] = MeasuredJob(job.create_time, signature, ProfiledCores(CoreProfile()))
+        if known.device_type != device_type or is_new:
+            known.device_type = device_type or known.device_type
+            known.cores = known.cores.on_device(self._of_series(known))
+            self._is_stale = self._is_stale or bool(known.cores.profile.points)
             self._news.note(number)
-            known = self._jobs[number] = MeasuredJob(job.create_time, signature, cores)
         running = gang if _is_running(job, gang) else None
         known.is_elastic = job.spec.is_elastic
         known.cores = known.cores.put(job, running, now, self._pace)
@@ -217,7 +230,15 @@ class RateRegistry(JobRates):
         if job is None:
             return False
         sample = ProgressSample(report.time_s, report.step, report.since_s)
-        self._put_cores(number, job, job.cores.after(sample, now, pace))
+        in_row = report.evaluated_in_row if report.evaluates else None
+        cores = job.cores.in_phase(report.step, in_row, now, pace, self._of_series(job))
+        # It has other curves now, by which the cores are divided anew.
+        self._is_stale = self._is_stale or cores.phase != job.cores.phase
+        own = ProgressSample(report.evaluated_s, report.evaluated) if report.evaluates else sample
+        self._put_cores(number, job, cores.after(own, now, pace) if cores.is_in(report.evaluates) else cores)
+        if report.evaluates:
+            job.interrupt_windows()
+            return False
         # The last step of an earlier time slice, or a report that does not show which slice it belongs to, is ignored.
         if now >= job.present.since_s and (not job.run.is_time_sliced or report.time_s >= report.since_s):
             if job.run.devices and not job.neighbours:
@@ -346,13 +367,28 @@ class RateRegistry(JobRates):
     def _put_cores(self, number: int, job: MeasuredJob, cores: ProfiledCores) -> None:
         if cores.profile != job.cores.profile:
             self._is_stale = True
-            self._series.pop(job.signature, None)
-            self._series[job.signature] = cores.profile.points
+            key = series_key(job.signature, job.device_type, cores.phase)
+            self._series.pop(key, None)
+            self._series[key] = cores.profile.points
             if len(self._series) > _MOST_SERIES:
                 del self._series[next(iter(self._series))]
         if cores.profile is not job.cores.profile or cores.trial is not job.cores.trial:
             self._news.note(number)
         job.cores = cores
+
+    def _of_series(self, job: MeasuredJob) -> Callable[[str], tuple[CpuPoint, ...]]:
+        """Return the function from phases to the points of earlier jobs of the series: those on the same type of GPU,
+        or else the newest on another one."""
+
+        def points(phase: str) -> tuple[CpuPoint, ...]:
+            known = self._series.get(series_key(job.signature, job.device_type, phase))
+            if known is not None:
+                return known
+            start, end = series_key(job.signature, "", phase).split("//")
+            others = [of for key, of in self._series.items() if key.startswith(f"{start}/") and key.endswith(f"/{end}")]
+            return others[-1] if others else ()
+
+        return points
 
     # -- jobs on the same nodes ----------------------------------------------------------------------------------------
 
@@ -387,6 +423,11 @@ class RateRegistry(JobRates):
             load = sum([theirs.bit_count() for _, theirs, _ in on])
             if load != job.load:
                 job.load, job.loaded = load, RateWindows(since_s=max(job.loaded.since_s, settled_s))
+
+
+def series_key(signature: int, device_type: str, phase: str) -> str:
+    """Return the key of a series' curve on one type of GPU in one phase."""
+    return f"{signature:016x}/{device_type.replace('/', '_')}/{phase}"
 
 
 def _is_running(job: JobRecord, gang: Gang | None) -> bool:

@@ -54,8 +54,8 @@ _BACKOFF_S: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
 # A connection that lasted this long ended by its age, not by a fault.
 _HEALTHY_S: Final = 5.0
 _TRIAL_PACE: Final = TrialPace()
-# Seconds between two reads of progress reports.
-_PROGRESS_S: Final = 1.0
+# Seconds between two reads of progress reports, each of which is sent once; daemons report each second.
+_PROGRESS_S: Final = 0.5
 # Approved changes arrive at once; after this time an event was missed, and all state is read again.
 _REACH_S: Final = 10.0
 # Job schedulers answer the leases of a plan one after the other; the next plan waits no longer for a slow one.
@@ -475,6 +475,9 @@ def progress_from_wire(progress: job_pb2.Progress) -> ProgressReport:
         progress.loss,
         progress.training_epoch or _reported_passes(progress),
         progress.training_epochs,
+        progress.evaluation.batches,
+        progress.evaluation.batches_in_row,
+        times.unix_s(progress.evaluation.time) if progress.HasField("evaluation") else nan,
     )
 
 

@@ -64,6 +64,8 @@ class FailedTrials(Generic[K]):
 FIRST_WINDOWS: Final = 4
 MOST_WINDOWS: Final = 64
 DOUBT: Final = 0.05
+# Doubt with which a rate is said to have changed while nothing else has: it is looked at in every window.
+_SURE: Final = 0.001
 
 
 class TrialVerdict(Enum):
@@ -243,6 +245,14 @@ class RateWindows:
     def is_enough(self) -> bool:
         """Whether there are enough windows for a first verdict."""
         return len(self.rates) >= FIRST_WINDOWS
+
+    def differs_from(self, rate: float) -> bool:
+        """Return whether the mean rate differs from this one with 99.9 % confidence on each side."""
+        if len(self.rates) < 2:
+            return False
+        mean, error = _mean(self.rates)
+        low, high = GainEstimate(mean, error, len(self.rates) - 1).bounds(_SURE)
+        return not low <= rate <= high
 
     @property
     def rate(self) -> float:

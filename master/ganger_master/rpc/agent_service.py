@@ -247,6 +247,9 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             metrics=metrics_from_wire(progress),
             training_epoch=progress.training_epoch,
             training_epochs=progress.training_epochs,
+            evaluated=progress.evaluation.batches,
+            evaluated_in_row=progress.evaluation.batches_in_row,
+            evaluated_time=times.unix_s(progress.evaluation.time),
         )
         self._progress.report(job.number, sample, node)
         if (rule := rule_of(job)) is not None:

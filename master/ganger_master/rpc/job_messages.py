@@ -450,4 +450,13 @@ def progress_to_wire(sample: Sample) -> job_pb2.Progress:
         metrics=metrics_to_wire(sample.metrics),
         training_epoch=sample.training_epoch,
         training_epochs=sample.training_epochs,
+        evaluation=_evaluation_to_wire(sample) if sample.evaluated_time else None,
+    )
+
+
+def _evaluation_to_wire(sample: Sample) -> job_pb2.Evaluation:
+    return job_pb2.Evaluation(
+        batches=sample.evaluated,
+        batches_in_row=sample.evaluated_in_row,
+        time=times.timestamp(sample.evaluated_time),
     )

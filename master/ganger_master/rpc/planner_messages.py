@@ -194,6 +194,10 @@ _GOALS: Final = {goal: scheduling_pb2.Purpose.Goal.Value(f"GOAL_{goal.value or '
 _GOALS_FROM_WIRE: Final = {number: goal for goal, number in _GOALS.items()}
 
 
+# Other phases of one curve.
+_PHASES_MOST: Final = 4
+
+
 class _Common(TypedDict):
     """The fields of every change."""
 
@@ -320,6 +324,8 @@ def curve_to_wire(curve: CoresCurve) -> scheduling_pb2.CoresCurve:
         trial_millicores=curve.trial_millicores,
         tried=times.duration(curve.tried_s),
         lost=times.duration(curve.lost_s),
+        phase=curve.phase,
+        other_phases=map(curve_to_wire, curve.others),
     )
 
 
@@ -391,7 +397,7 @@ def _finding_from_wire(message: scheduling_pb2.Finding) -> TrialFinding:
     )
 
 
-def _curve_from_wire(message: scheduling_pb2.CoresCurve) -> CoresCurve:
+def _curve_from_wire(message: scheduling_pb2.CoresCurve, is_outer: bool = True) -> CoresCurve:
     return CoresCurve(
         names.parse_job_name(message.job),
         tuple([_point_from_wire(one) for one in message.points[:CURVE_POINTS]]),
@@ -404,6 +410,8 @@ def _curve_from_wire(message: scheduling_pb2.CoresCurve) -> CoresCurve:
         message.trial_millicores,
         max(0.0, times.seconds(message.tried)),
         max(0.0, times.seconds(message.lost)),
+        message.phase[:_POLICY_MOST],
+        tuple([_curve_from_wire(one, is_outer=False) for one in message.other_phases[: _PHASES_MOST * is_outer]]),
     )
 
 

@@ -333,6 +333,10 @@ class Sample:
     # Completed and planned epochs of training; zero: not reported.
     training_epoch: int = 0
     training_epochs: int = 0
+    # Mini-batches evaluated so far, those since the last step, and when the last one was done; zero: it trains.
+    evaluated: int = 0
+    evaluated_in_row: int = 0
+    evaluated_time: float = 0.0
 
 
 # A daemon's concern holds until the daemon reports otherwise, or reports nothing for this time.

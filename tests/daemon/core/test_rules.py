@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from ganger.injob.page_layout import PagePhase, Word
 from ganger.protocol.stop_rules import NEVER, RelayedPoint, expired, lease_until, merge_point, merge_points, renewed
 from ganger_daemon.checkpoints.gang_checkpoints import Schedule, due, is_leftover, requested, surplus
 from ganger_daemon.checkpoints.storage import CheckpointName, Shard, ShardCollection
 from ganger_daemon.core import escalation
 from ganger_daemon.core.escalation import Rung
+from ganger_daemon.gang.control_pages import ControlPages
 from ganger_daemon.gang.core_pinning import Retune, RetuneStep
 from ganger_daemon.gang.gang_memory import compare
-from ganger_daemon.gang.step_rate import PageSample, rate_between
+from ganger_daemon.gang.step_rate import PageSample, StepRate, rate_between
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -178,3 +182,29 @@ def test_a_checkpoint_is_due_by_time_or_by_request_once() -> None:
     assert not due(schedule, 1e9, 0.0, 0)
     assert due(schedule, 101.0, 0.0, 1)
     assert not due(requested(schedule, 101.0, 1), 102.0, 0.0, 1)
+
+
+def test_a_gang_evaluates_while_a_rank_does_and_the_farthest_one_counts(tmp_path: Path) -> None:
+    pages = ControlPages(tmp_path, epoch=1, world=2, local=(0, 1))
+    pages.create(1)
+    rate = StepRate(pages, (0, 1))
+    for rank in (0, 1):
+        pages[rank].set(Word.STEP, 7)
+    look = rate.measure()
+    assert look is not None
+    assert (look[0].evaluated, look[0].evaluated_in_row, look[0].evaluated_age_s) == (0, 0, None)
+    now = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+    for rank, evaluated, before in ((0, 12, 10), (1, 9, 20)):
+        pages[rank].set(Word.PHASE, PagePhase.EVALUATION)
+        pages[rank].set(Word.EVALUATED_TIME, now - 2_000_000_000)
+        pages[rank].set(Word.EVALUATED_BEFORE, before)
+        pages[rank].set(Word.EVALUATED, evaluated)
+    look = rate.measure()
+    assert look is not None
+    assert (look[0].evaluated, look[0].evaluated_in_row) == (12, 2)
+    assert look[0].evaluated_age_s == pytest.approx(2.0, abs=1.0)
+    # A job may write anything into its page.
+    pages[1].set(Word.EVALUATED, 13)
+    look = rate.measure()
+    assert look is not None
+    assert (look[0].evaluated, look[0].evaluated_in_row) == (13, 0)
