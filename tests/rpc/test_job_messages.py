@@ -119,8 +119,24 @@ def test_no_field_of_a_job_is_left_out() -> None:
         blockers=(Refusal(Reason.GPUS, {"needed": 2}),),
         queue_rank=4,
         sample=Sample(
-            5, 40, 160, 9.5, 0.5, 0.1, 3.0, "rank 1 hangs", 2.5, 2.25, 0.75, (JobMetric("accuracy", 0.9, 39),), 2, 9
-        ),
+            5,
+            40,
+            160,
+            9.5,
+            0.5,
+            0.1,
+            3.0,
+            "rank 1 hangs",
+            2.5,
+            2.25,
+            0.75,
+            (JobMetric("accuracy", 0.9, 39),),
+            2,
+            9,
+            12,
+            3,
+            2.75,
+        ),  # fmt: skip
         beside=(8,),
         has_turn=True,
         with_environment=True,
@@ -129,6 +145,7 @@ def test_no_field_of_a_job_is_left_out() -> None:
     # Only of one that was cancelled or stopped, and of one that runs.
     message.end_reason, message.progress.steps_per_s = "enough", 9.5
     parts = (message, message.array, message.spec, message.gang, message.checkpoint, message.progress, message.failure)
+    parts = (*parts, message.progress.evaluation)
     assert [missing(part) for part in parts] == [set()] * len(parts)
     assert message.trouble == JOB.trouble
     assert list(message.gang.cores) == ["0-1", "2-3"]

@@ -115,6 +115,7 @@ def pairs(job: Job) -> list[tuple[str, str]]:
         ("pids", " ".join(str(pid or "-") for pid in gang.pids) if any(gang.pids) else ""),
         ("stopped at", f"step {gang.stop_step}" if gang.stop_step else ""),
         ("progress", job_table.progress_text(job.progress)),
+        ("evaluates", _evaluation(job)),
         ("reported", _reported(job)),
         ("waits for data", f"{job.progress.data_wait_share:.0%}" if job.progress.data_wait_share else ""),
         ("mechanism", _mechanism(job)),
@@ -141,6 +142,13 @@ def _member(job: Job) -> str:
         return ""
     given = pairs(job.array.member.parameters)
     return f"{called(job)}, one of {job.array.size}" + (f": {given}" if given else "")
+
+
+def _evaluation(job: Job) -> str:
+    evaluation = job.progress.evaluation
+    return (
+        f"{evaluation.batches_in_row} mini-batches since the last step" if job.progress.HasField("evaluation") else ""
+    )
 
 
 def _reported(job: Job) -> str:

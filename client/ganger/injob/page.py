@@ -393,7 +393,9 @@ class Page:
         steps = self._access.read(Word.STEP, _LINE)
         boundary = self._steady(Word.ACK_SEQ, _LINE)
         job = self._steady(Word.CAPABILITIES, Word.CHECKPOINT_FAILED + 1 - Word.CAPABILITIES)
-        raw = (*(0,) * Word.ACK_SEQ, *boundary, *steps, *job)
+        # Estimates follow from these, so they may be of two moments.
+        evaluation = self._access.read(Word.EVALUATED, Word.EVALUATED_BEFORE + 1 - Word.EVALUATED)
+        raw = (*(0,) * Word.ACK_SEQ, *boundary, *steps, *job, *evaluation)
         cut = [word if word < _STEP_LIMIT else _STEP_LIMIT for word in raw]
         exit_word = raw[Word.EXIT_CODE]
         return PageProgress(
