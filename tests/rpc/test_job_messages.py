@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import msgspec
@@ -118,25 +119,14 @@ def test_no_field_of_a_job_is_left_out() -> None:
         GANG,
         blockers=(Refusal(Reason.GPUS, {"needed": 2}),),
         queue_rank=4,
-        sample=Sample(
-            5,
-            40,
-            160,
-            9.5,
-            0.5,
-            0.1,
-            3.0,
-            "rank 1 hangs",
-            2.5,
-            2.25,
-            0.75,
-            (JobMetric("accuracy", 0.9, 39),),
-            2,
-            9,
-            12,
-            3,
-            2.75,
-        ),  # fmt: skip
+        sample=dataclasses.replace(
+            Sample(5, 40, 160, 9.5, 0.5, 0.1, 3.0, "rank 1 hangs", 2.5, 2.25, 0.75, (JobMetric("accuracy", 0.9, 39),)),
+            training_epoch=2,
+            training_epochs=9,
+            evaluated=12,
+            evaluated_in_row=3,
+            evaluated_time=2.75,
+        ),
         beside=(8,),
         has_turn=True,
         with_environment=True,

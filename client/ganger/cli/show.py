@@ -145,10 +145,9 @@ def _member(job: Job) -> str:
 
 
 def _evaluation(job: Job) -> str:
-    evaluation = job.progress.evaluation
-    return (
-        f"{evaluation.batches_in_row} mini-batches since the last step" if job.progress.HasField("evaluation") else ""
-    )
+    progress = job.progress
+    in_row = progress.evaluation.batches_in_row
+    return f"{in_row} mini-batches since the last step" if progress.HasField("evaluation") else ""
 
 
 def _reported(job: Job) -> str:
