@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import click
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from ganger.client import Client
     from ganger.v1.array_pb2 import Array
     from ganger.v1.job_pb2 import Job
+
+
+_LEVELS: Final = ("pause", "offload", "checkpoint", "move")
 
 
 @click.command()
@@ -85,8 +88,7 @@ def pairs(job: Job) -> list[tuple[str, str]]:
         return times.local_datetime(time).strftime("%Y-%m-%d %H:%M:%S") if time.seconds else ""
 
     gang, spec = job.gang, job.spec
-    levels = ("pause", "offload", "checkpoint", "move")
-    can = [level for level in levels if getattr(job.capabilities, f"can_{level}")]
+    can = [level for level in _LEVELS if getattr(job.capabilities, f"can_{level}")]
     if job.capabilities.offload_by:
         can = [f"offload ({job.capabilities.offload_by})" if level == "offload" else level for level in can]
     sizes = job_table.sizes_text(job)
