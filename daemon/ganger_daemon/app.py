@@ -135,9 +135,9 @@ class Daemon:
         try:
             devices = choose_devices(settings.virtual, settings.recorded, node=self.node)
             gpu_cores = settings.virtual.gpu_cores if settings.virtual is not None else 0.0
-            cgroups = await asyncio.to_thread(
-                choose_cgroups, self.paths.own_name, only=settings.cgroups, quotas=gpu_cores > 0.0
-            )
+            # Claims of a virtual node stand for no CPU time.
+            quotas = gpu_cores > 0.0 or settings.virtual is None
+            cgroups = await asyncio.to_thread(choose_cgroups, self.paths.own_name, only=settings.cgroups, quotas=quotas)
             if gpu_cores and not is_done(cgroups, "cpu_quota"):
                 why = cgroups.capabilities["cpu_quota"]
                 raise ValueError(f"virtual GPUs cannot be bound to {gpu_cores:g} cores each here: no CPU quota ({why})")

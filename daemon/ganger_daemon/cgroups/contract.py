@@ -61,6 +61,10 @@ class Cgroups(Protocol):
     def set_cpus(self, group: str, cpus: Collection[int]) -> tuple[int, ...]:
         """Pin a running group. Return the CPUs it now runs on, or () when it could not be pinned."""
 
+    def set_quota(self, group: str, cpus: float) -> bool:
+        """Limit the CPU time of a group to that of so many CPUs, a tenth of one at least; zero: no limit. Return False
+        if that is not enforced here."""
+
     def set_memory_limit(self, group: str, memory_bytes: int) -> bool:
         """Limit the memory of a group. Return False when the limit is not enforced."""
 
@@ -179,6 +183,10 @@ class NoCgroups:
         for _ in range(SWEEPS):
             taken = controllers.set_affinity(self.pids(group), wanted) and taken
         return wanted if taken else ()
+
+    def set_quota(self, group: str, cpus: float) -> bool:
+        """Do nothing: only the kernel limits CPU time."""
+        return False
 
     def set_memory_limit(self, group: str, memory_bytes: int) -> bool:
         return False

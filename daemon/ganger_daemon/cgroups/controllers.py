@@ -194,7 +194,7 @@ class Usage(CgroupController, Protocol):
 
 class Quota(CgroupController, Protocol):
     def set_quota(self, group: Path, cores: float) -> bool:
-        """CPU time of all that is in the group or below it."""
+        """Limit the CPU time of all that is in the group or below it; zero cores: to none."""
 
 
 class CpusV1:
@@ -367,7 +367,7 @@ class QuotaV1:
         self.root = root
 
     def set_quota(self, group: Path, cores: float) -> bool:
-        wanted = round(cores * QUOTA_PERIOD_US)
+        wanted = round(cores * QUOTA_PERIOD_US) if cores else -1
         write(group / "cpu.cfs_period_us", str(QUOTA_PERIOD_US))
         quota = group / "cpu.cfs_quota_us"
         return write(quota, str(wanted)) and number(read(quota)) == wanted
@@ -380,7 +380,7 @@ class QuotaV2:
         self.root = root
 
     def set_quota(self, group: Path, cores: float) -> bool:
-        wanted = f"{round(cores * QUOTA_PERIOD_US)} {QUOTA_PERIOD_US}"
+        wanted = f"{round(cores * QUOTA_PERIOD_US) if cores else 'max'} {QUOTA_PERIOD_US}"
         return write(group / "cpu.max", wanted) and read(group / "cpu.max") == wanted
 
 

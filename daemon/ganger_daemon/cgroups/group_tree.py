@@ -142,6 +142,11 @@ class GroupTree:
             return part.set_cpus(self._at(part.root, group), cpus)
         return tuple(sorted(cpus)) if controllers.set_affinity(self.pids(group), cpus) else ()
 
+    def set_quota(self, group: str, cpus: float) -> bool:
+        part = self._parts.quota
+        limit = max(cpus, SMALLEST_QUOTA_CORES) if cpus else 0.0
+        return part is not None and part.set_quota(self._at(part.root, group), limit)
+
     def set_memory_limit(self, group: str, memory_bytes: int) -> bool:
         part = self._parts.memory
         return part is not None and part.set_limit(self._at(part.root, group), memory_bytes)

@@ -100,7 +100,9 @@ class CorePinning:
         return min(applied) or self._pages.threads()
 
     async def _pin(self) -> None:
-        await asyncio.to_thread(self._host.cgroups.set_cpus, self._group, self._host.cpus_of(self._group))
+        cgroups, host = self._host.cgroups, self._host
+        await asyncio.to_thread(cgroups.set_cpus, self._group, host.cpus_of(self._group))
+        await asyncio.to_thread(cgroups.set_quota, self._group, host.quota_of(self._group))
 
     async def _wait(self, sequence: int, seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -315,6 +315,7 @@ class RankLaunch:
         cpus = self._host.cpus_of(group)
         if cpus:
             cgroups.set_cpus(group, cpus)
+            cgroups.set_quota(group, self._host.quota_of(group))
         if desired.claim.memory_bytes:
             cgroups.set_memory_limit(group, desired.claim.memory_bytes + desired.claim.arena_bytes)
         return cgroups.join_files(group)

@@ -159,6 +159,15 @@ def cpus_of(core_map: CoreMap, cores: Grant | Iterable[int]) -> tuple[int, ...]:
     )
 
 
+def quota_cpus(core_map: CoreMap, grant: Grant) -> float:
+    """Return the CPU time that a grant is worth, in CPUs; zero if no core of it is shared, so that the CPUs alone limit
+    it. Declared cores of a virtual node stand for no CPU time."""
+    if core_map.shared or all(part == CORE for _, part in grant.shares):
+        return 0.0
+    found = [(core_map.core(core_id), part) for core_id, part in grant.shares]
+    return sum([part / CORE * len(core.cpus) for core, part in found if core is not None])
+
+
 def split(core_map: CoreMap, grant: Grant, ranks: int) -> tuple[tuple[int, ...], ...]:
     """The cores of a gang dealt out to its local ranks in order, as evenly as they come, neighbours together. With
     fewer cores than ranks, ranks share."""

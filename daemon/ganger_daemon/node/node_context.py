@@ -228,6 +228,11 @@ class NodeContext:
         grant = self.core_table.held.get(owner)
         return cores.cpus_of(self.core_table.core_map, grant) if grant is not None else ()
 
+    def quota_of(self, owner: str) -> float:
+        """Return the CPU time that an owner may use, in CPUs, where it shares a core; zero: all of its CPUs."""
+        grant = self.core_table.held.get(owner)
+        return cores.quota_cpus(self.core_table.core_map, grant) if grant is not None else 0.0
+
     def shares_of(self, owner: str) -> tuple[tuple[int, int], ...]:
         grant = self.core_table.held.get(owner)
         return tuple(grant.shares) if grant is not None else ()

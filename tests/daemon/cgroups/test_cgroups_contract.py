@@ -219,6 +219,20 @@ def test_a_pool_limits_the_cpu_time_of_its_groups_together_and_of_no_other_group
         cgroups.kill(GROUP)
 
 
+def test_a_quota_limits_the_cpu_time_of_a_group_until_it_is_lifted(cgroups: Cgroups) -> None:
+    if not enforced(cgroups, "cpu_quota"):
+        assert not cgroups.set_quota(GROUP, 0.2)
+        pytest.skip("no CPU quota in this variant")
+    assert cgroups.set_quota(GROUP, 0.2)
+    with member_of(cgroups, GROUP) as member:
+        begun = time.monotonic()
+        member.tell("burn 1000000000")
+        eventually(lambda: cgroups.cpu_s(GROUP) > 0.3)
+        assert cgroups.cpu_s(GROUP) < 0.3 * (time.monotonic() - begun)
+        assert cgroups.set_quota(GROUP, 0.0)
+        cgroups.kill(GROUP)
+
+
 def test_a_group_stays_in_its_pool_and_a_pool_may_change_its_share(cgroups: Cgroups) -> None:
     if not enforced(cgroups, "cpu_quota"):
         pytest.skip("no CPU quota in this variant")

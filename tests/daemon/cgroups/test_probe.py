@@ -61,6 +61,10 @@ def test_v2_pools_hand_down_what_groups_need_and_bound_them(tmp_path: Path, monk
     assert cgroups.join_files("job-1") == (str(mount / "ganger/n1/pool-devices-3/job-1/cgroup.procs"),)
     assert cgroups.set_cpus("job-1", {4}) == (4,)
     assert cgroups.set_memory_limit("job-1", MEBIBYTE)
+    limit = mount / "ganger/n1/pool-devices-3/job-1/cpu.max"
+    for cpus, expected in ((1.5, "15000 10000"), (0.01, "1000 10000"), (0.0, "max 10000")):
+        assert cgroups.set_quota("job-1", cpus)
+        assert limit.read_text().strip() == expected
     assert cgroups.groups() == ("job-1",)
     assert cgroups.destroy("job-1")
     cgroups.tidy()

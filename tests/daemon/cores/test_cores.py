@@ -17,6 +17,7 @@ from ganger_daemon.node.core_table import (
     declared_cores,
     format_ids,
     parse_ids,
+    quota_cpus,
     release,
     repin,
     resize,
@@ -68,6 +69,14 @@ def test_parts_of_cores_are_packed_together() -> None:
         assert isinstance(table, CoreTable)
     assert set(table.held["a"].cores) & set(table.held["b"].cores)
     assert sum(left == CORE for left in table.free().values()) == 5
+
+
+def test_a_part_of_a_core_is_worth_that_part_of_its_threads_and_whole_cores_need_no_quota() -> None:
+    table = CoreTable.empty(server())
+    assert quota_cpus(server(), given_to(allocate(table, "a", (2000, 1000)), "a")) == 0.0
+    assert quota_cpus(server(), given_to(allocate(table, "a", (1250, 0)), "a")) == 2.5
+    declared = declared_cores(8, 1, (0, 1), housekeeping=0)
+    assert quota_cpus(declared, given_to(allocate(CoreTable.empty(declared), "a", (1250,)), "a")) == 0.0
 
 
 def test_repinning_moves_to_other_cores_of_the_same_number() -> None:

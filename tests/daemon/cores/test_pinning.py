@@ -8,7 +8,7 @@ from typing import Any
 
 from ganger.agent.v1 import agent_pb2
 from ganger_daemon.gang.core_pinning import CorePinning
-from ganger_daemon.node.core_table import CoreTable, Grant, adopt, declared_cores
+from ganger_daemon.node.core_table import Core, CoreMap, CoreTable, Grant, adopt, declared_cores
 from ganger_daemon.node.node_context import NodeContext
 
 
@@ -20,12 +20,16 @@ class Node:
         NodeContext.repin_cores,
         NodeContext.release_cores,
     )
-    shares_of, cpus_of = NodeContext.shares_of, NodeContext.cpus_of
+    shares_of, cpus_of, quota_of = NodeContext.shares_of, NodeContext.cpus_of, NodeContext.quota_of
 
     def __init__(self) -> None:
         self.core_table = CoreTable.empty(declared_cores(8, 1, (0, 1), housekeeping=0))
         self.pinned: list[tuple[int, ...]] = []
-        self.cgroups = SimpleNamespace(set_cpus=lambda group, cpus: self.pinned.append(cpus))
+        self.quotas: list[float] = []
+        self.cgroups = SimpleNamespace(
+            set_cpus=lambda group, cpus: self.pinned.append(cpus),
+            set_quota=lambda group, cpus: self.quotas.append(cpus),
+        )
 
     def near(self, device_mask: int) -> tuple[int, ...]:
         return ()
@@ -41,9 +45,9 @@ def pinning_on(node: Any) -> CorePinning:
     return CorePinning(context)
 
 
-def wanted(repin_request: int = 0) -> agent_pb2.DesiredGang:
+def wanted(repin_request: int = 0, millicores: int = 1000) -> agent_pb2.DesiredGang:
     desired = agent_pb2.DesiredGang(threads=1, repin_request=repin_request)
-    desired.claim.millicores.append(1000)
+    desired.claim.millicores.append(millicores)
     return desired
 
 
@@ -87,3 +91,15 @@ def test_what_others_took_meanwhile_is_theirs() -> None:
     node.core_table = adopt(node.core_table, "other", Grant(((5, 1000),)))
     follow(pinning, wanted())
     assert node.shares_of("gang") not in {(), ((5, 1000),)}
+
+
+def test_a_gang_with_a_part_of_a_core_has_a_quota_until_it_has_whole_ones_again() -> None:
+    node = Node()
+    # Each core has two hardware threads.
+    cores = tuple(Core(number, 0, (number, number + 4)) for number in range(4))
+    node.core_table = adopt(CoreTable.empty(CoreMap((cores,))), "gang", Grant(((0, 1000),)))
+    pinning = pinning_on(node)
+    for millicores in (1000, 2500, 3000):
+        follow(pinning, wanted(millicores=millicores))
+    assert node.pinned == [(0, 1, 2, 4, 5, 6), (0, 1, 2, 4, 5, 6)]
+    assert node.quotas == [5.0, 0.0]
