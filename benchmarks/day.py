@@ -136,7 +136,12 @@ def _write_plans(jobs: Sequence[DayJob], directory: Path) -> dict[str, Path]:
 # Forks the ranks of each job from a process that has loaded torch; a few jobs at once.
 _ALONE = """
 import os, runpy, socket, sys, traceback
-import torch, ganger
+import torch, torch.distributed, torch.utils.data
+import ganger.training.attached_job
+# The first step of an optimizer loads most of torch.
+parameter = torch.nn.Parameter(torch.zeros(1))
+parameter.grad = torch.zeros(1)
+torch.optim.SGD([parameter], lr=1.0).step()
 at_once, ranks = int(sys.argv[1]), {}
 def wait():
     pid, code = os.wait()
