@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.day import LOAD, PLAIN, SPAN_S, _paces, _rows, _speeds, main
+from benchmarks.day import LOAD, PLAIN, SPAN_S, _paces, _rows, _speeds, main, quantum_of
 from benchmarks.day_jobs import (
     BATCH,
     GPUS,
@@ -77,9 +77,15 @@ def test_the_simulator_is_told_sizes_models_and_the_time_alone() -> None:
 
 
 def test_only_the_plain_policy_is_told_when_to_keep_room() -> None:
-    assert "--reserve-after" in _paces(PLAIN, has_slices=False)
-    assert not {"--reserve-after", "--quantum"} & {*_paces("ganger", has_slices=False)}
-    assert "--quantum" in _paces("gandiva", has_slices=True)
+    assert "--reserve-after" in _paces(PLAIN, 0.0)
+    assert not {"--reserve-after", "--quantum"} & {*_paces("ganger", 0.0)}
+    assert _paces("gandiva", 6.0)[-2:] == ("--quantum", "6.000s")
+
+
+def test_the_quantum_is_the_mean_of_what_was_planned() -> None:
+    planned = [{"kind": "rows_changed", "figures": {"quantum_seconds": text}} for text in ("3", "7.5")]
+    assert quantum_of([*planned, {"kind": "gang_running", "figures": {}}]) == 5.25
+    assert quantum_of([]) == 0.0
 
 
 def test_a_policy_that_the_day_does_not_have_is_refused_with_those_that_it_has() -> None:
