@@ -69,6 +69,17 @@ def parse_name(value: object) -> str:
     return name
 
 
+def parse_device_types(value: object) -> str:
+    """Return device types in order of preference, separated by commas; empty: any."""
+    text = parse_name(value)
+    types = [one.strip() for one in text.split(",")] if text else []
+    if not all(types):
+        raise ValueError(f"{shortened(text)} names an empty type: separate types by single commas, as a100,h100")
+    if len(set(types)) < len(types):
+        raise ValueError(f"{shortened(text)} names a type twice")
+    return ",".join(types)
+
+
 def parse_text(value: object) -> str:
     if not isinstance(value, str | int | float) or isinstance(value, bool):
         raise ValueError(f"must be a text, not {value!r}")

@@ -341,6 +341,18 @@ def test_what_no_system_call_could_carry_is_named_with_its_key() -> None:
     assert {"command", "name", "directory", "environment", "gpu_type", "labels"} <= set(found)
 
 
+@pytest.mark.parametrize(
+    ("given_types", "kept"), [("a100", "a100"), ("a100, h100", "a100,h100"), ("", ""), ("h100,a100", "h100,a100")]
+)
+def test_gpu_types_are_kept_in_order_of_preference(given_types: str, kept: str) -> None:
+    assert spec(gpu_type=given_types).device_type == kept
+
+
+@pytest.mark.parametrize(("given_types", "why"), [("a100,", "names an empty type"), ("a,b,a", "names a type twice")])
+def test_wrong_gpu_types_are_named(given_types: str, why: str) -> None:
+    assert why in wrong(gpu_type=given_types)["gpu_type"]
+
+
 def test_a_home_directory_in_a_file_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "job.yaml").write_text("command: x\ndirectory: ~/\n")

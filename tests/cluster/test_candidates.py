@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 
 import pytest
+from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.fit import fit
 from ganger.cluster.placement import candidates, choose_mode, impossible
 from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Claim, GangShape, Locality, LocalityLevel, Role, TaskShape
+from ganger.cluster.search import PlacementRequest
 from ganger.cluster.view import LoadMode, View
+from ganger_master.policies.placements import PLACEMENTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.clusters import GIB, cluster, gang, gangs, idle_row, server
@@ -30,6 +33,48 @@ def test_algorithm_1_places_the_published_sequence() -> None:
     placed = [start(view, gang(gpus)) for gpus in (1, 1, 2, 4, 2, 1, 4, 1)]
     assert placed == [["s0"], ["s0"], ["s1"], ["s2"], ["s1"], ["s0"], ["s3"], ["s0"]]
     assert candidates(view, gang(1)).candidates == candidates(view, gang(8)).candidates == ()
+
+
+def two_types() -> View:
+    """Return a node of four "old" and one of four "new" GPUs."""
+    old, new = server("2x2", device_type="old"), server("2x2", device_type="new")
+    view = View([old, new])
+    view.put(idle_row("o", old))
+    view.put(idle_row("n", new))
+    return view
+
+
+def test_a_gang_of_several_types_goes_to_the_first_one_with_room_and_is_never_on_two() -> None:
+    view, wanted = two_types(), gang(3, device_type="new,old")
+    assert [claims[0].node for claims in candidates(view, wanted).candidates[:2]] == ["n", "o"]
+    assert start(view, wanted) == ["n"]
+    assert start(view, wanted) == ["o"]
+    two = gang(2, device_type="new,old")
+    assert candidates(view, two).candidates == (), "one device of each is left"
+    assert sorted(start(view, gang(2))) == ["n", "o"], "a gang that names none takes both"
+
+
+def test_a_gang_of_several_types_is_refused_any_other() -> None:
+    view = two_types()
+    wanted = gang(1, device_type="new,newest")
+    (on_old,) = candidates(view, gang(1, device_type="old")).candidates[:1]
+    assert [refusal.reason for refusal in fit(view, wanted, on_old)] == [Reason.DEVICE_TYPE]
+    refusal = candidates(view, gang(1, device_type="newer,newest")).refusals[0]
+    assert (refusal.reason, refusal.detail) == (Reason.DEVICE_TYPE, "no node has newer,newest")
+
+
+@pytest.mark.parametrize("name", sorted(PLACEMENTS))
+def test_every_placement_serves_the_first_type_with_room(name: str) -> None:
+    view = two_types()
+    placement, index = PLACEMENTS[name], CapacityIndex(view)
+    if placement.by_counts:
+        return
+    for expected in ("n", "o", None):
+        claims = placement.place(index, PlacementRequest(gang(4, device_type="new,old")))
+        assert (claims[0].node if claims else None) == expected
+        for claim in claims or ():
+            view.take(claim, 4)
+        index.follow()
 
 
 def test_two_small_jobs_on_an_idle_server_land_on_different_sockets_under_light_load() -> None:

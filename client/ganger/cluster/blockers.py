@@ -19,7 +19,7 @@ from ganger.cluster.claims import PLENTY
 from ganger.cluster.fit import demand
 from ganger.cluster.node_classes import Alike, Family, each
 from ganger.cluster.refusals import Reason, Refusal
-from ganger.cluster.resources import GangShape, LocalityLevel
+from ganger.cluster.resources import GangShape, LocalityLevel, accepts_type
 from ganger.cluster.search import PlacementRequest, widest_now
 from ganger.cluster.topology import bits
 
@@ -93,7 +93,7 @@ def _still_patient(shape: GangShape, waited_s: float, widest: LocalityLevel) -> 
 def _is_typed(shape: GangShape, family: Family) -> bool:
     """Return whether nodes of the family have devices of the wanted type, if the gang needs devices."""
     of = family.topology.configuration_set
-    return not shape.gpus or (of.devices > 0 and shape.device_type in ("", of.device_type))
+    return not shape.gpus or (of.devices > 0 and accepts_type(shape.device_type, of.device_type))
 
 
 class _Capacity:

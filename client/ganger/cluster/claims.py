@@ -14,7 +14,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from ganger.cluster.fit import demand, fit
-from ganger.cluster.resources import Claim, GangShape, LocalityLevel
+from ganger.cluster.resources import Claim, GangShape, LocalityLevel, accepts_type
 from ganger.cluster.topology import Topology
 from ganger.cluster.view import LoadMode, View
 
@@ -35,8 +35,7 @@ def make_claim(
     """
     topology = view.topologies[slot]
     needed = demand(topology.configuration_set, shape, tasks)
-    type_matters = needed.gpus and shape.device_type
-    if type_matters and topology.configuration_set.device_type != shape.device_type:
+    if needed.gpus and not accepts_type(shape.device_type, topology.configuration_set.device_type):
         return None
     free = view.free[slot]
     if shape.device_memory_bytes:

@@ -24,7 +24,7 @@ from ganger.cluster.claims import PLENTY
 from ganger.cluster.fit import Demand as Needs
 from ganger.cluster.fit import demand
 from ganger.cluster.node_classes import Alike, Entries, Family
-from ganger.cluster.resources import ConfigurationSet, GangShape, LocalityLevel, Role, TaskShape
+from ganger.cluster.resources import ConfigurationSet, GangShape, LocalityLevel, Role, TaskShape, accepts_type
 from ganger.cluster.topology import FAR, Topology
 from ganger.cluster.view import View
 
@@ -84,7 +84,7 @@ def demand_of_shapes(shapes: Iterable[GangShape], sets: Iterable[ConfigurationSe
     types = tuple(sorted({item.device_type for item in with_devices}))
     kinds: Counter[tuple[int, float, float, str]] = Counter()
     for shape, count in Counter(shapes).items():
-        at = next((item for item in with_devices if shape.device_type in ("", item.device_type)), None)
+        at = next((item for item in with_devices if accepts_type(shape.device_type, item.device_type)), None)
         if shape.gpus and at is not None:
             needed = demand(at, shape, tuple(role.tasks for role in shape.roles))
             kind = (shape.gpus, needed.millicores / shape.gpus, needed.memory_bytes / shape.gpus, shape.device_type)
@@ -164,7 +164,7 @@ class TaskRoom:
         if self.kind.device_memory_bytes or len(topologies) > 1 or not self.kind.task.gpus:
             return np.array([self.of[alike] for alike in some], np.int64)
         (topology,) = topologies
-        if self.kind.device_type not in ("", topology.configuration_set.device_type):
+        if not accepts_type(self.kind.device_type, topology.configuration_set.device_type):
             return np.zeros(len(some), np.int64)
         one = self.needs(topology)
         free, millicores, memory = entries.amounts(first)
@@ -187,7 +187,7 @@ class TaskRoom:
         gpus = self.kind.task.gpus
         room = PLENTY
         if gpus:
-            if self.kind.device_type not in ("", family.topology.configuration_set.device_type):
+            if not accepts_type(self.kind.device_type, family.topology.configuration_set.device_type):
                 return 0
             room = family.takable(self.kind.device_memory_bytes).bit_count() // gpus
         one = self.needs(family.topology)
@@ -267,7 +267,7 @@ def closest(family: Family, gpus: int, device_type: str, device_memory_bytes: in
     topology = family.topology
     if not gpus:
         return LocalityLevel.NVLINK
-    if device_type not in ("", topology.configuration_set.device_type):
+    if not accepts_type(device_type, topology.configuration_set.device_type):
         return FAR
     return topology.closest(family.takable(device_memory_bytes), gpus)
 

@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 from msgspec import Struct
 
 from ganger.cluster.refusals import Reason, Refusal
-from ganger.cluster.resources import Claim, ConfigurationSet, GangShape, LocalityLevel
+from ganger.cluster.resources import Claim, ConfigurationSet, GangShape, LocalityLevel, accepts_type
 from ganger.cluster.topology import bits
 from ganger.cluster.view import View
 
@@ -120,7 +120,7 @@ def _fits_at_a_glance(view: View, shape: GangShape, claims: Sequence[Claim]) -> 
         if count <= 0 or mask & ~view.free[slot] or mask.bit_count() != count * gpus:
             return False
         configuration_set = view.topologies[slot].configuration_set
-        if device_type and mask and configuration_set.device_type != device_type:
+        if mask and not accepts_type(device_type, configuration_set.device_type):
             return False
         if room and mask & ~view.roomy(slot, room):
             return False
@@ -242,7 +242,7 @@ def _fit_node(
     if not view.available[slot] and own is None:
         refusals.append(Refusal(Reason.NODE_UNAVAILABLE, node=node))
         return
-    if claim.device_mask and shape.device_type and configuration_set.device_type != shape.device_type:
+    if claim.device_mask and not accepts_type(shape.device_type, configuration_set.device_type):
         has = configuration_set.device_type or "none"
         refusals.append(Refusal(Reason.DEVICE_TYPE, node=node, detail=f"needs {shape.device_type}, the node has {has}"))
         return

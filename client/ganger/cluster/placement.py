@@ -19,7 +19,7 @@ from ganger.cluster.claims import split_cores
 from ganger.cluster.fit import demand
 from ganger.cluster.preferences import BEST_FIT, GANDIVA
 from ganger.cluster.refusals import Reason, Refusal
-from ganger.cluster.resources import Claim, GangShape
+from ganger.cluster.resources import Claim, GangShape, accepts_type
 from ganger.cluster.search import PlacementPreference, PlacementRequest
 from ganger.cluster.view import LoadMode, View
 
@@ -153,7 +153,7 @@ def _with(
         if slot is None or not view.available[slot] or not missing:
             continue
         configuration_set = view.topologies[slot].configuration_set
-        if shape.device_type and configuration_set.device_type != shape.device_type:
+        if not accepts_type(shape.device_type, configuration_set.device_type):
             continue
         free_mask = view.free[slot]
         if shape.device_memory_bytes:

@@ -137,8 +137,14 @@ class Claim(Struct, frozen=True, gc=False, omit_defaults=True):
     parked_memory_bytes: int = 0
 
 
+def accepts_type(wanted: str, device_type: str) -> bool:
+    """Return whether a gang that wants these types (`GangShape.device_type`) runs on devices of this type."""
+    return wanted in ("", device_type) or ("," in wanted and device_type in wanted.split(","))
+
+
 class GangShape(Struct, frozen=True, gc=False):
-    """All that placement needs to know of a job: its roles and what it tolerates."""
+    """All that placement needs to know of a job: its roles and what it tolerates. `device_type`: the types that it
+    accepts, with commas, the preferred one first; empty: any."""
 
     roles: tuple[Role, ...]
     device_type: str = ""

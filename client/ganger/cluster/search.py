@@ -15,6 +15,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ganger.cluster.capacity_index import CapacityIndex
@@ -61,6 +62,8 @@ class PlacementPreference:
 
     def place(self, index: CapacityIndex, request: PlacementRequest) -> Claims | None:
         """The first candidate, or None. Nothing is taken."""
+        if "," in request.shape.device_type:
+            return next(iter(self.places(index, replace(request, limit=1))), None)
         if request.parked or request.reserved_nodes or request.avoid or request.only is not None:
             return next(iter(self.places(index, request)), None)
         # The planner asks thousands of times a pass, nearly always for any place.
@@ -68,7 +71,13 @@ class PlacementPreference:
         return next(self.search(index, index.query(request.shape), widest, request.demand), None)
 
     def places(self, index: CapacityIndex, request: PlacementRequest) -> Sequence[Claims]:
-        """Return at most `request.limit` candidates, the best first; all of them fit. Nothing is taken."""
+        """Return at most `request.limit` candidates, the best first; all of them fit. Nothing is taken.
+
+        All devices of a gang that accepts several types are of one, the first one with room.
+        """
+        if "," in request.shape.device_type:
+            by_type = [self.places(index, one) for one in _by_type(request)]
+            return [claims for candidates in by_type for claims in candidates][: request.limit]
         parked, avoid, limit = request.parked, request.avoid, request.limit
         found: list[Claims] = []
         is_avoided = any(claim.node in avoid for claim in parked)
@@ -92,6 +101,12 @@ class PlacementPreference:
     def _search(self, index: CapacityIndex, request: PlacementRequest, limit: int) -> list[Claims]:
         widest = widest_now(request.shape, request.waited_s)
         return list(islice(self.search(index, index.query(request.shape), widest, request.demand), limit))
+
+
+def _by_type(request: PlacementRequest) -> list[PlacementRequest]:
+    """Return one request for each type that the gang accepts, the preferred one first."""
+    types = request.shape.device_type.split(",")
+    return [replace(request, shape=replace(request.shape, device_type=one)) for one in types]
 
 
 def widest_now(shape: GangShape, waited_s: float) -> LocalityLevel:

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from ganger.cluster.capacity_index import Trial
 from ganger.cluster.fit import demand
+from ganger.cluster.resources import accepts_type
 from ganger.cluster.search import PlacementRequest
 from ganger.cluster.view import View
 
@@ -133,12 +134,12 @@ class _PendingDemand:
         view, excluded = context.room.view, context.excluded
         self._table, self._view = context.jobs, view
         self._missing: dict[tuple[str, int], int] = {}
-        kinds = {"", *[made.device_type for made in view.sets.values()]}
+        types = {made.device_type for made in view.sets.values()}
         hopeless = {*excluded.not_started, *excluded.unplaced}
         self.jobs = [
             job
             for job in context.jobs.waiting_at_most(context.capacity.gpus)
-            if job.gpus and job.number not in hopeless and job.spec.device_type in kinds
+            if job.gpus and job.number not in hopeless and any(accepts_type(job.spec.device_type, one) for one in types)
         ]
 
     def longest_wait_s(self, now: float) -> float:
@@ -157,9 +158,10 @@ class _PendingDemand:
         return self._missing[key]
 
     def _count_missing(self, device_type: str, least_priority: int) -> int:
-        kinds = ("", device_type)
         requested = [
-            job.gpus for job in self.jobs if job.spec.priority >= least_priority and job.spec.device_type in kinds
+            job.gpus
+            for job in self.jobs
+            if job.spec.priority >= least_priority and accepts_type(job.spec.device_type, device_type)
         ]
         return sum(requested) - self._free(device_type)
 

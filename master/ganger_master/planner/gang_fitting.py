@@ -16,7 +16,7 @@ from operator import add, ge
 import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex, Trial
 from ganger.cluster.claims import is_counted
-from ganger.cluster.resources import GangShape
+from ganger.cluster.resources import GangShape, accepts_type
 from ganger.cluster.search import PlacementRequest, widest_now
 from ganger.cluster.view import View
 from msgspec.structs import replace
@@ -313,7 +313,9 @@ def nodes_for(view: View, shape: GangShape) -> frozenset[str]:
     """Return the nodes whose devices suit the gang, whatever runs there now."""
     kind = shape.device_type if all(role.shape.gpus for role in shape.roles) else ""
     there = zip(view.nodes, view.topologies, strict=True)
-    return frozenset(name for name, topology in there if name and kind in ("", topology.configuration_set.device_type))
+    return frozenset(
+        name for name, topology in there if name and accepts_type(kind, topology.configuration_set.device_type)
+    )
 
 
 # So many pending jobs of a pass get a make-room search, first job first.

@@ -17,7 +17,7 @@ from typing import Final
 from ganger.cluster.claims import split_cores
 from ganger.cluster.fit import MEMORY_SHARE, demand, share_of_memory
 from ganger.cluster.refusals import Reason
-from ganger.cluster.resources import Claim
+from ganger.cluster.resources import Claim, accepts_type
 from ganger.cluster.topology import bits
 from ganger.cluster.view import View
 from ganger.job_state import JobState
@@ -335,7 +335,7 @@ class SliceMatrices:
                 return None
             topology = self._view.topologies[slot]
             made = topology.configuration_set
-            if job.spec.device_type not in ("", made.device_type):
+            if not accepts_type(job.spec.device_type, made.device_type):
                 return None
             # A job without a measurement may need all memory of a device.
             arena = job.arena_bytes_per_device or made.device_memory_bytes
