@@ -24,7 +24,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "queue": ("ganger.cli.queue", "queue", "List jobs."),
     "show": ("ganger.cli.show", "show", "Show all that is known of jobs."),
     "why": ("ganger.cli.show", "why", "Print why a job waits, and when it may start."),
-    "profile": ("ganger.cli.profile", "profile", "Show what was measured of a job with other numbers of cores."),
+    "profile": ("ganger.cli.profile", "profile", "Show the measured rates of a job by CPU cores."),
     "logs": ("ganger.cli.logs", "logs", "Print what a job wrote."),
     "update": ("ganger.cli.submit", "update", "Change the request of a job: priority, time limit, name and wishes."),
     "suspend": ("ganger.cli.job_orders", "suspend", "Stop jobs between two mini-batches, keeping their state."),
