@@ -268,3 +268,6 @@ def test_up_comes_up_heals_and_goes_down_again(tmp_path: Path) -> None:
     assert f"`ganger up --state-dir {directory} {' '.join(size)}` takes it up again" in stopped.stderr
     assert cluster.read_up_file(directory) == (False, ())
     assert "no cluster" in command("down", *flags).stdout
+    # The job that went on would last for ten minutes, and what its unit has on this machine for ever.
+    assert command("up", *flags, *size, "--detach").returncode == 0
+    assert command("down", *flags, "--cancel-jobs").returncode == 0
