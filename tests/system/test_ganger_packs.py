@@ -1,4 +1,4 @@
-"""Jobs under `ganger` that are co-located while another one waits, and separated once none does. (chaos: 2 min)"""
+"""Jobs under `ganger` that are co-located while another one waits, and separated once none does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kit.waiting import eventually
 from system.hasty import events, story
 from system.packing import packed_pair
 
-pytestmark = [pytest.mark.system, pytest.mark.torch, pytest.mark.chaos, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.system, pytest.mark.torch, pytest.mark.timeout(600)]
 
 # By itself each uses a third of its GPU: two are nearly as fast beside each other.
 COMPUTES_S = 0.04
