@@ -8,8 +8,8 @@ virtual GPU is: `benchmarks.day_jobs`. A run goes as follows.
 2. Under each policy a new cluster receives the same submissions at the same times. Times of the schedulers are scaled
    down with the jobs, so that they are as small a part of them as usual: a plan that preempts every 5 s at most, time
    slices of 6 s, and under `fifo-backfill` room for a gang that has waited for 2 s.
-3. `ganger simulate` receives the submissions of each run with the costs that its events show, and the run time that
-   each job had under `fifo`, where jobs have their GPUs to themselves.
+3. `ganger simulate` receives the submissions of each run, the costs that its events show, and the time that each job
+   takes without pauses: its number of steps by the median of their times, and what it took to end.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from benchmarks.switch_timing import switches_of
 from benchmarks.twin import events_of, simulated
 from benchmarks.twin_comparison import Costs, JobEvent, costs_of, step_s
 
-# The plain one that others are compared with comes first: its jobs show the time that each takes alone.
+# The first one shows what a start takes, which time slices hide.
 POLICIES = ("fifo", "fifo-backfill", "gandiva", "ganger")
 DEFAULT, PLAIN = "ganger", "fifo-backfill"
 EVERY = 10
@@ -96,11 +96,10 @@ def main(quick: bool = False, only: str = "") -> dict[str, object]:
         days[policy] = _live(policy, jobs, report)
         _judge_results(report, days[policy], jobs, alone)
     measured = next(iter(days.values()))
-    alone_s = {name: (run.steps - 1) * run.step_s + measured.costs.end_s for name, run in measured.runs.items()}
     # A start under time slices is mostly the wait for the first of them: the start of the first run counts there.
     start_s = 0.0 if measured.quantum_s else measured.costs.start_s
     known = [day for day in days.values() if start_s or not day.quantum_s]
-    errors = [_predicted(report, day, jobs, alone_s, start_s) for day in known]
+    errors = [_predicted(report, day, jobs, start_s) for day in known]
     if DEFAULT in days and PLAIN in days:
         ratio = days[DEFAULT].average_jct_s / days[PLAIN].average_jct_s
         report.at_most(f"{DEFAULT}_over_{PLAIN}_average_jct_ratio", ratio, LARGEST_RATIO)
@@ -305,6 +304,7 @@ def _day(
             times["job_submitted"] - first_s,
             times.get("job_succeeded", float("inf")) - times["job_submitted"],
             _step_s(notes[job.name], job),
+            times.get("job_succeeded", 0.0) - ended.get(ids[job.name], 0.0),
             job.steps,
             counts["job_pending"],
             counts["move_done"],
@@ -352,14 +352,15 @@ def _judge_results(report: BenchReport, day: Day, jobs: Sequence[DayJob], alone:
     report.figure(f"{day.policy}_quantum_s", day.quantum_s)
 
 
-def _predicted(
-    report: BenchReport, day: Day, jobs: Sequence[DayJob], alone_s: Mapping[str, float], start_s: float
-) -> float:
+def _predicted(report: BenchReport, day: Day, jobs: Sequence[DayJob], start_s: float) -> float:
     """Simulate the day, and return by how much its average JCT differs, as a share of the measured one. `start_s`: what
     a start takes where jobs are time-sliced."""
     directory = Path("build/bench")
     trace = directory / f"day-{day.policy}.csv"
-    trace.write_text(simulator_trace(jobs, {name: run.submit_s for name, run in day.runs.items()}, alone_s))
+    runs = day.runs.items()
+    trace.write_text(
+        simulator_trace(jobs, {name: run.submit_s for name, run in runs}, {name: run.alone_s for name, run in runs})
+    )
     size = ("--nodes", str(_NODES), "--gpus-per-node", str(_GPUS), "--cores-per-node", str(_CORES))
     memory = ("--memory-per-node", _MEMORY, "--gpu-memory", _GPU_MEMORY)
     options = (*size, *memory, "--policy", day.policy, *_paces(day.policy, day.quantum_s))

@@ -220,17 +220,24 @@ def plan_of(job: DayJob, speeds: Mapping[int, float], directory: str) -> dict[st
 
 @dataclass(frozen=True, slots=True)
 class DayRun:
-    """What became of a job. Seconds, from the first submission; `step_s`: the median of its steps at its own size."""
+    """What became of a job. Seconds, from the first submission; `step_s`: the median of its steps at its own size;
+    `end_s`: from its last step until it had succeeded."""
 
     name: str
     submit_s: float
     jct_s: float
     step_s: float
+    end_s: float
     steps: int
     preemptions: int
     moves: int
     resizes: int
     weights: str
+
+    @property
+    def alone_s(self) -> float:
+        """Return what it takes from its first step, without any pause."""
+        return (self.steps - 1) * self.step_s + self.end_s
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)

@@ -17,6 +17,7 @@ from benchmarks.day_jobs import (
     LEAST_S,
     MOST_S,
     DayJob,
+    DayRun,
     TraceRow,
     day_of,
     plan_of,
@@ -80,6 +81,11 @@ def test_only_the_plain_policy_is_told_when_to_keep_room() -> None:
     assert "--reserve-after" in _paces(PLAIN, 0.0)
     assert not {"--reserve-after", "--quantum"} & {*_paces("ganger", 0.0)}
     assert _paces("gandiva", 6.0)[-2:] == ("--quantum", "6.000s")
+
+
+def test_the_time_alone_has_no_pause_in_it() -> None:
+    run = DayRun("job08", 1.0, 99.0, 0.125, 0.75, 101, 2, 1, 0, "digest")
+    assert run.alone_s == 13.25
 
 
 def test_the_quantum_is_the_mean_of_what_was_planned() -> None:
