@@ -381,14 +381,14 @@ def _check_policies(names: Sequence[str], is_ideal: bool, rates: str) -> None:
 def _check_paces(flags: Mapping[str, Any], policies: Sequence[str]) -> None:
     """Refuse `--reserve-after` and `--quantum` where no policy reads them."""
     from ganger_master.policies import policy_named
-    from ganger_master.policies.stages import ShareByTimeSlices
+    from ganger_master.policies.stages import ShareByTimeSlices, SliceNewcomers
 
     if flags["reserve_after_s"] is not None and all(policy_named(name).is_planned for name in policies):
         raise click.UsageError("--reserve-after is for policies without a planner: name one, such as fifo-backfill")
     if flags["quantum_s"] is None:
         return
-    if not any(policy_named(name).has(ShareByTimeSlices) for name in policies):
-        raise click.UsageError("--quantum is for policies with time slices: name one, such as gandiva")
+    if not any(policy_named(name).has(ShareByTimeSlices, SliceNewcomers) for name in policies):
+        raise click.UsageError("--quantum is for policies with time slices: name one, such as ganger or gandiva")
     if flags["round_s"] is not None:
         raise click.UsageError("--round and --quantum exclude each other: time slices fill rounds")
 

@@ -408,7 +408,7 @@ def test_compare_refuses_what_cannot_be(said: Said, trace: Path, arguments: list
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["-p", "ganger", "--quantum", "1m"], "--quantum is for policies with time slices"),
+        (["-p", "las", "--quantum", "1m"], "--quantum is for policies with time slices"),
         (["-p", "gandiva", "--quantum", "0"], "--quantum"),
         (["-p", "gandiva", "--quantum", "1m", "--round", "5m"], "--round and --quantum exclude each other"),
         (["-p", "ganger", "--reserve-after", "1m"], "--reserve-after is for policies without a planner"),
