@@ -10,6 +10,7 @@ the default policy and pace (`modelled_node`). Rates scatter by 2 % from one hal
 * `together`: both jobs on a server with two GPUs, against the even split of its cores.
 * `phases`: a job that trains with 3 cores and evaluates with 16, at ten mini-batches a second; how many it does in each
   phase before it has that phase's cores. With rates that scatter by 10 %, the changes of cores in ten phases.
+* `live`: such a job with real programs (`cpu_live`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from benchmarks.cpu_live import measure_live
 from benchmarks.modelled_node import READ_S, Curve, ModelledNode, even_split
 from benchmarks.report import BenchReport
 
@@ -43,15 +45,28 @@ def bounded(cores: float, steps_per_s: float) -> Curve:
 JOBS: Final[Mapping[str, Curve]] = {"image": bounded(19.0, 8.0), "language": bounded(1.0, 12.0)}
 
 
-def main(only: str | None = None, quick: bool = False) -> dict[str, Any]:
+CASES: Final = ("modelled", "live")
+
+
+def main(quick: bool = False, only: str = "") -> dict[str, Any]:
+    """Run it; `quick`: less time, and nothing live; `only`: one of CASES. Raises ValueError for another."""
+    if only and only not in CASES:
+        raise ValueError(f"there is no case {only!r}: there are {', '.join(CASES)}")
     report = BenchReport("cpu")
+    if only != "live":
+        _modelled(report, quick)
+    if only == "live" or not (only or quick):
+        measure_live(report)
+    return report.result()
+
+
+def _modelled(report: BenchReport, quick: bool) -> None:
     report.say("the server is modelled, in virtual time; core, planner and estimators are those of a cluster")
     seconds = QUICK_S if quick else HOUR_S
     for number, (name, curve) in enumerate(JOBS.items()):
         _alone(report, name, curve, seconds, seed=number)
     _together(report, seconds)
     _phases(report)
-    return report.result()
 
 
 def _alone(report: BenchReport, name: str, curve: Curve, seconds: float, seed: int) -> None:

@@ -28,3 +28,8 @@ def test_a_job_of_a_series_that_was_measured_starts_with_the_cores_of_its_series
     assert node.cores(first) == 3
     second = node.submit(cpu.bounded(3.0, 10.0), signature=1)
     assert node.cores(second) == 3
+
+
+def test_a_case_that_is_none_is_refused_with_those_that_are() -> None:
+    with pytest.raises(ValueError, match="there are modelled, live"):
+        cpu.main(only="magic")
