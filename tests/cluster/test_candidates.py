@@ -7,7 +7,7 @@ import time
 import pytest
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.fit import fit
-from ganger.cluster.placement import candidates, choose_mode, impossible
+from ganger.cluster.placement import candidates, choose_mode, impossible, resized
 from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Claim, GangShape, Locality, LocalityLevel, Role, TaskShape
 from ganger.cluster.search import PlacementRequest
@@ -61,6 +61,51 @@ def test_a_gang_of_several_types_is_refused_any_other() -> None:
     assert [refusal.reason for refusal in fit(view, wanted, on_old)] == [Reason.DEVICE_TYPE]
     refusal = candidates(view, gang(1, device_type="newer,newest")).refusals[0]
     assert (refusal.reason, refusal.detail) == (Reason.DEVICE_TYPE, "no node has newer,newest")
+
+
+def test_a_gang_parked_on_a_type_that_it_prefers_less_resumes_there_first() -> None:
+    view, wanted = two_types(), gang(2, device_type="new,old")
+    (there, *_) = candidates(view, replace(wanted, device_type="old")).candidates
+    assert candidates(view, wanted, parked=there, limit=1).candidates == (there,)
+
+
+def test_nodes_reserved_for_a_gang_come_before_a_type_that_it_prefers() -> None:
+    found = candidates(two_types(), gang(2, device_type="new,old"), reserved_nodes={"o"}).candidates
+    assert [claims[0].node for claims in found[:2]] == ["o", "n"]
+
+
+def test_a_gang_of_several_types_is_refused_on_two_of_them() -> None:
+    view = two_types()
+    (mixed, *_) = candidates(view, gang(8)).candidates
+    assert fit(view, gang(8), mixed) == (), "a gang that names none may be on both"
+    (refusal,) = fit(view, gang(8, device_type="new,old"), mixed)
+    assert (refusal.reason, refusal.detail) == (
+        Reason.DEVICE_TYPE,
+        "all GPUs of a gang are of one of new,old, these are of new and old",
+    )
+
+
+def test_a_gang_of_several_types_grows_on_the_one_that_it_has() -> None:
+    view, wanted = two_types(), gang(2, device_type="new,old")
+    (held, *_) = candidates(view, wanted).candidates
+    for claim in held:
+        view.take(claim, 2)
+    four = resized(view, gang(4, device_type="new,old"), held)
+    assert four is not None
+    assert [claim.node for claim in four] == ["n"]
+    assert resized(view, gang(6, device_type="new,old"), held) is None
+    assert resized(view, gang(6), held) is not None, "a gang that names none takes both"
+
+
+def test_a_gang_of_several_types_is_told_what_each_of_them_lacks() -> None:
+    view = two_types()
+    for kind in ("old", "new"):
+        start(view, gang(3, cores=1, device_type=kind))
+    refusals = candidates(view, gang(2, cores=1, device_type="new,old,newest")).refusals
+    assert [(one.reason, one.figures["free"], one.detail.partition(":")[0]) for one in refusals] == [
+        (Reason.GPUS, 1, "new"),
+        (Reason.GPUS, 1, "old"),
+    ]
 
 
 @pytest.mark.parametrize("name", sorted(PLACEMENTS))

@@ -9,7 +9,7 @@ from core.drive import GIB, SERVER, Drive, job_of
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import split_cores
 from ganger.cluster.refusals import Reason
-from ganger.cluster.resources import Claim
+from ganger.cluster.resources import Claim, ConfigurationSet
 from ganger.job_state import JobState
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import JobAnswer, PlanAnswer, SessionAnswer
@@ -54,8 +54,8 @@ class Sharing(Drive):
     def __init__(self, nodes: int = 1) -> None:
         super().__init__(nodes, CoreSettings(policy="gandiva"))
 
-    def join(self, node: str) -> None:
-        answer = self.step(OpenSession(node, f"machine-{node}", SERVER, capabilities={"rotation": "yes"}))
+    def join(self, node: str, server: ConfigurationSet = SERVER) -> None:
+        answer = self.step(OpenSession(node, f"machine-{node}", server, capabilities={"rotation": "yes"}))
         assert isinstance(answer, SessionAnswer)
         self.sessions[node] = answer.session
         self.observe(node, version=0)

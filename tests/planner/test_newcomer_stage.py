@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from core.drive import GIB, job_of
+from core.drive import GIB, SERVER, job_of
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.job_state import JobState
 from ganger_master.core.answers import PlanAnswer
@@ -150,6 +150,19 @@ def test_a_job_that_has_just_started_is_left_alone() -> None:
     assert drive.serve() == []
     drive.now += QUANTUM_S
     assert drive.serve() == [("ROW", newcomer), ("ROW", host)]
+
+
+def test_a_newcomer_that_accepts_several_types_is_on_one_of_them_whatever_its_host_is_on() -> None:
+    drive = Queued()
+    drive.join("n2", replace(SERVER, name="other", device_type="other"))
+    for kind in ("virtual", "other"):
+        drive.started(replace(light(2), device_type=kind))
+    host = drive.started(light(4))
+    assert {claim.node for claim in drive.state.gangs[drive.job(host).epoch].claims} == {"n1", "n2"}
+    newcomer = drive.submit(replace(light(4), device_type="other,virtual"))
+    drive.now += QUANTUM_S
+    assert ("ROW", newcomer) in drive.serve()
+    assert len(drive.state.gangs[drive.job(newcomer).epoch].claims) == 1
 
 
 def test_it_plans_only_where_the_order_has_nothing_to_change() -> None:

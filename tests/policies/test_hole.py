@@ -20,7 +20,7 @@ from ganger_master.policies.make_room import Displacement, Hole, Movable, Movabl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.busy import shapes, views
-from kit.clusters import cluster, gang, server
+from kit.clusters import cluster, gang, idle_row, server
 from msgspec.structs import replace
 
 Claims = tuple[Claim, ...]
@@ -191,6 +191,26 @@ def test_a_job_that_may_not_be_moved_stays() -> None:
     fixed = [Movable(one.number, one.shape, one.claims) for one in gangs]
     assert search(view, fixed, gang(4, widest=LocalityLevel.NODE)) is None
     assert search(view, [fixed[0], gangs[1]], gang(4, widest=LocalityLevel.NODE)) is not None
+
+
+def of_two_types(sizes: dict[str, list[int]]) -> tuple[View, list[Movable]]:
+    """Gangs of these sizes on nodes of four devices, two nodes of each type."""
+    servers = {kind: server("2x2", device_type=kind) for kind in sizes}
+    view = View(list(servers.values()))
+    for kind, of in servers.items():
+        view.put(idle_row(f"{kind}1", of))
+        view.put(idle_row(f"{kind}2", of))
+    nodes = [(f"{kind}{at}", size) for kind, some in sizes.items() for at, size in enumerate(some, 1)]
+    return view, [put(view, at, size, view.slots[name]) for at, (name, size) in enumerate(nodes) if size]
+
+
+def test_hole_of_a_gang_that_accepts_several_types_is_on_one_of_them() -> None:
+    view, gangs = of_two_types({"other": [0, 0], "new": [4, 4], "old": [2, 2]})
+    assert search(view, gangs, gang(4, device_type="new,old"), most_cost=3.0) is not None
+    view, gangs = of_two_types({"other": [0, 0], "new": [0, 4], "old": [0, 4]})
+    found = search(view, gangs, gang(8, device_type="new,old"))
+    assert found is not None
+    assert sorted(claim.node for claim in found.claims) == ["new1", "new2"]
 
 
 def test_hole_is_where_the_devices_lie_close_enough() -> None:

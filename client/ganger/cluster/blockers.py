@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Final, TypeAlias
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ganger.cluster.capacity_index import CapacityIndex
@@ -19,7 +20,7 @@ from ganger.cluster.claims import PLENTY
 from ganger.cluster.fit import demand
 from ganger.cluster.node_classes import Alike, Family, each
 from ganger.cluster.refusals import Reason, Refusal
-from ganger.cluster.resources import GangShape, LocalityLevel, accepts_type
+from ganger.cluster.resources import GangShape, LocalityLevel, accepts_type, shapes_by_type
 from ganger.cluster.search import PlacementRequest, widest_now
 from ganger.cluster.topology import bits
 
@@ -35,10 +36,22 @@ def blockers(index: CapacityIndex, request: PlacementRequest) -> tuple[Refusal, 
     shape, widest = request.shape, widest_now(request.shape, request.waited_s)
     where = index if request.only is None else CapacityIndex(index.view, request.only)
     with where.excluding(request.avoid):
-        refusals = _blockers(_Capacity(where, shape, widest))
+        refusals = _of_types(where, shape, widest)
     if widest < shape.locality.widest:
         return (_still_patient(shape, request.waited_s, widest), *refusals)
     return refusals
+
+
+def _of_types(index: CapacityIndex, shape: GangShape, widest: LocalityLevel) -> tuple[Refusal, ...]:
+    """Return the blockers of each device type that the gang accepts and a node has, the preferred type first."""
+    there = {configuration_set.device_type for configuration_set in index.view.sets.values()}
+    shapes = [one for one in shapes_by_type(shape) if one.device_type in there]
+    if len(shapes) < 2:
+        return _blockers(_Capacity(index, shapes[0] if shapes else shape, widest))
+    found = [(one.device_type, refusal) for one in shapes for refusal in _blockers(_Capacity(index, one, widest))]
+    return tuple(
+        [replace(refusal, detail=f"{kind}: {refusal.detail or refusal.reason.meaning}") for kind, refusal in found]
+    )
 
 
 def _blockers(capacity: _Capacity) -> tuple[Refusal, ...]:

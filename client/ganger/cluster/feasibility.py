@@ -99,7 +99,7 @@ def demand_of_shapes(shapes: Iterable[GangShape], sets: Iterable[ConfigurationSe
         np.array(gpus, np.int64),
         np.array(millicores, np.float64),
         np.array(memory, np.float64),
-        np.array([[wish in ("", item) for item in types] for wish in wishes], np.bool_),
+        np.array([[accepts_type(wish, item) for item in types] for wish in wishes], np.bool_),
         counts / counts.sum(),
         types,
     )

@@ -108,6 +108,8 @@ def _fits_at_a_glance(view: View, shape: GangShape, claims: Sequence[Claim]) -> 
     fit. Never for gangs of several roles, which are few."""
     if len(shape.roles) != 1 or (shape.nodes and len(claims) != shape.nodes):
         return False
+    if len(claims) > 1 and _mixed_types(view, shape, claims):
+        return False
     role, device_type, room = shape.roles[0], shape.device_type, shape.device_memory_bytes
     task = role.shape
     gpus, cores, memory = task.gpus, task.millicores, task.memory_bytes
@@ -170,12 +172,25 @@ def _why_not(
             return tuple(refusals)
     if refusals:
         return tuple(refusals)
+    mixed = _mixed_types(view, shape, claims)
+    if mixed:
+        detail = f"all GPUs of a gang are of one of {shape.device_type}, these are of {' and '.join(mixed)}"
+        return (Refusal(Reason.DEVICE_TYPE, detail=detail),)
     widest = shape.locality.widest
     if widest is not LocalityLevel.CLUSTER and (level := gang_level(view, claims)) > widest:
         figures = {"level": int(level), "widest": int(widest)}
         detail = f"the gang's worst pair is at {level.name}, the job accepts {widest.name}"
         return (Refusal(Reason.LOCALITY, figures, detail=detail),)
     return ()
+
+
+def _mixed_types(view: View, shape: GangShape, claims: Sequence[Claim]) -> list[str]:
+    """Return the device types of the claims, by name, where the gang accepts several but has to be of one."""
+    if "," not in shape.device_type:
+        return []
+    slots = [slot for one in claims if one.device_mask and (slot := view.slots.get(one.node)) is not None]
+    types = sorted({view.topologies[slot].configuration_set.device_type for slot in slots})
+    return types if len(types) > 1 else []
 
 
 def gang_level(view: View, claims: Sequence[Claim]) -> LocalityLevel:

@@ -143,6 +143,9 @@ def _with(
     view: View, shape: GangShape, held: Sequence[Claim], missing: int, each: int, one_node_only: bool
 ) -> dict[str, int] | None:
     masks = {claim.node: claim.device_mask for claim in held}
+    # A gang that accepts several types stays on the one that it has.
+    is_choosy = "," in shape.device_type
+    held_types = {view.topology(name).configuration_set.device_type for name in masks if is_choosy and masks[name]}
     own = sorted(masks, key=lambda node: -masks[node].bit_count())
     others: list[str] = []
     if missing and not one_node_only:
@@ -152,8 +155,8 @@ def _with(
         slot = view.slots.get(node)
         if slot is None or not view.available[slot] or not missing:
             continue
-        configuration_set = view.topologies[slot].configuration_set
-        if not accepts_type(shape.device_type, configuration_set.device_type):
+        device_type = view.topologies[slot].configuration_set.device_type
+        if not accepts_type(shape.device_type, device_type) or (held_types and device_type not in held_types):
             continue
         free_mask = view.free[slot]
         if shape.device_memory_bytes:

@@ -11,6 +11,7 @@ from enum import IntEnum
 from typing import Final
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 # Names of durations in stored bodies and recordings, which earlier versions wrote with the unit in full.
 STORED_NAMES: Final[Mapping[str, str]] = {
@@ -142,9 +143,17 @@ def accepts_type(wanted: str, device_type: str) -> bool:
     return wanted in ("", device_type) or ("," in wanted and device_type in wanted.split(","))
 
 
+def shapes_by_type(shape: GangShape) -> tuple[GangShape, ...]:
+    """Return the shape once for each device type that it accepts, the preferred one first; as it is if it names at
+    most one."""
+    if "," not in shape.device_type:
+        return (shape,)
+    return tuple([replace(shape, device_type=one) for one in shape.device_type.split(",")])
+
+
 class GangShape(Struct, frozen=True, gc=False):
     """All that placement needs to know of a job: its roles and what it tolerates. `device_type`: the types that it
-    accepts, with commas, the preferred one first; empty: any."""
+    accepts, with commas, the preferred one first, all devices of a gang being of one of them; empty: any."""
 
     roles: tuple[Role, ...]
     device_type: str = ""

@@ -15,14 +15,13 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 from msgspec import Struct
-from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import PLENTY, FreeDevices, evenly, fewest, greedily, make_claim, resumed_in_place
 from ganger.cluster.feasibility import CapacityTotals, FeasibilityQuery, GangMix
 from ganger.cluster.node_classes import Alike, Family, Slots, each, each_from_last
-from ganger.cluster.resources import Claim, GangShape, LocalityLevel
+from ganger.cluster.resources import Claim, GangShape, LocalityLevel, shapes_by_type
 from ganger.cluster.view import LoadMode, View
 
 Claims: TypeAlias = tuple[Claim, ...]
@@ -62,22 +61,16 @@ class PlacementPreference:
 
     def place(self, index: CapacityIndex, request: PlacementRequest) -> Claims | None:
         """The first candidate, or None. Nothing is taken."""
-        if "," in request.shape.device_type:
-            return next(iter(self.places(index, replace(request, limit=1))), None)
         if request.parked or request.reserved_nodes or request.avoid or request.only is not None:
             return next(iter(self.places(index, request)), None)
         # The planner asks thousands of times a pass, nearly always for any place.
-        widest = widest_now(request.shape, request.waited_s)
-        return next(self.search(index, index.query(request.shape), widest, request.demand), None)
+        return next(self._candidates(index, request), None)
 
     def places(self, index: CapacityIndex, request: PlacementRequest) -> Sequence[Claims]:
         """Return at most `request.limit` candidates, the best first; all of them fit. Nothing is taken.
 
         All devices of a gang that accepts several types are of one, the first one with room.
         """
-        if "," in request.shape.device_type:
-            by_type = [self.places(index, one) for one in _by_type(request)]
-            return [claims for candidates in by_type for claims in candidates][: request.limit]
         parked, avoid, limit = request.parked, request.avoid, request.limit
         found: list[Claims] = []
         is_avoided = any(claim.node in avoid for claim in parked)
@@ -85,28 +78,28 @@ class PlacementPreference:
             found.append(claims)
         if request.reserved_nodes and request.only is None and len(found) < limit:
             reserved = CapacityIndex(index.view, request.reserved_nodes - avoid)
-            found += self._search(reserved, request, limit - len(found))
+            found += islice(self._candidates(reserved, request), limit - len(found))
         if len(found) >= limit:
             return found
         where = index if request.only is None else CapacityIndex(index.view, request.only)
         if avoid:
             with where.excluding(avoid):
-                everywhere = self._search(where, request, limit)
+                everywhere = list(islice(self._candidates(where, request), limit))
         else:
-            everywhere = self._search(where, request, limit)
+            everywhere = list(islice(self._candidates(where, request), limit))
         if not found:
             return everywhere
         return [*found, *[claims for claims in everywhere if claims not in found]][:limit]
 
-    def _search(self, index: CapacityIndex, request: PlacementRequest, limit: int) -> list[Claims]:
-        widest = widest_now(request.shape, request.waited_s)
-        return list(islice(self.search(index, index.query(request.shape), widest, request.demand), limit))
-
-
-def _by_type(request: PlacementRequest) -> list[PlacementRequest]:
-    """Return one request for each type that the gang accepts, the preferred one first."""
-    types = request.shape.device_type.split(",")
-    return [replace(request, shape=replace(request.shape, device_type=one)) for one in types]
+    def _candidates(self, index: CapacityIndex, request: PlacementRequest) -> Iterator[Claims]:
+        """Return the candidates on an index, of one device type after the other."""
+        shape = request.shape
+        widest = widest_now(shape, request.waited_s)
+        if "," not in shape.device_type:
+            return self.search(index, index.query(shape), widest, request.demand)
+        return chain.from_iterable(
+            self.search(index, index.query(one), widest, request.demand) for one in shapes_by_type(shape)
+        )
 
 
 def widest_now(shape: GangShape, waited_s: float) -> LocalityLevel:

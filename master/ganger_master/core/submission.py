@@ -206,6 +206,9 @@ def _wrong_texts(spec: JobSpec) -> Iterator[tuple[str, str]]:
         yield "spec.display_name", printable
     if not _is_text(spec.device_type):
         yield "spec.device_type", printable
+    types = spec.device_type.split(",")
+    if len(types) > 1 and (len(set(types)) < len(types) or any(not one or one != one.strip() for one in types)):
+        yield "spec.device_type", "several types are separated by single commas, each named once"
     if len(spec.labels) > _LABELS_LIMIT:
         yield "spec.labels", f"at most {_LABELS_LIMIT}"
     if not all(map(_is_text, spec.labels)) or not all(map(_is_text, spec.labels.values())):

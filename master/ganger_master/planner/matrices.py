@@ -348,6 +348,10 @@ class SliceMatrices:
             claims.append(Claim(name, mask, cores, needed.memory_bytes, needed.arena_bytes, tasks))
         if sum(claim.device_mask.bit_count() for claim in claims) != job.gpus:
             return None
+        # Gangs whose places it may take need not be of one type.
+        types = {self._view.topology(claim.node).configuration_set.device_type for claim in claims}
+        if "," in job.spec.device_type and len(types) > 1:
+            return None
         closed = self._kept_out.nodes.get(job.number, frozenset())
         return None if any(claim.node in closed for claim in claims) else SlicedJob(job, None, tuple(claims))
 

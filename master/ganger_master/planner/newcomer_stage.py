@@ -55,7 +55,7 @@ class NewcomerStage:
             return []
         rows, since_s = table.newcomers
         barred = {*context.excluded.not_started, *context.migrating}
-        newcomers = [job for job in table.jobs_at(rows[since_s <= now - quantum_s]) if job.number not in barred]
+        newcomers = [job for job in table.jobs_at(rows[since_s + quantum_s <= now]) if job.number not in barred]
         if not newcomers:
             return []
         newcomers.sort(key=lambda job: (-job.spec.priority, job.number))

@@ -28,7 +28,7 @@ from functools import partial
 import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex, Trial
 from ganger.cluster.feasibility import FeasibilityQuery, GangMix
-from ganger.cluster.resources import GangShape, LocalityLevel
+from ganger.cluster.resources import GangShape, LocalityLevel, shapes_by_type
 from ganger.cluster.search import Claims, PlacementRequest
 from ganger.cluster.view import View
 from msgspec.structs import replace as replace_of
@@ -311,6 +311,9 @@ def _held(gang: Gang | None) -> Claims:
 
 def _yielding(placement: PlacementPreference, least: Mapping[GangShape, int]) -> PlacementPreference:
     """Return the placement with fewer tasks for an elastic gang that does not fit, but at least `least`."""
+
+    # A gang that accepts several device types is searched for with one after the other.
+    least = {one: tasks for shape, tasks in least.items() for one in shapes_by_type(shape)}
 
     def search(
         room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, demand: GangMix | None

@@ -21,7 +21,7 @@ from ganger.cluster.capacity_index import CapacityIndex, Claims, Trial
 from ganger.cluster.claims import evenly, greedily, make_claim
 from ganger.cluster.fit import gang_level
 from ganger.cluster.preferences import BEST_FIT
-from ganger.cluster.resources import GangShape, LocalityLevel
+from ganger.cluster.resources import GangShape, LocalityLevel, accepts_type, shapes_by_type
 from ganger.cluster.search import PlacementRequest
 from ganger.cluster.view import LoadMode, View
 from msgspec import Struct
@@ -159,7 +159,9 @@ def hole_for(
     if shape.nodes <= 1:
         found = search.on_one_node(shape, closed, closed, most_cost, most_moves, _MOST_DEPTH)
     if shape.gpus and shape.nodes != 1 and shape.tasks > 1 and shape.locality.widest > LocalityLevel.NODE:
-        found = found or search.over_nodes(shape, closed, most_cost, most_moves)
+        if found is None:
+            by_type = [search.over_nodes(one, closed, most_cost, most_moves) for one in shapes_by_type(shape)]
+            found = min([hole for hole in by_type if hole is not None], key=lambda hole: hole.cost, default=None)
         # The gang need not fill the nodes that were emptied for it: fragments may suffice.
         found = None if found is None else search.without_needless(found, shape, closed)
     return found
@@ -385,7 +387,7 @@ class _Search:
         missing = np.maximum(gpus - np.bitwise_count(columns.free[:size]).astype(np.int64), 0)
         least = self._movables.least(missing)
         hosts = {
-            view.set_code(name): of.devices >= gpus and shape.device_type in ("", of.device_type)
+            view.set_code(name): of.devices >= gpus and accepts_type(shape.device_type, of.device_type)
             for name, of in view.sets.items()
         }
         fits = np.array([hosts[code] for code in range(len(hosts))], np.bool_)

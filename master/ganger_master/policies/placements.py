@@ -35,7 +35,7 @@ from ganger.cluster.feasibility import FeasibilityQuery, GangMix, fragmented_gpu
 from ganger.cluster.fit import demand as needs
 from ganger.cluster.node_classes import Alike, Family, Slots, each
 from ganger.cluster.preferences import ADAPTIVE, ANYWHERE, BEST_FIT, FIRST_FIT, GANDIVA, LOCALITY, cut, least
-from ganger.cluster.resources import LocalityLevel
+from ganger.cluster.resources import LocalityLevel, accepts_type
 from ganger.cluster.search import (
     Claims,
     PlacementPreference,
@@ -266,7 +266,7 @@ def _all_fit(room: CapacityIndex, query: FeasibilityQuery, servers: Iterable[tup
             needed = needs(of, query.shape, _share(query, number, at))
             if needed.gpus > -devices or needed.millicores > -millicores or needed.memory_bytes > -memory:
                 return False
-            if needed.gpus and query.shape.device_type not in ("", of.device_type):
+            if needed.gpus and not accepts_type(query.shape.device_type, of.device_type):
                 return False
             at = min(end, next(edge for edge in edges if edge > at))
         if at == number:
