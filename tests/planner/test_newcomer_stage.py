@@ -30,6 +30,8 @@ def light(gpus: int) -> JobSpec:
 class Queued(Sharing):
     """A cluster whose planner serves newcomers after an order that has nothing to do."""
 
+    on_trial = frozenset[int]()
+
     def __init__(self, nodes: int = 1) -> None:
         super().__init__(nodes)
         self.stage = NewcomerStage()
@@ -41,7 +43,7 @@ class Queued(Sharing):
         view = self.state.view.copy()
         changing = frozenset([one.number for one in self.state.gangs.sets.values() if one.coming is not None])
         cluster = ClusterChange(view, quantum_s=QUANTUM_S, changing=changing)
-        context = context_of(POLICY, table, CapacityIndex(view), self.now, cluster=cluster)
+        context = context_of(POLICY, table, CapacityIndex(view), self.now, cluster=cluster, on_trial=self.on_trial)
         if draft is not None:
             context.draft = draft
         return context
@@ -163,6 +165,43 @@ def test_a_newcomer_that_accepts_several_types_is_on_one_of_them_whatever_its_ho
     drive.now += QUANTUM_S
     assert ("ROW", newcomer) in drive.serve()
     assert len(drive.state.gangs[drive.job(newcomer).epoch].claims) == 1
+
+
+def test_a_newcomer_beside_two_jobs_leaves_and_both_stay() -> None:
+    drive = Queued()
+    hosts = drive.started(light(2)), drive.started(light(2))
+    drive.now += 100 * QUANTUM_S
+    newcomer = drive.submit(light(4))
+    drive.now += QUANTUM_S
+    assert drive.serve() == [("ROW", number) for number in (*hosts, newcomer)]
+    assert drive.serve() == []
+    drive.now += 4 * QUANTUM_S
+    assert drive.serve() == [("SUSPEND", newcomer)]
+
+
+def test_a_newcomer_that_stays_leaves_another_one_of_its_host_alone() -> None:
+    drive, host, first = in_slices()
+    second = drive.submit(light(2))
+    drive.now += QUANTUM_S
+    assert ("ROW", second) in drive.serve()
+    drive.offer(WITHOUT_STORAGE, first)
+    drive.now += 3 * QUANTUM_S
+    assert drive.serve() == [("SUSPEND", host)]
+
+
+def test_a_job_under_measurement_is_no_host_and_stays_in_its_slices() -> None:
+    drive = Queued()
+    one, other = drive.started(light(2)), drive.started(light(2))
+    drive.submit(light(2))
+    drive.now += QUANTUM_S
+    assert ("ROW", one) in drive.serve()
+    last = drive.submit(light(2))
+    drive.now += QUANTUM_S
+    drive.on_trial = frozenset([other])
+    assert drive.serve() == []
+    drive.now += QUANTUM_S / 2
+    drive.on_trial = frozenset([one])
+    assert {("ROW", one), ("ROW", other), ("ROW", last)} <= set(drive.serve())
 
 
 def test_it_plans_only_where_the_order_has_nothing_to_change() -> None:

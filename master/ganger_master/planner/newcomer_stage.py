@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ganger_master.core.gang_model import Gang, GangIntent
@@ -19,6 +19,7 @@ from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.plan_changes import Goal, PlanChange, Purpose, SuspendChange
 from ganger_master.planner.colocations import is_settled
 from ganger_master.planner.context import PlanContext, PlanOutcome
+from ganger_master.planner.device_groups import devices_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.matrices import SliceMatrices, SliceQuantum, least_memory
 
@@ -28,6 +29,15 @@ _ROWS: Final = 2
 _STAY_QUANTA: Final = 4
 # Parts of a quantum between two searches for places.
 _LOOKS: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Guest:
+    """A newcomer in time slices, with the jobs on its devices, the oldest gang first."""
+
+    job: JobRecord
+    gang: Gang
+    beside: tuple[tuple[JobRecord, Gang], ...]
 
 
 class NewcomerStage:
@@ -59,14 +69,13 @@ class NewcomerStage:
         if not newcomers:
             return []
         newcomers.sort(key=lambda job: (-job.spec.priority, job.number))
-        view, apart = context.room.view, context.on_trial | context.migrating
+        view, running = context.room.view, table.running
         # A job that has just started has its first slice to itself.
-        hosts = [
-            (job, gang)
-            for job, gang in table.running
-            if job.number not in apart and (gang.node_set or now >= gang.create_time + quantum_s)
-        ]
-        joining = SliceMatrices(view, hosts, context.excluded, least_memory(view), Counter(), most_rows=_ROWS)
+        new = [job.number for job, gang in running if now < gang.create_time + quantum_s]
+        apart = frozenset([*context.excluded.not_stopped, *context.on_trial, *context.migrating, *new])
+        # The matrix of a group names all of its jobs, also those that take no newcomer.
+        excluded = replace(context.excluded, not_stopped=apart)
+        joining = SliceMatrices(view, running, excluded, least_memory(view), Counter(), most_rows=_ROWS)
         joining.join([(job, None) for job in newcomers])
         changes = joining.changes(quantum_s, context.cluster.changing)
         self._looked_s = -math.inf if changes else now
@@ -74,7 +83,7 @@ class NewcomerStage:
 
     def _due_s(self, table: LiveTable, quantum_s: float) -> float:
         """Return when the next newcomer has waited for a quantum or has had its slices, in Unix seconds."""
-        leaving = [gang.create_time + _STAY_QUANTA * quantum_s for _, gang in _guests(table)]
+        leaving = [guest.gang.create_time + _STAY_QUANTA * quantum_s for guest in _guests(table)]
         _, since_s = table.newcomers
         return min([float(since_s.min(initial=math.inf)) + quantum_s, *leaving])
 
@@ -97,31 +106,31 @@ class NewcomerStage:
         return {}
 
 
-def _guests(table: LiveTable) -> list[tuple[JobRecord, Gang]]:
+def _guests(table: LiveTable) -> list[_Guest]:
     """Return the time-sliced jobs that came to the devices of others, by number."""
     if not table.has_sharing:
         return []
     found = []
     for numbers in dict.fromkeys(table.groups.mates.values()):
-        pairs = [(job, gang) for number in numbers for job, gang in _known(table, number) if gang.node_set]
-        found += sorted(pairs, key=lambda pair: (pair[1].create_time, pair[0].number))[1:]
-    return sorted(found, key=lambda pair: pair[0].number)
-
-
-def _known(table: LiveTable, number: int) -> list[tuple[JobRecord, Gang]]:
-    found = table.get(number)
-    return [] if found is None or found[1] is None else [(found[0], found[1])]
+        known = [one for number in numbers if (one := table.get(number)) is not None]
+        pairs = [(job, gang) for job, gang in known if gang is not None and gang.node_set]
+        pairs.sort(key=lambda pair: (pair[1].create_time, pair[0].number))
+        devices = [devices_of([gang]) for _, gang in pairs]
+        for at, (job, gang) in enumerate(pairs):
+            beside = [other for other in range(len(pairs)) if other != at and devices[at] & devices[other]]
+            if beside and beside[0] < at:
+                found.append(_Guest(job, gang, tuple([pairs[other] for other in beside])))
+    return sorted(found, key=lambda guest: guest.job.number)
 
 
 def _leaving(context: PlanContext, quantum_s: float) -> list[PlanChange]:
     """Return the suspensions of the newcomers that have had their slices. Where one cannot be suspended, the jobs that
     share its devices are."""
-    table, changes = context.jobs, dict[int, PlanChange]()
-    for job, gang in _guests(table):
-        if context.now < gang.create_time + _STAY_QUANTA * quantum_s:
+    changes = dict[int, PlanChange]()
+    for guest in _guests(context.jobs):
+        if context.now < guest.gang.create_time + _STAY_QUANTA * quantum_s:
             continue
-        others = [pair for number in table.groups.mates[job.number] for pair in _known(table, number)]
-        for going in ([(job, gang)], [pair for pair in others if pair[0].number != job.number]):
+        for going in (((guest.job, guest.gang),), guest.beside):
             if all(_may_leave(context, *pair) for pair in going):
                 changes.update({one.number: _suspension(one) for one, _ in going})
                 break
