@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 from ganger_master.planner.core_profiles import EVALUATION, TRAINING
@@ -182,4 +180,18 @@ def test_a_new_job_of_a_series_has_the_curves_of_both_phases_and_prefers_those_o
     assert len(points(TRAINING)) == 1
     job.device_type = "never seen"
     assert points(TRAINING), "any other type is better than none"
-    assert not math.isnan(drive.now)
+
+
+def test_a_job_that_is_suspended_keeps_its_own_curve_on_the_same_type() -> None:
+    drive = Phased()
+    number = drive.learned()
+    job, gang = drive.job(number), drive.state.gangs[drive.job(number).epoch]
+    drive.measured.put(job, gang, number, drive.now, "fast")
+    drive.spend(300)
+    own = drive.measured._jobs[number].cores.profile.own
+    assert own
+    for gang_now, kind in ((None, ""), (gang, "fast")):
+        drive.measured.put(job, gang_now, number, drive.now, kind)
+        assert drive.measured._jobs[number].cores.profile.own == own
+    drive.measured.put(job, gang, number, drive.now, "slow")
+    assert drive.measured._jobs[number].cores.profile.own == ()

@@ -199,7 +199,8 @@ class RateRegistry(JobRates):
         if known is None or is_new:
             self.forget(number, now)
             known = self._jobs[number] = MeasuredJob(job.create_time, signature, ProfiledCores(CoreProfile()))
-        if known.device_type != device_type or is_new:
+        # A job that waits between two runs keeps what it was measured with.
+        if is_new or device_type not in ("", known.device_type):
             known.device_type = device_type or known.device_type
             known.cores = known.cores.on_device(self._of_series(known))
             self._is_stale = self._is_stale or bool(known.cores.profile.points)
