@@ -195,3 +195,13 @@ def test_a_job_that_is_suspended_keeps_its_own_curve_on_the_same_type() -> None:
         assert drive.measured._jobs[number].cores.profile.own == own
     drive.measured.put(job, gang, number, drive.now, "slow")
     assert drive.measured._jobs[number].cores.profile.own == ()
+
+
+def test_a_job_that_repeats_steps_after_an_evaluation_trains_again_at_once() -> None:
+    drive = Phased()
+    number = drive.learned()
+    drive.evaluate(number, 100)
+    assert drive.measured._jobs[number].cores.phase == EVALUATION
+    drive.steps[number] = 0.0
+    drive.spend(10)
+    assert drive.measured._jobs[number].cores.phase == TRAINING

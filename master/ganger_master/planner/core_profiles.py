@@ -275,6 +275,9 @@ class ProfiledCores:
         evaluates = evaluated_in_row is not None
         if self.is_in(evaluates):
             return replace(self, last_step=step) if evaluates and step != self.last_step else self
+        if step < self.last_step:
+            # It has restarted from an earlier checkpoint, and does those steps again.
+            return replace(self, last_step=step)
         count = step - self.last_step if evaluated_in_row is None else evaluated_in_row
         if count < _PHASE_BATCHES or now < self.phase_since_s + pace.settle_s:
             return self
