@@ -1,4 +1,4 @@
-"""`ganger bench day`: its jobs, what the simulator is told of them, and a short run under the default."""
+"""`ganger bench day`: its jobs, their trace for the simulator, and a short run under the default."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_job_waits_in_each_step_and_makes_as_many_as_it_lasts() -> None:
     assert plan["result"] == "/where/job08.result"
 
 
-def test_the_simulator_is_told_sizes_models_and_the_time_alone() -> None:
+def test_the_trace_for_the_simulator_has_sizes_models_and_the_time_alone() -> None:
     trace = simulator_trace(
         [JOB, replace(JOB, name="job09", most_gpus=2, model="vae")],
         {"job08": 1.5, "job09": 2.0},
@@ -77,7 +77,7 @@ def test_the_simulator_is_told_sizes_models_and_the_time_alone() -> None:
     assert (second["model"], second["batch_size"], second["min_gpus"], second["max_gpus"]) == ("vae", "", "", "")
 
 
-def test_only_the_plain_policy_is_told_when_to_keep_room() -> None:
+def test_only_the_plain_policy_has_a_time_after_which_room_is_kept() -> None:
     assert "--reserve-after" in _paces(PLAIN, 0.0)
     assert not {"--reserve-after", "--quantum"} & {*_paces("ganger", 0.0)}
     assert _paces("gandiva", 6.0)[-2:] == ("--quantum", "6.000s")

@@ -97,7 +97,7 @@ def test_a_gang_of_several_types_grows_on_the_one_that_it_has() -> None:
     assert resized(view, gang(6), held) is not None, "a gang that names none takes both"
 
 
-def test_a_gang_of_several_types_is_told_what_each_of_them_lacks() -> None:
+def test_what_each_type_lacks_is_named_where_a_gang_accepts_several() -> None:
     view = two_types()
     for kind in ("old", "new"):
         start(view, gang(3, cores=1, device_type=kind))

@@ -31,6 +31,8 @@ class Queued(Sharing):
     """A cluster whose planner serves newcomers after an order that has nothing to do."""
 
     on_trial = frozenset[int]()
+    # The job whose programs take long to start.
+    starting = 0
 
     def __init__(self, nodes: int = 1) -> None:
         super().__init__(nodes)
@@ -56,7 +58,7 @@ class Queued(Sharing):
         assert isinstance(answer, PlanAnswer)
         assert all(verdict.approved for verdict in answer.verdicts), answer
         for change in context.draft.changes:
-            if change.kind == "ROW":
+            if change.kind == "ROW" and change.number != self.starting:
                 self.runs(change.number)
         return sorted((change.kind, change.number) for change in context.draft.changes)
 
@@ -165,6 +167,21 @@ def test_a_newcomer_that_accepts_several_types_is_on_one_of_them_whatever_its_ho
     drive.now += QUANTUM_S
     assert ("ROW", newcomer) in drive.serve()
     assert len(drive.state.gangs[drive.job(newcomer).epoch].claims) == 1
+
+
+def test_a_newcomer_has_its_slices_from_its_start_on_however_long_that_takes() -> None:
+    drive = Queued()
+    host = drive.started(light(4))
+    newcomer = drive.submit(light(2))
+    drive.now += QUANTUM_S
+    drive.starting = newcomer
+    assert drive.serve() == [("ROW", host), ("ROW", newcomer)]
+    drive.now += 10 * QUANTUM_S
+    assert drive.serve() == [], "it still starts, and its host keeps its devices"
+    drive.runs(newcomer)
+    assert drive.serve() == []
+    drive.now += 4 * QUANTUM_S
+    assert drive.serve() == [("SUSPEND", newcomer)]
 
 
 def test_a_newcomer_beside_two_jobs_leaves_and_both_stay() -> None:

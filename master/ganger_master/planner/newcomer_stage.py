@@ -3,7 +3,7 @@
 Gandiva (OSDI 2018, section 3.1) time-slices pending jobs at once, since many fail or are ended by their users within
 minutes. Under an order a newcomer that has waited for a quantum joins running jobs in time slices, where no device is
 free for it. After two slices of its own it is suspended, and waits in the queue like any preempted job. Until then its
-hosts run at part of their speed, and no job loses its devices.
+hosts run at part of their speed. A host loses its devices only where the newcomer cannot be suspended.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.matrices import SliceMatrices, SliceQuantum, least_memory
 
 # Gangs on one device: a host loses half of its time at most.
-_ROWS: Final = 2
-# For how many quanta a newcomer stays: it has two slices of its own, and its host as many.
+_MOST_ROWS: Final = 2
+# For how many quanta a newcomer runs in slices: it has two of its own, and its host as many.
 _STAY_QUANTA: Final = 4
-# Parts of a quantum between two searches for places.
-_LOOKS: Final = 4
+# Searches for places in a quantum, at most.
+_SEARCHES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,12 @@ class _Guest:
     gang: Gang
     beside: tuple[tuple[JobRecord, Gang], ...]
 
+    def leaves_s(self, quantum_s: float) -> float:
+        """Return when it has had its slices, in Unix seconds; infinite while it starts or stops."""
+        if not is_settled(self.job, self.gang):
+            return math.inf
+        return max(self.gang.create_time, self.job.start_time) + _STAY_QUANTA * quantum_s
+
 
 class NewcomerStage:
     """The stage, with its state. It plans where no earlier stage has changes."""
@@ -46,7 +52,7 @@ class NewcomerStage:
     def __init__(self) -> None:
         self._quantum = SliceQuantum()
         # When places were searched last without success, and when a plan is due that it has asked for.
-        self._looked_s, self._again_s = -math.inf, math.inf
+        self._searched_s, self._again_s = -math.inf, math.inf
 
     def plan(self, context: PlanContext) -> None:
         quantum_s = self._quantum.at(context.cluster.quantum_s, context.now)
@@ -55,13 +61,13 @@ class NewcomerStage:
         if not context.draft.changes and not context.is_giving:
             changes = _leaving(context, quantum_s) or self._joining(context, quantum_s)
             context.draft = replace(context.draft, changes=tuple(changes))
-        self._again_s = max(self._due_s(context.jobs, quantum_s), context.now + quantum_s / _LOOKS)
+        self._again_s = max(self._due_s(context.jobs, quantum_s), context.now + quantum_s / _SEARCHES)
         context.come_back(self._again_s)
 
     def _joining(self, context: PlanContext, quantum_s: float) -> list[PlanChange]:
         """Return the slice matrices with which newcomers join running jobs."""
         table, now = context.jobs, context.now
-        if now < self._looked_s + quantum_s / _LOOKS:
+        if now < self._searched_s + quantum_s / _SEARCHES:
             return []
         rows, since_s = table.newcomers
         barred = {*context.excluded.not_started, *context.migrating}
@@ -75,15 +81,15 @@ class NewcomerStage:
         apart = frozenset([*context.excluded.not_stopped, *context.on_trial, *context.migrating, *new])
         # The matrix of a group names all of its jobs, also those that take no newcomer.
         excluded = replace(context.excluded, not_stopped=apart)
-        joining = SliceMatrices(view, running, excluded, least_memory(view), Counter(), most_rows=_ROWS)
+        joining = SliceMatrices(view, running, excluded, least_memory(view), Counter(), most_rows=_MOST_ROWS)
         joining.join([(job, None) for job in newcomers])
         changes = joining.changes(quantum_s, context.cluster.changing)
-        self._looked_s = -math.inf if changes else now
+        self._searched_s = -math.inf if changes else now
         return changes
 
     def _due_s(self, table: LiveTable, quantum_s: float) -> float:
         """Return when the next newcomer has waited for a quantum or has had its slices, in Unix seconds."""
-        leaving = [guest.gang.create_time + _STAY_QUANTA * quantum_s for guest in _guests(table)]
+        leaving = [guest.leaves_s(quantum_s) for guest in _guests(table)]
         _, since_s = table.newcomers
         return min([float(since_s.min(initial=math.inf)) + quantum_s, *leaving])
 
@@ -92,7 +98,7 @@ class NewcomerStage:
         if quantum_s is None:
             return True
         due_s = self._due_s(context.jobs, quantum_s)
-        return due_s == math.inf or context.now < self._again_s <= max(due_s, self._looked_s + quantum_s / _LOOKS)
+        return due_s == math.inf or context.now < self._again_s <= max(due_s, self._searched_s + quantum_s / _SEARCHES)
 
     def settle(self, outcome: PlanOutcome) -> None:
         self._quantum.settle(outcome)
@@ -128,7 +134,7 @@ def _leaving(context: PlanContext, quantum_s: float) -> list[PlanChange]:
     share its devices are."""
     changes = dict[int, PlanChange]()
     for guest in _guests(context.jobs):
-        if context.now < guest.gang.create_time + _STAY_QUANTA * quantum_s:
+        if context.now < guest.leaves_s(quantum_s):
             continue
         for going in (((guest.job, guest.gang),), guest.beside):
             if all(_may_leave(context, *pair) for pair in going):
