@@ -76,7 +76,7 @@ def test_the_reason_names_the_share_then_the_trial_then_the_measurement() -> Non
     assert "Trials took" in text
 
 
-def test_a_job_that_could_use_more_cores_is_told_what_keeps_it_from_them() -> None:
+def test_what_keeps_a_job_from_cores_that_it_could_use_is_named() -> None:
     drive = Profiled()
     first = drive.add(needs(12))
     drive.spend(400)
@@ -124,7 +124,7 @@ def test_the_planner_repeats_all_curves_after_each_connection() -> None:
     drive.spend(100)
     loop = live_loop(drive.policy, 60.0, drive.measured, None)
 
-    def told(is_whole: bool) -> list[int]:
+    def reported(is_whole: bool) -> list[int]:
         jobs = [(drive.job(number), drive.state.gangs[drive.job(number).epoch], 0)]
         loop.observe(ClusterChange(drive.state.view, jobs, is_whole=is_whole), drive.now)
         plan, _ = loop.step(drive.now)
@@ -133,4 +133,4 @@ def test_the_planner_repeats_all_curves_after_each_connection() -> None:
         drive.now += 10.0
         return [curve.number for curve in plan.curves]
 
-    assert [told(is_whole) for is_whole in (True, False, False, True)] == [[number], [], [], [number]]
+    assert [reported(is_whole) for is_whole in (True, False, False, True)] == [[number], [], [], [number]]

@@ -346,7 +346,7 @@ class JobSpec(google.protobuf.message.Message):
     working_directory: builtins.str
     """Absolute path."""
     device_type: builtins.str
-    """Accepts only this device type; empty accepts any."""
+    """Accepts only devices of one of these types, separated by commas, the preferred one first; empty accepts any."""
     nodes: builtins.int
     """Exact number of nodes to use; zero leaves it to the scheduler."""
     priority: builtins.int

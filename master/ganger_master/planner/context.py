@@ -191,8 +191,8 @@ class Plan:
     @property
     def is_empty(self) -> bool:
         """Return whether there is nothing to propose."""
-        told = self.changes or self.findings or self.curves
-        return not told and self.line is None and self.reservations is None
+        reports = self.findings or self.curves
+        return not self.changes and not reports and self.line is None and self.reservations is None
 
 
 @dataclass(frozen=True, slots=True)

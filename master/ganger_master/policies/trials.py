@@ -64,7 +64,7 @@ class FailedTrials(Generic[K]):
 FIRST_WINDOWS: Final = 4
 MOST_WINDOWS: Final = 64
 DOUBT: Final = 0.05
-# Doubt with which a rate is said to have changed while nothing else has: it is looked at in every window.
+# Doubt with which a rate counts as changed while nothing else has: it is judged after every window.
 _SURE: Final = 0.001
 
 

@@ -434,7 +434,7 @@ def test_room_is_kept_for_a_gang_after_the_time_that_is_given(said: Said, tmp_pa
     assert ends[0] < ends[1]
 
 
-def test_a_time_slice_lasts_as_long_as_it_is_told(said: Said, tmp_path: Path) -> None:
+def test_a_time_slice_lasts_as_long_as_its_option_has_it(said: Said, tmp_path: Path) -> None:
     # The short one shares the GPU with the long one: it ends once it has had two slices, or one of its own length.
     path = tmp_path / "two.csv"
     path.write_text("job_id,submit_time_s,gpus,duration_s\n1,0,1,400\n2,10,1,20\n")
