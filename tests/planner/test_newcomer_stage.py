@@ -184,6 +184,17 @@ def test_a_newcomer_has_its_slices_from_its_start_on_however_long_that_takes() -
     assert drive.serve() == [("SUSPEND", newcomer)]
 
 
+def test_a_newcomer_takes_no_free_devices_which_the_order_may_keep_for_others() -> None:
+    drive = Queued()
+    drive.started(light(2))
+    drive.submit(light(4))
+    newcomer = drive.submit(light(2))
+    drive.now += QUANTUM_S
+    assert ("ROW", newcomer) in drive.serve()
+    (claim,) = drive.state.gangs[drive.job(newcomer).epoch].claims
+    assert claim.device_mask == 0b0011, "beside the running job"
+
+
 def test_a_newcomer_beside_two_jobs_leaves_and_both_stay() -> None:
     drive = Queued()
     hosts = drive.started(light(2)), drive.started(light(2))

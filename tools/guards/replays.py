@@ -1,7 +1,7 @@
 """The replays whose decisions the restructuring keeps: part E of the tables of docs/design/009.
 
-No policy here uses time slices. All jobs are synthetic or from the example trace that comes with Ganger. Times are
-rounded to milliseconds: vector units of different processors disagree in the last bit of a power.
+Of the policies only `ganger` uses time slices. All jobs are synthetic or from the example trace that comes with Ganger.
+Times are rounded to milliseconds: vector units of different processors disagree in the last bit of a power.
 """
 
 from __future__ import annotations

@@ -98,6 +98,7 @@ class SliceMatrices:
     least_memory: bytes of host memory for each GPU of a job that names none.
     kept_memory: bytes of host memory, by node, that are kept for jobs that rest there.
     most_rows: gangs that share one device at most.
+    takes_free: whether jobs may join on free devices, too.
     """
 
     def __init__(
@@ -108,8 +109,9 @@ class SliceMatrices:
         least_memory: int,
         kept_memory: Mapping[str, int],
         most_rows: int = MOST_ROWS,
+        takes_free: bool = True,
     ) -> None:
-        self._most_rows = most_rows
+        self._most_rows, self._takes_free = most_rows, takes_free
         self._view, self._least_memory, self._kept_memory = view, least_memory, kept_memory
         # Missing host memory, for each parked job that can resume once there is enough.
         self.shortages: list[Shortage] = []
@@ -315,7 +317,7 @@ class SliceMatrices:
         there = [self.sharers[number] for number in self._on.get(device, ())]
         if not there:
             slot = self._view.slots[device[0]]
-            return bool(self._view.free[slot] >> device[1] & 1)
+            return self._takes_free and bool(self._view.free[slot] >> device[1] & 1)
         return len(there) < self._most_rows and all(one.job.spec.priority == job.spec.priority for one in there)
 
     def _key(self, seat: Seat) -> tuple[int, int, int, Seat] | None:

@@ -81,7 +81,10 @@ class NewcomerStage:
         apart = frozenset([*context.excluded.not_stopped, *context.on_trial, *context.migrating, *new])
         # The matrix of a group names all of its jobs, also those that take no newcomer.
         excluded = replace(context.excluded, not_stopped=apart)
-        joining = SliceMatrices(view, running, excluded, least_memory(view), Counter(), most_rows=_MOST_ROWS)
+        # Free devices are the order's: it may keep them for a job that needs more of them.
+        joining = SliceMatrices(
+            view, running, excluded, least_memory(view), Counter(), most_rows=_MOST_ROWS, takes_free=False
+        )
         joining.join([(job, None) for job in newcomers])
         changes = joining.changes(quantum_s, context.cluster.changing)
         self._searched_s = -math.inf if changes else now
