@@ -241,7 +241,7 @@ class Daemon:
             # Its gangs belong to that node: under this name they would not be adopted, and their devices be given away.
             raise DaemonError(
                 f"{self._state} is that of node {former}, whose jobs may still run: give --node {former}, or, once"
-                " they have ended, another --state-dir",
+                " they have ended, another --state-dir"
             )
         if not known.get("machine_uuid"):
             known |= {"node": self.node, "machine_uuid": str(uuid.uuid4())}

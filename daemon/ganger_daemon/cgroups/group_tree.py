@@ -260,11 +260,7 @@ Makers: TypeAlias = tuple[tuple[str, Callable[[Path], P]], ...]
 
 
 def choose_cgroups(
-    root: str,
-    mount: Path = MOUNT,
-    only: str = "auto",
-    own: Path = Path("/proc/self/cgroup"),
-    quotas: bool = False,
+    root: str, mount: Path = MOUNT, only: str = "auto", own: Path = Path("/proc/self/cgroup"), quotas: bool = False
 ) -> Cgroups:
     """`root`: where groups are made, one name or several joined by "/" (daemons that share a machine need different
     ones). `only`: keep to v1, to v2, or to none. `quotas`: CPU quotas are wanted, which cost every process one more

@@ -374,10 +374,7 @@ def _recording_of(content: Mapping[str, Any]) -> RecordedServer:
         int(content["memory_bytes"]),
         tuple(int(entry.get("used_bytes", 0)) for entry in entries),
         tuple(
-            sorted(
-                (_scripted(entry, len(devices)) for entry in content.get("timeline", ())),
-                key=lambda one: one.at_s,
-            )
+            sorted((_scripted(entry, len(devices)) for entry in content.get("timeline", ())), key=lambda one: one.at_s)
         ),
     )
 

@@ -46,10 +46,7 @@ def order_key(message: agent_pb2.OrderKey) -> OrderKey:
 
 def order_key_to_wire(key: OrderKey) -> agent_pb2.OrderKey:
     return agent_pb2.OrderKey(
-        epoch=key.epoch,
-        master_sequence=key.master_sequence,
-        set_epoch=key.set_epoch,
-        local_sequence=key.local_sequence,
+        epoch=key.epoch, master_sequence=key.master_sequence, set_epoch=key.set_epoch, local_sequence=key.local_sequence
     )
 
 

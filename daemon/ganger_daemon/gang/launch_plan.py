@@ -20,14 +20,7 @@ from ganger.injob.page_layout import VERSION
 from ganger.v1 import job_pb2
 from ganger.wire.resource_names import parse_job_name, parse_node_name
 
-from ganger_daemon.checkpoints.storage import (
-    Unreadable,
-    newest_found,
-    parse_final,
-    shard_name,
-    token_found,
-    verify,
-)
+from ganger_daemon.checkpoints.storage import Unreadable, newest_found, parse_final, shard_name, token_found, verify
 from ganger_daemon.core.part_facts import FoundCheckpoint, PartOutcomeKind
 from ganger_daemon.gang.gang_context import LocalPart
 from ganger_daemon.images.packing import facts_of

@@ -42,14 +42,7 @@ from ganger_daemon.gang.launch_plan import (
 from ganger_daemon.gang.process_image import GangImages
 from ganger_daemon.gang.received_orders import ReceivedOrders
 from ganger_daemon.images.contract import ImageRefusedError
-from ganger_daemon.node.daemon_files import (
-    make_directory,
-    open_plain,
-    read_json,
-    remove_tree,
-    sync_file,
-    write_json,
-)
+from ganger_daemon.node.daemon_files import make_directory, open_plain, read_json, remove_tree, sync_file, write_json
 from ganger_daemon.node.launchers import children_of, interpreter_of
 from ganger_daemon.node.node_context import StorageWait
 from ganger_daemon.node.process_identity import (

@@ -93,11 +93,7 @@ class CoreTable:
 
 
 def allocate(
-    table: CoreTable,
-    owner: str,
-    millicores: Sequence[int],
-    near: Collection[int] = (),
-    preferred: Collection[int] = (),
+    table: CoreTable, owner: str, millicores: Sequence[int], near: Collection[int] = (), preferred: Collection[int] = ()
 ) -> CoreTable | CoreShortage:
     """Give `owner` that much of each socket. `near`: CPUs close to its devices, preferred; `preferred`: cores it had
     before, rather than those. An owner that holds something keeps what it can (see `resize`)."""

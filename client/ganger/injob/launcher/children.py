@@ -62,10 +62,7 @@ class LauncherChildren:
     recorded, or could not be for now; ``forget``: called with the name of a rank that has ended."""
 
     def __init__(
-        self,
-        selector: selectors.BaseSelector,
-        ended: Callable[[ExitRecord], None],
-        forget: Callable[[str], None],
+        self, selector: selectors.BaseSelector, ended: Callable[[ExitRecord], None], forget: Callable[[str], None]
     ) -> None:
         self._selector = selector
         self._report = ended

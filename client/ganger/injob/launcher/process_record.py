@@ -254,12 +254,7 @@ def rank_environment(
         key: value for key, value in base.items() if not key.startswith("GANGER_") or key.startswith(_OF_JOBS)
     }
     environment.update(_THREADING)
-    environment.update(
-        GANGER_PAGE=page,
-        GANGER_JOB_DIR=job_dir,
-        GANGER_SOCKET=socket,
-        **(job or {}),
-    )
+    environment.update(GANGER_PAGE=page, GANGER_JOB_DIR=job_dir, GANGER_SOCKET=socket, **(job or {}))
     if restore:
         environment["GANGER_RESTORE"] = restore
     if threads:

@@ -32,14 +32,7 @@ from ganger.injob.launcher.process_record import (
     publish,
     python_command,
 )
-from ganger.injob.launcher.rank_tree import (
-    TreeRequest,
-    be_root,
-    end_family,
-    listener_port,
-    read_pids,
-    tree_members,
-)
+from ganger.injob.launcher.rank_tree import TreeRequest, be_root, end_family, listener_port, read_pids, tree_members
 from ganger.injob.launcher.starter import Starter, StarterError, begin
 from ganger.injob.launcher.units import RestoreRequest, parse_unit, restored_ranks, restored_root
 from ganger.injob.process_identity import start_ticks
