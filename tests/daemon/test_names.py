@@ -12,7 +12,7 @@ import pytest
 from ganger.wire.endpoints import ensure_token, write_endpoint
 from ganger_daemon import app
 from ganger_daemon.app import Daemon, DaemonError, DaemonSettings
-from ganger_daemon.cgroups.contract import NoCgroups
+from ganger_daemon.cgroups.contract import Cgroups
 from ganger_daemon.devices.virtual import VirtualSpec
 
 
@@ -21,9 +21,9 @@ def roots(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
     """The cgroups that the daemons of a test requested, in order."""
     asked: list[str] = []
 
-    def choose(root: str, **_: Any) -> NoCgroups:
+    def choose(root: str, **_: Any) -> Cgroups:
         asked.append(root)
-        return NoCgroups()
+        return Cgroups()
 
     monkeypatch.setattr(app, "choose_cgroups", choose)
     # as root it would be the machine's own /run

@@ -1,12 +1,8 @@
-"""Interface to control groups, whatever the kernel of the node offers.
+"""Control groups, whatever the kernel of the node offers.
 
 One group holds the ranks of one gang on this node. Groups are flat and named by the daemon; several may share a pool,
 which limits their common CPU time. All calls may be repeated. A job never fails because pinning, a limit or freezing is
 unavailable: `capabilities` names what is missing, and calls return whether they took effect.
-
-Where the kernel offers none, `NoCgroups` replaces them by signals, affinity masks and niceness. The processes of a
-group are then those the daemon tracks, all in their sessions, and all their descendants. There is no memory limit, and
-new threads inherit the mask of the thread that makes them.
 """
 
 from __future__ import annotations
@@ -14,11 +10,10 @@ from __future__ import annotations
 import os
 import re
 import signal
-import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple
 
 from ganger.injob.process_identity import stands_still, stat_fields
 
@@ -32,83 +27,11 @@ class Variant(Enum):
     NONE = "none"
 
 
-class Cgroups(Protocol):
-    @property
-    def variant(self) -> Variant: ...
-
-    @property
-    def capabilities(self) -> Mapping[str, str]:
-        """`cgroup`: the variant. `cpuset`, `memory`, `freeze`, `kill`, `cpu_usage`, `cpu_quota`: how it is done
-        here, or "none: why"."""
-
-    def make_pool(self, pool: str, cores: float) -> bool:
-        """Limit the groups of a pool to this many cores together. Return False if that is unavailable. Raises
-        ValueError for an invalid name."""
-
-    def create(self, group: str, pool: str = "") -> None:
-        """Make a group. Raises OSError only if nothing at all can be made, ValueError for an invalid name."""
-
-    def join_files(self, group: str) -> tuple[str, ...]:
-        """Files a forked child writes "0" into, in this order and before it runs the user's command, to enter."""
-
-    def freezer_file(self, group: str) -> str:
-        """Return the kernel's file that freezes the group (`cgroup.freeze`, `freezer.state`); "" if signals must."""
-
-    def hasten(self) -> None:
-        """Prepare the kernel for a process that is about to join a group. Blocks for some 10 ms, which the process
-        would wait otherwise: call it beside other work."""
-
-    def set_cpus(self, group: str, cpus: Collection[int]) -> tuple[int, ...]:
-        """Pin a running group. Return the CPUs it now runs on, or () when it could not be pinned."""
-
-    def set_quota(self, group: str, cpus: float) -> bool:
-        """Limit the CPU time of a group to that of so many CPUs, a tenth of one at least; zero: no limit. Return False
-        if that is not enforced here."""
-
-    def set_memory_limit(self, group: str, memory_bytes: int) -> bool:
-        """Limit the memory of a group. Return False when the limit is not enforced."""
-
-    def track(self, group: str, pid: int) -> None:
-        """Record that a process and its session belong to the group."""
-
-    def pids(self, group: str) -> tuple[int, ...]: ...
-
-    def freeze(self, group: str, timeout_s: float = 5.0) -> bool:
-        """Freeze the group. Return True once every process is frozen."""
-
-    def thaw(self, group: str, timeout_s: float = 5.0) -> bool: ...
-
-    def frozen(self, group: str) -> bool: ...
-
-    def kill(self, group: str) -> None:
-        """Send SIGKILL to all processes of the group, frozen or not."""
-
-    def oom_kills(self, group: str) -> int:
-        """Return the number of processes that the kernel killed for the memory limit."""
-
-    def cpu_s(self, group: str) -> float: ...
-
-    def memory_bytes(self, group: str) -> int: ...
-
-    def unreclaimable_bytes(self, group: str) -> int:
-        """Return its memory in bytes without file caches, which the kernel reclaims under pressure; zero if unknown."""
-
-    def destroy(self, group: str, timeout_s: float = 5.0) -> bool:
-        """Remove a group. Return False if it still has processes after `timeout_s`; True also for a missing group."""
-
-    def groups(self) -> tuple[str, ...]:
-        """Return the names of all groups that exist, for adoption and for the janitor."""
-
-    def tidy(self) -> None:
-        """Remove the root of all groups if no group is left. The object stays usable."""
-
-
-def is_done(cgroups: Cgroups, capability: str) -> bool:
-    """Return whether the kernel provides a capability; false where signals replace it or nothing does."""
-    return cgroups.capabilities[capability] in ("v1", "v2")
-
-
 GROUP_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+NICENESS = 5
+"""Without cpu shares this keeps the daemon and its host answering."""
+SWEEPS = 3
+"""A thread made during a sweep may have the old mask; the next sweep finds it."""
 
 
 def checked(group: str) -> str:
@@ -118,25 +41,21 @@ def checked(group: str) -> str:
     return group
 
 
-# -- without control groups --------------------------------------------------------------------------------------------
-
-NICENESS = 5
-"""Without cpu shares this keeps the daemon and its host answering."""
-SWEEPS = 3
-"""A thread made during a sweep may have the old mask; the next sweep finds it."""
-
-
 @dataclass(slots=True)
 class _Group:
     tracked: dict[int, int] = field(default_factory=dict)  # pid -> start time in ticks
     cpus: tuple[int, ...] = ()
 
 
-class NoCgroups:
+class Cgroups:
+    """Groups of a node without control groups: signals, affinity masks and niceness replace them.
+
+    The processes of a group are those the daemon tracks, all in their sessions, and all their descendants. New threads
+    inherit the mask of the thread that makes them. Names that are no group's raise ValueError."""
+
     def __init__(self, reason: str = "not asked for") -> None:
         self._reason = reason
         self._groups: dict[str, _Group] = {}
-        self._lock = threading.Lock()
 
     @property
     def variant(self) -> Variant:
@@ -144,54 +63,54 @@ class NoCgroups:
 
     @property
     def capabilities(self) -> Mapping[str, str]:
-        return {
-            "cgroup": f"none: {self._reason}",
-            "cpuset": "affinity",
-            "memory": f"none: {self._reason}",
-            "freeze": "signals",
-            "kill": "signals",
-            "cpu_usage": "processes",
-            "cpu_quota": f"none: {self._reason}",
-        }
+        """`cgroup`: the variant. `cpuset`, `memory`, `freeze`, `kill`, `cpu_usage`, `cpu_quota`: how it is done
+        here, or "none: why"."""
+        none = f"none: {self._reason}"
+        by_signals = {"cpuset": "affinity", "freeze": "signals", "kill": "signals", "cpu_usage": "processes"}
+        return {"cgroup": none, "memory": none, "cpu_quota": none, **by_signals}
 
     def make_pool(self, pool: str, cores: float) -> bool:
+        """Limit the groups of a pool to this many cores together. Return False if that is unavailable."""
         checked(pool)
         return False
 
     def create(self, group: str, pool: str = "") -> None:
-        with self._lock:
-            self._groups.setdefault(checked(group), _Group())
+        """Make a group. Raises OSError only if nothing at all can be made."""
+        self._groups.setdefault(checked(group), _Group())
 
     def join_files(self, group: str) -> tuple[str, ...]:
-        checked(group)
+        """Files a forked child writes "0" into, in this order and before it runs the user's command, to enter."""
         return ()
 
     def freezer_file(self, group: str) -> str:
-        checked(group)
+        """Return the kernel's file that freezes the group (`cgroup.freeze`, `freezer.state`); "" if signals must."""
         return ""
 
     def hasten(self) -> None:
-        """Do nothing: without cgroups, no process joins a group."""
+        """Prepare the kernel for a process that is about to join a group. Blocks for some 10 ms, which the process
+        would wait otherwise: call it beside other work."""
 
     def set_cpus(self, group: str, cpus: Collection[int]) -> tuple[int, ...]:
+        """Pin a running group. Return the CPUs it now runs on, or () when it could not be pinned."""
         wanted = tuple(sorted(set(cpus) & set(range(os.cpu_count() or 1))))
-        known = self._known(group)
+        known = self._groups.get(checked(group))
         if known is None or not wanted:
             return ()
         known.cpus = wanted
-        taken = True
-        for _ in range(SWEEPS):
-            taken = controllers.set_affinity(self.pids(group), wanted) and taken
-        return wanted if taken else ()
+        taken = [controllers.set_affinity(self.pids(group), wanted) for _ in range(SWEEPS)]
+        return wanted if all(taken) else ()
 
     def set_quota(self, group: str, cpus: float) -> bool:
-        """Do nothing: only the kernel limits CPU time."""
+        """Limit the CPU time of a group to that of so many CPUs, a tenth of one at least; zero: no limit. Return False
+        if that is not enforced here."""
         return False
 
     def set_memory_limit(self, group: str, memory_bytes: int) -> bool:
+        """Limit the memory of a group. Return False when the limit is not enforced."""
         return False
 
     def track(self, group: str, pid: int) -> None:
+        """Record that a process and its session belong to the group."""
         self.create(group)
         fields = stat_fields(pid)
         if not fields:
@@ -206,7 +125,7 @@ class NoCgroups:
             controllers.set_affinity((pid,), known.cpus)
 
     def pids(self, group: str) -> tuple[int, ...]:
-        known = self._known(group)
+        known = self._groups.get(checked(group))
         if known is None or not known.tracked:
             return ()
         processes = _processes()
@@ -227,6 +146,8 @@ class NoCgroups:
         return tuple(sorted(pid for pid in members if not processes[pid].dead))
 
     def freeze(self, group: str, timeout_s: float = 5.0) -> bool:
+        """Freeze the group. Return True once every process is frozen."""
+
         def stop() -> None:
             controllers.signal_all(self.pids(group), signal.SIGSTOP)
 
@@ -245,6 +166,7 @@ class NoCgroups:
         return bool(pids) and all(map(stands_still, pids))
 
     def kill(self, group: str) -> None:
+        """Send SIGKILL to all processes of the group, frozen or not."""
         # stopped first: no process forks between the listing and the signal
         controllers.signal_all(self.pids(group), signal.SIGSTOP)
         for _ in range(SWEEPS):
@@ -254,40 +176,39 @@ class NoCgroups:
             controllers.signal_all(pids, signal.SIGKILL)
 
     def oom_kills(self, group: str) -> int:
+        """Return the number of processes that the kernel killed for the memory limit."""
         return 0
 
     def cpu_s(self, group: str) -> float:
-        ticks = os.sysconf("SC_CLK_TCK")
-        return sum(_cpu_ticks(pid) for pid in self.pids(group)) / ticks
-
-    def memory_bytes(self, group: str) -> int:
-        page = os.sysconf("SC_PAGE_SIZE")
-        return sum(_resident_pages(pid) for pid in self.pids(group)) * page
+        found = map(stat_fields, self.pids(group))
+        return sum(int(fields[11]) + int(fields[12]) for fields in found if fields) / os.sysconf("SC_CLK_TCK")
 
     def unreclaimable_bytes(self, group: str) -> int:
-        return self.memory_bytes(group)
+        """Return its memory in bytes without file caches, which the kernel reclaims under pressure; zero if unknown."""
+        found = map(stat_fields, self.pids(group))
+        return sum(int(fields[21]) for fields in found if fields) * os.sysconf("SC_PAGE_SIZE")
 
     def destroy(self, group: str, timeout_s: float = 5.0) -> bool:
+        """Remove a group. Return False if it still has processes after `timeout_s`; True also for a missing group."""
         if not controllers.wait_until(lambda: not self.pids(group), timeout_s):
             return False
-        with self._lock:
-            self._groups.pop(checked(group), None)
+        self._groups.pop(group, None)
         return True
 
     def groups(self) -> tuple[str, ...]:
-        with self._lock:
-            return tuple(sorted(self._groups))
+        """Return the names of all groups that exist, for adoption and for the janitor."""
+        return tuple(sorted(self._groups))
 
     def tidy(self) -> None:
-        """Do nothing: no cgroup was made."""
-
-    def _known(self, group: str) -> _Group | None:
-        with self._lock:
-            return self._groups.get(checked(group))
+        """Remove the root of all groups if no group is left. The object stays usable."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Process:
+def is_done(cgroups: Cgroups, capability: str) -> bool:
+    """Return whether the kernel provides a capability; false where signals replace it or nothing does."""
+    return cgroups.capabilities[capability] in ("v1", "v2")
+
+
+class _Process(NamedTuple):
     parent: int
     session: int
     start: int
@@ -300,13 +221,3 @@ def _processes() -> dict[int, _Process]:
         if name.isdigit() and (fields := stat_fields(int(name))):
             found[int(name)] = _Process(int(fields[1]), int(fields[3]), int(fields[19]), fields[0] in (b"Z", b"X"))
     return found
-
-
-def _cpu_ticks(pid: int) -> int:
-    fields = stat_fields(pid)
-    return int(fields[11]) + int(fields[12]) if fields else 0
-
-
-def _resident_pages(pid: int) -> int:
-    fields = stat_fields(pid)
-    return int(fields[21]) if fields else 0

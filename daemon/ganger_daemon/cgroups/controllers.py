@@ -1,19 +1,19 @@
 """Controllers of v1 and v2: CPUs, memory, freezing and killing, usage, quotas, on the files below a cgroup mount.
 
-A variant is a choice of controllers; it makes and removes the directories that a controller works on. v1 has one tree
-per controller, v2 one tree for all.
+v1 has one tree per controller, v2 one tree for all.
 """
 
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+
+from ganger.injob.launcher.lease_keeper import FREEZE_WORDS
 
 from ganger_daemon.node.core_table import format_ids, parse_ids
 
@@ -58,6 +58,13 @@ def keyed(text: str) -> Mapping[str, int]:
         name, _, value = line.partition(" ")
         found[name] = number(value)
     return found
+
+
+def ids_in(path: Path) -> tuple[int, ...]:
+    try:
+        return parse_ids(read(path))
+    except ValueError:
+        return ()
 
 
 def pids_in(directory: Path) -> tuple[int, ...]:
@@ -123,19 +130,14 @@ def signal_all(pids: Iterable[int], number_: signal.Signals) -> None:
             continue
 
 
-def threads_of(pids: Iterable[int]) -> list[int]:
-    found: list[int] = []
-    for pid in pids:
-        try:
-            found.extend(int(name) for name in os.listdir(f"/proc/{pid}/task"))
-        except OSError:
-            continue
-    return found
-
-
 def set_affinity(pids: Iterable[int], cpus: Collection[int]) -> bool:
     """Pin all threads of the processes to `cpus`. Return True if at least one was pinned, or there is none."""
-    threads = threads_of(pids)
+    threads: list[int] = []
+    for pid in pids:
+        try:
+            threads += map(int, os.listdir(f"/proc/{pid}/task"))
+        except OSError:
+            continue
     taken = 0
     for thread in threads:
         try:
@@ -146,171 +148,119 @@ def set_affinity(pids: Iterable[int], cpus: Collection[int]) -> bool:
     return taken > 0 or not threads
 
 
-log = logging.getLogger(__name__)
-
 QUOTA_PERIOD_US = 10_000
 """Of a CPU quota: far below a mini-batch, so that a quota looks like a slower processor and not like pauses."""
 SMALLEST_QUOTA_CORES = 0.1
 """The kernel takes no quota below 1 ms."""
+TRIAL_BYTES = 64 * 2**20
 _SWEEPS = 3
 _SWEEP_S = 0.1
 
 
-class CgroupController(Protocol):
-    name: str
+@dataclass(frozen=True, slots=True)
+class CgroupController:
+    """One controller of a v1 tree, or of the v2 tree. `root`: the directory below which groups are."""
+
     root: Path
+    is_v2: bool
+
+    @property
+    def name(self) -> str:
+        return "v2" if self.is_v2 else "v1"
+
+    def works(self, scratch: Path) -> bool:
+        """Return whether what is written for a group without processes reads back."""
+        raise NotImplementedError
 
 
-class Cpus(CgroupController, Protocol):
-    def set_cpus(self, group: Path, cpus: Collection[int]) -> tuple[int, ...]: ...
-
-
-class MemoryController(CgroupController, Protocol):
-    def set_limit(self, group: Path, memory_bytes: int) -> bool: ...
-
-    def used(self, group: Path) -> int: ...
-
-    def unreclaimable(self, group: Path) -> int:
-        """Bytes as in `Cgroups.unreclaimable_bytes`."""
-
-    def oom_kills(self, group: Path) -> int: ...
-
-
-class FreezeController(CgroupController, Protocol):
-    """Freezing and killing. `file`: name of the file in a group that is written to freeze it."""
-
-    file: str
-
-    def order(self, group: Path, frozen: bool) -> bool: ...
-
-    def is_frozen(self, group: Path) -> bool: ...
-
-    def kill(self, group: Path) -> None: ...
-
-
-class Usage(CgroupController, Protocol):
-    def cpu_s(self, group: Path) -> float: ...
-
-
-class Quota(CgroupController, Protocol):
-    def set_quota(self, group: Path, cores: float) -> bool:
-        """Limit the CPU time of all that is in the group or below it; zero cores: to none."""
-
-
-class CpusV1:
-    name = "v1"
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def prepare(self) -> None:
-        """A new v1 cpuset is empty and takes no process: memory nodes first, then CPUs."""
-        self._inherit(self.root)
-
+class Cpus(CgroupController):
     def enter(self, group: Path) -> None:
-        self._inherit(group)
-
-    def set_cpus(self, group: Path, cpus: Collection[int]) -> tuple[int, ...]:
-        self._inherit(group)
-        before = set(_ids(group / "cpuset.cpus"))
-        if not write(group / "cpuset.cpus", format_ids(cpus)):
-            return ()
-        effective = _ids(group / "cpuset.effective_cpus") or _ids(group / "cpuset.cpus")
-        _forget_masks(group, before, effective)
-        return effective
-
-    def _inherit(self, group: Path) -> None:
+        """Let processes join a new group. In v1 it is empty and takes none: memory nodes first, then CPUs."""
+        if self.is_v2:
+            return
         if not read(group.parent / "cpuset.cpus") and (group.parent.parent / "cpuset.cpus").exists():
-            self._inherit(group.parent)
+            self.enter(group.parent)
         for name in ("cpuset.mems", "cpuset.cpus"):
             if not read(group / name):
                 write(group / name, read(group.parent / name))
 
-
-class CpusV2:
-    name = "v2"
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
     def set_cpus(self, group: Path, cpus: Collection[int]) -> tuple[int, ...]:
-        before = set(_ids(group / "cpuset.cpus.effective"))
+        self.enter(group)
+        before = self._effective(group)
         if not write(group / "cpuset.cpus", format_ids(cpus)):
             return ()
-        effective = _ids(group / "cpuset.cpus.effective") or _ids(group / "cpuset.cpus")
-        _forget_masks(group, before, effective)
-        # the kernel falls back to the parent's CPUs when none of ours is there: that is not pinned
+        effective = self._effective(group) or ids_in(group / "cpuset.cpus")
+        if set(effective) - set(before):
+            # on kernels >= 6.2, a thread that its program pinned would keep its mask in a group that has grown
+            set_affinity(pids_in(group), ALL_CPUS)
+        # the v2 kernel falls back to the parent's CPUs when none of ours is there: that is not pinned
         return effective if set(effective) <= set(cpus) else ()
 
+    def _effective(self, group: Path) -> tuple[int, ...]:
+        return ids_in(group / ("cpuset.cpus.effective" if self.is_v2 else "cpuset.effective_cpus"))
 
-class MemoryV1:
-    name = "v1"
+    def works(self, scratch: Path) -> bool:
+        self.enter(scratch)
+        cpus = self._effective(self.root) or tuple(os.sched_getaffinity(0))
+        return self.set_cpus(scratch, cpus[-1:]) == cpus[-1:]
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
 
+class MemoryController(CgroupController):
     def set_limit(self, group: Path, memory_bytes: int) -> bool:
-        wanted = _whole_pages(memory_bytes)
+        page = os.sysconf("SC_PAGE_SIZE")
+        wanted = max(page, memory_bytes // page * page)
+        if self.is_v2:
+            write(group / "memory.swap.max", "0")
+            return write(group / "memory.max", str(wanted)) and number(read(group / "memory.max"), -1) == wanted
         # with swap accounting, the limit of both must not be below that of memory: lift it before, lower it after
         swap = group / "memory.memsw.limit_in_bytes"
         if swap.exists() and number(read(swap)) < wanted:
             write(swap, str(wanted))
-        set_ = write(group / "memory.limit_in_bytes", str(wanted))
+        is_set = write(group / "memory.limit_in_bytes", str(wanted))
         if swap.exists():
             write(swap, str(wanted))
-        return set_ and number(read(group / "memory.limit_in_bytes"), -1) == wanted
-
-    def used(self, group: Path) -> int:
-        return number(read(group / "memory.usage_in_bytes"))
+        return is_set and number(read(group / "memory.limit_in_bytes"), -1) == wanted
 
     def unreclaimable(self, group: Path) -> int:
-        found = keyed(read(group / "memory.stat"))
-        return max(0, self.used(group) - max(0, found.get("total_cache", 0) - found.get("total_shmem", 0)))
+        """Bytes as in `Cgroups.unreclaimable_bytes`."""
+        usage = number(read(group / ("memory.current" if self.is_v2 else "memory.usage_in_bytes")))
+        found, cache, shared = keyed(read(group / "memory.stat")), "total_cache", "total_shmem"
+        if self.is_v2:
+            cache, shared = "file", "shmem"
+        return max(0, usage - max(0, found.get(cache, 0) - found.get(shared, 0)))
 
     def oom_kills(self, group: Path) -> int:
-        return keyed(read(group / "memory.oom_control")).get("oom_kill", 0)
+        return keyed(read(group / ("memory.events" if self.is_v2 else "memory.oom_control"))).get("oom_kill", 0)
+
+    def works(self, scratch: Path) -> bool:
+        return self.set_limit(scratch, TRIAL_BYTES)
 
 
-class MemoryV2:
-    name = "v2"
+class FreezeController(CgroupController):
+    """Freezing and killing: by v1's freezer, or by cgroup.freeze and, since 5.14, cgroup.kill."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def set_limit(self, group: Path, memory_bytes: int) -> bool:
-        wanted = str(_whole_pages(memory_bytes))
-        write(group / "memory.swap.max", "0")
-        return write(group / "memory.max", wanted) and read(group / "memory.max") == wanted
-
-    def used(self, group: Path) -> int:
-        return number(read(group / "memory.current"))
-
-    def unreclaimable(self, group: Path) -> int:
-        found = keyed(read(group / "memory.stat"))
-        return max(0, self.used(group) - max(0, found.get("file", 0) - found.get("shmem", 0)))
-
-    def oom_kills(self, group: Path) -> int:
-        return keyed(read(group / "memory.events")).get("oom_kill", 0)
-
-
-class StopV1:
-    """The freezer. A frozen process acts on SIGKILL once it is thawed, before any other of its instructions."""
-
-    name = "v1"
-    file = "freezer.state"
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    @property
+    def file(self) -> str:
+        """Name of the file in a group that is written to freeze it."""
+        return "cgroup.freeze" if self.is_v2 else "freezer.state"
 
     def order(self, group: Path, frozen: bool) -> bool:
-        return write(group / self.file, "FROZEN" if frozen else "THAWED")
+        return write(group / self.file, FREEZE_WORDS[self.file][0 if frozen else 1])
 
     def is_frozen(self, group: Path) -> bool:
+        if self.is_v2:
+            return keyed(read(group / "cgroup.events")).get("frozen", 0) == 1
         return read(group / self.file) == "FROZEN"
 
     def kill(self, group: Path) -> None:
-        # A frozen group does not fork, so each process has its signal before any goes on. A group that was not frozen
-        # in time may have forked between the look and the signals: repeat until it is empty.
+        if self.is_v2:
+            # reaches frozen processes, too
+            if not write(group / "cgroup.kill", "1"):
+                signal_all(pids_in(group), signal.SIGKILL)
+            return
+        # A frozen process acts on SIGKILL once it is thawed, before any other of its instructions. A frozen group does
+        # not fork, so each process has its signal before any goes on. A group that was not frozen in time may have
+        # forked between the look and the signals: repeat until it is empty.
         for _ in range(_SWEEPS):
             self.order(group, frozen=True)
             wait_until(lambda: self.is_frozen(group), _SWEEP_S)
@@ -319,85 +269,33 @@ class StopV1:
             if wait_until(lambda: not pids_in(group), _SWEEP_S):
                 return
 
-
-class StopV2:
-    """cgroup.freeze and, since 5.14, cgroup.kill, which reaches frozen processes too."""
-
-    name = "v2"
-    file = "cgroup.freeze"
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def order(self, group: Path, frozen: bool) -> bool:
-        return write(group / self.file, "1" if frozen else "0")
-
-    def is_frozen(self, group: Path) -> bool:
-        return keyed(read(group / "cgroup.events")).get("frozen", 0) == 1
-
-    def kill(self, group: Path) -> None:
-        if not write(group / "cgroup.kill", "1"):
-            signal_all(pids_in(group), signal.SIGKILL)
+    def works(self, scratch: Path) -> bool:
+        if not self.order(scratch, True):
+            return False
+        stopped = wait_until(lambda: self.is_frozen(scratch), 1.0)
+        return self.order(scratch, False) and stopped
 
 
-class UsageV1:
-    name = "v1"
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
+class Usage(CgroupController):
     def cpu_s(self, group: Path) -> float:
+        if self.is_v2:
+            return keyed(read(group / "cpu.stat")).get("usage_usec", 0) / 1e6
         return number(read(group / "cpuacct.usage")) / 1e9
 
-
-class UsageV2:
-    name = "v2"
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def cpu_s(self, group: Path) -> float:
-        return keyed(read(group / "cpu.stat")).get("usage_usec", 0) / 1e6
+    def works(self, scratch: Path) -> bool:
+        return (scratch / ("cpu.stat" if self.is_v2 else "cpuacct.usage")).exists()
 
 
-class QuotaV1:
-    name = "v1"
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
+class Quota(CgroupController):
     def set_quota(self, group: Path, cores: float) -> bool:
-        wanted = round(cores * QUOTA_PERIOD_US) if cores else -1
+        """Limit the CPU time of all that is in the group or below it; zero cores: to none."""
+        wanted = round(cores * QUOTA_PERIOD_US)
+        if self.is_v2:
+            text = f"{wanted or 'max'} {QUOTA_PERIOD_US}"
+            return write(group / "cpu.max", text) and read(group / "cpu.max") == text
         write(group / "cpu.cfs_period_us", str(QUOTA_PERIOD_US))
         quota = group / "cpu.cfs_quota_us"
-        return write(quota, str(wanted)) and number(read(quota)) == wanted
+        return write(quota, str(wanted or -1)) and number(read(quota)) == (wanted or -1)
 
-
-class QuotaV2:
-    name = "v2"
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def set_quota(self, group: Path, cores: float) -> bool:
-        wanted = f"{round(cores * QUOTA_PERIOD_US) if cores else 'max'} {QUOTA_PERIOD_US}"
-        return write(group / "cpu.max", wanted) and read(group / "cpu.max") == wanted
-
-
-def _forget_masks(group: Path, before: set[int], effective: Collection[int]) -> None:
-    """Let all threads run on any CPU of the group after it has grown. On kernels >= 6.2, a thread that its program
-    pinned would keep its mask."""
-    if set(effective) - before:
-        set_affinity(pids_in(group), ALL_CPUS)
-
-
-def _ids(path: Path) -> tuple[int, ...]:
-    try:
-        return parse_ids(read(path))
-    except ValueError:
-        return ()
-
-
-def _whole_pages(memory_bytes: int) -> int:
-    page = os.sysconf("SC_PAGE_SIZE")
-    return max(page, memory_bytes // page * page)
+    def works(self, scratch: Path) -> bool:
+        return self.set_quota(scratch, SMALLEST_QUOTA_CORES)

@@ -9,40 +9,25 @@ daemon's own group.
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import signal
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias, TypeVar
-
-from ganger.injob.process_identity import stands_still
+from typing import TypeVar
 
 from ganger_daemon.cgroups import controllers
-from ganger_daemon.cgroups.contract import GROUP_NAME, Cgroups, NoCgroups, Variant, checked
+from ganger_daemon.cgroups.contract import GROUP_NAME, Cgroups, Variant, checked
 from ganger_daemon.cgroups.controllers import (
     SMALLEST_QUOTA_CORES,
     CgroupController,
     Cpus,
-    CpusV1,
-    CpusV2,
     FreezeController,
     MemoryController,
-    MemoryV1,
-    MemoryV2,
     Quota,
-    QuotaV1,
-    QuotaV2,
-    StopV1,
-    StopV2,
     Usage,
-    UsageV1,
-    UsageV2,
 )
-from ganger_daemon.node.core_table import parse_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,51 +36,51 @@ class Parts:
 
     cpus: Cpus | None
     memory: MemoryController | None
-    stop: FreezeController | None
     usage: Usage | None
     quota: Quota | None
+    stop: FreezeController | None
     missing: Mapping[str, str]
 
     @property
-    def variant(self) -> Variant:
-        names = {part.name for part in (self.cpus, self.memory, self.stop, self.usage, self.quota) if part is not None}
-        return Variant.HYBRID if len(names) > 1 else Variant(names.pop()) if names else Variant.NONE
-
-    def roots(self) -> tuple[Path, ...]:
-        """Every directory groups are made under, each once, the cpuset first: a process that could not be pinned there
-        would otherwise have joined the rest."""
-        parts = (self.cpus, self.memory, self.usage, self.quota, self.stop)
-        return tuple(dict.fromkeys(part.root for part in parts if part is not None))
+    def there(self) -> list[CgroupController]:
+        """All, the cpuset first: a process that could not be pinned there would otherwise have joined the rest."""
+        found = (self.cpus, self.memory, self.usage, self.quota, self.stop)
+        return [part for part in found if part is not None]
 
 
 # Pools lie beside groups, under a name that no group has: groups begin with the id of a job.
 _POOL = "pool-"
 
 
-class GroupTree:
+class GroupTree(Cgroups):
     """Variants v1, v2 and hybrid. `depth`: how many directories of each root are ours to remove."""
 
     def __init__(self, parts: Parts, depth: int = 1) -> None:
+        super().__init__()
         self._parts = parts
-        self._roots = parts.roots()
+        self._roots = tuple(dict.fromkeys(part.root for part in parts.there))
         self._depth = depth
 
     @property
     def variant(self) -> Variant:
-        return self._parts.variant
+        names = {part.name for part in self._parts.there}
+        return Variant.HYBRID if len(names) > 1 else Variant(names.pop())
 
     @property
     def capabilities(self) -> Mapping[str, str]:
         parts, missing = self._parts, self._parts.missing
-        return {
-            "cgroup": self.variant.value,
-            "cpuset": parts.cpus.name if parts.cpus else f"affinity: {missing.get('cpuset', '')}",
-            "memory": parts.memory.name if parts.memory else f"none: {missing.get('memory', '')}",
-            "freeze": parts.stop.name if parts.stop else f"signals: {missing.get('freeze', '')}",
-            "kill": parts.stop.name if parts.stop else f"signals: {missing.get('freeze', '')}",
-            "cpu_usage": parts.usage.name if parts.usage else f"none: {missing.get('cpu_usage', '')}",
-            "cpu_quota": parts.quota.name if parts.quota else f"none: {missing.get('cpu_quota', 'not asked for')}",
+        found: dict[str, tuple[CgroupController | None, str]] = {
+            "cpuset": (parts.cpus, "affinity"),
+            "memory": (parts.memory, "none"),
+            "freeze": (parts.stop, "signals"),
+            "cpu_usage": (parts.usage, "none"),
+            "cpu_quota": (parts.quota, "none"),
         }
+        names = {
+            need: part.name if part else f"{otherwise}: {missing.get(need, 'not asked for')}"
+            for need, (part, otherwise) in found.items()
+        }
+        return {"cgroup": self.variant.value, "kill": names["freeze"], **names}
 
     def make_pool(self, pool: str, cores: float) -> bool:
         name = _POOL + checked(pool)
@@ -116,8 +101,7 @@ class GroupTree:
             if pool and not directory.is_dir():
                 directory = root / (_POOL + checked(pool)) / group
             directory.mkdir(exist_ok=True)
-        if isinstance(self._parts.cpus, CpusV1):
-            self._parts.cpus.prepare()
+        if self._parts.cpus is not None:
             self._parts.cpus.enter(self._at(self._parts.cpus.root, group))
 
     def join_files(self, group: str) -> tuple[str, ...]:
@@ -155,23 +139,17 @@ class GroupTree:
         """Do nothing: the kernel lists the processes of a group."""
 
     def pids(self, group: str) -> tuple[int, ...]:
-        found: set[int] = set()
-        for root in self._roots:
-            found.update(controllers.pids_in(self._at(root, group)))
-        return tuple(sorted(found))
+        return tuple(sorted({pid for root in self._roots for pid in controllers.pids_in(self._at(root, group))}))
 
     def freeze(self, group: str, timeout_s: float = 5.0) -> bool:
-        return self._order(group, True, timeout_s)
+        return self._order(group, True, timeout_s) if self._parts.stop else super().freeze(group, timeout_s)
 
     def thaw(self, group: str, timeout_s: float = 5.0) -> bool:
-        return self._order(group, False, timeout_s)
+        return self._order(group, False, timeout_s) if self._parts.stop else super().thaw(group, timeout_s)
 
     def frozen(self, group: str) -> bool:
         part = self._parts.stop
-        if part is not None:
-            return part.is_frozen(self._at(part.root, group))
-        pids = self.pids(group)
-        return bool(pids) and all(stands_still(pid) for pid in pids)
+        return part.is_frozen(self._at(part.root, group)) if part else super().frozen(group)
 
     def kill(self, group: str) -> None:
         part = self._parts.stop
@@ -188,24 +166,13 @@ class GroupTree:
         part = self._parts.usage
         return part.cpu_s(self._at(part.root, group)) if part else 0.0
 
-    def memory_bytes(self, group: str) -> int:
-        part = self._parts.memory
-        return part.used(self._at(part.root, group)) if part else 0
-
     def unreclaimable_bytes(self, group: str) -> int:
         part = self._parts.memory
         return part.unreclaimable(self._at(part.root, group)) if part else 0
 
     def destroy(self, group: str, timeout_s: float = 5.0) -> bool:
-        left = [self._at(root, group) for root in self._roots]
-        deadline = time.monotonic() + timeout_s
-        while True:
-            left = [directory for directory in left if not controllers.remove(directory)]
-            if not left:
-                return True
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(controllers.STEP_S)
+        places = [self._at(root, group) for root in self._roots]
+        return controllers.wait_until(lambda: all(controllers.remove(place) for place in places), timeout_s)
 
     def groups(self) -> tuple[str, ...]:
         found: set[str] = set()
@@ -227,15 +194,15 @@ class GroupTree:
 
     def _order(self, group: str, frozen: bool, timeout_s: float) -> bool:
         part = self._parts.stop
-        if part is None:
-            controllers.signal_all(self.pids(group), signal.SIGSTOP if frozen else signal.SIGCONT)
-            return controllers.wait_until(lambda: self.frozen(group) == frozen, timeout_s)
+        assert part is not None, "without a freezer signals do it"
         directory = self._at(part.root, group)
-        part.order(directory, frozen)
+
+        def order() -> bool:
+            return part.order(directory, frozen)
+
+        order()
         # v1 may need a second order: the first one misses a process that is forking
-        return controllers.wait_until(
-            lambda: part.is_frozen(directory) == frozen, timeout_s, lambda: part.order(directory, frozen)
-        )
+        return controllers.wait_until(lambda: part.is_frozen(directory) == frozen, timeout_s, order)
 
 
 def remove_roots(roots: Iterable[Path], depth: int) -> None:
@@ -249,14 +216,10 @@ def remove_roots(roots: Iterable[Path], depth: int) -> None:
                 break
 
 
-log = logging.getLogger(__name__)
-
 MOUNT = Path("/sys/fs/cgroup")
 CHOICES = ("auto", "v1", "v2", "none")
-TRIAL_BYTES = 64 * 2**20
 
 P = TypeVar("P", bound=CgroupController)
-Makers: TypeAlias = tuple[tuple[str, Callable[[Path], P]], ...]
 
 
 def choose_cgroups(
@@ -271,108 +234,91 @@ def choose_cgroups(
     if only not in CHOICES:
         raise ValueError(f"{only!r} is no cgroup choice; use one of {', '.join(CHOICES)}")
     if only == "none":
-        return NoCgroups()
+        return Cgroups()
     parts = _find_parts(names, mount, only, own, quotas)
-    if not parts.roots():
-        return NoCgroups("; ".join(sorted(set(parts.missing.values()))) or f"no control groups under {mount}")
+    if not parts.there:
+        return Cgroups("; ".join(sorted(set(parts.missing.values()))) or f"no control groups under {mount}")
     return GroupTree(parts, depth=len(names))
 
 
 def _find_parts(names: list[str], mount: Path, only: str, own: Path, quotas: bool) -> Parts:
     places = _own_places(own)
-    v1 = _V1(mount, names, places) if only in ("auto", "v1") else None
-    v2 = _V2(mount, names, places) if only in ("auto", "v2") else None
     missing: dict[str, str] = {}
 
-    def first(need: str, makers: Makers[P], works: Callable[[P, Path], bool]) -> P | None:
+    def first(need: str, kind: type[P], *wanted: str) -> P | None:
+        """`wanted`: version and controller, the preferred first; no controller for what every group of v2 has."""
         why: list[str] = []
-        for controller, make in makers:
-            tree = v2 if controller.startswith("v2") else v1
-            if tree is None:
+        for version, _, controller in (one.partition(":") for one in wanted):
+            if only not in ("auto", version):
                 continue
-            for directory in tree.roots(controller.partition(":")[2]):
-                part = make(directory)
-                if _try(part, works, why):
+            roots = _v2_roots if version == "v2" else _v1_roots
+            for directory in roots(mount, names, places, controller):
+                part = kind(directory, version == "v2")
+                if _works(part, why):
                     return part
                 remove_roots((directory,), len(names))
         missing[need] = why[-1] if why else f"no controller for it under {mount}"
         return None
 
-    cpu_makers: Makers[Cpus] = (("v1:cpuset", CpusV1), ("v2:cpuset", CpusV2))
-    memory_makers: Makers[MemoryController] = (("v1:memory", MemoryV1), ("v2:memory", MemoryV2))
-    # v2 first: its kill reaches frozen processes at once
-    stop_makers: Makers[FreezeController] = (("v2:", StopV2), ("v1:freezer", StopV1))
-    usage_makers: Makers[Usage] = (("v1:cpuacct", UsageV1), ("v2:", UsageV2))
-    quota_makers: Makers[Quota] = (("v1:cpu", QuotaV1), ("v2:cpu", QuotaV2))
-    cpus = first("cpuset", cpu_makers, _pins)
-    memory = first("memory", memory_makers, _limits)
-    stop = first("freeze", stop_makers, _stops)
-    usage = first("cpu_usage", usage_makers, _counts)
-    quota = first("cpu_quota", quota_makers, _bounds) if quotas else None
-    return Parts(cpus, memory, stop, usage, quota, missing)
+    return Parts(
+        cpus=first("cpuset", Cpus, "v1:cpuset", "v2:cpuset"),
+        memory=first("memory", MemoryController, "v1:memory", "v2:memory"),
+        # v2 first: its kill reaches frozen processes at once
+        stop=first("freeze", FreezeController, "v2:", "v1:freezer"),
+        usage=first("cpu_usage", Usage, "v1:cpuacct", "v2:"),
+        quota=first("cpu_quota", Quota, "v1:cpu", "v2:cpu") if quotas else None,
+        missing=missing,
+    )
 
 
-class _V1:
+def _v1_roots(mount: Path, names: list[str], places: Mapping[str, str], controller: str) -> Iterator[Path]:
     """One tree per controller; several may share one."""
-
-    def __init__(self, mount: Path, names: list[str], places: dict[str, str]) -> None:
-        self._mount, self._names, self._places = mount, names, places
-
-    def roots(self, controller: str) -> Iterator[Path]:
-        top = self._mount / controller
-        if not (top / "cgroup.procs").exists() or (top / "cgroup.controllers").exists():
-            return
-        yield top.joinpath(*self._names)
-        if place := self._places.get(controller, "").strip("/"):
-            yield top.joinpath(place, *self._names)
+    top = mount / controller
+    if not (top / "cgroup.procs").exists() or (top / "cgroup.controllers").exists():
+        return
+    yield top.joinpath(*names)
+    if place := places.get(controller, "").strip("/"):
+        yield top.joinpath(place, *names)
 
 
-class _V2:
+def _v2_roots(mount: Path, names: list[str], places: Mapping[str, str], controller: str) -> Iterator[Path]:
     """One tree; a controller must be handed down level by level."""
+    top = next((path for path in (mount, mount / "unified") if (path / "cgroup.controllers").exists()), None)
+    if top is None:
+        return
+    place = places.get("", "").strip("/")
+    own = top / place if place else None
+    # a delegated unit is ours by agreement with the system's manager, so it comes before the top
+    for base in (own if own and _is_delegated(own) else None, top, own):
+        if base is not None and (not controller or _hand_down(base, names, controller)):
+            yield base.joinpath(*names)
 
-    def __init__(self, mount: Path, names: list[str], places: dict[str, str]) -> None:
-        tops = [path for path in (mount, mount / "unified") if (path / "cgroup.controllers").exists()]
-        self._top = tops[0] if tops else None
-        self._names, self._place = names, places.get("", "").strip("/")
 
-    def roots(self, controller: str) -> Iterator[Path]:
-        if self._top is None:
-            return
-        own = self._top / self._place if self._place else None
-        # a delegated unit is ours by agreement with the system's manager, so it comes before the top
-        for base in (own if own and _is_delegated(own) else None, self._top, own):
-            if base is not None and (not controller or self._hand_down(base, controller)):
-                yield base.joinpath(*self._names)
-
-    def _hand_down(self, base: Path, controller: str) -> bool:
-        directory = base
-        for name in ["", *self._names]:
-            directory = directory / name
-            try:
-                directory.mkdir(exist_ok=True)
-            except OSError:
-                return False
+def _hand_down(base: Path, names: list[str], controller: str) -> bool:
+    directory = base
+    for name in ["", *names]:
+        directory = directory / name
+        try:
+            directory.mkdir(exist_ok=True)
             if controller not in controllers.read(directory / "cgroup.controllers").split():
                 return False
-            if controller in controllers.read(directory / "cgroup.subtree_control").split():
+            control = directory / "cgroup.subtree_control"
+            if controller in controllers.read(control).split() or controllers.write(control, f"+{controller}"):
                 continue
-            if not controllers.write(directory / "cgroup.subtree_control", f"+{controller}"):
-                # a group with processes of its own cannot hand down: step aside into a leaf, and try once more
-                leaf = directory / "daemon"
-                if os.getpid() not in controllers.pids_in(directory):
-                    return False
-                try:
-                    leaf.mkdir(exist_ok=True)
-                except OSError:
-                    return False
-                if not controllers.write(leaf / "cgroup.procs", "0"):
-                    return False
-                if not controllers.write(directory / "cgroup.subtree_control", f"+{controller}"):
-                    return False
-        return True
+            # a group with processes of its own cannot hand down: step aside into a leaf, and try once more
+            if os.getpid() not in controllers.pids_in(directory):
+                return False
+            (directory / "daemon").mkdir(exist_ok=True)
+        except OSError:
+            return False
+        if not controllers.write(directory / "daemon" / "cgroup.procs", "0"):
+            return False
+        if not controllers.write(control, f"+{controller}"):
+            return False
+    return True
 
 
-def _try(part: P, works: Callable[[P, Path], bool], why: list[str]) -> bool:
+def _works(part: CgroupController, why: list[str]) -> bool:
     scratch = part.root / f"probe-{os.getpid()}"
     try:
         scratch.mkdir(parents=True, exist_ok=True)
@@ -380,7 +326,7 @@ def _try(part: P, works: Callable[[P, Path], bool], why: list[str]) -> bool:
         why.append(f"cannot make a group under {part.root}: {error.strerror}")
         return False
     try:
-        if works(part, scratch):
+        if part.works(scratch):
             return True
         why.append(f"what is written under {part.root} does not read back")
         return False
@@ -393,39 +339,6 @@ def _removed(directory: Path) -> bool:
         return controllers.remove(directory)
     except OSError:
         return True
-
-
-def _pins(part: Cpus, scratch: Path) -> bool:
-    if isinstance(part, CpusV1):
-        part.prepare()
-        part.enter(scratch)
-    online = controllers.read(part.root / "cpuset.effective_cpus") or controllers.read(
-        part.root / "cpuset.cpus.effective"
-    )
-    try:
-        cpus = parse_ids(online) or tuple(os.sched_getaffinity(0))
-    except ValueError:
-        return False
-    return part.set_cpus(scratch, cpus[-1:]) == cpus[-1:]
-
-
-def _limits(part: MemoryController, scratch: Path) -> bool:
-    return part.set_limit(scratch, TRIAL_BYTES)
-
-
-def _bounds(part: Quota, scratch: Path) -> bool:
-    return part.set_quota(scratch, SMALLEST_QUOTA_CORES)
-
-
-def _stops(part: FreezeController, scratch: Path) -> bool:
-    if not part.order(scratch, True):
-        return False
-    stopped = controllers.wait_until(lambda: part.is_frozen(scratch), 1.0)
-    return part.order(scratch, False) and stopped
-
-
-def _counts(part: Usage, scratch: Path) -> bool:
-    return part.cpu_s(scratch) >= 0.0 and any((scratch / name).exists() for name in ("cpuacct.usage", "cpu.stat"))
 
 
 def _own_places(own: Path) -> dict[str, str]:

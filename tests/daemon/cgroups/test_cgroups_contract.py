@@ -157,7 +157,7 @@ def test_a_group_that_does_not_exist_answers_quietly(cgroups: Cgroups) -> None:
     assert cgroups.set_cpus(missing, {0}) == () or not enforced(cgroups, "cpuset")
     assert not cgroups.set_memory_limit(missing, MEBIBYTE)
     assert cgroups.oom_kills(missing) == 0
-    assert cgroups.memory_bytes(missing) == 0
+    assert cgroups.unreclaimable_bytes(missing) == 0
     assert cgroups.cpu_s(missing) == 0.0
     assert not cgroups.frozen(missing)
     cgroups.kill(missing)
@@ -170,7 +170,7 @@ def test_passing_the_memory_limit_is_counted_as_out_of_memory(cgroups: Cgroups) 
     assert cgroups.set_memory_limit(GROUP, 64 * MEBIBYTE)
     with member_of(cgroups, GROUP) as member:
         assert member.do(f"hold {16 * MEBIBYTE}")
-        assert cgroups.memory_bytes(GROUP) >= 16 * MEBIBYTE
+        assert cgroups.unreclaimable_bytes(GROUP) >= 16 * MEBIBYTE
         assert cgroups.oom_kills(GROUP) == 0
         assert not member.do(f"hold {256 * MEBIBYTE}")
         eventually(lambda: member.gone)

@@ -47,7 +47,7 @@ def test_v2_pins_and_limits_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (mount / "ganger/n1/job-1/memory.current").write_text("4096\n")
     (mount / "ganger/n1/job-1/cpu.stat").write_text("usage_usec 1500000\n")
     assert cgroups.oom_kills("job-1") == 2
-    assert cgroups.memory_bytes("job-1") == 4096
+    assert cgroups.unreclaimable_bytes("job-1") == 4096
     assert cgroups.cpu_s("job-1") == 1.5
     assert cgroups.join_files("job-1") == (str(mount / "ganger/n1/job-1/cgroup.procs"),)
 

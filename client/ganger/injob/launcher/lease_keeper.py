@@ -19,7 +19,7 @@ from ganger.injob.process_identity import family, stands_still
 from ganger.protocol.stop_rules import NEVER, expired, must_be_frozen
 
 # Files of the kernel that freeze a control group, by name: what is written to freeze it, and to thaw it.
-_WORDS = {"cgroup.freeze": ("1", "0"), "freezer.state": ("FROZEN", "THAWED")}
+FREEZE_WORDS = {"cgroup.freeze": ("1", "0"), "freezer.state": ("FROZEN", "THAWED")}
 # Between two looks at a group that does not stand still yet.
 _AGAIN_S = 0.05
 _SWEEPS = 8
@@ -32,7 +32,7 @@ class LeaseKeeper:
     def __init__(self, name: str, pid: int, page_path: str, freezer: str = "", procs: Sequence[str] = ()) -> None:
         self._name = name
         self._pid = pid
-        self._freezer = freezer if os.path.basename(freezer) in _WORDS else ""
+        self._freezer = freezer if os.path.basename(freezer) in FREEZE_WORDS else ""
         self._procs = procs
         self._until = NEVER
         self._kept = NEVER  # the lease for which the group stands still already
@@ -116,7 +116,7 @@ class LeaseKeeper:
 
     @property
     def _words(self) -> tuple[str, str]:
-        return _WORDS[os.path.basename(self._freezer)]
+        return FREEZE_WORDS[os.path.basename(self._freezer)]
 
     def _write(self, which: int) -> bool:
         if not self._freezer:
