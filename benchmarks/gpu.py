@@ -421,7 +421,7 @@ def devices_here() -> tuple[str, tuple[Device, ...], Mapping[str, str]]:
         devices = NvmlDevices()
     except NoDriverError:
         return "", (), {}
-    found = devices.discover()
+    found = devices.inventory
     capabilities = devices.capabilities
     devices.close()
     return found.driver, found.devices, capabilities

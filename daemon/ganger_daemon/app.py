@@ -32,8 +32,7 @@ from ganger.wire.tls import check_directory, server_credentials, tell_end
 from ganger_daemon.cgroups.contract import is_done
 from ganger_daemon.cgroups.group_tree import choose_cgroups
 from ganger_daemon.core import escalation
-from ganger_daemon.devices.choice import choose_devices
-from ganger_daemon.devices.virtual import VirtualSpec
+from ganger_daemon.devices.virtual import VirtualSpec, choose_devices
 from ganger_daemon.gang.job_names import sweep_names
 from ganger_daemon.gang.launch_plan import own_user
 from ganger_daemon.images.contract import CAPABILITY
@@ -143,7 +142,7 @@ class Daemon:
                 raise ValueError(f"virtual GPUs cannot be bound to {gpu_cores:g} cores each here: no CPU quota ({why})")
         except ValueError as error:
             raise DaemonError(str(error), DaemonObstacle.SETTING) from error
-        inventory = devices.discover()
+        inventory = devices.inventory
         device_state = await asyncio.to_thread(choose_device_state, inventory.driver)
         images = await asyncio.to_thread(choose_images, settings.criu, device_state)
         storage = Storage(override=settings.storage)

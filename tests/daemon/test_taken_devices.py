@@ -54,7 +54,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def device_of(node: str, index: int = 0) -> str:
-    return VirtualDevices(VirtualSpec(4, "2x2", 4, 8 << 30, 1 << 28), node).discover().devices[index].uuid
+    return VirtualDevices(VirtualSpec(4, "2x2", 4, 8 << 30, 1 << 28), node).inventory.devices[index].uuid
 
 
 async def begun_in_place(made: Cluster, uid: str, program: str = OPAQUE) -> tuple[agent_pb2.DesiredGang, int]:

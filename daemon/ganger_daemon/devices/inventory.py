@@ -17,7 +17,7 @@ from ganger.cluster.resources import ConfigurationSet, DeviceGroup, LocalityLeve
 from msgspec.structs import replace
 
 from ganger_daemon.devices.contract import Device, HealthEvent, HealthKind, Inventory
-from ganger_daemon.node.core_table import Core, CoreMap, default_housekeeping, housekeeping_of, parse_ids
+from ganger_daemon.node.core_table import Core, CoreMap, housekeeping_of, parse_ids
 
 # Locality level by the driver's code of the closest common ancestor of two devices.
 ANCESTOR_LEVELS: Mapping[int, LocalityLevel] = {
@@ -198,12 +198,6 @@ def lost_event(device: int) -> HealthEvent:
     return HealthEvent(device, HealthKind.LOST, 0, True, "does not answer: lost")
 
 
-def visible_devices(inventory: Inventory, device_mask: int) -> dict[str, str]:
-    """UUIDs, never indices: the order of indices differs between the driver's tools and the framework."""
-    uuids = [device.uuid for device in inventory.devices if device_mask >> device.index & 1]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(uuids), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-
-
 def _model_of(server: GpuServer) -> tuple[str, int]:
     kinds = Counter(device_type_of(device.name) for device in server.devices)
     if not kinds:
@@ -236,10 +230,7 @@ def read_cores(housekeeping: int | None = None, system: Path = SYSTEM) -> CoreMa
         tuple(Core(min(cpus), index, tuple(sorted(cpus))) for (of, _), cpus in sorted(cores.items()) if of == package)
         for index, package in enumerate(packages)
     )
-    count = sum(len(socket) for socket in sockets)
-    return CoreMap(
-        sockets, housekeeping_of(sockets, default_housekeeping(count) if housekeeping is None else housekeeping)
-    )
+    return CoreMap(sockets, housekeeping_of(sockets, housekeeping))
 
 
 def usable_cpus() -> tuple[int, ...]:

@@ -18,14 +18,13 @@ from typing import Any
 from ganger.cluster.topology import bits
 
 from ganger_daemon.devices import inventory
-from ganger_daemon.devices.contract import MAX_DEVICES, UNREADABLE, Device, Devices, HealthEvent, Inventory
+from ganger_daemon.devices.contract import MAX_DEVICES, UNREADABLE, Device, Devices
 from ganger_daemon.devices.inventory import (
     GpuServer,
     ecc_event,
     inventory_of,
     lost_event,
     odd_devices,
-    visible_devices,
     xid_event,
 )
 from ganger_daemon.node.core_table import CoreMap
@@ -34,8 +33,6 @@ log = logging.getLogger(__name__)
 
 WAIT_MS = 1000
 """How long the health thread waits at a time; close() takes at most about this long."""
-MAX_EVENTS = 1024
-"""Most events that are kept until they are read; beyond it the oldest are dropped (recorded faults stay)."""
 _USE_S = 2.0
 """Period over which utilization is read by process: the driver's samples are a sixth of a second to a second old."""
 CPU_WORDS = 64
@@ -64,19 +61,13 @@ class NvmlDevices(Devices):
         try:
             self._handles: list[Any] = self._list_handles()
             server = self._read_server()
-            self._inventory = inventory_of(
-                server,
-                core_map if core_map is not None else inventory.read_cores(housekeeping),
-                memory_bytes or inventory.read_memory_bytes(),
-                name,
-            )
-            self._faults = odd_devices(server)
+            cores = core_map if core_map is not None else inventory.read_cores(housekeeping)
+            found = inventory_of(server, cores, memory_bytes or inventory.read_memory_bytes(), name)
+            super().__init__(found, odd_devices(server))
         except BaseException:
             self._nvml.nvmlShutdown()
             raise
         self._packing = self._whether_shared()
-        self._events: list[HealthEvent] = []
-        self._lock = threading.Lock()
         self._stop = threading.Event()
         self._health = "events"
         self._ecc = [self._ecc_errors(i) for i in range(len(self._handles))]
@@ -87,14 +78,11 @@ class NvmlDevices(Devices):
     def capabilities(self) -> Mapping[str, str]:
         return {
             "devices": "nvml",
-            "driver": self._inventory.driver,
+            "driver": self.inventory.driver,
             "device_health": self._health,
             "shared_cores": "false",
             "packing": self._packing,
         }
-
-    def discover(self) -> Inventory:
-        return self._inventory
 
     def used_memory(self) -> tuple[int, ...]:
         return tuple(self._used_memory(i) for i in range(len(self._handles)))
@@ -110,18 +98,6 @@ class NvmlDevices(Devices):
             is_reported = is_reported or not wanted.isdisjoint(found)
             percent += min(100, sum(used for pid, used in found.items() if pid in wanted))
         return percent / (100 * device_mask.bit_count()) if is_reported else None
-
-    def environment(self, device_mask: int) -> dict[str, str]:
-        return visible_devices(self._inventory, device_mask)
-
-    def take_events(self) -> tuple[HealthEvent, ...]:
-        with self._lock:
-            taken, self._events = tuple(self._events), []
-        return taken
-
-    def faults(self) -> dict[int, str]:
-        with self._lock:
-            return dict(self._faults)
 
     def close(self) -> None:
         if not self._stop.is_set():
@@ -295,7 +271,7 @@ class NvmlDevices(Devices):
 
     def _index_of(self, handle: Any) -> int | None:
         uuid = _text(self._ask(self._nvml.nvmlDeviceGetUUID, handle))
-        return next((device.index for device in self._inventory.devices if device.uuid == uuid), None)
+        return next((device.index for device in self.inventory.devices if device.uuid == uuid), None)
 
     def _look_at_ecc(self, index: int) -> None:
         now = self._ecc_errors(index)
@@ -314,15 +290,6 @@ class NvmlDevices(Devices):
             ),
             0,
         )
-
-    def _note(self, event: HealthEvent) -> None:
-        with self._lock:
-            if event.fatal:
-                if self._faults.get(event.device) == event.message:
-                    return
-                self._faults.setdefault(event.device, event.message)
-            self._events.append(event)
-            del self._events[:-MAX_EVENTS]
 
 
 def _load() -> Any:

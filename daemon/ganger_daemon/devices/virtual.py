@@ -1,4 +1,4 @@
-"""Devices that are declared, for machines that have none, or read from the recording of another server.
+"""Devices without GPUs behind them: declared, read from the recording of another server, or none; and the choice.
 
 The memory of a declared device is the anonymous memory of the processes on it above what they used at their hello: a
 job that offloads its tensors into an arena (shared memory) so frees "device" memory, and that can be checked. A
@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +35,60 @@ from ganger_daemon.devices.inventory import (
     lost_event,
     named,
     odd_devices,
+    read_cores,
     read_memory_bytes,
     usable_cpus,
-    visible_devices,
     xid_event,
 )
+from ganger_daemon.devices.nvml import NoDriverError, NvmlDevices
 from ganger_daemon.node.core_table import (
     Core,
     CoreMap,
     declared_cores,
-    default_housekeeping,
     housekeeping_of,
     parse_ids,
 )
 from ganger_daemon.node.process_identity import anonymous_bytes
 
 DEVICE_TYPE = "virtual"
+
+
+class NoDevices(Devices):
+    """A node that offers cores and memory only, as where the driver's library is missing."""
+
+    def __init__(self, core_map: CoreMap, memory_bytes: int, name: str = "", reason: str = "none declared") -> None:
+        sockets = tuple(Socket(millicores, 0) for millicores in core_map.millicores())
+        found = named(ConfigurationSet("", sockets=sockets, memory_bytes=memory_bytes), name)
+        super().__init__(Inventory(found, (), core_map))
+        self._reason = reason
+
+    @property
+    def capabilities(self) -> Mapping[str, str]:
+        shared = str(self.inventory.core_map.shared).lower()
+        return {"devices": "none", "packing": "no", "devices_reason": self._reason, "shared_cores": shared}
+
+    def environment(self, device_mask: int) -> dict[str, str]:
+        return {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def choose_devices(
+    virtual: VirtualSpec | None = None,
+    recorded: Path | None = None,
+    name: str = "",
+    memory_bytes: int = 0,
+    housekeeping: int | None = None,
+    node: str = "",
+) -> Devices:
+    """`name`: of the configuration set, derived when empty. `node`: makes the UUIDs of virtual devices its own.
+    `memory_bytes`: zero for the machine's. Raises ValueError for a declaration or a recording that cannot be."""
+    if virtual is not None:
+        return VirtualDevices(virtual, node, housekeeping)
+    if recorded is not None:
+        return RecordedDevices(read_recording(recorded), name, housekeeping=housekeeping)
+    try:
+        return NvmlDevices(name, memory_bytes, housekeeping)
+    except NoDriverError as reason:
+        return NoDevices(read_cores(housekeeping), memory_bytes or read_memory_bytes(), name, str(reason))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +112,7 @@ class _Process:
     baseline_bytes: int
 
 
-class VirtualDevices:
+class VirtualDevices(Devices):
     """The declared devices of one node. `node` makes their UUIDs its own."""
 
     def __init__(
@@ -85,28 +122,23 @@ class VirtualDevices:
         housekeeping: int | None = None,
         anonymous_bytes: Callable[[int], int | None] = anonymous_bytes,
     ) -> None:
-        self._inventory = virtual_inventory(
-            spec, node, usable_cpus(), spec.memory_bytes or read_memory_bytes(), housekeeping
-        )
+        memory_bytes = spec.memory_bytes or read_memory_bytes()
+        super().__init__(virtual_inventory(spec, node, usable_cpus(), memory_bytes, housekeeping))
         self._gpu_cores = spec.gpu_cores
         self._anonymous_bytes = anonymous_bytes
         self._processes: dict[int, _Process] = {}
-        self._lock = threading.Lock()
 
     @property
     def capabilities(self) -> Mapping[str, str]:
         return {
             "devices": "virtual",
-            "shared_cores": str(self._inventory.core_map.shared).lower(),
+            "shared_cores": str(self.inventory.core_map.shared).lower(),
             "packing": "yes",
             "gpu_cores": f"{self._gpu_cores:g}" if self._gpu_cores else "any",
         }
 
-    def discover(self) -> Inventory:
-        return self._inventory
-
     def used_memory(self) -> tuple[int, ...]:
-        used = [0] * len(self._inventory.devices)
+        used = [0] * len(self.inventory.devices)
         with self._lock:
             processes = list(self._processes.items())
         for pid, process in processes:
@@ -119,15 +151,8 @@ class VirtualDevices:
                 used[i] += max(0, now - process.baseline_bytes) // len(bits)
         return tuple(used)
 
-    def used_by(self, pids: Collection[int]) -> tuple[int, ...]:
-        """Return UNREADABLE for each device: no driver separates a process's tensors from the rest of its memory."""
-        return (UNREADABLE,) * len(self._inventory.devices)
-
-    def use_by(self, pids: Collection[int], device_mask: int) -> float | None:
-        return None
-
     def attach(self, pid: int, device_mask: int, baseline_bytes: int | None = None) -> None:
-        mask = device_mask & ((1 << len(self._inventory.devices)) - 1)
+        mask = device_mask & ((1 << len(self.inventory.devices)) - 1)
         now = self._anonymous_bytes(pid)
         if mask and now is not None:
             with self._lock:
@@ -143,14 +168,8 @@ class VirtualDevices:
             self._processes.pop(pid, None)
 
     def environment(self, device_mask: int) -> dict[str, str]:
-        indices = [str(device.index) for device in self._inventory.devices if device_mask >> device.index & 1]
+        indices = [str(device.index) for device in self.inventory.devices if device_mask >> device.index & 1]
         return {"CUDA_VISIBLE_DEVICES": "", "GANGER_DEVICES": ",".join(indices)}
-
-    def take_events(self) -> tuple[HealthEvent, ...]:
-        return ()
-
-    def faults(self) -> dict[int, str]:
-        return {}
 
     def close(self) -> None:
         with self._lock:
@@ -264,64 +283,39 @@ class RecordedDevices(Devices):
         clock: Callable[[], float] = time.monotonic,
         housekeeping: int | None = None,
     ) -> None:
-        core_map = _with_housekeeping(recording.core_map, housekeeping)
-        self._inventory = inventory_of(recording.server, core_map, recording.memory_bytes, name)
+        core_map = replace(recording.core_map, housekeeping=housekeeping_of(recording.core_map.sockets, housekeeping))
+        found = inventory_of(recording.server, core_map, recording.memory_bytes, name)
+        super().__init__(found, odd_devices(recording.server))
         self._recording = recording
         self._clock = clock
         self._start = clock()
-        self._faults = odd_devices(recording.server)
         self._lost: set[int] = set()
         self._pending = list(recording.timeline)
-        self._events: list[HealthEvent] = []
-        self._lock = threading.Lock()
 
     @property
     def capabilities(self) -> Mapping[str, str]:
-        return {
-            "devices": "recorded",
-            "driver": self._recording.server.driver,
-            "shared_cores": "false",
-            "packing": "yes",
-        }
-
-    def discover(self) -> Inventory:
-        return self._inventory
+        driver = self._recording.server.driver
+        return {"devices": "recorded", "driver": driver, "shared_cores": "false", "packing": "yes"}
 
     def used_memory(self) -> tuple[int, ...]:
         self._play()
         return tuple(UNREADABLE if i in self._lost else used for i, used in enumerate(self._recording.used_memory))
 
-    def used_by(self, pids: Collection[int]) -> tuple[int, ...]:
-        return (UNREADABLE,) * len(self._recording.used_memory)
-
-    def environment(self, device_mask: int) -> dict[str, str]:
-        return visible_devices(self._inventory, device_mask)
-
     def take_events(self) -> tuple[HealthEvent, ...]:
         self._play()
-        with self._lock:
-            taken, self._events = tuple(self._events), []
-        return taken
+        return super().take_events()
 
     def faults(self) -> dict[int, str]:
         self._play()
-        with self._lock:
-            return dict(self._faults)
-
-    def close(self) -> None:
-        with self._lock:
-            self._pending.clear()
+        return super().faults()
 
     def _play(self) -> None:
         elapsed = self._clock() - self._start
-        with self._lock:
-            while self._pending and self._pending[0].at_s <= elapsed:
-                event = self._pending.pop(0).event
-                self._events.append(event)
-                if event.fatal:
-                    self._faults.setdefault(event.device, event.message)
-                if event.kind is HealthKind.LOST:
-                    self._lost.add(event.device)
+        while self._pending and self._pending[0].at_s <= elapsed:
+            event = self._pending.pop(0).event
+            self._note(event)
+            if event.kind is HealthKind.LOST:
+                self._lost.add(event.device)
 
 
 def read_recording(path: Path) -> RecordedServer:
@@ -398,9 +392,3 @@ def _scripted(entry: Mapping[str, Any], count: int) -> Scripted:
     else:
         raise ValueError(f"the timeline has an entry that is neither xid, ecc nor lost: {dict(entry)}")
     return Scripted(float(entry["at_seconds"]), event)
-
-
-def _with_housekeeping(core_map: CoreMap, housekeeping: int | None) -> CoreMap:
-    count = sum(len(socket) for socket in core_map.sockets)
-    kept = default_housekeeping(count) if housekeeping is None else housekeeping
-    return CoreMap(core_map.sockets, housekeeping_of(core_map.sockets, kept), core_map.shared)

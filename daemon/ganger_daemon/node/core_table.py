@@ -185,19 +185,16 @@ def declared_cores(count: int, sockets: int, cpus: Sequence[int], housekeeping: 
         )
     cores = [Core(i, i * sockets // count, (cpus[i % len(cpus)],)) for i in range(count)]
     by_socket = tuple(tuple(core for core in cores if core.socket == socket) for socket in range(sockets))
-    kept = housekeeping_of(by_socket, housekeeping if housekeeping is not None else default_housekeeping(count))
-    return CoreMap(by_socket, kept, shared=count > len(cpus))
+    return CoreMap(by_socket, housekeeping_of(by_socket, housekeeping), shared=count > len(cpus))
 
 
-def default_housekeeping(cores: int) -> int:
-    """Cores kept for the daemon, interrupts and the page cache."""
-    return 0 if cores < 8 else 1 if cores < 32 else 2
-
-
-def housekeeping_of(sockets: Sequence[Sequence[Core]], count: int) -> frozenset[int]:
-    """The first cores of the first socket; a socket keeps at least one core for jobs."""
+def housekeeping_of(sockets: Sequence[Sequence[Core]], count: int | None) -> frozenset[int]:
+    """The first cores of the first socket, kept for the daemon, interrupts and the page cache; a socket keeps at least
+    one core for jobs. `count`: how many; None: as many as the node's size demands."""
+    cores = sum(map(len, sockets))
+    default = 0 if cores < 8 else 1 if cores < 32 else 2
     first = sockets[0] if sockets else ()
-    return frozenset(core.id for core in first[: max(0, min(count, len(first) - 1))])
+    return frozenset(core.id for core in first[: max(0, min(default if count is None else count, len(first) - 1))])
 
 
 def format_ids(ids: Iterable[int]) -> str:

@@ -9,10 +9,17 @@ from pathlib import Path
 import pytest
 from daemon.devices.fake_pynvml import FakeNvml
 from ganger.cluster.resources import LocalityLevel
-from ganger_daemon.devices.choice import NoDevices, choose_devices
 from ganger_daemon.devices.contract import MAX_DEVICES, UNREADABLE, Devices
 from ganger_daemon.devices.nvml import NvmlDevices
-from ganger_daemon.devices.virtual import FIXTURES, RecordedDevices, VirtualDevices, VirtualSpec, read_recording
+from ganger_daemon.devices.virtual import (
+    FIXTURES,
+    NoDevices,
+    RecordedDevices,
+    VirtualDevices,
+    VirtualSpec,
+    choose_devices,
+    read_recording,
+)
 from ganger_daemon.node.core_table import declared_cores
 
 RECORDED = sorted(path.stem for path in FIXTURES.glob("*.json"))
@@ -41,11 +48,11 @@ def devices(request: pytest.FixtureRequest) -> Iterator[Devices]:
 
 
 def test_what_is_found_is_the_same_every_time(devices: Devices) -> None:
-    assert devices.discover() == devices.discover()
+    assert devices.inventory == devices.inventory
 
 
 def test_the_configuration_set_describes_the_devices(devices: Devices) -> None:
-    found = devices.discover()
+    found = devices.inventory
     described = found.configuration_set
     assert described.devices == len(found.devices) <= MAX_DEVICES
     assert [device.index for device in found.devices] == list(range(described.devices))
@@ -56,7 +63,7 @@ def test_the_configuration_set_describes_the_devices(devices: Devices) -> None:
 
 
 def test_sockets_share_out_the_devices_and_the_cores(devices: Devices) -> None:
-    found = devices.discover()
+    found = devices.inventory
     described = found.configuration_set
     assert sum(socket.device_mask for socket in described.sockets) == (1 << described.devices) - 1
     assert tuple(socket.millicores for socket in described.sockets) == found.core_map.millicores()
@@ -65,7 +72,7 @@ def test_sockets_share_out_the_devices_and_the_cores(devices: Devices) -> None:
 
 
 def test_groups_are_of_several_known_devices_with_the_innermost_level_first(devices: Devices) -> None:
-    described = devices.discover().configuration_set
+    described = devices.inventory.configuration_set
     levels = [group.level for group in described.groups]
     assert levels == sorted(levels)
     for group in described.groups:
@@ -76,11 +83,11 @@ def test_groups_are_of_several_known_devices_with_the_innermost_level_first(devi
 
 
 def test_used_memory_is_told_for_each_device(devices: Devices) -> None:
-    assert len(devices.used_memory()) == devices.discover().configuration_set.devices
+    assert len(devices.used_memory()) == devices.inventory.configuration_set.devices
 
 
 def test_the_memory_of_missing_processes_is_unreadable(devices: Devices) -> None:
-    count = devices.discover().configuration_set.devices
+    count = devices.inventory.configuration_set.devices
     assert devices.used_by(()) == devices.used_by({1 << 30}) == (UNREADABLE,) * count
 
 
@@ -94,7 +101,7 @@ def test_a_process_can_be_attached_and_detached_any_number_of_times(devices: Dev
 
 
 def test_a_rank_is_shown_its_devices_and_no_others(devices: Devices) -> None:
-    found = devices.discover()
+    found = devices.inventory
     shown = devices.environment(0b1)
     assert "CUDA_VISIBLE_DEVICES" in shown
     for device in found.devices[1:]:
@@ -129,7 +136,7 @@ def test_the_driver_and_the_recording_of_one_server_give_the_same_inventory(name
     fake = FakeNvml(name)
     asked = NvmlDevices(library=fake, core_map=recording.core_map, memory_bytes=recording.memory_bytes, wait_ms=5)
     asked.close()
-    assert asked.discover() == played.discover()
+    assert asked.inventory == played.inventory
 
 
 def test_a_machine_without_a_driver_is_a_node_without_devices() -> None:
@@ -137,5 +144,5 @@ def test_a_machine_without_a_driver_is_a_node_without_devices() -> None:
     if found.capabilities["devices"] != "none":
         found.close()
         pytest.skip("this machine has GPUs")
-    assert found.discover().configuration_set.devices == 0
+    assert found.inventory.configuration_set.devices == 0
     assert found.capabilities["devices_reason"]

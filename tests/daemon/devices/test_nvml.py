@@ -48,7 +48,7 @@ def test_devices_are_shown_by_uuid_in_bus_order(devices: NvmlDevices, fake: Fake
 
 
 def test_an_nvswitch_server_is_one_nvlink_group(devices: NvmlDevices) -> None:
-    groups = devices.discover().configuration_set.groups
+    groups = devices.inventory.configuration_set.groups
     assert [(group.level, group.device_mask) for group in groups] == [(LocalityLevel.NVLINK, 0xFF)]
 
 
@@ -124,7 +124,7 @@ def test_a_constant_that_is_a_tuple_is_taken_apart(fake: FakeNvml, monkeypatch: 
     monkeypatch.setattr(FakeNvml, "NVML_P2P_CAPS_INDEX_NVLINK", (2,))
     devices = opened(fake)
     devices.close()
-    assert devices.discover().configuration_set.groups[0].level is LocalityLevel.NVLINK
+    assert devices.inventory.configuration_set.groups[0].level is LocalityLevel.NVLINK
 
 
 def test_a_driver_that_does_not_answer_is_no_driver(fake: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,13 +36,13 @@ def test_faults_come_at_their_time_and_stay() -> None:
 
 
 def test_a_cube_mesh_has_every_nvlink_clique() -> None:
-    described = RecordedDevices(read_recording(Path("dgx-1-v100"))).discover().configuration_set
+    described = RecordedDevices(read_recording(Path("dgx-1-v100"))).inventory.configuration_set
     nvlink = {group.device_mask for group in described.groups if group.level is LocalityLevel.NVLINK}
     assert nvlink == {0x0F, 0xF0, 0x11, 0x22, 0x44, 0x88}
 
 
 def test_cards_without_nvlink_meet_at_the_socket() -> None:
-    described = RecordedDevices(read_recording(Path("l40s-x4"))).discover().configuration_set
+    described = RecordedDevices(read_recording(Path("l40s-x4"))).inventory.configuration_set
     assert [(group.level, group.device_mask) for group in described.groups] == [
         (LocalityLevel.SOCKET, 3),
         (LocalityLevel.SOCKET, 12),
@@ -51,7 +51,7 @@ def test_cards_without_nvlink_meet_at_the_socket() -> None:
 
 
 def test_two_threads_make_one_core_and_two_cores_are_kept_for_the_daemon() -> None:
-    found = RecordedDevices(read_recording(Path("dgx-h100"))).discover()
+    found = RecordedDevices(read_recording(Path("dgx-h100"))).inventory
     assert found.core_map.sockets[0][3].cpus == (3, 115)
     assert found.core_map.housekeeping == {0, 1}
     assert found.core_map.millicores() == (54_000, 56_000)

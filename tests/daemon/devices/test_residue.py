@@ -37,7 +37,7 @@ def nvml(fake: FakeNvml) -> Iterator[NvmlDevices]:
 
 def host_of(devices: Devices) -> NodeContext:
     cgroups = SimpleNamespace(unreclaimable_bytes=lambda group: 0)
-    return cast(NodeContext, SimpleNamespace(devices=devices, inventory=devices.discover(), cgroups=cgroups))
+    return cast(NodeContext, SimpleNamespace(devices=devices, inventory=devices.inventory, cgroups=cgroups))
 
 
 def watch(devices: Devices) -> MemoryWatch:

@@ -16,7 +16,7 @@ MEBIBYTE = 2**20
 
 
 def test_two_by_two_is_two_sockets_of_two() -> None:
-    found = VirtualDevices(VirtualSpec(4, "2x2", 8, 2**34)).discover()
+    found = VirtualDevices(VirtualSpec(4, "2x2", 8, 2**34)).inventory
     described = found.configuration_set
     assert [socket.device_mask for socket in described.sockets] == [0b0011, 0b1100]
     assert [(group.level, group.device_mask) for group in described.groups] == [
@@ -27,7 +27,7 @@ def test_two_by_two_is_two_sockets_of_two() -> None:
 
 
 def test_a_third_figure_declares_switches() -> None:
-    described = VirtualDevices(VirtualSpec(8, "2x2x2", 8, 2**34)).discover().configuration_set
+    described = VirtualDevices(VirtualSpec(8, "2x2x2", 8, 2**34)).inventory.configuration_set
     assert [group.device_mask for group in described.groups if group.level is LocalityLevel.SWITCH] == [3, 12, 48, 192]
     assert [group.device_mask for group in described.groups if group.level is LocalityLevel.SOCKET] == [15, 240]
 
@@ -43,7 +43,7 @@ def test_the_cpu_time_of_a_device_is_said() -> None:
 
 
 def test_equal_declarations_have_equal_names_and_own_uuids() -> None:
-    one, two = (VirtualDevices(VirtualSpec(2, "", 2, 2**34), node).discover() for node in ("a", "b"))
+    one, two = (VirtualDevices(VirtualSpec(2, "", 2, 2**34), node).inventory for node in ("a", "b"))
     assert one.configuration_set == two.configuration_set
     assert one.devices[0].uuid != two.devices[0].uuid
 
@@ -115,5 +115,5 @@ def test_a_process_that_never_was_has_no_memory() -> None:
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
 def test_every_regular_shape_can_be_declared(sockets: int, switches: int, devices: int) -> None:
     gpus = sockets * switches * devices
-    found = VirtualDevices(VirtualSpec(gpus, f"{sockets}x{switches}x{devices}", 2 * sockets, 2**34)).discover()
+    found = VirtualDevices(VirtualSpec(gpus, f"{sockets}x{switches}x{devices}", 2 * sockets, 2**34)).inventory
     assert sum(socket.device_mask for socket in found.configuration_set.sockets) == (1 << gpus) - 1
