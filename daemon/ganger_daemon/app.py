@@ -159,7 +159,7 @@ class Daemon:
             inventory=inventory,
             logs=LogStore(self.paths.logs, storage.path if storage.proved else None),
             launchers=Launchers(self.paths.launchers, self.paths.inject, settings.preload),
-            core_table=CoreTable.empty(inventory.core_map),
+            cores=CoreTable(inventory.core_map),
             storage=storage,
             device_cores=gpu_cores,
             address_host=settings.listen_host,

@@ -40,7 +40,7 @@ def test_cores_and_threads_change_while_the_job_runs() -> None:
                 "n1", 1, lambda seen, t=threads, s=sequence: seen.threads == t and seen.order.master_sequence == s
             )
             held = await made.master.until(
-                "n1", 1, lambda seen, c=cores: sum(share for _, share in daemon.host.shares_of(f"{uid}-1")) == 1000 * c
+                "n1", 1, lambda seen, c=cores: daemon.host.cores.millicores(f"{uid}-1") == 1000 * c
             )
             assert held.phase == seen.phase == Observed.PHASE_RUNNING
         assert before == 1

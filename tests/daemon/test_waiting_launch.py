@@ -46,7 +46,7 @@ def test_a_gang_waits_for_the_cores_of_one_that_is_to_rest_and_does_not_yet() ->
         await made.master.until("n1", 2, in_phase(Observed.PHASE_RUNNING))
         parked = await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
         assert parked.level == level
-        assert [len(grant.shares) for grant in daemon.host.core_table.held.values()] == [1]
+        assert [len(shares) for shares in daemon.host.cores.held.values()] == [1]
 
     run(story)
 
@@ -68,7 +68,7 @@ def test_a_gang_waits_for_the_cores_that_a_job_without_boundaries_is_to_give_bac
         await made.master.want("n1", fewer)
         await made.master.want("n1", comes)
         await made.master.until("n1", 2, in_phase(Observed.PHASE_RUNNING))
-        assert [len(grant.shares) for grant in daemon.host.core_table.held.values()] == [1, 1]
+        assert [len(shares) for shares in daemon.host.cores.held.values()] == [1, 1]
 
     run(story)
 

@@ -1,8 +1,4 @@
-"""Cores of one gang: changes them with the handshake of `Retune`, and repins on request.
-
-To shrink, the job gets its smaller number of threads first and loses cores after its ack. To grow, it gets cores
-first.
-"""
+"""Cores of one gang: changes of their number together with the ranks' threads, and repins on request."""
 
 from __future__ import annotations
 
@@ -10,8 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
-from enum import Enum
 
 from ganger.agent.v1 import agent_pb2
 from ganger.injob.page_layout import Word
@@ -22,27 +16,6 @@ log = logging.getLogger(__name__)
 
 # A job that does not acknowledge (opaque, or in a long evaluation) loses the cores anyway after this.
 ACK_S = 5.0
-
-
-class RetuneStep(Enum):
-    TELL = "write threads into the pages"
-    PIN = "rewrite the cpuset"
-    WAIT = "wait for the ranks to apply their threads"
-
-
-@dataclass(frozen=True, slots=True)
-class Retune:
-    """A change from one number of threads to another."""
-
-    threads_before: int
-    threads_after: int
-
-    def steps(self) -> tuple[RetuneStep, ...]:
-        if self.threads_after == self.threads_before:
-            return (RetuneStep.PIN,)
-        if self.threads_after < self.threads_before:
-            return (RetuneStep.TELL, RetuneStep.WAIT, RetuneStep.PIN)
-        return (RetuneStep.PIN, RetuneStep.TELL)
 
 
 class CorePinning:
@@ -61,37 +34,36 @@ class CorePinning:
 
     async def follow(self, desired: agent_pb2.DesiredGang, iteration_s: float) -> None:
         """Bring cores and threads to the desired state."""
-        near = self._host.near(desired.claim.device_mask)
+        near = self._host.inventory.near(desired.claim.device_mask)
         await self._retune(desired, near, iteration_s)
         # Only now: a gang that was parked had released its cores, and others may hold them.
         if desired.repin_request > self.repin_done:
-            self._host.repin_cores(self._group, near)
+            self._host.cores.repin(self._group, near)
             await self._pin()
             self.repin_done = int(desired.repin_request)
 
     async def _retune(self, desired: agent_pb2.DesiredGang, near: Collection[int], iteration_s: float) -> None:
         millicores = tuple(desired.claim.millicores)
         if self._millicores is None:
-            self._millicores = self._held_millicores(millicores)
+            self._millicores = millicores if self._host.cores.millicores(self._group) == sum(millicores) else ()
         wanted = int(desired.threads) or self._pages.threads()
         if millicores == self._millicores and wanted == self._pages.threads():
             return
-        for step in Retune(self._pages.threads(), wanted).steps():
-            match step:
-                case RetuneStep.TELL:
-                    sequence = self._pages.retune(wanted)
-                case RetuneStep.WAIT:
-                    await self._wait(sequence, max(ACK_S, 2 * iteration_s))
-                case RetuneStep.PIN:
-                    shortage = self._host.change_cores(self._group, millicores, near, self._former)
-                    self.trouble = f"no cores: {shortage}" if shortage else ""
-                    await self._pin()
+        if wanted < self._pages.threads():
+            # it loses cores only once it has fewer threads
+            sequence = self._pages.retune(wanted)
+            await self._wait(sequence, max(ACK_S, 2 * iteration_s))
+        shortage = self._host.cores.take(self._group, millicores, near, self._former)
+        self.trouble = f"no cores: {shortage}" if shortage else ""
+        await self._pin()
+        if wanted > self._pages.threads():
+            self._pages.retune(wanted)
         self._millicores = millicores
 
     def give_up(self) -> None:
         """Release the cores of a gang that is parked without its devices. It gets some when it runs again."""
-        self._former = tuple([core for core, _ in self._host.shares_of(self._group)]) or self._former
-        self._host.release_cores(self._group)
+        self._former = self._host.cores.ids(self._group) or self._former
+        self._host.cores.release(self._group)
         self._millicores = ()
 
     def threads(self) -> int:
@@ -100,9 +72,9 @@ class CorePinning:
         return min(applied) or self._pages.threads()
 
     async def _pin(self) -> None:
-        cgroups, host = self._host.cgroups, self._host
-        await asyncio.to_thread(cgroups.set_cpus, self._group, host.cpus_of(self._group))
-        await asyncio.to_thread(cgroups.set_quota, self._group, host.quota_of(self._group))
+        cgroups, cores = self._host.cgroups, self._host.cores
+        await asyncio.to_thread(cgroups.set_cpus, self._group, cores.cpus(self._group))
+        await asyncio.to_thread(cgroups.set_quota, self._group, cores.quota(self._group))
 
     async def _wait(self, sequence: int, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -111,7 +83,3 @@ class CorePinning:
                 log.warning("ranks did not apply their threads", extra={"group": self._group})
                 return
             await asyncio.sleep(0.002)
-
-    def _held_millicores(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
-        held = sum(share for _, share in self._host.shares_of(self._group))
-        return wanted if held == sum(wanted) else ()

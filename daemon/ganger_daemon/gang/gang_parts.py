@@ -153,7 +153,7 @@ log = logging.getLogger(__name__)
 def write_notes(context: GangContext, orders: ReceivedOrders, parts: GangParts) -> None:
     """Note what the next daemon cannot find out from pages and processes. Notes may be lost: they save work."""
     fields = {
-        "grant": [list(share) for share in context.host.shares_of(context.paths.group)],
+        "grant": [list(share) for share in context.host.cores.held.get(context.paths.group, ())],
         "baselines": parts.memory.baselines(),
         "mark": orders.mark.journal(),
         "kept_memory_bytes": parts.memory.kept_bytes,
@@ -183,8 +183,8 @@ def recall_notes(context: GangContext, orders: ReceivedOrders, parts: GangParts)
         parts.memory.recall({int(pid): int(size) for pid, size in left.get("baselines", {}).items()})
         parts.segments.recall(left.get("segments", {}))
         parts.escalation.recall(float(left.get("asked_to_save_s", 0.0)), orders.desired.spec)
-        shares = [(int(core), int(share)) for core, share in left.get("grant", [])]
-        context.host.adopt_cores(paths.group, shares)
+        shares = tuple([(int(core), int(share)) for core, share in left.get("grant", [])])
+        context.host.cores.adopt(paths.group, shares)
     except (AttributeError, IndexError, TypeError, ValueError, OverflowError) as error:
         log.warning("notes cannot be read", extra={"path": str(paths.local), "error": str(error)})
     orders.master_desired = _recall_master_desired(paths, orders.desired)

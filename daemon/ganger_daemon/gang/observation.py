@@ -26,6 +26,7 @@ from ganger_daemon.gang.launch_plan import has_no_agent
 from ganger_daemon.gang.offered_capabilities import GangFindings, add_capabilities
 from ganger_daemon.gang.received_orders import ReceivedOrders
 from ganger_daemon.gang.step_rate import PageSample
+from ganger_daemon.node.core_table import format_ids
 
 # Sums of a job's own numbers; a message holds no larger one.
 _BYTES_LIMIT = (1 << 62) - 1
@@ -156,7 +157,7 @@ def observe(report: GangReport) -> agent_pb2.ObservedGang:
         trouble=report.trouble(),
         claim_device_mask=desired.claim.device_mask,
         repin_done=parts.pinning.repin_done,
-        cores=() if is_sliced else context.host.core_texts(context.paths.group, len(context.part.ranks)),
+        cores=() if is_sliced else _core_texts(context),
     )
     for rank, process in sorted(parts.exits.processes.items()):
         if parts.exits.is_live(rank):
@@ -176,6 +177,12 @@ def observe(report: GangReport) -> agent_pb2.ObservedGang:
     elif context.pages.foreign:
         add_capabilities(message, GangFindings(context, desired, parts, facts_of(context, report.orders, parts)))
     return message
+
+
+def _core_texts(context: GangContext) -> list[str]:
+    """Return the cores of each local rank; none for a gang without cores."""
+    cores, group = context.host.cores, context.paths.group
+    return [format_ids(ids) for ids in cores.split(group, len(context.part.ranks))] if group in cores.held else []
 
 
 def _outcome_to_wire(outcome: PartOutcome) -> agent_pb2.Outcome:

@@ -263,7 +263,7 @@ class RankLaunch:
         await asyncio.to_thread(self._images.unit.clean)
         if not await asyncio.to_thread(self._host.cgroups.destroy, group):
             log.warning("group not removed", extra={"group": group})
-        self._host.release_cores(group)
+        self._host.cores.release(group)
         # the rendezvous store ends when its file is gone
         remove_tree(self._paths.rendezvous)
         await asyncio.to_thread(self._launcher.drop_arenas)
@@ -287,10 +287,12 @@ class RankLaunch:
     def _take_cores(self, desired: agent_pb2.DesiredGang) -> str:
         """Reserve cores; return the shortage as a text, or an empty text."""
         host, source = self._host, desired.restore.parked
+        if self._paths.group in host.cores.held:
+            return ""
         is_resized = bool(source.epoch) and sum(len(member.ranks) for member in source.members) != self._part.world
         former = host.paths.of(desired.job_uid, source.epoch).group if is_resized else ""
-        near = host.near(desired.claim.device_mask)
-        return host.take_cores(self._paths.group, desired.claim.millicores, near, former)
+        near = host.inventory.near(desired.claim.device_mask)
+        return host.cores.take(self._paths.group, desired.claim.millicores, near, former=former)
 
     def _write_gang(self, desired: agent_pb2.DesiredGang) -> None:
         make_directory(self._paths.orders)
@@ -305,10 +307,10 @@ class RankLaunch:
     def _make_group(self, desired: agent_pb2.DesiredGang) -> tuple[str, ...]:
         cgroups, group = self._host.cgroups, self._paths.group
         cgroups.create(group, self._pool(desired.claim.device_mask))
-        cpus = self._host.cpus_of(group)
+        cpus = self._host.cores.cpus(group)
         if cpus:
             cgroups.set_cpus(group, cpus)
-            cgroups.set_quota(group, self._host.quota_of(group))
+            cgroups.set_quota(group, self._host.cores.quota(group))
         if desired.claim.memory_bytes:
             cgroups.set_memory_limit(group, desired.claim.memory_bytes + desired.claim.arena_bytes)
         return cgroups.join_files(group)
@@ -340,7 +342,7 @@ class RankLaunch:
         found = self.recognise(children_of(launcher))
         processes: dict[int, ProcessId] = {}
         mappings: dict[int, dict[str, Any]] = {}
-        cpus = self._host.cpus_of(self._paths.group)
+        cpus = self._host.cores.cpus(self._paths.group)
         for rank in self._part.ranks:
             if found[rank].is_lost:
                 raise LaunchRefusedError(stranger_text(rank, found[rank]))

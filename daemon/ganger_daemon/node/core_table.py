@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from typing import TypeAlias
 
 CORE = 1000
 """Millicores of one physical core."""
@@ -43,137 +44,111 @@ class CoreMap:
         """Millicores that jobs may claim, by socket."""
         return tuple(CORE * len(self.usable(socket)) for socket in range(len(self.sockets)))
 
-    def core(self, core_id: int) -> Core | None:
-        return next((core for socket in self.sockets for core in socket if core.id == core_id), None)
+    def cores(self, ids: Collection[int]) -> list[Core]:
+        """The cores of these ids that there are, by socket."""
+        return [core for socket in self.sockets for core in socket if core.id in ids]
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """Cores of one gang: (core id, millicores), ordered by core id."""
-
-    shares: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def cores(self) -> tuple[int, ...]:
-        return tuple(core for core, _ in self.shares)
-
-    @property
-    def millicores(self) -> int:
-        return sum(part for _, part in self.shares)
+Shares: TypeAlias = tuple[tuple[int, int], ...]
+"""Cores of one gang: (core id, millicores), ordered by core id."""
 
 
-@dataclass(frozen=True, slots=True)
-class CoreShortage:
-    """A socket has fewer millicores left than were requested."""
-
-    socket: int
-    needed_millicores: int
-    free_millicores: int
-
-
-@dataclass(frozen=True, slots=True)
 class CoreTable:
     """The cores of one node, by owner."""
 
-    core_map: CoreMap
-    held: Mapping[str, Grant] = field(default_factory=dict)
+    def __init__(self, core_map: CoreMap) -> None:
+        self.core_map = core_map
+        self.held: dict[str, Shares] = {}
 
-    @classmethod
-    def empty(cls, core_map: CoreMap) -> CoreTable:
-        return cls(core_map)
-
-    def free(self) -> dict[int, int]:
-        """Millicores left by core id. Never negative, even when adopted grants over-commit a core."""
+    def free(self, *ignored: str) -> dict[int, int]:
+        """Millicores left by core id, if these owners had none. Never negative, even when adopted shares over-commit a
+        core."""
         left = {core.id: CORE for socket in range(len(self.core_map.sockets)) for core in self.core_map.usable(socket)}
-        for grant in self.held.values():
-            for core, part in grant.shares:
-                if core in left:
-                    left[core] = max(0, left[core] - part)
+        for core, part in (one for owner, shares in self.held.items() if owner not in ignored for one in shares):
+            if core in left:
+                left[core] = max(0, left[core] - part)
         return left
 
+    def ids(self, owner: str) -> tuple[int, ...]:
+        return tuple([core for core, _ in self.held.get(owner, ())])
 
-def allocate(
-    table: CoreTable, owner: str, millicores: Sequence[int], near: Collection[int] = (), preferred: Collection[int] = ()
-) -> CoreTable | CoreShortage:
-    """Give `owner` that much of each socket. `near`: CPUs close to its devices, preferred; `preferred`: cores it had
-    before, rather than those. An owner that holds something keeps what it can (see `resize`)."""
-    if owner in table.held:
-        return resize(table, owner, millicores, near)
-    return _grant(table, owner, millicores, near, preferred, avoided=())
+    def millicores(self, owner: str) -> int:
+        return sum([part for _, part in self.held.get(owner, ())])
 
+    def take(
+        self,
+        owner: str,
+        millicores: Sequence[int],
+        near: Collection[int] = (),
+        preferred: Collection[int] = (),
+        former: str = "",
+    ) -> str:
+        """Give `owner` that much of each socket; return the shortage as a text, or an empty text.
 
-def allocate_after(
-    table: CoreTable, former: str, owner: str, millicores: Sequence[int], near: Collection[int] = ()
-) -> CoreTable | CoreShortage:
-    """Give `owner` cores as if `former`, which it replaces, had none. Until `former` ends, both run on the cores that
-    they have in common. Cores of `former` are preferred."""
-    kept = table.held.get(former, Grant())
-    found = _grant(release(table, former), owner, millicores, near, preferred=kept.cores, avoided=())
-    if isinstance(found, CoreShortage) or former not in table.held:
-        return found
-    return adopt(found, former, kept)
+        It stays on its cores as far as the amount allows. `near`: CPUs close to its devices; `preferred`: cores that it
+        had before, rather than those; `former`: an owner that it replaces: until that one ends, both run on the cores
+        that they have in common."""
+        return self._grant(owner, millicores, near, self.ids(owner) or preferred or self.ids(former), (), former)
 
+    def repin(self, owner: str, near: Collection[int] = ()) -> None:
+        """Put `owner` on other cores of the same number, as many others as there are. Without an owner of that name, or
+        without a free core, nothing changes."""
+        own = dict(self.held.get(owner, ()))
+        amounts = [0] * len(self.core_map.sockets)
+        found = self.core_map.cores(own)
+        for core in found:
+            amounts[core.socket] += own[core.id]
+        if own and len(found) == len(own):
+            self._grant(owner, amounts, near, preferred=(), avoided=own)
 
-def resize(
-    table: CoreTable, owner: str, millicores: Sequence[int], near: Collection[int] = ()
-) -> CoreTable | CoreShortage:
-    """Change how much `owner` holds; it stays on its cores as far as the new amount allows."""
-    own = table.held.get(owner, Grant())
-    return _grant(release(table, owner), owner, millicores, near, preferred=own.cores, avoided=())
+    def release(self, owner: str) -> None:
+        self.held.pop(owner, None)
 
+    def adopt(self, owner: str, shares: Shares) -> None:
+        """Record the cores that an owner is found to hold after a restart of the daemon, if it holds none."""
+        if shares:
+            self.held.setdefault(owner, shares)
 
-def repin(table: CoreTable, owner: str, near: Collection[int] = ()) -> CoreTable:
-    """Put `owner` on other cores of the same number, as many others as there are. Without an owner of that name, or
-    without a free core, nothing changes."""
-    own = table.held.get(owner)
-    if own is None:
-        return table
-    amounts = [0] * len(table.core_map.sockets)
-    for core_id, part in own.shares:
-        core = table.core_map.core(core_id)
-        if core is None:
-            return table
-        amounts[core.socket] += part
-    moved = _grant(release(table, owner), owner, amounts, near, preferred=(), avoided=own.cores)
-    return table if isinstance(moved, CoreShortage) else moved
+    def cpus(self, owner: str) -> tuple[int, ...]:
+        """Return the CPUs of an owner's cores, ascending, as for a cpuset."""
+        return tuple(sorted({cpu for core in self.core_map.cores(self.ids(owner)) for cpu in core.cpus}))
 
+    def quota(self, owner: str) -> float:
+        """Return the CPU time that an owner may use, in CPUs; zero if no core of it is shared, so that the CPUs alone
+        limit it. Declared cores of a virtual node stand for no CPU time."""
+        own = dict(self.held.get(owner, ()))
+        if self.core_map.shared or all(part == CORE for part in own.values()):
+            return 0.0
+        return sum([own[core.id] / CORE * len(core.cpus) for core in self.core_map.cores(own)])
 
-def release(table: CoreTable, owner: str) -> CoreTable:
-    return replace(table, held={name: grant for name, grant in table.held.items() if name != owner})
+    def split(self, owner: str, ranks: int) -> tuple[tuple[int, ...], ...]:
+        """The cores of a gang dealt out to its local ranks in order, as evenly as they come, neighbours together. With
+        fewer cores than ranks, ranks share."""
+        order = [core.id for core in self.core_map.cores(self.ids(owner))]
+        if len(order) < ranks:
+            return tuple(tuple(order[rank * len(order) // ranks :][:1]) for rank in range(ranks))
+        bounds = [rank * len(order) // ranks for rank in range(ranks + 1)]
+        return tuple(tuple(order[first:last]) for first, last in itertools.pairwise(bounds))
 
-
-def adopt(table: CoreTable, owner: str, grant: Grant) -> CoreTable:
-    """Record the cores that an owner is found to hold after a restart of the daemon."""
-    return replace(table, held={**table.held, owner: grant})
-
-
-def cpus_of(core_map: CoreMap, cores: Grant | Iterable[int]) -> tuple[int, ...]:
-    """Return the CPUs of cores, ascending, as for a cpuset."""
-    wanted = frozenset(cores.cores if isinstance(cores, Grant) else cores)
-    return tuple(
-        sorted({cpu for socket in core_map.sockets for core in socket if core.id in wanted for cpu in core.cpus})
-    )
-
-
-def quota_cpus(core_map: CoreMap, grant: Grant) -> float:
-    """Return the CPU time that a grant is worth, in CPUs; zero if no core of it is shared, so that the CPUs alone limit
-    it. Declared cores of a virtual node stand for no CPU time."""
-    if core_map.shared or all(part == CORE for _, part in grant.shares):
-        return 0.0
-    found = [(core_map.core(core_id), part) for core_id, part in grant.shares]
-    return sum([part / CORE * len(core.cpus) for core, part in found if core is not None])
-
-
-def split(core_map: CoreMap, grant: Grant, ranks: int) -> tuple[tuple[int, ...], ...]:
-    """The cores of a gang dealt out to its local ranks in order, as evenly as they come, neighbours together. With
-    fewer cores than ranks, ranks share."""
-    order = sorted(grant.cores, key=lambda core_id: _place_of(core_map, core_id))
-    if not order or ranks <= 0:
-        return ((),) * max(0, ranks)
-    if len(order) < ranks:
-        return tuple((order[rank * len(order) // ranks],) for rank in range(ranks))
-    bounds = [rank * len(order) // ranks for rank in range(ranks + 1)]
-    return tuple(tuple(order[first:last]) for first, last in itertools.pairwise(bounds))
+    def _grant(
+        self,
+        owner: str,
+        millicores: Sequence[int],
+        near: Collection[int],
+        preferred: Collection[int],
+        avoided: Collection[int],
+        former: str = "",
+    ) -> str:
+        free = self.free(owner, former)
+        shares: dict[int, int] = {}
+        for socket, amount in enumerate(millicores):
+            cores = self.core_map.usable(socket) if socket < len(self.core_map.sockets) else ()
+            left = sum(free[core.id] for core in cores)
+            if amount > left:
+                return f"socket {socket} has {left} millicores left, {amount} are needed"
+            shares |= _choose(cores, free, max(0, amount), frozenset(near), frozenset(preferred), frozenset(avoided))
+        self.held[owner] = tuple(sorted(shares.items()))
+        return ""
 
 
 def declared_cores(count: int, sockets: int, cpus: Sequence[int], housekeeping: int | None = None) -> CoreMap:
@@ -226,29 +201,6 @@ MAX_ID = 1 << 16
 """Bound of ids read from text, so that a range cannot fill the memory."""
 
 
-def _grant(
-    table: CoreTable,
-    owner: str,
-    millicores: Sequence[int],
-    near: Collection[int],
-    preferred: Collection[int],
-    avoided: Collection[int],
-) -> CoreTable | CoreShortage:
-    free = table.free()
-    shares: dict[int, int] = {}
-    for socket, amount in enumerate(millicores):
-        if amount <= 0:
-            continue
-        cores = table.core_map.usable(socket) if socket < len(table.core_map.sockets) else ()
-        left = sum(free[core.id] for core in cores)
-        if amount > left:
-            return CoreShortage(socket, amount, left)
-        for core_id, part in _choose(cores, free, amount, frozenset(near), frozenset(preferred), frozenset(avoided)):
-            shares[core_id] = shares.get(core_id, 0) + part
-            free[core_id] -= part
-    return replace(table, held={**table.held, owner: Grant(tuple(sorted(shares.items())))})
-
-
 def _choose(
     cores: Sequence[Core],
     free: Mapping[int, int],
@@ -256,7 +208,7 @@ def _choose(
     near: frozenset[int],
     preferred: frozenset[int],
     avoided: frozenset[int],
-) -> list[tuple[int, int]]:
+) -> dict[int, int]:
     """Whole cores first, best rank first; then the remainder on the fullest piece that holds it; then any pieces."""
 
     # of declared cores that stand for one CPU, another one of the same CPU would be no change
@@ -283,9 +235,4 @@ def _choose(
         taken[core.id] = part
         rest -= part
     assert rest == 0, "the caller has checked that the sum fits"
-    return sorted(taken.items())
-
-
-def _place_of(core_map: CoreMap, core_id: int) -> tuple[int, int]:
-    core = core_map.core(core_id)
-    return (core.socket if core else 0), core_id
+    return taken

@@ -273,7 +273,7 @@ class GangSet:
         them before the gang is judged parked again or has ended.
         """
         for other in self._gangs.values():
-            held = sum([share for _, share in self._host.shares_of(other.context.paths.group)])
+            held = self._host.cores.millicores(other.context.paths.group)
             if other is not gang and held and (other.is_leaving or held > sum(other.desired.claim.millicores)):
                 return other.desired.job
         return ""

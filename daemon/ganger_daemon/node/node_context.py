@@ -6,7 +6,7 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ from ganger_daemon.core import escalation
 from ganger_daemon.devices.contract import Devices, Inventory
 from ganger_daemon.images.contract import ProcessImages
 from ganger_daemon.images.driver import DeviceState
-from ganger_daemon.node import core_table as cores
+from ganger_daemon.node.core_table import CoreTable
 from ganger_daemon.node.daemon_files import DaemonPaths
 from ganger_daemon.node.launchers import Launchers
 from ganger_daemon.node.log_store import LogStore
@@ -159,7 +159,7 @@ class NodeContext:
     inventory: Inventory
     logs: LogStore
     launchers: Launchers
-    core_table: cores.CoreTable
+    cores: CoreTable
     storage: Storage = field(default_factory=Storage)
     # None until the master has answered once: an adopted gang keeps the lease it has.
     lease_until_ns: int | None = None
@@ -184,69 +184,3 @@ class NodeContext:
     @property
     def name(self) -> str:
         return f"nodes/{self.node}"
-
-    def take_cores(self, owner: str, millicores: Sequence[int], near: Collection[int], former: str = "") -> str:
-        """Reserve cores for an owner, or keep those it has. Return the shortage as a text, or an empty text.
-
-        `former`: owner of the same job's gang before a resize. Both hold the cores in common until it has ended."""
-        if owner in self.core_table.held:
-            return ""
-        if former:
-            table = cores.allocate_after(self.core_table, former, owner, millicores, near)
-        else:
-            table = cores.allocate(self.core_table, owner, millicores, near)
-        if isinstance(table, cores.CoreShortage):
-            return str(table)
-        self.core_table = table
-        return ""
-
-    def change_cores(
-        self, owner: str, millicores: Sequence[int], near: Collection[int], former: Collection[int] = ()
-    ) -> str:
-        """Change the cores of an owner, keeping as many of its present ones as possible. Return the shortage or "".
-
-        `former`: cores that it held before it gave all up; they are preferred."""
-        table = cores.allocate(self.core_table, owner, millicores, near, former)
-        if isinstance(table, cores.CoreShortage):
-            return str(table)
-        self.core_table = table
-        return ""
-
-    def repin_cores(self, owner: str, near: Collection[int]) -> None:
-        if owner in self.core_table.held:
-            self.core_table = cores.repin(self.core_table, owner, near)
-
-    def adopt_cores(self, owner: str, shares: Sequence[tuple[int, int]]) -> None:
-        if shares and owner not in self.core_table.held:
-            self.core_table = cores.adopt(self.core_table, owner, cores.Grant(tuple(shares)))
-
-    def release_cores(self, owner: str) -> None:
-        if owner in self.core_table.held:
-            self.core_table = cores.release(self.core_table, owner)
-
-    def cpus_of(self, owner: str) -> tuple[int, ...]:
-        grant = self.core_table.held.get(owner)
-        return cores.cpus_of(self.core_table.core_map, grant) if grant is not None else ()
-
-    def quota_of(self, owner: str) -> float:
-        """Return the CPU time that an owner may use, in CPUs, where it shares a core; zero: all of its CPUs."""
-        grant = self.core_table.held.get(owner)
-        return cores.quota_cpus(self.core_table.core_map, grant) if grant is not None else 0.0
-
-    def shares_of(self, owner: str) -> tuple[tuple[int, int], ...]:
-        grant = self.core_table.held.get(owner)
-        return tuple(grant.shares) if grant is not None else ()
-
-    def core_texts(self, owner: str, ranks: int) -> tuple[str, ...]:
-        grant = self.core_table.held.get(owner)
-        if grant is None or ranks == 0:
-            return ()
-        return tuple(cores.format_ids(ids) for ids in cores.split(self.core_table.core_map, grant, ranks))
-
-    def near(self, device_mask: int) -> frozenset[int]:
-        """Hardware threads near these devices."""
-        near: set[int] = set()
-        for device in self.inventory.devices:
-            if device_mask >> device.index & 1:
-                near |= device.cpus
-        return frozenset(near)

@@ -1,4 +1,4 @@
-"""The small rules: escalation, relay, leases, retune, offload, checkpoints that may go."""
+"""The small rules: escalation, relay, leases, offload, checkpoints that may go."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from ganger_daemon.checkpoints.storage import CheckpointName, Shard, ShardCollec
 from ganger_daemon.core import escalation
 from ganger_daemon.core.escalation import Rung
 from ganger_daemon.gang.control_pages import ControlPages
-from ganger_daemon.gang.core_pinning import Retune, RetuneStep
 from ganger_daemon.gang.gang_memory import compare
 from ganger_daemon.gang.step_rate import PageSample, StepRate, rate_between
 from hypothesis import given
@@ -115,12 +114,6 @@ def test_a_lease_counts_from_the_sending_and_never_means_never() -> None:
     assert lease_until(1_000, None) == 0
     assert not expired(0, 10**20)
     assert expired(10, 11)
-
-
-def test_shrinking_tells_first_and_growing_pins_first() -> None:
-    assert Retune(4, 2).steps() == (RetuneStep.TELL, RetuneStep.WAIT, RetuneStep.PIN)
-    assert Retune(2, 4).steps() == (RetuneStep.PIN, RetuneStep.TELL)
-    assert Retune(2, 2).steps() == (RetuneStep.PIN,)
 
 
 def test_memory_counts_as_free_when_nearly_all_of_it_was_seen_to_go() -> None:

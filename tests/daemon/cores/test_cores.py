@@ -3,26 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ganger_daemon.node.core_table import (
-    CORE,
-    Core,
-    CoreMap,
-    CoreShortage,
-    CoreTable,
-    Grant,
-    adopt,
-    allocate,
-    allocate_after,
-    cpus_of,
-    declared_cores,
-    format_ids,
-    parse_ids,
-    quota_cpus,
-    release,
-    repin,
-    resize,
-    split,
-)
+from ganger_daemon.node.core_table import CORE, Core, CoreMap, CoreTable, declared_cores, format_ids, parse_ids
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,94 +20,97 @@ def server(cores_per_socket: int = 4, sockets: int = 2, housekeeping: frozenset[
     )
 
 
-def given_to(table: CoreTable | CoreShortage, owner: str) -> Grant:
-    assert isinstance(table, CoreTable)
-    return table.held[owner]
+def taken(millicores: tuple[int, ...], near: frozenset[int] = frozenset(), of: CoreMap | None = None) -> CoreTable:
+    """A table of which "a" has got that."""
+    table = CoreTable(of or server())
+    assert table.take("a", millicores, near) == ""
+    return table
 
 
 def test_a_claim_becomes_whole_cores_with_all_their_threads() -> None:
-    table = allocate(CoreTable.empty(server()), "a", (2000, 1000))
-    grant = given_to(table, "a")
-    assert grant.shares == ((0, 1000), (1, 1000), (4, 1000))
-    assert cpus_of(server(), grant) == (0, 1, 4, 8, 9, 12)
+    table = taken((2000, 1000))
+    assert table.held["a"] == ((0, 1000), (1, 1000), (4, 1000))
+    assert table.cpus("a") == (0, 1, 4, 8, 9, 12)
 
 
 def test_cores_near_the_devices_come_first() -> None:
-    assert given_to(allocate(CoreTable.empty(server()), "a", (2000, 0), near={2, 3, 10, 11}), "a").cores == (2, 3)
+    assert taken((2000, 0), near=frozenset({2, 3, 10, 11})).ids("a") == (2, 3)
 
 
 def test_housekeeping_cores_are_never_given() -> None:
-    table = CoreTable.empty(server(housekeeping=frozenset({0})))
+    table = taken((3000, 0), of=server(housekeeping=frozenset({0})))
     assert table.core_map.millicores() == (3000, 4000)
-    assert 0 not in given_to(allocate(table, "a", (3000, 0)), "a").cores
-    assert allocate(table, "a", (4000, 0)) == CoreShortage(0, 4000, 3000)
+    assert 0 not in table.ids("a")
+    assert table.take("a", (4000, 0)) == "socket 0 has 3000 millicores left, 4000 are needed"
 
 
 def test_parts_of_cores_are_packed_together() -> None:
-    table = CoreTable.empty(server())
-    for owner in ("a", "b"):
-        table = allocate(table, owner, (1500, 0))
-        assert isinstance(table, CoreTable)
-    assert set(table.held["a"].cores) & set(table.held["b"].cores)
+    table = taken((1500, 0))
+    assert table.take("b", (1500, 0)) == ""
+    assert set(table.ids("a")) & set(table.ids("b"))
     assert sum(left == CORE for left in table.free().values()) == 5
 
 
 def test_a_part_of_a_core_is_worth_that_part_of_its_threads_and_whole_cores_need_no_quota() -> None:
-    table = CoreTable.empty(server())
-    assert quota_cpus(server(), given_to(allocate(table, "a", (2000, 1000)), "a")) == 0.0
-    assert quota_cpus(server(), given_to(allocate(table, "a", (1250, 0)), "a")) == 2.5
-    declared = declared_cores(8, 1, (0, 1), housekeeping=0)
-    assert quota_cpus(declared, given_to(allocate(CoreTable.empty(declared), "a", (1250,)), "a")) == 0.0
+    assert taken((2000, 1000)).quota("a") == 0.0
+    assert taken((1250, 0)).quota("a") == 2.5
+    assert taken((1250,), of=declared_cores(8, 1, (0, 1), housekeeping=0)).quota("a") == 0.0
 
 
 def test_repinning_moves_to_other_cores_of_the_same_number() -> None:
-    table = allocate(CoreTable.empty(server()), "a", (2000, 0))
-    assert isinstance(table, CoreTable)
-    moved = repin(table, "a")
-    assert moved.held["a"].millicores == 2000
-    assert not set(moved.held["a"].cores) & set(table.held["a"].cores)
+    table = taken((2000, 0))
+    before = table.ids("a")
+    table.repin("a")
+    assert table.millicores("a") == 2000
+    assert not set(table.ids("a")) & set(before)
 
 
 def test_repinning_declared_cores_looks_for_another_real_cpu() -> None:
-    table = CoreTable.empty(declared_cores(8, 1, (0, 1), housekeeping=0))
-    for owner in ("a", "b"):
-        table = allocate(table, owner, (1000,))
-        assert isinstance(table, CoreTable)
-    assert cpus_of(table.core_map, table.held["a"]) == (0,)
-    assert cpus_of(table.core_map, repin(table, "a").held["a"]) == (1,)
+    table = taken((1000,), of=declared_cores(8, 1, (0, 1), housekeeping=0))
+    assert table.take("b", (1000,)) == ""
+    assert table.cpus("a") == (0,)
+    table.repin("a")
+    assert table.cpus("a") == (1,)
 
 
 def test_repinning_on_a_full_node_changes_nothing_that_counts() -> None:
-    table = allocate(CoreTable.empty(server()), "a", (4000, 4000))
-    assert isinstance(table, CoreTable)
-    assert repin(table, "a").held["a"] == table.held["a"]
-    assert repin(table, "unknown") == table
+    table = taken((4000, 4000))
+    before = dict(table.held)
+    table.repin("a")
+    table.repin("unknown")
+    assert table.held == before
 
 
 def test_resizing_keeps_the_cores_it_can() -> None:
-    table = allocate(CoreTable.empty(server()), "a", (2000, 0), near={2, 3})
-    assert isinstance(table, CoreTable)
-    assert set(given_to(resize(table, "a", (3000, 0)), "a").cores) > {2, 3}
-    assert set(given_to(allocate(table, "a", (1000, 0)), "a").cores) < {2, 3}
+    table = taken((2000, 0), near=frozenset({2, 3}))
+    assert table.take("a", (3000, 0)) == ""
+    assert set(table.ids("a")) > {2, 3}
+    table = taken((2000, 0), near=frozenset({2, 3}))
+    assert table.take("a", (1000, 0)) == ""
+    assert set(table.ids("a")) < {2, 3}
 
 
 def test_a_shortage_names_the_socket_and_the_numbers() -> None:
-    table = allocate(CoreTable.empty(server()), "a", (0, 3000))
-    assert isinstance(table, CoreTable)
-    assert allocate(table, "b", (1000, 2000)) == CoreShortage(1, 2000, 1000)
+    table = taken((0, 3000))
+    assert table.take("b", (1000, 2000)) == "socket 1 has 1000 millicores left, 2000 are needed"
+    assert "b" not in table.held
 
 
-def test_an_adopted_grant_is_not_given_again() -> None:
-    table = adopt(CoreTable.empty(server()), "a", Grant(((0, 1000), (1, 500))))
-    assert not {0, 1} & set(given_to(allocate(table, "b", (2000, 0)), "b").cores)
+def test_adopted_cores_are_not_given_again() -> None:
+    table = CoreTable(server())
+    table.adopt("a", ((0, 1000), (1, 500)))
+    assert table.take("b", (2000, 0)) == ""
+    assert not {0, 1} & set(table.ids("b"))
 
 
 def test_ranks_share_out_the_cores_of_their_gang() -> None:
-    grant = Grant(((0, 1000), (1, 1000), (4, 1000), (5, 1000)))
-    assert split(server(), grant, 2) == ((0, 1), (4, 5))
-    assert split(server(), grant, 3) == ((0,), (1,), (4, 5))
-    assert split(server(), Grant(((0, 1000),)), 2) == ((0,), (0,))
-    assert split(server(), Grant(), 2) == ((), ())
+    table = CoreTable(server())
+    table.adopt("a", ((0, 1000), (1, 1000), (4, 1000), (5, 1000)))
+    table.adopt("b", ((0, 1000),))
+    assert table.split("a", 2) == ((0, 1), (4, 5))
+    assert table.split("a", 3) == ((0,), (1,), (4, 5))
+    assert table.split("b", 2) == ((0,), (0,))
+    assert table.split("none", 2) == ((), ())
 
 
 def test_declared_cores_are_dealt_round_robin_to_real_cpus() -> None:
@@ -151,7 +135,7 @@ def test_a_list_of_ids_reads_back(ids: set[int]) -> None:
 
 ACTIONS = st.lists(
     st.tuples(
-        st.sampled_from(["allocate", "release", "repin", "resize"]),
+        st.sampled_from(["take", "release", "repin"]),
         st.sampled_from("abcde"),
         st.tuples(st.integers(0, 4500), st.integers(0, 4500)),
     ),
@@ -161,29 +145,26 @@ ACTIONS = st.lists(
 
 @given(ACTIONS)
 def test_no_core_is_given_twice_and_what_fits_by_sum_is_given(actions: list[tuple[str, str, tuple[int, int]]]) -> None:
-    table = CoreTable.empty(server(housekeeping=frozenset({0})))
+    table = CoreTable(server(housekeeping=frozenset({0})))
     for action, owner, amounts in actions:
-        before = table
+        before = dict(table.held)
         if action == "release":
-            table = release(table, owner)
+            table.release(owner)
         elif action == "repin":
-            table = repin(table, owner)
-            if owner in before.held:
-                assert table.held[owner].millicores == before.held[owner].millicores
+            had = table.millicores(owner)
+            table.repin(owner)
+            assert table.millicores(owner) == had
         else:
-            result = (allocate if action == "allocate" else resize)(table, owner, amounts)
-            left = release(table, owner).free()
+            left = table.free(owner)
             fits = all(
                 amount <= sum(left[core.id] for core in table.core_map.usable(socket))
                 for socket, amount in enumerate(amounts)
             )
-            assert isinstance(result, CoreTable) == fits
-            if isinstance(result, CoreTable):
-                table = result
-                assert table.held[owner].millicores == sum(amounts)
+            assert (table.take(owner, amounts) == "") == fits
+            assert table.millicores(owner) == sum(amounts) if fits else table.held == before
         use: dict[int, int] = {}
-        for grant in table.held.values():
-            for core, part in grant.shares:
+        for shares in table.held.values():
+            for core, part in shares:
                 assert part > 0
                 use[core] = use.get(core, 0) + part
         assert all(part <= CORE for part in use.values())
@@ -193,11 +174,11 @@ def test_no_core_is_given_twice_and_what_fits_by_sum_is_given(actions: list[tupl
 @given(st.integers(0, 4), st.integers(0, 4), st.integers(0, 4), st.integers(0, 4))
 def test_a_resized_gang_has_as_many_cores_as_possible_in_common_with_the_former(a: int, b: int, c: int, d: int) -> None:
     before, after = (a * CORE, b * CORE), (c * CORE, d * CORE)
-    table = allocate(CoreTable.empty(server()), "old", before)
-    assert isinstance(table, CoreTable)
-    both = allocate_after(table, "old", "new", after)
-    old, new = given_to(both, "old"), given_to(both, "new")
-    assert old == table.held["old"]
-    assert new.millicores == sum(after)
+    table = CoreTable(server())
+    assert table.take("old", before) == ""
+    old = table.held["old"]
+    assert table.take("new", after, former="old") == ""
+    assert table.held["old"] == old
+    assert table.millicores("new") == sum(after)
     # What the two hold together is the larger of the two at each socket: the master counts no more.
-    assert len({*old.cores, *new.cores}) == max(a, c) + max(b, d)
+    assert len({*table.ids("old"), *table.ids("new")}) == max(a, c) + max(b, d)
