@@ -165,8 +165,10 @@ class PackedPair:
 
 
 @contextmanager
-def packed_pair(directory: Path, computes_s: float, *master_options: str) -> Iterator[PackedPair]:
-    """Submit three jobs for two GPUs, and wait until a planner has co-located two of them and keeps that.
+def three_jobs(
+    directory: Path, computes_s: float, *master_options: str, job: tuple[str, ...] = ()
+) -> Iterator[list[Run]]:
+    """Submit three jobs for two GPUs to a cluster with a planner that believes what it measures after seconds.
 
     `computes_s`: of CPU time in each step, beside which a job waits for a quarter of a second."""
     if not has_quotas():
@@ -183,17 +185,30 @@ def packed_pair(directory: Path, computes_s: float, *master_options: str) -> Ite
         ) as cluster,
         hasty_planner(cluster),
     ):
-        duty = ("--computes", str(computes_s), "--waits", "0.25")
-        runs = [Run.submit(cluster, f"job-{number}", *WANTS, steps=512, job=duty) for number in range(3)]
-        kept = eventually(
-            lambda: events(runs[0], "change_kept", "PACK"),
-            what="two run at once, and that is kept",
-            within_seconds=240,
-            story=lambda: story(cluster, *runs),
-            every_seconds=0.5,
-        )
-        names = {event["subject"] for event in kept}
-        pair = [run for run in runs if run.name in names]
-        (third,) = [run for run in runs if run.name not in names]
+        duty = ("--computes", str(computes_s), "--waits", "0.25", *job)
+        yield [Run.submit(cluster, f"job-{number}", *WANTS, steps=512, job=duty) for number in range(3)]
+
+
+def tried_together(runs: list[Run], verdict: str) -> tuple[list[Run], Run, float]:
+    """Wait until a planner has judged two of three jobs together. Return them, the third one, and their gain.
+
+    `verdict`: the event, `change_kept` or `change_undone`."""
+    told = eventually(
+        lambda: events(runs[0], verdict, "PACK"),
+        what="two run at once, and that is judged",
+        within_seconds=240,
+        story=lambda: story(runs[0].cluster, *runs),
+        every_seconds=0.5,
+    )
+    names = {event["subject"] for event in told}
+    (third,) = [run for run in runs if run.name not in names]
+    return [run for run in runs if run.name in names], third, float(told[0]["figures"]["gain"])
+
+
+@contextmanager
+def packed_pair(directory: Path, computes_s: float, *master_options: str) -> Iterator[PackedPair]:
+    """Wait until two of three jobs for two GPUs are co-located, and that is kept. Arguments: as of `three_jobs`."""
+    with three_jobs(directory, computes_s, *master_options) as runs:
+        pair, third, gain = tried_together(runs, "change_kept")
         assert [beside(run) for run in pair] == [[pair[1].name], [pair[0].name]]
-        yield PackedPair(cluster, pair, third, float(kept[0]["figures"]["gain"]))
+        yield PackedPair(third.cluster, pair, third, gain)

@@ -1,4 +1,4 @@
-"""Jobs under `ganger` that are co-located while another one waits, and separated once none does."""
+"""Jobs under `ganger` that are co-located while another one waits, until none waits or being together is slow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from kit.waiting import eventually
 from system.hasty import events, story
-from system.packing import packed_pair
+from system.packing import beside, packed_pair, three_jobs, tried_together
 
 pytestmark = [pytest.mark.system, pytest.mark.torch, pytest.mark.timeout(600)]
 
@@ -33,3 +33,22 @@ def test_two_share_a_gpu_for_a_third_that_waits_and_go_apart_once_it_has_ended(t
         told = pair[0].shell.try_("history", begun["subject"].removeprefix("jobs/")).out
         assert "by planner, to have its GPUs to itself" in told
         packed.end_pair()
+
+
+def test_two_that_keep_each_other_waiting_go_apart_while_the_third_one_still_waits(tmp_path: Path) -> None:
+    with three_jobs(tmp_path, COMPUTES_S, "--policy", "ganger", job=("--jealous",)) as runs:
+        pair, third, gain = tried_together(runs, "change_undone")
+        assert 0.8 < gain < 1.05
+        eventually(
+            lambda: [beside(run) for run in runs] == [[], [], []],
+            what="each has its GPU to itself",
+            within_seconds=120,
+            story=lambda: story(third.cluster, *runs),
+            every_seconds=0.5,
+        )
+        for run in runs:
+            run.hurry()
+        for run in runs:
+            run.wait_state("SUCCEEDED", within_seconds=180)
+        for run in pair:
+            run.check(third)

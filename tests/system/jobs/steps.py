@@ -8,9 +8,12 @@ job is slow until there is FILE.go.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import ganger
 import torch
@@ -27,6 +30,9 @@ def main() -> None:
     parser.add_argument("--slow-until", default=go, help="take tenths of a second a step until this file is there")
     parser.add_argument("--computes", type=float, default=0.0, help="CPU seconds of a slow step")
     parser.add_argument("--waits", type=float, default=0.1, help="how long a slow step takes besides")
+    parser.add_argument(
+        "--jealous", action="store_true", help="be slow only while no other jealous job of its device is"
+    )
     parser.add_argument("--homesick", action="store_true", help="take three times as long where it did not begin")
     parser.add_argument("--close-knit", action="store_true", help="take three times as long on several nodes")
     parser.add_argument("--fail-at", type=int, default=-1)
@@ -59,10 +65,11 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             is_slow = options.slow_until and not os.path.exists(options.slow_until)
-            compute(options.computes if is_slow else 0.0)
             # the ranks of a gang come to a boundary one after the other, as with real stragglers
             waits = slower * (options.waits + 0.1 * int(os.environ.get("RANK", "0")))
-            time.sleep(waits if is_slow else options.step_seconds)
+            with device_lock(options.record) if options.jealous and is_slow else nullcontext():
+                compute(options.computes if is_slow else 0.0)
+                time.sleep(waits if is_slow else options.step_seconds)
             with open(record, "a") as out:
                 out.write(f"{job.step_count + 1} {float(loss).hex()} {os.getpid()}\n")
             if job.step_count + 1 == options.fail_at:
@@ -80,6 +87,14 @@ def compute(seconds: float) -> None:
     until = time.thread_time() + seconds
     while time.thread_time() < until:
         pass
+
+
+@contextmanager
+def device_lock(record: str) -> Iterator[None]:
+    """Hold a lock that jobs with records in the same directory have in common while they run on the same device."""
+    with open(os.path.join(os.path.dirname(record), f"device-{os.environ['GANGER_DEVICES']}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def is_at_home(record: str) -> bool:
