@@ -399,8 +399,7 @@ def wait_until_ready(settings: LocalClusterSettings, check_alive: Callable[[], N
     logs = settings.state_directory / "logs"
     why = [f"\n  {name}: {told}" for name in waits_for.split(", ") if (told := last_error(logs / f"{name}.log"))]
     raise CommandError(
-        f"waited {timeout_s:g} s in vain for {waits_for}; the logs are in {logs}{''.join(why)}",
-        ExitCode.UNREACHABLE,
+        f"waited {timeout_s:g} s in vain for {waits_for}; the logs are in {logs}{''.join(why)}", ExitCode.UNREACHABLE
     )
 
 

@@ -84,14 +84,7 @@ def logs(
 
 
 def _print_log(
-    client: Client,
-    job: str,
-    rank: int | None,
-    offset: int,
-    tail: int | None,
-    follow: bool,
-    as_json: bool,
-    raw: bool,
+    client: Client, job: str, rank: int | None, offset: int, tail: int | None, follow: bool, as_json: bool, raw: bool
 ) -> bool:
     """Print the log of one task, or of all (`rank` None); return whether there was any.
 

@@ -187,12 +187,7 @@ def next_order(
 
 
 def _at_slice_end(
-    master: DesiredOrder,
-    current: DesiredOrder,
-    gang_slice: GangSlice,
-    stop: SliceSwitch,
-    is_new: bool,
-    is_parked: bool,
+    master: DesiredOrder, current: DesiredOrder, gang_slice: GangSlice, stop: SliceSwitch, is_new: bool, is_parked: bool
 ) -> DesiredOrder | None:
     if (
         is_new

@@ -89,10 +89,7 @@ def issue(authority: Path, identity: CallerIdentity, hosts: Sequence[str], days:
         .sign(signing_key, hashes.SHA256())
     )
     pem = serialization.Encoding.PEM
-    _write(
-        out,
-        {KEY: _pem_of(key), CERTIFICATE: certificate.public_bytes(pem), AUTHORITY: signer.public_bytes(pem)},
-    )
+    _write(out, {KEY: _pem_of(key), CERTIFICATE: certificate.public_bytes(pem), AUTHORITY: signer.public_bytes(pem)})
     return certificate.not_valid_after_utc
 
 

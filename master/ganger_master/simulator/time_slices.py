@@ -12,15 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from ganger.protocol.slice_rotation import (
-    NO_ROW,
-    SliceCourse,
-    SliceMatrix,
-    SliceMember,
-    SlicePosition,
-    lead,
-    quantum_s,
-)
+from ganger.protocol.slice_rotation import NO_ROW, SliceCourse, SliceMatrix, SliceMember, SlicePosition, lead, quantum_s
 
 from ganger_master.core.gang_model import Matrix
 

@@ -353,9 +353,7 @@ class _Block:
         self._drop(RowFindingKind.MISTAKE, f"{header} is beyond any time: seconds are meant", values > MOST_S)
         self._drop(RowFindingKind.SKIPPED, f"{header} is zero: there is nothing to run", values == 0)
         self._drop(
-            RowFindingKind.SKIPPED,
-            f"{header} is less than a microsecond: nothing can be timed",
-            values < _LEAST_S,
+            RowFindingKind.SKIPPED, f"{header} is less than a microsecond: nothing can be timed", values < _LEAST_S
         )
         # What is blank may follow from iterations and model, or be drawn.
         return values
