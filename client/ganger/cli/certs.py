@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ganger.console import Directory, Within
+from ganger.console import CommandError, Directory, Within
 
 _ROLES = ("master", "daemon", "user", "operator", "scheduler", "planner")
 
@@ -23,7 +23,6 @@ def init(directory: Path) -> None:
 
     ca-key.pem there makes certificates: with it, every role in the cluster can be taken. Keep it where no job runs.
     """
-    from ganger.console import CommandError
     from ganger.wire.certificate_authority import AUTHORITY_KEY, CertificateError, make_authority
 
     try:
@@ -49,7 +48,6 @@ def issue(directory: Path, role: str, name: str, hosts: tuple[str, ...], out: Pa
 
     Masters and daemons accept connections and need --host; other roles have none.
     """
-    from ganger.console import CommandError
     from ganger.wire import certificate_authority as certificates
     from ganger.wire.methods import CallerIdentity, CallerRole, is_name
     from ganger.wire.resource_names import is_node_id

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ganger.cli.job_selection import Selection, each_of, filter_options, split
-from ganger.cli.options import array_of, json_option, open_client
+from ganger.cli.options import Selection, array_of, each_of, filter_options, json_option, open_client, split
+from ganger.console import plain, print_json, print_json_line, print_line
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -50,13 +50,11 @@ def history(
 
     Of a node, and without SUBJECT of everything, it lists the events: see `ganger events`.
     """
-    from ganger.console import print_json
-
     if subjects and (by_name or by_user or by_all):
         raise click.UsageError("give jobs or a filter (--name, --user, --all), not both")
     with open_client() as client:
         if by_name or by_user or by_all:
-            words: list[str | None] = [*Selection((), by_name, by_user, by_all).named(client, ended=True)]
+            words: list[str | None] = [*Selection((), by_name, by_user).named(client, ended=True)]
         else:
             words = [word for subject in subjects for word in split(subject)] or [None]
         if len(words) == 1:
@@ -82,7 +80,6 @@ def history(
 def _print_history(client: Client, name: str, follow: bool, as_json: bool) -> None:
     """Print the history of one job or array; of anything else its events."""
     from ganger.cli.job_table import plain_event
-    from ganger.console import print_json, print_line
     from ganger.history import history_of, summary
 
     if not name.startswith(("jobs/", "arrays/")):
@@ -113,12 +110,11 @@ def _print_history(client: Client, name: str, follow: bool, as_json: bool) -> No
 
 def _print_failure(client: Client, name: str) -> None:
     """Print where a failed job ran and how its log ends, while the master still keeps the job."""
-    from ganger.cli import failures
-    from ganger.console import print_line
+    from ganger.cli.job_details import failure_lines
     from ganger.wire.errors import JobNotFound
 
     try:
-        report = failures.lines(client, client.get_job(name))
+        report = failure_lines(client, client.get_job(name))
     except JobNotFound:
         return
     for text in report:
@@ -128,7 +124,6 @@ def _print_failure(client: Client, name: str) -> None:
 def _as_json(client: Client, name: str) -> dict[str, Any]:
     """Return the history of a job or array, or the events of anything else, as one value for JSON."""
     from ganger.cli.job_table import plain_event
-    from ganger.console import plain
     from ganger.history import history_of
 
     events = list(client.list_events(name))
@@ -184,8 +179,6 @@ def _subject(client: Client, subject: str | None) -> str:
 
 
 def _print_events(client: Client, subject: str, follow: bool, after: int, limit: int | None, as_json: bool) -> None:
-    from ganger.console import print_json, print_json_line, print_line
-
     known = client.list_events(subject, after) if limit is None else _newest(client, subject, after, limit)
     if as_json and not follow:
         print_json(list(known))

@@ -10,9 +10,21 @@ from typing import TYPE_CHECKING, cast
 import click
 
 from ganger.cli.failures import CommandError, ExitCode
-from ganger.cli.job_selection import Selection, chooses_jobs, each_of, members, print_answers
-from ganger.cli.options import JobType, NodeType, array_of, json_option, number, open_client
-from ganger.cli.order_wait import POLL_S, ordered, ordered_once_stopped, seconds, silence, until
+from ganger.cli.options import (
+    JobType,
+    NodeType,
+    Selection,
+    chooses_jobs,
+    each_of,
+    json_option,
+    members_of,
+    number,
+    of_job_or_array,
+    open_client,
+    timeout_s,
+)
+from ganger.console import print_json
+from ganger.units import parse_cores
 
 if TYPE_CHECKING:
     from ganger.client import Client
@@ -25,7 +37,7 @@ wait_option = click.option("--wait/--no-wait", "is_waiting", default=True, help=
 def _checked(context: click.Context, parameter: click.Parameter, text: str | None) -> str | None:
     """The text as it was given, which is a duration: what cannot be read must not be found out after the order."""
     if text is not None:
-        seconds(text)
+        timeout_s(text)
     return text
 
 
@@ -37,8 +49,6 @@ timeout_option = click.option(
     callback=_checked,
     help="How long to wait; the order stands after it.",
 )
-_CORES_S = 3.0
-_CALLED_OFF = ("move_aborted", "resize_aborted")
 
 
 @click.command()
@@ -54,27 +64,23 @@ _CALLED_OFF = ("move_aborted", "resize_aborted")
 @json_option
 def suspend(selection: Selection, level: str | None, is_waiting: bool, timeout: str, as_json: bool) -> int:
     """Stop jobs between two mini-batches, keeping their state."""
-    from ganger.v1.job_pb2 import Gang, Job
-
-    def is_settled(now: Job) -> bool:
-        stopped = now.state != Job.STATE_SUSPENDED or now.suspended_level != 0
-        return stopped and (not now.HasField("gang") or now.gang.phase != Gang.PHASE_STOPPING)
+    from ganger.cli import order_wait
 
     with open_client() as client:
 
         def order(job: str) -> Job:
-            if not is_waiting:
-                return client.suspend_job(job, level)
-            # Until the job has reported its capabilities, the master refuses to suspend it.
             suspend_now = partial(client.suspend_job, job, level)
-            return ordered(client, job, timeout, lambda now: _can_rest(now, level), suspend_now)[1]
+            if not is_waiting:
+                return suspend_now()
+            # Until the job has reported its capabilities, the master refuses to suspend it.
+            return order_wait.ordered(client, job, timeout, lambda now: order_wait.can_rest(now, level), suspend_now)[1]
 
         def finish(begun: Job) -> Job:
-            message = until(client, begun, is_settled, timeout, "at rest")
-            _check_suspended(message, level)
+            message = order_wait.until(client, begun, order_wait.is_at_rest, timeout, "at rest")
+            order_wait.check_suspended(message, level)
             return message
 
-        return _command_each(client, selection, order, finish if is_waiting else None, as_json, _kept_devices)
+        return _command_each(client, selection, order, finish if is_waiting else None, as_json, order_wait.kept_devices)
 
 
 @click.command()
@@ -84,21 +90,17 @@ def suspend(selection: Selection, level: str | None, is_waiting: bool, timeout: 
 @json_option
 def resume(selection: Selection, is_waiting: bool, timeout: str, as_json: bool) -> int:
     """Let suspended jobs go on. Does not wait for devices if there are none free: see `ganger why`."""
-    from ganger.v1.job_pb2 import Gang, Job
-
-    def goes_on(now: Job) -> bool:
-        waits = now.state == Job.STATE_PENDING and bool(now.blockers)
-        return waits or (now.state == Job.STATE_HOLDING and now.gang.phase == Gang.PHASE_RUNNING)
+    from ganger.cli import order_wait
 
     with open_client() as client:
 
         def order(job: str) -> Job:
             if not is_waiting:
                 return client.resume_job(job)
-            return ordered_once_stopped(client, job, timeout, partial(client.resume_job, job))
+            return order_wait.ordered_once_stopped(client, job, timeout, partial(client.resume_job, job))
 
         def finish(begun: Job) -> Job:
-            return until(client, begun, goes_on, timeout, "running")
+            return order_wait.until(client, begun, order_wait.goes_on, timeout, "running")
 
         return _command_each(client, selection, order, finish if is_waiting else None, as_json)
 
@@ -111,6 +113,8 @@ def resume(selection: Selection, is_waiting: bool, timeout: str, as_json: bool) 
 @json_option
 def move(selection: Selection, nodes: tuple[str, ...], is_waiting: bool, timeout: str, as_json: bool) -> int:
     """Move running jobs to other nodes without losing a step."""
+    from ganger.cli import order_wait
+
     with open_client() as client:
         for node in nodes:
             # One that does not exist is refused before the job has reported what it can.
@@ -118,15 +122,17 @@ def move(selection: Selection, nodes: tuple[str, ...], is_waiting: bool, timeout
         befores: dict[str, Job] = {}
 
         def order(job: str) -> Job:
+            move_now = partial(client.move_job, job, nodes)
             if not is_waiting:
-                return client.move_job(job, nodes)
-            before, message = ordered(client, job, timeout, _can_move, partial(client.move_job, job, nodes))
+                return move_now()
+            before, message = order_wait.ordered(client, job, timeout, order_wait.can_move, move_now)
             befores[message.name] = before
             return message
 
         def finish(begun: Job) -> Job:
-            message = until(client, begun, _runs_or_holds_nothing, timeout, "running at its new place")
-            _check_went_on(client, befores[message.name], message, "where it was: the move")
+            goal = "running at its new place"
+            message = order_wait.until(client, begun, order_wait.runs_or_holds_nothing, timeout, goal)
+            order_wait.check_went_on(client, befores[message.name], message, "where it was: the move")
             return message
 
         return _command_each(client, selection, order, finish if is_waiting else None, as_json)
@@ -143,35 +149,21 @@ def _command_each(
     """Give the order to every job, then wait for each with `finish` (None: do not wait); return the exit code.
 
     note: the end of the line that is printed of a job."""
+    from ganger.cli.order_wait import print_job
+
     begun, worst = each_of(selection.named(client), order)
 
     def done(job: str) -> Job:
         message = by_name[job] if finish is None else finish(by_name[job])
         if not as_json:
-            _tell(message, False, note(message))
+            print_job(message, False, note(message))
         return message
 
     by_name = {message.name: message for message in begun}
     messages, late = each_of(by_name, done)
     if as_json:
-        print_answers(messages, selection)
+        selection.print_answers(messages)
     return max(worst, late)
-
-
-def _kept_devices(job: Job) -> str:
-    """Return the hint that a job suspended at PAUSE keeps its GPUs; empty for other jobs."""
-    from ganger.v1.job_pb2 import SUSPEND_LEVEL_PAUSE, Gang
-
-    held = sum(claim.device_mask.bit_count() for claim in job.gang.claims)
-    rests = job.state == job.STATE_SUSPENDED and job.gang.phase == Gang.PHASE_PARKED
-    if not rests or not held or job.gang.parked_level != SUSPEND_LEVEL_PAUSE:
-        return ""
-    gpus = "its GPU" if held == 1 else f"its {held} GPUs"
-    freeing = next((level for level in ("offload", "checkpoint") if getattr(job.capabilities, f"can_{level}")), None)
-    if freeing is None:
-        return f", and keeps {gpus}"
-    them = "it" if held == 1 else "them"
-    return f", and keeps {gpus}: `ganger suspend {number(job.name)} --level {freeing}` frees {them}"
 
 
 @click.command()
@@ -184,15 +176,18 @@ def resize(job: str, gpus: int, is_waiting: bool, timeout: str, as_json: bool) -
     """Let an elastic job go on with another number of GPUs, without losing a step or a sample.
 
     One that holds no GPUs (it waits for its start, or is suspended on storage) starts with that number."""
+    from ganger.cli.order_wait import can_move, check_went_on, ordered, print_job, runs_or_holds_nothing, until
+
     with open_client() as client:
+        resize_now = partial(client.resize_job, job, gpus)
         if not is_waiting:
-            message = client.resize_job(job, gpus)
+            message = resize_now()
         else:
-            before, message = ordered(client, job, timeout, _can_move, partial(client.resize_job, job, gpus))
+            before, message = ordered(client, job, timeout, can_move, resize_now)
             if before.gang.claims:
-                message = until(client, message, _runs_or_holds_nothing, timeout, f"running on {gpus} GPUs")
-                _check_went_on(client, before, message, "with as many GPUs as before: the change")
-    _tell(message, as_json)
+                message = until(client, message, runs_or_holds_nothing, timeout, f"running on {gpus} GPUs")
+                check_went_on(client, before, message, "with as many GPUs as before: the change")
+    print_job(message, as_json)
     if not as_json and not message.gang.claims and message.state in (message.STATE_PENDING, message.STATE_SUSPENDED):
         print(f"  it starts with {gpus} GPUs", flush=True)
 
@@ -203,15 +198,11 @@ def resize(job: str, gpus: int, is_waiting: bool, timeout: str, as_json: bool) -
 @json_option
 def retune(job: str, cores: str, as_json: bool) -> None:
     """Give a running job other numbers of cores, live. Its thread counts follow."""
-    from ganger.units import parse_cores
-
     try:
         millicores = parse_cores(cores)
     except ValueError as error:
         raise click.UsageError(f"--cores: {error}") from error
-    with open_client() as client:
-        before = client.get_job(job)
-        _tell_cores(client, before, client.retune_job(job, millicores / 1_000), as_json)
+    _change_cores(job, lambda client: client.retune_job(job, millicores / 1_000), as_json)
 
 
 @click.command()
@@ -219,9 +210,15 @@ def retune(job: str, cores: str, as_json: bool) -> None:
 @json_option
 def repin(job: str, as_json: bool) -> None:
     """Move a running job to other cores of the same number, live. Changes no bit of its results."""
+    _change_cores(job, lambda client: client.repin_job(job), as_json)
+
+
+def _change_cores(job: str, change: Callable[[Client], Job], as_json: bool) -> None:
+    from ganger.cli.order_wait import print_cores
+
     with open_client() as client:
         before = client.get_job(job)
-        _tell_cores(client, before, client.repin_job(job), as_json)
+        print_cores(client, before, change(client), as_json)
 
 
 @click.command()
@@ -230,45 +227,26 @@ def repin(job: str, as_json: bool) -> None:
 @json_option
 def cancel(selection: Selection, reason: str, as_json: bool) -> int:
     """End jobs for good; of an array every member that has not ended."""
-    from ganger.console import print_json
+    from ganger.cli.job_table import states
+    from ganger.cli.order_wait import print_cancelled
 
     with open_client() as client:
-        cancelled, worst = each_of(selection.named(client), lambda name: _cancel(client, name, reason))
+
+        def cancel_one(name: str) -> Job | Array:
+            return of_job_or_array(
+                name, lambda job: client.cancel_job(job, reason), lambda array: client.cancel_array(array, reason)
+            )
+
+        cancelled, worst = each_of(selection.named(client), cancel_one)
         if as_json:
             print_json(cancelled)
             return worst
         for message in cancelled:
             if message.DESCRIPTOR.name == "Array":
-                _tell_array(cast("Array", message))
+                print(f"array {number(message.name)}: {states(cast('Array', message))}", flush=True)
             else:
-                _tell_cancelled(client, cast("Job", message))
+                print_cancelled(client, cast("Job", message))
     return worst
-
-
-def _cancel(client: Client, name: str, reason: str) -> Job | Array:
-    from ganger.wire.errors import JobNotFound
-
-    if name.startswith("arrays/"):
-        return client.cancel_array(name, reason)
-    try:
-        return client.cancel_job(name, reason)
-    except JobNotFound as error:
-        return client.cancel_array(array_of(name, error), reason)
-
-
-def _tell_cancelled(client: Client, job: Job) -> None:
-    from ganger.console import print_line
-    from ganger.job import FINISHED
-
-    _tell(job, False)
-    if job.state not in FINISHED and (unreachable := silence(client, job)):
-        print_line(f"  but {unreachable}")
-
-
-def _tell_array(array: Array) -> None:
-    from ganger.cli.job_table import states
-
-    print(f"array {number(array.name)}: {states(array)}", flush=True)
 
 
 @click.command()
@@ -280,15 +258,21 @@ def wait(selection: Selection, timeout: str | None, as_json: bool) -> int:
 
     Exit code 1 if one neither succeeded nor was stopped by the rule of its array."""
     from ganger.cli.job_table import job_sentence
-    from ganger.console import print_json
+    from ganger.cli.order_wait import print_job
     from ganger.job import Job as Handle
     from ganger.job import JobState
 
-    deadline = None if timeout is None else time.monotonic() + seconds(timeout)
+    deadline = None if timeout is None else time.monotonic() + timeout_s(timeout)
     messages: list[Job] = []
     is_good = True
     with open_client() as client:
-        for job in [member for name in selection.named(client) for member in members(client, name)]:
+
+        def of_array(array: str) -> list[Job]:
+            return members_of(client, array)
+
+        names = selection.named(client)
+        waited_for = [of_job_or_array(name, lambda job: [client.get_job(job)], of_array) for name in names]
+        for job in [member.name for members in waited_for for member in members]:
             handle = Handle(client, client.get_job(job))
             try:
                 remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -300,83 +284,5 @@ def wait(selection: Selection, timeout: str | None, as_json: bool) -> int:
         print_json(messages)
     else:
         for message in messages:
-            _tell(message, False)
+            print_job(message, False)
     return ExitCode.OK if is_good else ExitCode.JOB_FAILED
-
-
-def _can_rest(job: Job, level: str | None) -> bool:
-    """Return whether the master can accept a suspend: the job has reported its capabilities and has an arena if it
-    needs one. Presumed capabilities suffice for level "pause"."""
-    can = job.capabilities
-    is_known = job.HasField("capabilities") and (not can.is_presumed or level == "pause")
-    # Host memory is reserved for its state once the job has reported its size.
-    has_room = level != "offload" or not can.can_offload or all(claim.arena_bytes for claim in job.gang.claims)
-    return is_known and has_room
-
-
-def _can_move(job: Job) -> bool:
-    from ganger.v1.job_pb2 import Gang
-
-    return job.gang.phase != Gang.PHASE_STARTING and not job.capabilities.is_presumed
-
-
-def _runs_or_holds_nothing(job: Job) -> bool:
-    from ganger.v1.job_pb2 import Gang
-
-    return job.state != job.STATE_HOLDING or job.gang.phase == Gang.PHASE_RUNNING
-
-
-def _check_suspended(now: Job, level: str | None) -> None:
-    """A suspend that was given up, or undone by another command meanwhile, is no success."""
-    from ganger.cli.job_table import state_text
-    from ganger.job import FINISHED
-    from ganger.v1.job_pb2 import SuspendLevel
-
-    wanted = SuspendLevel.Value(f"SUSPEND_LEVEL_{level.upper()}") if level else 0
-    rests = now.state == now.STATE_SUSPENDED and now.suspended_level >= wanted
-    if rests or now.state in FINISHED:
-        return
-    why = now.trouble or "it was resumed meanwhile"
-    raise CommandError(f"job {number(now.name)} could not be suspended and is {state_text(now)}: {why}")
-
-
-def _check_went_on(client: Client, before: Job, after: Job, how: str) -> None:
-    """Raise CommandError unless the job runs in a newer epoch than before. `how`: text that
-    names how the job still runs and the order that was called off."""
-    from ganger.job import FINISHED
-
-    if after.state in FINISHED or after.gang.epoch > before.gang.epoch:
-        return
-    called_off = [event.message for event in client.list_events(after.name) if event.kind in _CALLED_OFF]
-    why = f": {called_off[-1]}" if called_off else f"; `ganger history {number(after.name)}` shows why"
-    raise CommandError(f"job {number(after.name)} runs {how} was called off, nothing is lost{why}")
-
-
-def _tell_cores(client: Client, before: Job, message: Job, as_json: bool) -> None:
-    """Print the job with its cores, once its daemon reports new ones or after `_CORES_S` seconds."""
-    from ganger.cli.job_table import cores
-
-    deadline = time.monotonic() + _CORES_S
-    while list(message.gang.cores) == list(before.gang.cores) and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-        message = client.get_job(message.name)
-    text = cores(message)
-    _tell(message, as_json, f", cores {' | '.join(text)}" if text else "")
-
-
-def _tell(message: Job, as_json: bool, what: str = "") -> None:
-    from ganger.cli import job_table
-    from ganger.console import print_json, print_line
-    from ganger.job import FINISHED
-
-    if as_json:
-        print_json(message)
-        return
-    at = (
-        f" at step {message.gang.stop_step}"
-        if message.gang.stop_step and message.state == message.STATE_SUSPENDED
-        else ""
-    )
-    place = job_table.place(message)
-    where = f" on {place}" if place and message.state not in FINISHED else ""
-    print_line(f"{job_table.job_sentence(message)}{at}{where}{what}")

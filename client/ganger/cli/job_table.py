@@ -7,13 +7,14 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
+from google.protobuf.timestamp_pb2 import Timestamp
+
 from ganger.cli.options import number
-from ganger.console import bounded, short_enum
+from ganger.console import bounded
 from ganger.history import HistoryEvent, sentence
 from ganger.job import FINISHED
 from ganger.units import format_duration
 from ganger.v1 import array_pb2, job_pb2, job_service_pb2, resources_pb2
-from ganger.v1.job_pb2 import Event
 from ganger.wire import times
 
 _NAME_WIDTH = 63
@@ -27,12 +28,12 @@ def state_text(job: job_pb2.Job) -> str:
             return "waiting for its turn"
         if job.gang.phase == job_pb2.Gang.PHASE_RUNNING and job.gang.slice_state == job_pb2.Gang.SLICE_STATE_ACTIVE:
             return "running, in turn"
-        phase = short_enum(job_pb2.Gang.Phase.Name(job.gang.phase), "Phase").lower()
+        phase = job_pb2.Gang.Phase.Name(job.gang.phase).removeprefix("PHASE_").lower()
         if phase == "parked" and job.gang.move_claims:
-            return "moving" if _devices(job.gang.move_claims) == _devices(job.gang.claims) else "resizing"
+            return "moving" if devices_in(job.gang.move_claims) == devices_in(job.gang.claims) else "resizing"
         level = level_text(job.gang.parked_level)
         return f"parked({level})" if phase == "parked" and level else phase if phase != "unspecified" else "holding"
-    state = short_enum(job_pb2.Job.State.Name(job.state), "State").lower()
+    state = job_pb2.Job.State.Name(job.state).removeprefix("STATE_").lower()
     if job.state == job_pb2.Job.STATE_SUSPENDED:
         if job.gang.phase == job_pb2.Gang.PHASE_STOPPING:
             return "stopping"
@@ -41,7 +42,7 @@ def state_text(job: job_pb2.Job) -> str:
     return "held" if state == "pending" and job.array.held else state
 
 
-def _devices(claims: Iterable[resources_pb2.Claim]) -> int:
+def devices_in(claims: Iterable[resources_pb2.Claim]) -> int:
     return sum(claim.device_mask.bit_count() for claim in claims)
 
 
@@ -60,16 +61,16 @@ def job_sentence(job: job_pb2.Job) -> str:
 def called(job: job_pb2.Job) -> str:
     """ "7", or "7_3" for the member of index 3 of array 7."""
     if job.HasField("array"):
-        return f"{job.array.array.rpartition('/')[2]}_{job.array.member.index}"
-    return job.name.rpartition("/")[2]
+        return f"{number(job.array.array)}_{job.array.member.index}"
+    return number(job.name)
 
 
 def level_text(level: job_pb2.SuspendLevel.ValueType) -> str:
-    return "" if level == 0 else short_enum(job_pb2.SuspendLevel.Name(level), "SuspendLevel").lower()
+    return "" if level == 0 else job_pb2.SuspendLevel.Name(level).removeprefix("SUSPEND_LEVEL_").lower()
 
 
 def locality_text(level: resources_pb2.Level.ValueType) -> str:
-    return "" if level == 0 else short_enum(resources_pb2.Level.Name(level), "Level").lower()
+    return "" if level == 0 else resources_pb2.Level.Name(level).removeprefix("LEVEL_").lower()
 
 
 def gpus(spec: job_pb2.JobSpec) -> int:
@@ -81,7 +82,7 @@ def gpus_text(job: job_pb2.Job) -> str:
     spec = job.spec
     if not spec.gpus_max:
         return str(gpus(spec))
-    held = sum(claim.device_mask.bit_count() for claim in job.gang.claims)
+    held = devices_in(job.gang.claims)
     return f"{held or gpus(spec)} ({spec.gpus_min}-{spec.gpus_max})"
 
 
@@ -136,7 +137,7 @@ def column(name: str) -> str:
 
 def order(job: job_pb2.Job) -> tuple[int, int]:
     """Sorts jobs for people: those that wait come last, in the order in which they go."""
-    return job.queue_rank, int(job.name.rpartition("/")[2])
+    return job.queue_rank, int(number(job.name))
 
 
 def _script(job: job_pb2.Job) -> str:
@@ -161,14 +162,14 @@ def devices(mask: int) -> str:
 def place(job: job_pb2.Job) -> str:
     """ "n1[0-3] n2[0-3]", and where it is going; of a gang whose devices others may have, the nodes."""
     gang, given_back = job.gang, has_given_back(job)
-    here = " ".join(claim.node.removeprefix("nodes/") if given_back else _claim(claim) for claim in gang.claims)
+    here = " ".join(number(claim.node) if given_back else _claim(claim) for claim in gang.claims)
     there = " ".join(_claim(claim) for claim in job.gang.move_claims)
     return f"{here} → {there}" if there else here
 
 
 def beside(job: job_pb2.Job) -> str:
     """Return ", beside 4 9": the jobs that are co-located with this one on its devices; "" for none."""
-    names = " ".join(name.rpartition("/")[2] for name in job.gang.colocated_jobs)
+    names = " ".join(map(number, job.gang.colocated_jobs))
     return f", beside {names}" if names else ""
 
 
@@ -268,7 +269,7 @@ def mover(one: job_service_pb2.MigrationStep) -> str:
 
 
 def _claim(claim: resources_pb2.Claim) -> str:
-    node = claim.node.removeprefix("nodes/")
+    node = number(claim.node)
     return f"{node}[{devices(claim.device_mask)}]" if claim.device_mask else node
 
 
@@ -293,7 +294,7 @@ _KINDS: Final = frozenset(
 )
 
 
-def change_rows(events: Iterable[Event], before: Iterable[tuple[str, ...]] = ()) -> list[tuple[str, ...]]:
+def change_rows(events: Iterable[job_pb2.Event], before: Iterable[tuple[str, ...]] = ()) -> list[tuple[str, ...]]:
     """Return rows (time, jobs, sentence) of changes of running jobs, appended to the rows `before`.
 
     Jobs with the same sentence at the same time share a row. Events of other kinds are skipped.
@@ -312,7 +313,7 @@ def change_rows(events: Iterable[Event], before: Iterable[tuple[str, ...]] = ())
     return shown
 
 
-def plain_event(event: Event) -> HistoryEvent:
+def plain_event(event: job_pb2.Event) -> HistoryEvent:
     """Return an event of the API as plain values."""
     return HistoryEvent(times.unix_s(event.time), event.kind, event.cause, event.message, dict(event.figures))
 
@@ -373,12 +374,12 @@ def rule_text(rule: array_pb2.StopRule) -> str:
     return ", ".join(parts)
 
 
+def instant(time: Timestamp) -> str:
+    return times.local_datetime(time).strftime("%Y-%m-%d %H:%M:%S") if time.seconds else ""
+
+
 def array_facts(array: array_pb2.Array) -> list[tuple[str, str]]:
     """Return the facts of an array that `ganger show` prints above its members."""
-
-    def instant(when: object) -> str:
-        return times.local_datetime(when).strftime("%Y-%m-%d %H:%M:%S")  # type: ignore[arg-type]
-
     return [
         ("array", number(array.name)),
         ("name", array.display_name),
@@ -388,7 +389,7 @@ def array_facts(array: array_pb2.Array) -> list[tuple[str, str]]:
         ("stop rule", rule_text(array.rule) if array.HasField("rule") else ""),
         ("best", best(array, "").removeprefix("best ")),
         ("submitted", instant(array.create_time)),
-        ("ended", instant(array.end_time) if array.HasField("end_time") else ""),
+        ("ended", instant(array.end_time)),
         ("time", array_elapsed(array)),
     ]
 

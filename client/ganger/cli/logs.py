@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import click
 
 from ganger.cli.failures import ExitCode
-from ganger.cli.job_selection import Selection, chooses_jobs, each_of
-from ganger.cli.options import number, open_client
+from ganger.cli.options import Selection, chooses_jobs, each_of, number, open_client
+from ganger.console import LogText, plain, print_line
 
 if TYPE_CHECKING:
     from ganger.client import Client
@@ -109,7 +109,6 @@ def _print_log(
 def _tell_why_nothing(client: Client, job: str) -> None:
     """Report on stderr, of a job with an empty log, whether it was ever launched, and if not, why."""
     from ganger.cli.job_table import job_sentence
-    from ganger.console import print_line
     from ganger.wire.errors import ApiError
 
     with contextlib.suppress(ApiError):
@@ -129,7 +128,6 @@ def _tell_why_nothing(client: Client, job: str) -> None:
 
 def follow_job(client: Client, job: str) -> int:
     """Prints the log of rank 0 until the job ends, then how it ended. Ctrl-C leaves the job running."""
-    from ganger.console import print_line
     from ganger.job import Job, JobState, state_of
 
     try:
@@ -155,7 +153,6 @@ def _telling_why_it_waits(client: Client, job: str) -> Iterator[None]:
 
     def tell() -> None:
         from ganger.cli.job_table import job_sentence
-        from ganger.console import print_line
         from ganger.v1.job_pb2 import Job
         from ganger.wire.errors import ApiError
 
@@ -197,7 +194,6 @@ def _written_out(raw: bool) -> Iterator[Callable[[bytes], object]]:
     if raw or not sys.stdout.isatty():
         yield write
         return
-    from ganger.console import LogText
 
     text = LogText()
     try:
@@ -209,8 +205,6 @@ def _written_out(raw: bool) -> Iterator[Callable[[bytes], object]]:
 
 def _object(job: str, rank: int, chunk: LogChunk) -> bytes:
     """Return a chunk as one line of JSON. Data that is not valid UTF-8 is also given in base64."""
-    from ganger.console import plain
-
     fields = {"job": job, "rank": rank, **plain(chunk), "data_base64": None}
     if fields["data"].encode() != chunk.data:
         fields["data_base64"] = base64.b64encode(chunk.data).decode()

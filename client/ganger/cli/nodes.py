@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import click
 from click.shell_completion import CompletionItem
 
-from ganger.cli.options import NodeType, completing_client, confirm, json_option, number, open_client
+from ganger.cli.options import CompletedType, NodeType, confirm, json_option, number, open_client, yes_option
+from ganger.console import print_json, print_line, print_pairs, print_table
+from ganger.units import format_cores, format_duration, format_memory
 
 if TYPE_CHECKING:
     from ganger.client import Client
@@ -20,19 +22,13 @@ if TYPE_CHECKING:
 _QUARANTINE_HEADINGS = ("GANG", "JOB", "USER", "NODES", "STATE", "WHY")
 
 
-class GangType(click.ParamType):  # type: ignore[type-arg]  # as of nodes
+class GangType(CompletedType):
     """A quarantined gang as it is listed, "UID-EPOCH" or an unambiguous beginning of that; completes from the list."""
 
     name = "gang"
 
-    def shell_complete(self, context: click.Context, parameter: click.Parameter, text: str) -> list[CompletionItem]:
-        try:
-            with completing_client(context) as client:
-                gangs = [number(gang.name) for gang in client.list_quarantined_gangs()]
-                return [CompletionItem(gang) for gang in gangs if gang.startswith(text)]
-        # Whatever goes wrong, nothing is completed.
-        except Exception:
-            return []
+    def names(self, client: Client) -> Iterable[CompletionItem]:
+        return [CompletionItem(number(gang.name)) for gang in client.list_quarantined_gangs()]
 
 
 @click.group(invoke_without_command=True, short_help="List, adopt or end gangs that the master did not start.")
@@ -54,8 +50,6 @@ def list_gangs(as_json: bool) -> None:
 
 
 def _list(as_json: bool) -> None:
-    from ganger.console import print_json, print_table
-
     with open_client() as client:
         gangs = client.list_quarantined_gangs()
     if as_json:
@@ -77,16 +71,16 @@ def _list(as_json: bool) -> None:
 
 @quarantine.command("end")
 @click.argument("gang", type=GangType())
-@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@yes_option
 @json_option
-def end(gang: str, yes: bool, as_json: bool) -> None:
+def end(gang: str, is_sure: bool, as_json: bool) -> None:
     """Kill a quarantined gang.
 
     A job that the master has then starts again from its newest checkpoint: cancel it if it is not wanted.
     """
     with open_client() as client:
         found = _found(client, gang)
-        confirm(f"kill the processes of {_description(found)}?", yes)
+        confirm(f"kill the processes of {_description(found)}?", is_sure)
         client.end_quarantined_gang(found.name)
     _print({"name": found.name, "ended": True}, f"{_description(found)} is ended", as_json)
 
@@ -103,9 +97,9 @@ def adopt(gang: str, as_json: bool) -> None:
 
 
 @quarantine.command("go-on", short_help="Go on without nodes that have not reported.")
-@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@yes_option
 @json_option
-def go_on(yes: bool, as_json: bool) -> None:
+def go_on(is_sure: bool, as_json: bool) -> None:
     """Go on after a restore of the master's database without the nodes that have not reported.
 
     Jobs on these nodes may be started a second time. Their old gangs are quarantined when the nodes report.
@@ -114,7 +108,7 @@ def go_on(yes: bool, as_json: bool) -> None:
         awaited = client.get_cluster().restore.awaited_nodes
         names = " ".join(map(number, awaited))
         if awaited:
-            confirm(f"go on without {names}? Jobs that run there may run twice.", yes)
+            confirm(f"go on without {names}? Jobs that run there may run twice.", is_sure)
         missing = client.settle_restore()
     text = f"goes on without {' '.join(map(number, missing))}" if missing else "goes on: all nodes have reported"
     _print({"missing_nodes": list(missing)}, f"the master {text}", as_json)
@@ -148,8 +142,6 @@ def _description(gang: QuarantinedGang) -> str:
 
 
 def _print(fields: dict[str, object], line: str, as_json: bool) -> None:
-    from ganger.console import print_json, print_line
-
     if as_json:
         print_json(fields)
     else:
@@ -168,7 +160,6 @@ def nodes(context: click.Context, as_json: bool) -> None:
     if context.invoked_subcommand is not None:
         context.default_map = {context.invoked_subcommand: {"as_json": as_json}}
         return
-    from ganger.console import print_json, print_table
 
     with open_client() as client:
         answer = client.list_nodes()
@@ -190,7 +181,6 @@ def drain(node: str, reason: str, as_json: bool) -> None:
 
     Reports of each job where it goes, or what it waits for; later `ganger why JOB` does.
     """
-    from ganger.console import print_line
     from ganger.v1.job_pb2 import Job
     from ganger.wire.errors import JobNotFound
 
@@ -243,17 +233,17 @@ def uncordon(node: str, as_json: bool) -> None:
 
 @click.command()
 @click.argument("node", type=NodeType())
-@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@yes_option
 @json_option
-def lost(node: str, yes: bool, as_json: bool) -> None:
+def lost(node: str, is_sure: bool, as_json: bool) -> None:
     """Vouch that a node is down: its jobs restart elsewhere at once.
 
     If it is not down its jobs run twice; the master refuses while the node still answers.
     """
     with open_client() as client:
-        if not yes:
+        if not is_sure:
             client.get_node(node)  # Without such a node there is nothing to confirm.
-        confirm(f"is {number(node)} powered off, or sure never to come back as it is?", yes)
+        confirm(f"is {number(node)} powered off, or sure never to come back as it is?", is_sure)
         _tell(client.declare_node_lost(node), as_json)
 
 
@@ -263,8 +253,6 @@ def lost(node: str, yes: bool, as_json: bool) -> None:
 def show(node: str, as_json: bool) -> None:
     """Show all that is known of a node."""
     from ganger.cli.job_table import devices
-    from ganger.console import print_json, print_pairs
-    from ganger.units import format_cores, format_memory
 
     with open_client() as client:
         message = client.get_node(node)
@@ -299,8 +287,6 @@ def remove(node: str, as_json: bool) -> None:
     Its daemon must be stopped, and no job may have anything on it: drain it first, or declare it lost. If its daemon
     is started again all the same, it joins as a new node.
     """
-    from ganger.console import print_json
-
     with open_client() as client:
         client.remove_node(node)
     if as_json:
@@ -317,7 +303,6 @@ def rows(answer: ListNodesResponse) -> list[tuple[str, ...]]:
     """A table row for each node."""
     import time
 
-    from ganger.units import format_cores, format_duration, format_memory
     from ganger.wire import times
 
     kinds = {kind.name: kind for kind in answer.configuration_sets}
@@ -369,8 +354,6 @@ def launches_text(node: Node) -> str:
 
 
 def _tell(node: Node, as_json: bool) -> None:
-    from ganger.console import print_json, print_line
-
     if as_json:
         print_json(node)
     else:

@@ -1,4 +1,4 @@
-"""Orders to jobs that take a moment: when they can be given, and when they are carried out."""
+"""Orders to jobs that take a moment: when they can be given, when they are carried out, and what is printed of them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,29 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import click
-
-from ganger.cli.failures import CommandError
-from ganger.cli.options import number
+from ganger.cli.job_table import called, cores, devices_in, job_sentence, place, state_text
+from ganger.cli.options import number, timeout_s
+from ganger.console import CommandError, print_json, print_line
+from ganger.job import FINISHED
+from ganger.units import format_duration
+from ganger.v1.job_pb2 import (
+    MECHANISM_IMAGE,
+    MECHANISM_SIGNAL,
+    SUSPEND_LEVEL_CHECKPOINT,
+    SUSPEND_LEVEL_PAUSE,
+    Gang,
+    Job,
+    SuspendLevel,
+)
+from ganger.wire import times
+from ganger.wire.errors import DeadlineExceeded, JobBusy, NotReady, NotRunning, Unreachable
 
 if TYPE_CHECKING:
     from ganger.client import Client
-    from ganger.v1.job_pb2 import Job
 
-POLL_S = 0.05
+_CORES_S = 3.0
+_CALLED_OFF = ("move_aborted", "resize_aborted")
+_POLL_S = 0.05
 # How often a wait checks whether the order reaches the job at all.
 _LOOK_S = 0.5
 # A script may import for so long before its agent reports; from one that is silent for longer nothing else is expected.
@@ -35,8 +48,6 @@ class _Explained:
 
     def report(self, job: Job) -> None:
         """Print the obstacle if the wait has lasted for long enough since it was printed last."""
-        from ganger.console import print_line
-
         waited = time.monotonic() - self._began
         if waited >= self._next_s:
             self._next_s = 2.0 * waited
@@ -45,11 +56,6 @@ class _Explained:
 
 def obstacle(job: Job, now: float | None = None) -> str:
     """Return what an order to this job waits for, as a sentence. now: Unix time in seconds, default the clock."""
-    from ganger.cli.job_table import called, state_text
-    from ganger.units import format_duration
-    from ganger.v1.job_pb2 import MECHANISM_IMAGE, MECHANISM_SIGNAL, SUSPEND_LEVEL_CHECKPOINT, Gang
-    from ganger.wire import times
-
     name, phase = f"job {called(job)}", job.gang.phase
     if phase in (Gang.PHASE_MOVING, Gang.PHASE_RESIZING):
         return f"{name} is {state_text(job)}: the order waits until that is done"
@@ -83,12 +89,8 @@ def until(client: Client, message: Job, is_done: Callable[[Job], bool], timeout:
 
     Polls: the interesting changes of a gang come every few milliseconds or not at all. Raises CommandError after
     `timeout`, and at once when the order cannot reach the job's nodes."""
-    from ganger.cli.job_table import state_text
-    from ganger.job import FINISHED
-    from ganger.wire.errors import DeadlineExceeded, NotReady, Unreachable
-
     now = time.monotonic()
-    deadline, look_at = now + seconds(timeout), now + _LOOK_S
+    deadline, look_at = now + timeout_s(timeout), now + _LOOK_S
     explained = _Explained()
     while not is_done(message) and message.state not in FINISHED:
         now = time.monotonic()
@@ -97,7 +99,7 @@ def until(client: Client, message: Job, is_done: Callable[[Job], bool], timeout:
                 f"job {number(message.name)} is {state_text(message)}, not {goal}, after {timeout}; the order stands:"
                 f" `ganger show {number(message.name)}`"
             )
-        time.sleep(POLL_S)
+        time.sleep(_POLL_S)
         # The order is durable: a master that goes away meanwhile carries it out when it is back.
         with contextlib.suppress(Unreachable, NotReady, DeadlineExceeded):
             message = client.get_job(message.name)
@@ -124,9 +126,7 @@ def ordered(
 
     A change that begins between the look at the job and the order (the planner moves it) is waited for as well. Raises
     what the order raises, if that lasts."""
-    from ganger.wire.errors import JobBusy, NotRunning
-
-    deadline = time.monotonic() + seconds(timeout)
+    deadline = time.monotonic() + timeout_s(timeout)
     while True:
         before = _let_settle(client, job, deadline, is_ready)
         try:
@@ -140,8 +140,6 @@ def _let_settle(client: Client, job: str, deadline: float, is_ready: Callable[[J
     """Wait while a job starts, until it is ready or its agent has reported, and while it is moved or resized.
 
     Return the job then, or at the deadline: a job that cannot do what is ordered rejects the order itself."""
-    from ganger.v1.job_pb2 import Gang, Job
-
     explained = _Explained()
     while True:
         now = client.get_job(job)
@@ -151,17 +149,14 @@ def _let_settle(client: Client, job: str, deadline: float, is_ready: Callable[[J
         if not waits or time.monotonic() > deadline:
             return now
         explained.report(now)
-        time.sleep(POLL_S)
+        time.sleep(_POLL_S)
 
 
 def ordered_once_stopped(client: Client, job: str, timeout: str, order: Callable[[], Job]) -> Job:
     """Give an order that the master refuses with JOB_BUSY for as long as the job is stopping; wait for that.
 
     Raises JobBusy if the job is busy with something else, or still stopping after `timeout`."""
-    from ganger.v1.job_pb2 import Gang
-    from ganger.wire.errors import JobBusy
-
-    deadline = time.monotonic() + seconds(timeout)
+    deadline = time.monotonic() + timeout_s(timeout)
     explained, was_stopping = _Explained(), True
     while True:
         try:
@@ -174,20 +169,97 @@ def ordered_once_stopped(client: Client, job: str, timeout: str, order: Callable
                 raise
             was_stopping = is_stopping
             explained.report(now)
-        time.sleep(POLL_S)
+        time.sleep(_POLL_S)
 
 
 def _is_young(job: Job) -> bool:
-    from ganger.wire import times
-
     return job.HasField("start_time") and time.time() - times.unix_s(job.start_time) < _SILENT_S
 
 
-def seconds(text: str) -> float:
-    """Parse a --timeout. Raises click.UsageError."""
-    from ganger.units import parse_duration
+def is_at_rest(job: Job) -> bool:
+    stopped = job.state != Job.STATE_SUSPENDED or job.suspended_level != 0
+    return stopped and (not job.HasField("gang") or job.gang.phase != Gang.PHASE_STOPPING)
 
-    try:
-        return parse_duration(text)
-    except ValueError as error:
-        raise click.UsageError(f"--timeout: {error}") from error
+
+def goes_on(job: Job) -> bool:
+    waits = job.state == Job.STATE_PENDING and bool(job.blockers)
+    return waits or (job.state == Job.STATE_HOLDING and job.gang.phase == Gang.PHASE_RUNNING)
+
+
+def can_rest(job: Job, level: str | None) -> bool:
+    """Return whether the master can accept a suspend: the job has reported its capabilities and has an arena if it
+    needs one. Presumed capabilities suffice for level "pause"."""
+    can = job.capabilities
+    is_known = job.HasField("capabilities") and (not can.is_presumed or level == "pause")
+    # Host memory is reserved for its state once the job has reported its size.
+    has_room = level != "offload" or not can.can_offload or all(claim.arena_bytes for claim in job.gang.claims)
+    return is_known and has_room
+
+
+def can_move(job: Job) -> bool:
+    return job.gang.phase != Gang.PHASE_STARTING and not job.capabilities.is_presumed
+
+
+def runs_or_holds_nothing(job: Job) -> bool:
+    return job.state != job.STATE_HOLDING or job.gang.phase == Gang.PHASE_RUNNING
+
+
+def check_suspended(now: Job, level: str | None) -> None:
+    """A suspend that was given up, or undone by another command meanwhile, is no success."""
+    wanted = SuspendLevel.Value(f"SUSPEND_LEVEL_{level.upper()}") if level else 0
+    rests = now.state == now.STATE_SUSPENDED and now.suspended_level >= wanted
+    if rests or now.state in FINISHED:
+        return
+    why = now.trouble or "it was resumed meanwhile"
+    raise CommandError(f"job {number(now.name)} could not be suspended and is {state_text(now)}: {why}")
+
+
+def check_went_on(client: Client, before: Job, after: Job, how: str) -> None:
+    """Raise CommandError unless the job runs in a newer epoch than before. `how`: text that
+    names how the job still runs and the order that was called off."""
+    if after.state in FINISHED or after.gang.epoch > before.gang.epoch:
+        return
+    called_off = [event.message for event in client.list_events(after.name) if event.kind in _CALLED_OFF]
+    why = f": {called_off[-1]}" if called_off else f"; `ganger history {number(after.name)}` shows why"
+    raise CommandError(f"job {number(after.name)} runs {how} was called off, nothing is lost{why}")
+
+
+def print_cores(client: Client, before: Job, message: Job, as_json: bool) -> None:
+    """Print the job with its cores, once its daemon reports new ones or after `_CORES_S` seconds."""
+    deadline = time.monotonic() + _CORES_S
+    while list(message.gang.cores) == list(before.gang.cores) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        message = client.get_job(message.name)
+    text = cores(message)
+    print_job(message, as_json, f", cores {' | '.join(text)}" if text else "")
+
+
+def kept_devices(job: Job) -> str:
+    """Return the hint that a job suspended at PAUSE keeps its GPUs; empty for other jobs."""
+    held = devices_in(job.gang.claims)
+    rests = job.state == job.STATE_SUSPENDED and job.gang.phase == Gang.PHASE_PARKED
+    if not rests or not held or job.gang.parked_level != SUSPEND_LEVEL_PAUSE:
+        return ""
+    gpus = "its GPU" if held == 1 else f"its {held} GPUs"
+    freeing = next((level for level in ("offload", "checkpoint") if getattr(job.capabilities, f"can_{level}")), None)
+    if freeing is None:
+        return f", and keeps {gpus}"
+    them = "it" if held == 1 else "them"
+    return f", and keeps {gpus}: `ganger suspend {number(job.name)} --level {freeing}` frees {them}"
+
+
+def print_cancelled(client: Client, job: Job) -> None:
+    print_job(job, False)
+    if job.state not in FINISHED and (unreachable := silence(client, job)):
+        print_line(f"  but {unreachable}")
+
+
+def print_job(message: Job, as_json: bool, what: str = "") -> None:
+    if as_json:
+        print_json(message)
+        return
+    step = message.gang.stop_step if message.state == message.STATE_SUSPENDED else 0
+    at = f" at step {step}" if step else ""
+    there = place(message)
+    where = f" on {there}" if there and message.state not in FINISHED else ""
+    print_line(f"{job_sentence(message)}{at}{where}{what}")

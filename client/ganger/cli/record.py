@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 
 from ganger.cli.options import json_option, open_client
-from ganger.console import Within
+from ganger.console import CommandError, Within, print_json
+from ganger.units import format_memory, parse_memory
 
 _MOST_S = 3600
 
@@ -27,8 +28,6 @@ def record(seconds: float, out: Path | None, most: str | None, with_environment:
     The file is in the master's state directory, under captures/. `ganger replay FILE` makes the decisions once more
     and prints the reasons.
     """
-    from ganger.console import CommandError, print_json
-    from ganger.units import format_memory, parse_memory
     from ganger.wire import times
 
     try:
@@ -66,8 +65,6 @@ def _copied(recorded: Path, out: Path) -> Path:
     """Copy a recording to `out`, readable by its owner only, and return `out`. Raises CommandError."""
     import os
     import shutil
-
-    from ganger.console import CommandError
 
     try:
         with recorded.open("rb") as source:

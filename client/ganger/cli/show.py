@@ -1,26 +1,145 @@
-"""`ganger show`: all that is known of one job.
+"""`ganger queue`, `show`, `why` and `profile`: lists of jobs, all that is known of one, what it waits for, its rates.
 
-`ganger why`: the true blocker of a job, and when it may start, with what the estimate rests on.
+The queue lists jobs with a gang and finished ones by number, then pending jobs in order.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, cast
+import re
+import sys
+from itertools import islice
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from ganger.cli.job_selection import Selection, chooses_jobs, each_of, print_answers
-from ganger.cli.options import JobType, array_of, json_option, number, open_client
+from ganger.cli.options import (
+    JobType,
+    Selection,
+    chooses_jobs,
+    each_of,
+    json_option,
+    members_of,
+    number,
+    of_job_or_array,
+    open_client,
+    pairs,
+)
+from ganger.console import plain, print_json, print_line, print_pairs, print_table
+from ganger.units import format_duration
 
 if TYPE_CHECKING:
-    from google.protobuf.timestamp_pb2 import Timestamp
-
-    from ganger.client import Client
     from ganger.v1.array_pb2 import Array
     from ganger.v1.job_pb2 import Job
 
+_HEADINGS = ("JOB", "NAME", "USER", "STATE", "GPUS", "TIME", "PLACE", "PROGRESS", "NODES/REASON")
+# Columns that a narrow terminal goes without before the reason is cut.
+_SPARE = ("USER", "PLACE")
+_NO_REASON = "the master reports no reasons for cores: it is of an older version"
+# What STATE says, and in which states a job can be that reads so.
+_HOLDING, _RESTING = ("HOLDING",), ("HOLDING", "SUSPENDED")
+_STATES = {
+    "pending": ("PENDING",),
+    "held": ("PENDING",),
+    "starting": _HOLDING,
+    "running": _HOLDING,
+    "waiting": _HOLDING,
+    "parked": _HOLDING,
+    "moving": _HOLDING,
+    "resizing": _HOLDING,
+    "stopping": _RESTING,
+    "suspended": _RESTING[1:],
+    "succeeded": ("SUCCEEDED",),
+    "failed": ("FAILED",),
+    "cancelled": ("CANCELLED",),
+    "stopped": ("STOPPED",),
+    # Every job with a gang, in any phase.
+    "holding": _HOLDING,
+}
 
-_LEVELS: Final = ("pause", "offload", "checkpoint", "move")
+
+@click.command()
+@click.option("--all", "-a", "everything", is_flag=True, help="Finished jobs too.")
+@click.option(
+    "--state",
+    "-s",
+    "states",
+    multiple=True,
+    metavar="STATE",
+    type=click.Choice(tuple(_STATES), case_sensitive=False),
+    help="Only jobs in this state, members of arrays among them; holding: jobs that have a gang. Repeat for more.",
+)
+@click.option("--user", "-u", default="", help="Only this user's.")
+@click.option("--name", metavar="TEXT", default="", help="Only jobs submitted with this --name.")
+@click.option("--label", "-l", "labels", multiple=True, metavar="NAME=VALUE", help="Only jobs with this label.")
+@click.option("--limit", "-n", type=click.IntRange(1), default=1_000, show_default=True, help="At most so many.")
+@click.option("--members", "-r", is_flag=True, help="The members of arrays one by one, not folded into a line.")
+@json_option
+def queue(
+    everything: bool,
+    states: tuple[str, ...],
+    user: str,
+    name: str,
+    labels: tuple[str, ...],
+    limit: int,
+    members: bool,
+    as_json: bool,
+) -> None:
+    """List jobs; without options those that have not ended. A job array is one line."""
+    from ganger.cli import job_table
+    from ganger.v1.job_pb2 import Job
+
+    asked, wrong = pairs("--label", labels)
+    if wrong:
+        raise click.UsageError("; ".join(f"{field}: {what}" for field, what in wrong))
+    wanted = [
+        [Job.State.Value(f"STATE_{each}") for each in sorted({each for state in states for each in _STATES[state]})]
+    ]
+    if not states and not everything:
+        # Jobs that hold devices come first, so that a long queue never cuts them off.
+        wanted = [[Job.STATE_HOLDING, Job.STATE_SUSPENDED], [Job.STATE_PENDING]]
+    # What is asked for is said of jobs: of an array some members may be so.
+    members = members or bool(states or name or asked)
+    with open_client() as client:
+        arrays = [] if members else client.list_arrays(user, live=not everything)
+        room = max(0, limit - len(arrays))
+        found: list[Job] = []
+        for group in wanted:
+            listed = client.list_jobs(group, user, fold_arrays=not members, name=name, labels=asked)
+            fitting = (job for job in listed if not states or _is_in(job, states))
+            found += islice(fitting, max(0, room + 1 - len(found)))
+        jobs = sorted(found[:room], key=job_table.order)
+    if len(found) + len(arrays) > limit:
+        print(f"only {limit} are listed, those that wait or have ended from the newest: --limit N", file=sys.stderr)
+    arrays = sorted(arrays[:limit], key=lambda array: int(number(array.name)))
+    if as_json:
+        print_json([*jobs, *arrays])
+        return
+    rows: list[tuple[str, ...]] = [
+        (
+            job_table.called(job),
+            job_table.label(job),
+            job_table.column(job.user),
+            job_table.state_text(job),
+            job_table.gpus_text(job),
+            job_table.elapsed(job),
+            str(job.queue_rank or ""),
+            job_table.progress_text(job.progress),
+            job_table.note(job),
+        )
+        for job in jobs
+    ]
+    rows += [job_table.array_row(array) for array in arrays]
+    is_chosen = everything or states or name or asked
+    empty = "no jobs" if is_chosen else "no jobs that live; --all shows the others"
+    print_table(_HEADINGS, rows, empty, _SPARE)
+
+
+def _is_in(job: Job, states: tuple[str, ...]) -> bool:
+    from ganger.cli.job_table import state_text
+
+    # "parked(OFFLOAD)", "running, in turn", "waiting for its turn"
+    word = re.split(r"\W", state_text(job), maxsplit=1)[0]
+    return word in states or ("holding" in states and job.state == job.STATE_HOLDING)
 
 
 @click.command()
@@ -29,233 +148,44 @@ _LEVELS: Final = ("pause", "offload", "checkpoint", "move")
 def show(selection: Selection, as_json: bool) -> int:
     """Show all that is known of jobs, or of arrays and their members."""
     with open_client() as client:
-        found, worst = each_of(selection.named(client, ended=True), lambda name: _found(client, name, as_json))
+
+        def of_job(name: str) -> tuple[Job, list[tuple[str, str]]]:
+            from ganger.cli.job_details import failure_pairs
+
+            job = client.get_job(name)
+            return job, [] if as_json else failure_pairs(client, job)
+
+        def of_array(name: str) -> tuple[Array, list[Job]]:
+            members = members_of(client, name)
+            return client.get_array(name), members
+
+        names = selection.named(client, ended=True)
+        found, worst = each_of(names, lambda name: of_job_or_array(name, of_job, of_array))
     if as_json:
-        print_answers([_plain(one, members) for one, members, _ in found], selection)
+        selection.print_answers([_plain(one, more) for one, more in found])
         return worst
-    for index, (one, members, report) in enumerate(found):
+    for index, (one, more) in enumerate(found):
         if index:
             print()
-        _print(one, members, report)
+        _print(one, more)
     return worst
 
 
-def _found(client: Client, name: str, as_json: bool) -> tuple[Job | Array, list[Job], list[tuple[str, str]]]:
-    """Return the job, or the array with its members by number; of a failed job the report. Raises ApiError."""
-    from ganger.cli import failures
-    from ganger.wire.errors import JobNotFound
-
-    array = name
-    if not name.startswith("arrays/"):
-        try:
-            job = client.get_job(name)
-            return job, [], [] if as_json else failures.pairs(client, job)
-        except JobNotFound as error:
-            array = array_of(name, error)
-    members = client.list_jobs(array=array)
-    return client.get_array(array), sorted(members, key=lambda member: int(number(member.name))), []
-
-
-def _plain(one: Job | Array, members: list[Job]) -> dict[str, Any]:
-    from ganger.console import plain
-
+def _plain(one: Job | Array, members: list[Any]) -> dict[str, Any]:
     is_array = one.DESCRIPTOR.name == "Array"
     return {**plain(one), **({"members": [plain(member) for member in members]} if is_array else {})}
 
 
-def _print(one: Job | Array, members: list[Job], report: list[tuple[str, str]]) -> None:
-    from ganger.cli import job_table
-    from ganger.console import print_pairs, print_table
+def _print(one: Job | Array, more: list[Any]) -> None:
+    """Print a job and the report of its failure, or an array and its members."""
+    from ganger.cli import job_details, job_table
 
     if one.DESCRIPTOR.name == "Job":
-        print_pairs([*pairs(cast("Job", one)), *report])
+        print_pairs([*job_details.pairs(cast("Job", one)), *more])
         return
     print_pairs(job_table.array_facts(cast("Array", one)))
     print()
-    print_table(*job_table.members_table(members))
-
-
-def pairs(job: Job) -> list[tuple[str, str]]:
-    """Return what `show` prints, as names and texts; empty texts are not shown."""
-    import shlex
-
-    from ganger.cli import job_table
-    from ganger.job import FINISHED
-    from ganger.units import format_duration, format_memory
-    from ganger.wire import times
-
-    def instant(time: Timestamp) -> str:
-        return times.local_datetime(time).strftime("%Y-%m-%d %H:%M:%S") if time.seconds else ""
-
-    gang, spec = job.gang, job.spec
-    can = [level for level in _LEVELS if getattr(job.capabilities, f"can_{level}")]
-    if job.capabilities.offload_by:
-        can = [f"offload ({job.capabilities.offload_by})" if level == "offload" else level for level in can]
-    sizes = job_table.sizes_text(job)
-    missing = [f"not {_offer(level)}: {why}" for level, why in sorted(job.capabilities.missing.items())]
-    return [
-        ("job", f"{number(job.name)}  {job.uid}"),
-        ("name", spec.display_name),
-        ("array", _member(job)),
-        ("user", job.user),
-        ("state", job_table.state_text(job) + (f", place {job.queue_rank} in the queue" if job.queue_rank else "")),
-        ("failure", _failure(job)),
-        ("because", job.end_reason),
-        ("trouble", job.trouble),
-        ("concern", job.progress.stall_reason),
-        ("waits for", "\n".join(f"{each.reason}: {each.message}" for each in job.blockers)),
-        ("command", shlex.join(spec.command)),
-        ("directory", spec.working_directory),
-        ("tasks", "\n".join(_role(role, job_table.bounds(spec)) for role in spec.roles)),
-        ("wants", _wants(job)),
-        ("elastic", sizes),
-        ("gang", "\n".join(_claim(claim, job_table.has_given_back(job)) for claim in gang.claims)),
-        ("moves to", "\n".join(_claim(claim) for claim in gang.move_claims)),
-        ("cores", "\n".join(job_table.cores(job))),
-        ("locality", job_table.locality_text(gang.level)),
-        ("epoch", f"{gang.epoch}, revision {job.revision}" if gang.epoch else ""),
-        ("pids", " ".join(str(pid or "-") for pid in gang.pids) if any(gang.pids) else ""),
-        ("stopped at", f"step {gang.stop_step}" if gang.stop_step else ""),
-        ("progress", job_table.progress_text(job.progress)),
-        ("evaluates", _evaluation(job)),
-        ("reported", _reported(job)),
-        ("waits for data", f"{job.progress.data_wait_share:.0%}" if job.progress.data_wait_share else ""),
-        ("mechanism", _mechanism(job)),
-        ("offers", "\n".join([", ".join(can), *missing]).strip() if job.state not in FINISHED else ""),
-        ("checkpoint", _checkpoint(job)),
-        ("failures", f"{job.failures}, {spec.max_failures} allowed" if job.failures or spec.max_failures else ""),
-        ("preemptions", str(job.preemptions or "")),
-        ("submitted", instant(job.create_time)),
-        ("started", instant(job.start_time)),
-        ("ended", instant(job.end_time)),
-        ("time" if job.HasField("start_time") else "has waited", job_table.elapsed(job)),
-        ("efficiency", job_table.efficiency(job)),
-        ("time limit", format_duration(times.seconds(spec.time_limit)) if spec.HasField("time_limit") else ""),
-        ("deadline", instant(spec.deadline)),
-        ("gpu memory", format_memory(spec.gpu_memory_bytes) if spec.gpu_memory_bytes else ""),
-        ("labels", " ".join(f"{name}={text}" for name, text in sorted(spec.labels.items()))),
-    ]
-
-
-def _member(job: Job) -> str:
-    from ganger.cli.job_table import called, pairs
-
-    if not job.HasField("array"):
-        return ""
-    given = pairs(job.array.member.parameters)
-    return f"{called(job)}, one of {job.array.size}" + (f": {given}" if given else "")
-
-
-def _evaluation(job: Job) -> str:
-    progress = job.progress
-    in_row = progress.evaluation.batches_in_row
-    return f"{in_row} mini-batches since the last step" if progress.HasField("evaluation") else ""
-
-
-def _reported(job: Job) -> str:
-    from ganger.cli.job_table import value_text
-
-    told = [f"{one.name} {value_text(one.value)} (step {one.step})" for one in job.progress.metrics]
-    if job.array.rungs:
-        told.append(f"at its rungs: {' '.join(map(value_text, job.array.rungs))}")
-    return "\n".join(told)
-
-
-def _offer(name: str) -> str:
-    return "time slices" if name == "TURNS" else name.lower()
-
-
-def _mechanism(job: Job) -> str:
-    """Return the mechanism by which the job is stopped, saved and moved, and why stronger ones do not apply."""
-    from ganger.units import format_duration
-    from ganger.v1.job_pb2 import MECHANISM_SIGNAL, MECHANISM_UNSPECIFIED, Mechanism
-    from ganger.wire import times
-
-    def name_of(mechanism: Mechanism.ValueType) -> str:
-        return Mechanism.Name(mechanism).removeprefix("MECHANISM_").lower()
-
-    if not job.HasField("capabilities"):
-        return ""
-    spec, used = job.spec, job.capabilities.mechanism
-    text = "not known yet" if used == MECHANISM_UNSPECIFIED else name_of(used)
-    if used == MECHANISM_SIGNAL:
-        text += f": SIG{spec.stop_signal}, then at most {format_duration(times.seconds(spec.stop_grace))} to exit"
-    if spec.mechanism:
-        text += " (--mechanism)" if spec.mechanism == used else f" ({name_of(spec.mechanism)} was asked for)"
-    refused = [f"not {name_of(one.mechanism)}: {one.reason}" for one in job.capabilities.refused_mechanisms]
-    return "\n".join([text, *refused])
-
-
-def _failure(job: Job) -> str:
-    if not job.HasField("failure"):
-        return ""
-    failure = job.failure
-    # Without an exit code it never ran.
-    code = f", exit code {failure.exit_code}" if failure.exit_code else ""
-    return f"{failure.reason}: {failure.message} (rank {failure.rank}{code})"
-
-
-def _role(role: object, bounds: str) -> str:
-    from ganger.units import format_cores, format_memory
-    from ganger.v1.resources_pb2 import Role
-
-    assert isinstance(role, Role)
-    shape = role.shape
-    cores = f"{format_cores(shape.millicores)} cores" if shape.millicores else "cores by measurement"
-    memory = format_memory(shape.memory_bytes) if shape.memory_bytes else "a share of memory"
-    gpus = "1 GPU" if shape.gpus == 1 else f"{shape.gpus} GPUs" if shape.gpus else "no GPU"
-    return f"{bounds or role.tasks} × {role.name}: {gpus}, {cores}, {memory}"
-
-
-def _wants(job: Job) -> str:
-    from ganger.cli.job_table import locality_text
-    from ganger.units import format_duration
-    from ganger.v1.resources_pb2 import LEVEL_CLUSTER
-    from ganger.wire import times
-
-    spec, locality, parts = job.spec, job.spec.locality, []
-    if spec.device_type:
-        parts.append(spec.device_type)
-    if spec.nodes:
-        parts.append(f"{spec.nodes} node{'s' * (spec.nodes > 1)}")
-    if locality.wish:
-        parts.append(f"{locality_text(locality.wish)} within {format_duration(times.seconds(locality.patience))}")
-    if locality.widest not in (0, LEVEL_CLUSTER):
-        parts.append(f"at most {locality_text(locality.widest)} apart")
-    if spec.priority:
-        parts.append(f"priority {spec.priority}")
-    if spec.weight:
-        parts.append(f"weight {spec.weight:g}")
-    if spec.convergence.least_decrease:
-        passes = f" in {spec.convergence.passes} passes" if spec.convergence.passes > 1 else ""
-        parts.append(f"converges below {spec.convergence.least_decrease:g}{passes}")
-    if spec.scheduler:
-        parts.append(f"scheduler {spec.scheduler}")
-    return ", ".join(parts)
-
-
-def _claim(claim: object, has_given_back: bool = False) -> str:
-    from ganger.cli.job_table import devices
-    from ganger.units import format_cores, format_memory
-    from ganger.v1.resources_pb2 import Claim
-
-    assert isinstance(claim, Claim)
-    sockets = [f"{format_cores(held)} on socket {index}" for index, held in enumerate(claim.millicores) if held]
-    cores = "cores: " + ", ".join(sockets) if sockets else "no cores"
-    arena = f" and {format_memory(claim.arena_bytes)} for state moved off the GPUs" if claim.arena_bytes else ""
-    held = f"{'GPU' if claim.device_mask.bit_count() == 1 else 'GPUs'} {devices(claim.device_mask)}; "
-    memory = f"{format_memory(claim.memory_bytes)} of memory{arena}"
-    if has_given_back:
-        return f"{number(claim.node)}: {memory}; GPUs and cores are given back"
-    return f"{number(claim.node)}: {held if claim.device_mask else ''}{cores}; {memory}"
-
-
-def _checkpoint(job: Job) -> str:
-    from ganger.units import format_memory
-
-    if not job.HasField("checkpoint"):
-        return ""
-    return f"step {job.checkpoint.step}, {format_memory(job.checkpoint.size_bytes)}, {job.checkpoint.path}"
+    print_table(*job_table.members_table(more))
 
 
 @click.command()
@@ -264,21 +194,20 @@ def _checkpoint(job: Job) -> str:
 @json_option
 def why(job: str, cpus: bool, as_json: bool) -> None:
     """Print why a job waits or is suspended, and when it may start."""
-    from ganger.cli import failures, job_table
-    from ganger.console import print_json, print_line
+    from ganger.cli import job_table
+    from ganger.cli.job_details import failure_lines
     from ganger.job import FINISHED
-    from ganger.units import format_duration
     from ganger.v1.job_pb2 import Gang, Job
     from ganger.wire.times import seconds
 
     with open_client() as client:
         answer = client.explain_job(job)
-        report = [] if as_json or cpus else failures.lines(client, answer.job)
+        report = [] if as_json or cpus else failure_lines(client, answer.job)
     if as_json:
         print_json(answer)
         return
     if cpus:
-        print_line(answer.cores_reason or "the master reports no reasons for cores: it is of an older version")
+        print_line(answer.cores_reason or _NO_REASON)
         return
     rank = f", place {answer.job.queue_rank} in the queue" if answer.job.queue_rank else ""
     where = f" on {job_table.place(answer.job)}" if answer.job.state == Job.STATE_HOLDING else ""
@@ -313,3 +242,28 @@ def why(job: str, cpus: bool, as_json: bool) -> None:
         print_line(f"may start in {soonest} to {latest}, {answer.assumption}")
     elif answer.assumption:
         print_line(answer.assumption if not answer.blockers else f"start {answer.assumption}")
+
+
+@click.command()
+@click.argument("job", type=JobType())
+@json_option
+def profile(job: str, as_json: bool) -> None:
+    """Show the measured rates of a job by CPU cores, the fitted curve, and the number of cores chosen by it."""
+    from ganger.cli.job_details import plot, rate_rows
+
+    with open_client() as client:
+        answer = client.explain_job(job)
+    curve = answer.cores_curve if answer.HasField("cores_curve") else None
+    if as_json:
+        found = None if curve is None else plain(curve)
+        print_json({"job": job, "cores_reason": answer.cores_reason, "cores_curve": found})
+        return
+    for one in [] if curve is None else [curve, *curve.other_phases]:
+        if one.phase:
+            print_line(f"{one.phase}:")
+        print_table(("CORES", "STEPS/S", "FITTED", "SOURCE"), list(rate_rows(one)), "not measured yet")
+        print_line("")
+        for line in plot(one) if one.points else []:
+            print_line(line)
+        print_line("")
+    print_line(answer.cores_reason or _NO_REASON)

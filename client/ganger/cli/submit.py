@@ -11,9 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ganger.cli.failures import CommandError, ExitCode
-from ganger.cli.job_selection import Selection, chooses_jobs, each_of
-from ganger.cli.options import array_of, json_option, number, open_client, pairs
+from ganger.cli.failures import CommandError, ExitCode, report
+from ganger.cli.options import (
+    Selection,
+    chooses_jobs,
+    each_of,
+    json_option,
+    number,
+    of_job_or_array,
+    open_client,
+    pairs,
+)
+from ganger.console import print_json, print_line
 
 if TYPE_CHECKING:
     from ganger.client import Client
@@ -167,8 +176,6 @@ def submit(
 
 
 def _submit_job(spec: JobSpec, request_id: str | None, follow: bool, dry_run: bool, as_json: bool) -> int:
-    from ganger.console import print_json
-
     if dry_run:
         print_json(spec)
         return 0
@@ -193,8 +200,6 @@ def _submit_job(spec: JobSpec, request_id: str | None, follow: bool, dry_run: bo
 
 
 def _submit_array(request: CreateArrayRequest, request_id: str | None, dry_run: bool, as_json: bool) -> int:
-    from ganger.console import print_json
-
     if dry_run:
         print_json(request)
         return 0
@@ -296,8 +301,6 @@ def update(selection: Selection, request_id: str | None, yes: bool, as_json: boo
     member that has not ended. All of it or nothing. A job that has run for longer than its new time is ended, after
     you have confirmed it.
     """
-    from ganger.cli.failures import report
-    from ganger.console import print_json
     from ganger.spec import make_update
 
     given = {key: value for key, value in flags.items() if value is not None}
@@ -327,33 +330,27 @@ def _confirmed(
     """Update it; where that ends a job at once, ask first. Without a terminal the refusal is reported as it is."""
     from ganger.wire.errors import UpdateEndsJob
 
+    def change(may_end: bool) -> Job | UpdateArrayResponse:
+        how: dict[str, Any] = {"request_id": request_id, "may_end": may_end}
+        return of_job_or_array(
+            name,
+            lambda job: client.update_job(job, wanted, **how),
+            lambda array: client.update_array(array, wanted, **how),
+        )
+
     try:
-        return _update(client, name, wanted, request_id, yes)
+        return change(yes)
     except UpdateEndsJob as error:
         if not sys.stdin.isatty():
             raise
         effect = error.message.partition(";")[0]
         if not click.confirm(f"{effect}. End it?", err=True):
             raise CommandError(f"{name} is as it was") from None
-        return _update(client, name, wanted, request_id, True)
-
-
-def _update(
-    client: Client, name: str, wanted: JobUpdate, request_id: str | None, may_end: bool
-) -> Job | UpdateArrayResponse:
-    from ganger.wire.errors import JobNotFound
-
-    if name.startswith("arrays/"):
-        return client.update_array(name, wanted, request_id=request_id, may_end=may_end)
-    try:
-        return client.update_job(name, wanted, request_id=request_id, may_end=may_end)
-    except JobNotFound as error:
-        return client.update_array(array_of(name, error), wanted, request_id=request_id, may_end=may_end)
+        return change(True)
 
 
 def _print_updated(message: Job | UpdateArrayResponse, given: dict[str, str]) -> None:
     from ganger.cli.job_table import job_sentence
-    from ganger.console import print_line
     from ganger.v1.job_pb2 import Job
 
     what = "".join(f", {key.replace('_', ' ')} {value}" for key, value in given.items())

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from ganger.cli.options import json_option, number, open_client
-from ganger.console import Within
+from ganger.console import Within, aligned, plain, print_json, rich_table
+from ganger.units import format_cores, format_duration, format_memory
 
 if TYPE_CHECKING:
     from ganger.client import Client
@@ -95,8 +96,6 @@ def top(interval: float, once: bool, as_json: bool) -> None:
             _print_json(client)
             return
         if once or not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
-            from ganger.console import aligned
-
             now = picture(client, _ONCE_LINES)
             print(now.headline, *(aligned(headings, rows) for headings, rows, _ in now.tables()), sep="\n\n")
             return
@@ -112,8 +111,6 @@ def _leave(number: int, _: object) -> None:
 
 
 def _print_json(client: Client) -> None:
-    from ganger.console import plain, print_json
-
     cluster = client.get_cluster()
     print_json(
         {
@@ -145,7 +142,6 @@ def _draw(client: Client, is_over: Callable[[], bool]) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    from ganger.console import rich_table
     from ganger.wire.errors import DeadlineExceeded, NotReady, Unreachable
 
     def left_out(number: int) -> Text:
@@ -245,7 +241,6 @@ def _job_row(job: object) -> tuple[str, ...]:
 def _turn_rows(answer: ListNodesResponse) -> list[tuple[str, ...]]:
     """Return one row per time slice of each time-slice group: active or not, index, length and its jobs."""
     from ganger.cli import job_table
-    from ganger.units import format_duration
     from ganger.wire import times
 
     rows: list[tuple[str, ...]] = []
@@ -269,7 +264,6 @@ def _turn_rows(answer: ListNodesResponse) -> list[tuple[str, ...]]:
 
 def _node_rows(answer: ListNodesResponse) -> list[tuple[str, ...]]:
     from ganger.cli.nodes import reason_text, state_text
-    from ganger.units import format_cores, format_memory
 
     kinds = {kind.name: kind for kind in answer.configuration_sets}
     rows: list[tuple[str, ...]] = []

@@ -5,11 +5,9 @@ is google.rpc.Status with one ErrorInfo (domain "ganger.v1") and, for a bad requ
 Refusals of gangs are values (`ganger.cluster.refusals`), not errors.
 """
 
-# Classes carry the names of the reasons in the protos, which users see.
-# ruff: noqa: N818
-
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
@@ -47,256 +45,86 @@ class ApiError(Exception):
         self.violations = tuple(violations)
         self.metadata: dict[str, str] = {name: str(value) for name, value in metadata.items()}
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        assert cls.reason not in ApiError._by_reason, f"two errors with reason {cls.reason}"
-        ApiError._by_reason[cls.reason] = cls
-
     def __str__(self) -> str:
         lines = [self.message, *(f"{violation.field}: {violation.description}" for violation in self.violations)]
         return "\n  ".join(lines)
 
 
-class SpecInvalid(ApiError):
-    code, reason = grpc.StatusCode.INVALID_ARGUMENT, "SPEC_INVALID"
-
-
-class NameInvalid(ApiError):
-    code, reason = grpc.StatusCode.INVALID_ARGUMENT, "NAME_INVALID"
-
-
-class PageTokenInvalid(ApiError):
-    code, reason = grpc.StatusCode.INVALID_ARGUMENT, "PAGE_TOKEN_INVALID"
-
-
-class RequestInvalid(ApiError):
-    code, reason = grpc.StatusCode.INVALID_ARGUMENT, "REQUEST_INVALID"
-
-
-class PlanInvalid(ApiError):
-    code, reason = grpc.StatusCode.INVALID_ARGUMENT, "PLAN_INVALID"
-
-
-class ReasonMissing(ApiError):
-    code, reason = grpc.StatusCode.INVALID_ARGUMENT, "REASON_MISSING"
-
-
-class ConfigurationSetMismatch(ApiError):
-    code, reason = grpc.StatusCode.INVALID_ARGUMENT, "CONFIGURATION_SET_MISMATCH"
-
-
-class JobNotFound(ApiError):
-    code, reason = grpc.StatusCode.NOT_FOUND, "JOB_NOT_FOUND"
-
-
-class ArrayNotFound(ApiError):
-    code, reason = grpc.StatusCode.NOT_FOUND, "ARRAY_NOT_FOUND"
-
-
-class NodeNotFound(ApiError):
-    code, reason = grpc.StatusCode.NOT_FOUND, "NODE_NOT_FOUND"
-
-
-class RankNotFound(ApiError):
-    code, reason = grpc.StatusCode.NOT_FOUND, "RANK_NOT_FOUND"
-
-
-class GangNotFound(ApiError):
-    code, reason = grpc.StatusCode.NOT_FOUND, "GANG_NOT_FOUND"
-
-
-class NodeSetNotFound(ApiError):
-    code, reason = grpc.StatusCode.NOT_FOUND, "NODE_SET_NOT_FOUND"
-
-
-class OffsetBeyondEnd(ApiError):
-    code, reason = grpc.StatusCode.OUT_OF_RANGE, "OFFSET_BEYOND_END"
-
-
-class EventsCompacted(ApiError):
-    code, reason = grpc.StatusCode.OUT_OF_RANGE, "EVENTS_COMPACTED"
-
-
-class LogNotKept(ApiError):
-    code, reason = grpc.StatusCode.OUT_OF_RANGE, "LOG_NOT_KEPT"
-
-
-class RequestReused(ApiError):
-    code, reason = grpc.StatusCode.ALREADY_EXISTS, "REQUEST_REUSED"
-
-
-class WireVersionUnsupported(ApiError):
-    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "WIRE_VERSION_UNSUPPORTED"
-
-
-class GangImpossible(ApiError):
-    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "GANG_IMPOSSIBLE"
-
-
-class QuotaExceeded(ApiError):
-    """metadata: `user`, `needed` and `limit`, in GPUs."""
-
-    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "QUOTA_EXCEEDED"
-
-
-class JobFinished(ApiError):
-    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "JOB_FINISHED"
-
-
-class JobBusy(ApiError):
-    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "JOB_BUSY"
-
-
-class LevelUnavailable(ApiError):
-    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "LEVEL_UNAVAILABLE"
-
-
-class NotRunning(ApiError):
-    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "NOT_RUNNING"
-
-
-class MoveRefused(ApiError):
-    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "MOVE_REFUSED"
-
-
-class ResizeRefused(ApiError):
-    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "RESIZE_REFUSED"
-
-
-class CoresRefused(ApiError):
-    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "CORES_REFUSED"
-
-
-class UpdateRefused(ApiError):
-    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "UPDATE_REFUSED"
-
-
-class UpdateEndsJob(ApiError):
-    """metadata: `job`, `jobs` (how many would end), `ran` and `limit` in seconds."""
-
-    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "UPDATE_ENDS_JOB"
-
-
-class NodeAlive(ApiError):
-    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "NODE_ALIVE"
-
-
-class NodeBusy(ApiError):
-    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "NODE_BUSY"
-
-
-class AlreadyRecording(ApiError):
-    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "ALREADY_RECORDING"
-
-
-class NotRecorded(ApiError):
-    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "NOT_RECORDED"
-
-
-class NodeSilent(ApiError):
-    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "NODE_SILENT"
-
-
-class NodeNameTaken(ApiError):
-    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "NODE_NAME_TAKEN"
-
-
-class StorageMismatch(ApiError):
-    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "STORAGE_MISMATCH"
-
-
-class RevisionConflict(ApiError):
-    code, reason = grpc.StatusCode.ABORTED, "REVISION_CONFLICT"
-
-
-class SessionSuperseded(ApiError):
-    code, reason = grpc.StatusCode.ABORTED, "SESSION_SUPERSEDED"
-
-
-class EpochStale(ApiError):
-    code, reason = grpc.StatusCode.ABORTED, "EPOCH_STALE"
-
-
-class JobNotYours(ApiError):
-    code, reason = grpc.StatusCode.PERMISSION_DENIED, "JOB_NOT_YOURS"
-
-
-class RoleNotPermitted(ApiError):
-    """metadata: `method`, `permitted` (roles, by commas), and of a certificate `role` and `name`."""
-
-    code, reason = grpc.StatusCode.PERMISSION_DENIED, "ROLE_NOT_PERMITTED"
-
-
-class NodeNotYours(ApiError):
-    code, reason = grpc.StatusCode.PERMISSION_DENIED, "NODE_NOT_YOURS"
-
-
-class CertificateInvalid(ApiError):
-    """A certificate of the right authority that names no role."""
-
-    code, reason = grpc.StatusCode.UNAUTHENTICATED, "CERTIFICATE_INVALID"
-
-
-class TokenInvalid(ApiError):
-    code, reason = grpc.StatusCode.UNAUTHENTICATED, "TOKEN_INVALID"
-
-
-class QueueFull(ApiError):
-    code, reason = grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"
-
-
-class UserLimit(ApiError):
-    """A user has, or requests, more than each user may have. metadata: `limit`."""
-
-    code, reason = grpc.StatusCode.RESOURCE_EXHAUSTED, "USER_LIMIT"
-
-
-class MessageTooLarge(ApiError):
-    code, reason = grpc.StatusCode.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE"
-
-
-class NotSupported(ApiError):
-    code, reason = grpc.StatusCode.UNIMPLEMENTED, "NOT_SUPPORTED"
-
-
-class Restoring(ApiError):
-    """The master's database was restored, and it waits for what nodes run. metadata: `nodes`, those it waits for."""
-
-    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "RESTORING"
-
-
-class NotRestoring(ApiError):
-    """The master does not wait for nodes after a restore: there is nothing to go on with."""
-
-    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "NOT_RESTORING"
-
-
-class AdoptionRefused(ApiError):
-    """A quarantined gang cannot be adopted as it is now; the message has the reason."""
-
-    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "ADOPTION_REFUSED"
-
-
-class NotReady(ApiError):
-    code, reason = grpc.StatusCode.UNAVAILABLE, "NOT_READY"
-
-
-class Internal(ApiError):
-    """Our bug. metadata["id"] finds it in the server's log."""
-
-    code, reason = grpc.StatusCode.INTERNAL, "INTERNAL"
-
-
-class Unreachable(ApiError):
-    """No server answers at the address. Made by the client; never sent."""
-
-    code, reason = grpc.StatusCode.UNAVAILABLE, "UNREACHABLE"
-
-
-class DeadlineExceeded(ApiError):
-    """No answer within the deadline. Made on the client's side, or by a server that waited in vain."""
-
-    code, reason = grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"
+def _error(name: str, code: grpc.StatusCode) -> type[ApiError]:
+    """Return the class of an error. Its reason is the name as it is in the protos, "JOB_NOT_FOUND" of JobNotFound."""
+    reason = re.sub(r"(?<!^)(?=[A-Z])", "_", name).upper()
+    made = type(name, (ApiError,), {"code": code, "reason": reason, "__module__": __name__})
+    ApiError._by_reason[reason] = made
+    return made
+
+
+_Code = grpc.StatusCode
+SpecInvalid = _error("SpecInvalid", _Code.INVALID_ARGUMENT)
+NameInvalid = _error("NameInvalid", _Code.INVALID_ARGUMENT)
+PageTokenInvalid = _error("PageTokenInvalid", _Code.INVALID_ARGUMENT)
+RequestInvalid = _error("RequestInvalid", _Code.INVALID_ARGUMENT)
+PlanInvalid = _error("PlanInvalid", _Code.INVALID_ARGUMENT)
+ReasonMissing = _error("ReasonMissing", _Code.INVALID_ARGUMENT)
+ConfigurationSetMismatch = _error("ConfigurationSetMismatch", _Code.INVALID_ARGUMENT)
+JobNotFound = _error("JobNotFound", _Code.NOT_FOUND)
+ArrayNotFound = _error("ArrayNotFound", _Code.NOT_FOUND)
+NodeNotFound = _error("NodeNotFound", _Code.NOT_FOUND)
+RankNotFound = _error("RankNotFound", _Code.NOT_FOUND)
+GangNotFound = _error("GangNotFound", _Code.NOT_FOUND)
+NodeSetNotFound = _error("NodeSetNotFound", _Code.NOT_FOUND)
+OffsetBeyondEnd = _error("OffsetBeyondEnd", _Code.OUT_OF_RANGE)
+EventsCompacted = _error("EventsCompacted", _Code.OUT_OF_RANGE)
+LogNotKept = _error("LogNotKept", _Code.OUT_OF_RANGE)
+RequestReused = _error("RequestReused", _Code.ALREADY_EXISTS)
+WireVersionUnsupported = _error("WireVersionUnsupported", _Code.FAILED_PRECONDITION)
+GangImpossible = _error("GangImpossible", _Code.FAILED_PRECONDITION)
+# metadata: `user`, `needed` and `limit`, in GPUs.
+QuotaExceeded = _error("QuotaExceeded", _Code.FAILED_PRECONDITION)
+JobFinished = _error("JobFinished", _Code.FAILED_PRECONDITION)
+JobBusy = _error("JobBusy", _Code.FAILED_PRECONDITION)
+LevelUnavailable = _error("LevelUnavailable", _Code.FAILED_PRECONDITION)
+NotRunning = _error("NotRunning", _Code.FAILED_PRECONDITION)
+MoveRefused = _error("MoveRefused", _Code.FAILED_PRECONDITION)
+ResizeRefused = _error("ResizeRefused", _Code.FAILED_PRECONDITION)
+CoresRefused = _error("CoresRefused", _Code.FAILED_PRECONDITION)
+UpdateRefused = _error("UpdateRefused", _Code.FAILED_PRECONDITION)
+# metadata: `job`, `jobs` (how many would end), `ran` and `limit` in seconds.
+UpdateEndsJob = _error("UpdateEndsJob", _Code.FAILED_PRECONDITION)
+NodeAlive = _error("NodeAlive", _Code.FAILED_PRECONDITION)
+NodeBusy = _error("NodeBusy", _Code.FAILED_PRECONDITION)
+AlreadyRecording = _error("AlreadyRecording", _Code.FAILED_PRECONDITION)
+NotRecorded = _error("NotRecorded", _Code.FAILED_PRECONDITION)
+NodeSilent = _error("NodeSilent", _Code.FAILED_PRECONDITION)
+NodeNameTaken = _error("NodeNameTaken", _Code.FAILED_PRECONDITION)
+StorageMismatch = _error("StorageMismatch", _Code.FAILED_PRECONDITION)
+RevisionConflict = _error("RevisionConflict", _Code.ABORTED)
+SessionSuperseded = _error("SessionSuperseded", _Code.ABORTED)
+EpochStale = _error("EpochStale", _Code.ABORTED)
+JobNotYours = _error("JobNotYours", _Code.PERMISSION_DENIED)
+# metadata: `method`, `permitted` (roles, by commas), and of a certificate `role` and `name`.
+RoleNotPermitted = _error("RoleNotPermitted", _Code.PERMISSION_DENIED)
+NodeNotYours = _error("NodeNotYours", _Code.PERMISSION_DENIED)
+# A certificate of the right authority that names no role.
+CertificateInvalid = _error("CertificateInvalid", _Code.UNAUTHENTICATED)
+TokenInvalid = _error("TokenInvalid", _Code.UNAUTHENTICATED)
+QueueFull = _error("QueueFull", _Code.RESOURCE_EXHAUSTED)
+# A user has, or requests, more than each user may have. metadata: `limit`.
+UserLimit = _error("UserLimit", _Code.RESOURCE_EXHAUSTED)
+MessageTooLarge = _error("MessageTooLarge", _Code.RESOURCE_EXHAUSTED)
+NotSupported = _error("NotSupported", _Code.UNIMPLEMENTED)
+# The master's database was restored, and it waits for what nodes run. metadata: `nodes`, those it waits for.
+Restoring = _error("Restoring", _Code.FAILED_PRECONDITION)
+# The master does not wait for nodes after a restore: there is nothing to go on with.
+NotRestoring = _error("NotRestoring", _Code.FAILED_PRECONDITION)
+# A quarantined gang cannot be adopted as it is now; the message has the reason.
+AdoptionRefused = _error("AdoptionRefused", _Code.FAILED_PRECONDITION)
+NotReady = _error("NotReady", _Code.UNAVAILABLE)
+# Our bug. metadata["id"] finds it in the server's log.
+Internal = _error("Internal", _Code.INTERNAL)
+# No server answers at the address. Made by the client; never sent.
+Unreachable = _error("Unreachable", _Code.UNAVAILABLE)
+# No answer within the deadline. Made on the client's side, or by a server that waited in vain.
+DeadlineExceeded = _error("DeadlineExceeded", _Code.DEADLINE_EXCEEDED)
 
 
 def to_status(error: ApiError) -> status_pb2.Status:

@@ -19,7 +19,7 @@ from typing import Final
 
 from google.protobuf.message import Message
 
-from ganger.wire.errors import CertificateInvalid, MessageTooLarge, RoleNotPermitted
+from ganger.wire.errors import ApiError, CertificateInvalid, MessageTooLarge, RoleNotPermitted
 
 # Streams end by themselves after 30 minutes; a minute more lets the server be the one to end them.
 _STREAM_S = 31 * 60.0
@@ -292,7 +292,7 @@ def check_local_call(method: str) -> None:
         raise _not_permitted(method, permitted, "the token does not do for it here: come with a certificate")
 
 
-def _not_permitted(method: str, permitted: frozenset[CallerRole], but: str, **caller: str) -> RoleNotPermitted:
+def _not_permitted(method: str, permitted: frozenset[CallerRole], but: str, **caller: str) -> ApiError:
     *most, last = [f"{role}s" for role in CallerRole if role in permitted] or ["no role"]
     roles = f"{', '.join(most)} and {last}" if most else last
     name = method.rpartition("/")[2]

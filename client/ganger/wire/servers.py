@@ -290,7 +290,7 @@ def _reader(method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> Callable[[
     return streamed if handler.request_streaming else single
 
 
-def _unreadable(method: str) -> RequestInvalid:
+def _unreadable(method: str) -> ApiError:
     log.warning("request cannot be read", extra={"method": method})
     return RequestInvalid(f"what was sent is no message of {method}: use a client made from this version's protos")
 

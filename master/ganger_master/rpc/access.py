@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 import grpc
 from ganger.v1 import array_pb2, job_pb2
 from ganger.wire import errors
-from ganger.wire.errors import UserLimit
+from ganger.wire.errors import ApiError, UserLimit
 from ganger.wire.methods import CallerIdentity
 from ganger.wire.servers import Callers, WrappingInterceptor, behaviour_of, rebuilt
 from google.protobuf.message import Message
@@ -187,7 +187,7 @@ class UserLimits:
         return user
 
     @staticmethod
-    def _exceeded(caller: CallerIdentity, wait_s: float, what: str, setting: str, limit: int) -> UserLimit:
+    def _exceeded(caller: CallerIdentity, wait_s: float, what: str, setting: str, limit: int) -> ApiError:
         text = f"user {caller.name} has used up {what} a second ({setting}): try again in {wait_s:.1f} s"
         return UserLimit(text, limit=limit)
 

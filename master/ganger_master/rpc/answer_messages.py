@@ -59,7 +59,7 @@ def submission_from_wire(request: job_service_pb2.CreateArrayRequest, caller: Ca
     )
 
 
-def _too_much(text: str) -> errors.SpecInvalid:
+def _too_much(text: str) -> errors.ApiError:
     return errors.SpecInvalid("the array cannot be accepted", violations=[errors.Violation("members", text)])
 
 

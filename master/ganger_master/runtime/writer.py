@@ -18,7 +18,7 @@ from itertools import count
 from typing import Any, Final, TypeAlias, TypeVar
 
 from ganger.failpoints import Failpoints
-from ganger.wire.errors import AlreadyRecording, Internal, NotReady
+from ganger.wire.errors import AlreadyRecording, ApiError, Internal, NotReady
 
 from ganger_master.core import machine
 from ganger_master.core.answers import Answer
@@ -230,7 +230,7 @@ class Writer:
         if not self._open.is_touched:
             self._recording.between_batches(self.state, self._clock())
 
-    def _not_ready(self) -> NotReady:
+    def _not_ready(self) -> ApiError:
         return NotReady(f"{'the master is stopping' if self._is_closing else self._away}: try again")
 
     def end_recording(self, reason: str) -> None:
@@ -382,7 +382,7 @@ class Writer:
             log.warning("clock was set or master stood still", extra={"set_by": gap.set_by, "passed": passed})
             self.tell(gap)
 
-    def _crashed(self, what: str) -> Internal:
+    def _crashed(self, what: str) -> ApiError:
         """Handle a failure of the core: discard all uncommitted changes, keep the durable state."""
         crash = uuid.uuid4().hex[:12]
         self.meter.core_errors += 1
@@ -489,7 +489,7 @@ def _all(answers: list[Answer]) -> Sequence[Answer]:
     return answers
 
 
-def _refuse(callers: Sequence[_Caller], error: NotReady) -> None:
+def _refuse(callers: Sequence[_Caller], error: ApiError) -> None:
     for future, _ in callers:
         if not future.done():
             future.set_exception(error)

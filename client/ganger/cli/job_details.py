@@ -1,0 +1,252 @@
+"""What `ganger show`, `why` and `profile` print of one job: its facts, how it failed, and its rates by cores."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ganger.cli import job_table
+from ganger.cli.options import number
+from ganger.job import FINISHED
+from ganger.units import format_cores, format_duration, format_memory
+from ganger.v1.job_pb2 import MECHANISM_SIGNAL, MECHANISM_UNSPECIFIED, Job, Mechanism
+from ganger.v1.resources_pb2 import LEVEL_CLUSTER, Claim, Role
+from ganger.v1.scheduling_pb2 import CoresCurve, CurvePoint
+from ganger.wire import times
+from ganger.wire.errors import ApiError
+
+if TYPE_CHECKING:
+    from ganger.client import Client
+
+_LEVELS = ("pause", "offload", "checkpoint", "move")
+# Of the log of a failed job.
+_LINES = 10
+_LINE_CHARACTERS = 500
+_TAIL_BYTES = 8 * 1024
+# Of the plot of rates.
+_WIDTH = 64
+_HEIGHT = 12
+
+
+def pairs(job: Job) -> list[tuple[str, str]]:
+    """Return what `show` prints, as names and texts; empty texts are not shown."""
+
+    gang, spec = job.gang, job.spec
+    can = [level for level in _LEVELS if getattr(job.capabilities, f"can_{level}")]
+    if job.capabilities.offload_by:
+        can = [f"offload ({job.capabilities.offload_by})" if level == "offload" else level for level in can]
+    offers = {"TURNS": "time slices"}
+    missing = [f"not {offers.get(name, name.lower())}: {why}" for name, why in sorted(job.capabilities.missing.items())]
+    evaluation = f"{job.progress.evaluation.batches_in_row} mini-batches since the last step"
+    saved = f"step {job.checkpoint.step}, {format_memory(job.checkpoint.size_bytes)}, {job.checkpoint.path}"
+    return [
+        ("job", f"{number(job.name)}  {job.uid}"),
+        ("name", spec.display_name),
+        ("array", _member(job)),
+        ("user", job.user),
+        ("state", job_table.state_text(job) + (f", place {job.queue_rank} in the queue" if job.queue_rank else "")),
+        ("failure", _failure(job)),
+        ("because", job.end_reason),
+        ("trouble", job.trouble),
+        ("concern", job.progress.stall_reason),
+        ("waits for", "\n".join(f"{each.reason}: {each.message}" for each in job.blockers)),
+        ("command", shlex.join(spec.command)),
+        ("directory", spec.working_directory),
+        ("tasks", "\n".join(_role(role, job_table.bounds(spec)) for role in spec.roles)),
+        ("wants", _wants(job)),
+        ("elastic", job_table.sizes_text(job)),
+        ("gang", "\n".join(_claim(claim, job_table.has_given_back(job)) for claim in gang.claims)),
+        ("moves to", "\n".join(_claim(claim) for claim in gang.move_claims)),
+        ("cores", "\n".join(job_table.cores(job))),
+        ("locality", job_table.locality_text(gang.level)),
+        ("epoch", f"{gang.epoch}, revision {job.revision}" if gang.epoch else ""),
+        ("pids", " ".join(str(pid or "-") for pid in gang.pids) if any(gang.pids) else ""),
+        ("stopped at", f"step {gang.stop_step}" if gang.stop_step else ""),
+        ("progress", job_table.progress_text(job.progress)),
+        ("evaluates", evaluation if job.progress.HasField("evaluation") else ""),
+        ("reported", _reported(job)),
+        ("waits for data", f"{job.progress.data_wait_share:.0%}" if job.progress.data_wait_share else ""),
+        ("mechanism", _mechanism(job)),
+        ("offers", "\n".join([", ".join(can), *missing]).strip() if job.state not in FINISHED else ""),
+        ("checkpoint", saved if job.HasField("checkpoint") else ""),
+        ("failures", f"{job.failures}, {spec.max_failures} allowed" if job.failures or spec.max_failures else ""),
+        ("preemptions", str(job.preemptions or "")),
+        ("submitted", job_table.instant(job.create_time)),
+        ("started", job_table.instant(job.start_time)),
+        ("ended", job_table.instant(job.end_time)),
+        ("time" if job.HasField("start_time") else "has waited", job_table.elapsed(job)),
+        ("efficiency", job_table.efficiency(job)),
+        ("time limit", format_duration(times.seconds(spec.time_limit)) if spec.HasField("time_limit") else ""),
+        ("deadline", job_table.instant(spec.deadline)),
+        ("gpu memory", format_memory(spec.gpu_memory_bytes) if spec.gpu_memory_bytes else ""),
+        ("labels", " ".join(f"{name}={text}" for name, text in sorted(spec.labels.items()))),
+    ]
+
+
+def _member(job: Job) -> str:
+    if not job.HasField("array"):
+        return ""
+    given = job_table.pairs(job.array.member.parameters)
+    return f"{job_table.called(job)}, one of {job.array.size}" + (f": {given}" if given else "")
+
+
+def _reported(job: Job) -> str:
+    told = [f"{one.name} {job_table.value_text(one.value)} (step {one.step})" for one in job.progress.metrics]
+    if job.array.rungs:
+        told.append(f"at its rungs: {' '.join(map(job_table.value_text, job.array.rungs))}")
+    return "\n".join(told)
+
+
+def _mechanism(job: Job) -> str:
+    """Return the mechanism by which the job is stopped, saved and moved, and why stronger ones do not apply."""
+
+    def name_of(mechanism: Mechanism.ValueType) -> str:
+        return Mechanism.Name(mechanism).removeprefix("MECHANISM_").lower()
+
+    if not job.HasField("capabilities"):
+        return ""
+    spec, used = job.spec, job.capabilities.mechanism
+    text = "not known yet" if used == MECHANISM_UNSPECIFIED else name_of(used)
+    if used == MECHANISM_SIGNAL:
+        text += f": SIG{spec.stop_signal}, then at most {format_duration(times.seconds(spec.stop_grace))} to exit"
+    if spec.mechanism:
+        text += " (--mechanism)" if spec.mechanism == used else f" ({name_of(spec.mechanism)} was asked for)"
+    refused = [f"not {name_of(one.mechanism)}: {one.reason}" for one in job.capabilities.refused_mechanisms]
+    return "\n".join([text, *refused])
+
+
+def _failure(job: Job) -> str:
+    if not job.HasField("failure"):
+        return ""
+    failure = job.failure
+    # Without an exit code it never ran.
+    code = f", exit code {failure.exit_code}" if failure.exit_code else ""
+    return f"{failure.reason}: {failure.message} (rank {failure.rank}{code})"
+
+
+def _role(role: Role, bounds: str) -> str:
+    shape = role.shape
+    cores = f"{format_cores(shape.millicores)} cores" if shape.millicores else "cores by measurement"
+    memory = format_memory(shape.memory_bytes) if shape.memory_bytes else "a share of memory"
+    gpus = "1 GPU" if shape.gpus == 1 else f"{shape.gpus} GPUs" if shape.gpus else "no GPU"
+    return f"{bounds or role.tasks} × {role.name}: {gpus}, {cores}, {memory}"
+
+
+def _wants(job: Job) -> str:
+    spec, locality, convergence = job.spec, job.spec.locality, job.spec.convergence
+    within = f"within {format_duration(times.seconds(locality.patience))}"
+    passes = f" in {convergence.passes} passes" if convergence.passes > 1 else ""
+    wishes = [
+        (spec.device_type, spec.device_type),
+        (spec.nodes, f"{spec.nodes} node{'s' * (spec.nodes > 1)}"),
+        (locality.wish, f"{job_table.locality_text(locality.wish)} {within}"),
+        (locality.widest not in (0, LEVEL_CLUSTER), f"at most {job_table.locality_text(locality.widest)} apart"),
+        (spec.priority, f"priority {spec.priority}"),
+        (spec.weight, f"weight {spec.weight:g}"),
+        (convergence.least_decrease, f"converges below {convergence.least_decrease:g}{passes}"),
+        (spec.scheduler, f"scheduler {spec.scheduler}"),
+    ]
+    return ", ".join([text for is_wished, text in wishes if is_wished])
+
+
+def _claim(claim: Claim, has_given_back: bool = False) -> str:
+    sockets = [f"{format_cores(held)} on socket {index}" for index, held in enumerate(claim.millicores) if held]
+    cores = "cores: " + ", ".join(sockets) if sockets else "no cores"
+    arena = f" and {format_memory(claim.arena_bytes)} for state moved off the GPUs" if claim.arena_bytes else ""
+    held = f"{'GPU' if claim.device_mask.bit_count() == 1 else 'GPUs'} {job_table.devices(claim.device_mask)}; "
+    memory = f"{format_memory(claim.memory_bytes)} of memory{arena}"
+    if has_given_back:
+        return f"{number(claim.node)}: {memory}; GPUs and cores are given back"
+    return f"{number(claim.node)}: {held if claim.device_mask else ''}{cores}; {memory}"
+
+
+def failure_pairs(client: Client, job: Job) -> list[tuple[str, str]]:
+    """Return names and texts for `show`: "ran on" and "log of rank K"; none for a job that has not failed."""
+    if job.state != job.STATE_FAILED:
+        return []
+    try:
+        nodes = _places(client, job)
+    except ApiError as error:
+        nodes = f"unknown: {error.message}"
+    if not nodes and not job.HasField("start_time"):
+        return [("ran on", "no node: it was never given a place")]
+    return [("ran on", nodes), (f"log of rank {job.failure.rank}", _last_lines(client, job))]
+
+
+def failure_lines(client: Client, job: Job) -> list[str]:
+    """Return the same as lines of text, for `why` and `history`."""
+    found: list[str] = []
+    for name, text in failure_pairs(client, job):
+        first, *more = text.split("\n")
+        found += [f"{name}: {first}"] if not more else [f"{name} ends:", *[f"  {line}" for line in (first, *more)]]
+    return found
+
+
+def _places(client: Client, job: Job) -> str:
+    """Return the nodes of the attempt that failed, "n1, n2"; "" for a job that was never given a gang."""
+    nodes = ""
+    for event in client.list_events(job.name):
+        if event.kind == "gang_approved":
+            nodes = event.figures.get("nodes", "")
+            if event.figures.get("epoch") == str(job.failure.epoch):
+                break
+    return ", ".join(nodes.split())
+
+
+def _last_lines(client: Client, job: Job) -> str:
+    """Return the last lines that the failed rank wrote, or why there are none."""
+    try:
+        data = b"".join([chunk.data for chunk in client.read_log(job.name, job.failure.rank, -_TAIL_BYTES)])
+    except ApiError as error:
+        return f"cannot be read: {error.message}"
+    written = data.decode(errors="replace").rstrip("\n").split("\n")
+    if len(data) >= _TAIL_BYTES and len(written) > 1:
+        # The first line is cut.
+        written = written[1:]
+    return "\n".join([line[:_LINE_CHARACTERS] for line in written[-_LINES:]]) or "nothing was written"
+
+
+def rate_rows(curve: CoresCurve) -> Iterator[tuple[str, ...]]:
+    fitted = {point.cores: point.steps_per_s for point in curve.fitted}
+    for point in curve.points:
+        text = f"{fitted[point.cores]:.4g}" if point.cores in fitted else ""
+        yield f"{point.cores:g}", f"{point.steps_per_s:.4g}", text, "series" if point.is_inherited else "this job"
+
+
+def plot(curve: CoresCurve) -> list[str]:
+    """Return lines with rates over cores: `*` measured, `o` inherited from the series, `.` fitted, `|` theta."""
+    every: list[CurvePoint] = [*curve.points, *curve.fitted]
+    most_cores = max(point.cores for point in every)
+    most_rate = max(point.steps_per_s for point in every)
+    if not (most_cores > 0.0 and most_rate > 0.0):
+        return []
+
+    def column(cores: float) -> int:
+        return min(_WIDTH - 1, max(0, round(cores / most_cores * (_WIDTH - 1))))
+
+    grid = [[" "] * _WIDTH for _ in range(_HEIGHT)]
+
+    def put(cores: float, rate: float, sign: str) -> None:
+        row = round(rate / most_rate * (_HEIGHT - 1))
+        grid[_HEIGHT - 1 - min(_HEIGHT - 1, max(0, row))][column(cores)] = sign
+
+    if curve.fitted:
+        for line in grid:
+            line[column(curve.sweet_point)] = "|"
+    for before, after in zip(curve.fitted, curve.fitted[1:], strict=False):
+        # A line between two whole numbers of cores.
+        for at in range(column(before.cores), column(after.cores) + 1):
+            cores = at * most_cores / (_WIDTH - 1)
+            share = min(1.0, max(0.0, (cores - before.cores) / (after.cores - before.cores)))
+            put(cores, before.steps_per_s + share * (after.steps_per_s - before.steps_per_s), ".")
+    for point in curve.points:
+        put(point.cores, point.steps_per_s, "o" if point.is_inherited else "*")
+    labels = [f"{most_rate:.3g}", *[""] * (_HEIGHT - 2), "0"]
+    margin = max(map(len, labels))
+    drawn = [f"{label:>{margin}} |{''.join(line)}".rstrip() for label, line in zip(labels, grid, strict=True)]
+    last = f"{most_cores:g}"
+    axis = " " * (margin + 1) + "+" + "-" * _WIDTH
+    scale = " " * (margin + 2) + "0" + " " * (_WIDTH - 1 - len(last)) + last
+    legend = "steps/s by cores for each GPU: * measured, o of its series, . fitted, | theta"
+    return [*drawn, axis, scale, legend]
