@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from ganger.cli import job_table
-from ganger.cli.order_wait import obstacle
 from ganger.cli.job_details import pairs
+from ganger.cli.order_wait import obstacle
 from ganger.console import bounded, cells, visible, without_spare
 from ganger.v1 import array_pb2, job_pb2, resources_pb2
 
