@@ -23,7 +23,7 @@ def _only_its_own_modules(monkeypatch: pytest.MonkeyPatch) -> None:
 # As a DataLoader looks to the agent: not a frame of the script. Notes what is said at each pass.
 LOADER = """
 from ganger.training.pass_results import decided_by_results
-from ganger.training.replay import frames, path
+from ganger.training.script_frames import frames, path
 class Loader:
     def __init__(self):
         self.paths, self.reasons = {}, []

@@ -1,12 +1,15 @@
-"""Values that an unmodified script keeps and that cannot be kept for it: have they changed since its first loop began?
+"""What an unmodified script keeps and that cannot be kept for it: has it changed since its first loop began?
 
-Objects of libraries, named tuples, dates, paths, members of enumerations, iterators. A second run makes them as they
-were at first. One that has become another since is a reason not to offer a second run.
+Objects of libraries, named tuples, dates, paths, members of enumerations, iterators; and what it sets for its whole
+process: the working directory, the environment, signal handlers, limits, formats of numbers, defaults of PyTorch,
+numbers in modules of libraries. A second run makes and sets them as they were at first, and then skips most steps. One
+that has become another since is a reason not to offer a second run.
 """
 
 from __future__ import annotations
 
 import codecs
+import contextlib
 import datetime
 import decimal
 import enum
@@ -21,17 +24,21 @@ import pathlib
 import pickle
 import queue
 import re
+import resource
+import signal
 import stat
+import sys
 import threading
 import types
 import uuid
 import weakref
 import zlib
+from collections.abc import Mapping
 from typing import Any, Callable
 
 import torch
 
-from ganger.training.replay import is_own, package_of
+from ganger.training.script_frames import is_own, package_of
 from ganger.training.script_values import SCALARS
 
 _XOF_BYTES = 32
@@ -51,6 +58,13 @@ _FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedReader, io.BufferedRan
 _HIDDEN = ("zlib.", "_bz2.", "_lzma.", "_csv.reader", "mmap.")
 _HASHES = ("_hashlib", "_md5", "_sha", "_blake2")
 _DATES = (datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo)
+
+# Of the environment, these are set by libraries that begin to work.
+_BY_LIBRARIES = (
+    *("CUDA_", "GANGER_", "KMP_", "MKL_", "NCCL_", "OMP_", "PYTEST_", "PYTORCH_", "TF_", "TOKENIZERS_", "TORCH"),
+    *("TRITON_", "XLA_"),
+)
+_LIMITS = ("NOFILE", "AS", "CORE", "STACK", "FSIZE", "CPU", "DATA", "NPROC")
 
 
 def is_harmless(value: Any) -> bool:
@@ -183,3 +197,68 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, item: Any) -> Any:
         content = _shown_part(item)
         return NotImplemented if content is None else (_part, content)
+
+
+# -- what it sets for its process
+
+
+def settings_of_process(modules: Mapping[str, types.ModuleType]) -> dict[str, Any]:
+    """Return the settings of this process by name. `modules`: those of the script."""
+    found: dict[str, Any] = {
+        "its recursion limit": sys.getrecursionlimit(),
+        "the decimal context": repr(decimal.getcontext()).partition("flags=")[0],
+        "the default type of PyTorch": str(torch.get_default_dtype()),
+        "whether PyTorch is deterministic": torch.are_deterministic_algorithms_enabled(),
+        "PyTorch's precision of products": torch.get_float32_matmul_precision(),
+    }
+    with open("/proc/self/status", encoding="utf-8", errors="replace") as file:
+        found["its umask"] = next((line for line in file if line.startswith("Umask:")), "")
+    with contextlib.suppress(OSError):  # it was removed
+        found["its working directory"] = os.getcwd()
+    for name, value in os.environ.items():
+        if not name.startswith(_BY_LIBRARIES):
+            found[f"the variable {name} of its environment"] = value
+    # a loader's workers have a handler of PyTorch's for the end of children
+    for number in signal.valid_signals() - {signal.SIGCHLD}:
+        found[f"the handler of signal {int(number)}"] = signal.getsignal(number)
+    for name in _LIMITS:
+        found[f"its limit {name}"] = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
+    for name, logger in [("root", logging.root), *list(logging.root.manager.loggerDict.items())]:
+        if isinstance(logger, logging.Logger):
+            found[f"the level of logger {name}"] = (logger.level, logger.disabled)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        found["how numpy prints"] = repr(numpy.get_printoptions())
+        found["how numpy treats errors"] = repr(numpy.geterr())
+    imported = [item for module in modules.values() for item in vars(module).values() if type(item) is types.ModuleType]
+    for module in imported:
+        for name, value in [] if is_own(module.__name__) else list(vars(module).items()):
+            if type(value) in (bool, int, float) and not name.startswith("_"):
+                # as a text: there is one number that is not equal to itself
+                found[f"{module.__name__}.{name}"] = repr(value)
+    return found
+
+
+def changed_setting(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return that a setting is another one than before, as a reason; '' if none is."""
+    for name in sorted(before.keys() | now.keys()):
+        # a logger or a module that was made meanwhile is made by a second run, too
+        is_known = name in before or name.startswith("the variable")
+        if is_known and before.get(name) != now.get(name):
+            return f"it changes {name} while it trains, which cannot be kept"
+    return ""
+
+
+def own_thread() -> str:
+    """Return that a thread runs code of the script, as a reason; '' if none does."""
+    threads = {thread.ident: thread.name for thread in threading.enumerate()}
+    running = sys._current_frames()
+    for number, frame in running.items():
+        if number == threading.main_thread().ident or number not in threads:
+            continue
+        outer: Any = frame
+        while outer is not None:
+            if is_own(outer.f_globals.get("__name__")):
+                return f"its thread {threads[number]} runs {outer.f_code.co_name}, and its place there cannot be kept"
+            outer = outer.f_back
+    return ""

@@ -8,7 +8,6 @@ behind its logs, which its own checkpoints lack.
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Iterator
 from typing import Any, Callable
@@ -18,9 +17,7 @@ from torch.utils.data import DataLoader
 
 from ganger.training.script_variables import Scope, refuse, set_state_of_loader, state_of_loader
 from ganger.training.state import TrainingObjects, unwrapped
-from ganger.training.trainer_passes import TrainerPass, hook_passes
-from ganger.training.trainer_run import TrainerRun
-from ganger.training.trainer_variables import CALLBACKS, MODEL, TrainerVariables, scope_of
+from ganger.training.trainer_run import CALLBACKS, MODEL, Begin, TrainerAdapter, hook_calls, replaced, scope_of
 
 _NEEDED = ("_init_training_state", "_run_epoch", "get_batch_samples", "get_train_dataloader", "train")
 # Of a trainer, these are made anew in a second run, or are part of the state in another way.
@@ -32,73 +29,39 @@ _NOT_VALUES = frozenset(
         *("compute_metrics", "compute_loss_func", "label_smoother", "jit_checkpoint_callback", "_eval_dataloaders"),
     ]
 )
-
 # They show how far training is.
 _SHOWN = ("ProgressCallback", "NotebookProgressCallback", "PrinterCallback")
-
-Begin = Callable[[Any, str], "TrainerRun | None"]
 
 
 def hook(module: Any, begin: Begin) -> None:
     """Let every call of `train` in this process be controlled. `module`: transformers.trainer."""
-    current: list[HuggingFaceTraining] = []
-    trainer_class = module.Trainer
-    why_not = _why_not(trainer_class)
-    original = trainer_class.train
-
-    def make_pass(loader: Any, plain: Callable[[Any], Any]) -> Any:
-        return current[-1].make_pass(loader, plain) if current else plain(loader)
-
-    if not why_not:
-        hook_passes(make_pass)
-
-    @functools.wraps(original)
-    def train(self: Any, resume_from_checkpoint: Any = None, *arguments: Any, **options: Any) -> Any:
-        training = HuggingFaceTraining(self, module)
-        run = None if current else begin(training, why_not or training.unsupported())
-        if run is None:
-            return original(self, resume_from_checkpoint, *arguments, **options)
-        training.run = run
-        current.append(training)
-        try:
-            with training.hooked():
-                given = resume_from_checkpoint if run.target is None else None
-                return original(self, given, *arguments, **options)
-        finally:
-            current.pop()
-
-    trainer_class.train = train
+    hook_calls(module.Trainer, "train", lambda trainer: HuggingFaceTraining(trainer, module), begin)
 
 
-def _why_not(trainer_class: Any) -> str:
-    """Return why the trainers of the installed version cannot go on at a step; '' if they can."""
-    missing = [name for name in _NEEDED if not hasattr(trainer_class, name)]
-    if not missing:
-        return ""
-    version = getattr(sys.modules.get("transformers"), "__version__", "of this version")
-    return f"transformers {version} has no Trainer.{missing[0]}, by which training goes on at a step; version 5 has"
-
-
-class HuggingFaceTraining:
+class HuggingFaceTraining(TrainerAdapter):
     """One call of `Trainer.train`."""
 
     form = "transformers.Trainer"
+    packages = frozenset({"transformers", "trl"})
 
     def __init__(self, trainer: Any, module: Any) -> None:
+        super().__init__()
         self._trainer = trainer
         self._module = module
-        self.run: Any = None
-        self.variables = TrainerVariables(self._scopes, {"transformers", "trl"}, self._skipped)
         self._loaders: tuple[Any, ...] = ()
-        self._pass: TrainerPass | None = None
         self._epoch = 0
         # Batches of this pass that training has used or is about to.
         self._used = 0
         self._callback: Any = None
+        self._end_skipping: Callable[[], None] = lambda: None
 
     def unsupported(self) -> str:
-        """Return why this trainer's state cannot be kept; '' if it can."""
         trainer, args = self._trainer, self._trainer.args
+        missing = [name for name in _NEEDED if not hasattr(self._module.Trainer, name)]
+        if missing:
+            version = getattr(sys.modules.get("transformers"), "__version__", "of this version")
+            way = "by which training goes on at a step; version 5 has"
+            return f"transformers {version} has no Trainer.{missing[0]}, {way}"
         if getattr(trainer, "is_deepspeed_enabled", False):
             return "DeepSpeed keeps its state in an engine of its own"
         if getattr(args, "auto_find_batch_size", False):
@@ -106,6 +69,10 @@ class HuggingFaceTraining:
         if getattr(trainer, "is_fsdp_xla_enabled", False):
             return "there is no XLA here"
         return ""
+
+    def without_checkpoint(self, arguments: Any, options: Any) -> tuple[Any, Any]:
+        others = {name: value for name, value in options.items() if name != "resume_from_checkpoint"}
+        return (None, *arguments[1:]), others
 
     # -- for TrainerRun
 
@@ -138,7 +105,10 @@ class HuggingFaceTraining:
             return "its batches come from one rank for all (dispatch_batches)"
         return "" if self._pass is None else self._pass.refusal(self._used)
 
-    def _scopes(self) -> list[Scope]:
+    def loaders(self) -> list[Any]:
+        return list(self._loaders[-1:])
+
+    def scopes(self) -> list[Scope]:
         trainer = self._trainer
         callbacks = [
             item
@@ -153,7 +123,7 @@ class HuggingFaceTraining:
             Scope(MODEL, [(0, trainer.model)], refuse),
         ]
 
-    def _skipped(self) -> frozenset[int]:
+    def skipped(self) -> frozenset[int]:
         trainer = self._trainer
         names = _NOT_VALUES - {"callback_handler", "model"}
         return frozenset(id(getattr(trainer, name, None)) for name in names) | {id(trainer)}
@@ -162,35 +132,32 @@ class HuggingFaceTraining:
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
-        """While the trainer trains, its methods report where it is."""
-        trainer = self._trainer
-        replaced = {
-            "get_train_dataloader": self._get_train_dataloader,
-            "_init_training_state": self._init_training_state,
-            "_run_epoch": self._run_epoch,
-            "get_batch_samples": self._get_batch_samples,
-        }
-        skip, ignores = self._module.skip_first_batches, trainer.args.ignore_data_skip
-        if self.run.target is not None:
-            replaced["_load_rng_state"] = lambda original, *_: None
+        trainer, module = self._trainer, self._module
+        methods: list[tuple[Any, str, Callable[..., Any]]] = [
+            (trainer, "get_train_dataloader", self._get_train_dataloader),
+            (trainer, "_init_training_state", self._init_training_state),
+            (trainer, "_run_epoch", self._run_epoch),
+            (trainer, "get_batch_samples", self._get_batch_samples),
+        ]
+        skip, ignores = module.skip_first_batches, trainer.args.ignore_data_skip
+
+        def end_skipping() -> None:
+            module.skip_first_batches, trainer.args.ignore_data_skip = skip, ignores
+
+        self._end_skipping = end_skipping
+        if self.run.is_going_back:
+            methods.append((trainer, "_load_rng_state", lambda original, *_: None))
             # what is to be skipped is skipped below, in the pass
-            self._module.skip_first_batches = lambda loader, *_, **__: loader
+            module.skip_first_batches = lambda loader, *_, **__: loader
             trainer.args.ignore_data_skip = False
-        for name, wrapper in replaced.items():
-            setattr(trainer, name, functools.partial(wrapper, getattr(trainer, name)))
         self._callback = self._make_callback()
         trainer.callback_handler.callbacks.insert(0, self._callback)
-        self._restore_options = (skip, ignores)
         try:
-            yield
+            with replaced(methods):
+                yield
         finally:
-            for name in replaced:
-                vars(trainer).pop(name, None)
             trainer.callback_handler.callbacks.remove(self._callback)
-            self._end_skipping()
-
-    def _end_skipping(self) -> None:
-        self._module.skip_first_batches, self._trainer.args.ignore_data_skip = self._restore_options
+            end_skipping()
 
     def _make_callback(self) -> Any:
         training = self
@@ -259,14 +226,3 @@ class HuggingFaceTraining:
             self._end_skipping()
         else:
             self.run.boundary()
-
-    def make_pass(self, loader: Any, plain: Callable[[Any], Any]) -> Any:
-        """Make the iterator of a DataLoader."""
-        if not self._loaders or loader is not self._loaders[-1]:
-            return plain(loader)
-        target, self._target = self._target, None
-        self._pass = TrainerPass(loader, plain, target, self.run.restore_random)
-        return self._pass
-
-    _target: dict[str, Any] | None = None
-    _restore_options: tuple[Any, Any] = (None, None)

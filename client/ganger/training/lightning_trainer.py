@@ -7,7 +7,6 @@ What Lightning's own checkpoints lack is kept too: the position in the loader, s
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import os
 import sys
@@ -19,12 +18,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ganger.training.script_variables import Scope, refuse, set_state_of_loader, state_of_loader
 from ganger.training.state import TrainingObjects, unwrapped
-from ganger.training.trainer_passes import TrainerPass, hook_passes
-from ganger.training.trainer_run import TrainerRun
-from ganger.training.trainer_variables import CALLBACKS, MODEL, TrainerVariables, scope_of
+from ganger.training.trainer_run import CALLBACKS, MODEL, Begin, TrainerAdapter, hook_calls, replaced, scope_of
 
 _NEEDED = ("on_advance_start", "setup_data", "epoch_loop", "epoch_progress")
-_PACKAGES = {"lightning", "pytorch_lightning", "lightning_fabric"}
 # They show how far training is.
 _SHOWN = ("ProgressBar", "ModelSummary")
 _OF_META = (
@@ -33,64 +29,38 @@ _OF_META = (
 )
 _OF_METRIC = ("has_reset", "value", "cumulated_batch_size", "_forward_cache", "_computed", "_update_count")
 
-Begin = Callable[[Any, str], "TrainerRun | None"]
-
 
 def hook(module: Any, begin: Begin) -> None:
     """Let every call of `fit` in this process be controlled. `module`: the one with the class Trainer."""
-    current: list[LightningTraining] = []
-    original = module.Trainer.fit
-
-    def make_pass(loader: Any, plain: Callable[[Any], Any]) -> Any:
-        return current[-1].make_pass(loader, plain) if current else plain(loader)
-
-    hook_passes(make_pass)
-
-    @functools.wraps(original)
-    def fit(self: Any, *arguments: Any, **options: Any) -> Any:
-        missing = [name for name in _NEEDED if not hasattr(self.fit_loop, name)]
-        training = LightningTraining(self)
-        refusal = f"this version of Lightning has no {missing[0]}" if missing else training.unsupported()
-        run = None if current else begin(training, refusal)
-        if run is None:
-            return original(self, *arguments, **options)
-        training.run = run
-        if run.target is not None:
-            # the state comes from another place
-            arguments, options = arguments[:4], {**options, "ckpt_path": None}
-        current.append(training)
-        try:
-            with training.hooked():
-                return original(self, *arguments, **options)
-        finally:
-            current.pop()
-
-    module.Trainer.fit = fit
+    hook_calls(module.Trainer, "fit", LightningTraining, begin)
 
 
-class LightningTraining:
+class LightningTraining(TrainerAdapter):
     """One call of `Trainer.fit`."""
 
     form = "lightning.Trainer"
+    packages = frozenset({"lightning", "pytorch_lightning", "lightning_fabric"})
+    is_ahead = False
 
     def __init__(self, trainer: Any) -> None:
+        super().__init__()
         self._trainer = trainer
         self._loop: Any = trainer.fit_loop
-        self.run: Any = None
-        self.variables = TrainerVariables(self._scopes, _PACKAGES, self._skipped)
-        self._pass: TrainerPass | None = None
-        self._target: dict[str, Any] | None = None
         self._is_between_epochs = True
         self._steps = 0
 
     def unsupported(self) -> str:
-        """Return why this trainer's state cannot be kept; '' if it can."""
+        if missing := [name for name in _NEEDED if not hasattr(self._loop, name)]:
+            return f"this version of Lightning has no {missing[0]}"
         strategy = type(self._trainer.strategy).__name__
         if strategy in ("DeepSpeedStrategy", "XLAStrategy"):
             return f"{strategy} keeps its state in an engine of its own"
         if self._trainer.reload_dataloaders_every_n_epochs:
             return "reload_dataloaders_every_n_epochs makes its loaders anew"
         return ""
+
+    def without_checkpoint(self, arguments: Any, options: Any) -> tuple[Any, Any]:
+        return arguments[:4], {**options, "ckpt_path": None}
 
     # -- for TrainerRun
 
@@ -109,11 +79,11 @@ class LightningTraining:
     def place(self) -> dict[str, Any]:
         found: dict[str, Any] = {"results": self._results()}
         if self._pass is None or self._is_between_epochs:
-            return {**found, "used": 0, "loader": state_of_loader(self._loaders()[0])}
+            return {**found, "used": 0, "loader": state_of_loader(self.loaders()[0])}
         return {**found, **self._pass.position(self._pass.taken)}
 
     def refusal(self) -> str:
-        loaders = self._loaders()
+        loaders = self.loaders()
         if len(loaders) != 1:
             return f"it reads {len(loaders)} loaders at once"
         if not isinstance(loaders[0], DataLoader):
@@ -126,11 +96,11 @@ class LightningTraining:
             return ""
         return self._pass.refusal(self._pass.taken)
 
-    def _loaders(self) -> list[Any]:
+    def loaders(self) -> list[Any]:
         combined = self._loop._combined_loader
         return [] if combined is None else list(combined.flattened)
 
-    def _scopes(self) -> list[Scope]:
+    def scopes(self) -> list[Scope]:
         trainer = self._trainer
         callbacks = [
             item for item in trainer.callbacks if not any(kind.__name__ in _SHOWN for kind in type(item).__mro__)
@@ -145,13 +115,13 @@ class LightningTraining:
             Scope(MODEL, [(0, trainer.lightning_module)], refuse),
         ]
 
-    def _skipped(self) -> frozenset[int]:
+    def skipped(self) -> frozenset[int]:
         trainer, loop = self._trainer, self._loop
         skipped = [trainer, trainer.strategy, trainer.datamodule, loop._data_source, loop.epoch_loop._results]
         skipped += [loop.epoch_loop.val_loop._results, getattr(loop.epoch_loop.val_loop, "_data_source", None)]
         skipped += [getattr(loop.epoch_loop.val_loop, "_combined_loader", None)]
         skipped += [getattr(loop.epoch_loop.val_loop, "_data_fetcher", None)]
-        for loader in self._loaders():
+        for loader in self.loaders():
             skipped += [loader, getattr(loader, "dataset", None)]
         if loop._combined_loader is not None:
             skipped += [loop._combined_loader._flattened, loop._combined_loader._iterables]
@@ -161,23 +131,15 @@ class LightningTraining:
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
-        """While the trainer trains, its loops report where they are."""
         epoch_loop = self._loop.epoch_loop
-        replaced: list[tuple[Any, str, Callable[..., Any]]] = [
+        methods: list[tuple[Any, str, Callable[..., Any]]] = [
             (self._loop, "on_advance_start", self._epoch_begins),
             (epoch_loop, "advance", self._advance),
             (epoch_loop, "on_advance_end", self._advanced),
             (epoch_loop.val_loop, "on_advance_end", self._evaluated),
         ]
-        wrapped = [(loop, name, wrapper) for loop, name, wrapper in replaced if hasattr(loop, name)]
-        for loop, name, wrapper in wrapped:
-            setattr(loop, name, functools.partial(wrapper, getattr(loop, name)))
-        try:
-            with _kept_tables() if self.run.target is not None else contextlib.nullcontext():
-                yield
-        finally:
-            for loop, name, _ in wrapped:
-                vars(loop).pop(name, None)
+        with replaced(methods), _kept_tables() if self.run.is_going_back else contextlib.nullcontext():
+            yield
 
     def _epoch_begins(self, original: Any) -> Any:
         self._is_between_epochs = True
@@ -204,7 +166,7 @@ class LightningTraining:
         steps = self._loop.epoch_loop.global_step
         if steps != self._steps:
             self._steps = steps
-            loaders = self._loaders()
+            loaders = self.loaders()
             self.run.guarded(lambda: self.run.stepped(int(getattr(loaders[0], "batch_size", None) or 0)))
         return result
 
@@ -213,19 +175,11 @@ class LightningTraining:
         self.run.guarded(self.run.safe_point)
         return result
 
-    def make_pass(self, loader: Any, plain: Callable[[Any], Any]) -> Any:
-        """Make the iterator of a DataLoader."""
-        if not any(loader is one for one in self._loaders()):
-            return plain(loader)
-        target, self._target = self._target, None
-        self._pass = TrainerPass(loader, plain, target, is_ahead=False)
-        return self._pass
-
     # -- going back
 
     def _arrive_between(self) -> None:
         def prepare(place: dict[str, Any]) -> None:
-            set_state_of_loader(self._loaders()[0], place["loader"])
+            set_state_of_loader(self.loaders()[0], place["loader"])
             self._restore_results(place["results"])
 
         self._arrive(prepare)

@@ -1,47 +1,44 @@
-"""The iterators of an unmodified script's loops: one that is watched, one that is over already, one gone on with."""
+"""The iterators of an unmodified script's loops: one that is watched, one that is over already, one gone on with.
+
+Batches reach the script through other iterators, too. Python's `enumerate` tells its count and cannot be given one. So
+while a script is run again, the `enumerate` that its own code calls is `Enumeration`, whose count is set when the
+script is back at its place. Any other iterator has a position that is not known.
+"""
 
 from __future__ import annotations
 
+import builtins
+import functools
+import gc
+import itertools
+import sys
 import time
+import types
 import weakref
-from collections.abc import Iterator
-from typing import Any, Callable, NoReturn, Protocol
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Callable
 
 from torch.utils.data import IterableDataset
 
-from ganger.training.batch_iterators import set_counts
-from ganger.training.replay import Path, caller_of, fetch_place, path, places
+from ganger.training.script_frames import IS_GENERATOR, Path, fetch_place, frames, is_own, path, places
 from ganger.training.script_variables import set_state_of_loader, state_of_loader
 from ganger.training.state import capture_random, restore_random
 
+if TYPE_CHECKING:
+    from ganger.training.unmodified_script import UnmodifiedScript
+
+# What an iterator holds its source in.
+_HOLDERS = (tuple, dict, types.MethodType, functools.partial)
+_MOST_HOLDERS_BETWEEN = 3
 _clock = time.perf_counter_ns
-
-
-class Script(Protocol):
-    """What a loop tells the script it belongs to."""
-
-    def before_fetch(self, loop: Loop) -> None: ...
-
-    def after_fetch(self, loop: Loop, waited_ns: int) -> None: ...
-
-    def ended(self, loop: Loop) -> None: ...
-
-    def kept_batch(self, loader: Any, original: Any) -> Any: ...
-
-    def arrive(self) -> None: ...
-
-    def give_up_replay(self, text: str) -> NoReturn: ...
-
-    def note_reason(self, reason: str) -> None: ...
-
-    def step_aside(self, problem: Exception) -> None: ...
+_enumerate = builtins.enumerate
 
 
 class Loop:
     """The iterator of one pass over a loader, as the script sees it. `ahead`: batches that were fetched, and not handed
     to the script yet, whenever the next one is fetched."""
 
-    def __init__(self, script: Script, loader: Any, original: Any, number: int) -> None:
+    def __init__(self, script: UnmodifiedScript, loader: Any, original: Any, number: int) -> None:
         self._script = script
         self._before_fetch: Callable[[Loop], None] = Loop._first_fetch
         self.fetched_first_at: Path | None = None
@@ -85,7 +82,7 @@ class Loop:
             batch = next(self._iterator)
         except StopIteration:
             self.exhausted = True
-            self._script.ended(self)
+            self._script.show()
             raise
         self.taken += 1
         self._after_fetch(self, _clock() - began)
@@ -123,14 +120,15 @@ class OneBatch(Loop):
 class Resumed(Loop):
     """The loop in which the boundary was: goes on with the batch after it."""
 
-    def __init__(self, script: Script, loader: Any, original: Any, number: int, target: dict[str, Any]) -> None:
+    def __init__(
+        self, script: UnmodifiedScript, loader: Any, original: Any, number: int, target: dict[str, Any]
+    ) -> None:
         self._target_taken = int(target["taken"])
         self._ahead = int(target.get("ahead", 0))
         self._counts = [int(count) for count in target.get("counts", ())]
         self._has_arrived = False
         # A pass that was at its end runs its body once, as any finished one, so that what the body makes is there.
-        self._is_at_end = not _is_iterable(loader) and self._target_taken >= _length(loader)
-        self._first = [script.kept_batch(loader, original)] if self._is_at_end else []
+        self._first = [script.kept_batch(loader, original)] if self._target_taken >= _length(loader) else []
         set_creation_state(loader, target["at creation"])
         super().__init__(script, loader, original, number)
         self.at_creation = target["at creation"]
@@ -158,7 +156,7 @@ class Resumed(Loop):
 def batches_ahead() -> int:
     """Return how many batches the code that begins a pass here has fetched ahead whenever it fetches one: accelerate's
     loaders fetch one, to know which is the last."""
-    frame = caller_of(None)
+    frame: Any = next(iter(frames()), None)
     is_shard = frame is not None and frame.f_globals.get("__name__") == "accelerate.data_loader"
     return int(is_shard and type(frame.f_locals.get("self")).__name__ == "DataLoaderShard")
 
@@ -166,25 +164,19 @@ def batches_ahead() -> int:
 def _length(loader: Any) -> float:
     """Batches of a pass; infinite where unknown: its sampler need not have a length."""
     try:
-        return len(loader)
+        return float("inf") if isinstance(loader.dataset, IterableDataset) else len(loader)
     except TypeError:
         return float("inf")
-
-
-def _is_iterable(loader: Any) -> bool:
-    return isinstance(loader.dataset, IterableDataset)
 
 
 def skip_batches(loader: Any, iterator: Any, count: int) -> None:
     """Pass over batches: only their indices are drawn where nothing else depends on them."""
     indices = getattr(iterator, "_sampler_iter", None)
-    if loader.num_workers == 0 and indices is not None and not _is_iterable(loader):
-        for _ in range(count):
-            next(indices)
-        return
-    # what workers draw for later batches follows from the earlier ones, so they make them all
+    if loader.num_workers or indices is None or isinstance(loader.dataset, IterableDataset):
+        # what workers draw for later batches follows from the earlier ones, so they make them all
+        indices = iterator
     for _ in range(count):
-        next(iterator)
+        next(indices)
 
 
 def creation_state(loader: Any) -> dict[str, Any]:
@@ -195,3 +187,86 @@ def creation_state(loader: Any) -> dict[str, Any]:
 def set_creation_state(loader: Any, state: dict[str, Any]) -> None:
     restore_random(state["random"])
     set_state_of_loader(loader, state["loader"])
+
+
+# -- the iterators that hand the batches of a pass on to the script
+
+
+class Enumeration:
+    """`enumerate` with a count that can be set. For code that is not the script's own it is Python's."""
+
+    __class_getitem__: Any = classmethod(types.GenericAlias)
+
+    def __new__(cls, iterable: Iterable[Any], start: int = 0) -> Any:
+        if not is_own(sys._getframe(1).f_globals.get("__name__")):
+            return _enumerate(iterable, start)
+        return super().__new__(cls)
+
+    def __init__(self, iterable: Iterable[Any], start: int = 0) -> None:
+        self._source = iter(iterable)
+        self.count = start
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        return self
+
+    def __next__(self) -> tuple[int, Any]:
+        item = next(self._source)
+        self.count += 1
+        return self.count - 1, item
+
+
+_ENUMERATIONS = (_enumerate, Enumeration)
+
+
+def divert_enumerate(is_on: bool) -> None:
+    """Let the script's `enumerate` be one whose count can be set, or Python's again."""
+    builtins.enumerate = Enumeration if is_on else _enumerate  # type: ignore[assignment, misc]
+
+
+def wrapped_by(iterator: Any) -> str:
+    """Return the name of what hands on the batches on their way to the script, other than `enumerate` and generators
+    that now fetch one; '' if nothing does. Such an iterator (`zip`, `cycle`, a class with `__next__`) has a position of
+    its own.
+
+    To be called while the script fetches from `iterator`, as `counts` is. Searches the heap."""
+    return next((type(one).__name__ for one in _iterators_over(iterator) if type(one) not in _ENUMERATIONS), "")
+
+
+def counts(iterator: Any) -> list[int]:
+    """Return the counts of the enumerations that hand on the batches, the innermost first."""
+    found = [one for one in _iterators_over(iterator) if type(one) in _ENUMERATIONS]
+    return [one.count if type(one) is Enumeration else int(one.__reduce__()[1][1]) for one in found]
+
+
+def set_counts(iterator: Any, wanted: list[int]) -> bool:
+    """Set what `counts` returned at the same place in another process. Return whether that was possible."""
+    found = [one for one in _iterators_over(iterator) if type(one) in _ENUMERATIONS]
+    if len(found) != len(wanted) or not all(type(one) is Enumeration for one in found):
+        return False
+    for one, count in zip(found, wanted):
+        one.count = count
+    return True
+
+
+def _iterators_over(iterator: Any) -> list[Any]:
+    """Return the iterators that hold this one, the innermost first, but for generators that now fetch from it. What
+    holds an iterator that is no enumeration is not looked for."""
+    waiting = list(itertools.takewhile(lambda frame: frame.f_code.co_flags & IS_GENERATOR, frames()))
+    chain = [iterator]
+    if waiting:
+        found = [item for item in gc.get_objects() if type(item) is types.GeneratorType]
+        chain += [item for item in found if any(item.gi_frame is frame for frame in waiting)]
+    known = {id(item) for item in chain}
+    over: list[Any] = []
+    between = 0
+    while chain and between < _MOST_HOLDERS_BETWEEN:
+        holders = [item for item in gc.get_referrers(*chain) if id(item) not in known]
+        iterators = [item for item in holders if hasattr(type(item), "__next__")]
+        over += iterators
+        known.update(map(id, iterators))
+        between = 0 if iterators else between + 1
+        if any(type(item) not in _ENUMERATIONS for item in iterators):
+            break
+        # `holders` is not among them: it is a list
+        chain = iterators or [item for item in holders if type(item) in _HOLDERS and item is not globals()]
+    return over

@@ -21,7 +21,8 @@ import sys
 from typing import Any, Callable
 
 from ganger.training.made_directories import MadeDirectories, NotThereError
-from ganger.training.replay import is_own, is_standard_file, opens_for_script, package_of
+from ganger.training.replay import opens_for_script
+from ganger.training.script_frames import is_own, is_standard_file, package_of
 
 # Beyond that many, what was read is not kept; then writing into any file that was there before is a reason.
 MOST_READS = 100_000

@@ -20,28 +20,33 @@ from typing import Any
 
 import torch
 
-from ganger.training.replay import Path, package_of
+from ganger.training.script_frames import Path, package_of
 from ganger.training.script_source import (
+    DEFINITIONS,
     FUNCTIONS,
     LOOPS,
+    STATEMENTS,
     NotHarmlessError,
     Passes,
     body_of,
     called,
     changed_base,
     changed_in,
+    contains,
     expressions_of,
+    given_to,
     in_scope,
+    innermost_loop,
     is_count,
-    is_generator,
     is_number,
     is_sure_index,
     loops_in,
-    outside_regions,
+    name_of,
     stored,
     stored_deep,
     stored_target,
     values_of,
+    walked,
 )
 
 # Calls that report or keep a value, whatever it is.
@@ -69,10 +74,7 @@ def decided_by_results(paths: Iterable[Path], current: Path, frames: list[Any]) 
     `paths` lead to all passes so far, `current` to the present one, in `frames`.
     """
     try:
-        passes = Passes(frames)
-        for path in paths:
-            passes.add(path, is_current=path == current)
-        _Results(passes).examine()
+        _Results(paths, current, frames).examine()
     except NotHarmlessError as reason:
         return str(reason)
     except RecursionError:
@@ -80,127 +82,110 @@ def decided_by_results(paths: Iterable[Path], current: Path, frames: list[Any]) 
     return ""
 
 
-class _Results:
-    """What depends on results in a script whose `passes` are known."""
+class _Results(Passes):
+    """What depends on the results of the passes."""
 
-    def __init__(self, passes: Passes) -> None:
-        self._passes = passes
-        self._values = passes.values
-        self._functions = passes.functions
-        self._lines = passes.lines
-        self._now = passes.now
-        self._regions = passes.regions
-        self._results: set[str] = set(passes.read_elsewhere)
+    def __init__(self, paths: Iterable[Path], current: Path, frames: list[Any]) -> None:
+        super().__init__(paths, current, frames)
+        self._results = set(self.read_elsewhere)
+        # functions that are given results, and of them those to check
         self._examined: set[Any] = set()
         self._followed: set[Any] = set()
         self._pending: list[Any] = []
         # set where a result decides whether they are
         self._guarded: set[str] = set()
-
-    # -- what depends on them
+        self._always: set[str] = set()
+        self._seldom: set[str] = set()
 
     def examine(self) -> None:
-        for region in self._regions:
-            for inner in region.body if isinstance(region, LOOPS) else []:
-                self._results.update(changed_in(inner, self._values))
+        """Raise NotHarmlessError where a second run may decide otherwise."""
+        for region in self.regions:
+            for inner in region.body:
+                self._results |= changed_in(inner, self.values)
             if isinstance(region, ast.For):
-                self._results.update(stored_target(region.target))
+                self._results |= stored_target(region.target)
         before = -1
         while len(self._results) != before:
             before = len(self._results)
-            for block in self._lines:
-                for statement in self._passes.between(block):
-                    self._spread(statement, False)
+            for statement, _ in self.between():
+                self._spread(statement)
             for function in list(self._examined):
                 for statement in body_of(function):
-                    self._spread(statement, False)
-        for region, is_several in self._regions.items():
+                    self._spread(statement)
+        for region, is_several in self.regions.items():
             self._check_region(region, is_several)
         self._check_definitions()
-        for block in self._lines:
-            for statement in self._passes.between(block):
-                self._check(statement, block, is_leaf=False, is_guarded=False)
+        for statement, block in self.between():
+            self._check(statement, block)
         while self._pending:
             function = self._pending.pop()
             for statement in body_of(function):
-                self._check(statement, function, is_leaf=True, is_guarded=False)
+                self._check(statement, function, is_leaf=True)
+
+    # -- what depends on them
 
     def _is_result(self, node: ast.AST | None) -> bool:
-        if node is None:
-            return False
-        for inner in outside_regions(node, ()):
-            if isinstance(inner, ast.Name) and inner.id in self._results:
-                return True
-            if isinstance(inner, ast.Attribute) and f".{inner.attr}" in self._results:
-                return True
-            if isinstance(inner, ast.Call) and self._leads_to_pass(inner):
-                return True
-        return False
+        return node is not None and any(
+            name_of(inner) in self._results or (isinstance(inner, ast.Call) and self._leads_to_pass(inner))
+            for inner in walked([node], lambda one: isinstance(one, DEFINITIONS))
+        )
 
     def _leads_to_pass(self, call: ast.Call) -> bool:
-        name = called(call)
-        return any(getattr(block, "name", None) == name for block in self._lines)
+        return any(getattr(block, "name", None) == called(call) for block in self.lines)
 
-    def _spread(self, node: ast.AST, is_guarded: bool) -> None:
+    def _spread(self, node: ast.AST, is_guarded: bool = False) -> None:
         """Note what `node` makes a result."""
-        if node in self._regions:
+        if node in self.regions or isinstance(node, (*FUNCTIONS, ast.ClassDef)):
             return
         if isinstance(node, (ast.If, ast.While)):
             is_guarded = is_guarded or self._is_result(node.test)
         elif isinstance(node, ast.For):
             is_guarded = is_guarded or self._is_result(node.iter)
             if is_guarded:
-                self._results.update(stored_target(node.target))
+                self._results |= stored(node)
         elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr)):
             if is_guarded:
-                self._guarded.update(stored(node))
+                self._guarded |= stored(node)
             if is_guarded or self._is_result(node.value):
-                self._results.update(stored(node))
-        elif isinstance(node, ast.withitem) and node.optional_vars is not None:
-            if is_guarded or self._is_result(node.context_expr):
-                self._results.update(stored_target(node.optional_vars))
+                self._results |= stored(node)
+        elif isinstance(node, ast.withitem) and (is_guarded or self._is_result(node.context_expr)):
+            self._results |= stored_target(node.optional_vars)
         elif isinstance(node, ast.Call):
             self._spread_call(node)
-        elif isinstance(node, (*FUNCTIONS, ast.ClassDef)):
-            return
         for inner in ast.iter_child_nodes(node):
             self._spread(inner, is_guarded)
 
     def _spread_call(self, call: ast.Call) -> None:
-        given = [*call.args, *(keyword.value for keyword in call.keywords)]
-        tainted = [self._is_result(one) for one in given]
+        tainted = [self._is_result(one) for one in given_to(call)]
         if not any(tainted) and not self._is_result(call.func):
             return
         if any(tainted) and isinstance(call.func, ast.Attribute) and called(call) not in ("format", "write", "print"):
-            self._results.update(changed_base(call.func.value, self._values))
-        for function in self._functions.get(called(call), ()):
+            self._results |= changed_base(call.func.value, self.values)
+        for function in self.functions.get(called(call), ()):
             self._examined.add(function)
             names = [one.arg for one in [*function.args.posonlyargs, *function.args.args]]
             if names[:1] in (["self"], ["cls"]):
                 names = names[1:]
-            self._results.update(name for name, is_result in zip(names, tainted) if is_result)
-            positional = len(call.args)
-            for keyword, is_result in zip(call.keywords, tainted[positional:]):
-                if is_result and keyword.arg is not None:
-                    self._results.add(keyword.arg)
+            by_keyword = zip((keyword.arg for keyword in call.keywords), tainted[len(call.args) :])
+            self._results |= {name for name, is_result in (*zip(names, tainted), *by_keyword) if is_result and name}
 
     # -- what is not harmless
 
-    def _fail(self, node: Any, block: Any, what: str) -> None:
+    def _fail(self, node: Any, what: str) -> None:
         raise NotHarmlessError(
-            f"{what} at {self._passes.at(node, block)} depends on results of its passes, which a second run lacks"
+            f"{what} at {self.place_of(node)} depends on results of its passes, which a second run lacks"
         )
 
     def _check_region(self, region: Any, is_several: bool) -> None:
-        block = next(block for block in self._lines if region in loops_in(block))
+        block: Any = next(block for block in self.lines if region in loops_in(block))
         if region.orelse and any(isinstance(inner, ast.Break) for inner in ast.walk(region)):
-            self._fail(region, block, "the else of the loop")
+            self._fail(region, "the else of the loop")
         if isinstance(region, ast.While):
             self._check_ending_test(region.test, region, region, block, is_leaving=False)
-        if block in self._lines and not isinstance(block, ast.Module) and is_generator(block):
-            return
-        for inner in region.body:
-            self._check_leaving(inner, region, block, is_several, None)
+        yields = any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in ast.walk(block))
+        if isinstance(block, ast.Module) or not yields:
+            for inner in region.body:
+                self._check_leaving(inner, region, block, is_several, None)
 
     def _check_leaving(self, node: Any, region: Any, block: Any, is_several: bool, test: ast.expr | None) -> None:
         """A way out of the loop around a pass, or of the script, in the body of the pass."""
@@ -211,13 +196,13 @@ class _Results:
         is_exit = isinstance(node, ast.Raise) or (isinstance(node, ast.Call) and called(node) in _EXITS)
         is_out = isinstance(node, ast.Return) or (isinstance(node, ast.Break) and is_several)
         if is_exit or (is_out and not is_several):
-            self._fail(node, block, "what ends the pass")
+            self._fail(node, "what ends the pass")
         if is_out:
             self._check_ending_test(test, region, node, block, is_leaving=True)
-        if isinstance(node, ast.Assert) and any(
-            isinstance(inner, ast.Name) and inner.id in self._assigned_in(region) for inner in ast.walk(node.test)
-        ):
-            self._fail(node, block, "a check")
+        if isinstance(node, ast.Assert):
+            assigned = {name for inner in region.body for name in stored_deep(inner)}
+            if any(isinstance(inner, ast.Name) and inner.id in assigned for inner in ast.walk(node.test)):
+                self._fail(node, "a check")
         if isinstance(node, LOOPS):
             is_several = is_several and not any(isinstance(inner, ast.Break) for inner in ast.walk(node))
         if isinstance(node, ast.If):
@@ -225,15 +210,10 @@ class _Results:
         for inner in ast.iter_child_nodes(node):
             self._check_leaving(inner, region, block, is_several, test)
 
-    def _assigned_in(self, region: Any) -> set[str]:
-        return {name for inner in region.body for name in stored_deep(inner)}
-
     def _check_ending_test(self, test: ast.expr | None, loop: Any, node: Any, block: Any, *, is_leaving: bool) -> None:
-        is_running = self._now.get(block) is not None and (
-            not isinstance(loop, LOOPS) or loop.lineno <= self._now[block] <= (loop.end_lineno or 0)
-        )
+        is_running = block in self.now and contains(loop, self.now[block])
         if test is None or not is_running or not self._counts(test, is_leaving):
-            self._fail(node, block, "what ends the loop")
+            self._fail(node, "what ends the loop")
 
     def _counts(self, test: ast.expr, is_leaving: bool) -> bool:
         """Return whether `test` holds no sooner (`is_leaving`), or no less long, in a second run."""
@@ -243,26 +223,23 @@ class _Results:
             return True
         if not isinstance(test, ast.Compare) or len(test.ops) != 1:
             return False
-        left, right, kind = test.left, test.comparators[0], type(test.ops[0])
+        left, right = test.left, test.comparators[0]
         if self._is_result(right):
-            mirrored: dict[type, type] = {ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Gt: ast.Lt, ast.GtE: ast.LtE}
-            left, right, kind = right, left, mirrored.get(kind, kind)
-        if self._is_result(right):
+            left, right, is_leaving = right, left, not is_leaving
+        kinds = (ast.Gt, ast.GtE) if is_leaving else (ast.Lt, ast.LtE)
+        if self._is_result(right) or not isinstance(test.ops[0], kinds):
             return False
         if isinstance(left, ast.BinOp) and isinstance(left.op, ast.Add) and isinstance(left.right, ast.Constant):
             left = left.left
-        return kind in ((ast.Gt, ast.GtE) if is_leaving else (ast.Lt, ast.LtE)) and self._is_counter(left)
+        return self._is_counter(name_of(left))
 
-    def _is_counter(self, node: ast.expr) -> bool:
+    def _is_counter(self, name: str) -> bool:
         """Return whether every batch adds to the value, and nothing else is done to it but to begin anew."""
-        if isinstance(node, ast.Attribute) and node.attr == "last_epoch":
+        if name == ".last_epoch":
             return True
-        if not isinstance(node, (ast.Name, ast.Attribute)):
+        if not name or name in self._guarded:
             return False
-        name = node.id if isinstance(node, ast.Name) else f".{node.attr}"
-        if name in self._guarded:
-            return False
-        for region in self._regions:
+        for region in self.regions:
             for inner in (choice for choice in ast.walk(region) if isinstance(choice, ast.If)):
                 if name in stored_deep(inner) and not any(isinstance(part, ast.Mod) for part in ast.walk(inner.test)):
                     return False
@@ -271,105 +248,85 @@ class _Results:
     def _where_set(self, name: str) -> Iterator[Any]:
         """Nodes among which are all that may set the variable, or the attribute, of that name."""
         if name.startswith("."):
-            for tree in self._passes.files.values():
+            for tree in self.files.values():
                 yield from ast.walk(tree)
-            return
-        for block in {*self._lines, *self._examined}:
-            yield from in_scope(block, name)
+        else:
+            for block in {*self.lines, *self._examined}:
+                yield from in_scope(block, name)
 
     def _check_definitions(self) -> None:
         """A name that is only set now and then in passes may be missing after one batch."""
-        always: set[str] = set()
-        seldom: dict[str, Any] = {}
-        for block in self._lines:
-            self._sort_definitions(body_of(block), False, False, always, seldom)
-            if isinstance(block, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-                always.update(one.arg for one in ast.walk(block.args) if isinstance(one, ast.arg))
-        for block in self._lines:
-            for statement in self._passes.between(block):
-                for inner in outside_regions(statement, self._regions):
-                    is_read = isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load)
-                    if is_read and inner.id in seldom.keys() - always:
-                        self._fail(inner, block, f"whether {inner.id} is defined")
+        for block in self.lines:
+            self._sort_definitions(body_of(block), False, False)
+            if not isinstance(block, ast.Module):
+                self._always.update(one.arg for one in ast.walk(block.args) if isinstance(one, ast.arg))
+        for statement, _ in self.between():
+            for inner in walked([statement], lambda node: node in self.regions or isinstance(node, DEFINITIONS)):
+                is_read = isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load)
+                if is_read and inner.id in self._seldom - self._always:
+                    self._fail(inner, f"whether {inner.id} is defined")
 
-    def _sort_definitions(
-        self, body: list[Any], is_inside: bool, is_seldom: bool, always: set[str], seldom: dict[str, Any]
-    ) -> None:
+    def _sort_definitions(self, body: list[Any], is_inside: bool, is_seldom: bool) -> None:
         for node in body:
-            names = stored(node) if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) else set()
-            if isinstance(node, ast.For):
-                names = stored_target(node.target)
-            if isinstance(node, ast.With):
-                names = {n for item in node.items if item.optional_vars for n in stored_target(item.optional_vars)}
-            for name in names:
-                (seldom.__setitem__(name, node) if is_seldom else always.add(name))
-            inside = is_inside or node in self._regions
-            under = is_seldom
-            if isinstance(node, (ast.If, ast.While, ast.Try)) and node not in self._regions:
-                under = under or is_inside or (isinstance(node, ast.If) and self._is_result(node.test))
-            for field in ("body", "orelse", "finalbody"):
-                self._sort_definitions(getattr(node, field, []), inside, under, always, seldom)
-            for handler in getattr(node, "handlers", []):
-                self._sort_definitions(handler.body, inside, under, always, seldom)
+            if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.For, ast.With)):
+                (self._seldom if is_seldom else self._always).update(stored(node))
+            is_choice = isinstance(node, (ast.If, ast.While, ast.Try)) and node not in self.regions
+            by_result = isinstance(node, ast.If) and self._is_result(node.test)
+            inside = is_inside or node in self.regions
+            under = is_seldom or (is_choice and (is_inside or by_result))
+            handled = [handler.body for handler in getattr(node, "handlers", [])]
+            for inner in (*(getattr(node, field, []) for field in ("body", "orelse", "finalbody")), *handled):
+                self._sort_definitions(inner, inside, under)
 
-    def _check(self, node: Any, block: Any, *, is_leaf: bool, is_guarded: bool) -> None:
+    def _check(self, node: Any, block: Any, *, is_leaf: bool = False, is_guarded: bool = False) -> None:
         """Raise if `node`, between two passes, may do something else, or fail, with other results."""
-        if is_guarded and node in self._regions:
-            self._fail(node, block, "whether a pass is made")
-        if node in self._regions or isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+        if node in self.regions and is_guarded:
+            self._fail(node, "whether a pass is made")
+        if node in self.regions or isinstance(node, (*FUNCTIONS, ast.ClassDef)):
             return
         if isinstance(node, ast.If) and self._is_result(node.test) and not is_guarded:
-            if self._ends_running_loop(node, block):
-                return
-            self._check_expression(node.test, block, is_leaf, is_guarded)
-            for inner in [*node.body, *node.orelse]:
-                self._check(inner, block, is_leaf=is_leaf, is_guarded=True)
+            if not self._ends_running_loop(node, block):
+                self._check_expression(node.test, is_guarded)
+                for inner in [*node.body, *node.orelse]:
+                    self._check(inner, block, is_leaf=is_leaf, is_guarded=True)
             return
-        if isinstance(node, (ast.While, ast.For)):
-            decides = node.test if isinstance(node, ast.While) else node.iter
-            if self._is_result(decides):
-                if isinstance(node, ast.While):
-                    self._check_ending_test(node.test, node, node, block, is_leaving=False)
-                else:
-                    is_guarded = True
+        if isinstance(node, ast.While) and self._is_result(node.test):
+            self._check_ending_test(node.test, node, node, block, is_leaving=False)
+        is_guarded = is_guarded or (isinstance(node, ast.For) and self._is_result(node.iter))
         if isinstance(node, ast.Assert) and self._is_result(node.test):
-            self._fail(node, block, "a check")
+            self._fail(node, "a check")
         if is_guarded and isinstance(node, (ast.With, ast.Try, ast.Delete, ast.Import, ast.ImportFrom, ast.Global)):
-            self._fail(node, block, "what is done")
-        is_way_out = isinstance(node, ast.Raise) or (
-            isinstance(node, (ast.Break, ast.Continue, ast.Return)) and not is_leaf
-        )
-        if is_guarded and is_way_out:
-            self._fail(node, block, "where it goes on")
-        self._check_expression(node, block, is_leaf, is_guarded)
+            self._fail(node, "what is done")
+        is_way_out = isinstance(node, (ast.Break, ast.Continue, ast.Return)) and not is_leaf
+        if is_guarded and (isinstance(node, ast.Raise) or is_way_out):
+            self._fail(node, "where it goes on")
+        self._check_expression(node, is_guarded)
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, (ast.stmt, ast.ExceptHandler)) or type(child).__name__ == "match_case":
+            if isinstance(child, STATEMENTS):
                 self._check(child, block, is_leaf=is_leaf, is_guarded=is_guarded or type(node).__name__ == "Match")
 
     def _ends_running_loop(self, node: ast.If, block: Any) -> bool:
         last = node.body[-1]
         if node.orelse or not isinstance(last, (ast.Break, ast.Return)) or not self._counts(node.test, True):
             return False
-        now = self._now.get(block)
-        if now is None:
-            return False
-        around = [loop for loop in loops_in(block) if loop.lineno <= node.lineno <= (loop.end_lineno or 0)]
-        loop = max(around, key=lambda one: one.lineno, default=None)
-        return isinstance(last, ast.Return) or (loop is not None and loop.lineno <= now <= (loop.end_lineno or 0))
+        if block not in self.now or isinstance(last, ast.Return):
+            return block in self.now
+        loop = innermost_loop(block, node.lineno)
+        return loop is not None and contains(loop, self.now[block])
 
-    def _check_expression(self, node: Any, block: Any, is_leaf: bool, is_guarded: bool) -> None:
+    def _check_expression(self, node: Any, is_guarded: bool) -> None:
         for inner in expressions_of(node):
             for call in self._calls_by_result(inner):
-                self._check_call(call, block, True)
+                self._check_call(call, True)
             if isinstance(inner, ast.Call):
-                self._check_call(inner, block, is_guarded)
+                self._check_call(inner, is_guarded)
             elif isinstance(inner, ast.BinOp) and self._may_fail(inner):
-                self._fail(inner, block, "a division")
+                self._fail(inner, "a division")
             elif isinstance(inner, ast.Subscript) and isinstance(inner.ctx, ast.Load) and self._is_result(inner.value):
                 if not is_sure_index(inner.slice):
-                    self._fail(inner, block, "an index")
+                    self._fail(inner, "an index")
             elif isinstance(inner, (ast.Yield, ast.YieldFrom, ast.Await)) and is_guarded:
-                self._fail(inner, block, "what is done")
+                self._fail(inner, "what is done")
 
     def _calls_by_result(self, node: ast.AST) -> list[ast.Call]:
         """The calls in an expression that are made or not by a result: `value < best and stop()`."""
@@ -387,10 +344,8 @@ class _Results:
     def _may_fail(self, node: ast.BinOp) -> bool:
         if not isinstance(node.op, (ast.Div, ast.FloorDiv, ast.Mod, ast.Pow)) or not self._is_result(node.right):
             return False
-        is_text = isinstance(node.left, ast.JoinedStr) or (
-            isinstance(node.left, ast.Constant) and isinstance(node.left.value, str)
-        )
-        return not is_text and not self._is_never_zero(node.right)
+        is_text = isinstance(node.left, ast.Constant) and isinstance(node.left.value, str)
+        return not (is_text or isinstance(node.left, ast.JoinedStr) or self._is_never_zero(node.right))
 
     def _is_never_zero(self, node: ast.expr) -> bool:
         """Return whether every batch adds to the value, or it is the length of what every batch adds to."""
@@ -398,63 +353,53 @@ class _Results:
             if called(node) == "len" and len(node.args) == 1:
                 return self._is_never_zero(node.args[0]) or not self._is_result(node.args[0])
             return called(node) == "max" and any(is_number(one) for one in node.args)
-        if not isinstance(node, (ast.Name, ast.Attribute)):
-            return False
-        name = node.id if isinstance(node, ast.Name) else f".{node.attr}"
-        for region in self._regions:
-            for statement in getattr(region, "body", []):
-                if isinstance(statement, ast.AugAssign) and name in stored(statement):
-                    return isinstance(statement.op, ast.Add) and is_count(statement.value)
-                call: Any = getattr(statement, "value", None)
-                is_append = isinstance(call, ast.Call) and called(call) == "append"
-                if is_append and isinstance(call.func, ast.Attribute) and name in changed_base(call.func.value, {}):
-                    return True
+        name = name_of(node)
+        for statement in (statement for region in self.regions for statement in region.body if name):
+            if isinstance(statement, ast.AugAssign) and name in stored(statement):
+                return isinstance(statement.op, ast.Add) and is_count(statement.value)
+            call: Any = getattr(statement, "value", None)
+            is_append = isinstance(call, ast.Call) and name_of(call.func) == ".append"
+            if is_append and name in changed_base(call.func.value, {}):
+                return True
         return False
 
-    def _check_call(self, call: ast.Call, block: Any, is_guarded: bool) -> None:
+    def _check_call(self, call: ast.Call, is_guarded: bool) -> None:
         name = called(call)
-        given = [*call.args, *(keyword.value for keyword in call.keywords)]
         if is_guarded and name in _EXITS:
-            self._fail(call, block, "what ends the script")
-        if not is_guarded and not self._is_result(call.func) and not any(self._is_result(one) for one in given):
+            self._fail(call, "what ends the script")
+        if not is_guarded and not any(map(self._is_result, (call.func, *given_to(call)))):
             self._follow(call, only_if_results=True)
-            return
-        if self._leads_to_pass(call):
+        elif self._leads_to_pass(call):
             if is_guarded:
-                self._fail(call, block, "whether a pass is made")
-            return
-        if name in _RAISING:
-            self._fail(call, block, f"{name}()")
-        if self._follow(call, only_if_results=False):
-            return
-        if name not in (_REPORTS if is_guarded else _HARMLESS) and (is_guarded or not self._is_of_torch(call)):
-            self._fail(call, block, f"{name or 'a call'}()")
+                self._fail(call, "whether a pass is made")
+        elif name in _RAISING:
+            self._fail(call, f"{name}()")
+        elif not self._follow(call, only_if_results=False):
+            is_harmless = name in _REPORTS if is_guarded else name in _HARMLESS or self._is_of_torch(call)
+            if not is_harmless:
+                self._fail(call, f"{name or 'a call'}()")
 
     def _follow(self, call: ast.Call, *, only_if_results: bool) -> bool:
         """Have the functions of the script that are called examined too; returns whether there are any."""
-        functions = self._functions.get(called(call), ())
+        functions = self.functions.get(called(call), [])
         for function in functions:
-            if function in self._followed or function in self._lines:
-                continue
-            if only_if_results and not any(self._is_result(statement) for statement in body_of(function)):
-                continue
-            self._examined.add(function)
-            self._followed.add(function)
-            self._pending.append(function)
+            is_known = function in self._followed or function in self.lines
+            if not is_known and (not only_if_results or any(map(self._is_result, body_of(function)))):
+                self._examined.add(function)
+                self._followed.add(function)
+                self._pending.append(function)
         return bool(functions)
 
     def _is_of_torch(self, call: ast.Call) -> bool:
         """A function of torch or numpy, a method of tensors, a module: they fail for shapes, and not for values."""
+        root: Any = call.func
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        owner = self.values.get(name_of(root))
         if isinstance(call.func, ast.Attribute):
-            if hasattr(torch.Tensor, call.func.attr):
-                return True
-            root: Any = call.func
-            while isinstance(root, ast.Attribute):
-                root = root.value
-            owner = self._values.get(root.id) if isinstance(root, ast.Name) else None
-            return isinstance(owner, types.ModuleType) and package_of(owner.__name__) in ("torch", "numpy")
-        value = self._values.get(call.func.id) if isinstance(call.func, ast.Name) else None
-        return isinstance(value, torch.nn.Module) or package_of(getattr(value, "__module__", "")) in ("torch", "numpy")
+            is_package = isinstance(owner, types.ModuleType) and package_of(owner.__name__) in ("torch", "numpy")
+            return is_package or hasattr(torch.Tensor, call.func.attr)
+        return isinstance(owner, torch.nn.Module) or package_of(getattr(owner, "__module__", "")) in ("torch", "numpy")
 
 
 def _counts_up(node: ast.AST, name: str) -> bool:
@@ -462,4 +407,4 @@ def _counts_up(node: ast.AST, name: str) -> bool:
         return isinstance(node.op, ast.Add) and is_count(node.value)
     if isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr)) and name in stored(node):
         return all(is_number(part) for part in values_of(node, name))
-    return not (isinstance(node, ast.For) and name in stored_target(node.target))
+    return not (isinstance(node, ast.For) and name in stored(node))

@@ -1,148 +1,27 @@
-"""Running an unmodified script again up to its position: whether its loops come back there, and its repeated output.
-
-A restart repeats the body of every finished pass over a loader once, so a `for epoch in ...` around the passes comes
-out right, and the pass it stopped in goes on in the middle. A `for` that runs inside one pass does not: nothing can set
-its counter. `for step in range(n): batch = next(batches)` is the common case; written as `while step < n` it is fine,
-as plain variables are put back.
+"""The repeated output of a script that runs again up to its position.
 
 The script would print and write again what it has written before. Until it is where it was, standard output and error
 go to a replay log, and what it writes into files that are there already goes to nameless files of the same use; at the
 end the same Python objects write to the real places again.
 
 What Python still keeps in memory of the script's files is written out before a rank is saved or moved, for it ends
-without its exit handlers.
-
-Imports no torch: the agent uses this before the first line of a script, which may set variables that torch reads when
-it is imported.
+without its exit handlers. Imports no torch, as the agent uses this before the first line of a script.
 """
 
 from __future__ import annotations
 
 import builtins
 import fcntl
-import functools
 import gc
 import io
 import os
 import stat
 import sys
-import sysconfig
 import types
 import weakref
 from typing import Any, Callable
 
-_STANDARD = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")})
-_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-
-
-def is_own(name: Any) -> bool:
-    """Return whether the module of that name belongs to the script."""
-    if name == "__main__":
-        return True
-    file = getattr(sys.modules.get(name), "__file__", None)
-    return isinstance(file, str) and package_of(name) not in ("ganger", "torch", "sitecustomize") and is_own_file(file)
-
-
-def package_of(name: Any) -> str:
-    return str(name).partition(".")[0]
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def is_own_file(file: str) -> bool:
-    return not file.startswith(_STANDARD) and not any(part in file for part in _INSTALLED)
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def is_standard_file(file: str) -> bool:
-    """Return whether code in `file` is part of the standard library."""
-    return file.startswith("<frozen ") or (file.startswith(_STANDARD) and not any(part in file for part in _INSTALLED))
-
-
-# `inspect.CO_GENERATOR`: every process of a job imports this module, and `inspect` takes long to import.
-IS_GENERATOR = 0x20
-
-Place = tuple[int, frozenset[int]]
-"""A frame, by its number, and the for loops (by offset in its code) that are around what it is doing."""
-Path = tuple[tuple[types.CodeType, int], ...]
-
-
-def places() -> tuple[Place, ...]:
-    """Return the present place of the script in each of its frames, innermost first."""
-    return tuple((id(frame), _loops_around(frame)) for frame in frames())
-
-
-def fetch_place() -> Path | None:
-    """Return the path to the line that fetches a batch.
-
-    None in the handler of the StopIteration that began the pass: it leads back to the same place. A restart continues
-    at the first fetch of a pass. If later fetches are elsewhere, batches are fetched before their steps, and a restart
-    would lose one.
-    """
-    if sys.exc_info()[0] is StopIteration:
-        return None
-    return path()
-
-
-def path() -> Path:
-    """Return code and line of each frame of the script, innermost first."""
-    # by line: the offset of a call changes when the interpreter specialises it
-    return tuple((frame.f_code, frame.f_lineno) for frame in frames())
-
-
-def loops_inside_pass(begun: tuple[Place, ...]) -> bool:
-    """Return whether a fetch made here is inside a for loop that began after the pass did, at `begun`."""
-    around_begin = dict(begun)
-    is_hidden = False
-    for frame in frames():
-        if is_hidden:
-            # code that calls next() on a generator continues across passes
-            if _loops_around(frame):
-                return True
-        elif frame.f_code.co_flags & IS_GENERATOR:
-            is_hidden = not _is_iterating(caller_of(frame))
-        elif _loops_around(frame) - around_begin.get(id(frame), frozenset()):
-            return True
-    return False
-
-
-def frames() -> list[Any]:
-    """The frames of the script and of what it goes through, innermost first."""
-    found = []
-    frame = caller_of(None)
-    while frame is not None:
-        found.append(frame)
-        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__":
-            break
-        frame = caller_of(frame)
-    return found
-
-
-def caller_of(frame: Any) -> Any:
-    """The next frame outwards that is not ours or torch's."""
-    frame = sys._getframe() if frame is None else frame.f_back
-    while frame is not None and package_of(frame.f_globals.get("__name__")) in ("ganger", "torch"):
-        frame = frame.f_back
-    return frame
-
-
-def _is_iterating(frame: Any) -> bool:
-    """Return whether the frame waits for the next item of a for loop, and not for a call."""
-    return frame is not None and frame.f_lasti in _for_loops(frame.f_code)
-
-
-def _loops_around(frame: Any) -> frozenset[int]:
-    at = frame.f_lasti
-    return frozenset(start for start, end in _for_loops(frame.f_code).items() if start < at < end)
-
-
-@functools.lru_cache(maxsize=256)
-def _for_loops(code: types.CodeType) -> dict[int, int]:
-    """Start and end of every for loop's body, by offset. Handlers of exceptions may lie elsewhere: of a pass that began
-    in one, fewer loops are seen around its beginning, and so it is refused."""
-    import dis
-
-    return {step.offset: int(step.argval) for step in dis.get_instructions(code) if step.opname == "FOR_ITER"}
-
+from ganger.training.script_frames import is_own, package_of
 
 TAIL_BYTES = 8192
 # These open a file because their caller wants it open.

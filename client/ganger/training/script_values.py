@@ -25,35 +25,31 @@ LARGEST_PASSING_BYTES = 1 << 20
 SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 SEQUENCES = (list, tuple, set, frozenset, collections.deque)
 MAPPINGS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
+CONTAINERS = (*SEQUENCES, *MAPPINGS)
 KEYS = (str, int, float, bool, tuple, type(None))
 GENERATOR = "$generator"
 ARRAY = "$array"
 
 
 class SeenValue:
-    """A tensor or an array as it was, without a copy of it."""
+    """A tensor, an array, or a list that is taken for data, as it was, without a copy of it."""
 
     def __init__(self, value: Any) -> None:
-        self._value = weakref.ref(value)
-        self._state = version(value)
+        self._value: Callable[[], Any] = (lambda: value) if type(value) in CONTAINERS else weakref.ref(value)
+        self._state = _version(value)
 
     def is_same(self, value: Any) -> bool:
-        return self._value() is value and version(value) == self._state
+        return self._value() is value and _version(value) == self._state
 
 
-class LongValue:
-    """A list that is taken for data."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-        self._length = len(value)
-
-    def is_same(self, value: Any) -> bool:
-        return self._value is value and len(value) == self._length
+def _version(value: Any) -> int:
+    if type(value) in CONTAINERS:
+        return len(value)
+    return int(value._version) if isinstance(value, torch.Tensor) else zlib.crc32(value.tobytes())
 
 
-def version(value: Any) -> Any:
-    return value._version if isinstance(value, torch.Tensor) else zlib.crc32(value.tobytes())
+def parts_of(value: Any) -> Any:
+    return value.values() if isinstance(value, dict) else value
 
 
 def is_plain(value: Any, whole: bool = False) -> bool:
@@ -81,6 +77,10 @@ def is_array(value: Any) -> bool:
     return isinstance(value, numpy.generic) or (type(value) is numpy.ndarray and value.nbytes <= LARGEST_ARRAY_BYTES)
 
 
+def is_mutable_array(value: Any) -> bool:
+    return is_array(value) and not isinstance(value, sys.modules["numpy"].generic)
+
+
 def is_generator(value: Any) -> bool:
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState)):
@@ -92,12 +92,10 @@ def is_passing(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() * value.element_size() > LARGEST_PASSING_BYTES
 
 
-def arrays_in(value: Any) -> Iterator[Any]:
-    if isinstance(value, torch.Tensor) or is_array(value):
-        yield value
-    elif type(value) in (*SEQUENCES, *MAPPINGS):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from arrays_in(item)
+def has_arrays(value: Any) -> bool:
+    if type(value) in CONTAINERS:
+        return any(map(has_arrays, parts_of(value)))
+    return isinstance(value, torch.Tensor) or is_array(value)
 
 
 def digest(value: Any) -> int | None:
@@ -111,7 +109,7 @@ def digest(value: Any) -> int | None:
         is_small = value.device.type == "cpu" and value.numel() * value.element_size() <= LARGEST_PASSING_BYTES
         return zlib.crc32(generator_bytes(value.detach())) if is_small and value.numel() else None
     if is_array(value):
-        return zlib.crc32(value.tobytes()) if isinstance(value, mutable_array()) else None
+        return zlib.crc32(value.tobytes()) if is_mutable_array(value) else None
     if is_generator(value):
         return zlib.crc32(repr(packed_state(generator_state(value))).encode())
     if kind not in SEQUENCES or len(value) > LARGEST_DIGESTED:
@@ -130,10 +128,9 @@ def packed_state(state: Any) -> Any:
 def packed(value: Any) -> Any:
     """Return a copy of a value with the bytes of tensors and arrays in their place."""
     if isinstance(value, torch.Tensor):
-        return {
-            ARRAY: (str(value.device), str(value.dtype)[len("torch.") :], tuple(value.shape), generator_bytes(value))
-        }
-    if is_array(value) and isinstance(value, mutable_array()):
+        kind = str(value.dtype)[len("torch.") :]
+        return {ARRAY: (str(value.device), kind, tuple(value.shape), generator_bytes(value))}
+    if is_mutable_array(value):
         return {ARRAY: ("", value.dtype.str, value.shape, value.tobytes())}
     return rebuilt(value, packed)
 
@@ -151,8 +148,8 @@ def unpacked(value: Any) -> Any:
 
 def is_data(value: Any) -> bool:
     """Return whether the value is taken for samples, or for a long list of them."""
-    if type(value) in (*SEQUENCES, *MAPPINGS):
-        return is_long(value) or any(map(is_data, value.values() if isinstance(value, dict) else value))
+    if type(value) in CONTAINERS:
+        return is_long(value) or any(map(is_data, parts_of(value)))
     return is_passing(value) or (is_array(value) and value.nbytes > LARGEST_PASSING_BYTES)
 
 
@@ -162,36 +159,29 @@ def is_long(value: Any) -> bool:
 
 def image(value: Any) -> Any:
     """What to compare with later, and to go back to where that can be: a copy, but of tensors and long lists."""
-    if isinstance(value, torch.Tensor) or (is_array(value) and isinstance(value, mutable_array())):
+    is_long_list = type(value) in CONTAINERS and is_long(value)
+    if isinstance(value, torch.Tensor) or is_mutable_array(value) or is_long_list:
         return SeenValue(value)
-    if type(value) in (*SEQUENCES, *MAPPINGS) and is_long(value):
-        return LongValue(value)
     if is_generator(value):
         return {GENERATOR: generator_state(value)}
     return rebuilt(value, image)
 
 
-def mutable_array() -> Any:
-    return sys.modules["numpy"].ndarray
-
-
 def is_copy(image: Any) -> bool:
     """Return whether a value can be restored from its image."""
-    if isinstance(image, dict):
-        return all(is_copy(item) for item in image.values())
-    if type(image) in SEQUENCES:
-        return all(is_copy(item) for item in image)
-    return not isinstance(image, (SeenValue, LongValue))
+    if isinstance(image, dict) or type(image) in SEQUENCES:
+        return all(map(is_copy, parts_of(image)))
+    return not isinstance(image, SeenValue)
 
 
 def is_same(before: Any, value: Any) -> bool:
-    if isinstance(before, (SeenValue, LongValue)):
+    if isinstance(before, SeenValue):
         return before.is_same(value)
     if is_generator(value):
         return isinstance(before, dict) and is_same_state(before.get(GENERATOR), generator_state(value))
     if type(before) is not type(value):
         return False
-    if isinstance(value, (list, tuple, collections.deque)) and not isinstance(value, torch.Size):
+    if type(value) in (list, tuple, collections.deque):
         return len(before) == len(value) and all(map(is_same, before, value))
     if isinstance(value, dict):
         return list(before) == list(value) and all(is_same(before[key], value[key]) for key in value)
@@ -211,8 +201,8 @@ def kept(value: Any) -> Any:
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif type(value) in (*SEQUENCES, *MAPPINGS) and not is_long(value):
-        for item in value.values() if isinstance(value, dict) else value:
+    elif type(value) in CONTAINERS and not is_long(value):
+        for item in parts_of(value):
             yield from tensors_in(item)
 
 
@@ -222,17 +212,17 @@ def copied(value: Any) -> Any:
 
 def rebuilt(value: Any, each: Callable[[Any], Any]) -> Any:
     kind: Any = type(value)
-    if kind is torch.Size or kind not in (*SEQUENCES, *MAPPINGS):
+    if kind not in CONTAINERS:
         return value
     if kind is collections.deque:
         return collections.deque((each(item) for item in value), value.maxlen)
     if kind in SEQUENCES:
         return kind(each(item) for item in value)
     pairs = [(key, each(item)) for key, item in value.items()]
+    if kind is collections.defaultdict:
+        return collections.defaultdict(value.default_factory, pairs)
     # by way of a dict: a Counter would count the pairs
-    return (
-        collections.defaultdict(value.default_factory, pairs) if kind is collections.defaultdict else kind(dict(pairs))
-    )
+    return kind(dict(pairs))
 
 
 def is_same_state(before: Any, state: Any) -> bool:

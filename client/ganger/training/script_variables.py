@@ -25,17 +25,22 @@ from typing import Any, Callable
 
 import torch
 
-from ganger.training.foreign_values import ForeignValue, is_at_its_end, is_harmless
-from ganger.training.live_names import live_names
-from ganger.training.process_settings import changed_setting, own_thread, settings_of_process
-from ganger.training.replay import is_own, package_of
+from ganger.training.foreign_values import (
+    ForeignValue,
+    changed_setting,
+    is_at_its_end,
+    is_harmless,
+    own_thread,
+    settings_of_process,
+)
+from ganger.training.script_frames import frames, is_own, live_names, package_of
 from ganger.training.script_values import (
     GENERATOR,
     MAPPINGS,
     SCALARS,
-    arrays_in,
     copied,
     digest,
+    has_arrays,
     image,
     is_copy,
     is_data,
@@ -70,7 +75,7 @@ class Variables:
     """The plain values of one script, against those at the beginning of its first loop. `loaders` returns those
     that are being read, by the number of the loop: no other object may refer to them."""
 
-    def __init__(self, loaders: Callable[[], list[tuple[int, Any]]] = list) -> None:
+    def __init__(self, loaders: Callable[[], list[tuple[Any, Any]]] = list) -> None:
         self._loaders = loaders
         self._before: dict[str, dict[Any, Any]] | None = None
         self._foreign: dict[tuple[str, Any], ForeignValue] = {}
@@ -85,7 +90,10 @@ class Variables:
         return self._before is not None
 
     def _look(self) -> list[Scope]:
-        return _scopes(self._loaders())
+        """Every scope once, in an order that is the same whenever the script comes to the same place."""
+        found = frames()[::-1]
+        packages = {package_of(frame.f_globals.get("__name__")) for frame in found} | {"__main__", "tqdm"}
+        return with_inner([*scopes_of_script(found), Scope("loaders", self._loaders(), refuse)], packages)
 
     def note(self) -> None:
         """Record the values at the beginning of the first loop, for `changed` to compare with. Raises
@@ -230,7 +238,7 @@ class Scope:
     def takes_for_samples(self, value: Any) -> bool:
         """Return whether a loader's part does not draw its order from it."""
         is_dataset = ".dataset" in self.path or ".data_source" in self.path
-        return is_data(value) or (is_dataset and any(True for _ in arrays_in(value)))
+        return is_data(value) or (is_dataset and has_arrays(value))
 
     def put(self, name: Any, value: Any, present: Any) -> None:
         """Set a value, in place where possible: other objects may refer to the same list."""
@@ -249,17 +257,10 @@ class Scope:
 # -- where values are
 
 
-def _scopes(loaders: list[tuple[int, Any]]) -> list[Scope]:
-    """Every scope once, in an order that is the same whenever the script comes to the same place."""
-    frames = script_frames()
-    packages = {package_of(frame.f_globals.get("__name__")) for frame in frames} | {"__main__", "tqdm"}
-    return with_inner([*scopes_of_script(frames), Scope("loaders", list(loaders), refuse)], packages)
-
-
-def scopes_of_script(frames: list[Any]) -> list[Scope]:
+def scopes_of_script(running: list[Any]) -> list[Scope]:
     """Return the variables of these frames, the outermost first, and of the script's modules."""
     found: list[Scope] = []
-    for number, frame in enumerate(frames):
+    for number, frame in enumerate(running):
         if frame.f_locals is not frame.f_globals:
             path = f"{number} {frame.f_code.co_name}"
             live = live_names(frame.f_code, frame.f_lasti)
@@ -267,9 +268,9 @@ def scopes_of_script(frames: list[Any]) -> list[Scope]:
     for name, module in sorted(_modules().items()):
         content = vars(module)
         items = [(key, value) for key, value in content.items() if not key.startswith("__")]
-        running = [frame for frame in frames if frame.f_locals is content]
-        module_live = frozenset().union(*(live_names(frame.f_code, frame.f_lasti) for frame in running))
-        found.append(Scope(f"module {name}", items, content.__setitem__, live=module_live if running else None))
+        live_now = [live_names(frame.f_code, frame.f_lasti) for frame in running if frame.f_locals is content]
+        live_here = frozenset().union(*live_now) if live_now else None
+        found.append(Scope(f"module {name}", items, content.__setitem__, live=live_here))
     return found
 
 
@@ -298,7 +299,8 @@ def with_inner(outer: list[Scope], packages: set[str], skipped: frozenset[int] =
             inner.is_dead = is_dead
             seen.add(id(value))
             open_.append(inner)
-        elif not (is_dead or scope.is_data or is_harmless(value) or _is_running(value)):
+        # a generator that leads to the boundary: its variables are looked at as a frame's
+        elif not (is_dead or scope.is_data or is_harmless(value) or getattr(value, "gi_running", False)):
             scope.foreign.append((name, value))
 
     while open_:
@@ -318,19 +320,6 @@ def with_inner(outer: list[Scope], packages: set[str], skipped: frozenset[int] =
                 look(*each)
             left_over.clear()
     return found
-
-
-def script_frames() -> list[Any]:
-    """The script's frames on the way to here, the outermost first."""
-    frame: Any = sys._getframe(1)
-    found = []
-    while frame is not None:
-        if package_of(frame.f_globals.get("__name__")) not in ("ganger", "torch"):
-            found.append(frame)
-            if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__":
-                break
-        frame = frame.f_back
-    return found[::-1]
 
 
 def _modules() -> dict[str, types.ModuleType]:
@@ -354,7 +343,10 @@ def _inside(path: str, value: Any, packages: set[str]) -> Scope | None:
         held: list[tuple[Any, Any]] = [("func", value.func), *enumerate(value.args), ("keywords", value.keywords)]
         return Scope(path, held, refuse)
     if isinstance(value, type):
-        return _inside_class(path, value) if is_own(value.__module__) and not issubclass(value, enum.Enum) else None
+        if not is_own(value.__module__) or issubclass(value, enum.Enum):
+            return None
+        items = [(name, item) for name, item in vars(value).items() if not name.startswith(("__", "_abc_"))]
+        return Scope(path, items, lambda name, item: setattr(value, name, item))
     if isinstance(value, torch.optim.Optimizer) and is_own(kind.__module__):
         # its state and its groups are part of the state of training
         own = [(name, item) for name, item in vars(value).items() if name[0] != "_" and name not in _OF_OPTIMIZERS]
@@ -371,16 +363,10 @@ def _inside(path: str, value: Any, packages: set[str]) -> Scope | None:
         parts = _LOADER_PARTS if package_of(kind.__module__) == "torch" else tuple(vars(value))
         items = [(name, vars(value)[name]) for name in parts if not name.startswith("_")]
         return Scope(path, items, vars(value).__setitem__, is_data=True)
-    is_known = kind.__module__.startswith("torch.utils.data.") or is_own(kind.__module__)
-    is_known = is_known or package_of(kind.__module__) in packages
-    if is_known or f"{kind.__module__}.{kind.__qualname__}" in _BAGS:
+    is_known = kind.__module__.startswith("torch.utils.data.") or package_of(kind.__module__) in packages
+    if is_known or is_own(kind.__module__) or f"{kind.__module__}.{kind.__qualname__}" in _BAGS:
         return Scope(path, [*vars(value).items(), ("__class__", kind)], vars(value).__setitem__)
     return None
-
-
-def _inside_class(path: str, value: Any) -> Scope:
-    items = [(name, item) for name, item in vars(value).items() if not name.startswith(("__", "_abc_"))]
-    return Scope(path, items, lambda name, item: setattr(value, name, item))
 
 
 def _inside_function(path: str, function: Any) -> Scope:
@@ -395,11 +381,6 @@ def _inside_function(path: str, function: Any) -> Scope:
         setattr(holder, "cell_contents" if name in cells else name, item)
 
     return Scope(path, items, put)
-
-
-def _is_running(value: Any) -> bool:
-    """Return whether the value is a generator that leads to the boundary: its variables are looked at as a frame's."""
-    return isinstance(value, types.GeneratorType) and value.gi_running
 
 
 def _shown(scope: str, name: Any) -> str:

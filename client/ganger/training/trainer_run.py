@@ -3,29 +3,39 @@
 The script is run again up to its call of the trainer, whose loop begins at the place where training stopped; there the
 state is put back. The trainer's loop is not run again, so what it writes is not repeated: its checkpoints, its logs.
 What comes before the call is repeated, and refused where that would change anything (`outside_changes`).
+
+Of a trainer's own objects every plain value is kept, for a second run comes to another place in them before its state
+is put back. Of the script only what has changed since training began, as for any unmodified script.
+
+Trainers fetch ahead: accelerate's loaders take one batch more than they hand out, to know which is the last. A pass is
+gone on with behind the batches that training has used; those that were fetched ahead of it are fetched again, with the
+random numbers of the first time.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable
-from typing import Any, NoReturn, Protocol
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Callable
 
-import torch
+from torch.utils.data import DataLoader
 
-from ganger.injob.control import Control, StopRequest, failure_text
-from ganger.injob.page_layout import Capability, Error, Opaque, PagePhase
+from ganger.injob.control import Control
+from ganger.injob.page_layout import Capability
+from ganger.training.loops import creation_state, set_creation_state, skip_batches
 from ganger.training.outside_changes import OutsideChanges
-from ganger.training.progress_reporter import ProgressReporter
-from ganger.training.rank_processes import keep_default_group
 from ganger.training.replay import OutputReplay
-from ganger.training.script_objects import weakly
-from ganger.training.state import TrainingObjects, capture, restore_random
+from ganger.training.replayed_run import ReplayedRun
+from ganger.training.script_frames import frames, is_own, package_of
+from ganger.training.script_variables import Scope, Variables, scopes_of_script, with_inner
+from ganger.training.state import TrainingObjects, capture_random, restore_random
 from ganger.training.state_codec import StateNotSupportedError, tell
-from ganger.training.state_keeper import CannotKeepError, StateKeeper
-from ganger.training.trainer_variables import TrainerVariables
 
 # By the module with the trainer's class: ours for it.
 KNOWN = {
@@ -33,48 +43,106 @@ KNOWN = {
     "lightning.pytorch.trainer.trainer": "lightning_trainer",
     "pytorch_lightning.trainer.trainer": "lightning_trainer",
 }
+# The scope of the model: of its plain values those are kept that change.
+MODEL = "model"
+CALLBACKS = "callbacks"
+# What a script keeps of these is not part of the state: datasets, tokenizers, configurations.
+_LIBRARIES = frozenset(
+    [
+        *("accelerate", "datasets", "huggingface_hub", "peft"),
+        *("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"),
+        *("safetensors", "sentencepiece", "tokenizers", "torchmetrics", "torchvision", "transformers", "trl"),
+    ]
+)
+# Another node's clock shows another time.
+_CLOCKS = frozenset(
+    [
+        *("start_time", "_start_time", "_end_time", "_last_time_checked", "_last_val_time", "_train_start_time"),
+        *("start_t", "last_print_t", "_last_time"),
+    ]
+)
+# It may take tenths of a second where there are many values.
+_LOST_EVERY_S = 30.0
+# More batches are not fetched ahead in the process that trains.
+_MOST_AHEAD = 8
 
-_ALL = Capability.PAUSE | Capability.OFFLOAD | Capability.CHECKPOINT | Capability.ADAPTER
 
+class TrainerAdapter:
+    """One call of a trainer. `form`: the trainer's name. Values of classes of `packages` are looked into."""
 
-class TrainerAdapter(Protocol):
-    """One call of a trainer. `form`: the trainer's name. `variables`: what it keeps beside its objects."""
+    form = ""
+    packages: frozenset[str] = frozenset()
+    # Whether batches are fetched ahead in this process.
+    is_ahead = True
 
-    form: str
-    variables: TrainerVariables
+    def __init__(self) -> None:
+        self.run: Any = None
+        self.variables = TrainerVariables(self)
+        self._pass: TrainerPass | None = None
+        # Of the pass that is made next.
+        self._target: dict[str, Any] | None = None
+
+    def unsupported(self) -> str:
+        """Return why this trainer's state cannot be kept; '' if it can."""
+        raise NotImplementedError
+
+    def without_checkpoint(self, arguments: Any, options: Any) -> tuple[Any, Any]:
+        """Return what the trainer is called with where the state comes from another place than its own checkpoint."""
+        raise NotImplementedError
+
+    def hooked(self) -> Any:
+        """While the trainer trains, its methods report where it is."""
+        raise NotImplementedError
 
     def objects(self) -> TrainingObjects:
         """Return what is trained."""
+        raise NotImplementedError
 
     def place(self) -> dict[str, Any]:
         """Return where its loop is."""
+        raise NotImplementedError
 
     def refusal(self) -> str:
         """Return why its loop cannot begin at the place where it is now; '' if it can."""
+        raise NotImplementedError
+
+    def scopes(self) -> list[Scope]:
+        """Return the trainer's own objects by name."""
+        raise NotImplementedError
+
+    def skipped(self) -> frozenset[int]:
+        """Return the ids of objects that are not looked into."""
+        raise NotImplementedError
+
+    def loaders(self) -> list[Any]:
+        """Return the loaders that it trains with."""
+        raise NotImplementedError
+
+    def make_pass(self, loader: Any, plain: Callable[[Any], Any]) -> Any:
+        """Make the iterator of a DataLoader."""
+        if not any(loader is one for one in self.loaders()):
+            return plain(loader)
+        target, self._target = self._target, None
+        self._pass = TrainerPass(loader, plain, target, self.run.restore_random if self.is_ahead else None)
+        return self._pass
 
 
-class TrainerRun:
+class TrainerRun(ReplayedRun):
     """The rank's process. One call of a trainer after the other has it; only the first can be gone on with."""
 
+    what, documentation = "trainer", "docs/how-to/mechanisms.md"
+    refusal_text = "this trainer cannot be brought back to its place"
+    capability = Capability.ADAPTER
+
     def __init__(self, control: Control, diversion: OutputReplay | None, outside: OutsideChanges) -> None:
-        self._control = control
-        self._diversion = diversion
-        self._outside = outside
-        self._adapter: TrainerAdapter | None = None
+        super().__init__(diversion, outside)
+        self._adapter: Any = None
         self._calls = 0
-        self._reasons: list[str] = []
-        self._capabilities = 0
-        self._is_aside = False
-        self._is_refined = False
         self._is_owed = False
-        self._samples = 0
-        self._arriving: dict[str, Any] | None = None
         self._random: dict[str, Any] = {}
         # Where the trainer's loop is to begin, until it has.
-        self.target: dict[str, Any] | None = None
-        self._keeper = StateKeeper(control, self._objects, self._position)
-        control.handlers = self._keeper.handlers()._replace(on_checkpoint=self._checkpoint)
-        self._progress = ProgressReporter(control.page, TrainingObjects, self._keeper)
+        self.target: dict[str, Any] | None = None if control.restore is None else {}
+        self.take(control)
 
     def begin(self, adapter: TrainerAdapter) -> None:
         """A trainer is about to train. Its script's part before is over."""
@@ -84,20 +152,17 @@ class TrainerRun:
         if self._calls > 1:
             self.note_reason("it trains in more than one call of a trainer")
             return
-        keep_default_group()
-        if self._control.restore is None:
-            self._control.hello(Capability.PAUSE, torch=str(torch.__version__), form=adapter.form)
-            self._control.start(0)
-            return
-        self._capabilities = _ALL
-        self._control.hello(_ALL, torch=str(torch.__version__), form=adapter.form)
-        self._control.phase(PagePhase.REPLAY)
-        target = self._keeper.position_at_start()
-        if target.get("trainer") != adapter.form:
-            self._control.give_up_restore(f"the state is not one of {adapter.form}")
-        if target["reasons"]:
-            self._control.give_up_restore(f"training cannot go on from here: {'; '.join(target['reasons'])}")
-        self.target = target["place"]
+        self.form = adapter.form
+        target = self.start()
+        if target is not None:
+            if target.get("trainer") != adapter.form:
+                self.control.give_up_restore(f"the state is not one of {adapter.form}")
+            self.refuse_reasons(target)
+            self.target = target["place"]
+
+    @property
+    def is_going_back(self) -> bool:
+        return self.target is not None
 
     # -- the trainer's loop
 
@@ -110,7 +175,7 @@ class TrainerRun:
 
     def loop_begins(self) -> None:
         """The trainer is set up, and its loop begins: from here on the script's variables are compared."""
-        if self._adapter is not None and not self._adapter.variables.noted:
+        if not self._adapter.variables.noted:
             try:
                 self._adapter.variables.note()
             except StateNotSupportedError as error:
@@ -119,148 +184,70 @@ class TrainerRun:
     def stepped(self, samples: int) -> None:
         """A step of the optimizer was made; its boundary comes with the next `boundary`."""
         self._is_owed = True
-        self._control.is_step_owed = True
+        self.control.is_step_owed = True
         self._samples += samples
 
     def boundary(self) -> None:
         """The trainer is between two steps, with all that belongs to the last one done."""
-        if not self._is_owed or self.target is not None:
+        if not self._is_owed or self.is_going_back:
             return
         self._is_owed = False
-        self._control.is_step_owed = False
-        if self._is_aside:
-            self._control.boundary()
-            return
-        if not self._is_refined:
-            self._refine()
-        if reason := self._refusal():
-            self.note_reason(reason)
-        self._progress.publish(1, self._samples, 0, None)
-        self._control.boundary()
+        self.control.is_step_owed = False
+        if not self._is_aside:
+            if not self._is_refined:
+                self._refine()
+            self.note_reason(self.look(is_due=False))
+            self._progress.publish(1, self._samples, 0, None)
+        self.control.boundary()
 
     def safe_point(self) -> None:
         """The trainer evaluates."""
         if not self._is_aside:
-            self._control.evaluated()
+            self.control.evaluated()
 
     def report_loss(self, loss: float) -> None:
         self._progress.publish(0, self._samples, 0, loss)
 
     def note_reason(self, reason: str) -> None:
-        """It cannot be brought back in a new process."""
-        if reason in self._reasons:
-            return
-        self._reasons.append(reason)
-        if self.target is not None:
-            self.give_up(reason)
-        if self._is_refined and self._capabilities & Capability.CHECKPOINT:
-            self._tell_capabilities()
+        if reason and self.is_going_back:
+            self.give_up_replay(reason)
+        super().note_reason(reason)
 
-    # -- going back
+    # -- for the state
+
+    def objects(self) -> TrainingObjects:
+        found: TrainingObjects = self._adapter.objects()
+        return found
+
+    def place(self) -> dict[str, Any]:
+        is_kept = not self._reasons
+        return {
+            "trainer": self.form,
+            "place": self._adapter.place() if is_kept else {},
+            "variables": self._adapter.variables.changed() if is_kept else {},
+        }
+
+    def look(self, is_due: bool = True) -> str:
+        return self._outside.check() or self._adapter.refusal() or self._adapter.variables.reason(is_due=is_due)
 
     def arrive(self, prepare: Callable[[dict[str, Any]], None] = lambda _: None) -> None:
         """The trainer's loop is where it was: put the state back and go on. `prepare` is called with the place, its
         tensors included, before the values are put back."""
-        assert self._adapter is not None
-        restored = self._keeper.restore_at_start()
-        assert restored is not None, "going back means that a state was assigned"
+        restored = self.put_objects_back()
         prepare(restored.position["place"])
-        self._samples = restored.position["samples"]
         if missing := self._adapter.variables.put_back(restored.position["variables"]):
-            self.give_up(f"{missing} is not there, or is no object as it was")
+            self.give_up_replay(f"{missing} is not there, or is no object as it was")
         self._random = restored.random
         self.restore_random()
         self.target = None
-        self._is_refined = True
-        self._arriving = restored.position
-        self._progress.training = weakly(self._adapter.objects(), list)
-        if self._diversion is not None:
-            self._diversion.end()
-        tell(restored.notice)
-        self._control.phase(PagePhase.TRAINING)
-        self._control.start(restored.step)
-        self._arriving = None
+        self.go_on(restored)
 
     def restore_random(self) -> None:
         """Put the random generators to where they were when training stopped."""
         restore_random(self._random)
 
-    def step_aside(self, problem: Exception) -> None:
-        """Let training go on without the agent; a script on its way back to a state is ended instead."""
-        text = failure_text(problem)
-        if self.target is not None:
-            self.give_up(text)
-        tell(f"{text}; training goes on")
-        if not self._is_aside:
-            self._is_aside = True
-            self._control.step_aside(Opaque.AGENT_FAILED, text)
 
-    def give_up(self, text: str) -> NoReturn:
-        if self._diversion is not None:
-            self._diversion.give_up()
-        message = f"this trainer cannot be brought back to its place: {text}"
-        tell(message)
-        self._control.give_up_restore(message)
-
-    # -- helpers
-
-    def _objects(self) -> TrainingObjects:
-        assert self._adapter is not None
-        return self._adapter.objects()
-
-    def _position(self) -> dict[str, Any]:
-        if self._arriving is not None:
-            return self._arriving
-        assert self._adapter is not None
-        is_kept = not self._reasons
-        return {
-            "trainer": self._adapter.form,
-            "samples": self._samples,
-            "place": self._adapter.place() if is_kept else {},
-            # a state parked for a pause can move to other nodes without the rank
-            "reasons": list(self._reasons),
-            "variables": self._adapter.variables.changed() if is_kept else {},
-        }
-
-    def _refusal(self, *, is_due: bool = False) -> str:
-        assert self._adapter is not None
-        return self._outside.check() or self._adapter.refusal() or self._adapter.variables.reason(is_due=is_due)
-
-    def _refine(self) -> None:
-        """Find out after the first step what can be kept, and report it."""
-        assert self._adapter is not None
-        training = self._adapter.objects()
-        self._progress.training = weakly(training, list)
-        self._capabilities = _ALL
-        try:
-            capture(training, {})
-        except StateNotSupportedError as error:
-            self._capabilities &= ~Capability.OFFLOAD
-            self.note_reason(str(error))
-        if reason := self._refusal(is_due=True):
-            self.note_reason(reason)
-        self._is_refined = True
-        self._tell_capabilities()
-
-    def _tell_capabilities(self) -> None:
-        assert self._adapter is not None
-        reason = "; ".join(self._reasons)
-        if reason:
-            self._capabilities &= ~(Capability.CHECKPOINT | Capability.ADAPTER)
-            self._control.explain("ADAPTER", reason)
-        self._control.hello(self._capabilities, form=self._adapter.form, reason=reason)
-        if reason and self._control.rank == 0:
-            tell(
-                f"this trainer can be paused, but neither moved nor saved: {reason}. "
-                "docs/how-to/mechanisms.md says what helps"
-            )
-
-    def _checkpoint(self, request: StopRequest) -> None:
-        if reason := self._refusal(is_due=True):
-            self.note_reason(reason)
-        if self._reasons:
-            raise CannotKeepError(Error.STATE_UNSAVEABLE, "; ".join(self._reasons))
-        self._keeper.checkpoint(request)
+Begin = Callable[[TrainerAdapter, str], "TrainerRun | None"]
 
 
 class Trainers:
@@ -286,24 +273,173 @@ class Trainers:
         if os.getpid() != self._pid or os.environ.get("GANGER_IMAGE"):
             return None
         try:
-            return self._begun(adapter, refusal)
+            if self._run is None:
+                control = Control.from_environment()
+                if control is None:
+                    return None
+                if refusal:
+                    control.explain("ADAPTER", refusal)
+                if refusal or not self._make_way() or not control.claim():
+                    control.close()
+                    return None
+                self._run = TrainerRun(control, self._diversion, self._outside)
+            self._run.begin(adapter)
+            return self._run
         except Exception as problem:
             tell(f"{adapter.form} trains without control: {problem}")
             return None
 
-    def _begun(self, adapter: TrainerAdapter, refusal: str) -> TrainerRun | None:
-        if self._run is None:
-            control: Any = Control.from_environment()
-            if control is None:
-                return None
-            if refusal:
-                control.explain("ADAPTER", refusal)
-            if refusal or (control.restore is None and not self._make_way()) or not control.claim():
-                control.close()
-                return None
-            if control.restore is not None and not self._make_way():
-                control.close()
-                return None
-            self._run = TrainerRun(control, self._diversion, self._outside)
-        self._run.begin(adapter)
-        return self._run
+
+def hook_calls(trainer: Any, name: str, make: Callable[[Any], TrainerAdapter], begin: Begin) -> None:
+    """Let every call of this method of a class of trainers be controlled, and the passes over DataLoaders in it."""
+    current: list[TrainerAdapter] = []
+    original, plain = getattr(trainer, name), DataLoader.__iter__
+
+    def iterate(loader: Any) -> Any:
+        return current[-1].make_pass(loader, plain) if current else plain(loader)
+
+    @functools.wraps(original)
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        training = make(self)
+        training.run = None if current else begin(training, training.unsupported())
+        if training.run is None:
+            return original(self, *arguments, **options)
+        if training.run.is_going_back:
+            arguments, options = training.without_checkpoint(arguments, options)
+        current.append(training)
+        try:
+            with training.hooked():
+                return original(self, *arguments, **options)
+        finally:
+            current.pop()
+
+    DataLoader.__iter__ = iterate  # type: ignore[method-assign]
+    setattr(trainer, name, call)
+
+
+@contextlib.contextmanager
+def replaced(methods: list[tuple[Any, str, Callable[..., Any]]]) -> Iterator[None]:
+    """Let (object, name, wrapper) have each wrapper called with the object's own method, and with its arguments."""
+    present = [(holder, name, wrapper) for holder, name, wrapper in methods if hasattr(holder, name)]
+    for holder, name, wrapper in present:
+        setattr(holder, name, functools.partial(wrapper, getattr(holder, name)))
+    try:
+        yield
+    finally:
+        for holder, name, _ in present:
+            vars(holder).pop(name, None)
+
+
+class TrainerPass:
+    """The iterator of one pass over the training loader. `target`: what `position` returned when training stopped in
+    this pass; `restore` puts the random generators to where they were then. None where no batches are fetched ahead."""
+
+    def __init__(
+        self, loader: Any, original: Any, target: dict[str, Any] | None, restore: Callable[[], None] | None
+    ) -> None:
+        self.loader = loader
+        self.taken = 0
+        self._restore = restore or (lambda: None)
+        self._drawn: deque[Any] = deque(maxlen=_MOST_AHEAD)
+        self._ahead: deque[Any] = deque()
+        self._is_here = restore is not None and not loader.num_workers
+        if target is not None:
+            set_creation_state(loader, target["at creation"])
+        self.at_creation = creation_state(loader) if target is None else target["at creation"]
+        self._iterator = original(loader)
+        if target is not None:
+            self.taken = int(target["used"])
+            self._ahead.extend(target["ahead"])
+            skip_batches(loader, self._iterator, self.taken)
+            self._restore()
+
+    def __iter__(self) -> TrainerPass:
+        return self
+
+    def __next__(self) -> Any:
+        drawn = None
+        if self._ahead:
+            drawn = self._ahead.popleft()
+            restore_random(drawn)
+            batch = next(self._iterator)
+            self._restore()
+        else:
+            if self._is_here:
+                drawn = capture_random(has_devices=False)
+            batch = next(self._iterator)
+        self.taken += 1
+        self._drawn.append(drawn)
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._iterator)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_iterator"], name)
+
+    def position(self, used: int) -> dict[str, Any]:
+        """Return where the pass is, when training has used so many of its batches."""
+        ahead = self.taken - used
+        drawn = list(self._drawn)[len(self._drawn) - ahead :] if self._is_here and ahead else []
+        return {"used": used, "ahead": drawn, "at creation": self.at_creation}
+
+    def refusal(self, used: int) -> str:
+        """Return why the pass cannot be gone on with; '' if it can."""
+        if self.loader.num_workers and getattr(self.loader, "persistent_workers", False):
+            return "its DataLoader(persistent_workers=True) keeps random numbers in its workers"
+        return "" if 0 <= self.taken - used <= _MOST_AHEAD else "it fetches batches in a way of its own"
+
+
+class TrainerVariables(Variables):
+    """What a trainer and its script keep beside the models: counters, logs, callbacks, variables of the script."""
+
+    def __init__(self, adapter: TrainerAdapter) -> None:
+        super().__init__()
+        self._adapter = adapter
+        self._looked_at = float("-inf")
+
+    def note(self) -> None:
+        super().note()
+        assert self._before is not None
+        names = {scope.path for scope in self._adapter.scopes()} - {MODEL}
+        self._before = {path: values for path, values in self._before.items() if path.partition(".")[0] not in names}
+
+    def put_back(self, saved: dict[str, dict[Any, Any]]) -> str:
+        # A trainer makes some of its own objects only in its loop.
+        made_later = {scope.path for scope in self._adapter.scopes()} - {MODEL, CALLBACKS}
+        present = {scope.path for scope in self._look()}
+        known = {path for path in saved if path in present or path.partition(".")[0] not in made_later}
+        return super().put_back({path: saved[path] for path in known})
+
+    def reason(self, *, is_due: bool) -> str:
+        """Return why the values cannot be kept; '' if they can. Looks now and then, or if it `is_due`."""
+        now = time.monotonic()
+        if not self.noted or (not is_due and now < self._looked_at + _LOST_EVERY_S):
+            return ""
+        self._looked_at = now
+        try:
+            return self.lost()
+        except StateNotSupportedError as error:
+            return str(error)
+
+    def _look(self) -> list[Scope]:
+        running = [frame for frame in frames()[::-1] if is_own(frame.f_globals.get("__name__"))]
+        own = {package_of(frame.f_globals.get("__name__")) for frame in running} | {"__main__", "tqdm"}
+        skipped = self._adapter.skipped()
+        of_trainer = with_inner(self._adapter.scopes(), own | self._adapter.packages, skipped)
+        # What is there already is not looked at again by way of the script's variables.
+        seen = skipped | {id(value) for scope in of_trainer for _, value in scope.items if hasattr(value, "__dict__")}
+        of_script = with_inner(scopes_of_script(running), own, seen)
+        for scope in (*of_trainer, *of_script):
+            scope.foreign = [
+                (name, value) for name, value in scope.foreign if package_of(type(value).__module__) not in _LIBRARIES
+            ]
+        for scope in of_trainer:
+            scope.items = [(name, value) for name, value in scope.items if name not in _CLOCKS]
+        return [*of_trainer, *of_script]
+
+
+def scope_of(name: str, item: Any, skipped: frozenset[str] = frozenset()) -> Scope:
+    """Return the attributes of an object as values by the name of the object."""
+    items = [(key, value) for key, value in vars(item).items() if key not in skipped and not callable(value)]
+    return Scope(name, items, lambda key, value: object.__setattr__(item, key, value))
