@@ -16,13 +16,16 @@ from ganger.injob.state_image import ImageError
 from ganger.training import image_io, state_codec
 from ganger.training.image_io import (
     ArenaSink,
+    ArenaSource,
     ArenaTooSmallError,
     FileSink,
+    FileSource,
     durable_shard,
+    open_image,
     plan_image,
+    read_tensors,
     write_image,
 )
-from ganger.training.image_reading import ArenaSource, FileSource, open_image, read_tensors
 from kit.images import verify_image
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ganger.training.attached_job import attach
-from ganger.training.attached_loops import ElasticLoader, SampleRange
+from ganger.training.attached_loops import ElasticLoader, SampleRange, mixed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,19 +41,8 @@ class _Quiet:
 
 def _loader(length: int, *, batch: int, rank: int = 0, world: int = 1, workers: int = 0, **rest: Any) -> ElasticLoader:
     dataset = rest.pop("dataset", list(range(length)))
-    return ElasticLoader(
-        dataset,
-        global_batch=batch,
-        shuffle=True,
-        drop_last=rest.pop("drop_last", False),
-        rank=rank,
-        world=world,
-        seed=7,
-        number=0,
-        num_workers=workers,
-        options=rest,
-        events=_Quiet(),
-    )
+    cut = SampleRange(length, batch, rank, world, True, rest.pop("drop_last", False))
+    return ElasticLoader(dataset, cut, mixed(7, 0), workers, rest, _Quiet())
 
 
 def _batches(loader: ElasticLoader) -> list[list[int]]:

@@ -9,19 +9,20 @@ from typing import Any
 import pytest
 import torch
 from ganger.injob.state_image import ImageError
-from ganger.training.image_io import ArenaSink, plan_image, write_image
-from ganger.training.image_reading import ArenaSource, OpenImage, PieceReader, open_image
+from ganger.training.image_io import ArenaSink, ArenaSource, OpenImage, PieceReader, open_image, plan_image, write_image
 from ganger.training.sharded_reading import reshard
-from ganger.training.sharded_tensors import (
+from ganger.training.state import StateMismatchError, TrainingObjects, capture, restore
+from ganger.training.state_codec import (
+    StateNotSupportedError,
+    TensorTable,
     block_of,
+    encode,
     is_sharded,
     layout_of,
     local_part,
     placement_as_json,
     placements_of,
 )
-from ganger.training.state import StateMismatchError, TrainingObjects, capture, restore
-from ganger.training.state_codec import StateNotSupportedError, TensorTable, encode
 from hypothesis import given
 from hypothesis import strategies as some
 

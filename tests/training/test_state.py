@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from ganger.training.attached_job import attach
-from ganger.training.image_io import ArenaSink, write_image
-from ganger.training.image_reading import ArenaSource, open_image
+from ganger.training.image_io import ArenaSink, ArenaSource, open_image, write_image
 from ganger.training.state import (
     Restored,
     StateMismatchError,

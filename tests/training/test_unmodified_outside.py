@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from ganger.injob.page_layout import Capability, Word
-from ganger.training.made_directories import ATTRIBUTE
+from ganger.training.replay import ATTRIBUTE
 from training.harness import Rank, offered_no_checkpoint, run_in_parts, run_to_end, write_script
 
 pytestmark = pytest.mark.torch

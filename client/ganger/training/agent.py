@@ -15,7 +15,7 @@ import os
 import sys
 import zlib
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any, Callable
 
@@ -29,14 +29,13 @@ if TYPE_CHECKING:
 _script: UnmodifiedScript | None = None
 _diversion: OutputReplay | None = None
 _outside: OutsideChanges | None = None
-_waiting: _AfterImport | None = None
-_is_installed = False
+_is_installed = _is_stood_down = False
 
 
 def install() -> None:
     """Wait for a training loop in this process. Does nothing outside Ganger or where the user wants no agent; harmless
     where torch is never imported."""
-    global _is_installed, _diversion, _outside, _waiting
+    global _is_installed, _diversion, _outside
     if _is_installed or not os.environ.get("GANGER_PAGE") or os.environ.get("GANGER_AGENT") == "none":
         return
     _is_installed = True
@@ -48,19 +47,13 @@ def install() -> None:
             atexit.register(_ended_too_early)
         _outside.watch()
         _fix_seeds()
-    if "torch" in sys.modules:
-        _hook()
-    else:
-        _waiting = _AfterImport("torch", _hook)
-        sys.meta_path.insert(0, _waiting)
+    _after_import("torch", _hook)
 
 
 def stand_down() -> None:
     """The script attaches by itself: leave it to `attach`. Idempotent."""
-    global _script, _waiting
-    if _waiting is not None:
-        _waiting.remove()
-        _waiting = None
+    global _script, _is_stood_down
+    _is_stood_down = True
     if _script is not None:
         _script.retire()
         _script = None
@@ -76,9 +69,6 @@ def _fix_seeds() -> None:
     later, and holds. Builds of PyTorch differ in whether their generators have a fixed seed by themselves."""
     seed = zlib.crc32(f"{os.environ.get('GANGER_JOB_ID', '')} {os.environ.get('RANK', '')}".encode())
 
-    def seed_random() -> None:
-        sys.modules["random"].seed(seed)
-
     def seed_numpy() -> None:
         from numpy import random
 
@@ -91,14 +81,9 @@ def _fix_seeds() -> None:
 
         random.default_rng = default_rng
 
-    def seed_torch() -> None:
-        sys.modules["torch"].manual_seed(seed)
-
-    for name, action in (("random", seed_random), ("numpy", seed_numpy), ("torch", seed_torch)):
-        if name in sys.modules:
-            action()
-        else:
-            sys.meta_path.insert(0, _AfterImport(name, action))
+    _after_import("random", lambda: sys.modules["random"].seed(seed))
+    _after_import("numpy", seed_numpy)
+    _after_import("torch", lambda: sys.modules["torch"].manual_seed(seed))
 
 
 def _give_up_replay(reason: str) -> None:
@@ -115,14 +100,11 @@ def _replay_log() -> str:
 
 
 def _hook() -> None:
-    global _script, _waiting
-    if _waiting is not None:
-        _waiting.remove()
-        _waiting = None
+    global _script
+    if _is_stood_down:
+        return
     try:
-        from ganger.training.rank_processes import hook_rendezvous
-
-        hook_rendezvous()
+        rank_processes.hook_rendezvous()
         if rank_processes.is_child():
             rank_processes.watch()
             return
@@ -132,24 +114,16 @@ def _hook() -> None:
         _script = UnmodifiedScript(_diversion, _outside)
         os.register_at_fork(after_in_child=rank_processes.watch_after_fork)
         _script.hook()
-        _watch_trainers(_script, _outside)
+        # an adapter begins where the script calls a trainer that the agent knows
+        from ganger.training.trainer_run import KNOWN, Trainers
+
+        trainers = Trainers(_script.make_way, _diversion, _outside)
+        for name in KNOWN:
+            _after_import(name, functools.partial(trainers.hook, name))
     except Exception as problem:  # in the middle of the user's `import torch`
         _stand_aside(problem)
         if _script is not None:
             _script.retire()
-
-
-def _watch_trainers(script: UnmodifiedScript, outside: OutsideChanges) -> None:
-    """Let an adapter begin where the script calls a trainer that the agent knows."""
-    from ganger.training.trainer_run import KNOWN, Trainers
-
-    trainers = Trainers(script.make_way, _diversion, outside)
-    for name in KNOWN:
-        action = functools.partial(trainers.hook, name)
-        if name in sys.modules:
-            action()
-        else:
-            sys.meta_path.insert(0, _AfterImport(name, action))
 
 
 def _stand_aside(problem: Exception) -> None:
@@ -186,17 +160,19 @@ def _ended_too_early() -> None:
         exitcode.leave_now(EXIT_NO_STATE)
 
 
-class _AfterImport(MetaPathFinder):
-    """Calls `action` once the module `name` has been imported completely."""
+def _after_import(name: str, action: Callable[[], None]) -> None:
+    """Call `action` once the module `name` has been imported completely."""
+    if name in sys.modules:
+        action()
+    else:
+        sys.meta_path.insert(0, _AfterImport(name, action))
 
+
+class _AfterImport(MetaPathFinder):
     def __init__(self, name: str, action: Callable[[], None]) -> None:
         self._name = name
         self._action = action
         self._busy = False
-
-    def remove(self) -> None:
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
         if name != self._name or self._busy:
@@ -209,21 +185,14 @@ class _AfterImport(MetaPathFinder):
         finally:
             self._busy = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Notifying(spec.loader, self._action)
+            loader: Any = spec.loader
+            original = loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                original(module)
+                # some loaders are those of many modules
+                if module.__name__ == name:
+                    self._action()
+
+            loader.exec_module = exec_module
         return spec
-
-
-class _Notifying(Loader):
-    def __init__(self, loader: Any, action: Callable[[], None]) -> None:
-        self._loader = loader
-        self._action = action
-
-    def create_module(self, spec: ModuleSpec) -> Any:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: Any) -> None:
-        self._loader.exec_module(module)
-        self._action()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)

@@ -18,7 +18,7 @@ from ganger.injob import metrics
 from ganger.injob.control import Control, failure_text
 from ganger.injob.page_layout import Capability, Opaque, Word
 from ganger.training import agent, rank_processes
-from ganger.training.attached_loops import ElasticLoader, LoopPosition, mixed, seed_everything
+from ganger.training.attached_loops import ElasticLoader, LoopPosition, SampleRange, mixed, seed_everything
 from ganger.training.progress_reporter import ProgressReporter, counted_step
 from ganger.training.rank_processes import keep_default_group, rank_and_world
 from ganger.training.size_offer import SizeOffer, size_offer
@@ -80,18 +80,14 @@ def attach(
         _attached = here
     job = TrainingJob(training, control, seed)
     if control is not None:
-        _start_carefully(job, control)
+        try:
+            job._start(control)
+        except Exception as problem:
+            # a failure of the agent ends the script only where a state is to be restored
+            if control.restore is not None:
+                control.give_up_restore(f"cannot restore: {failure_text(problem)}")
+            job.step_aside(problem)
     return job
-
-
-def _start_carefully(job: TrainingJob, control: Control) -> None:
-    """Start the job under control. A failure of the agent ends the script only where a state is to be restored."""
-    try:
-        job._start(control)
-    except Exception as problem:
-        if control.restore is not None:
-            control.give_up_restore(f"cannot restore: {failure_text(problem)}")
-        job.step_aside(problem)
 
 
 class TrainingJob:
@@ -159,11 +155,7 @@ class TrainingJob:
         drawn_next = capture_random()
         self._restore_random(restored)
         self._training.objects = {name: UnclaimedObject(saved) for name, saved in restored.unclaimed.items()}
-        self._position_at_start = {
-            **restored.position,
-            "samples": self._samples,
-            "old world": self._old_world,
-        }
+        self._position_at_start = {**restored.position, "samples": self._samples, "old world": self._old_world}
         control.start(restored.step)
         self._position_at_start = None
         self._training.objects = {}
@@ -224,28 +216,18 @@ class TrainingJob:
             rank, world = mesh.get_local_rank(), mesh.size()
         number = self._made
         self._made += 1
-        is_constant = isinstance(global_batch, int)
-        global_batch = global_batch if isinstance(global_batch, int) else global_batch(world)
-        loader = ElasticLoader(
-            dataset,
-            global_batch=global_batch,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            rank=rank,
-            world=world,
-            seed=self._seed,
-            number=number,
-            num_workers=num_workers,
-            options=options,
-            events=self,
-        )
+        whole = global_batch if isinstance(global_batch, int) else global_batch(world)
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise TypeError(f"{type(dataset).__name__} is no map-style dataset; the elastic loader needs len() and []")
+        cut = SampleRange(len(dataset), whole, rank, world, shuffle, drop_last)
+        loader = ElasticLoader(dataset, cut, mixed(self._seed, number), num_workers, options, self)
         if number < len(self._loaders):
             loader.follow(self._loaders[number])
         elif self._is_back_in_loop:
             self._go_on(number, loader)
         self._loaders[number:] = [loader, *self._loaders[number + 1 :]]
         if self._control is not None:
-            self._offer_resize(self._control, global_batch * ranks // world if is_constant else 0)
+            self._offer_resize(self._control, whole * ranks // world if whole == global_batch else 0)
         return loader
 
     def epochs(self, count: int) -> Iterator[int]:
@@ -315,9 +297,8 @@ class TrainingJob:
         of an epoch are done, and takes the others after a restart, for scripts with a data loader of their own.
         """
         if not isinstance(item, (torch.Tensor, torch.Generator)) and not hasattr(item, "load_state_dict"):
-            raise TypeError(
-                f"cannot register {name}: a {type(item).__name__} has no state_dict() and load_state_dict()"
-            )
+            kind = type(item).__name__
+            raise TypeError(f"cannot register {name}: a {kind} has no state_dict() and load_state_dict()")
         if name in self._training.objects:
             raise ValueError(f"{name!r} is registered already; choose another name")
         self._training.objects[name] = item
@@ -410,9 +391,7 @@ class TrainingJob:
 
     def _enter_loop(self, *, counts_steps: bool) -> int:
         """`epochs` or `steps` begins; returns the epoch to begin with."""
-        is_first = not self._place.is_entered
-        self._place.enter_loop(counts_steps=counts_steps)
-        if not is_first:
+        if not self._place.enter_loop(counts_steps=counts_steps):
             return 0
         if not self._is_back_in_loop:
             self._is_back_in_loop = True

@@ -12,6 +12,8 @@ come to the end of the epoch without what the body of the loop makes.
 
 from __future__ import annotations
 
+import random
+import sys
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -53,6 +55,12 @@ class SampleRange:
         rest = (self.length - start) % self.global_batch if self.drop_last else 0
         return range(start, self.length - rest, self.global_batch)
 
+    def batches(self, seed: int, number: int, start: int) -> Iterator[SeededBatch]:
+        """Yield this rank's batches of pass `number` from the global batch at `start` on."""
+        order = self.order(seed, number)
+        for at in self.starts(start):
+            yield SeededBatch(self.batch(order, at), mixed(seed, number, at, self.rank, 1))
+
     def batch(self, order: Sequence[int], start: int) -> list[int]:
         """This rank's samples of the global batch at `start`: every sample is one rank's, so of a short last batch some
         ranks get one more than others. Only where it has fewer samples than there are ranks, the pass's first ones are
@@ -80,35 +88,9 @@ def mixed(*numbers: int) -> int:
 class SeededBatch(list[int]):
     """Indices of one batch, with the seed for whatever a loader worker draws while it makes the batch."""
 
-    seed: int = 0
-
-    def __reduce__(self) -> Any:
-        return _seeded_batch, (list(self), self.seed)
-
-
-def _seeded_batch(indices: list[int], seed: int) -> SeededBatch:
-    batch = SeededBatch(indices)
-    batch.seed = seed
-    return batch
-
-
-class Batches:
-    """The batch sampler of one pass from the global batch at `start` on."""
-
-    def __init__(self, cut: SampleRange, seed: int, number: int, start: int) -> None:
-        self._cut = cut
-        self._seed = seed
-        self._number = number
-        self._start = start
-
-    def __len__(self) -> int:
-        return len(self._cut.starts(self._start))
-
-    def __iter__(self) -> Iterator[SeededBatch]:
-        order = self._cut.order(self._seed, self._number)
-        for start in self._cut.starts(self._start):
-            seed = mixed(self._seed, self._number, start, self._cut.rank, 1)
-            yield _seeded_batch(self._cut.batch(order, start), seed)
+    def __init__(self, indices: list[int], seed: int) -> None:
+        super().__init__(indices)
+        self.seed = seed
 
 
 class SeededDataset:
@@ -136,9 +118,6 @@ class SeededDataset:
 
 def seed_everything(seed: int) -> None:
     """Seed Python's, numpy's (if imported) and torch's generators."""
-    import random
-    import sys
-
     random.seed(seed)
     torch.manual_seed(seed)
     numpy: Any = sys.modules.get("numpy")
@@ -170,25 +149,11 @@ class ElasticLoader:
     """Iterating it makes one pass. After a restart the pass that was being read goes on where it was."""
 
     def __init__(
-        self,
-        dataset: Any,
-        *,
-        global_batch: int,
-        shuffle: bool,
-        drop_last: bool,
-        rank: int,
-        world: int,
-        seed: int,
-        number: int,
-        num_workers: int,
-        options: dict[str, Any],
-        events: LoaderEvents,
+        self, dataset: Any, cut: SampleRange, seed: int, num_workers: int, options: dict[str, Any], events: LoaderEvents
     ) -> None:
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            raise TypeError(f"{type(dataset).__name__} is no map-style dataset; the elastic loader needs len() and []")
         self.dataset = dataset
-        self._cut = SampleRange(len(dataset), global_batch, rank, world, shuffle, drop_last)
-        self._seed = mixed(seed, number)
+        self._cut = cut
+        self._seed = seed
         self._workers = num_workers
         # workers are made for each pass anyway, as their number may have changed
         self._options = {name: value for name, value in options.items() if name != "persistent_workers"}
@@ -227,7 +192,7 @@ class ElasticLoader:
         reader = self._reader = object()
         began_at = self._taken
         starts = self._cut.starts(began_at)
-        batches = iter(self._batches(self._pass, began_at)) if starts else iter(())
+        batches = iter(self._batches()) if starts else iter(())
         if is_resuming:
             self._events.resumed_pass(self)
         try:
@@ -260,17 +225,13 @@ class ElasticLoader:
         self._reader = None
         self._events.ended_pass(self)
 
-    def _batches(self, number: int, start: int) -> Any:
+    def _batches(self) -> Any:
         hint = self._events.worker_hint()
-        options = dict(self._options)
+        workers = self._workers if hint is None or not self._workers else hint
+        batches = self._cut.batches(self._seed, self._pass, self._taken)
         # an own generator: making an iterator must not draw from the script's
-        options.setdefault("generator", torch.Generator().manual_seed(mixed(self._seed, number)))
-        return DataLoader(
-            SeededDataset(self.dataset),  # type: ignore[arg-type]
-            batch_sampler=Batches(self._cut, self._seed, number, start),
-            num_workers=self._workers if hint is None or not self._workers else hint,
-            **options,
-        )
+        own = {"generator": torch.Generator().manual_seed(mixed(self._seed, self._pass)), **self._options}
+        return DataLoader(SeededDataset(self.dataset), batch_sampler=batches, num_workers=workers, **own)  # type: ignore[arg-type]
 
     def position(self) -> dict[str, Any]:
         """Return the position of training, as numbers that are valid for any number of ranks and workers."""
@@ -289,6 +250,8 @@ class ElasticLoader:
         self._pass = earlier._pass + earlier.is_being_read
 
 
+# -- where in its loops a script is
+
 # Steps after an epoch's pass (what is left of a sum of gradients); more are training of their own.
 MOST_HELD_AFTER_PASS = 16
 
@@ -301,12 +264,13 @@ SEVERAL_PASSES = "it makes steps in more than one pass of an epoch, and a restar
 SEVERAL_LOOPS = "it trains in more than one loop of job.epochs or job.steps, and a restart would enter the first again"
 
 
+@dataclass
 class _Pass:
     """One pass over a loader: the steps made when it began and when a batch of it was taken last."""
 
-    def __init__(self, began_at: int, is_of_epoch: bool) -> None:
-        self.began_at = self.read_at = began_at
-        self.is_of_epoch = is_of_epoch
+    began_at: int
+    is_of_epoch: bool
+    read_at: int = -1
 
 
 class LoopPosition:
@@ -317,9 +281,7 @@ class LoopPosition:
         # Steps whose boundary is still to come.
         self.held = 0
         self._loops = 0
-        self._is_in_epoch = False
-        self._is_counting = False
-        self._is_between = False
+        self._is_in_epoch = self._is_counting = self._is_between = False
         # Of passes that are over in this epoch.
         self._has_read = self._has_trained = False
         # Whose last batch is in hand; `self` for the last step of `job.steps`.
@@ -327,12 +289,11 @@ class LoopPosition:
         # The passes that are being read, in the order in which they began, by loader.
         self._passes: dict[int, _Pass] = {}
 
-    # -- what happens
-
-    def enter_loop(self, *, counts_steps: bool) -> None:
-        """`job.epochs` or `job.steps` begins."""
+    def enter_loop(self, *, counts_steps: bool) -> bool:
+        """`job.epochs` or `job.steps` begins. Return whether it is the first."""
         self._loops += 1
         self._is_counting = counts_steps
+        return self._loops == 1
 
     def begin_epoch(self) -> None:
         self._is_in_epoch, self._is_between = True, False
@@ -361,13 +322,12 @@ class LoopPosition:
         if self.held:
             # never two in a row without a boundary
             self._last_of = None
-        elif is_last and self._is_in_epoch and reading is self._outermost(steps):
-            self._last_of = loader
+        elif is_last and self._is_in_epoch:
+            # the pass around the others of this step; a loader that restarts beside it does not count
+            of_step = (one for one in self._passes.values() if one.is_of_epoch and one.read_at == steps)
+            if reading is next(of_step, None):
+                self._last_of = loader
         return is_first or self._last_of is not None
-
-    def _outermost(self, steps: int) -> _Pass | None:
-        """Return the pass around the others of this step. A loader that restarts beside it does not count."""
-        return next((one for one in self._passes.values() if one.is_of_epoch and one.read_at == steps), None)
 
     def take_last_number(self) -> None:
         """`job.steps` has no step after this one."""
@@ -381,13 +341,6 @@ class LoopPosition:
         if ended is not None and self._is_in_epoch and not self._passes:
             self._has_read = True
             self._has_trained |= steps > ended.began_at
-
-    # -- what follows
-
-    @property
-    def is_entered(self) -> bool:
-        """Whether there was any loop so far."""
-        return self._loops > 0
 
     @property
     def is_in_pass(self) -> bool:

@@ -16,16 +16,13 @@ import time
 import types
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Callable
+from typing import Any, Callable, NoReturn, Protocol
 
 from torch.utils.data import IterableDataset
 
 from ganger.training.script_frames import IS_GENERATOR, Path, fetch_place, frames, is_own, path, places
 from ganger.training.script_variables import set_state_of_loader, state_of_loader
 from ganger.training.state import capture_random, restore_random
-
-if TYPE_CHECKING:
-    from ganger.training.unmodified_script import UnmodifiedScript
 
 # What an iterator holds its source in.
 _HOLDERS = (tuple, dict, types.MethodType, functools.partial)
@@ -34,11 +31,29 @@ _clock = time.perf_counter_ns
 _enumerate = builtins.enumerate
 
 
+class Script(Protocol):
+    """What a loop tells the script it belongs to."""
+
+    def before_fetch(self, loop: Loop) -> None: ...
+
+    def after_fetch(self, loop: Loop, waited_ns: int) -> None: ...
+
+    def show(self) -> None: ...
+
+    def kept_batch(self, loader: Any, original: Any) -> Any: ...
+
+    def arrive(self) -> None: ...
+
+    def give_up_replay(self, text: str) -> NoReturn: ...
+
+    def step_aside(self, problem: Exception) -> None: ...
+
+
 class Loop:
     """The iterator of one pass over a loader, as the script sees it. `ahead`: batches that were fetched, and not handed
     to the script yet, whenever the next one is fetched."""
 
-    def __init__(self, script: UnmodifiedScript, loader: Any, original: Any, number: int) -> None:
+    def __init__(self, script: Script, loader: Any, original: Any, number: int) -> None:
         self._script = script
         self._before_fetch: Callable[[Loop], None] = Loop._first_fetch
         self.fetched_first_at: Path | None = None
@@ -120,9 +135,7 @@ class OneBatch(Loop):
 class Resumed(Loop):
     """The loop in which the boundary was: goes on with the batch after it."""
 
-    def __init__(
-        self, script: UnmodifiedScript, loader: Any, original: Any, number: int, target: dict[str, Any]
-    ) -> None:
+    def __init__(self, script: Script, loader: Any, original: Any, number: int, target: dict[str, Any]) -> None:
         self._target_taken = int(target["taken"])
         self._ahead = int(target.get("ahead", 0))
         self._counts = [int(count) for count in target.get("counts", ())]

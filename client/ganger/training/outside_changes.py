@@ -3,8 +3,10 @@
 An audit hook sees every file that is opened for writing, renamed or removed, every process that is started, every
 database and every connection. Replay can keep out of files what the script writes again by `open`, and skips
 `torch.save`; all else would be done twice. Nor may a second run find another answer to what the script looks for: a
-file that it made itself, a listing with that file in it, a file that it read before it wrote it. Of directories that it
-looks for and then makes (its output directory), a second run is told that they are not there (`made_directories`).
+file that it made itself, a listing with that file in it, a file that it read before it wrote it.
+
+Of directories that it looks for and then makes (its output directory), a second run is told that they are not there
+(`replay.MadeDirectories`).
 
 What the agent does and what only the interpreter does (byte code, caches, workers of a DataLoader, temporary files that
 are removed again) does not count. C code that opens files by itself (HDF5, safetensors) is not seen.
@@ -15,13 +17,13 @@ Imports no torch: it watches from the first line of the script.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import random
 import sys
 from typing import Any, Callable
 
-from ganger.training.made_directories import MadeDirectories, NotThereError
-from ganger.training.replay import opens_for_script
+from ganger.training.replay import MadeDirectories, NotThereError, opens_for_script
 from ganger.training.script_frames import is_own, is_standard_file, package_of
 
 # Beyond that many, what was read is not kept; then writing into any file that was there before is a reason.
@@ -36,6 +38,24 @@ _TORCH_WRITERS = tuple(
 # These ask the machine what it is, and run a program to find out.
 _ASKS_MACHINE = frozenset({"ctypes", "platform", "uuid", "webbrowser"})
 _NUMPY_SEED_BITS = 128
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+# Of an audit event, where the program that is started is.
+_STARTS = {"os.system": 0, "os.exec": 0, "os.posix_spawn": 0, "os.spawn": 1, "pty.spawn": 0, "subprocess.Popen": 0}
+# Of an audit event, what is done, and where the paths and the descriptors of their directories are.
+_CHANGES = {
+    "os.rename": ("renamed", slice(0, 2), slice(2, 4)),
+    "os.link": ("linked", slice(0, 2), slice(2, 4)),
+    "os.symlink": ("linked", slice(1, 2), slice(2, 3)),
+    "os.truncate": ("cut off", slice(0, 1), slice(0)),
+    "os.remove": ("removed", slice(0, 1), slice(1, 2)),
+    "os.rmdir": ("removed", slice(0, 1), slice(1, 2)),
+    "shutil.rmtree": ("removed", slice(0, 1), slice(0)),
+    "os.chmod": ("changed the attributes of", slice(0, 1), slice(2, 3)),
+    "os.chown": ("changed the attributes of", slice(0, 1), slice(3, 4)),
+    "os.utime": ("changed the attributes of", slice(0, 1), slice(3, 4)),
+    "os.setxattr": ("changed the attributes of", slice(0, 1), slice(0)),
+    "os.removexattr": ("changed the attributes of", slice(0, 1), slice(0)),
+}
 _Path = str
 
 
@@ -60,9 +80,25 @@ class OutsideChanges:
         self._temporary: set[_Path] = set()
         # Temporary files of the script that were there at the last `check`.
         self.held: set[_Path] = set()
-        self._ours = tuple(os.path.join(os.path.abspath(path), "") for path in _own_directories())
+        self._ours = tuple(os.path.join(os.path.abspath(path), "") for path in _own_directories() if path)
         self._stat = os.stat
-        self._acts = self._table()
+        self._acts: dict[str, Callable[[Any], None]] = {
+            "open": self._opened,
+            "os.listdir": self._listing,
+            "os.scandir": self._listing,
+            "os.mkdir": self._directory_made,
+            "os.fork": lambda _: self._acted("started a process"),
+            "os.forkpty": lambda _: self._acted("started a process"),
+            "sqlite3.connect": self._database,
+            "socket.connect": lambda given: self._acted(f"connected to {_address(given[1])}"),
+            "socket.bind": lambda given: self._acted(f"listened at {_address(given[1])}"),
+            "tempfile.mkstemp": self._temporary_made,
+            "tempfile.mkdtemp": self._temporary_made,
+        }
+        for event, at in _STARTS.items():
+            self._acts[event] = lambda given, at=at: self._acted(f"started {_text(given[at])}")  # type: ignore[misc]
+        for event, (verb, names, places) in _CHANGES.items():
+            self._acts[event] = functools.partial(self._changed, verb, names, places)
 
     def watch(self) -> None:
         """From now on; a hook of the interpreter cannot be removed."""
@@ -83,18 +119,21 @@ class OutsideChanges:
             return
         self._is_settled = True
         self.before_repeating = None
-        self._acts = {"open": self._opened_later, "os.mkdir": self._made_later}
-        for event in ("os.link", "os.symlink"):
-            self._acts[event] = lambda given: self._written(_absolute(given[1]))
-        for event in ("os.remove", "shutil.rmtree"):
-            self._acts[event] = lambda given: self._lost_later(_resolved(*(*given, -1)[:2]))
-        self._acts["os.rename"] = self._renamed_later
-        self._acts["os.truncate"] = lambda given: self._lost_later(_resolved(given[0], -1))
+        self._acts = {
+            "open": self._opened_later,
+            "os.mkdir": self._made_later,
+            "os.link": lambda given: self._written(_absolute(given[1])),
+            "os.symlink": lambda given: self._written(_absolute(given[1])),
+            "os.remove": lambda given: self._lost_later(_resolved(given[0], given[1])),
+            # before Python 3.11 without a descriptor
+            "shutil.rmtree": lambda given: self._lost_later(_resolved(*(*given, -1)[:2])),
+            "os.truncate": lambda given: self._lost_later(_resolved(given[0], -1)),
+            "os.rename": self._renamed_later,
+        }
 
     def _opened_later(self, given: Any) -> None:
         name, _, flags = given
-        writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
-        if writes and isinstance(name, (str, bytes, os.PathLike)) and _actor()[0] is not None:
+        if flags & _WRITES and isinstance(name, (str, bytes, os.PathLike)) and _actor()[0] is not None:
             self._written(_absolute(name))
 
     def _made_later(self, given: Any) -> None:
@@ -131,37 +170,6 @@ class OutsideChanges:
 
     # -- the hook
 
-    def _table(self) -> dict[str, Callable[[Any], None]]:
-        acts: dict[str, Callable[[Any], None]] = {
-            "open": self._opened,
-            "os.listdir": self._listing,
-            "os.scandir": self._listing,
-            "os.mkdir": self._directory_made,
-            "os.fork": lambda _: self._started("a process"),
-            "os.forkpty": lambda _: self._started("a process"),
-            "os.system": lambda given: self._started(_text(given[0])),
-            "os.exec": lambda given: self._started(_text(given[0])),
-            "os.posix_spawn": lambda given: self._started(_text(given[0])),
-            "os.spawn": lambda given: self._started(_text(given[1])),
-            "pty.spawn": lambda given: self._started(_text(given[0])),
-            "subprocess.Popen": lambda given: self._started(_text(given[0])),
-            "sqlite3.connect": self._database,
-            "socket.connect": lambda given: self._connected("connected to", given[1]),
-            "socket.bind": lambda given: self._connected("listened at", given[1]),
-            "tempfile.mkstemp": self._temporary_made,
-            "tempfile.mkdtemp": self._temporary_made,
-            "shutil.rmtree": self._tree_removed,
-            "os.rename": lambda given: self._changed("renamed", *given[:2], directories=given[2:4]),
-            "os.link": lambda given: self._changed("linked", *given[:2], directories=given[2:4]),
-            "os.symlink": lambda given: self._changed("linked", given[1], directories=given[2:3]),
-            "os.truncate": lambda given: self._changed("cut off", given[0]),
-        }
-        for event, verb in (("remove", "removed"), ("rmdir", "removed")):
-            acts[f"os.{event}"] = functools.partial(self._changed_one, verb, 1)
-        for event, at in (("chmod", 2), ("chown", 3), ("utime", 3), ("setxattr", 9), ("removexattr", 9)):
-            acts[f"os.{event}"] = functools.partial(self._changed_one, "changed the attributes of", at)
-        return acts
-
     def _hook(self, event: str, given: Any) -> None:
         act = self._acts.get(event)
         if act is None or not self._is_active:
@@ -186,8 +194,7 @@ class OutsideChanges:
         name, mode, flags = given
         if isinstance(name, int) or name is None:
             return
-        writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
-        if not writes:
+        if not flags & _WRITES:
             if not str(name).endswith(_CODE):
                 self._looks_for(name)
                 self._read(_absolute(name))
@@ -195,13 +202,10 @@ class OutsideChanges:
         path = _absolute(name)
         if self._is_ignored(path) or sys._getframe(2).f_globals.get("__name__") == "tempfile":
             return  # an event of tempfile's own tells of the latter
-        actor, place = _actor()
-        if actor is None:
-            return
         if mode is None or not set(mode) & set("wax") or not opens_for_script(sys._getframe(2)):
-            self._refuse(f"{_named(actor)} wrote {name} {place}, which a second run would write again")
-            return
-        self._written(path)
+            self._acted(f"wrote {name}", "which a second run would write again")
+        elif _actor()[0] is not None:
+            self._written(path)
 
     def _read(self, path: _Path) -> None:
         if self._is_settled:
@@ -261,8 +265,10 @@ class OutsideChanges:
         is_new = self._directories.show(path) or not self._exists(path)
         if self._is_ignored(path) or _actor()[0] is None:
             return
-        if not _may_exist(sys._getframe(2)):
-            self._changed("made", given[0], directories=given[2:3])
+        frame: Any = sys._getframe(2)
+        is_tolerant = frame.f_code.co_name in ("makedirs", "mkdir") and frame.f_locals.get("exist_ok")
+        if not is_tolerant:
+            self._changed("made", slice(0, 1), slice(2, 3), given)
         elif is_new and path not in self._made:
             self._note_directory(path)
 
@@ -288,38 +294,23 @@ class OutsideChanges:
             elif not self._directories.mark(path):
                 self._refuse(reason)
 
-    def _changed_one(self, verb: str, at: int, given: Any) -> None:
-        self._changed(verb, given[0], directories=given[at : at + 1])
-
-    def _changed(self, verb: str, *names: Any, directories: Any = ()) -> None:
-        places = [*directories, *([-1] * len(names))]
-        paths = [_resolved(name, place) for name, place in zip(names, places)]
-        if all(self._is_ignored(path) for path in paths):
-            return
-        actor, place = _actor()
-        if actor is not None:
-            named = " to ".join(str(name) if not isinstance(name, int) else path for name, path in zip(names, paths))
-            self._refuse(f"{_named(actor)} {verb} {named} {place}, which a second run would do again")
-
-    def _tree_removed(self, given: Any) -> None:
-        self._changed("removed", given[0])
-
-    def _started(self, what: str) -> None:
-        actor, place = _actor()
-        if actor is not None:
-            self._refuse(f"{_named(actor)} started {what} {place}, which a second run would do again")
+    def _changed(self, verb: str, names: slice, places: slice, given: Any) -> None:
+        named = list(itertools.zip_longest(given[names], given[places], fillvalue=-1))
+        paths = [_resolved(name, place) for name, place in named]
+        if not all(map(self._is_ignored, paths)):
+            shown = (path if isinstance(name, int) else str(name) for (name, _), path in zip(named, paths))
+            self._acted(f"{verb} {' to '.join(shown)}")
 
     def _database(self, given: Any) -> None:
         if given[0] not in (":memory:", b":memory:"):
-            actor, place = _actor()
-            if actor is not None:
-                self._refuse(f"{_named(actor)} opened the database {_text(given[0])} {place}, and may write it again")
+            self._acted(f"opened the database {_text(given[0])}", "and may write it again")
 
-    def _connected(self, verb: str, address: Any) -> None:
+    def _acted(self, what: str, consequence: str = "which a second run would do again") -> None:
         actor, place = _actor()
         if actor is not None:
-            where = ":".join(map(str, address[:2])) if isinstance(address, tuple) else _text(address)
-            self._refuse(f"{_named(actor)} {verb} {where} {place}, which a second run would do again")
+            # a library acts for the script
+            named = "it" if actor == "" or is_own(actor) else package_of(actor)
+            self._refuse(f"{named} {what} {place}, {consequence}")
 
     def _drawn(self) -> None:
         """Random bytes of the system are about to be drawn."""
@@ -353,21 +344,16 @@ class OutsideChanges:
 
 def _own_directories() -> list[str]:
     """Directories of the agent and of caches, which another run finds as this one left them."""
-    home = os.path.expanduser("~")
-    user = os.environ.get("USER") or os.environ.get("LOGNAME") or "root"
-    environment = os.environ
+    home, environment = os.path.expanduser("~"), os.environ
+    user = environment.get("USER") or environment.get("LOGNAME") or "root"
+    inductor = os.path.join(environment.get("TMPDIR", "/tmp"), f"torchinductor_{user}")
     return [
-        path
-        for path in (
-            environment.get("GANGER_JOB_DIR", ""),
-            os.path.dirname(environment.get("GANGER_PAGE", "")),
-            environment.get("XDG_CACHE_HOME") or os.path.join(home, ".cache"),
-            environment.get("TORCHINDUCTOR_CACHE_DIR")
-            or os.path.join(environment.get("TMPDIR", "/tmp"), f"torchinductor_{user}"),
-            environment.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton"),
-            environment.get("MPLCONFIGDIR") or os.path.join(home, ".config", "matplotlib"),
-        )
-        if path
+        environment.get("GANGER_JOB_DIR", ""),
+        os.path.dirname(environment.get("GANGER_PAGE", "")),
+        environment.get("XDG_CACHE_HOME") or os.path.join(home, ".cache"),
+        environment.get("TORCHINDUCTOR_CACHE_DIR") or inductor,
+        environment.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton"),
+        environment.get("MPLCONFIGDIR") or os.path.join(home, ".config", "matplotlib"),
     ]
 
 
@@ -417,38 +403,25 @@ def _actor() -> tuple[str | None, str]:
     actor: str | None = ""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        name, file = str(frame.f_globals.get("__name__")), frame.f_code.co_filename
-        is_ours = name == __name__ or (package_of(name) == "ganger" and frame.f_code.co_name == "_open_diverted")
-        is_standard = is_standard_file(file)
-        if not is_ours and actor == "":
-            if package_of(name) in ("importlib", "zipimport", "linecache", "tokenize", "inspect") or (
-                package_of(name) in _ASKS_MACHINE and is_standard
-            ):
+        name, file, function = str(frame.f_globals.get("__name__")), frame.f_code.co_filename, frame.f_code.co_name
+        package = package_of(name)
+        is_ours = name == __name__ or (package == "ganger" and function == "_open_diverted")
+        if actor == "" and not is_ours:
+            is_standard = is_standard_file(file)
+            is_asking = package in _ASKS_MACHINE and is_standard
+            # it tries once where temporary files can be made
+            is_trying = name == "tempfile" and function == "_get_default_tempdir"
+            if is_asking or is_trying or package in ("importlib", "zipimport", "linecache", "tokenize", "inspect"):
                 return None, ""
-            if name == "tempfile" and frame.f_code.co_name == "_get_default_tempdir":
-                return None, ""  # it tries once where temporary files can be made
             if not is_standard:
-                if package_of(name) == "ganger" or (
-                    package_of(name) in ("torch", "triton") and not name.startswith(_TORCH_WRITERS)
-                ):
+                is_inside = package in ("torch", "triton") and not name.startswith(_TORCH_WRITERS)
+                if is_inside or package == "ganger":
                     return None, ""
                 actor = name
         if actor != "" and is_own(name):
             return actor, f"at {os.path.basename(file)}:{frame.f_lineno}"
         frame = frame.f_back
     return actor, "in a thread or at the end"
-
-
-def _named(actor: str) -> str:
-    return "it" if actor == "" or is_own(actor) else package_of(actor)
-
-
-def _may_exist(frame: Any) -> bool:
-    """Return whether a directory is made by a call that is content with one that is there."""
-    while frame is not None and frame.f_globals.get("__name__") == __name__:
-        frame = frame.f_back
-    is_tolerant = frame is not None and frame.f_code.co_name in ("makedirs", "mkdir")
-    return is_tolerant and bool(frame.f_locals.get("exist_ok"))
 
 
 def _is_in_makedirs() -> bool:
@@ -483,3 +456,7 @@ def _text(given: Any) -> str:
     if isinstance(given, (list, tuple)):
         return " ".join(map(_text, given))
     return os.fsdecode(given) if isinstance(given, (bytes, os.PathLike)) else str(given)
+
+
+def _address(given: Any) -> str:
+    return ":".join(map(str, given[:2])) if isinstance(given, tuple) else _text(given)

@@ -1,16 +1,24 @@
-"""The repeated output of a script that runs again up to its position.
+"""What a script that runs again up to its position must not do twice, nor find: its output, and directories it made.
 
 The script would print and write again what it has written before. Until it is where it was, standard output and error
 go to a replay log, and what it writes into files that are there already goes to nameless files of the same use; at the
-end the same Python objects write to the real places again.
+end the same Python objects write to the real places again. What Python still keeps in memory of the script's files is
+written out before a rank is saved or moved, for it ends without its exit handlers.
 
-What Python still keeps in memory of the script's files is written out before a rank is saved or moved, for it ends
-without its exit handlers. Imports no torch, as the agent uses this before the first line of a script.
+Directories that a script looks for before it makes them, such as its output directory, must not be found by a second
+run. The first run marks such a directory by an extended attribute with the number of its job. While a script is run
+again, a marked directory of its job and all in it is not there, until the script makes it. The attribute travels with
+the directory to every node that sees it. On a file system without such attributes a directory is not marked. A start of
+the job that restores nothing may find what an earlier one made: it takes the mark away, for its own second run is to
+find that, too.
+
+Imports no torch, as the agent uses this before the first line of a script.
 """
 
 from __future__ import annotations
 
 import builtins
+import errno
 import fcntl
 import gc
 import io
@@ -19,6 +27,7 @@ import stat
 import sys
 import types
 import weakref
+from collections.abc import Iterator
 from typing import Any, Callable
 
 from ganger.training.script_frames import is_own, package_of
@@ -77,26 +86,18 @@ class OutputReplay:
             if holder.open == old:
                 holder.open = new
 
-    def _open_diverted(
-        self,
-        file: Any,
-        mode: str = "r",
-        buffering: int = -1,
-        encoding: str | None = None,
-        errors: str | None = None,
-        newline: str | None = None,
-        closefd: bool = True,
-        opener: Callable[[Any, int], int] | None = None,
-    ) -> Any:
-        if not self.active or opener is not None or not _writes_for_script(file, mode):
-            return self._open(file, mode, buffering, encoding, errors, newline, closefd, opener)
-        if not os.path.isfile(file):
+    def _open_diverted(self, file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+        given = dict(zip(("buffering", "encoding", "errors", "newline", "closefd", "opener"), arguments), **options)
+        is_diverted = self.active and given.get("opener") is None and _writes_for_script(file, mode)
+        if is_diverted and not os.path.isfile(file):
             self.on_new_file(f"it would make {os.fspath(file)!r}, which was not there")
-            return self._open(file, mode, buffering, encoding, errors, newline, closefd, opener)
-        path = os.path.abspath(file)
+            is_diverted = False
+        if not is_diverted:
+            return self._open(file, mode, **given)
+        path = os.path.abspath(os.fsdecode(file))
         # neither cut off nor new: it goes on from here, even where it was "w" or "x"
         flags = (os.O_RDWR if "+" in mode else os.O_WRONLY) | (os.O_APPEND if "a" in mode else 0) | os.O_CLOEXEC
-        opened = self._open(file, mode, buffering, encoding, errors, newline, True, self._nameless)
+        opened = self._open(file, mode, **{**given, "closefd": True, "opener": self._nameless})
         self._files[opened] = lambda: os.open(path, flags)
         return opened
 
@@ -109,9 +110,8 @@ class OutputReplay:
 
 
 def _writes_for_script(file: Any, mode: str) -> bool:
-    if isinstance(file, int) or not set(mode) & set("wax") or os.path.abspath(file).startswith("/dev/"):
-        return False
-    return opens_for_script(sys._getframe(2))
+    is_file = bool(set(mode) & set("wax")) and not isinstance(file, int)
+    return is_file and not os.path.abspath(os.fsdecode(file)).startswith("/dev/") and opens_for_script(sys._getframe(2))
 
 
 def opens_for_script(frame: types.FrameType | None) -> bool:
@@ -202,3 +202,86 @@ def _descriptor_of(writer: Any) -> int:
         return int(writer.fileno()) if writer.writable() else -1
     except (OSError, ValueError, AttributeError):
         return -1  # closed, detached, in memory, or no more
+
+
+# The attribute of marked directories.
+ATTRIBUTE = "user.ganger.made_by"
+
+
+class NotThereError(FileNotFoundError):
+    """What the script looks for was not there in its first run."""
+
+
+class MadeDirectories:
+    """Directories that scripts of one job have looked for and made, in one process. Paths are absolute."""
+
+    def __init__(self) -> None:
+        self._job = os.environ.get("GANGER_JOB_ID", "")
+        self._attempt = os.environ.get("GANGER_ATTEMPT", "1")
+        self._has_others = os.environ.get("WORLD_SIZE", "1") != "1"
+        self._shown: set[str] = set()
+        # The attempt of this job that has made a directory; "" for none.
+        self._makers: dict[str, str] = {}
+
+    def mark(self, path: str) -> bool:
+        """Mark a directory that was looked for before; False where that cannot be."""
+        if not self._job:
+            return False
+        try:
+            os.setxattr(path, ATTRIBUTE, f"{self._job} {self._attempt}".encode())
+        except OSError:
+            return False
+        return True
+
+    def show(self, path: str) -> bool:
+        """The script makes this directory, which is there from now on. Return whether it was marked before."""
+        is_first = path not in self._shown
+        self._shown.add(path)
+        return is_first and bool(self._maker_of(path))
+
+    def hide(self, path: str) -> None:
+        """Raise NotThereError for a path that the first run did not find."""
+        for directory in _upwards(path):
+            if directory in self._shown:
+                return
+            if self._maker_of(directory):
+                raise NotThereError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+    def made_before(self, path: str, own: set[str]) -> str:
+        """Return the directory of `path` that another rank of this attempt has made; "" for none. Directories that this
+        process has made are in `own`; the marks of earlier attempts are taken away."""
+        if not self._job:
+            return ""
+        for directory in _upwards(path):
+            if directory in own:
+                return ""
+            maker = self._maker_of(directory)
+            if maker == self._attempt and self._has_others:
+                return directory
+            if maker:
+                self._makers[directory] = ""
+                try:
+                    os.removexattr(directory, ATTRIBUTE)
+                except OSError:
+                    continue
+        return ""
+
+    def _maker_of(self, directory: str) -> str:
+        maker = self._makers.get(directory)
+        if maker is None:
+            try:
+                job, _, attempt = os.getxattr(directory, ATTRIBUTE).decode(errors="replace").partition(" ")
+            except OSError:
+                return ""
+            maker = self._makers[directory] = attempt if job == self._job else ""
+        return maker
+
+
+def _upwards(path: str) -> Iterator[str]:
+    """Yield the path and the directories that it is in, up to the root."""
+    while True:
+        yield path
+        above = os.path.dirname(path)
+        if above == path:
+            return
+        path = above

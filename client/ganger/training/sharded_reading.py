@@ -17,9 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ganger.training.image_reading import OpenImage, PieceReader
-from ganger.training.sharded_tensors import is_sharded, layout_of, local_part, mesh_of, placement_as_json, placements_of
-from ganger.training.state_codec import TAG, dtype_named
+from ganger.training.image_io import OpenImage, PieceReader
+from ganger.training.state_codec import (
+    TAG,
+    dtype_named,
+    is_sharded,
+    layout_of,
+    local_part,
+    placement_as_json,
+    placements_of,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -53,7 +60,7 @@ def read_state(
     plain, elsewhere = dict(destinations), dict[int, torch.Tensor]()
     homes: dict[int, tuple[Any, Any]] = {}
     present = [*destinations.values(), *(like.own for like in likes.values())]
-    meshes = [mesh for mesh in map(mesh_of, present) if mesh is not None]
+    meshes: list[Any] = [own.device_mesh for own in present if is_sharded(own)]  # type: ignore[attr-defined]
     for index, entry in enumerate(table):
         saved, own = entry.get("sharded"), destinations.get(index)
         if own is not None:

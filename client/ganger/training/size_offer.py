@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from ganger.injob.page_layout import Capability
-from ganger.training.sharded_tensors import is_sharded, layout_of
 from ganger.training.state import TrainingObjects, unwrapped
+from ganger.training.state_codec import is_sharded, layout_of
 
 # Each rank has a part, and nothing says of what: FSDP1 cuts one flat tensor of many parameters, ZeRO gives each rank
 # some parameters' optimizer state.

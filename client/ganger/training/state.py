@@ -17,11 +17,16 @@ from typing import Any
 import torch
 
 from ganger.training import state_codec
-from ganger.training.image_io import ImagePlan, host_view, plan_image
-from ganger.training.image_reading import OpenImage, read_tensors
+from ganger.training.image_io import ImagePlan, OpenImage, host_view, plan_image, read_tensors
 from ganger.training.sharded_reading import LaidOutAs, read_state, reshard, whole_shape
-from ganger.training.sharded_tensors import local_part
-from ganger.training.state_codec import StateNotSupportedError, TensorRef, TensorTable, device_model, notice_of_change
+from ganger.training.state_codec import (
+    StateNotSupportedError,
+    TensorRef,
+    TensorTable,
+    device_model,
+    local_part,
+    notice_of_change,
+)
 
 
 def capture_random(has_devices: bool = True) -> dict[str, Any]:
@@ -85,8 +90,8 @@ class Captured:
     live: int
     layouts: dict[int, dict[str, Any]] = field(default_factory=dict)
 
-    def plan(self, *, step: int, samples: int, rank: int, world: int) -> ImagePlan:
-        return plan_image(self.tree, self.tensors, self.layouts, step=step, samples=samples, rank=rank, world=world)
+    def plan(self, **facts: int) -> ImagePlan:
+        return plan_image(self.tree, self.tensors, self.layouts, **facts)
 
 
 @dataclass(frozen=True)
@@ -160,7 +165,7 @@ def restore(training: TrainingObjects, image: OpenImage, shard: Callable[[int], 
     objects hold a mixture: the process must end.
     """
     try:
-        saved = state_codec.references(image.tree)
+        saved = state_codec.decode(image.tree, TensorRef)
         tensors = read_state(
             image.header["tensors"],
             dict(_destinations(training, saved, image)),

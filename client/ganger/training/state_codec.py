@@ -2,6 +2,10 @@
 
 Plain JSON values stand for themselves; everything else is an object with the key "$": tensors, tuples, dictionaries
 whose keys are not strings, bytes, numpy values, ... Nothing in a tree can make the reader run code.
+
+Of a sharded tensor (DTensor: FSDP2, tensor parallel) the table has the part in this process, a plain tensor: all that
+parks, saves and moves a state works on it alone. Its layout, as JSON, is where the part is in the whole.
+torch.distributed.tensor is imported only where there is such a tensor: a script that has one has imported it.
 """
 
 from __future__ import annotations
@@ -11,13 +15,11 @@ import math
 import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Callable
 
 import torch
-
-from ganger.training.sharded_tensors import is_sharded, layout_of, local_part
 
 TAG = "$"
 MAX_DEPTH = 200
@@ -73,9 +75,7 @@ def encode(value: Any, table: TensorTable, where: str = "state", depth: int = 0)
     """`value` as tagged JSON; tensors go into `table`. Raises StateNotSupportedError."""
     if depth > MAX_DEPTH:
         raise StateNotSupportedError(f"{where}: nested more than {MAX_DEPTH} deep")
-    if value is None or type(value) in (bool, str):
-        return value
-    if type(value) is int:
+    if value is None or type(value) in (bool, str, int):
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {TAG: "float", "v": repr(value)}
@@ -86,28 +86,18 @@ def encode(value: Any, table: TensorTable, where: str = "state", depth: int = 0)
         return simple
     if isinstance(value, dict):
         return _encode_dict(value, table, where, depth)
-    for kind, name in _SEQUENCES:
-        if type(value) is kind or (kind is tuple and isinstance(value, tuple)):
-            items = [encode(item, table, f"{where}[{n}]", depth + 1) for n, item in enumerate(_listed(value))]
-            return items if kind is list else {TAG: name, "v": items}
+    name = _SEQUENCES.get(type(value), "tuple" if isinstance(value, tuple) else "")
+    if name:
+        items = [encode(item, table, f"{where}[{n}]", depth + 1) for n, item in enumerate(value)]
+        return items if name == "list" else {TAG: name, "v": items}
     raise StateNotSupportedError(
         f"{where}: a {type(value).__module__}.{type(value).__qualname__} cannot be saved; give the object "
         "state_dict() and load_state_dict() of numbers, strings, lists, dictionaries and tensors"
     )
 
 
-_SEQUENCES: tuple[tuple[type, str], ...] = (
-    (list, "list"),
-    (torch.Size, "size"),
-    (tuple, "tuple"),
-    (set, "set"),
-    (frozenset, "frozenset"),
-    (deque, "deque"),
-)
-
-
-def _listed(value: Any) -> list[Any]:
-    return list(value)
+_KINDS = (list, torch.Size, tuple, set, frozenset, deque)
+_SEQUENCES: dict[Any, str] = dict(zip(_KINDS, ("list", "size", "tuple", "set", "frozenset", "deque")))
 
 
 def _encode_tensor(value: torch.Tensor, table: TensorTable, where: str) -> Any:
@@ -174,21 +164,12 @@ def decode(encoded: Any, tensor: Callable[[int], Any]) -> Any:
         raise ValueError(f"malformed {tag} in the state tree: {error!r}") from error
 
 
-def references(encoded: Any) -> Any:
-    """`encoded` decoded with a TensorRef in the place of every tensor (numpy arrays too)."""
-    return decode(encoded, TensorRef)
-
-
 def _items(encoded: dict[str, Any], tensor: Callable[[int], Any]) -> list[Any]:
     return [decode(item, tensor) for item in encoded["v"]]
 
 
 def _pairs(encoded: dict[str, Any], tensor: Callable[[int], Any]) -> list[tuple[Any, Any]]:
     return [(decode(key, tensor), decode(item, tensor)) for key, item in encoded["v"]]
-
-
-def _dtype(encoded: dict[str, Any], _: Callable[[int], Any]) -> torch.dtype:
-    return dtype_named(encoded["v"])
 
 
 def dtype_named(name: Any) -> torch.dtype:
@@ -220,7 +201,7 @@ _DECODERS: dict[str, Callable[[dict[str, Any], Callable[[int], Any]], Any]] = {
     "float": lambda e, t: float(e["v"]),
     "bytes": lambda e, t: base64.b64decode(e["v"]),
     "complex": lambda e, t: complex(float(e["v"][0]), float(e["v"][1])),
-    "dtype": _dtype,
+    "dtype": lambda e, t: dtype_named(e["v"]),
     "device": lambda e, t: torch.device(e["v"]),
     "ndarray": _numpy_array,
     "numpy scalar": _numpy_scalar,
@@ -237,8 +218,9 @@ _DECODERS: dict[str, Callable[[dict[str, Any], Callable[[int], Any]], Any]] = {
 
 def device_model(tensors: Iterable[torch.Tensor]) -> str:
     """The names of the accelerators they are on ("NVIDIA H200"), in order; empty without any."""
-    names = (_name(device) for device in {tensor.device for tensor in tensors})
-    return ", ".join(sorted({name for name in names if name}))
+    devices = {tensor.device for tensor in tensors}
+    asked = ((getattr(getattr(torch, one.type, None), "get_device_name", None), one) for one in devices)
+    return ", ".join(sorted({str(ask(device)) for ask, device in asked if ask is not None} - {""}))
 
 
 def notice_of_change(saved_on: str, here: str) -> str:
@@ -256,6 +238,114 @@ def tell(notice: str) -> None:
         print(f"ganger: {notice}", file=sys.stderr, flush=True)
 
 
-def _name(device: torch.device) -> str:
-    ask = getattr(getattr(torch, device.type, None), "get_device_name", None)
-    return "" if ask is None else str(ask(device))
+# -- sharded tensors
+
+
+def is_sharded(tensor: Any) -> bool:
+    return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a sharded tensor that lies in this process's memory; of any other tensor, itself."""
+    part: Any = getattr(tensor, "_local_tensor", None)
+    if part is None:
+        return tensor
+    # the result of a collective that may be under way
+    found: torch.Tensor = part.wait() if hasattr(part, "elem") and hasattr(part, "wait") else part
+    return found
+
+
+def layout_of(tensor: Any) -> dict[str, Any] | None:
+    """Return the layout of a sharded tensor; None for any other. Raises ValueError for a placement without JSON form.
+
+    `offset`: where the part begins in the whole, by dimension; None where the part is no block of the whole.
+    """
+    if not is_sharded(tensor):
+        return None
+    mesh = tensor.device_mesh
+    at, names = mesh.get_coordinate(), mesh.mesh_dim_names
+    placements = [placement_as_json(placement) for placement in tensor.placements]
+    block = None if at is None else block_of(tensor.shape, mesh.shape, at, placements)
+    return {
+        "shape": list(tensor.shape),
+        "stride": list(tensor.stride()),
+        "mesh": list(mesh.shape),
+        "names": None if names is None else list(names),
+        "at": None if at is None else list(at),
+        "placements": placements,
+        "offset": block[1] if block is not None and block[0] == list(local_part(tensor).shape) else None,
+    }
+
+
+def placement_as_json(placement: Any) -> list[Any]:
+    name = type(placement).__name__
+    if name == "Shard":
+        return [name, placement.dim]
+    if name == "_StridedShard":
+        return [name, placement.dim, placement.split_factor]
+    if name in ("Partial", "_Partial"):
+        return ["Partial", str(placement.reduce_op)]
+    if name == "Replicate":
+        return [name]
+    raise ValueError(f"sharded tensors with the placement {placement!r} cannot be saved")
+
+
+def placements_of(saved: Iterable[Any]) -> list[Any]:
+    """Return the placements that `placement_as_json` made JSON of. Raises ValueError for what it never makes."""
+    from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
+
+    made: list[Any] = []
+    for name, *arguments in saved:
+        if name == "Shard":
+            made.append(Shard(int(arguments[0])))
+        elif name == "_StridedShard":
+            made.append(_StridedShard(int(arguments[0]), split_factor=int(arguments[1])))
+        elif name == "Partial":
+            made.append(Partial(str(arguments[0])))
+        elif name == "Replicate":
+            made.append(Replicate())
+        else:
+            raise ValueError(f"unknown placement {name!r} of a sharded tensor; it was written by a newer ganger")
+    return made
+
+
+def block_of(
+    shape: Sequence[int], mesh: Sequence[int], at: Sequence[int], placements: Sequence[Sequence[Any]]
+) -> tuple[list[int], list[int]] | None:
+    """Return the sizes and the offset of the block of a tensor that lies at `at` in a mesh; None where it is no block.
+
+    `placements`: as JSON. torch's own function makes tensors of all indices, which takes milliseconds for each tensor.
+    """
+    sizes, offset = list(shape), [0] * len(shape)
+    for dimension in _order_of_cuts(mesh, placements):
+        cut = placements[dimension][1]
+        # as torch.chunk: the last ones may be shorter, or empty
+        length = -(-sizes[cut] // mesh[dimension])
+        start = min(sizes[cut], length * at[dimension])
+        sizes[cut], offset[cut] = min(length, sizes[cut] - start), offset[cut] + start
+    named = all(name in ("Shard", "_StridedShard", "Replicate") for name, *_ in placements)
+    return (sizes, offset) if named and _cuts_blocks(shape, mesh, placements) else None
+
+
+def _order_of_cuts(mesh: Sequence[int], placements: Sequence[Sequence[Any]]) -> list[int]:
+    """Return the dimensions of the mesh that cut, in the order in which they do. FSDP's cut what tensor parallelism
+    has cut before, although they come first in the mesh: that is what a stride stands for."""
+    plain = [dimension for dimension in range(len(mesh)) if placements[dimension][0] == "Shard"]
+    strided = [dimension for dimension in range(len(mesh)) if placements[dimension][0] == "_StridedShard"]
+    return [*plain, *reversed(strided)]
+
+
+def _cuts_blocks(shape: Sequence[int], mesh: Sequence[int], placements: Sequence[Sequence[Any]]) -> bool:
+    """Return whether each stride is that of the cuts behind it, so that all parts are blocks. Of several strides in one
+    dimension of the tensor that is so only where all parts are equal."""
+    for dimension, (name, *arguments) in enumerate(placements):
+        if name != "_StridedShard":
+            continue
+        cutting = [other for other, (_, *cut) in enumerate(placements) if cut[:1] == arguments[:1]]
+        names = [placements[other][0] for other in cutting]
+        behind = math.prod(mesh[other] for other in cutting if other > dimension)
+        if "Shard" in names[: cutting.index(dimension)] or behind != arguments[1]:
+            return False
+        if names.count("_StridedShard") > 1 and shape[arguments[0]] % math.prod(mesh[other] for other in cutting):
+            return False
+    return True

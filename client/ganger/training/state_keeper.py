@@ -14,7 +14,6 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Callable, TypeVar
 
@@ -26,17 +25,19 @@ from ganger.injob.state_image import ImageError, enter_pages
 from ganger.training.image_io import (
     TRANSFER_BYTES,
     ArenaSink,
+    ArenaSource,
     ArenaTooSmallError,
     FileSink,
     ImagePlan,
+    OpenImage,
     durable_shard,
+    open_image,
+    opened_shard,
     write_image,
 )
-from ganger.training.image_reading import ArenaSource, FileSource, OpenImage, open_image
 from ganger.training.replay import Unflushed
-from ganger.training.sharded_tensors import local_part
 from ganger.training.state import Captured, Restored, StateMismatchError, TrainingObjects, capture, position_of, restore
-from ganger.training.state_codec import StateNotSupportedError
+from ganger.training.state_codec import StateNotSupportedError, local_part
 
 
 class Arena:
@@ -149,10 +150,7 @@ class StateKeeper:
     """Carries out a rank's orders on its state. `training` and `position` are asked at every boundary anew."""
 
     def __init__(
-        self,
-        control: Control,
-        training: Callable[[], TrainingObjects],
-        position: Callable[[], dict[str, Any]],
+        self, control: Control, training: Callable[[], TrainingObjects], position: Callable[[], dict[str, Any]]
     ) -> None:
         self._control = control
         self._page = control.page
@@ -285,7 +283,7 @@ class StateKeeper:
         if self._control.restore is None:
             return None
         order, shards = self._control.restore, contextlib.ExitStack()
-        shard = None if order.kind == "arena" else lambda rank: shards.enter_context(_opened_shard(order.path, rank))
+        shard = None if order.kind == "arena" else lambda rank: shards.enter_context(opened_shard(order.path, rank))
         with shards:
             restored = self._from_assigned_state(lambda image: restore(self._training(), image, shard))
         _synchronize()
@@ -303,7 +301,7 @@ class StateKeeper:
                 view = self.arena.view()
                 self._wait_for_arena(1)
                 return use(_not_older(open_image(ArenaSource(view, self._wait_for_arena)), order.step))
-            with _opened_shard(order.path, order.rank) as image:
+            with opened_shard(order.path, order.rank) as image:
                 return use(_not_older(image, order.step))
         except (ImageError, StateMismatchError, ArenaTooSmallError, OSError) as error:
             self._control.give_up_restore(f"cannot restore: {error}")
@@ -380,15 +378,6 @@ class StateKeeper:
             self._writer.join()
             self._writer = None
         self.tend()
-
-
-@contextlib.contextmanager
-def _opened_shard(directory: str, rank: int) -> Iterator[OpenImage]:
-    descriptor = os.open(os.path.join(directory, f"rank-{rank}.shard"), os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        yield open_image(FileSource(descriptor))
-    finally:
-        os.close(descriptor)
 
 
 def _not_older(image: OpenImage, step: int) -> OpenImage:
