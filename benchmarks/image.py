@@ -191,7 +191,7 @@ class PackedStream:
         self._never = threading.Event()
 
     def __enter__(self) -> PackedStream:
-        self._server = StreamServer(self, TOKEN)
+        self._server = StreamServer(self.find, TOKEN)
         self._server.start()
         return self
 

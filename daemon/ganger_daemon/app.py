@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,7 +56,7 @@ from ganger_daemon.node.log_store import LogStore
 from ganger_daemon.node.node_context import NodeContext, Storage
 from ganger_daemon.node.peer_service import PeerCalls, PeerServicer
 from ganger_daemon.node.session import Session
-from ganger_daemon.transfer.stream_server import ParkedArenas, StreamServer
+from ganger_daemon.transfer.stream_server import StreamServer, find_parked
 
 log = logging.getLogger(__name__)
 
@@ -332,7 +333,7 @@ class Daemon:
                 _port_of(known.get("peer_address")),
             )
             self._stream = _first_that_works(
-                lambda port: StreamServer(ParkedArenas(self.gangs), token, host, port, tls=self._tls),
+                lambda port: StreamServer(partial(find_parked, self.gangs), token, host, port, tls=self._tls),
                 _port_of(known.get("stream_address")),
             )
         except (EndpointError, OSError) as error:

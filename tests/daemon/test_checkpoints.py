@@ -14,21 +14,21 @@ from pathlib import Path
 import pytest
 from ganger.agent.v1 import agent_pb2
 from ganger.injob import state_image
+from ganger.injob.launcher.process_record import publish as publish_here
 from ganger_daemon.checkpoints import gang_checkpoints as keeper_module
 from ganger_daemon.checkpoints.gang_checkpoints import (
     GangCheckpoints,
     StorageError,
     collect,
     collect_abandoned,
-    publish_here,
 )
 from ganger_daemon.checkpoints.storage import (
     CheckpointName,
+    Manifest,
     Shard,
     ShardCollection,
     ShardReport,
     Unreadable,
-    Verified,
     complete,
     describe_shard,
     manifest,
@@ -45,7 +45,7 @@ UID = "2f1c7c9e-5f4e-4a8e-9d55-1f1f4e1d2b10"
 def make(directory: Path, step: int, epoch: int = 1, world: int = 2) -> Path:
     shards = write_shards(directory, step, epoch, world)
     tmp, final = directory / f"{step}-{epoch}.tmp", directory / f"{step}-{epoch}"
-    publish_here(tmp, final, manifest(ShardCollection(world, step).add(step, shards), "job", epoch, 0.0))
+    publish_here(str(tmp), str(final), manifest(ShardCollection(world, step).add(step, shards), "job", epoch, 0.0))
     return final
 
 
@@ -63,7 +63,7 @@ def write_shards(directory: Path, step: int, epoch: int, world: int) -> tuple[Sh
         digests.update(data)
         path = tmp / f"rank-{rank}.shard"
         path.write_bytes(preamble.pack() + encoded + data + digests.trailer())
-        shards.append(describe_shard(path).shard(rank, path.name))
+        shards.append(describe_shard(path))
     return tuple(shards)
 
 
@@ -84,7 +84,7 @@ def damage(path: Path) -> None:
 
 def test_a_published_checkpoint_verifies(tmp_path: Path) -> None:
     found = verify(make(tmp_path, 7))
-    assert isinstance(found, Verified)
+    assert isinstance(found, Manifest)
     assert (found.step, found.world) == (7, 2)
 
 
@@ -95,7 +95,7 @@ def test_one_wrong_bit_makes_it_unreadable_and_names_the_file(tmp_path: Path) ->
     assert isinstance(found, Unreadable)
     assert found.why.startswith("rank-1.shard")
     # a node that does not restore rank 1 has no need to read it
-    assert isinstance(verify(path, ranks=(0,)), Verified)
+    assert isinstance(verify(path, ranks=(0,)), Manifest)
 
 
 def test_a_missing_shard_a_short_shard_and_a_broken_manifest_are_named(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_checkpoint_that_storage_rejects_is_not_retried_before_a_new_request(t
         tried.append(final)
         if len(tried) == 1:
             raise StorageError("STORAGE_FULL", "no space left")
-        publish_here(tmp, final, fields)
+        publish_here(str(tmp), str(final), fields)
 
     async def story() -> None:
         keeper = GangCheckpoints(UID, 1, 1, True, publish, no_leader, lambda: None)
@@ -162,7 +162,7 @@ def test_a_checkpoint_that_storage_rejects_is_not_retried_before_a_new_request(t
             await keeper.durable(tmp_path, 5, 9, (0,))
         assert keeper.refusal(5).startswith("STORAGE_FULL: the checkpoint at step 9 cannot be published")
         assert (len(tried), keeper.is_settled(5), keeper.published) == (1, False, None)
-        assert isinstance(verify(last), Verified), "the last one is untouched"
+        assert isinstance(verify(last), Manifest), "the last one is untouched"
         keeper.abandon(5)
         await keeper.durable(tmp_path, 5, 9, (0,))
         assert keeper.is_settled(5)
@@ -200,7 +200,7 @@ def test_a_member_is_done_only_when_the_leader_has_published(tmp_path: Path) -> 
         return answers.pop(0)
 
     async def story() -> None:
-        keeper = GangCheckpoints(UID, 1, 2, False, publish_here, report, lambda: None)
+        keeper = GangCheckpoints(UID, 1, 2, False, unused, report, lambda: None)
         write_shards(tmp_path / UID / "checkpoints", 9, 1, 2)
         await keeper.durable(tmp_path, 5, 9, (1,))
         assert not keeper.is_settled(5)
@@ -225,13 +225,17 @@ def test_a_member_tells_the_leader_that_a_shard_cannot_be_written_until_it_has_h
         return False
 
     async def story() -> None:
-        keeper = GangCheckpoints(UID, 1, 2, False, publish_here, report, lambda: None)
+        keeper = GangCheckpoints(UID, 1, 2, False, unused, report, lambda: None)
         for _ in range(3):
             await keeper.refuse(5, "STORAGE_FULL: rank 1: no space left")
         assert (keeper.refusal(5), keeper.trouble) == ("STORAGE_FULL: rank 1: no space left",) * 2
 
     asyncio.run(story())
     assert told == [(5, "STORAGE_FULL: rank 1: no space left")] * 2
+
+
+def unused(tmp: Path, final: Path, fields: dict[str, object]) -> None:
+    raise AssertionError("only the leader publishes")
 
 
 async def no_leader(report: ShardReport) -> bool:
@@ -444,3 +448,14 @@ def test_a_checkpoint_that_a_job_has_spoilt_is_unreadable_at_little_cost(
     kind, is_lasting, mebibytes = done.stdout.split()
     assert (kind, is_lasting) == ("Unreadable", "True")
     assert int(mebibytes) < 100
+
+
+def test_a_checkpoint_is_due_by_time_or_by_request_once() -> None:
+    keeper = GangCheckpoints(UID, 1, 1, True, unused, no_leader, lambda: None)
+    keeper.note_request(100.0, 0)
+    assert not keeper.due(150.0, 60.0, 0)
+    assert keeper.due(160.0, 60.0, 0)
+    assert not keeper.due(1e9, 0.0, 0)
+    assert keeper.due(101.0, 0.0, 1)
+    keeper.note_request(101.0, 1)
+    assert not keeper.due(102.0, 0.0, 1)

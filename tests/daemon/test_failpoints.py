@@ -10,7 +10,7 @@ import pytest
 from daemon.kit import Cluster, Intents, Observed, in_phase, log_of, run, with_changes
 from ganger.agent.v1 import agent_pb2
 from ganger.v1 import job_pb2
-from ganger_daemon.checkpoints.storage import Verified, verify
+from ganger_daemon.checkpoints.storage import Manifest, verify
 
 pytestmark = pytest.mark.system
 
@@ -84,7 +84,7 @@ def test_a_checkpoint_whose_publisher_dies_is_published_by_the_next(point: str) 
         await replaced
         assert parked.checkpoint.step == parked.stop_step == steps_of(made, "n1", uid, 1)[-1]
         found = verify(made.storage / uid / parked.checkpoint.path)
-        assert isinstance(found, Verified), found
+        assert isinstance(found, Manifest), found
         assert not list((made.storage / uid / "checkpoints").glob("*.tmp"))
 
     run(story)

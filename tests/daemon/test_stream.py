@@ -69,7 +69,7 @@ class Target:
 
 def serve(data: bytes, story: Callable[[StreamServer, Arena, Target], None]) -> None:
     arena, target = Arena(data), Target(len(data))
-    server = StreamServer(Sources(arena), "t")
+    server = StreamServer(Sources(arena).find, "t")
     server.start()
     try:
         story(server, arena, target)
@@ -103,7 +103,7 @@ def test_a_broken_connection_goes_on_from_where_it_was() -> None:
     data = os.urandom(6 << 20)
     arena, target = Arena(data), Target(len(data))
     arena.fill(3 << 20)
-    first = StreamServer(Sources(arena), "t")
+    first = StreamServer(Sources(arena).find, "t")
     first.start()
     address = first.address
     result: list[int] = []
@@ -113,7 +113,7 @@ def test_a_broken_connection_goes_on_from_where_it_was() -> None:
     first.close()
     arena.fill(len(data))
     host, _, port = address.rpartition(":")
-    second = StreamServer(Sources(arena), "t", host, int(port))
+    second = StreamServer(Sources(arena).find, "t", host, int(port))
     second.start()
     try:
         reader.join(20)
@@ -279,7 +279,7 @@ def transfer_bare(data: bytes) -> None:
 def test_what_is_no_request_is_refused_without_a_traceback(line: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     broken: list[object] = []
     monkeypatch.setattr(threading, "excepthook", broken.append)
-    server = StreamServer(Sources(Arena(b"x")), "secret")
+    server = StreamServer(Sources(Arena(b"x")).find, "secret")
     server.start()
     try:
         host, _, port = server.address.rpartition(":")

@@ -44,7 +44,7 @@ class Scene:
 
     def serve(self, port: int = 0) -> StreamServer:
         tls = str(self.authority.issue("daemon", "n1"))
-        server = StreamServer(Sources(self.arena), "t", "127.0.0.1", port, tls=tls)
+        server = StreamServer(Sources(self.arena).find, "t", "127.0.0.1", port, tls=tls)
         server.start()
         return server
 
@@ -175,7 +175,7 @@ def test_a_source_that_is_no_daemon_is_not_believed(stage: Callable[[bytes], Sce
     scene = stage(b"x" * 4096)
     scene.arena.fill(4096)
     tls = str(scene.authority.issue("master", "m"))
-    false = StreamServer(Sources(scene.arena), "t", tls=tls)
+    false = StreamServer(Sources(scene.arena).find, "t", tls=tls)
     false.start()
     try:
         with pytest.raises(StreamError, match="between daemons only, and this is master 'm'"):

@@ -11,15 +11,13 @@ unreadable ones of higher steps, which must not replace the good ones.
 from __future__ import annotations
 
 import asyncio
-import errno
-import json
 import logging
 import os
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,6 @@ from ganger.injob.state_image import ImageError
 from ganger_daemon.checkpoints import storage as layout
 from ganger_daemon.checkpoints.storage import (
     CheckpointName,
-    Described,
     Shard,
     ShardCollection,
     ShardReport,
@@ -37,11 +34,13 @@ from ganger_daemon.checkpoints.storage import (
     complete,
     describe_shard,
     directories,
+    found_checkpoint,
     manifest,
     parse_unfinished,
     read_manifest,
     shard_name,
 )
+from ganger_daemon.core.part_facts import FoundCheckpoint
 
 log = logging.getLogger(__name__)
 
@@ -52,15 +51,6 @@ _FIRST_REPORT_S = 0.02
 # The newest, and the one before it for when the newest turns out to be damaged.
 KEEP = 2
 _TRASH = ".trash-"
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    step: int
-    epoch: int
-    path: str  # relative to the job's directory on storage
-    size_bytes: int
-    time_s: float
 
 
 class StorageError(Exception):
@@ -110,9 +100,10 @@ class GangCheckpoints:
         self._lock = asyncio.Lock()
         self._retry_at = 0.0
         self._next_report_s = _FIRST_REPORT_S
-        self.published: Published | None = None
+        self.published: FoundCheckpoint | None = None
         self.handed: dict[int, int] = {}  # agreement -> step of its published checkpoint
-        self.schedule = Schedule(time.monotonic())
+        self.requested_at = time.monotonic()
+        self._served = 0  # the newest request of the master that was obeyed
         self.trouble = ""
 
     def recall(self, storage: Path | None) -> None:
@@ -134,10 +125,13 @@ class GangCheckpoints:
             collect(checkpoints_directory(storage, self._job_uid), newest, self.wanted)
 
     def due(self, now: float, interval_s: float, request: int) -> bool:
-        return self._leads and due(self.schedule, now, interval_s, request)
+        """Return whether to request a checkpoint now: the master raised its counter `request`, or the interval is over
+        (0: never)."""
+        is_over = interval_s > 0 and now - self.requested_at >= interval_s
+        return self._leads and (request > self._served or is_over)
 
     def note_request(self, now: float, request: int) -> None:
-        self.schedule = requested(self.schedule, now, request)
+        self.requested_at, self._served = now, max(self._served, request)
 
     def room_missing(self, storage: Path) -> int:
         size = self.published.size_bytes if self.published is not None else 0
@@ -248,7 +242,7 @@ class GangCheckpoints:
             except (OSError, ImageError) as error:
                 self._refuse(agreement, f"STORAGE_FAILED: shard of rank {rank} is unreadable: {error}")
                 return None
-            self._described[agreement, rank] = described.shard(rank, file)
+            self._described[agreement, rank] = replace(described, rank=rank)
         found = tuple(self._described[agreement, rank] for rank in ranks)
         self._described = {key: shard for key, shard in self._described.items() if key[0] == agreement}
         return found
@@ -270,41 +264,15 @@ class GangCheckpoints:
         self._changed()
 
 
-def _describe_either(unfinished: Path, published: Path) -> Described:
+def _describe_either(unfinished: Path, published: Path) -> Shard:
     return describe_shard(unfinished if unfinished.exists() else published)
 
 
-def publish_here(tmp: Path, final: Path, fields: dict[str, Any]) -> None:
-    """Publish in place of a launcher: manifest, fsyncs, rename. Raises StorageError."""
-    path = tmp / "MANIFEST.json"
-    try:
-        with open(path, "w") as file:
-            json.dump(fields, file)
-            file.flush()
-            os.fsync(file.fileno())
-        _sync_directory(tmp)
-        hit("before-rename")
-        os.replace(tmp, final)
-        _sync_directory(final.parent)
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise StorageError("STORAGE_FULL" if full else "STORAGE_FAILED", str(error)) from error
+def _published(storage: Path, job_uid: str, name: CheckpointName) -> FoundCheckpoint:
+    return found_checkpoint(name, read_manifest(checkpoints_directory(storage, job_uid) / str(name)))
 
 
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _published(storage: Path, job_uid: str, name: CheckpointName) -> Published:
-    found = read_manifest(checkpoints_directory(storage, job_uid) / str(name))
-    return Published(name.step, name.epoch, f"checkpoints/{name}", found.size_bytes, found.time)
-
-
-# -- retention and schedule
+# -- retention
 
 
 def surplus(
@@ -326,21 +294,16 @@ def _age(name: CheckpointName) -> tuple[int, int]:
     return (name.epoch, name.step)
 
 
-def is_leftover(unfinished: CheckpointName, newest: CheckpointName) -> bool:
-    """Return whether no rank writes an unfinished checkpoint any more: it is no newer than the newest finished one."""
-    return (unfinished.epoch, unfinished.step) <= (newest.epoch, newest.step)
-
-
 def collect(directory: Path, newest: CheckpointName, wanted: Collection[CheckpointName] = ()) -> tuple[str, ...]:
     """Remove surplus checkpoints, leftovers and old trash from a job's directory once `newest` is published; return the
-    removed names.
+    removed names. No rank writes an unfinished checkpoint any more that is no newer than the newest finished one.
 
     A checkpoint is renamed before it is deleted, so that no reader finds half of one under its name.
     """
     if not directory.is_dir():
         return ()
     doomed = [str(name) for name in surplus(complete(directory), newest, wanted)]
-    doomed += [name for name, unfinished in _unfinished(directory) if is_leftover(unfinished, newest)]
+    doomed += [name for name, unfinished in _unfinished(directory) if _age(unfinished) <= _age(newest)]
     return _remove(directory, doomed)
 
 
@@ -368,22 +331,3 @@ def _remove(directory: Path, doomed: Collection[str]) -> tuple[str, ...]:
     for path in directory.glob(f"{_TRASH}*"):
         shutil.rmtree(path, ignore_errors=True)
     return tuple(removed)
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """Times are seconds of a monotonic clock. `asked` counts requests made, `served` is the master's counter obeyed."""
-
-    last: float
-    served: int = 0
-
-
-def due(schedule: Schedule, now: float, interval_s: float, request: int) -> bool:
-    """Return whether to request a checkpoint now: the master raised its counter, or the interval is over (0: never)."""
-    if request > schedule.served:
-        return True
-    return interval_s > 0 and now - schedule.last >= interval_s
-
-
-def requested(schedule: Schedule, now: float, request: int) -> Schedule:
-    return replace(schedule, last=now, served=max(schedule.served, request))

@@ -152,15 +152,17 @@ _LASTING = (errno.ENOENT, errno.ENOTDIR, errno.EIO, errno.EUCLEAN, errno.ELOOP, 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's durable part. `digest` is "algorithm:hex" of its data, `header_digest` the same of its header;
-    `device_model` the name of the accelerators its state was on, empty without any."""
+    """One rank's durable part, whose bytes match their digests. `digest` is "algorithm:hex" of its data,
+    `header_digest` the same of its header; `device_model` the name of the accelerators its state was on, empty without
+    any. `step`, `world`: as its header has them, zero in a report."""
 
     rank: int
-    file: str
     size_bytes: int
     digest: str
     device_model: str = ""
     header_digest: str = ""
+    step: int = 0
+    world: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,10 +195,6 @@ class ShardCollection:
     def complete(self) -> bool:
         return len(self.shards) == self.world
 
-    @property
-    def size_bytes(self) -> int:
-        return sum(shard.size_bytes for shard in self.shards.values())
-
 
 def manifest(gathering: ShardCollection, job_uid: str, epoch: int, time_s: float) -> dict[str, Any]:
     assert gathering.complete, "a manifest is written when all shards are there"
@@ -208,7 +206,7 @@ def manifest(gathering: ShardCollection, job_uid: str, epoch: int, time_s: float
         "world": gathering.world,
         "time": time_s,
         "files": {
-            shard.file: {
+            shard_name(shard.rank): {
                 "rank": shard.rank,
                 "bytes": shard.size_bytes,
                 "digest": shard.digest,
@@ -243,24 +241,7 @@ class _Header(msgspec.Struct, frozen=True, gc=False):
     device_model: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
-    """A shard whose bytes have all been read and match its digests. `digest`, `header_digest`: "algorithm:hex"."""
-
-    size_bytes: int
-    digest: str
-    header_digest: str
-    step: int
-    rank: int
-    world: int
-    device_model: str
-
-    def shard(self, rank: int, file: str) -> Shard:
-        """Return the manifest's entry for it. `file`: its name in the checkpoint's directory."""
-        return Shard(rank, file, self.size_bytes, self.digest, self.device_model, self.header_digest)
-
-
-def describe_shard(path: Path) -> Described:
+def describe_shard(path: Path) -> Shard:
     """Read all of a shard and check its digests. Blocks. Raises image.ImageError or OSError."""
     with open_plain(path, is_jobs_directory=True) as file:
         size = os.fstat(file.fileno()).st_size
@@ -271,10 +252,8 @@ def describe_shard(path: Path) -> Described:
             text = f"the state has {preamble.header_bytes} bytes beside its tensors; at most {_HEADER_MOST_BYTES}"
             raise state_image.ImageError("HEADER", text)
         if preamble.chunk_bytes != state_image.CHUNK_BYTES:
-            text = (
-                f"the image has a digest for each {preamble.chunk_bytes} bytes, not for each {state_image.CHUNK_BYTES}"
-            )
-            raise state_image.ImageError("HEADER", text)
+            each = f"a digest for each {preamble.chunk_bytes} bytes, not for each {state_image.CHUNK_BYTES}"
+            raise state_image.ImageError("HEADER", f"the image has {each}")
         encoded = _exactly(file, preamble.header_bytes)
         state_image.check_header(preamble, encoded)
         header = _header_of(encoded)
@@ -288,15 +267,15 @@ def describe_shard(path: Path) -> Described:
         trailer = _exactly(file, preamble.trailer_bytes)
         state_image.check_trailer(digests.trailer(), trailer)
     algorithm = _ALGORITHMS[preamble.digest_kind]
-    return Described(
+    return Shard(
+        rank=header.rank,
         size_bytes=size,
         digest=f"{algorithm}:{int.from_bytes(trailer[-8:], 'little'):016x}",
-        header_digest=f"{algorithm}:{preamble.header_digest:016x}",
-        step=header.step,
-        rank=header.rank,
-        world=header.world,
         # A text of the job, for people.
         device_model=header.device_model[:_MODEL_CHARACTERS],
+        header_digest=f"{algorithm}:{preamble.header_digest:016x}",
+        step=header.step,
+        world=header.world,
     )
 
 
@@ -329,28 +308,23 @@ def newest_found(storage: Path, job_uid: str, before_epoch: int) -> tuple[FoundC
             one = read_manifest(directory / str(name))
         except (OSError, ValueError):
             continue
-        found.append(FoundCheckpoint(name.step, name.epoch, f"checkpoints/{name}", one.size_bytes, one.time))
+        found.append(found_checkpoint(name, one))
     return tuple(found)
 
 
-@dataclass(frozen=True, slots=True)
-class Verified:
-    path: Path
-    step: int
-    world: int
-    size_bytes: int
+def found_checkpoint(name: CheckpointName, manifest: Manifest) -> FoundCheckpoint:
+    return FoundCheckpoint(name.step, name.epoch, f"checkpoints/{name}", manifest.size_bytes, manifest.time)
 
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
     """A checkpoint that cannot be read. `is_lasting`: false if the cause may pass, as a storage server that is away."""
 
-    path: Path
     why: str
     is_lasting: bool = True
 
 
-def verify(directory: Path, ranks: tuple[int, ...] | None = None) -> Verified | Unreadable:
+def verify(directory: Path, ranks: tuple[int, ...] | None = None) -> Manifest | Unreadable:
     """Check manifest, sizes and digests, and that each shard is the one its manifest names. Blocks.
 
     `ranks`: only the shards that these ranks start from are read. In a larger world than the one that saved, several
@@ -360,19 +334,19 @@ def verify(directory: Path, ranks: tuple[int, ...] | None = None) -> Verified | 
         name = parse_final(directory.name)
         if name is not None and (manifest.step, manifest.epoch) not in ((name.step, name.epoch), (name.step, None)):
             is_of = f"is of step {manifest.step} and epoch {manifest.epoch}"
-            return Unreadable(directory, f"{MANIFEST} {is_of}, its directory is {directory.name}")
+            return Unreadable(f"{MANIFEST} {is_of}, its directory is {directory.name}")
         files = {entry.rank: (Path(file).name, entry) for file, entry in manifest.files.items()}
         if len(files) != manifest.world or not all(0 <= rank < manifest.world for rank in files):
-            return Unreadable(directory, f"{MANIFEST} lists {len(files)} of {manifest.world} shards")
+            return Unreadable(f"{MANIFEST} lists {len(files)} of {manifest.world} shards")
         wanted = set(files) if ranks is None else {rank % manifest.world for rank in ranks}
         for rank, (file, entry) in sorted(files.items()):
             if why := _trouble_with(directory / file, entry, manifest, is_read=rank in wanted):
-                return Unreadable(directory, f"{file} {why}")
+                return Unreadable(f"{file} {why}")
     except OSError as error:
-        return Unreadable(directory, f"{error.filename or directory}: {error.strerror}", error.errno in _LASTING)
+        return Unreadable(f"{error.filename or directory}: {error.strerror}", error.errno in _LASTING)
     except ValueError as error:
-        return Unreadable(directory, str(error))
-    return Verified(directory, manifest.step, manifest.world, manifest.size_bytes)
+        return Unreadable(str(error))
+    return manifest
 
 
 def _trouble_with(shard: Path, entry: Entry, manifest: Manifest, is_read: bool) -> str:
@@ -387,11 +361,6 @@ def _trouble_with(shard: Path, entry: Entry, manifest: Manifest, is_read: bool) 
         found = describe_shard(shard)
     except state_image.ImageError as error:
         return f"is damaged: {error}"
-    return _difference(found, entry, manifest)
-
-
-def _difference(found: Described, entry: Entry, manifest: Manifest) -> str:
-    """Return how a shard differs from its entry in the manifest; empty if it does not."""
     if found.digest != entry.digest:
         return f"has digest {found.digest}, {MANIFEST} says {entry.digest}"
     if (found.rank, found.world, found.step) != (entry.rank, manifest.world, manifest.step):

@@ -17,12 +17,13 @@ from typing import Any
 from ganger.agent.v1 import agent_pb2
 from ganger.failpoints import hit
 from ganger.injob.launcher.client import Launcher, LauncherError
+from ganger.injob.launcher.process_record import LaunchError, publish
 from ganger.injob.page import PageProgress
 from ganger.injob.page_layout import CHECKPOINT_BIT, Capability, PageParkLevel
 from ganger.protocol.gang_orders import DesiredOrder, Mechanism, OrderIntent
 from ganger.wire.times import seconds
 
-from ganger_daemon.checkpoints.gang_checkpoints import GangCheckpoints, StorageError, publish_here
+from ganger_daemon.checkpoints.gang_checkpoints import GangCheckpoints, StorageError
 from ganger_daemon.checkpoints.storage import CheckpointName, ShardReport, directories, parse_final
 from ganger_daemon.core import escalation
 from ganger_daemon.core.gang_judgement import PartPhase
@@ -211,7 +212,7 @@ class CheckpointCoordinator:
             return
         running = self._pages.checkpoint_sequence()
         unsettled = bool(running) and not self.keeper.is_settled(running)
-        waited = now - self.keeper.schedule.last
+        waited = now - self.keeper.requested_at
         if unsettled and not self.keeper.refusal(running) and waited < escalation.DEADLINE_S:
             return  # one agreement at a time
         if unsettled:
@@ -307,13 +308,10 @@ class CheckpointCoordinator:
     def _publish(self, tmp: Path, final: Path, manifest: dict[str, Any]) -> None:
         """Blocks. The launcher publishes, as the job's user; without one this daemon does."""
         launcher = self._launcher()
-        if launcher is None:
-            publish_here(tmp, final, manifest)
-            return
         hit("before-rename")
         try:
-            launcher.publish(str(tmp), str(final), manifest)
-        except LauncherError as error:
+            (publish if launcher is None else launcher.publish)(str(tmp), str(final), manifest)
+        except (LauncherError, LaunchError) as error:
             if final.exists():
                 return
             if error.reason in _STORAGE_REASONS:

@@ -17,7 +17,6 @@ from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
 from ganger.v1 import job_pb2
 from ganger.wire.times import timestamp, timestamp_of_ns
 
-from ganger_daemon.checkpoints.gang_checkpoints import Published
 from ganger_daemon.core.gang_judgement import Judgement, PartPhase, has_opaque_rank, is_beyond, is_to_be_taken
 from ganger_daemon.core.part_facts import FoundCheckpoint, PartOutcome
 from ganger_daemon.gang.gang_context import GangContext, order_key_to_wire
@@ -169,7 +168,7 @@ def observe(report: GangReport) -> agent_pb2.ObservedGang:
         message.outcome.CopyFrom(_outcome_to_wire(judgement.outcome))
     published = parts.saving.keeper.published
     if published is not None:
-        message.checkpoint.CopyFrom(_checkpoint_to_wire(published, published.time_s))
+        message.checkpoint.CopyFrom(_checkpoint_to_wire(published))
     if context.pages.readable:
         _add_page_figures(message, report)
         if not is_sliced:
@@ -191,17 +190,17 @@ def _outcome_to_wire(outcome: PartOutcome) -> agent_pb2.Outcome:
         exit_code=outcome.exit_code,
         rank=outcome.rank,
         message=outcome.message,
-        checkpoints=[_checkpoint_to_wire(one, one.time_s) for one in outcome.found],
+        checkpoints=[_checkpoint_to_wire(one) for one in outcome.found],
     )
 
 
-def _checkpoint_to_wire(checkpoint: FoundCheckpoint | Published, time_s: float) -> job_pb2.Checkpoint:
+def _checkpoint_to_wire(checkpoint: FoundCheckpoint) -> job_pb2.Checkpoint:
     return job_pb2.Checkpoint(
         step=checkpoint.step,
         epoch=checkpoint.epoch,
         path=checkpoint.path,
         size_bytes=checkpoint.size_bytes,
-        create_time=timestamp(int(time_s)),
+        create_time=timestamp(int(checkpoint.time_s)),
     )
 
 

@@ -112,14 +112,7 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
             await gang.parts.saving.receive_refusal(request.stop_sequence, request.refusal[:_REFUSAL_LIMIT])
             return peer_pb2.ShardWrittenResponse()
         shards = tuple(
-            Shard(
-                shard.rank,
-                shard_name(shard.rank),
-                shard.size_bytes,
-                shard.digest,
-                shard.device_model,
-                shard.header_digest,
-            )
+            Shard(shard.rank, shard.size_bytes, shard.digest, shard.device_model, shard.header_digest)
             for shard in request.shards
         )
         await gang.parts.saving.keeper.gather(storage, request.stop_sequence, request.step, shards)
@@ -224,7 +217,7 @@ class PeerCalls:
                 shards=[
                     peer_pb2.Shard(
                         rank=shard.rank,
-                        file=shard.file,
+                        file=shard_name(shard.rank),
                         size_bytes=shard.size_bytes,
                         digest=shard.digest,
                         header_digest=shard.header_digest,

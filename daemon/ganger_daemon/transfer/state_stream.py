@@ -18,11 +18,11 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 from ganger.injob.state_image import enter_pages, leave_pages
 from ganger.wire.endpoints import EndpointError
 from ganger.wire.errors import CertificateInvalid
@@ -40,44 +40,27 @@ class StreamError(Exception):
         self.retry = retry
 
 
-@dataclass(frozen=True, slots=True)
-class StreamRequest:
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class StreamRequest(msgspec.Struct, frozen=True):
     token: str
     job_uid: str
     epoch: int
     stop_sequence: int
-    rank: int
-    offset: int = 0
+    rank: _Count
+    offset: _Count = 0
 
     def line(self) -> bytes:
-        fields = {
-            "token": self.token,
-            "job_uid": self.job_uid,
-            "epoch": self.epoch,
-            "stop_sequence": self.stop_sequence,
-            "rank": self.rank,
-            "offset": self.offset,
-        }
-        return line_of(fields)
+        return msgspec.json.encode(self) + b"\n"
 
 
 def parse_request(line: bytes) -> StreamRequest:
     """Parse an untrusted request. Raises StreamError if it is none."""
-    fields = parse_line(line)
     try:
-        request = StreamRequest(
-            str(fields["token"]),
-            str(fields["job_uid"]),
-            int(fields["epoch"]),
-            int(fields["stop_sequence"]),
-            int(fields["rank"]),
-            int(fields.get("offset", 0)),
-        )
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        return msgspec.json.decode(line, type=StreamRequest)
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise StreamError(f"the request is not understood: {error}", retry=False) from error
-    if request.offset < 0 or request.rank < 0:
-        raise StreamError("the request has a negative offset or rank", retry=False)
-    return request
 
 
 def line_of(fields: dict[str, object]) -> bytes:
@@ -219,7 +202,7 @@ def fetch(
     while True:
         leg = _Leg(landing, available, cancelled, offset, tls)
         try:
-            return leg.travel(address, replace(request, offset=offset))
+            return leg.travel(address, msgspec.structs.replace(request, offset=offset))
         except (StreamError, EndpointError, OSError, KeyError, ValueError) as error:
             why = str(error) if isinstance(error, StreamError) else f"the state stream from {address} broke: {error}"
             if cancelled.is_set():

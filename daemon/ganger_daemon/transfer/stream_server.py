@@ -1,7 +1,7 @@
 """Stream port: serves the arenas of parked gangs while they fill.
 
 Threads with blocking sockets: the kernel sends the arena's pages, and no byte goes through the interpreter. Only under
-TLS are they copied, to be encrypted. Token or certificate are checked first; `Sources` then decides what is served.
+TLS are they copied, to be encrypted. Token or certificate are checked first.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -57,19 +58,14 @@ GUARDED_PIECE_BYTES = 1 << 20
 _FILLING = (PageState.SAVING, PageState.HANDED_OVER, PageState.OFFLOADED)
 
 
-class ParkedArenas:
-    """Arenas of the parked gangs of this node. Called from threads of the stream server; reads only."""
-
-    def __init__(self, gangs: GangSet) -> None:
-        self._gangs = gangs
-
-    def find(self, request: StreamRequest) -> ParkedArena:
-        gang = self._gangs.find(request.job_uid, request.epoch)
-        if gang is None:
-            raise StreamError(f"epoch {request.epoch} of {request.job_uid} is not here", retry=True)
-        if request.rank not in gang.context.part.ranks:
-            raise StreamError(f"rank {request.rank} is not on this node", retry=False)
-        return ParkedArena(gang, request.rank, request.stop_sequence)
+def find_parked(gangs: GangSet, request: StreamRequest) -> ParkedArena:
+    """Return an arena of a parked gang of this node, for a thread of the stream server. Raises StreamError."""
+    gang = gangs.find(request.job_uid, request.epoch)
+    if gang is None:
+        raise StreamError(f"epoch {request.epoch} of {request.job_uid} is not here", retry=True)
+    if request.rank not in gang.context.part.ranks:
+        raise StreamError(f"rank {request.rank} is not on this node", retry=False)
+    return ParkedArena(gang, request.rank, request.stop_sequence)
 
 
 class ParkedArena:
@@ -128,25 +124,21 @@ class Source(Protocol):
         """A file descriptor of the arena; the caller closes it."""
 
 
-class Sources(Protocol):
-    def find(self, request: StreamRequest) -> Source:
-        """Return the state to serve. Raises StreamError if there is none."""
-
-
 class StreamServer:
-    """Listens on (host, port); `port` 0 takes a free one. `tls`: the directory of its certificate, which goes before
-    the token. Raises EndpointError for one that does not do."""
+    """Listens on (host, port); `port` 0 takes a free one. `find` returns the state to serve, or raises StreamError.
+    `tls`: the directory of its certificate, which goes before the token. Raises EndpointError for one that does not
+    do."""
 
     def __init__(
         self,
-        sources: Sources,
+        find: Callable[[StreamRequest], Source],
         token: str,
         host: str = "127.0.0.1",
         port: int = 0,
         wait_s: float = 3600.0,
         tls: str = "",
     ) -> None:
-        self._sources = sources
+        self._find = find
         self._token = token
         self._wait_s = wait_s
         self._context = server_context(Path(tls)) if tls else None
@@ -277,7 +269,7 @@ class StreamServer:
             log.info("state stream broke off", extra={**figures, "error": str(error)})
 
     def _answer(self, connection: socket.socket, request: StreamRequest) -> None:
-        source = self._sources.find(request)
+        source = self._find(request)
         # opened before the source stops: afterwards every millisecond counts
         fd = source.open_arena()
         try:

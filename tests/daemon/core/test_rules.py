@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ganger.injob.page_layout import PagePhase, Word
 from ganger.protocol.stop_rules import NEVER, RelayedPoint, expired, lease_until, merge_point, merge_points, renewed
-from ganger_daemon.checkpoints.gang_checkpoints import Schedule, due, is_leftover, requested, surplus
+from ganger_daemon.checkpoints.gang_checkpoints import surplus
 from ganger_daemon.checkpoints.storage import CheckpointName, Shard, ShardCollection
 from ganger_daemon.core import escalation
 from ganger_daemon.core.escalation import Rung
@@ -152,29 +152,12 @@ def test_a_good_checkpoint_is_not_crowded_out_by_a_damaged_one_of_a_higher_step(
     assert surplus([good, *own], own[1], own) == (good,)
 
 
-def test_what_an_epoch_passed_over_is_nobodys_any_more() -> None:
-    newest = CheckpointName(30, 4)
-    assert is_leftover(CheckpointName(40, 3), newest)
-    assert is_leftover(CheckpointName(20, 4), newest)
-    assert not is_leftover(CheckpointName(31, 4), newest)
-    assert not is_leftover(CheckpointName(1, 5), newest)
-
-
 def test_shards_of_another_step_begin_a_gathering_afresh() -> None:
-    gathering = ShardCollection(2, 10).add(10, (Shard(0, "a", 1, "x:1"),))
+    gathering = ShardCollection(2, 10).add(10, (Shard(0, 1, "x:1"),))
     assert not gathering.complete
-    assert gathering.add(9, (Shard(1, "b", 1, "x:2"),)) == gathering
-    assert not gathering.add(11, (Shard(1, "b", 1, "x:2"),)).complete
-    assert gathering.add(10, (Shard(1, "b", 1, "x:2"),)).complete
-
-
-def test_a_checkpoint_is_due_by_time_or_by_request_once() -> None:
-    schedule = Schedule(100.0)
-    assert not due(schedule, 150.0, 60.0, 0)
-    assert due(schedule, 160.0, 60.0, 0)
-    assert not due(schedule, 1e9, 0.0, 0)
-    assert due(schedule, 101.0, 0.0, 1)
-    assert not due(requested(schedule, 101.0, 1), 102.0, 0.0, 1)
+    assert gathering.add(9, (Shard(1, 1, "x:2"),)) == gathering
+    assert not gathering.add(11, (Shard(1, 1, "x:2"),)).complete
+    assert gathering.add(10, (Shard(1, 1, "x:2"),)).complete
 
 
 def test_a_gang_evaluates_while_a_rank_does_and_the_farthest_one_counts(tmp_path: Path) -> None:
