@@ -19,8 +19,8 @@ from pathlib import Path
 
 from ganger_daemon.devices.contract import UNREADABLE
 from ganger_daemon.devices.nvml import NoDriverError, NvmlDevices
+from ganger_daemon.images.criu import errors_of
 from ganger_daemon.images.driver import LOCK_S, CudaBindings, DriverCallError
-from ganger_daemon.images.reasons import errors_of
 
 START_S = 90.0
 CYCLES = 2

@@ -22,9 +22,16 @@ from typing import Any
 from ganger.injob import state_image
 from ganger.injob.launcher.client import Launcher, start_launcher
 from ganger.injob.launcher.namespaces import LINKS, Unit
-from ganger_daemon.images.contract import PID_FILE, SHARED_MEMORY, DumpRequest, ProcessImages, UnitProcesses
+from ganger_daemon.images.contract import (
+    PID_FILE,
+    SHARED_MEMORY,
+    DumpRequest,
+    ImageRefusedError,
+    ProcessImages,
+    UnitProcesses,
+)
 from ganger_daemon.images.criu import choose_images
-from ganger_daemon.images.packing import ArrivedBytes, pack, unpack
+from ganger_daemon.images.packing import pack, unpack
 from ganger_daemon.transfer.state_stream import Landing, StreamRequest, fetch
 from ganger_daemon.transfer.stream_server import StreamServer
 
@@ -179,6 +186,33 @@ class BenchProcess:
             "exit_path": str(self._directory / "exit.json"),
             "init": self.init,
         }
+
+
+class ArrivedBytes:
+    """How many bytes of a packed image have arrived, from the thread that receives it to the one that unpacks it."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._failure = ""
+        self._changed = threading.Condition()
+
+    def note(self, count: int) -> None:
+        with self._changed:
+            self._count = count
+            self._changed.notify_all()
+
+    def fail(self, reason: str) -> None:
+        """Let all waits raise: no more bytes arrive."""
+        with self._changed:
+            self._failure = reason
+            self._changed.notify_all()
+
+    def wait(self, count: int) -> None:
+        """Wait until that many bytes are there. Raises ImageRefusedError if they never will be."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure or self._count >= count)
+            if self._count < count:
+                raise ImageRefusedError(self._failure)
 
 
 class PackedStream:

@@ -24,6 +24,7 @@ from ganger_daemon.images.contract import (
     ImageFacts,
     ImageRefusedError,
     Machine,
+    ProcessImages,
     UnitProcesses,
     read_facts,
     write_facts,
@@ -37,13 +38,13 @@ _CLONE_PARENT = 0x8000
 _CLONE = {"x86_64": 56, "aarch64": 220}
 
 
-class FakeImages:
+class FakeImages(ProcessImages):
     """`refusal`: why the next dump is refused; empty: it is not."""
 
-    unavailable = ""
     capability = "fake"
 
     def __init__(self) -> None:
+        super().__init__()
         self.refusal = ""
 
     def dump(self, request: DumpRequest) -> ImageFacts:

@@ -17,7 +17,7 @@ from ganger_daemon.devices.contract import VIRTUAL_DRIVER
 from ganger_daemon.gang.gang_context import GangContext
 from ganger_daemon.gang.job_names import JobNames
 from ganger_daemon.images.contract import PID_FILE, ImageFacts, ImageRefusedError
-from ganger_daemon.images.reasons import PORT_IN_USE
+from ganger_daemon.images.criu import PORT_IN_USE
 from ganger_daemon.node.daemon_files import make_directory
 from ganger_daemon.node.process_identity import ENDING_S, NO_PROCESS, ProcessId, end
 

@@ -1,4 +1,4 @@
-"""Connections of a process tree that lead outside it, so that an image would cut them.
+"""What an image of a process tree would cut or cannot hold: connections that lead outside it, and some descriptors.
 
 The functions judge what the kernel reports; `read_tables` and `unix_peers` fetch it. The kernel's tables name the two
 ends of a TCP connection by address, those of a Unix connection by inode.
@@ -94,6 +94,32 @@ def owners_of(descriptors: Mapping[int, str], pid: int, program: str) -> list[So
     """Return the sockets among a process's descriptors. `descriptors`: what each points to, as in /proc/PID/fd."""
     matches = ((number, _SOCKET.fullmatch(target)) for number, target in sorted(descriptors.items()))
     return [SocketOwner(int(match.group(1)), number, pid, program) for number, match in matches if match]
+
+
+_NVIDIA = "/dev/nvidia"
+# What a descriptor points to that no image can hold, by the beginning of its link in /proc.
+_UNSAVABLE = (
+    ("anon_inode:[io_uring]", "uses io_uring"),
+    (_NVIDIA, "uses a GPU"),
+    ("/dev/kfd", "uses a GPU"),
+    ("/dev/infiniband/", "uses RDMA"),
+    ("/dev/fuse", "serves a file system"),
+    ("anon_inode:[perf_event]", "measures performance"),
+    ("anon_inode:bpf-", "uses BPF"),
+    ("anon_inode:[userfaultfd]", "uses userfaultfd"),
+)
+
+
+def unsavable(descriptors: Mapping[int, str], pid: int, program: str, gpu_obstacle: str) -> tuple[str, ...]:
+    """Return what of a process's descriptors no image can hold. `descriptors`: as the links in /proc/PID/fd name it.
+    `gpu_obstacle`: why the GPU's driver cannot close what belongs to it; empty if it can."""
+    return tuple(
+        f"{text} ({target}, descriptor {number} of {program}, pid {pid}){': ' + gpu_obstacle if is_gpu else ''}"
+        for number, target in sorted(descriptors.items())
+        for beginning, text in _UNSAVABLE
+        for is_gpu in (beginning == _NVIDIA,)
+        if target.startswith(beginning) and not (is_gpu and not gpu_obstacle)
+    )
 
 
 def outside_connections(owners: Iterable[SocketOwner], tables: SocketTables) -> OutsideConnections:

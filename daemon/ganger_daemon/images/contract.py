@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -114,36 +114,44 @@ class DumpRequest(NamedTuple):
     meanwhile: Callable[[], None] = lambda: None
 
 
-class ProcessImages(Protocol):
-    @property
-    def unavailable(self) -> str:
-        """Why images cannot be made on this node; empty if they can."""
+class ProcessImages:
+    """Images of a node's processes. This class makes none, for one reason."""
+
+    def __init__(self, unavailable: str = "") -> None:
+        """`unavailable`: why images cannot be made on this node; empty if they can."""
+        self.unavailable = unavailable
 
     @property
     def capability(self) -> str:
         """The tool and its version, or "none: why"."""
+        return f"none: {self.unavailable}"
 
     def dump(self, request: DumpRequest) -> ImageFacts:
         """Write an image of processes. Blocks. Afterwards they are dead, or run on. Device state is part of the image.
 
         Raises ImageRefusedError, OSError and what `request.meanwhile` raises, then all run on; DeviceStateLostError,
         then one of them has lost its device."""
+        raise ImageRefusedError(self.unavailable)
 
     def has_consent(self, directory: Path) -> bool:
         """Return whether the last dump into a directory ends its processes. Its daemon may have died before they
         had."""
+        return False
 
     def fill(self, init_pid: int, directory: Path) -> None:
         """Put the files of the unit's own directories into a new unit, before the restore. Raises ImageRefusedError
         and OSError."""
+        raise ImageRefusedError(self.unavailable)
 
     def restore_arguments(self, directory: Path, files: Mapping[str, int], *, is_stopped: bool = False) -> list[str]:
         """Return the command that restores an image, for a process inside a new unit, whose sibling the restored
         root becomes. `files`: paths as in the image's facts, and the descriptors of that process that replace them.
         `is_stopped`: the processes stand still until they get SIGCONT."""
+        raise ImageRefusedError(self.unavailable)
 
     def restore_failure(self, directory: Path) -> str:
         """Return why the last restore from a directory failed, in words for the user."""
+        return self.unavailable
 
 
 def write_facts(directory: Path, facts: ImageFacts) -> None:

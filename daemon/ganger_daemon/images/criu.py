@@ -32,6 +32,7 @@ from ganger_daemon.images.contract import (
     ImageRefusedError,
     Machine,
     OpenFile,
+    ProcessImages,
     UnitProcesses,
     read_facts,
     write_facts,
@@ -39,7 +40,6 @@ from ganger_daemon.images.contract import (
 from ganger_daemon.images.driver import DeviceState
 from ganger_daemon.images.packing import fill_directories, image_files, pack_directories
 from ganger_daemon.images.process_tree import UnitProc, pid_inside, pids_outside, shared_files, shared_names, tracer_of
-from ganger_daemon.images.reasons import reason_of
 
 LEAST_VERSION = 4
 PROBE_S = 20.0
@@ -60,38 +60,11 @@ exec flock -s {_CONSENT} grep -q yes {_CONSENT}
 _COMMON = ("--file-locks", "--manage-cgroups=ignore", "--link-remap", "-v2")
 
 
-class NoImages:
-    """No images on this node, for one reason."""
-
-    def __init__(self, reason: str) -> None:
-        self.unavailable = reason
-
-    @property
-    def capability(self) -> str:
-        return f"none: {self.unavailable}"
-
-    def dump(self, request: DumpRequest) -> ImageFacts:
-        raise ImageRefusedError(self.unavailable)
-
-    def has_consent(self, directory: Path) -> bool:
-        return False
-
-    def fill(self, init_pid: int, directory: Path) -> None:
-        raise ImageRefusedError(self.unavailable)
-
-    def restore_arguments(self, directory: Path, files: Mapping[str, int], *, is_stopped: bool = False) -> list[str]:
-        raise ImageRefusedError(self.unavailable)
-
-    def restore_failure(self, directory: Path) -> str:
-        return self.unavailable
-
-
-class CriuImages:
+class CriuImages(ProcessImages):
     """Images by one CRIU program, which has been probed."""
 
-    unavailable = ""
-
     def __init__(self, program: str, version: str, devices: DeviceState | None = None) -> None:
+        super().__init__()
         self.program = program
         self._devices = devices or DeviceState(None, "there is no GPU driver")
         self._machine = Machine(platform.machine(), cpu_flags(), platform.release(), f"criu {version}")
@@ -279,28 +252,28 @@ def cpu_flags() -> tuple[str, ...]:
     return ()
 
 
-def choose_images(setting: str = "", devices: DeviceState | None = None) -> CriuImages | NoImages:
+def choose_images(setting: str = "", devices: DeviceState | None = None) -> ProcessImages:
     """Find and probe CRIU. `setting`: its path, "none", or empty: on the path, else beside this interpreter. `devices`:
     what saves state on GPUs, if any. Blocks for a second at most, where the kernel answers."""
     if setting == "none":
-        return NoImages("not wanted")
+        return ProcessImages("not wanted")
     program = setting or shutil.which("criu") or shutil.which("criu", path=str(Path(sys.executable).parent)) or ""
     if not program:
-        return NoImages("no CRIU found; make criu fetches it, or give --criu its path")
+        return ProcessImages("no CRIU found; make criu fetches it, or give --criu its path")
     missing = next((tool for tool in ("nsenter", "flock") if shutil.which(tool) is None), "")
     if missing:
-        return NoImages(f"no {missing} on the path (Debian: util-linux)")
+        return ProcessImages(f"no {missing} on the path (Debian: util-linux)")
     code, text = _output([program, "--version"])
     match = re.search(r"Version: *([\d.]+)", text)
     if code or match is None:
-        return NoImages(f"{program} --version answers {text.strip()[-200:]!r}")
+        return ProcessImages(f"{program} --version answers {text.strip()[-200:]!r}")
     if int(match.group(1).split(".")[0]) < LEAST_VERSION:
-        return NoImages(f"{program} is CRIU {match.group(1)}; {LEAST_VERSION} is the oldest that will do")
+        return ProcessImages(f"{program} is CRIU {match.group(1)}; {LEAST_VERSION} is the oldest that will do")
     code, text = _output([program, "check"])
     if code:
         is_root = os.geteuid() == 0
         why = reason_of(text) or text.strip()[-200:]
-        return NoImages(why if is_root else f"the daemon is not root ({why})")
+        return ProcessImages(why if is_root else f"the daemon is not root ({why})")
     return CriuImages(program, match.group(1), devices)
 
 
@@ -317,3 +290,86 @@ def _text(path: Path) -> str:
         return path.read_text(errors="replace")
     except OSError:
         return ""
+
+
+# -- reasons in plain words for what CRIU writes to its log ----------------------------------------------------------
+
+_LINE = re.compile(r"^(?:\(\s*[\d.]+\)\s*)?(?:\s*\d+:\s*)?Error \(([^)]*)\):\s*(.*)$")
+
+PORT_IN_USE = "a network port of the image is in use on this node"
+
+# What a message of CRIU means, most telling first. Named groups of the pattern are put into the text.
+_MEANINGS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), text)
+    for pattern, text in (
+        (r"Can't bind inet socket .*Address already in use|Can't connect inet socket", PORT_IN_USE),
+        (r"io_uring", "a process uses io_uring, which cannot be saved"),
+        (r"Connected TCP socket", "a process has an open TCP connection"),
+        (r"External socket is used", "a process is connected to a program outside the job"),
+        (
+            r"[Pp]acket socket|[Nn]etlink|[Uu]nsupported socket|Unsupported proto",
+            "a process has an unusual kind of socket",
+        ),
+        (
+            r"ghost file (?P<path>\S+) of (?P<size>\d+) size",
+            "{path}, removed and still open, has {size} bytes: too many",
+        ),
+        (r"Can't .*?(?P<path>/dev/nvidia[^\s)]*)", "a process still uses the GPU through {path}"),
+        (
+            r"Can't dump file .* of that type|[Cc]haracter device|[Bb]lock device",
+            "a process uses a device or file of a kind that cannot be saved",
+        ),
+        (
+            r"File (?P<path>\S+) has bad size (?P<found>\d+) \(expect (?P<wanted>\d+)\)",
+            "/{path} has {found} bytes; it had {wanted} when the image was made",
+        ),
+        (
+            r"File (?P<path>\S+) has bad (?:build-ID|mode|checksum)",
+            "/{path} is another file than when the image was made",
+        ),
+        (r"Can't open file (?P<path>\S+) on restore", "/{path} cannot be opened"),
+        (
+            r"Can't fork for \d+: File exists|[Pp]id \d+ (?:mismatch|do not match)",
+            "a process id of the image is in use",
+        ),
+        (
+            r"CPU capabilities do not match|CPU .*not (?:compatible|match)",
+            "the image needs a processor with other instructions",
+        ),
+        (
+            r"get rlimit .*not permitted",
+            "the daemon lacks CAP_SYS_RESOURCE, which images of other users' processes need",
+        ),
+        (r"No space left on device", "there is no space left for the image"),
+        (r"Cannot allocate memory", "there is not enough memory"),
+        (r"[Ff]ile lock", "a process holds a file lock that cannot be saved"),
+        (r"PTRACE_SEIZE|[Pp]trace|Unable to (?:attach|seize)", "a process is being debugged, or may not be traced"),
+    )
+)
+
+
+# Messages that say nothing of the cause.
+_CONSEQUENCES = re.compile(
+    r"rlimit:|Dumping FAILED|Dump .*failed|Restoring FAILED|exited, status|exited with|action scripts? failed|^\s*$"
+    r"|Can't dump (?:task|processes)|Dump (?:core|files) \(pid|Collect mappings|Can't open vma|cgroupd: recv req error"
+)
+
+
+def errors_of(log: str) -> tuple[str, ...]:
+    """Return the messages of the log's error lines that may name a cause, in order."""
+    found = (match.group(2).strip() for line in log.splitlines() if (match := _LINE.match(line)))
+    return tuple(message for message in found if not _CONSEQUENCES.search(message))
+
+
+def reason_of(log: str) -> str:
+    """Return why a dump or restore failed, from its log; empty if the log names no error.
+
+    A known message is put in plain words, with CRIU's own behind it. Of several known ones the first in the log counts,
+    as those after it tend to follow from it."""
+    messages = errors_of(log)
+    for message in messages:
+        for pattern, text in _MEANINGS:
+            if (match := pattern.search(message)) is not None:
+                named = {name: value or "" for name, value in match.groupdict().items()}
+                return f"{text.format(**named)} (CRIU: {message})"
+    return f"CRIU: {messages[-1]}" if messages else ""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import mmap
 import os
 import tarfile
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -134,33 +133,6 @@ def pack(
         os.fsync(target)
     filled(written + len(trailer))
     return written + len(trailer)
-
-
-class ArrivedBytes:
-    """How many bytes of a packed image have arrived, from the thread that receives it to the one that unpacks it."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._failure = ""
-        self._changed = threading.Condition()
-
-    def note(self, count: int) -> None:
-        with self._changed:
-            self._count = count
-            self._changed.notify_all()
-
-    def fail(self, reason: str) -> None:
-        """Let all waits raise: no more bytes arrive."""
-        with self._changed:
-            self._failure = reason
-            self._changed.notify_all()
-
-    def wait(self, count: int) -> None:
-        """Wait until that many bytes are there. Raises ImageRefusedError if they never will be."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._failure or self._count >= count)
-            if self._count < count:
-                raise ImageRefusedError(self._failure)
 
 
 def unpack(source: int, directory: Path, wait: Callable[[int], None] = lambda count: None) -> ImageFacts:

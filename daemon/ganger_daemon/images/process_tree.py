@@ -17,9 +17,9 @@ from ganger_daemon.images.connections import (
     outside_connections,
     owners_of,
     read_tables,
+    unsavable,
 )
 from ganger_daemon.images.contract import SHARED_MEMORY, ImageRefusedError, OpenFile
-from ganger_daemon.images.reasons import unsavable
 
 _DELETED = " (deleted)"
 _INIT = 1

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from ganger_daemon.images.connections import unsavable
 from ganger_daemon.images.contract import DeviceStateLostError, ImageRefusedError
 from ganger_daemon.images.driver import (
     CudaBindings,
@@ -18,7 +19,6 @@ from ganger_daemon.images.driver import (
     choose_device_state,
     replacements,
 )
-from ganger_daemon.images.reasons import unsavable
 from kit.scripted_driver import ScriptedDriver
 
 # A process that is there, and one that is not.

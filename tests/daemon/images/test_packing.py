@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 
 import msgspec
@@ -11,7 +10,7 @@ import pytest
 from ganger.injob import state_image
 from ganger_daemon.checkpoints.storage import describe_shard
 from ganger_daemon.images.contract import ImageFacts, ImageRefusedError, Machine, OpenFile, write_facts
-from ganger_daemon.images.packing import ArrivedBytes, facts_of, pack, unpack
+from ganger_daemon.images.packing import facts_of, pack, unpack
 
 FACTS = ImageFacts(
     root_pid=1000,
@@ -180,15 +179,3 @@ def test_an_image_is_unpacked_while_it_arrives(tmp_path: Path) -> None:
         os.close(arriving)
     assert there == size
     assert (tmp_path / "again" / "pages-1.img").read_bytes() == pages
-
-
-def test_a_wait_for_bytes_that_never_arrive_ends_with_the_reason() -> None:
-    arrived = ArrivedBytes()
-    arrived.note(100)
-    arrived.wait(100)
-    waiting = threading.Timer(0.01, arrived.fail, ["the source has gone"])
-    waiting.start()
-    with pytest.raises(ImageRefusedError, match="the source has gone"):
-        arrived.wait(101)
-    waiting.join()
-    arrived.wait(100)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ganger_daemon.images.reasons import errors_of, reason_of
+from ganger_daemon.images.criu import errors_of, reason_of
 
 # Lines as CRIU 4.2 writes them.
 SOCKET = "(00.013061) Error (criu/sk-unix.c:905): unix: External socket is used. Consider using --ext-unix-sk option."
