@@ -34,7 +34,7 @@ from ganger_daemon.cgroups.contract import is_done
 from ganger_daemon.cgroups.group_tree import choose_cgroups
 from ganger_daemon.core import escalation
 from ganger_daemon.devices.virtual import VirtualSpec, choose_devices
-from ganger_daemon.gang.job_names import sweep_names
+from ganger_daemon.gang.gang_unit import sweep_names
 from ganger_daemon.gang.launch_plan import own_user
 from ganger_daemon.images.contract import CAPABILITY
 from ganger_daemon.images.criu import choose_images, cpu_flags

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from ganger.injob.launcher.namespaces import make_links
-from ganger_daemon.gang.job_names import sweep_names
+from ganger_daemon.gang.gang_unit import sweep_names
 from ganger_daemon.node.daemon_files import LOCK
 
 

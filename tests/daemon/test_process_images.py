@@ -354,7 +354,7 @@ def test_where_nothing_may_be_mounted_a_job_starts_and_is_not_saved_by_image(mon
     def forbidden(source: str, place: str) -> None:
         raise PermissionError(1, "Operation not permitted", place)
 
-    monkeypatch.setattr("ganger_daemon.gang.job_names.bind", forbidden)
+    monkeypatch.setattr("ganger_daemon.gang.gang_unit.bind", forbidden)
 
     async def story(made: Cluster) -> None:
         uid = str(uuid.uuid4())

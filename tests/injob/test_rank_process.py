@@ -12,8 +12,8 @@ import pytest
 from ganger.injob import job_socket
 from ganger.injob.control import Control, RestoreOrder
 from ganger.injob.page import Page
-from ganger.injob.page_access import PageError
 from ganger.injob.page_layout import (
+    PageError,
     PageOrderKind,
     PageParkLevel,
     Word,

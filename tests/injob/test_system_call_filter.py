@@ -11,7 +11,7 @@ import pytest
 # Prints the error of io_uring_setup without parameters, and that of a child; ENOSYS is 38.
 ASKING = """
 import ctypes, os, sys
-from ganger.injob.launcher.system_call_filter import refuse_io_uring
+from ganger.injob.launcher.namespaces import refuse_io_uring
 libc = ctypes.CDLL(None, use_errno=True)
 def error():
     result = libc.syscall(ctypes.c_long(425), ctypes.c_long(1), ctypes.c_long(0))

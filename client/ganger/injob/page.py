@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ganger.injob.page_access import Access, FilePage, MappedPage, PageError, Words
 from ganger.injob.page_layout import (
     CHECKPOINT_BIT,
     MAGIC,
@@ -21,13 +20,18 @@ from ganger.injob.page_layout import (
     METRICS_FIRST,
     PAGE_BYTES,
     VERSION,
+    Access,
     Error,
+    FilePage,
     Flag,
+    MappedPage,
     Opaque,
+    PageError,
     PageOrderKind,
     PagePhase,
     PageState,
     Word,
+    Words,
 )
 from ganger.injob.process_identity import start_ticks
 from ganger.protocol.stop_rules import RankPoint
@@ -125,6 +129,22 @@ class PageProgress(NamedTuple):
     error: int
     resize_divides: int
     opaque: int
+
+
+# Greatest legal values of those that are no steps, times or sizes.
+_LIMITS = {
+    **dict.fromkeys(("ack_seq", "checkpoint_done", "checkpoint_failed"), _WORD_LIMIT),
+    "phase": PagePhase.DONE,
+    "state": PageState.EXITING,
+    "threads_applied": _THREADS_LIMIT,
+    "error": Error.STORAGE_FAILED,
+    "resize_divides": _COUNT_LIMIT,
+    "opaque": Opaque.AGENT_FAILED,
+}
+_PROGRESS = [
+    (int(vars(Word)[field.removesuffix("_ns").upper()]), _LIMITS.get(field, _STEP_LIMIT))
+    for field in PageProgress._fields
+]
 
 
 def now_ns() -> int:
@@ -396,42 +416,11 @@ class Page:
         # Estimates follow from these, so they may be of two moments.
         evaluation = self._access.read(Word.EVALUATED, Word.EVALUATED_BEFORE + 1 - Word.EVALUATED)
         raw = (*(0,) * Word.ACK_SEQ, *boundary, *steps, *job, *evaluation)
-        cut = [word if word < _STEP_LIMIT else _STEP_LIMIT for word in raw]
         exit_word = raw[Word.EXIT_CODE]
-        return PageProgress(
-            step=cut[Word.STEP],
-            samples=cut[Word.SAMPLES],
-            step_time_ns=cut[Word.STEP_TIME],
+        return PageProgress(*[raw[word] if raw[word] < limit else limit for word, limit in _PROGRESS])._replace(
             loss=_float_of(raw[Word.LOSS]),
-            data_wait_ns=cut[Word.DATA_WAIT],
-            training_epoch=cut[Word.TRAINING_EPOCH],
-            training_epochs=cut[Word.TRAINING_EPOCHS],
-            phase=min(raw[Word.PHASE], PagePhase.DONE),
-            first_step_time_ns=cut[Word.FIRST_STEP_TIME],
-            evaluated=cut[Word.EVALUATED],
-            evaluated_time_ns=cut[Word.EVALUATED_TIME],
-            evaluated_before=cut[Word.EVALUATED_BEFORE],
-            state=min(raw[Word.STATE], PageState.EXITING),
-            ack_seq=raw[Word.ACK_SEQ],
-            ack_step=cut[Word.ACK_STEP],
-            reached_seq=cut[Word.REACHED_SEQ],
-            reached_step=cut[Word.REACHED_STEP],
-            arena_filled=cut[Word.ARENA_FILLED],
-            arena_size=cut[Word.ARENA_SIZE],
             capabilities=raw[Word.CAPABILITIES] & 0xFFFF,
-            device_bytes=cut[Word.DEVICE_BYTES],
-            peak_device_bytes=cut[Word.PEAK_DEVICE_BYTES],
-            offloaded_bytes=cut[Word.OFFLOADED_BYTES],
             exit_code=exit_word - 1 if 1 <= exit_word <= 256 else None,
-            checkpoint_done=raw[Word.CHECKPOINT_DONE],
-            checkpoint_step=cut[Word.CHECKPOINT_STEP],
-            checkpoint_failed=raw[Word.CHECKPOINT_FAILED],
-            restored_step=cut[Word.RESTORED_STEP],
-            hello_time_ns=cut[Word.HELLO_TIME],
-            threads_applied=min(raw[Word.THREADS_APPLIED], _THREADS_LIMIT),
-            error=min(raw[Word.ERROR], Error.STORAGE_FAILED),
-            resize_divides=min(raw[Word.RESIZE_DIVIDES], _COUNT_LIMIT),
-            opaque=min(raw[Word.OPAQUE], Opaque.AGENT_FAILED),
         )
 
     def metric_words(self) -> Sequence[int]:

@@ -10,6 +10,9 @@ import socket
 import struct
 from typing import NamedTuple
 
+# Files of the kernel that freeze a control group, by name: what is written to freeze it, and to thaw it.
+FREEZE_WORDS = {"cgroup.freeze": ("1", "0"), "freezer.state": ("FROZEN", "THAWED")}
+
 
 class Peer(NamedTuple):
     """Ids of a process, as the kernel translates them for the reader."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ganger.injob.launcher.lease_keeper import FREEZE_WORDS
+from ganger.injob.process_identity import FREEZE_WORDS
 
 from ganger_daemon.node.core_table import format_ids, parse_ids
 

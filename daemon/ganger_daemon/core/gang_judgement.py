@@ -17,8 +17,7 @@ from ganger.injob.page_layout import PagePhase, PageState
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
 from ganger.protocol.stop_rules import must_be_frozen
 
-from ganger_daemon.core.part_facts import GangPart, PartOutcome, PartOutcomeKind, Rank
-from ganger_daemon.core.part_outcome import first_failure, settle
+from ganger_daemon.core.part_facts import GangPart, PartOutcome, PartOutcomeKind, Rank, first_failure, settle
 
 
 class PartPhase(IntEnum):

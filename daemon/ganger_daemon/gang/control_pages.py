@@ -12,8 +12,7 @@ from typing import Any
 
 from ganger.failpoints import hit
 from ganger.injob.page import Page, PageMismatchError, PageProgress, RawPoint, now_ns, page_path
-from ganger.injob.page_access import PageError
-from ganger.injob.page_layout import VERSION, Capability, Flag, PageOrderKind, PageParkLevel, Word
+from ganger.injob.page_layout import VERSION, Capability, Flag, PageError, PageOrderKind, PageParkLevel, Word
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
 from ganger.protocol.stop_rules import RelayedPoint, expired
 

@@ -15,8 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ganger_daemon.core.part_facts import FoundCheckpoint, PartOutcome, PartOutcomeKind, RankExit
-from ganger_daemon.core.part_outcome import SIGKILL
+from ganger_daemon.core.part_facts import SIGKILL, FoundCheckpoint, PartOutcome, PartOutcomeKind, RankExit
 from ganger_daemon.node.daemon_files import GangPaths, make_directory, read_json, write_json
 from ganger_daemon.node.process_identity import ProcessId, is_alive
 

@@ -14,14 +14,12 @@ from contextlib import suppress
 
 from ganger.agent.v1 import agent_pb2
 from ganger.failpoints import hit
-from ganger.injob.page_access import PageError
-from ganger.injob.page_layout import PageState
+from ganger.injob.page_layout import PageError, PageState
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
 
 from ganger_daemon.core import gang_judgement
 from ganger_daemon.core.gang_judgement import PartPhase, next_look
-from ganger_daemon.core.part_facts import GangPart, PartOutcome, PartOutcomeKind
-from ganger_daemon.core.part_outcome import awaits_publication
+from ganger_daemon.core.part_facts import GangPart, PartOutcome, PartOutcomeKind, awaits_publication
 from ganger_daemon.gang import exit_watcher
 from ganger_daemon.gang.boundary_relay import Hub, RelayMessage
 from ganger_daemon.gang.gang_context import GangContext, Peers

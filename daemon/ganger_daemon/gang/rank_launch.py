@@ -25,8 +25,7 @@ from ganger_daemon.core.part_facts import PartOutcome, PartOutcomeKind
 from ganger_daemon.gang.control_pages import page_order, write_details
 from ganger_daemon.gang.exit_watcher import ExitWatcher
 from ganger_daemon.gang.gang_context import GangContext, to_json
-from ganger_daemon.gang.gang_launcher import GangLauncher
-from ganger_daemon.gang.gang_rendezvous import GangRendezvous
+from ganger_daemon.gang.gang_launcher import GangLauncher, GangRendezvous
 from ganger_daemon.gang.launch_plan import (
     LaunchRefusedError,
     Rendezvous,

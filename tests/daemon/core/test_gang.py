@@ -9,8 +9,7 @@ from ganger.injob.page_layout import PageState
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, OrderKey, ParkLevel, hastened
 from ganger_daemon.core import gang_judgement
 from ganger_daemon.core.gang_judgement import PartPhase, Todo, judge
-from ganger_daemon.core.part_facts import GangPart, PartOutcome, PartOutcomeKind, Rank, RankExit
-from ganger_daemon.core.part_outcome import SIGKILL, settle
+from ganger_daemon.core.part_facts import SIGKILL, GangPart, PartOutcome, PartOutcomeKind, Rank, RankExit, settle
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -38,7 +38,7 @@ while True:
 # As a launcher would: the filter first, which is what lets the agent's rings be missed.
 START = """
 import os, sys
-from ganger.injob.launcher.system_call_filter import refuse_io_uring
+from ganger.injob.launcher.namespaces import refuse_io_uring
 refuse_io_uring()
 os.environ["OMP_NUM_THREADS"] = "1"
 command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", sys.argv[1]]

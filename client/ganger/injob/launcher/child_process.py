@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Callable, NoReturn, cast
 
 from ganger.injob import exit_code as exitcode
-from ganger.injob.launcher.namespaces import Unit, be_init, enter_unit
+from ganger.injob.launcher.namespaces import Unit, be_init, enter_unit, refuse_io_uring
 from ganger.injob.launcher.preload import sets_library_variables
 from ganger.injob.launcher.process_record import (
     Launch,
@@ -38,10 +38,8 @@ from ganger.injob.launcher.process_record import (
     shortened,
     write_durably,
 )
-from ganger.injob.launcher.system_call_filter import refuse_io_uring
 from ganger.injob.page import Page
-from ganger.injob.page_access import PageError
-from ganger.injob.page_layout import Word
+from ganger.injob.page_layout import PageError, Word
 from ganger.injob.process_identity import start_ticks
 from ganger.injob.state_image import VARIABLE, arena_variable
 

@@ -20,8 +20,7 @@ from typing import Any, Callable, NoReturn
 from ganger.injob.launcher import child_process
 from ganger.injob.launcher.callers import Caller, LauncherCallers
 from ganger.injob.launcher.child_process import open_listener
-from ganger.injob.launcher.children import LauncherChild, LauncherChildren
-from ganger.injob.launcher.lease_keeper import LeaseKeeper
+from ganger.injob.launcher.children import LauncherChild, LauncherChildren, LeaseKeeper
 from ganger.injob.launcher.namespaces import end_children, fork_in
 from ganger.injob.launcher.process_record import (
     ExitRecord,
@@ -32,9 +31,19 @@ from ganger.injob.launcher.process_record import (
     publish,
     python_command,
 )
-from ganger.injob.launcher.rank_tree import TreeRequest, be_root, end_family, listener_port, read_pids, tree_members
+from ganger.injob.launcher.rank_tree import (
+    RestoreRequest,
+    TreeRequest,
+    be_root,
+    end_family,
+    listener_port,
+    parse_unit,
+    read_pids,
+    restored_ranks,
+    restored_root,
+    tree_members,
+)
 from ganger.injob.launcher.starter import Starter, StarterError, begin
-from ganger.injob.launcher.units import RestoreRequest, parse_unit, restored_ranks, restored_root
 from ganger.injob.process_identity import start_ticks
 from ganger.injob.state_image import make_arena, recover_arena
 
