@@ -350,7 +350,7 @@ def stop_launcher(socket_path: Path) -> None:
     with contextlib.suppress(LauncherError, OSError), Launcher(str(socket_path)) as launcher:
         pid = int(launcher.info()["pid"])
         for child in launcher.list():
-            launcher.kill(int(child["pid"]), int(child["start_ticks"]), signal.SIGKILL)
+            os.kill(int(child["pid"]), signal.SIGKILL)
         os.kill(pid, signal.SIGTERM)
 
 

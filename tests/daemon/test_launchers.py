@@ -91,7 +91,7 @@ def test_a_launcher_with_older_code_is_not_used_and_ends_once_it_is_idle(
     assert new.info()["pid"] != 0
     assert len(list((place / "run").glob("*.sock"))) == 2
     with Launcher(str(old_path)) as launcher:
-        launcher.kill(sleeping.pid, sleeping.start_ticks, 9)
+        os.kill(sleeping.pid, 9)
         eventually(lambda: not launcher.list(), what="the end of its rank")
     today.stop_idle(older_only=True)
     eventually(lambda: not answers(old_path), what="the end of the old launcher")

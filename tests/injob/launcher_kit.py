@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,8 @@ class Place:
                 os.kill(pid, signal.SIGKILL)
         with Launcher(self.socket) as launcher:
             for child in launcher.list():
-                launcher.kill(child["pid"], child["start_ticks"], signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(child["pid"], signal.SIGKILL)
             eventually(lambda: not launcher.list(), what="the end of all children")
             launcher.stop()
 

@@ -62,7 +62,6 @@ def test_rank_that_ended_without_a_launcher_is_recorded_on_adoption(mortal: Plac
     mortal.start()
     with Launcher(mortal.socket) as launcher:
         assert not launcher.adopt(launch["name"], *forked, page=launch["page"], exit_path=launch["exit_path"])
-        assert not launcher.kill(*forked, signal.SIGKILL)
     assert exit_record(launch)["code"] == 6
 
 

@@ -96,7 +96,7 @@ def test_a_rank_that_cannot_be_executed_is_named_and_the_others_can_be_ended(pla
         assert raised.value.reason == "COMMAND"
         assert exit_record(launches[1])["source"] == "launch"
         (left,) = [child for child in launcher.list() if child["kind"] == "rank"]
-        launcher.kill(left["pid"], left["start_ticks"], 9)
+        os.kill(left["pid"], 9)
         eventually(lambda: not launcher.list(), what="nothing is left")
 
 

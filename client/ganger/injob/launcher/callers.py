@@ -19,12 +19,11 @@ _REQUEST_LIMIT = 4 << 20  # bytes of one request: an environment and an argument
 
 
 class Caller:
-    """One connection. ``watching``: it is sent the ends of ranks."""
+    """One connection, and what was received of its next request."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.received = b""
-        self.watching = False
 
 
 class LauncherCallers:
@@ -46,9 +45,6 @@ class LauncherCallers:
 
     def __bool__(self) -> bool:
         return bool(self._callers)
-
-    def all(self) -> list[Caller]:
-        return list(self._callers.values())
 
     def reply(self, caller: Caller | None, number: Any, descriptor: int | None = None, **content: Any) -> None:
         """Answer the request of this number; with a descriptor where one is given. A caller that is gone gets none."""

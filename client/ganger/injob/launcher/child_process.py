@@ -13,7 +13,6 @@ import importlib.machinery
 import io
 import json
 import os
-import resource
 import runpy
 import signal
 import socket
@@ -196,10 +195,7 @@ def serve_store(directory: str, host: str, listener: socket.socket) -> NoReturn:
 
 
 def settle(launch: Launch) -> None:
-    """Take the child into its session, cgroups, identity, log and directory. Raises LaunchError.
-
-    From the outside in: what needs privileges first, then the identity, then what the user must be allowed to do.
-    """
+    """Take the child into its session, cgroups, log and directory. Raises LaunchError."""
     os.setsid()
     for number in signal.valid_signals():
         if number not in (signal.SIGKILL, signal.SIGSTOP, signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
@@ -213,30 +209,13 @@ def settle(launch: Launch) -> None:
     if launch.cores is not None:
         cores = launch.cores
         _attempt("CORES", f"cannot run on cores {cores}", lambda: os.sched_setaffinity(0, cores))
-    for name, limits in launch.rlimits.items():
-        _attempt("RLIMIT", f"cannot set limit {name} to {limits}", partial(_limit, name, tuple(limits)))
     if launch.no_io_uring:
         _attempt("FILTER", "cannot refuse io_uring", refuse_io_uring)
-    take_identity(launch)
-    if launch.umask is not None:
-        os.umask(launch.umask)
+    os.umask(0o022)
     _attempt("LOG", f"cannot write the log {launch.log}", lambda: _redirect(launch.log))
     _attempt("CWD", f"cannot enter the working directory {launch.cwd}", lambda: os.chdir(launch.cwd))
     if launch.page:
         fill_page(launch.page, os.getpid())
-
-
-def take_identity(launch: Launch) -> None:
-    """Become the user of a launch, if it names one. Raises LaunchError."""
-    if launch.groups is not None:
-        groups = launch.groups
-        _attempt("CANNOT_SWITCH_USER", "cannot set groups", lambda: os.setgroups(groups))
-    if launch.gid is not None and launch.gid != os.getgid():
-        gid = launch.gid
-        _attempt("CANNOT_SWITCH_USER", f"cannot become group {gid}", lambda: os.setresgid(gid, gid, gid))
-    if launch.uid is not None and launch.uid != os.getuid():
-        uid = launch.uid
-        _attempt("CANNOT_SWITCH_USER", f"cannot become user {uid}", lambda: os.setresuid(uid, uid, uid))
 
 
 def start(launch: Launch, may_fork: bool, arena: int | None, write_end: int) -> NoReturn:
@@ -279,12 +258,6 @@ def restore(launch: Launch, command: Sequence[str], files: Mapping[int, str], wr
         text = shortened(f"{command[0]} cannot be started: {error}")
         os.write(write_end, json.dumps({"reason": "RESTORE", "message": text}).encode())
     os._exit(127)
-
-
-def enter_as(launch: Launch) -> None:
-    """Take this process to where a launch is to run, and make it the launch's user. Raises LaunchError."""
-    enter_cgroups(launch.cgroup_procs)
-    take_identity(launch)
 
 
 def enter_cgroups(procs: Sequence[str]) -> None:
@@ -395,11 +368,6 @@ def _write(path: str, text: str) -> None:
         os.write(descriptor, text.encode())
     finally:
         os.close(descriptor)
-
-
-def _limit(name: str, limits: tuple[int, ...]) -> None:
-    soft, hard = limits
-    resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (soft, hard))
 
 
 def _attempt(reason: str, what: str, action: Callable[[], object]) -> None:

@@ -64,14 +64,11 @@ class LauncherChild:
 
 
 class LauncherChildren:
-    """The processes of one launcher, which its selector watches. ``ended``: called with the end of a rank once it is
-    recorded, or could not be for now; ``forget``: called with the name of a rank that has ended."""
+    """The processes of one launcher, which its selector watches. ``forget``: called with the name of a rank that has
+    ended."""
 
-    def __init__(
-        self, selector: selectors.BaseSelector, ended: Callable[[ExitRecord], None], forget: Callable[[str], None]
-    ) -> None:
+    def __init__(self, selector: selectors.BaseSelector, forget: Callable[[str], None]) -> None:
         self._selector = selector
-        self._report = ended
         self._forget = forget
         self._children: dict[int, LauncherChild] = {}
         self._unrecorded: list[tuple[str, ExitRecord]] = []
@@ -153,20 +150,16 @@ class LauncherChildren:
             end = from_page(one.name, one.pid, one.start_ticks, one.page)
         if one.launch_error:
             end = end._replace(source="launch", message=one.launch_error["message"])
-        self.note_end(one.exit_path, end)
+        self.record(one.exit_path, end)
         if one.tree is not None:
             one.tree.note_end(one.name)
-
-    def note_end(self, exit_path: str, end: ExitRecord) -> None:
-        self._record(exit_path, end)
-        self._report(end)
 
     def record_again(self) -> None:
         waiting, self._unrecorded = self._unrecorded, []
         for exit_path, end in waiting:
-            self._record(exit_path, end, is_again=True)
+            self.record(exit_path, end, is_again=True)
 
-    def _record(self, exit_path: str, end: ExitRecord, is_again: bool = False) -> None:
+    def record(self, exit_path: str, end: ExitRecord, is_again: bool = False) -> None:
         """Record the end of a process; if that fails and its directory is there, it is tried again later."""
         try:
             record(exit_path, end)

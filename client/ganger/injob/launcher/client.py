@@ -1,4 +1,4 @@
-"""The daemon's side of a launcher: start one, send requests, receive exits. Blocking; for threads."""
+"""The daemon's side of a launcher: start one, send requests. Blocking; for threads."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ganger.injob.launcher.process_record import LAUNCHER_BLAS_THREADS, ExitRecord
+from ganger.injob.launcher.process_record import LAUNCHER_BLAS_THREADS
 from ganger.injob.process_identity import peer_of
 
 # Longest restore of a process image: all of its memory is read back.
@@ -58,8 +58,6 @@ def start_launcher(
     log: str,
     idle_s: float = 300.0,
     preload: bool = True,
-    user: int | None = None,
-    group: int | None = None,
     timeout: float = 60.0,
 ) -> None:
     """Start a launcher that outlives this process, unless one serves ``socket_path`` already; return when it answers.
@@ -67,13 +65,12 @@ def start_launcher(
     ``env`` is the user's environment (see `launch.startup_variables` for what must agree with that of the ranks).
     Raises LauncherError(NOT_STARTED) with the end of ``log``.
     """
-    if _answers(socket_path, timeout, user):
+    if _answers(socket_path, timeout):
         return
     environment = _launcher_environment(env, inject)
     command = [python, "-m", "ganger.injob.launcher", "--socket", socket_path, "--idle-s", str(idle_s)]
     if not preload:
         command.append("--no-preload")
-    identity: dict[str, Any] = {} if user is None else {"user": user, "group": group, "extra_groups": []}
 
     def spawn() -> subprocess.Popen[bytes]:
         with open(log, "ab") as output:
@@ -86,13 +83,12 @@ def start_launcher(
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                **identity,
             )
 
     process = spawn()
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
-        if _answers(socket_path, deadline - time.monotonic(), user):
+        if _answers(socket_path, deadline - time.monotonic()):
             _forget(process)
             return
         code = process.poll()
@@ -124,9 +120,9 @@ def _launcher_environment(env: Mapping[str, str], inject: str) -> dict[str, str]
 class Launcher:
     """One connection. Calls are answered in order of arrival; any thread may call. Use as a context or close()."""
 
-    def __init__(self, socket_path: str, timeout: float = 30.0, user: int | None = None) -> None:
-        """``user``: uid that the launcher must run as; default this process's own. Raises LauncherError."""
-        self._path, self._user = socket_path, user
+    def __init__(self, socket_path: str, timeout: float = 30.0) -> None:
+        """Raises LauncherError, also for a launcher of another user than this process's own."""
+        self._path = socket_path
         self._lock = threading.Lock()
         self._received = b""
         self._descriptors: list[int] = []
@@ -140,7 +136,7 @@ class Launcher:
             self._connection.close()
             raise LauncherError("UNREACHABLE", f"no launcher at {socket_path}: {error}") from error
         # It is about to be given the environments of jobs.
-        if peer.uid != (os.geteuid() if user is None else user):
+        if peer.uid != os.geteuid():
             self._connection.close()
             raise LauncherError("STRANGER", f"what listens at {socket_path} runs as user {peer.uid}, not as the jobs'")
         self.pid = peer.pid
@@ -200,7 +196,7 @@ class Launcher:
         wanted = [{"launch": dict(launch), "pid": pid} for launch, pid in ranks]
         fields = {"ranks": wanted, "command": list(command), "files": dict(files), "pid_file": pid_file}
         # By a connection of its own: other calls do not wait for it, and the time for their answers is not its own.
-        with Launcher(self._path, _RESTORE_S, self._user) as own:
+        with Launcher(self._path, _RESTORE_S) as own:
             return _tree(own._call("restore", **fields))
 
     def store(self, directory: str, host: str) -> RendezvousStore:
@@ -225,10 +221,6 @@ class Launcher:
         """Return its children: name, kind (rank, store, helper), pid, start_ticks, adopted."""
         children: list[dict[str, Any]] = self._call("list")["children"]
         return children
-
-    def kill(self, pid: int, start_ticks: int, signal: int) -> bool:
-        """Signal a child; False if it is gone already. Never hits another process that has the pid now."""
-        return bool(self._call("kill", pid=pid, start_ticks=start_ticks, signal=signal)["sent"])
 
     def adopt(
         self,
@@ -260,25 +252,6 @@ class Launcher:
     def stop(self) -> None:
         """End the launcher; LauncherError(BUSY) while it has ranks."""
         self._call("stop")
-
-    def exits(self) -> Iterator[ExitRecord | None]:
-        """Yield ends recorded from now on, None whenever the timeout passes quietly. Takes over this connection.
-
-        Raises LauncherError(UNREACHABLE) when the launcher is gone.
-        """
-        self._call("watch")
-        return self._read_exits()
-
-    def _read_exits(self) -> Iterator[ExitRecord | None]:
-        while True:
-            try:
-                message = self._read()
-            except LauncherError as error:
-                if error.reason != "TIMEOUT":
-                    raise
-                yield None
-                continue
-            yield ExitRecord(**message["exit"])
 
     def _call(self, operation: str, **fields: Any) -> dict[str, Any]:
         with self._lock:
@@ -335,9 +308,9 @@ def _checked(answer: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def _answers(socket_path: str, timeout: float, user: int | None) -> bool:
+def _answers(socket_path: str, timeout: float) -> bool:
     try:
-        with Launcher(socket_path, max(timeout, 0.1), user) as launcher:
+        with Launcher(socket_path, max(timeout, 0.1)) as launcher:
             launcher.info()
     except LauncherError:
         return False

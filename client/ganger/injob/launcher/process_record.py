@@ -54,7 +54,7 @@ class Launch(NamedTuple):
     init of the unit that it is restored into, 0 for a program that starts. ``no_io_uring``: it gets no rings, of which
     no process image can be taken.
 
-    ``cores`` None leaves the affinity alone, ``uid``/``gid``/``groups`` None the identity; ``threads`` 0 the number.
+    ``cores`` None leaves the affinity alone, ``threads`` 0 the number of threads.
     """
 
     name: str
@@ -67,11 +67,6 @@ class Launch(NamedTuple):
     cgroup_procs: Sequence[str]
     freezer: str
     cores: Sequence[int] | None
-    uid: int | None
-    gid: int | None
-    groups: Sequence[int] | None
-    rlimits: Mapping[str, Sequence[int]]
-    umask: int | None
     threads: int
     arena_name: str
     arena_bytes: int
@@ -114,11 +109,6 @@ def parse_launch(content: Mapping[str, Any]) -> Launch:
         cgroup_procs=take("cgroup_procs", list, [], check=lambda paths: all(map(os.path.isabs, paths))),
         freezer=take("freezer", str, "", check=lambda path: not path or os.path.isabs(path)),
         cores=take("cores", list, check=lambda cores: cores and all(isinstance(core, int) for core in cores)),
-        uid=take("uid", int),
-        gid=take("gid", int),
-        groups=take("groups", list),
-        rlimits=take("rlimits", dict, {}),
-        umask=take("umask", int),
         threads=take("threads", int, 0, check=lambda threads: threads >= 0),
         arena_name=str(arena.get("name") or content.get("name", "")),
         arena_bytes=int(arena.get("bytes", 0)),
@@ -131,7 +121,7 @@ def parse_launch(content: Mapping[str, Any]) -> Launch:
     return launch
 
 
-_OPTIONAL = frozenset({"cores", "uid", "gid", "groups", "umask", "arena"})
+_OPTIONAL = frozenset({"cores", "arena"})
 
 
 def python_command(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> PythonCommand | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import selectors
-import signal
 import socket
 import sys
 import time
@@ -23,7 +22,6 @@ from ganger.injob.launcher.child_process import open_listener
 from ganger.injob.launcher.children import LauncherChild, LauncherChildren, LeaseKeeper
 from ganger.injob.launcher.namespaces import end_children, fork_in
 from ganger.injob.launcher.process_record import (
-    ExitRecord,
     Launch,
     LaunchError,
     from_page,
@@ -81,7 +79,7 @@ class LauncherServer:
         self._starter = starter
         self._selector = selectors.DefaultSelector()
         self._callers = LauncherCallers(self._selector, listener, self._answer)
-        self._children = LauncherChildren(self._selector, self._report_end, self._close_arena)
+        self._children = LauncherChildren(self._selector, self._close_arena)
         self._arenas: dict[str, int] = {}
         self._stopping = False
 
@@ -197,7 +195,7 @@ class LauncherServer:
         """Return what the parent of ranks does, in the child that is to be it."""
         members = tree_members(wanted, arenas, write_ends, self._may_fork, host, listener)
         self._become_child(keep=[report, *(one for member in members for one in member.descriptors)])
-        enter = partial(child_process.enter_as, wanted.launches[0])
+        enter = partial(child_process.enter_cgroups, wanted.launches[0].cgroup_procs)
         return lambda foreign: be_root(members, len(wanted.launches), enter, report, foreign)
 
     def _gather(
@@ -370,15 +368,6 @@ class LauncherServer:
         ]
         self._callers.reply(caller, number, children=children)
 
-    def _kill(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
-        pid, ticks, number_of_signal = int(request["pid"]), int(request["start_ticks"]), int(request["signal"])
-        for one in self._children:
-            if one.pid == pid and one.start_ticks == ticks:
-                signal.pidfd_send_signal(one.pidfd, number_of_signal)
-                self._callers.reply(caller, number, sent=True)
-                return
-        self._callers.reply(caller, number, sent=False)
-
     def _adopt(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
         """Take over a rank whose launcher is gone; if it is gone too, record its end now."""
         name, pid, ticks = str(request["name"]), int(request["pid"]), int(request["start_ticks"])
@@ -395,7 +384,7 @@ class LauncherServer:
             if pidfd >= 0:
                 os.close(pidfd)
             if not os.path.exists(exit_path):
-                self._children.note_end(exit_path, from_page(name, pid, ticks, page))
+                self._children.record(exit_path, from_page(name, pid, ticks, page))
             self._callers.reply(caller, number, alive=False)
             return
         arena = request.get("arena")
@@ -408,10 +397,6 @@ class LauncherServer:
             LauncherChild(name, "rank", pid, page, exit_path, adopted=True, ticks=ticks, pidfd=pidfd, keeper=keeper)
         )
         self._callers.reply(caller, number, alive=True)
-
-    def _watch(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
-        caller.watching = True
-        self._callers.reply(caller, number)
 
     def _stop(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
         busy = [one.name for one in self._children if one.kind == "rank"]
@@ -445,11 +430,6 @@ class LauncherServer:
                 self._callers.reply(caller, number)
 
         self._selector.register(read_end, selectors.EVENT_READ, finish)
-
-    def _report_end(self, end: ExitRecord) -> None:
-        for caller in self._callers.all():
-            if caller.watching:
-                self._callers.reply(caller, None, exit=end._asdict())
 
     def _close_arena(self, name: str) -> None:
         arena = self._arenas.pop(name, None)
@@ -489,8 +469,6 @@ _OPERATIONS: dict[Any, Callable[[LauncherServer, Caller, Any, Mapping[str, Any]]
     "store": LauncherServer._store,
     "publish": LauncherServer._publish,
     "list": LauncherServer._list,
-    "kill": LauncherServer._kill,
     "adopt": LauncherServer._adopt,
-    "watch": LauncherServer._watch,
     "stop": LauncherServer._stop,
 }
