@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from ganger.injob.page import now_ns, page_path
+from ganger.injob.page import PageOrder, now_ns, page_path
 from ganger.injob.page_layout import PageOrderKind, PageParkLevel, PageState, Word
 from ganger.protocol.stop_rules import RelayedPoint
 from ganger_daemon.gang.control_pages import ControlPages
@@ -111,7 +111,7 @@ class BenchGang:
         self._nodes = [ControlPages(directory / f"node-{n}", 1, ranks, local[n]) for n in range(nodes)]
         for node in self._nodes:
             node.create(threads=1)
-            node.write_order(1, PageOrderKind.RUN, 0, 0, 0)
+            node.write_order(PageOrder(1, PageOrderKind.RUN, 0, 0, 0))
         self._home = {rank: node for node in self._nodes for rank in node.local}
         self._sent: list[dict[int, RelayedPoint]] = [{} for _ in self._nodes]
         self._under_way: deque[tuple[float, int, tuple[RelayedPoint, ...]]] = deque()
@@ -205,7 +205,7 @@ class BenchGang:
 
     def _order(self, order: int, stop: int, level: int) -> None:
         for node in self._nodes:
-            node.write_order(self._sequence, order, stop, level, 0)
+            node.write_order(PageOrder(self._sequence, order, stop, level, 0))
 
     def _until(self, holds: object, seconds: float, what: str) -> None:
         assert callable(holds)

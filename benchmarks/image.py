@@ -135,7 +135,7 @@ def _launcher(directory: Path) -> Iterator[Launcher]:
             yield launcher
         finally:
             for child in launcher.list():
-                launcher.kill(child["pid"], child["start_ticks"], signal.SIGKILL)
+                os.kill(child["pid"], signal.SIGKILL)
             deadline = time.monotonic() + WAIT_S
             while launcher.list() and time.monotonic() < deadline:
                 time.sleep(0.01)

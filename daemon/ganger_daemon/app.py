@@ -158,7 +158,7 @@ class Daemon:
             images=images,
             device_state=device_state,
             inventory=inventory,
-            logs=LogStore(self.paths.logs, storage.path if storage.proved else None),
+            logs=LogStore(self.paths.logs, storage.shared),
             launchers=Launchers(self.paths.launchers, self.paths.inject, settings.preload),
             cores=CoreTable(inventory.core_map),
             storage=storage,

@@ -19,8 +19,8 @@ def desired_gang(master_sequence: int, intent: agent_pb2.Intent) -> agent_pb2.De
 
 
 def context_on(directory: Path, written: list[int]) -> Any:
-    pages = SimpleNamespace(write_order=lambda sequence, *_: written.append(sequence >> 40))
-    storage = SimpleNamespace(path=None, proved=False)
+    pages = SimpleNamespace(write_order=lambda order: written.append(order.seq >> 40))
+    storage = SimpleNamespace(shared=None)
     host = SimpleNamespace(storage=storage, order_deadline_s=60.0)
     paths = SimpleNamespace(orders=directory)
     return SimpleNamespace(host=host, paths=paths, pages=pages, write_notes=lambda: None)

@@ -34,8 +34,8 @@ class Away:
 def test_a_link_is_closed_though_its_cancellation_is_swallowed() -> None:
     async def story() -> int:
         leader = Away()
-        link = Link(leader, lambda heard: None)  # type: ignore[arg-type]  # it has the one method that is called
-        link.start(peer_pb2.RankPoints(job_uid="a", epoch=1))
+        hello = peer_pb2.RankPoints(job_uid="a", epoch=1)
+        link = Link(leader, hello, lambda heard: None)  # type: ignore[arg-type]  # it has the one method that is called
         await leader.is_opening.wait()
         await link.close()
         return leader.opened

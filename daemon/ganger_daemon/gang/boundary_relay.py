@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -30,47 +30,15 @@ _RETRY_S = 0.05
 _RETRY_LIMIT_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class RelayMessage:
-    """Boundary points of one agreement, as one daemon sends them to another."""
-
-    agreement: int
-    points: tuple[RelayedPoint, ...]
-
-
-def to_wire(job_uid: str, epoch: int, order: agent_pb2.OrderKey, sent: RelayMessage) -> peer_pb2.RankPoints:
-    return peer_pb2.RankPoints(
-        job_uid=job_uid,
-        epoch=epoch,
-        order=order,
-        stop_sequence=sent.agreement,
-        points=[
-            peer_pb2.RankPoint(
-                rank=point.rank,
-                step=point.step,
-                ack_sequence=point.ack_sequence,
-                ack_step=point.ack_step,
-                done=point.done,
-            )
-            for point in sent.points
-        ],
-    )
-
-
-def from_wire(message: peer_pb2.RankPoints) -> RelayMessage:
-    points = tuple(
-        RelayedPoint(point.rank, point.step, point.ack_sequence, point.ack_step, point.done) for point in message.points
-    )
-    return RelayMessage(message.stop_sequence, points)
-
-
 class Outbox:
     """The newest message to send. It replaces one that was not sent yet, since points only advance."""
 
-    def __init__(self) -> None:
-        self._newest: peer_pb2.RankPoints | None = None
+    def __init__(self, newest: peer_pb2.RankPoints | None = None) -> None:
+        self._newest = newest
         self._ready = asyncio.Event()
         self._has_ended = False
+        if newest is not None:
+            self._ready.set()
 
     def put(self, message: peer_pb2.RankPoints) -> None:
         self._newest = message
@@ -99,62 +67,53 @@ class Hub:
     newest: peer_pb2.RankPoints | None = None
 
     def send(self, message: peer_pb2.RankPoints) -> None:
-        if message == self.newest:
-            return
-        self.newest = message
-        for outbox in self.outboxes:
-            outbox.put(message)
+        if message != self.newest:
+            self.newest = message
+            for outbox in self.outboxes:
+                outbox.put(message)
 
     def join(self) -> Outbox:
-        outbox = Outbox()
-        if self.newest is not None:
-            outbox.put(self.newest)
+        outbox = Outbox(self.newest)
         self.outboxes.add(outbox)
         return outbox
-
-    def leave(self, outbox: Outbox) -> None:
-        self.outboxes.discard(outbox)
 
 
 class Link:
     """Member's side: keeps a stream to the leader open for as long as the gang lives here."""
 
-    def __init__(self, stub: PeerServiceAsyncStub, received: Callable[[RelayMessage], None]) -> None:
+    def __init__(
+        self,
+        stub: PeerServiceAsyncStub,
+        hello: peer_pb2.RankPoints,
+        received: Callable[[peer_pb2.RankPoints], None],
+    ) -> None:
         self._stub = stub
         self._received = received
-        self._newest: peer_pb2.RankPoints | None = None
-        self._outbox = Outbox()
-        self._task: asyncio.Task[None] | None = None
-        self._is_closed = False
-
-    def start(self, hello: peer_pb2.RankPoints) -> None:
         self._newest = hello
+        self._outbox = Outbox()
+        self._is_closed = False
         self._task = asyncio.create_task(self._keep())
 
     def send(self, message: peer_pb2.RankPoints) -> None:
-        if message == self._newest:
-            return
-        self._newest = message
-        self._outbox.put(message)
+        if message != self._newest:
+            self._newest = message
+            self._outbox.put(message)
 
     async def close(self) -> None:
         self._is_closed = True
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
 
     async def _keep(self) -> None:
         wait = _RETRY_S
         # gRPC (1.85) swallows a cancellation that comes while it opens a stream to a leader that is away
         while not self._is_closed:
-            self._outbox = Outbox()
-            if self._newest is not None:
-                self._outbox.put(self._newest)
+            self._outbox = Outbox(self._newest)
             try:
                 call = self._stub.RelayBoundary(self._outbox.messages())
                 async for message in call:
                     wait = _RETRY_S
-                    self._received(from_wire(message))
+                    self._received(message)
             except grpc.aio.AioRpcError as error:
                 log.debug("relay broke off", extra={"code": error.code().name})
             finally:
@@ -179,28 +138,34 @@ class BoundaryExchange:
         self.hub = Hub()
         self.peer_agreement = 0
 
-    def begin(self, leader: agent_pb2.Member, wanted: DesiredOrder, received: Callable[[RelayMessage], None]) -> None:
+    def begin(
+        self, leader: agent_pb2.Member, wanted: DesiredOrder, received: Callable[[peer_pb2.RankPoints], None]
+    ) -> None:
         """Open a member's link to the leader, once."""
         if self._link is None and not self._part.leads:
-            self._link = Link(self._context.peers.stub(leader.peer_address), received)
-            self._link.start(self._to_wire(wanted, RelayMessage(0, ())))
+            stub = self._context.peers.stub(leader.peer_address)
+            self._link = Link(stub, self._message(wanted, 0, ()), received)
 
     async def close(self) -> None:
         if self._link is not None:
             await self._link.close()
 
-    def receive(self, received: RelayMessage) -> bool:
+    def receive(self, received: peer_pb2.RankPoints) -> bool:
         """Mirror the points of another daemon, and request here a checkpoint that the leader has requested. Return
         whether the peer has begun another agreement."""
-        known = self._pages.points()
-        merged = merge_points(known, received.points, frozenset(self._part.ranks))
+        points = [
+            RelayedPoint(point.rank, point.step, point.ack_sequence, point.ack_step, point.done)
+            for point in received.points
+        ]
+        known, agreement = self._pages.points(), received.stop_sequence
+        merged = merge_points(known, points, frozenset(self._part.ranks))
         self._pages.mirror(point for rank, point in merged.items() if point != known[rank])
-        is_request = bool(received.agreement & CHECKPOINT_BIT)
-        if is_request and received.agreement > self._pages.checkpoint_sequence() and not self._part.leads:
-            self._saving.request(received.agreement & ~CHECKPOINT_BIT)
-        if received.agreement in (0, self.peer_agreement):
+        is_request = bool(agreement & CHECKPOINT_BIT)
+        if is_request and agreement > self._pages.checkpoint_sequence() and not self._part.leads:
+            self._saving.request(agreement & ~CHECKPOINT_BIT)
+        if agreement in (0, self.peer_agreement):
             return False
-        self.peer_agreement = received.agreement
+        self.peer_agreement = agreement
         return True
 
     def in_flight(self, wanted: DesiredOrder, phase: PartPhase) -> int:
@@ -220,13 +185,18 @@ class BoundaryExchange:
         if not agreement:
             return
         points = self._pages.points()
-        own = tuple(points[rank] for rank in self._part.ranks)
-        message = self._to_wire(wanted, RelayMessage(agreement, tuple(points.values()) if self._part.leads else own))
+        sent = points.values() if self._part.leads else [points[rank] for rank in self._part.ranks]
+        message = self._message(wanted, agreement, sent)
         if self._part.leads:
             self.hub.send(message)
         elif self._link is not None:
             self._link.send(message)
 
-    def _to_wire(self, wanted: DesiredOrder, sent: RelayMessage) -> peer_pb2.RankPoints:
-        paths = self._context.paths
-        return to_wire(paths.job_uid, paths.epoch, order_key_to_wire(wanted.order), sent)
+    def _message(self, wanted: DesiredOrder, agreement: int, points: Iterable[RelayedPoint]) -> peer_pb2.RankPoints:
+        return peer_pb2.RankPoints(
+            job_uid=self._context.paths.job_uid,
+            epoch=self._context.paths.epoch,
+            order=order_key_to_wire(wanted.order),
+            stop_sequence=agreement,
+            points=[peer_pb2.RankPoint(**point._asdict()) for point in points],
+        )

@@ -201,8 +201,7 @@ class CheckpointCoordinator:
 
     def request(self, number: int) -> None:
         """Request checkpoint `number` from the local ranks; the relay carries the request to the others."""
-        storage = self._host.storage.path if self._host.storage.proved else None
-        write_details(self._paths.orders, f"checkpoint-{number}", storage, self._paths.job_uid, self._paths.epoch)
+        write_details(self._host.storage.shared, self._paths, f"checkpoint-{number}")
         self._pages.request_checkpoint(number)
 
     async def _request_if_due(self, storage: Path, desired: agent_pb2.DesiredGang, now: float) -> None:
@@ -261,16 +260,16 @@ class CheckpointCoordinator:
         if order is None or order.level != PageParkLevel.CHECKPOINT:
             return
         steps = {progress.checkpoint_step for progress in found}
-        if all(progress.reached_seq >= order.sequence for progress in found) and len(steps) == 1:
+        if all(progress.reached_seq >= order.seq for progress in found) and len(steps) == 1:
             step = steps.pop()
-            if not is_parking or await self._arrives(storage, order.stop_sequence, step, found):
-                await self._make_durable(storage, order.stop_sequence, step, is_image=by_image(found))
+            if not is_parking or await self._arrives(storage, order.stop_seq, step, found):
+                await self._make_durable(storage, order.stop_seq, step, is_image=by_image(found))
         elif without_agent or self._images.has_ended:
             # without boundaries it is stopped wherever it is, and cannot leave by itself
-            step = self._step_without_agent(order.stop_sequence, found)
-            await self._make_durable(storage, order.stop_sequence, step, is_image=True, goes_on=False)
-        if self.keeper.is_settled(order.stop_sequence):
-            self._pages.let_leave(order.sequence)
+            step = self._step_without_agent(order.stop_seq, found)
+            await self._make_durable(storage, order.stop_seq, step, is_image=True, goes_on=False)
+        if self.keeper.is_settled(order.stop_seq):
+            self._pages.let_leave(order.seq)
 
     def _step_without_agent(self, agreement: int, found: list[PageProgress]) -> int:
         """Return the step of an image of processes that count no steps, or do not stop at one. Each image has a step of

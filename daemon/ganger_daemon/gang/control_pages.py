@@ -11,63 +11,43 @@ from pathlib import Path
 from typing import Any
 
 from ganger.failpoints import hit
-from ganger.injob.page import Page, PageMismatchError, PageProgress, RawPoint, now_ns, page_path
+from ganger.injob.page import Page, PageMismatchError, PageOrder, PageProgress, RawPoint, now_ns, page_path
 from ganger.injob.page_layout import VERSION, Capability, Flag, PageError, PageOrderKind, PageParkLevel, Word
-from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
+from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
 from ganger.protocol.stop_rules import RelayedPoint, expired
 
 from ganger_daemon.checkpoints.storage import unfinished_template
 from ganger_daemon.core.part_facts import Rank
-from ganger_daemon.node.daemon_files import make_directory, read_json, write_json
+from ganger_daemon.node.daemon_files import GangPaths, make_directory, read_json, write_json
 from ganger_daemon.node.process_identity import NO_PROCESS, ProcessId
 
 
-@dataclass(frozen=True, slots=True)
-class OrderOnPage:
-    sequence: int
-    order: int
-    stop_sequence: int = 0
-    level: int = 0
-
-
-_LEVELS = {
-    ParkLevel.PAUSE: PageParkLevel.PAUSE,
-    ParkLevel.OFFLOAD: PageParkLevel.OFFLOAD,
-    ParkLevel.CHECKPOINT: PageParkLevel.CHECKPOINT,
-}
-
-
-def page_order(wanted: DesiredOrder) -> OrderOnPage | None:
-    """Return an order as the page holds it; None for a STOP without a checkpoint, which is sent as a signal."""
-    sequence = wanted.order.number
-    if wanted.asks_to_leave:
+def page_order(wanted: DesiredOrder) -> PageOrder | None:
+    """Return an order as the page holds it, without deadline; None for a STOP without a checkpoint, which is sent as a
+    signal."""
+    if wanted.intent is OrderIntent.RUN or wanted.asks_to_leave:
         # a rank that waits at a boundary would not see the signal's flag in its loop
-        return OrderOnPage(sequence, PageOrderKind.RUN)
+        return PageOrder(wanted.order.number, PageOrderKind.RUN, 0, 0, 0)
+    level = int(wanted.level) or PageParkLevel.PAUSE
     match wanted.intent:
-        case OrderIntent.RUN:
-            return OrderOnPage(sequence, PageOrderKind.RUN)
         case OrderIntent.PREPARE:
-            return OrderOnPage(sequence, PageOrderKind.WAIT)
-        case OrderIntent.PARK:
-            level = _LEVELS.get(wanted.level, PageParkLevel.PAUSE)
-            return OrderOnPage(sequence, PageOrderKind.STOP, wanted.stop_sequence, level)
+            return PageOrder(wanted.order.number, PageOrderKind.WAIT, 0, 0, 0)
         case OrderIntent.HAND_OVER:
-            return OrderOnPage(sequence, PageOrderKind.STOP, wanted.stop_sequence, PageParkLevel.HAND_OVER)
+            level = PageParkLevel.HAND_OVER
         case OrderIntent.STOP:
             if not wanted.checkpoint_first:
                 return None
-            return OrderOnPage(sequence, PageOrderKind.STOP, wanted.stop_sequence, PageParkLevel.CHECKPOINT)
+            level = PageParkLevel.CHECKPOINT
+    return PageOrder(wanted.order.number, PageOrderKind.STOP, wanted.stop_sequence, level, 0)
 
 
-def write_details(orders: Path, name: str, storage: Path | None, job_uid: str, epoch: int) -> None:
-    """Write orders/NAME.json, which names the place of a shard. It precedes the order, so that every reader of the
-    order finds it. A daemon that takes over does not rewrite it: the file's time is that of the order."""
-    make_directory(orders)
-    details = {}
-    if storage is not None:
-        template = unfinished_template(storage, job_uid, epoch)
-        details = {"checkpoint_directory": template, "checkpoint": template}
-    path = orders / f"{name}.json"
+def write_details(storage: Path | None, paths: GangPaths, name: str) -> None:
+    """Write orders/NAME.json, which names the place of a shard on `storage`. It precedes the order, so that every
+    reader of the order finds it. A daemon that takes over does not rewrite it: the file's time is that of the order."""
+    make_directory(paths.orders)
+    template = "" if storage is None else unfinished_template(storage, paths.job_uid, paths.epoch)
+    details = {"checkpoint_directory": template, "checkpoint": template} if template else {}
+    path = paths.orders / f"{name}.json"
     if not path.exists() or read_json(path) != details:
         write_json(path, details)
     hit("order-half-written")
@@ -106,9 +86,7 @@ class ControlPages:
         self.written: Callable[[], None] = lambda: None  # wakes parked ranks
         self.foreign = ""  # they are of another version of Ganger, as far as is known by no doing of the job: which
 
-    def create(
-        self, threads: int, uid: int | None = None, gid: int | None = None, *, is_restored: bool = False
-    ) -> None:
+    def create(self, threads: int, *, is_restored: bool = False) -> None:
         """Create missing pages and open all. Idempotent, also after a crash. `is_restored`: for a process from an
         image."""
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -122,8 +100,6 @@ class ControlPages:
                     rank=rank,
                     world=self.world,
                     local_rank=local_rank,
-                    uid=uid,
-                    gid=gid,
                     threads=threads if rank in self.local else 0,
                     mapped=False,
                 )
@@ -189,11 +165,13 @@ class ControlPages:
         identity = self[rank].identity()
         return ProcessId(identity.pid, identity.start_ticks)
 
-    def write_order(self, sequence: int, order: int, stop_sequence: int, level: int, deadline_ns: int) -> None:
+    def write_order(self, order: PageOrder) -> None:
         """Write an order into every page, mirrors included, so that all ranks of this node read the same."""
         for page in self._pages.values():
-            if page.get(Word.ORDER_SEQ) < sequence:
-                page.write_order(sequence, order, stop_seq=stop_sequence, level=level, deadline_ns=deadline_ns)
+            if page.get(Word.ORDER_SEQ) < order.seq:
+                page.write_order(
+                    order.seq, order.order, stop_seq=order.stop_seq, level=order.level, deadline_ns=order.deadline_ns
+                )
         self.written()
 
     def let_leave(self, sequence: int) -> None:

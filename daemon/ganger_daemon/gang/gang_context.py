@@ -6,22 +6,21 @@ The context holds what stays the same from the gang's start to its end, and its 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
-from ganger.agent.v1 import agent_pb2, peer_pb2
+from ganger.agent.v1 import agent_pb2
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, OrderKey, ParkLevel
 from ganger.v1 import job_pb2
 from ganger.wire.times import seconds
 from google.protobuf import json_format
 
-from ganger_daemon.checkpoints.storage import ShardReport
 from ganger_daemon.gang.control_pages import ControlPages
 from ganger_daemon.node.daemon_files import GangPaths
 from ganger_daemon.node.node_context import NodeContext
 
 if TYPE_CHECKING:
-    from ganger.agent.v1.peer_pb2_grpc import PeerServiceAsyncStub
+    from ganger_daemon.node.peer_service import PeerCalls
 
 DEFAULT_GRACE_S = 10.0
 
@@ -45,9 +44,7 @@ def order_key(message: agent_pb2.OrderKey) -> OrderKey:
 
 
 def order_key_to_wire(key: OrderKey) -> agent_pb2.OrderKey:
-    return agent_pb2.OrderKey(
-        epoch=key.epoch, master_sequence=key.master_sequence, set_epoch=key.set_epoch, local_sequence=key.local_sequence
-    )
+    return agent_pb2.OrderKey(**asdict(key))
 
 
 def wanted_of(desired: agent_pb2.DesiredGang) -> DesiredOrder:
@@ -97,17 +94,14 @@ def local_part(desired: agent_pb2.DesiredGang, node: str) -> LocalPart:
 def _device_masks(desired: agent_pb2.DesiredGang, ranks: tuple[int, ...]) -> tuple[int, ...]:
     """Devices in ascending order to ranks in ascending order: ranks are numbered role by role, so roles follow too."""
     free = [bit for bit in range(64) if desired.claim.device_mask >> bit & 1]
-    per_task: list[int] = []
-    for role, tasks in zip(desired.spec.roles, desired.claim.tasks, strict=False):
-        per_task += [role.shape.gpus] * tasks
+    counts = zip(desired.spec.roles, desired.claim.tasks, strict=False)
+    per_task = [role.shape.gpus for role, tasks in counts for _ in range(tasks)]
     if len(per_task) != len(ranks):
-        share = len(free) // len(ranks)
-        per_task = [share] * len(ranks)
-    masks = []
+        per_task = [len(free) // len(ranks)] * len(ranks)
+    masks, first = [], 0
     for gpus in per_task:
-        mask = sum(1 << bit for bit in free[:gpus])
-        free = free[gpus:]
-        masks.append(mask)
+        masks.append(sum(1 << bit for bit in free[first : first + gpus]))
+        first += gpus
     return tuple(masks)
 
 
@@ -160,26 +154,6 @@ def recall(wanted: dict[str, Any], started: dict[str, Any]) -> agent_pb2.Desired
     return first if newest is None else with_spec_of(newest, first)
 
 
-class Peers(Protocol):
-    """Calls to the daemons of other nodes."""
-
-    async def rendezvous(self, address: str, job_uid: str, epoch: int) -> tuple[str, int]:
-        """Return host and port of the ranks' rendezvous. Raises OSError."""
-        ...
-
-    async def shard_written(self, address: str, job_uid: str, epoch: int, report: ShardReport) -> bool:
-        """Send the leader at `address` a report. Return whether the whole checkpoint is published by now."""
-        ...
-
-    async def switch_row(self, address: str, order: peer_pb2.SliceOrder) -> peer_pb2.SliceMember | None:
-        """Send a slice order to a member of a time-slice group. Return its state after it; None without an answer."""
-        ...
-
-    def stub(self, address: str) -> PeerServiceAsyncStub:
-        """Return the peer service of the daemon at `address`."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class GangContext:
     """Facts that the collaborators of one gang share.
@@ -187,7 +161,7 @@ class GangContext:
     `wake`: runs the next tick of the gang's loop at once; `write_notes`: writes the notes for the next daemon."""
 
     host: NodeContext
-    peers: Peers
+    peers: PeerCalls
     paths: GangPaths
     part: LocalPart
     pages: ControlPages
@@ -198,7 +172,7 @@ class GangContext:
     def of(
         cls,
         host: NodeContext,
-        peers: Peers,
+        peers: PeerCalls,
         desired: agent_pb2.DesiredGang,
         wake: Callable[[], None],
         write_notes: Callable[[], None],

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ganger.agent.v1 import agent_pb2
 
@@ -18,7 +19,7 @@ from ganger_daemon.gang.control_pages import RunMark
 from ganger_daemon.gang.core_pinning import CorePinning
 from ganger_daemon.gang.escalation import Escalation, Freezer
 from ganger_daemon.gang.exit_watcher import ExitWatcher
-from ganger_daemon.gang.gang_context import GangContext, LocalPart, from_json, order_key, to_json, with_spec_of
+from ganger_daemon.gang.gang_context import GangContext, from_json, order_key, to_json, with_spec_of
 from ganger_daemon.gang.gang_launcher import GangLauncher
 from ganger_daemon.gang.gang_memory import MemoryWatch, Segments, memory_limit_bytes
 from ganger_daemon.gang.incoming import IncomingState
@@ -28,12 +29,16 @@ from ganger_daemon.gang.rank_launch import RankLaunch
 from ganger_daemon.gang.received_orders import RankErrors, ReceivedOrders
 from ganger_daemon.gang.step_rate import StallWatch, StepRate, UtilizationMeter
 from ganger_daemon.gang.taken_devices import TakenDevices
-from ganger_daemon.node.daemon_files import GangPaths, read_json, write_hint
+from ganger_daemon.node.daemon_files import read_json, write_hint
 from ganger_daemon.node.process_identity import ProcessId, RankProcess, is_alive, stranger_text
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class GangParts:
+    context: GangContext
+    orders: ReceivedOrders
     exits: ExitWatcher
     launcher: GangLauncher
     devices: TakenDevices
@@ -69,6 +74,8 @@ class GangParts:
         launching = RankLaunch(context, exits, launcher, images, blocked_by, cores_kept_by)
         saving = CheckpointCoordinator(context, desired, launcher.running, images)
         return cls(
+            context=context,
+            orders=orders,
             exits=exits,
             launcher=launcher,
             devices=devices,
@@ -100,108 +107,120 @@ class GangParts:
         """Whether the local ranks were launched and are not cleaned up yet."""
         return self.launching.is_done and not self.exits.is_reaped
 
+    def facts(self) -> GangPart:
+        """Return the facts that the core judges a gang from."""
+        context, orders, launching, exits = self.context, self.orders, self.launching, self.exits
+        wanted, order = orders.wanted, orders.wanted.order.number
+        was_killed = self.is_live and exits.was_killed
+        facts = GangPart(
+            wanted=wanted,
+            ranks=self._ranks() if launching.is_done else (),
+            launched=launching.is_done,
+            launched_at=launching.launched_at,
+            world=context.part.world,
+            no_agent=has_no_agent(orders.desired.spec) or not self.images.awaits_agent,
+            restores=orders.desired.HasField("restore") and self.images.awaits_agent,
+            has_images=self.images.are_possible,
+            awaits_image=launching.awaits_image,
+            frozen=self.freezer.frozen,
+            holds_still=self.images.holds_still,
+            takes_devices=not self.devices.why_not(orders.desired) and not self.devices.refusal(order),
+            devices_taken=self.devices.are_taken,
+            is_worked_on=self.devices.are_changing,
+            launch_failure=launching.failure,
+            has_room=self.incoming.has_room(wanted),
+            memory_freed=self.memory.freed,
+            published_step=self.saving.published_step(wanted, exits.settled),
+            escalated=self.escalation.escalated,
+            out_of_memory=was_killed and context.host.cgroups.oom_kills(context.paths.group) > 0,
+            damage=context.pages.damage() or self.devices.lost,
+            stop_signalled=self.escalation.stop_signalled,
+            asked_to_save=bool(self.escalation.asked_to_save_s),
+            settled=exits.settled,
+        )
+        unpublished = self.saving.keeper.refusal(wanted.stop_sequence)
+        return replace(facts, refusal=self.rank_errors.refusal(facts, unpublished))
 
-def facts_of(context: GangContext, orders: ReceivedOrders, parts: GangParts) -> GangPart:
-    """Return the facts that the core judges a gang from."""
-    launching, exits, wanted = parts.launching, parts.exits, orders.wanted
-    was_killed = parts.is_live and exits.was_killed
-    facts = GangPart(
-        wanted=wanted,
-        ranks=_ranks(context, orders, parts) if launching.is_done else (),
-        launched=launching.is_done,
-        launched_at=launching.launched_at,
-        world=context.part.world,
-        no_agent=has_no_agent(orders.desired.spec) or not parts.images.awaits_agent,
-        restores=orders.desired.HasField("restore") and parts.images.awaits_agent,
-        has_images=parts.images.are_possible,
-        awaits_image=launching.awaits_image,
-        frozen=parts.freezer.frozen,
-        holds_still=parts.images.holds_still,
-        takes_devices=not parts.devices.why_not(orders.desired) and not parts.devices.refusal(wanted.order.number),
-        devices_taken=parts.devices.are_taken,
-        is_worked_on=parts.devices.are_changing,
-        launch_failure=launching.failure,
-        has_room=parts.incoming.has_room(wanted),
-        memory_freed=parts.memory.freed,
-        published_step=parts.saving.published_step(wanted, exits.settled),
-        escalated=parts.escalation.escalated,
-        out_of_memory=was_killed and context.host.cgroups.oom_kills(context.paths.group) > 0,
-        damage=context.pages.damage() or parts.devices.lost,
-        stop_signalled=parts.escalation.stop_signalled,
-        asked_to_save=bool(parts.escalation.asked_to_save_s),
-        settled=exits.settled,
-    )
-    unpublished = parts.saving.keeper.refusal(wanted.stop_sequence)
-    return replace(facts, refusal=parts.rank_errors.refusal(facts, unpublished))
+    def _ranks(self) -> tuple[Rank, ...]:
+        pages = self.context.pages
+        if pages.readable:
+            ranks = pages.ranks(self.orders.mark)
+        else:
+            # pages that were lost with the machine's memory no longer show which ranks were let go
+            is_gone = not pages.damage()
+            ranks = tuple(Rank(rank, opaque=bool(pages.foreign), let_go=is_gone) for rank in self.context.part.ranks)
+        imaged = self.images.has_ended
+        return tuple(replace(rank, exit=self.exits.exits.get(rank.rank), imaged=imaged) for rank in ranks)
 
+    def write_notes(self) -> None:
+        """Note what the next daemon cannot find out from pages and processes. Notes may be lost: they save work."""
+        paths, orders = self.context.paths, self.orders
+        fields = {
+            "grant": [list(share) for share in self.context.host.cores.held.get(paths.group, ())],
+            "baselines": self.memory.baselines(),
+            "mark": orders.mark.journal(),
+            "kept_memory_bytes": self.memory.kept_bytes,
+            "wanted_checkpoints": self.saving.wanted_paths,
+            "segments": self.segments.journal(),
+            "asked_to_save_s": self.escalation.asked_to_save_s,
+            "told": to_json(orders.master_desired) if orders.is_by_rotation else {},
+            **self.launcher.journal(),
+            **self.launching.journal(),
+            **self.images.journal(),
+            **self.devices.journal(),
+        }
+        write_hint(paths.local, fields)
 
-def _ranks(context: GangContext, orders: ReceivedOrders, parts: GangParts) -> tuple[Rank, ...]:
-    pages = context.pages
-    if pages.readable:
-        ranks = pages.ranks(orders.mark)
-    else:
-        # pages that were lost with the machine's memory no longer show which ranks were let go
-        is_gone = not pages.damage()
-        ranks = tuple(Rank(rank, opaque=bool(pages.foreign), let_go=is_gone) for rank in context.part.ranks)
-    imaged = parts.images.has_ended
-    return tuple(replace(rank, exit=parts.exits.exits.get(rank.rank), imaged=imaged) for rank in ranks)
-
-
-log = logging.getLogger(__name__)
-
-
-def write_notes(context: GangContext, orders: ReceivedOrders, parts: GangParts) -> None:
-    """Note what the next daemon cannot find out from pages and processes. Notes may be lost: they save work."""
-    fields = {
-        "grant": [list(share) for share in context.host.cores.held.get(context.paths.group, ())],
-        "baselines": parts.memory.baselines(),
-        "mark": orders.mark.journal(),
-        "kept_memory_bytes": parts.memory.kept_bytes,
-        "wanted_checkpoints": parts.saving.wanted_paths,
-        "segments": parts.segments.journal(),
-        "asked_to_save_s": parts.escalation.asked_to_save_s,
-        "told": to_json(orders.master_desired) if orders.is_by_rotation else {},
-        **parts.launcher.journal(),
-        **parts.launching.journal(),
-        **parts.images.journal(),
-        **parts.devices.journal(),
-    }
-    write_hint(context.paths.local, fields)
-
-
-def recall_notes(context: GangContext, orders: ReceivedOrders, parts: GangParts) -> None:
-    """Restore what a former daemon noted of a gang. Unreadable notes count as none."""
-    paths = context.paths
-    try:
+    def recall_notes(self) -> None:
+        """Restore what a former daemon noted of a gang. Unreadable notes count as none."""
+        paths, orders = self.context.paths, self.orders
         left = read_json(paths.local)
-        parts.launcher.recall(left)
-        parts.launching.recall(left)
-        parts.images.recall(left)
-        parts.devices.recall(left)
-        orders.mark = RunMark.recall(left.get("mark", {}))
-        parts.memory.kept_bytes = int(left.get("kept_memory_bytes", 0))
-        parts.memory.recall({int(pid): int(size) for pid, size in left.get("baselines", {}).items()})
-        parts.segments.recall(left.get("segments", {}))
-        parts.escalation.recall(float(left.get("asked_to_save_s", 0.0)), orders.desired.spec)
-        shares = tuple([(int(core), int(share)) for core, share in left.get("grant", [])])
-        context.host.cores.adopt(paths.group, shares)
-    except (AttributeError, IndexError, TypeError, ValueError, OverflowError) as error:
-        log.warning("notes cannot be read", extra={"path": str(paths.local), "error": str(error)})
-    orders.master_desired = _recall_master_desired(paths, orders.desired)
+        try:
+            for part in (self.launcher, self.launching, self.images, self.devices):
+                part.recall(left)
+            orders.mark = RunMark.recall(left.get("mark", {}))
+            self.memory.kept_bytes = int(left.get("kept_memory_bytes", 0))
+            self.memory.recall({int(pid): int(size) for pid, size in left.get("baselines", {}).items()})
+            self.segments.recall(left.get("segments", {}))
+            self.escalation.recall(float(left.get("asked_to_save_s", 0.0)), orders.desired.spec)
+            shares = tuple([(int(core), int(share)) for core, share in left.get("grant", [])])
+            self.context.host.cores.adopt(paths.group, shares)
+        except (AttributeError, IndexError, TypeError, ValueError, OverflowError) as error:
+            log.warning("notes cannot be read", extra={"path": str(paths.local), "error": str(error)})
+        orders.master_desired = _recall_master_desired(left.get("told"), orders.desired)
+
+    def recall_wanted_checkpoints(self) -> list[str] | None:
+        """Return the noted paths of the checkpoints that the master may start the job from; None without a note."""
+        noted = read_json(self.context.paths.local).get("wanted_checkpoints")
+        return [str(path) for path in noted] if isinstance(noted, list) else None
+
+    def find_ranks(self, children: Mapping[str, RankProcess]) -> dict[int, ProcessId] | None:
+        """Return the processes of the local ranks, dead ones too; None if not all of them were launched yet.
+
+        Opens the pages, and spoils them where they contradict the processes."""
+        paths, ranks, pages = self.context.paths, self.context.part.ranks, self.context.pages
+        version = read_json(paths.launch(ranks[0])).get("page_version")
+        is_open = pages.open(version if isinstance(version, int) else 0)
+        found = self.launching.recognise(children)
+        for rank, one in found.items():
+            if one.stranger is not None:
+                log.error("process not adopted", extra={"gang": paths.group, "cause": stranger_text(rank, one)})
+            if one.is_lost:
+                pages.spoil(stranger_text(rank, one))
+        if not is_open and not pages.foreign and any(is_alive(one.process) for one in found.values()):
+            # else they went with the machine's memory, and so did the processes
+            pages.spoil(f"the control pages in {paths.run} were removed by its job")
+        had_launches = any(paths.launch(rank).exists() for rank in ranks) or bool(pages.damage())
+        if all(one.process.pid for one in found.values()) or (had_launches and not pages.readable):
+            return {rank: one.process for rank, one in found.items()}
+        return None
 
 
-def recall_wanted_checkpoints(paths: GangPaths) -> list[str] | None:
-    """Return the noted paths of the checkpoints that the master may start the job from; None without a note."""
-    noted = read_json(paths.local).get("wanted_checkpoints")
-    return [str(path) for path in noted] if isinstance(noted, list) else None
-
-
-def _recall_master_desired(paths: GangPaths, desired: agent_pb2.DesiredGang) -> agent_pb2.DesiredGang:
+def _recall_master_desired(noted: Any, desired: agent_pb2.DesiredGang) -> agent_pb2.DesiredGang:
     """Return the master's last desired state of a gang: the noted one where a slice switch came after it, else
     `desired`."""
     if not order_key(desired.order).is_by_rotation:
         return desired
-    noted = read_json(paths.local).get("told", {})
     master_desired = from_json(noted) if isinstance(noted, dict) else None
     if master_desired is not None and master_desired.order.master_sequence >= desired.order.master_sequence:
         return with_spec_of(master_desired, desired)
@@ -210,32 +229,3 @@ def _recall_master_desired(paths: GangPaths, desired: agent_pb2.DesiredGang) -> 
     running.order.set_epoch = running.order.local_sequence = running.stop_sequence = 0
     running.intent, running.level = agent_pb2.INTENT_RUN, 0  # type: ignore[assignment]  # no level
     return running
-
-
-def find_ranks(
-    context: GangContext, launching: RankLaunch, children: Mapping[str, RankProcess]
-) -> dict[int, ProcessId] | None:
-    """Return the processes of the local ranks, dead ones too; None if not all of them were launched yet.
-
-    Opens the pages, and spoils them where they contradict the processes."""
-    paths, part, pages = context.paths, context.part, context.pages
-    is_open = pages.open(_page_version(paths, part))
-    found = launching.recognise(children)
-    for rank, one in found.items():
-        if one.stranger is not None:
-            log.error("process not adopted", extra={"gang": paths.group, "cause": stranger_text(rank, one)})
-        if one.is_lost:
-            pages.spoil(stranger_text(rank, one))
-    if not is_open and not pages.foreign and any(is_alive(one.process) for one in found.values()):
-        # else they went with the machine's memory, and so did the processes
-        pages.spoil(f"the control pages in {paths.run} were removed by its job")
-    had_launches = any(paths.launch(rank).exists() for rank in part.ranks) or bool(pages.damage())
-    if all(one.process.pid for one in found.values()) or (had_launches and not pages.readable):
-        return {rank: one.process for rank, one in found.items()}
-    return None
-
-
-def _page_version(paths: GangPaths, part: LocalPart) -> int:
-    """Return the version that the pages were created with; 0 if it is not known."""
-    version = read_json(paths.launch(part.ranks[0])).get("page_version")
-    return version if isinstance(version, int) else 0

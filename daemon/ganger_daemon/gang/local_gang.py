@@ -11,8 +11,9 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
-from ganger.agent.v1 import agent_pb2
+from ganger.agent.v1 import agent_pb2, peer_pb2
 from ganger.failpoints import hit
 from ganger.injob.page_layout import PageError, PageState
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
@@ -21,22 +22,17 @@ from ganger_daemon.core import gang_judgement
 from ganger_daemon.core.gang_judgement import PartPhase, next_look
 from ganger_daemon.core.part_facts import GangPart, PartOutcome, PartOutcomeKind, awaits_publication
 from ganger_daemon.gang import exit_watcher
-from ganger_daemon.gang.boundary_relay import Hub, RelayMessage
-from ganger_daemon.gang.gang_context import GangContext, Peers
-from ganger_daemon.gang.gang_parts import (
-    GangParts,
-    facts_of,
-    find_ranks,
-    recall_notes,
-    recall_wanted_checkpoints,
-    write_notes,
-)
+from ganger_daemon.gang.gang_context import GangContext
+from ganger_daemon.gang.gang_parts import GangParts
 from ganger_daemon.gang.job_output import JobSocketServer, LogMirror, PacketLog
 from ganger_daemon.gang.observation import GangReport, JudgedState, observe
 from ganger_daemon.gang.offered_capabilities import is_by_signal
 from ganger_daemon.gang.received_orders import ReceivedOrders
 from ganger_daemon.node.node_context import NodeContext
 from ganger_daemon.node.process_identity import RankProcess
+
+if TYPE_CHECKING:
+    from ganger_daemon.node.peer_service import PeerCalls
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +51,7 @@ class LocalGang:
     def __init__(
         self,
         host: NodeContext,
-        peers: Peers,
+        peers: PeerCalls,
         desired: agent_pb2.DesiredGang,
         blocked_by: Callable[[LocalGang], str],
         cores_kept_by: Callable[[LocalGang], str],
@@ -66,7 +62,7 @@ class LocalGang:
         self.context = GangContext.of(host, peers, desired, self.wake, self._write_notes)
         self.parts = GangParts.of(self.context, self._orders, lambda: blocked_by(self), lambda: cores_kept_by(self))
         judged = JudgedState(gang_judgement.Judgement(PartPhase.STARTING), self._orders.wanted, desired)
-        self.report = GangReport(self.context, self._orders, self.parts, judged)
+        self.report = GangReport(self.parts, judged)
         self._phase_changed = phase_changed
         self._socket: JobSocketServer | None = None
         self._packets = PacketLog(desired.job)
@@ -115,10 +111,6 @@ class LocalGang:
     @property
     def peer_agreement(self) -> int:
         return self.parts.boundary.peer_agreement
-
-    @property
-    def hub(self) -> Hub:
-        return self.parts.boundary.hub
 
     @property
     def uid_and_epoch(self) -> tuple[str, int]:
@@ -218,7 +210,7 @@ class LocalGang:
     @property
     def _is_by_signal(self) -> bool:
         """Whether the script is to save itself at a signal, as far as known now."""
-        return is_by_signal(self.context, self.desired, self.parts, self._facts())
+        return is_by_signal(self.parts)
 
     @property
     def _is_stale(self) -> bool:
@@ -227,7 +219,7 @@ class LocalGang:
     def _begin_escalation(self) -> None:
         self.parts.escalation.begin(self.wanted, time.monotonic(), self.iteration_s)
 
-    def receive_points(self, received: RelayMessage) -> None:
+    def receive_points(self, received: peer_pb2.RankPoints) -> None:
         """Take boundary points from another daemon of this gang."""
         if not self.parts.exits.is_reaped and self.context.pages.readable:
             if self.parts.boundary.receive(received):
@@ -271,15 +263,15 @@ class LocalGang:
     def adopt(self, children: Mapping[str, RankProcess]) -> None:
         """Take over what a former daemon left. `children`: processes of the launchers, by name."""
         context, orders, parts = self.context, self._orders, self.parts
-        recall_notes(context, orders, parts)
+        parts.recall_notes()
         stored = exit_watcher.kept(context.paths)
-        noted = recall_wanted_checkpoints(context.paths)
+        noted = parts.recall_wanted_checkpoints()
         parts.saving.recall(orders.wanted.stop_sequence, None if stored is None else stored.step, noted)
         if stored is not None:
             parts.exits.settled = stored.outcome
             if stored.outcome.kind in _NOT_STARTED:
                 parts.launching.failure = stored.outcome
-        ranks = find_ranks(context, parts.launching, children)
+        ranks = parts.find_ranks(children)
         if ranks is not None:
             parts.launching.confirm(ranks)
             parts.freezer.recall()
@@ -299,7 +291,7 @@ class LocalGang:
             await self._follow_ranks(now)
         elif parts.exits.awaited:
             await parts.exits.settle(lambda rank: None, parts.launcher.lives)
-        facts = self._facts()
+        facts = self.parts.facts()
         before = self.phase
         self._judge(facts, now)
         if self.phase is PartPhase.PARKED and (
@@ -312,7 +304,7 @@ class LocalGang:
         for todo in self.judgement.todo:
             await self._do(todo, facts, now)
         if parts.is_live and not self._orders.is_hindered:
-            await parts.escalation.press(self._facts(), now)
+            await parts.escalation.press(self.parts.facts(), now)
         self._publish_observation()
 
     async def _follow_ranks(self, now: float) -> None:
@@ -335,7 +327,7 @@ class LocalGang:
         else:
             if parts.exits.awaited:
                 await parts.exits.settle(lambda rank: None, parts.launcher.lives)
-            await parts.freezer.follow(self._facts(), now)
+            await parts.freezer.follow(self.parts.facts(), now)
         await self._look_for_segments(now)
 
     async def _begin_attending(self) -> None:
@@ -363,9 +355,9 @@ class LocalGang:
         parts.images.follow(wanted, parts.launcher.open_image_arena)
         parts.launching.follow_arrival(parts.incoming.is_whole)
         # frozen processes are thawed first: an image has them as they stand
-        is_opaque = gang_judgement.has_opaque_rank(self._facts(), now) and not parts.freezer.frozen
+        is_opaque = gang_judgement.has_opaque_rank(self.parts.facts(), now) and not parts.freezer.frozen
         await parts.saving.tend(self.desired, self.wanted, self.phase, now, not parts.exits.exits, is_opaque)
-        facts = self._facts()
+        facts = self.parts.facts()
         parts.devices.follow(facts, now, holds_still=parts.images.holds_still)
         await parts.freezer.follow(facts, now)
         if gang_judgement.has_opaque_rank(facts, now):
@@ -373,16 +365,13 @@ class LocalGang:
             await parts.stall_watch.look_at_processes(pids, now)
         self._logs.follow(now)
 
-    def _facts(self) -> GangPart:
-        return facts_of(self.context, self._orders, self.parts)
-
     def _judge(self, facts: GangPart, now: float) -> None:
         judgement = gang_judgement.judge(facts, now)
         self.report.judged = JudgedState(judgement, facts.wanted, self._orders.master_desired)
 
     def _judge_anew(self) -> None:
         """Judge and observe the gang before its first tick."""
-        self._judge(self._facts(), time.monotonic())
+        self._judge(self.parts.facts(), time.monotonic())
         self.observed = observe(self.report)
 
     async def _do(self, todo: gang_judgement.Todo, facts: GangPart, now: float) -> None:
@@ -423,7 +412,7 @@ class LocalGang:
         parts = self.parts
         if parts.exits.is_reaped:
             return
-        facts = self._facts()
+        facts = self.parts.facts()
         if awaits_publication(facts) and self.context.host.storage.path is not None:
             return  # the pages are still needed
         outcome = gang_judgement.judge(facts, time.monotonic()).outcome
@@ -475,7 +464,7 @@ class LocalGang:
         )
 
     def _write_notes(self) -> None:
-        write_notes(self.context, self._orders, self.parts)
+        self.parts.write_notes()
 
     async def _look_for_segments(self, now: float, *, at_once: bool = False) -> None:
         if await self.parts.segments.look(now, at_once=at_once):

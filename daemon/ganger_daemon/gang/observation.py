@@ -20,10 +20,9 @@ from ganger.wire.times import timestamp, timestamp_of_ns
 from ganger_daemon.core.gang_judgement import Judgement, PartPhase, has_opaque_rank, is_beyond, is_to_be_taken
 from ganger_daemon.core.part_facts import FoundCheckpoint, PartOutcome
 from ganger_daemon.gang.gang_context import GangContext, order_key_to_wire
-from ganger_daemon.gang.gang_parts import GangParts, facts_of
+from ganger_daemon.gang.gang_parts import GangParts
 from ganger_daemon.gang.launch_plan import has_no_agent
 from ganger_daemon.gang.offered_capabilities import GangFindings, add_capabilities
-from ganger_daemon.gang.received_orders import ReceivedOrders
 from ganger_daemon.gang.step_rate import PageSample
 from ganger_daemon.node.core_table import format_ids
 
@@ -44,8 +43,6 @@ class JudgedState(NamedTuple):
 class GangReport:
     """Reports on one gang. `judged`: its last judgement."""
 
-    context: GangContext
-    orders: ReceivedOrders
     parts: GangParts
     judged: JudgedState
 
@@ -55,39 +52,39 @@ class GangReport:
 
     @property
     def _can_read(self) -> bool:
-        return self.parts.is_live and self.context.pages.readable
+        return self.parts.is_live and self.parts.context.pages.readable
 
     @property
     def has_stepped(self) -> bool:
         """Whether a local rank has done a step in this epoch; of unreadable pages, whether it was launched."""
-        if not self.context.pages.readable:
+        if not self.parts.context.pages.readable:
             return self.parts.launching.is_done
         return self.parts.step_rate.last_step_ns > 0
 
     @property
     def cannot_park(self) -> bool:
         """Whether the launched gang was ordered to park at a boundary and will not reach the ordered level."""
-        wanted, judged = self.orders.wanted, self.judged
+        wanted, judged = self.parts.orders.wanted, self.judged
         if wanted.intent is not OrderIntent.PARK or wanted.asks_to_leave or judged.order is not wanted:
             return False
         if self._phase is PartPhase.PARKED:
             return judged.judgement.level < wanted.level
-        facts, now = facts_of(self.context, self.orders, self.parts), time.monotonic()
+        facts, now = self.parts.facts(), time.monotonic()
         if self._phase is not PartPhase.STOPPING or not has_opaque_rank(facts, now) or is_to_be_taken(facts, now):
             return False
         # a job without a hello may still be importing
-        is_late = now - self.orders.ordered_at > self.context.host.order_patience_s
-        return is_late or any(rank.opaque for rank in facts.ranks) or has_no_agent(self.orders.desired.spec)
+        is_late = now - self.parts.orders.ordered_at > self.parts.context.host.order_patience_s
+        return is_late or any(rank.opaque for rank in facts.ranks) or has_no_agent(self.parts.orders.desired.spec)
 
     def trouble(self) -> str:
         """Return why a migration, or a stop at the ordered level, cannot continue; else the last checkpoint's error."""
-        parts, wanted = self.parts, self.orders.wanted
-        reason = self.context.pages.foreign or parts.incoming.trouble or parts.images.trouble
+        parts, wanted = self.parts, self.parts.orders.wanted
+        reason = self.parts.context.pages.foreign or parts.incoming.trouble or parts.images.trouble
         reason = reason or parts.devices.refusal(wanted.order.number) or parts.devices.trouble
         reason = reason or parts.rank_errors.under(wanted.order, parts.saving.saved_request)
         if reason:
             return reason
-        facts = facts_of(self.context, self.orders, parts)
+        facts = parts.facts()
         if is_beyond(facts):
             why = parts.rank_errors.reason("BOUNDARIES") or "this job has no boundaries"
             what = wanted.level.name if wanted.intent is OrderIntent.PARK else "a move"
@@ -101,14 +98,14 @@ class GangReport:
         if wanted.intent in (OrderIntent.PREPARE, OrderIntent.HAND_OVER):
             return parts.escalation.given_up  # nothing else stands in the way of a move
         reason = parts.launching.trouble or parts.memory.trouble or parts.pinning.trouble
-        return reason or parts.saving.keeper.trouble or self.context.host.storage.trouble
+        return reason or parts.saving.keeper.trouble or self.parts.context.host.storage.trouble
 
     def progress(self) -> tuple[PageSample, float, float] | None:
         """Return the newest sample, steps per second and data-wait share since the last call; None before the first
         boundary."""
         if not self._can_read:
             return None
-        if self.orders.is_by_rotation and self._phase is not PartPhase.RUNNING:
+        if self.parts.orders.is_by_rotation and self._phase is not PartPhase.RUNNING:
             self.parts.step_rate.forget()
             self.parts.utilization.forget()
             return None
@@ -120,20 +117,24 @@ class GangReport:
 
     def metrics(self) -> tuple[ReportedMetric, ...]:
         """Return the named values that the job has reported through its first rank."""
-        if not self.parts.launching.is_done or 0 not in self.context.part.ranks or not self.context.pages.readable:
+        if (
+            not self.parts.launching.is_done
+            or 0 not in self.parts.context.part.ranks
+            or not self.parts.context.pages.readable
+        ):
             return ()
-        return metrics.read(self.context.pages[0])
+        return metrics.read(self.parts.context.pages[0])
 
     def stall_reason(self) -> str:
         """Return why a gang that should run makes no progress; empty otherwise."""
         has_begun = self._phase in (PartPhase.STARTING, PartPhase.RUNNING)
-        should_run = has_begun and self.orders.wanted.intent is OrderIntent.RUN
+        should_run = has_begun and self.parts.orders.wanted.intent is OrderIntent.RUN
         return self.parts.stall_watch.stall_reason(self._can_read and should_run)
 
 
 def observe(report: GangReport) -> agent_pb2.ObservedGang:
     """Return the state of a gang as one message; equal messages mean that nothing changed."""
-    context, parts, desired = report.context, report.parts, report.orders.desired
+    parts, context, desired = report.parts, report.parts.context, report.parts.orders.desired
     judgement, order, master = report.judged
     phase, level, stop_sequence, stop_step = judgement.phase, judgement.level, order.stop_sequence, judgement.stop_step
     is_sliced = bool(order.order.set_epoch) and master.intent == agent_pb2.INTENT_RUN
@@ -174,7 +175,7 @@ def observe(report: GangReport) -> agent_pb2.ObservedGang:
         if not is_sliced:
             _add_step_times(message, report, judgement.phase)
     elif context.pages.foreign:
-        add_capabilities(message, GangFindings(context, desired, parts, facts_of(context, report.orders, parts)))
+        add_capabilities(message, GangFindings(parts, parts.facts()))
     return message
 
 
@@ -210,11 +211,10 @@ def add_metrics(progress: job_pb2.Progress, reported: Iterable[ReportedMetric]) 
 
 
 def _add_page_figures(message: agent_pb2.ObservedGang, report: GangReport) -> None:
-    context, parts = report.context, report.parts
+    parts, context = report.parts, report.parts.context
     found = [context.pages.progress(rank) for rank in context.part.ranks]
     message.threads = parts.pinning.threads()
-    facts = facts_of(context, report.orders, parts)
-    add_capabilities(message, GangFindings(context, report.orders.desired, parts, facts, found))
+    add_capabilities(message, GangFindings(parts, parts.facts(), found))
     per_device = [
         -(-progress.peak_device_bytes // max(1, mask.bit_count()))
         for progress, mask in zip(found, context.part.device_masks, strict=True)
@@ -248,17 +248,15 @@ def _booted_ns() -> int:
 
 def _add_step_times(message: agent_pb2.ObservedGang, report: GangReport, phase: PartPhase) -> None:
     """Add the fields that every time slice would change."""
-    found = [report.context.pages.progress(rank) for rank in report.context.part.ranks]
+    context = report.parts.context
+    found = [context.pages.progress(rank) for rank in context.part.ranks]
     if phase in (PartPhase.PARKED, PartPhase.STOPPING):
         message.arena_bytes = min(sum(progress.arena_size for progress in found), _BYTES_LIMIT)
-    if phase is PartPhase.PARKED and all(progress.step_time_ns for progress in found):
-        message.last_step_time.CopyFrom(
-            timestamp_of_ns(_booted_ns() + max(progress.step_time_ns for progress in found))
-        )
-    if phase is PartPhase.RUNNING and all(progress.first_step_time_ns for progress in found):
-        message.first_step_time.CopyFrom(
-            timestamp_of_ns(_booted_ns() + max(progress.first_step_time_ns for progress in found))
-        )
+    last, first = [one.step_time_ns for one in found], [one.first_step_time_ns for one in found]
+    if phase is PartPhase.PARKED and all(last):
+        message.last_step_time.CopyFrom(timestamp_of_ns(_booted_ns() + max(last)))
+    if phase is PartPhase.RUNNING and all(first):
+        message.first_step_time.CopyFrom(timestamp_of_ns(_booted_ns() + max(first)))
 
 
 def _waited(progress: PageProgress) -> float:

@@ -16,7 +16,6 @@ from ganger.v1 import job_pb2
 from ganger_daemon.core.gang_judgement import has_opaque_rank
 from ganger_daemon.core.mechanism import NO_SIGNAL, MechanismFacts, choose_mechanism, keeps_state
 from ganger_daemon.core.part_facts import GangPart
-from ganger_daemon.gang.gang_context import GangContext
 from ganger_daemon.gang.gang_parts import GangParts
 
 # Beside the levels' names in Capabilities.missing: why the job can go to no other process, whatever can be parked.
@@ -37,11 +36,13 @@ class GangFindings:
     """What the daemon has found out about a gang. `pages`: progress of the local ranks; empty where their pages are of
     another version."""
 
-    context: GangContext
-    desired: agent_pb2.DesiredGang
     parts: GangParts
     facts: GangPart
     pages: Sequence[PageProgress] = ()
+
+    @property
+    def desired(self) -> agent_pb2.DesiredGang:
+        return self.parts.orders.desired
 
 
 def is_still_looking(progress: PageProgress) -> bool:
@@ -50,24 +51,13 @@ def is_still_looking(progress: PageProgress) -> bool:
     return progress.capabilities == Capability.PAUSE and not progress.first_step_time_ns
 
 
-def mechanism_facts(found: GangFindings) -> MechanismFacts:
-    """Return what is known about the mechanism of a gang before its agent reports."""
-    spec, images = found.desired.spec, found.parts.images
-    return MechanismFacts(
-        wish=Mechanism(spec.mechanism),
-        nodes=len(found.desired.members),
-        image="" if images.are_possible else images.why_not(found.desired),
-        signal="" if spec.stop_signal else NO_SIGNAL,
-    )
-
-
-def is_by_signal(context: GangContext, desired: agent_pb2.DesiredGang, parts: GangParts, facts: GangPart) -> bool:
+def is_by_signal(parts: GangParts) -> bool:
     """Return whether the script is to save itself at a signal, as far as known now."""
-    if not desired.spec.stop_signal:
+    if not parts.orders.desired.spec.stop_signal:
         return False
+    context = parts.context
     pages = [context.pages.progress(rank) for rank in context.part.ranks] if context.pages.readable else []
-    found = GangFindings(context, desired, parts, facts, pages)
-    return choose_mechanism(_facts_now(found)).mechanism is Mechanism.SIGNAL
+    return choose_mechanism(_facts_now(GangFindings(parts, parts.facts(), pages))).mechanism is Mechanism.SIGNAL
 
 
 def add_capabilities(message: agent_pb2.ObservedGang, found: GangFindings) -> None:
@@ -151,7 +141,13 @@ def _withdraw_in_place(capabilities: job_pb2.Capabilities) -> None:
 
 
 def _facts_now(found: GangFindings) -> MechanismFacts:
-    facts = mechanism_facts(found)
+    spec, images = found.desired.spec, found.parts.images
+    facts = MechanismFacts(
+        wish=Mechanism(spec.mechanism),
+        nodes=len(found.desired.members),
+        image="" if images.are_possible else images.why_not(found.desired),
+        signal="" if spec.stop_signal else NO_SIGNAL,
+    )
     if (why := _why_without_agent(found)) is not None:
         why = found.parts.rank_errors.reason("BOUNDARIES") or why
         return replace(facts, attached=why, adapter=why, replay=why)
@@ -182,7 +178,7 @@ def _common_bits(found: GangFindings) -> int:
 def _add_without_agent(capabilities: job_pb2.Capabilities, found: GangFindings, why: str, is_certain: bool) -> None:
     """`why`: the reason to give where the agent itself reported none."""
     agent_reason = found.parts.rank_errors.reason("BOUNDARIES") if is_certain or found.facts.no_agent else ""
-    context, why = found.context, agent_reason or why
+    context, why = found.parts.context, agent_reason or why
     if found.desired.spec.gpus_max:
         capabilities.missing[RESIZE] = f"{why}: its state cannot be carried to another number of ranks"
     freezer = context.host.cgroups.capabilities.get("freeze", "none")
@@ -214,7 +210,7 @@ def _add_in_place(capabilities: job_pb2.Capabilities, found: GangFindings, why: 
 
 
 def _add_of_agent(capabilities: job_pb2.Capabilities, found: GangFindings) -> None:
-    context, parts, able = found.context, found.parts, _common_bits(found)
+    parts, context, able = found.parts, found.parts.context, _common_bits(found)
     capabilities.can_pause = bool(able & Capability.PAUSE)
     capabilities.can_offload = bool(able & Capability.OFFLOAD)
     capabilities.can_checkpoint = bool(able & Capability.CHECKPOINT) and context.host.storage.proved

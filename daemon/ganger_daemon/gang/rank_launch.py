@@ -177,7 +177,6 @@ class RankLaunch:
         self, desired: agent_pb2.DesiredGang, orders: ReceivedOrders, restore: RestorePlan
     ) -> dict[int, ProcessId]:
         paths, host, pages = self._paths, self._host, self._pages
-        storage = host.storage.path if host.storage.proved else None
         threads = self._threads(desired)
         # run directory, then the pages with the order in them, before any rank could read them
         make_directory(paths.run)
@@ -186,8 +185,8 @@ class RankLaunch:
         pages.extend_lease(host.lease_until_ns or 0)
         order = page_order(orders.wanted)
         assert order is not None, "a gang that is to stop is not launched"
-        write_details(paths.orders, str(order.sequence), storage, desired.job_uid, desired.epoch)
-        pages.write_order(order.sequence, order.order, order.stop_sequence, order.level, 0)
+        write_details(host.storage.shared, paths, str(order.seq))
+        pages.write_order(order)
         environment = environment_of(desired.spec, host.devices.environment(desired.claim.device_mask))
         async with host.launch_lock:
             files = await asyncio.to_thread(self._make_group, desired)
@@ -216,9 +215,8 @@ class RankLaunch:
         Kept until the launch, so that a gang that waits for cores does not read its checkpoint again and again."""
         storage = self._host.storage
         if self._reading is None:
-            path = storage.path if storage.proved else None
             self._reading = asyncio.ensure_future(
-                storage.work.run(restore_plan, desired, path, self._part, within_s=_READING_S)
+                storage.work.run(restore_plan, desired, storage.shared, self._part, within_s=_READING_S)
             )
             self._reading_wait = StorageWait()
         await asyncio.wait((self._reading,), timeout=_READING_PATIENCE_S)

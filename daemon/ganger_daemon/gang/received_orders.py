@@ -132,13 +132,9 @@ class ReceivedOrders:
         if order is None:
             self.is_due = False
             return
-        host, paths = context.host, context.paths
-        storage = host.storage.path if host.storage.proved else None
-        await asyncio.to_thread(
-            write_details, paths.orders, str(order.sequence), storage, self.desired.job_uid, self.desired.epoch
-        )
-        deadline = now_ns() + int(host.order_deadline_s * 1e9) if order.stop_sequence else 0
-        context.pages.write_order(order.sequence, order.order, order.stop_sequence, order.level, deadline)
+        await asyncio.to_thread(write_details, context.host.storage.shared, context.paths, str(order.seq))
+        deadline = now_ns() + int(context.host.order_deadline_s * 1e9) if order.stop_seq else 0
+        context.pages.write_order(order._replace(deadline_ns=deadline))
         # A newer order may have come while the details were written.
         self.is_due = self.wanted is not wanted
         context.write_notes()

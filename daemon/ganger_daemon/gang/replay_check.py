@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ganger.injob.launcher.client import Launcher, LauncherError
-from ganger.injob.page import page_path
+from ganger.injob.page import PageOrder, page_path
 from ganger.injob.page_layout import PageOrderKind, PageState
 from ganger.injob.process_identity import family
 
@@ -94,7 +94,7 @@ class ReplayCheck:
         make_directory(self._directory / "orders")
         mappings = [self._mapping(rank, step, shards) for rank in self._ranks]
         pages.create(int(mappings[0]["threads"]))
-        pages.write_order(1, PageOrderKind.WAIT, 0, 0, 0)
+        pages.write_order(PageOrder(1, PageOrderKind.WAIT, 0, 0, 0))
         found = {rank: ProcessId(*one) for rank, one in zip(self._ranks, launcher.fork_all(mappings), strict=True)}
         for process in found.values():
             with suppress(OSError):

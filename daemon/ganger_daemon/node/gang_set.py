@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ganger.agent.v1 import agent_pb2
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
@@ -29,11 +29,14 @@ from ganger_daemon.core.reconcile import (
     StopAbsent,
     reconcile,
 )
-from ganger_daemon.gang.gang_context import DesiredInvalidError, Peers, recall, wanted_of
+from ganger_daemon.gang.gang_context import DesiredInvalidError, recall, wanted_of
 from ganger_daemon.gang.local_gang import LocalGang
 from ganger_daemon.node.daemon_files import read_json, write_json
 from ganger_daemon.node.node_context import NodeContext
 from ganger_daemon.node.slice_rotation import Rotation
+
+if TYPE_CHECKING:
+    from ganger_daemon.node.peer_service import PeerCalls
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +49,7 @@ _JUDGED_S = 10.0
 class GangSet:
     """The gangs of this node. All methods run on the event loop."""
 
-    def __init__(self, host: NodeContext, peers: Peers) -> None:
+    def __init__(self, host: NodeContext, peers: PeerCalls) -> None:
         self._host = host
         self._peers = peers
         self._gangs: dict[GangId, LocalGang] = {}

@@ -130,6 +130,11 @@ class Storage:
         return bool(self.token) and self.found == self.token
 
     @property
+    def shared(self) -> Path | None:
+        """The directory, if this node is proved to see it."""
+        return self.path if self.proved else None
+
+    @property
     def trouble(self) -> str:
         """Why work that needs storage waits; empty if storage answers."""
         if self.path is None or self._looking is None or self._waiting.passed_s < _HUNG_S:

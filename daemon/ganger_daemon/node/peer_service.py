@@ -27,7 +27,6 @@ from ganger.wire.servers import Callers
 
 from ganger_daemon.checkpoints.storage import Shard, ShardReport, shard_name
 from ganger_daemon.core.gang_judgement import PartPhase
-from ganger_daemon.gang.boundary_relay import from_wire
 from ganger_daemon.node.daemon_files import read_json
 
 if TYPE_CHECKING:
@@ -61,15 +60,16 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
         if first is None:
             return
         gang = self._gang(first.job_uid, first.epoch, context)
-        gang.receive_points(from_wire(first))
-        outbox = gang.hub.join()
+        gang.receive_points(first)
+        hub = gang.parts.boundary.hub
+        outbox = hub.join()
         listener = asyncio.create_task(_listen(request_iterator, gang))
         listener.add_done_callback(lambda _: outbox.end())
         try:
             async for message in outbox.messages():
                 yield message
         finally:
-            gang.hub.leave(outbox)
+            hub.outboxes.discard(outbox)
             listener.cancel()
             await asyncio.gather(listener, return_exceptions=True)
 
@@ -184,7 +184,7 @@ def _next_chunk(logs: Any, job_uid: str, rank: int, offset: int) -> Any:
 
 async def _listen(messages: AsyncIterator[peer_pb2.RankPoints], gang: LocalGang) -> None:
     async for message in messages:
-        gang.receive_points(from_wire(message))
+        gang.receive_points(message)
 
 
 class PeerCalls:

@@ -263,7 +263,7 @@ class Session:
         version = session_version(answer)
         storage.configure(answer.storage, answer.storage_token)
         self._host.storage_configured()
-        self._host.logs.storage = storage.path if storage.proved else None
+        self._host.logs.storage = storage.shared
         self._host.checkpoint_interval_s = seconds(answer.checkpoint_interval)
         self._host.logs.kept_s = seconds(answer.log_retention) if answer.HasField("log_retention") else None
         self._gangs.new_session()
@@ -375,7 +375,7 @@ class Session:
         # Without gangs there is no lease that could have ended.
         has_orders = answer.desired_version > 0 or not (conversation.reported and conversation.reported.gangs)
         self._host.lease_until_ns = renewed(self._host.lease_until_ns, until, has_orders, now_ns())
-        self._host.logs.storage = self._host.storage.path if self._host.storage.proved else None
+        self._host.logs.storage = self._host.storage.shared
         self._gangs.wake_all()
 
 

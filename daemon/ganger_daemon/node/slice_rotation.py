@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ganger.agent.v1 import agent_pb2, peer_pb2
 from ganger.protocol import gang_orders
@@ -25,10 +25,14 @@ from ganger.wire.times import duration, seconds
 from google.protobuf import json_format
 
 from ganger_daemon.core.gang_judgement import PartPhase
-from ganger_daemon.gang.gang_context import Peers, wanted_of, with_order
+from ganger_daemon.gang.gang_context import wanted_of, with_order
 from ganger_daemon.gang.local_gang import LocalGang
 from ganger_daemon.node.daemon_files import make_directory, read_json, write_hint
 from ganger_daemon.node.node_context import NodeContext
+
+if TYPE_CHECKING:
+    from ganger_daemon.node.gang_set import GangSet
+    from ganger_daemon.node.peer_service import PeerCalls
 
 log = logging.getLogger(__name__)
 
@@ -58,24 +62,10 @@ class LocalTimesliceGroup:
         self.rotation.desire(_matrix_of(message))
 
 
-class LocalGangs(Protocol):
-    """The gangs of this node."""
-
-    def all(self) -> Sequence[LocalGang]: ...
-
-    def blocked_by(self, gang: LocalGang) -> str:
-        """Return a job that still uses the devices of a gang; empty if they are free."""
-        ...
-
-    def collide(self, one: LocalGang, other: LocalGang) -> bool:
-        """Return whether two gangs cannot run at once."""
-        ...
-
-
 class Rotation:
     """Time-slice groups of this node."""
 
-    def __init__(self, host: NodeContext, peers: Peers, gangs: LocalGangs) -> None:
+    def __init__(self, host: NodeContext, peers: PeerCalls, gangs: GangSet) -> None:
         self._host = host
         self._peers = peers
         self._gangs = gangs

@@ -64,7 +64,7 @@ def test_the_page_lets_a_script_run_that_is_asked_to_save_itself(wanted: Desired
     order = page_order(wanted)
     assert order is not None
     assert order.order == PageOrderKind.RUN
-    assert order.stop_sequence == 0
+    assert order.stop_seq == 0
 
 
 def test_a_pause_freezes_it_and_a_stop_thaws_it_again() -> None:
