@@ -294,7 +294,6 @@ class Daemon:
             )
 
     def _find_master(self) -> Endpoint:
-        """Return the endpoint of the master. Raises EndpointError."""
         found = find_endpoint(self._settings.master, self._tls)
         if self._tls and not found.tls:
             raise EndpointError(
@@ -385,7 +384,6 @@ class Daemon:
         await self.session.run()
 
     async def _tend(self) -> None:
-        """Do the slow periodic work: replace dead launchers, report device faults, note the storage."""
         known = (self.host.storage.path, self.host.storage.token)
         faults: dict[int, str] = {}
         while True:
@@ -407,7 +405,6 @@ class Daemon:
                 log.warning("tending failed", extra={"error": str(error)})
 
     async def _sweep_logs(self) -> None:
-        """Remove logs that were kept for the master's retention time."""
         while True:
             await self.session.connected.wait()
             here = frozenset(gang.desired.job_uid for gang in self.gangs.all())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ganger.injob.page import PageProgress
 from ganger.injob.page_layout import Capability
-from ganger_daemon.gang.offered_capabilities import is_still_looking
+from ganger_daemon.gang.observation import is_still_looking
 
 EVERYTHING = Capability.PAUSE | Capability.OFFLOAD | Capability.CHECKPOINT
 

@@ -386,7 +386,7 @@ def test_an_agent_behind_a_command_of_another_name_knows_that_it_is_saved_by_ima
 
 
 def test_a_script_whose_agent_never_reports_is_known_to_be_saved_by_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ganger_daemon.gang.offered_capabilities._LATEST_REPORT_S", 8.0)
+    monkeypatch.setattr("ganger_daemon.gang.observation._LATEST_REPORT_S", 8.0)
 
     async def story(made: Cluster) -> None:
         uid = str(uuid.uuid4())

@@ -206,7 +206,6 @@ class Control:
             self._stacks = StackPrinter(self.page.words)
 
     def _rejoin(self, step: int) -> None:
-        """Take the page of another epoch, in a process that was restored from its image at `step`."""
         self.epoch = self.page.get(Word.EPOCH)
         self.page.set(Word.LOCK, os.getpid())
         self.page.set(Word.RESTORED_STEP, step)
@@ -280,7 +279,6 @@ class Control:
         self._replace_attend(self._count)
 
     def _count(self, step: int, now: int) -> Known:
-        """Stand in for `OrderHandler.attend`: publish the step and obey nothing."""
         words = self.page.words
         if not words[Word.FIRST_STEP_TIME]:
             words[Word.FIRST_STEP_TIME] = now
@@ -291,7 +289,6 @@ class Control:
         return words[Word.ORDER_SEQ], words[Word.CHECKPOINT_SEQ], words[Word.RETUNE_SEQ], now + _COUNT_EVERY_NS
 
     def _withdraw(self, capability: int, level: str, why: str) -> None:
-        """Offer a level no more, because it failed and would fail again."""
         self.explain(level, f"it failed once: {why}")
         self._withdrawn |= capability
         self.page.set(Word.CAPABILITIES, self.page.get(Word.CAPABILITIES) & ~capability)

@@ -156,7 +156,6 @@ class OrderHandler:
                 return passed_under
 
     def _go_on_in_new_epoch(self, step: int) -> None:
-        """Take up the page of another epoch, in a process that was restored from its image at ``step``."""
         self._read_page_anew()
         self._rejoin(step)
         self._publish_step(step, 0)
@@ -185,7 +184,6 @@ class OrderHandler:
         return None
 
     def _stop_here(self, order: PageOrder, agreement: int, step: int, backoff: Backoff) -> None:
-        """Carry out the agreed checkpoint or stop; wait for the daemon once that has been tried."""
         if agreement & CHECKPOINT_BIT:
             self._save_and_go_on(agreement, step)
             backoff.reset()
@@ -307,7 +305,6 @@ class OrderHandler:
             self._socket.send({"event": "ready", "rank": self._rank, "seq": order.seq}, now_ns())
 
     def _hold(self, order: PageOrder, step: int) -> None:
-        """Stand at the agreed step at the level of the order."""
         self._attempted = order.seq
         if not self._held:
             self._held = True
@@ -388,7 +385,6 @@ class OrderHandler:
         return True
 
     def _await_image(self, order: PageOrder, step: int) -> bool:
-        """Be ready for the daemon to take an image of this process while it rests."""
         words = self._words
         self._socket.suspend()
         if order.level == PageParkLevel.HAND_OVER:
@@ -417,7 +413,6 @@ class OrderHandler:
             self._held = True
 
     def _save_and_go_on(self, agreement: int, step: int) -> None:
-        """Serve a checkpoint request at the agreed step; whatever happens, training goes on."""
         self._checkpoint_handled = agreement
         if self.handlers.by_image:
             self._be_imaged_and_go_on(agreement, step)
@@ -482,7 +477,6 @@ class OrderHandler:
         return True
 
     def _details(self, name: str) -> dict[str, Any]:
-        """Read the file of an order; most have none."""
         try:
             with open(os.path.join(self._job_dir, "orders", f"{name}.json"), encoding="utf-8") as file:
                 content = json.load(file)

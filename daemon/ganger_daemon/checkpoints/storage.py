@@ -350,7 +350,6 @@ def verify(directory: Path, ranks: tuple[int, ...] | None = None) -> Manifest | 
 
 
 def _trouble_with(shard: Path, entry: Entry, manifest: Manifest, is_read: bool) -> str:
-    """Return why a shard is not the one that its manifest names; empty if it is. Raises OSError."""
     with open_plain(shard, is_jobs_directory=True) as file:
         actual = file.seek(0, 2)
     if actual != entry.bytes:

@@ -82,7 +82,6 @@ def _candidates(facts: MechanismFacts) -> tuple[Mechanism, ...]:
 
 
 def _reason_against(facts: MechanismFacts, mechanism: Mechanism) -> str | None:
-    """Return why a mechanism does not apply: empty if it does, None if that is not known yet."""
     if mechanism is Mechanism.IMAGE and facts.nodes > 1:
         return f"its ranks are on {facts.nodes} nodes, and an image is of one"
     reasons = {

@@ -115,7 +115,6 @@ def _hang(watched: Watched, stepped_at: float, now: float) -> str:
 
 
 def _held_back(steps: Mapping[int, int], waits: Mapping[int, float]) -> str:
-    """Return which rank holds back the others most, as a text; empty if none does."""
     if len(steps) < 2:
         return ""
     rank = min(steps, key=lambda one: (steps[one], one))

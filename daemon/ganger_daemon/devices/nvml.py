@@ -117,7 +117,6 @@ class NvmlDevices(Devices):
     # reading the server
 
     def _whether_shared(self) -> str:
-        """Return whether a device takes processes of several jobs, or why not."""
         for index, handle in enumerate(self._handles):
             mode = self._ask(self._nvml.nvmlDeviceGetComputeMode, handle)
             if mode not in (None, self._nvml.NVML_COMPUTEMODE_DEFAULT):
@@ -191,7 +190,6 @@ class NvmlDevices(Devices):
         return found or inventory.cpus_near(bus_id)
 
     def _ask(self, call: Callable[..., Any] | None, *arguments: Any) -> Any:
-        """The answer, or None where this driver, library or device has none."""
         if call is None:
             return None
         try:

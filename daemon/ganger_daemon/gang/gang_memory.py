@@ -203,7 +203,6 @@ class MemoryWatch:
         self.residue = tuple(kept) if UNREADABLE not in kept else ()
 
     def _stored_bytes(self, pages: ControlPages) -> int:
-        """Return the bytes from the devices that are in host memory now."""
         if self._taken is not None and self._taken.are_taken:
             return self._taken.taken_bytes
         return sum(pages.progress(rank).offloaded_bytes for rank in self._part.ranks)
@@ -334,7 +333,6 @@ class Segments:
         self._own = {}
 
     def _held_by_gang(self) -> dict[FileId, set[int]]:
-        """Return by file the owners of the gang's processes that have it."""
         found: dict[FileId, set[int]] = {}
         for pid in self._host.cgroups.pids(self._group):
             with suppress(OSError):
@@ -387,7 +385,6 @@ def _open_files(directory: str) -> Iterator[FileId]:
 
 
 def _held_by_any(own: int) -> tuple[set[FileId], set[int]]:
-    """Return the files of all processes but `own`, and the owners of processes that cannot be read."""
     found: set[FileId] = set()
     unreadable: set[int] = set()
     for pid in _numbers(os.listdir("/proc")):

@@ -134,7 +134,6 @@ class GangUnit:
             raise ImageRefusedError(why or str(error)) from error
 
     def _replaced(self, mappings: Mappings, facts: ImageFacts) -> dict[str, str]:
-        """Return the files of the present epoch that the processes get in place of those in their image."""
         first = str(mappings[min(mappings)]["log"])
         logs = {path: str(mappings[one.rank]["log"]) for one in facts.ranks for path in one.logs}
         files = {log.path: logs.get(log.path, first) for log in facts.logs}
@@ -253,7 +252,6 @@ def _remove(names: Path) -> None:
 
 
 def _is_held(run: Path) -> bool:
-    """Return whether a daemon with this run directory lives."""
     try:
         lock = os.open(run / LOCK, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -22,7 +22,7 @@ from ganger.wire.resource_names import parse_job_name, parse_node_name
 
 from ganger_daemon.checkpoints.storage import Unreadable, newest_found, parse_final, shard_name, token_found, verify
 from ganger_daemon.core.part_facts import FoundCheckpoint, PartOutcomeKind
-from ganger_daemon.gang.gang_context import LocalPart
+from ganger_daemon.gang.gang_context import GangContext, LocalPart
 from ganger_daemon.images.packing import facts_of
 from ganger_daemon.node.daemon_files import GangPaths, write_json
 from ganger_daemon.node.launchers import HASH_SEED, is_python
@@ -156,8 +156,6 @@ def restore_plan(desired: agent_pb2.DesiredGang, storage: Path | None, part: Loc
 
 
 def _check_newest(desired: agent_pb2.DesiredGang, storage: Path) -> None:
-    """Check that a checkpoint is the newest. Raises StateOutdatedError where an earlier attempt left a newer checkpoint
-    than the one that is named."""
     named = parse_final(Path(desired.restore.checkpoint_path).name)
     unreadable = set(desired.restore.unreadable_paths)
     found = _on_storage(desired, storage)
@@ -168,7 +166,6 @@ def _check_newest(desired: agent_pb2.DesiredGang, storage: Path) -> None:
 
 
 def _on_storage(desired: agent_pb2.DesiredGang, storage: Path) -> tuple[FoundCheckpoint, ...]:
-    """The newest complete checkpoints of earlier attempts, newest first."""
     return newest_found(storage, desired.job_uid, desired.epoch)
 
 
@@ -235,23 +232,19 @@ def job_environment(
 
 
 def launch_mapping(
-    *,
+    context: GangContext,
     desired: agent_pb2.DesiredGang,
-    paths: GangPaths,
-    part: LocalPart,
     rank: int,
+    *,
     environment: Mapping[str, str],
     rendezvous: Rendezvous,
     restore: RestorePlan,
-    log: Path,
     cgroup_files: tuple[str, ...],
-    freezer: str,
-    cpus: tuple[int, ...],
     threads: int,
-    inject: str,
     arena_bytes: int,
 ) -> dict[str, Any]:
     """Return the launcher's request for one rank, which is also rank-K.launch.json."""
+    host, paths, part = context.host, context.paths, context.part
     ahead = bytes_ahead_per_rank(desired, len(part.ranks), arena_bytes)
     restore_path = ""
     if restore.kind and restore.kind != "image":
@@ -265,7 +258,7 @@ def launch_mapping(
         job_dir=str(paths.job),
         socket=str(paths.socket),
         threads=threads,
-        inject=inject,
+        inject=host.launchers.inject,
         restore=restore_path,
         job=job_environment(desired, paths, part, rank, rendezvous),
     )
@@ -276,13 +269,13 @@ def launch_mapping(
         "argv": list(desired.spec.command),
         "env": env,
         "cwd": desired.spec.working_directory or "/",
-        "log": str(log),
+        "log": str(host.logs.begin(desired.job_uid, rank, desired.epoch)),
         "page": page_path(str(paths.run), rank),
         "page_version": VERSION,
         "exit_path": str(paths.exit(rank)),
         "cgroup_procs": list(cgroup_files),
-        "freezer": freezer,
-        "cores": list(cpus) or None,
+        "freezer": host.cgroups.freezer_file(paths.group),
+        "cores": (list(host.cores.cpus(paths.group)) or None) if not cgroup_files else None,
         "threads": threads,
         "arena": {"name": arena_name(paths, rank), "bytes": arena_bytes} if arena_bytes else None,
         "touched_bytes": ahead,

@@ -25,8 +25,7 @@ from ganger_daemon.gang import exit_watcher
 from ganger_daemon.gang.gang_context import GangContext
 from ganger_daemon.gang.gang_parts import GangParts
 from ganger_daemon.gang.job_output import JobSocketServer, LogMirror, PacketLog
-from ganger_daemon.gang.observation import GangReport, JudgedState, observe
-from ganger_daemon.gang.offered_capabilities import is_by_signal
+from ganger_daemon.gang.observation import GangReport, JudgedState, is_by_signal, observe
 from ganger_daemon.gang.received_orders import ReceivedOrders
 from ganger_daemon.node.node_context import NodeContext
 from ganger_daemon.node.process_identity import RankProcess
@@ -209,7 +208,6 @@ class LocalGang:
 
     @property
     def _is_by_signal(self) -> bool:
-        """Whether the script is to save itself at a signal, as far as known now."""
         return is_by_signal(self.parts)
 
     @property
@@ -331,7 +329,6 @@ class LocalGang:
         await self._look_for_segments(now)
 
     async def _begin_attending(self) -> None:
-        """Start socket, boundary relay and incoming transfers of a running gang, each once."""
         if self._socket is None:
             self._socket = JobSocketServer(self.context.paths.socket, self._receive_packet)
             self.context.pages.written = self._socket.nudge
@@ -370,7 +367,6 @@ class LocalGang:
         self.report.judged = JudgedState(judgement, facts.wanted, self._orders.master_desired)
 
     def _judge_anew(self) -> None:
-        """Judge and observe the gang before its first tick."""
         self._judge(self.parts.facts(), time.monotonic())
         self.observed = observe(self.report)
 

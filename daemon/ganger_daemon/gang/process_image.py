@@ -273,7 +273,6 @@ class GangImages:
             remove_tree(directory)
 
     def _note_shared(self, facts: ImageFacts) -> None:
-        """Note the files in shared memory that the processes do not remove where an image ends them."""
         if facts.shared_files.items() - self.unit.names.shared.items():
             self.unit.names.shared |= facts.shared_files
             self._context.write_notes()

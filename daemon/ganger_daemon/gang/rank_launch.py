@@ -141,7 +141,6 @@ class RankLaunch:
         self.is_done, self.launched_at = True, time.monotonic()
 
     async def _attempt(self, orders: ReceivedOrders) -> dict[int, ProcessId] | None:
-        """Return the processes by rank; None while devices, cores or storage are not ready."""
         desired = orders.desired
         if not self._host.serves_all_users:
             check_user(desired.user)
@@ -282,7 +281,6 @@ class RankLaunch:
             time.sleep(_STRAYS_LOOK_S)
 
     def _take_cores(self, desired: agent_pb2.DesiredGang) -> str:
-        """Reserve cores; return the shortage as a text, or an empty text."""
         host, source = self._host, desired.restore.parked
         if self._paths.group in host.cores.held:
             return ""
@@ -313,7 +311,6 @@ class RankLaunch:
         return cgroups.join_files(group)
 
     def _pool(self, device_mask: int) -> str:
-        """Return the CPU pool of all gangs on just these devices; empty where devices have no CPU limit."""
         cores = self._host.device_cores * device_mask.bit_count()
         if not cores:
             return ""
@@ -339,30 +336,23 @@ class RankLaunch:
         found = self.recognise(children_of(launcher))
         processes: dict[int, ProcessId] = {}
         mappings: dict[int, dict[str, Any]] = {}
-        cpus = self._host.cores.cpus(self._paths.group)
         for rank in self._part.ranks:
             if found[rank].is_lost:
                 raise LaunchRefusedError(stranger_text(rank, found[rank]))
             if found[rank].process.pid:
                 processes[rank] = found[rank].process  # a former daemon had it forked
             else:
-                mapping = launch_mapping(
-                    desired=desired,
-                    paths=self._paths,
-                    part=self._part,
-                    rank=rank,
+                mappings[rank] = launch_mapping(
+                    self._context,
+                    desired,
+                    rank,
                     environment=environment,
                     rendezvous=rendezvous,
                     restore=restore,
-                    log=self._host.logs.begin(desired.job_uid, rank, desired.epoch),
                     cgroup_files=files,
-                    freezer=self._host.cgroups.freezer_file(self._paths.group),
-                    cpus=() if files else cpus,
                     threads=threads,
-                    inject=self._host.launchers.inject,
                     arena_bytes=self._launcher.arena_bytes,
                 )
-                mappings[rank] = mapping
         if mappings and is_image and restore.kind != "image":
             self.awaits_image = True
         elif mappings and is_image:
@@ -404,7 +394,6 @@ class RankLaunch:
     def _restore(
         self, launcher: Launcher, mappings: Mapping[int, dict[str, Any]], source: int, *, is_moved: bool
     ) -> dict[int, ProcessId]:
-        """Restore the ranks from their process image. Raises LaunchRefusedError."""
         procs = self._host.cgroups.join_files(self._paths.group)
         try:
             found = self._images.restore(launcher, mappings, source, procs=procs, is_moved=is_moved)
@@ -449,7 +438,6 @@ def _is_image(desired: agent_pb2.DesiredGang, restore: RestorePlan) -> bool:
 
 
 def _outcome_of(error: Exception) -> PartOutcome:
-    """Return the outcome of a gang whose launch has failed."""
     kind = error.kind if isinstance(error, LaunchRefusedError) else PartOutcomeKind.LAUNCH_FAILED
     found = error.found if isinstance(error, LaunchRefusedError) else ()
     # The exit code shows the master that the command is at fault, and not the node.

@@ -127,7 +127,6 @@ class ReplayCheck:
         }
 
     async def _outcome(self, pages: ControlPages, processes: Mapping[int, ProcessId], step: int) -> str:
-        """Wait until all have arrived. Return why one does not."""
         begun = time.monotonic()
         while not self._is_given_up:
             if not pages.readable:
@@ -161,7 +160,6 @@ class ReplayCheck:
         return f"it {how}"
 
     def _end(self) -> None:
-        """Kill the second processes with all that they have started, and remove their files."""
         launcher = self._launcher()
         names = {self._name(rank) for rank in self._ranks}
         children = children_of(launcher) if launcher is not None else {}

@@ -138,7 +138,6 @@ class TakenDevices:
         self._expected, self.are_taken = processes, processes > 0
 
     def _uuids(self, device_mask: int) -> tuple[list[str], list[str]]:
-        """Return the devices of a mask and the others of this node, in the order of their indices."""
         devices = sorted(self._host.inventory.devices, key=lambda device: device.index)
         own = [device.uuid for device in devices if device_mask >> device.index & 1]
         return own, [device.uuid for device in devices if device.uuid not in own]

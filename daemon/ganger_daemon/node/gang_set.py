@@ -308,7 +308,6 @@ def _described(gang: LocalGang) -> agent_pb2.ObservedGang:
 
 
 def _ended(gang: LocalGang) -> agent_pb2.FinishedGang:
-    """Return what is kept of a gang that is forgotten."""
     observed = gang.observed
     end = agent_pb2.FinishedGang(
         job=observed.job,
@@ -337,7 +336,6 @@ def collide(one: resources_pb2.Claim, other: resources_pb2.Claim) -> bool:
 
 
 def _holds_devices(gang: LocalGang, least: ParkLevel) -> bool:
-    """Return whether a gang holds its devices: unless it is parked at `least` or deeper, ended, or never launched."""
     if gang.may_be_on_devices:
         return True
     return gang.phase is PartPhase.PARKED and gang.judgement.level < least

@@ -203,7 +203,6 @@ class LogStore:
 
 
 def _written_last(directory: Path) -> float:
-    """Unix seconds."""
     times = [directory.lstat().st_mtime]
     if directory.is_dir() and not directory.is_symlink():
         times += [path.lstat().st_mtime for path in directory.iterdir()]

@@ -237,7 +237,6 @@ class Session:
             self._wait = min(_LAST_RETRY_S, self._wait * 2)
 
     async def _trouble(self, endpoint: Endpoint | None) -> str:
-        """Return what is wrong with the certificates of either end, or an empty text: gRPC does not report it."""
         if endpoint is None or not endpoint.tls:
             return ""
         return await asyncio.to_thread(trouble_with, endpoint)

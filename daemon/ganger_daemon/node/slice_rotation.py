@@ -232,7 +232,6 @@ class Rotation:
         self.news()
 
     def _ordered(self, group: LocalTimesliceGroup, former: SlicePosition) -> None:
-        """Note a new order, before it is obeyed."""
         position = group.rotation.position
         self._note(group)
         # a switch to another version of the matrix is worth a line
@@ -317,7 +316,6 @@ class Rotation:
         return next((group.rotation for group in groups if group.rotation.has(gang.desired.epoch)), None)
 
     def _new_group(self, number: int) -> LocalTimesliceGroup:
-        """Return a group without notes."""
         rotation = GroupRotation(number, self._host.node, time.monotonic())
         rotation.continue_from(
             (SliceSwitch(gang.wanted.order.set_epoch, gang.wanted.order.local_sequence), gang.wanted.stop_sequence)

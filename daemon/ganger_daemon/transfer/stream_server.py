@@ -189,7 +189,6 @@ class StreamServer:
             worker.start()
 
     def _stranger(self, connection: socket.socket) -> socket.socket:
-        """Return the connection to use, with TLS if configured. Raises OSError."""
         if self._context is not None:
             connection = self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
         with self._lock:
@@ -224,7 +223,6 @@ class StreamServer:
             self._workers.discard(threading.current_thread())
 
     def _request(self, connection: socket.socket) -> StreamRequest:
-        """Read and return the request of an authorised client. Raises OSError and StreamError."""
         try:
             limit_silence(connection, SOCKET_TIMEOUT_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -240,7 +238,6 @@ class StreamServer:
             self._forget_stranger(connection)
 
     def _check_certificate(self, connection: ssl.SSLSocket) -> None:
-        """Check that the client certificate is a daemon's. Raises OSError and StreamError."""
         connection.do_handshake()
         try:
             check_daemon(connection)

@@ -232,7 +232,6 @@ class LeaseKeeper:
         return self._word(Word.ORDER, PageOrderKind.RUN)
 
     def _word(self, word: int, otherwise: int) -> int:
-        """Return a word of the page, or ``otherwise`` if its job has truncated the page."""
         assert self._page is not None, "looked at only while it is open"
         try:
             return self._page.get(word)

@@ -104,7 +104,6 @@ def start_launcher(
 
 
 def _launcher_environment(env: Mapping[str, str], inject: str) -> dict[str, str]:
-    """Return the environment of a launcher for a user with the environment `env`; `inject` comes first in its path."""
     environment = {key: value for key, value in env.items() if not key.startswith("GANGER_")}
     parts = [part for part in environment.get("PYTHONPATH", "").split(os.pathsep) if part and part != inject]
     environment.update(

@@ -226,7 +226,6 @@ def end_children(init: int, known: Collection[int]) -> None:
 
 
 def _processes_in(init: int) -> list[int]:
-    """Return the processes in the PID namespace of a unit, its init too."""
     found: list[int] = []
     try:
         namespace = os.stat(f"/proc/{init}/ns/pid").st_ino

@@ -192,7 +192,6 @@ class LauncherServer:
         write_ends: list[int],
         report: int,
     ) -> Callable[[list[int]], NoReturn]:
-        """Return what the parent of ranks does, in the child that is to be it."""
         members = tree_members(wanted, arenas, write_ends, self._may_fork, host, listener)
         self._become_child(keep=[report, *(one for member in members for one in member.descriptors)])
         enter = partial(child_process.enter_cgroups, wanted.launches[0].cgroup_procs)
@@ -201,7 +200,6 @@ class LauncherServer:
     def _gather(
         self, caller: Caller, number: Any, wanted: TreeRequest, root: LauncherChild, report: int, ends: list[int]
     ) -> None:
-        """Look after the ranks that their parent has started; answer once all are settled."""
         self._selector.unregister(report)
         try:
             ranks = self._children.add_ranks(root, list(zip(wanted.launches, read_pids(report))))
@@ -408,7 +406,6 @@ class LauncherServer:
     # Children.
 
     def _helper(self, name: str, caller: Caller | None, number: Any, work: Callable[[], None]) -> None:
-        """Do ``work`` in a forked child and answer with how it went."""
         with child_process.failure_pipe() as (read_end, write_end):
             pid = os.fork()
         if pid == 0:

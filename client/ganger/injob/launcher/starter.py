@@ -104,7 +104,6 @@ def make_starter(run: Callable[[dict[str, Any], int, int | None], NoReturn]) -> 
 
 
 def _serve(connection: socket.socket, run: Callable[[dict[str, Any], int, int | None], NoReturn]) -> None:
-    """Fork a child for each request, until the launcher closes the connection."""
     # Its group's signals are the launcher's to act on; this process ends with its launcher.
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -150,7 +149,6 @@ def _fork_for_parent(flags: int) -> int:
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
-    """Receive exactly `size` bytes. Raises EOFError if the other end closes before."""
     data = b""
     while len(data) < size:
         more = connection.recv(size - len(data))
