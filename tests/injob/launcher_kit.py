@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from ganger.injob.bootstrap import prepare_inject_directory
-from ganger.injob.launcher.client import Forked, Launcher, start_launcher
+from ganger.injob.launcher.client import Launcher, start_launcher
 from ganger.injob.launcher.process_record import rank_environment
 from ganger.injob.page import Page, page_path
 from ganger.injob.page_layout import PageOrderKind
-from ganger.injob.process_identity import start_ticks
+from ganger.injob.process_identity import ProcessId, start_ticks
 from kit.waiting import eventually
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
@@ -35,7 +35,7 @@ class Place:
         self.inject = prepare_inject_directory(str(directory / "inject"))
         self.log = directory / "launcher.log"
         self.count = 0
-        self.started: list[Forked] = []
+        self.started: list[ProcessId] = []
         self.start()
 
     def start(self) -> None:
@@ -76,7 +76,7 @@ class Place:
             **more,
         }
 
-    def fork(self, launch: dict[str, Any]) -> Forked:
+    def fork(self, launch: dict[str, Any]) -> ProcessId:
         with Launcher(self.socket) as launcher:
             forked = launcher.fork(launch)
         self.started.append(forked)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ganger.injob.launcher.client import Forked, Launcher, LauncherError
+from ganger.injob.launcher.client import Launcher, LauncherError
 from ganger.injob.launcher.namespaces import LINKS, Unit, make_links
-from ganger.injob.process_identity import start_ticks
+from ganger.injob.process_identity import ProcessId, start_ticks
 from injob.launcher_kit import Place, exit_record, launcher_place, page_of
 from kit.waiting import eventually
 
@@ -49,12 +49,12 @@ def inside(pid: int) -> int:
     return int(next(line.split()[-1] for line in status.splitlines() if line.startswith("NSpid:")))
 
 
-def made(place: Place, unit: Unit) -> Forked:
+def made(place: Place, unit: Unit) -> ProcessId:
     with Launcher(place.socket) as launcher:
         return launcher.make_unit(unit._asdict())
 
 
-def dumped(rank: Forked, image: Path) -> None:
+def dumped(rank: ProcessId, image: Path) -> None:
     image.mkdir()
     command = [CRIU, "dump", "-t", str(rank.pid), "-D", str(image), "--manage-cgroups=ignore", "-o", "dump.log"]
     subprocess.run(command, check=True, capture_output=True)

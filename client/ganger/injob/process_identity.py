@@ -22,6 +22,13 @@ class Peer(NamedTuple):
     gid: int
 
 
+class ProcessId(NamedTuple):
+    """``start_ticks``: when it started, in kernel clock ticks. So no signal reaches a later process of that pid."""
+
+    pid: int
+    start_ticks: int
+
+
 def peer_of(connection: socket.socket) -> Peer:
     """Return the process that connected, or that listened, as it was then. Raises OSError."""
     return Peer(*struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)))

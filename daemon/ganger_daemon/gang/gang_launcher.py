@@ -179,7 +179,7 @@ class GangRendezvous:
         has_store = has_agent
         if has_store:
             try:
-                port = (await asyncio.to_thread(launcher.store, str(paths.run), host)).port
+                port = await asyncio.to_thread(launcher.store, str(paths.run), host)
             except LauncherError as error:
                 if error.reason != "NO_TORCH":
                     raise

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ganger.failpoints import hit
-from ganger.injob.launcher.client import Forked, Launcher, LauncherError
+from ganger.injob.launcher.client import Launcher, LauncherError
 from ganger.injob.launcher.namespaces import LINKS, Unit, bind, make_links, unbind
 
 from ganger_daemon.devices.contract import VIRTUAL_DRIVER
@@ -75,7 +75,7 @@ class GangUnit:
         *,
         is_moved: bool,
         is_stopped: bool,
-    ) -> dict[int, Forked]:
+    ) -> dict[int, ProcessId]:
         """Restore the ranks from the image in a directory into a new unit. Blocks.
 
         `mappings`: their launches in the present epoch; `procs`: the files by which the unit enters its cgroups;
@@ -110,8 +110,7 @@ class GangUnit:
         names = self.names
         make_directory(names.files)
         unit = Unit(self._paths.group, names.directory, names.links, [(str(names.files), names.temporary)], has_network)
-        made = launcher.make_unit({**unit._asdict(), "cgroup_procs": list(procs)})
-        self.init = ProcessId(made.pid, made.start_ticks)
+        self.init = launcher.make_unit({**unit._asdict(), "cgroup_procs": list(procs)})
         self._context.write_notes()
 
     def _restore(
@@ -121,7 +120,7 @@ class GangUnit:
         directory: Path,
         replaced: Mapping[str, str],
         is_stopped: bool,
-    ) -> Sequence[Forked]:
+    ) -> Sequence[ProcessId]:
         images = self._host.images
         images.fill(self.init.pid, directory)
         numbers = dict(zip(replaced, itertools.count(_FIRST_DESCRIPTOR), strict=False))

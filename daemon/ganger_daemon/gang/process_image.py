@@ -22,9 +22,10 @@ from typing import Any
 
 from ganger.agent.v1 import agent_pb2
 from ganger.failpoints import hit
-from ganger.injob.launcher.client import Forked, Launcher
+from ganger.injob.launcher.client import Launcher
 from ganger.injob.page import PageProgress
 from ganger.injob.page_layout import Capability, PageState, Word
+from ganger.injob.process_identity import ProcessId
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
 from ganger.v1 import job_pb2
 
@@ -478,7 +479,7 @@ class GangImages:
 
     def restore(
         self, launcher: Launcher, mappings: Mappings, source: int, *, procs: tuple[str, ...], is_moved: bool
-    ) -> dict[int, Forked]:
+    ) -> dict[int, ProcessId]:
         """Restore the gang's ranks into a new unit, from a descriptor of their packed image. Blocks. `is_moved`: a
         process without an agent stands still until `let_run`; `mappings`, `procs`: as `GangUnit.restore` takes them.
         Raises LauncherError, OSError, ImageRefusedError, ImageError."""

@@ -383,7 +383,7 @@ class RankLaunch:
             forked = launcher.fork_together(named, rendezvous.host if rendezvous.store else "").ranks
         else:
             forked = launcher.fork_all(named)
-        return {rank: ProcessId(*one) for rank, one in zip(mappings, forked, strict=True)}
+        return dict(zip(mappings, forked, strict=True))
 
     def _restore_saved(
         self, launcher: Launcher, mappings: Mapping[int, dict[str, Any]], restore: RestorePlan
@@ -396,8 +396,7 @@ class RankLaunch:
     ) -> dict[int, ProcessId]:
         procs = self._host.cgroups.join_files(self._paths.group)
         try:
-            found = self._images.restore(launcher, mappings, source, procs=procs, is_moved=is_moved)
-            return {rank: ProcessId(*one) for rank, one in found.items()}
+            return self._images.restore(launcher, mappings, source, procs=procs, is_moved=is_moved)
         except (ImageRefusedError, ImageError) as error:
             raise LaunchRefusedError(f"its process image cannot be restored: {error}") from error
 

@@ -95,7 +95,7 @@ class ReplayCheck:
         mappings = [self._mapping(rank, step, shards) for rank in self._ranks]
         pages.create(int(mappings[0]["threads"]))
         pages.write_order(PageOrder(1, PageOrderKind.WAIT, 0, 0, 0))
-        found = {rank: ProcessId(*one) for rank, one in zip(self._ranks, launcher.fork_all(mappings), strict=True)}
+        found = dict(zip(self._ranks, launcher.fork_all(mappings), strict=True))
         for process in found.values():
             with suppress(OSError):
                 Path(f"/proc/{process.pid}/oom_score_adj").write_text(_FIRST_TO_BE_KILLED)

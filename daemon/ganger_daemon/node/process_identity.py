@@ -3,7 +3,7 @@ confirms it: no process of another job or user is ever signalled.
 
 A process belongs to a gang if it is in the gang's cgroup, or if it is the child of a launcher that reports it as this
 rank, or if it has this rank's log as its output or maps this rank's control page. None of these can a job bring about
-for a process that is not its own. A process is (pid, start time), so that no signal reaches a later one of that pid.
+for a process that is not its own.
 """
 
 from __future__ import annotations
@@ -15,14 +15,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from ganger.injob.process_identity import ProcessId as ProcessId
 from ganger.injob.process_identity import start_ticks, stat_fields
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class ProcessId:
-    pid: int
-    start_ticks: int
-
 
 NO_PROCESS = ProcessId(0, 0)
 # What was killed is gone within milliseconds, but for one that hangs in a driver.

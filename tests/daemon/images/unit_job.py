@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ganger.injob.launcher.client import Forked, Launcher
+from ganger.injob.launcher.client import Launcher
 from ganger.injob.launcher.namespaces import LINKS, Unit
+from ganger.injob.process_identity import ProcessId
 from ganger_daemon.images.contract import PID_FILE, SHARED_MEMORY, ImageFacts, ProcessImages, UnitProcesses
 from ganger_daemon.images.criu import choose_images
 from injob.launcher_kit import Place
@@ -19,7 +20,7 @@ from kit.waiting import eventually
 class Job:
     """A program, in a unit once it is restored. `temporary`: the path by which it knows its own directory."""
 
-    def __init__(self, place: Place, launch: dict[str, Any], init: int, root: Forked, temporary: str) -> None:
+    def __init__(self, place: Place, launch: dict[str, Any], init: int, root: ProcessId, temporary: str) -> None:
         self.place, self.launch, self.init, self.root = place, launch, init, root
         self.unit = UnitProcesses(init, root.pid, (SHARED_MEMORY, temporary))
 

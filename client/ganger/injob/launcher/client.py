@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ganger.injob.launcher.process_record import LAUNCHER_BLAS_THREADS
-from ganger.injob.process_identity import peer_of
+from ganger.injob.process_identity import ProcessId, peer_of
 
 # Longest restore of a process image: all of its memory is read back.
 _RESTORE_S = 3600.0
@@ -27,26 +27,13 @@ class LauncherError(Exception):
         self.reason = reason
 
 
-class Forked(NamedTuple):
-    pid: int
-    start_ticks: int
-
-
 class ForkedTree(NamedTuple):
     """Ranks and their common parent; one rank alone is ``root`` itself. ``port``: of the rendezvous store beside them,
     0 without one."""
 
-    root: Forked
-    ranks: Sequence[Forked]
+    root: ProcessId
+    ranks: Sequence[ProcessId]
     port: int = 0
-
-
-class RendezvousStore(NamedTuple):
-    """A rendezvous store: its process, and the port that takes connections already."""
-
-    pid: int
-    start_ticks: int
-    port: int
 
 
 def start_launcher(
@@ -153,12 +140,12 @@ class Launcher:
         """Return pid, start_ticks, python, version, torch (imported), fork_safe, serves_stores."""
         return self._call("info")
 
-    def fork(self, launch: Mapping[str, Any]) -> Forked:
+    def fork(self, launch: Mapping[str, Any]) -> ProcessId:
         """Start a rank; returns once it is settled (cgroup, log, page) and about to run the user's program."""
         answer = self._call("fork", launch=dict(launch))
-        return Forked(answer["pid"], answer["start_ticks"])
+        return ProcessId(answer["pid"], answer["start_ticks"])
 
-    def fork_all(self, launches: Sequence[Mapping[str, Any]]) -> list[Forked]:
+    def fork_all(self, launches: Sequence[Mapping[str, Any]]) -> list[ProcessId]:
         """Start several ranks at once, in the time of one. Raises LauncherError for the first that was refused, once
         all have been answered."""
         with self._lock:
@@ -169,7 +156,7 @@ class Launcher:
                 if answer.get("id") in numbers:
                     answers[answer["id"]] = answer
         found = [_checked(answers[number]) for number in numbers]
-        return [Forked(answer["pid"], answer["start_ticks"]) for answer in found]
+        return [ProcessId(answer["pid"], answer["start_ticks"]) for answer in found]
 
     def fork_together(self, launches: Sequence[Mapping[str, Any]], store_host: str = "") -> ForkedTree:
         """Start several ranks below one parent, so that one process image can have all of them. ``store_host``: the
@@ -178,10 +165,10 @@ class Launcher:
         launched = [dict(launch) for launch in launches]
         return _tree(self._call("fork_together", launches=launched, store_host=store_host))
 
-    def make_unit(self, fields: Mapping[str, Any]) -> Forked:
+    def make_unit(self, fields: Mapping[str, Any]) -> ProcessId:
         """Start a unit (see `namespaces.Unit`; besides ``cgroup_procs``) and return its init. Raises LauncherError."""
         answer = self._call("unit", unit=dict(fields))
-        return Forked(answer["pid"], answer["start_ticks"])
+        return ProcessId(answer["pid"], answer["start_ticks"])
 
     def restore(
         self,
@@ -198,10 +185,10 @@ class Launcher:
         with Launcher(self._path, _RESTORE_S) as own:
             return _tree(own._call("restore", **fields))
 
-    def store(self, directory: str, host: str) -> RendezvousStore:
-        """Start (or find) the rendezvous store of an epoch; rendezvous.json appears in ``directory``."""
-        answer = self._call("store", directory=directory, host=host)
-        return RendezvousStore(answer["pid"], answer["start_ticks"], answer["port"])
+    def store(self, directory: str, host: str) -> int:
+        """Start (or find) the rendezvous store of an epoch, and return its port, which takes connections already;
+        rendezvous.json appears in ``directory``."""
+        return int(self._call("store", directory=directory, host=host)["port"])
 
     def arena(self, name: str, size: int = 0) -> int:
         """Return a descriptor of an arena, the caller's to close; made if there is none and ``size`` is given."""
@@ -297,8 +284,8 @@ class Launcher:
 
 
 def _tree(answer: Mapping[str, Any]) -> ForkedTree:
-    ranks = [Forked(one["pid"], one["start_ticks"]) for one in answer["ranks"]]
-    return ForkedTree(Forked(answer["pid"], answer["start_ticks"]), ranks, int(answer.get("port", 0)))
+    ranks = [ProcessId(one["pid"], one["start_ticks"]) for one in answer["ranks"]]
+    return ForkedTree(ProcessId(answer["pid"], answer["start_ticks"]), ranks, int(answer.get("port", 0)))
 
 
 def _checked(answer: dict[str, Any]) -> dict[str, Any]:
