@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 def page(tmp_path: Path, request: pytest.FixtureRequest) -> Page:
     """As a job touches it, and as its daemon does."""
     path, mapped = page_path(str(tmp_path), 0), bool(request.param)
-    return Page.create(path, epoch=7, rank=0, world=2, local_rank=0, threads=3, workers=1, mapped=mapped)
+    return Page.create(path, epoch=7, rank=0, world=2, local_rank=0, threads=3, mapped=mapped)
 
 
 @pytest.fixture

@@ -105,7 +105,7 @@ def test_a_rank_that_is_gone_with_its_parent_ends_no_launcher(place: Place) -> N
     gone.wait()
     launch = parse_launch(place.launch(["true"]))
     with selectors.DefaultSelector() as selector, subprocess.Popen(["sleep", "60"]) as sleep:
-        children = LauncherChildren(selector, lambda end: None, lambda name: None)
+        children = LauncherChildren(selector, lambda name: None)
         root = children.add(LauncherChild("root", "root", sleep.pid))
         with pytest.raises(LaunchError, match="killed as it was started"):
             children.add_ranks(root, [(launch, gone.pid)])

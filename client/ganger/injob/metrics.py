@@ -51,7 +51,7 @@ def write(page: Page, values: dict[str, float]) -> None:
             raise ValueError(
                 f"metric {name}: a job can report under {METRIC_LINES} names, which are {sorted(lines)[:-1]}"
             )
-        first = _first(line)
+        first = METRICS_FIRST + _LINE * line
         count = words[first]
         # Zero while it changes, so that no reader combines the old value with the new step.
         words[first] = 0
@@ -93,10 +93,6 @@ _pages: dict[str, Page] = {}
 def _lines(page: Page) -> list[ReportedMetric]:
     words = page.metric_words()
     return [_metric(words[first : first + _LINE]) for first in range(0, len(words), _LINE) if words[first]]
-
-
-def _first(line: int) -> int:
-    return METRICS_FIRST + _LINE * line
 
 
 def _metric(line: Sequence[int]) -> ReportedMetric:

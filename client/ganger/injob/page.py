@@ -178,10 +178,7 @@ class Page:
         rank: int,
         world: int,
         local_rank: int = 0,
-        uid: int | None = None,
-        gid: int | None = None,
         threads: int = 0,
-        workers: int = 0,
         mapped: bool = True,
     ) -> Page:
         """Make the page of ``rank``; it appears under ``path`` complete, readable by its owner only.
@@ -196,8 +193,6 @@ class Page:
             try:
                 # Without the blocks behind it, the first store on a full tmpfs would be a SIGBUS.
                 os.posix_fallocate(descriptor, 0, PAGE_BYTES)
-                if uid is not None or gid is not None:
-                    os.fchown(descriptor, -1 if uid is None else uid, -1 if gid is None else gid)
             except OSError:
                 os.close(descriptor)
                 raise
@@ -209,7 +204,6 @@ class Page:
             # As the rank is launched: there is nothing to apply, and a number of the script's own stands.
             page.set(Word.THREADS, threads)
             page.set(Word.THREADS_APPLIED, threads)
-            page.set(Word.WORKERS, workers)
             page.set(Word.MAGIC, MAGIC << 16 | VERSION)
             os.link(temporary, path)
         finally:
@@ -418,7 +412,7 @@ class Page:
         raw = (*(0,) * Word.ACK_SEQ, *boundary, *steps, *job, *evaluation)
         exit_word = raw[Word.EXIT_CODE]
         return PageProgress(*[raw[word] if raw[word] < limit else limit for word, limit in _PROGRESS])._replace(
-            loss=_float_of(raw[Word.LOSS]),
+            loss=struct.unpack("<d", struct.pack("<Q", raw[Word.LOSS]))[0],
             capabilities=raw[Word.CAPABILITIES] & 0xFFFF,
             exit_code=exit_word - 1 if 1 <= exit_word <= 256 else None,
         )
@@ -435,11 +429,6 @@ class Page:
             if again == seen:
                 break
         return seen
-
-
-def _float_of(word: int) -> float:
-    value: float = struct.unpack("<d", struct.pack("<Q", word))[0]
-    return value
 
 
 class GangPages:

@@ -134,7 +134,8 @@ def _after_exit(gang: GangPart) -> Judgement:
 def _stopping(gang: GangPart) -> Judgement:
     if gang.ends_at_once:
         return Judgement(PartPhase.STOPPING, todo=(Todo.KILL,))
-    saves = gang.wanted.checkpoint_first and _controllable(gang) and not (gang.refusal and _rest(gang))
+    has_agent = any(rank.hello and not rank.opaque for rank in gang.ranks)
+    saves = gang.wanted.checkpoint_first and has_agent and not (gang.refusal and _rest(gang))
     if saves and not gang.stop_signalled:
         return Judgement(
             PartPhase.STOPPING
@@ -257,7 +258,9 @@ def _stood(gang: GangPart) -> int:
 
 def _preparing(gang: GangPart) -> Judgement:
     live = [rank for rank in gang.ranks if rank.exit is None]
-    if all(rank.state == PageState.READY for rank in live) and not _awaits_devices(gang):
+    # without an agent processes get their devices once they may run
+    awaits_devices = gang.devices_taken and any(rank.hello and not rank.opaque for rank in gang.ranks)
+    if all(rank.state == PageState.READY for rank in live) and not awaits_devices:
         # the master commits the migration only if the step is that at which the source stopped
         steps = {rank.reached_step for rank in live}
         return Judgement(PartPhase.READY, stop_step=steps.pop() if len(steps) == 1 else 0)
@@ -265,11 +268,6 @@ def _preparing(gang: GangPart) -> Judgement:
     if gang.has_room and all(rank.hello for rank in live):
         return Judgement(PartPhase.PREPARED)
     return Judgement(PartPhase.STARTING)
-
-
-def _awaits_devices(gang: GangPart) -> bool:
-    """Return whether processes with an agent wait for their devices. Without one they get them once they may run."""
-    return gang.devices_taken and any(rank.hello and not rank.opaque for rank in gang.ranks)
 
 
 def _run_phase(gang: GangPart, now: float) -> PartPhase:
@@ -338,10 +336,6 @@ def is_disobedient(gang: GangPart) -> bool:
         return False
     resting = (*_AT_REST, PageState.HANDED_OVER) if gang.wanted.intent is not OrderIntent.STOP else ()
     return any(rank.exit is None and rank.state not in resting for rank in gang.ranks)
-
-
-def _controllable(gang: GangPart) -> bool:
-    return any(rank.hello and not rank.opaque for rank in gang.ranks)
 
 
 _FAST_S = 0.0015

@@ -251,13 +251,9 @@ def read_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
 
 def cpus_near(bus_id: str, devices: Path = Path("/sys/bus/pci/devices")) -> frozenset[int]:
     """The CPUs on the NUMA node of a PCI device; empty where unknown."""
-    return frozenset(_ids(devices / _sysfs_bus_id(bus_id) / "local_cpulist"))
-
-
-def _sysfs_bus_id(bus_id: str) -> str:
-    """NVML says 00000000:0A:00.0, sysfs 0000:0a:00.0."""
+    # NVML says 00000000:0A:00.0, sysfs 0000:0a:00.0
     domain, _, rest = bus_id.lower().partition(":")
-    return f"{domain[-4:]}:{rest}"
+    return frozenset(_ids(devices / f"{domain[-4:]}:{rest}" / "local_cpulist"))
 
 
 def _cpus(system: Path) -> Iterator[tuple[int, Path]]:

@@ -57,7 +57,10 @@ class NvmlDevices(Devices):
     ) -> None:
         self._nvml: Any = library if library is not None else _load()
         self._wait_ms = wait_ms
-        self._open()
+        try:
+            self._nvml.nvmlInit()
+        except self._nvml.NVMLError as error:
+            raise NoDriverError(f"the NVIDIA driver does not answer: {error}") from error
         try:
             self._handles: list[Any] = self._list_handles()
             server = self._read_server()
@@ -122,12 +125,6 @@ class NvmlDevices(Devices):
             if mode not in (None, self._nvml.NVML_COMPUTEMODE_DEFAULT):
                 return f"no: device {index} is in an exclusive compute mode"
         return "yes"
-
-    def _open(self) -> None:
-        try:
-            self._nvml.nvmlInit()
-        except self._nvml.NVMLError as error:
-            raise NoDriverError(f"the NVIDIA driver does not answer: {error}") from error
 
     def _list_handles(self) -> list[Any]:
         try:
@@ -222,7 +219,10 @@ class NvmlDevices(Devices):
                 self._wait_for(events)
             for index in range(len(self._handles)):
                 self._used_memory(index)
-                self._look_at_ecc(index)
+                errors = self._ecc_errors(index)
+                if errors > self._ecc[index]:
+                    self._ecc[index] = errors
+                    self._note(ecc_event(index, errors))
         if events is not None:
             self._ask(self._nvml.nvmlEventSetFree, events)
 
@@ -259,23 +259,14 @@ class NvmlDevices(Devices):
                 # a lost device makes the wait fail at once: do not spin
                 self._stop.wait(self._wait_ms / 1000)
             return
-        index = self._index_of(data.device)
+        uuid = _text(self._ask(nvml.nvmlDeviceGetUUID, data.device))
+        index = next((device.index for device in self.inventory.devices if device.uuid == uuid), None)
         if index is None:
             return
         if int(data.eventType) & nvml.nvmlEventTypeXidCriticalError:
             self._note(xid_event(index, int(data.eventData)))
         elif int(data.eventType) & nvml.nvmlEventTypeDoubleBitEccError:
             self._note(ecc_event(index, max(1, self._ecc_errors(index))))
-
-    def _index_of(self, handle: Any) -> int | None:
-        uuid = _text(self._ask(self._nvml.nvmlDeviceGetUUID, handle))
-        return next((device.index for device in self.inventory.devices if device.uuid == uuid), None)
-
-    def _look_at_ecc(self, index: int) -> None:
-        now = self._ecc_errors(index)
-        if now > self._ecc[index]:
-            self._ecc[index] = now
-            self._note(ecc_event(index, now))
 
     def _ecc_errors(self, index: int) -> int:
         nvml = self._nvml

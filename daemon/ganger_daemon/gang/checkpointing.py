@@ -231,7 +231,10 @@ class CheckpointCoordinator:
             return
         steps = {progress.checkpoint_step for progress in found}
         failed = [rank for rank, one in zip(self._part.ranks, found, strict=True) if one.checkpoint_failed == agreement]
-        refusal = self.keeper.refusal(agreement) or (failed and self._failure_of(failed[0], agreement))
+        refusal = self.keeper.refusal(agreement)
+        if failed and not refusal:
+            error = error_of(self._paths, failed[0], f"checkpoint-{agreement & ~CHECKPOINT_BIT}")
+            refusal = str(error or f"STORAGE_FAILED: rank {failed[0]}: its shard could not be written")
         if refusal:
             await self.keeper.refuse(agreement, refusal)
         elif all(progress.checkpoint_done == agreement for progress in found) and len(steps) == 1:
@@ -240,10 +243,6 @@ class CheckpointCoordinator:
             await self._make_durable(storage, agreement, self._step_without_agent(agreement, found), is_image=True)
         if by_image(found) and (self.keeper.refusal(agreement) or self._images.is_taken(agreement)):
             self._pages.go_on_after_image(agreement)
-
-    def _failure_of(self, rank: int, agreement: int) -> str:
-        error = error_of(self._paths, rank, f"checkpoint-{agreement & ~CHECKPOINT_BIT}")
-        return str(error or f"STORAGE_FAILED: rank {rank}: its shard could not be written")
 
     async def receive_refusal(self, agreement: int, why: str) -> None:
         """Take the report of a member whose ranks cannot write shards; one of an earlier checkpoint is ignored."""

@@ -15,7 +15,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -387,7 +387,7 @@ def _open_files(directory: str) -> Iterator[FileId]:
 def _held_by_any(own: int) -> tuple[set[FileId], set[int]]:
     found: set[FileId] = set()
     unreadable: set[int] = set()
-    for pid in _numbers(os.listdir("/proc")):
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         if pid == own:
             continue
         try:
@@ -398,10 +398,6 @@ def _held_by_any(own: int) -> tuple[set[FileId], set[int]]:
             with suppress(OSError):
                 unreadable.add(os.stat(f"/proc/{pid}").st_uid)
     return found, unreadable
-
-
-def _numbers(names: Iterable[str]) -> Iterator[int]:
-    return (int(name) for name in names if name.isdigit())
 
 
 def _is_still(name: str, one: FileId) -> bool:

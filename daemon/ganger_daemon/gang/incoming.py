@@ -146,7 +146,10 @@ class IncomingState:
         ):
             return
         if any(self._pages.progress(rank).state in _RESTING for rank in self._ranks):
-            self._transfers = StateTransfers(self._of_ranks(desired), self._wake_from_thread)
+            source = desired.restore.parked
+            addresses = {rank: member.stream_address for member in source.members for rank in member.ranks}
+            transfers = tuple(self._of_rank(rank, desired, addresses) for rank in self._ranks)
+            self._transfers = StateTransfers(transfers, self._wake_from_thread)
             self._loop = asyncio.get_running_loop()
             self._transfers.start()
 
@@ -157,12 +160,6 @@ class IncomingState:
     def _wake_from_thread(self) -> None:
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._context.wake)
-
-    def _of_ranks(self, desired: agent_pb2.DesiredGang) -> tuple[RankTransfer, ...]:
-        """Return the transfer of each rank's state to this node, from the bytes already received on."""
-        source = desired.restore.parked
-        addresses = {rank: member.stream_address for member in source.members for rank in member.ranks}
-        return tuple(self._of_rank(rank, desired, addresses) for rank in self._ranks)
 
     def _of_rank(self, rank: int, desired: agent_pb2.DesiredGang, addresses: Mapping[int, str]) -> RankTransfer:
         host, page, launcher = self._context.host, self._pages[rank], self._launcher

@@ -235,7 +235,9 @@ def _add_progress(message: job_pb2.Progress, report: GangReport, found: Sequence
         return
     slowest = min(found, key=lambda progress: progress.step)
     message.step, message.samples, message.loss = slowest.step, slowest.samples, slowest.loss
-    message.data_wait_share = _waited(slowest)
+    training_ns = slowest.step_time_ns - slowest.first_step_time_ns
+    if slowest.first_step_time_ns and training_ns > 0:
+        message.data_wait_share = min(1.0, slowest.data_wait_ns / training_ns)
     add_metrics(message, report.metrics())
 
 
@@ -256,12 +258,6 @@ def _add_step_times(message: agent_pb2.ObservedGang, report: GangReport, phase: 
         message.last_step_time.CopyFrom(timestamp_of_ns(_booted_ns() + max(last)))
     if phase is PartPhase.RUNNING and all(first):
         message.first_step_time.CopyFrom(timestamp_of_ns(_booted_ns() + max(first)))
-
-
-def _waited(progress: PageProgress) -> float:
-    """The share of an attempt's time that went into waiting for data; from its first step to its last."""
-    seconds = progress.step_time_ns - progress.first_step_time_ns
-    return min(1.0, progress.data_wait_ns / seconds) if progress.first_step_time_ns and seconds > 0 else 0.0
 
 
 # Beside the levels' names in Capabilities.missing: why the job can go to no other process, whatever can be parked.

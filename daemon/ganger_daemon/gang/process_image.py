@@ -235,10 +235,6 @@ class GangImages:
             time.sleep(_RETRY_S)
         return True
 
-    def _goes_on_without_consent(self) -> bool:
-        """Return whether a former daemon died before its consent to the end that it has noted."""
-        return not self._taken and not self._host.images.has_consent(self._paths.job / _TO_STORAGE)
-
     def _dump(
         self,
         directory: Path,
@@ -356,7 +352,8 @@ class GangImages:
         elif wanted.intent is OrderIntent.RUN:
             self.let_run()
             # a daemon that died before its consent has noted an end that did not come
-            self.has_ended = self.has_ended and not (self._exits.live() and self._goes_on_without_consent())
+            has_consent = bool(self._taken) or self._host.images.has_consent(self._paths.job / _TO_STORAGE)
+            self.has_ended = self.has_ended and (has_consent or not self._exits.live())
             # what stood in the way of a move that was given up may be over at the next one
             self.trouble = self.trouble if self._handing is not None or not self._exits.processes else ""
         if self._is_stopped and self._handing is None:

@@ -162,7 +162,9 @@ class RankLaunch:
         # from here on no other gang may start on its devices
         self.is_under_way = True
         try:
-            self._write_gang(desired)
+            make_directory(self._paths.orders)
+            if not read_json(self._paths.gang):
+                write_json(self._paths.gang, to_json(desired))
             # the disk may take its time while the ranks are prepared; the launch is reported only once it is done
             durable = asyncio.ensure_future(asyncio.to_thread(sync_file, self._paths.gang))
             try:
@@ -176,7 +178,7 @@ class RankLaunch:
         self, desired: agent_pb2.DesiredGang, orders: ReceivedOrders, restore: RestorePlan
     ) -> dict[int, ProcessId]:
         paths, host, pages = self._paths, self._host, self._pages
-        threads = self._threads(desired)
+        threads = int(desired.threads) or max(1, sum(desired.claim.millicores) // 1000 // len(self._part.ranks))
         # run directory, then the pages with the order in them, before any rank could read them
         make_directory(paths.run)
         is_image = _is_image(desired, restore)
@@ -289,16 +291,6 @@ class RankLaunch:
         near = host.inventory.near(desired.claim.device_mask)
         return host.cores.take(self._paths.group, desired.claim.millicores, near, former=former)
 
-    def _write_gang(self, desired: agent_pb2.DesiredGang) -> None:
-        make_directory(self._paths.orders)
-        if not read_json(self._paths.gang):
-            write_json(self._paths.gang, to_json(desired))
-
-    def _threads(self, desired: agent_pb2.DesiredGang) -> int:
-        if desired.threads:
-            return int(desired.threads)
-        return max(1, sum(desired.claim.millicores) // 1000 // len(self._part.ranks))
-
     def _make_group(self, desired: agent_pb2.DesiredGang) -> tuple[str, ...]:
         cgroups, group = self._host.cgroups, self._paths.group
         cgroups.create(group, self._pool(desired.claim.device_mask))
@@ -356,7 +348,8 @@ class RankLaunch:
         if mappings and is_image and restore.kind != "image":
             self.awaits_image = True
         elif mappings and is_image:
-            processes |= self._restore_saved(launcher, mappings, restore)
+            with open_plain(Path(restore.path) / shard_name(self._part.ranks[0]), is_jobs_directory=True) as shard:
+                processes |= self._restore(launcher, mappings, shard.fileno(), is_moved=False)
         else:
             processes |= self._fork(launcher, mappings, desired, rendezvous)
         return dict(sorted(processes.items()))
@@ -384,12 +377,6 @@ class RankLaunch:
         else:
             forked = launcher.fork_all(named)
         return dict(zip(mappings, forked, strict=True))
-
-    def _restore_saved(
-        self, launcher: Launcher, mappings: Mapping[int, dict[str, Any]], restore: RestorePlan
-    ) -> dict[int, ProcessId]:
-        with open_plain(Path(restore.path) / shard_name(self._part.ranks[0]), is_jobs_directory=True) as shard:
-            return self._restore(launcher, mappings, shard.fileno(), is_moved=False)
 
     def _restore(
         self, launcher: Launcher, mappings: Mapping[int, dict[str, Any]], source: int, *, is_moved: bool

@@ -208,9 +208,10 @@ class GangSet:
             await gang.close()
 
     def _make(self, desired: agent_pb2.DesiredGang) -> LocalGang:
-        return LocalGang(
-            self._host, self._peers, desired, self._start_blocked_by, self._keeps_cores, self.rotation.news
-        )
+        def blocked_by(gang: LocalGang) -> str:
+            return self.rotation.wait_reason(gang) or self.blocked_by(gang)
+
+        return LocalGang(self._host, self._peers, desired, blocked_by, self._keeps_cores, self.rotation.news)
 
     def _start(self, desired: agent_pb2.DesiredGang) -> None:
         try:
@@ -264,9 +265,6 @@ class GangSet:
         """Return whether two gangs cannot run at once, by the master's newest desired state: the order that one still
         obeys may be from a time when they were co-located."""
         return collide(one.master_desired.claim, other.master_desired.claim)
-
-    def _start_blocked_by(self, gang: LocalGang) -> str:
-        return self.rotation.wait_reason(gang) or self.blocked_by(gang)
 
     def _keeps_cores(self, gang: LocalGang) -> str:
         """Return a job that still has cores that it is to give back; empty if there is none: a leaving one, or one that

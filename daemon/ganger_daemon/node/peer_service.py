@@ -144,7 +144,7 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
             # read after this check, so that all bytes written before it are sent
             over = not request.follow or not self._writes(request.job_uid)
             while True:
-                chunk = await asyncio.to_thread(_next_chunk, logs, request.job_uid, request.rank, offset)
+                chunk = await asyncio.to_thread(next, logs.read(request.job_uid, request.rank, offset), None)
                 if chunk is None:
                     break
                 yield job_service_pb2.LogChunk(offset=chunk.offset, data=chunk.data, lost_bytes=chunk.lost_bytes)
@@ -176,10 +176,6 @@ def check_node(caller: CallerIdentity, members: Collection[str], of: str) -> Non
     """Raise NodeNotYours unless a daemon calls for its own node, which must be one of the members."""
     if caller.role is CallerRole.DAEMON and caller.name not in members:
         raise NodeNotYours(f"nodes/{caller.name} has no part in {of}", name=caller.name)
-
-
-def _next_chunk(logs: Any, job_uid: str, rank: int, offset: int) -> Any:
-    return next(logs.read(job_uid, rank, offset), None)
 
 
 async def _listen(messages: AsyncIterator[peer_pb2.RankPoints], gang: LocalGang) -> None:

@@ -227,7 +227,10 @@ class Session:
             except grpc.aio.AioRpcError as error:
                 reason = reason_of(from_rpc_error(error))
                 level = logging.ERROR if reason in _LASTING else logging.INFO
-                trouble = await self._trouble(endpoint) if reason == "UNREACHABLE" else ""
+                trouble = ""
+                if reason == "UNREACHABLE" and endpoint is not None and endpoint.tls:
+                    # gRPC does not report what is wrong with the certificates of either end
+                    trouble = await asyncio.to_thread(trouble_with, endpoint)
                 level = logging.ERROR if trouble else level
                 log.log(level, "master not reached", extra={"reason": reason, "error": trouble or error.details()})
                 if reason in _LASTING:
@@ -235,11 +238,6 @@ class Session:
             self.connected.clear()
             await self._pause(endpoint)
             self._wait = min(_LAST_RETRY_S, self._wait * 2)
-
-    async def _trouble(self, endpoint: Endpoint | None) -> str:
-        if endpoint is None or not endpoint.tls:
-            return ""
-        return await asyncio.to_thread(trouble_with, endpoint)
 
     async def _pause(self, tried: Endpoint | None) -> None:
         """Wait before the next attempt; a master that announces another address ends the wait."""
@@ -340,12 +338,13 @@ class Session:
     ) -> agent_pb2.ReconcileResponse | None:
         """Return the answer; None if a change on this node cancelled the held call: the caller calls again."""
         call = stub.Reconcile(request, timeout=seconds(request.max_wait) + 15.0)
-        answered = asyncio.ensure_future(_wait_for(call))
+        answered: asyncio.Future[Any] = asyncio.ensure_future(call)
         news = asyncio.ensure_future(self._news.wait())
         try:
-            await asyncio.wait({answered, news}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([answered, news], return_when=asyncio.FIRST_COMPLETED)
             if answered.done():
-                return answered.result()
+                answer: agent_pb2.ReconcileResponse = answered.result()
+                return answer
             # A set whose call was cancelled is sent again with the next call.
             conversation.reported = None
             return None
@@ -417,8 +416,3 @@ def _specs_kept(answer: agent_pb2.ReconcileResponse, known: Iterable[agent_pb2.D
             gang.spec.CopyFrom(specs[gang.epoch])
             missing.discard(gang.epoch)
     return frozenset(missing)
-
-
-async def _wait_for(call: Any) -> agent_pb2.ReconcileResponse:
-    answer: agent_pb2.ReconcileResponse = await call
-    return answer

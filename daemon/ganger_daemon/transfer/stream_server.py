@@ -227,7 +227,12 @@ class StreamServer:
             limit_silence(connection, SOCKET_TIMEOUT_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if isinstance(connection, ssl.SSLSocket):
-                self._check_certificate(connection)
+                connection.do_handshake()
+                try:
+                    check_daemon(connection)
+                except StreamError as error:
+                    log.warning("state stream refused", extra={"error": str(error)})
+                    raise
                 self._forget_stranger(connection)
                 return parse_request(read_line(connection))
             request = parse_request(read_line(connection))
@@ -236,14 +241,6 @@ class StreamServer:
             return request
         finally:
             self._forget_stranger(connection)
-
-    def _check_certificate(self, connection: ssl.SSLSocket) -> None:
-        connection.do_handshake()
-        try:
-            check_daemon(connection)
-        except StreamError as error:
-            log.warning("state stream refused", extra={"error": str(error)})
-            raise
 
     def _forget_stranger(self, connection: socket.socket) -> None:
         with self._lock:

@@ -212,8 +212,9 @@ class LeaseKeeper:
             self._freeze()
             # If the daemon extended the lease meanwhile, it may not have seen that the group is frozen. An order to
             # stop, which it writes before, it carries out itself.
-            if not self._is_over(now_ns()) and self._order() != PageOrderKind.STOP:
-                self._thaw()
+            if not self._is_over(now_ns()) and self._word(Word.ORDER, PageOrderKind.RUN) != PageOrderKind.STOP:
+                if not self._write(1):
+                    _signal(self._members(), signal.SIGCONT)
                 return 0.0
             if not self._is_frozen():
                 return _AGAIN_S
@@ -227,9 +228,6 @@ class LeaseKeeper:
     def _is_due(self) -> bool:
         is_opaque = self._word(Word.CAPABILITIES, 0) & Capability.OPAQUE or self._word(Word.OPAQUE, 0)
         return must_be_frozen(self._word(Word.HELLO_TIME, 0) != 0, bool(is_opaque))
-
-    def _order(self) -> int:
-        return self._word(Word.ORDER, PageOrderKind.RUN)
 
     def _word(self, word: int, otherwise: int) -> int:
         assert self._page is not None, "looked at only while it is open"
@@ -258,10 +256,6 @@ class LeaseKeeper:
                 return
             found |= new
             _signal(new, signal.SIGSTOP)
-
-    def _thaw(self) -> None:
-        if not self._write(1):
-            _signal(self._members(), signal.SIGCONT)
 
     @property
     def _words(self) -> tuple[str, str]:

@@ -76,7 +76,8 @@ def start_launcher(
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         if _answers(socket_path, deadline - time.monotonic()):
-            _forget(process)
+            # reaped in the background when it ends, without a warning when we end first
+            threading.Thread(target=process.wait, name="launcher-reaper", daemon=True).start()
             return
         code = process.poll()
         if code == 0:
@@ -301,11 +302,6 @@ def _answers(socket_path: str, timeout: float) -> bool:
     except LauncherError:
         return False
     return True
-
-
-def _forget(process: subprocess.Popen[bytes]) -> None:
-    """Leave a process to itself: reap it in the background when it ends, without a warning when we end first."""
-    threading.Thread(target=process.wait, name="launcher-reaper", daemon=True).start()
 
 
 def _tail(path: str) -> str:

@@ -20,6 +20,7 @@ import struct
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Callable, NamedTuple, NoReturn
 
 # Under it each job has a directory of names, see `make_links`.
@@ -78,8 +79,8 @@ def be_init(unit: Unit, ready: int, cgroup_procs: Sequence[str]) -> NoReturn:
             with open(path, "w", encoding="ascii") as file:
                 file.write(str(os.getpid()))
         for number in signal.valid_signals():
-            if number not in (signal.SIGKILL, signal.SIGSTOP):
-                _reset(number)
+            with suppress(OSError, ValueError):  # those that cannot be, and real-time signals of the C library
+                signal.signal(number, signal.SIG_DFL)
         os.chdir("/")
         _mount_all(unit)
         if unit.has_network:
@@ -90,13 +91,6 @@ def be_init(unit: Unit, ready: int, cgroup_procs: Sequence[str]) -> NoReturn:
         os._exit(1)
     os.close(ready)
     _serve()
-
-
-def _reset(number: int) -> None:
-    try:
-        signal.signal(number, signal.SIG_DFL)
-    except (OSError, ValueError):
-        pass  # real-time signals the C library keeps for itself
 
 
 def _mount_all(unit: Unit) -> None:
@@ -213,7 +207,8 @@ def pid_outside(init: int, pid: int) -> int:
 def end_children(init: int, known: Collection[int]) -> None:
     """Kill all in a unit but the known processes and its init, and reap those that are children of this process: what a
     failed restore has left. An init ends only once they are reaped."""
-    children = _children()
+    with open(f"/proc/self/task/{threading.get_native_id()}/children", encoding="ascii") as file:
+        children = [int(pid) for pid in file.read().split()]
     for one in _processes_in(init):
         if one in known or one == init:
             continue
@@ -238,11 +233,6 @@ def _processes_in(init: int) -> list[int]:
         except OSError:
             continue  # it has ended
     return found
-
-
-def _children() -> list[int]:
-    with open(f"/proc/self/task/{threading.get_native_id()}/children", encoding="ascii") as file:
-        return [int(pid) for pid in file.read().split()]
 
 
 # The same number on all architectures that Linux had in 5.1, but alpha.

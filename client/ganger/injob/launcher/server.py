@@ -138,7 +138,8 @@ class LauncherServer:
         self._touch(launch, arena)
         with child_process.failure_pipe() as (read_end, write_end):
             started = None
-            if not self._runs_in_a_fork(launch):
+            is_script = python_command(launch.argv, launch.env, launch.cwd) is not None
+            if not (self._may_fork and is_script):
                 with suppress(StarterError):  # then it is forked from here
                     started = self._start(request["launch"], write_end, arena)
             pid, word = started or (os.fork(), None)
@@ -277,9 +278,6 @@ class LauncherServer:
     def _reject_running(self, launch: Launch) -> None:
         if self._children.is_running(launch.name):
             raise LaunchError("ALREADY_RUNNING", f"{launch.name} runs already")
-
-    def _runs_in_a_fork(self, launch: Launch) -> bool:
-        return self._may_fork and python_command(launch.argv, launch.env, launch.cwd) is not None
 
     def _start(
         self, content: Mapping[str, Any], write_end: int, arena: int | None = None, flags: int = 0
