@@ -14,7 +14,7 @@ import mmap
 import os
 import struct
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Union
 
 PAGE_BYTES = 4096
 MAGIC = 0x5245474E4147  # "GANGER"
@@ -189,25 +189,6 @@ class PageError(Exception):
     """A control page cannot be used; the message names the page and the reason."""
 
 
-class Words(Protocol):
-    """Numbers below 2^64 by index (see `words.Word`)."""
-
-    def __getitem__(self, word: int, /) -> int: ...
-
-    def __setitem__(self, word: int, value: int, /) -> None: ...
-
-
-class Access(Protocol):
-    @property
-    def words(self) -> Words: ...
-
-    def read(self, first: int, count: int) -> Sequence[int]:
-        """Return ``count`` words from ``first`` on, by one read."""
-
-    def close(self) -> None:
-        """Close the file, without deleting it."""
-
-
 class MappedPage:
     """Loads and stores. Takes over ``descriptor``."""
 
@@ -236,7 +217,7 @@ class FilePage:
         self._descriptor = descriptor
 
     @property
-    def words(self) -> Words:
+    def words(self) -> FilePage:
         return self
 
     def __getitem__(self, word: int) -> int:
@@ -256,3 +237,8 @@ class FilePage:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+Access = Union[MappedPage, FilePage]
+# Numbers below 2^64 by index (see `Word`).
+Words = Union[memoryview, FilePage]

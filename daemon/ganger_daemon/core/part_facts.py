@@ -1,13 +1,15 @@
-"""Facts of one gang's local part: its order, its ranks and their exits, and what the daemon has done; and its outcome,
-which follows from the exits of its ranks and is the same however often it is asked for."""
+"""Facts of one gang's local part: its order, its ranks and their exits, and what the daemon has done. What follows from
+them is the same however often it is asked for: the outcome, from the exits of its ranks; and the mechanism by which the
+gang is stopped, saved and moved, with the reasons why stronger ones do not apply.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
 
-from ganger.injob.page_layout import EXIT_FENCED, EXIT_NO_STATE, EXIT_YIELDED
-from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
+from ganger.injob.page_layout import EXIT_FENCED, EXIT_NO_STATE, EXIT_YIELDED, Capability
+from ganger.protocol.gang_orders import DesiredOrder, Mechanism, OrderIntent
 
 
 class PartOutcomeKind(IntEnum):
@@ -196,3 +198,86 @@ def _is_imaged(rank: Rank, ending: RankExit) -> bool:
     """Return whether a rank was ended with its process image, which is by SIGKILL. A daemon that dies before its
     consent has noted an end that does not come, and the rank may finish its program."""
     return rank.imaged and (not ending.known or ending.signal == SIGKILL)
+
+
+NO_IMAGE = "this node cannot dump and restore processes"
+NO_SIGNAL = "the job names no signal at which it saves itself (--signal)"
+
+
+@dataclass(frozen=True, slots=True)
+class MechanismFacts:
+    """What decides about the mechanism of a gang.
+
+    `wish`: the only one that the user wants, UNSPECIFIED for the strongest; `nodes`: of the gang. The others say why a
+    mechanism does not apply: empty where it applies, None while that is not known. `image`: why this node cannot dump
+    and restore the processes."""
+
+    wish: Mechanism = Mechanism.UNSPECIFIED
+    nodes: int = 1
+    attached: str | None = None
+    adapter: str | None = None
+    image: str | None = NO_IMAGE
+    replay: str | None = None
+    signal: str | None = NO_SIGNAL
+
+
+@dataclass(frozen=True, slots=True)
+class MechanismChoice:
+    """The mechanism of a gang, and stronger ones that do not apply with the reasons, strongest first."""
+
+    mechanism: Mechanism
+    refused: tuple[tuple[Mechanism, str], ...] = ()
+
+
+def choose_mechanism(facts: MechanismFacts) -> MechanismChoice:
+    """Return the strongest mechanism that applies as far as known, or NONE. Those that are not known yet are passed
+    over without a reason."""
+    refused: list[tuple[Mechanism, str]] = []
+    for mechanism in _candidates(facts):
+        reason = _reason_against(facts, mechanism)
+        if reason == "":
+            return MechanismChoice(mechanism, tuple(refused))
+        if reason is not None:
+            refused.append((mechanism, reason))
+    return MechanismChoice(Mechanism.NONE, tuple(refused))
+
+
+def keeps_state(wish: Mechanism, able: int) -> bool:
+    """Return whether the agent may save the state of a job: not where its user wants another mechanism. `able`: the
+    capabilities (`Capability`) that the agents of all ranks report."""
+    otherwise = able & (Capability.FIVE_LINE | Capability.ADAPTER | Capability.IMAGE)
+    match wish:
+        case Mechanism.SIGNAL | Mechanism.NONE:
+            return False
+        case Mechanism.ATTACHED:
+            return bool(able & Capability.FIVE_LINE)
+        case Mechanism.ADAPTER:
+            return bool(able & Capability.ADAPTER)
+        case Mechanism.REPLAY:
+            return not otherwise
+        case _:
+            return True
+
+
+def _candidates(facts: MechanismFacts) -> tuple[Mechanism, ...]:
+    """Return the mechanisms to try, strongest first: an image is exact and needs nothing of the script, but is of one
+    node."""
+    if facts.wish is Mechanism.NONE:
+        return ()
+    if facts.wish is not Mechanism.UNSPECIFIED:
+        return (facts.wish,)
+    by_nodes = (Mechanism.IMAGE, Mechanism.ADAPTER) if facts.nodes == 1 else (Mechanism.ADAPTER, Mechanism.IMAGE)
+    return (Mechanism.ATTACHED, *by_nodes, Mechanism.REPLAY, Mechanism.SIGNAL)
+
+
+def _reason_against(facts: MechanismFacts, mechanism: Mechanism) -> str | None:
+    if mechanism is Mechanism.IMAGE and facts.nodes > 1:
+        return f"its ranks are on {facts.nodes} nodes, and an image is of one"
+    reasons = {
+        Mechanism.ATTACHED: facts.attached,
+        Mechanism.ADAPTER: facts.adapter,
+        Mechanism.IMAGE: facts.image,
+        Mechanism.REPLAY: facts.replay,
+        Mechanism.SIGNAL: facts.signal,
+    }
+    return reasons[mechanism]

@@ -257,20 +257,12 @@ FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Scripted:
-    """A scripted event, `at_s` after the start."""
-
-    at_s: float
-    event: HealthEvent
-
-
-@dataclass(frozen=True, slots=True)
 class RecordedServer:
     server: GpuServer
     core_map: CoreMap
     memory_bytes: int
     used_memory: tuple[int, ...]
-    timeline: tuple[Scripted, ...]
+    timeline: tuple[tuple[float, HealthEvent], ...]  # seconds after the start, and what happens then
 
 
 class RecordedDevices(Devices):
@@ -311,8 +303,8 @@ class RecordedDevices(Devices):
 
     def _play(self) -> None:
         elapsed = self._clock() - self._start
-        while self._pending and self._pending[0].at_s <= elapsed:
-            event = self._pending.pop(0).event
+        while self._pending and self._pending[0][0] <= elapsed:
+            _, event = self._pending.pop(0)
             self._note(event)
             if event.kind is HealthKind.LOST:
                 self._lost.add(event.device)
@@ -368,7 +360,7 @@ def _recording_of(content: Mapping[str, Any]) -> RecordedServer:
         int(content["memory_bytes"]),
         tuple(int(entry.get("used_bytes", 0)) for entry in entries),
         tuple(
-            sorted((_scripted(entry, len(devices)) for entry in content.get("timeline", ())), key=lambda one: one.at_s)
+            sorted((_scripted(entry, len(devices)) for entry in content.get("timeline", ())), key=lambda one: one[0])
         ),
     )
 
@@ -379,7 +371,7 @@ def _socket(index: int, socket: Mapping[str, Any]) -> tuple[Core, ...]:
     return tuple(Core(min(cpus), index, tuple(sorted(cpus))) for cpus in zip(*threads, strict=True))
 
 
-def _scripted(entry: Mapping[str, Any], count: int) -> Scripted:
+def _scripted(entry: Mapping[str, Any], count: int) -> tuple[float, HealthEvent]:
     device = int(entry["device"])
     if not 0 <= device < count:
         raise ValueError(f"the timeline names device {device} of {count}")
@@ -391,4 +383,4 @@ def _scripted(entry: Mapping[str, Any], count: int) -> Scripted:
         event = lost_event(device)
     else:
         raise ValueError(f"the timeline has an entry that is neither xid, ecc nor lost: {dict(entry)}")
-    return Scripted(float(entry["at_seconds"]), event)
+    return float(entry["at_seconds"]), event

@@ -19,7 +19,7 @@ from ganger.protocol.stop_rules import RelayedPoint, merge_points
 
 from ganger_daemon.core.gang_judgement import PartPhase
 from ganger_daemon.gang.checkpointing import CheckpointCoordinator
-from ganger_daemon.gang.gang_context import GangContext, order_key_to_wire
+from ganger_daemon.gang.gang_context import GangContext, OfGang, order_key_to_wire
 
 if TYPE_CHECKING:
     from ganger.agent.v1.peer_pb2_grpc import PeerServiceAsyncStub
@@ -124,15 +124,13 @@ class Link:
             wait = min(_RETRY_LIMIT_S, wait * 2)
 
 
-class BoundaryExchange:
+class BoundaryExchange(OfGang):
     """The leader's hub, or a member's link to it. A gang on one node exchanges nothing.
 
     `peer_agreement`: the agreement that a peer has relayed last; 0 before."""
 
     def __init__(self, context: GangContext, saving: CheckpointCoordinator) -> None:
-        self._context = context
-        self._part = context.part
-        self._pages = context.pages
+        super().__init__(context)
         self._saving = saving
         self._link: Link | None = None
         self.hub = Hub()

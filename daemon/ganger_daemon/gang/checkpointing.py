@@ -27,10 +27,9 @@ from ganger_daemon.checkpoints.gang_checkpoints import GangCheckpoints, StorageE
 from ganger_daemon.checkpoints.storage import CheckpointName, ShardReport, directories, parse_final
 from ganger_daemon.core import escalation
 from ganger_daemon.core.gang_judgement import PartPhase
-from ganger_daemon.core.mechanism import keeps_state
-from ganger_daemon.core.part_facts import PartOutcome, PartOutcomeKind
+from ganger_daemon.core.part_facts import PartOutcome, PartOutcomeKind, keeps_state
 from ganger_daemon.gang.control_pages import page_order, write_details
-from ganger_daemon.gang.gang_context import GangContext
+from ganger_daemon.gang.gang_context import GangContext, OfGang
 from ganger_daemon.gang.process_image import GangImages
 from ganger_daemon.gang.received_orders import error_of
 from ganger_daemon.gang.replay_check import ReplayCheck
@@ -43,7 +42,7 @@ _PATIENCE_S = 0.2
 _STORAGE_REASONS = ("STORAGE_FULL", "STORAGE_FAILED")
 
 
-class CheckpointCoordinator:
+class CheckpointCoordinator(OfGang):
     """Checkpoints of one gang on this node. `launcher` returns the launcher of the local ranks, if one runs, and may
     block."""
 
@@ -54,13 +53,8 @@ class CheckpointCoordinator:
         launcher: Callable[[], Launcher | None],
         images: GangImages,
     ) -> None:
-        self._host = context.host
+        super().__init__(context)
         self._images = images
-        self._peers = context.peers
-        self._paths = context.paths
-        self._part = context.part
-        self._pages = context.pages
-        self._wake = context.wake
         self._members = desired.members
         self._launcher = launcher
         self._replay = ReplayCheck(context, launcher)
@@ -120,7 +114,7 @@ class CheckpointCoordinator:
     async def _recall(self) -> None:
         with suppress(OSError):
             await self._host.storage.work.run(self.keeper.recall, self._host.storage.path, within_s=_WORK_S)
-        self._wake()
+        self._context.wake()
 
     async def _prune(self) -> None:
         storage = self._host.storage.path
@@ -163,7 +157,7 @@ class CheckpointCoordinator:
             self._work = asyncio.create_task(self._tend(storage, desired, wanted, phase, now, is_whole, is_opaque))
             await asyncio.wait((self._work,), timeout=_PATIENCE_S)
             if not self._work.done():
-                self._work.add_done_callback(lambda _: self._wake())
+                self._work.add_done_callback(lambda _: self._context.wake())
         if self._work.done():
             work, self._work = self._work, None
             work.result()
@@ -318,7 +312,9 @@ class CheckpointCoordinator:
 
     async def _report(self, report: ShardReport) -> bool:
         leader = self._members[0]
-        return await self._peers.shard_written(leader.peer_address, self._paths.job_uid, self._paths.epoch, report)
+        return await self._context.peers.shard_written(
+            leader.peer_address, self._paths.job_uid, self._paths.epoch, report
+        )
 
 
 def by_image(found: Iterable[PageProgress]) -> bool:

@@ -20,7 +20,7 @@ from ganger_daemon.cgroups.contract import Cgroups
 from ganger_daemon.core import escalation, gang_judgement
 from ganger_daemon.core.part_facts import GangPart
 from ganger_daemon.gang.exit_watcher import ExitWatcher
-from ganger_daemon.gang.gang_context import GangContext
+from ganger_daemon.gang.gang_context import GangContext, OfGang
 from ganger_daemon.node.process_identity import ProcessId, send_signal
 
 log = logging.getLogger(__name__)
@@ -47,13 +47,11 @@ async def kill(cgroups: Cgroups, group: str, processes: Iterable[ProcessId]) -> 
         send_signal(process, signal.SIGKILL)
 
 
-class Escalation:
+class Escalation(OfGang):
     """The escalation ladder of one gang's newest order."""
 
     def __init__(self, context: GangContext, exits: ExitWatcher) -> None:
-        self._host = context.host
-        self._paths = context.paths
-        self._pages = context.pages
+        super().__init__(context)
         self._exits = exits
         self._ladder: escalation.Ladder | None = None
         self._pressed_at = time.monotonic()
@@ -138,13 +136,11 @@ class Escalation:
                 await kill(self._host.cgroups, self._paths.group, live)
 
 
-class Freezer:
+class Freezer(OfGang):
     """The lease of one gang's local ranks, and their freezing where no agent obeys it."""
 
     def __init__(self, context: GangContext) -> None:
-        self._host = context.host
-        self._group = context.paths.group
-        self._pages = context.pages
+        super().__init__(context)
         self.frozen = False
         self._doubtful = False
         self._extended_to_ns = -1

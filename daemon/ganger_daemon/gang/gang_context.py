@@ -182,3 +182,12 @@ class GangContext:
         paths = host.paths.of(desired.job_uid, desired.epoch)
         pages = ControlPages(paths.run, desired.epoch, part.world, part.ranks)
         return cls(host, peers, paths, part, pages, wake, write_notes)
+
+
+class OfGang:
+    """A collaborator of one gang, with the gang's context at hand."""
+
+    def __init__(self, context: GangContext) -> None:
+        self._context = context
+        self._host, self._paths, self._part, self._pages = context.host, context.paths, context.part, context.pages
+        self._group, self._ranks = context.paths.group, context.part.ranks

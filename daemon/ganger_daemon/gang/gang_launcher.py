@@ -15,7 +15,7 @@ from ganger.protocol.gang_orders import OrderIntent
 from ganger.v1 import job_pb2
 
 from ganger_daemon.gang.exit_watcher import ExitWatcher
-from ganger_daemon.gang.gang_context import GangContext
+from ganger_daemon.gang.gang_context import GangContext, OfGang
 from ganger_daemon.gang.launch_plan import LaunchRefusedError, Rendezvous, arena_name, free_port, image_arena_name
 from ganger_daemon.gang.process_image import GangImages
 from ganger_daemon.gang.received_orders import ReceivedOrders
@@ -28,14 +28,12 @@ from ganger_daemon.node.process_identity import ProcessId, is_alive
 _NO_ARENA = "NO_ARENA"
 
 
-class GangLauncher:
+class GangLauncher(OfGang):
     """`key`: of the launcher, empty before the launch; `arena_bytes`: size of each rank's arena; `image_arena_bytes`:
     of the arena for the image of a process, which is made only when one is moved."""
 
     def __init__(self, context: GangContext, exits: ExitWatcher) -> None:
-        self._host = context.host
-        self._paths = context.paths
-        self._part = context.part
+        super().__init__(context)
         self._exits = exits
         self.key = ""
         self.arena_bytes = 0
@@ -142,14 +140,11 @@ _LOOPBACK = "127.0.0.1"
 _STOP_LOOK_S = 0.2
 
 
-class GangRendezvous:
+class GangRendezvous(OfGang):
     """`address`: known on the leader's node, before its file is there."""
 
     def __init__(self, context: GangContext, images: GangImages) -> None:
-        self._host = context.host
-        self._paths = context.paths
-        self._part = context.part
-        self._peers = context.peers
+        super().__init__(context)
         self._images = images
         self.address: tuple[str, int] | None = None
 
@@ -171,7 +166,7 @@ class GangRendezvous:
             return Rendezvous(_LOOPBACK, 0 if has_store else free_port(_LOOPBACK), store=has_store)
         if not self._part.leads:
             leader = desired.members[0]
-            call = self._peers.rendezvous(leader.peer_address, desired.job_uid, desired.epoch)
+            call = self._context.peers.rendezvous(leader.peer_address, desired.job_uid, desired.epoch)
             return await self._of_leader(call, orders)
         known = read_json(paths.rendezvous)
         if known and is_alive(ProcessId(int(known.get("pid") or 0), int(known.get("start_ticks") or 0))):

@@ -16,7 +16,6 @@ from ganger_daemon.core.part_facts import GangPart, Rank
 from ganger_daemon.gang.boundary_relay import BoundaryExchange
 from ganger_daemon.gang.checkpointing import CheckpointCoordinator
 from ganger_daemon.gang.control_pages import RunMark
-from ganger_daemon.gang.core_pinning import CorePinning
 from ganger_daemon.gang.escalation import Escalation, Freezer
 from ganger_daemon.gang.exit_watcher import ExitWatcher
 from ganger_daemon.gang.gang_context import GangContext, from_json, order_key, to_json, with_spec_of
@@ -28,7 +27,7 @@ from ganger_daemon.gang.process_image import GangImages
 from ganger_daemon.gang.rank_launch import RankLaunch
 from ganger_daemon.gang.received_orders import RankErrors, ReceivedOrders
 from ganger_daemon.gang.step_rate import StallWatch, StepRate, UtilizationMeter
-from ganger_daemon.gang.taken_devices import TakenDevices
+from ganger_daemon.gang.taken_devices import CorePinning, TakenDevices
 from ganger_daemon.node.daemon_files import read_json, write_hint
 from ganger_daemon.node.process_identity import ProcessId, RankProcess, is_alive, stranger_text
 

@@ -22,7 +22,7 @@ from ganger.injob.launcher.client import Launcher, LauncherError
 from ganger.injob.launcher.namespaces import LINKS, Unit, bind, make_links, unbind
 
 from ganger_daemon.devices.contract import VIRTUAL_DRIVER
-from ganger_daemon.gang.gang_context import GangContext
+from ganger_daemon.gang.gang_context import GangContext, OfGang
 from ganger_daemon.images.contract import PID_FILE, ImageFacts, ImageRefusedError
 from ganger_daemon.images.criu import PORT_IN_USE
 from ganger_daemon.node.daemon_files import LOCK, GangPaths, make_directory, remove_tree
@@ -37,14 +37,12 @@ _FIRST_DESCRIPTOR = 96
 Mappings = Mapping[int, Mapping[str, Any]]
 
 
-class GangUnit:
+class GangUnit(OfGang):
     """`init`: of the unit; NO_PROCESS while the processes have none; `names`: by which they find their files, in a unit
     or outside."""
 
     def __init__(self, context: GangContext) -> None:
-        self._context = context
-        self._host = context.host
-        self._paths = context.paths
+        super().__init__(context)
         self.init = NO_PROCESS
         self.names = JobNames(context.paths, context.host.paths.temporary)
 

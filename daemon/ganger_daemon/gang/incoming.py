@@ -16,7 +16,7 @@ from ganger.agent.v1 import agent_pb2
 from ganger.injob.page_layout import PageState, Word
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
 
-from ganger_daemon.gang.gang_context import GangContext
+from ganger_daemon.gang.gang_context import GangContext, OfGang
 from ganger_daemon.gang.gang_launcher import GangLauncher
 from ganger_daemon.gang.launch_plan import bytes_ahead_per_rank
 from ganger_daemon.transfer.state_stream import Landing, StreamError, StreamRequest, fetch, wait_for_pages
@@ -115,13 +115,11 @@ class StateTransfers:
         self._changed()
 
 
-class IncomingState:
+class IncomingState(OfGang):
     """The state that the local ranks of one gang receive, if it migrates to this node."""
 
     def __init__(self, context: GangContext, launcher: GangLauncher) -> None:
-        self._context = context
-        self._ranks = context.part.ranks
-        self._pages = context.pages
+        super().__init__(context)
         self._launcher = launcher
         self._transfers: StateTransfers | None = None
 

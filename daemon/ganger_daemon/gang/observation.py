@@ -19,8 +19,15 @@ from ganger.v1 import job_pb2
 from ganger.wire.times import timestamp, timestamp_of_ns
 
 from ganger_daemon.core.gang_judgement import Judgement, PartPhase, has_opaque_rank, is_beyond, is_to_be_taken
-from ganger_daemon.core.mechanism import NO_SIGNAL, MechanismFacts, choose_mechanism, keeps_state
-from ganger_daemon.core.part_facts import FoundCheckpoint, GangPart, PartOutcome
+from ganger_daemon.core.part_facts import (
+    NO_SIGNAL,
+    FoundCheckpoint,
+    GangPart,
+    MechanismFacts,
+    PartOutcome,
+    choose_mechanism,
+    keeps_state,
+)
 from ganger_daemon.gang.gang_context import GangContext, order_key_to_wire
 from ganger_daemon.gang.gang_parts import GangParts
 from ganger_daemon.gang.launch_plan import has_no_agent

@@ -31,7 +31,7 @@ from ganger.v1 import job_pb2
 
 from ganger_daemon.checkpoints.storage import directories, shard_name
 from ganger_daemon.gang.exit_watcher import ExitWatcher
-from ganger_daemon.gang.gang_context import GangContext
+from ganger_daemon.gang.gang_context import GangContext, OfGang
 from ganger_daemon.gang.gang_unit import GangUnit, Mappings
 from ganger_daemon.gang.taken_devices import TakenDevices
 from ganger_daemon.images.contract import (
@@ -61,7 +61,7 @@ _DUMP_S = 3600.0
 _TO_STORAGE, _FOR_MOVE = "image", "image-moved"
 
 
-class GangImages:
+class GangImages(OfGang):
     """Images of one gang. `unit`: of restored processes, and the names of all; `has_ended`: the daemon has ended the
     processes with the image of the present stop; `awaits_agent`: false for a process restored from the image of one
     without an agent; `trouble`: why a move cannot continue."""
@@ -69,13 +69,10 @@ class GangImages:
     def __init__(
         self, context: GangContext, exits: ExitWatcher, devices: TakenDevices, *, is_outside_closed: bool = False
     ) -> None:
-        self._context = context
+        super().__init__(context)
         self._devices = devices
-        self._host = context.host
-        self._paths = context.paths
         self._exits = exits
         self._is_outside_closed = is_outside_closed
-        self._ranks = context.part.ranks
         self._first = context.part.ranks[0]  # whose shard and arena have the image
         self._taken: dict[int, int] = {}  # step of the newest image to storage, by agreement
         self._left: dict[int, int] = {}  # the same, of a former daemon that has ended the processes with it
@@ -86,7 +83,7 @@ class GangImages:
         self.hang_up: Callable[[], None] = lambda: None  # closes the job's socket, which must not be in an image
         self.pick_up: Callable[[], None] = lambda: None
         self._stop_sequence = 0  # of the present order
-        self._is_stopped = False
+        self.holds_still = False  # stopped by the daemon for a move, or restored so
         self._imaged_step = 0  # both sides of a move report this one, although a child may count in the page
         self._obstacle = ""  # why no image is possible, although its node can take images
         self.unit = GangUnit(context)
@@ -99,14 +96,9 @@ class GangImages:
         return bool(self.unit.names.directory)
 
     @property
-    def holds_still(self) -> bool:
-        """Whether the daemon has stopped the processes for a move, or restored them so."""
-        return self._is_stopped
-
-    @property
     def is_moving(self) -> bool:
         """Whether the processes stand still for a move, or will at any moment: no other image may be taken of them."""
-        return self._is_stopped or self._handing is not None
+        return self.holds_still or self._handing is not None
 
     def recall(self, left: Mapping[str, Any]) -> None:
         """Take over what a former daemon noted."""
@@ -115,7 +107,7 @@ class GangImages:
         # without the daemon's consent a dump lets the process go on
         self.has_ended = bool(fields.get("has_ended", False))
         self._left = {int(agreement): int(step) for agreement, step in fields.get("taken", [])}
-        self._is_stopped = bool(fields.get("is_stopped", False))
+        self.holds_still = bool(fields.get("is_stopped", False))
         self._imaged_step = int(fields.get("imaged_step", 0))
         self.awaits_agent = bool(fields.get("awaits_agent", True))
         sequence, size = fields.get("handed", (0, 0))
@@ -128,7 +120,7 @@ class GangImages:
             **self.unit.journal(),
             "has_ended": self.has_ended,
             "taken": list(self._taken.items()) if self.has_ended else [],
-            "is_stopped": self._is_stopped,
+            "is_stopped": self.holds_still,
             "imaged_step": self._imaged_step,
             "awaits_agent": self.awaits_agent,
             "handed": [sequence, size] if filled == size else [0, 0],
@@ -356,7 +348,7 @@ class GangImages:
             self.has_ended = self.has_ended and (has_consent or not self._exits.live())
             # what stood in the way of a move that was given up may be over at the next one
             self.trouble = self.trouble if self._handing is not None or not self._exits.processes else ""
-        if self._is_stopped and self._handing is None:
+        if self.holds_still and self._handing is None:
             # again, for a daemon that takes over
             if wanted.intent in _STAND_INS:
                 self._stand_in(_STAND_INS[wanted.intent], wanted)
@@ -426,7 +418,7 @@ class GangImages:
             with opened(open_arena(self._first)) as arena:
                 pack(directory, self._header(step), arena, filled=filled)
             # noted first: the next daemon lets the process go on if the move is given up
-            self._is_stopped = not has_agent
+            self.holds_still = not has_agent
             self._context.write_notes()
             if not has_agent:
                 # It is taken at this instruction, and may pass no other here unless the move is given up.
@@ -437,13 +429,13 @@ class GangImages:
             # without an agent it gets its devices back with the order to run, as its processes are stopped until then
             self._dump(self._empty_directory(_FOR_MOVE), write, goes_on=True, keeps_devices=has_agent)
         except BaseException:
-            self._handed, self._is_stopped = (0, 0, 0), False
+            self._handed, self.holds_still = (0, 0, 0), False
             if not has_agent:
                 self._signal_all(signal.SIGCONT)
             self._context.write_notes()
             raise
         if not has_agent:
-            self._is_stopped, self._handed = True, (stop_sequence, self._handed[1], self._handed[1])
+            self.holds_still, self._handed = True, (stop_sequence, self._handed[1], self._handed[1])
             self._context.write_notes()
 
     def _stand_in(self, state: int, wanted: DesiredOrder) -> None:
@@ -457,8 +449,8 @@ class GangImages:
 
     def let_run(self) -> None:
         """Let processes go on that were stopped for a move or restored for one."""
-        if self._is_stopped:
-            self._is_stopped = False
+        if self.holds_still:
+            self.holds_still = False
             for rank in self._ranks:
                 self._context.pages[rank].set(Word.STATE, PageState.INIT)
             self._signal_all(signal.SIGCONT)
@@ -487,11 +479,11 @@ class GangImages:
             self.unit.names.directory = facts.labels["names"]
             has_agent = bool(facts.labels.get("agent"))
             # noted before there is a process: the next daemon finds it so
-            self.awaits_agent, self._is_stopped = has_agent, is_moved and not has_agent
+            self.awaits_agent, self.holds_still = has_agent, is_moved and not has_agent
             self._imaged_step = int(facts.labels.get("step", 0))
             self._devices.expect(facts.labels, len(facts.device_pids), self._device_mask)
             return self.unit.restore(
-                launcher, mappings, directory, facts, procs, is_moved=is_moved, is_stopped=self._is_stopped
+                launcher, mappings, directory, facts, procs, is_moved=is_moved, is_stopped=self.holds_still
             )
         finally:
             remove_tree(directory)

@@ -24,7 +24,7 @@ from ganger_daemon.checkpoints.storage import shard_name
 from ganger_daemon.core.part_facts import PartOutcome, PartOutcomeKind
 from ganger_daemon.gang.control_pages import page_order, write_details
 from ganger_daemon.gang.exit_watcher import ExitWatcher
-from ganger_daemon.gang.gang_context import GangContext, to_json
+from ganger_daemon.gang.gang_context import GangContext, OfGang, to_json
 from ganger_daemon.gang.gang_launcher import GangLauncher, GangRendezvous
 from ganger_daemon.gang.launch_plan import (
     LaunchRefusedError,
@@ -69,7 +69,7 @@ _READING_PATIENCE_S = 0.2
 _READING_QUIET_S = 5.0
 
 
-class RankLaunch:
+class RankLaunch(OfGang):
     """Steps of one gang's launch. Idempotent: the work of a former daemon is found and kept.
 
     `is_done`: the local ranks were launched, at `launched_at` (seconds of the monotonic clock); `failure`: how the
@@ -87,11 +87,7 @@ class RankLaunch:
     ) -> None:
         """`blocked_by` returns the job that is on the gang's devices; `cores_kept_by`: a job that still has cores to
         give back. Both return an empty text for none."""
-        self._context = context
-        self._host = context.host
-        self._paths = context.paths
-        self._part = context.part
-        self._pages = context.pages
+        super().__init__(context)
         self._exits = exits
         self._launcher = launcher
         self._images = images

@@ -22,7 +22,7 @@ from ganger_daemon.checkpoints.storage import free_bytes
 from ganger_daemon.core import gang_judgement
 from ganger_daemon.core.part_facts import GangPart
 from ganger_daemon.gang.control_pages import RunMark, page_order, write_details
-from ganger_daemon.gang.gang_context import DEFAULT_GRACE_S, GangContext, to_json, wanted_of, with_spec_of
+from ganger_daemon.gang.gang_context import DEFAULT_GRACE_S, GangContext, OfGang, to_json, wanted_of, with_spec_of
 from ganger_daemon.node.daemon_files import GangPaths, make_directory, read_json, write_hint
 
 log = logging.getLogger(__name__)
@@ -156,14 +156,11 @@ class RankError(NamedTuple):
         return f"{self.reason}: rank {self.rank}: {self.text}"[:_LIMIT]
 
 
-class RankErrors:
+class RankErrors(OfGang):
     """Reported errors of one gang's local ranks."""
 
     def __init__(self, context: GangContext) -> None:
-        self._host = context.host
-        self._paths = context.paths
-        self._part = context.part
-        self._pages = context.pages
+        super().__init__(context)
         self._refused = (0, "")  # (order, why)
         # By rank and capability that is not offered: time of the file, and its text.
         self._reasons: dict[tuple[int, str], tuple[int, str]] = {}

@@ -23,7 +23,7 @@ from ganger.injob.page_layout import PageOrderKind, PageState
 from ganger.injob.process_identity import family
 
 from ganger_daemon.gang.control_pages import ControlPages
-from ganger_daemon.gang.gang_context import GangContext
+from ganger_daemon.gang.gang_context import GangContext, OfGang
 from ganger_daemon.gang.launch_plan import free_port
 from ganger_daemon.gang.received_orders import summary_of
 from ganger_daemon.node.daemon_files import make_directory, read_json, remove_tree, write_json
@@ -39,13 +39,11 @@ _LOG_TAIL_BYTES = 4096
 _FIRST_TO_BE_KILLED = "1000"
 
 
-class ReplayCheck:
+class ReplayCheck(OfGang):
     """The check for one gang's local ranks. `launcher` returns their launcher, if one runs, and may block."""
 
     def __init__(self, context: GangContext, launcher: Callable[[], Launcher | None]) -> None:
-        self._context = context
-        self._paths = context.paths
-        self._ranks = context.part.ranks
+        super().__init__(context)
         self._launcher = launcher
         self._directory = context.paths.run / "replay-check"
         self._agreement = 0

@@ -1,4 +1,4 @@
-"""Devices taken from the processes of one gang, and given back.
+"""Devices taken from the processes of one gang, and given back; and the cores that the gang is pinned to.
 
 A process without an agent is offloaded in place: the GPU driver copies its device memory to its host memory and takes
 the device from it, and then it is frozen. A process without state on a GPU is only frozen. An image of processes has
@@ -14,12 +14,13 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from ganger.agent.v1 import agent_pb2
 from ganger.cluster.topology import bits
+from ganger.injob.page_layout import Word
 from ganger.injob.process_identity import family
 from ganger.protocol.gang_orders import OrderIntent
 
@@ -27,7 +28,7 @@ from ganger_daemon.core.gang_judgement import has_opaque_rank, is_to_be_taken
 from ganger_daemon.core.part_facts import GangPart
 from ganger_daemon.devices.contract import UNREADABLE, VIRTUAL_DRIVER
 from ganger_daemon.gang.exit_watcher import ExitWatcher
-from ganger_daemon.gang.gang_context import GangContext
+from ganger_daemon.gang.gang_context import GangContext, OfGang
 from ganger_daemon.images.contract import DeviceStateLostError, ImageRefusedError
 from ganger_daemon.images.driver import Replacements, replacements
 from ganger_daemon.node.process_identity import anonymous_bytes
@@ -42,7 +43,7 @@ _LOOK_S = 1.0
 _OWN, _OTHERS = "gpus", "other_gpus"
 
 
-class TakenDevices:
+class TakenDevices(OfGang):
     """Devices of one gang's processes.
 
     `are_taken`: the processes wait for their devices, and none of their state is on one; `taken_bytes`: what they had
@@ -51,9 +52,8 @@ class TakenDevices:
 
     def __init__(self, context: GangContext, exits: ExitWatcher, limit_bytes: Callable[[], int]) -> None:
         """`limit_bytes`: of the gang's host memory with its arenas; zero for none."""
-        self._context = context
+        super().__init__(context)
         self._limit_bytes = limit_bytes
-        self._host = context.host
         self._exits = exits
         self._work: asyncio.Task[None] | None = None
         self._users = 0  # images under way, which take devices and give them back themselves
@@ -73,9 +73,9 @@ class TakenDevices:
         """Take over what a former daemon noted."""
         fields = left.get("devices", {})
         self.are_taken = bool(fields.get("are_taken", False))
-        self.taken_bytes = int(fields.get("taken_bytes", 0))
-        self.peak_bytes = int(fields.get("peak_bytes", 0))
-        self._expected = int(fields.get("expected", 0))
+        self.taken_bytes, self.peak_bytes, self._expected = (
+            int(fields.get(name, 0)) for name in ("taken_bytes", "peak_bytes", "expected")
+        )
         self._moved = Replacements(*(dict(one) for one in fields.get("moved", ({}, {}))))
 
     def journal(self) -> dict[str, Any]:
@@ -248,3 +248,71 @@ class TakenDevices:
             mask |= part
         found = [whole[index] if own[index] == UNREADABLE else own[index] for index in bits(mask) if index < len(own)]
         return max((size for size in found if size != UNREADABLE), default=0)
+
+
+# A job that does not acknowledge (opaque, or in a long evaluation) loses the cores anyway after this.
+ACK_S = 5.0
+
+
+class CorePinning(OfGang):
+    """Cores and thread counts of one gang's local ranks."""
+
+    def __init__(self, context: GangContext) -> None:
+        super().__init__(context)
+        self._millicores: tuple[int, ...] | None = None
+        # Cores that it released when it was parked: it gets them back where they are free.
+        self._former: tuple[int, ...] = ()
+        self.repin_done = 0
+        self.trouble = ""
+
+    async def follow(self, desired: agent_pb2.DesiredGang, iteration_s: float) -> None:
+        """Bring cores and threads to the desired state."""
+        near = self._host.inventory.near(desired.claim.device_mask)
+        await self._retune(desired, near, iteration_s)
+        # Only now: a gang that was parked had released its cores, and others may hold them.
+        if desired.repin_request > self.repin_done:
+            self._host.cores.repin(self._group, near)
+            await self._pin()
+            self.repin_done = int(desired.repin_request)
+
+    async def _retune(self, desired: agent_pb2.DesiredGang, near: Collection[int], iteration_s: float) -> None:
+        millicores = tuple(desired.claim.millicores)
+        if self._millicores is None:
+            self._millicores = millicores if self._host.cores.millicores(self._group) == sum(millicores) else ()
+        wanted = int(desired.threads) or self._pages.threads()
+        if millicores == self._millicores and wanted == self._pages.threads():
+            return
+        if wanted < self._pages.threads():
+            # it loses cores only once it has fewer threads
+            sequence = self._pages.retune(wanted)
+            await self._wait(sequence, max(ACK_S, 2 * iteration_s))
+        shortage = self._host.cores.take(self._group, millicores, near, self._former)
+        self.trouble = f"no cores: {shortage}" if shortage else ""
+        await self._pin()
+        if wanted > self._pages.threads():
+            self._pages.retune(wanted)
+        self._millicores = millicores
+
+    def give_up(self) -> None:
+        """Release the cores of a gang that is parked without its devices. It gets some when it runs again."""
+        self._former = self._host.cores.ids(self._group) or self._former
+        self._host.cores.release(self._group)
+        self._millicores = ()
+
+    def threads(self) -> int:
+        """Return the fewest threads that a local rank has applied; the ordered number before any has."""
+        applied = [self._pages.progress(rank).threads_applied for rank in self._part.ranks]
+        return min(applied) or self._pages.threads()
+
+    async def _pin(self) -> None:
+        cgroups, cores = self._host.cgroups, self._host.cores
+        await asyncio.to_thread(cgroups.set_cpus, self._group, cores.cpus(self._group))
+        await asyncio.to_thread(cgroups.set_quota, self._group, cores.quota(self._group))
+
+    async def _wait(self, sequence: int, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while any(self._pages[rank].get(Word.RETUNE_DONE) < sequence for rank in self._part.ranks):
+            if time.monotonic() > deadline:
+                log.warning("ranks did not apply their threads", extra={"group": self._group})
+                return
+            await asyncio.sleep(0.002)

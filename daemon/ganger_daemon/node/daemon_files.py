@@ -19,7 +19,6 @@ import subprocess
 import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -240,14 +239,20 @@ class DirectoryNameError(DirectoryError):
     """The name of a directory can never be used."""
 
 
-@dataclass(frozen=True, slots=True)
 class GangPaths:
-    """One gang's local part: `job` is durable, `run` lies in a tmpfs."""
+    """One gang's local part: `job` is durable, `run` lies in a tmpfs. Hints for the next daemon are `wanted`, the
+    newest order obeyed, and `local`, the gang's cores and memory baselines; the pages count."""
 
-    job: Path
-    run: Path
-    job_uid: str
-    epoch: int
+    def __init__(self, job: Path, run: Path, job_uid: str, epoch: int) -> None:
+        self.job, self.run, self.job_uid, self.epoch = job, run, job_uid, epoch
+        self.gang = job / "gang.json"
+        self.wanted = job / "wanted.json"
+        self.local = job / "local.json"
+        self.outcome = job / "outcome.json"
+        self.orders = job / "orders"
+        self.socket = run / "job.sock"
+        self.rendezvous = run / "rendezvous.json"
+        self.group = f"{job_uid}-{epoch}"
 
     def launch(self, rank: int) -> Path:
         return self.job / f"rank-{rank}.launch.json"
@@ -262,40 +267,6 @@ class GangPaths:
         """Return the file with the reason why a rank lacks `what`: BOUNDARIES (no order can be obeyed), OFFLOAD or
         CHECKPOINT."""
         return self.job / f"rank-{rank}.no-{what}.json"
-
-    @property
-    def gang(self) -> Path:
-        return self.job / "gang.json"
-
-    @property
-    def wanted(self) -> Path:
-        """File with the newest order obeyed: a hint for the next daemon; the pages count."""
-        return self.job / "wanted.json"
-
-    @property
-    def local(self) -> Path:
-        """File with the gang's cores and memory baselines: a hint for the next daemon."""
-        return self.job / "local.json"
-
-    @property
-    def outcome(self) -> Path:
-        return self.job / "outcome.json"
-
-    @property
-    def orders(self) -> Path:
-        return self.job / "orders"
-
-    @property
-    def socket(self) -> Path:
-        return self.run / "job.sock"
-
-    @property
-    def rendezvous(self) -> Path:
-        return self.run / "rendezvous.json"
-
-    @property
-    def group(self) -> str:
-        return f"{self.job_uid}-{self.epoch}"
 
     def name(self, rank: int) -> str:
         """Return the launcher's name of a rank."""
@@ -315,13 +286,20 @@ class GangPaths:
         _remove_beside(gone)
 
 
-@dataclass(frozen=True, slots=True)
 class DaemonPaths:
-    """`machine_uuid`: identity of this daemon; it names what all daemons of a machine make in one place."""
+    """`machine_uuid`: identity of this daemon; it names what all daemons of a machine make in one place. `own_name`: of
+    this daemon's cgroup, unique among the daemons of this machine; `temporary`: of the jobs' own temporary files, one
+    for each gang."""
 
-    state: Path
-    run: Path
-    machine_uuid: str = ""
+    def __init__(self, state: Path, run: Path, machine_uuid: str = "") -> None:
+        self.state, self.run = state, run
+        self.own_name = f"ganger-{_short(machine_uuid)}"
+        self.jobs = state / "jobs"
+        self.logs = state / "logs"
+        self.temporary = state / "tmp"
+        self.launchers = run / "launchers"
+        # an entry of PYTHONPATH: no colon, which the state directory may have in its name
+        self.inject = run / "inject"
 
     def prepare(self) -> None:
         """Makes the directories, private to this user. Raises DirectoryError."""
@@ -346,33 +324,6 @@ class DaemonPaths:
     def sweep(self) -> None:
         """Remove directories that a former daemon had renamed and not removed."""
         _remove_beside([*self.jobs.glob(f"{_GONE}*"), *self.run.glob(f"{_GONE}*")])
-
-    @property
-    def own_name(self) -> str:
-        """Name of this daemon's cgroup, unique among the daemons of this machine."""
-        return f"ganger-{_short(self.machine_uuid)}"
-
-    @property
-    def jobs(self) -> Path:
-        return self.state / "jobs"
-
-    @property
-    def logs(self) -> Path:
-        return self.state / "logs"
-
-    @property
-    def temporary(self) -> Path:
-        """Directory of the jobs' own temporary files, one for each gang."""
-        return self.state / "tmp"
-
-    @property
-    def launchers(self) -> Path:
-        return self.run / "launchers"
-
-    @property
-    def inject(self) -> Path:
-        # an entry of PYTHONPATH: no colon, which the state directory may have in its name
-        return self.run / "inject"
 
     def of(self, job_uid: str, epoch: int) -> GangPaths:
         """Raises ValueError for a uid that could leave the directory."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ganger.injob.page_layout import Capability
 from ganger.protocol.gang_orders import Mechanism
-from ganger_daemon.core.mechanism import (
+from ganger_daemon.core.part_facts import (
     NO_IMAGE,
     NO_SIGNAL,
     MechanismChoice,

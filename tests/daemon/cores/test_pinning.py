@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ganger.agent.v1 import agent_pb2
-from ganger_daemon.gang.core_pinning import CorePinning
+from ganger_daemon.gang.taken_devices import CorePinning
 from ganger_daemon.node.core_table import Core, CoreMap, CoreTable, declared_cores
 
 
