@@ -119,14 +119,10 @@ def _before_image(gang: GangPart) -> Judgement:
 
 def _after_exit(gang: GangPart) -> Judgement:
     outcome = settle(gang)
-    if (
-        outcome.kind is PartOutcomeKind.YIELDED
-        and gang.wanted.intent is OrderIntent.PARK
-        and gang.published_step is not None
-    ):
+    is_parking = outcome.kind is PartOutcomeKind.YIELDED and gang.wanted.intent is OrderIntent.PARK
+    if is_parking and gang.published_step is not None:
         return Judgement(PartPhase.PARKED, ParkLevel.CHECKPOINT, gang.published_step, outcome, (Todo.REAP,))
-    is_to_publish = outcome.kind is PartOutcomeKind.YIELDED and gang.wanted.intent is OrderIntent.PARK
-    if is_to_publish and not gang.wanted.is_by_signal:
+    if is_parking and not gang.wanted.is_by_signal:
         return Judgement(PartPhase.STOPPING, todo=(Todo.REAP,))
     return Judgement(PartPhase.ENDED, outcome=outcome, stop_step=gang.published_step or 0, todo=(Todo.REAP,))
 
@@ -137,9 +133,8 @@ def _stopping(gang: GangPart) -> Judgement:
     has_agent = any(rank.hello and not rank.opaque for rank in gang.ranks)
     saves = gang.wanted.checkpoint_first and has_agent and not (gang.refusal and _rest(gang))
     if saves and not gang.stop_signalled:
-        return Judgement(
-            PartPhase.STOPPING
-        )  # the page orders CHECKPOINT; ranks leave by themselves, or the ladder ends it
+        # the page orders CHECKPOINT; ranks leave by themselves, or the ladder ends it
+        return Judgement(PartPhase.STOPPING)
     return Judgement(PartPhase.STOPPING, todo=() if gang.stop_signalled else (Todo.TERMINATE,))
 
 
@@ -294,13 +289,9 @@ def reached_step(gang: GangPart) -> int | None:
             ParkLevel.OFFLOAD: (PageState.OFFLOADED,),
         }.get(gang.wanted.level, ()),
     }.get(gang.wanted.intent, ())
-    live = [rank for rank in gang.ranks if rank.exit is None]
-    steps = {
-        rank.reached_step
-        for rank in live
-        if rank.state in resting and rank.reached_sequence >= gang.wanted.order.number
-    }
-    are_all = all(rank.state in resting and rank.reached_sequence >= gang.wanted.order.number for rank in live)
+    live, number = [rank for rank in gang.ranks if rank.exit is None], gang.wanted.order.number
+    steps = {rank.reached_step for rank in live}
+    are_all = all(rank.state in resting and rank.reached_sequence >= number for rank in live)
     return steps.pop() if are_all and len(steps) == 1 else None
 
 

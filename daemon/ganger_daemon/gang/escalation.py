@@ -7,7 +7,6 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 
 from ganger.injob.page import now_ns
@@ -16,12 +15,11 @@ from ganger.protocol.stop_rules import expired
 from ganger.v1 import job_pb2
 from ganger.wire.times import seconds
 
-from ganger_daemon.cgroups.contract import Cgroups
 from ganger_daemon.core import escalation, gang_judgement
 from ganger_daemon.core.part_facts import GangPart
 from ganger_daemon.gang.exit_watcher import ExitWatcher
 from ganger_daemon.gang.gang_context import GangContext, OfGang
-from ganger_daemon.node.process_identity import ProcessId, send_signal
+from ganger_daemon.node.process_identity import send_signal
 
 log = logging.getLogger(__name__)
 
@@ -32,19 +30,6 @@ _STOP_GRACE_S = 60.0
 
 def stop_grace_s(spec: job_pb2.JobSpec) -> float:
     return seconds(spec.stop_grace) if spec.HasField("stop_grace") else _STOP_GRACE_S
-
-
-def terminate(processes: Iterable[ProcessId], number: signal.Signals = signal.SIGTERM) -> None:
-    """Send a signal to main processes only: loader workers that die first would spoil a last checkpoint."""
-    for process in processes:
-        send_signal(process, number)
-
-
-async def kill(cgroups: Cgroups, group: str, processes: Iterable[ProcessId]) -> None:
-    """Send SIGKILL to everything in the group, and to the main processes, which may be in no group."""
-    await asyncio.to_thread(cgroups.kill, group)
-    for process in processes:
-        send_signal(process, signal.SIGKILL)
 
 
 class Escalation(OfGang):
@@ -79,7 +64,7 @@ class Escalation(OfGang):
         """Send the main processes the signal at which the script saves itself; the group is killed after the grace."""
         self.asked_to_save_s = time.time()
         self._ladder = escalation.begin_stop(now, stop_grace_s(spec))
-        terminate(self._exits.live(), signal.Signals[f"SIG{spec.stop_signal}"])
+        self._signal(signal.Signals[f"SIG{spec.stop_signal}"])
         log.info("stop signal sent", extra={"gang": self._paths.group, "signal": spec.stop_signal})
 
     def recall(self, asked_to_save_s: float, spec: job_pb2.JobSpec) -> None:
@@ -94,26 +79,29 @@ class Escalation(OfGang):
         grace = wanted.grace_s if wanted.intent is OrderIntent.STOP else _FAILURE_GRACE_S
         self.stop_signalled = True
         self._ladder = escalation.begin_stop(now, grace)
-        terminate(self._exits.live())
+        self._signal(signal.SIGTERM)
 
     async def end(self) -> None:
         """Send SIGKILL to all of a stale gang: no SIGTERM, no grace, and no thaw before."""
         self.stop_signalled = True
         self._ladder = None
-        await kill(self._host.cgroups, self._paths.group, self._exits.live())
+        await self._kill()
 
     async def abandon(self, why: str) -> None:
         """Kill a gang whose pages can no longer be trusted. `why`: for the log."""
-        if live := self._exits.live():
+        if self._exits.live():
             log.error("gang killed", extra={"gang": self._paths.group, "cause": why})
-        await kill(self._host.cgroups, self._paths.group, live)
+        await self._kill()
 
     async def press(self, facts: GangPart, now: float) -> None:
         """Take the rung that is due, if the gang does not obey."""
         passed, self._pressed_at = now - self._pressed_at, now
-        live = self._exits.live()
         is_leaving = self.stop_signalled or bool(self.asked_to_save_s)
-        if self._ladder is None or not live or (not is_leaving and not gang_judgement.is_disobedient(facts)):
+        if (
+            self._ladder is None
+            or not self._exits.live()
+            or (not is_leaving and not gang_judgement.is_disobedient(facts))
+        ):
             return
         if gang_judgement.is_busy(facts):
             self._ladder = escalation.extend(self._ladder, passed)
@@ -128,12 +116,24 @@ class Escalation(OfGang):
             case escalation.Rung.TERMINATE:
                 self.escalated = facts.wanted.intent is not OrderIntent.STOP
                 self.stop_signalled = True
-                terminate(live)
+                self._signal(signal.SIGTERM)
             case escalation.Rung.GIVE_UP:
                 waited = now - climbed.ordered_at
                 self.given_up = f"it came to no boundary for {waited:.0f} s, so it is not moved now"
             case escalation.Rung.KILL:
-                await kill(self._host.cgroups, self._paths.group, live)
+                await self._kill()
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Send a signal to main processes only: loader workers that die first would spoil a last checkpoint."""
+        for process in self._exits.live():
+            send_signal(process, number)
+
+    async def _kill(self) -> None:
+        """Send SIGKILL to everything in the group, and to the main processes, which may be in no group."""
+        live = self._exits.live()
+        await asyncio.to_thread(self._host.cgroups.kill, self._group)
+        for process in live:
+            send_signal(process, signal.SIGKILL)
 
 
 class Freezer(OfGang):

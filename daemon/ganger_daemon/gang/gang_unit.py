@@ -52,11 +52,7 @@ class GangUnit(OfGang):
         self.names.directory, self.names.shared = str(fields.get("names", "")), dict(fields.get("shared", {}))
 
     def journal(self) -> dict[str, Any]:
-        return {
-            "names": self.names.directory,
-            "shared": self.names.shared,
-            "init": [self.init.pid, self.init.start_ticks],
-        }
+        return {"names": self.names.directory, "shared": self.names.shared, "init": list(self.init)}
 
     def clean(self) -> None:
         """End the unit with all in it, and remove the names and temporary files of its gang. Blocks."""

@@ -109,7 +109,7 @@ class RankLaunch(OfGang):
         self._noted = {int(rank): ProcessId(*map(int, process)) for rank, process in left.get("ranks", {}).items()}
 
     def journal(self) -> dict[str, Any]:
-        ranks = {rank: [process.pid, process.start_ticks] for rank, process in self._exits.processes.items()}
+        ranks = {rank: list(process) for rank, process in self._exits.processes.items()}
         return {"ranks": ranks, "awaits_image": self.awaits_image}
 
     async def attempt(self, orders: ReceivedOrders) -> bool:

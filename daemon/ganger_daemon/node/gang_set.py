@@ -164,10 +164,7 @@ class GangSet:
 
     def observed(self, describe: frozenset[int] = frozenset()) -> list[agent_pb2.ObservedGang]:
         """The complete observed set, in a fixed order; gangs of the epochs `describe` with their desired state."""
-        return [
-            _described(self._gangs[key]) if key[1] in describe else self._gangs[key].observed
-            for key in sorted(self._gangs)
-        ]
+        return [_described(gang) if gang.desired.epoch in describe else gang.observed for gang in self.all()]
 
     @property
     def finished(self) -> list[agent_pb2.FinishedGang]:

@@ -45,6 +45,9 @@ from ganger.injob.launcher.starter import Starter, StarterError, begin
 from ganger.injob.process_identity import start_ticks
 from ganger.injob.state_image import make_arena, recover_arena
 
+# Answers a request: with fields, and a descriptor where one is given.
+Reply = Callable[..., None]
+
 _RETRY_S = 1.0
 _LOOK_S = 2.0
 
@@ -110,18 +113,15 @@ class LauncherServer:
         return max(0.0, min(looks))
 
     def _answer(self, caller: Caller, request: Mapping[str, Any]) -> None:
-        number = request.get("id")
         operation = _OPERATIONS.get(request.get("op"))
         if operation is None:
             raise LaunchError("UNKNOWN_OPERATION", f"this launcher has no operation {request.get('op')!r}")
-        operation(self, caller, number, request)
+        operation(self, request, partial(self._callers.reply, caller, request.get("id")))
 
     # Operations.
 
-    def _info(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
-        self._callers.reply(
-            caller,
-            number,
+    def _info(self, request: Mapping[str, Any], reply: Reply) -> None:
+        reply(
             pid=os.getpid(),
             start_ticks=start_ticks(os.getpid()),
             python=sys.executable,
@@ -131,7 +131,7 @@ class LauncherServer:
             serves_stores=self._serves_stores,
         )
 
-    def _fork(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
+    def _fork(self, request: Mapping[str, Any], reply: Reply) -> None:
         launch = parse_launch(request["launch"])
         self._reject_running(launch)
         arena = self._arena_for(launch)
@@ -151,9 +151,9 @@ class LauncherServer:
         if word is not None:
             begin(word)
         # The child closes its end when it is settled (exec closes it too), or writes what went wrong.
-        self._children.settle_later(new, read_end, lambda: self._answer_settled(caller, number, new))
+        self._children.settle_later(new, read_end, lambda: self._answer_settled(reply, new))
 
-    def _fork_together(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
+    def _fork_together(self, request: Mapping[str, Any], reply: Reply) -> None:
         """Start ranks below one parent, with a rendezvous store beside them where ``store_host`` is given."""
         host = str(request.get("store_host") or "")
         if host:
@@ -180,9 +180,7 @@ class LauncherServer:
             os.close(descriptor)
         root = self._children.add(LauncherChild(wanted.name, "root", pid))
         ends = [end for end, _ in pipes]
-        self._selector.register(
-            report, selectors.EVENT_READ, lambda: self._gather(caller, number, wanted, root, report, ends)
-        )
+        self._selector.register(report, selectors.EVENT_READ, lambda: self._gather(reply, wanted, root, report, ends))
 
     def _tree_task(
         self,
@@ -198,9 +196,7 @@ class LauncherServer:
         enter = partial(child_process.enter_cgroups, wanted.launches[0].cgroup_procs)
         return lambda foreign: be_root(members, len(wanted.launches), enter, report, foreign)
 
-    def _gather(
-        self, caller: Caller, number: Any, wanted: TreeRequest, root: LauncherChild, report: int, ends: list[int]
-    ) -> None:
+    def _gather(self, reply: Reply, wanted: TreeRequest, root: LauncherChild, report: int, ends: list[int]) -> None:
         self._selector.unregister(report)
         try:
             ranks = self._children.add_ranks(root, list(zip(wanted.launches, read_pids(report))))
@@ -208,7 +204,7 @@ class LauncherServer:
             for descriptor in ends:
                 os.close(descriptor)
             end_family(root.pid)
-            self._callers.reply(caller, number, error={"reason": error.reason, "message": str(error)})
+            reply(error={"reason": error.reason, "message": str(error)})
             return
         finally:
             os.close(report)
@@ -220,7 +216,7 @@ class LauncherServer:
                 return
             error = next((rank.launch_error for rank in ranks if rank.launch_error), None)
             content: dict[str, Any] = {"error": error} if error else self._tree_facts(root, ranks)
-            self._callers.reply(caller, number, port=wanted.port, **content)
+            reply(port=wanted.port, **content)
 
         for rank, read_end in zip(ranks, ends):
             self._children.settle_later(rank, read_end, partial(settled, rank))
@@ -229,7 +225,7 @@ class LauncherServer:
         processes = [{"pid": one.pid, "start_ticks": one.start_ticks} for one in ranks]
         return {"pid": root.pid, "start_ticks": root.start_ticks, "ranks": processes}
 
-    def _unit(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
+    def _unit(self, request: Mapping[str, Any], reply: Reply) -> None:
         unit, procs = parse_unit(request["unit"])
         content = {"unit": unit._asdict(), "cgroup_procs": procs}
         with child_process.failure_pipe() as (read_end, write_end):
@@ -240,9 +236,9 @@ class LauncherServer:
         os.close(write_end)
         new = self._children.add(LauncherChild(unit.name, "init", pid))
         begin(word)
-        self._children.settle_later(new, read_end, lambda: self._answer_settled(caller, number, new))
+        self._children.settle_later(new, read_end, lambda: self._answer_settled(reply, new))
 
-    def _restore(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
+    def _restore(self, request: Mapping[str, Any], reply: Reply) -> None:
         wanted = RestoreRequest.parse(request)
         launch = wanted.launch
         for rank in wanted.ranks:
@@ -268,10 +264,10 @@ class LauncherServer:
                 else:
                     root = self._children.add_rank(launch, root_pid)
                     ranks = [root]
-                self._callers.reply(caller, number, **self._tree_facts(root, ranks))
+                reply(**self._tree_facts(root, ranks))
             except LaunchError as problem:
                 end_children(launch.init, {child.pid for child in self._children})
-                self._callers.reply(caller, number, error={"reason": problem.reason, "message": str(problem)})
+                reply(error={"reason": problem.reason, "message": str(problem)})
 
         new.ended = finish
 
@@ -294,38 +290,37 @@ class LauncherServer:
                 self._starter = None
             raise
 
-    def _answer_settled(self, caller: Caller, number: Any, new: LauncherChild) -> None:
+    def _answer_settled(self, reply: Reply, new: LauncherChild) -> None:
         if new.launch_error:
-            self._callers.reply(caller, number, error=new.launch_error)
+            reply(error=new.launch_error)
         else:
-            self._callers.reply(caller, number, pid=new.pid, start_ticks=new.start_ticks)
+            reply(pid=new.pid, start_ticks=new.start_ticks)
 
     def _touch(self, launch: Launch, arena: int | None) -> None:
         if arena is not None and launch.touched_bytes:
-            self._helper(f"{launch.name}/touch", None, None, lambda: child_process.touch_arena(launch, arena))
+            self._helper(f"{launch.name}/touch", lambda **_: None, lambda: child_process.touch_arena(launch, arena))
 
     def _arena_for(self, launch: Launch) -> int | None:
         if not launch.arena_bytes:
             return None
-        self._arenas[launch.arena_name] = make_arena(
-            self._arenas.get(launch.arena_name), launch.arena_name, launch.arena_bytes
-        )
-        return self._arenas[launch.arena_name]
+        name = launch.arena_name
+        self._arenas[name] = make_arena(self._arenas.get(name), name, launch.arena_bytes)
+        return self._arenas[name]
 
-    def _arena(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
+    def _arena(self, request: Mapping[str, Any], reply: Reply) -> None:
         name, size = str(request["name"]), int(request.get("bytes", 0))
         if size:
             self._arenas[name] = make_arena(self._arenas.get(name), name, size)
         elif name not in self._arenas:
             raise LaunchError("NO_ARENA", f"there is no arena {name}")
         descriptor = self._arenas[name]
-        self._callers.reply(caller, number, descriptor, bytes=os.fstat(descriptor).st_size)
+        reply(descriptor, bytes=os.fstat(descriptor).st_size)
 
-    def _drop_arena(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
+    def _drop_arena(self, request: Mapping[str, Any], reply: Reply) -> None:
         descriptor = self._arenas.pop(str(request["name"]), None)
         if descriptor is not None:
             os.close(descriptor)
-        self._callers.reply(caller, number)
+        reply()
 
     @property
     def _serves_stores(self) -> bool:
@@ -335,12 +330,12 @@ class LauncherServer:
         if not self._serves_stores:
             raise LaunchError("NO_TORCH", f"{sys.executable} has no torch, so it can serve no rendezvous store")
 
-    def _store(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
+    def _store(self, request: Mapping[str, Any], reply: Reply) -> None:
         directory, host = str(request["directory"]), str(request["host"])
         self._check_serves_stores()
         for other in self._children:
             if other.kind == "store" and other.name == directory:
-                self._callers.reply(caller, number, pid=other.pid, start_ticks=other.start_ticks, port=other.port)
+                reply(pid=other.pid, start_ticks=other.start_ticks, port=other.port)
                 return
         # Opened here, so that the answer need not wait for the child: early connections wait in its queue.
         with open_listener(host) as listener:
@@ -351,25 +346,25 @@ class LauncherServer:
                 raise ChildTask(lambda: child_process.run_store(directory, host, held))
             new = self._children.add(LauncherChild(directory, "store", pid))
             new.port = listener.getsockname()[1]
-        self._callers.reply(caller, number, pid=new.pid, start_ticks=new.start_ticks, port=new.port)
+        reply(pid=new.pid, start_ticks=new.start_ticks, port=new.port)
 
-    def _publish(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
+    def _publish(self, request: Mapping[str, Any], reply: Reply) -> None:
         temporary, final, manifest = str(request["temporary"]), str(request["final"]), dict(request["manifest"])
-        self._helper(f"publish {final}", caller, number, lambda: publish(temporary, final, manifest))
+        self._helper(f"publish {final}", reply, lambda: publish(temporary, final, manifest))
 
-    def _list(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
+    def _list(self, request: Mapping[str, Any], reply: Reply) -> None:
         children = [
             {name: getattr(one, name) for name in ("name", "kind", "pid", "start_ticks", "adopted")}
             for one in self._children
         ]
-        self._callers.reply(caller, number, children=children)
+        reply(children=children)
 
-    def _adopt(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
+    def _adopt(self, request: Mapping[str, Any], reply: Reply) -> None:
         """Take over a rank whose launcher is gone; if it is gone too, record its end now."""
         name, pid, ticks = str(request["name"]), int(request["pid"]), int(request["start_ticks"])
         page, exit_path = str(request.get("page", "")), str(request["exit_path"])
         if any(one.pid == pid and one.start_ticks == ticks for one in self._children):
-            self._callers.reply(caller, number, alive=True)
+            reply(alive=True)
             return
         try:
             pidfd = os.pidfd_open(pid)
@@ -381,7 +376,7 @@ class LauncherServer:
                 os.close(pidfd)
             if not os.path.exists(exit_path):
                 self._children.record(exit_path, from_page(name, pid, ticks, page))
-            self._callers.reply(caller, number, alive=False)
+            reply(alive=False)
             return
         arena = request.get("arena")
         if arena and arena["name"] not in self._arenas:
@@ -392,18 +387,18 @@ class LauncherServer:
         self._children.add(
             LauncherChild(name, "rank", pid, page, exit_path, adopted=True, ticks=ticks, pidfd=pidfd, keeper=keeper)
         )
-        self._callers.reply(caller, number, alive=True)
+        reply(alive=True)
 
-    def _stop(self, caller: Caller, number: Any, request: Mapping[str, Any]) -> None:
+    def _stop(self, request: Mapping[str, Any], reply: Reply) -> None:
         busy = [one.name for one in self._children if one.kind == "rank"]
         if busy:
             raise LaunchError("BUSY", f"still the parent of {', '.join(busy[:8])}")
         self._stopping = True
-        self._callers.reply(caller, number)
+        reply()
 
     # Children.
 
-    def _helper(self, name: str, caller: Caller | None, number: Any, work: Callable[[], None]) -> None:
+    def _helper(self, name: str, reply: Reply, work: Callable[[], None]) -> None:
         with child_process.failure_pipe() as (read_end, write_end):
             pid = os.fork()
         if pid == 0:
@@ -419,10 +414,7 @@ class LauncherServer:
             os.close(read_end)
             if answer is None:
                 answer = {"reason": "HELPER_DIED", "message": died}
-            if answer:
-                self._callers.reply(caller, number, error=answer)
-            else:
-                self._callers.reply(caller, number)
+            reply(**({"error": answer} if answer else {}))
 
         self._selector.register(read_end, selectors.EVENT_READ, finish)
 
@@ -453,7 +445,7 @@ class LauncherServer:
             self._starter.hang_up()
 
 
-_OPERATIONS: dict[Any, Callable[[LauncherServer, Caller, Any, Mapping[str, Any]], None]] = {
+_OPERATIONS: dict[Any, Callable[[LauncherServer, Mapping[str, Any], Reply], None]] = {
     "info": LauncherServer._info,
     "fork": LauncherServer._fork,
     "fork_together": LauncherServer._fork_together,
