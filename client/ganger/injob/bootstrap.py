@@ -1,9 +1,6 @@
-"""Getting ready before the user's first line: called once per interpreter, by the launcher's child or sitecustomize.
-
-Its directory stands first on PYTHONPATH of every rank, which loads the agent into unmodified interpreters.
-
-It holds two names only, `ganger` (a link to this package) and `sitecustomize.py`, so that it can shadow nothing else.
-"""
+"""Getting ready before the user's first line: called once per interpreter, by the launcher's child or by sitecustomize.
+That is in a directory which stands first on PYTHONPATH of every rank; it has two names only, `ganger` (a link to this
+package) and `sitecustomize.py`, so that it can shadow nothing else."""
 
 from __future__ import annotations
 

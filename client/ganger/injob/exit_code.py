@@ -1,9 +1,6 @@
-"""The exit code of a rank, kept in its page for the case that no launcher is there to see it.
-
-Python does not tell exit handlers the code it will end with, so the ways out are watched: uncaught exceptions,
-sys.exit, exit, quit and os._exit. A SystemExit that the script raises itself is seen only where its first line was run
-by us (see launcher.script), and taken for 0 elsewhere. A rank killed by a signal leaves no code.
-"""
+"""The exit code of a rank, kept in its page for the case that no launcher is there to see it. Python does not tell exit
+handlers the code, so the ways out are watched: uncaught exceptions, sys.exit, exit, quit and os._exit. A SystemExit
+that the script raises itself is seen only where we ran its first line, and taken for 0 elsewhere."""
 
 from __future__ import annotations
 

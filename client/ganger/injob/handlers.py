@@ -1,7 +1,5 @@
-"""What a framework can do with the state of a rank: the handlers that the orders on a control page are carried out by.
-
-Each is called in the training thread, at a boundary. A level without a handler is refused with a reason.
-"""
+"""What a framework can do with the state of a rank: the handlers by which the orders on a control page are carried out.
+A level without a handler is refused with a reason."""
 
 from __future__ import annotations
 

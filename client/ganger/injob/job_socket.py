@@ -1,9 +1,6 @@
-"""The job's side of its socket: rare, large messages to the daemon, without ever making training wait.
-
-Messages are JSON, one per packet. While the daemon is away they wait in a bounded queue (the oldest go first when it is
-full), and the connection is tried again with growing pauses; every new connection begins with the hello. The
-daemon sends empty messages: it has changed the page, and a rank that waits reads it.
-"""
+"""The job's side of its socket: rare messages to the daemon, one JSON object per packet, that never make training wait.
+While the daemon is away they wait in a bounded queue; every new connection begins with the hello. The daemon sends
+empty messages: it has changed the page, and a rank that waits reads it."""
 
 from __future__ import annotations
 

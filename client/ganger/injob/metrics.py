@@ -1,8 +1,5 @@
-"""What a script reports by name: eight lines of the control page, each with a name, its newest value and its step.
-
-The daemon reads them about once a second, so of reports that follow each other faster only the newest is seen. Outside
-Ganger a report is checked and goes nowhere.
-"""
+"""What a script reports by name: eight lines of the control page, each with a name, its newest value and its step. The
+daemon reads them about once a second. Outside Ganger a report is checked and goes nowhere."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-"""The slow path of a boundary, behind `Control.boundary`: it obeys the orders on a rank's control page.
-
-It acknowledges stops, runs on as far as the rule of `boundary` allows, holds at the agreed step at whatever level is
-ordered, and goes on when it is ordered to. It never decides alone on partial knowledge: while in doubt it waits, and
-looks again.
-"""
+"""The slow path of a boundary, behind `Control.boundary`: it obeys the orders on a rank's control page. It never
+decides alone on partial knowledge: while in doubt it waits, and looks again."""
 
 from __future__ import annotations
 

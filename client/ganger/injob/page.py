@@ -1,8 +1,6 @@
-"""The control page of one rank and epoch: a 4 KiB file in a tmpfs directory, touched by daemon, launcher and job.
-
-A word is written whole. Multi-word records are published by their first word written last; readers read it first and
-check it again. Words of the job are untrusted numbers to the daemon.
-"""
+"""The control page of one rank and epoch: a 4 KiB file in a tmpfs directory, touched by daemon, launcher and job. A
+word is written whole. Records are published by their first word written last; readers read it first and check it again.
+Words of the job are untrusted numbers to the daemon."""
 
 from __future__ import annotations
 

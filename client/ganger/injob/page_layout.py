@@ -1,12 +1,6 @@
-"""The words of a control page (offset, writer and meaning of each), and the two ways to touch them.
-
-A page is one 4 KiB file per rank and epoch; a word is 64 bits, little-endian. Orders go down, progress comes up. Lines
-of eight words have one writer each. Times are nanoseconds of CLOCK_BOOTTIME.
-
-A job maps its pages: a load or a store costs nanoseconds. What looks after many jobs reads and writes them as files: a
-file that its job cuts off ends every process that has it mapped, by SIGBUS, at its next load. A system call only fails.
-Aligned words of 8 bytes arrive whole either way.
-"""
+"""The words of a control page, 64 bits each, little-endian, in lines of eight that have one writer each; and the two
+ways to touch them. A job maps its page. What looks after many jobs reads and writes pages as files: a file that its job
+cuts off ends every process that has it mapped, by SIGBUS; a system call only fails."""
 
 from __future__ import annotations
 

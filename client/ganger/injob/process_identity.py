@@ -1,7 +1,4 @@
-"""Processes as the kernel records them: peers of a Unix socket, start times, states, and families.
-
-A pid is used again, a pid with its start time is not.
-"""
+"""Processes as the kernel records them: peers of a Unix socket, start times, states, and families."""
 
 from __future__ import annotations
 

@@ -1,13 +1,6 @@
-"""The state image, as bytes on storage or in memory, and the arena: the memfd in which a parked state waits.
-
-A 64-byte preamble, a JSON header, 64-byte aligned data, and a trailer with one digest per chunk of the data. It is
-written front to back and its total size stands in the preamble, so every prefix is final and can be streamed while the
-rest is still being filled. All numbers are little-endian. No pickle anywhere: an image may come from another user.
-
-A descriptor's number means something only in a process that inherited the descriptor. A rank's environment reaches
-further: into children whose own file may have that number. So the environment names the arena's file too, and its seal
-is checked before anything is written.
-"""
+"""The state image, and the arena, the memfd in which a parked state waits. A preamble with all sizes, a JSON header,
+64-byte aligned data, and a trailer with one digest per chunk, written front to back: every prefix is final and can be
+streamed. No pickle anywhere: an image may come from another user."""
 
 from __future__ import annotations
 

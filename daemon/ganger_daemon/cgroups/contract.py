@@ -1,9 +1,6 @@
-"""Control groups, whatever the kernel of the node offers.
-
-One group holds the ranks of one gang on this node. Groups are flat and named by the daemon; several may share a pool,
-which limits their common CPU time. All calls may be repeated. A job never fails because pinning, a limit or freezing is
-unavailable: `capabilities` names what is missing, and calls return whether they took effect.
-"""
+"""Control groups, whatever the kernel of the node offers. One group holds the ranks of one gang; several may share a
+pool, which limits their common CPU time. All calls may be repeated. A job never fails because pinning, a limit or
+freezing is unavailable: `capabilities` names what is missing, and calls return whether they took effect."""
 
 from __future__ import annotations
 

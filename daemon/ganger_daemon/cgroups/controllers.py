@@ -1,7 +1,5 @@
-"""Controllers of v1 and v2: CPUs, memory, freezing and killing, usage, quotas, on the files below a cgroup mount.
-
-v1 has one tree per controller, v2 one tree for all.
-"""
+"""Controllers on the files below a cgroup mount: CPUs, memory, freezing and killing, usage, quotas. v1 has one tree per
+controller, v2 one tree for all."""
 
 from __future__ import annotations
 

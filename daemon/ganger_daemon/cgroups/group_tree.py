@@ -1,11 +1,6 @@
-"""Groups made of controllers from v1 trees, the v2 tree, or both, and the choice of those that this node offers.
-
-Each part is tried on a scratch group; what cannot be written and read back is not used. Signals and affinity replace an
-unavailable controller, or it is reported as missing.
-
-Groups go under the top of a tree, or, where that is not ours to write (a delegated unit, a container), under the
-daemon's own group.
-"""
+"""Groups made of controllers from v1 trees, the v2 tree, or both, and the choice of those that this node offers: each
+is tried on a scratch group, and not used where what is written does not read back. Groups go under the top of a tree,
+or, where that is not ours to write, under the daemon's own group."""
 
 from __future__ import annotations
 

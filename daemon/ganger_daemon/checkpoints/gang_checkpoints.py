@@ -1,12 +1,6 @@
-"""Checkpoints of one running gang: due requests, reports of durable shards to the leader, publication, removal.
-
-The leader's daemon publishes; a member reports until the leader confirms it. Every action can be repeated after a
-crash: durable checkpoints are found on storage, others are requested again.
-
-All checkpoints are removed but the newest complete ones, those the master may start the job from, and those being
-written. A checkpoint of a later epoch is newer, whatever its step: a job that went back to an older checkpoint leaves
-unreadable ones of higher steps, which must not replace the good ones.
-"""
+"""Checkpoints of one running gang: due requests, reports of durable shards to the leader, which publishes, and removal.
+Every action can be repeated after a crash. A checkpoint of a later epoch is newer, whatever its step: a job that went
+back leaves unreadable ones of higher steps, which must not replace the good ones."""
 
 from __future__ import annotations
 

@@ -1,11 +1,6 @@
-"""Checkpoints on storage: layout, token, free space, shards, and the manifest that publishes them.
-
-A checkpoint exists when its directory has its final name `STEP-EPOCH` and a readable manifest: the rename decides. The
-launcher writes and renames. If a checkpoint is damaged, the master decides which older one is used. The token proves
-that this node sees the cluster's storage.
-
-A job writes the shard files, so no size that they state makes this process allocate much memory.
-"""
+"""Checkpoints on storage: layout, token, free space, shards, and the manifest that publishes them. A checkpoint exists
+when its directory has its final name `STEP-EPOCH` and a readable manifest: the rename decides. A job writes the shards,
+so no size that they state makes this process allocate much memory."""
 
 from __future__ import annotations
 

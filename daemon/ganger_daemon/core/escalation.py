@@ -1,10 +1,6 @@
-"""Escalation of an order that a job does not obey: the ladder from the order to the kill of its group.
-
-An order gets `patience` (30 s, or twice its measured iteration if that is longer); then the agent is asked for the
-stacks of its threads; at the deadline SIGTERM to the main processes; after the grace the kill. Phases without
-boundaries (evaluation, compilation, replay, a state on its way) move the clock: time spent there does not count, up to
-a bound. STOP begins at SIGTERM. A move ends no job: at its deadline the gang reports that it did not stop, and goes on.
-"""
+"""Escalation of an order that a job does not obey: after `patience` the agent prints the stacks of its threads; at the
+deadline SIGTERM; after the grace the kill. Phases without boundaries move the clock, up to a bound. STOP begins at
+SIGTERM. A move ends no job: at its deadline the gang reports that it did not stop, and goes on."""
 
 from __future__ import annotations
 

@@ -1,12 +1,6 @@
-"""Judgement of one gang's local part: from its pages and exits, its phase, its outcome and the work left to do.
-
-Pure and level-triggered: `judge` may be called any number of times with the same facts. It trusts numbers of the job
-only so far as they agree with each other: a level counts as reached when every local rank reports it for this very
-order and at one step.
-
-`next_look` returns the poll interval of the gang's loop: short where a job waits for the daemon, long where the ranks
-need the processor.
-"""
+"""Judgement of one gang's local part: its phase, its outcome and the work left to do. Pure and level-triggered. It
+trusts numbers of the job only so far as they agree with each other: a level counts as reached when every local rank
+reports it for this very order and at one step."""
 
 from __future__ import annotations
 

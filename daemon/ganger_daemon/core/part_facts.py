@@ -1,7 +1,5 @@
-"""Facts of one gang's local part: its order, its ranks and their exits, and what the daemon has done. What follows from
-them is the same however often it is asked for: the outcome, from the exits of its ranks; and the mechanism by which the
-gang is stopped, saved and moved, with the reasons why stronger ones do not apply.
-"""
+"""Facts of one gang's local part, and what follows from them, the same however often it is asked for: the outcome, and
+the mechanism by which the gang is stopped, saved and moved, with the reasons why stronger ones do not apply."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Differences between the desired and the observed state of a node, and the actions that remove them.
-
-Level-triggered and idempotent: after the actions are applied, no action is left. Nothing is killed on doubt: a gang
-that the desired set lacks is stopped only if its epoch is provably over or an earlier set of this session had it.
-"""
+"""Differences between the desired and the observed state of a node, and the actions that remove them. Nothing is killed
+on doubt: a gang that the desired set lacks is stopped only if its epoch is provably over or an earlier set of this
+session had it."""
 
 from __future__ import annotations
 

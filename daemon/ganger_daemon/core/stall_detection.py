@@ -1,8 +1,5 @@
-"""Stall detection from counters: hanging gangs, idle gangs, and ranks that hold back the others.
-
-The counters of one node's ranks are steps and time spent waiting for data; for jobs without boundaries, the CPU time of
-their processes. The result is a report for users; nothing is done about it.
-"""
+"""Stall detection from counters, as a report for users: hanging gangs, idle gangs, and ranks that hold back the others.
+The counters are steps and time spent waiting for data; for jobs without boundaries, the CPU time of their processes."""
 
 from __future__ import annotations
 

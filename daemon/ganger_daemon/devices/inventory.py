@@ -1,7 +1,5 @@
-"""Description of a server: cores and memory as the kernel reports them, devices, and the configuration set made of it.
-
-Used by `nvml`, which reads the driver, and by `virtual`, which has declared or recorded devices.
-"""
+"""Description of a server: cores and memory as the kernel reports them, devices, and the configuration set made of
+it."""
 
 from __future__ import annotations
 

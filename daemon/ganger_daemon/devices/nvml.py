@@ -1,9 +1,6 @@
-"""Real GPUs, through NVML (the `pynvml` module of nvidia-ml-py).
-
-Devices are known by UUID. A thread waits for XID and ECC events; a device that stops answering is lost. Two defects of
-the library are guarded: some of its constants are tuples of one (NVML_P2P_CAPS_INDEX_READ), and asking for the process
-utilisation of an idle device raises an error whose text is "success".
-"""
+"""Real GPUs, through NVML (the `pynvml` module of nvidia-ml-py), known by UUID. A thread waits for XID and ECC events.
+Two defects are guarded: some constants are tuples of one (NVML_P2P_CAPS_INDEX_READ), and the process utilisation of an
+idle device raises an error whose text is "success"."""
 
 from __future__ import annotations
 

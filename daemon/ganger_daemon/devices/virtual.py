@@ -1,9 +1,6 @@
-"""Devices without GPUs behind them: declared, read from the recording of another server, or none; and the choice.
-
-The memory of a declared device is the anonymous memory of the processes on it above what they used at their hello: a
-job that offloads its tensors into an arena (shared memory) so frees "device" memory, and that can be checked. A
-recording may script faults: an XID, an ECC error, a lost device at a given second.
-"""
+"""Devices without GPUs behind them: declared, read from the recording of another server, or none; and the choice. The
+memory of a declared device is the anonymous memory of the processes on it above what they used at their hello, so it
+can be checked that an offload frees it."""
 
 from __future__ import annotations
 

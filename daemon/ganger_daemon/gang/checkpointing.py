@@ -1,7 +1,5 @@
-"""Checkpoints of one gang: requests to its ranks, publication by the keeper, and the release of ranks that saved.
-
-The ranks agree on the step through their pages; the keeper publishes.
-"""
+"""Checkpoints of one gang: requests to its ranks, which agree on the step through their pages, publication by the
+keeper, and the release of ranks that saved."""
 
 from __future__ import annotations
 

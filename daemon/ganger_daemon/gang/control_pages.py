@@ -1,7 +1,5 @@
-"""Control pages of one gang on this node: those that local ranks write, and mirrors of ranks on other nodes.
-
-Orders go into every page; their details are in a file beside the pages.
-"""
+"""Control pages of one gang on this node: those that local ranks write, and mirrors of ranks on other nodes. Orders go
+into every page; their details are in a file beside the pages."""
 
 from __future__ import annotations
 

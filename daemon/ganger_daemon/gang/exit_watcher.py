@@ -1,8 +1,5 @@
-"""Exits of a gang's local ranks, and the stored outcome of the gang's part on this node.
-
-A pidfd reports that a rank has exited. Its exit status is the launcher's record, else the code that the agent left in
-the page, else unknown. A stored outcome never changes, whatever is found later.
-"""
+"""Exits of a gang's local ranks, and the stored outcome of the gang's part on this node, which never changes. An exit
+status is the launcher's record, else the code that the agent left in the page, else unknown."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""One gang as the master desires it on this node: its order, its local ranks and devices, and the context of its parts.
-
-The context holds what stays the same from the gang's start to its end, and its ways to other daemons.
-"""
+"""One gang as the master desires it on this node: its order, its local ranks and devices, and the context of its parts:
+what stays the same from the gang's start to its end, and its ways to other daemons."""
 
 from __future__ import annotations
 

@@ -1,12 +1,6 @@
-"""Memory of one gang: proof that OFFLOAD has freed device memory, and removal of shared memory left by killed ranks.
-
-Device memory in use before a stop is compared with that after it. For devices with a driver, the driver's figure
-counts. A virtual device's memory is the anonymous memory of its processes; the raw figure of each process is compared,
-because a script may build its model before its hello.
-
-A segment is a plain file in /dev/shm itself, as shm_open makes them. It is the gang's if it was not there before the
-launch, a process of the gang has it, and it has that process's owner. In doubt it stays.
-"""
+"""Memory of one gang: proof that OFFLOAD has freed device memory, by its use before a stop and after it (of a virtual
+device the anonymous memory of its processes); and removal of shared memory left by killed ranks: plain files in
+/dev/shm that were not there before the launch, and that a process of the gang had. In doubt they stay."""
 
 from __future__ import annotations
 

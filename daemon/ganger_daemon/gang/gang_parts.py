@@ -1,7 +1,5 @@
-"""Collaborators of one gang on this node: the facts that they give for its judgement, and notes for the next daemon.
-
-Notes, and ranks that a former daemon left, count as far as they can be trusted.
-"""
+"""Collaborators of one gang on this node: the facts that they give for its judgement, and notes for the next daemon,
+which count, as ranks that a former daemon left, as far as they can be trusted."""
 
 from __future__ import annotations
 

@@ -1,10 +1,6 @@
-"""The unit of one gang's restored processes: its init, the restore of an image into it, and the names in it.
-
-By these names the processes of a job find their page, socket and temporary files. They stay the same wherever the
-processes are restored, and lead to the directories of the present epoch. Each job whose image may be taken has a
-directory of names in `LINKS`, which all daemons of a machine share. A daemon that was killed for good removes nothing,
-so each daemon that starts removes the names of dead ones, too.
-"""
+"""The unit of one gang's restored processes, and the names by which the job's processes find their page, socket and
+temporary files wherever they are restored. The names are in `LINKS`, which all daemons of a machine share; each daemon
+that starts removes those of dead ones, too."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""Output of one gang's ranks: packets on the job's socket, and logs, which are copied to storage.
-
-Packets are rare and JSON (hello, note, reached, error). They are hints; the pages count. A packet wakes the gang's
-loop, so that it sees a reached order at once. A packet to a parked rank wakes it, so that it need not poll its page. A
-job without its socket loses nothing else.
-"""
+"""Output of one gang's ranks: packets on the job's socket, which are rare, JSON, and hints, as the pages count; and
+logs, which are copied to storage. A packet wakes the gang's loop, or a parked rank. A job without its socket loses
+nothing else."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Launch of the local ranks of a gang: everything before the fork. After a crash it is run again and does the rest.
-
-What is durable comes first: gang.json, then the pages with the order in them, then the group, then the forks.
-"""
+"""Launch of the local ranks of a gang: everything before the fork. After a crash it is run again and does the rest, so
+what is durable comes first: gang.json, then the pages with the order in them, then the group, then the forks."""
 
 from __future__ import annotations
 

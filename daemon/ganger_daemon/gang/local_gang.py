@@ -1,8 +1,6 @@
 """A gang's part on this node: a loop that reads pages and exits, lets the core judge them, and acts on the judgement.
-
-The daemon may die at any instruction. Pages, exit records and the process group hold the state; `wanted.json` and
-`local.json` are hints that save messages.
-"""
+The daemon may die at any instruction: pages, exit records and the process group hold the state; `wanted.json` and
+`local.json` are hints that save messages."""
 
 from __future__ import annotations
 

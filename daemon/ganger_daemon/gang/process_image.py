@@ -1,11 +1,6 @@
-"""Process images of one gang's part: taken while its process stands still, and restored into a unit.
-
-A gang on one node can be saved and moved as it is where its node can take process images. Its agents stop it at a
-boundary, close what leads outside, and wait; the daemon takes the image and writes it to storage as the shard of the
-first rank, so that it is described, published, verified and removed like any other checkpoint, or into an arena, from
-which another node fetches it. Several ranks have a common parent, and one image; the shards of the others hold nothing.
-A job without an agent is stopped wherever it is.
-"""
+"""Process images of one gang's part. Its agents stop it at a boundary, close what leads outside, and wait; a job
+without an agent is stopped wherever it is. The image is the shard of the first rank on storage, or goes into an arena,
+from which another node fetches it; several ranks have a common parent, and one image."""
 
 from __future__ import annotations
 

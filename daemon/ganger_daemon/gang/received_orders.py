@@ -1,7 +1,5 @@
-"""Orders for one gang: the master's desired state, what a slice switch has made of it, and errors of ranks under it.
-
-A rank-K.error.json counts if it is newer than the order's details, so a restarted daemon finds the same.
-"""
+"""Orders for one gang: the master's desired state, what a slice switch has made of it, and errors of ranks under it. A
+rank-K.error.json counts if it is newer than the order's details, so a restarted daemon finds the same."""
 
 from __future__ import annotations
 

@@ -1,10 +1,6 @@
-"""Check of a checkpoint that is for a second run of the script: that run is made before the ranks that saved it end.
-
-The ranks wait at their boundary with their device memory freed, and their shards are not published yet. Beside each
-rank a second process is started from its shard, with a control page of its own, and runs the script to its place. Once
-all have arrived there they are ended, and the checkpoint is good. If one does not arrive, the checkpoint is refused,
-and the ranks go on where they were. The second processes are killed first if the memory of the job is short.
-"""
+"""Check of a checkpoint that is for a second run of the script, before the ranks that saved it end. Beside each resting
+rank a second process is started from its shard. If all arrive at its place, the checkpoint is good; else it is refused,
+and the ranks go on. The second processes are killed first if the job's memory is short."""
 
 from __future__ import annotations
 

@@ -1,12 +1,6 @@
-"""Devices taken from the processes of one gang, and given back; and the cores that the gang is pinned to.
-
-A process without an agent is offloaded in place: the GPU driver copies its device memory to its host memory and takes
-the device from it, and then it is frozen. A process without state on a GPU is only frozen. An image of processes has
-their device state as host memory, too: what is restored from it gets its devices, perhaps others, once it may run.
-
-The driver keeps what it has taken when the daemon dies. So the next daemon asks the driver, and gives back what the
-present order lets run.
-"""
+"""Devices taken from the processes of one gang, and given back; and the cores that the gang is pinned to. A process
+without an agent is offloaded in place: the GPU driver copies its device memory to its host memory, and it is frozen.
+The driver keeps what it has taken when the daemon dies, so the next daemon asks the driver."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""What an image of a process tree would cut or cannot hold: connections that lead outside it, and some descriptors.
-
-The functions judge what the kernel reports; `read_tables` and `unix_peers` fetch it. The kernel's tables name the two
-ends of a TCP connection by address, those of a Unix connection by inode.
-"""
+"""What an image of a process tree would cut or cannot hold: connections that lead outside it, and some descriptors. The
+kernel's tables name the two ends of a TCP connection by address, those of a Unix connection by inode."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""Interface to images of processes: a gang's processes on this node, written to files and continued from them.
-
-The processes of one node's part of a gang live in a unit: PID, IPC and mount namespaces with an init that no image
-contains. The init's first child is the root of the job's processes. An image is restored in a new unit, where the
-process ids are free and the directories of the unit's own are empty.
-"""
+"""Interface to images of processes, which live in a unit: PID, IPC and mount namespaces with an init that no image has,
+and whose first child is the root of the job's processes. An image is restored in a new unit, where the process ids are
+free and the directories of the unit's own are empty."""
 
 from __future__ import annotations
 

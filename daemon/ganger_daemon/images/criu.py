@@ -1,10 +1,6 @@
-"""Images of processes by CRIU (Checkpoint/Restore In Userspace), version 4 or newer.
-
-CRIU runs inside the unit, so that no namespace becomes part of the image. It freezes the processes, writes them, and
-waits for this module in its post-dump script before it ends or continues them: meanwhile the unit's own directories are
-packed, from the same moment as the memory. The script waits for a lock, which the kernel frees if the daemon dies; then
-it finds no consent, and the processes go on.
-"""
+"""Images of processes by CRIU 4 or newer, inside the unit, so that no namespace becomes part of the image. It waits in
+its post-dump script, while the processes are frozen, for this module to pack the unit's own directories. The script
+waits for a lock, which the kernel frees if the daemon dies; without consent the processes go on."""
 
 from __future__ import annotations
 

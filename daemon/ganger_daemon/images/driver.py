@@ -1,12 +1,6 @@
-"""CUDA state of processes, kept in their host memory by the driver's checkpoint calls.
-
-Lock waits for the device's work and blocks further calls of CUDA. Checkpoint copies the device memory to the process
-and gives the device back; nothing of the device is left in the process then, so that it can be dumped. Restore and
-unlock undo both, on the same device or on another one of the same kind. The driver leaves a process as it was where a
-call fails, or reports its state as failed: that process is lost.
-
-The bindings (cuda-bindings 13 or newer) are imported only where there are GPUs.
-"""
+"""CUDA state of processes, kept in their host memory by the driver's checkpoint calls (cuda-bindings 13 or newer): lock
+waits for the device's work, checkpoint gives the device back; restore and unlock undo both, perhaps on another device.
+Where a call fails, the driver leaves a process as it was, or reports it as failed: lost."""
 
 from __future__ import annotations
 

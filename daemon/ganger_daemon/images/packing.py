@@ -1,9 +1,6 @@
-"""An image of processes as one file: a state image whose data are the files of the image's directory.
-
-Checkpoints, their checks and the state stream carry it as they carry any shard. The header has the process image's
-facts beside an empty tensor tree; its table names the files. It is written front to back: every prefix is final.
-Among the files are those of the unit's own directories, each directory as one tar file.
-"""
+"""An image of processes as one file: a state image whose data are the files of the image's directory, so that
+checkpoints and the state stream carry it as any shard. It is written front to back: every prefix is final. Among the
+files are the unit's own directories, each as one tar file."""
 
 from __future__ import annotations
 

@@ -1,10 +1,6 @@
-"""Which cores of a node each gang runs on.
-
-A claim says how many thousandths of a physical core a gang holds on each socket; here they become core ids: whole
-physical cores with all their hardware threads, near the gang's devices first, never a housekeeping core. A claim that
-is no multiple of a core shares its last core, packed with other such claims. What the claims of a socket sum to always
-fits if the sum fits: in the worst case a claim is spread over the pieces that are left.
-"""
+"""Which cores of a node each gang runs on: claims of thousandths of a core become whole physical cores with all their
+hardware threads, near the gang's devices first, never a housekeeping core; claims that are no multiple of a core share
+their last. Claims fit if their sum fits, in the worst case spread over the pieces that are left."""
 
 from __future__ import annotations
 

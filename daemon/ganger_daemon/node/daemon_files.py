@@ -1,9 +1,6 @@
 """Files of one daemon: where everything lies (docs/reference/protocols.md), and access where jobs can write too.
-
-Paths are made from a job's uid and epoch. Whatever a job has put in the place of a file, the daemon neither waits for
-it, nor follows it elsewhere, nor fails at it for ever. `path_trouble` finds other accounts that could replace a
-directory.
-"""
+Whatever a job has put in the place of a file, the daemon neither waits for it, nor follows it elsewhere, nor fails at
+it for ever. `path_trouble` finds other accounts that could replace a directory."""
 
 from __future__ import annotations
 

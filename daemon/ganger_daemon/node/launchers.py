@@ -1,10 +1,6 @@
-"""Launchers of this node: one per user, interpreter, library and relevant environment, started when first needed.
-
-A launcher outlives the daemon. One that died is replaced at the next use; the new one adopts the ranks that still run.
-One that has older code than ours serves the ranks it has and gets no new ones. A launcher without ranks ends soon
-after the daemon has disconnected. `code_of` identifies the code of a launcher, since launchers outlive upgrades and
-must not run ranks with an older library.
-"""
+"""Launchers of this node: one per user, interpreter, library and relevant environment, started when first needed. They
+outlive the daemon; one that died is replaced at the next use and its ranks are adopted; one with older code (see
+`code_of`) serves the ranks it has and gets no new ones."""
 
 from __future__ import annotations
 

@@ -1,10 +1,6 @@
-"""One log stream per rank, across suspends, moves and restarts: segments (rank, epoch) with logical offsets.
-
-Ranks append to their own segment; the daemon never stands between a rank and its file. A segment is copied to
-storage as it grows and sealed when its epoch ends here; what a lost node had not copied is reported as lost, never
-silently skipped. A segment over the limit loses its oldest bytes by punching a hole: offsets stay, and the reader
-reports how much is gone.
-"""
+"""One log stream per rank, across suspends, moves and restarts: segments (rank, epoch) with logical offsets. Ranks
+append to their own segment, which is copied to storage as it grows and sealed when its epoch ends here. What a lost
+node had not copied, or the limit has removed by punching a hole, is reported as lost."""
 
 from __future__ import annotations
 

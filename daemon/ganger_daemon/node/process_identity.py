@@ -1,10 +1,6 @@
 """Identity of processes. A job may have written the file that names a process, so a name counts only if the kernel
-confirms it: no process of another job or user is ever signalled.
-
-A process belongs to a gang if it is in the gang's cgroup, or if it is the child of a launcher that reports it as this
-rank, or if it has this rank's log as its output or maps this rank's control page. None of these can a job bring about
-for a process that is not its own.
-"""
+confirms it: the process is in the gang's cgroup, or a launcher's child that it reports as this rank, or has this rank's
+log as its output, or maps its page. So no process of another job is ever signalled."""
 
 from __future__ import annotations
 

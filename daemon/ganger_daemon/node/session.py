@@ -1,9 +1,6 @@
-"""Session with the master: Reconcile calls, progress reports, and the newest position of the master's database.
-
-A change on this node cancels the held call, and a new one carries the complete observed set; a heartbeat carries its
-digest. Jobs and this daemon go on while the master is away: every failed call is retried. Progress has a stream of its
-own, in lossy batches. The database position lets a master detect that it runs on an older copy.
-"""
+"""Session with the master. A change on this node cancels the held Reconcile call, and a new one carries the complete
+observed set. Jobs and this daemon go on while the master is away: every failed call is retried. The database position
+lets a master detect that it runs on an older copy."""
 
 from __future__ import annotations
 

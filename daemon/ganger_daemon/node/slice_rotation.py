@@ -1,9 +1,6 @@
-"""Time slicing on this node: leads the time-slice groups of this node, and lets each of its gangs run or parks it.
-
-The decisions are in `ganger.protocol.slice_rotation`. An order is noted before it is obeyed, so a restarted daemon
-continues from there, with or without a master. Whatever is ordered, a gang runs on its devices only once this daemon
-has seen the others off them.
-"""
+"""Time slicing on this node: leads its time-slice groups, and lets each of its gangs run or parks it, by the decisions
+of `ganger.protocol.slice_rotation`. An order is noted before it is obeyed, so a restarted daemon continues from there.
+A gang runs on its devices only once this daemon has seen the others off them."""
 
 from __future__ import annotations
 

@@ -1,11 +1,6 @@
-"""The state stream: its messages, one JSON line each, its TLS links, and the receiver of one rank's image.
-
-The bytes between answer and end are the image's own. Its trailer has their digests, which the reader checks. Between
-machines the same messages and bytes go over TLS, from daemon to daemon only.
-
-The receiver goes on through broken connections. It maps the arena before the first byte arrives, so that receiving only
-copies, without the interpreter's lock, which the daemon's other threads need meanwhile.
-"""
+"""The state stream: its messages, one JSON line each, its TLS links, and the receiver of one rank's image, which goes
+on through broken connections. The arena is mapped before the first byte arrives, so that receiving only copies, without
+the interpreter's lock. The reader of the image checks its digests."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Stream port: serves the arenas of parked gangs while they fill.
-
-Threads with blocking sockets: the kernel sends the arena's pages, and no byte goes through the interpreter. Only under
-TLS are they copied, to be encrypted. Token or certificate are checked first.
-"""
+"""Stream port: serves the arenas of parked gangs while they fill, by threads with blocking sockets: the kernel sends
+the arena's pages, and only under TLS are they copied, to be encrypted. Token or certificate are checked first."""
 
 from __future__ import annotations
 

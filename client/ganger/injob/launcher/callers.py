@@ -1,7 +1,5 @@
-"""Callers of a launcher: connections on its socket, their requests as lines of JSON, and the answers.
-
-A caller that sends too much or does not read its answers is disconnected; no caller makes the launcher wait.
-"""
+"""Callers of a launcher: connections on its socket, their requests as lines of JSON, and the answers. A caller that
+sends too much or does not read its answers is disconnected; no caller makes the launcher wait."""
 
 from __future__ import annotations
 

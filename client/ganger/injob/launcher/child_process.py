@@ -1,8 +1,5 @@
-"""A forked child of the launcher: it becomes a separate process, runs a script, or serves a rendezvous store.
-
-A script runs as if Python had been started with it: argv, __main__, tracebacks, exit codes. A launcher imports numpy
-with one thread, for it has to stay a process of one thread; the child sets the number of threads of OpenBLAS.
-"""
+"""A forked child of the launcher: it becomes a separate process, runs a script as if Python had been started with it,
+or serves a rendezvous store."""
 
 from __future__ import annotations
 

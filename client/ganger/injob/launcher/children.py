@@ -1,9 +1,6 @@
-"""The processes that a launcher looks after: how their starts went, their ends, and their leases.
-
-Every end of a rank is recorded durably before it is reported. Ranks that do not stop by themselves are frozen when
-their lease ends, also where their daemon is dead or hangs. Only the daemon thaws them: it extends the lease once the
-master has answered it, and thaws then.
-"""
+"""The processes that a launcher looks after: their starts, their ends, recorded durably before they are reported, and
+their leases: ranks that do not stop by themselves are frozen when their lease ends, also where their daemon is dead.
+Only the daemon thaws them, once the master has answered it."""
 
 from __future__ import annotations
 

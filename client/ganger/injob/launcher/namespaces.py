@@ -1,11 +1,6 @@
-"""The unit of a restored process: namespaces for pids, shared memory and mounts, held open by an init; and a filter of
-system calls for processes that are to be dumped.
-
-A process image is restored with the pids, the shared memory and the paths that it was saved with. In a unit all pids
-are free, /dev/shm is private, and the names of a job's directories lead to those of the present epoch. The init is
-process 1: it reaps orphans, is never part of an image, and ends once nothing else is left. A process that was never
-restored has no unit: what it has mapped was mapped in the namespaces of its launcher.
-"""
+"""The unit of a restored process: namespaces in which the pids of an image are free, /dev/shm is private, and the job's
+names lead to the directories of the present epoch, held open by an init that no image has; and a filter of system
+calls. A process that was never restored has no unit: what it has mapped was mapped outside."""
 
 from __future__ import annotations
 

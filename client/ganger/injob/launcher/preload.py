@@ -1,11 +1,6 @@
-"""What is imported ahead of time, which scripts cannot use it, and the proof that forked children are healthy.
-
-Only imports: one tensor operation starts OpenMP's threads, and a child of such a process hangs for ever in its first
-parallel region (libgomp does not survive fork); one CUDA call, and no child can use the device.
-
-A forked child has the libraries with the values of its launcher. A script that sets a variable of theirs before it
-imports torch needs a fresh interpreter. That is found in the text of the script and of its own modules.
-"""
+"""What is imported ahead of time, which scripts cannot use it, and the proof that forked children are healthy. Only
+imports: one tensor operation starts OpenMP's threads, which do not survive a fork; one CUDA call, and no child can use
+the device. A script that sets a variable of these libraries needs a fresh interpreter."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Records of one process of a launcher: the request that starts it, a rank's environment, and how it ended.
-
-A request is read from JSON and checked whole; every mistake is named. The environment is what torch.distributed and the
-agent read. An exit record is durable. A checkpoint exists by its manifest and then its rename: the rename is the truth.
-"""
+"""Records of one process of a launcher: the request that starts it, checked whole, its environment, and its exit, which
+is durable; and the publication of checkpoints, which exist by their manifest and then their rename."""
 
 from __future__ import annotations
 

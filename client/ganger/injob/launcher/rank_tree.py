@@ -1,10 +1,6 @@
-"""Ranks with one common parent, so that one image has all of them, and the restore of images into units.
-
-The parent is forked from the launcher, forks the ranks and their rendezvous store, and executes a program that does
-nothing: so it has no memory of its own worth saving. It never waits for its children. They stay zombies, from which the
-launcher reads how they ended, until it ends the parent. What restores an image is the launcher's child, and makes the
-image's root its sibling: so the root is waited for and recorded like a rank that the launcher has forked.
-"""
+"""Ranks with one common parent, so that one image has all of them, and the restore of images into units. The parent
+executes a program that does nothing, so it has no memory worth saving, and never waits for its children: they stay
+zombies, from which the launcher reads how they ended. A restored root is the launcher's child, too."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""The launcher's loop: one thread, one selector over callers, children and messages of children.
-
-The ends of ranks are recorded on disk. Nothing else in the loop waits for a disk or a child: what may take long
-(publishing, touching memory) is done by forked helpers.
-"""
+"""The launcher's loop: one thread, one selector over callers, children and messages of children. The ends of ranks are
+recorded on disk. Nothing else waits for a disk or a child: what may take long is done by forked helpers."""
 
 from __future__ import annotations
 

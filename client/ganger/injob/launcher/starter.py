@@ -1,10 +1,6 @@
-"""A small process that starts what is executed, because to fork the launcher itself is dear.
-
-A launcher that has imported PyTorch has page tables to copy for a fork, and exec throws them away again: tens of
-milliseconds for nothing. The starter is forked before anything large is imported. What it forks is the launcher's child
-all the same (CLONE_PARENT): waited for, recorded and adopted like any other. It starts no child before the launcher
-has recorded its pid and confirmed: a launcher that gave up on it has started no process.
-"""
+"""A small process that starts what is executed: to fork a launcher that has imported PyTorch takes tens of
+milliseconds. Forked before anything large is imported, it forks children of the launcher (CLONE_PARENT), each of which
+begins only once the launcher has recorded its pid."""
 
 from __future__ import annotations
 
