@@ -206,10 +206,6 @@ class Daemon:
         self._locks.clear()
 
     @property
-    def peer_address(self) -> str:
-        return self._peer_address
-
-    @property
     def stream_address(self) -> str:
         assert self._stream is not None, "known once started"
         return self._stream.address
@@ -327,7 +323,7 @@ class Daemon:
         peer_pb2_grpc.add_PeerServiceServicer_to_server(PeerServicer(self.host, self.gangs, callers), server)
         try:
             # the same ports as before, where they are free: members of running gangs know them
-            self._peer_address = _first_that_works(
+            self.peer_address = _first_that_works(
                 lambda port: bind(server, f"{host}:{port}", None if tls is None else server_credentials(tls)),
                 _port_of(known.get("peer_address")),
             )

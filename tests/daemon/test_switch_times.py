@@ -43,21 +43,20 @@ def gang(epoch: int, phase: PartPhase, first_step: float, last_step: float) -> A
     desired = agent_pb2.DesiredGang(epoch=epoch, intent=agent_pb2.INTENT_RUN)
     desired.order.epoch = epoch
     wanted = wanted_of(desired)
+    rate = SimpleNamespace(
+        first_step_ns=int(first_step * SECOND), last_step_ns=int(last_step * SECOND), iteration_s=0.0
+    )
     return SimpleNamespace(
         desired=desired,
         master_desired=desired,
         wanted=wanted,
-        judged_order=wanted,
         phase=phase,
         launched=True,
-        has_stepped=True,
         stop_wanted=False,
         cannot_park=False,
-        peer_agreement=0,
         node_set=9,
-        first_step_ns=int(first_step * SECOND),
-        last_step_ns=int(last_step * SECOND),
-        iteration_s=0.0,
+        report=SimpleNamespace(judged=SimpleNamespace(order=wanted), has_stepped=True),
+        parts=SimpleNamespace(boundary=SimpleNamespace(peer_agreement=0), step_rate=rate),
         apply_order=lambda desired: None,
     )
 
@@ -83,7 +82,7 @@ def test_a_gang_that_rested_long_before_a_switch_does_not_make_it_long(tmp_path:
     goes_on, rests = gang(7, PartPhase.PARKED, 1, 9), gang(8, PartPhase.PARKED, 1, 10)
 
     def switched() -> None:
-        goes_on.phase, goes_on.first_step_ns = PartPhase.RUNNING, 70 * SECOND
+        goes_on.phase, goes_on.parts.step_rate.first_step_ns = PartPhase.RUNNING, 70 * SECOND
 
     assert switch_seconds_after_an_order([goes_on, rests], switched, tmp_path) == 0.0
 
@@ -99,6 +98,6 @@ def test_a_switch_takes_from_the_last_step_of_the_gang_that_left_to_the_first_of
 
     def switched() -> None:
         leaves.phase = PartPhase.PARKED
-        comes.phase, comes.first_step_ns = PartPhase.RUNNING, int(20.5 * SECOND)
+        comes.phase, comes.parts.step_rate.first_step_ns = PartPhase.RUNNING, int(20.5 * SECOND)
 
     assert switch_seconds_after_an_order([comes, leaves], switched, tmp_path) == 0.5

@@ -19,8 +19,7 @@ def arm() -> None:
     """Watch how this rank ends, and let the agent wait for a training loop. Never fails the user's program.
 
     Does nothing outside Ganger. In processes a rank starts (GANGER_PAGE is inherited) the agent waits too: the process
-    whose optimizer steps may be one of them.
-    """
+    whose optimizer steps may be one of them."""
     path = os.environ.get("GANGER_PAGE", "")
     if not path:
         return

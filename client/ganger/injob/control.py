@@ -5,8 +5,7 @@ returns None. When the daemon requests it in the page, a thread prints the stack
 signal, since every signal that has a handler belongs to the user's program.
 
 Environment: GANGER_PAGE (control page of this rank), GANGER_JOB_DIR (this epoch's directory), GANGER_SOCKET,
-GANGER_RESTORE (path of a JSON file, see `RestoreOrder`), GANGER_ARENA (descriptor of the arena, see `arena`).
-"""
+GANGER_RESTORE (path of a JSON file, see `RestoreOrder`), GANGER_ARENA (descriptor of the arena, see `arena`)."""
 
 from __future__ import annotations
 
@@ -82,8 +81,7 @@ class RestoreOrder(NamedTuple):
     """Where the first step starts from: a checkpoint directory (``path``), or the arena, of which the job has been
     promised the memory of ``size`` bytes (0: what comes is there, and no more may be touched).
 
-    A state older than ``step`` is not to be accepted. ``rank``: whose shard, where the world was another one.
-    """
+    A state older than ``step`` is not to be accepted. ``rank``: whose shard, where the world was another one."""
 
     kind: str
     path: str
@@ -96,8 +94,7 @@ class Control:
     """One rank's connection to its daemon. Not thread-safe: all calls come from the thread that trains.
 
     ``boundary()`` says that one more mini-batch is done; it obeys what is ordered, so it may take as long as a suspend
-    lasts, and it may end the process (EXIT_YIELDED, EXIT_FENCED).
-    """
+    lasts, and it may end the process (EXIT_YIELDED, EXIT_FENCED)."""
 
     boundary: Callable[[], None]
 
@@ -134,8 +131,7 @@ class Control:
         """Return the control of this process. None outside Ganger, and in a process that did not inherit the arena of
         its rank: it would park its state in another file.
 
-        Raises PageMismatchError for a daemon of another version, PageError for an environment that makes no sense.
-        """
+        Raises PageMismatchError for a daemon of another version, PageError for an environment that makes no sense."""
         path = os.environ.get("GANGER_PAGE", "")
         if not path:
             return None
@@ -189,8 +185,7 @@ class Control:
     def hello(self, capabilities: int, **facts: Any) -> None:
         """Report what this job can do (see `Capability`); ``facts`` go to the daemon's log.
 
-        ``reason`` among the facts: why no checkpoint is offered, for people.
-        """
+        ``reason`` among the facts: why no checkpoint is offered, for people."""
         capabilities &= ~self._withdrawn
         if facts.get("reason") and not capabilities & Capability.CHECKPOINT:
             self.explain("CHECKPOINT", facts["reason"])
@@ -246,8 +241,7 @@ class Control:
     def finish(self) -> None:
         """The training loop is left: from now on this rank counts as stopped at its last step.
 
-        A step whose boundary is owed is counted, unless a stop under way would be there: ranks do not stop there.
-        """
+        A step whose boundary is owed is counted, unless a stop under way would be there: ranks do not stop there."""
         if self.is_step_owed and not self._obedience.has_acknowledged():
             self._set_step(self.step + 1)
             self.page.set(Word.STEP, self.step)
@@ -356,8 +350,7 @@ Attend = Callable[[int, int], Known]
 class _HotPath(NamedTuple):
     """The functions around one boundary, which share its variables.
 
-    ``replace_attend`` exchanges what looks at the page; ``detach`` lets a forked process reach the page no more.
-    """
+    ``replace_attend`` exchanges what looks at the page; ``detach`` lets a forked process reach the page no more."""
 
     boundary: Callable[[], None]
     set_step: Callable[[int], None]
@@ -370,8 +363,7 @@ def _make_boundary(words: Words, attend: Attend) -> _HotPath:
     """Build the hot path as a closure over plain variables: no attribute lookups, one load, two stores, one clock.
 
     Only ORDER_SEQ is looked at each time; lease (a fence ends it), cores and checkpoint requests 1 ms after the last
-    look: at every boundary of steps worth the name, for nearly nothing in shorter ones.
-    """
+    look: at every boundary of steps worth the name, for nearly nothing in shorter ones."""
     order_word, checkpoint_word, retune_word = Word.ORDER_SEQ, Word.CHECKPOINT_SEQ, Word.RETUNE_SEQ
     lease_word, step_word, time_word = Word.LEASE_UNTIL, Word.STEP, Word.STEP_TIME
     clock, boottime = time.clock_gettime_ns, time.CLOCK_BOOTTIME

@@ -91,8 +91,7 @@ def record() -> None:
 def leave_now(code: int) -> NoReturn:
     """End this process with ``code`` whatever the script would still like to do, its loader processes with it.
 
-    No exit handlers run: they may wait for partners of a collective operation that will never answer.
-    """
+    No exit handlers run: they may wait for partners of a collective operation that will never answer."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

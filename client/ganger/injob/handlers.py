@@ -10,8 +10,7 @@ class StopRequest(NamedTuple):
     """What a handler is asked to do at a boundary.
 
     ``details`` is the content of the order's file; ``offloaded``: the state is in the arena and not on the device;
-    ``exiting``: the process may end once the handler returns, so its work must be durable by then.
-    """
+    ``exiting``: the process may end once the handler returns, so its work must be durable by then."""
 
     seq: int
     step: int
@@ -28,8 +27,7 @@ class Handlers(NamedTuple):
     on_restore: bring it back. on_checkpoint: write this rank's shard; True: its memory is freed until on_restore, which
     is called only if the rank is to go on. on_hand_over: state into the arena.
     on_retune(threads, workers): 0 leaves a number as it is. by_image: CHECKPOINT and HAND_OVER are process images,
-    which the daemon takes while the rank waits.
-    """
+    which the daemon takes while the rank waits."""
 
     on_stop: Callable[[int], None] | None = None
     on_offload: Callable[[StopRequest], int] | None = None

@@ -30,8 +30,7 @@ _PARKED_AFTER = 5.0
 class JobSocketClient:
     """One connection to ``path`` (SOCK_SEQPACKET); with an empty path there is no daemon and messages are dropped.
 
-    Only `wait` blocks, and nothing raises: progress and state are in the page, the socket only explains them.
-    """
+    Only `wait` blocks, and nothing raises: progress and state are in the page, the socket only explains them."""
 
     def __init__(self, path: str) -> None:
         self._path = path

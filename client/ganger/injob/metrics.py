@@ -68,8 +68,7 @@ def read(page: Page) -> tuple[ReportedMetric, ...]:
 def report(**values: Any) -> None:
     """Report figures of this training, by name: ``ganger.report(accuracy=0.93)``. See `TrainingJob.report`.
 
-    For scripts that do not attach. Only rank 0 is listened to.
-    """
+    For scripts that do not attach. Only rank 0 is listened to."""
     numbers = checked(values)
     path = os.environ.get("GANGER_PAGE", "")
     if not path:

@@ -52,8 +52,7 @@ class OrderHandler:
 
     ``report(error, message)`` is called when a handler fails; ``withdraw(capability, name of the level, why)`` when a
     level failed that must not be offered again; ``rejoin(step)`` in a process that was restored from an image, for the
-    page is then another epoch's.
-    """
+    page is then another epoch's."""
 
     def __init__(
         self,

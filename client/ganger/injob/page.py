@@ -91,8 +91,7 @@ class RawPoint(NamedTuple):
 class PageProgress(NamedTuple):
     """Everything a job reports, range-checked. Times are ns of CLOCK_BOOTTIME, sizes are bytes; 0 means not yet.
 
-    A value outside its range reads as the nearest legal one; ``loss`` may be any float64, NaN included.
-    """
+    A value outside its range reads as the nearest legal one; ``loss`` may be any float64, NaN included."""
 
     step: int
     samples: int
@@ -159,8 +158,7 @@ class Page:
     """One control page. Each word has one writer (see `Word`); a 64-bit word is never seen half written.
 
     ``words`` is for hot paths; all else goes through the methods. A reader of a page as a file (see `page_access`)
-    gets PageError from all of them once its job has truncated the file.
-    """
+    gets PageError from all of them once its job has truncated the file."""
 
     def __init__(self, path: str, access: Access) -> None:
         self.path = path
@@ -181,8 +179,7 @@ class Page:
     ) -> Page:
         """Make the page of ``rank``; it appears under ``path`` complete, readable by its owner only.
 
-        Raises FileExistsError if there is one (an epoch's page is made once), OSError if the file system is full.
-        """
+        Raises FileExistsError if there is one (an epoch's page is made once), OSError if the file system is full."""
         if sys.byteorder != "little":
             raise PageError("control pages are little-endian; this machine is not")
         temporary = f"{path}.{os.getpid()}.tmp"
@@ -310,8 +307,7 @@ class Page:
     def request_checkpoint(self, number: int) -> int:
         """Ask for a checkpoint at the next agreed boundary; return the CHECKPOINT_SEQ that names the agreement.
 
-        Not while a stop is on: a rank that obeys the stop drops the request.
-        """
+        Not while a stop is on: a rank that obeys the stop drops the request."""
         if not 0 < number < CHECKPOINT_BIT:
             raise ValueError(f"checkpoint request {number} is out of range")
         seq = number | CHECKPOINT_BIT
@@ -359,8 +355,7 @@ class Page:
         (tests).
 
         The pid alone does not say so: it may be used again, or stand for another process in a container. A restored
-        process does not know the pid that it has outside its unit.
-        """
+        process does not know the pid that it has outside its unit."""
         pid, ticks = self.words[Word.PID], self.words[Word.START_TICKS]
         if self.words[Word.FLAGS] & Flag.RESTORED:
             return ticks in (0, start_ticks(os.getpid()))
@@ -433,8 +428,7 @@ class GangPages:
     """The pages of a gang of ``world`` ranks in ``directory``, opened when first needed, read-only.
 
     Pages that are open already are handed in as ``known`` and stay their owner's to close. A page that is
-    not there yet is looked for again at every call; one of another version raises PageMismatchError.
-    """
+    not there yet is looked for again at every call; one of another version raises PageMismatchError."""
 
     def __init__(self, directory: str, world: int, known: Iterable[Page] = ()) -> None:
         self._directory = directory

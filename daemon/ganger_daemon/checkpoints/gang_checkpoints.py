@@ -275,8 +275,7 @@ def surplus(
     """Return the checkpoints to remove once `newest` is published, oldest first.
 
     `wanted`: checkpoints the master may start the job from, as its newest desired set names them. The first one
-    published since stays, too: the master may have recorded it although its answer was lost.
-    """
+    published since stays, too: the master may have recorded it although its answer was lost."""
     ordered = sorted(names, key=_age)
     newest_wanted = max(map(_age, wanted), default=(-1, -1))
     since = [name for name in ordered if _age(name) > newest_wanted]
@@ -292,8 +291,7 @@ def collect(directory: Path, newest: CheckpointName, wanted: Collection[Checkpoi
     """Remove surplus checkpoints, leftovers and old trash from a job's directory once `newest` is published; return the
     removed names. No rank writes an unfinished checkpoint any more that is no newer than the newest finished one.
 
-    A checkpoint is renamed before it is deleted, so that no reader finds half of one under its name.
-    """
+    A checkpoint is renamed before it is deleted, so that no reader finds half of one under its name."""
     if not directory.is_dir():
         return ()
     doomed = [str(name) for name in surplus(complete(directory), newest, wanted)]

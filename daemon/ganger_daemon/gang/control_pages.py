@@ -71,8 +71,7 @@ class ControlPages:
     """Pages in one directory. `local` are the ranks of this node; the others are mirrors.
 
     No page is ever mapped: a job may truncate its pages at any instant. Reading a truncated page raises PageError, and
-    `damage` reports it.
-    """
+    `damage` reports it."""
 
     def __init__(self, directory: Path, epoch: int, world: int, local: tuple[int, ...]) -> None:
         self.directory = directory
@@ -229,11 +228,7 @@ class ControlPages:
 
     def points(self) -> dict[int, RelayedPoint]:
         """Return the boundary point of every rank; of other nodes, the last one received."""
-        points = {}
-        for rank in sorted(self._pages):
-            raw = self[rank].raw_point()
-            points[rank] = RelayedPoint(rank, raw.step, raw.ack_seq, raw.ack_step, raw.done)
-        return points
+        return {rank: RelayedPoint(rank, *self[rank].raw_point()) for rank in sorted(self._pages)}
 
     def mirror(self, points: Iterable[RelayedPoint]) -> None:
         for point in points:

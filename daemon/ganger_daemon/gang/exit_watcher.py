@@ -8,11 +8,12 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ganger_daemon.core.part_facts import SIGKILL, FoundCheckpoint, PartOutcome, PartOutcomeKind, RankExit
+import msgspec
+
+from ganger_daemon.core.part_facts import SIGKILL, PartOutcome, RankExit
 from ganger_daemon.node.daemon_files import GangPaths, make_directory, read_json, write_json
 from ganger_daemon.node.process_identity import ProcessId, is_alive
 
@@ -22,8 +23,7 @@ log = logging.getLogger(__name__)
 def exit_of(record: Path, process: ProcessId, page_exit_code: int | None, launcher_lives: bool) -> RankExit | None:
     """Return how a rank ended; None while it lives, or while its launcher may still record it.
 
-    A missing record counts only when neither the process nor its launcher is left to write one.
-    """
+    A missing record counts only when neither the process nor its launcher is left to write one."""
     recorded = _recorded(read_json(record), process, page_exit_code)
     if recorded is not None:
         return recorded
@@ -58,16 +58,8 @@ class StoredOutcome(NamedTuple):
 
 def keep(paths: GangPaths, outcome: PartOutcome, step: int | None) -> None:
     """Store the outcome of a gang's part. It is durable when this returns."""
-    fields = {
-        "kind": int(outcome.kind),
-        "exit_code": outcome.exit_code,
-        "rank": outcome.rank,
-        "message": outcome.message,
-        "step": step,
-        "found": [asdict(one) for one in outcome.found],
-    }
     make_directory(paths.job)
-    write_json(paths.outcome, fields, durable=True)
+    write_json(paths.outcome, {**msgspec.to_builtins(outcome), "step": step}, durable=True)
 
 
 def kept(paths: GangPaths) -> StoredOutcome | None:
@@ -76,11 +68,8 @@ def kept(paths: GangPaths) -> StoredOutcome | None:
     if not fields:
         return None
     try:
-        kind, code, rank = (int(fields[name]) for name in ("kind", "exit_code", "rank"))
-        step = None if fields.get("step") is None else int(fields["step"])
-        found = tuple([FoundCheckpoint(**one) for one in fields.get("found", ())])
-        return StoredOutcome(PartOutcome(PartOutcomeKind(kind), code, rank, str(fields["message"]), found), step)
-    except (KeyError, TypeError, ValueError) as error:
+        return StoredOutcome(msgspec.convert(fields, PartOutcome), msgspec.convert(fields.get("step"), int | None))
+    except msgspec.ValidationError as error:
         log.warning("outcome cannot be read", extra={"path": str(paths.outcome), "error": repr(error)})
         return None
 

@@ -123,8 +123,7 @@ def restore_plan(desired: agent_pb2.DesiredGang, storage: Path | None, part: Loc
 
     All nodes of a gang start from the checkpoint that the master names, and none takes another one. Each node reads
     only its own shards. The leader checks whether storage has a newer checkpoint, written while a node was cut off from
-    the master; then the master has to name that one.
-    """
+    the master; then the master has to name that one."""
     source = desired.restore.WhichOneof("source")
     if source == "parked":
         return RestorePlan("arena", step=desired.restore.step)

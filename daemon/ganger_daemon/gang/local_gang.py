@@ -97,17 +97,8 @@ class LocalGang:
         return self.report.judged.judgement
 
     @property
-    def judged_order(self) -> DesiredOrder:
-        """The order that `judgement` is about."""
-        return self.report.judged.order
-
-    @property
     def phase(self) -> PartPhase:
         return self.report.judged.judgement.phase
-
-    @property
-    def peer_agreement(self) -> int:
-        return self.parts.boundary.peer_agreement
 
     @property
     def uid_and_epoch(self) -> tuple[str, int]:
@@ -134,25 +125,6 @@ class LocalGang:
         if not self.launched:
             return self.parts.launching.is_under_way
         return gang_judgement.may_be_on_devices(self.wanted, self.report.judged.order, self.judgement)
-
-    @property
-    def has_stepped(self) -> bool:
-        """Whether a local rank has done a step in this epoch."""
-        return self.report.has_stepped
-
-    @property
-    def first_step_ns(self) -> int:
-        """Time when the last local rank finished its first step since the gang was started or resumed; zero before."""
-        return self.parts.step_rate.first_step_ns
-
-    @property
-    def last_step_ns(self) -> int:
-        """Time of the newest step of a local rank; zero without pages."""
-        return self.parts.step_rate.last_step_ns
-
-    @property
-    def iteration_s(self) -> float:
-        return self.parts.step_rate.iteration_s
 
     @property
     def cannot_park(self) -> bool:
@@ -213,7 +185,7 @@ class LocalGang:
         return self.launched and self.parts.freezer.is_stale(self.wanted)
 
     def _begin_escalation(self) -> None:
-        self.parts.escalation.begin(self.wanted, time.monotonic(), self.iteration_s)
+        self.parts.escalation.begin(self.wanted, time.monotonic(), self.parts.step_rate.iteration_s)
 
     def receive_points(self, received: peer_pb2.RankPoints) -> None:
         """Take boundary points from another daemon of this gang."""
@@ -346,7 +318,7 @@ class LocalGang:
             if any(acked) and not all(acked):
                 hit("partial-acks")
         if wanted.intent is OrderIntent.RUN and self.phase is PartPhase.RUNNING:
-            await parts.pinning.follow(self.desired, self.iteration_s)
+            await parts.pinning.follow(self.desired, self.parts.step_rate.iteration_s)
         parts.images.follow(wanted, parts.launcher.open_image_arena)
         parts.launching.follow_arrival(parts.incoming.is_whole)
         # frozen processes are thawed first: an image has them as they stand

@@ -57,11 +57,6 @@ def rate_between(earlier: PageSample | None, later: PageSample) -> Rate:
     return Rate(steps / seconds, min(1.0, waited / seconds))
 
 
-def iteration_s(rate: Rate) -> float:
-    """Mean time of one iteration; 0 when it is not known."""
-    return 1.0 / rate.steps_per_second if rate.steps_per_second > 0 else 0.0
-
-
 class UtilizationMeter:
     """Device utilization of a gang's part on this node.
 
@@ -146,7 +141,8 @@ class StepRate:
         )
         rate = rate_between(self._look, look)
         self._look = look
-        self.iteration_s = iteration_s(rate) or self.iteration_s
+        if rate.steps_per_second > 0:
+            self.iteration_s = 1.0 / rate.steps_per_second
         return look, rate.steps_per_second, rate.data_wait_share
 
 

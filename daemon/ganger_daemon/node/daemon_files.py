@@ -184,8 +184,7 @@ def path_trouble(path: Path) -> str:
 
     Each existing component, and each symbolic link on the way, has to belong to this user or to root. Others may write
     into a directory only where it is sticky (/tmp, /dev/shm), and not into the last one. What does not exist is made
-    by this process.
-    """
+    by this process."""
     current, waiting, links = Path("/"), list(Path(os.path.abspath(path)).parts[1:]), 0
     while waiting:
         step = current / waiting.pop(0)

@@ -268,8 +268,7 @@ class GangSet:
         runs on with fewer, once its ranks have fewer threads.
 
         For the master a parked gang has no cores. A daemon that took over may find it with cores, and cannot release
-        them before the gang is judged parked again or has ended.
-        """
+        them before the gang is judged parked again or has ended."""
         for other in self._gangs.values():
             held = self._host.cores.millicores(other.context.paths.group)
             if other is not gang and held and (other.is_leaving or held > sum(other.desired.claim.millicores)):
@@ -280,8 +279,7 @@ class GangSet:
         """Return a job that still uses the devices of a gang; empty if they are free.
 
         The daemon of a device starts no gang on it before it has seen the former one off. Gangs that the master
-        co-locates are excepted: both claims show it.
-        """
+        co-locates are excepted: both claims show it."""
         for key, other in sorted(self._gangs.items()):
             if other is gang or not self.collide(gang, other):
                 continue

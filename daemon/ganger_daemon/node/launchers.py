@@ -46,8 +46,7 @@ _PARTS = ("injob", "protocol", "training")
 def code_of(package: Path | None = None) -> str:
     """Eight hex digits that change with any source file a launcher imports ahead of time.
 
-    Looks at every file's size and time at each call, and at the contents only when one of those changed.
-    """
+    Looks at every file's size and time at each call, and at the contents only when one of those changed."""
     root = package or Path(ganger.__file__).parent
     files = sorted([root / "__init__.py", *(path for part in _PARTS for path in (root / part).rglob("*.py"))])
     facts = []

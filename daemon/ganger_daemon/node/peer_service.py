@@ -212,14 +212,14 @@ class PeerCalls:
                 refusal=report.refusal,
                 shards=[
                     peer_pb2.Shard(
-                        rank=shard.rank,
-                        file=shard_name(shard.rank),
-                        size_bytes=shard.size_bytes,
-                        digest=shard.digest,
-                        header_digest=shard.header_digest,
-                        device_model=shard.device_model,
+                        rank=one.rank,
+                        file=shard_name(one.rank),
+                        size_bytes=one.size_bytes,
+                        digest=one.digest,
+                        header_digest=one.header_digest,
+                        device_model=one.device_model,
                     )
-                    for shard in report.shards
+                    for one in report.shards
                 ],
             )
         )

@@ -254,7 +254,7 @@ class Rotation:
             gang.wanted,
             None if rotation is None else rotation.slice_of(gang.desired.epoch),
             gang.phase is PartPhase.PARKED,
-            gang.peer_agreement,
+            gang.parts.boundary.peer_agreement,
             lambda: bool(self._gangs.blocked_by(gang)),
         )
         if wanted is not None and wanted.order > gang.wanted.order:
@@ -282,9 +282,10 @@ class Rotation:
         for gang in members:
             if gang.desired.epoch in rotation.ran or not rotation.is_in_turn(gang.desired.epoch):
                 continue
-            last = max([one.last_step_ns for one in left if self._gangs.collide(one, gang)], default=0)
-            if last and gang.first_step_ns > last:
-                found.append((gang.first_step_ns - last) / 1e9 - gang.iteration_s)
+            last = max([one.parts.step_rate.last_step_ns for one in left if self._gangs.collide(one, gang)], default=0)
+            rate = gang.parts.step_rate
+            if last and rate.first_step_ns > last:
+                found.append((rate.first_step_ns - last) / 1e9 - rate.iteration_s)
         return max(0.0, *found) if found else None
 
     # -- what is here -------------------------------------------------------------------------------------------------
@@ -303,8 +304,8 @@ class Rotation:
             gang.launched and gang.phase is PartPhase.RUNNING,
             gang.phase is PartPhase.PARKED,
             gang.phase is PartPhase.ENDED,
-            gang.launched and gang.wanted.intent is OrderIntent.RUN and gang.judged_order is gang.wanted,
-            lambda: gang.has_stepped,
+            gang.launched and gang.wanted.intent is OrderIntent.RUN and gang.report.judged.order is gang.wanted,
+            lambda: gang.report.has_stepped,
             lambda: bool(self._gangs.blocked_by(gang)),
         )
 

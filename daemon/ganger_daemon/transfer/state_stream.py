@@ -190,8 +190,7 @@ def fetch(
 
     Reconnects with the offset reached when the connection breaks. Raises StreamError when the source refuses for good,
     when the image is larger than the arena, or after `attempts` tries without progress. The reader of the image checks
-    the digests of the bytes.
-    """
+    the digests of the bytes."""
     offset = request.offset
     left = attempts
     while True:

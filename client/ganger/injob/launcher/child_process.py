@@ -169,8 +169,7 @@ def serve_store(directory: str, host: str, listener: socket.socket) -> NoReturn:
     """Serve in this (forked) process until the directory is gone; writes rendezvous.json there.
 
     Listens on ``host`` only. It ends by itself when the epoch's directory is removed; without a directory, when its
-    parent, which is that of the ranks, has ended.
-    """
+    parent, which is that of the ranks, has ended."""
     parent = os.getppid()
     distributed = importlib.import_module("torch.distributed")
 
@@ -267,8 +266,7 @@ def run(launch: Launch, may_fork: bool, arena: int | None, settled: Callable[[],
     """Become the user's program; the last thing a child calls. Raises LaunchError if it cannot be executed.
 
     Runs a script of this very interpreter in it, everything else by exec. ``settled`` is called when nothing can fail
-    any more that is ours.
-    """
+    any more that is ours."""
     environment = dict(launch.env)
     if arena is not None:
         environment[VARIABLE] = arena_variable(arena)
@@ -420,8 +418,7 @@ def failure_pipe() -> Iterator[tuple[int, int]]:
 def error_of_child(read_end: int, died: str) -> dict[str, str] | None:
     """Return the error that a child has written, {} for one without fields, None if it wrote nothing.
 
-    What it wrote may be cut, because it was killed: no child ends its launcher.
-    """
+    What it wrote may be cut, because it was killed: no child ends its launcher."""
     data = os.read(read_end, 1 << 16)
     if not data:
         return None

@@ -50,8 +50,7 @@ def start_launcher(
     """Start a launcher that outlives this process, unless one serves ``socket_path`` already; return when it answers.
 
     ``env`` is the user's environment (see `launch.startup_variables` for what must agree with that of the ranks).
-    Raises LauncherError(NOT_STARTED) with the end of ``log``.
-    """
+    Raises LauncherError(NOT_STARTED) with the end of ``log``."""
     if _answers(socket_path, timeout):
         return
     environment = _launcher_environment(env, inject)

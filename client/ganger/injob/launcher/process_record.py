@@ -51,8 +51,7 @@ class Launch(NamedTuple):
     init of the unit that it is restored into, 0 for a program that starts. ``no_io_uring``: it gets no rings, of which
     no process image can be taken.
 
-    ``cores`` None leaves the affinity alone, ``threads`` 0 the number of threads.
-    """
+    ``cores`` None leaves the affinity alone, ``threads`` 0 the number of threads."""
 
     name: str
     argv: Sequence[str]
@@ -124,8 +123,7 @@ _OPTIONAL = frozenset({"cores", "arena"})
 def python_command(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> PythonCommand | None:
     """Recognise ``python [-u] script ...`` and ``python [-u] -m module ...`` for this very interpreter.
 
-    None for everything else, and when ``env`` asks for what only a fresh interpreter can give: it must be executed.
-    """
+    None for everything else, and when ``env`` asks for what only a fresh interpreter can give: it must be executed."""
     if not _is_this_python(argv[0], env, cwd):
         return None
     if startup_variables(env) != startup_variables(os.environ):
@@ -149,8 +147,7 @@ def startup_variables(env: Mapping[str, str]) -> dict[str, str]:
     """Return the part of an environment a launcher has to be started with: ranks that differ in it need another one.
 
     Of the locale what counts is the character set, under the one name LC_CTYPE: an interpreter that finds none, or C,
-    gives itself C.UTF-8 (PEP 538) and would look different from what it was started with.
-    """
+    gives itself C.UTF-8 (PEP 538) and would look different from what it was started with."""
     found = {key: value for key, value in env.items() if key.startswith(_STARTUP_PREFIXES) and key not in _NOT_STARTUP}
     locale = env.get("LC_ALL") or env.get("LC_CTYPE") or env.get("LANG") or "C"
     if locale == "C" and not env.get("LC_ALL") and env.get("PYTHONCOERCECLOCALE") != "0":
@@ -194,8 +191,7 @@ def torchrun_environment(place: TaskPlace, host: str, port: int, *, run: str, ha
     """Return what torchrun sets in a worker, but what names its own files.
 
     ``run`` names the gang. ``has_store``: a process of ours serves the rendezvous store at ``host``:``port``, so no
-    rank opens one; otherwise rank 0 does.
-    """
+    rank opens one; otherwise rank 0 does."""
     environment = {
         "RANK": place.rank,
         "WORLD_SIZE": place.world,
@@ -233,8 +229,7 @@ def rank_environment(
     """Return the whole environment of one rank on top of what the user's shell had (``base``).
 
     ``inject``: a directory of `ganger.injob.bootstrap`. ``restore``: the path of a restore file, or empty.
-    ``threads``: 0 leaves the number to the program. ``job``: variables about the job and its gang.
-    """
+    ``threads``: 0 leaves the number to the program. ``job``: variables about the job and its gang."""
     # The job keeps the variables that the master sets for members of an array and a daemon for virtual devices; all
     # others of that prefix are set here.
     environment = {
@@ -256,8 +251,7 @@ def rank_environment(
 class ExitRecord(NamedTuple):
     """One end. ``code`` is None when it is unknown, and 128 + ``signal`` after a deadly signal.
 
-    ``source`` is where the code came from: wait, page, launch (it never ran), unknown.
-    """
+    ``source`` is where the code came from: wait, page, launch (it never ran), unknown."""
 
     name: str
     pid: int
@@ -345,8 +339,7 @@ def publish(temporary: str, final: str, manifest: Mapping[str, Any]) -> None:
 
     Asked again after it was done, it agrees. Raises LaunchError(PUBLISH_FAILED) when shards the manifest names
     (``files``: name to {"bytes"}) are missing or of another size, LaunchError(STORAGE_FULL or STORAGE_FAILED) for what
-    storage says.
-    """
+    storage says."""
     if not os.path.isdir(temporary):
         if os.path.exists(os.path.join(final, MANIFEST)):
             return
