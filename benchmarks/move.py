@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ganger.injob.page import Page, now_ns
-from ganger.injob.page_layout import PageError, PageOrderKind, PageState, Word
+from ganger.injob.page_access import PageError
+from ganger.injob.page_layout import PageOrderKind, PageState, Word
 
 from benchmarks.bench_cluster import START_S, BenchCluster, BenchClusterError
 from benchmarks.report import BenchReport, quantile

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from ganger.injob.page import Page, now_ns
-from ganger.injob.page_layout import PageError, PageOrderKind, PageState, Word
+from ganger.injob.page_access import PageError
+from ganger.injob.page_layout import PageOrderKind, PageState, Word
 from ganger_daemon.node.process_identity import anonymous_bytes
 
 from benchmarks.bench_cluster import BenchCluster

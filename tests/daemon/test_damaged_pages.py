@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from daemon.kit import Cluster, Intents, Observed, in_phase, run, with_changes
 from ganger.injob.page import Page, page_path
-from ganger.injob.page_layout import VERSION, PageError, Word
+from ganger.injob.page_access import PageError
+from ganger.injob.page_layout import VERSION, Word
 from ganger_daemon.gang.control_pages import ControlPages
 
 

@@ -11,15 +11,7 @@ import pytest
 from ganger.injob import order_handler
 from ganger.injob.control import Control, Handlers, StopRequest
 from ganger.injob.page import Page, RawPoint, now_ns, page_path
-from ganger.injob.page_layout import (
-    EXIT_NO_STATE,
-    Error,
-    PageOrderKind,
-    PageParkLevel,
-    PagePhase,
-    PageState,
-    Word,
-)
+from ganger.injob.page_layout import EXIT_NO_STATE, Error, PageOrderKind, PageParkLevel, PagePhase, PageState, Word
 from injob.control_kit import meanwhile, within
 
 

@@ -10,14 +10,7 @@ from pathlib import Path
 import pytest
 from ganger.injob.control import Control, Handlers, StopRequest
 from ganger.injob.page import Page
-from ganger.injob.page_layout import (
-    Capability,
-    Error,
-    PageOrderKind,
-    PageParkLevel,
-    PageState,
-    Word,
-)
+from ganger.injob.page_layout import Capability, Error, PageOrderKind, PageParkLevel, PageState, Word
 from injob.control_kit import meanwhile, within
 
 

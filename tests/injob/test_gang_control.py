@@ -12,14 +12,7 @@ from pathlib import Path
 
 import pytest
 from ganger.injob.page import GangPages, Page, page_path
-from ganger.injob.page_layout import (
-    EXIT_FENCED,
-    EXIT_YIELDED,
-    PageOrderKind,
-    PageParkLevel,
-    PagePhase,
-    PageState,
-)
+from ganger.injob.page_layout import EXIT_FENCED, EXIT_YIELDED, PageOrderKind, PageParkLevel, PagePhase, PageState
 from ganger.protocol.stop_rules import has_ended
 from kit.waiting import eventually
 

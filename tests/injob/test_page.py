@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 from ganger.injob.page import GangPages, Page, PageMismatchError, PageOrder, RawPoint, page_path
+from ganger.injob.page_access import PageError
 from ganger.injob.page_layout import (
     CHECKPOINT_BIT,
     MAGIC,
     PAGE_BYTES,
     VERSION,
-    PageError,
     PageOrderKind,
     PageParkLevel,
     PagePhase,

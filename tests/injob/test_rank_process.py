@@ -12,12 +12,8 @@ import pytest
 from ganger.injob import job_socket
 from ganger.injob.control import Control, RestoreOrder
 from ganger.injob.page import Page
-from ganger.injob.page_layout import (
-    PageError,
-    PageOrderKind,
-    PageParkLevel,
-    Word,
-)
+from ganger.injob.page_access import PageError
+from ganger.injob.page_layout import PageOrderKind, PageParkLevel, Word
 from ganger.injob.process_identity import start_ticks
 from ganger.injob.state_image import arena_variable, inherited_arena, make_arena
 from injob.control_kit import meanwhile, within

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ganger.injob.launcher.client import Launcher, LauncherError
 from ganger.injob.page import Page
-from ganger.injob.page_layout import PageError
+from ganger.injob.page_access import PageError
 from ganger.injob.process_identity import start_ticks
 from ganger_daemon.checkpoints.storage import checkpoints_directory, complete
 from kit.cluster import Cluster

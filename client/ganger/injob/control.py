@@ -27,6 +27,7 @@ from ganger.injob.handlers import Handlers, StopRequest
 from ganger.injob.job_socket import JobSocketClient
 from ganger.injob.order_handler import FIRST_LOOK, Known, OrderHandler
 from ganger.injob.page import GangPages, Page, now_ns
+from ganger.injob.page_access import PageError, Words
 from ganger.injob.page_layout import (
     EXIT_NO_STATE,
     PAGE_BYTES,
@@ -34,11 +35,9 @@ from ganger.injob.page_layout import (
     Error,
     Flag,
     Opaque,
-    PageError,
     PagePhase,
     PageState,
     Word,
-    Words,
 )
 
 _LOOK_EVERY_S = 1.0

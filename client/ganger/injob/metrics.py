@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ganger.injob.page import Page
-from ganger.injob.page_layout import METRIC_LINES, METRIC_NAME_BYTES, METRICS_FIRST, PageError, Word
+from ganger.injob.page_access import PageError
+from ganger.injob.page_layout import METRIC_LINES, METRIC_NAME_BYTES, METRICS_FIRST, Word
 
 _LINE = 8
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from ganger.injob.page_access import Access, FilePage, MappedPage, PageError, Words
 from ganger.injob.page_layout import (
     CHECKPOINT_BIT,
     MAGIC,
@@ -18,18 +19,13 @@ from ganger.injob.page_layout import (
     METRICS_FIRST,
     PAGE_BYTES,
     VERSION,
-    Access,
     Error,
-    FilePage,
     Flag,
-    MappedPage,
     Opaque,
-    PageError,
     PageOrderKind,
     PagePhase,
     PageState,
     Word,
-    Words,
 )
 from ganger.injob.process_identity import start_ticks
 from ganger.protocol.stop_rules import RankPoint

@@ -20,7 +20,8 @@ from urllib.parse import urlparse
 from ganger.injob import exit_code as exitcode
 from ganger.injob.control import Control
 from ganger.injob.page import Page
-from ganger.injob.page_layout import EXIT_NO_STATE, Error, Opaque, PageError, Word
+from ganger.injob.page_access import PageError
+from ganger.injob.page_layout import EXIT_NO_STATE, Error, Opaque, Word
 from ganger.injob.process_identity import start_ticks
 
 CHILD = (

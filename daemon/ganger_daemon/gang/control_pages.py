@@ -10,7 +10,8 @@ from typing import Any
 
 from ganger.failpoints import hit
 from ganger.injob.page import Page, PageMismatchError, PageOrder, PageProgress, RawPoint, now_ns, page_path
-from ganger.injob.page_layout import VERSION, Capability, Flag, PageError, PageOrderKind, PageParkLevel, Word
+from ganger.injob.page_access import PageError
+from ganger.injob.page_layout import VERSION, Capability, Flag, PageOrderKind, PageParkLevel, Word
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
 from ganger.protocol.stop_rules import RelayedPoint, expired
 

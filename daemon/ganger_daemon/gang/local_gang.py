@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from ganger.agent.v1 import agent_pb2, peer_pb2
 from ganger.failpoints import hit
-from ganger.injob.page_layout import PageError, PageState
+from ganger.injob.page_access import PageError
+from ganger.injob.page_layout import PageState
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
 
 from ganger_daemon.core import gang_judgement

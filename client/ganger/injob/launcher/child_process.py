@@ -35,7 +35,8 @@ from ganger.injob.launcher.process_record import (
     write_durably,
 )
 from ganger.injob.page import Page
-from ganger.injob.page_layout import PageError, Word
+from ganger.injob.page_access import PageError
+from ganger.injob.page_layout import Word
 from ganger.injob.process_identity import start_ticks
 from ganger.injob.state_image import VARIABLE, arena_variable
 

@@ -24,7 +24,8 @@ from ganger.injob.launcher.process_record import (
 )
 from ganger.injob.launcher.rank_tree import RankTree, zombie_status
 from ganger.injob.page import Page, now_ns
-from ganger.injob.page_layout import Capability, PageError, PageOrderKind, Word
+from ganger.injob.page_access import PageError
+from ganger.injob.page_layout import Capability, PageOrderKind, Word
 from ganger.injob.process_identity import FREEZE_WORDS, family, stands_still, start_ticks
 from ganger.protocol.stop_rules import NEVER, expired, must_be_frozen
 

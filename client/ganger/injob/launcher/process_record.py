@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ganger.injob.page import Page
-from ganger.injob.page_layout import PageError
+from ganger.injob.page_access import PageError
 
 # Variables an interpreter or a library reads once, when it starts: a forked child could not honour a different value.
 _STARTUP_PREFIXES = ("PYTHON", "LD_", "MALLOC_", "TORCH_", "PYTORCH_", "KMP_", "GOMP_", "OMP_", "MKL_", "OPENBLAS_")
