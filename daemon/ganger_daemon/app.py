@@ -53,8 +53,8 @@ from ganger_daemon.node.daemon_files import (
 from ganger_daemon.node.gang_set import GangSet
 from ganger_daemon.node.launchers import Launchers
 from ganger_daemon.node.log_store import LogStore
-from ganger_daemon.node.node_context import NodeContext, Storage
-from ganger_daemon.node.peer_service import PeerCalls, PeerServicer
+from ganger_daemon.node.node_context import NodeContext, PeerCalls, Storage
+from ganger_daemon.node.peer_service import PeerServicer
 from ganger_daemon.node.session import Session
 from ganger_daemon.transfer.stream_server import StreamServer, find_parked
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ganger.agent.v1 import agent_pb2
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, OrderKey, ParkLevel
@@ -15,10 +15,7 @@ from google.protobuf import json_format
 
 from ganger_daemon.gang.control_pages import ControlPages
 from ganger_daemon.node.daemon_files import GangPaths
-from ganger_daemon.node.node_context import NodeContext
-
-if TYPE_CHECKING:
-    from ganger_daemon.node.peer_service import PeerCalls
+from ganger_daemon.node.node_context import NodeContext, PeerCalls
 
 DEFAULT_GRACE_S = 10.0
 

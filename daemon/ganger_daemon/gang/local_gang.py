@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from ganger.agent.v1 import agent_pb2, peer_pb2
 from ganger.failpoints import hit
@@ -26,11 +25,8 @@ from ganger_daemon.gang.gang_parts import GangParts
 from ganger_daemon.gang.job_output import JobSocketServer, LogMirror, PacketLog
 from ganger_daemon.gang.observation import GangReport, JudgedState, is_by_signal, observe
 from ganger_daemon.gang.received_orders import ReceivedOrders
-from ganger_daemon.node.node_context import NodeContext
+from ganger_daemon.node.node_context import NodeContext, PeerCalls
 from ganger_daemon.node.process_identity import RankProcess
-
-if TYPE_CHECKING:
-    from ganger_daemon.node.peer_service import PeerCalls
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ganger.agent.v1 import agent_pb2
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
@@ -32,11 +32,8 @@ from ganger_daemon.core.reconcile import (
 from ganger_daemon.gang.gang_context import DesiredInvalidError, recall, wanted_of
 from ganger_daemon.gang.local_gang import LocalGang
 from ganger_daemon.node.daemon_files import read_json, write_json
-from ganger_daemon.node.node_context import NodeContext
+from ganger_daemon.node.node_context import NodeContext, PeerCalls
 from ganger_daemon.node.slice_rotation import Rotation
-
-if TYPE_CHECKING:
-    from ganger_daemon.node.peer_service import PeerCalls
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Context that the parts of a daemon share: identity, paths, devices, cores, storage, and the callback for changes."""
+"""Context that the parts of a daemon share: identity, paths, devices, cores, storage, and calls to other daemons."""
 
 from __future__ import annotations
 
@@ -12,8 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import grpc
+from ganger.agent.v1 import peer_pb2, peer_pb2_grpc
+from ganger.wire.channels import open_aio_channel
+from ganger.wire.endpoints import Endpoint
+from ganger.wire.methods import CallerRole
+
 from ganger_daemon.cgroups.contract import Cgroups
 from ganger_daemon.checkpoints import storage as layout
+from ganger_daemon.checkpoints.storage import ShardReport, shard_name
 from ganger_daemon.core import escalation
 from ganger_daemon.devices.contract import Devices, Inventory
 from ganger_daemon.images.contract import ProcessImages
@@ -146,6 +153,72 @@ class Storage:
         found = layout.token_found(path)
         if self._looking is threading.current_thread():
             self._found, self._looked_at, self._looking = found, time.monotonic(), None
+
+
+_SWITCH_S = 2.0
+
+
+class PeerCalls:
+    """Calls to other daemons, over one channel each."""
+
+    def __init__(self, token: str, tls: str = "") -> None:
+        """`tls`: directory of the certificate to present, where links have TLS."""
+        self._token = token
+        self._tls = tls
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def rendezvous(self, address: str, job_uid: str, epoch: int) -> tuple[str, int]:
+        """Return host and port of the ranks' rendezvous. Raises OSError if the leader does not answer."""
+        try:
+            found = await self.stub(address).GetRendezvous(
+                peer_pb2.GetRendezvousRequest(job_uid=job_uid, epoch=epoch), wait_for_ready=True
+            )
+        except grpc.aio.AioRpcError as error:
+            raise OSError(f"the leader at {address} has no rendezvous: {error.details()}") from error
+        return found.host, found.port
+
+    async def shard_written(self, address: str, job_uid: str, epoch: int, report: ShardReport) -> bool:
+        answer = await self.stub(address).ShardWritten(
+            peer_pb2.ShardWrittenRequest(
+                job_uid=job_uid,
+                epoch=epoch,
+                stop_sequence=report.agreement,
+                step=report.step,
+                refusal=report.refusal,
+                shards=[
+                    peer_pb2.Shard(
+                        rank=one.rank,
+                        file=shard_name(one.rank),
+                        size_bytes=one.size_bytes,
+                        digest=one.digest,
+                        header_digest=one.header_digest,
+                        device_model=one.device_model,
+                    )
+                    for one in report.shards
+                ],
+            )
+        )
+        return bool(answer.published)
+
+    async def switch_row(self, address: str, order: peer_pb2.SliceOrder) -> peer_pb2.SliceMember | None:
+        """Return the state of a member after a slice order; None without an answer."""
+        try:
+            state: peer_pb2.SliceMember = await self.stub(address).SwitchRow(order, timeout=_SWITCH_S)
+        except grpc.aio.AioRpcError:
+            return None
+        return state
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close(None)
+        self._channels.clear()
+
+    def stub(self, address: str) -> Any:
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = open_aio_channel(Endpoint(address, self._token, self._tls), role=CallerRole.DAEMON)
+            self._channels[address] = channel
+        return peer_pb2_grpc.PeerServiceStub(channel)
 
 
 @dataclass(slots=True)

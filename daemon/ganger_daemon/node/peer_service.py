@@ -1,4 +1,4 @@
-"""Peer service of this daemon, and its calls to other daemons."""
+"""Peer service of this daemon."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from ganger.agent.v1 import peer_pb2, peer_pb2_grpc
 from ganger.v1 import job_service_pb2
-from ganger.wire.channels import open_aio_channel
-from ganger.wire.endpoints import Endpoint
 from ganger.wire.errors import (
     DeadlineExceeded,
     EpochStale,
@@ -25,7 +23,7 @@ from ganger.wire.errors import (
 from ganger.wire.methods import CallerIdentity, CallerRole
 from ganger.wire.servers import Callers
 
-from ganger_daemon.checkpoints.storage import Shard, ShardReport, shard_name
+from ganger_daemon.checkpoints.storage import Shard
 from ganger_daemon.core.gang_judgement import PartPhase
 from ganger_daemon.node.daemon_files import read_json
 
@@ -38,7 +36,6 @@ _POLL_S = 0.005
 _LOG_POLL_S = 0.1
 _RENDEZVOUS_S = 100.0
 _STREAM_S = 1800.0
-_SWITCH_S = 2.0
 # Characters of the reason that a member reports.
 _REFUSAL_LIMIT = 1000
 # Uids as the master makes them, and others that cannot lead out of a directory.
@@ -181,66 +178,3 @@ def check_node(caller: CallerIdentity, members: Collection[str], of: str) -> Non
 async def _listen(messages: AsyncIterator[peer_pb2.RankPoints], gang: LocalGang) -> None:
     async for message in messages:
         gang.receive_points(message)
-
-
-class PeerCalls:
-    """Calls to other daemons, over one channel each."""
-
-    def __init__(self, token: str, tls: str = "") -> None:
-        """`tls`: directory of the certificate to present, where links have TLS."""
-        self._token = token
-        self._tls = tls
-        self._channels: dict[str, grpc.aio.Channel] = {}
-
-    async def rendezvous(self, address: str, job_uid: str, epoch: int) -> tuple[str, int]:
-        """Return host and port of the ranks' rendezvous. Raises OSError if the leader does not answer."""
-        try:
-            found = await self.stub(address).GetRendezvous(
-                peer_pb2.GetRendezvousRequest(job_uid=job_uid, epoch=epoch), wait_for_ready=True
-            )
-        except grpc.aio.AioRpcError as error:
-            raise OSError(f"the leader at {address} has no rendezvous: {error.details()}") from error
-        return found.host, found.port
-
-    async def shard_written(self, address: str, job_uid: str, epoch: int, report: ShardReport) -> bool:
-        answer = await self.stub(address).ShardWritten(
-            peer_pb2.ShardWrittenRequest(
-                job_uid=job_uid,
-                epoch=epoch,
-                stop_sequence=report.agreement,
-                step=report.step,
-                refusal=report.refusal,
-                shards=[
-                    peer_pb2.Shard(
-                        rank=one.rank,
-                        file=shard_name(one.rank),
-                        size_bytes=one.size_bytes,
-                        digest=one.digest,
-                        header_digest=one.header_digest,
-                        device_model=one.device_model,
-                    )
-                    for one in report.shards
-                ],
-            )
-        )
-        return bool(answer.published)
-
-    async def switch_row(self, address: str, order: peer_pb2.SliceOrder) -> peer_pb2.SliceMember | None:
-        """Return the state of a member after a slice order; None without an answer."""
-        try:
-            state: peer_pb2.SliceMember = await self.stub(address).SwitchRow(order, timeout=_SWITCH_S)
-        except grpc.aio.AioRpcError:
-            return None
-        return state
-
-    async def close(self) -> None:
-        for channel in self._channels.values():
-            await channel.close(None)
-        self._channels.clear()
-
-    def stub(self, address: str) -> Any:
-        channel = self._channels.get(address)
-        if channel is None:
-            channel = open_aio_channel(Endpoint(address, self._token, self._tls), role=CallerRole.DAEMON)
-            self._channels[address] = channel
-        return peer_pb2_grpc.PeerServiceStub(channel)

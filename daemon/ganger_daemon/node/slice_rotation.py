@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ganger.agent.v1 import agent_pb2, peer_pb2
 from ganger.protocol import gang_orders
@@ -25,11 +25,7 @@ from ganger_daemon.core.gang_judgement import PartPhase
 from ganger_daemon.gang.gang_context import wanted_of, with_order
 from ganger_daemon.gang.local_gang import LocalGang
 from ganger_daemon.node.daemon_files import make_directory, read_json, write_hint
-from ganger_daemon.node.node_context import NodeContext
-
-if TYPE_CHECKING:
-    from ganger_daemon.node.gang_set import GangSet
-    from ganger_daemon.node.peer_service import PeerCalls
+from ganger_daemon.node.node_context import NodeContext, PeerCalls
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +55,24 @@ class LocalTimesliceGroup:
         self.rotation.desire(_matrix_of(message))
 
 
+class LocalGangs(Protocol):
+    """The gangs of this node."""
+
+    def all(self) -> Sequence[LocalGang]: ...
+
+    def blocked_by(self, gang: LocalGang) -> str:
+        """Return a job that still uses the devices of a gang; empty if they are free."""
+        ...
+
+    def collide(self, one: LocalGang, other: LocalGang) -> bool:
+        """Return whether two gangs cannot run at once."""
+        ...
+
+
 class Rotation:
     """Time-slice groups of this node."""
 
-    def __init__(self, host: NodeContext, peers: PeerCalls, gangs: GangSet) -> None:
+    def __init__(self, host: NodeContext, peers: PeerCalls, gangs: LocalGangs) -> None:
         self._host = host
         self._peers = peers
         self._gangs = gangs
