@@ -63,6 +63,8 @@ class Loop:
         self.loader = loader
         self.taken = 0
         self.exhausted = False
+        # None until its second fetch
+        self.evaluates: bool | None = None
         self.batch_size = int(getattr(loader, "batch_size", None) or 0)
         self.keeps_workers = bool(loader.num_workers and getattr(loader, "persistent_workers", False))
         self.ahead = batches_ahead()

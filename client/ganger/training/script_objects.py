@@ -65,6 +65,14 @@ class Discovery:
         _note_instances(scaler, self._scalers)
 
     @property
+    def is_evaluating(self) -> bool:
+        """Whether no step can follow now: without gradients, or with no layer that trains."""
+        if not torch.is_grad_enabled():
+            return True
+        # a loss function has no parameters, and is never told to evaluate
+        return not any(module.training for module in list(self._modules.values()) if module._parameters)
+
+    @property
     def has_optimizer(self) -> bool:
         return any(reference() is not None for reference in self._optimizers)
 

@@ -210,10 +210,23 @@ class UnmodifiedScript(ReplayedRun):
                     self._boundary(loop)
                 except Exception as problem:
                     self.step_aside(problem)
-        elif not self._is_refined:
+        elif self._is_refined:
+            if loop.taken and self._control is not None:
+                self._note_evaluation(self._control, loop)
+        else:
             self._fetched += 1
             if self._fetched == BATCHES_BEFORE_OPAQUE and self._control is not None:
                 self._control.hello(Capability.OPAQUE, reason="no optimizer of torch.optim ever stepped")
+
+    def _note_evaluation(self, control: Control, loop: Loop) -> None:
+        """`loop` fetches again without a step: so does an evaluation, and training that adds up gradients."""
+        try:
+            if loop.evaluates is None:
+                loop.evaluates = self._discovery.is_evaluating
+            if loop.evaluates:
+                control.evaluated()
+        except Exception as problem:
+            self.step_aside(problem)
 
     def after_fetch(self, loop: Loop, waited_ns: int) -> None:
         self._last = loop.reference
