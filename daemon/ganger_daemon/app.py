@@ -180,9 +180,7 @@ class Daemon:
         self.host.launchers.warm_up()
         await self._listen(endpoint.token, known)
         self._write_node()
-        self._tasks.append(asyncio.create_task(self._hold_session(), name="session"))
-        self._tasks.append(asyncio.create_task(self._tend(), name="tend"))
-        self._tasks.append(asyncio.create_task(self._sweep_logs(), name="sweep"))
+        self._tasks = [asyncio.create_task(work) for work in (self._hold_session(), self._tend(), self._sweep_logs())]
 
     async def stop(self) -> None:
         """Ends this daemon only: ranks, their launchers and their groups stay."""
@@ -416,12 +414,10 @@ def _lock(file: int) -> None:
     """Raises OSError if another daemon has the lock. One that starts may look at it for a moment."""
     for _ in range(_LOCK_TRIES):
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             time.sleep(_LOCK_RETRY_S)
-        else:
-            return
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _obstacle_of(error: BaseException) -> DaemonObstacle:
@@ -474,9 +470,7 @@ class JsonLines(logging.Formatter):
             "level": record.levelname,
             "event": record.getMessage(),
         }
-        fields.update(
-            {key: value for key, value in vars(record).items() if key not in self._KNOWN and key != "message"}
-        )
+        fields |= {key: value for key, value in vars(record).items() if key not in {*self._KNOWN, "message"}}
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return json.dumps(fields, default=str)

@@ -23,9 +23,8 @@ from typing import Any, Callable, NamedTuple, NoReturn
 
 from ganger.injob import exit_code as exitcode
 from ganger.injob import state_image
-from ganger.injob.handlers import Handlers, StopRequest
 from ganger.injob.job_socket import JobSocketClient
-from ganger.injob.order_handler import FIRST_LOOK, Known, OrderHandler
+from ganger.injob.order_handler import FIRST_LOOK, Handlers, Known, OrderHandler, StopRequest
 from ganger.injob.page import GangPages, Page, now_ns
 from ganger.injob.page_access import PageError, Words
 from ganger.injob.page_layout import (
@@ -339,7 +338,7 @@ class Control:
         self._detach()
         self._socket.close()
         self._stacks = None
-        self._obedience.detach()
+        self._obedience.handlers = Handlers()
         atexit.unregister(self._at_exit)
 
 

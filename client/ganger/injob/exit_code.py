@@ -30,7 +30,7 @@ def watch(page: Page) -> None:
     original_exit = sys.exit
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        failed()
+        set_code(1)
         original_hook(kind, value, trace)
 
     def exit_recorded(status: str | int | None = None) -> NoReturn:
@@ -72,10 +72,6 @@ def code_of(status: object) -> int:
 def set_code(code: int) -> None:
     global _code
     _code = code
-
-
-def failed() -> None:
-    set_code(1)
 
 
 def has_failed() -> bool:

@@ -7,10 +7,9 @@ import errno
 import json
 import os
 import traceback
-from typing import Any, Callable, NoReturn
+from typing import Any, Callable, NamedTuple, NoReturn
 
 from ganger.injob import exit_code as exitcode
-from ganger.injob.handlers import Handlers, StopRequest
 from ganger.injob.job_socket import Backoff, JobSocketClient
 from ganger.injob.page import GangPages, Page, PageOrder, now_ns
 from ganger.injob.page_layout import (
@@ -41,18 +40,46 @@ _OFFERED_WITH = {
 }
 
 _TEND_EVERY_NS = 1_000_000_000
-# What kept a state from coming back (device memory of another process) may pass; a gang that waits for ever
-# holds its devices for nothing.
+# What kept a state from coming back may pass; but a gang that waits for ever holds its devices for nothing.
 _RESTORE_AGAIN_NS = 1_000_000_000
 _RESTORE_PATIENCE_NS = 30_000_000_000
 
 
-class OrderHandler:
-    """Obeys the orders on one control page.
+class StopRequest(NamedTuple):
+    """What a handler is asked to do at a boundary. ``details`` is the content of the order's file; ``offloaded``: the
+    state is in the arena and not on the device; ``exiting``: the process may end once the handler returns, so its work
+    must be durable by then."""
 
-    ``report(error, message)`` is called when a handler fails; ``withdraw(capability, name of the level, why)`` when a
-    level failed that must not be offered again; ``rejoin(step)`` in a process that was restored from an image, for the
-    page is then another epoch's."""
+    seq: int
+    step: int
+    level: int
+    details: dict[str, Any]
+    offloaded: bool
+    exiting: bool
+
+
+class Handlers(NamedTuple):
+    """What a framework can do; None where it cannot. Each is called in the training thread, at a boundary.
+
+    on_stop(step): let the device finish. on_offload: state to the arena, free device memory; returns the bytes freed.
+    on_restore: bring it back. on_checkpoint: write this rank's shard; True: its memory is freed until on_restore, which
+    is called only if the rank is to go on. on_hand_over: state into the arena.
+    on_retune(threads, workers): 0 leaves a number as it is. by_image: CHECKPOINT and HAND_OVER are process images,
+    which the daemon takes while the rank waits."""
+
+    on_stop: Callable[[int], None] | None = None
+    on_offload: Callable[[StopRequest], int] | None = None
+    on_restore: Callable[[StopRequest | None], None] | None = None
+    on_checkpoint: Callable[[StopRequest], bool | None] | None = None
+    on_hand_over: Callable[[StopRequest], None] | None = None
+    on_retune: Callable[[int, int], None] | None = None
+    by_image: bool = False
+
+
+class OrderHandler:
+    """Obeys the orders on one control page. ``report(error, message)`` is called when a handler fails;
+    ``withdraw(capability, name of the level, why)`` when a level failed that must not be offered again;
+    ``rejoin(step)`` in a process that was restored from an image, for the page is then another epoch's."""
 
     def __init__(
         self,
@@ -95,13 +122,11 @@ class OrderHandler:
     def attend(self, step: int, now: int) -> Known:
         """Pass boundary ``step``; return what is known now: the hot path comes back when the page says otherwise."""
         words = self._words
-        if words[Word.PHASE] != PagePhase.TRAINING:
-            words[Word.PHASE] = PagePhase.TRAINING
+        words[Word.PHASE] = PagePhase.TRAINING
         if self._fresh:
             self._fresh = False
             words[Word.FIRST_STEP_TIME] = now
-            if words[Word.STATE] != PageState.RUNNING:
-                words[Word.STATE] = PageState.RUNNING
+            words[Word.STATE] = PageState.RUNNING
         seen = self._pass(step, now)
         return seen, self._checkpoint_seen, words[Word.RETUNE_DONE], now_ns() + _TEND_EVERY_NS
 
@@ -122,10 +147,6 @@ class OrderHandler:
         agreement = self._agreement(self._read_order())
         return bool(agreement) and self._words[Word.ACK_SEQ] == agreement
 
-    def detach(self) -> None:
-        """Forget the page, in a process forked from the one that trains."""
-        self.handlers = Handlers()
-
     def _pass(self, step: int, now: int) -> int:
         """Return the ORDER_SEQ this boundary was passed under, or FIRST_LOOK if the next one needs a look anyway."""
         backoff = Backoff()
@@ -141,7 +162,9 @@ class OrderHandler:
                 self._page.publish_ack(agreement, step)
             if not is_published:
                 is_published = True
-                self._publish_step(step, now)
+                self._words[Word.STEP] = step
+                if now:
+                    self._words[Word.STEP_TIME] = now
             if agreement:
                 passed_under = self._pass_agreed(order, agreement, step, backoff)
             else:
@@ -153,15 +176,10 @@ class OrderHandler:
     def _go_on_in_new_epoch(self, step: int) -> None:
         self._read_page_anew()
         self._rejoin(step)
-        self._publish_step(step, 0)
+        self._words[Word.STEP] = step
         self._words[Word.REACHED_STEP] = step  # before the state that it belongs to
         at_rest = PageState.OFFLOADED if self._offloaded else PageState.PAUSED
         self._words[Word.STATE] = PageState.READY if self._order.order == PageOrderKind.WAIT else at_rest
-
-    def _publish_step(self, step: int, now: int) -> None:
-        self._words[Word.STEP] = step
-        if now:
-            self._words[Word.STEP_TIME] = now
 
     def _pass_agreed(self, order: PageOrder, agreement: int, step: int, backoff: Backoff) -> int | None:
         """Return as `_pass` does if the boundary is passed under an agreement, or None after a wait or a stop."""
@@ -186,7 +204,10 @@ class OrderHandler:
             self._hold(order, step)
             backoff.reset()
         else:
-            self._leave_if_saved(order)
+            is_saved = self._words[Word.REACHED_SEQ] == order.seq <= self._words[Word.LEAVE_SEQ]
+            # only once the whole checkpoint is published: a shard alone is nothing, and until then all can go on
+            if order.level == PageParkLevel.CHECKPOINT and is_saved:
+                self._leave(EXIT_YIELDED)
             backoff.until_message(self._socket)
 
     def _pass_freely(self, order: PageOrder, backoff: Backoff) -> int | None:
@@ -235,8 +256,7 @@ class OrderHandler:
             return self._agreed[1]
         points = self.pages.points(agreement)
         if points is None:
-            own = self._words[Word.ACK_STEP]
-            return BoundaryDecision(own + 1, None, False)
+            return BoundaryDecision(self._words[Word.ACK_STEP] + 1, None, False)
         decision = decide(points, self._rank)
         if decision.stop_step is not None or decision.finished:
             self._agreed = (agreement, decision)
@@ -246,8 +266,7 @@ class OrderHandler:
         lease = self._words[Word.LEASE_UNTIL]
         if lease and now_ns() > lease:
             return False
-        if self._words[Word.STATE] != PageState.RUNNING:
-            self._words[Word.STATE] = PageState.RUNNING
+        self._words[Word.STATE] = PageState.RUNNING
         return True
 
     def _is_able(self, order: PageOrder) -> bool:
@@ -309,15 +328,8 @@ class OrderHandler:
             return
         self._words[Word.REACHED_STEP] = step
         self._words[Word.REACHED_SEQ] = order.seq
-        self._socket.send(
-            {"event": "reached", "rank": self._rank, "seq": order.seq, "step": step, "level": order.level}, now_ns()
-        )
-
-    def _leave_if_saved(self, order: PageOrder) -> None:
-        """End once the whole checkpoint is published: a shard alone is nothing, and until then all can go on."""
-        words = self._words
-        if order.level == PageParkLevel.CHECKPOINT and words[Word.REACHED_SEQ] == order.seq <= words[Word.LEAVE_SEQ]:
-            self._leave(EXIT_YIELDED)
+        message = {"event": "reached", "rank": self._rank, "seq": order.seq, "step": step, "level": order.level}
+        self._socket.send(message, now_ns())
 
     def _enter(self, order: PageOrder, step: int) -> bool:
         words, handlers = self._words, self.handlers
@@ -382,11 +394,10 @@ class OrderHandler:
     def _await_image(self, order: PageOrder, step: int) -> bool:
         words = self._words
         self._socket.suspend()
-        if order.level == PageParkLevel.HAND_OVER:
-            words[Word.STATE] = PageState.HANDED_OVER
-            return True
-        words[Word.CHECKPOINT_STEP] = step
-        words[Word.STATE] = PageState.OFFLOADED if self._offloaded else PageState.PAUSED
+        at_rest = PageState.OFFLOADED if self._offloaded else PageState.PAUSED
+        if order.level == PageParkLevel.CHECKPOINT:
+            words[Word.CHECKPOINT_STEP] = step
+        words[Word.STATE] = PageState.HANDED_OVER if order.level == PageParkLevel.HAND_OVER else at_rest
         return True
 
     def _be_imaged_and_go_on(self, agreement: int, step: int) -> None:
@@ -463,8 +474,8 @@ class OrderHandler:
             action()
         except Exception as problem:  # whatever a framework raises, the rank has to stay where it is and say so
             if isinstance(problem, OSError) and error == Error.STATE_UNSAVEABLE:
-                full = problem.errno in (errno.ENOSPC, errno.EDQUOT)
-                error = Error.STORAGE_FULL if full else Error.STORAGE_FAILED
+                is_full = problem.errno in (errno.ENOSPC, errno.EDQUOT)
+                error = Error.STORAGE_FULL if is_full else Error.STORAGE_FAILED
             error = getattr(problem, "ganger_error", error)
             self._failure = (error, str(problem) or type(problem).__name__)
             self._report(error, "".join(traceback.format_exception(type(problem), problem, problem.__traceback__)))

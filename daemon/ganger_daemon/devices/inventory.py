@@ -69,11 +69,9 @@ BRANDS = frozenset({"nvidia", "tesla", "geforce", "quadro", "generation", "graph
 FORM = r"\d+(\.\d+)?g(i?b)?|sxm\d*|pcie|hbm\d*e?|nvl|super|mig|\d+g\.\d+gb|pg\d+.*"
 
 
-def named(found: ConfigurationSet, name: str = "") -> ConfigurationSet:
-    """The set under the operator's name, or one derived from all it consists of: servers that differ in anything that
-    counts get different names, identical ones the same."""
-    if name:
-        return replace(found, name=name)
+def named(found: ConfigurationSet) -> ConfigurationSet:
+    """The set under a name derived from all it consists of: servers that differ in anything that counts get different
+    names, identical ones the same."""
     facts = (
         found.device_type,
         found.devices,
@@ -128,7 +126,7 @@ class GpuServer:
     unfit: Mapping[int, str] = field(default_factory=dict)
 
 
-def inventory_of(server: GpuServer, core_map: CoreMap, memory_bytes: int, name: str = "") -> Inventory:
+def inventory_of(server: GpuServer, core_map: CoreMap, memory_bytes: int) -> Inventory:
     """The configuration set takes the type and memory that most devices have; `odd_devices` names the others."""
     count = len(server.devices)
     levels = {
@@ -148,7 +146,7 @@ def inventory_of(server: GpuServer, core_map: CoreMap, memory_bytes: int, name: 
         sockets=sockets_of(core_map, server.devices),
         memory_bytes=memory_bytes,
     )
-    return Inventory(named(found, name), server.devices, core_map, server.driver)
+    return Inventory(named(found), server.devices, core_map, server.driver)
 
 
 def odd_devices(server: GpuServer) -> dict[int, str]:
@@ -210,7 +208,7 @@ MEMORY_FOR_JOBS = 0.9
 """Share of host memory that jobs may claim: the rest is the kernel's, the daemon's and the page cache's."""
 
 
-def read_cores(housekeeping: int | None = None, system: Path = SYSTEM) -> CoreMap:
+def read_cores(system: Path = SYSTEM) -> CoreMap:
     """The physical cores this process may use, by socket. A core's id is its lowest CPU. CPUs that are offline or
     outside the affinity of this process are left out; where the kernel says nothing of topology, each CPU is a core."""
     allowed = os.sched_getaffinity(0) if system == SYSTEM else None
@@ -228,7 +226,7 @@ def read_cores(housekeeping: int | None = None, system: Path = SYSTEM) -> CoreMa
         tuple(Core(min(cpus), index, tuple(sorted(cpus))) for (of, _), cpus in sorted(cores.items()) if of == package)
         for index, package in enumerate(packages)
     )
-    return CoreMap(sockets, housekeeping_of(sockets, housekeeping))
+    return CoreMap(sockets, housekeeping_of(sockets, None))
 
 
 def usable_cpus() -> tuple[int, ...]:

@@ -45,9 +45,7 @@ class NvmlDevices(Devices):
 
     def __init__(
         self,
-        name: str = "",
         memory_bytes: int = 0,
-        housekeeping: int | None = None,
         library: ModuleType | Any | None = None,
         core_map: CoreMap | None = None,
         wait_ms: int = WAIT_MS,
@@ -61,8 +59,8 @@ class NvmlDevices(Devices):
         try:
             self._handles: list[Any] = self._list_handles()
             server = self._read_server()
-            cores = core_map if core_map is not None else inventory.read_cores(housekeeping)
-            found = inventory_of(server, cores, memory_bytes or inventory.read_memory_bytes(), name)
+            cores = core_map if core_map is not None else inventory.read_cores()
+            found = inventory_of(server, cores, memory_bytes or inventory.read_memory_bytes())
             super().__init__(found, odd_devices(server))
         except BaseException:
             self._nvml.nvmlShutdown()

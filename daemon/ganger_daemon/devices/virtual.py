@@ -53,9 +53,9 @@ DEVICE_TYPE = "virtual"
 class NoDevices(Devices):
     """A node that offers cores and memory only, as where the driver's library is missing."""
 
-    def __init__(self, core_map: CoreMap, memory_bytes: int, name: str = "", reason: str = "none declared") -> None:
+    def __init__(self, core_map: CoreMap, memory_bytes: int, reason: str = "none declared") -> None:
         sockets = tuple(Socket(millicores, 0) for millicores in core_map.millicores())
-        found = named(ConfigurationSet("", sockets=sockets, memory_bytes=memory_bytes), name)
+        found = named(ConfigurationSet("", sockets=sockets, memory_bytes=memory_bytes))
         super().__init__(Inventory(found, (), core_map))
         self._reason = reason
 
@@ -68,24 +68,16 @@ class NoDevices(Devices):
         return {"CUDA_VISIBLE_DEVICES": ""}
 
 
-def choose_devices(
-    virtual: VirtualSpec | None = None,
-    recorded: Path | None = None,
-    name: str = "",
-    memory_bytes: int = 0,
-    housekeeping: int | None = None,
-    node: str = "",
-) -> Devices:
-    """`name`: of the configuration set, derived when empty. `node`: makes the UUIDs of virtual devices its own.
-    `memory_bytes`: zero for the machine's. Raises ValueError for a declaration or a recording that cannot be."""
+def choose_devices(virtual: VirtualSpec | None = None, recorded: Path | None = None, node: str = "") -> Devices:
+    """`node`: makes the UUIDs of virtual devices its own. Raises ValueError for a bad declaration or recording."""
     if virtual is not None:
-        return VirtualDevices(virtual, node, housekeeping)
+        return VirtualDevices(virtual, node)
     if recorded is not None:
-        return RecordedDevices(read_recording(recorded), name, housekeeping=housekeeping)
+        return RecordedDevices(read_recording(recorded))
     try:
-        return NvmlDevices(name, memory_bytes, housekeeping)
+        return NvmlDevices()
     except NoDriverError as reason:
-        return NoDevices(read_cores(housekeeping), memory_bytes or read_memory_bytes(), name, str(reason))
+        return NoDevices(read_cores(), read_memory_bytes(), str(reason))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +92,6 @@ class VirtualSpec:
     memory_bytes: int = 0
     gpu_memory_bytes: int = 4 * 2**30
     gpu_cores: float = 0.0
-    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +107,10 @@ class VirtualDevices(Devices):
         self,
         spec: VirtualSpec,
         node: str = "",
-        housekeeping: int | None = None,
         anonymous_bytes: Callable[[int], int | None] = anonymous_bytes,
     ) -> None:
         memory_bytes = spec.memory_bytes or read_memory_bytes()
-        super().__init__(virtual_inventory(spec, node, usable_cpus(), memory_bytes, housekeeping))
+        super().__init__(virtual_inventory(spec, node, usable_cpus(), memory_bytes))
         self._gpu_cores = spec.gpu_cores
         self._anonymous_bytes = anonymous_bytes
         self._processes: dict[int, _Process] = {}
@@ -191,9 +181,7 @@ def parse_topology(text: str, gpus: int) -> tuple[int, int, int]:
     return sockets, switches, devices
 
 
-def virtual_inventory(
-    spec: VirtualSpec, node: str, cpus: tuple[int, ...], memory_bytes: int, housekeeping: int | None = None
-) -> Inventory:
+def virtual_inventory(spec: VirtualSpec, node: str, cpus: tuple[int, ...], memory_bytes: int) -> Inventory:
     """The node that a declaration describes. Raises ValueError for one that cannot be."""
     if not 0 <= spec.gpus <= MAX_DEVICES:
         raise ValueError(f"{spec.gpus} devices cannot be declared; a node has 0 to {MAX_DEVICES}")
@@ -203,7 +191,7 @@ def virtual_inventory(
             " fewer devices, or less for each"
         )
     sockets, switches, per_group = parse_topology(spec.topology, spec.gpus)
-    core_map = declared_cores(spec.cores or max(len(cpus), sockets), sockets, cpus, housekeeping)
+    core_map = declared_cores(spec.cores or max(len(cpus), sockets), sockets, cpus)
     per_socket = spec.gpus // sockets
     devices = tuple(
         Device(
@@ -233,7 +221,7 @@ def virtual_inventory(
         sockets=_sockets(core_map, spec.gpus),
         memory_bytes=memory_bytes,
     )
-    return Inventory(named(found, spec.name), devices, core_map, driver=VIRTUAL_DRIVER)
+    return Inventory(named(found), devices, core_map, driver=VIRTUAL_DRIVER)
 
 
 def _sockets(core_map: CoreMap, gpus: int) -> tuple[Socket, ...]:
@@ -265,15 +253,9 @@ class RecordedServer:
 class RecordedDevices(Devices):
     """Plays a recording. `clock` gives seconds; the timeline starts with the first look at it."""
 
-    def __init__(
-        self,
-        recording: RecordedServer,
-        name: str = "",
-        clock: Callable[[], float] = time.monotonic,
-        housekeeping: int | None = None,
-    ) -> None:
-        core_map = replace(recording.core_map, housekeeping=housekeeping_of(recording.core_map.sockets, housekeeping))
-        found = inventory_of(recording.server, core_map, recording.memory_bytes, name)
+    def __init__(self, recording: RecordedServer, clock: Callable[[], float] = time.monotonic) -> None:
+        core_map = replace(recording.core_map, housekeeping=housekeeping_of(recording.core_map.sockets, None))
+        found = inventory_of(recording.server, core_map, recording.memory_bytes)
         super().__init__(found, odd_devices(recording.server))
         self._recording = recording
         self._clock = clock

@@ -16,7 +16,7 @@ from ganger.v1 import job_pb2
 
 from ganger_daemon.gang.exit_watcher import ExitWatcher
 from ganger_daemon.gang.gang_context import GangContext, OfGang
-from ganger_daemon.gang.launch_plan import LaunchRefusedError, Rendezvous, arena_name, free_port, image_arena_name
+from ganger_daemon.gang.launch_plan import LaunchRefusedError, Rendezvous, free_port, image_arena_name
 from ganger_daemon.gang.process_image import GangImages
 from ganger_daemon.gang.received_orders import ReceivedOrders
 from ganger_daemon.node.daemon_files import read_json, write_json
@@ -58,7 +58,7 @@ class GangLauncher(OfGang):
     def open_arena(self, rank: int) -> int:
         """A descriptor of a rank's arena, the caller's to close. Raises OSError when no launcher has it."""
         launcher = self.running() or self.adopt_anew()
-        name = arena_name(self._paths, rank)
+        name = self._paths.name(rank)
         try:
             try:
                 return launcher.arena(name)
@@ -85,7 +85,7 @@ class GangLauncher(OfGang):
             return
         with suppress(LauncherError):
             for rank in self._part.ranks:
-                launcher.drop_arena(arena_name(self._paths, rank))
+                launcher.drop_arena(self._paths.name(rank))
                 launcher.drop_arena(image_arena_name(self._paths, rank))
 
     def adopt_anew(self) -> Launcher:

@@ -198,10 +198,6 @@ def image_arena_name(paths: GangPaths, rank: int) -> str:
     return f"{paths.name(rank)}/image"
 
 
-def arena_name(paths: GangPaths, rank: int) -> str:
-    return paths.name(rank)
-
-
 def is_distributed(desired: agent_pb2.DesiredGang, part: LocalPart) -> bool:
     """Return whether its tasks get the variables of torchrun: several tasks, one that may become several, or one whose
     spec requests them. Scripts that find them start a process group."""
@@ -274,7 +270,7 @@ def launch_mapping(
         "freezer": host.cgroups.freezer_file(paths.group),
         "cores": (list(host.cores.cpus(paths.group)) or None) if not cgroup_files else None,
         "threads": threads,
-        "arena": {"name": arena_name(paths, rank), "bytes": arena_bytes} if arena_bytes else None,
+        "arena": {"name": paths.name(rank), "bytes": arena_bytes} if arena_bytes else None,
         "touched_bytes": ahead,
     }
     write_json(paths.launch(rank), mapping)

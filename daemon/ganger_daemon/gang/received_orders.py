@@ -76,16 +76,9 @@ class ReceivedOrders:
         if wanted.order <= self.wanted.order and is_launched:
             return None
         # slice switches are too frequent for INFO
-        log.log(
-            logging.DEBUG if wanted.order.is_by_rotation else logging.INFO,
-            "order",
-            extra={
-                "job": desired.job,
-                "epoch": desired.epoch,
-                "intent": wanted.intent.name,
-                "suspend_level": wanted.level.name,
-            },
-        )
+        asked = {"intent": wanted.intent.name, "suspend_level": wanted.level.name}
+        extra = {"job": desired.job, "epoch": desired.epoch, **asked}
+        log.log(logging.DEBUG if wanted.order.is_by_rotation else logging.INFO, "order", extra=extra)
         former, self.desired, self.wanted = self.wanted, merged, wanted
         self.ordered_at = time.monotonic()
         self.is_due = True

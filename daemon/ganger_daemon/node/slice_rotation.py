@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -188,11 +189,9 @@ class Rotation:
                 self.follow()
             except Exception:
                 log.exception("time slices not followed")
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(pause if self._groups else None):
                     await self._news.wait()
-            except TimeoutError:
-                pass
 
     async def close(self) -> None:
         tasks = [group.request for group in self._groups.values() if group.request is not None]

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any
 
 import msgspec
@@ -65,8 +64,8 @@ def line_of(fields: dict[str, object]) -> bytes:
 def parse_line(line: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise StreamError("the other side does not speak the state stream's protocol", retry=False) from error
+    except (ValueError, RecursionError):
+        fields = None
     if not isinstance(fields, dict):
         raise StreamError("the other side does not speak the state stream's protocol", retry=False)
     return fields
@@ -141,9 +140,7 @@ class Landing:
     def __enter__(self) -> Landing:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # the pages first: unmapping holds the lock, and is quick when there is nothing left to unmap
         leave_pages(self._mapping)
         self.view.release()

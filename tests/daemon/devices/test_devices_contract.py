@@ -132,15 +132,17 @@ def test_closing_twice_is_allowed(devices: Devices) -> None:
 @pytest.mark.parametrize("name", RECORDED)
 def test_the_driver_and_the_recording_of_one_server_give_the_same_inventory(name: str) -> None:
     recording = read_recording(Path(name))
-    played = RecordedDevices(recording, housekeeping=0)
+    played = RecordedDevices(recording)
     fake = FakeNvml(name)
-    asked = NvmlDevices(library=fake, core_map=recording.core_map, memory_bytes=recording.memory_bytes, wait_ms=5)
+    asked = NvmlDevices(
+        library=fake, core_map=played.inventory.core_map, memory_bytes=recording.memory_bytes, wait_ms=5
+    )
     asked.close()
     assert asked.inventory == played.inventory
 
 
 def test_a_machine_without_a_driver_is_a_node_without_devices() -> None:
-    found = choose_devices(memory_bytes=2**30)
+    found = choose_devices()
     if found.capabilities["devices"] != "none":
         found.close()
         pytest.skip("this machine has GPUs")

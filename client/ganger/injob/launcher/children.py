@@ -17,9 +17,8 @@ from ganger.injob.launcher.process_record import (
     ExitRecord,
     Launch,
     LaunchError,
+    from_code,
     from_page,
-    from_status,
-    from_wait,
     record,
 )
 from ganger.injob.launcher.rank_tree import RankTree, zombie_status
@@ -141,9 +140,10 @@ class LauncherChildren:
         self._forget(one.name)
         status = zombie_status(one.pid) if one.tree is not None else None
         if result is not None:
-            end = from_wait(one.name, one.pid, one.start_ticks, result)
+            code = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+            end = from_code(one.name, one.pid, one.start_ticks, code)
         elif status is not None:
-            end = from_status(one.name, one.pid, one.start_ticks, status)
+            end = from_code(one.name, one.pid, one.start_ticks, os.waitstatus_to_exitcode(status))
         else:
             end = from_page(one.name, one.pid, one.start_ticks, one.page)
         if one.launch_error:

@@ -263,19 +263,10 @@ class ExitRecord(NamedTuple):
     message: str = ""
 
 
-def from_wait(name: str, pid: int, ticks: int, result: Any) -> ExitRecord:
-    """Turn a waitid() result into an Exit."""
-    if result.si_code == os.CLD_EXITED:
-        return ExitRecord(name, pid, ticks, result.si_status, None, time.time(), "wait")
-    return ExitRecord(name, pid, ticks, 128 + result.si_status, result.si_status, time.time(), "wait")
-
-
-def from_status(name: str, pid: int, ticks: int, status: int) -> ExitRecord:
-    """Turn a wait status into an Exit."""
-    code = os.waitstatus_to_exitcode(status)
-    return ExitRecord(
-        name, pid, ticks, code if code >= 0 else 128 - code, None if code >= 0 else -code, time.time(), "wait"
-    )
+def from_code(name: str, pid: int, ticks: int, code: int) -> ExitRecord:
+    """``code``: of the exit, or the negative number of a deadly signal."""
+    number = -code if code < 0 else None
+    return ExitRecord(name, pid, ticks, 128 - code if number else code, number, time.time(), "wait")
 
 
 def from_page(name: str, pid: int, ticks: int, page_path: str) -> ExitRecord:
