@@ -42,8 +42,8 @@ from ganger_master.runtime.state_directory import (
     storage_token,
 )
 from ganger_master.runtime.writer import Writer
-from ganger_master.store.contract import Problem, Store, StoreError
 from ganger_master.store.sql import SqlStore
+from ganger_master.store.tables import Problem, Store, StoreError
 
 if TYPE_CHECKING:
     from ganger_master.metrics import MetricsServer, Snapshot

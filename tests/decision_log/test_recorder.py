@@ -24,7 +24,7 @@ from ganger_master.decision_log.log_file import RecordingError
 from ganger_master.decision_log.recorder import DecisionRecording, Recorded
 from ganger_master.decision_log.rerun import Begun, Broke, Ended
 from ganger_master.runtime.writer import Writer
-from ganger_master.store.contract import Problem, StoreBatch, StoreError
+from ganger_master.store.tables import Problem, StoreBatch, StoreError
 from kit.memory_store import MemoryStore
 
 LONG = 60.0

@@ -6,8 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from ganger_master.store.contract import HistoryEntry, StoreBatch, StoredRow
-from ganger_master.store.tables import COLUMNS, STATE
+from ganger_master.store.tables import COLUMNS, STATE, HistoryEntry, StoreBatch, StoredRow
 
 
 class MemoryStore:

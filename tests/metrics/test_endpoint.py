@@ -22,7 +22,7 @@ from ganger.wire.tls import client_context
 from ganger_master.app import Master
 from ganger_master.config import Config
 from ganger_master.runtime.state_directory import MasterObstacle, StartError
-from ganger_master.store.contract import Problem, StoreError
+from ganger_master.store.tables import Problem, StoreError
 from kit.certified import Authority
 from kit.memory_store import MemoryStore
 from prometheus_client.parser import text_string_to_metric_families

@@ -19,7 +19,7 @@ from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint
 from ganger_master.app import Master
 from ganger_master.config import Config
-from ganger_master.store.contract import Store
+from ganger_master.store.tables import Store
 
 WAIT_S = 10.0
 

@@ -12,7 +12,7 @@ from ganger.v1 import array_pb2, job_service_pb2, node_pb2, resources_pb2, sched
 from ganger.wire.channels import PART_BYTES
 from ganger_master.core import commands
 from ganger_master.rpc import answer_messages
-from ganger_master.store.contract import HistoryEntry
+from ganger_master.store.tables import HistoryEntry
 from rpc.kit import Served, Speaker, serving, spec_of
 
 _SMALL = 2_000

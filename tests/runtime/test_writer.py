@@ -19,8 +19,7 @@ from ganger_master.core.commands import Answer, CancelJob, Command, Observe, Ope
 from ganger_master.core.job_model import JobSpec
 from ganger_master.core.settings import CoreSettings
 from ganger_master.runtime.writer import Writer
-from ganger_master.store.contract import Problem, StoreBatch, StoreError
-from ganger_master.store.tables import Codec
+from ganger_master.store.tables import Codec, Problem, StoreBatch, StoreError
 from kit.memory_store import MemoryStore
 
 SPEC = JobSpec(("true",), (Role("worker", 1, TaskShape(1)),))

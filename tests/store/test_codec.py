@@ -6,8 +6,7 @@ import json
 from collections.abc import Iterator
 
 from core.drive import Drive, job_of
-from ganger_master.store.contract import StoredRow
-from ganger_master.store.tables import Codec
+from ganger_master.store.tables import Codec, StoredRow
 from kit.memory_store import MemoryStore
 from msgspec.structs import replace
 

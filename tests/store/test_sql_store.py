@@ -10,9 +10,8 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from ganger_master.store import sql
-from ganger_master.store.contract import HistoryEntry, Problem, StoreBatch, StoreError
 from ganger_master.store.sql import SqlStore
-from ganger_master.store.tables import metadata
+from ganger_master.store.tables import HistoryEntry, Problem, StoreBatch, StoreError, metadata
 from msgspec.structs import astuple
 from sqlalchemy import create_engine, inspect
 

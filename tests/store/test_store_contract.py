@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy
-from ganger_master.store.contract import HistoryEntry, Problem, Row, Store, StoreBatch, StoreError
 from ganger_master.store.sql import SqlStore
-from ganger_master.store.tables import COLUMNS
+from ganger_master.store.tables import COLUMNS, HistoryEntry, Problem, Row, Store, StoreBatch, StoreError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.memory_store import MemoryStore
@@ -23,7 +22,7 @@ POSTGRESQL = "GANGER_TEST_POSTGRESQL"
 Opener = Callable[[], Store]
 
 
-@pytest.fixture(params=["memory", "sqlite", "sqlite row by row", "postgresql"])
+@pytest.fixture(params=["memory", "sqlite", "postgresql"])
 def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
     """Opens the store anew, as a restarted master does."""
     opened: list[Store] = []
@@ -32,10 +31,10 @@ def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
 
         def make() -> Store:
             return memory
-    elif request.param.startswith("sqlite"):
+    elif request.param == "sqlite":
 
         def make() -> Store:
-            return SqlStore(f"sqlite:///{tmp_path / 'ganger.db'}", row_by_row=request.param.endswith("row by row"))
+            return SqlStore(f"sqlite:///{tmp_path / 'ganger.db'}")
     else:
         url = os.environ.get(POSTGRESQL)
         if not url:

@@ -40,7 +40,7 @@ from ganger_master.rpc.answer_messages import (
 from ganger_master.rpc.log_proxy import LogProxy
 from ganger_master.rpc.planner_messages import REASON_MOST, curve_to_wire, on_the_way_to_wire
 from ganger_master.runtime.writer import Writer
-from ganger_master.store.contract import HistoryEntry
+from ganger_master.store.tables import HistoryEntry
 
 STREAM_S: Final = 30 * 60.0
 REQUEST_ID_MOST: Final = 200

@@ -27,7 +27,7 @@ from ganger.wire.errors import NotReady
 
 from ganger_master.core.heartbeats import covers
 from ganger_master.core.settings import CoreSettings
-from ganger_master.store.contract import Problem, Store, StoreError
+from ganger_master.store.tables import Problem, Store, StoreError
 
 _T = TypeVar("_T")
 

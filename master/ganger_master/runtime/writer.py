@@ -35,8 +35,7 @@ from ganger_master.runtime.counters import MasterCounters
 from ganger_master.runtime.publication import CommittedState, LeaseStreams, Publication, publication_of
 from ganger_master.runtime.state_directory import DatabaseMarks
 from ganger_master.runtime.store_access import CommitPace, Ownership, StoreThread
-from ganger_master.store.contract import HistoryEntry, Problem, Store, StoreError
-from ganger_master.store.tables import Codec
+from ganger_master.store.tables import Codec, HistoryEntry, Problem, Store, StoreError
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
