@@ -3,47 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from ganger.cluster.refusals import Refusal
 from ganger.cluster.resources import NodeRow
 from msgspec import Struct, field
-
-# gRPC status code by reason.
-CODES: Final[Mapping[str, str]] = {
-    "SPEC_INVALID": "INVALID_ARGUMENT",
-    "REQUEST_INVALID": "INVALID_ARGUMENT",
-    "PLAN_INVALID": "INVALID_ARGUMENT",
-    "REASON_MISSING": "INVALID_ARGUMENT",
-    "NAME_INVALID": "INVALID_ARGUMENT",
-    "CONFIGURATION_SET_MISMATCH": "INVALID_ARGUMENT",
-    "GANG_IMPOSSIBLE": "FAILED_PRECONDITION",
-    "JOB_FINISHED": "FAILED_PRECONDITION",
-    "JOB_BUSY": "FAILED_PRECONDITION",
-    "LEVEL_UNAVAILABLE": "FAILED_PRECONDITION",
-    "NOT_RUNNING": "FAILED_PRECONDITION",
-    "MOVE_REFUSED": "FAILED_PRECONDITION",
-    "RESIZE_REFUSED": "FAILED_PRECONDITION",
-    "CORES_REFUSED": "FAILED_PRECONDITION",
-    "UPDATE_REFUSED": "FAILED_PRECONDITION",
-    "NODE_ALIVE": "FAILED_PRECONDITION",
-    "NODE_BUSY": "FAILED_PRECONDITION",
-    "NODE_NAME_TAKEN": "FAILED_PRECONDITION",
-    "STORAGE_MISMATCH": "FAILED_PRECONDITION",
-    "ADOPTION_REFUSED": "FAILED_PRECONDITION",
-    "NOT_RESTORING": "FAILED_PRECONDITION",
-    "RESTORING": "FAILED_PRECONDITION",
-    "GANG_NOT_FOUND": "NOT_FOUND",
-    "REQUEST_REUSED": "ALREADY_EXISTS",
-    "QUEUE_FULL": "RESOURCE_EXHAUSTED",
-    "USER_LIMIT": "RESOURCE_EXHAUSTED",
-    "JOB_NOT_FOUND": "NOT_FOUND",
-    "ARRAY_NOT_FOUND": "NOT_FOUND",
-    "NODE_NOT_FOUND": "NOT_FOUND",
-    "SESSION_SUPERSEDED": "ABORTED",
-    "REVISION_CONFLICT": "ABORTED",
-    "NOT_SUPPORTED": "UNIMPLEMENTED",
-}
 
 
 class Refused(Struct, frozen=True, gc=False):
@@ -54,9 +18,19 @@ class Refused(Struct, frozen=True, gc=False):
     metadata: Mapping[str, str] = field(default_factory=dict)
     violations: tuple[tuple[str, str], ...] = ()
 
-    @property
-    def code(self) -> str:
-        return CODES[self.reason]
+
+class RefusedError(Exception):
+    """A command is refused: raised where that is found, and returned as the answer by `decide`. See `Refused`."""
+
+    def __init__(
+        self,
+        reason: str,
+        message: str,
+        metadata: Mapping[str, str] | None = None,
+        violations: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.refused = Refused(reason, message, metadata or {}, violations)
 
 
 class JobAnswer(Struct, frozen=True, gc=False):

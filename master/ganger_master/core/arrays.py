@@ -15,7 +15,7 @@ from ganger.job_state import JobState
 from msgspec.structs import replace
 
 from ganger_master.core import answers, commands, ending, events
-from ganger_master.core.answers import Refused
+from ganger_master.core.answers import RefusedError
 from ganger_master.core.array_model import (
     LOSS,
     MEMBERS_LIMIT,
@@ -28,11 +28,18 @@ from ganger_master.core.array_model import (
     StopRule,
     judge,
 )
-from ganger_master.core.events import Event
+from ganger_master.core.events import Decision
 from ganger_master.core.job_model import JobMetric, JobProgress, JobRecord, JobSpec, Template, bytes_of, members_of
-from ganger_master.core.preconditions import find_job
+from ganger_master.core.preconditions import array_members, find_job, has_ended
 from ganger_master.core.state import State
-from ganger_master.core.submission import COMMAND_BYTES_LIMIT, SEVERAL, check_room, check_share, violations_of
+from ganger_master.core.submission import (
+    COMMAND_BYTES_LIMIT,
+    SEVERAL,
+    check_room,
+    check_share,
+    repeated_request,
+    violations_of,
+)
 from ganger_master.core.user_usage import bytes_of_all, spec_bytes
 
 _INDEX_LIMIT: Final = (1 << 31) - 1
@@ -49,18 +56,12 @@ _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,31}")
 _SHOWN: Final = 3
 
 
-def submit(state: State, command: commands.SubmitArray, now: float) -> tuple[tuple[Event, ...], answers.Answer]:
+def submit(state: State, command: commands.SubmitArray, now: float) -> Decision:
     """Accept all members of an array or none. The same request again gives the same array."""
-    known = state.jobs.requests.get((command.user, command.request_id)) if command.request_id else None
-    if known is not None and now - state.jobs[known].create_time <= state.settings.request_kept_s:
-        return (), _repeated(state, command, state.jobs[known])
-    former = state.jobs.former.get((command.user, command.request_id))
-    if former is not None and now - former.time <= state.settings.request_kept_s:
-        text = f"request id {command.request_id} was accepted as jobs/{former.number}, which is no longer kept"
-        return (), Refused("REQUEST_REUSED", text, {"job": f"jobs/{former.number}"})
-    refused = _check(state, command)
-    if refused is not None:
-        return (), refused
+    known = repeated_request(state, command.user, command.request_id, now)
+    if known is not None:
+        return (), _repeated(state, command, known)
+    _check(state, command)
     number = state.counters.next_job
     event = events.ArraySubmitted(
         now, f"user:{command.user}", number, command.uids, command.user, command.request_id, _specs(command, number)
@@ -68,32 +69,22 @@ def submit(state: State, command: commands.SubmitArray, now: float) -> tuple[tup
     return (event,), answers.ArrayAnswer(number)
 
 
-def cancel(state: State, command: commands.CancelArray, now: float) -> tuple[tuple[Event, ...], answers.Answer]:
+def cancel(state: State, command: commands.CancelArray, now: float) -> Decision:
     """Every member that has not ended; one that ends already in another way ends cancelled."""
-    members = members_of(state.jobs, command.number)
-    if not members:
-        return (), no_array(command.number)
-    if not any(_is_live(job) for job in members):
-        return (), answers.ArrayAnswer(command.number)
-    event = events.ArrayCancelled(now, f"user:{command.user}", command.number, command.reason)
-    return (event,), answers.ArrayAnswer(command.number)
+    answer = answers.ArrayAnswer(command.number)
+    if not any(not has_ended(job) for job in array_members(state.jobs, command.number)):
+        return (), answer
+    return (events.ArrayCancelled(now, f"user:{command.user}", command.number, command.reason),), answer
 
 
-def record(state: State, command: commands.RecordMetric, now: float) -> tuple[tuple[Event, ...], answers.Answer]:
+def record(state: State, command: commands.RecordMetric, now: float) -> Decision:
     """Record the value of a running member at a new rung; other reports change nothing."""
     job = find_job(state, command.number)
-    if isinstance(job, Refused):
-        return (), job
     rule = rule_of(job)
-    if rule is None or not _is_live(job) or job.epoch != command.epoch or not has_climbed(rule, job, command.at):
+    if rule is None or has_ended(job) or job.epoch != command.epoch or not has_climbed(rule, job, command.at):
         return (), answers.Done()
-    event = events.RungReached(now, f"epoch:{command.epoch}", job.number, command.value, command.at)
-    return (event,), answers.Done()
-
-
-def no_array(number: int) -> Refused:
-    text = f"there is no array {number}: `ganger queue --all` lists what there is"
-    return Refused("ARRAY_NOT_FOUND", text, {"array": f"arrays/{number}"})
+    cause = f"epoch:{command.epoch}"
+    return (events.RungReached(now, cause, job.number, command.value, command.at),), answers.Done()
 
 
 def rule_of(job: JobRecord) -> StopRule | None:
@@ -137,7 +128,7 @@ def note_submitted(state: State, event: events.ArraySubmitted) -> None:
 def end_all(state: State, event: events.ArrayCancelled) -> None:
     state.history(event.time, f"arrays/{event.number}", "cancel_ordered", event.cause, event.reason)
     for job in members_of(state.jobs, event.number):
-        if _is_live(job):
+        if not has_ended(job):
             ending.end(state, job.number, JobState.CANCELLED, event.time, event.reason or "its array was cancelled")
 
 
@@ -163,10 +154,10 @@ def learn(state: State, job: JobRecord, progress: JobProgress, now: float) -> No
     rule = rule_of(job)
     report = None if rule is None else report_of(rule, progress.step, progress.loss, progress.metrics)
     if rule is not None and report is not None and has_climbed(rule, job, report[1]):
-        climb(state, job.number, report[0], report[1], now, has_ended=True)
+        climb(state, job.number, report[0], report[1], now, is_over=True)
 
 
-def climb(state: State, number: int, value: float | None, at: float, now: float, has_ended: bool = False) -> None:
+def climb(state: State, number: int, value: float | None, at: float, now: float, is_over: bool = False) -> None:
     """Record the value at every rung reached, and stop the members that the rule selects."""
     job = state.jobs[number]
     rule, array = rule_of(job), job.spec.array
@@ -181,7 +172,7 @@ def climb(state: State, number: int, value: float | None, at: float, now: float,
         Contender(
             index,
             one.rungs,
-            _is_live(one) and not (has_ended and one.number == number),
+            not has_ended(one) and not (is_over and one.number == number),
             one.state in (JobState.FAILED, JobState.CANCELLED),
         )
         for index, one in members.items()
@@ -204,10 +195,6 @@ def _stop(state: State, number: int, rule: StopRule, stop: EarlyStop, now: float
     ending.end(state, number, JobState.STOPPED, now, why)
 
 
-def _is_live(job: JobRecord) -> bool:
-    return not job.state.is_finished and not (job.ending is not None and job.ending.is_finished)
-
-
 def _index(job: JobRecord) -> int:
     assert job.spec.array is not None
     return job.spec.array.index
@@ -224,7 +211,7 @@ def _repeated(state: State, command: commands.SubmitArray, first: JobRecord) -> 
         if len(specs) == array.size and all(job.submitted_spec == specs[job.number - array.array - 1] for job in kept):
             return answers.ArrayAnswer(array.array)
     text = f"request id {command.request_id} was used for {first.name} with another description; use a new one"
-    return Refused("REQUEST_REUSED", text, {"job": first.name})
+    raise RefusedError("REQUEST_REUSED", text, {"job": first.name})
 
 
 def _specs(command: commands.SubmitArray, number: int) -> tuple[JobSpec, ...]:
@@ -238,7 +225,7 @@ def _specs(command: commands.SubmitArray, number: int) -> tuple[JobSpec, ...]:
     )
 
 
-def _check(state: State, command: commands.SubmitArray) -> Refused | None:
+def _check(state: State, command: commands.SubmitArray) -> None:
     violations = [*_wrong_members(command.members), *_wrong_rule(command.rule)]
     if not 0 <= command.at_once <= MEMBERS_LIMIT:
         violations.append(("at_once", f"from 0, for all, to {MEMBERS_LIMIT}"))
@@ -249,13 +236,12 @@ def _check(state: State, command: commands.SubmitArray) -> Refused | None:
     if not violations:
         violations = _wrong_commands(command.spec, command.members)
     if violations:
-        return Refused("SPEC_INVALID", "the array cannot be accepted", violations=tuple(violations))
-    refused = check_room(state, command.spec, command.user, len(command.members))
-    if refused is None and command.limited:
-        jobs = len(command.members)
+        raise RefusedError("SPEC_INVALID", "the array cannot be accepted", violations=tuple(violations))
+    jobs = len(command.members)
+    check_room(state, command.spec, command.user, jobs)
+    if command.limited:
         size = jobs * spec_bytes(command.spec) + sum([bytes_of_all(given) for _, given in command.members])
-        refused = check_share(state, command.user, jobs, size)
-    return refused
+        check_share(state, command.user, jobs, size)
 
 
 def _wrong_members(members: Sequence[tuple[int, Mapping[str, str]]]) -> list[tuple[str, str]]:

@@ -393,23 +393,9 @@ class Tick(Struct, frozen=True, gc=False):
     told: int | None = None
 
 
-PlacementCommand: TypeAlias = RequestGang | ReleaseGang | ProposePlan | ClaimTurns
-JobCommand: TypeAlias = (
-    SubmitJob
-    | CancelJob
-    | UpdateJob
-    | SuspendJob
-    | ResumeJob
-    | MoveJob
-    | RetuneJob
-    | ResizeJob
-    | SubmitArray
-    | CancelArray
-    | UpdateArray
-    | RecordMetric
-)
-NodeCommand: TypeAlias = (
-    Observe | Answer | OpenSession | DrainNode | CordonNode | UncordonNode | DeclareLost | RemoveNode
-)
+JobCommand: TypeAlias = SubmitJob | CancelJob | UpdateJob | SuspendJob | ResumeJob | MoveJob | RetuneJob | ResizeJob
+ArrayCommand: TypeAlias = SubmitArray | CancelArray | UpdateArray | RecordMetric
+NodeCommand: TypeAlias = DrainNode | CordonNode | UncordonNode | DeclareLost | RemoveNode
 RestoreCommand: TypeAlias = OpenStore | NoteEnds | GoOn | EndQuarantined | AdoptQuarantined
-Command: TypeAlias = PlacementCommand | JobCommand | NodeCommand | RestoreCommand | Tick
+SessionCommand: TypeAlias = RequestGang | ReleaseGang | ProposePlan | ClaimTurns | Observe | Answer | OpenSession | Tick
+Command: TypeAlias = JobCommand | ArrayCommand | NodeCommand | RestoreCommand | SessionCommand

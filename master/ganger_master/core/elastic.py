@@ -19,7 +19,7 @@ from ganger.job_state import JobState
 from msgspec.structs import replace
 
 from ganger_master.core import gang_orders
-from ganger_master.core.answers import Refused
+from ganger_master.core.answers import RefusedError
 from ganger_master.core.approval import judge_change, rules
 from ganger_master.core.colocation import has_arenas
 from ganger_master.core.gang_model import Gang, GangPhase, GangRole, Piece, Restore
@@ -211,36 +211,36 @@ def _fits_twice(state: State, job: JobRecord, gang: Gang, claims: Sequence[Claim
     return True
 
 
-def check_resize(state: State, job: JobRecord, gpus: int) -> Gang | Refused:
-    """Return the gang if it may be resized to that many devices, wherever they are, or why it may not."""
+def check_resize(state: State, job: JobRecord, gpus: int) -> Gang:
+    """Return the gang if it may be resized to that many devices, wherever they are. Raises RefusedError."""
     gang, spec, capabilities = state.gangs.get(job.epoch), job.spec, job.capabilities
     if not spec.is_elastic:
-        return _bounds_refused(job, gpus)
+        raise _bounds_refused(job, gpus)
     if job.next_epoch or job.ending is not None:
-        return busy(job, "it is being moved or ends")
+        raise busy(job, "it is being moved or ends")
     if gang is not None and gang.epoch in state.gangs.set_of:
-        return _refused(job, "it takes turns with others on its GPUs, and keeps its size until it has some to itself")
+        raise _refused(job, "it takes turns with others on its GPUs, and keeps its size until it has some to itself")
     rests = gang is not None and gang.phase is GangPhase.PARKED and gang.parked_by_plan
     if job.state is not JobState.HOLDING or gang is None or not (gang.phase is GangPhase.RUNNING or rests):
-        return not_running(job, gang)
+        raise not_running(job, gang)
     if not spec.accepts(gpus):
-        return _bounds_refused(job, gpus)
+        raise _bounds_refused(job, gpus)
     if not capabilities.resize:
         why = capabilities.missing.get("RESIZE", "it has not reported that it can")
         text = f"{job.name} cannot be resized: {why}"
-        return Refused("LEVEL_UNAVAILABLE", text, {"job": job.name, "level": "RESIZE"})
+        raise RefusedError("LEVEL_UNAVAILABLE", text, {"job": job.name, "level": "RESIZE"})
     if not tasks_divide(job, gpus):
-        return _refused(job, f"{gpus} GPUs do not divide its global batch ({capabilities.resize_divides} samples)")
+        raise _refused(job, f"{gpus} GPUs do not divide its global batch ({capabilities.resize_divides} samples)")
     if gpus == gang.devices:
-        return _refused(job, f"it has {gpus} GPUs")
+        raise _refused(job, f"it has {gpus} GPUs")
     if any(claim.shared_mask for claim in gang.claims):
-        return _refused(job, "it shares its GPUs with another job")
+        raise _refused(job, "it shares its GPUs with another job")
     if gang.phase is GangPhase.PARKED and gang.rested_level is not SuspendLevel.OFFLOAD:
-        return _refused(job, f"it is parked at {gang.rested_level.name}")
+        raise _refused(job, f"it is parked at {gang.rested_level.name}")
     if not has_arenas(gang):
         why = capabilities.missing.get("OFFLOAD", "no host memory is reserved for its state")
         text = f"{job.name} cannot be resized: {why}"
-        return Refused("LEVEL_UNAVAILABLE", text, {"job": job.name, "level": "OFFLOAD"})
+        raise RefusedError("LEVEL_UNAVAILABLE", text, {"job": job.name, "level": "OFFLOAD"})
     return gang
 
 
@@ -249,15 +249,14 @@ def rests_without_devices(state: State, job: JobRecord) -> bool:
     return not job.epoch and not job.next_epoch and not state.gangs.of_job(job.number) and job.ending is None
 
 
-def check_size(job: JobRecord, gpus: int) -> Refused | None:
-    """Return why a job that holds no devices may not start with that many; None if it may."""
+def check_size(job: JobRecord, gpus: int) -> None:
+    """Raise RefusedError unless a job that holds no devices may start with that many."""
     if not job.spec.is_elastic or not job.spec.accepts(gpus):
-        return _bounds_refused(job, gpus)
+        raise _bounds_refused(job, gpus)
     if job.is_bound:
-        return _refused(job, "its checkpoint cannot be brought back with another number of GPUs")
+        raise _refused(job, "its checkpoint cannot be brought back with another number of GPUs")
     if job.checkpoint is not None and not tasks_divide(job, gpus):
-        return _refused(job, f"{gpus} GPUs do not divide its global batch ({job.capabilities.resize_divides} samples)")
-    return None
+        raise _refused(job, f"{gpus} GPUs do not divide its global batch ({job.capabilities.resize_divides} samples)")
 
 
 def choose_size(state: State, number: int, gpus: int, now: float, cause: str) -> None:
@@ -267,7 +266,7 @@ def choose_size(state: State, number: int, gpus: int, now: float, cause: str) ->
     state.history(now, job, "size_chosen", cause, devices=job.gpus, becomes=gpus)
 
 
-def _bounds_refused(job: JobRecord, gpus: int) -> Refused:
+def _bounds_refused(job: JobRecord, gpus: int) -> RefusedError:
     spec = job.spec
     if not spec.is_elastic:
         return _refused(job, "it was submitted with one number of GPUs (an elastic job has a range, `--gpus 2:8`)")
@@ -302,14 +301,16 @@ def _no_memory_for_both(state: State, job: JobRecord, gang: Gang, claims: Sequen
     return ()
 
 
-def place_resized(state: State, job: JobRecord, gang: Gang, gpus: int) -> tuple[Claim, ...] | Refused:
-    """Return claims for that many devices, as close to the present ones as possible, or why there are none."""
+def place_resized(state: State, job: JobRecord, gang: Gang, gpus: int) -> tuple[Claim, ...]:
+    """Return claims for that many devices, as close to the present ones as possible. Raises RefusedError."""
     shape = job.spec.shape(job.arena_bytes_per_device, job.used_device_bytes, gpus)
     claims = resized(state.view, shape, gang.claims)
     if claims is None:
-        return _refused(job, f"there is no room for {gpus} GPUs (`ganger nodes` shows what is free)")
+        raise _refused(job, f"there is no room for {gpus} GPUs (`ganger nodes` shows what is free)")
     refusals = judge_resize(state, job, gang, claims)
-    return _refused(job, refusals[0].message) if refusals else claims
+    if refusals:
+        raise _refused(job, refusals[0].message)
+    return claims
 
 
 def shares_nothing(job: JobRecord) -> Refusal:
@@ -317,5 +318,5 @@ def shares_nothing(job: JobRecord) -> Refusal:
     return Refusal(Reason.NOT_SUPPORTED, job=job.name, detail="a world of another size shares no devices with others")
 
 
-def _refused(job: JobRecord, why: str) -> Refused:
-    return Refused("RESIZE_REFUSED", f"{job.name} cannot be resized: {why}", {"job": job.name})
+def _refused(job: JobRecord, why: str) -> RefusedError:
+    return RefusedError("RESIZE_REFUSED", f"{job.name} cannot be resized: {why}", {"job": job.name})

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeAlias
 
 from ganger.cluster.refusals import Refusal
 from ganger.cluster.resources import STORED_NAMES, Claim, LocalityLevel
 from msgspec import Struct
 
+from ganger_master.core.answers import Answer
 from ganger_master.core.commands import NO_MARKS, ClaimTurns, Line, Marks, Observe, OpenSession, Promise, RecordedEnd
 from ganger_master.core.job_model import JobSpec, SuspendLevel, Update
 from ganger_master.core.plan_changes import NO_PURPOSE, CoresCurve, Purpose, TrialFinding
@@ -18,6 +20,10 @@ class Event(Struct, frozen=True, gc=False):
 
     time: float
     cause: str
+
+
+# The events of a command, and its answer once they are durable.
+Decision: TypeAlias = tuple[tuple[Event, ...], Answer]
 
 
 class JobSubmitted(Event, frozen=True, gc=False):

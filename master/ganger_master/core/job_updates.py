@@ -14,11 +14,10 @@ from ganger.units import format_cores, format_duration, format_memory
 from msgspec.structs import replace
 
 from ganger_master.core import answers, commands, events, retry
-from ganger_master.core.answers import Refused
-from ganger_master.core.arrays import no_array
-from ganger_master.core.events import Event
-from ganger_master.core.job_model import JobRecord, JobSpec, Submitted, Update, Updated, members_of
-from ganger_master.core.preconditions import find_job, unfinished
+from ganger_master.core.answers import Refused, RefusedError
+from ganger_master.core.events import Decision
+from ganger_master.core.job_model import JobRecord, JobSpec, Submitted, Update, Updated
+from ganger_master.core.preconditions import array_members, find_job, has_ended, unfinished
 from ganger_master.core.state import State
 from ganger_master.core.submission import check_possible, wrong_wishes
 
@@ -32,50 +31,41 @@ _PATHS: Final = {
 }
 
 
-def update(state: State, command: commands.UpdateJob, now: float) -> tuple[tuple[Event, ...], answers.Answer]:
+def update(state: State, command: commands.UpdateJob, now: float) -> Decision:
     """Update a job, all of it or nothing. The same request again changes nothing, whatever became of the job since."""
     job = find_job(state, command.number)
-    if isinstance(job, Refused):
-        return (), job
     spec = _updated_spec(state, job, command.update, command.request_id)
-    if isinstance(spec, Refused):
-        return (), spec
     if spec == job.spec:
         return (), answers.JobAnswer(job.number)
-    refused = None if command.may_end else _refused_end(state, [(job.number, spec)], now, job.name)
-    if refused is not None:
-        return (), refused
+    if not command.may_end:
+        _check_ends_none(state, [(job.number, spec)], now, job.name)
     event = events.JobUpdated(now, f"user:{command.user}", job.number, spec, command.update, command.request_id)
     return (event,), answers.JobAnswer(job.number)
 
 
-def update_array(state: State, command: commands.UpdateArray, now: float) -> tuple[tuple[Event, ...], answers.Answer]:
+def update_array(state: State, command: commands.UpdateArray, now: float) -> Decision:
     """Update every member that has not ended. Members that have started or are time-sliced may be refused alone; any
     other refusal is one of the update itself."""
-    members = members_of(state.jobs, command.number)
-    if not members:
-        return (), no_array(command.number)
-    wanted = [job for job in members if _may_change(state, job, command.request_id)]
+    name, members = f"arrays/{command.number}", array_members(state.jobs, command.number)
+    # One that has ended may have had this update before it did.
+    wanted = [job for job in members if not has_ended(job) or _earlier_update(job, command.request_id)]
     if not wanted:
-        name = f"arrays/{command.number}"
-        return (), Refused("JOB_FINISHED", f"every member of {name} has ended", {"array": name})
+        raise RefusedError("JOB_FINISHED", f"every member of {name} has ended", {"array": name})
     specs: list[tuple[int, JobSpec]] = []
     refused: list[tuple[int, Refused]] = []
     for job in wanted:
-        spec = _updated_spec(state, job, command.update, command.request_id)
-        if isinstance(spec, JobSpec):
-            specs.append((job.number, spec))
-        elif spec.reason == _NOT_NOW:
-            refused.append((job.number, spec))
-        else:
-            return (), spec
+        try:
+            specs.append((job.number, _updated_spec(state, job, command.update, command.request_id)))
+        except RefusedError as error:
+            if error.refused.reason != _NOT_NOW:
+                raise
+            refused.append((job.number, error.refused))
     answer = answers.UpdateAnswer(command.number, len(specs), tuple(refused))
     changed = tuple([(number, spec) for number, spec in specs if spec != state.jobs[number].spec])
     if not changed:
         return (), answer
-    refused_end = None if command.may_end else _refused_end(state, changed, now, f"arrays/{command.number}")
-    if refused_end is not None:
-        return (), refused_end
+    if not command.may_end:
+        _check_ends_none(state, changed, now, name)
     cause = f"user:{command.user}"
     return (events.ArrayUpdated(now, cause, command.number, changed, command.update, command.request_id),), answer
 
@@ -160,31 +150,25 @@ _ASPECTS: Final = (
 _NOT_NOW: Final = "UPDATE_REFUSED"
 
 
-def _may_change(state: State, job: JobRecord, request_id: str) -> bool:
-    """Return whether a job has not ended, or had this update before it did."""
-    return not isinstance(unfinished(state, job.number), Refused) or _earlier_update(job, request_id) is not None
-
-
 def _earlier_update(job: JobRecord, request_id: str) -> Updated | None:
     return next((one for one in job.updates if request_id and one.request_id == request_id), None)
 
 
-def _updated_spec(state: State, job: JobRecord, wanted: Update, request_id: str) -> JobSpec | Refused:
-    """Return the spec that an update gives a job, or why it is refused."""
+def _updated_spec(state: State, job: JobRecord, wanted: Update, request_id: str) -> JobSpec:
+    """Return the spec that an update gives a job. Raises RefusedError."""
     known = _earlier_update(job, request_id)
     if known is not None:
         if known.update == wanted:
             return job.spec
         text = f"request id {request_id} was used for {job.name} with another update; use a new one"
-        return Refused("REQUEST_REUSED", text, {"job": job.name})
-    alive = unfinished(state, job.number)
-    if isinstance(alive, Refused):
-        return alive
+        raise RefusedError("REQUEST_REUSED", text, {"job": job.name})
+    unfinished(state, job.number)
     spec = _changed(job.spec, wanted)
     violations = (*_wrong_update(job.spec, wanted), *[(_path(path), what) for path, what in wrong_wishes(spec)])
     if violations:
-        return Refused("SPEC_INVALID", f"{job.name} cannot be updated so", {"job": job.name}, violations)
-    return _refused_now(state, job, spec) or spec
+        raise RefusedError("SPEC_INVALID", f"{job.name} cannot be updated so", {"job": job.name}, violations)
+    _check_now(state, job, spec)
+    return spec
 
 
 def _changed(spec: JobSpec, wanted: Update) -> JobSpec:
@@ -214,22 +198,30 @@ def _path(path: str) -> str:
     return _PATHS.get(path) or path.replace("spec.", "update.", 1)
 
 
-def _refused_now(state: State, job: JobRecord, spec: JobSpec) -> Refused | None:
-    """Return the refusal that the state of the job, or the cluster, requires; None if there is none."""
+def _check_now(state: State, job: JobRecord, spec: JobSpec) -> None:
+    """Raise RefusedError if the state of the job, or the cluster, forbids the new spec."""
     otherwise = _otherwise(job.spec, spec)
     lasting = [aspect.name for aspect in otherwise if aspect.lasts]
+    text = ""
     if not lasting:
-        return _refused_time_sliced(state, job, {aspect.name for aspect in otherwise})
-    if job.start_time or job.checkpoint is not None or state.gangs.epochs_of.get(job.number):
+        is_sliced = job.epoch in state.gangs.set_of or job.next_epoch in state.gangs.set_of
+        if is_sliced and any(aspect.name in ("priority", "time limit") for aspect in otherwise):
+            text = (
+                f"{job.name} takes turns with others, which is for jobs of one priority and without a time limit: "
+                "suspend it, update it, and resume it"
+            )
+    elif job.start_time or job.checkpoint is not None or state.gangs.epochs_of.get(job.number):
         text = (
             f"{job.name} has started: its priority, time limit and name can be changed, "
             f"not its {' and its '.join(lasting)}: cancel it and submit it again"
         )
-        return Refused(_NOT_NOW, text, {"job": job.name})
-    return check_possible(state, spec)
+    else:
+        check_possible(state, spec)
+    if text:
+        raise RefusedError(_NOT_NOW, text, {"job": job.name})
 
 
-def _refused_end(state: State, specs: Sequence[tuple[int, JobSpec]], now: float, subject: str) -> Refused | None:
+def _check_ends_none(state: State, specs: Sequence[tuple[int, JobSpec]], now: float, subject: str) -> None:
     """Refuse an update by which jobs end at once: those that have run for longer than their new time limit.
 
     specs: (number, new spec) of the jobs that change. subject: what is updated, "jobs/7" or "arrays/5".
@@ -241,31 +233,13 @@ def _refused_end(state: State, specs: Sequence[tuple[int, JobSpec]], now: float,
         if limit is not None and limit != job.spec.time_limit_s and ran >= limit:
             over.append((number, ran, limit))
     if not over:
-        return None
+        return
     number, ran, limit = max(over, key=lambda one: one[1])
-    which = (
-        subject if subject == f"jobs/{number}" else f"{len(over)} of the jobs of {subject}, jobs/{number} first of all,"
-    )
-    have = "has" if len(over) == 1 else "have"
+    first, (have, them) = f"jobs/{number}", ("has", "it") if len(over) == 1 else ("have", "them")
+    which = subject if subject == first else f"{len(over)} of the jobs of {subject}, {first} first of all,"
     text = (
         f"{which} {have} run for {format_duration(ran)}, longer than the new time limit of {format_duration(limit)}: "
-        f"the update would end {'it' if len(over) == 1 else 'them'} at once; confirm that (--yes, may_end) or give more"
+        f"the update would end {them} at once; confirm that (--yes, may_end) or give more"
     )
-    return Refused(
-        "UPDATE_ENDS_JOB",
-        text,
-        {"job": f"jobs/{number}", "jobs": str(len(over)), "ran": f"{ran:g}", "limit": f"{limit:g}"},
-    )
-
-
-def _refused_time_sliced(state: State, job: JobRecord, names: set[str]) -> Refused | None:
-    if not (job.epoch in state.gangs.set_of or job.next_epoch in state.gangs.set_of) or not names & {
-        "priority",
-        "time limit",
-    }:
-        return None
-    text = (
-        f"{job.name} takes turns with others, which is for jobs of one priority and without a time limit: "
-        "suspend it, update it, and resume it"
-    )
-    return Refused(_NOT_NOW, text, {"job": job.name})
+    figures = {"job": first, "jobs": str(len(over)), "ran": f"{ran:g}", "limit": f"{limit:g}"}
+    raise RefusedError("UPDATE_ENDS_JOB", text, figures)

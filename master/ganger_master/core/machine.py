@@ -41,10 +41,10 @@ def step(state: State, command: Command, now: float) -> MachineStep:
 
 def advance(state: State, command: Command, now: float) -> tuple[Answer, tuple[Event, ...]]:
     """Carry out one command of a batch; return its answer and events. Its effects come with `finish`."""
-    decision = decide(state, command, now)
-    for event in decision.events:
+    events, answer = decide(state, command, now)
+    for event in events:
         apply(state, event)
-    return _complete(state, decision.answer), decision.events
+    return _complete(state, answer), events
 
 
 def finish(state: State, now: float) -> Effects:

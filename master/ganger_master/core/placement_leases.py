@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from heapq import merge
 from itertools import islice
-from typing import TypeAlias
 
 from ganger.cluster.refusals import Reason, Refusal, RefusalKind
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel
@@ -17,7 +16,7 @@ from ganger.job_state import JobState
 from msgspec.structs import replace
 
 from ganger_master.core import answers, commands, events
-from ganger_master.core.answers import Answer, JobAnswer, Refused
+from ganger_master.core.answers import JobAnswer, RefusedError
 from ganger_master.core.approval import (
     CandidateApproval,
     CandidateRejection,
@@ -31,7 +30,7 @@ from ganger_master.core.approval import (
 )
 from ganger_master.core.commands import ClaimTurns
 from ganger_master.core.elastic import rests_for_any_size, shape_for
-from ganger_master.core.events import Event, GangRefused
+from ganger_master.core.events import Decision, Event, GangRefused
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.preconditions import find_job, unfinished
 from ganger_master.core.queue import GrantedLease
@@ -385,20 +384,16 @@ def _next_lease_at(state: State, number: int) -> float:
     return time + _LASTING_S if _lasts(state, number) else time
 
 
-Result: TypeAlias = tuple[tuple[Event, ...], Answer]
-
 _CANDIDATES_LIMIT = 16
 _TRIES_LIMIT = 3
 
 
-def request_gang(state: State, command: commands.RequestGang, now: float) -> Result:
+def request_gang(state: State, command: commands.RequestGang, now: float) -> Decision:
     job = find_job(state, command.number)
-    if isinstance(job, Refused):
-        return (), job
     if len(command.candidates) > _CANDIDATES_LIMIT or () in command.candidates:
-        return (), Refused("REQUEST_INVALID", f"at most {_CANDIDATES_LIMIT} candidates, none of them empty")
+        raise RefusedError("REQUEST_INVALID", f"at most {_CANDIDATES_LIMIT} candidates, none of them empty")
     if any(claim.shared_mask for claims in command.candidates for claim in claims):
-        return (), Refused("NOT_SUPPORTED", "only plans put gangs on devices of others")
+        raise RefusedError("NOT_SUPPORTED", "only plans put gangs on devices of others")
     refusal = _check_request(state, job, command)
     if refusal is not None:
         return (), _rejected(state, job, (refusal,), False)
@@ -448,12 +443,10 @@ def why_waiting(state: State, job: JobRecord, blockers: Sequence[Refusal]) -> tu
     return (*own, *(blockers or ()), *(forbidden_nodes(state, job) if not own else ()))
 
 
-def release_gang(state: State, command: commands.ReleaseGang, now: float) -> Result:
+def release_gang(state: State, command: commands.ReleaseGang, now: float) -> Decision:
     job = unfinished(state, command.number)
-    if isinstance(job, Refused):
-        return (), job
     if job.epoch != command.epoch or job.next_epoch or job.ending is not None or job.state is not JobState.HOLDING:
-        return (), Refused(
+        raise RefusedError(
             "REVISION_CONFLICT", f"{job.name} does not hold epoch {command.epoch}", {"epoch": str(job.epoch)}
         )
     return (events.GangReleased(now, f"scheduler:{command.scheduler}", job.number),), JobAnswer(job.number)

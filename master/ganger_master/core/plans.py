@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeAlias, assert_never
+from typing import assert_never
 
 from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resources import Claim
 from ganger.job_state import JobState
 
 from ganger_master.core import answers, commands, events, gang_orders
-from ganger_master.core.answers import Answer, Refused
+from ganger_master.core.answers import RefusedError
 from ganger_master.core.approval import CandidateApproval, judge, judge_change, level_of, requested_memory
 from ganger_master.core.colocation import per_device
 from ganger_master.core.commands import CHANGES_LIMIT, CLAIMS_LIMIT, LINE_LIMIT, PROMISES_LIMIT
@@ -25,7 +25,7 @@ from ganger_master.core.elastic import (
     shares_nothing,
     taken_by,
 )
-from ganger_master.core.events import Event
+from ganger_master.core.events import Decision, Event
 from ganger_master.core.gang_model import GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.placement_leases import offer_start
@@ -46,17 +46,15 @@ from ganger_master.core.state import State
 from ganger_master.core.timeslice_admission import judge_rows
 from ganger_master.core.user_usage import limit_of
 
-Result: TypeAlias = tuple[tuple[Event, ...], Answer]
 
-
-def propose_plan(state: State, command: commands.ProposePlan, now: float) -> Result:
+def propose_plan(state: State, command: commands.ProposePlan, now: float) -> Decision:
     """Judge a plan: verdicts in the order of its changes, and events in the order in which they were judged."""
     if problem := _too_long(command):
-        return (), Refused("PLAN_INVALID", problem)
+        raise RefusedError("PLAN_INVALID", problem)
     line = command.line
     numbers = [change.number for change in command.changes]
     if len(set(numbers)) != len(numbers):
-        return (), Refused("PLAN_INVALID", "one change per job")
+        raise RefusedError("PLAN_INVALID", "one change per job")
     trial = _Trial(state)
     happening: list[Event] = []
     verdicts: dict[int, answers.ChangeAnswer] = {}
@@ -297,9 +295,17 @@ def _exchange(state: State, event: Event) -> tuple[tuple[Claim, ...], tuple[Clai
 
 
 def _judge_change(state: State, change: SingleChange, proposer: str, now: float) -> tuple[Event, ...] | Refusal:
-    job = unfinished(state, change.number)
-    if isinstance(job, Refused):
-        return Refusal(Reason.WRONG_STATE, detail=job.message, job=f"jobs/{change.number}")
+    try:
+        return _judged(state, unfinished(state, change.number), change, proposer, now)
+    except RefusedError as error:
+        unavailable = error.refused.reason == "LEVEL_UNAVAILABLE"
+        reason = Reason.LEVEL_UNAVAILABLE if unavailable else Reason.WRONG_STATE
+        return Refusal(reason, detail=error.refused.message, job=f"jobs/{change.number}")
+
+
+def _judged(
+    state: State, job: JobRecord, change: SingleChange, proposer: str, now: float
+) -> tuple[Event, ...] | Refusal:
     if change.revision != job.revision:
         return Refusal(Reason.STALE_REVISION, {"revision": job.revision, "given": change.revision}, job=job.name)
     if not job.spec.preemptible and isinstance(change, MoveChange | SuspendChange | ResizeChange):
@@ -346,10 +352,14 @@ def _judge_start(
 def _judge_move(
     state: State, job: JobRecord, change: MoveChange, proposer: str, now: float
 ) -> tuple[Event, ...] | Refusal:
-    claims = check_move(state, job, (), change.claims)
-    if isinstance(claims, Refused):
-        refusals = judge_change(state, job, change.claims, retune=True) if claims.reason == "MOVE_REFUSED" else ()
-        return refusals[0] if refusals else _refusal_of(job, claims)
+    try:
+        claims = check_move(state, job, (), change.claims)
+    except RefusedError as error:
+        if error.refused.reason == "MOVE_REFUSED" and (
+            refusals := judge_change(state, job, change.claims, retune=True)
+        ):
+            return refusals[0]
+        raise
     return (events.MoveBegun(now, proposer, job.number, claims, level_of(state, claims), change.purpose),)
 
 
@@ -357,8 +367,6 @@ def _judge_resize(
     state: State, job: JobRecord, change: ResizeChange, proposer: str, now: float
 ) -> tuple[Event, ...] | Refusal:
     gang = check_resize(state, job, devices_of(change.claims))
-    if isinstance(gang, Refused):
-        return _refusal_of(job, gang)
     refusals = judge_resize(state, job, gang, change.claims)
     if refusals:
         return refusals[0]
@@ -399,8 +407,6 @@ def _judge_suspend(
     if job.state is not JobState.HOLDING or gang is None or job.ending is not None:
         return Refusal(Reason.WRONG_STATE, job=job.name)
     level = check_suspend(state, job, change.level)
-    if isinstance(level, Refused):
-        return _refusal_of(job, level)
     if level is SuspendLevel.NONE or (gang.intent is GangIntent.PARK and gang.park_level == level):
         return ()
     return (events.JobSuspended(now, proposer, job.number, level, by_plan=True, purpose=change.purpose),)
@@ -421,9 +427,3 @@ def _judge_resume(
         if refusals:
             return refusals[0]
     return (events.JobResumed(now, proposer, job.number, change.purpose),)
-
-
-def _refusal_of(job: JobRecord, refused: Refused) -> Refusal:
-    unavailable = refused.reason == "LEVEL_UNAVAILABLE"
-    reason = Reason.LEVEL_UNAVAILABLE if unavailable else Reason.WRONG_STATE
-    return Refusal(reason, detail=refused.message, job=job.name)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from ganger.cluster.resources import Claim
 from ganger.job_state import JobState
 
-from ganger_master.core.answers import Refused
+from ganger_master.core.answers import RefusedError
 from ganger_master.core.approval import closed_to_image, find_place, judge_change
 from ganger_master.core.colocation import has_arenas
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
@@ -16,40 +16,54 @@ from ganger_master.core.moves import reason_against
 from ganger_master.core.state import State
 
 
-def find_job(state: State, number: int) -> JobRecord | Refused:
+def find_job(state: State, number: int) -> JobRecord:
+    """Raises RefusedError, as all functions here that return what a command needs."""
     job = state.jobs.get(number)
-    return no_job(number, state.counters.next_job, state.jobs) if job is None else job
+    if job is None:
+        raise no_job(number, state.counters.next_job, state.jobs)
+    return job
 
 
-def no_job(number: int, next_job: int, jobs: Mapping[int, JobRecord]) -> Refused:
+def no_job(number: int, next_job: int, jobs: Mapping[int, JobRecord]) -> RefusedError:
     """Return the refusal for a number without a job: never given, forgotten, or an array."""
     text = f"there is no jobs/{number}: `ganger queue --all` lists what there is"
     members = members_of(jobs, number)
     if members:
         shown = next(f"{number}_{job.spec.array.index}" for job in members if job.spec.array is not None)
         text = f"{number} is an array of jobs: name a member, for example {shown}; `ganger show {number}` lists them"
-        return Refused("JOB_NOT_FOUND", text, {"array": f"arrays/{number}"})
+        return RefusedError("JOB_NOT_FOUND", text, {"array": f"arrays/{number}"})
     if 0 < number < next_job:
         text = f"jobs/{number} has ended and is no longer kept: `ganger history {number}` says what became of it"
-    return Refused("JOB_NOT_FOUND", text, {"job": f"jobs/{number}"})
+    return RefusedError("JOB_NOT_FOUND", text, {"job": f"jobs/{number}"})
 
 
-def unfinished(state: State, number: int) -> JobRecord | Refused:
-    """Return the job if it has neither ended nor is about to; else the refusal."""
+def array_members(jobs: Mapping[int, JobRecord], number: int) -> list[JobRecord]:
+    """Return the remembered members of an array. Raises RefusedError if there are none."""
+    if members := members_of(jobs, number):
+        return members
+    text = f"there is no array {number}: `ganger queue --all` lists what there is"
+    raise RefusedError("ARRAY_NOT_FOUND", text, {"array": f"arrays/{number}"})
+
+
+def has_ended(job: JobRecord) -> bool:
+    """Return whether a job has ended or is about to."""
+    return job.state.is_finished or (job.ending is not None and job.ending.is_finished)
+
+
+def unfinished(state: State, number: int) -> JobRecord:
+    """Return the job if it has neither ended nor is about to."""
     job = find_job(state, number)
-    if isinstance(job, Refused):
-        return job
-    if job.state.is_finished or (job.ending is not None and job.ending.is_finished):
+    if has_ended(job):
         state_name = (job.ending or job.state).value
-        return Refused("JOB_FINISHED", f"{job.name} is {state_name}", {"job": job.name, "state": state_name})
+        raise RefusedError("JOB_FINISHED", f"{job.name} is {state_name}", {"job": job.name, "state": state_name})
     return job
 
 
-def check_suspend(state: State, job: JobRecord, level: SuspendLevel) -> SuspendLevel | Refused:
-    """Return the level to suspend at, NONE if there is nothing to do, or the refusal."""
+def check_suspend(state: State, job: JobRecord, level: SuspendLevel) -> SuspendLevel:
+    """Return the level to suspend at, NONE if there is nothing to do."""
     gang = state.gangs.get(job.epoch)
     if job.next_epoch:
-        return busy(job, "it is being moved")
+        raise busy(job, "it is being moved")
     if gang is None or job.ending is not None:
         return SuspendLevel.NONE if job.state is JobState.SUSPENDED else SuspendLevel.CHECKPOINT
     offered = job.capabilities
@@ -60,18 +74,18 @@ def check_suspend(state: State, job: JobRecord, level: SuspendLevel) -> SuspendL
         order = (SuspendLevel.OFFLOAD, SuspendLevel.CHECKPOINT, SuspendLevel.PAUSE)
         may_offload, may_pause = has_arenas(gang), gang.epoch not in state.gangs.set_of
         possible = order[0 if may_offload else 1 : 3 if may_pause else 2]
-        chosen = next((one for one in possible if offered.offers(one)), SuspendLevel.NONE)
-        if chosen is SuspendLevel.NONE:
-            return _unavailable(job, "any level")
+        chosen = next((one for one in possible if offered.offers(one)), None)
+        if chosen is None:
+            raise _unavailable(job, "any level")
         return chosen
     if not offered.offers(level):
-        return _unavailable(job, level.name)
+        raise _unavailable(job, level.name)
     if level is SuspendLevel.PAUSE and gang.epoch in state.gangs.set_of:
         what = "is time-sliced with others on its devices, and a paused job keeps them"
         text = f"{job.name} {what}: use OFFLOAD or CHECKPOINT"
-        return Refused("LEVEL_UNAVAILABLE", text, {"job": job.name, "level": level.name})
+        raise RefusedError("LEVEL_UNAVAILABLE", text, {"job": job.name, "level": level.name})
     if present > level:
-        return Refused(
+        raise RefusedError(
             "LEVEL_UNAVAILABLE",
             f"{job.name} is suspended at {present.name}, which keeps less than {level.name}; resume it first",
             {"job": job.name, "level": level.name},
@@ -80,28 +94,28 @@ def check_suspend(state: State, job: JobRecord, level: SuspendLevel) -> SuspendL
         return SuspendLevel.NONE
     if level is SuspendLevel.OFFLOAD and gang.intent is GangIntent.RUN and not has_arenas(gang):
         why = job.capabilities.missing.get("OFFLOAD", "no host memory is reserved for its arena")
-        return Refused("LEVEL_UNAVAILABLE", f"{job.name} cannot be offloaded: {why}", {"job": job.name})
+        raise RefusedError("LEVEL_UNAVAILABLE", f"{job.name} cannot be offloaded: {why}", {"job": job.name})
     return level
 
 
 def check_move(
     state: State, job: JobRecord, nodes: tuple[str, ...] = (), claims: tuple[Claim, ...] = ()
-) -> tuple[Claim, ...] | Refused:
-    """Return the claims to move a job to, or the refusal. With claims, also a job that a plan has parked may move."""
+) -> tuple[Claim, ...]:
+    """Return the claims to move a job to. With claims, also a job that a plan has parked may move."""
     gang = state.gangs.get(job.epoch)
     if job.next_epoch or job.ending is not None:
-        return busy(job, "it is being moved or ends")
+        raise busy(job, "it is being moved or ends")
     if gang is not None and gang.node_set and not has_arenas(gang):
-        return busy(job, "it takes turns with others on its devices, and no host memory is reserved to leave them")
+        raise busy(job, "it takes turns with others on its devices, and no host memory is reserved to leave them")
     may_rest = bool(claims) and gang is not None and gang.phase is GangPhase.PARKED and gang.parked_by_plan
     if job.state is not JobState.HOLDING or gang is None or not (gang.phase is GangPhase.RUNNING or may_rest):
-        return not_running(job, gang)
+        raise not_running(job, gang)
     if not job.capabilities.can_move:
         text = f"{job.name} cannot be moved: {reason_against(job)}"
-        return Refused("LEVEL_UNAVAILABLE", text, {"job": job.name})
+        raise RefusedError("LEVEL_UNAVAILABLE", text, {"job": job.name})
     unknown = [name for name in nodes if name not in state.nodes]
     if unknown:
-        return Refused("NODE_NOT_FOUND", f"there is no nodes/{unknown[0]}", {"node": f"nodes/{unknown[0]}"})
+        raise RefusedError("NODE_NOT_FOUND", f"there is no nodes/{unknown[0]}", {"node": f"nodes/{unknown[0]}"})
     if claims:
         refusals = judge_change(state, job, claims, retune=True)
         if not refusals:
@@ -122,7 +136,7 @@ def check_move(
     leaving = _leaving(state, job, candidates)
     if leaving:
         text = f"{text} yet; {leaving}: move it again once that is gone (`ganger nodes` shows what is free)"
-    return Refused("MOVE_REFUSED", f"{job.name} cannot be moved: {text}", {"job": job.name})
+    raise RefusedError("MOVE_REFUSED", f"{job.name} cannot be moved: {text}", {"job": job.name})
 
 
 def _leaving(state: State, job: JobRecord, nodes: Collection[str]) -> str:
@@ -137,21 +151,21 @@ def _leaving(state: State, job: JobRecord, nodes: Collection[str]) -> str:
     return "; ".join(f"{name} is still leaving {', '.join(places)}" for name, places in found.items())
 
 
-def busy(job: JobRecord, why: str) -> Refused:
-    return Refused("JOB_BUSY", f"{job.name} is busy: {why}; try again", {"job": job.name})
+def busy(job: JobRecord, why: str) -> RefusedError:
+    return RefusedError("JOB_BUSY", f"{job.name} is busy: {why}; try again", {"job": job.name})
 
 
-def not_running(job: JobRecord, gang: Gang | None) -> Refused:
+def not_running(job: JobRecord, gang: Gang | None) -> RefusedError:
     present = gang.phase.value if gang is not None else job.state.value
     if gang is not None and gang.phase is GangPhase.STARTING:
         text = f"{job.name} has not reached its first boundary yet: it is {present}; try again once it is RUNNING"
-        return Refused("NOT_RUNNING", text, {"job": job.name})
+        return RefusedError("NOT_RUNNING", text, {"job": job.name})
     remedy = "; resume it first" if job.state is JobState.SUSPENDED else ""
-    return Refused("NOT_RUNNING", f"{job.name} is not running: it is {present}{remedy}", {"job": job.name})
+    return RefusedError("NOT_RUNNING", f"{job.name} is not running: it is {present}{remedy}", {"job": job.name})
 
 
-def _unavailable(job: JobRecord, level: str) -> Refused:
+def _unavailable(job: JobRecord, level: str) -> RefusedError:
     missing = job.capabilities.missing
     why = missing.get(level) or "; ".join(f"{name}: {text}" for name, text in sorted(missing.items()))
     text = f"{job.name} does not offer {level}: {why or 'it has not reported what it can do yet'}"
-    return Refused("LEVEL_UNAVAILABLE", text, {"job": job.name, "level": level})
+    return RefusedError("LEVEL_UNAVAILABLE", text, {"job": job.name, "level": level})

@@ -14,11 +14,12 @@ from ganger.job_state import JobState
 from msgspec.structs import replace
 
 from ganger_master.core import commands, events, gang_orders
-from ganger_master.core.answers import Answer, Done, JobAnswer, Refused
+from ganger_master.core.answers import Done, JobAnswer, RefusedError
 from ganger_master.core.approval import level_of
 from ganger_master.core.colocation import holders_on, kept_of
 from ganger_master.core.commands import ObservedGang
 from ganger_master.core.desired_projection import threads_of
+from ganger_master.core.events import Decision
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, ObservedPhase, Piece, StoredOrder
 from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.node_model import Stray
@@ -100,26 +101,26 @@ def live_epochs(state: State, uid: str) -> dict[int, list[str]]:
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 
-def decide_end(
-    state: State, command: commands.EndQuarantined, now: float
-) -> tuple[tuple[events.QuarantineEnded, ...], Answer]:
-    if not quarantined_parts(state, command.uid, command.epoch):
-        return (), _not_found(command.uid, command.epoch)
+def decide_end(state: State, command: commands.EndQuarantined, now: float) -> Decision:
+    _known_parts(state, command)
     return (events.QuarantineEnded(now, f"user:{command.user}", command.uid, command.epoch),), Done()
 
 
-def decide_adopt(
-    state: State, command: commands.AdoptQuarantined, now: float
-) -> tuple[tuple[events.QuarantineAdopted, ...], Answer]:
-    parts = quarantined_parts(state, command.uid, command.epoch)
-    if not parts:
-        return (), _not_found(command.uid, command.epoch)
+def decide_adopt(state: State, command: commands.AdoptQuarantined, now: float) -> Decision:
+    parts = _known_parts(state, command)
     refusal, number = adoption_refusal(state, parts), next(iter(parts.values())).job
     if refusal:
         text = f"epoch {command.epoch} of {command.uid} cannot be adopted: {refusal}"
-        return (), Refused("ADOPTION_REFUSED", text, {"job": f"jobs/{number}"})
-    event = events.QuarantineAdopted(now, f"user:{command.user}", command.uid, command.epoch)
-    return (event,), JobAnswer(number)
+        raise RefusedError("ADOPTION_REFUSED", text, {"job": f"jobs/{number}"})
+    return (events.QuarantineAdopted(now, f"user:{command.user}", command.uid, command.epoch),), JobAnswer(number)
+
+
+def _known_parts(state: State, command: commands.EndQuarantined | commands.AdoptQuarantined) -> dict[str, Stray]:
+    uid, epoch = command.uid, command.epoch
+    if parts := quarantined_parts(state, uid, epoch):
+        return parts
+    text = f"no gang of epoch {epoch} of {uid} is quarantined: `ganger nodes quarantine list` shows those that are"
+    raise RefusedError("GANG_NOT_FOUND", text)
 
 
 def adoption_refusal(state: State, parts: Mapping[str, Stray]) -> str:
@@ -188,11 +189,6 @@ def _job_of(state: State, parts: Mapping[str, Stray], now: float) -> JobRecord |
     if known.epoch or known.next_epoch:
         return f"{known.name} has another gang, of epoch {known.epoch or known.next_epoch}"
     return known
-
-
-def _not_found(uid: str, epoch: int) -> Refused:
-    text = f"no gang of epoch {epoch} of {uid} is quarantined: `ganger nodes quarantine list` shows those that are"
-    return Refused("GANG_NOT_FOUND", text)
 
 
 # -- adoption ----------------------------------------------------------------------------------------------------------

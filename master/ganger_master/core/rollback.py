@@ -12,11 +12,12 @@ from typing import Final, TypeAlias
 from msgspec.structs import replace
 
 from ganger_master.core import commands, events, quarantine
-from ganger_master.core.answers import Answer, Done, Refused
+from ganger_master.core.answers import Done, RefusedError
 from ganger_master.core.commands import FinishedGang, Marks, Observe, ObservedGang
 from ganger_master.core.desired_state import undescribed
+from ganger_master.core.events import Decision
 from ganger_master.core.gang_model import ObservedPhase
-from ganger_master.core.node_model import PendingRestore
+from ganger_master.core.node_model import Counters, PendingRestore
 from ganger_master.core.state import RestoreReport, State
 
 # Gangs of one job, by epoch and node: those that live, and those that have ended.
@@ -43,7 +44,7 @@ _ALWAYS: Final = (
 # -- detection ---------------------------------------------------------------------------------------------------------
 
 
-def decide_open(state: State, command: commands.OpenStore, now: float) -> tuple[tuple[events.StoreOpened, ...], Answer]:
+def decide_open(state: State, command: commands.OpenStore, now: float) -> Decision:
     counters, marks = state.counters, command.marks
     name = counters.store or command.name
     is_used = bool(counters.store)
@@ -53,7 +54,7 @@ def decide_open(state: State, command: commands.OpenStore, now: float) -> tuple[
         why = counters.restoring.why
     elif command.is_restored:
         why = "the operator says so"
-    elif marks is not None and marks.store == counters.store and is_used and is_behind(state, marks):
+    elif marks is not None and marks.store == counters.store and is_used and _is_behind(counters, marks):
         why = f"the file beside it has event {marks.next_event - 1}, and it ends with {counters.next_event - 1}"
     elif marks is None and is_used and command.must_have_marks:
         why = "the file that belongs beside it is not there"
@@ -63,9 +64,8 @@ def decide_open(state: State, command: commands.OpenStore, now: float) -> tuple[
     return (event,), Done()
 
 
-def is_behind(state: State, marks: Marks) -> bool:
+def _is_behind(counters: Counters, marks: Marks) -> bool:
     """Return whether the marks have ids or versions that this database does not."""
-    counters = state.counters
     return any(getattr(marks, name) > getattr(counters, name) for name in _COUNTED)
 
 
@@ -108,11 +108,10 @@ def open_store(state: State, event: events.StoreOpened) -> None:
 # -- waiting for reports -----------------------------------------------------------------------------------------------
 
 
-def refused(state: State, command: commands.Command) -> Refused | None:
-    """Return the refusal of a command during a restore; None if it may be decided now."""
-    restoring = state.counters.restoring
-    if restoring is None or isinstance(command, _ALWAYS):
-        return None
+def check_may_decide(state: State, command: commands.Command) -> None:
+    """Raise RefusedError for a command that is not decided during a restore."""
+    if state.counters.restoring is None or isinstance(command, _ALWAYS):
+        return
     missing = awaited(state)
     names = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
     waits = f"waits for what these nodes run: {names}" if missing else "settles what it has found"
@@ -120,7 +119,7 @@ def refused(state: State, command: commands.Command) -> Refused | None:
         f"the master's database was restored from a backup, and the master {waits}: try again, or start the nodes' "
         "daemons; an operator goes on without them with `ganger nodes quarantine go-on`"
     )
-    return Refused("RESTORING", text, {"nodes": names[:_TEXT_MOST]})
+    raise RefusedError("RESTORING", text, {"nodes": names[:_TEXT_MOST]})
 
 
 _TEXT_MOST: Final = 250
@@ -204,8 +203,8 @@ def is_complete(state: State, now: float) -> bool:
     return all(not undescribed(one.report.gangs) or now >= one.time + _DESCRIBED_S for one in state.reports.values())
 
 
-def decide_go_on(state: State, command: commands.GoOn, now: float) -> tuple[tuple[events.RestoreSettled, ...], Answer]:
+def decide_go_on(state: State, command: commands.GoOn, now: float) -> Decision:
     if state.counters.restoring is None:
         text = "the master does not wait: its database was not restored, or what nodes run is settled already"
-        return (), Refused("NOT_RESTORING", text)
+        raise RefusedError("NOT_RESTORING", text)
     return (events.RestoreSettled(now, f"user:{command.user}"),), Done()

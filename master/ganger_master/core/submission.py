@@ -8,8 +8,8 @@ from signal import Signals
 from ganger.cluster.placement import impossible
 from ganger.protocol.gang_orders import Mechanism
 
-from ganger_master.core.answers import Refused
-from ganger_master.core.job_model import JobSpec, bytes_of
+from ganger_master.core.answers import RefusedError
+from ganger_master.core.job_model import JobRecord, JobSpec, bytes_of
 from ganger_master.core.state import State
 from ganger_master.core.user_usage import limit_of
 
@@ -38,38 +38,49 @@ _CENTURY = "at most a century"
 SEVERAL = 20
 
 
-def check_submission(state: State, spec: JobSpec, user: str) -> Refused | None:
-    """Return why the user's job is not accepted; None if it is."""
+def repeated_request(state: State, user: str, request_id: str, now: float) -> JobRecord | None:
+    """Return the job, or the first of the array, that was accepted under this id; None for a new id, or none. Raises
+    RefusedError if that job is no longer kept."""
+    kept_s, known = state.settings.request_kept_s, state.jobs.requests.get((user, request_id)) if request_id else None
+    if known is not None and now - state.jobs[known].create_time <= kept_s:
+        return state.jobs[known]
+    former = state.jobs.former.get((user, request_id))
+    if former is not None and now - former.time <= kept_s:
+        name = f"jobs/{former.number}"
+        text = f"request id {request_id} was accepted as {name}, which has ended and is no longer kept"
+        raise RefusedError("REQUEST_REUSED", text, {"job": name})
+    return None
+
+
+def check_submission(state: State, spec: JobSpec, user: str) -> None:
+    """Raise RefusedError unless the user's job is accepted."""
     violations = violations_of(spec)
     if violations:
         text = "; ".join(f"{path}: {what}" for path, what in violations[:SEVERAL])
-        return Refused("SPEC_INVALID", text, violations=violations)
-    return check_room(state, spec, user)
+        raise RefusedError("SPEC_INVALID", text, violations=violations)
+    check_room(state, spec, user)
 
 
-def check_room(state: State, spec: JobSpec, user: str, jobs: int = 1) -> Refused | None:
-    """Return why so many jobs of this kind may not wait, or could never run; None if they may."""
+def check_room(state: State, spec: JobSpec, user: str, jobs: int = 1) -> None:
+    """Raise RefusedError unless so many jobs of this kind may wait, and could run."""
     if len(state.queue.waiting) + jobs > state.settings.jobs_waiting_limit:
-        return Refused("QUEUE_FULL", f"{len(state.queue.waiting)} jobs wait already; cancel some or try later")
-    return check_possible(state, spec) or _check_quota(state, spec, user)
-
-
-def _check_quota(state: State, spec: JobSpec, user: str) -> Refused | None:
-    """Return a refusal if the user's quota can never let the job start."""
+        raise RefusedError("QUEUE_FULL", f"{len(state.queue.waiting)} jobs wait already; cancel some or try later")
+    check_possible(state, spec)
+    # A job beyond its user's quota would never start.
     limit = limit_of(state.settings.quota_devices, user)
     if limit is None or spec.gpus <= limit:
-        return None
+        return
     text = (
         f"the job needs {spec.gpus} GPUs and the quota of user {user!r} is {limit}: ask for {limit} or fewer,"
         " or have an operator raise the quota"
         if limit
         else f"the job needs {spec.gpus} GPUs and user {user!r} may hold none: have an operator raise the quota"
     )
-    return Refused("QUOTA_EXCEEDED", text, {"user": user, "needed": str(spec.gpus), "limit": str(limit)})
+    raise RefusedError("QUOTA_EXCEEDED", text, {"user": user, "needed": str(spec.gpus), "limit": str(limit)})
 
 
-def check_share(state: State, user: str, jobs: int, size_bytes: int) -> Refused | None:
-    """Return why the user may not submit so many more jobs, whose specs take so many bytes; None if it may."""
+def check_share(state: State, user: str, jobs: int, size_bytes: int) -> None:
+    """Raise RefusedError unless the user may submit so many more jobs, whose specs take so many bytes."""
     settings, held = state.settings, state.jobs.holdings
     pending, most = held.pending[user], settings.pending_jobs_per_user
     if pending + jobs > most:
@@ -77,7 +88,7 @@ def check_share(state: State, user: str, jobs: int, size_bytes: int) -> Refused 
             f"user {user} has {pending} pending jobs, this submission has {jobs}, and a user may have {most}"
             " (pending_jobs_per_user): wait until some have started, or cancel some"
         )
-        return Refused("USER_LIMIT", text, {"pending": str(pending), "limit": str(most)})
+        raise RefusedError("USER_LIMIT", text, {"pending": str(pending), "limit": str(most)})
     size, most = held.live_bytes[user], settings.spec_bytes_per_user
     if size + size_bytes > most:
         text = (
@@ -85,17 +96,15 @@ def check_share(state: State, user: str, jobs: int, size_bytes: int) -> Refused 
             f" {size_bytes}, and a user may have {most} (spec_bytes_per_user): put large values into files, or wait"
             " until some jobs have ended"
         )
-        return Refused("USER_LIMIT", text, {"bytes": str(size), "limit": str(most)})
-    return None
+        raise RefusedError("USER_LIMIT", text, {"bytes": str(size), "limit": str(most)})
 
 
-def check_possible(state: State, spec: JobSpec) -> Refused | None:
-    """Return the refusal of a spec whose gang could never run; None if it could."""
+def check_possible(state: State, spec: JobSpec) -> None:
+    """Raise RefusedError for a spec whose gang could never run."""
     refusal = impossible(state.view, spec.shape())
     if refusal is not None:
         figures = {name: str(value) for name, value in sorted(refusal.figures.items())}
-        return Refused("GANG_IMPOSSIBLE", refusal.message, figures)
-    return None
+        raise RefusedError("GANG_IMPOSSIBLE", refusal.message, figures)
 
 
 def violations_of(spec: JobSpec) -> tuple[tuple[str, str], ...]:

@@ -15,7 +15,7 @@ from ganger.cluster.resources import Claim, LocalityLevel
 from msgspec.structs import replace
 
 from ganger_master.core import colocation, gang_orders, timeslice_groups
-from ganger_master.core.answers import Refused
+from ganger_master.core.answers import RefusedError
 from ganger_master.core.colocation import has_arenas
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, TimesliceGroup
 from ganger_master.core.gang_orders import has_two_worlds
@@ -84,9 +84,10 @@ def proposed_member(state: State, change: SliceChange, before: TimesliceGroup | 
 
 def _sliceable_job(state: State, change: SliceChange) -> JobRecord:
     """Return the job of a change, if its spec and its earlier attempts allow time slices. Raises MatrixRefusedError."""
-    job = unfinished(state, change.number)
-    if isinstance(job, Refused):
-        refuse(change.number, Reason.WRONG_STATE, detail=job.message)
+    try:
+        job = unfinished(state, change.number)
+    except RefusedError as error:
+        refuse(change.number, Reason.WRONG_STATE, detail=error.refused.message)
     if change.revision != job.revision:
         refuse(job.number, Reason.STALE_REVISION, {"revision": job.revision, "given": change.revision})
     if not job.spec.preemptible:

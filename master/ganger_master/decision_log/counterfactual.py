@@ -101,7 +101,7 @@ class Counterfactual:
         # The decision claims and releases resources, which changes the view.
         twin.view = state.view.copy()
         twin.settings, twin.policy = replace(state.settings, policy=self.policy.name), self.policy
-        return decide(twin, command, now).answer
+        return decide(twin, command, now)[1]
 
     def _compare(self, line: int, time: float, command: Command, recorded: Answer, other: Answer) -> None:
         for number in _jobs_of(command):

@@ -24,14 +24,14 @@ from ganger.wire.methods import CallerIdentity
 from google.protobuf.message import Message
 
 from ganger_master.core import colocation, commands, heartbeats
-from ganger_master.core.answers import Approved, ChangeAnswer, Refused, Rejected
+from ganger_master.core.answers import Approved, ChangeAnswer, Refused, RefusedError, Rejected
 from ganger_master.core.array_model import MEMBERS_LIMIT, PARAMETERS_LIMIT, StopRule, best
-from ganger_master.core.arrays import no_array, report_of
+from ganger_master.core.arrays import report_of
 from ganger_master.core.explain import as_it_is, told_blockers
 from ganger_master.core.gang_model import Gang
-from ganger_master.core.job_model import JobRecord, members_of
+from ganger_master.core.job_model import JobRecord
 from ganger_master.core.node_model import Node, NodeState
-from ganger_master.core.preconditions import no_job
+from ganger_master.core.preconditions import array_members, no_job
 from ganger_master.core.retry import visible_to
 from ganger_master.core.timeslice_groups import has_turn
 from ganger_master.rpc import job_messages
@@ -269,7 +269,8 @@ class VisibleState:
         return job
 
     def not_found(self, number: int) -> errors.ApiError:
-        return error_of(no_job(number, self._writer.committed.counters.next_job, self._writer.committed.jobs))
+        committed = self._writer.committed
+        return error_of(no_job(number, committed.counters.next_job, committed.jobs).refused)
 
     def node_named(self, node: str) -> Node:
         found = self._writer.committed.nodes.get(node)
@@ -308,10 +309,10 @@ class VisibleState:
 
     def members(self, array: int) -> list[JobRecord]:
         """Return the remembered members of an array. Raises ArrayNotFound."""
-        members = members_of(self._writer.committed.jobs, array)
-        if not members:
-            raise error_of(no_array(array))
-        return members
+        try:
+            return array_members(self._writer.committed.jobs, array)
+        except RefusedError as error:
+            raise error_of(error.refused) from None
 
     def array(self, number: int) -> array_pb2.Array:
         """Return the message of an array. Raises ArrayNotFound."""
