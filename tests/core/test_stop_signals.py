@@ -9,6 +9,7 @@ from ganger.protocol.gang_orders import Mechanism
 from ganger_master.core import attempts
 from ganger_master.core.answers import JobAnswer, Refused
 from ganger_master.core.commands import DrainNode, MoveJob, ObservedGang, ResumeJob, SuspendJob
+from ganger_master.core.events import JobSuspended
 from ganger_master.core.gang_model import Gang, GangIntent, ObservedPhase, Outcome, OutcomeKind, Restore
 from ganger_master.core.job_model import Capabilities, Checkpoint, RefusedMechanism, SuspendLevel
 from ganger_master.core.moves import can_hand_over, due_at
@@ -63,7 +64,7 @@ def test_a_suspended_job_rests_on_storage_once_its_script_has_left() -> None:
 
 def test_a_preempted_script_waits_again_and_that_costs_no_failure() -> None:
     cluster, number, epoch = running()
-    attempts.suspend(cluster.state, number, SuspendLevel.CHECKPOINT, cluster.now, "planner", by_plan=True)
+    attempts.suspend(cluster.state, JobSuspended(cluster.now, "planner", number, SuspendLevel.CHECKPOINT, by_plan=True))
     cluster.leaves(number, epoch, replace(SAVED, message="rank 0 did not exit within the grace"))
     job = cluster.job(number)
     assert (job.state, job.failures, job.preemptions) == (JobState.PENDING, 0, 1)

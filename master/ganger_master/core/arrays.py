@@ -154,31 +154,31 @@ def learn(state: State, job: JobRecord, progress: JobProgress, now: float) -> No
     rule = rule_of(job)
     report = None if rule is None else report_of(rule, progress.step, progress.loss, progress.metrics)
     if rule is not None and report is not None and has_climbed(rule, job, report[1]):
-        climb(state, job.number, report[0], report[1], now, is_over=True)
+        climb(state, events.RungReached(now, f"epoch:{progress.epoch}", job.number, *report), is_over=True)
 
 
-def climb(state: State, number: int, value: float | None, at: float, now: float, is_over: bool = False) -> None:
-    """Record the value at every rung reached, and stop the members that the rule selects."""
-    job = state.jobs[number]
+def climb(state: State, event: events.RungReached, is_over: bool = False) -> None:
+    """Record the value at every rung reached, and stop the members that the rule selects. is_over: it has ended."""
+    job = state.jobs[event.number]
     rule, array = rule_of(job), job.spec.array
     assert rule is not None
     assert array is not None
     rungs = list(job.rungs)
-    while len(rungs) < RUNGS_LIMIT and at >= rule.rung(len(rungs)):
-        rungs.append(value)
+    while len(rungs) < RUNGS_LIMIT and event.at >= rule.rung(len(rungs)):
+        rungs.append(event.value)
     state.put_job(replace(job, rungs=tuple(rungs)))
     members = {_index(one): one for one in members_of(state.jobs, array.array)}
     contenders = [
         Contender(
             index,
             one.rungs,
-            not has_ended(one) and not (is_over and one.number == number),
+            not has_ended(one) and not (is_over and one is members[array.index]),
             one.state in (JobState.FAILED, JobState.CANCELLED),
         )
         for index, one in members.items()
     ]
     for stop in judge(rule, contenders, array.index):
-        _stop(state, members[stop.index].number, rule, stop, now)
+        _stop(state, members[stop.index].number, rule, stop, event.time)
 
 
 def _stop(state: State, number: int, rule: StopRule, stop: EarlyStop, now: float) -> None:

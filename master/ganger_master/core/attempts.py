@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ganger.cluster.resources import Claim, LocalityLevel
+from ganger.cluster.resources import Claim
 from ganger.job_state import JobState
 from msgspec.structs import replace
 
 from ganger_master.core import colocation, ending, gang_orders, moves, retry
 from ganger_master.core.elastic import begin_with, devices_of, share_pieces
+from ganger_master.core.events import GangApproved, JobResumed, JobSuspended
 from ganger_master.core.gang_model import Gang, GangPhase, GangRole, Restore
 from ganger_master.core.job_model import Failure, JobRecord, SuspendLevel
 from ganger_master.core.lifecycle import Act, act_of, is_refused
-from ganger_master.core.plan_changes import NO_PURPOSE, Purpose
 from ganger_master.core.state import State
 
 # More consequences than gangs and orders one job can have mean a rule that feeds itself.
@@ -37,9 +37,13 @@ def review(state: State, number: int, now: float, cause: str) -> None:
     raise AssertionError(f"jobs/{number} does not come to rest")
 
 
-def start(state: State, number: int, claims: Sequence[Claim], level: LocalityLevel, now: float, cause: str) -> int:
+def start(state: State, event: GangApproved) -> int:
     """Start a PENDING job: in place from its parked gang, by a move from that, or afresh. Return its epoch."""
+    number, claims, level, now, cause = event.number, event.claims, event.level, event.time, event.cause
     job = state.jobs[number]
+    state.leases.drop(number)
+    state.leases.forgive(number)
+    state.counters.approved += 1
     # While the job still waits, and only where its history is read.
     waited, why = _waited(state, job, claims, now) if state.unstored.is_kept else ({}, "")
     parked = state.gangs.get(job.epoch)
@@ -74,11 +78,9 @@ def start(state: State, number: int, claims: Sequence[Claim], level: LocalityLev
     return epoch
 
 
-def suspend(
-    state: State, number: int, level: SuspendLevel, now: float, cause: str, by_plan: bool, purpose: Purpose = NO_PURPOSE
-) -> None:
+def suspend(state: State, event: JobSuspended) -> None:
     """Suspend a job at a boundary, at this level; a PENDING job stays where it is."""
-    job = state.jobs[number]
+    level, by_plan, now, job = event.level, event.by_plan, event.time, state.jobs[event.number]
     gang = state.gangs.get(job.epoch)
     if job.ending is JobState.PENDING:
         # Its attempt is ending anyhow: it will rest instead of waiting again.
@@ -94,15 +96,15 @@ def suspend(
     else:
         # A waiting job waits again once it is parked deeper, or cannot be: no plan parked it.
         waits = job.state is JobState.PENDING
-        state.put_gang(replace(gang_orders.park(gang, level, now, by_plan and not waits), purpose=purpose))
+        state.put_gang(replace(gang_orders.park(gang, level, now, by_plan and not waits), purpose=event.purpose))
         state.put_job(replace(job, state=JobState.HOLDING) if waits else job)
     if state.unstored.is_kept:
-        state.history(now, job, "suspend_ordered", cause, level=level.name, **purpose.figures)
+        state.history(now, job, "suspend_ordered", event.cause, level=level.name, **event.purpose.figures)
 
 
-def resume(state: State, number: int, now: float, cause: str, purpose: Purpose = NO_PURPOSE) -> None:
+def resume(state: State, event: JobResumed) -> None:
     """Resume a job: at once if it still holds its devices, else it waits for a gang."""
-    job = state.jobs[number]
+    job, now, cause = state.jobs[event.number], event.time, event.cause
     gang = state.gangs.get(job.epoch)
     if job.ending is JobState.SUSPENDED:
         # On its way to storage: it waits again once it is there.
@@ -125,7 +127,7 @@ def resume(state: State, number: int, now: float, cause: str, purpose: Purpose =
             level = gang.rested_level or SuspendLevel.PAUSE
             state.put_gang(gang_orders.rested(gang_orders.park(gang, level, now, by_plan=False), now))
         state.put_job(replace(job, state=JobState.PENDING, pending_since=now))
-    state.history(now, job, "resume_ordered", cause, **purpose.figures)
+    state.history(now, job, "resume_ordered", cause, **event.purpose.figures)
 
 
 # -- consequences ------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from ganger.job_state import JobState
 
 from ganger_master.core import approval, attempts, moves
 from ganger_master.core.colocation import has_arenas
+from ganger_master.core.events import JobSuspended, MoveBegun
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.plan_changes import Goal, Purpose
@@ -80,7 +81,7 @@ def _empty(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> 
         found = _place_for(state, job, gang, now)
         if found is not None:
             claims, level = found
-            moves.begin(state, job.number, claims, level, now, cause, Purpose(Goal.DRAIN))
+            moves.begin(state, MoveBegun(now, cause, job.number, claims, level, Purpose(Goal.DRAIN)))
             return
         if state.policy.migrates:
             # Others may make room for it elsewhere: the planner's to say.
@@ -116,7 +117,7 @@ def _to_storage(state: State, job: JobRecord, gang: Gang, now: float, cause: str
     if gang.refused_at and now - gang.refused_at < _REFUSED_S:
         return
     by_plan = job.state is not JobState.SUSPENDED
-    attempts.suspend(state, job.number, SuspendLevel.CHECKPOINT, now, cause, by_plan=by_plan)
+    attempts.suspend(state, JobSuspended(now, cause, job.number, SuspendLevel.CHECKPOINT, by_plan))
 
 
 def _draining_nodes(state: State) -> frozenset[str]:

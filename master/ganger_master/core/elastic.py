@@ -22,9 +22,9 @@ from ganger_master.core import gang_orders
 from ganger_master.core.answers import RefusedError
 from ganger_master.core.approval import judge_change, rules
 from ganger_master.core.colocation import has_arenas
+from ganger_master.core.events import ResizeBegun, SizeChosen
 from ganger_master.core.gang_model import Gang, GangPhase, GangRole, Piece, Restore
 from ganger_master.core.job_model import JobRecord, SuspendLevel
-from ganger_master.core.plan_changes import NO_PURPOSE, Purpose
 from ganger_master.core.preconditions import busy, not_running
 from ganger_master.core.state import State
 
@@ -63,28 +63,19 @@ def shape_for(job: JobRecord, claims: Sequence[Claim], rests_for_any_size: bool 
     return spec.shape(job.arena_bytes_per_device, job.used_device_bytes, gpus)
 
 
-def begin_resize(
-    state: State,
-    number: int,
-    claims: Sequence[Claim],
-    level: LocalityLevel,
-    now: float,
-    cause: str,
-    reason: str = "",
-    purpose: Purpose = NO_PURPOSE,
-) -> int:
-    """Prepare the new world, and park the old one if it cannot run on; return the new epoch."""
-    job = replace(state.jobs[number], revision=state.jobs[number].revision + 1, trouble="")
+def begin_resize(state: State, event: ResizeBegun) -> None:
+    """Prepare the new world, and park the old one if it cannot run on."""
+    job, claims, now, purpose = state.jobs[event.number], event.claims, event.time, event.purpose
+    job = replace(job, revision=job.revision + 1, trouble="")
     source = state.gangs[job.epoch]
-    epoch = begin_with(state, job, source, claims, level, now)
+    epoch = begin_with(state, job, source, claims, event.level, now)
     state.put_gang(replace(state.gangs[epoch], purpose=purpose))
     if source.phase is not GangPhase.PARKED:
         if _gives_back(source, claims) or state.gangs[epoch].restore.alone:
             source = gang_orders.park(source, SuspendLevel.OFFLOAD, now, by_plan=True)
         state.put_gang(replace(source, phase=GangPhase.RESIZING))
     figures = {"devices": source.devices, "becomes": devices_of(claims)}
-    state.history(now, job, "resize_begun", cause, reason, epoch=epoch, **figures, **purpose.figures)
-    return epoch
+    state.history(now, job, "resize_begun", event.cause, event.reason, epoch=epoch, **figures, **purpose.figures)
 
 
 def begin_with(
@@ -259,11 +250,11 @@ def check_size(job: JobRecord, gpus: int) -> None:
         raise _refused(job, f"{gpus} GPUs do not divide its global batch ({job.capabilities.resize_divides} samples)")
 
 
-def choose_size(state: State, number: int, gpus: int, now: float, cause: str) -> None:
-    """Record with how many devices the job is to start."""
-    job = state.jobs[number]
+def choose_size(state: State, event: SizeChosen) -> None:
+    """Record with how many devices a job is to start."""
+    job, gpus = state.jobs[event.number], event.gpus
     state.put_job(replace(job, revision=job.revision + 1, gpus_chosen=0 if gpus == job.spec.gpus else gpus))
-    state.history(now, job, "size_chosen", cause, devices=job.gpus, becomes=gpus)
+    state.history(event.time, job, "size_chosen", event.cause, devices=job.gpus, becomes=gpus)
 
 
 def _bounds_refused(job: JobRecord, gpus: int) -> RefusedError:

@@ -26,6 +26,7 @@ from msgspec.structs import replace
 
 from ganger_master.core import observation
 from ganger_master.core.commands import Tick
+from ganger_master.core.events import NodeAnswered, NodeLost
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 
@@ -79,7 +80,7 @@ def follow(state: State, now: float, cause: str) -> None:
         why = f"; {suspicion(cut_off[name])}" if name in cut_off else ""
         state.history(now, f"nodes/{name}", "node_silent", cause, f"it has not called for {silent_after:.0f} s{why}")
     for name in sorted(lost):
-        observation.lose(state, name, now, cause, "it has not called for longer than lost_after")
+        observation.lose(state, NodeLost(now, cause, name, "it has not called for longer than lost_after"))
 
 
 def fallen_at_once(state: State, now: float) -> Mapping[str, float]:
@@ -133,21 +134,19 @@ def note_call(state: State, name: str, now: float) -> None:
     state.note_answer(name, now)
 
 
-def end(state: State, name: str, now: float, cause: str) -> None:
-    """Record that a node's daemon has called and is answered."""
-    note_call(state, name, now)
-    node = state.nodes[name]
+def note_answer(state: State, event: NodeAnswered) -> None:
+    """Record that a node's daemon has called, and is answered or cannot be. In that case the node takes no gangs, and
+    the time since its last answer runs on, because its ranks stop after that time as well."""
+    name, node, text = f"nodes/{event.node}", state.nodes[event.node], event.problem
+    if text:
+        state.put_node(replace(node, unanswerable=text))
+        state.history(event.time, name, "node_silent", event.cause, text)
+        return
+    note_call(state, node.name, event.time)
     if node.silent or node.unanswerable:
-        message = "it calls again" if node.silent else "its calls are answered again"
+        text = "it calls again" if node.silent else "its calls are answered again"
         state.put_node(replace(node, silent=False, unanswerable=""))
-        state.history(now, f"nodes/{name}", "node_ready", cause, message)
-
-
-def note_unanswerable(state: State, name: str, problem: str, now: float, cause: str) -> None:
-    """Record that the node's daemon has called and its orders cannot be sent. The node takes no gangs, and the time
-    since its last answer runs on, because its ranks stop after that time as well."""
-    state.put_node(replace(state.nodes[name], unanswerable=problem))
-    state.history(now, f"nodes/{name}", "node_silent", cause, problem)
+        state.history(event.time, name, "node_ready", event.cause, text)
 
 
 # A smaller difference is drift, which the margin beyond lost_after covers.

@@ -73,23 +73,21 @@ def update_array(state: State, command: commands.UpdateArray, now: float) -> Dec
 # -- what happens ------------------------------------------------------------------------------------------------------
 
 
-def carry_out(
-    state: State, number: int, spec: JobSpec, wanted: Update, request_id: str, now: float, cause: str
-) -> None:
-    job = state.jobs[number]
-    old = job.spec
-    updates = (*job.updates, Updated(request_id, wanted))[-_KEPT:] if request_id else job.updates
+def carry_out(state: State, event: events.JobUpdated) -> None:
+    job = state.jobs[event.number]
+    old, spec, request_id = job.spec, event.spec, event.request_id
+    updates = (*job.updates, Updated(request_id, event.update))[-_KEPT:] if request_id else job.updates
     submitted = job.submitted or Submitted(**{name: getattr(old, name) for name in Submitted.__struct_fields__})
     state.put_job(replace(job, spec=spec, revision=job.revision + 1, submitted=submitted, updates=updates))
-    state.history(now, job, "job_updated", cause, _change_text(old, spec))
+    state.history(event.time, job, "job_updated", event.cause, _change_text(old, spec))
 
 
 def carry_out_array(state: State, event: events.ArrayUpdated) -> None:
-    number, spec = event.specs[0]
+    now, cause, (number, spec) = event.time, event.cause, event.specs[0]
     told = _change_text(state.jobs[number].spec, spec)
     for number, spec in event.specs:
-        carry_out(state, number, spec, event.update, event.request_id, event.time, event.cause)
-    state.history(event.time, f"arrays/{event.number}", "array_updated", event.cause, told, members=len(event.specs))
+        carry_out(state, events.JobUpdated(now, cause, number, spec, event.update, event.request_id))
+    state.history(now, f"arrays/{event.number}", "array_updated", cause, told, members=len(event.specs))
 
 
 # -- what is otherwise -------------------------------------------------------------------------------------------------

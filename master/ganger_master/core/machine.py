@@ -3,24 +3,51 @@
 A shell that commits several commands at once calls `advance` for each and `finish` once for all of them; `step` is both
 for one. The caller's obligations, in order: (1) make `state.take_changes()` and all history durable in one
 transaction; (2) only then send the answers and let the other effects out; (3) if that fails, refuse every caller of the
-batch and go on from `restoring.restored`.
+batch and go on from `state_image.restored`.
+
+`apply` is the only way in which state changes. Every event ends with `settle`: the next request is judged by the view,
+so that must follow each event.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
 from ganger.cluster.view import LoadMode
+from ganger.job_state import JobState
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ganger_master.core import answers, desired_state, moves, placement_leases, retry, rollback
+from ganger_master.core import (
+    answers,
+    arrays,
+    attempts,
+    colocation,
+    desired_state,
+    draining,
+    elastic,
+    ending,
+    events,
+    gang_orders,
+    heartbeats,
+    job_updates,
+    moves,
+    observation,
+    placement_leases,
+    quarantine,
+    restore_settlement,
+    retry,
+    rollback,
+    timeslice_groups,
+)
 from ganger_master.core.answers import Answer
-from ganger_master.core.apply import apply
 from ganger_master.core.commands import Command
 from ganger_master.core.decide import decide
 from ganger_master.core.effects import Effects
 from ganger_master.core.events import Event
+from ganger_master.core.job_model import JobRecord
+from ganger_master.core.node_model import Node
 from ganger_master.core.state import State
 
 _NONE: Final = Effects()
@@ -35,16 +62,16 @@ class MachineStep(Struct, frozen=True, gc=False):
 
 def step(state: State, command: Command, now: float) -> MachineStep:
     """Carry out one command as a batch of its own. Without events there are no effects."""
-    answer, events = advance(state, command, now)
-    return MachineStep(answer, events, finish(state, now) if events else _NONE)
+    answer, happened = advance(state, command, now)
+    return MachineStep(answer, happened, finish(state, now) if happened else _NONE)
 
 
 def advance(state: State, command: Command, now: float) -> tuple[Answer, tuple[Event, ...]]:
     """Carry out one command of a batch; return its answer and events. Its effects come with `finish`."""
-    events, answer = decide(state, command, now)
-    for event in events:
+    happened, answer = decide(state, command, now)
+    for event in happened:
         apply(state, event)
-    return _complete(state, answer), events
+    return _complete(state, answer), happened
 
 
 def finish(state: State, now: float) -> Effects:
@@ -121,3 +148,280 @@ def _complete(state: State, answer: Answer) -> Answer:
             return replace(answer, verdicts=verdicts, view_version=state.view.version)
         case _:
             return answer
+
+
+def apply(state: State, event: Event) -> None:
+    """Apply an event to the state; its effects come with `machine.finish`."""
+    _HANDLERS[type(event)](state, event)
+    settle(state, event.time, event.cause)
+
+
+def _job_submitted(state: State, event: events.JobSubmitted) -> None:
+    number, uid, user, spec, now = event.number, event.uid, event.user, event.spec, event.time
+    job = JobRecord(number, uid, user, spec, now, event.request_id, pending_since=now)
+    _put_submitted(state, job, event.cause)
+
+
+def _put_submitted(state: State, job: JobRecord, cause: str) -> None:
+    state.counters.next_job = max(state.counters.next_job, job.number + 1)
+    state.put_job(job)
+    # Nothing follows from a job that has nothing yet.
+    state.dirty.jobs.pop(job.number, None)
+    state.history(job.create_time, job, "job_submitted", cause, gpus=job.spec.gpus, tasks=job.spec.tasks)
+
+
+def _array_submitted(state: State, event: events.ArraySubmitted) -> None:
+    for job in arrays.members_submitted(event):
+        _put_submitted(state, job, event.cause)
+    arrays.note_submitted(state, event)
+
+
+def _job_cancelled(state: State, event: events.JobCancelled) -> None:
+    state.history(event.time, state.jobs[event.number], "cancel_ordered", event.cause, event.reason)
+    ending.end(state, event.number, JobState.CANCELLED, event.time, event.reason or "cancelled")
+
+
+def _gang_approved(state: State, event: events.GangApproved) -> None:
+    epoch = attempts.start(state, event)
+    if any(claim.shared_mask for claim in event.claims):
+        colocation.join(state, epoch, event.time, event.cause)
+
+
+def _start_offered(state: State, event: events.StartOffered) -> None:
+    state.queue.suggest(event.number, event.claims)
+
+
+def _gang_released(state: State, event: events.GangReleased) -> None:
+    ending.end(state, event.number, JobState.PENDING, event.time, "released by its scheduler", checkpoint_first=True)
+
+
+def _move_begun(state: State, event: events.MoveBegun) -> None:
+    colocation.join(state, moves.begin(state, event), event.time, event.cause)
+
+
+def _cores_changed(state: State, event: events.CoresChanged) -> None:
+    job = state.jobs[event.number]
+    gang = state.gangs[job.epoch]
+    state.put_gang(gang_orders.retune(gang, event.claims, event.repin))
+    state.put_job(replace(job, revision=job.revision + 1))
+    cores = sum(sum(claim.millicores) for claim in event.claims)
+    repin = int(event.repin)
+    state.history(event.time, job, "cores_changed", event.cause, event.reason, millicores=cores, repin=repin)
+
+
+# What a node takes over from the request, and what is not known of a new session.
+_OF_SESSION: Final = ("machine_uuid", "rack", "fabric", "peer_address", "stream_address", "version", "boot_id")
+_NEW_SESSION: Final[dict[str, Any]] = {
+    **dict.fromkeys(("heard", "silent", "lost"), False),
+    **dict.fromkeys(("observation", "applied_version", "launch_failures"), 0),
+    **dict.fromkeys(("unanswerable", "launch_failure"), ""),
+}
+
+
+def _session_opened(state: State, event: events.SessionOpened) -> None:
+    request = event.request
+    old = state.nodes.get(request.node)
+    if request.configuration_set.name not in state.nodes.configuration_sets:
+        state.put_configuration_set(request.configuration_set)
+    if old is not None and old.configuration_set != request.configuration_set.name:
+        observation.change_hardware(state, old.name, request.configuration_set.name, event.time, event.cause)
+        # They name devices it had.
+        old = replace(old, device_faults={}, strays=())
+    base = old or Node(request.node, request.machine_uuid, request.configuration_set.name, create_time=event.time)
+    node = replace(
+        base,
+        **{name: getattr(request, name) for name in _OF_SESSION},
+        configuration_set=request.configuration_set.name,
+        capabilities=dict(sorted(request.capabilities.items())),
+        session=event.session,
+        **_NEW_SESSION,
+        storage_proved=bool(request.storage_token) and request.storage_token == state.counters.storage_token,
+    )
+    if not node.draining and not node.cordoned:
+        node = replace(node, state_reason="")
+    state.counters.next_session += 1
+    heartbeats.note_call(state, node.name, event.time)
+    state.put_node(node)
+    quarantine.note_ids(state, request.seen.next_epoch, request.seen.next_job)
+    state.reports.pop(node.name, None)
+    state.history(event.time, f"nodes/{node.name}", "session_opened", event.cause, peer=node.peer_address)
+
+
+def _node_observed(state: State, event: events.NodeObserved) -> None:
+    if state.counters.restoring is not None:
+        rollback.note_report(state, event.report, event.time)
+        _settle_if_complete(state, event.time, event.cause)
+        return
+    rollback.note_reported_ids(state, event.report)
+    observation.observe(state, event.report, event.time, event.cause)
+    if state.nodes.strays_of:
+        restore_settlement.follow_ended_strays(state, event.report.node, event.time, event.cause)
+
+
+def _ends_noted(state: State, event: events.EndsNoted) -> None:
+    state.ends = event.ends
+    _settle_if_complete(state, event.time, event.cause)
+
+
+def _settle_if_complete(state: State, now: float, cause: str) -> None:
+    if rollback.is_complete(state, now):
+        restore_settlement.settle(state, events.RestoreSettled(now, cause))
+
+
+def _node_marked(state: State, event: events.NodeMarked) -> None:
+    node = state.nodes[event.node]
+    kind, drain, cordon = _MARKS[event.mark]
+    if event.mark == "UNCORDON":
+        node = replace(node, launch_failures=0, launch_failure="")
+    state.put_node(replace(node, draining=drain, cordoned=cordon, state_reason=event.reason))
+    state.history(event.time, f"nodes/{node.name}", kind, event.cause, event.reason)
+
+
+_MARKS: Final = {
+    "DRAIN": ("node_draining", True, True),
+    "CORDON": ("node_cordoned", False, True),
+    "UNCORDON": ("node_uncordoned", False, False),
+}
+
+
+def _node_removed(state: State, event: events.NodeRemoved) -> None:
+    observation.give_up(state, event.node)
+    state.forget_node(event.node)
+    state.history(event.time, f"nodes/{event.node}", "node_removed", event.cause)
+
+
+def _jobs_ranked(state: State, event: events.JobsRanked) -> None:
+    state.queue.rank(event.line.numbers, event.line.policy)
+
+
+def _places_promised(state: State, event: events.PlacesPromised) -> None:
+    promised = {one.number: one.claims for one in event.promises if one.number in state.jobs}
+    waiting = {number: claims for number, claims in promised.items() if state.jobs[number].is_waiting}
+    state.queue.promise(waiting, event.time)
+
+
+def _cores_measured(state: State, event: events.CoresMeasured) -> None:
+    state.cores_curves.update({curve.number: curve for curve in event.curves if curve.number in state.jobs})
+
+
+def _change_judged(state: State, event: events.ChangeJudged) -> None:
+    found = event.finding
+    figures = {"goal": found.goal.value, "gain": f"{found.gain:.3f}", "gain_deviation": f"{found.deviation:.3f}"}
+    if found.detail:
+        figures["detail"] = found.detail
+    kind = "change_kept" if found.kept else "change_undone"
+    state.history(event.time, f"jobs/{found.number}", kind, event.cause, **figures)
+
+
+def _time_passed(state: State, event: events.TimePassed) -> None:
+    now = event.time
+    # The requested wake-up has come: the next one is requested anew, even if it is the same instant.
+    state.wake_at = None
+    if state.counters.restoring is not None:
+        _settle_if_complete(state, now, event.cause)
+        return
+    if event.set_by or event.stood_still:
+        heartbeats.forgive(state, now, event.set_by)
+    if event.looks_again:
+        state.dirty.sets.update(dict.fromkeys(state.gangs.sets))
+    retry.let_go_on(state, now)
+    for number in list(state.jobs.running_limited):
+        job = state.jobs[number]
+        ends = retry.ends_at(state, job)
+        if ends is not None and now >= ends:
+            failure = retry.failure_of(job)
+            # A gang that has not stepped has nothing to save, and would reach no boundary.
+            saves = state.gangs[job.epoch].stepped
+            ending.end(state, number, JobState.FAILED, now, failure.message, failure, checkpoint_first=saves)
+    for number in list(state.jobs.moving):
+        if now >= moves.due_at(state, number):
+            moves.give_up(state, number, now, event.cause)
+    if state.queue.promised and now >= state.queue.promised_at + state.settings.move_deadline_s:
+        # A planner that still keeps them repeats it more often.
+        state.queue.promise({})
+    heartbeats.follow(state, now, event.cause)
+    placement_leases.expire(state, now, event.told)
+    ending.forget(state, now)
+
+
+_HANDLERS: Final[dict[type, Callable[[State, Any], None]]] = {
+    events.JobSubmitted: _job_submitted,
+    events.ArraySubmitted: _array_submitted,
+    events.ArrayCancelled: arrays.end_all,
+    events.RungReached: arrays.climb,
+    events.JobCancelled: _job_cancelled,
+    events.JobUpdated: job_updates.carry_out,
+    events.ArrayUpdated: job_updates.carry_out_array,
+    events.JobSuspended: attempts.suspend,
+    events.JobResumed: attempts.resume,
+    events.GangApproved: _gang_approved,
+    events.GangRefused: placement_leases.note_refused,
+    events.StartOffered: _start_offered,
+    events.GangReleased: _gang_released,
+    events.MoveBegun: _move_begun,
+    events.ResizeBegun: elastic.begin_resize,
+    events.SizeChosen: elastic.choose_size,
+    events.CoresChanged: _cores_changed,
+    events.RowsChanged: timeslice_groups.change,
+    events.SessionOpened: _session_opened,
+    events.NodeObserved: _node_observed,
+    events.NodeAnswered: heartbeats.note_answer,
+    events.NodeMarked: _node_marked,
+    events.NodeLost: observation.lose,
+    events.NodeRemoved: _node_removed,
+    events.StoreOpened: rollback.open_store,
+    events.EndsNoted: _ends_noted,
+    events.RestoreSettled: restore_settlement.settle,
+    events.QuarantineEnded: quarantine.end,
+    events.QuarantineAdopted: quarantine.adopt,
+    events.TurnsClaimed: placement_leases.note_stream,
+    events.JobsRanked: _jobs_ranked,
+    events.PlacesPromised: _places_promised,
+    events.CoresMeasured: _cores_measured,
+    events.ChangeJudged: _change_judged,
+    events.TimePassed: _time_passed,
+}
+
+
+# A drain takes one round per gang of its nodes; what needs many more feeds itself.
+_ROUNDS_LIMIT = 20_000
+
+
+def settle(state: State, now: float, cause: str) -> None:
+    """Draw every consequence of an event and bring the view up to date."""
+    dirty = state.dirty
+    for _ in range(_ROUNDS_LIMIT):
+        # Most events leave nothing of the one or the other.
+        if dirty.jobs:
+            _review_jobs(state, now, cause)
+        if dirty.sets:
+            timeslice_groups.follow(state, now, cause)
+        if dirty.rows:
+            _refresh_rows(state)
+        if dirty.arenas:
+            colocation.follow(state)
+        if dirty.arrays:
+            arrays.follow(state, now)
+        if state.nodes.draining and state.counters.restoring is None:
+            draining.follow(state, now)
+        if not (dirty.jobs or dirty.rows or dirty.sets):
+            return
+    raise AssertionError("the state does not come to rest")
+
+
+def _review_jobs(state: State, now: float, cause: str) -> None:
+    dirty = state.dirty.jobs
+    while dirty:
+        number = next(iter(dirty))
+        del dirty[number]
+        if number in state.jobs:
+            attempts.review(state, number, now, cause)
+            # Nothing follows for it any more, whatever it changed of itself meanwhile.
+            dirty.pop(number, None)
+
+
+def _refresh_rows(state: State) -> None:
+    for name in state.dirty.rows:
+        if name in state.nodes and state.refresh_row(name):
+            state.dirty.shown[name] = None
+    state.dirty.rows.clear()

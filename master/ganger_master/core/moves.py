@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from ganger.cluster.resources import Claim, LocalityLevel
 from ganger.job_state import JobState
 from msgspec.structs import replace
 
 from ganger_master.core import ending, gang_orders, retry
+from ganger_master.core.events import MoveBegun
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, ObservedPhase, Piece
 from ganger_master.core.gang_orders import can_go_back
 from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.lifecycle import GangObservation, bad_outcome, observation_of
-from ganger_master.core.plan_changes import NO_PURPOSE, Purpose
 from ganger_master.core.state import State
 
 
-def begin(
-    state: State,
-    number: int,
-    claims: Sequence[Claim],
-    level: LocalityLevel,
-    now: float,
-    cause: str,
-    purpose: Purpose = NO_PURPOSE,
-) -> int:
-    """Begin to move a job that runs or that a plan has parked; a running one runs until the destination is prepared."""
-    job = replace(state.jobs[number], revision=state.jobs[number].revision + 1, trouble="")
+def begin(state: State, event: MoveBegun) -> int:
+    """Begin to move a job that runs or that a plan has parked; a running one runs until the destination is prepared.
+    Return the epoch of the destination."""
+    job, now, purpose = state.jobs[event.number], event.time, event.purpose
+    job = replace(job, revision=job.revision + 1, trouble="")
     source = state.gangs[job.epoch]
     if source.phase is not GangPhase.PARKED:
         state.put_gang(replace(source, phase=GangPhase.MOVING))
-    epoch = gang_orders.go_on_elsewhere(state, job, source, claims, level, now, purpose)
-    nodes = " ".join(c.node for c in claims)
-    state.history(now, job, "move_begun", cause, epoch=epoch, nodes=nodes, **purpose.figures)
+    epoch = gang_orders.go_on_elsewhere(state, job, source, event.claims, event.level, now, purpose)
+    nodes = " ".join([claim.node for claim in event.claims])
+    state.history(now, job, "move_begun", event.cause, epoch=epoch, nodes=nodes, **purpose.figures)
     return epoch
 
 

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from ganger_master.core import arrays, gang_orders, quarantine, retry
 from ganger_master.core.colocation import kept_memory_of, residue_of
 from ganger_master.core.commands import Observe, ObservedGang
+from ganger_master.core.events import NodeLost
 from ganger_master.core.gang_model import Gang, GangIntent, GangRole, ObservedPhase, Outcome, OutcomeKind, Piece
 from ganger_master.core.job_model import Capabilities, Checkpoint, JobProgress
 from ganger_master.core.node_model import Node, Stray
@@ -99,13 +100,14 @@ _epoch_of: Final = attrgetter("epoch")
 _ENDED: Final = ObservedPhase.ENDED
 
 
-def lose(state: State, name: str, now: float, cause: str, reason: str) -> None:
+def lose(state: State, event: NodeLost) -> None:
     """Count every part on a lost node as gone for its job; its pieces stay held until the node reports otherwise."""
+    name, reason = event.node, event.reason
     node = state.nodes[name]
     strays = tuple([_given_up(state, stray) for stray in node.strays])
     state.put_node(replace(node, lost=True, heard=False, silent=False, session="", state_reason=reason, strays=strays))
     _lose_parts(state, name, f"nodes/{name} is lost: {reason}")
-    state.history(now, f"nodes/{name}", "node_lost", cause, reason)
+    state.history(event.time, f"nodes/{name}", "node_lost", event.cause, reason)
 
 
 def _given_up(state: State, stray: Stray) -> Stray:

@@ -28,9 +28,8 @@ from ganger_master.core.approval import (
     reservations_of,
     rules,
 )
-from ganger_master.core.commands import ClaimTurns
 from ganger_master.core.elastic import rests_for_any_size, shape_for
-from ganger_master.core.events import Decision, Event, GangRefused
+from ganger_master.core.events import Decision, Event, GangRefused, TurnsClaimed
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.preconditions import find_job, unfinished
 from ganger_master.core.queue import GrantedLease
@@ -163,11 +162,6 @@ def expire(state: State, now: float, told: int | None = None) -> None:
         _lose(state, turn)
 
 
-def note_approved(state: State, number: int) -> None:
-    state.leases.drop(number)
-    state.leases.forgive(number)
-
-
 def note_refused(state: State, event: GangRefused) -> None:
     """Record the refusals, for `explain`. The lease stays for another try, or its job waits until the view changes.
 
@@ -203,9 +197,10 @@ def note_refused(state: State, event: GangRefused) -> None:
     _take_back(state, event.number)
 
 
-def note_stream(state: State, claim: ClaimTurns, now: float) -> None:
+def note_stream(state: State, event: TurnsClaimed) -> None:
     """Apply a lease stream that opened or closed: it gets the leases of jobs that it claims, leases it leaves behind
     expire at once, and leases that no host received begin anew."""
+    claim, now = event.claim, event.time
     state.leases.give_up_claims(claim.scheduler)
     if claim.connected:
         for number in claim.jobs:

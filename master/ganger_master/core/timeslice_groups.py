@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-from ganger.cluster.resources import Claim, LocalityLevel
+from ganger.cluster.resources import Claim
 from ganger.job_state import JobState
 from msgspec.structs import replace
 
-from ganger_master.core import attempts, colocation, ending, gang_orders, moves, placement_leases
+from ganger_master.core import attempts, colocation, ending, gang_orders, moves
 from ganger_master.core.commands import ObservedSlices
-from ganger_master.core.events import RowsChanged
+from ganger_master.core.events import GangApproved, JobResumed, MoveBegun, RowsChanged
 from ganger_master.core.gang_model import Gang, GangIntent, Matrix, Piece, TimesliceGroup
 from ganger_master.core.state import State
 
@@ -53,21 +53,23 @@ def change(state: State, event: RowsChanged) -> None:
         # The charge of a time-sliced gang depends on all gangs of the group: compute the node anew.
         for claim in claims:
             state.dirty.rows[claim.node] = None
-        placement_leases.note_approved(state, number)
-        attempts.start(state, number, claims, level, now, cause)
-        state.counters.approved += 1
+        attempts.start(state, GangApproved(now, cause, number, claims, level))
     for number in event.resumes:
         gang = state.gangs[state.jobs[number].epoch]
         # No gang is co-located with it.
         state.put_gang(_alone(state, gang))
-        _go_on(state, number, now, cause)
+        if state.jobs[number].is_waiting:
+            gang = state.gangs[gang.epoch]
+            attempts.start(state, GangApproved(now, cause, number, gang.claims, gang.level))
+        else:
+            attempts.resume(state, JobResumed(now, cause, number))
     for number, (claims, level, purpose) in event.moves.items():
         for claim in claims:
             state.dirty.rows[claim.node] = None
         if state.jobs[number].is_waiting:
-            _start_again(state, number, claims, level, now, cause)
+            attempts.start(state, GangApproved(now, cause, number, claims, level))
         else:
-            moves.begin(state, number, claims, level, now, cause, purpose)
+            moves.begin(state, MoveBegun(now, cause, number, claims, level, purpose))
     epochs = _epochs_of(state, event)
     nodes = _nodes_of(state, {epoch for row in epochs for epoch in row})
     before = state.gangs.sets.get(event.number)
@@ -101,24 +103,6 @@ def _alone(state: State, gang: Gang) -> Gang:
         node = piece.claim.node
         gang = gang_orders.marked(gang, node, piece.claim.shared_mask & colocation.stray_devices(state, node))
     return gang
-
-
-def _go_on(state: State, number: int, now: float, cause: str) -> None:
-    job = state.jobs[number]
-    if job.is_waiting:
-        gang = state.gangs[job.epoch]
-        _start_again(state, number, gang.claims, gang.level, now, cause)
-    else:
-        attempts.resume(state, number, now, cause)
-
-
-def _start_again(
-    state: State, number: int, claims: Sequence[Claim], level: LocalityLevel, now: float, cause: str
-) -> None:
-    """Start a waiting job whose state is in host memory."""
-    placement_leases.note_approved(state, number)
-    attempts.start(state, number, claims, level, now, cause)
-    state.counters.approved += 1
 
 
 def _epochs_of(state: State, event: RowsChanged) -> tuple[tuple[int, ...], ...]:

@@ -20,7 +20,6 @@ from ganger_master.core.colocation import has_arenas
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, TimesliceGroup
 from ganger_master.core.gang_orders import has_two_worlds
 from ganger_master.core.job_model import JobRecord, SuspendLevel
-from ganger_master.core.moves import can_hand_over
 from ganger_master.core.plan_changes import SliceChange
 from ganger_master.core.preconditions import unfinished
 from ganger_master.core.state import State
@@ -136,7 +135,7 @@ def _parked(state: State, change: SliceChange, job: JobRecord, gang: Gang) -> Sl
 
 
 def _moving(state: State, change: SliceChange, job: JobRecord, gang: Gang) -> SlicedMember:
-    if gang.phase is GangPhase.STARTING or has_two_worlds(state, job.number) or not can_hand_over(job):
+    if gang.phase is GangPhase.STARTING or has_two_worlds(state, job.number) or not job.capabilities.can_hand_over:
         refuse(job.number, Reason.WRONG_STATE, detail="its state cannot be moved, or not yet")
     if gang.node_set and not has_arenas(gang):
         refuse(job.number, Reason.WRONG_STATE, detail="no host memory is reserved for it to leave its time slices")
