@@ -12,6 +12,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,7 +31,7 @@ from ganger_master.policies import live_policy_named
 from ganger_master.rpc.access import UserLimits
 from ganger_master.rpc.server import MasterServer
 from ganger_master.runtime import process_setup, store_access
-from ganger_master.runtime import storage_retention as retention
+from ganger_master.runtime import state_directory as retention
 from ganger_master.runtime.publication import ProgressBoard
 from ganger_master.runtime.state_directory import (
     STORAGE_TOKEN,
@@ -54,24 +55,9 @@ _HEALTHY_S: Final = 30.0
 _GRACE_S: Final = 3.0
 
 
-def host_command(state_dir: Path) -> tuple[str, ...]:
-    """The host ends when its standard input does, so it never outlives a master that was killed."""
-    return (sys.executable, "-m", "ganger.scheduling.host", "--state-dir", str(state_dir), "--until-stdin-closes")
-
-
-def planner_command(state_dir: Path) -> tuple[str, ...]:
-    """It ends when its standard input does, too. Policy and pace it hears from the master; what it remembers lies
-    beside the master's own files."""
-    return (
-        sys.executable,
-        "-m",
-        "ganger_master.planner_process.cli",
-        "--state-dir",
-        str(state_dir),
-        "--note",
-        str(state_dir / "planner.note"),
-        "--until-stdin-closes",
-    )
+def _child_command(module: str, state_dir: Path, *more: str) -> tuple[str, ...]:
+    """The child ends when its standard input does, so it never outlives a master that was killed."""
+    return (sys.executable, "-m", module, "--state-dir", str(state_dir), *more, "--until-stdin-closes")
 
 
 class SupervisedProcess:
@@ -207,9 +193,12 @@ class Master:
         await self._serve(writer)
         self._directory.write_endpoint(self.local_address)
         if config.scheduler_host:
-            self._children.append(SupervisedProcess(host_command(config.state_dir)))
+            self._children.append(SupervisedProcess(_child_command("ganger.scheduling.host", config.state_dir)))
         if is_planned and config.planner:
-            self._children.append(SupervisedProcess(planner_command(config.state_dir)))
+            # What it remembers lies beside the master's own files. Policy and pace it hears from the master.
+            note = ("--note", str(config.state_dir / "planner.note"))
+            command = _child_command("ganger_master.planner_process.cli", config.state_dir, *note)
+            self._children.append(SupervisedProcess(command))
         for child in self._children:
             child.start()
         loop = asyncio.get_running_loop()
@@ -221,10 +210,7 @@ class Master:
         """Take the database over and start the writer on it. Raises StoreError and StartError."""
         config, settings = self.config, _core_settings(self.config)
         opens = OpenStore(
-            name=uuid.uuid4().hex,
-            marks=beside.marks(),
-            must_have_marks=not config.database_url,
-            is_restored=config.restored,
+            uuid.uuid4().hex, beside.marks(), must_have_marks=not config.database_url, is_restored=config.restored
         )
         store = self._given_store or SqlStore(config.database)
         writer = Writer(store, settings, self._clock, Failpoints(store_access.FAILPOINTS), beside=beside, opens=opens)
@@ -234,15 +220,12 @@ class Master:
         return writer
 
     async def _serve(self, writer: Writer) -> None:
-        """Start the server. Raises EndpointError."""
         config = self.config
         self._server = MasterServer(
             writer,
             self.progress,
             token=self.token,
             listen=config.listen,
-            version=__version__,
-            clock=self._clock,
             captures=config.state_dir / recorder.DIRECTORY,
             limits=UserLimits(config.requests_per_user, config.changes_per_user, config.streams_per_user),
             tls=config.tls,
@@ -252,7 +235,6 @@ class Master:
         await self._server.start()
 
     def _serve_metrics(self, listen: str) -> MetricsServer:
-        """Raises EndpointError."""
         from ganger_master.metrics import MetricsServer, take
 
         def snapshot() -> Snapshot:
@@ -343,27 +325,11 @@ class Master:
 
 
 def _core_settings(config: Config) -> CoreSettings:
+    names = {one.name for one in fields(CoreSettings)} & {one.name for one in fields(Config)}
+    same = {name: getattr(config, name) for name in names}
+    own = {"storage": str(config.storage_path), "storage_token": storage_token(config.storage_path)}
     return CoreSettings(
-        lost_after_s=config.lost_after_s,
-        policy=config.policy,
-        plan_every_s=config.plan_every_s,
-        reserve_after_s=config.reserve_after_s,
-        quantum_s=config.quantum_s,
-        moves_per_hour=config.moves_per_hour,
-        storage=str(config.storage_path),
-        storage_token=storage_token(config.storage_path),
-        checkpoint_interval_s=config.checkpoint_interval_s,
-        logs_kept_s=config.logs_kept_s,
-        restart_delay_s=config.restart_delay_s,
-        move_deadline_s=config.move_deadline_s,
-        restored_wait_s=config.restored_wait_s,
-        session_alive_s=config.session_alive_s,
-        finished_jobs_limit=config.finished_jobs_limit,
-        finished_bytes_limit=_FINISHED_BYTES,
-        pending_jobs_per_user=config.pending_jobs_per_user,
-        spec_bytes_per_user=config.spec_bytes_per_user,
-        residue_bytes=config.residue_bytes,
-        quota_devices=as_settings(config.quotas),
+        **{**same, **own}, finished_bytes_limit=_FINISHED_BYTES, quota_devices=as_settings(config.quotas)
     )
 
 

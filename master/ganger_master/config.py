@@ -134,19 +134,6 @@ def parse_duration(text: str) -> float | None:
         raise ValueError(f"{text!r} is no duration: write for example 30s, 10m, 2h or 1d") from None
 
 
-def check_listen(listen: str, *, has_certificates: bool = False) -> str:
-    """Return what is wrong with an address to listen on; empty if nothing is."""
-    try:
-        check_listen_address(listen, has_certificates=has_certificates)
-    except EndpointError as error:
-        return f"listen: {error}"
-    if has_certificates and listen.startswith("unix:"):
-        return f"listen {listen!r}: certificates are for HOST:PORT; leave --tls out, or listen there"
-    if listen.startswith("unix:") and not listen.startswith("unix:/"):
-        return f"listen {listen!r}: the path of a Unix socket must be absolute"
-    return ""
-
-
 def load(
     flags: Mapping[str, str | bool | None],
     environment: Mapping[str, str],
@@ -208,10 +195,16 @@ def _text_of(name: str, value: object) -> str:
 
 
 def _listen_address_of(value: object, has_certificates: bool) -> str:
-    problem = check_listen(str(value), has_certificates=has_certificates)
-    if problem:
-        raise ValueError(problem)
-    return str(value)
+    listen = str(value)
+    try:
+        check_listen_address(listen, has_certificates=has_certificates)
+    except EndpointError as error:
+        raise ValueError(f"listen: {error}") from None
+    if has_certificates and listen.startswith("unix:"):
+        raise ValueError(f"listen {listen!r}: certificates are for HOST:PORT; leave --tls out, or listen there")
+    if listen.startswith("unix:") and not listen.startswith("unix:/"):
+        raise ValueError(f"listen {listen!r}: the path of a Unix socket must be absolute")
+    return listen
 
 
 def _plan_interval_of(name: str, value: object) -> float:

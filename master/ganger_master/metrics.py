@@ -30,7 +30,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from ganger_master.core.gang_model import Gang, GangPhase, OutcomeKind
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.node_model import Node, NodeState
-from ganger_master.runtime.counters import Distribution, MasterCounters
+from ganger_master.runtime.publication import Distribution, MasterCounters
 from ganger_master.runtime.writer import Writer
 
 
@@ -108,7 +108,7 @@ def _of_jobs(snapshot: Snapshot) -> Iterator[Any]:
     waiting = [job for job in live if job.state is JobState.PENDING and not (job.held or job.again_at)]
     states = Counter(job.state.name.lower() for job in live)
     yield _gauges("ganger_jobs", "Jobs that have not ended.", "state", _all(states, (s.name.lower() for s in _LIVE)))
-    yield _gauge("ganger_pending_gpus", "GPUs that pending jobs request.", _gpus(waiting))
+    yield _gauge("ganger_pending_gpus", "GPUs that pending jobs request.", sum(job.gpus for job in waiting))
     since = min((job.pending_since for job in waiting if job.pending_since), default=snapshot.now)
     text = "Longest time for which a job has been pending."
     yield _gauge("ganger_longest_pending_seconds", text, max(0.0, snapshot.now - since))
@@ -180,10 +180,6 @@ def _of_the_meter(snapshot: Snapshot) -> Iterator[Any]:
     yield CounterMetricFamily("ganger_core_errors", text, meter.core_errors)
 
 
-def _gpus(jobs: Iterable[JobRecord]) -> int:
-    return sum(job.gpus for job in jobs)
-
-
 def _all(counts: Mapping[str, int], names: Iterable[str]) -> dict[str, int]:
     """Return the count of each name, zero where none was counted: a series that comes and goes is hard to query."""
     return {name: counts.get(name, 0) for name in names}
@@ -193,18 +189,15 @@ def _gauge(name: str, text: str, value: float) -> Any:
     return GaugeMetricFamily(name, text, value)
 
 
-def _gauges(name: str, text: str, label: str, values: Mapping[str, float]) -> Any:
-    family = GaugeMetricFamily(name, text, labels=[label])
+def _gauges(name: str, text: str, label: str, values: Mapping[str, float], kind: Any = GaugeMetricFamily) -> Any:
+    family = kind(name, text, labels=[label])
     for key, value in sorted(values.items()):
         family.add_metric([key], value)
     return family
 
 
 def _counters(name: str, text: str, label: str, values: Mapping[str, float]) -> Any:
-    family = CounterMetricFamily(name, text, labels=[label])
-    for key, value in sorted(values.items()):
-        family.add_metric([key], value)
-    return family
+    return _gauges(name, text, label, values, CounterMetricFamily)
 
 
 def _histogram(name: str, text: str, values: Distribution) -> Any:

@@ -19,7 +19,7 @@ from ganger_master.core.commands import (
     RequestGang,
     SubmitJob,
 )
-from ganger_master.core.effects import HistoryRow
+from ganger_master.core.events import HistoryRow
 from ganger_master.core.gang_model import Gang, ObservedPhase
 from ganger_master.core.job_model import Capabilities, JobRecord, JobSpec
 from ganger_master.core.settings import CoreSettings

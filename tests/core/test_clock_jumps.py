@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from core.drive import Drive, job_of
 from ganger.job_state import JobState
+from ganger_master.core.availability import ClockReading, noticed
 from ganger_master.core.commands import Tick
-from ganger_master.core.heartbeats import ClockReading, noticed
 from ganger_master.core.settings import CoreSettings
 from msgspec.structs import replace
 

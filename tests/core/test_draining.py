@@ -8,8 +8,8 @@ import pytest
 from core.drive import ALL_LEVELS, Drive, job_of
 from ganger.cluster.refusals import Reason
 from ganger_master.core import approval
+from ganger_master.core.availability import held_up
 from ganger_master.core.commands import CancelJob, DrainNode, ProposePlan, SuspendJob
-from ganger_master.core.draining import held_up
 from ganger_master.core.explain import explain
 from ganger_master.core.gang_model import GangPhase, ObservedPhase
 from ganger_master.core.job_model import Capabilities, SuspendLevel

@@ -8,7 +8,7 @@ from ganger.cluster.topology import parse_topology
 from ganger_master.core import machine
 from ganger_master.core.answers import Done, JobAnswer, Refused, SessionAnswer
 from ganger_master.core.commands import Observe, OpenSession, SubmitJob
-from ganger_master.core.effects import ELEMENT_TYPES, Effects
+from ganger_master.core.events import ELEMENT_TYPES, Effects
 from ganger_master.core.job_model import JobSpec
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State

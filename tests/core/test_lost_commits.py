@@ -6,7 +6,7 @@ from core.drive import Drive, job_of
 from core.test_time_slices import Turns
 from ganger.job_state import JobState
 from ganger_master.core.commands import ObservedSlices, Tick
-from ganger_master.core.effects import StoredChanges
+from ganger_master.core.events import StoredChanges
 from ganger_master.core.node_model import Element
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_image import restored

@@ -19,7 +19,7 @@ from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.plan_changes import StartChange
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
-from ganger_master.core.user_usage import Shares
+from ganger_master.core.state_indexes import Shares
 from hypothesis import given
 from hypothesis import strategies as some
 from msgspec.structs import replace

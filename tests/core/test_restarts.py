@@ -8,10 +8,10 @@ from core.test_removed_nodes import restarted
 from ganger.cluster.refusals import Reason
 from ganger.job_state import JobState
 from ganger_master.core.commands import Answer, CancelJob, DeclareLost, ResumeJob, SuspendJob, Tick
+from ganger_master.core.ending import delay_after
 from ganger_master.core.explain import explain
 from ganger_master.core.gang_model import ObservedPhase, Outcome, OutcomeKind
 from ganger_master.core.machine import next_wake
-from ganger_master.core.retry import delay_after
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_image import image_of, state_of
 from hypothesis import given

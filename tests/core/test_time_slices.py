@@ -22,7 +22,7 @@ from ganger_master.core.commands import (
     RetuneJob,
     SuspendJob,
 )
-from ganger_master.core.effects import StoredChanges
+from ganger_master.core.events import StoredChanges
 from ganger_master.core.gang_model import GangIntent, ObservedPhase, Outcome, OutcomeKind
 from ganger_master.core.job_model import JobSpec, SuspendLevel
 from ganger_master.core.plan_changes import PlanChange, SliceChange

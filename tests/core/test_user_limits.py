@@ -8,7 +8,7 @@ from ganger_master.core.commands import CancelJob, SubmitArray, SubmitJob, Tick
 from ganger_master.core.job_model import JobSpec
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_image import restored
-from ganger_master.core.user_usage import spec_bytes
+from ganger_master.core.state_indexes import spec_bytes
 from msgspec.structs import replace
 
 FEW = CoreSettings(pending_jobs_per_user=3, spec_bytes_per_user=100_000)

@@ -35,7 +35,7 @@ from ganger_master.core.commands import (
     UpdateJob,
 )
 from ganger_master.core.desired_projection import DesiredSet
-from ganger_master.core.effects import HistoryRow
+from ganger_master.core.events import HistoryRow
 from ganger_master.core.gang_model import OutcomeKind
 from ganger_master.core.job_model import JobSpec, SuspendLevel, Update
 from ganger_master.core.queue import GrantedLease

@@ -15,12 +15,11 @@ from faultsim.restored_state import differences
 from faultsim.state_invariants import violations
 from ganger_master.core import machine
 from ganger_master.core.answers import Answer
+from ganger_master.core.availability import ClockReading, covers, noticed
 from ganger_master.core.commands import Answer as PollAnswer
 from ganger_master.core.commands import Command, Marks, NoteEnds, OpenStore, RecordedEnd, Tick
 from ganger_master.core.desired_projection import DesiredSet
-from ganger_master.core.effects import ELEMENT_TYPES, Effects, HistoryRow, StoredChanges
-from ganger_master.core.events import Event
-from ganger_master.core.heartbeats import ClockReading, covers, noticed
+from ganger_master.core.events import ELEMENT_TYPES, Effects, Event, HistoryRow, StoredChanges
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.node_model import Counters
 from ganger_master.core.queue import GrantedLease

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ganger_master.core.desired_projection import DesiredProjection, DesiredSet
-from ganger_master.core.effects import Unstored
+from ganger_master.core.events import Unstored
 from ganger_master.core.queue import JobQueue, LeaseTable
 from ganger_master.core.state import State
 from ganger_master.core.state_indexes import GangIndex, JobIndex, NodeIndex

@@ -26,8 +26,14 @@ from ganger_master.core.job_model import (
     RefusedMechanism,
     SuspendLevel,
 )
-from ganger_master.rpc.capability_messages import capabilities_from_wire, capabilities_to_wire
-from ganger_master.rpc.job_messages import job_to_wire, progress_from_wire, spec_from_wire, spec_to_wire
+from ganger_master.rpc.job_messages import (
+    capabilities_from_wire,
+    capabilities_to_wire,
+    job_to_wire,
+    progress_from_wire,
+    spec_from_wire,
+    spec_to_wire,
+)
 from ganger_master.runtime.publication import Sample
 from google.protobuf.message import Message
 from msgspec.structs import replace

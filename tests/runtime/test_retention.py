@@ -16,7 +16,7 @@ from ganger.wire.times import seconds
 from ganger_master.app import Master
 from ganger_master.config import Config, ConfigError, load
 from ganger_master.core.commands import RecordedEnd
-from ganger_master.runtime.storage_retention import (
+from ganger_master.runtime.state_directory import (
     CHECKPOINTS,
     LOGS,
     expired,

@@ -9,6 +9,8 @@ from ganger.cluster.refusals import Refusal
 from ganger.cluster.resources import NodeRow
 from msgspec import Struct, field
 
+Violations: TypeAlias = tuple[tuple[str, str], ...]
+
 
 class Refused(Struct, frozen=True, gc=False):
     """Nothing happened. `violations` are (path in the request, what is wrong) pairs."""
@@ -16,18 +18,14 @@ class Refused(Struct, frozen=True, gc=False):
     reason: str
     message: str
     metadata: Mapping[str, str] = field(default_factory=dict)
-    violations: tuple[tuple[str, str], ...] = ()
+    violations: Violations = ()
 
 
 class RefusedError(Exception):
     """A command is refused: raised where that is found, and returned as the answer by `decide`. See `Refused`."""
 
     def __init__(
-        self,
-        reason: str,
-        message: str,
-        metadata: Mapping[str, str] | None = None,
-        violations: tuple[tuple[str, str], ...] = (),
+        self, reason: str, message: str, metadata: Mapping[str, str] | None = None, violations: Violations = ()
     ) -> None:
         super().__init__(message)
         self.refused = Refused(reason, message, metadata or {}, violations)

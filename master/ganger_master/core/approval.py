@@ -22,7 +22,7 @@ from ganger.cluster.view import View
 from ganger.protocol.gang_orders import Mechanism
 from msgspec import Struct
 
-from ganger_master.core import colocation, gang_orders, retry
+from ganger_master.core import colocation, ending, gang_orders
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.node_model import Node
 from ganger_master.core.queue import Blocked, ReservedPlaces
@@ -37,7 +37,7 @@ from ganger_master.core.reservations import (
     trespass,
 )
 from ganger_master.core.state import State
-from ganger_master.core.user_usage import limit_of
+from ganger_master.core.state_indexes import limit_of
 
 # The capability of a node with the instructions that programs may use there, in words.
 _PROCESSOR: Final = "processor"
@@ -344,22 +344,19 @@ def _launch_failed_on(state: State, job: JobRecord) -> Collection[str]:
     """Nodes closed to a job that could not be launched there; none where it could go nowhere else."""
     if not job.launch_failed_on:
         return ()
-    failed = retry.failed_on(state, job)
+    failed = ending.failed_on(state, job)
     if not failed:
         return ()
     others = [name for name in state.nodes.choosy if _node_rule(job, state.nodes[name], ()) is not None]
-    return failed if retry.could_go_elsewhere(state, job, [*failed, *others]) else ()
+    return failed if ending.could_go_elsewhere(state, job, [*failed, *others]) else ()
 
 
 def _closed(state: State, job: JobRecord, node: str, reason: Reason) -> Refusal:
     if reason is not Reason.LAUNCH_FAILED:
         return Refusal(reason, node=node, job=job.name)
-    said = retry.visible_to(state.jobs, state.nodes[node].launch_failure, job.user)
-    return Refusal(
-        reason,
-        node=node,
-        detail=f"{reason.meaning}: {said}; it waits for another node, or for `ganger uncordon {node}`",
-    )
+    said = ending.visible_to(state.jobs, state.nodes[node].launch_failure, job.user)
+    detail = f"{reason.meaning}: {said}; it waits for another node, or for `ganger uncordon {node}`"
+    return Refusal(reason, node=node, detail=detail)
 
 
 def _node_rule(job: JobRecord, node: Node, failed: Collection[str]) -> Reason | None:
@@ -499,7 +496,7 @@ def _places_for(state: State, waited: Sequence[JobRecord], now: float) -> Mappin
         ]
         found = {one.job: one.claims for one in reserve(state.view, wanting)}
         kept = ReservedPlaces(numbers, state.view.version, now, found)
-        state.queue.keep_places(kept)
+        state.queue.kept = kept
     return kept.places
 
 
@@ -517,7 +514,7 @@ def _blocked(state: State) -> Blocked:
     blocked = state.queue.blocked
     if blocked is None:
         blocked = find_blocked(state)
-        state.queue.note_blocked(blocked)
+        state.queue.blocked = blocked
     return blocked
 
 

@@ -32,6 +32,7 @@ from ganger_master.core.events import Decision
 from ganger_master.core.job_model import JobMetric, JobProgress, JobRecord, JobSpec, Template, bytes_of, members_of
 from ganger_master.core.preconditions import array_members, find_job, has_ended
 from ganger_master.core.state import State
+from ganger_master.core.state_indexes import bytes_of_all, spec_bytes
 from ganger_master.core.submission import (
     COMMAND_BYTES_LIMIT,
     SEVERAL,
@@ -40,7 +41,6 @@ from ganger_master.core.submission import (
     repeated_request,
     violations_of,
 )
-from ganger_master.core.user_usage import bytes_of_all, spec_bytes
 
 _INDEX_LIMIT: Final = (1 << 31) - 1
 _PARAMETERS_LIMIT: Final = 50
@@ -94,9 +94,6 @@ def rule_of(job: JobRecord) -> StopRule | None:
 def has_climbed(rule: StopRule, job: JobRecord, at: float) -> bool:
     """Return whether it has come to the next rung."""
     return len(job.rungs) < RUNGS_LIMIT and at >= rule.rung(len(job.rungs))
-
-
-# -- what happens ------------------------------------------------------------------------------------------------------
 
 
 def members_submitted(event: events.ArraySubmitted) -> Iterator[JobRecord]:
@@ -198,9 +195,6 @@ def _stop(state: State, number: int, rule: StopRule, stop: EarlyStop, now: float
 def _index(job: JobRecord) -> int:
     assert job.spec.array is not None
     return job.spec.array.index
-
-
-# -- may it be accepted? -----------------------------------------------------------------------------------------------
 
 
 def _repeated(state: State, command: commands.SubmitArray, first: JobRecord) -> answers.Answer:

@@ -12,7 +12,7 @@ from ganger.cluster.resources import Claim
 from ganger.job_state import JobState
 from msgspec.structs import replace
 
-from ganger_master.core import colocation, ending, gang_orders, moves, retry
+from ganger_master.core import colocation, ending, gang_orders, moves
 from ganger_master.core.elastic import begin_with, devices_of, share_pieces
 from ganger_master.core.events import GangApproved, JobResumed, JobSuspended
 from ganger_master.core.gang_model import Gang, GangPhase, GangRole, Restore
@@ -42,7 +42,7 @@ def start(state: State, event: GangApproved) -> int:
     number, claims, level, now, cause = event.number, event.claims, event.level, event.time, event.cause
     job = state.jobs[number]
     state.leases.drop(number)
-    state.leases.forgive(number)
+    state.leases.lost_turns.pop(number, None)
     state.counters.approved += 1
     # While the job still waits, and only where its history is read.
     waited, why = _waited(state, job, claims, now) if state.unstored.is_kept else ({}, "")
@@ -130,9 +130,6 @@ def resume(state: State, event: JobResumed) -> None:
     state.history(now, job, "resume_ordered", cause, **event.purpose.figures)
 
 
-# -- consequences ------------------------------------------------------------------------------------------------------
-
-
 def _review_once(state: State, number: int, now: float, cause: str) -> bool:
     job = state.jobs.get(number)
     if job is None:
@@ -187,16 +184,16 @@ def _follow(state: State, job: JobRecord, gang: Gang, act: Act, now: float, caus
             # The source may have no order yet, if the destination was never reported as PREPARED.
             return moves.commit(state, job, now, cause) or moves.let_hand_over(state, job, now)
         case Act.ABORT:
-            moves.abort(state, retry.note_failed_launch(state, job, gang), gang, now, cause)
+            moves.abort(state, ending.note_failed_launch(state, job, gang), gang, now, cause)
             return True
         case Act.STAY:
             _stay(state, job, gang, now, cause)
             return True
         case Act.SUCCEED:
             state.history(now, job, "gang_done", cause, epoch=gang.epoch)
-            retry.note_launched(state, gang)
+            ending.note_launched(state, gang)
             job = ending.started(job, gang)
-            return _end(state, job, gang, JobState.SUCCEEDED, "every rank has finished", now, cause)
+            return _end(state, job, gang, JobState.SUCCEEDED, "every rank has finished", now, cause, preempted=False)
         case Act.FAIL:
             ending.fail(state, job, gang, now, cause)
             return True
@@ -234,7 +231,7 @@ def _stepped(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -
                 moves_aborted=0,
             )
         )
-        retry.note_launched(state, gang)
+        ending.note_launched(state, gang)
         # What it came from may go now.
         return len(state.gangs.epochs_of[job.number]) > 1
     return gang_orders.reap(state, job, now)
@@ -266,14 +263,7 @@ def _rest(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> b
 
 
 def _end(
-    state: State,
-    job: JobRecord,
-    gang: Gang,
-    becomes: JobState,
-    reason: str,
-    now: float,
-    cause: str,
-    preempted: bool = False,
+    state: State, job: JobRecord, gang: Gang, becomes: JobState, reason: str, now: float, cause: str, preempted: bool
 ) -> bool:
     """An attempt whose present gang has come to its end by itself; whether anything may follow from what else the job
     has somewhere. Of nothing nothing follows, so that it becomes that at once."""
@@ -299,7 +289,7 @@ def _stay(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> N
     back = gang.rested_level or (SuspendLevel.PAUSE if gang_orders.is_superseded(state, gang) else SuspendLevel.NONE)
     gang = replace(gang, refused_at=now)
     job = replace(job, revision=job.revision + 1, trouble=trouble)
-    job = retry.after_refused_suspend(job, gang.park_level, trouble)
+    job = ending.after_refused_suspend(job, gang.park_level, trouble)
     if back is not SuspendLevel.NONE and job.state is JobState.HOLDING and not gang.parked_by_plan:
         # It waited where it is parked.
         state.put_gang(gang_orders.rested(gang_orders.park(gang, back, now, by_plan=False), now))
@@ -328,7 +318,7 @@ def _waited(state: State, job: JobRecord, claims: Sequence[Claim], now: float) -
 def _note_left(state: State, gang: Gang, now: float) -> None:
     for piece in gang.pieces:
         if piece.claim.device_mask:
-            state.jobs.note_left(piece.claim.node, gang.job, now)
+            state.jobs.left_by[piece.claim.node] = (gang.job, now)
 
 
 def _is_done_with(job: JobRecord, gang: Gang, act: Act) -> bool:

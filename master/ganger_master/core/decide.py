@@ -10,7 +10,7 @@ from ganger.cluster.resources import Claim, ConfigurationSet
 from ganger.job_state import JobState
 from msgspec.structs import replace
 
-from ganger_master.core import arrays, commands, events, job_updates, quarantine, rollback
+from ganger_master.core import arrays, commands, events, quarantine, rollback, submission
 from ganger_master.core.answers import Done, JobAnswer, NodeAnswer, RefusedError, SessionAnswer
 from ganger_master.core.approval import judge_change, level_of
 from ganger_master.core.colocation import per_device
@@ -24,8 +24,8 @@ from ganger_master.core.placement_leases import release_gang, request_gang
 from ganger_master.core.plans import propose_plan
 from ganger_master.core.preconditions import busy, check_move, check_suspend, find_job, not_running, unfinished
 from ganger_master.core.state import State
+from ganger_master.core.state_indexes import spec_bytes
 from ganger_master.core.submission import check_share, check_submission, repeated_request
-from ganger_master.core.user_usage import spec_bytes
 
 
 def decide(state: State, command: Command, now: float) -> Decision:
@@ -276,7 +276,7 @@ def _tick(state: State, command: commands.Tick, now: float) -> Decision:
 _DECIDES: Final[dict[type, Callable[[State, Any, float], Decision]]] = {
     commands.SubmitJob: _submit,
     commands.CancelJob: _cancel,
-    commands.UpdateJob: job_updates.update,
+    commands.UpdateJob: submission.update,
     commands.SuspendJob: _suspend,
     commands.ResumeJob: _resume,
     commands.MoveJob: _move,
@@ -284,7 +284,7 @@ _DECIDES: Final[dict[type, Callable[[State, Any, float], Decision]]] = {
     commands.ResizeJob: _resize,
     commands.SubmitArray: arrays.submit,
     commands.CancelArray: arrays.cancel,
-    commands.UpdateArray: job_updates.update_array,
+    commands.UpdateArray: submission.update_array,
     commands.RecordMetric: arrays.record,
     commands.RequestGang: request_gang,
     commands.ReleaseGang: release_gang,

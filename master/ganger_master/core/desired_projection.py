@@ -6,13 +6,13 @@ The complete set of one node is plain values, which the wire layer converts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from ganger.cluster.resources import Claim, Role
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
-from ganger_master.core.gang_model import Gang, GangIntent, Matrix, ObservedPhase, Piece
+from ganger_master.core.gang_model import Gang, GangIntent, Matrix, ObservedPhase, Piece, Restore
 from ganger_master.core.job_model import JobRecord, JobSpec, SuspendLevel
 from ganger_master.core.node_model import Node
 from ganger_master.core.settings import CoreSettings
@@ -29,16 +29,10 @@ class GangMember(Struct, frozen=True, gc=False):
     ranks: tuple[int, ...]
 
 
-class DesiredRestore(Struct, frozen=True, gc=False):
+class DesiredRestore(Restore, frozen=True, gc=False):
     """`checkpoint_path`, or the arenas of `parked_epoch` on `parked_members`; neither: from the beginning."""
 
-    checkpoint_path: str = ""
-    parked_epoch: int = 0
     parked_members: tuple[GangMember, ...] = ()
-    step: int = 0
-    alone: bool = False
-    peak_device_bytes: int = 0
-    is_process_image: bool = False
     # Paths of checkpoints that could not be read.
     unreadable: tuple[str, ...] = ()
 
@@ -70,13 +64,6 @@ class DesiredGang(Struct, frozen=True, gc=False):
     needs_spec: bool = True
 
 
-class DesiredSource(Protocol):
-    """A gang's desired state on one node, made when it is read: many sets are replaced before that."""
-
-    @property
-    def desired(self) -> DesiredGang: ...
-
-
 class DesiredSlices(Struct, frozen=True, gc=False):
     """The slice matrix as a node of the group gets it. The first member leads."""
 
@@ -90,7 +77,7 @@ class DesiredSet(Struct, frozen=True, gc=False):
     """The desired gangs of a node by epoch, then the strays to stop. Gangs that are not named are not desired."""
 
     version: int = 0
-    wanted: tuple[DesiredSource, ...] = ()
+    wanted: tuple[Projected, ...] = ()
     acknowledged_epochs: tuple[int, ...] = ()
     strays: tuple[DesiredGang, ...] = ()
     rows: tuple[DesiredSlices, ...] = ()
@@ -145,7 +132,9 @@ class Party(Struct, eq=False, gc=False):
 
 
 class Projected(Struct, eq=False, gc=False):
-    """A gang's desired state for the node of one of its pieces; it is the same as long as the party is."""
+    """A gang's desired state for the node of one of its pieces; it is the same as long as the party is.
+
+    It is made when it is read: many sets are replaced before that."""
 
     party: Party
     place: int
@@ -188,7 +177,6 @@ class DesiredProjection(dict[str, DesiredSet]):
 def _desired_gang(party: Party, piece: Piece) -> DesiredGang:
     job, gang, settings = party.job, party.gang, party.settings
     interval = job.spec.checkpoint_interval_s or settings.checkpoint_interval_s
-    restore = gang.restore
     return DesiredGang(
         job=job.number,
         uid=job.uid,
@@ -202,14 +190,9 @@ def _desired_gang(party: Party, piece: Piece) -> DesiredGang:
         spec=job.spec,
         user=job.user,
         restore=DesiredRestore(
-            restore.checkpoint_path,
-            restore.parked_epoch,
-            party.source.members if party.source else (),
-            restore.step,
-            restore.alone,
-            restore.peak_device_bytes,
-            restore.is_process_image,
-            job.unreadable,
+            **asdict(gang.restore),
+            parked_members=party.source.members if party.source else (),
+            unreadable=job.unreadable,
         ),
         threads=gang.threads,
         checkpoint_interval_s=max(0.0, interval),

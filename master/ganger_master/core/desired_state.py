@@ -73,9 +73,12 @@ def refresh(state: State) -> list[str]:
         state.dirty.wants.clear()
         return []
     version = state.counters.desired_version + 1
-    if state.counters.restoring is not None:
-        return _refresh_restoring(state)
     changed = []
+    if state.counters.restoring is not None:
+        changed = [name for name in state.dirty.wants if name in state.nodes]
+        state.desired.update({name: project(state, state.nodes[name]) for name in changed})
+        state.dirty.wants.clear()
+        return changed
     for name, added in state.dirty.wants.items():
         node = state.nodes.get(name)
         if node is None:
@@ -99,14 +102,6 @@ def refresh(state: State) -> list[str]:
     state.dirty.wants.clear()
     if changed:
         state.counters.desired_version = version
-    return changed
-
-
-def _refresh_restoring(state: State) -> list[str]:
-    changed = [name for name in state.dirty.wants if name in state.nodes]
-    for name in changed:
-        state.desired[name] = project(state, state.nodes[name])
-    state.dirty.wants.clear()
     return changed
 
 

@@ -1,23 +1,36 @@
-"""How an attempt ends, which budget pays for it, and what its job becomes: done, failed, pending or suspended.
+"""How an attempt ends, which budget pays for it, what its job becomes, and when it is tried again.
 
 Finished jobs are kept within limits on their number and bytes. A repeated submission must be recognised for a while,
 so the request id of a forgotten job is kept as long.
+
+A node that could not launch a gang, by no fault of the command, is closed to that job until any gang has run there, its
+daemon begins a new session or an operator uncordons it, so that one bad node does not use up all its attempts. A node
+without which the job would find no place in the whole cluster stays open. Other jobs may use the node: one that can be
+launched nowhere would close one node after the other.
+
+A job whose attempts fail by themselves is retried at once after the first failure, then after growing delays, so that
+it spends its restarts neither in a minute nor on devices that others wait for. A level that failed once is withdrawn:
+the next attempt would fail too, and end the job.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
+from ganger.cluster.capacity_index import CapacityIndex
+from ganger.cluster.preferences import BEST_FIT
+from ganger.cluster.search import PlacementRequest
 from ganger.job_state import JobState
 from msgspec.structs import replace
 
-from ganger_master.core import gang_orders, retry
+from ganger_master.core import gang_orders
 from ganger_master.core.array_model import LOSS, Membership
-from ganger_master.core.gang_model import Gang, GangRole, Outcome, OutcomeKind
-from ganger_master.core.job_model import Checkpoint, Failure, JobRecord, Request, SuspendLevel, members_of
+from ganger_master.core.gang_model import Gang, GangIntent, GangRole, Outcome, OutcomeKind
+from ganger_master.core.job_model import Checkpoint, Failure, JobProgress, JobRecord, Request, SuspendLevel, members_of
 from ganger_master.core.lifecycle import bad_outcome
+from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 
 
@@ -27,7 +40,10 @@ def forget(state: State, now: float) -> None:
         _forget_job(state, number, now)
     while state.jobs.former:
         oldest = next(iter(state.jobs.former.values()))
-        if _is_remembered(state, oldest.time, now) and len(state.jobs.former) <= state.settings.former_requests_limit:
+        if (
+            now - oldest.time <= state.settings.request_kept_s
+            and len(state.jobs.former) <= state.settings.former_requests_limit
+        ):
             return
         state.forget_request(oldest.user, oldest.request_id)
 
@@ -67,12 +83,8 @@ def _forget_job(state: State, number: int, now: float) -> None:
     # After its day an id may be another's.
     has_id = state.jobs.requests.get((job.user, job.request_id)) == number
     state.forget_job(number)
-    if has_id and _is_remembered(state, job.create_time, now):
+    if has_id and now - job.create_time <= state.settings.request_kept_s:
         state.put_request(Request(number, job.request_id, job.create_time, job.user))
-
-
-def _is_remembered(state: State, submitted: float, now: float) -> bool:
-    return now - submitted <= state.settings.request_kept_s
 
 
 _OUTSTAYED: Final = "it did not stop at the end of its time slice, and was killed"
@@ -163,7 +175,7 @@ def fail(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> No
         return
     if outcome.kind is OutcomeKind.STATE_OUTDATED and _catch_up(state, job, gang, outcome, now):
         return
-    if retry.has_no_state(outcome) and job.checkpoint is not None and gang.restore.checkpoint_path:
+    if has_no_state(outcome) and job.checkpoint is not None and gang.restore.checkpoint_path:
         _rest_on_checkpoint(state, job, gang, job.checkpoint, outcome, now)
         return
     failure = _failure_of(gang, outcome)
@@ -172,9 +184,9 @@ def fail(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> No
         job = replace(job, capabilities=job.capabilities.without_turns(_OUTSTAYED))
     if _is_users(outcome):
         if outcome.kind is not OutcomeKind.LAUNCH_FAILED:
-            retry.note_launched(state, gang)
+            note_launched(state, gang)
             job = started(job, gang)
-        job = retry.note_failed_attempt(state.settings, replace(job, failures=job.failures + 1), now)
+        job = note_failed_attempt(state.settings, replace(job, failures=job.failures + 1), now)
         state.put_job(job)
         if job.failures > job.spec.max_failures:
             end(state, job.number, JobState.FAILED, now, failure.message, failure)
@@ -182,7 +194,7 @@ def fail(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> No
     else:
         failed = job.launch_failures + _is_failed_start(gang, outcome)
         job = replace(job, preemptions=job.preemptions + 1, launch_failures=failed)
-        job = retry.note_failed_launch(state, job, gang)
+        job = note_failed_launch(state, job, gang)
         state.put_job(job)
         if job.launch_failures > state.settings.launch_failures_allowed:
             end(state, job.number, JobState.FAILED, now, failure.message, failure)
@@ -195,7 +207,7 @@ def _rest_on_checkpoint(
 ) -> None:
     """Keep a job suspended whose ranks could read a checkpoint and not come back to it: another try reads the same, and
     a failed job could not use the checkpoint any more."""
-    retry.note_launched(state, gang)
+    note_launched(state, gang)
     state.put_job(started(job, gang))
     text = f"{outcome.message}; its log has the reason, and its checkpoint of step {checkpoint.step} is kept"
     end(state, job.number, JobState.SUSPENDED, now, text)
@@ -214,7 +226,7 @@ def _fall_back(
     earlier = [job.trouble] if job.trouble.startswith(f"{OutcomeKind.STATE_UNREADABLE}:") else []
     trouble = "; ".join([*earlier, f"{OutcomeKind.STATE_UNREADABLE}: {outcome.message}"])
     passed_over = (*job.unreadable, newest.path)
-    left = retry.usable(outcome.checkpoints, gang.epoch, passed_over)
+    left = usable(outcome.checkpoints, gang.epoch, passed_over)
     before = left[0] if left else job.checkpoint_before
     figures = {"step": newest.step, "goes_on_from": before.step if before else "nowhere"}
     state.history(now, job, "checkpoint_unreadable", cause, outcome.message, epoch=gang.epoch, **figures)
@@ -224,7 +236,7 @@ def _fall_back(
         return
     second = left[1] if len(left) > 1 else None
     state.put_job(replace(job, checkpoint=before, checkpoint_before=second, unreadable=passed_over, trouble=trouble))
-    if retry.is_newer(before, newest):
+    if is_newer(before, newest):
         state.history(now, job, "checkpoint_complete", f"epoch:{gang.epoch}", step=before.step)
     requeue(state, job, now, f"{trouble}; it goes on from step {before.step}")
 
@@ -232,10 +244,10 @@ def _fall_back(
 def _catch_up(state: State, job: JobRecord, gang: Gang, outcome: Outcome, now: float) -> bool:
     """Requeue a job from a newer checkpoint on storage, written while its node was cut off. Return whether the outcome
     reports one."""
-    left = retry.usable(outcome.checkpoints, gang.epoch, job.unreadable)
-    if not left or not retry.is_newer(left[0], job.checkpoint):
+    left = usable(outcome.checkpoints, gang.epoch, job.unreadable)
+    if not left or not is_newer(left[0], job.checkpoint):
         return False
-    job = retry.record(state, job, left[0], now, f"epoch:{gang.epoch}", left[1] if len(left) > 1 else None)
+    job = record(state, job, left[0], now, f"epoch:{gang.epoch}", left[1] if len(left) > 1 else None)
     requeue(state, job, now, outcome.message)
     return True
 
@@ -323,3 +335,189 @@ def _has_live(jobs: Mapping[int, JobRecord], array: Membership) -> bool:
     """Return whether a member has not ended. The last one comes first, because members usually end in their order."""
     members = (jobs.get(number) for number in range(array.array + array.size, array.array, -1))
     return any(member is not None and not member.state.is_finished for member in members)
+
+
+# Nodes of a job that are remembered; a gang may be as wide as the cluster.
+_MOST_NODES: Final = 64
+
+
+def note_failed_launch(state: State, job: JobRecord, gang: Gang) -> JobRecord:
+    """Record a failed launch at the nodes that could not launch their part, and those nodes at the job."""
+    failed = [
+        piece
+        for piece in gang.pieces
+        if piece.outcome.kind is OutcomeKind.LAUNCH_FAILED and not piece.outcome.exit_code
+    ]
+    if not failed:
+        return job
+    for piece in failed:
+        node = state.nodes.get(piece.claim.node)
+        if node is not None:
+            said = f"{job.name}: {piece.outcome.message}"
+            state.put_node(replace(node, launch_failures=node.launch_failures + 1, launch_failure=said))
+    nodes = dict.fromkeys([*job.launch_failed_on, *(piece.claim.node for piece in failed)])
+    return replace(job, launch_failed_on=tuple(nodes)[-_MOST_NODES:])
+
+
+def note_launched(state: State, gang: Gang) -> None:
+    """Record that the nodes of a gang can launch: it stepped, or its command ended by itself."""
+    for name in gang.nodes:
+        node = state.nodes.get(name)
+        if node is not None and node.launch_failures:
+            state.put_node(replace(node, launch_failures=0, launch_failure=""))
+
+
+def visible_to(jobs: Mapping[int, JobRecord], said: str, user: str) -> str:
+    """Return the part of a launch failure ("jobs/7: ...") that a user may read: of another user's job only the name,
+    for the rest names that user's files."""
+    name, _, _ = said.partition(":")
+    number = name.removeprefix("jobs/")
+    job = jobs.get(int(number)) if number.isdecimal() else None
+    is_own = job is not None and job.user == user
+    return said if is_own or not said else f"{name}: its user and operators see why"
+
+
+def failed_on(state: State, job: JobRecord) -> list[str]:
+    """Return the nodes on which the job could not be launched, and no other job has been since."""
+    return [name for name in job.launch_failed_on if (node := state.nodes.get(name)) and node.launch_failures]
+
+
+def could_go_elsewhere(state: State, job: JobRecord, closed: Sequence[str]) -> bool:
+    """Return whether the available nodes, without the closed ones, could hold the job if they were empty."""
+    shape = job.shape
+    shape = replace(shape, locality=replace(shape.locality, wish=None), arena_bytes_per_device=0)
+    return bool(BEST_FIT.place(CapacityIndex.of(state.view.vacant()), PlacementRequest(shape, avoid=frozenset(closed))))
+
+
+def note_failed_attempt(settings: CoreSettings, job: JobRecord, now: float) -> JobRecord:
+    """Record a failed attempt; one that ran for long begins the count anew."""
+    ran = now - job.running_since if job.running_since else 0.0
+    in_row = 1 if ran >= settings.restart_reset_s else job.failed_in_row + 1
+    delay = delay_after(settings, in_row)
+    return replace(job, failed_in_row=in_row, again_at=now + delay if delay else 0.0)
+
+
+def delay_after(settings: CoreSettings, failed_in_row: int) -> float:
+    """Return the backoff in seconds after that many failures in a row."""
+    if failed_in_row < 2:
+        return 0.0
+    # No more doublings than any limit has.
+    return min(settings.restart_delay_most_s, settings.restart_delay_s * 2.0 ** min(failed_in_row - 2, 30))
+
+
+def let_go_on(state: State, now: float) -> None:
+    """Requeue jobs whose backoff is over."""
+    for number in list(state.jobs.backing_off):
+        job = state.jobs[number]
+        # A clock that was set back must not prolong it.
+        is_beyond = job.again_at - now > state.settings.restart_delay_most_s
+        if now >= job.again_at or is_beyond:
+            state.put_job(replace(job, again_at=0.0, pending_since=now, revision=job.revision + 1))
+
+
+def is_backing_off(job: JobRecord) -> bool:
+    return bool(job.again_at) and job.state is JobState.PENDING and job.ending is None
+
+
+def ends_at(state: State, job: JobRecord) -> float | None:
+    """Return when a job's time limit ends it; None if it has none, or neither runs nor starts."""
+    limit = job.spec.time_limit_s
+    since = 0.0 if limit is None else _runs_since(state, job)
+    return None if limit is None or not since else since + limit - job.run_s
+
+
+def counted_s(state: State, job: JobRecord, now: float) -> float:
+    """Return the seconds that count against the job's time limit by now."""
+    since = _runs_since(state, job)
+    return job.run_s + (max(0.0, now - since) if since else 0.0)
+
+
+def failure_of(job: JobRecord) -> Failure:
+    done = "ran for" if job.running_since else "did not come to a step within"
+    return Failure("TIME_LIMIT", f"{done} its time limit of {job.spec.time_limit_s:g} s", epoch=job.epoch)
+
+
+def _runs_since(state: State, job: JobRecord) -> float:
+    """Return since when a job runs, or since when all processes of its present start exist: one that hangs before its
+    first step must not keep its devices for ever. Zero while they do not, or it is parked."""
+    gang = state.gangs.get(job.epoch)
+    if job.running_since or gang is None or gang.intent is not GangIntent.RUN:
+        return job.running_since
+    launches = [piece.launch_time for piece in gang.pieces]
+    return max(gang.since, *launches) if all(launches) else 0.0
+
+
+# How a daemon's trouble begins where the job's state, and not a disk or a node, is what failed (`Error` of the page).
+_UNSAVEABLE = "STATE_UNSAVEABLE:"
+_UNREADABLE = "STATE_UNREADABLE:"
+# A rank's exit code for the same.
+_NO_STATE = 77
+
+
+def has_no_state(outcome: Outcome) -> bool:
+    """Return whether a rank ended because it could not bring back the state that it was given."""
+    return outcome.kind is OutcomeKind.FAILED and outcome.exit_code == _NO_STATE
+
+
+def after_failed_move(job: JobRecord, gang: Gang, trouble: str) -> JobRecord:
+    """Return the job without the levels that this failure rules out. `gang`: the side that failed, before the commit.
+
+    A destination whose program ended, or could not read the state, would do so after a checkpoint too."""
+    if gang.role is GangRole.DESTINATION:
+        outcome = bad_outcome(gang)
+        # Another number of ranks may run where this one did not: of a resize only the state counts.
+        has_ended = outcome.kind is OutcomeKind.FAILED and (not gang.resizes or has_no_state(outcome))
+        has_failed = trouble.startswith(_UNREADABLE) or has_ended
+        names: tuple[str, ...] = ("RESIZE",) if gang.resizes else ("MOVE", "CHECKPOINT", "RESIZE")
+    else:
+        has_failed = trouble.startswith(_UNSAVEABLE)
+        names = ("MOVE",)
+    if not has_failed:
+        return job
+    what = "a resize" if gang.resizes else "a move"
+    return _without(job, names, f"{what} failed at it once: {trouble}")
+
+
+def after_refused_suspend(job: JobRecord, level: SuspendLevel, trouble: str) -> JobRecord:
+    """Return the job without `level`, if it was refused because the state cannot be saved."""
+    if not trouble.startswith(_UNSAVEABLE):
+        return job
+    return _without(job, (level.name,), f"it failed once: {trouble}")
+
+
+def _without(job: JobRecord, names: tuple[str, ...], why: str) -> JobRecord:
+    return replace(job, capabilities=job.capabilities.without(dict.fromkeys(names, why)))
+
+
+# After so many unreadable checkpoints in a row, a job is given no other one.
+UNREADABLE_MOST: Final = 16
+
+
+def is_newer(one: Checkpoint | JobProgress, other: Checkpoint | JobProgress | None) -> bool:
+    """Return whether a checkpoint, or progress, is newer than `other`. The later epoch counts first, then the step: an
+    attempt may have had to start from before a damaged checkpoint."""
+    return other is None or (one.epoch, one.step) > (other.epoch, other.step)
+
+
+def record(
+    state: State, job: JobRecord, checkpoint: Checkpoint, now: float, cause: str, before: Checkpoint | None = None
+) -> JobRecord:
+    """Record a complete checkpoint that is newer than the known one. `before`: the one to fall back to; by default the
+    known one. Return the changed job."""
+    unreadable = () if checkpoint.epoch == job.epoch else job.unreadable
+    job = replace(
+        job, checkpoint=checkpoint, checkpoint_before=before or job.checkpoint, unreadable=unreadable, trouble=""
+    )
+    state.put_job(job)
+    state.history(now, job, "checkpoint_complete", cause, step=checkpoint.step)
+    return job
+
+
+def usable(found: Iterable[Checkpoint], epoch: int, unreadable: Collection[str]) -> list[Checkpoint]:
+    """Return the checkpoints that an attempt of this epoch may start from, the newest first.
+
+    `found`: those that a daemon found on storage. `unreadable`: paths that are known to be unreadable."""
+    if len(unreadable) >= UNREADABLE_MOST:
+        return []
+    earlier = [one for one in found if one.epoch < epoch and one.path not in unreadable]
+    return sorted(earlier, key=lambda one: (one.epoch, one.step), reverse=True)

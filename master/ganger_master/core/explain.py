@@ -16,10 +16,11 @@ from ganger.job_state import JobState
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ganger_master.core import approval, draining, heartbeats, retry
+from ganger_master.core import approval, availability, ending
 from ganger_master.core.approval import order
 from ganger_master.core.array_model import Membership
 from ganger_master.core.colocation import holders_on
+from ganger_master.core.ending import is_backing_off
 from ganger_master.core.gang_model import GangIntent, GangPhase, ObservedPhase
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.lifecycle import trouble_of
@@ -27,7 +28,6 @@ from ganger_master.core.node_model import Node, NodeState
 from ganger_master.core.plan_changes import Purpose
 from ganger_master.core.quarantine import END_UNKNOWN, FOUND_AT_REST
 from ganger_master.core.reservations import NOTHING, Protected, trespass
-from ganger_master.core.retry import is_backing_off
 from ganger_master.core.state import State
 
 # Candidates that are checked before a job counts as kept out: another place may be free.
@@ -52,18 +52,9 @@ class StartEstimate(Struct, frozen=True, gc=False):
 
 
 def placement_blockers(
-    view: View,
-    shape: GangShape,
-    *,
-    waited: float,
-    protected: Protected = NOTHING,
-    rank: int = 0,
-    job: str = "",
-    quota: Sequence[Refusal] = (),
+    view: View, shape: GangShape, *, waited: float, protected: Protected = NOTHING, rank: int = 0, job: str = ""
 ) -> tuple[Refusal, ...]:
     """Return what keeps a job from starting now; empty when its next lease will place it."""
-    if quota:
-        return order(quota)
     placement = candidates(view, shape, waited_s=waited, limit=_CANDIDATES)
     if not placement.candidates:
         return order(placement.refusals)
@@ -111,7 +102,6 @@ def estimate(view: View, shape: GangShape, holders: Sequence[Holder], now: float
 
 
 def _without(view: View, ended: Sequence[tuple[float, str, Holder]]) -> View:
-    """Return the view once these gangs have ended."""
     later = view.copy()
     for _, _, holder in ended:
         for claim in holder.claims:
@@ -144,8 +134,7 @@ def explain(state: State, number: int, now: float, *, has_planner: bool = True) 
         return _explain(state, state.jobs[number], now, has_planner)
     finally:
         # A place found for this answer must not be what is kept for the next request; and the state is as it was.
-        state.queue.keep_places(kept)
-        state.queue.note_blocked(blocked)
+        state.queue.kept, state.queue.blocked = kept, blocked
 
 
 def _explain(state: State, job: JobRecord, now: float, has_planner: bool) -> Explanation:
@@ -156,7 +145,7 @@ def _explain(state: State, job: JobRecord, now: float, has_planner: bool) -> Exp
         text = f"unknown, because it is tried again in {wait:.0f} s, and then has to find a place"
         return Explanation(told_blockers(state, job), assumption=text)
     if not job.is_waiting:
-        leaving = tuple([as_it_is(state, one) for one in draining.held_up(state, job, now)])
+        leaving = tuple([as_it_is(state, one) for one in availability.held_up(state, job, now)])
         stuck = (*_silent_nodes(state, job, now), *leaving)
         if stuck:
             return Explanation(stuck, assumption=_at_rest(state, job))
@@ -215,7 +204,7 @@ def _held_back(array: Membership) -> Refusal:
 
 
 def _failing(state: State, job: JobRecord) -> Refusal:
-    delay = retry.delay_after(state.settings, job.failed_in_row)
+    delay = ending.delay_after(state.settings, job.failed_in_row)
     failed = f"its last {job.failed_in_row} attempts failed ({job.reason})"
     return Refusal(Reason.FAILING, detail=f"{failed}, so it is tried again {delay:.0f} s after the last")
 
@@ -298,16 +287,8 @@ def blockers_of(state: State, job: JobRecord, now: float) -> tuple[Refusal, ...]
         for claim in own:
             # What it keeps where it is parked does not block the job itself.
             view.give(claim)
-    found = placement_blockers(
-        view,
-        job.shape,
-        waited=now - job.pending_since,
-        protected=approval.protected_from(state, job, now),
-        rank=state.queue_rank(job.number),
-        job=job.name,
-        quota=quota,
-    )
-    if forbidden and not quota and _would_help(state, job, now):
+    found = order(quota) if quota else _placement_blockers(state, job, now, view)
+    if forbidden and not quota and not _placement_blockers(state, job, now, state.view):
         # The nodes it may not use are what it lacks.
         found = (*forbidden, *(one for one in found if one.reason is not Reason.NODE_UNAVAILABLE))
     blockers = tuple(_with_keeper(state, job, one) for one in found) or state.blockers_of(job.number)
@@ -343,9 +324,9 @@ def _silent_nodes(state: State, job: JobRecord, now: float) -> tuple[Refusal, ..
         if node.unanswerable:
             how = f"cannot be sent what it is to do: {node.unanswerable}"
         patience_s = state.lost_after
-        cut_off = heartbeats.fallen_at_once(state, now) if cut_off is None else cut_off
+        cut_off = availability.fallen_at_once(state, now) if cut_off is None else cut_off
         if name in cut_off:
-            how = f"{how}; {heartbeats.suspicion(cut_off[name])}, see that nodes reach it"
+            how = f"{how}; {availability.suspicion(cut_off[name])}, see that nodes reach it"
             patience_s = None if cut_off[name] == math.inf else cut_off[name] - (answered or 0.0)
         lost = "only " if patience_s is None else f"once its silence has lasted {patience_s:.0f} s, or "
         detail = (
@@ -359,7 +340,6 @@ def _silent_nodes(state: State, job: JobRecord, now: float) -> tuple[Refusal, ..
 
 
 def _once_lost(job: JobRecord) -> str:
-    """Return the text on what becomes of a job whose gang is lost."""
     if job.ending is not None and job.ending.is_finished:
         return "ends"
     if job.state is JobState.SUSPENDED:
@@ -396,27 +376,21 @@ def _with_keeper(state: State, job: JobRecord, refusal: Refusal) -> Refusal:
 _BEHIND = frozenset({Reason.PROTECTED, Reason.RESERVED})
 
 
-def _would_help(state: State, job: JobRecord, now: float) -> bool:
-    """Return whether a job could start if it might use the nodes that are closed to it."""
-    return not placement_blockers(
-        state.view,
-        job.shape,
-        waited=now - job.pending_since,
-        protected=approval.protected_from(state, job, now),
-        rank=state.queue_rank(job.number),
-        job=job.name,
+def _placement_blockers(state: State, job: JobRecord, now: float, view: View) -> tuple[Refusal, ...]:
+    protected, rank = approval.protected_from(state, job, now), state.queue_rank(job.number)
+    return placement_blockers(
+        view, job.shape, waited=now - job.pending_since, protected=protected, rank=rank, job=job.name
     )
 
 
 def _holders(state: State, now: float) -> list[Holder]:
-    """Return the claims of every gang, and when it ends at the latest."""
     holders = []
     for epoch in sorted(state.gangs):
         gang = state.gangs[epoch]
         job = state.jobs[gang.job]
         held = tuple(piece.held for piece in gang.pieces if piece.held is not None)
         if held:
-            holders.append(Holder(job.name, held, retry.ends_at(state, job)))
+            holders.append(Holder(job.name, held, ending.ends_at(state, job)))
     return holders
 
 

@@ -162,14 +162,8 @@ def rested(gang: Gang, now: float) -> Gang:
         pieces = tuple(
             piece if _has_given_up(piece) else replace(piece, held=kept_offloaded(piece)) for piece in pieces
         )
-    return replace(
-        gang,
-        pieces=pieces,
-        phase=GangPhase.PARKED,
-        rested_level=gang.park_level,
-        stop_step=pieces[0].stop_step,
-        since=now,
-    )
+    step = pieces[0].stop_step
+    return replace(gang, pieces=pieces, phase=GangPhase.PARKED, rested_level=gang.park_level, stop_step=step, since=now)
 
 
 def kept_offloaded(piece: Piece) -> Claim:
@@ -203,10 +197,6 @@ def holding(gang: Gang, claims: Sequence[Claim]) -> Gang:
         for piece, claim in zip(gang.pieces, claims, strict=True)
     )
     return replace(gang, pieces=pieces, threads=threads_of(claims))
-
-
-def holding_nothing(gang: Gang) -> Gang:
-    return replace(gang, pieces=tuple(replace(piece, held=None) for piece in gang.pieces))
 
 
 def holds_nothing(gang: Gang) -> bool:
@@ -268,7 +258,7 @@ def go_on_elsewhere(
 def go_back(state: State, job: JobRecord, source: Gang, now: float, cause: str) -> None:
     """Run the parked source again, as a newer epoch: the move failed after its commit."""
     job = replace(job, state=JobState.HOLDING)
-    state.put_gang(holding_nothing(source))
+    state.put_gang(replace(source, pieces=tuple([replace(piece, held=None) for piece in source.pieces])))
     source = state.gangs[source.epoch]
     epoch = go_on_elsewhere(state, job, source, source.claims, source.level, now)
     state.history(now, job, "move_back", cause, epoch=epoch, source=source.epoch)

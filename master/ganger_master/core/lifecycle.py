@@ -65,17 +65,9 @@ class Act(StrEnum):
 
 
 _ANYWHERE: Final = {
-    GangObservation.BUSY: Act.WAIT,
-    GangObservation.PREPARED: Act.WAIT,
-    GangObservation.READY: Act.WAIT,
-    GangObservation.RUNNING: Act.WAIT,
-    GangObservation.PARKED: Act.WAIT,
-    GangObservation.REFUSED: Act.WAIT,
-    GangObservation.TROUBLED: Act.WAIT,
+    **dict.fromkeys(GangObservation, Act.WAIT),
     GangObservation.DONE: Act.SUCCEED,
-    GangObservation.YIELDED: Act.FAIL,
-    GangObservation.BROKEN: Act.FAIL,
-    GangObservation.GONE: Act.FAIL,
+    **dict.fromkeys((GangObservation.YIELDED, GangObservation.BROKEN, GangObservation.GONE), Act.FAIL),
 }
 
 _ROWS: Final[Mapping[GangIntent, Mapping[GangObservation, Act]]] = {
@@ -84,11 +76,8 @@ _ROWS: Final[Mapping[GangIntent, Mapping[GangObservation, Act]]] = {
         **_ANYWHERE,
         GangObservation.PREPARED: Act.HAND_OVER,
         GangObservation.READY: Act.COMMIT,
-        GangObservation.TROUBLED: Act.ABORT,
-        GangObservation.DONE: Act.ABORT,
-        GangObservation.YIELDED: Act.ABORT,
-        GangObservation.BROKEN: Act.ABORT,
-        GangObservation.GONE: Act.ABORT,
+        **dict.fromkeys((GangObservation.TROUBLED, GangObservation.DONE), Act.ABORT),
+        **dict.fromkeys((GangObservation.YIELDED, GangObservation.BROKEN, GangObservation.GONE), Act.ABORT),
     },
     GangIntent.PARK: {
         **_ANYWHERE,
@@ -182,7 +171,7 @@ def _of_present_parts(gang: Gang) -> GangObservation:
 
 def bad_outcome(gang: Gang) -> Outcome:
     """Return how a gang broke: of several bad ends the likeliest cause, then the first by node."""
-    bad = [piece for piece in gang.pieces if _ended_badly(piece)]
+    bad = [piece for piece in gang.pieces if piece.gone and piece.outcome.kind not in _WELL]
     if not bad:
         message = next((piece.outcome.message for piece in gang.pieces if piece.outcome.message), "")
         return Outcome(OutcomeKind.UNKNOWN, message=message or "ended without a reason")
@@ -218,10 +207,6 @@ _CAUSES_FIRST: Final = (
     OutcomeKind.YIELDED,
     OutcomeKind.DONE,
 )
-
-
-def _ended_badly(piece: Piece) -> bool:
-    return piece.gone and piece.outcome.kind not in _WELL
 
 
 def _is_troubled(gang: Gang, piece: Piece) -> bool:

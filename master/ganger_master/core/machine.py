@@ -23,29 +23,26 @@ from ganger_master.core import (
     answers,
     arrays,
     attempts,
+    availability,
     colocation,
     desired_state,
-    draining,
     elastic,
     ending,
     events,
     gang_orders,
-    heartbeats,
-    job_updates,
     moves,
     observation,
     placement_leases,
     quarantine,
     restore_settlement,
-    retry,
     rollback,
+    submission,
     timeslice_groups,
 )
 from ganger_master.core.answers import Answer
 from ganger_master.core.commands import Command
 from ganger_master.core.decide import decide
-from ganger_master.core.effects import Effects
-from ganger_master.core.events import Event
+from ganger_master.core.events import Effects, Event
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.node_model import Node
 from ganger_master.core.state import State
@@ -83,17 +80,10 @@ def finish(state: State, now: float) -> Effects:
     if wake is not None:
         # Never at once again: what did not follow from this instant follows from a later one.
         wake = max(wake, now + _TICK_S)
-    is_unchanged = wake == state.wake_at
-    state.wake_at = wake
-    dirty = state.dirty
-    effects = Effects(
-        state.unstored.take_history(),
-        tuple(dirty.news),
-        nodes,
-        tuple(dirty.shown),
-        turns,
-        None if is_unchanged else wake,
-    )
+    wake_at = None if wake == state.wake_at else wake
+    state.wake_at, dirty = wake, state.dirty
+    history = state.unstored.take_history()
+    effects = Effects(history, tuple(dirty.news), nodes, tuple(dirty.shown), turns, wake_at)
     dirty.news.clear()
     dirty.shown.clear()
     return effects
@@ -105,7 +95,7 @@ def next_wake(state: State, now: float) -> float | None:
         return rollback.next_time(state, now)
     times = [placement_leases.next_time(state, now), state.nodes.next_silence_check]
     if state.jobs.running_limited:
-        times += [retry.ends_at(state, state.jobs[number]) for number in state.jobs.running_limited]
+        times += [ending.ends_at(state, state.jobs[number]) for number in state.jobs.running_limited]
     if state.jobs.backing_off:
         times += [state.jobs[number].again_at for number in state.jobs.backing_off]
     if state.jobs.moving:
@@ -188,7 +178,7 @@ def _gang_approved(state: State, event: events.GangApproved) -> None:
 
 
 def _start_offered(state: State, event: events.StartOffered) -> None:
-    state.queue.suggest(event.number, event.claims)
+    state.queue.suggested[event.number] = event.claims
 
 
 def _gang_released(state: State, event: events.GangReleased) -> None:
@@ -240,7 +230,7 @@ def _session_opened(state: State, event: events.SessionOpened) -> None:
     if not node.draining and not node.cordoned:
         node = replace(node, state_reason="")
     state.counters.next_session += 1
-    heartbeats.note_call(state, node.name, event.time)
+    availability.note_call(state, node.name, event.time)
     state.put_node(node)
     quarantine.note_ids(state, request.seen.next_epoch, request.seen.next_job)
     state.reports.pop(node.name, None)
@@ -291,13 +281,14 @@ def _node_removed(state: State, event: events.NodeRemoved) -> None:
 
 
 def _jobs_ranked(state: State, event: events.JobsRanked) -> None:
-    state.queue.rank(event.line.numbers, event.line.policy)
+    state.queue.ranks = {number: rank for rank, number in enumerate(event.line.numbers, 1)}
+    state.queue.ranked_by = event.line.policy
 
 
 def _places_promised(state: State, event: events.PlacesPromised) -> None:
     promised = {one.number: one.claims for one in event.promises if one.number in state.jobs}
-    waiting = {number: claims for number, claims in promised.items() if state.jobs[number].is_waiting}
-    state.queue.promise(waiting, event.time)
+    state.queue.promised = {number: claims for number, claims in promised.items() if state.jobs[number].is_waiting}
+    state.queue.promised_at = event.time
 
 
 def _cores_measured(state: State, event: events.CoresMeasured) -> None:
@@ -321,15 +312,15 @@ def _time_passed(state: State, event: events.TimePassed) -> None:
         _settle_if_complete(state, now, event.cause)
         return
     if event.set_by or event.stood_still:
-        heartbeats.forgive(state, now, event.set_by)
+        availability.forgive(state, now, event.set_by)
     if event.looks_again:
         state.dirty.sets.update(dict.fromkeys(state.gangs.sets))
-    retry.let_go_on(state, now)
+    ending.let_go_on(state, now)
     for number in list(state.jobs.running_limited):
         job = state.jobs[number]
-        ends = retry.ends_at(state, job)
+        ends = ending.ends_at(state, job)
         if ends is not None and now >= ends:
-            failure = retry.failure_of(job)
+            failure = ending.failure_of(job)
             # A gang that has not stepped has nothing to save, and would reach no boundary.
             saves = state.gangs[job.epoch].stepped
             ending.end(state, number, JobState.FAILED, now, failure.message, failure, checkpoint_first=saves)
@@ -338,8 +329,8 @@ def _time_passed(state: State, event: events.TimePassed) -> None:
             moves.give_up(state, number, now, event.cause)
     if state.queue.promised and now >= state.queue.promised_at + state.settings.move_deadline_s:
         # A planner that still keeps them repeats it more often.
-        state.queue.promise({})
-    heartbeats.follow(state, now, event.cause)
+        state.queue.promised = {}
+    availability.follow(state, now, event.cause)
     placement_leases.expire(state, now, event.told)
     ending.forget(state, now)
 
@@ -350,8 +341,8 @@ _HANDLERS: Final[dict[type, Callable[[State, Any], None]]] = {
     events.ArrayCancelled: arrays.end_all,
     events.RungReached: arrays.climb,
     events.JobCancelled: _job_cancelled,
-    events.JobUpdated: job_updates.carry_out,
-    events.ArrayUpdated: job_updates.carry_out_array,
+    events.JobUpdated: submission.carry_out,
+    events.ArrayUpdated: submission.carry_out_array,
     events.JobSuspended: attempts.suspend,
     events.JobResumed: attempts.resume,
     events.GangApproved: _gang_approved,
@@ -365,7 +356,7 @@ _HANDLERS: Final[dict[type, Callable[[State, Any], None]]] = {
     events.RowsChanged: timeslice_groups.change,
     events.SessionOpened: _session_opened,
     events.NodeObserved: _node_observed,
-    events.NodeAnswered: heartbeats.note_answer,
+    events.NodeAnswered: availability.note_answer,
     events.NodeMarked: _node_marked,
     events.NodeLost: observation.lose,
     events.NodeRemoved: _node_removed,
@@ -403,7 +394,7 @@ def settle(state: State, now: float, cause: str) -> None:
         if dirty.arrays:
             arrays.follow(state, now)
         if state.nodes.draining and state.counters.restoring is None:
-            draining.follow(state, now)
+            availability.follow_drains(state, now)
         if not (dirty.jobs or dirty.rows or dirty.sets):
             return
     raise AssertionError("the state does not come to rest")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ganger.job_state import JobState
 from msgspec.structs import replace
 
-from ganger_master.core import ending, gang_orders, retry
+from ganger_master.core import ending, gang_orders
 from ganger_master.core.events import MoveBegun
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, ObservedPhase, Piece
 from ganger_master.core.gang_orders import can_go_back
@@ -49,7 +49,6 @@ def _late_node(state: State, source: Gang, destination: Gang) -> str:
 
 
 def _not_in(gang: Gang, *phases: ObservedPhase) -> Piece | None:
-    """Return the first part that is in none of these phases; None if each is in one."""
     return next((piece for piece in gang.pieces if piece.phase not in phases), None)
 
 
@@ -153,7 +152,7 @@ def abort(state: State, job: JobRecord, gang: Gang, now: float, cause: str, why:
         revision=job.revision + 1,
         trouble=f"its {'resize' if destination.resizes else 'move'} was given up: {trouble}",
     )
-    job = retry.after_failed_move(job, gang, trouble)
+    job = ending.after_failed_move(job, gang, trouble)
     if can_go_back(source) and not gang_orders.is_superseded(state, source):
         phase = GangPhase.RUNNING if source.stepped else GangPhase.STARTING
         if source.intent is GangIntent.RUN:

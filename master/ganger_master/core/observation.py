@@ -8,12 +8,12 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from ganger_master.core import arrays, gang_orders, quarantine, retry
+from ganger_master.core import arrays, ending, gang_orders, quarantine
 from ganger_master.core.colocation import kept_memory_of, residue_of
 from ganger_master.core.commands import Observe, ObservedGang
 from ganger_master.core.events import NodeLost
 from ganger_master.core.gang_model import Gang, GangIntent, GangRole, ObservedPhase, Outcome, OutcomeKind, Piece
-from ganger_master.core.job_model import Capabilities, Checkpoint, JobProgress
+from ganger_master.core.job_model import Capabilities, Checkpoint
 from ganger_master.core.node_model import Node, Stray
 from ganger_master.core.state import State
 
@@ -47,7 +47,8 @@ def observe(state: State, report: Observe, now: float, cause: str) -> None:
         if observed.phase is _ENDED:
             acknowledged.append(observed.epoch)
         else:
-            state.gangs.note_report(report.node, observed, state.gangs[gang.epoch], state.jobs[gang.job])
+            key = report.node, observed.epoch
+            state.gangs.last_reports[key] = (observed, state.gangs[gang.epoch], state.jobs[gang.job])
     # A daemon that has applied no desired state yet cannot have ended what it does not report.
     for epoch in sorted(state.gangs.places_on.get(report.node, ())) if report.desired_version else ():
         if epoch not in seen:
@@ -61,7 +62,6 @@ def observe(state: State, report: Observe, now: float, cause: str) -> None:
 
 
 def _observe_part(state: State, node: Node, gang: Gang, piece: Piece, observed: ObservedGang, now: float) -> None:
-    """Apply what a node reports about its part of a gang."""
     if observed.presumed and state.jobs[gang.job].capabilities.known:
         # The capabilities that its ranks reported before stand until they report others.
         observed = replace(observed, capabilities=Capabilities())
@@ -145,6 +145,12 @@ def give_up(state: State, name: str) -> None:
             state.put_gang(_with_piece(gang, replace(piece, held=None, lost=False)))
 
 
+_AS_REPORTED: Final = (
+    "phase", "level", "stop_sequence", "stop_step", "trouble", "threads", "repin_done", "arena_bytes",
+    "last_step_time", "first_step_time",
+)  # fmt: skip
+
+
 def _observe_piece(state: State, gang: Gang, piece: Piece, observed: ObservedGang, now: float) -> None:
     ended = observed.phase is _ENDED
     if piece.lost:
@@ -159,23 +165,14 @@ def _observe_piece(state: State, gang: Gang, piece: Piece, observed: ObservedGan
             outcome = Outcome(OutcomeKind.UNKNOWN, message="ended, and how was not recorded")
     fresh = replace(
         piece,
-        phase=observed.phase,
-        level=observed.level,
+        **{name: getattr(observed, name) for name in _AS_REPORTED},
         master_sequence=max(piece.master_sequence, observed.master_sequence),
-        stop_sequence=observed.stop_sequence,
-        stop_step=observed.stop_step,
-        trouble=observed.trouble,
         pids=observed.pids or piece.pids,
         launch_time=piece.launch_time or (now if observed.pids else 0.0),
         cores=observed.cores or piece.cores,
-        threads=observed.threads,
-        repin_done=observed.repin_done,
-        arena_bytes=observed.arena_bytes,
         residue_bytes=residue_of(state, gang, piece, observed),
         kept_memory_bytes=kept_memory_of(piece, observed),
         capabilities=observed.capabilities if observed.capabilities.known else piece.capabilities,
-        last_step_time=observed.last_step_time,
-        first_step_time=observed.first_step_time,
         gone=piece.gone or ended,
         held=None if ended else piece.held,
         outcome=outcome,
@@ -227,7 +224,7 @@ def _learn(state: State, gang: Gang, node: Node, observed: ObservedGang, now: fl
         common = common.without(job.capabilities.withdrawn)
         if common != fresh.capabilities:
             fresh = replace(fresh, capabilities=common)
-    if observed.progress is not None and _is_further(observed.progress, fresh.progress):
+    if observed.progress is not None and ending.is_newer(observed.progress, fresh.progress):
         fresh = replace(fresh, progress=replace(observed.progress, time=now))
     if fresh is not job and fresh != job:
         state.put_job(fresh)
@@ -252,16 +249,11 @@ def _learn_checkpoint(state: State, node: str, observed: ObservedGang, checkpoin
     # It would be the newest for ever.
     if checkpoint.epoch > observed.epoch:
         return
-    if retry.is_newer(checkpoint, job.checkpoint):
-        retry.record(state, job, checkpoint, now, f"epoch:{observed.epoch}")
-
-
-def _is_further(one: JobProgress, other: JobProgress | None) -> bool:
-    return other is None or (one.epoch, one.step) > (other.epoch, other.step)
+    if ending.is_newer(checkpoint, job.checkpoint):
+        ending.record(state, job, checkpoint, now, f"epoch:{observed.epoch}")
 
 
 def _common(gang: Gang) -> Capabilities:
-    """Return the capabilities that all reporting parts offer."""
     known = [piece.capabilities for piece in gang.pieces if piece.capabilities.known]
     if known and not known[0].missing and known.count(known[0]) == len(known):
         # All report the same, as nearly always.

@@ -52,9 +52,8 @@ def hand_out(state: State, now: float) -> tuple[int, ...]:
 
 
 def _by_plan(state: State, now: float) -> tuple[int, ...]:
-    """Give leases to jobs that a plan starts, in its order."""
     chosen = list(islice(state.queue.suggested, state.settings.turns_at_once - len(state.leases)))
-    return tuple([_give(state, state.jobs[number], now, state.queue.take_suggestion(number)) for number in chosen])
+    return tuple([_give(state, state.jobs[number], now, state.queue.suggested.pop(number)) for number in chosen])
 
 
 def _by_order(state: State, now: float) -> tuple[int, ...]:
@@ -65,7 +64,7 @@ def _by_order(state: State, now: float) -> tuple[int, ...]:
     # Shapes that this view was too small for, and the devices that holders of leases may request: all, and those ahead.
     # Jobs behind do not delay a job: otherwise they would request in turns the pieces that are kept for it.
     vain: set[GangShape] = set()
-    asking, ahead = _asking(state), 0
+    asking, ahead = sum([state.jobs[turn.number].gpus for turn in state.leases.values()]), 0
     for number in _window(state):
         if len(state.leases) >= most:
             break
@@ -91,7 +90,9 @@ def _by_order(state: State, now: float) -> tuple[int, ...]:
             continue
         if not _has_room_beside(state, job, asking):
             break
-        if _lasts(state, number) and (_is_spent(state, job) or _lasting_leases(state) >= most // 2):
+        if _lasts(state, number) and (
+            _is_spent(state, job) or sum([_lasts(state, turn.number) for turn in state.leases.values()]) >= most // 2
+        ):
             continue
         given.append(_give(state, job, now))
         asking += job.gpus
@@ -181,9 +182,9 @@ def note_refused(state: State, event: GangRefused) -> None:
         _lose(state, turn)
         if not turn.scheduler:
             # The default host gives no other answer before something changes.
-            state.queue.note_passed(event.number, state.view.version, event.time)
+            state.queue.passed[event.number] = (state.view.version, event.time)
         return
-    state.leases.forgive(event.number)
+    state.leases.lost_turns.pop(event.number, None)
     if event.turn_kept:
         state.leases.put(replace(turn, tries=turn.tries + 1))
         return
@@ -191,7 +192,7 @@ def note_refused(state: State, event: GangRefused) -> None:
     # A scheduler that passes again on the same old view would decide the same at once.
     before, last = state.queue.passed.get(event.number, (0, 0.0))
     version = event.view_version if event.view_version > before else state.view.version
-    state.queue.note_passed(event.number, version, event.time)
+    state.queue.passed[event.number] = (version, event.time)
     if version >= state.view.freed:
         _note_declined(state, turn, event, last)
     _take_back(state, event.number)
@@ -205,14 +206,15 @@ def note_stream(state: State, event: TurnsClaimed) -> None:
     if claim.connected:
         for number in claim.jobs:
             if number in state.jobs:
-                state.leases.claim(number, claim.scheduler)
+                state.leases.claimed_by[number] = claim.scheduler
                 lost = state.leases.lost_turns.get(number, 0)
                 if (
                     lost >= state.settings.lost_turns_allowed
                     and now >= state.leases.returned.get(number, 0.0) + _RETURN_S
                 ):
                     # A turn to show that it is back, which one that dies again and again does not.
-                    state.leases.try_again(number, state.settings.lost_turns_allowed, now)
+                    state.leases.lost_turns[number] = state.settings.lost_turns_allowed - 1
+                    state.leases.returned[number] = now
     stale = [turn for turn in state.leases.values() if turn.scheduler != scheduler_of(state, state.jobs[turn.number])]
     if claim.alone:
         stale = [*stale, *[turn for turn in state.leases.values() if not turn.scheduler and turn not in stale]]
@@ -259,7 +261,7 @@ def _take_back(state: State, number: int) -> None:
 
 def _lose(state: State, turn: GrantedLease) -> None:
     _take_back(state, turn.number)
-    state.leases.note_lost(turn.number)
+    state.leases.lost_turns[turn.number] = state.leases.lost_turns.get(turn.number, 0) + 1
 
 
 def _note_declined(state: State, turn: GrantedLease, event: GangRefused, last: float) -> None:
@@ -325,10 +327,11 @@ def _window(state: State) -> Iterator[int]:
 def _turn_aside(state: State, now: float) -> None:
     """Rotate the jobs that are passed over, if they are too many to consider all of them."""
     if len(state.queue.aside) <= ASIDE:
-        state.queue.look_aside(0)
+        state.queue.aside_from = 0
     elif not 0.0 <= now - state.queue.aside_at < _LASTING_S:
         since = state.queue.aside_from + ASIDE
-        state.queue.look_aside(since if since < len(state.queue.aside) else ASIDE, now)
+        state.queue.aside_from = since if since < len(state.queue.aside) else ASIDE
+        state.queue.aside_at = now
 
 
 def _lasts(state: State, number: int) -> bool:
@@ -338,11 +341,6 @@ def _lasts(state: State, number: int) -> bool:
 def _holds_up(state: State, number: int) -> bool:
     """Return whether a strict queue keeps all pieces for this job, so that no job behind it can be granted any."""
     return number in state.queue.lacking and number not in state.queue.declined
-
-
-def _asking(state: State) -> int:
-    """Return the devices that the holders of leases may request."""
-    return sum([state.jobs[turn.number].gpus for turn in state.leases.values()])
 
 
 def _is_too_large(state: State, job: JobRecord, ahead: int) -> bool:
@@ -358,13 +356,7 @@ def _is_too_large(state: State, job: JobRecord, ahead: int) -> bool:
 
 
 def _is_spent(state: State, job: JobRecord) -> bool:
-    """Return whether the quota of the job's user leaves less than the job needs at least."""
     return bool(rules(state, job, job.spec.gpus_min if job.spec.is_elastic and not job.is_bound else None))
-
-
-def _lasting_leases(state: State) -> int:
-    """Return how many leases are held by jobs whose last refusal lasts."""
-    return sum([_lasts(state, turn.number) for turn in state.leases.values()])
 
 
 def _may_ask(state: State, number: int, now: float) -> bool:

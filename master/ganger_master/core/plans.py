@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import assert_never
+from typing import Any, Final, TypeAlias
 
 from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resources import Claim
@@ -43,8 +43,12 @@ from ganger_master.core.plan_changes import (
 )
 from ganger_master.core.preconditions import check_move, check_suspend, unfinished
 from ganger_master.core.state import State
+from ganger_master.core.state_indexes import limit_of
 from ganger_master.core.timeslice_admission import judge_rows
-from ganger_master.core.user_usage import limit_of
+
+# The events of a change, or why it is refused; those of a group, and refusals by job.
+_Judged: TypeAlias = tuple[Event, ...] | Refusal
+_JudgedGroup: TypeAlias = tuple[list[Event], dict[int, Refusal]]
 
 
 def propose_plan(state: State, command: commands.ProposePlan, now: float) -> Decision:
@@ -79,21 +83,19 @@ def propose_plan(state: State, command: commands.ProposePlan, now: float) -> Dec
 
 
 def _too_long(plan: commands.ProposePlan) -> str:
-    """Return which limit the plan exceeds; empty if none."""
-    promises = plan.promises or ()
-    if len(plan.changes) > CHANGES_LIMIT:
-        return f"{len(plan.changes)} changes, at most {CHANGES_LIMIT} in a plan: propose the others in the next one"
+    promises, line = plan.promises or (), plan.line.numbers if plan.line is not None else ()
     claims = sum([len(claims_in(change)) for change in plan.changes])
-    if claims > CLAIMS_LIMIT:
-        return f"{claims} claims in the changes, at most {CLAIMS_LIMIT} in a plan: propose some in the next one"
-    if plan.line is not None and len(plan.line.numbers) > LINE_LIMIT:
-        return f"{len(plan.line.numbers)} jobs in the line, at most {LINE_LIMIT}"
-    if max(len(promises), len(plan.findings), len(plan.curves)) > PROMISES_LIMIT:
-        return f"at most {PROMISES_LIMIT} places kept, and as many findings and curves"
-    claims = sum([len(promise.claims) for promise in promises])
-    if claims > CLAIMS_LIMIT:
-        return f"{claims} claims in the places kept, at most {CLAIMS_LIMIT}"
-    return ""
+    kept = sum([len(promise.claims) for promise in promises])
+    others = max(len(promises), len(plan.findings), len(plan.curves))
+    later = "propose the others in the next one"
+    exceeded = [
+        (len(plan.changes), CHANGES_LIMIT, f"changes, at most {CHANGES_LIMIT} in a plan: {later}"),
+        (claims, CLAIMS_LIMIT, f"claims in the changes, at most {CLAIMS_LIMIT} in a plan: {later}"),
+        (len(line), LINE_LIMIT, f"jobs in the line, at most {LINE_LIMIT}"),
+        (others, PROMISES_LIMIT, f"places kept, findings or curves, at most {PROMISES_LIMIT} of each"),
+        (kept, CLAIMS_LIMIT, f"claims in the places kept, at most {CLAIMS_LIMIT}"),
+    ]
+    return next((f"{count} {text}" for count, most, text in exceeded if count > most), "")
 
 
 def _groups(changes: Sequence[PlanChange]) -> list[list[PlanChange]]:
@@ -108,9 +110,7 @@ def _groups(changes: Sequence[PlanChange]) -> list[list[PlanChange]]:
     return list(groups.values())
 
 
-def _judge_group(
-    trial: _Trial, group: Sequence[PlanChange], proposer: str, now: float
-) -> tuple[list[Event], dict[int, Refusal]]:
+def _judge_group(trial: _Trial, group: Sequence[PlanChange], proposer: str, now: float) -> _JudgedGroup:
     """Return the events of changes with one id, or a refusal for each; the trial is unchanged if one is refused."""
     happening: list[Event] = []
     refused: dict[int, Refusal] = {}
@@ -140,10 +140,7 @@ def _judge_group(
     return [], refused
 
 
-def _judge_rows(
-    trial: _Trial, group: Sequence[PlanChange], proposer: str, now: float
-) -> tuple[list[Event], dict[int, Refusal]]:
-    """Judge the changes of a slice matrix, which are approved or refused together."""
+def _judge_rows(trial: _Trial, group: Sequence[PlanChange], proposer: str, now: float) -> _JudgedGroup:
     for change in group:
         if (disturbed := trial.disturbed(change)) is not None:
             return [], {change.number: disturbed}
@@ -294,7 +291,7 @@ def _exchange(state: State, event: Event) -> tuple[tuple[Claim, ...], tuple[Clai
             return (), ()
 
 
-def _judge_change(state: State, change: SingleChange, proposer: str, now: float) -> tuple[Event, ...] | Refusal:
+def _judge_change(state: State, change: SingleChange, proposer: str, now: float) -> _Judged:
     try:
         return _judged(state, unfinished(state, change.number), change, proposer, now)
     except RefusedError as error:
@@ -303,33 +300,15 @@ def _judge_change(state: State, change: SingleChange, proposer: str, now: float)
         return Refusal(reason, detail=error.refused.message, job=f"jobs/{change.number}")
 
 
-def _judged(
-    state: State, job: JobRecord, change: SingleChange, proposer: str, now: float
-) -> tuple[Event, ...] | Refusal:
+def _judged(state: State, job: JobRecord, change: SingleChange, proposer: str, now: float) -> _Judged:
     if change.revision != job.revision:
         return Refusal(Reason.STALE_REVISION, {"revision": job.revision, "given": change.revision}, job=job.name)
     if not job.spec.preemptible and isinstance(change, MoveChange | SuspendChange | ResizeChange):
         return Refusal(Reason.WRONG_STATE, detail="the job is not to be suspended or moved by plans", job=job.name)
-    match change:
-        case StartChange():
-            return _judge_start(state, job, change, proposer, now)
-        case MoveChange():
-            return _judge_move(state, job, change, proposer, now)
-        case ResizeChange():
-            return _judge_resize(state, job, change, proposer, now)
-        case CoresChange():
-            return _judge_cores(state, job, change, proposer, now)
-        case SuspendChange():
-            return _judge_suspend(state, job, change, proposer, now)
-        case ResumeChange():
-            return _judge_resume(state, job, change, proposer, now)
-        case _:
-            assert_never(change)
+    return _JUDGES[type(change)](state, job, change, proposer, now)
 
 
-def _judge_start(
-    state: State, job: JobRecord, change: StartChange, proposer: str, now: float
-) -> tuple[Event, ...] | Refusal:
+def _judge_start(state: State, job: JobRecord, change: StartChange, proposer: str, now: float) -> _Judged:
     if not job.is_waiting or not change.claims:
         return Refusal(Reason.WRONG_STATE, job=job.name)
     shape = shape_for(job, change.claims, rests_for_any_size(state, job))
@@ -349,9 +328,7 @@ def _judge_start(
     return (events.GangApproved(now, proposer, job.number, tuple(verdict.claims), verdict.level),)
 
 
-def _judge_move(
-    state: State, job: JobRecord, change: MoveChange, proposer: str, now: float
-) -> tuple[Event, ...] | Refusal:
+def _judge_move(state: State, job: JobRecord, change: MoveChange, proposer: str, now: float) -> _Judged:
     try:
         claims = check_move(state, job, (), change.claims)
     except RefusedError as error:
@@ -363,9 +340,7 @@ def _judge_move(
     return (events.MoveBegun(now, proposer, job.number, claims, level_of(state, claims), change.purpose),)
 
 
-def _judge_resize(
-    state: State, job: JobRecord, change: ResizeChange, proposer: str, now: float
-) -> tuple[Event, ...] | Refusal:
+def _judge_resize(state: State, job: JobRecord, change: ResizeChange, proposer: str, now: float) -> _Judged:
     gang = check_resize(state, job, devices_of(change.claims))
     refusals = judge_resize(state, job, gang, change.claims)
     if refusals:
@@ -374,9 +349,7 @@ def _judge_resize(
     return (events.ResizeBegun(now, proposer, job.number, change.claims, level, change.reason, change.purpose),)
 
 
-def _judge_cores(
-    state: State, job: JobRecord, change: CoresChange, proposer: str, now: float
-) -> tuple[Event, ...] | Refusal:
+def _judge_cores(state: State, job: JobRecord, change: CoresChange, proposer: str, now: float) -> _Judged:
     gang = state.gangs.get(job.epoch)
     if gang is None or gang.intent is not GangIntent.RUN or job.next_epoch or job.ending is not None:
         return Refusal(Reason.WRONG_STATE, job=job.name)
@@ -400,9 +373,7 @@ def _judge_cores(
     return (events.CoresChanged(now, proposer, job.number, change.claims, False, change.reason),)
 
 
-def _judge_suspend(
-    state: State, job: JobRecord, change: SuspendChange, proposer: str, now: float
-) -> tuple[Event, ...] | Refusal:
+def _judge_suspend(state: State, job: JobRecord, change: SuspendChange, proposer: str, now: float) -> _Judged:
     gang = state.gangs.get(job.epoch)
     if job.state is not JobState.HOLDING or gang is None or job.ending is not None:
         return Refusal(Reason.WRONG_STATE, job=job.name)
@@ -412,9 +383,7 @@ def _judge_suspend(
     return (events.JobSuspended(now, proposer, job.number, level, by_plan=True, purpose=change.purpose),)
 
 
-def _judge_resume(
-    state: State, job: JobRecord, change: ResumeChange, proposer: str, now: float
-) -> tuple[Event, ...] | Refusal:
+def _judge_resume(state: State, job: JobRecord, change: ResumeChange, proposer: str, now: float) -> _Judged:
     gang = state.gangs.get(job.epoch)
     if job.state is not JobState.HOLDING or gang is None or gang.intent is not GangIntent.PARK or job.next_epoch:
         return Refusal(Reason.WRONG_STATE, job=job.name)
@@ -427,3 +396,13 @@ def _judge_resume(
         if refusals:
             return refusals[0]
     return (events.JobResumed(now, proposer, job.number, change.purpose),)
+
+
+_JUDGES: Final[dict[type, Callable[[State, JobRecord, Any, str, float], _Judged]]] = {
+    StartChange: _judge_start,
+    MoveChange: _judge_move,
+    ResizeChange: _judge_resize,
+    CoresChange: _judge_cores,
+    SuspendChange: _judge_suspend,
+    ResumeChange: _judge_resume,
+}

@@ -30,9 +30,6 @@ _RANGES_MOST: Final = 64
 _SETTLED: Final = (ObservedPhase.RUNNING, ObservedPhase.PARKED)
 
 
-# -- ids ---------------------------------------------------------------------------------------------------------------
-
-
 def note_ids(state: State, next_epoch: int, next_job: int) -> None:
     """Give no id below these again, `next_epoch` of gangs and `next_job` of jobs; note skipped epochs."""
     counters = state.counters
@@ -51,9 +48,6 @@ def is_skipped(state: State, epoch: int) -> bool:
     """Return whether this database never gave that epoch."""
     counters = state.counters
     return epoch >= counters.next_epoch or any(first <= epoch < end for first, end in counters.skipped_epochs)
-
-
-# -- strays ------------------------------------------------------------------------------------------------------------
 
 
 def stray_of(observed: ObservedGang, quarantined: bool, note: str, before: Stray | None = None) -> Stray:
@@ -96,9 +90,6 @@ def live_epochs(state: State, uid: str) -> dict[int, list[str]]:
             if stray.uid == uid and stray.holds_back and stray.phase is not ObservedPhase.ENDED:
                 epochs.setdefault(stray.epoch, []).append(name)
     return epochs
-
-
-# -- commands ----------------------------------------------------------------------------------------------------------
 
 
 def decide_end(state: State, command: commands.EndQuarantined, now: float) -> Decision:
@@ -191,9 +182,6 @@ def _job_of(state: State, parts: Mapping[str, Stray], now: float) -> JobRecord |
     return known
 
 
-# -- adoption ----------------------------------------------------------------------------------------------------------
-
-
 def adoptable_gang(state: State, job: JobRecord, epoch: int, parts: Mapping[str, Stray], now: float) -> Gang | str:
     """Return the gang that these parts make, by the newest order of its daemons; or why it cannot be adopted.
 
@@ -215,7 +203,7 @@ def adoptable_gang(state: State, job: JobRecord, epoch: int, parts: Mapping[str,
     misfit = _hardware_mismatch(state, claims)
     if misfit:
         return misfit
-    gang = _built(state, job, epoch, newest, [parts[name] for name in newest.nodes], claims, now)
+    gang = _built(state, job, newest, [parts[name] for name in newest.nodes], claims, now)
     return _booking_conflict(state, job, gang) or gang
 
 
@@ -257,7 +245,6 @@ def give_gang(state: State, job: JobRecord, gang: Gang, now: float, cause: str) 
 
 
 def _refusal_by_order(state: State, job: JobRecord, newest: StoredOrder, parts: Mapping[str, Stray]) -> str:
-    """Return why its order or its phase forbids adoption; empty if neither does."""
     if any(_order_of(part).is_sliced for part in parts.values()):
         return "it takes turns with others on its devices"
     if newest.intent not in (GangIntent.RUN, GangIntent.PARK, GangIntent.HAND_OVER):
@@ -270,7 +257,6 @@ def _refusal_by_order(state: State, job: JobRecord, newest: StoredOrder, parts: 
 
 
 def _hardware_mismatch(state: State, claims: Sequence[Claim]) -> str:
-    """Return why claims name hardware that their nodes do not have; empty if the nodes have it."""
     for claim in claims:
         kind = state.nodes.configuration_sets[state.nodes[claim.node].configuration_set]
         if claim.device_mask >> kind.devices or len(claim.millicores) > len(kind.sockets):
@@ -332,17 +318,11 @@ def _other_on(state: State, job: JobRecord, claim: Claim) -> Stray | None:
 
 
 def _built(
-    state: State,
-    job: JobRecord,
-    epoch: int,
-    newest: StoredOrder,
-    parts: Sequence[Stray],
-    claims: Sequence[Claim],
-    now: float,
+    state: State, job: JobRecord, newest: StoredOrder, parts: Sequence[Stray], claims: Sequence[Claim], now: float
 ) -> Gang:
     version = state.next_desired_version
     gang = Gang(
-        epoch=epoch,
+        epoch=parts[0].epoch,
         job=job.number,
         role=GangRole.ACTIVE,
         phase=GangPhase.STARTING,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
 from typing import Final, TypeAlias
 
 from ganger.cluster.refusals import Reason, Refusal
@@ -13,8 +12,6 @@ from msgspec import Struct
 
 # The policy's key of a job, and its number behind.
 Place: TypeAlias = tuple[int, ...]
-
-_LONGEST_RUN: Final = 512
 
 
 class GrantedLease(Struct, frozen=True, gc=False):
@@ -73,93 +70,56 @@ def is_lasting(refusals: tuple[Refusal, ...], is_strict: bool) -> bool:
 
 
 class Waiting:
-    """A sorted set of places; the caller adds each place at most once.
-
-    Short sorted runs bound the cost of a change: in one list, removing the first place would move all others.
-    """
+    """A sorted set of places; the caller adds each place at most once."""
 
     def __init__(self) -> None:
-        self._runs: list[list[Place]] = []
-        # The first of each run.
-        self._heads: list[Place] = []
-        self._count = 0
+        self._places: list[Place] = []
 
     def add(self, place: Place) -> None:
-        self._count += 1
-        if not self._runs:
-            self._runs.append([place])
-            self._heads.append(place)
-            return
-        at = max(0, bisect_right(self._heads, place) - 1)
-        run = self._runs[at]
-        insort(run, place)
-        self._heads[at] = run[0]
-        if len(run) > _LONGEST_RUN:
-            half = len(run) // 2
-            self._runs.insert(at + 1, run[half:])
-            self._heads.insert(at + 1, run[half])
-            del run[half:]
+        insort(self._places, place)
 
     def remove(self, place: Place) -> None:
         """Remove a place, which must be present."""
-        at = bisect_right(self._heads, place) - 1
-        run = self._runs[at]
-        del run[bisect_left(run, place)]
-        self._count -= 1
-        if run:
-            self._heads[at] = run[0]
-        else:
-            del self._runs[at], self._heads[at]
+        del self._places[bisect_left(self._places, place)]
 
     def rank(self, place: Place) -> int:
         """Return how many places are before this one."""
-        at = max(0, bisect_right(self._heads, place) - 1)
-        before = sum([len(run) for run in self._runs[:at]])
-        return before + (bisect_left(self._runs[at], place) if self._runs else 0)
+        return bisect_left(self._places, place)
 
     def __iter__(self) -> Iterator[int]:
         """Iterate over the job numbers, in order."""
-        return (place[-1] for place in self.places())
+        return (place[-1] for place in self._places)
 
     def places(self) -> Iterator[Place]:
-        return chain.from_iterable(self._runs)
-
-    def __len__(self) -> int:
-        return self._count
-
-
-class QueueSubset:
-    """Some of the waiting jobs, in the same order."""
-
-    def __init__(self) -> None:
-        self._places: dict[int, Place] = {}
-        self._order = Waiting()
-
-    def note(self, place: Place, belongs: bool) -> None:
-        """Record whether the job at that place belongs to the subset."""
-        number = place[-1]
-        if belongs and number not in self._places:
-            self._places[number] = place
-            self._order.add(place)
-        elif not belongs:
-            self.forget(number)
-
-    def forget(self, number: int) -> None:
-        place = self._places.pop(number, None)
-        if place is not None:
-            self._order.remove(place)
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._places
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._order)
+        return iter(self._places)
 
     def __len__(self) -> int:
         return len(self._places)
 
-    def places(self) -> Iterator[Place]:
-        return self._order.places()
+
+class QueueSubset(Waiting):
+    """Some of the waiting jobs, in the same order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._place_of: dict[int, Place] = {}
+
+    def note(self, place: Place, belongs: bool) -> None:
+        """Record whether the job at that place belongs to the subset."""
+        number = place[-1]
+        if belongs and number not in self._place_of:
+            self._place_of[number] = place
+            self.add(place)
+        elif not belongs:
+            self.forget(number)
+
+    def forget(self, number: int) -> None:
+        place = self._place_of.pop(number, None)
+        if place is not None:
+            self.remove(place)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._place_of
 
 
 class JobQueue:
@@ -233,9 +193,6 @@ class JobQueue:
         self.conflicts[number] = self.conflicts.get(number, 0) + count
         self.blocked = None
 
-    def note_passed(self, number: int, view_version: int, now: float) -> None:
-        self.passed[number] = (view_version, now)
-
     def note_declined(self, number: int, is_patient: bool | None) -> None:
         """Record that a job's scheduler left a place unused; None: it is asked anew."""
         if is_patient is None:
@@ -243,40 +200,6 @@ class JobQueue:
         else:
             self.declined[number] = is_patient
         self.blocked = None
-
-    def note_blocked(self, blocked: Blocked | None) -> None:
-        self.blocked = blocked
-
-    def keep_places(self, kept: ReservedPlaces | None) -> None:
-        self.kept = kept
-
-    def look_aside(self, offset: int, now: float | None = None) -> None:
-        """Consider the jobs that are aside from this offset on; now: since when, None: unchanged."""
-        self.aside_from = offset
-        if now is not None:
-            self.aside_at = now
-
-    def rank(self, numbers: tuple[int, ...], policy: str) -> None:
-        self.ranks = {number: rank for rank, number in enumerate(numbers, 1)}
-        self.ranked_by = policy
-
-    def promise(self, places: dict[int, tuple[Claim, ...]], now: float | None = None) -> None:
-        """Replace the places that the planner keeps; now: when it reported them, None: it did not."""
-        self.promised = places
-        if now is not None:
-            self.promised_at = now
-
-    def suggest(self, number: int, place: tuple[Claim, ...]) -> None:
-        self.suggested[number] = place
-
-    def take_suggestion(self, number: int) -> tuple[Claim, ...]:
-        return self.suggested.pop(number)
-
-    def list_resuming(self, number: int, belongs: bool) -> None:
-        if belongs:
-            self.resuming[number] = None
-        else:
-            self.resuming.pop(number, None)
 
     def set_clock(self, moved: Callable[[float], float]) -> None:
         """Replace times by `moved` ones."""
@@ -318,31 +241,6 @@ class LeaseTable(dict[int, GrantedLease]):
     def drop_all(self) -> None:
         self.turn_of.clear()
         self.clear()
-
-    def leave(self, number: int) -> None:
-        """Take the lease of a job back that leaves the queue."""
-        self.drop(number)
-        self.returned.pop(number, None)
-
-    def forget_job(self, number: int) -> None:
-        self.claimed_by.pop(number, None)
-        self.lost_turns.pop(number, None)
-
-    def note_lost(self, number: int) -> None:
-        """Record that the job's lease was not used as it should have been."""
-        self.lost_turns[number] = self.lost_turns.get(number, 0) + 1
-
-    def forgive(self, number: int) -> None:
-        """Count no lost leases of a job any more."""
-        self.lost_turns.pop(number, None)
-
-    def try_again(self, number: int, allowed: int, now: float) -> None:
-        """Let the scheduler of a job, which came back, lose one lease before its leases go to another."""
-        self.lost_turns[number] = allowed - 1
-        self.returned[number] = now
-
-    def claim(self, number: int, scheduler: str) -> None:
-        self.claimed_by[number] = scheduler
 
     def give_up_claims(self, scheduler: str) -> None:
         for number in [number for number, owner in self.claimed_by.items() if owner == scheduler]:

@@ -156,16 +156,11 @@ def protect(view: View, reservations: Iterable[Reservation], everything: tuple[s
     """Return the protected set of these reservations. Nodes that left the view protect nothing, nor does a claim
     of other sockets than its node has: plans may reserve such claims."""
     nodes: dict[str, tuple[ProtectedPieces, ...]] = {}
-    for reservation in sorted(reservations, key=lambda one: (one.rank, one.job)):
-        for claim in reservation.claims:
+    for one in sorted(reservations, key=lambda one: (one.rank, one.job)):
+        for claim in one.claims:
             if claim.node in view and len(claim.millicores) == len(view.topology(claim.node).sockets):
-                kept = ProtectedPieces(
-                    reservation.job,
-                    reservation.rank,
-                    claim.device_mask,
-                    claim.millicores,
-                    claim.memory_bytes + claim.arena_bytes,
-                )
+                memory_bytes = claim.memory_bytes + claim.arena_bytes
+                kept = ProtectedPieces(one.job, one.rank, claim.device_mask, claim.millicores, memory_bytes)
                 nodes[claim.node] = (*nodes.get(claim.node, ()), kept)
     return Protected(nodes, everything)
 
@@ -198,14 +193,8 @@ def trespass(
             millicores = [have + more for have, more in zip(millicores, kept.millicores, strict=True)]
             figures = _in_the_way(view, slot, claim, kept.device_mask, millicores, memory)
             if figures:
-                refusals.append(
-                    Refusal(
-                        Reason.RESERVED,
-                        {**figures, "rank": rank, "first_rank": kept.rank},
-                        node=claim.node,
-                        job=kept.job,
-                    )
-                )
+                figures |= {"rank": rank, "first_rank": kept.rank}
+                refusals.append(Refusal(Reason.RESERVED, figures, node=claim.node, job=kept.job))
                 break
     return tuple(refusals)
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Final, TypeAlias
+from enum import StrEnum
+from typing import Final, NamedTuple, TypeAlias
 
 from ganger.job_state import JobState
-from msgspec import Struct
 from msgspec.structs import replace
 
-from ganger_master.core import ending, events, gang_orders, observation, quarantine, retry
+from ganger_master.core import ending, events, gang_orders, observation, quarantine
 from ganger_master.core.commands import FinishedGang, Observe, ObservedGang, RecordedEnd
 from ganger_master.core.gang_model import (
     Gang,
@@ -38,40 +38,46 @@ _REVISIONS_SKIPPED: Final = 1 << 20
 # Order numbers that a node without a report may have are not given again either.
 _ORDERS_SKIPPED: Final = 1 << 10
 
-# -- verdicts ----------------------------------------------------------------------------------------------------------
+
+# By the uid of a job, and by node.
+_Living: TypeAlias = Mapping[str, LiveGangs]
+_Reports: TypeAlias = Mapping[str, Observe]
 
 
-class EndVerdict(Struct, frozen=True):
-    """The job has ended in this state; `by` names the evidence."""
+class VerdictKind(StrEnum):
+    """What happened to a job since the backup; the history counts jobs by it."""
 
-    state: JobState
-    by: str
-
-
-class AskVerdict(Struct, frozen=True):
-    """The end of the job is not known: suspend it until its user decides."""
-
-
-class KeepVerdict(Struct, frozen=True):
-    """No report contradicts the database: keep what it has."""
-
-
-class AdoptVerdict(Struct, frozen=True):
-    """The job has the gang of this epoch: adopt it."""
-
-    epoch: int
+    # It has ended in the state of the verdict.
+    ENDED = "ended"
+    # Its end is not known: suspend it until its user decides.
+    UNKNOWN = "suspended"
+    # No report contradicts the database: keep what it has.
+    KEPT = "kept"
+    # It has the gang of the verdict's epoch: adopt that.
+    ADOPTED = "adopted"
+    # The gang that the database has was never launched: the job waits for another one.
+    REQUEUED = "requeued"
 
 
-class RequeueVerdict(Struct, frozen=True):
-    """The gang that the database has was never launched: the job waits for another one."""
+class Verdict(NamedTuple):
+    """`state` and `by`: of a job that has ended, and the evidence. `epoch`: of the gang to adopt, else zero."""
+
+    kind: VerdictKind
+    state: JobState = JobState.PENDING
+    by: str = ""
+    epoch: int = 0
 
 
-Verdict: TypeAlias = EndVerdict | AskVerdict | KeepVerdict | AdoptVerdict | RequeueVerdict
-# Names of the verdicts, which the history counts.
-COUNTED_AS: Final = {
-    EndVerdict: "ended", AskVerdict: "suspended", KeepVerdict: "kept", AdoptVerdict: "adopted",
-    RequeueVerdict: "requeued",
-}  # fmt: skip
+_ASK: Final = Verdict(VerdictKind.UNKNOWN)
+_KEEP: Final = Verdict(VerdictKind.KEPT)
+
+
+def _ended_as(state: JobState, by: str) -> Verdict:
+    return Verdict(VerdictKind.ENDED, state, by)
+
+
+def _adopt_as(epoch: int) -> Verdict:
+    return Verdict(VerdictKind.ADOPTED, epoch=epoch)
 
 
 def verdict_of(state: State, job: JobRecord, alive: LiveGangs, over: EndedGangs, ended: RecordedEnd | None) -> Verdict:
@@ -80,7 +86,7 @@ def verdict_of(state: State, job: JobRecord, alive: LiveGangs, over: EndedGangs,
     `alive` and `over`: its gangs that nodes report, living and ended; `ended`: its recorded end, if there is one."""
     if ended is not None:
         return (
-            EndVerdict(ended.state, "it is recorded that it ended")
+            _ended_as(ended.state, "it is recorded that it ended")
             if ended.state is not None
             else _by_storage_note(job, over)
         )
@@ -88,18 +94,17 @@ def verdict_of(state: State, job: JobRecord, alive: LiveGangs, over: EndedGangs,
     news = {epoch: parts for epoch, parts in over.items() if _is_unknown_end(state, job, epoch, parts)}
     newest = max(news, default=0)
     if living and not _is_superseded(living, newest, news):
-        return KeepVerdict() if is_as_stored(state, living, alive[living], alive, job) else AdoptVerdict(living)
+        return _KEEP if is_as_stored(state, living, alive[living], alive, job) else _adopt_as(living)
     if not newest:
-        return KeepVerdict() if not alive.keys() - {job.epoch, job.next_epoch} else AskVerdict()
+        return _KEEP if not alive.keys() - {job.epoch, job.next_epoch} else _ASK
     return _by_outcomes(state, job, newest, news[newest])
 
 
 def _by_storage_note(job: JobRecord, over: EndedGangs) -> Verdict:
-    """Return the verdict for a job of which storage has only a note that it ended."""
     parts = over[max(over)].values() if over else ()
     if parts and all(part.outcome.kind is OutcomeKind.DONE for part in parts):
-        return EndVerdict(JobState.SUCCEEDED, "storage has a note that it ended, and its ranks had finished")
-    return EndVerdict(JobState.CANCELLED, "storage has a note that it ended, but not how")
+        return _ended_as(JobState.SUCCEEDED, "storage has a note that it ended, and its ranks had finished")
+    return _ended_as(JobState.CANCELLED, "storage has a note that it ended, but not how")
 
 
 def newest_living(state: State, alive: LiveGangs) -> int:
@@ -109,19 +114,13 @@ def newest_living(state: State, alive: LiveGangs) -> int:
 
 def may_step(state: State, epoch: int, parts: Mapping[str, ObservedGang]) -> bool:
     """Return whether a gang is neither ending nor the destination of a move that is not committed."""
-    newest, gang = _newest_order(parts), state.gangs.get(epoch)
-    if newest is not None:
-        return newest.intent not in (GangIntent.STOP, GangIntent.PREPARE)
+    gang, told = state.gangs.get(epoch), [part.told for part in parts.values() if part.told is not None]
+    if told:
+        return max(told, key=lambda one: one.master_sequence).intent not in (GangIntent.STOP, GangIntent.PREPARE)
     # A daemon that cannot describe the order: by the database, or by the phases.
     if gang is not None and max(part.master_sequence for part in parts.values()) <= gang.master_sequence:
         return gang.intent not in (GangIntent.STOP, GangIntent.PREPARE)
     return all(part.phase in (ObservedPhase.RUNNING, ObservedPhase.PARKED) for part in parts.values())
-
-
-def _newest_order(parts: Mapping[str, ObservedGang]) -> StoredOrder | None:
-    """Return the newest order for a gang that its daemons have described; None if none has described one."""
-    orders_known = [part.told for part in parts.values() if part.told is not None]
-    return max(orders_known, key=lambda one: one.master_sequence, default=None)
 
 
 def _is_unknown_end(state: State, job: JobRecord, epoch: int, parts: Mapping[str, FinishedGang]) -> bool:
@@ -168,12 +167,12 @@ def is_as_stored(state: State, epoch: int, parts: Mapping[str, ObservedGang], al
 def _by_outcomes(state: State, job: JobRecord, epoch: int, parts: Mapping[str, FinishedGang]) -> Verdict:
     kinds = {part.outcome.kind for part in parts.values()}
     if kinds == {OutcomeKind.DONE} and len(parts) == _nodes_of(state, job, epoch, parts):
-        return EndVerdict(JobState.SUCCEEDED, "every rank has finished")
+        return _ended_as(JobState.SUCCEEDED, "every rank has finished")
     is_users = bool(kinds & {OutcomeKind.FAILED, OutcomeKind.OUT_OF_MEMORY})
     if is_users and job.failures >= job.spec.max_failures:
         failed = next(part.outcome for part in parts.values() if part.outcome.kind not in _WELL)
-        return EndVerdict(JobState.FAILED, failed.message or f"an attempt ended as {failed.kind.value}")
-    return AskVerdict()
+        return _ended_as(JobState.FAILED, failed.message or f"an attempt ended as {failed.kind.value}")
+    return _ASK
 
 
 def _nodes_of(state: State, job: JobRecord, epoch: int, parts: Mapping[str, FinishedGang]) -> int:
@@ -187,9 +186,6 @@ def _nodes_of(state: State, job: JobRecord, epoch: int, parts: Mapping[str, Fini
 
 
 _WELL: Final = (OutcomeKind.DONE, OutcomeKind.YIELDED, OutcomeKind.STOPPED)
-
-
-# -- settling ----------------------------------------------------------------------------------------------------------
 
 
 def settle(state: State, event: events.RestoreSettled) -> None:
@@ -208,15 +204,15 @@ def settle(state: State, event: events.RestoreSettled) -> None:
     _forget_changed_sets(state, reports, alive, verdicts)
     _release_gangs(state, verdicts, alive, reports, now)
     _note_strays(state, reports, alive, verdicts, ends)
-    counts = Counter(COUNTED_AS[type(verdict)] for verdict in verdicts.values())
+    counts = Counter(verdict.kind.value for verdict in verdicts.values())
     for number, verdict in verdicts.items():
         job = state.jobs[number]
-        if isinstance(verdict, AdoptVerdict) and not _adopt(state, job, verdict.epoch, now, cause):
+        if verdict.kind is VerdictKind.ADOPTED and not _adopt(state, job, verdict.epoch, now, cause):
             counts["quarantined"] += 1
-        elif isinstance(verdict, EndVerdict):
+        elif verdict.kind is VerdictKind.ENDED:
             failure = Failure("EXIT", verdict.by) if verdict.state is JobState.FAILED else None
             ending.end(state, number, verdict.state, now, verdict.by, failure)
-        elif isinstance(verdict, AskVerdict):
+        elif verdict.kind is VerdictKind.UNKNOWN:
             _suspend(state, job, now, cause)
     for number in list(state.jobs.live):
         job = state.jobs[number]
@@ -226,7 +222,7 @@ def settle(state: State, event: events.RestoreSettled) -> None:
             later = replace(gang, master_sequence=gang.master_sequence + _ORDERS_SKIPPED)
             state.put_gang(gang_orders.begin_anew(later))
     state.counters.restoring, state.reports, state.ends = None, {}, None
-    state.nodes.check_silence_at(now)
+    state.nodes.next_silence_check = now
     for name, report in reports.items():
         state.dirty.wants[name] = []
         observation.observe(state, replace(report, finished=()), now, cause)
@@ -237,20 +233,17 @@ def settle(state: State, event: events.RestoreSettled) -> None:
     state.history(now, "cluster", "restore_settled", cause, text, **dict(sorted(counts.items())))
 
 
-def _note_checkpoints(state: State, alive: Mapping[str, LiveGangs], over: Mapping[str, EndedGangs], now: float) -> None:
-    """Note the newest complete checkpoint of each job, whichever attempt wrote it."""
+def _note_checkpoints(state: State, alive: _Living, over: Mapping[str, EndedGangs], now: float) -> None:
     for number in list(state.jobs.live):
         job = state.jobs[number]
         known = [part.checkpoint for parts in alive.get(job.uid, {}).values() for part in parts.values()]
         known += [part.checkpoint for parts in over.get(job.uid, {}).values() for part in parts.values()]
         newest = max([one for one in known if one is not None], key=lambda one: (one.epoch, one.step), default=None)
-        if newest is not None and retry.is_newer(newest, job.checkpoint):
-            retry.record(state, job, newest, now, f"epoch:{newest.epoch}")
+        if newest is not None and ending.is_newer(newest, job.checkpoint):
+            ending.record(state, job, newest, now, f"epoch:{newest.epoch}")
 
 
-def _forget_changed_sets(
-    state: State, reports: Mapping[str, Observe], alive: Mapping[str, LiveGangs], verdicts: dict[int, Verdict]
-) -> None:
+def _forget_changed_sets(state: State, reports: _Reports, alive: _Living, verdicts: dict[int, Verdict]) -> None:
     """Forget time-slice groups that have changed since the copy was made, and mark all their gangs for adoption, which
     quarantines those that are time-sliced: daemons keep such gangs off each other's devices.
 
@@ -259,7 +252,7 @@ def _forget_changed_sets(
     runs there. Gangs of which no node has reported anything stay in the group. Any other gang holds nothing on a node
     that has not reported, where a gang that stays may have the same devices; if the node comes back with it, it is
     stopped."""
-    adopted = {verdict.epoch for verdict in verdicts.values() if isinstance(verdict, AdoptVerdict)}
+    adopted = {verdict.epoch for verdict in verdicts.values() if verdict.kind is VerdictKind.ADOPTED}
     for number, node_set in list(state.gangs.sets.items()):
         is_heard = not reports.keys().isdisjoint(node_set.nodes)
         known = [rows.known for report in reports.values() for rows in report.rows if rows.node_set == number]
@@ -271,13 +264,13 @@ def _forget_changed_sets(
             gang = state.gangs[epoch]
             job = state.jobs[gang.job]
             parts = alive.get(job.uid)
-            if not isinstance(verdicts.get(job.number), KeepVerdict):
+            if job.number not in verdicts or verdicts[job.number].kind is not VerdictKind.KEPT:
                 continue
             if parts:
                 # The job may be about to move into the group or out of it: it has the gang that may step.
-                verdicts[job.number] = AdoptVerdict(newest_living(state, parts) or epoch)
+                verdicts[job.number] = _adopt_as(newest_living(state, parts) or epoch)
             elif gang.intent is not GangIntent.STOP and reports.keys() >= set(gang.nodes):
-                verdicts[job.number] = RequeueVerdict()
+                verdicts[job.number] = Verdict(VerdictKind.REQUEUED)
         kept = [epoch for epoch in sorted(epochs) if _is_kept(state, epoch, alive, verdicts)]
         _shrink_set(state, node_set, kept)
         for gang in [state.gangs[epoch] for epoch in sorted(epochs.difference(kept))]:
@@ -286,15 +279,13 @@ def _forget_changed_sets(
                 state.put_gang(replace(gang, node_set=0, pieces=pieces))
 
 
-def _is_kept(state: State, epoch: int, alive: Mapping[str, LiveGangs], verdicts: Mapping[int, Verdict]) -> bool:
-    """Return whether a gang stays in the database because a node of it has not reported."""
+def _is_kept(state: State, epoch: int, alive: _Living, verdicts: Mapping[int, Verdict]) -> bool:
     gang = state.gangs[epoch]
-    is_reported = bool(alive.get(state.jobs[gang.job].uid))
-    return isinstance(verdicts.get(gang.job), KeepVerdict) and gang.intent is not GangIntent.STOP and not is_reported
+    is_kept = gang.job in verdicts and verdicts[gang.job].kind is VerdictKind.KEPT
+    return is_kept and gang.intent is not GangIntent.STOP and not alive.get(state.jobs[gang.job].uid)
 
 
 def _shrink_set(state: State, node_set: TimesliceGroup, kept: Sequence[int]) -> None:
-    """Leave only these gangs in a time-slice group; without any it is forgotten."""
     state.forget_set(node_set.number)
     if not kept:
         return
@@ -306,18 +297,14 @@ def _shrink_set(state: State, node_set: TimesliceGroup, kept: Sequence[int]) -> 
 
 
 def _release_gangs(
-    state: State,
-    verdicts: Mapping[int, Verdict],
-    alive: Mapping[str, LiveGangs],
-    reports: Mapping[str, Observe],
-    now: float,
+    state: State, verdicts: Mapping[int, Verdict], alive: _Living, reports: _Reports, now: float
 ) -> None:
     """Release gangs of the database that their jobs no longer have: forget unreported ones, stop the rest."""
     for number, verdict in verdicts.items():
-        if isinstance(verdict, KeepVerdict):
+        if verdict.kind is VerdictKind.KEPT:
             continue
         job = state.jobs[number]
-        taken = verdict.epoch if isinstance(verdict, AdoptVerdict) else 0
+        taken = verdict.epoch if verdict.kind is VerdictKind.ADOPTED else 0
         for gang in state.gangs.of_job(number):
             there = alive.get(job.uid, {}).get(gang.epoch, {})
             if gang.epoch == taken:
@@ -333,13 +320,11 @@ def _release_gangs(
             else:
                 state.put_gang(gang_orders.stop(left, now))
         if job.next_epoch or job.epoch != taken or (job.epoch and job.epoch not in state.gangs):
-            kept = job.epoch if job.epoch in state.gangs and not isinstance(verdict, AdoptVerdict) else 0
+            kept = job.epoch if job.epoch in state.gangs and verdict.kind is not VerdictKind.ADOPTED else 0
             state.put_job(_waiting(replace(job, epoch=kept, next_epoch=0), now))
 
 
-def _note_parts(
-    state: State, alive: Mapping[str, LiveGangs], over: Mapping[str, EndedGangs], reports: Mapping[str, Observe]
-) -> None:
+def _note_parts(state: State, alive: _Living, over: Mapping[str, EndedGangs], reports: _Reports) -> None:
     """Take the parts of gangs of the database as their nodes report them, before any gang is judged: other gangs may
     have the devices of a part that has ended, and share those of one that lives."""
     for gang in list(state.gangs.values()):
@@ -366,7 +351,7 @@ def _shared_as_described(piece: Piece, gang: Gang, order: StoredOrder | None) ->
     return gang_orders.shared(piece, order.claim.shared_mask)
 
 
-def _ended(piece: Piece, end: FinishedGang | None, reports: Mapping[str, Observe]) -> Piece:
+def _ended(piece: Piece, end: FinishedGang | None, reports: _Reports) -> Piece:
     """Return the part as gone if its node reports. `end`: how it ended, where its node has a record of that. Without
     one it was to stop, and nothing starts it again."""
     if piece.gone and not piece.lost:
@@ -375,7 +360,7 @@ def _ended(piece: Piece, end: FinishedGang | None, reports: Mapping[str, Observe
     return gone if end is None or piece.lost else replace(gone, outcome=end.outcome)
 
 
-def _vacated(piece: Piece, there: Mapping[str, ObservedGang], reports: Mapping[str, Observe]) -> Piece:
+def _vacated(piece: Piece, there: Mapping[str, ObservedGang], reports: _Reports) -> Piece:
     node = piece.claim.node
     if node in there or node not in reports:
         return piece
@@ -403,11 +388,7 @@ def _waiting(job: JobRecord, now: float) -> JobRecord:
 
 
 def _note_strays(
-    state: State,
-    reports: Mapping[str, Observe],
-    alive: Mapping[str, LiveGangs],
-    verdicts: Mapping[int, Verdict],
-    ends: Mapping[str, RecordedEnd],
+    state: State, reports: _Reports, alive: _Living, verdicts: Mapping[int, Verdict], ends: Mapping[str, RecordedEnd]
 ) -> None:
     """Note each reported gang that the database does not have as a stray: quarantined, or to be stopped if it is over.
     Adoption starts from these."""
@@ -418,28 +399,23 @@ def _note_strays(
             if gang is not None and state.jobs[gang.job].uid == observed.uid:
                 continue
             job = state.jobs.get(observed.job)
-            verdict = verdicts.get(observed.job) if job is not None and job.uid == observed.uid else None
+            is_known = job is not None and job.uid == observed.uid and observed.job in verdicts
+            kind = verdicts[observed.job].kind if is_known else None
+            parts = alive.get(observed.uid, {}).get(observed.epoch, {"": observed})
             is_over = (
-                isinstance(verdict, (EndVerdict, AskVerdict, KeepVerdict))
-                or (
-                    isinstance(verdict, AdoptVerdict)
-                    and not may_step(state, observed.epoch, _parts_of(alive, observed))
-                )
+                kind in (VerdictKind.ENDED, VerdictKind.UNKNOWN, VerdictKind.KEPT)
+                or (kind is VerdictKind.ADOPTED and not may_step(state, observed.epoch, parts))
                 or observed.uid in ends
                 or observed.epoch < newest_living(state, alive.get(observed.uid, {}))
             )
             is_final = job is not None and job.uid == observed.uid and job.state.is_finished
             note = "an attempt that is over" if is_over or is_final else _note_of(state, observed, job)
-            if observed.phase is ObservedPhase.ENDED and (is_over or is_final or isinstance(verdict, AdoptVerdict)):
+            if observed.phase is ObservedPhase.ENDED and (is_over or is_final or kind is VerdictKind.ADOPTED):
                 continue
             strays.append(quarantine.stray_of(observed, not (is_over or is_final), note))
         node = state.nodes[name]
         if node.strays != tuple(strays):
             state.put_node(replace(node, strays=tuple(strays)))
-
-
-def _parts_of(alive: Mapping[str, LiveGangs], observed: ObservedGang) -> Mapping[str, ObservedGang]:
-    return alive.get(observed.uid, {}).get(observed.epoch, {"": observed})
 
 
 def _note_of(state: State, observed: ObservedGang, job: JobRecord | None) -> str:

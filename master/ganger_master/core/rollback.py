@@ -41,9 +41,6 @@ _ALWAYS: Final = (
 )
 
 
-# -- detection ---------------------------------------------------------------------------------------------------------
-
-
 def decide_open(state: State, command: commands.OpenStore, now: float) -> Decision:
     counters, marks = state.counters, command.marks
     name = counters.store or command.name
@@ -65,7 +62,6 @@ def decide_open(state: State, command: commands.OpenStore, now: float) -> Decisi
 
 
 def _is_behind(counters: Counters, marks: Marks) -> bool:
-    """Return whether the marks have ids or versions that this database does not."""
     return any(getattr(marks, name) > getattr(counters, name) for name in _COUNTED)
 
 
@@ -97,15 +93,12 @@ def open_store(state: State, event: events.StoreOpened) -> None:
     state.reports.clear()
     state.ends = None
     state.leases.drop_all()
-    state.queue.promise({})
+    state.queue.promised = {}
     for node in list(state.nodes.values()):
         # Each daemon that has received orders is to report anew what it has.
         state.put_node(replace(node, session="", heard=False, silent=False))
         state.dirty.wants[node.name] = []
     state.history(event.time, "cluster", "restore_noticed", event.cause, event.why)
-
-
-# -- waiting for reports -----------------------------------------------------------------------------------------------
 
 
 def check_may_decide(state: State, command: commands.Command) -> None:

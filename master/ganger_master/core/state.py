@@ -18,14 +18,14 @@ from msgspec.structs import replace
 
 from ganger_master.core.commands import Observe, ObservedSlices, RecordedEnd
 from ganger_master.core.desired_projection import DesiredProjection
-from ganger_master.core.effects import Dirty, HistoryRow, StoredChanges, Unstored, cut
+from ganger_master.core.events import Dirty, HistoryRow, StoredChanges, Unstored, cut
 from ganger_master.core.gang_model import Gang, StoredOrder, TimesliceGroup
 from ganger_master.core.job_model import JobRecord, Request
 from ganger_master.core.node_model import Counters, Node
 from ganger_master.core.plan_changes import CoresCurve
 from ganger_master.core.queue import Blocked, JobQueue, LeaseTable, Place
 from ganger_master.core.settings import CoreSettings
-from ganger_master.core.state_indexes import GangIndex, JobIndex, NodeIndex, row_of
+from ganger_master.core.state_indexes import GangIndex, JobIndex, NodeIndex, list_if, row_of
 from ganger_master.policies import policy_named
 
 
@@ -55,17 +55,8 @@ class State:
         self.nodes = NodeIndex()
         self.counters = Counters(storage_token=settings.storage_token)
         self.view = View()
-        self._start_indexes()
-        self._start_memory()
-        self.dirty = Dirty()
-        self.unstored = Unstored(is_stored)
-
-    def _start_indexes(self) -> None:
-        """Create the indexes that follow from the stored elements."""
         self.desired = DesiredProjection()
-
-    def _start_memory(self) -> None:
-        """Create what a restart loses: reports, refusals, leases, and what the planner ranked and measured."""
+        # The rest is lost in a restart.
         # During a restore: the nodes' reports, and the recorded ends of jobs.
         self.reports: dict[str, RestoreReport] = {}
         self.ends: Mapping[str, RecordedEnd] | None = None
@@ -74,6 +65,8 @@ class State:
         # What the planner measured of jobs with several numbers of cores, by job number.
         self.cores_curves: dict[int, CoresCurve] = {}
         self.wake_at: float | None = None
+        self.dirty = Dirty()
+        self.unstored = Unstored(is_stored)
 
     def __copy__(self) -> State:
         """Return a copy that shares all but the queue, in which approval records what it finds."""
@@ -81,8 +74,6 @@ class State:
         twin.__dict__.update(self.__dict__)
         twin.queue = copy(self.queue)
         return twin
-
-    # -- elements ------------------------------------------------------------------------------------------------------
 
     def put_job(self, job: JobRecord) -> None:
         old = self.jobs.get(job.number)
@@ -147,18 +138,19 @@ class State:
     def forget_job(self, number: int) -> None:
         """Delete a job that has ended and has no gang anywhere."""
         self.jobs.forget(number)
-        self.leases.forget_job(number)
+        self.leases.claimed_by.pop(number, None)
+        self.leases.lost_turns.pop(number, None)
         self.unstored.remove(("job", str(number)))
         self.queue.forget_refusals(number)
         self.cores_curves.pop(number, None)
 
     def put_request(self, request: Request) -> None:
         self.forget_request(request.user, request.request_id)
-        self.jobs.put_request(request)
+        self.jobs.former[request.user, request.request_id] = request
         self.unstored.put(("request", str(request.number)), request)
 
     def forget_request(self, user: str, request_id: str) -> None:
-        former = self.jobs.forget_request(user, request_id)
+        former = self.jobs.former.pop((user, request_id), None)
         if former is not None:
             self.unstored.remove(("request", str(former.number)))
 
@@ -218,10 +210,10 @@ class State:
         self.refresh_row(name)
         self.view.remove(name)
         self._note_view()
-        self.queue.keep_places(None)
+        self.queue.kept = None
         self.nodes.forget(name)
         self._renew_peers(name)
-        self.jobs.forget_node(name)
+        self.jobs.left_by.pop(name, None)
         self.desired.forget_node(name)
         for touched in (self.dirty.rows, self.dirty.wants, self.dirty.shown):
             touched.pop(name, None)
@@ -258,8 +250,6 @@ class State:
         """Return what became different since the last call; store it before any effect leaves."""
         return self.unstored.take(self.counters)
 
-    # -- queries -------------------------------------------------------------------------------------------------------
-
     def blockers_of(self, number: int) -> tuple[Refusal, ...]:
         return self.queue.refusals.get(number, ())
 
@@ -283,8 +273,6 @@ class State:
         """The view by node, without versions."""
         return {name: replace(self.view.row(name), version=0) for name in self.nodes if name in self.view}
 
-    # -- bookkeeping ---------------------------------------------------------------------------------------------------
-
     def history(
         self, now: float, subject: JobRecord | str, kind: str, cause: str, message: str = "", **figures: object
     ) -> None:
@@ -302,7 +290,7 @@ class State:
         place = (*self.policy.key(job), number)
         queue.note_refusals(place, refusals, job.is_waiting, self.policy.protects_all)
         if queue.blocked is not None and not self._is_behind(place, queue.blocked):
-            queue.note_blocked(None)
+            queue.blocked = None
 
     def _is_behind(self, place: Place, blocked: Blocked) -> bool:
         """Return whether so many blocked jobs are ahead of a place that room is not kept for its job."""
@@ -325,8 +313,7 @@ class State:
         """Recompute a node's row; return whether the view changed."""
         node = self.nodes[name]
         topology = self.view.topology_named(node.configuration_set)
-        held, affinity = self.gangs.held_and_affinity(name)
-        row = row_of(node, topology, held, affinity)
+        row = row_of(node, topology, self.gangs.held_on(name), self.gangs.affinity_of(name))
         view = self.view
         slot = view.slots.get(name)
         was_free = was_devices = 0
@@ -420,20 +407,20 @@ class State:
         return None if after is None else after + self.settings.lost_margin_s
 
     def _index_queue(self, old: JobRecord | None, job: JobRecord) -> None:
-        """Update the queue for a job that was `old`."""
         number, queue, key = job.number, self.queue, self.policy.key
         was, waits = old is not None and old.is_waiting, job.is_waiting
         if old is not None and was and (not waits or old.spec is not job.spec):
             queue.leave((*key(old), number))
-            self.leases.leave(number)
+            self.leases.drop(number)
+            self.leases.returned.pop(number, None)
             if waits:
                 # Its spec changed: it joins the queue anew, at the place that the new spec gives it.
                 was = False
-                queue.keep_places(None)
+                queue.kept = None
         if waits and not was:
             queue.join((*key(job), number))
         if job.epoch or queue.resuming:
-            queue.list_resuming(number, waits and job.epoch > 0)
+            list_if(queue.resuming, number, waits and job.epoch > 0)
 
     def _renew_set(self, *node_sets: TimesliceGroup) -> None:
         for node_set in node_sets:

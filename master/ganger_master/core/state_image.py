@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
-from typing import Final
+from typing import TypeVar
 
 from ganger.cluster.refusals import Refusal
 from ganger.cluster.resources import Claim, ConfigurationSet
@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from ganger_master.core.commands import Observe, ObservedGang, ObservedSlices, RecordedEnd
 from ganger_master.core.desired_projection import GangMember, Party, Projected
 from ganger_master.core.desired_state import project
-from ganger_master.core.effects import ELEMENT_TYPES, Dirty
+from ganger_master.core.events import Dirty
 from ganger_master.core.gang_model import Gang, TimesliceGroup
 from ganger_master.core.job_model import JobRecord, Request
 from ganger_master.core.node_model import Counters, Element, Node
@@ -100,49 +100,24 @@ class Image(Struct, frozen=True, gc=False):
     wake_at: float | None = None
 
 
+def _paths(names: str) -> tuple[str, ...]:
+    return tuple(names.split())
+
+
 # Attributes of a state and its parts that are in its image as they are: numbers and the like, dictionaries, keys of
 # dictionaries that serve as sets, and values of dictionaries.
-_SAME = (
-    "started",
-    "nodes.devices",
-    "nodes.free_devices",
-    "nodes.next_silence_check",
-    "queue.blocked",
-    "queue.kept",
-    "leases.next_turn",
-    "queue.ranked_by",
-    "queue.promised_at",
-    "queue.aside_from",
-    "queue.aside_at",
-    "wake_at",
-    "ends",
+_SAME = _paths(
+    "started nodes.devices nodes.free_devices nodes.next_silence_check queue.blocked queue.kept queue.ranked_by"
+    " queue.promised_at queue.aside_from queue.aside_at leases.next_turn wake_at ends"
 )
-_MAPPINGS = (
-    "reports",
-    "nodes.last_answer",
-    "jobs.left_by",
-    "nodes.drained_in_vain",
-    "queue.refusals",
-    "queue.conflicts",
-    "queue.passed",
-    "queue.declined",
-    "leases.lost_turns",
-    "leases.returned",
-    "leases.claimed_by",
-    "queue.ranks",
-    "queue.promised",
-    "queue.suggested",
-    "cores_curves",
+_MAPPINGS = _paths(
+    "reports nodes.last_answer nodes.drained_in_vain jobs.left_by queue.refusals queue.conflicts queue.passed"
+    " queue.declined queue.ranks queue.promised queue.suggested leases.lost_turns leases.returned leases.claimed_by"
+    " cores_curves"
 )
-_SETS = (
-    "jobs.finished",
-    "queue.resuming",
-    "jobs.running_limited",
-    "jobs.moving",
-    "jobs.backing_off",
-    "nodes.draining",
-    "nodes.choosy",
-    "nodes.unheard",
+_SETS = _paths(
+    "jobs.finished jobs.running_limited jobs.moving jobs.backing_off queue.resuming nodes.draining nodes.choosy"
+    " nodes.unheard"
 )
 _VALUES = ("nodes", "jobs", "gangs", "gangs.sets", "jobs.former")
 
@@ -192,19 +167,19 @@ def state_of(image: Image) -> State:
     requested = [state.jobs[number] for number in image.requested]
     state.jobs.requests.update({(job.user, job.request_id): job.number for job in requested})
     for request in image.former:
-        state.jobs.put_request(request)
+        state.jobs.former[request.user, request.request_id] = request
     for turn in image.turns:
         state.leases.put(turn)
     _index(state)
     # Jobs that joined the queue have discarded it.
-    state.queue.note_blocked(image.blocked)
+    state.queue.blocked = image.blocked
     for name, version in image.desired.items():
         state.desired[name] = project(state, state.nodes[name], version)
     for told in image.told:
         _restore_sent(state, told)
     for name, said in image.last_said:
         gang = state.gangs[said.epoch]
-        state.gangs.note_report(name, said, gang, state.jobs[gang.job])
+        state.gangs.last_reports[name, said.epoch] = (said, gang, state.jobs[gang.job])
     state.take_changes()
     state.dirty = Dirty()
     return state
@@ -294,7 +269,7 @@ def _last_reports(state: State) -> Iterator[tuple[str, ObservedGang]]:
             yield name, said
 
 
-_KINDS: Final = {element: kind for kind, element in ELEMENT_TYPES.items()}
+_T = TypeVar("_T")
 
 
 def restored(settings: CoreSettings, elements: Iterable[Element], now: float, former: State | None = None) -> State:
@@ -304,30 +279,28 @@ def restored(settings: CoreSettings, elements: Iterable[Element], now: float, fo
     has lost only what it did not store, sessions go on and the reports of time slices stand; it needs a tick with
     `looks_again`."""
     state = State(settings, now)
-    by_kind: dict[str, list[Element]] = {kind: [] for kind in ELEMENT_TYPES}
-    for element in elements:
-        by_kind[_KINDS[type(element)]].append(element)
-    for configuration_set in by_kind["configuration_set"]:
-        assert isinstance(configuration_set, ConfigurationSet)
+    stored = list(elements)
+
+    def of(kind: type[_T]) -> list[_T]:
+        return [element for element in stored if isinstance(element, kind)]
+
+    for configuration_set in of(ConfigurationSet):
         state.put_configuration_set(configuration_set)
-    for counters in by_kind["counters"]:
-        assert isinstance(counters, Counters)
+    for counters in of(Counters):
         state.counters = replace(counters)
         state.view.version = counters.view_version
         state.view.mode = LoadMode.PACK if counters.packs else LoadMode.SPREAD
-    for node in by_kind["node"]:
-        assert isinstance(node, Node)
+    for node in of(Node):
         _put_node(state, node, now, former)
-    for gang in sorted((g for g in by_kind["gang"] if isinstance(g, Gang)), key=lambda gang: gang.epoch):
+    for gang in sorted(of(Gang), key=lambda gang: gang.epoch):
         state.put_gang(gang)
-    for job in sorted((j for j in by_kind["job"] if isinstance(j, JobRecord)), key=lambda job: job.number):
+    for job in sorted(of(JobRecord), key=lambda job: job.number):
         state.put_job(job)
-    state.jobs.order_finished()
-    for node_set in by_kind["node_set"]:
-        assert isinstance(node_set, TimesliceGroup)
+    state.jobs.finished = dict.fromkeys(sorted(state.jobs.finished, key=lambda number: state.jobs[number].end_time))
+    for node_set in of(TimesliceGroup):
         state.put_set(node_set)
-    for request in sorted((r for r in by_kind["request"] if isinstance(r, Request)), key=lambda one: one.time):
-        state.jobs.put_request(request)
+    for request in sorted(of(Request), key=lambda one: one.time):
+        state.jobs.former[request.user, request.request_id] = request
     for name in sorted(state.nodes):
         node = state.nodes[name]
         state.refresh_row(name)
@@ -355,4 +328,4 @@ def _put_node(state: State, node: Node, now: float, former: State | None) -> Non
     if not node.lost:
         state.note_answer(node.name, former.nodes.last_answer.get(node.name, now))
         # Some may be silent for longer than the first: the next tick reviews all.
-        state.nodes.check_silence_at(now)
+        state.nodes.next_silence_check = now

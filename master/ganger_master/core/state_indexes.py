@@ -1,11 +1,18 @@
-"""The jobs, gangs and nodes of the state, each with the look-ups that follow from them."""
+"""The jobs, gangs and nodes of the state, each with the look-ups that follow from them, and what each user holds.
+
+What users hold is devices, for quotas, and pending jobs with the bytes of their specs. The sums are kept up to date as
+jobs come and go, because there are many of them.
+"""
 
 from __future__ import annotations
 
+import heapq
 from bisect import insort
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 from ganger.cluster.resources import Claim, ConfigurationSet, NodeRow
 from ganger.cluster.topology import Topology, bits
@@ -14,12 +21,135 @@ from msgspec.structs import replace
 
 from ganger_master.core.commands import ObservedGang, ObservedSlices
 from ganger_master.core.gang_model import Gang, TimesliceGroup
-from ganger_master.core.job_model import JobRecord, Request
+from ganger_master.core.job_model import JobRecord, JobSpec, Request, bytes_of
 from ganger_master.core.node_model import Node
-from ganger_master.core.user_usage import Holdings, Shares
+
+# Bytes of a job beside its command, environment and parameters.
+_JOB_BYTES: Final = 1_024
+
+
+def spec_bytes(spec: JobSpec) -> int:
+    """Bytes that the spec of a job takes in memory and in the store."""
+    return _own_bytes(spec) + bytes_of_all(spec.environment)
+
+
+def _own_bytes(spec: JobSpec) -> int:
+    parameters = {} if spec.array is None else spec.array.parameters
+    return _JOB_BYTES + sum(map(bytes_of, spec.command)) + bytes_of_all(spec.labels) + bytes_of_all(parameters)
+
+
+def bytes_of_all(texts: Mapping[str, str]) -> int:
+    """Bytes of names and values together."""
+    return bytes_of("".join([*texts, *texts.values()]))
+
+
+@dataclass(slots=True)
+class Holdings:
+    """Counts that follow each change of a job. Jobs that have ended count as finished, not for their user."""
+
+    pending: Counter[str] = field(default_factory=Counter)
+    live_bytes: Counter[str] = field(default_factory=Counter)
+    finished_bytes: int = 0
+    _bytes: dict[int, int] = field(default_factory=dict)
+    # The environment that was measured last: members of an array share one.
+    _measured: tuple[Mapping[str, str] | None, int] = field(default=(None, 0), compare=False)
+
+    def note(self, old: JobRecord | None, new: JobRecord) -> None:
+        """Count a job as it is now. `old`: as it was counted before, None for a new one."""
+        if old is None or old.spec is not new.spec:
+            self._take(old)
+            if self._measured[0] is not new.spec.environment:
+                self._measured = new.spec.environment, bytes_of_all(new.spec.environment)
+            self._bytes[new.number] = _own_bytes(new.spec) + self._measured[1]
+            self._give(new)
+        elif old.state is not new.state:
+            self._take(old)
+            self._give(new)
+
+    def forget(self, job: JobRecord) -> None:
+        """Count a job no more."""
+        self._take(job)
+        del self._bytes[job.number]
+
+    def bytes_of(self, number: int) -> int:
+        """Bytes of one job's spec, as in `spec_bytes`."""
+        return self._bytes[number]
+
+    def _give(self, job: JobRecord, sign: int = 1) -> None:
+        size = sign * self._bytes[job.number]
+        if job.state.is_finished:
+            self.finished_bytes += size
+        else:
+            self.live_bytes[job.user] += size
+        if job.state is JobState.PENDING:
+            self.pending[job.user] += sign
+
+    def _take(self, job: JobRecord | None) -> None:
+        if job is None:
+            return
+        self._give(job, -1)
+        for counts in (self.pending, self.live_bytes):
+            if not counts[job.user]:
+                del counts[job.user]
+
+
+def limit_of(quotas: Mapping[str, int], user: str) -> int | None:
+    """Return the devices that a user may hold at once; None: any number. `quotas`: `CoreSettings.quota_devices`."""
+    return quotas.get(user, quotas.get(""))
+
+
+class Shares:
+    """Devices by user, of jobs that are charged for them."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, int] = {}
+        # By job: its user and how many it is charged for.
+        self._charged: dict[int, tuple[str, int]] = {}
+        self._jobs_of: dict[str, set[int]] = {}
+
+    def charge(self, number: int, user: str, devices: int) -> None:
+        """The job holds so many from now on; none takes it off the books."""
+        was_user, was = self._charged.pop(number, (user, 0))
+        self._add(was_user, -was)
+        if was:
+            self._jobs_of[was_user].remove(number)
+            if not self._jobs_of[was_user]:
+                del self._jobs_of[was_user]
+        if devices:
+            self._charged[number] = user, devices
+            self._jobs_of.setdefault(user, set()).add(number)
+            self._add(user, devices)
+
+    def of(self, number: int) -> int:
+        """What a job is charged for."""
+        return self._charged.get(number, ("", 0))[1]
+
+    def beside(self, number: int, user: str) -> int:
+        """What the user's jobs hold, one left out."""
+        owner, own = self._charged.get(number, ("", 0))
+        return self.held.get(user, 0) - (own if owner == user else 0)
+
+    def largest(self, user: str, most: int, beside: int = 0) -> list[tuple[int, int]]:
+        """Return (number, devices) of the user's jobs that hold most, largest first. `beside`: a job to leave out."""
+        numbers = self._jobs_of.get(user, set()) - {beside}
+        return heapq.nsmallest(most, [(number, self.of(number)) for number in numbers], lambda one: (-one[1], one[0]))
+
+    def jobs_of(self, user: str) -> int:
+        """Return how many of the user's jobs hold devices."""
+        return len(self._jobs_of.get(user, ()))
+
+    def _add(self, user: str, devices: int) -> None:
+        left = self.held.get(user, 0) + devices
+        assert left >= 0, f"user {user!r} holds {left} devices"
+        if left:
+            self.held[user] = left
+        else:
+            self.held.pop(user, None)
+
 
 # To look up a member of an enumeration takes Python 3.11 as long as a call, and this one is compared all the time.
 _PENDING = JobState.PENDING
+_Key = TypeVar("_Key")
 
 
 class JobIndex(dict[int, JobRecord]):
@@ -77,29 +207,13 @@ class JobIndex(dict[int, JobRecord]):
         if self.requests.get((job.user, job.request_id)) == number:
             del self.requests[job.user, job.request_id]
 
-    def put_request(self, request: Request) -> None:
-        self.former[request.user, request.request_id] = request
 
-    def forget_request(self, user: str, request_id: str) -> Request | None:
-        return self.former.pop((user, request_id), None)
-
-    def note_left(self, node: str, number: int, now: float) -> None:
-        self.left_by[node] = (number, now)
-
-    def forget_node(self, name: str) -> None:
-        self.left_by.pop(name, None)
-
-    def order_finished(self) -> None:
-        """Order the finished jobs by the time of their end."""
-        self.finished = dict.fromkeys(sorted(self.finished, key=lambda number: self[number].end_time))
-
-
-def list_if(listed: dict[int, None], number: int, belongs: object) -> None:
-    """Add a number to an ordered set, or remove it."""
+def list_if(listed: dict[_Key, None], key: _Key, belongs: object) -> None:
+    """Add a key to an ordered set, or remove it."""
     if belongs:
-        listed[number] = None
+        listed[key] = None
     else:
-        listed.pop(number, None)
+        listed.pop(key, None)
 
 
 def _is_indexed_alike(old: JobRecord, job: JobRecord) -> bool:
@@ -142,19 +256,6 @@ class GangIndex(dict[int, Gang]):
         """Return what the gangs of a node hold there, by epoch."""
         held = [self[epoch].pieces[place].held for epoch, place in self.places_on.get(node, {}).items()]
         return [claim for claim in held if claim is not None]
-
-    def held_and_affinity(self, node: str) -> tuple[list[Claim], int]:
-        """Return `held_on` and `affinity_of` at once: every node of a gang that comes or goes needs both."""
-        held: list[Claim] = []
-        affinity = 0
-        for epoch, place in self.places_on.get(node, {}).items():
-            gang = self[epoch]
-            claim = gang.pieces[place].held
-            if claim is not None:
-                held.append(claim)
-                if not affinity and claim.device_mask:
-                    affinity = gang.devices
-        return held, affinity
 
     def living_on(self, node: str) -> list[Gang]:
         """Return the gangs that may have something on a node, by epoch. What was there when it was lost is gone."""
@@ -203,9 +304,6 @@ class GangIndex(dict[int, Gang]):
                 del self.places_on[node]
             self.last_reports.pop((node, epoch), None)
         return gang
-
-    def note_report(self, node: str, report: ObservedGang, gang: Gang, job: JobRecord) -> None:
-        self.last_reports[node, report.epoch] = (report, gang, job)
 
     def put_set(self, node_set: TimesliceGroup) -> None:
         old = self.sets.get(node_set.number)
@@ -280,9 +378,9 @@ class NodeIndex(dict[str, Node]):
         """Replace a node; `old`: as it was, None for a new one."""
         name = node.name
         self[name] = node
-        _list(self.draining, name, node.draining)
-        _list(self.unheard, name, not node.heard and not node.lost)
-        _list(self.choosy, name, node.is_choosy)
+        list_if(self.draining, name, node.draining)
+        list_if(self.unheard, name, not node.heard and not node.lost)
+        list_if(self.choosy, name, node.is_choosy)
         if old is None or old.strays is not node.strays:
             self.index_strays(old, node)
 
@@ -322,20 +420,6 @@ class NodeIndex(dict[str, Node]):
         for after in limits_s:
             if after is not None and (self.next_silence_check is None or now + after < self.next_silence_check):
                 self.next_silence_check = now + after
-
-    def check_silence_at(self, time: float | None) -> None:
-        """Set when the silence of nodes is reviewed next, Unix seconds; None: when a node was answered again."""
-        self.next_silence_check = time
-
-    def note_drained_in_vain(self, epoch: int, freed: int, now: float) -> None:
-        self.drained_in_vain[epoch] = (freed, now)
-
-
-def _list(listed: dict[str, None], name: str, belongs: bool) -> None:
-    if belongs:
-        listed[name] = None
-    else:
-        listed.pop(name, None)
 
 
 def row_of(node: Node, topology: Topology, held: Sequence[Claim], affinity: int = 0) -> NodeRow:

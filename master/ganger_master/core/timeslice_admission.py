@@ -104,19 +104,9 @@ def _judge(state: State, changes: Sequence[SliceChange], proposer: str, now: flo
     }
     resumes = tuple(sorted([number for number, member in members.items() if member.is_parked]))
     takes = _takes(state, held, here, whole)
+    group, reason = first.node_set, first.reason
     return events.RowsChanged(
-        now,
-        proposer,
-        first.node_set,
-        rows,
-        first.quantum_s,
-        first.level,
-        starts,
-        resumes,
-        takes,
-        first.reason,
-        moves,
-        stays,
+        now, proposer, group, rows, first.quantum_s, first.level, starts, resumes, takes, reason, moves, stays
     )
 
 

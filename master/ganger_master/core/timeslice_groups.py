@@ -252,7 +252,6 @@ def _largest(sums: Sequence[Cores]) -> Cores:
 
 
 def _needs_no_turns(state: State, node_set: TimesliceGroup, live: Sequence[int]) -> bool:
-    """Return whether all remaining gangs can run at once."""
     gangs = [state.gangs[epoch] for epoch in live]
     if not is_free_of_turns([gang.claims for gang in gangs]):
         return False

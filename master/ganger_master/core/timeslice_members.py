@@ -101,7 +101,6 @@ def _sliceable_job(state: State, change: SliceChange) -> JobRecord:
 def _running(
     state: State, change: SliceChange, job: JobRecord, gang: Gang | None, before: TimesliceGroup | None
 ) -> SlicedMember:
-    """Return the member for a job that runs, and stays or moves. Raises MatrixRefusedError."""
     is_active = gang is not None and gang.role is GangRole.ACTIVE
     settled = is_active and gang is not None and gang.phase in (GangPhase.STARTING, GangPhase.RUNNING)
     if gang is None or not settled or gang.intent is not GangIntent.RUN or job.next_epoch or job.ending is not None:
@@ -123,7 +122,6 @@ def _running(
 
 
 def _parked(state: State, change: SliceChange, job: JobRecord, gang: Gang) -> SlicedMember:
-    """Return the member for a job that is parked in host memory, and resumes there or elsewhere."""
     if gang.phase is not GangPhase.PARKED or gang.rested_level is not SuspendLevel.OFFLOAD:
         refuse(job.number, Reason.WRONG_STATE, detail="it is not parked in host memory")
     if change.claims and not gang_orders.same_place(change.claims, gang.claims):

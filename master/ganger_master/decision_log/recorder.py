@@ -16,8 +16,7 @@ from typing import Final, Protocol
 
 from ganger_master.core.answers import Answer
 from ganger_master.core.commands import Command
-from ganger_master.core.effects import Effects
-from ganger_master.core.events import Event
+from ganger_master.core.events import Effects, Event
 from ganger_master.core.queue import GrantedLease
 from ganger_master.core.state import State
 from ganger_master.core.state_image import Image, image_of

@@ -27,7 +27,7 @@ from msgspec.structs import replace
 
 from ganger_master.core.answers import Answer, ChangeAnswer
 from ganger_master.core.commands import Command, OpenSession, SubmitArray, SubmitJob
-from ganger_master.core.effects import Effects
+from ganger_master.core.events import Effects
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord, JobSpec, Request
 from ganger_master.core.node_model import Node

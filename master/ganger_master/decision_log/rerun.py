@@ -25,8 +25,7 @@ from msgspec.structs import replace
 from ganger_master.core import machine
 from ganger_master.core.answers import Answer, ChangeAnswer
 from ganger_master.core.commands import Command
-from ganger_master.core.effects import Effects
-from ganger_master.core.events import Event
+from ganger_master.core.events import Effects, Event
 from ganger_master.core.queue import GrantedLease
 from ganger_master.core.state import State
 from ganger_master.core.state_image import image_of, state_of

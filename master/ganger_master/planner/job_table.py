@@ -15,9 +15,9 @@ import numpy as np
 from ganger.job_state import JobState
 from msgspec.structs import replace
 
+from ganger_master.core.ending import is_backing_off
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, JobSpec
-from ganger_master.core.retry import is_backing_off
 from ganger_master.planner.device_groups import DeviceGroups, returns_devices, shares_devices
 from ganger_master.policies.fairness import QuotaUse
 from ganger_master.policies.job_facts import Facts, Flags, Floats, Integers, RecentServices, ServiceHistory

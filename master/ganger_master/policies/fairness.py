@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
-from ganger_master.core.user_usage import Shares, limit_of
+from ganger_master.core.state_indexes import Shares, limit_of
 from ganger_master.policies.job_facts import Capacity, Facts, Flags, Floats, Integers, sorted_by
 from ganger_master.policies.orders import JobOrder
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import grpc
 from ganger.v1 import array_pb2, job_pb2
@@ -22,7 +22,7 @@ from ganger.wire.methods import CallerIdentity
 from ganger.wire.servers import Callers, WrappingInterceptor, behaviour_of, rebuilt
 from google.protobuf.message import Message
 
-from ganger_master.core.job_model import JobRecord
+from ganger_master.rpc.answer_messages import VisibleState
 
 
 def _fields(message: type[Message], names: str) -> frozenset[str]:
@@ -49,12 +49,7 @@ _MEMBERSHIP: Final = _fields(array_pb2.ArrayMembership, "array member size max_c
 _ARRAY: Final = _fields(array_pb2.Array, "name display_name user size max_concurrent create_time end_time states gpus")
 
 
-class Jobs(Protocol):
-    def job_named(self, number: int) -> JobRecord:
-        """Return the committed job. Raises JobNotFound."""
-
-
-def check_jobs(caller: CallerIdentity, jobs: Jobs, numbers: Iterable[int]) -> None:
+def check_jobs(caller: CallerIdentity, jobs: VisibleState, numbers: Iterable[int]) -> None:
     """Check that a user owns all of these jobs; other callers may access all jobs. Raises JobNotYours, JobNotFound."""
     if caller.has_own_jobs_only:
         for number in numbers:

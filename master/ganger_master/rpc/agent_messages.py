@@ -18,10 +18,11 @@ from ganger.wire.channels import PART_BYTES
 
 from ganger_master.core import commands
 from ganger_master.core.desired_projection import DesiredGang, DesiredSet, DesiredSlices, GangMember
-from ganger_master.core.effects import cut
+from ganger_master.core.events import cut
 from ganger_master.core.gang_model import GangIntent, ObservedPhase, Outcome, OutcomeKind, Restore, StoredOrder
 from ganger_master.core.job_model import Capabilities, JobSpec
-from ganger_master.rpc import capability_messages, job_messages
+from ganger_master.rpc import job_messages
+from ganger_master.rpc.job_messages import plain
 
 # No quantum is fifty times as long as that.
 _LONGEST_SWITCH_S: Final = 3600.0
@@ -55,24 +56,14 @@ _OUTCOMES_FROM_WIRE: Final = {agent_pb2.Outcome.KIND_UNSPECIFIED: OutcomeKind.NO
 
 def open_session_from_wire(message: agent_pb2.CreateSessionRequest) -> commands.OpenSession:
     """Raises NameInvalid, RequestInvalid."""
+    position = message.database_position
+    ids = plain(position, "desired_version next_epoch next_job", lambda number: min(number, _ID_MOST))
     return commands.OpenSession(
         node=names.parse_node_name(message.node),
-        machine_uuid=message.machine_uuid,
         configuration_set=convert.configuration_set_from_wire(message.configuration_set),
-        boot_id=message.boot_id,
-        rack=message.rack,
-        fabric=message.fabric,
-        peer_address=message.peer_address,
-        stream_address=message.stream_address,
         capabilities=dict(message.capabilities),
-        version=message.version,
-        storage_token=message.storage_token,
-        seen=commands.Marks(
-            message.database_position.store,
-            min(message.database_position.desired_version, _ID_MOST),
-            min(message.database_position.next_epoch, _ID_MOST),
-            min(message.database_position.next_job, _ID_MOST),
-        ),
+        seen=commands.Marks(position.store, **ids),
+        **plain(message, "machine_uuid boot_id rack fabric peer_address stream_address version storage_token"),
     )
 
 
@@ -89,12 +80,9 @@ def observe_from_wire(node: str, message: agent_pb2.ReconcileRequest) -> command
         raise errors.RequestInvalid("an epoch beyond 2^53 was never given")
     return commands.Observe(
         node=node,
-        session=message.session,
-        observation=message.observation,
-        desired_version=message.desired_version,
+        **plain(message, "session observation desired_version storage_proved"),
         gangs=tuple(observed_gang_from_wire(gang) for gang in message.gangs),
         device_faults=dict(message.device_faults),
-        storage_proved=message.storage_proved,
         rows=tuple([_observed_rows_from_wire(rows) for rows in message.slices]),
         finished=tuple([_finished_from_wire(gang) for gang in message.finished]),
     )
@@ -103,10 +91,8 @@ def observe_from_wire(node: str, message: agent_pb2.ReconcileRequest) -> command
 def _finished_from_wire(message: agent_pb2.FinishedGang) -> commands.FinishedGang:
     return commands.FinishedGang(
         job=_job_number(message.job),
-        uid=message.job_uid,
-        epoch=message.epoch,
+        **plain(message, "uid:job_uid epoch nodes"),
         outcome=_outcome_from_wire(message.outcome),
-        nodes=message.nodes,
         checkpoint=job_messages.checkpoint_from_wire(message.checkpoint) if message.HasField("checkpoint") else None,
     )
 
@@ -116,6 +102,9 @@ def _job_number(name: str) -> int:
     if number >= _ID_MOST:
         raise errors.RequestInvalid("a job's number beyond 2^53 was never given")
     return number
+
+
+_PARKED: Final = "alone peak_device_bytes is_process_image"
 
 
 def _told_from_wire(message: agent_pb2.ObservedGang) -> StoredOrder | None:
@@ -134,17 +123,8 @@ def _told_from_wire(message: agent_pb2.ObservedGang) -> StoredOrder | None:
         stop_sequence=min(told.stop_sequence, _SEQUENCE_MOST),
         user=told.user,
         spec=_spec_from_wire(told),
-        restore=Restore(
-            restore.checkpoint_path,
-            parked.epoch,
-            restore.step,
-            parked.alone,
-            parked.peak_device_bytes,
-            parked.is_process_image,
-        ),
-        threads=told.threads,
-        checkpoint_request=told.checkpoint_request,
-        repin_request=told.repin_request,
+        restore=Restore(restore.checkpoint_path, parked.epoch, restore.step, **plain(parked, _PARKED)),
+        **plain(told, "threads checkpoint_request repin_request"),
         is_sliced=message.in_time_slices,
     )
 
@@ -159,10 +139,7 @@ def _spec_from_wire(told: agent_pb2.DesiredGang) -> JobSpec | None:
 def _observed_rows_from_wire(message: agent_pb2.ObservedSlices) -> commands.ObservedSlices:
     switch_s = times.seconds(message.switch_duration)
     return commands.ObservedSlices(
-        node_set=message.node_set,
-        version=message.version,
-        known=message.known_version,
-        row=message.active_slice,
+        **plain(message, "node_set version known:known_version row:active_slice"),
         switch_s=switch_s if 0.0 <= switch_s < _LONGEST_SWITCH_S else 0.0,
         unable=tuple(message.unable_epochs),
     )
@@ -180,71 +157,66 @@ def desired_rows_to_wire(rows: DesiredSlices) -> agent_pb2.DesiredSlices:
     )
 
 
+_OBSERVED: Final = (
+    "uid:job_uid epoch stop_sequence presumed:capabilities_presumed threads repin_done device_mask:claim_device_mask"
+)
+
+
 def observed_gang_from_wire(message: agent_pb2.ObservedGang) -> commands.ObservedGang:
     has_said = message.progress.step or message.progress.metrics
     return commands.ObservedGang(
         job=_job_number(message.job),
-        uid=message.job_uid,
-        epoch=message.epoch,
+        **plain(message, _OBSERVED),
         phase=_PHASES_FROM_WIRE.get(message.phase, ObservedPhase.NONE),
         master_sequence=message.order.master_sequence,
         level=job_messages.level_from_wire(message.level),
-        stop_sequence=message.stop_sequence,
         stop_step=min(message.stop_step, _SEQUENCE_MOST),
         pids=tuple(rank.pid for rank in sorted(message.ranks, key=lambda rank: rank.rank)),
         outcome=_outcome_from_wire(message.outcome),
         checkpoint=(job_messages.checkpoint_from_wire(message.checkpoint) if message.HasField("checkpoint") else None),
         peak_device_bytes=min(message.peak_device_bytes, _BYTES_MOST),
         capabilities=(
-            capability_messages.capabilities_from_wire(message.capabilities)
+            job_messages.capabilities_from_wire(message.capabilities)
             if message.HasField("capabilities")
             else Capabilities()
         ),
-        presumed=message.capabilities_presumed,
         arena_bytes=min(message.arena_bytes, _BYTES_MOST),
-        threads=message.threads,
-        repin_done=message.repin_done,
         trouble=cut(message.trouble),
         cores=tuple([cut(text, _CORES_MOST) for text in message.cores]),
-        device_mask=message.claim_device_mask,
         residue_bytes=tuple([min(size, _BYTES_MOST) for size in message.residue_bytes[:_DEVICES_MOST]]),
         kept_memory_bytes=min(message.kept_memory_bytes, _BYTES_MOST),
-        last_step_time=times.unix_s(message.last_step_time) if message.HasField("last_step_time") else 0.0,
-        first_step_time=times.unix_s(message.first_step_time) if message.HasField("first_step_time") else 0.0,
+        last_step_time=times.unix_s(message.last_step_time),
+        first_step_time=times.unix_s(message.first_step_time),
         progress=job_messages.progress_from_wire(message.epoch, message.progress) if has_said else None,
         told=_told_from_wire(message) if message.HasField("newest_order") else None,
     )
 
 
+_DESIRED: Final = (
+    "uid:job_uid epoch stop_sequence user threads checkpoint_request repin_request checkpoint_first kept_checkpoints"
+    " attempt"
+)
+
+
 def desired_gang_to_wire(gang: DesiredGang) -> agent_pb2.DesiredGang:
     """Return the gang without its spec, which is added to an answer where it is needed and there is room."""
+    interval_s = gang.checkpoint_interval_s
     message = agent_pb2.DesiredGang(
+        **plain(gang, _DESIRED),
         job=names.job_name(gang.job) if gang.job else "",
-        job_uid=gang.uid,
-        epoch=gang.epoch,
         order=agent_pb2.OrderKey(epoch=gang.epoch, master_sequence=gang.master_sequence),
         intent=_INTENTS[gang.intent],
         level=job_messages.level_to_wire(gang.level),
-        stop_sequence=gang.stop_sequence,
         claim=convert.claim_to_wire(gang.claim),
         members=[_member_to_wire(member) for member in gang.members],
-        user=gang.user,
-        threads=gang.threads,
-        checkpoint_interval=(times.duration(gang.checkpoint_interval_s) if gang.checkpoint_interval_s > 0 else None),
-        checkpoint_request=gang.checkpoint_request,
-        repin_request=gang.repin_request,
+        checkpoint_interval=times.duration(interval_s) if interval_s > 0 else None,
         grace=times.duration(gang.grace_s),
-        checkpoint_first=gang.checkpoint_first,
-        kept_checkpoints=gang.kept_checkpoints,
-        attempt=gang.attempt,
     )
     restore = gang.restore
     if restore.parked_epoch:
-        message.restore.parked.epoch = restore.parked_epoch
-        message.restore.parked.members.extend(_member_to_wire(member) for member in restore.parked_members)
-        message.restore.parked.alone = restore.alone
-        message.restore.parked.peak_device_bytes = restore.peak_device_bytes
-        message.restore.parked.is_process_image = restore.is_process_image
+        members = [_member_to_wire(member) for member in restore.parked_members]
+        parked = agent_pb2.ParkedState(epoch=restore.parked_epoch, members=members, **plain(restore, _PARKED))
+        message.restore.parked.CopyFrom(parked)
         message.restore.step = restore.step
     elif restore.checkpoint_path:
         message.restore.checkpoint_path = restore.checkpoint_path
@@ -291,12 +263,7 @@ def _add_specs(message: agent_pb2.ReconcileResponse, gangs: Sequence[DesiredGang
 
 
 def _member_to_wire(member: GangMember) -> agent_pb2.Member:
-    return agent_pb2.Member(
-        node=names.node_name(member.node),
-        peer_address=member.peer_address,
-        stream_address=member.stream_address,
-        ranks=member.ranks,
-    )
+    return agent_pb2.Member(node=names.node_name(member.node), **plain(member, "peer_address stream_address ranks"))
 
 
 def _outcome_from_wire(message: agent_pb2.Outcome) -> Outcome:

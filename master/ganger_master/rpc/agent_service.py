@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any, Final
 
 from ganger.agent.v1 import agent_pb2, agent_pb2_grpc
@@ -25,8 +25,8 @@ from ganger_master.core.job_model import JobRecord
 from ganger_master.rpc import agent_messages
 from ganger_master.rpc.agent_messages import ObservedParts
 from ganger_master.rpc.answer_messages import SessionRefusals, expect
-from ganger_master.rpc.job_messages import metrics_from_wire
-from ganger_master.runtime.publication import ProgressBoard, Sample
+from ganger_master.rpc.job_messages import EVALUATED, SAMPLE, metrics_from_wire, plain
+from ganger_master.runtime.publication import ProgressBoard, Sample, comes
 from ganger_master.runtime.writer import Writer
 
 _LONGEST_CONCERN: Final = 500
@@ -35,19 +35,11 @@ _JITTER: Final = 0.8
 
 
 class AgentService(agent_pb2_grpc.AgentServiceServicer):
-    def __init__(
-        self,
-        writer: Writer,
-        progress: ProgressBoard,
-        callers: Callers,
-        refusals: SessionRefusals,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, writer: Writer, progress: ProgressBoard, callers: Callers, refusals: SessionRefusals) -> None:
         self._writer = writer
         self._refusals = refusals
         self._callers = callers
         self._progress = progress
-        self._clock = clock
         self._node_of: dict[str, str] = {}
         self._session_of: dict[str, str] = {}
         # When each session was answered last, by the loop's time.
@@ -215,10 +207,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                 remaining = end - loop.time()
                 if remaining <= 0:
                     return
-                try:
-                    async with asyncio.timeout(remaining):
-                        await news.wait()
-                except TimeoutError:
+                if not await comes(news, remaining):
                     return
 
     def _note(self, node: str, gang: agent_pb2.GangProgress) -> None:
@@ -230,25 +219,18 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         if held is None or node not in held.nodes:
             return
         progress = gang.progress
+        has_use = progress.HasField("device_utilization")
         sample = Sample(
             epoch=gang.epoch,
-            step=progress.step,
-            samples=progress.samples,
-            steps_per_second=progress.steps_per_s,
-            loss=progress.loss,
-            data_wait_share=min(1.0, max(0.0, progress.data_wait_share)),
-            time=agent_messages.sample_time(progress, self._clock()),
+            **plain(progress, SAMPLE),
+            data_wait_share=_share(progress.data_wait_share),
+            time=agent_messages.sample_time(progress, self._writer.now()),
             concern=progress.stall_reason[:_LONGEST_CONCERN],
-            step_time=times.unix_s(progress.step_time) if progress.HasField("step_time") else 0.0,
-            since_time=times.unix_s(progress.first_step_time) if progress.HasField("first_step_time") else 0.0,
-            device_use=min(1.0, max(0.0, progress.device_utilization))
-            if progress.HasField("device_utilization")
-            else None,
+            step_time=times.unix_s(progress.step_time),
+            since_time=times.unix_s(progress.first_step_time),
+            device_use=_share(progress.device_utilization) if has_use else None,
             metrics=metrics_from_wire(progress),
-            training_epoch=progress.training_epoch,
-            training_epochs=progress.training_epochs,
-            evaluated=progress.evaluation.batches,
-            evaluated_in_row=progress.evaluation.batches_in_row,
+            **plain(progress.evaluation, EVALUATED),
             evaluated_time=times.unix_s(progress.evaluation.time),
         )
         self._progress.report(job.number, sample, node)
@@ -261,6 +243,10 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         report = report_of(rule, sample.step, loss, sample.metrics)
         if report is not None and has_climbed(rule, job, report[1]):
             self._writer.tell(commands.RecordMetric(job.number, sample.epoch, *report))
+
+
+def _share(value: float) -> float:
+    return min(1.0, max(0.0, value))
 
 
 def _common_version(request: agent_pb2.CreateSessionRequest) -> int:

@@ -10,7 +10,7 @@ import pwd
 import sys
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar
 
 import grpc
@@ -23,16 +23,16 @@ from ganger.wire.errors import ApiError
 from ganger.wire.methods import CallerIdentity
 from google.protobuf.message import Message
 
-from ganger_master.core import colocation, commands, heartbeats
+from ganger_master.core import availability, colocation, commands
 from ganger_master.core.answers import Approved, ChangeAnswer, Refused, RefusedError, Rejected
 from ganger_master.core.array_model import MEMBERS_LIMIT, PARAMETERS_LIMIT, StopRule, best
 from ganger_master.core.arrays import report_of
+from ganger_master.core.ending import visible_to
 from ganger_master.core.explain import as_it_is, told_blockers
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.node_model import Node, NodeState
 from ganger_master.core.preconditions import array_members, no_job
-from ganger_master.core.retry import visible_to
 from ganger_master.core.timeslice_groups import has_turn
 from ganger_master.rpc import job_messages
 from ganger_master.rpc.job_messages import rule_from_wire, rule_to_wire
@@ -70,6 +70,7 @@ def array_to_wire(members: Sequence[JobRecord], samples: Sequence[Sample | None]
     states = Counter("held" if job.held and not job.state.is_finished else job.state.value.lower() for job in members)
     if len(members) < array.size:
         states["forgotten"] = array.size - len(members)
+    is_over = all(job.state.is_finished for job in members)
     message = array_pb2.Array(
         name=f"arrays/{array.array}",
         # Ended members keep their old name.
@@ -79,17 +80,13 @@ def array_to_wire(members: Sequence[JobRecord], samples: Sequence[Sample | None]
         max_concurrent=array.at_once,
         rule=None if array.rule is None else rule_to_wire(array.rule),
         create_time=times.timestamp(first.create_time),
-        end_time=times.timestamp(max(job.end_time for job in members)) if _have_ended(members) else None,
+        end_time=times.timestamp(max(job.end_time for job in members)) if is_over else None,
         states=states,
         gpus=first.spec.gpus,
     )
     if array.rule is not None:
         _add_best(message, array.rule, members, samples)
     return message
-
-
-def _have_ended(members: Sequence[JobRecord]) -> bool:
-    return all(job.state.is_finished for job in members)
 
 
 def _add_best(
@@ -183,6 +180,7 @@ _FIELD_BYTES: Final = 16
 ENTRIES_AT_ONCE: Final = 500
 
 _Place = TypeVar("_Place")
+_Entry = TypeVar("_Entry", bound=Message)
 
 
 class PageRoom:
@@ -202,6 +200,19 @@ class PageRoom:
         self._entries -= 1
         self._bytes -= size
         return True
+
+
+def in_messages(entries: Iterable[_Entry], most: int = sys.maxsize) -> Iterator[list[_Entry]]:
+    """Yield the entries in lists, of at most so many, that fit into one message each."""
+    page, room = list[_Entry](), PageRoom(most)
+    for entry in entries:
+        if not room.take(entry):
+            yield page
+            page, room = [], PageRoom(most)
+            room.take(entry)
+        page.append(entry)
+    if page:
+        yield page
 
 
 def page_token(name: str) -> str:
@@ -385,7 +396,7 @@ class VisibleState:
     def fallen_at_once(self) -> Mapping[str, float]:
         """Return the nodes whose missed heartbeats may be the master's own fault, with the time at which each is lost
         all the same."""
-        return heartbeats.fallen_at_once(self._writer.state, self._writer.now())
+        return availability.fallen_at_once(self._writer.state, self._writer.now())
 
 
 def _jobs_text(numbers: Sequence[int]) -> str:
@@ -398,21 +409,17 @@ def _silent_why(node: Node, lost_at: float | None) -> str:
     if node.unanswerable:
         return node.unanswerable
     if lost_at is not None:
-        return heartbeats.suspicion(lost_at)
+        return availability.suspicion(lost_at)
     return "its daemon does not call" if node.state is NodeState.SILENT else ""
 
 
-def verdict_of(job: str, answer: object, into: scheduling_pb2.Verdict | None = None) -> scheduling_pb2.Verdict:
-    """Return a verdict, in the empty message `into` if there is one. Raises ApiError if the request was refused."""
-    verdict = scheduling_pb2.Verdict() if into is None else into
-    verdict.job = job
+def verdict_of(job: str, answer: object) -> scheduling_pb2.Verdict:
+    """Return a verdict. Raises ApiError if the request was refused."""
+    verdict = scheduling_pb2.Verdict(job=job)
     match answer:
         case Approved():
-            approved = verdict.approved
-            approved.epoch = answer.epoch
-            approved.revision = answer.revision
-            approved.view_version = answer.view_version
-            approved.candidate = answer.candidate
+            approved = scheduling_pb2.Approval(**job_messages.plain(answer, "epoch revision view_version candidate"))
+            verdict.approved.CopyFrom(approved)
         case Rejected():
             rejected = verdict.rejected
             for refusal in answer.refusals:

@@ -3,58 +3,127 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, Final
 
 from ganger.cluster.refusals import Refusal
 from ganger.cluster.resources import Locality
 from ganger.job_state import JobState
+from ganger.protocol.gang_orders import Mechanism
 from ganger.v1 import array_pb2, job_pb2, job_service_pb2
 from ganger.wire import errors, times
 from ganger.wire import resource_messages as convert
 from ganger.wire import resource_names as names
 from ganger.wire.errors import SpecInvalid, Violation
+from google.protobuf.message import Message
 
 from ganger_master.core.array_model import LOSS, STEP, Membership, RuleKind, StopRule
 from ganger_master.core.desired_projection import ranks_by_claim
+from ganger_master.core.events import cut
 from ganger_master.core.gang_model import Gang, GangPhase
 from ganger_master.core.job_model import (
     Agent,
+    Capabilities,
     Checkpoint,
-    Failure,
     JobMetric,
     JobProgress,
     JobRecord,
     JobSpec,
+    RefusedMechanism,
     SuspendLevel,
     Update,
     resolved,
 )
 from ganger_master.core.lifecycle import trouble_of
-from ganger_master.rpc.capability_messages import capabilities_to_wire, mechanism_from_wire, mechanism_to_wire
 from ganger_master.runtime.publication import Sample
 
 _KINDS: Final = {kind: array_pb2.StopRule.Kind.Value(f"KIND_{kind.name}") for kind in RuleKind}
 _KINDS_FROM_WIRE: Final = {number: kind for kind, number in _KINDS.items()}
+_MECHANISMS: Final = {int(mechanism): mechanism for mechanism in Mechanism}
+# Levels that a daemon may report as missing, and the characters of each reason.
+_MISSING_MOST: Final = 8
+_WHY_MOST: Final = 200
+# More metrics than a page has room for.
+_METRICS_MOST: Final = 16
+_NAME_MOST: Final = 64
+
+
+@cache
+def _pairs(names: str, is_from_wire: bool) -> tuple[tuple[str, str], ...]:
+    parts = [name.partition(":") for name in names.split()]
+    pairs = [(here, there or here) for here, _, there in parts]
+    return tuple([(there, here) for here, there in pairs] if is_from_wire else pairs)
+
+
+def plain(source: object, names: str, convert: Callable[[Any], Any] = lambda value: value) -> dict[str, Any]:
+    """Return values of a struct of the core, or of its message, by their names in the other one.
+
+    source: the struct, or the message. names: of the fields, as "step detail", or "concern:stall_reason" where the
+    message has another name than the struct. convert: by default values are the same in both."""
+    return {there: convert(getattr(source, here)) for here, there in _pairs(names, isinstance(source, Message))}
+
+
+def mechanism_to_wire(mechanism: Mechanism) -> job_pb2.Mechanism.ValueType:
+    return job_pb2.Mechanism.ValueType(mechanism)
+
+
+def mechanism_from_wire(number: int) -> Mechanism:
+    """Return the mechanism; unspecified for one that this program does not have."""
+    return _MECHANISMS.get(number, Mechanism.UNSPECIFIED)
+
+
+_CAPABILITIES: Final = (
+    "pause:can_pause offload:can_offload checkpoint:can_checkpoint resize:can_resize reshard:can_reshard"
+    " resize_divides presumed:is_presumed"
+)
+
+
+def capabilities_to_wire(value: Capabilities) -> job_pb2.Capabilities:
+    return job_pb2.Capabilities(
+        **plain(value, _CAPABILITIES),
+        **plain(value, "can_move offload_by"),
+        missing=dict(value.missing),
+        mechanism=mechanism_to_wire(value.mechanism),
+        refused_mechanisms=[
+            job_pb2.RefusedMechanism(mechanism=mechanism_to_wire(one.mechanism), reason=one.reason)
+            for one in value.refused_mechanisms
+        ],
+    )
+
+
+def capabilities_from_wire(message: job_pb2.Capabilities) -> Capabilities:
+    missing = sorted(message.missing.items())[:_MISSING_MOST]
+    return Capabilities(
+        **plain(message, _CAPABILITIES),
+        missing={level[:_WHY_MOST]: cut(why, _WHY_MOST) for level, why in missing},
+        known=True,
+        mechanism=mechanism_from_wire(message.mechanism),
+        offload_by=cut(message.offload_by, _WHY_MOST),
+        refused_mechanisms=tuple(
+            RefusedMechanism(mechanism_from_wire(one.mechanism), cut(one.reason, _WHY_MOST))
+            for one in message.refused_mechanisms[: len(Mechanism)]
+        ),
+    )
 
 
 def membership_to_wire(job: JobRecord, array: Membership) -> array_pb2.ArrayMembership:
     return array_pb2.ArrayMembership(
         array=f"arrays/{array.array}",
         member=array_pb2.ArrayMember(index=array.index, parameters=array.parameters),
-        size=array.size,
-        max_concurrent=array.at_once,
         rule=None if array.rule is None else rule_to_wire(array.rule),
         held=job.held,
-        rungs=[math.nan if value is None else value for value in job.rungs],
+        rungs=map(_number_to_wire, job.rungs),
+        **plain(array, "size at_once:max_concurrent"),
     )
 
 
+def _number_to_wire(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
 def metrics_to_wire(metrics: Sequence[JobMetric]) -> list[job_pb2.Metric]:
-    return [
-        job_pb2.Metric(name=one.name, value=math.nan if one.value is None else one.value, step=one.step)
-        for one in metrics
-    ]
+    return [job_pb2.Metric(name=one.name, value=_number_to_wire(one.value), step=one.step) for one in metrics]
 
 
 def metrics_from_wire(progress: job_pb2.Progress) -> tuple[JobMetric, ...]:
@@ -65,22 +134,11 @@ def metrics_from_wire(progress: job_pb2.Progress) -> tuple[JobMetric, ...]:
     )
 
 
-# More than a page has room for.
-_METRICS_MOST: Final = 16
-_NAME_MOST: Final = 64
+_RULE: Final = "metric maximise:higher_is_better resource first:first_rung factor every:rung_interval bound"
 
 
 def rule_to_wire(rule: StopRule) -> array_pb2.StopRule:
-    return array_pb2.StopRule(
-        kind=_KINDS[rule.kind],
-        metric=rule.metric,
-        higher_is_better=rule.maximise,
-        resource=rule.resource,
-        first_rung=rule.first,
-        factor=rule.factor,
-        rung_interval=rule.every,
-        bound=rule.bound,
-    )
+    return array_pb2.StopRule(kind=_KINDS[rule.kind], **plain(rule, _RULE))
 
 
 def rule_from_wire(message: array_pb2.StopRule) -> StopRule:
@@ -90,16 +148,10 @@ def rule_from_wire(message: array_pb2.StopRule) -> StopRule:
         raise SpecInvalid(
             "the array cannot be accepted", violations=[Violation("rule.kind", f"must be one of {known}")]
         )
-    return StopRule(
-        kind,
-        message.metric or LOSS,
-        message.higher_is_better,
-        message.resource or STEP,
-        message.first_rung,
-        message.factor or StopRule(kind).factor,
-        message.rung_interval,
-        message.bound,
-    )
+    given = plain(message, _RULE)
+    # Zero factors, and names that are empty, are those that were not given.
+    defaults: dict[str, Any] = {"metric": LOSS, "resource": STEP, "factor": StopRule(kind).factor}
+    return StopRule(kind, **{name: value or defaults.get(name, value) for name, value in given.items()})
 
 
 STATES: Final[Mapping[JobState, job_pb2.Job.State.ValueType]] = {
@@ -109,11 +161,9 @@ STATES_FROM_WIRE: Final = {number: state for state, number in STATES.items()}
 PHASES: Final[Mapping[GangPhase, job_pb2.Gang.Phase.ValueType]] = {
     phase: job_pb2.Gang.Phase.Value(f"PHASE_{phase.name}") for phase in GangPhase
 }
-_LEVELS: Final[Mapping[SuspendLevel, job_pb2.SuspendLevel.ValueType]] = {
-    SuspendLevel.NONE: job_pb2.SUSPEND_LEVEL_UNSPECIFIED,
-    SuspendLevel.PAUSE: job_pb2.SUSPEND_LEVEL_PAUSE,
-    SuspendLevel.OFFLOAD: job_pb2.SUSPEND_LEVEL_OFFLOAD,
-    SuspendLevel.CHECKPOINT: job_pb2.SUSPEND_LEVEL_CHECKPOINT,
+_LEVELS: Final = {
+    level: job_pb2.SuspendLevel.Value(f"SUSPEND_LEVEL_{level.name if level else 'UNSPECIFIED'}")
+    for level in SuspendLevel
 }
 _SLICE_STATES: Final[Mapping[bool | None, job_pb2.Gang.SliceState.ValueType]] = {
     None: job_pb2.Gang.SLICE_STATE_UNSPECIFIED,
@@ -146,37 +196,22 @@ def spec_from_wire(message: job_pb2.JobSpec) -> JobSpec:
                 "the job cannot be accepted", violations=[errors.Violation(f"spec.{name}", f"at most {most}")]
             )
     return JobSpec(
+        **plain(message, f"{_PROGRAM} {_RESOURCES} {_RULES}"),
         command=tuple(message.command),
         roles=tuple([convert.role_from_wire(role) for role in message.roles]),
-        display_name=message.display_name,
-        working_directory=message.working_directory,
         environment=dict(message.environment),
-        device_type=message.device_type,
         locality=convert.locality_from_wire(message.locality) if message.HasField("locality") else _ANYWHERE,
-        nodes=message.nodes,
-        priority=message.priority,
         time_limit_s=times.seconds(message.time_limit) if message.HasField("time_limit") else None,
-        gpu_memory_bytes=message.gpu_memory_bytes,
-        max_failures=message.max_failures,
-        scheduler=message.scheduler,
         preemptible=message.preemptible if message.HasField("preemptible") else True,
-        gpus_min=message.gpus_min,
-        gpus_max=message.gpus_max,
-        checkpoint_interval_s=(
-            times.seconds(message.checkpoint_interval) if message.HasField("checkpoint_interval") else 0.0
-        ),
+        checkpoint_interval_s=times.seconds(message.checkpoint_interval),
         labels=dict(message.labels),
         agent=Agent.NONE if message.agent == job_pb2.JobSpec.AGENT_NONE else Agent.AUTOMATIC,
-        deadline=times.unix_s(message.deadline) if message.HasField("deadline") else 0.0,
+        deadline=times.unix_s(message.deadline),
         movable=message.movable if message.HasField("movable") else True,
         weight=message.weight or 1.0,
         least_decrease=message.convergence.least_decrease,
         converged_passes=message.convergence.passes or 1,
-        distributed=message.distributed,
         mechanism=mechanism_from_wire(message.mechanism),
-        is_move_required=message.is_move_required,
-        closes_connections=message.closes_connections,
-        stop_signal=message.stop_signal,
         stop_grace_s=times.seconds(message.stop_grace) if message.HasField("stop_grace") else _STOP_GRACE_S,
     )
 
@@ -188,50 +223,39 @@ def spec_to_wire(spec: JobSpec, *, with_environment: bool, into: job_pb2.JobSpec
     if spec.array is not None:
         spec = resolved(spec)
     message.command.extend(spec.command)
-    message.display_name = spec.display_name
-    message.working_directory = spec.working_directory
+    _put(message, spec, _PROGRAM)
     if with_environment:
         message.environment.update(spec.environment)
     if spec.labels:
         message.labels.update(spec.labels)
-    if spec.scheduler:
-        message.scheduler = spec.scheduler
-    if spec.distributed:
-        message.distributed = True
     if spec.mechanism:
         message.mechanism = mechanism_to_wire(spec.mechanism)
-    if spec.is_move_required:
-        message.is_move_required = True
-    if spec.closes_connections:
-        message.closes_connections = True
     if spec.stop_signal:
-        message.stop_signal = spec.stop_signal
         message.stop_grace.CopyFrom(times.duration(spec.stop_grace_s))
     message.agent = job_pb2.JobSpec.AGENT_NONE if spec.agent is Agent.NONE else job_pb2.JobSpec.AGENT_AUTOMATIC
-    _resources_to_wire(spec, message)
+    for role in spec.roles:
+        convert.role_to_wire(role, message.roles.add())
+    convert.locality_to_wire(spec.locality, message.locality)
+    _put(message, spec, _RESOURCES)
     _rules_to_wire(spec, message)
     return message
 
 
-def _resources_to_wire(spec: JobSpec, message: job_pb2.JobSpec) -> None:
-    """Fill in what the job needs, and where."""
-    for role in spec.roles:
-        convert.role_to_wire(role, message.roles.add())
-    if spec.device_type:
-        message.device_type = spec.device_type
-    convert.locality_to_wire(spec.locality, message.locality)
-    if spec.nodes:
-        message.nodes = spec.nodes
-    if spec.gpu_memory_bytes:
-        message.gpu_memory_bytes = spec.gpu_memory_bytes
-    if spec.gpus_min or spec.gpus_max:
-        message.gpus_min, message.gpus_max = spec.gpus_min, spec.gpus_max
+# Fields that a spec has under the same name in its message: of the program, of what it needs, and of what ends it.
+_PROGRAM: Final = "display_name working_directory scheduler distributed is_move_required closes_connections stop_signal"
+_RESOURCES: Final = "device_type nodes gpu_memory_bytes gpus_min gpus_max"
+_RULES: Final = "priority max_failures"
+
+
+def _put(message: job_pb2.JobSpec, spec: JobSpec, names: str) -> None:
+    for name, value in plain(spec, names).items():
+        if value:
+            setattr(message, name, value)
 
 
 def _rules_to_wire(spec: JobSpec, message: job_pb2.JobSpec) -> None:
     """Fill in how the job is ordered among others, which changes it permits, and what ends it."""
-    if spec.priority:
-        message.priority = spec.priority
+    _put(message, spec, _RULES)
     if spec.weight != 1.0:
         message.weight = spec.weight
     message.preemptible = spec.preemptible
@@ -239,8 +263,6 @@ def _rules_to_wire(spec: JobSpec, message: job_pb2.JobSpec) -> None:
         message.movable = False
     if spec.checkpoint_interval_s:
         message.checkpoint_interval.CopyFrom(times.duration(spec.checkpoint_interval_s))
-    if spec.max_failures:
-        message.max_failures = spec.max_failures
     if spec.time_limit_s is not None:
         message.time_limit.CopyFrom(times.duration(spec.time_limit_s))
     if spec.deadline:
@@ -252,8 +274,8 @@ def _rules_to_wire(spec: JobSpec, message: job_pb2.JobSpec) -> None:
 
 def update_from_wire(message: job_service_pb2.JobUpdate) -> Update:
     """Return the update, which is not yet validated as a spec. Raises RequestInvalid."""
-    plain = ("display_name", "priority", "device_type", "memory_bytes", "millicores_per_gpu")
-    given: dict[str, Any] = {field.name: value for field, value in message.ListFields() if field.name in plain}
+    same = ("display_name", "priority", "device_type", "memory_bytes", "millicores_per_gpu")
+    given: dict[str, Any] = {field.name: value for field, value in message.ListFields() if field.name in same}
     return Update(
         **given,
         time_limit_s=times.seconds(message.time_limit) if message.HasField("time_limit") else None,
@@ -273,14 +295,14 @@ def job_to_wire(
     has_turn: bool | None = None,
     with_environment: bool = False,
 ) -> job_pb2.Job:
-    message = job_pb2.Job()
-    message.name = job.name
-    message.uid = job.uid
+    message = job_pb2.Job(
+        **plain(job, "name uid user revision failures preemptions"),
+        state=STATES[job.state],
+        suspended_level=_LEVELS[job.suspended_level],
+        queue_rank=queue_rank,
+        trouble=job.trouble or trouble_of(gang),
+    )
     spec_to_wire(job.spec, with_environment=with_environment, into=message.spec)
-    message.user = job.user
-    message.state = STATES[job.state]
-    message.revision = job.revision
-    message.suspended_level = _LEVELS[job.suspended_level]
     message.create_time.CopyFrom(times.timestamp(job.create_time))
     if job.start_time:
         message.start_time.CopyFrom(times.timestamp(job.start_time))
@@ -290,12 +312,8 @@ def job_to_wire(
         message.run_duration.CopyFrom(times.duration(job.run_s))
     if job.running_since:
         message.running_since_time.CopyFrom(times.timestamp(job.running_since))
-    message.failures = job.failures
-    message.preemptions = job.preemptions
     for blocker in blockers:
         convert.refusal_to_wire(blocker, message.blockers.add())
-    message.queue_rank = queue_rank
-    message.trouble = job.trouble or trouble_of(gang)
     if job.checkpoint is not None:
         message.checkpoint.CopyFrom(checkpoint_to_wire(job.checkpoint))
     if job.capabilities.known:
@@ -312,18 +330,9 @@ def job_to_wire(
     if gang is not None and not job.state.is_finished:
         message.gang.CopyFrom(gang_to_wire(job, gang, destination, beside, has_turn))
     if job.failure is not None:
-        message.failure.CopyFrom(_failure_to_wire(job.failure))
+        failure = job_pb2.Failure(**plain(job.failure, "reason message exit_code rank epoch"))
+        message.failure.CopyFrom(failure)
     return message
-
-
-def _failure_to_wire(failure: Failure) -> job_pb2.Failure:
-    return job_pb2.Failure(
-        reason=failure.reason,
-        message=failure.message,
-        exit_code=failure.exit_code,
-        rank=failure.rank,
-        epoch=failure.epoch,
-    )
 
 
 def _latest_progress_to_wire(job: JobRecord, sample: Sample | None) -> job_pb2.Progress:
@@ -338,7 +347,7 @@ def _latest_progress_to_wire(job: JobRecord, sample: Sample | None) -> job_pb2.P
     if kept is not None and (kept.epoch, kept.step) > (sample.epoch, sample.step):
         progress.ClearField("step_time")
         progress.step, progress.samples, progress.steps_per_s = kept.step, kept.samples, 0.0
-        progress.loss = math.nan if kept.loss is None else kept.loss
+        progress.loss = _number_to_wire(kept.loss)
     return progress
 
 
@@ -396,13 +405,8 @@ def pids_and_cores(job: JobRecord, gang: Gang) -> tuple[list[int], list[str]]:
 
 
 def checkpoint_to_wire(checkpoint: Checkpoint) -> job_pb2.Checkpoint:
-    return job_pb2.Checkpoint(
-        step=checkpoint.step,
-        epoch=checkpoint.epoch,
-        path=checkpoint.path,
-        size_bytes=checkpoint.size_bytes,
-        create_time=times.timestamp(checkpoint.create_time) if checkpoint.create_time else None,
-    )
+    created = times.timestamp(checkpoint.create_time) if checkpoint.create_time else None
+    return job_pb2.Checkpoint(**plain(checkpoint, "step epoch path size_bytes"), create_time=created)
 
 
 def checkpoint_from_wire(message: job_pb2.Checkpoint) -> Checkpoint:
@@ -426,37 +430,27 @@ def progress_from_wire(epoch: int, message: job_pb2.Progress) -> JobProgress:
 
 def _kept_progress_to_wire(progress: JobProgress) -> job_pb2.Progress:
     return job_pb2.Progress(
-        step=progress.step,
-        samples=progress.samples,
-        loss=math.nan if progress.loss is None else progress.loss,
-        data_wait_share=progress.data_wait_share,
+        **plain(progress, "step samples data_wait_share"),
+        loss=_number_to_wire(progress.loss),
         time=times.timestamp(progress.time),
         metrics=metrics_to_wire(progress.metrics),
     )
 
 
+SAMPLE: Final = "step samples steps_per_second:steps_per_s loss training_epoch training_epochs"
+EVALUATED: Final = "evaluated:batches evaluated_in_row:batches_in_row"
+
+
 def progress_to_wire(sample: Sample) -> job_pb2.Progress:
-    return job_pb2.Progress(
-        step=sample.step,
-        samples=sample.samples,
-        steps_per_s=sample.steps_per_second,
-        loss=sample.loss,
-        data_wait_share=sample.data_wait_share,
+    message = job_pb2.Progress(
+        **plain(sample, SAMPLE),
+        **plain(sample, "data_wait_share concern:stall_reason device_use:device_utilization"),
         time=times.timestamp(sample.time),
-        stall_reason=sample.concern,
         step_time=times.timestamp(sample.step_time) if sample.step_time else None,
         first_step_time=times.timestamp(sample.since_time) if sample.since_time else None,
-        device_utilization=sample.device_use,
         metrics=metrics_to_wire(sample.metrics),
-        training_epoch=sample.training_epoch,
-        training_epochs=sample.training_epochs,
-        evaluation=_evaluation_to_wire(sample) if sample.evaluated_time else None,
     )
-
-
-def _evaluation_to_wire(sample: Sample) -> job_pb2.Evaluation:
-    return job_pb2.Evaluation(
-        batches=sample.evaluated,
-        batches_in_row=sample.evaluated_in_row,
-        time=times.timestamp(sample.evaluated_time),
-    )
+    if sample.evaluated_time:
+        evaluated_time = times.timestamp(sample.evaluated_time)
+        message.evaluation.CopyFrom(job_pb2.Evaluation(**plain(sample, EVALUATED), time=evaluated_time))
+    return message

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any, Final
 
 import msgspec
@@ -17,7 +17,7 @@ from ganger.wire.servers import Callers
 
 from ganger_master.core import commands
 from ganger_master.core.answers import ArrayAnswer, JobAnswer, UpdateAnswer
-from ganger_master.core.effects import cut
+from ganger_master.core.events import cut
 from ganger_master.core.explain import Explanation, explain, kept_for, making_room_for
 from ganger_master.core.job_model import JobRecord, members_of
 from ganger_master.planner.cores_explanation import explain_cores
@@ -39,6 +39,7 @@ from ganger_master.rpc.answer_messages import (
 )
 from ganger_master.rpc.log_proxy import LogProxy
 from ganger_master.rpc.planner_messages import REASON_MOST, curve_to_wire, on_the_way_to_wire
+from ganger_master.runtime.publication import comes
 from ganger_master.runtime.writer import Writer
 from ganger_master.store.tables import HistoryEntry
 
@@ -52,20 +53,13 @@ _SHOWN_AT_ONCE: Final = 20
 
 class JobService(job_service_pb2_grpc.JobServiceServicer):
     def __init__(
-        self,
-        writer: Writer,
-        shown: VisibleState,
-        logs: LogProxy,
-        callers: Callers,
-        limits: UserLimits,
-        clock: Callable[[], float],
+        self, writer: Writer, shown: VisibleState, logs: LogProxy, callers: Callers, limits: UserLimits
     ) -> None:
         self._writer = writer
         self._shown = shown
         self._logs = logs
         self._callers = callers
         self._limits = limits
-        self._clock = clock
 
     async def CreateJob(self, request: job_service_pb2.CreateJobRequest, context: Any) -> job_pb2.Job:
         _check_request_id(request.request_id)
@@ -200,10 +194,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
                         yield self._job(number, caller)
                 if job.state.is_finished:
                     return
-                try:
-                    async with asyncio.timeout(end - loop.time()):
-                        await news.wait()
-                except TimeoutError:
+                if not await comes(news, end - loop.time()):
                     return
 
     async def CancelJob(self, request: job_service_pb2.CancelJobRequest, context: Any) -> job_pb2.Job:
@@ -251,7 +242,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         if number not in self._writer.state.jobs:
             # Forgotten in the batch that is being committed.
             raise self._shown.not_found(number)
-        found = explain(self._writer.state, number, self._clock(), has_planner=self._writer.committed.has_planner)
+        found = explain(self._writer.state, number, self._writer.now(), has_planner=self._writer.committed.has_planner)
         if found.is_ranked:
             found = await self._with_forecast(found, number)
         is_estimated = found.start_before_s > 0
@@ -277,7 +268,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         pairs = [(one, committed.gangs.get(one.epoch)) for one in committed.jobs.values()]
         ranks = dict(state.queue.ranks)
         preempts = state.policy.order.preempts or state.policy.has(ShareByTimeSlices)
-        view, now = state.view.copy(), self._clock()
+        view, now = state.view.copy(), self._writer.now()
         said = await asyncio.to_thread(start_forecast, pairs, number, ranks, view, now, preempts=preempts)
         return msgspec.structs.replace(
             found, start_after_s=said.after, start_before_s=said.before, assumption=said.assumption or found.assumption
@@ -292,7 +283,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
             return f"nothing is done for it: policy {state.policy.name} does not go by deadlines, edf does"
         # Elements do not change, the view is a copy: to weigh all jobs may take as long as many calls do.
         pairs = [(one, committed.gangs.get(one.epoch)) for one in committed.jobs.values()]
-        return await asyncio.to_thread(deadline_advice, pairs, number, state.view.copy(), self._clock())
+        return await asyncio.to_thread(deadline_advice, pairs, number, state.view.copy(), self._writer.now())
 
     async def ListEvents(
         self, request: job_service_pb2.ListEventsRequest, context: Any
@@ -376,7 +367,6 @@ def _event_to_wire(entry: HistoryEntry) -> job_pb2.Event:
 
 
 def _check_request_id(request_id: str) -> None:
-    """Raises SpecInvalid."""
     if len(request_id) > REQUEST_ID_MOST:
         raise errors.SpecInvalid(f"request_id: at most {REQUEST_ID_MOST} characters, better a UUID")
 

@@ -25,6 +25,7 @@ from ganger.wire.tls import trouble_with
 from ganger_master.core.desired_projection import ranks_by_claim
 from ganger_master.core.job_model import JobRecord
 from ganger_master.rpc.answer_messages import VisibleState
+from ganger_master.runtime.publication import comes
 from ganger_master.runtime.writer import Writer
 
 _BEYOND_EVERYTHING: Final = (1 << 63) - 1
@@ -63,13 +64,10 @@ class _Log(NamedTuple):
 
 
 class LogProxy:
-    def __init__(
-        self, writer: Writer, shown: VisibleState, clock: Callable[[], float], token: str, tls: str = ""
-    ) -> None:
+    def __init__(self, writer: Writer, shown: VisibleState, token: str, tls: str = "") -> None:
         """Create the proxy. `tls`: the directory of the certificate for daemons; without it, they accept the token."""
         self._writer = writer
         self._shown = shown
-        self._clock = clock
         self._token = "" if tls else token
         self._tls = tls
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -123,11 +121,7 @@ class LogProxy:
                     async for chunk in self._until_news(node, job, rank, position, news):
                         position = chunk.offset + len(chunk.data)
                         yield chunk
-                try:
-                    async with asyncio.timeout(_LOOK_AGAIN_S):
-                        await news.wait()
-                except TimeoutError:
-                    pass
+                await comes(news, _LOOK_AGAIN_S)
 
     async def _until_news(
         self, node: str, job: JobRecord, rank: int, position: int, news: asyncio.Event
@@ -193,7 +187,6 @@ class LogProxy:
                 return
 
     async def _end_of(self, job: JobRecord, rank: int) -> int:
-        """Return the offset after the last byte that any node has; 0 if none has one."""
         return max([end or 0 for end in (await self._ends(job, rank)).values()], default=0)
 
     async def _check_answers(self, job: JobRecord, rank: int) -> None:
@@ -206,7 +199,7 @@ class LogProxy:
 
     def _check_kept(self, job: JobRecord) -> None:
         kept = self._writer.state.settings.logs_kept_s
-        if kept is not None and job.state.is_finished and (ago := self._clock() - job.end_time) > kept:
+        if kept is not None and job.state.is_finished and (ago := self._writer.now() - job.end_time) > kept:
             raise errors.LogNotKept(
                 f"nothing is left of what {job.name} has written: it ended {ago / 86400.0:.0f} days ago, and logs are "
                 f"kept for {kept / 86400.0:g} (logs_kept of the master)"
@@ -328,7 +321,6 @@ class LogProxy:
 
 
 async def _side_by_side(calls: Sequence[Callable[[], Awaitable[_T]]]) -> list[_T]:
-    """Return the results of the calls, in their order."""
     limit = asyncio.Semaphore(_QUERIED_AT_ONCE)
 
     async def one(call: Callable[[], Awaitable[_T]]) -> _T:

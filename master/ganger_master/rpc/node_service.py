@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+from ganger import __version__
 from ganger.cluster.view import LoadMode
 from ganger.job_state import JobState
 from ganger.v1 import node_pb2, node_pb2_grpc, resources_pb2
@@ -123,20 +124,12 @@ def _place_of(name: str) -> _Place:
 
 class NodeService(node_pb2_grpc.NodeServiceServicer):
     def __init__(
-        self,
-        writer: Writer,
-        shown: VisibleState,
-        callers: Callers,
-        version: str,
-        started: float,
-        is_held: Callable[[str], bool],
-        captures: Path,
+        self, writer: Writer, shown: VisibleState, callers: Callers, is_held: Callable[[str], bool], captures: Path
     ) -> None:
         self._writer = writer
         self._shown = shown
         self._callers = callers
-        self._version = version
-        self._started = started
+        self._started = writer.now()
         self._is_held = is_held
         self._captures = captures
 
@@ -183,21 +176,16 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
         return self._shown.node(names.parse_node_name(request.name), self._callers.of(context))
 
     async def DrainNode(self, request: node_pb2.DrainNodeRequest, context: Any) -> node_pb2.Node:
-        node = names.parse_node_name(request.name)
-        return await self._change(
-            commands.DrainNode(node, request.reason[:REASON_MOST], self._callers.of(context).name), context
-        )
+        node, user = names.parse_node_name(request.name), self._callers.of(context).name
+        return await self._change(commands.DrainNode(node, request.reason[:REASON_MOST], user), context)
 
     async def CordonNode(self, request: node_pb2.CordonNodeRequest, context: Any) -> node_pb2.Node:
-        node = names.parse_node_name(request.name)
-        return await self._change(
-            commands.CordonNode(node, request.reason[:REASON_MOST], self._callers.of(context).name), context
-        )
+        node, user = names.parse_node_name(request.name), self._callers.of(context).name
+        return await self._change(commands.CordonNode(node, request.reason[:REASON_MOST], user), context)
 
     async def UncordonNode(self, request: node_pb2.UncordonNodeRequest, context: Any) -> node_pb2.Node:
-        return await self._change(
-            commands.UncordonNode(names.parse_node_name(request.name), self._callers.of(context).name), context
-        )
+        node, user = names.parse_node_name(request.name), self._callers.of(context).name
+        return await self._change(commands.UncordonNode(node, user), context)
 
     async def DeclareNodeLost(self, request: node_pb2.DeclareNodeLostRequest, context: Any) -> node_pb2.Node:
         node = names.parse_node_name(request.name)
@@ -224,7 +212,7 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
                     on_nodes[piece.claim.node] = on_nodes.get(piece.claim.node, 0) | piece.held.device_mask
         held = sum(mask.bit_count() for mask in on_nodes.values())
         return node_pb2.Cluster(
-            version=self._version,
+            version=__version__,
             view_version=committed.view_version,
             start_time=times.timestamp(self._started),
             policy=state.settings.policy,
@@ -285,7 +273,7 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
             raise errors.RequestInvalid(f"duration: more than zero, at most {recorder.MOST_S:g} s")
         recording = recorder.DecisionRecording(
             self._captures,
-            self._version,
+            __version__,
             with_environment=request.with_environment,
             most_bytes=request.max_bytes or log_file.MOST_BYTES,
         )

@@ -9,21 +9,20 @@ import hashlib
 import math
 import re
 from functools import lru_cache
-from typing import Final, TypedDict, assert_never
+from typing import Final, TypeAlias, TypedDict, assert_never
 
 from ganger.cluster.resources import LocalityLevel, Role
 from ganger.job_state import JobState
-from ganger.v1 import job_pb2, job_service_pb2, scheduling_pb2
+from ganger.v1 import job_service_pb2, scheduling_pb2
 from ganger.wire import errors, times
 from ganger.wire import resource_messages as convert
 from ganger.wire import resource_names as names
-from google.protobuf.timestamp_pb2 import Timestamp
 from msgspec.structs import replace
 
 from ganger_master.core import commands
 from ganger_master.core.explain import RoomInProgress
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, Piece
-from ganger_master.core.job_model import JobRecord, JobSpec
+from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import (
     CURVE_POINTS,
     NO_PURPOSE,
@@ -41,11 +40,11 @@ from ganger_master.core.plan_changes import (
     SuspendChange,
     TrialFinding,
 )
-from ganger_master.rpc import capability_messages, job_messages
+from ganger_master.rpc import job_messages
+from ganger_master.rpc.job_messages import plain
 
 _STATES: Final = job_messages.STATES_FROM_WIRE
-_PHASES_TO_WIRE: Final = {phase: job_pb2.Gang.Phase.Value(f"PHASE_{phase.name}") for phase in GangPhase}
-_PHASES: Final = {number: phase for phase, number in _PHASES_TO_WIRE.items()}
+_PHASES: Final = {number: phase for phase, number in job_messages.PHASES.items()}
 
 
 # A number; the expression reads each sign once. A word longer than _LONGEST_NUMBER is not one.
@@ -53,33 +52,31 @@ _NUMBER: Final = re.compile(r"[+-]?(?:\d++(?:\.\d*+)?|\.\d++)(?:e[+-]?\d++)?", r
 _LONGEST_NUMBER: Final = 64
 
 
+_LIVE_JOB: Final = "revision user peak_device_bytes used_device_bytes"
+_TIMES: Final = "create_time pending_since:pending_time start_time running_since:running_since_time"
+_DURATIONS: Final = "run_s:run_duration move_pause_s:move_pause"
+
+
 def live_job_to_wire(job: JobRecord, gang: Gang | None, into: scheduling_pb2.LiveJob) -> None:
     """Write a live job into the empty message `into`. `gang`: that of the job's present epoch."""
     into.job = job.name
-    into.revision = job.revision
-    into.user = job.user
+    for name, value in plain(job, _LIVE_JOB).items():
+        setattr(into, name, value)
     into.state = job_messages.STATES[job.state]
     # What it requests now: a planner does not need the reason.
     spec = replace(job.spec, command=(), labels={}, roles=job.shape.roles)
     job_messages.spec_to_wire(spec, with_environment=False, into=into.spec)
-    _put_time(into.create_time, job.create_time)
-    if job.pending_since:
-        _put_time(into.pending_time, job.pending_since)
-    if job.start_time:
-        _put_time(into.start_time, job.start_time)
-    if job.run_s:
-        into.run_duration.CopyFrom(times.duration(job.run_s))
-    if job.running_since:
-        _put_time(into.running_since_time, job.running_since)
+    for name, unix_s in plain(job, _TIMES).items():
+        if unix_s:
+            getattr(into, name).CopyFrom(times.timestamp(unix_s))
+    for name, duration_s in plain(job, _DURATIONS).items():
+        if duration_s:
+            getattr(into, name).CopyFrom(times.duration(duration_s))
     into.signature = signature_of(job.user, job.spec.command, job.spec.roles)
     into.is_ending = job.ending is not None
     into.is_moving = job.next_epoch != 0
-    into.peak_device_bytes = job.peak_device_bytes
-    into.used_device_bytes = job.used_device_bytes
-    if job.move_pause_s:
-        into.move_pause.CopyFrom(times.duration(job.move_pause_s))
     if job.capabilities.known:
-        into.capabilities.CopyFrom(capability_messages.capabilities_to_wire(job.capabilities))
+        into.capabilities.CopyFrom(job_messages.capabilities_to_wire(job.capabilities))
     if gang is not None:
         _gang_to_wire(gang, into.gang)
 
@@ -89,30 +86,22 @@ def live_job_from_wire(message: scheduling_pb2.LiveJob) -> tuple[JobRecord, Gang
     does not exist."""
     number = names.parse_job_name(message.job)
     gang = _gang_from_wire(number, message.gang) if message.HasField("gang") else None
-    spec: JobSpec = job_messages.spec_from_wire(message.spec)
     job = JobRecord(
         number,
         "",
-        message.user,
-        spec,
-        _time(message.create_time),
+        spec=job_messages.spec_from_wire(message.spec),
         state=_STATES.get(message.state, JobState.PENDING),
-        revision=message.revision,
-        pending_since=_time(message.pending_time) if message.HasField("pending_time") else 0.0,
-        start_time=_time(message.start_time) if message.HasField("start_time") else 0.0,
-        run_s=times.seconds(message.run_duration),
-        running_since=_time(message.running_since_time) if message.HasField("running_since_time") else 0.0,
+        **plain(message, _LIVE_JOB),
+        **plain(message, _TIMES, times.unix_s),
+        **plain(message, _DURATIONS, times.seconds),
         epoch=0 if gang is None else gang.epoch,
         # Not which: only that there is another.
         next_epoch=1 if message.is_moving else 0,
-        peak_device_bytes=message.peak_device_bytes,
-        used_device_bytes=message.used_device_bytes,
-        move_pause_s=times.seconds(message.move_pause) if message.HasField("move_pause") else 0.0,
         # Nor how it ends: only that it does.
         ending=JobState.PENDING if message.is_ending else None,
     )
     if message.HasField("capabilities"):
-        job = replace(job, capabilities=capability_messages.capabilities_from_wire(message.capabilities))
+        job = replace(job, capabilities=job_messages.capabilities_from_wire(message.capabilities))
     return job, gang
 
 
@@ -135,13 +124,13 @@ def _without_number(word: str) -> str:
 
 def _gang_to_wire(gang: Gang, into: scheduling_pb2.LiveGang) -> None:
     into.epoch = gang.epoch
-    into.phase = _PHASES_TO_WIRE[gang.phase]
+    into.phase = job_messages.PHASES[gang.phase]
     into.parked_level = job_messages.level_to_wire(gang.park_level)
     into.is_stopping = gang.intent is GangIntent.STOP
     into.is_handing_over = gang.intent is GangIntent.HAND_OVER
-    _put_time(into.create_time, gang.create_time)
+    into.create_time.CopyFrom(times.timestamp(gang.create_time))
     if gang.since:
-        _put_time(into.phase_time, gang.since)
+        into.phase_time.CopyFrom(times.timestamp(gang.since))
     into.node_set = gang.node_set
     into.claims.extend(convert.claims_to_wire(gang.claims))
     into.held.extend(convert.claims_to_wire(piece.held for piece in gang.pieces if piece.held is not None))
@@ -150,7 +139,6 @@ def _gang_to_wire(gang: Gang, into: scheduling_pb2.LiveGang) -> None:
 def _gang_from_wire(number: int, message: scheduling_pb2.LiveGang) -> Gang:
     held = {claim.node: claim for claim in convert.parked_claims_from_wire(message.held)}
     pieces = tuple([Piece(claim, held.get(claim.node)) for claim in convert.claims_from_wire(message.claims)])
-    parked = job_messages.level_from_wire(message.parked_level)
     return Gang(
         message.epoch,
         number,
@@ -159,10 +147,10 @@ def _gang_from_wire(number: int, message: scheduling_pb2.LiveGang) -> Gang:
         pieces,
         # Planners do not read the locality of a running gang.
         LocalityLevel.CLUSTER,
-        _time(message.create_time),
+        times.unix_s(message.create_time),
         intent=_intent_from_wire(message),
-        park_level=parked,
-        since=_time(message.phase_time) if message.HasField("phase_time") else 0.0,
+        park_level=job_messages.level_from_wire(message.parked_level),
+        since=times.unix_s(message.phase_time),
         node_set=message.node_set,
     )
 
@@ -173,14 +161,6 @@ def _intent_from_wire(message: scheduling_pb2.LiveGang) -> GangIntent:
     if message.is_handing_over:
         return GangIntent.HAND_OVER
     return GangIntent.PARK if message.parked_level else GangIntent.RUN
-
-
-def _put_time(message: Timestamp, unix_s: float) -> None:
-    message.CopyFrom(times.timestamp(unix_s))
-
-
-def _time(message: Timestamp) -> float:
-    return times.unix_s(message)
 
 
 _ROWS_MOST: Final = 1_000
@@ -249,14 +229,8 @@ def change_to_wire(change: PlanChange, reason: str = "") -> scheduling_pb2.Chang
         reason=reason or change.reason,
     )
     match change:
-        case StartChange():
-            message.start.claims.extend(convert.claims_to_wire(change.claims))
-        case MoveChange():
-            message.move.claims.extend(convert.claims_to_wire(change.claims))
-        case CoresChange():
-            message.cores.claims.extend(convert.claims_to_wire(change.claims))
-        case ResizeChange():
-            message.resize.claims.extend(convert.claims_to_wire(change.claims))
+        case StartChange() | MoveChange() | CoresChange() | ResizeChange():
+            getattr(message, change.kind.lower()).claims.extend(convert.claims_to_wire(change.claims))
         case ResumeChange():
             message.resume.SetInParent()
         case SliceChange():
@@ -305,10 +279,11 @@ def finding_to_wire(finding: TrialFinding) -> scheduling_pb2.Finding:
         job=names.job_name(finding.number),
         goal=_GOALS[finding.goal],
         verdict=kept,
-        gain=finding.gain,
-        gain_deviation=finding.deviation,
-        detail=finding.detail,
+        **plain(finding, "gain deviation:gain_deviation detail"),
     )
+
+
+_CURVE: Final = "sweet_point sweet_low:sweet_point_low sweet_high:sweet_point_high fit_error"
 
 
 def curve_to_wire(curve: CoresCurve) -> scheduling_pb2.CoresCurve:
@@ -316,15 +291,9 @@ def curve_to_wire(curve: CoresCurve) -> scheduling_pb2.CoresCurve:
         job=names.job_name(curve.number),
         points=map(_point_to_wire, curve.points),
         fitted=map(_point_to_wire, curve.fitted),
-        sweet_point=curve.sweet_point,
-        sweet_point_low=curve.sweet_low,
-        sweet_point_high=curve.sweet_high,
-        fit_error=curve.fit_error,
-        enough_millicores=curve.enough_millicores,
-        trial_millicores=curve.trial_millicores,
+        **plain(curve, f"{_CURVE} enough_millicores trial_millicores phase"),
         tried=times.duration(curve.tried_s),
         lost=times.duration(curve.lost_s),
-        phase=curve.phase,
         other_phases=map(curve_to_wire, curve.others),
     )
 
@@ -338,6 +307,15 @@ def _claims_in(message: scheduling_pb2.Change) -> int:
     return 0 if kind is None else len(getattr(getattr(message, kind), "claims", ()))
 
 
+_ClaimsChange: TypeAlias = StartChange | MoveChange | CoresChange | ResizeChange
+_WITH_CLAIMS: Final[dict[str, type[_ClaimsChange]]] = {
+    "start": StartChange,
+    "move": MoveChange,
+    "cores": CoresChange,
+    "resize": ResizeChange,
+}
+
+
 def _change_from_wire(message: scheduling_pb2.Change) -> PlanChange:
     number, revision = names.parse_job_name(message.job), message.revision
     common = _Common(
@@ -346,14 +324,9 @@ def _change_from_wire(message: scheduling_pb2.Change) -> PlanChange:
         purpose=_purpose_from_wire(message.purpose) if message.HasField("purpose") else NO_PURPOSE,
     )
     match message.WhichOneof("change"):
-        case "start":
-            return StartChange(number, revision, convert.claims_from_wire(message.start.claims), **common)
-        case "move":
-            return MoveChange(number, revision, convert.claims_from_wire(message.move.claims), **common)
-        case "cores":
-            return CoresChange(number, revision, convert.claims_from_wire(message.cores.claims), **common)
-        case "resize":
-            return ResizeChange(number, revision, convert.claims_from_wire(message.resize.claims), **common)
+        case "start" | "move" | "cores" | "resize" as kind:
+            claims = convert.claims_from_wire(getattr(message, kind).claims)
+            return _WITH_CLAIMS[kind](number, revision, claims, **common)
         case "suspend":
             return SuspendChange(number, revision, job_messages.level_from_wire(message.suspend.level), **common)
         case "resume":
@@ -398,20 +371,17 @@ def _finding_from_wire(message: scheduling_pb2.Finding) -> TrialFinding:
 
 
 def _curve_from_wire(message: scheduling_pb2.CoresCurve, is_outer: bool = True) -> CoresCurve:
+    others = message.other_phases[: _PHASES_MOST * is_outer]
     return CoresCurve(
         names.parse_job_name(message.job),
         tuple([_point_from_wire(one) for one in message.points[:CURVE_POINTS]]),
         tuple([_point_from_wire(one) for one in message.fitted[:CURVE_POINTS]]),
-        _finite(message.sweet_point),
-        _finite(message.sweet_point_low),
-        _finite(message.sweet_point_high),
-        _finite(message.fit_error),
-        message.enough_millicores,
-        message.trial_millicores,
-        max(0.0, times.seconds(message.tried)),
-        max(0.0, times.seconds(message.lost)),
-        message.phase[:_POLICY_MOST],
-        tuple([_curve_from_wire(one, is_outer=False) for one in message.other_phases[: _PHASES_MOST * is_outer]]),
+        **plain(message, _CURVE, _finite),
+        **plain(message, "enough_millicores trial_millicores"),
+        tried_s=max(0.0, times.seconds(message.tried)),
+        lost_s=max(0.0, times.seconds(message.lost)),
+        phase=message.phase[:_POLICY_MOST],
+        others=tuple([_curve_from_wire(one, is_outer=False) for one in others]),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any, Final, TypeAlias
 
@@ -19,16 +19,15 @@ from msgspec.structs import replace
 
 from ganger_master.core import commands
 from ganger_master.core.answers import Answer, Done, JobAnswer, PlanAnswer, Refused
-from ganger_master.core.job_model import JobRecord
+from ganger_master.core.ending import is_backing_off
 from ganger_master.core.plan_changes import SliceChange, StartChange, claims_in
 from ganger_master.core.queue import GrantedLease
-from ganger_master.core.retry import is_backing_off
 from ganger_master.rpc import job_messages
 from ganger_master.rpc.access import UserLimits, check_jobs
-from ganger_master.rpc.answer_messages import PageRoom, VisibleState, change_verdict_of, expect, verdict_of
+from ganger_master.rpc.answer_messages import PageRoom, VisibleState, change_verdict_of, expect, in_messages, verdict_of
 from ganger_master.rpc.job_service import STREAM_S
 from ganger_master.rpc.planner_messages import live_job_to_wire, plan_from_wire
-from ganger_master.runtime.publication import ProgressBoard
+from ganger_master.runtime.publication import ProgressBoard, comes
 from ganger_master.runtime.writer import Writer
 
 _CANDIDATES_MOST: Final = 16
@@ -59,20 +58,13 @@ _Judged: TypeAlias = tuple[Sequence[scheduling_pb2.GangRequest], asyncio.Future[
 
 class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
     def __init__(
-        self,
-        writer: Writer,
-        shown: VisibleState,
-        progress: ProgressBoard,
-        callers: Callers,
-        limits: UserLimits,
-        clock: Callable[[], float],
+        self, writer: Writer, shown: VisibleState, progress: ProgressBoard, callers: Callers, limits: UserLimits
     ) -> None:
         self._writer = writer
         self._callers = callers
         self._limits = limits
         self._shown = shown
         self._progress = progress
-        self._clock = clock
 
     async def GetView(self, request: scheduling_pb2.GetViewRequest, context: Any) -> scheduling_pb2.View:
         committed = self._writer.committed
@@ -107,10 +99,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                     yield delta
                     sent, is_first = version, False
                     await asyncio.sleep(_DELTA_S)
-                try:
-                    async with asyncio.timeout(end - loop.time()):
-                        await news.wait()
-                except TimeoutError:
+                if not await comes(news, end - loop.time()):
                     return
 
     async def WatchCluster(
@@ -128,26 +117,30 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                 if numbers is None or not sent:
                     sent, shown = 0, set()
                     numbers = list(committed.jobs)
-                known = [job for n in numbers if (job := committed.jobs.get(n)) and not _is_held_back(job)]
+                known = [
+                    job for n in numbers if (job := committed.jobs.get(n)) and not (job.held or is_backing_off(job))
+                ]
                 there = [(job, committed.gangs.get(job.epoch)) for job in known]
                 forgotten = [n for n in numbers if (job := committed.jobs.get(n)) is None or is_backing_off(job)]
                 rows = committed.rows_after(sent) if sent else list(committed.rows.values())
                 removed = shown.difference(committed.rows)
                 shown = set(committed.rows) if removed else shown.union(row.node for row in rows)
-                quantum = self._writer.state.settings.quantum_s
+                settings = self._writer.state.settings
+                quantum = settings.quantum_s
+                quotas = {user: min(gpus, _QUOTA_MOST) for user, gpus in settings.quota_devices.items()}
                 delta = scheduling_pb2.ClusterDelta(
                     view=self._view_delta(committed.view_version, sent, removed),
                     removed_jobs=[names.job_name(number) for number in forgotten],
-                    time=times.timestamp(self._clock()),
-                    policy=self._writer.state.settings.policy,
-                    plan_interval=times.duration(self._writer.state.settings.plan_every_s),
+                    time=times.timestamp(self._writer.now()),
+                    policy=settings.policy,
+                    plan_interval=times.duration(settings.plan_every_s),
                     draining_nodes=[names.node_name(node) for node in self._writer.state.nodes.draining],
                     changing_node_sets=[
                         names.node_set_name(one.number) for one in committed.sets.values() if one.coming is not None
                     ],
                     quantum=None if quantum is None else times.duration(quantum),
-                    migrations_per_hour=self._writer.state.settings.moves_per_hour,
-                    quotas=None if sent else _quotas_to_wire(self._writer.state.settings.quota_devices),
+                    migrations_per_hour=settings.moves_per_hour,
+                    quotas=None if sent else quotas,
                 )
                 sent = committed.view_version
                 delta.view.nodes.extend(await _messages(rows))
@@ -164,10 +157,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                     delta.jobs.append(message)
                 yield delta
                 await asyncio.sleep(_CLUSTER_DELTA_S)
-                try:
-                    async with asyncio.timeout(end - loop.time()):
-                        await news.mark.wait()
-                except TimeoutError:
+                if not await comes(news.mark, end - loop.time()):
                     return
 
     async def WatchLeases(
@@ -196,15 +186,9 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                     batch = await queue.get()
                     if batch is None:
                         return
-                    message, room = scheduling_pb2.PlacementLeases(), PageRoom()
-                    for lease in [found for lease in batch if (found := self._lease_message(lease)) is not None]:
-                        if not room.take(lease):
-                            yield message
-                            message, room = scheduling_pb2.PlacementLeases(), PageRoom()
-                            room.take(lease)
-                        message.leases.append(lease)
-                    if message.leases:
-                        yield message
+                    live = [found for lease in batch if (found := self._lease_message(lease)) is not None]
+                    for leases in in_messages(live):
+                        yield scheduling_pb2.PlacementLeases(leases=leases)
             finally:
                 if streams.is_of(scheduler, queue):
                     self._writer.tell(commands.ClaimTurns(scheduler, jobs, connected=False))
@@ -231,15 +215,9 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
         try:
             while (found := await judged.get()) is not None:
                 requests, answers = found
-                verdicts, room = scheduling_pb2.Verdicts(), PageRoom()
-                for request, answer in zip(requests, await answers, strict=True):
-                    _fill(verdict := scheduling_pb2.Verdict(), request.job, answer)
-                    if not room.take(verdict):
-                        yield verdicts
-                        verdicts, room = scheduling_pb2.Verdicts(), PageRoom()
-                        room.take(verdict)
-                    verdicts.verdicts.append(verdict)
-                yield verdicts
+                pairs = zip(requests, await answers, strict=True)
+                for verdicts in in_messages(_verdict_alone(request.job, answer) for request, answer in pairs):
+                    yield scheduling_pb2.Verdicts(verdicts=verdicts)
             await reading
         finally:
             reading.cancel()
@@ -336,7 +314,6 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
             await asyncio.sleep(min(max(interval, _SHORTEST_INTERVAL_S), _LONGEST_INTERVAL_S))
 
     def _view_delta(self, version: int, after: int, removed: Iterable[str]) -> scheduling_pb2.ViewDelta:
-        """Return a delta of the view without its nodes."""
         return scheduling_pb2.ViewDelta(
             version=version,
             from_version=after,
@@ -355,7 +332,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
 
     def _lease_message(self, lease: GrantedLease) -> scheduling_pb2.PlacementLease | None:
         """Return None if the job is gone or the lease has expired."""
-        now = self._clock()
+        now = self._writer.now()
         job = self._writer.committed.jobs.get(lease.number)
         if job is None or lease.expires <= now:
             return None
@@ -376,16 +353,6 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
             arena_bytes_per_device=job.arena_bytes_per_device,
             device_memory_bytes=job.shape.device_memory_bytes,
         )
-
-
-def _is_held_back(job: JobRecord) -> bool:
-    """Return whether no scheduler may request a gang for it."""
-    return job.held or is_backing_off(job)
-
-
-def _quotas_to_wire(quotas: Mapping[str, int]) -> dict[str, int]:
-    """Return quotas with values bounded by what a message can hold."""
-    return {user: min(gpus, _QUOTA_MOST) for user, gpus in quotas.items()}
 
 
 async def _messages(rows: Sequence[NodeRow]) -> list[node_pb2.NodeState]:
@@ -415,10 +382,10 @@ def _gang_request(message: scheduling_pb2.GangRequest) -> commands.RequestGang:
     )
 
 
-def _fill(verdict: scheduling_pb2.Verdict, job: str, answer: Answer) -> None:
-    """Fill in the verdict on one request of the batched stream. One that cannot be judged is refused alone."""
-    if isinstance(answer, Refused):
-        verdict.job = job
-        verdict.rejected.refusals.add(reason=answer.reason, message=answer.message)
-    else:
-        verdict_of(job, answer, verdict)
+def _verdict_alone(job: str, answer: Answer) -> scheduling_pb2.Verdict:
+    """Return the verdict on one request of the batched stream. One that cannot be judged is refused alone."""
+    if not isinstance(answer, Refused):
+        return verdict_of(job, answer)
+    verdict = scheduling_pb2.Verdict(job=job)
+    verdict.rejected.refusals.add(reason=answer.reason, message=answer.message)
+    return verdict

@@ -6,7 +6,7 @@ certificate, and a second one on loopback serves this machine by the token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -64,8 +64,6 @@ class MasterServer:
         *,
         token: str,
         listen: str,
-        version: str,
-        clock: Callable[[], float],
         captures: Path,
         limits: UserLimits,
         tls: Path | None = None,
@@ -74,20 +72,20 @@ class MasterServer:
         refusals = SessionRefusals(writer.now)
         shown = VisibleState(writer, progress, refusals)
         callers = Callers(CallerIdentity(CallerRole.OPERATOR, owner()), by_role=tls is not None)
-        self._logs = LogProxy(writer, shown, clock, token, str(tls or ""))
+        self._logs = LogProxy(writer, shown, token, str(tls or ""))
         self._health: Any = aio_health.HealthServicer()
         self._limits = limits
         limiter = LimitInterceptor(limits, callers)
         self._server = make_server(token, _OPTIONS, by_role=tls is not None, more_interceptors=(limiter,))
         job_service_pb2_grpc.add_JobServiceServicer_to_server(
-            JobService(writer, shown, self._logs, callers, limits, clock), self._server
+            JobService(writer, shown, self._logs, callers, limits), self._server
         )
         scheduling_pb2_grpc.add_SchedulingServiceServicer_to_server(
-            SchedulingService(writer, shown, progress, callers, limits, clock), self._server
+            SchedulingService(writer, shown, progress, callers, limits), self._server
         )
-        self.agents = AgentService(writer, progress, callers, refusals, clock)
+        self.agents = AgentService(writer, progress, callers, refusals)
         node_pb2_grpc.add_NodeServiceServicer_to_server(
-            NodeService(writer, shown, callers, version, clock(), self.agents.is_held, captures), self._server
+            NodeService(writer, shown, callers, self.agents.is_held, captures), self._server
         )
         agent_pb2_grpc.add_AgentServiceServicer_to_server(self.agents, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

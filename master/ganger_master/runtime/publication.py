@@ -1,17 +1,18 @@
-"""What readers see: durable state, watchers of changes, streams of placement leases, and sampled progress of jobs.
+"""What readers see: durable state, watchers of changes, streams of leases, sampled progress of jobs, and counters.
 
 The writer's state may be ahead of the store; this never is. Elements are immutable, so readers may keep them. A watcher
-gets a flag and reads the state again, so a slow watcher costs no queue.
-
-A stream of leases is a bounded queue of batches per call of WatchLeases. What does not fit expires unused.
-
-The latest measured progress of each job is sampled, lossy, and kept in memory only, outside the state.
+gets a flag and reads the state again, so a slow watcher costs no queue. A stream of leases is a bounded queue of
+batches per call of WatchLeases: what does not fit expires unused. Progress is sampled, lossy, and kept in memory only,
+outside the state. No decision reads progress or counters.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,9 +24,10 @@ from ganger.cluster.resources import ConfigurationSet, NodeRow
 from ganger.cluster.view import LoadMode
 from msgspec.structs import replace
 
+from ganger_master.core.answers import Answer, PlanAnswer, Rejected
 from ganger_master.core.commands import ClaimTurns
 from ganger_master.core.desired_projection import DesiredSet
-from ganger_master.core.effects import Effects, StoredChanges
+from ganger_master.core.events import Effects, HistoryRow, StoredChanges
 from ganger_master.core.gang_model import Gang, TimesliceGroup
 from ganger_master.core.job_model import JobMetric, JobRecord
 from ganger_master.core.node_model import Counters, Element, Node
@@ -62,6 +64,16 @@ def publication_of(state: State, changes: StoredChanges, effects: Effects) -> Pu
         free_devices=state.nodes.free_devices,
         mode=state.view.mode,
     )
+
+
+async def comes(news: asyncio.Event, within_s: float) -> bool:
+    """Wait for news; return whether they came in time."""
+    try:
+        async with asyncio.timeout(within_s):
+            await news.wait()
+    except TimeoutError:
+        return False
+    return True
 
 
 class JobNews:
@@ -136,18 +148,23 @@ class CommittedState:
 
     def publish(self, news: Publication) -> None:
         for kind, key in news.removes:
-            self._take_away(kind, key)
-        jobs, gangs = self.jobs, self.gangs
-        has_sets = any(kind == "node_set" for kind, _ in news.removes)
-        for element in news.puts.values():
-            # By far the most.
-            if isinstance(element, JobRecord):
-                jobs[element.number] = element
-            elif isinstance(element, Gang):
-                gangs[element.epoch] = element
+            kept, place = self._place_of(kind, key)
+            kept.pop(place, None)
+            if kind == "job":
+                self.wake(f"jobs/{key}")
+            elif kind == "node":
+                self.desired.pop(key, None)
+                self.rows.pop(key, None)
+                self.wake("view")
+                for watched in self._job_watchers:
+                    watched.add(())
+        for (kind, key), element in news.puts.items():
+            if isinstance(element, Counters):
+                self.counters = element
             else:
-                has_sets = has_sets or isinstance(element, TimesliceGroup)
-                self._install(element)
+                kept, place = self._place_of(kind, key)
+                kept[place] = element
+        has_sets = any(kind == "node_set" for kind, _ in (*news.removes, *news.puts))
         self.desired.update(news.desired)
         if news.rows or news.view_version > self.view_version:
             self._show(news.rows)
@@ -208,39 +225,22 @@ class CommittedState:
             shown.pop(row.node, None)
             shown[row.node] = row
 
-    def _install(self, element: Element) -> None:
-        match element:
-            case JobRecord():
-                self.jobs[element.number] = element
-            case Gang():
-                self.gangs[element.epoch] = element
-            case Node():
-                self.nodes[element.name] = element
-            case TimesliceGroup():
-                self.sets[element.number] = element
-            case ConfigurationSet():
-                self.configuration_sets[element.name] = element
-            case Counters():
-                self.counters = element
-
-    def _take_away(self, kind: str, key: str) -> None:
+    def _place_of(self, kind: str, key: str) -> tuple[dict[Any, Any], int | str]:
+        """Return the elements of a kind, and the key of one of them there."""
         match kind:
             case "job":
-                self.jobs.pop(int(key), None)
-                self.wake(f"jobs/{key}")
+                return self.jobs, int(key)
             case "gang":
-                self.gangs.pop(int(key), None)
-            case "node":
-                self.nodes.pop(key, None)
-                self.desired.pop(key, None)
-                self.rows.pop(key, None)
-                self.wake("view")
-                for watched in self._job_watchers:
-                    watched.add(())
+                return self.gangs, int(key)
             case "node_set":
-                self.sets.pop(int(key), None)
+                return self.sets, int(key)
+            case "node":
+                return self.nodes, key
             case "configuration_set":
-                self.configuration_sets.pop(key, None)
+                return self.configuration_sets, key
+            case _:
+                # No reader needs the ids of requests.
+                return {}, key
 
 
 _by_version: Final = attrgetter("version")
@@ -389,3 +389,96 @@ class ProgressBoard:
         live = set(is_live)
         self._samples = {job: sample for job, sample in self._samples.items() if job in live}
         self._concerns = {job: concerns for job, concerns in self._concerns.items() if job in live}
+
+
+_COMMIT_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+_COMMIT_CALLS: Final = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1_000.0, 10_000.0)
+_WAIT_S: Final = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3_600.0, 14_400.0, 43_200.0, 86_400.0, 259_200.0)
+_PAUSE_S: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_MOVED: Final = frozenset({"move_done", "resize_done"})
+# What an operator would act on; the rest is in the history.
+_LOGGED: Final = frozenset(
+    {
+        *("node_ready", "node_silent", "node_lost", "node_changed", "node_removed", "node_draining", "node_cordoned"),
+        "job_failed",
+    }
+)
+
+log = logging.getLogger(__name__)
+
+
+class Distribution:
+    """How often a value was at most each of some bounds."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.sum = 0.0
+        self._counts = [0] * (len(self.bounds) + 1)
+
+    def add(self, value: float) -> None:
+        self._counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    @property
+    def count(self) -> int:
+        return sum(self._counts)
+
+    def at_most(self) -> Iterator[tuple[float, int]]:
+        """Each bound, infinity last, with the number of values up to it."""
+        so_far = 0
+        for bound, count in zip((*self.bounds, float("inf")), self._counts, strict=True):
+            so_far += count
+            yield bound, so_far
+
+
+class MasterCounters:
+    """Filled by the writer, in its event loop; costs a busy master a microsecond for each commit and event."""
+
+    def __init__(self) -> None:
+        # By kind of history, by outcome, and by the first reason.
+        self.events: Counter[str] = Counter()
+        self.failed_attempts: Counter[str] = Counter()
+        self.rejections: Counter[str] = Counter()
+        # From when a job began to wait to the approval of its gang, and how long moves made jobs stand still.
+        self.waits = Distribution(_WAIT_S)
+        self.pauses = Distribution(_PAUSE_S)
+        self.commit_s = Distribution(_COMMIT_S)
+        # Calls that one commit answered.
+        self.commit_calls = Distribution(_COMMIT_CALLS)
+        self.store_errors = 0
+        self.core_errors = 0
+
+    def committed(self, seconds: float, calls: int) -> None:
+        self.commit_s.add(seconds)
+        self.commit_calls.add(calls)
+
+    def answered(self, answer: Answer) -> None:
+        """Count the rejections of a request for a gang or of a plan."""
+        if isinstance(answer, Rejected):
+            verdicts = [answer.refusals]
+        elif isinstance(answer, PlanAnswer):
+            verdicts = [verdict.refusals for verdict in answer.verdicts if not verdict.approved]
+        else:
+            return
+        self.rejections.update(refusals[0].reason.name for refusals in verdicts if refusals)
+
+    def happened(self, history: Sequence[HistoryRow]) -> None:
+        """Count durable entries of the history, and log those that an operator would act on, or all for debugging."""
+        logs_all = log.isEnabledFor(logging.DEBUG)
+        for entry in history:
+            self._count(entry)
+            if logs_all or entry.kind in _LOGGED:
+                level = logging.INFO if entry.kind in _LOGGED else logging.DEBUG
+                log.log(level, entry.kind, extra={"subject": entry.subject, "cause": entry.cause, "id": entry.sequence})
+
+    def _count(self, entry: HistoryRow) -> None:
+        kind = entry.kind
+        self.events[kind] += 1
+        if kind == "gang_approved":
+            waited = entry.figures.get("waited_s")
+            if waited is not None:
+                self.waits.add(float(waited))
+        elif kind == "attempt_failed":
+            self.failed_attempts[entry.figures["outcome"]] += 1
+        elif kind in _MOVED:
+            self.pauses.add(float(entry.figures["pause_ms"]) / 1_000.0)

@@ -25,7 +25,7 @@ from typing import Any, Final, TypeVar
 
 from ganger.wire.errors import NotReady
 
-from ganger_master.core.heartbeats import covers
+from ganger_master.core.availability import covers
 from ganger_master.core.settings import CoreSettings
 from ganger_master.store.tables import Problem, Store, StoreError
 
@@ -55,12 +55,15 @@ class StoreThread:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[_T] = loop.create_future()
 
+        def settle_with(settle: Callable[[Any], None], found: object) -> None:
+            if not future.done():
+                settle(found)
+
         def carry_out() -> None:
-            settle: Callable[[], None]
             try:
-                settle = partial(_succeed, future, work(*arguments))
+                settle = partial(settle_with, future.set_result, work(*arguments))
             except BaseException as error:
-                settle = partial(_fail, future, error)
+                settle = partial(settle_with, future.set_exception, error)
             # A loop that has ended meanwhile has no caller that waits.
             if not loop.is_closed():
                 with suppress(RuntimeError):
@@ -81,16 +84,6 @@ class StoreThread:
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             work()
-
-
-def _succeed(future: asyncio.Future[_T], found: _T) -> None:
-    if not future.done():
-        future.set_result(found)
-
-
-def _fail(future: asyncio.Future[_T], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
 
 
 log = logging.getLogger(__name__)

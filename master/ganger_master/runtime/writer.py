@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from operator import itemgetter
 from typing import Any, Final, TypeAlias, TypeVar
 
 from ganger.failpoints import Failpoints
@@ -22,17 +23,16 @@ from ganger.wire.errors import AlreadyRecording, ApiError, Internal, NotReady
 
 from ganger_master.core import machine
 from ganger_master.core.answers import Answer
+from ganger_master.core.availability import ClockReading, noticed
 from ganger_master.core.commands import Command, OpenStore, Tick
-from ganger_master.core.effects import Effects
-from ganger_master.core.heartbeats import ClockReading, noticed
+from ganger_master.core.events import Effects
 from ganger_master.core.queue import GrantedLease
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 from ganger_master.core.state_image import restored
 from ganger_master.decision_log.recorder import AttachedRecording, DecisionRecording
 from ganger_master.runtime import store_access
-from ganger_master.runtime.counters import MasterCounters
-from ganger_master.runtime.publication import CommittedState, LeaseStreams, Publication, publication_of
+from ganger_master.runtime.publication import CommittedState, LeaseStreams, MasterCounters, Publication, publication_of
 from ganger_master.runtime.state_directory import DatabaseMarks
 from ganger_master.runtime.store_access import CommitPace, Ownership, StoreThread
 from ganger_master.store.tables import Codec, HistoryEntry, Problem, Store, StoreError
@@ -176,11 +176,11 @@ class Writer:
 
     def submit(self, command: Command) -> asyncio.Future[Answer]:
         """Return the answer, once its content is durable. Raises NotReady or Internal; refusals are answers."""
-        return self._taken((command,), _only)
+        return self._taken((command,), itemgetter(0))
 
     def submit_all(self, commands: Sequence[Command]) -> asyncio.Future[Sequence[Answer]]:
         """Return the answers in the order of the commands, once all of them are durable."""
-        return self._taken(commands, _all)
+        return self._taken(commands, list)
 
     def now(self) -> float:
         """Return the present in Unix seconds, by the clock of the core."""
@@ -478,14 +478,6 @@ class Writer:
         log.critical("writer failed", exc_info=problem)
         self._is_ready = False
         self.stopped.set()
-
-
-def _only(answers: list[Answer]) -> Answer:
-    return answers[0]
-
-
-def _all(answers: list[Answer]) -> Sequence[Answer]:
-    return answers
 
 
 def _refuse(callers: Sequence[_Caller], error: ApiError) -> None:

@@ -23,8 +23,8 @@ from ganger_master.core.placement_leases import ASIDE
 from ganger_master.core.queue import GrantedLease as Lease
 from ganger_master.core.settings import ALL_OTHER_USERS, as_settings
 from ganger_master.core.state import State
+from ganger_master.core.state_indexes import limit_of
 from ganger_master.core.submission import violations_of
-from ganger_master.core.user_usage import limit_of
 from ganger_master.simulator.traces.rows import RowFinding, RowFindingCounts, RowFindingKind
 from ganger_master.simulator.traces.servers import ServerGroup, Servers
 from ganger_master.simulator.traces.transform import that_fit

@@ -83,7 +83,6 @@ _GENERATION: Final = select(writer.c.generation)
 
 
 def _statements(batch: StoreBatch, dialect: Dialect) -> list[Statement]:
-    """Return what runs for a batch, in this order."""
     found: list[Statement] = []
 
     def add(verb: str, table: str, rows: Sequence[Sequence[Cell]]) -> None:
@@ -104,7 +103,6 @@ def _statements(batch: StoreBatch, dialect: Dialect) -> list[Statement]:
 
 @cache
 def _text(verb: str, name: str, rows: int, dialect: Dialect) -> str:
-    """Return the text that removes, puts or appends so many rows of a table."""
     table = events if name == events.name else STATE[name]
     key, *others = names = [dialect.identifier_preparer.quote(column.name) for column in table.columns]
     place = "?" if dialect.paramstyle == "qmark" else "%s"

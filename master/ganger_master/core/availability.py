@@ -1,4 +1,5 @@
-"""Heartbeats of nodes: silent and lost nodes, the condition for extending a node's lease, and jumps of the clock.
+"""Availability of nodes: heartbeats, silent and lost nodes, the condition for extending a node's lease, jumps of the
+clock, and drains.
 
 A daemon counts its lease from the sending of the call that was answered. A newer master waits for lost_after and a
 margin from the moment at which it took the store over. So an answer is safe if the store was still this master's at,
@@ -8,10 +9,10 @@ A node that is silent for longer than any daemon without news takes no gangs unt
 A node that has been silent for so long that its ranks no longer step is lost, and its jobs go on elsewhere. When at
 least half of the nodes fall silent at once, the master or its network is more likely to blame than the nodes. Then they
 are lost after twice the time, and never while no node calls at all: no node could take their jobs, and their processes
-are only paused.
+are only paused. When the clock was set, or the master stood still and answered no call, the silence is the master's
+own: no node is lost for it, and no lease counts as unused. Durations are counted on as before.
 
-When the clock was set, or the master stood still and answered no call, the silence is the master's own: no node is
-lost for it, and no lease counts as unused. Durations are counted on as before.
+Each job on a draining node is moved, or parked to storage where no place or no way is found.
 """
 
 from __future__ import annotations
@@ -22,11 +23,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from ganger.cluster.refusals import Reason, Refusal
+from ganger.cluster.resources import Claim, LocalityLevel
+from ganger.job_state import JobState
 from msgspec.structs import replace
 
-from ganger_master.core import observation
+from ganger_master.core import approval, attempts, moves, observation
+from ganger_master.core.colocation import has_arenas
 from ganger_master.core.commands import Tick
-from ganger_master.core.events import NodeAnswered, NodeLost
+from ganger_master.core.events import JobSuspended, MoveBegun, NodeAnswered, NodeLost
+from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
+from ganger_master.core.job_model import JobRecord, SuspendLevel
+from ganger_master.core.plan_changes import Goal, Purpose
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 
@@ -74,7 +82,7 @@ def follow(state: State, now: float, cause: str) -> None:
             else:
                 later = min(later, answered + silent_after)
     # The same instant is not yet late: look again just after it.
-    state.nodes.check_silence_at(max(later, now) + _TICK_S if later < math.inf else None)
+    state.nodes.next_silence_check = max(later, now) + _TICK_S if later < math.inf else None
     for name in sorted(silent):
         state.put_node(replace(state.nodes[name], silent=True))
         why = f"; {suspicion(cut_off[name])}" if name in cut_off else ""
@@ -176,7 +184,7 @@ def forgive(state: State, now: float, set_by: float) -> None:
     """Continue as if every node had been answered now; silent nodes stay silent until they call.
 
     set_by: seconds by which the clock was set forward; negative: back."""
-    state.nodes.check_silence_at(None)
+    state.nodes.next_silence_check = None
     for node in state.nodes.values():
         if not node.lost:
             state.note_answer(node.name, now)
@@ -193,13 +201,117 @@ def _move_times(state: State, set_by: float) -> None:
     state.leases.set_clock(moved)
     for number in list(state.jobs.live):
         job = state.jobs[number]
-        state.put_job(
-            replace(
-                job,
-                pending_since=moved(job.pending_since),
-                running_since=moved(job.running_since),
-                again_at=moved(job.again_at),
-            )
-        )
+        names = ("pending_since", "running_since", "again_at")
+        state.put_job(replace(job, **{name: moved(getattr(job, name)) for name in names}))
     for gang in list(state.gangs.values()):
         state.put_gang(replace(gang, since=moved(gang.since), refused_at=moved(gang.refused_at)))
+
+
+# A job whose storage was full is not stopped again sooner: each try costs it a pause.
+_REFUSED_S = 60.0
+
+
+def follow_drains(state: State, now: float) -> None:
+    """Begin to move the next job off a draining node; one at a time, because each changes the free places."""
+    for name in state.nodes.draining:
+        for epoch in list(state.gangs.places_on.get(name, ())):
+            gang = state.gangs.get(epoch)
+            if gang is not None:
+                _empty(state, state.jobs[gang.job], gang, now, f"drain:{name}")
+            if state.dirty.jobs:
+                return
+
+
+def held_up(state: State, job: JobRecord, now: float) -> tuple[Refusal, ...]:
+    """Return why a job is still on a draining node: what it waits for, then what it lacks elsewhere.
+
+    Empty for a job that is moving away, and for one on no such node."""
+    gang = state.gangs.get(job.epoch)
+    node = next((name for name in (gang.nodes if gang is not None else ()) if name in state.nodes.draining), "")
+    if gang is None or not node or job.next_epoch or job.ending is not None:
+        return ()
+
+    def waits(text: str) -> Refusal:
+        return Refusal(Reason.NODE_UNAVAILABLE, detail=f"it is to leave nodes/{node}, which is being drained: {text}")
+
+    if gang.park_level is SuspendLevel.CHECKPOINT or (
+        gang.intent is GangIntent.PARK and gang.phase is GangPhase.STOPPING
+    ):
+        return ()
+    if gang.refused_at and now - gang.refused_at < _REFUSED_S:
+        return (waits(f"saving it failed ({job.trouble}), and is tried again after a minute"),)
+    if not job.capabilities.known or (gang.intent is GangIntent.RUN and gang.phase is GangPhase.STARTING):
+        return (waits("it goes once it steps"),)
+    if gang.intent is not GangIntent.RUN:
+        if state.policy.migrates and gang.parked_by_plan:
+            return (waits("it goes on elsewhere once there is room"),)
+        return (waits("it rests there and cannot be saved: resume it, or end it"),)
+    if not _can_move(state, job, gang) and job.capabilities.presumed:
+        return (waits("it stays until it ends, unless its agent speaks up, which it has not so far"),)
+    if not _can_move(state, job, gang):
+        return (waits("it stays until it ends, for it can neither be moved nor saved"),)
+    is_saved = state.policy.migrates and job.spec.preemptible and job.capabilities.checkpoint
+    meanwhile = "is saved on storage if no job can make room" if is_saved else "runs on until then"
+    if not any(other.takes_gangs for other in state.nodes.values()):
+        return (waits(f"it goes once another node takes jobs, and {meanwhile}"),)
+    lacks = [
+        one for one in approval.lacks(state, job, _draining_nodes(state)) if one.reason is not Reason.NODE_UNAVAILABLE
+    ]
+    return (waits(f"it goes once there is room elsewhere, and {meanwhile}"), *lacks)
+
+
+def _empty(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> None:
+    if job.epoch != gang.epoch or job.next_epoch or job.ending is not None or not job.capabilities.known:
+        return
+    if gang.intent is GangIntent.PARK:
+        if state.policy.migrates and gang.parked_by_plan:
+            return
+        _to_storage(state, job, gang, now, cause)
+        return
+    if gang.intent is not GangIntent.RUN or gang.phase is not GangPhase.RUNNING:
+        return
+    if _can_move(state, job, gang):
+        found = _place_for(state, job, gang, now)
+        if found is not None:
+            claims, level = found
+            moves.begin(state, MoveBegun(now, cause, job.number, claims, level, Purpose(Goal.DRAIN)))
+            return
+        if state.policy.migrates:
+            # Others may make room for it elsewhere: the planner's to say.
+            return
+    _to_storage(state, job, gang, now, cause)
+
+
+def _place_for(state: State, job: JobRecord, gang: Gang, now: float) -> tuple[tuple[Claim, ...], LocalityLevel] | None:
+    """Return claims outside draining nodes and their locality level, or None. A search that failed is repeated only
+    after devices were freed or `_LOOKED_S` passed."""
+    freed, looked = state.nodes.drained_in_vain.get(gang.epoch, (-1, 0.0))
+    if freed == state.view.freed and 0.0 <= now - looked < _LOOKED_S:
+        return None
+    found = approval.find_place(state, job, avoid=_draining_nodes(state))
+    if found is None:
+        state.nodes.drained_in_vain[gang.epoch] = (state.view.freed, now)
+    return found
+
+
+# To look for a place takes as long as many verdicts, and as many events come in a second.
+_LOOKED_S = 5.0
+
+
+def _can_move(state: State, job: JobRecord, gang: Gang) -> bool:
+    can_leave = not gang.node_set or has_arenas(gang)
+    return can_leave and job.capabilities.can_move and job.moves_aborted <= state.settings.moves_aborted_allowed
+
+
+def _to_storage(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> None:
+    """Park a job to storage, if it can be saved; otherwise it stays until it ends, because a drain loses no work."""
+    if not job.capabilities.checkpoint or gang.park_level is SuspendLevel.CHECKPOINT:
+        return
+    if gang.refused_at and now - gang.refused_at < _REFUSED_S:
+        return
+    by_plan = job.state is not JobState.SUSPENDED
+    attempts.suspend(state, JobSuspended(now, cause, job.number, SuspendLevel.CHECKPOINT, by_plan))
+
+
+def _draining_nodes(state: State) -> frozenset[str]:
+    return frozenset(state.nodes.draining)
