@@ -32,7 +32,6 @@ from ganger.wire.tls import check_directory, server_credentials, tell_end
 
 from ganger_daemon.cgroups.contract import is_done
 from ganger_daemon.cgroups.group_tree import choose_cgroups
-from ganger_daemon.core import escalation
 from ganger_daemon.devices.virtual import VirtualSpec, choose_devices
 from ganger_daemon.gang.gang_unit import sweep_names
 from ganger_daemon.gang.launch_plan import own_user
@@ -53,7 +52,7 @@ from ganger_daemon.node.daemon_files import (
 from ganger_daemon.node.gang_set import GangSet
 from ganger_daemon.node.launchers import Launchers
 from ganger_daemon.node.log_store import LogStore
-from ganger_daemon.node.node_context import NodeContext, PeerCalls, Storage
+from ganger_daemon.node.node_context import ORDER_DEADLINE_S, ORDER_PATIENCE_S, NodeContext, PeerCalls, Storage
 from ganger_daemon.node.peer_service import PeerServicer
 from ganger_daemon.node.session import Session
 from ganger_daemon.transfer.stream_server import StreamServer, find_parked
@@ -104,8 +103,8 @@ class DaemonSettings:
     # Directory of the daemon's certificate: with it all links are mutual TLS, and `listen_host` may be any.
     tls: Path | None = None
     preload: bool = True
-    order_patience_s: float = escalation.PATIENCE_S
-    order_deadline_s: float = escalation.DEADLINE_S
+    order_patience_s: float = ORDER_PATIENCE_S
+    order_deadline_s: float = ORDER_DEADLINE_S
 
 
 class Daemon:

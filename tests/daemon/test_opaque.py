@@ -21,7 +21,6 @@ from ganger.injob.page import Page, now_ns
 from ganger.injob.page_layout import Word
 from ganger.injob.process_identity import start_ticks
 from ganger.v1 import job_pb2
-from ganger_daemon.core import stall_detection as concern
 from ganger_daemon.gang import step_rate
 from ganger_daemon.node.launchers import Launchers
 from kit.waiting import eventually
@@ -426,9 +425,9 @@ def test_a_user_the_daemon_cannot_become_is_refused_by_name() -> None:
 
 
 def test_master_is_told_of_jobs_that_do_not_get_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(concern, "HANG_S", 2.0)
-    monkeypatch.setattr(concern, "_HANG_PAUSES", 1.0)
-    monkeypatch.setattr(concern, "IDLE_S", 1.0)
+    monkeypatch.setattr(step_rate, "HANG_S", 2.0)
+    monkeypatch.setattr(step_rate, "_HANG_PAUSES", 1.0)
+    monkeypatch.setattr(step_rate, "IDLE_S", 1.0)
     monkeypatch.setattr(step_rate, "_PROCESSES_S", 0.2)
 
     async def story(made: Cluster) -> None:

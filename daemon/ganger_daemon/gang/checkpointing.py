@@ -23,7 +23,6 @@ from ganger.wire.times import seconds
 
 from ganger_daemon.checkpoints.gang_checkpoints import GangCheckpoints, StorageError
 from ganger_daemon.checkpoints.storage import CheckpointName, ShardReport, directories, parse_final
-from ganger_daemon.core import escalation
 from ganger_daemon.core.gang_judgement import PartPhase
 from ganger_daemon.core.part_facts import PartOutcome, PartOutcomeKind, keeps_state
 from ganger_daemon.gang.control_pages import page_order, write_details
@@ -31,6 +30,7 @@ from ganger_daemon.gang.gang_context import GangContext, OfGang
 from ganger_daemon.gang.process_image import GangImages
 from ganger_daemon.gang.received_orders import error_of
 from ganger_daemon.gang.replay_check import ReplayCheck
+from ganger_daemon.node.node_context import ORDER_DEADLINE_S
 
 log = logging.getLogger(__name__)
 
@@ -204,7 +204,7 @@ class CheckpointCoordinator(OfGang):
         running = self._pages.checkpoint_sequence()
         unsettled = bool(running) and not self.keeper.is_settled(running)
         waited = now - self.keeper.requested_at
-        if unsettled and not self.keeper.refusal(running) and waited < escalation.DEADLINE_S:
+        if unsettled and not self.keeper.refusal(running) and waited < ORDER_DEADLINE_S:
             return  # one agreement at a time
         if unsettled:
             # Before the check for room: files of the last request take up some.

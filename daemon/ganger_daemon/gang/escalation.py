@@ -7,7 +7,8 @@ import asyncio
 import logging
 import signal
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import IntEnum
 
 from ganger.injob.page import now_ns
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
@@ -15,7 +16,7 @@ from ganger.protocol.stop_rules import expired
 from ganger.v1 import job_pb2
 from ganger.wire.times import seconds
 
-from ganger_daemon.core import escalation, gang_judgement
+from ganger_daemon.core import gang_judgement
 from ganger_daemon.core.part_facts import GangPart
 from ganger_daemon.gang.exit_watcher import ExitWatcher
 from ganger_daemon.gang.gang_context import GangContext, OfGang
@@ -26,10 +27,58 @@ log = logging.getLogger(__name__)
 # Time that the remaining ranks have to exit after one of them failed.
 _FAILURE_GRACE_S = 5.0
 _STOP_GRACE_S = 60.0
+# Evaluation or compilation extends a deadline by at most this: an endless evaluation cannot hold a device.
+EXTENSION_S = 600.0
+
+
+class Rung(IntEnum):
+    NONE = 0
+    DUMP = 1
+    TERMINATE = 2
+    KILL = 3
+    GIVE_UP = 4  # instead of TERMINATE: the order is reported as one that cannot be carried out
+
+
+@dataclass(slots=True)
+class Ladder:
+    """Escalation of one order that a job does not obey: after `patience` the agent prints the stacks of its threads; at
+    the deadline SIGTERM; after the grace the kill. A move ends no job: at its deadline the gang reports that it did not
+    stop, and goes on. Times are seconds."""
+
+    since: float  # of the order, then of SIGTERM
+    grace: float
+    patience: float = 0.0
+    deadline: float = 0.0
+    rung: Rung = Rung.TERMINATE  # with which a STOP begins
+    ends: bool = True  # whether processes may be ended for this order
+    extended: float = 0.0  # time spent in phases without boundaries, which moves the clock
+
+    def extend(self, seconds: float) -> None:
+        """Add time in a phase without boundaries, within the bound."""
+        self.extended = min(EXTENSION_S, self.extended + max(0.0, seconds))
+
+    def climb(self, now: float) -> bool:
+        """Go one rung higher if that rung is due at `now`; return whether it was."""
+        waited = now - self.since - self.extended
+        if self.rung is Rung.NONE and waited >= self.patience:
+            self.rung = Rung.DUMP
+        elif self.rung is Rung.DUMP and waited >= self.deadline:
+            self.rung, self.since = (Rung.TERMINATE, now) if self.ends else (Rung.GIVE_UP, self.since)
+        elif self.rung is Rung.TERMINATE and now - self.since >= self.grace:
+            self.rung = Rung.KILL
+        else:
+            return False
+        return True
 
 
 def stop_grace_s(spec: job_pb2.JobSpec) -> float:
     return seconds(spec.stop_grace) if spec.HasField("stop_grace") else _STOP_GRACE_S
+
+
+def begin(now: float, iteration_s: float, grace: float, deadline: float, patience: float, *, ends: bool) -> Ladder:
+    """Return the ladder of an order to stop at a boundary; a long iteration has time for two of itself."""
+    patient = max(min(patience, deadline), 2.0 * iteration_s)
+    return Ladder(now, grace, patient, max(deadline, 2.0 * patient), Rung.NONE, ends)
 
 
 class Escalation(OfGang):
@@ -38,7 +87,7 @@ class Escalation(OfGang):
     def __init__(self, context: GangContext, exits: ExitWatcher) -> None:
         super().__init__(context)
         self._exits = exits
-        self._ladder: escalation.Ladder | None = None
+        self._ladder: Ladder | None = None
         self._pressed_at = time.monotonic()
         self.escalated = False  # killed because it ignored an order
         self.stop_signalled = False  # SIGTERM was sent: there is no way back
@@ -57,13 +106,12 @@ class Escalation(OfGang):
             return
         if stops or (wanted.intent is OrderIntent.STOP and wanted.checkpoint_first):
             deadline, patience = self._host.order_deadline_s, self._host.order_patience_s
-            grace = wanted.grace_s
-            self._ladder = escalation.begin(now, iteration_s, grace, deadline, patience, ends=not is_move)
+            self._ladder = begin(now, iteration_s, wanted.grace_s, deadline, patience, ends=not is_move)
 
     def ask_to_save(self, spec: job_pb2.JobSpec, now: float) -> None:
         """Send the main processes the signal at which the script saves itself; the group is killed after the grace."""
         self.asked_to_save_s = time.time()
-        self._ladder = escalation.begin_stop(now, stop_grace_s(spec))
+        self._ladder = Ladder(now, stop_grace_s(spec))
         self._signal(signal.Signals[f"SIG{spec.stop_signal}"])
         log.info("stop signal sent", extra={"gang": self._paths.group, "signal": spec.stop_signal})
 
@@ -72,13 +120,13 @@ class Escalation(OfGang):
         if asked_to_save_s:
             self.asked_to_save_s = asked_to_save_s
             passed = max(0.0, time.time() - asked_to_save_s)
-            self._ladder = escalation.begin_stop(time.monotonic(), max(0.0, stop_grace_s(spec) - passed))
+            self._ladder = Ladder(time.monotonic(), max(0.0, stop_grace_s(spec) - passed))
 
     def terminate(self, wanted: DesiredOrder, now: float) -> None:
         """Send SIGTERM to the main processes now; the group is killed after the grace."""
         grace = wanted.grace_s if wanted.intent is OrderIntent.STOP else _FAILURE_GRACE_S
         self.stop_signalled = True
-        self._ladder = escalation.begin_stop(now, grace)
+        self._ladder = Ladder(now, grace)
         self._signal(signal.SIGTERM)
 
     async def end(self) -> None:
@@ -104,23 +152,21 @@ class Escalation(OfGang):
         ):
             return
         if gang_judgement.is_busy(facts):
-            self._ladder = escalation.extend(self._ladder, passed)
-        climbed = escalation.climb(self._ladder, now)
-        if climbed is self._ladder:
+            self._ladder.extend(passed)
+        if not self._ladder.climb(now):
             return
-        self._ladder = climbed
-        log.warning("escalation", extra={"gang": self._paths.group, "rung": climbed.rung.name})
-        match climbed.rung:
-            case escalation.Rung.DUMP:
+        log.warning("escalation", extra={"gang": self._paths.group, "rung": self._ladder.rung.name})
+        match self._ladder.rung:
+            case Rung.DUMP:
                 self._pages.request_stacks()
-            case escalation.Rung.TERMINATE:
+            case Rung.TERMINATE:
                 self.escalated = facts.wanted.intent is not OrderIntent.STOP
                 self.stop_signalled = True
                 self._signal(signal.SIGTERM)
-            case escalation.Rung.GIVE_UP:
-                waited = now - climbed.ordered_at
+            case Rung.GIVE_UP:
+                waited = now - self._ladder.since
                 self.given_up = f"it came to no boundary for {waited:.0f} s, so it is not moved now"
-            case escalation.Rung.KILL:
+            case Rung.KILL:
                 await self._kill()
 
     def _signal(self, number: signal.Signals) -> None:

@@ -7,19 +7,35 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import psutil
 from ganger.injob.page import PageProgress
 from ganger.injob.page_layout import PagePhase
+from ganger.units import format_duration
 
-from ganger_daemon.core import stall_detection as core
 from ganger_daemon.gang.control_pages import ControlPages
 from ganger_daemon.node.node_context import NodeContext
 
 # Interval of measuring the CPU time of a job without boundaries.
 _PROCESSES_S = 60.0
+# A gang hangs without a step for so long, and for so many times its longest pause between two steps so far.
+HANG_S = 60.0
+_HANG_PAUSES = 10.0
+# Evaluation and compilation have no boundaries.
+_LONG_PHASES = {PagePhase.EVALUATION, PagePhase.COMPILATION}
+_LONG_PHASE = 10.0
+# Without a first step, or without use of a processor.
+IDLE_S = 600.0
+_IDLE_SHARE = 0.01
+# Least steps and seconds of a window in which ranks are compared.
+_WINDOW_S = 30.0
+_WINDOW_STEPS = 20
+# A rank holds back the others if it waits for data by so much more of the time, or makes so few of their steps.
+_MORE_WAITING = 0.25
+_FEWER_STEPS = 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,13 +173,97 @@ def _evaluation_of(found: Iterable[PageProgress], now_ns: int) -> tuple[int, int
     return first.evaluated, in_row, max(0.0, (now_ns - first.evaluated_time_ns) / 1e9)
 
 
+class Watched:
+    """What is known of the ranks since the gang was last started or resumed: whether they hang, are idle, or one holds
+    back the others. Times are seconds of one monotonic clock."""
+
+    def __init__(self, since: float) -> None:
+        self._since = since
+        self.ranks: Mapping[int, PageProgress] = {}
+        self._stepped_at: float | None = None
+        self._longest_pause = 0.0
+        self._window: Mapping[int, PageProgress] = {}  # counters at the begin of the window
+        self._window_since = since
+        self._held_back = ""  # result of the last complete window
+        self._busy_at: float | None = None
+        self._busy_s = 0.0
+
+    def add(self, ranks: Mapping[int, PageProgress], now: float) -> None:
+        """Note the counters of all local ranks."""
+        if _slowest(ranks) > _slowest(self.ranks):
+            if self._stepped_at is not None:
+                self._longest_pause = max(self._longest_pause, now - self._stepped_at)
+            self._stepped_at = now
+        self.ranks = ranks
+        window, seconds = self._window, now - self._window_since
+        if window:
+            steps = {rank: ranks[rank].step - begin.step for rank, begin in window.items() if rank in ranks}
+            if seconds < _WINDOW_S or not steps or median(steps.values()) < _WINDOW_STEPS:
+                return
+            waits = {rank: (ranks[rank].data_wait_ns - window[rank].data_wait_ns) / 1e9 / seconds for rank in steps}
+            self._held_back = _held_back(steps, waits)
+        self._window, self._window_since = ranks, now
+
+    def add_processor_time(self, processor_s: float, now: float) -> None:
+        """Note the CPU time of all processes of a job without boundaries."""
+        if self._busy_at is None or abs(processor_s - self._busy_s) > _IDLE_SHARE * (now - self._busy_at):
+            self._busy_at, self._busy_s = now, processor_s
+
+    def stall_reason(self, now: float) -> str:
+        """Return why the gang makes no progress, as a text for users; empty while all is well."""
+        if self._stepped_at is not None:
+            return self._hang(now - self._stepped_at) or self._held_back
+        if self._busy_at is not None:
+            idle = format_duration(now - self._busy_at)
+            too_long = now - self._busy_at >= IDLE_S
+            return f"its processes have used less than 1 % of a processor for {idle}" if too_long else ""
+        waited = now - self._since
+        if self.ranks and waited >= IDLE_S:
+            return f"no step in the {format_duration(waited)} that it has been running"
+        return ""
+
+    def _hang(self, seconds: float) -> str:
+        phases = {progress.phase for progress in self.ranks.values()}
+        limit = max(HANG_S, _HANG_PAUSES * self._longest_pause) * (_LONG_PHASE if phases & _LONG_PHASES else 1.0)
+        if seconds < limit or phases <= {PagePhase.DONE}:
+            return ""
+        slowest = _slowest(self.ranks)
+        behind = [rank for rank, progress in sorted(self.ranks.items()) if progress.step == slowest]
+        text = f"no step for {format_duration(seconds)}, step {slowest} is the last"
+        return text if len(behind) == len(self.ranks) else f"{text}; {_ranks(behind)} behind the others"
+
+
+def _held_back(steps: Mapping[int, int], waits: Mapping[int, float]) -> str:
+    if len(steps) < 2:
+        return ""
+    rank = min(steps, key=lambda one: (steps[one], one))
+    usual = median([count for other, count in steps.items() if other != rank])
+    if steps[rank] < _FEWER_STEPS * usual:
+        return f"rank {rank} makes {steps[rank]} steps while the others make {usual:g}"
+    rank = max(waits, key=lambda one: (waits[one], -one))
+    others = median([share for other, share in waits.items() if other != rank])
+    if waits[rank] - others > _MORE_WAITING:
+        return f"rank {rank} waits for data {waits[rank]:.0%} of the time, the others {others:.0%}: it holds them back"
+    return ""
+
+
+def _slowest(ranks: Mapping[int, PageProgress]) -> int:
+    return min([progress.step for progress in ranks.values()], default=0)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} is"
+    return f"ranks {', '.join(map(str, ranks[:4]))}{', ...' if len(ranks) > 4 else ''} are"
+
+
 class StallWatch:
     """Stall detection for one gang's local ranks."""
 
     def __init__(self, pages: ControlPages, ranks: tuple[int, ...]) -> None:
         self._pages = pages
         self._ranks = ranks
-        self._watched: core.Watched | None = None
+        self._watched: Watched | None = None
         self._processes_at = 0.0
 
     def stall_reason(self, is_running: bool) -> str:
@@ -173,13 +273,9 @@ class StallWatch:
         if not is_running:
             self._watched = None
             return ""
-        found = {rank: self._pages.progress(rank) for rank in self._ranks}
-        counters = {
-            rank: core.RankCounters(progress.step, progress.phase, progress.data_wait_ns / 1e9)
-            for rank, progress in found.items()
-        }
-        self._watched = core.with_counters(self._watched or core.Watched(now), counters, now)
-        return core.stall_reason(self._watched, now)
+        self._watched = self._watched or Watched(now)
+        self._watched.add({rank: self._pages.progress(rank) for rank in self._ranks}, now)
+        return self._watched.stall_reason(now)
 
     async def look_at_processes(self, pids: Iterable[int], now: float) -> None:
         """Measure the CPU time of a job without boundaries, once a minute."""
@@ -188,7 +284,7 @@ class StallWatch:
         self._processes_at = now
         seconds = await asyncio.to_thread(processor_s, tuple(pids))
         if self._watched is not None:
-            self._watched = core.with_processor_time(self._watched, seconds, now)
+            self._watched.add_processor_time(seconds, now)
 
 
 def processor_s(pids: Iterable[int]) -> float:

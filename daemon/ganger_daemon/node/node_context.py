@@ -21,7 +21,6 @@ from ganger.wire.methods import CallerRole
 from ganger_daemon.cgroups.contract import Cgroups
 from ganger_daemon.checkpoints import storage as layout
 from ganger_daemon.checkpoints.storage import ShardReport, shard_name
-from ganger_daemon.core import escalation
 from ganger_daemon.devices.contract import Devices, Inventory
 from ganger_daemon.images.contract import ProcessImages
 from ganger_daemon.images.driver import DeviceState
@@ -96,6 +95,8 @@ class StorageWork:
 # Interval of reading the token; how long the daemon's loop waits for one read; after how long storage counts as hung.
 _LOOK_EVERY_S = 0.5
 _LOOK_PATIENCE_S = 0.25
+# Time that an order may be disobeyed before stacks are dumped, and before SIGTERM.
+ORDER_PATIENCE_S, ORDER_DEADLINE_S = 30.0, 60.0
 _HUNG_S = 5.0
 
 
@@ -246,9 +247,8 @@ class NodeContext:
     # Called when the master has named the storage: the next daemon needs it before its first session.
     storage_configured: Callable[[], None] = lambda: None
     address_host: str = "127.0.0.1"
-    # Time that an order may be disobeyed before stacks are dumped, and before SIGTERM.
-    order_patience_s: float = escalation.PATIENCE_S
-    order_deadline_s: float = escalation.DEADLINE_S
+    order_patience_s: float = ORDER_PATIENCE_S
+    order_deadline_s: float = ORDER_DEADLINE_S
     # CPU time of all gangs on one device together, in cores; zero: no limit.
     device_cores: float = 0.0
     # One at a time: two launches that rewrite cpusets at once would fight over the same files.

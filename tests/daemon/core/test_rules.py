@@ -11,49 +11,45 @@ from ganger.injob.page_layout import PagePhase, Word
 from ganger.protocol.stop_rules import NEVER, RelayedPoint, expired, lease_until, merge_point, merge_points, renewed
 from ganger_daemon.checkpoints.gang_checkpoints import surplus
 from ganger_daemon.checkpoints.storage import CheckpointName, Shard, ShardCollection
-from ganger_daemon.core import escalation
-from ganger_daemon.core.escalation import Rung
+from ganger_daemon.gang import escalation
 from ganger_daemon.gang.control_pages import ControlPages
+from ganger_daemon.gang.escalation import Ladder, Rung
 from ganger_daemon.gang.gang_memory import compare
 from ganger_daemon.gang.step_rate import PageSample, StepRate, rate_between
 from hypothesis import given
 from hypothesis import strategies as st
 
 
-def rungs(ladder: escalation.Ladder, until: float) -> list[tuple[float, Rung]]:
-    seen, now = [], 0.0
-    while now <= until:
-        climbed = escalation.climb(ladder, now)
-        if climbed is not ladder:
-            seen.append((now, climbed.rung))
-            ladder = climbed
-        now += 1.0
-    return seen
+def ordered(iteration_s: float, grace: float, *, ends: bool = True) -> Ladder:
+    return escalation.begin(0.0, iteration_s, grace, 60.0, 30.0, ends=ends)
+
+
+def rungs(ladder: Ladder, until: float) -> list[tuple[float, Rung]]:
+    return [(float(now), ladder.rung) for now in range(int(until) + 1) if ladder.climb(float(now))]
 
 
 def test_an_order_climbs_from_dump_to_kill() -> None:
-    ladder = escalation.begin(0.0, 0.1, grace=10.0)
-    assert rungs(ladder, 200.0) == [(30.0, Rung.DUMP), (60.0, Rung.TERMINATE), (70.0, Rung.KILL)]
+    assert rungs(ordered(0.1, 10.0), 200.0) == [(30.0, Rung.DUMP), (60.0, Rung.TERMINATE), (70.0, Rung.KILL)]
 
 
 def test_the_order_of_a_move_ends_no_process() -> None:
-    ladder = escalation.begin(0.0, 0.1, grace=10.0, ends=False)
-    assert rungs(ladder, 1e4) == [(30.0, Rung.DUMP), (60.0, Rung.GIVE_UP)]
+    assert rungs(ordered(0.1, 10.0, ends=False), 1e4) == [(30.0, Rung.DUMP), (60.0, Rung.GIVE_UP)]
 
 
 def test_long_iterations_get_two_of_themselves() -> None:
-    assert rungs(escalation.begin(0.0, 50.0, grace=5.0), 300.0)[0] == (100.0, Rung.DUMP)
+    assert rungs(ordered(50.0, 5.0), 300.0)[0] == (100.0, Rung.DUMP)
 
 
 def test_a_stop_begins_with_the_signal_and_ends_with_the_kill() -> None:
-    assert rungs(escalation.begin_stop(0.0, 7.0), 50.0) == [(7.0, Rung.KILL)]
+    assert rungs(Ladder(0.0, 7.0), 50.0) == [(7.0, Rung.KILL)]
 
 
 def test_evaluation_moves_the_clock_but_not_for_ever() -> None:
-    ladder = escalation.extend(escalation.begin(0.0, 0.0, 5.0), 100.0)
+    ladder = ordered(0.0, 5.0)
+    ladder.extend(100.0)
     assert rungs(ladder, 400.0)[0] == (130.0, Rung.DUMP)
-    endless = escalation.extend(ladder, 1e9)
-    assert endless.extended == escalation.EXTENSION_S
+    ladder.extend(1e9)
+    assert ladder.extended == escalation.EXTENSION_S
 
 
 POINTS = st.builds(

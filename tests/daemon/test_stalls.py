@@ -7,11 +7,16 @@ import subprocess
 import sys
 
 import pytest
+from ganger.injob.page import PageProgress
 from ganger.injob.page_layout import PagePhase
-from ganger_daemon.core.stall_detection import RankCounters, Watched, stall_reason, with_counters, with_processor_time
-from ganger_daemon.gang.step_rate import processor_s
+from ganger_daemon.gang.step_rate import Watched, processor_s
 from hypothesis import given
 from hypothesis import strategies as st
+
+
+def counters(step: int, phase: int = PagePhase.TRAINING, data_wait_s: float = 0.0) -> PageProgress:
+    nothing = PageProgress(*[0] * len(PageProgress._fields))
+    return nothing._replace(step=step, phase=phase, data_wait_ns=round(data_wait_s * 1e9))
 
 
 def trained(seconds: int, *, pace: float = 10.0, ranks: int = 2, every: float = 1.0) -> Watched:
@@ -19,21 +24,20 @@ def trained(seconds: int, *, pace: float = 10.0, ranks: int = 2, every: float = 
     watched = Watched(0.0)
     for look in range(1, int(seconds / every) + 1):
         now = look * every
-        watched = with_counters(watched, {rank: RankCounters(int(now * pace)) for rank in range(ranks)}, now)
+        watched.add({rank: counters(int(now * pace)) for rank in range(ranks)}, now)
     return watched
 
 
 def stands_still(watched: Watched, until: float, phase: int = PagePhase.TRAINING, **steps: int) -> str:
     """`steps`: other ones of some ranks ("rank1=7")."""
-    ranks = {
-        rank: RankCounters(steps.get(f"rank{rank}", counters.step), phase) for rank, counters in watched.ranks.items()
-    }
-    return stall_reason(with_counters(watched, ranks, until), until)
+    ranks = {rank: counters(steps.get(f"rank{rank}", progress.step), phase) for rank, progress in watched.ranks.items()}
+    watched.add(ranks, until)
+    return watched.stall_reason(until)
 
 
 def test_a_job_that_steps_is_no_concern() -> None:
     for pace in (0.02, 1.0, 50.0):
-        assert stall_reason(trained(300, pace=pace), 300.0) == ""
+        assert trained(300, pace=pace).stall_reason(300.0) == ""
 
 
 def test_no_step_for_a_minute_is_a_hang() -> None:
@@ -67,42 +71,40 @@ def test_a_job_that_is_done_does_not_hang() -> None:
 
 
 def test_a_job_without_a_first_step_is_a_concern_after_ten_minutes() -> None:
-    watched = with_counters(Watched(0.0), {0: RankCounters(0, PagePhase.START)}, 1.0)
-    assert stall_reason(watched, 599.0) == ""
-    assert stall_reason(watched, 660.0) == "no step in the 11m that it has been running"
+    watched = Watched(0.0)
+    watched.add({0: counters(0, PagePhase.START)}, 1.0)
+    assert watched.stall_reason(599.0) == ""
+    assert watched.stall_reason(660.0) == "no step in the 11m that it has been running"
 
 
 def test_a_job_without_boundaries_is_judged_by_its_processor_time() -> None:
-    watched = with_counters(Watched(0.0), {0: RankCounters(0)}, 1.0)
+    watched = Watched(0.0)
+    watched.add({0: counters(0)}, 1.0)
     for minute in range(30):
-        watched = with_processor_time(watched, 3.0 * minute, 60.0 * minute)
-    assert stall_reason(watched, 1_800.0) == ""
+        watched.add_processor_time(3.0 * minute, 60.0 * minute)
+    assert watched.stall_reason(1_800.0) == ""
     for minute in range(30, 45):
-        watched = with_processor_time(watched, 90.0 + 0.001 * minute, 60.0 * minute)
-    assert stall_reason(watched, 60.0 * 44) == "its processes have used less than 1 % of a processor for 14m"
+        watched.add_processor_time(90.0 + 0.001 * minute, 60.0 * minute)
+    assert watched.stall_reason(60.0 * 44) == "its processes have used less than 1 % of a processor for 14m"
 
 
 def test_a_rank_that_waits_for_data_holds_back_the_others() -> None:
     watched = Watched(0.0)
     for now in range(1, 40):
         waits = {0: 0.05, 1: 0.6, 2: 0.1}
-        watched = with_counters(
-            watched, {rank: RankCounters(now * 10, 1, share * now) for rank, share in waits.items()}, float(now)
-        )
-    assert stall_reason(watched, 39.0) == "rank 1 waits for data 60% of the time, the others 8%: it holds them back"
+        watched.add({rank: counters(now * 10, 1, share * now) for rank, share in waits.items()}, float(now))
+    assert watched.stall_reason(39.0) == "rank 1 waits for data 60% of the time, the others 8%: it holds them back"
     for now in range(40, 80):
-        even = {rank: RankCounters(now * 10, 1, counters.data_wait_s) for rank, counters in watched.ranks.items()}
-        watched = with_counters(watched, even, float(now))
-    assert stall_reason(watched, 79.0) == ""
+        even = {rank: counters(now * 10, 1, progress.data_wait_ns / 1e9) for rank, progress in watched.ranks.items()}
+        watched.add(even, float(now))
+    assert watched.stall_reason(79.0) == ""
 
 
 def test_a_rank_that_makes_few_steps_is_named() -> None:
     watched = Watched(0.0)
     for now in range(1, 40):
-        watched = with_counters(
-            watched, {0: RankCounters(now * 10), 1: RankCounters(now * 5), 2: RankCounters(now * 10)}, float(now)
-        )
-    assert stall_reason(watched, 39.0) == "rank 1 makes 150 steps while the others make 300"
+        watched.add({0: counters(now * 10), 1: counters(now * 5), 2: counters(now * 10)}, float(now))
+    assert watched.stall_reason(39.0) == "rank 1 makes 150 steps while the others make 300"
 
 
 @given(
@@ -119,9 +121,9 @@ def test_whatever_the_counters_say_a_step_within_the_minute_is_no_hang(
         step += steps
         waited += wait
         stepped = now if steps else stepped
-        watched = with_counters(watched, {rank: RankCounters(step, 1, waited) for rank in range(ranks)}, now)
+        watched.add({rank: counters(step, 1, waited) for rank in range(ranks)}, now)
         if stepped is not None and now - stepped < 60.0:
-            assert "no step" not in stall_reason(watched, now)
+            assert "no step" not in watched.stall_reason(now)
 
 
 def test_processor_time_is_that_of_all_processes_below() -> None:
