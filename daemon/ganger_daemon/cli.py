@@ -5,16 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 from ganger.console import Directory, Within
 from ganger.units import parse_memory
-
-if TYPE_CHECKING:
-    from ganger_daemon.devices.virtual import VirtualSpec
 
 
 class Bytes(click.ParamType):  # type: ignore[type-arg]
@@ -32,7 +28,9 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]
 
 
 @click.command()
-@click.option("--state-dir", required=True, type=Directory(), help="Directory of this daemon, its own.")
+@click.option(
+    "--state-dir", "state_directory", required=True, type=Directory(), help="Directory of this daemon, its own."
+)
 @click.option("--master", required=True, help="Address of the master, or its state directory.")
 @click.option(
     "--listen",
@@ -49,15 +47,28 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]
     help="Certificate of this daemon (`ganger certs`): needed beyond loopback.  [env: GANGER_DAEMON_TLS]",
 )
 @click.option("--node", default="", help="Name of this node. Default: the host name.")
-@click.option("--run-dir", type=Directory(), help="Directory in a tmpfs for control pages and sockets, its own.")
-@click.option("--virtual-gpus", type=click.IntRange(0, 64), help="Declare this many devices that are not there.")
 @click.option(
-    "--virtual-cores", type=click.IntRange(0), default=0, help="Cores to declare. Default: those of the machine."
+    "--run-dir", "run_directory", type=Directory(), help="Directory in a tmpfs for control pages and sockets, its own."
 )
-@click.option("--virtual-memory", type=Bytes(), default=0, help="Host memory to declare, for example 16G.")
-@click.option("--virtual-gpu-memory", type=Bytes(), default=0, help="Memory of one declared device.")
+@click.option(
+    "--virtual-gpus", "gpus", type=click.IntRange(0, 64), help="Declare this many devices that are not there."
+)
+@click.option(
+    "--virtual-cores",
+    "cores",
+    type=click.IntRange(0),
+    default=0,
+    help="Cores to declare. Default: those of the machine.",
+)
+@click.option(
+    "--virtual-memory", "memory_bytes", type=Bytes(), default=0, help="Host memory to declare, for example 16G."
+)
+@click.option(
+    "--virtual-gpu-memory", "gpu_memory_bytes", type=Bytes(), default=4 << 30, help="Memory of one declared device."
+)
 @click.option(
     "--virtual-gpu-cores",
+    "gpu_cores",
     type=Within(min=0.1),
     help="CPU time of all jobs on one declared device, together, in cores. Default: any.",
 )
@@ -92,57 +103,31 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]
 )
 @click.option("--verbose", is_flag=True, help="Log more.")
 def daemon(
-    state_dir: Path,
-    master: str,
-    listen_host: str,
-    tls: Path | None,
-    node: str,
-    run_dir: Path | None,
-    virtual_gpus: int | None,
-    virtual_cores: int,
-    virtual_memory: int,
-    virtual_gpu_memory: int,
-    virtual_gpu_cores: float | None,
+    gpus: int | None,
     topology: str | None,
-    recorded: Path | None,
-    cgroups: str,
-    criu: str,
-    rack: str,
-    fabric: str,
-    storage: Path | None,
+    cores: int,
+    memory_bytes: int,
+    gpu_memory_bytes: int,
+    gpu_cores: float | None,
     no_preload: bool,
     order_deadline: float,
     verbose: bool,
+    **settings: Any,
 ) -> None:
     """Run the daemon of this node. SIGTERM ends the daemon only: jobs go on, and the next daemon takes them over."""
     from ganger.console import CommandError, ExitCode
 
     from ganger_daemon.app import DaemonError, DaemonObstacle, DaemonSettings, JsonLines, run_daemon
+    from ganger_daemon.devices.virtual import VirtualSpec
 
     _start_logging(JsonLines(), verbose)
-    virtual = _virtual_spec(
-        virtual_gpus, topology, virtual_cores, virtual_memory, virtual_gpu_cores, virtual_gpu_memory
-    )
-    settings = DaemonSettings(
-        state_directory=state_dir,
-        master=master,
-        listen_host=listen_host,
-        tls=tls,
-        node=node,
-        run_directory=run_dir,
-        virtual=virtual,
-        recorded=recorded,
-        cgroups=cgroups,
-        criu=criu,
-        rack=rack,
-        fabric=fabric,
-        storage=storage,
-        preload=not no_preload,
-        order_patience_s=order_deadline / 2,
-        order_deadline_s=order_deadline,
-    )
+    if gpus is not None:
+        if topology == "":
+            raise click.UsageError("--topology: '' is none; leave it out for one group of all devices")
+        settings["virtual"] = VirtualSpec(gpus, topology or "", cores, memory_bytes, gpu_memory_bytes, gpu_cores or 0.0)
+    settings.update(preload=not no_preload, order_patience_s=order_deadline / 2, order_deadline_s=order_deadline)
     try:
-        asyncio.run(run_daemon(settings))
+        asyncio.run(run_daemon(DaemonSettings(**settings)))
     except DaemonError as error:
         codes = {
             DaemonObstacle.SETTING: ExitCode.USAGE,
@@ -158,22 +143,3 @@ def _start_logging(formatter: logging.Formatter, verbose: bool) -> None:
     logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[handler])
     for noisy in ("asyncio", "grpc"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-
-
-def _virtual_spec(
-    gpus: int | None,
-    topology: str | None,
-    cores: int,
-    memory_bytes: int,
-    gpu_cores: float | None,
-    gpu_memory_bytes: int,
-) -> VirtualSpec | None:
-    """Return the declared devices; None if none are declared. Raises click.UsageError for an empty topology."""
-    if gpus is None:
-        return None
-    from ganger_daemon.devices.virtual import VirtualSpec
-
-    if topology == "":
-        raise click.UsageError("--topology: '' is none; leave it out for one group of all devices")
-    spec = replace(VirtualSpec(gpus, topology or "", cores, memory_bytes), gpu_cores=gpu_cores or 0.0)
-    return replace(spec, gpu_memory_bytes=gpu_memory_bytes) if gpu_memory_bytes else spec
