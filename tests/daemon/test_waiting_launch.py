@@ -102,16 +102,16 @@ def test_a_gang_that_reads_its_checkpoint_is_not_launched_beside_one_that_was_la
         assert both_read.wait(60.0)
         return plan(desired, *arguments)
 
-    begin, held = launching.RankLaunch._write_gang, dict[int, str]()
+    launch, held = launching.RankLaunch._launch, dict[int, str]()
 
-    def begin_launch(self: launching.RankLaunch, desired: Any) -> None:
+    async def note_and_launch(self: launching.RankLaunch, desired: Any, *arguments: Any) -> Any:
         held[desired.epoch] = self._blocked_by()
-        begin(self, desired)
+        return await launch(self, desired, *arguments)
 
     monkeypatch.setattr(launching, "restore_plan", read)
     # Both are in the middle of their launch while they read.
     monkeypatch.setattr(launching, "_READING_PATIENCE_S", 60.0)
-    monkeypatch.setattr(launching.RankLaunch, "_write_gang", begin_launch)
+    monkeypatch.setattr(launching.RankLaunch, "_launch", note_and_launch)
 
     async def story(made: Cluster) -> None:
         await made.daemon("n1")
