@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from ganger.injob.page_layout import Capability, Error, PageOrderKind, PageParkLevel, Word
-from ganger.training.size_offer import SizeOffer, size_offer
+from ganger.training.attached_job import size_offer
 from ganger.training.state import TrainingObjects
 from training.harness import Rank, Rendezvous, end_together, wait_until
 
@@ -161,8 +161,8 @@ def test_a_model_that_is_sharded_over_the_ranks_is_said_not_to_be_replicated() -
         pass
 
     plain = torch.nn.Linear(1, 1)
-    assert size_offer(TrainingObjects(models={"model": plain})) == SizeOffer(Capability.RESIZE)
+    assert size_offer(TrainingObjects(models={"model": plain})) == (Capability.RESIZE, "")
     sharded = torch.nn.Sequential(plain, FullyShardedDataParallel())
-    assert "model.1 is sharded" in size_offer(TrainingObjects(models={"model": sharded})).why_not
+    assert "model.1 is sharded" in size_offer(TrainingObjects(models={"model": sharded}))[1]
     optimizer = ZeroRedundancyOptimizer(plain.parameters(), lr=0.1)
-    assert "zero is sharded" in size_offer(TrainingObjects(optimizers={"zero": optimizer})).why_not
+    assert "zero is sharded" in size_offer(TrainingObjects(optimizers={"zero": optimizer}))[1]

@@ -21,7 +21,6 @@ from ganger.training import agent, rank_processes
 from ganger.training.attached_loops import ElasticLoader, LoopPosition, SampleRange, mixed, seed_everything
 from ganger.training.progress_reporter import ProgressReporter, counted_step
 from ganger.training.rank_processes import keep_default_group, rank_and_world
-from ganger.training.size_offer import SizeOffer, size_offer
 from ganger.training.state import (
     Restored,
     TrainingObjects,
@@ -30,8 +29,9 @@ from ganger.training.state import (
     capture_random,
     named_objects,
     restore_random,
+    unwrapped,
 )
-from ganger.training.state_codec import tell
+from ganger.training.state_codec import is_sharded, layout_of, tell
 from ganger.training.state_keeper import StateKeeper
 
 # Process and page of the call that has the job; a process forked from it may have one of its own.
@@ -41,6 +41,9 @@ _attached: tuple[int, str] | None = None
 _NEVER = 1 << 62
 
 _IN_ANOTHER_PROCESS = Capability.CHECKPOINT | Capability.RESIZE | Capability.RESHARD
+# Each rank has a part, and nothing says of what: FSDP1 cuts one flat tensor of many parameters, ZeRO gives each rank
+# some parameters' optimizer state.
+_SHARDING = ("FullyShardedDataParallel", "ZeroRedundancyOptimizer")
 FIVE_LINE = Capability.PAUSE | Capability.OFFLOAD | Capability.CHECKPOINT | Capability.FIVE_LINE
 
 
@@ -143,23 +146,20 @@ class TrainingJob:
             # of this rank, as if there had always been so many
             self._samples = restored.position["samples"] * restored.world // control.world
             self._old_world = restored.position.get("old world", restored.world)
-            self._start_where_it_was(control, restored)
+            # What is saved before the first step is what was restored: the script has made no loaders yet, registered
+            # nothing, and has its own numbers to draw before it is back in its loop.
+            drawn_next = capture_random()
+            self._restore_random(restored)
+            self._training.objects = {name: UnclaimedObject(saved) for name, saved in restored.unclaimed.items()}
+            self._position_at_start = {**restored.position, "samples": self._samples, "old world": self._old_world}
+            control.start(restored.step)
+            self._position_at_start = None
+            self._training.objects = {}
+            restore_random(drawn_next)
         else:
             control.start(0)
         hot_path = counted_step(self._tell, self._holds_step, control.boundary, self.step_aside)
         self.step, self._untold_steps, self._tell_at_next_step = hot_path  # type: ignore[method-assign]
-
-    def _start_where_it_was(self, control: Control, restored: Restored) -> None:
-        """What is saved before the first step is what was restored: the script has made no loaders yet, registered
-        nothing, and has its own numbers to draw before it is back in its loop."""
-        drawn_next = capture_random()
-        self._restore_random(restored)
-        self._training.objects = {name: UnclaimedObject(saved) for name, saved in restored.unclaimed.items()}
-        self._position_at_start = {**restored.position, "samples": self._samples, "old world": self._old_world}
-        control.start(restored.step)
-        self._position_at_start = None
-        self._training.objects = {}
-        restore_random(drawn_next)
 
     def step_aside(self, problem: Exception) -> None:
         """Obey no order from now on, after a failure of the agent; training goes on."""
@@ -361,9 +361,8 @@ class TrainingJob:
 
     def _tell(self, passed: int, loss: Any) -> int:
         """Publish what the steps `passed` since the last call came to; returns after how many to call again."""
-        assert self._progress is not None
         self._steps += passed
-        if self._is_aside:
+        if self._is_aside or self._progress is None:
             return _NEVER
         return self._progress.publish(passed, self._samples, self._waited_ns, loss)
 
@@ -379,13 +378,13 @@ class TrainingJob:
         offered = page.get(Word.CAPABILITIES)
         if not offered & (Capability.RESIZE | Capability.RESHARD):
             try:
-                offer = size_offer(self._training)
+                capability, why_not = size_offer(self._training)
             except Exception as problem:
-                offer = SizeOffer(0, failure_text(problem))
-            if not offer.capability:
-                tell(f"this job cannot go on with another number of ranks: {offer.why_not}")
+                capability, why_not = 0, failure_text(problem)
+            if not capability:
+                tell(f"this job cannot go on with another number of ranks: {why_not}")
                 return
-            offered |= offer.capability
+            offered |= capability
         page.set(Word.RESIZE_DIVIDES, math.gcd(page.get(Word.RESIZE_DIVIDES), global_batch))
         page.set(Word.CAPABILITIES, offered)
 
@@ -407,11 +406,9 @@ class TrainingJob:
 
     def _set_random(self) -> None:
         # not in attach: what the script draws before its loop (splits, weights) must come out as in the first run
-        restored = self._restored
-        if restored is None or not self._is_random_due:
-            return
-        self._is_random_due = False
-        self._restore_random(restored)
+        if self._restored is not None and self._is_random_due:
+            self._is_random_due = False
+            self._restore_random(self._restored)
 
     def _restore_random(self, restored: Restored) -> None:
         if restored.rank == self.rank:
@@ -476,3 +473,27 @@ class TrainingJob:
             "samples": self._samples,
             "loaders": [loader.position() for loader in self._loaders],
         }
+
+
+def size_offer(training: TrainingObjects) -> tuple[int, str]:
+    """Return whether another number of ranks can go on from a job's state, and from where; zero with the reason if not.
+
+    Where each rank has all of the state, from that of any rank, in memory too (RESIZE). Where sharded tensors have
+    their place in the whole, from the shards of all ranks, so from a checkpoint on storage (RESHARD). Models that
+    differ by rank for a reason of their own (pipelines) are found out when a state does not fit.
+    """
+    parts: list[tuple[str, Any]] = list(training.optimizers.items())
+    # the tensors by which the others, gradients and optimizer state, are laid out
+    tensors = [(name, item) for name, item in training.objects.items() if isinstance(item, torch.Tensor)]
+    for name, model in training.models.items():
+        parts += [(f"{name}{path and '.'}{path}", module) for path, module in unwrapped(model).named_modules()]
+        tensors += [(f"{name}.{path}", parameter) for path, parameter in unwrapped(model).named_parameters()]
+    for name, part in parts:
+        if type(part).__name__ in _SHARDING:
+            return 0, f"{name} is sharded over the ranks ({type(part).__name__})"
+    for name, tensor in tensors:
+        layout = layout_of(tensor)
+        if layout is not None and layout["offset"] is None and layout["at"] is not None:
+            return 0, f"{name} is sharded over the ranks in parts that are no blocks of it"
+    is_resharded = any(is_sharded(tensor) for _, tensor in tensors)
+    return Capability.RESHARD if is_resharded else Capability.RESIZE, ""

@@ -252,7 +252,7 @@ class ArenaTooSmallError(Exception):
         super().__init__(f"the state needs {needed_bytes} bytes, the arena has {arena_bytes}; raise --gpu-memory")
 
 
-def durable_shard(directory: str, rank: int, size: int, write: Callable[[int], None]) -> None:
+def durable_shard(directory: str, rank: int, size: int, write: Callable[[int], object]) -> None:
     """Write rank-K.shard durably: temporary name, `write(descriptor)`, fsync, rename, fsync of the directory.
 
     Raises OSError. A failed write leaves no file behind, so a full disk gets its space back.

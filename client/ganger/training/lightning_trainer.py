@@ -92,9 +92,7 @@ class LightningTraining(TrainerAdapter):
             return "its data set has no length"
         if any(metric.meta.sync.group is not None for metric in self._loop.epoch_loop._results.values()):
             return "it logs a value over a group of ranks of its own"
-        if self._pass is None or self._is_between_epochs:
-            return ""
-        return self._pass.refusal(self._pass.taken)
+        return "" if self._pass is None or self._is_between_epochs else self._pass.refusal(self._pass.taken)
 
     def loaders(self) -> list[Any]:
         combined = self._loop._combined_loader
@@ -118,9 +116,8 @@ class LightningTraining(TrainerAdapter):
     def skipped(self) -> frozenset[int]:
         trainer, loop = self._trainer, self._loop
         skipped = [trainer, trainer.strategy, trainer.datamodule, loop._data_source, loop.epoch_loop._results]
-        skipped += [loop.epoch_loop.val_loop._results, getattr(loop.epoch_loop.val_loop, "_data_source", None)]
-        skipped += [getattr(loop.epoch_loop.val_loop, "_combined_loader", None)]
-        skipped += [getattr(loop.epoch_loop.val_loop, "_data_fetcher", None)]
+        names = ("_results", "_data_source", "_combined_loader", "_data_fetcher")
+        skipped += [getattr(loop.epoch_loop.val_loop, name, None) for name in names]
         for loader in self.loaders():
             skipped += [loader, getattr(loader, "dataset", None)]
         if loop._combined_loader is not None:
@@ -148,14 +145,14 @@ class LightningTraining(TrainerAdapter):
         if target is None:
             self.run.guarded(self.run.boundary)
         elif target["used"] == 0:
-            self.run.guarded(self._arrive_between)
+            self.run.guarded(self._arrive)
         self._steps = self._loop.epoch_loop.global_step
         return original()
 
     def _advance(self, original: Any, fetcher: Any) -> Any:
         self._is_between_epochs = False
         if self.run.target is not None:
-            self.run.guarded(lambda: self._arrive_inside(fetcher))
+            self.run.guarded(lambda: self._arrive(fetcher))
             self._steps = self._loop.epoch_loop.global_step
         else:
             self.run.guarded(self.run.boundary)
@@ -177,22 +174,17 @@ class LightningTraining(TrainerAdapter):
 
     # -- going back
 
-    def _arrive_between(self) -> None:
+    def _arrive(self, fetcher: Any = None) -> None:
+        """Go on between two epochs, or in the pass that is read through `fetcher`."""
+
         def prepare(place: dict[str, Any]) -> None:
-            set_state_of_loader(self.loaders()[0], place["loader"])
+            if fetcher is None:
+                set_state_of_loader(self.loaders()[0], place["loader"])
+            else:
+                self._target = place
+                iter(fetcher)
             self._restore_results(place["results"])
 
-        self._arrive(prepare)
-
-    def _arrive_inside(self, fetcher: Any) -> None:
-        def prepare(place: dict[str, Any]) -> None:
-            self._target = place
-            iter(fetcher)
-            self._restore_results(place["results"])
-
-        self._arrive(prepare)
-
-    def _arrive(self, prepare: Callable[[dict[str, Any]], None]) -> None:
         made = [getattr(logger, "log_dir", None) for logger in self._trainer.loggers]
         self.run.arrive(prepare)
         for logger, directory in zip(self._trainer.loggers, made):
@@ -204,18 +196,16 @@ class LightningTraining(TrainerAdapter):
         found = []
         for key, metric in self._loop.epoch_loop._results.items():
             meta = metric.meta
-            found.append(
-                {
-                    "key": key,
-                    "is_tensor": metric.is_tensor,
-                    "meta": {name: getattr(meta, name) for name in _OF_META},
-                    "reduce": meta.reduce_fx.__name__,
-                    "sync": {name: getattr(meta.sync, name) for name in ("_should", "rank_zero_only", "_op")},
-                    "values": {name: vars(metric)[name] for name in _OF_METRIC if name in vars(metric)}
-                    if metric.is_tensor
-                    else {"has_reset": metric.has_reset},
-                }
-            )
+            kept = _OF_METRIC if metric.is_tensor else ("has_reset",)
+            one = {
+                "key": key,
+                "is_tensor": metric.is_tensor,
+                "meta": {name: getattr(meta, name) for name in _OF_META},
+                "reduce": meta.reduce_fx.__name__,
+                "sync": {name: getattr(meta.sync, name) for name in ("_should", "rank_zero_only", "_op")},
+                "values": {name: getattr(metric, name) for name in kept if name in vars(metric)},
+            }
+            found.append(one)
         return found
 
     def _restore_results(self, saved: list[dict[str, Any]]) -> None:
@@ -237,15 +227,13 @@ class LightningTraining(TrainerAdapter):
 def _kept_tables() -> Iterator[None]:
     """Let a CSVLogger of a given version keep the table of its directory, which it removes when it is made anew."""
     modules = [sys.modules.get(f"{package}.loggers.csv_logs") for package in ("lightning.fabric", "lightning_fabric")]
-    writers = [kind for kind in (getattr(module, "_ExperimentWriter", None) for module in modules) if kind is not None]
-    checks = [(kind, kind._check_log_dir_exists) for kind in writers if hasattr(kind, "_check_log_dir_exists")]
-    for kind, _ in checks:
-        kind._check_log_dir_exists = lambda self: None
-    try:
+    with contextlib.ExitStack() as stack:
+        writers: list[Any] = [getattr(module, "_ExperimentWriter", None) for module in modules]
+        for writer in writers:
+            if hasattr(writer, "_check_log_dir_exists"):
+                stack.callback(setattr, writer, "_check_log_dir_exists", writer._check_log_dir_exists)
+                writer._check_log_dir_exists = lambda self: None
         yield
-    finally:
-        for kind, check in checks:
-            kind._check_log_dir_exists = check
 
 
 def _continue_log(logger: Any, made: Any) -> None:

@@ -26,7 +26,7 @@ MEASURED_EVERY = 1000
 class ProgressReporter:
     """Writes the page's words that change with every step, as often as readers need them."""
 
-    def __init__(self, page: Page, training: Callable[[], TrainingObjects], keeper: StateKeeper | None) -> None:
+    def __init__(self, page: Page, training: Callable[[], TrainingObjects], keeper: StateKeeper) -> None:
         self._page = page
         self._words = page.words
         self.training = training
@@ -44,13 +44,16 @@ class ProgressReporter:
         now = time.monotonic()
         self._steps += passed
         if self._steps >= self._measure_at:
-            self._measure_at = _after(self._steps)
-            self.measure()
+            later = (step for step in MEASURED_STEPS if step > self._steps)
+            self._measure_at = next(later, self._steps + MEASURED_EVERY)
+            in_use, peak = device_bytes(self.training())
+            self._peak = max(self._peak, peak)
+            self._words[Word.DEVICE_BYTES] = in_use
+            self._words[Word.PEAK_DEVICE_BYTES] = self._peak
         if now >= self._loss_due:
             self._loss_due = now + LOSS_EVERY_S
-            if self._keeper is not None:
-                # after the first measurement: the arena gets its memory from the first step on
-                self._keeper.tend()
+            # after the first measurement: the arena gets its memory from the first step on
+            self._keeper.tend()
             if loss is not None:
                 self._look_at(loss)
         untold = int(PUBLISH_EVERY_S * passed / max(now - self._published, 1e-9))
@@ -62,18 +65,11 @@ class ProgressReporter:
         self._words[Word.SAMPLES] = samples
         self._words[Word.DATA_WAIT] = waited_ns
 
-    def measure(self) -> None:
-        """Publish device memory now and at its peak."""
-        in_use, peak = device_bytes(self.training())
-        self._peak = max(self._peak, peak)
-        self._words[Word.DEVICE_BYTES] = in_use
-        self._words[Word.PEAK_DEVICE_BYTES] = self._peak
-
     def _look_at(self, loss: Any) -> None:
         if self._pending is not None:
             copied, event = self._pending
             if event.query():
-                self._set(float(copied))
+                self._set(copied)
                 self._pending = None
         if isinstance(loss, torch.Tensor) and loss.is_cuda:
             if self._pending is None and loss.numel() == 1:
@@ -82,16 +78,11 @@ class ProgressReporter:
                 event.record()
                 self._pending = (copied, event)
         elif not isinstance(loss, torch.Tensor) or loss.numel() == 1:
-            self._set(float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
+            self._set(loss.detach() if isinstance(loss, torch.Tensor) else loss)
 
-    def _set(self, loss: float) -> None:
-        if math.isfinite(loss):
-            self._page.set_float(Word.LOSS, loss)
-
-
-def _after(steps: int) -> int:
-    """The step at which to measure next."""
-    return next((step for step in MEASURED_STEPS if step > steps), steps + MEASURED_EVERY)
+    def _set(self, loss: Any) -> None:
+        if math.isfinite(value := float(loss)):
+            self._page.set_float(Word.LOSS, value)
 
 
 def counted_step(

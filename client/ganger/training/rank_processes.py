@@ -55,7 +55,7 @@ def watch() -> None:
     global _watched_pid
     if _watched_pid != os.getpid() and os.environ.get("GANGER_AGENT") != "none":
         _watched_pid = os.getpid()
-        _ChildTraining().watch()
+        _ChildTraining()
 
 
 def watch_after_fork() -> None:
@@ -65,23 +65,12 @@ def watch_after_fork() -> None:
     watch()
 
 
-def _end_rank(page: Page) -> None:
-    """Send the rank SIGTERM: its command may ignore how its child ended, and report success."""
-    pid = page.get(Word.PID)
-    if pid and page.get(Word.START_TICKS) == start_ticks(pid):
-        os.kill(pid, signal.SIGTERM)
-
-
 class _ChildTraining:
-    """One process. Its steps are published if no other process of the rank trains."""
+    """A process that waits for its first optimizer step. Its steps are published if no other of the rank trains."""
 
     def __init__(self) -> None:
         self._control: Control | None = None
         self._stepping: object = None
-        self._stop_waiting: Callable[[], None] = lambda: None
-
-    def watch(self) -> None:
-        """Wait for the first optimizer step of this process."""
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         self._stop_waiting = register_optimizer_step_pre_hook(self._first_step).remove
@@ -100,7 +89,10 @@ class _ChildTraining:
         if os.environ.get("GANGER_RESTORE"):
             message = f"cannot restore: {CHILD if is_first else SEVERAL}, and a state can only be brought back there"
             control.error(Error.STATE_UNREADABLE, message)
-            _end_rank(control.page)
+            # its command may ignore how its child ended, and report success
+            pid = control.page.get(Word.PID)
+            if pid and control.page.get(Word.START_TICKS) == start_ticks(pid):
+                os.kill(pid, signal.SIGTERM)
             exitcode.leave_now(EXIT_NO_STATE)
         if not is_first:
             control.close()
@@ -168,7 +160,8 @@ def keep_default_group() -> None:
 def _with_own_store(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
     def handler(url: str, *arguments: Any, **options: Any) -> Iterator[Any]:
         rendezvous = original(url, *arguments, **options)
-        value = None if _is_address_of_gang(url) else os.environ.pop(_AGENT_STORE, None)
+        is_of_gang = str(urlparse(url).port) == os.environ.get("MASTER_PORT")
+        value = None if is_of_gang else os.environ.pop(_AGENT_STORE, None)
         try:
             first = next(rendezvous)
         finally:
@@ -188,10 +181,6 @@ def _with_own_names(original: Callable[..., Iterator[Any]]) -> Callable[..., Ite
             yield distributed.PrefixStore(os.environ[RENDEZVOUS], store), rank, world  # type: ignore[attr-defined]
 
     return handler
-
-
-def _is_address_of_gang(url: str) -> bool:
-    return str(urlparse(url).port) == os.environ.get("MASTER_PORT")
 
 
 def rank_and_world(control: Control | None) -> tuple[int, int]:

@@ -58,8 +58,10 @@ class Discovery:
         _note_modules(self._modules)
         schedulers = torch.optim.lr_scheduler
         _note_instances(torch.optim.Optimizer, self._optimizers)
-        # some of them never call LRScheduler's own
-        for kind in (schedulers.LRScheduler, *_with_own_start(schedulers.LRScheduler), schedulers.ReduceLROnPlateau):
+        # some of torch's never call LRScheduler's own
+        kinds: list[Any] = type.__subclasses__(schedulers.LRScheduler)
+        kinds = [kind for kind in kinds if "__init__" in vars(kind)]
+        for kind in (schedulers.LRScheduler, *kinds, schedulers.ReduceLROnPlateau):
             _note_instances(kind, self._schedulers)
         scaler = getattr(getattr(torch, "amp", None), "GradScaler", None) or torch.cuda.amp.GradScaler
         _note_instances(scaler, self._scalers)
@@ -78,23 +80,56 @@ class Discovery:
 
     def training(self) -> TrainingObjects:
         """Return the objects that are alive now."""
-        optimizers = _alive(self._optimizers)
-        models = _root_modules(list(self._modules.values()), optimizers)
-        if len(optimizers) > 1 or any(_is_untrained(model, optimizers) for model in models):
+        models, trained = self._models()
+        is_untrained = any(trained.isdisjoint(map(id, model.parameters())) for model in models)
+        if is_untrained or len(_alive(self._optimizers)) > 1:
             # some of it may be dead and only not collected yet, which would be so in this run and not in the next
+            del models
             gc.collect()
-            optimizers = _alive(self._optimizers)
-            models = _root_modules(list(self._modules.values()), optimizers)
-        named = {f"model{number}": model for number, model in enumerate(models)}
+            models, _ = self._models()
+        optimizers, schedulers = _alive(self._optimizers), _alive(self._schedulers)
+        named = _numbered("model", models)
         loose = _loose_parameters(models, optimizers)
         if loose is not None:
             named["loose"] = loose
+        # the state of a SequentialLR or ChainedScheduler has the state of those that it holds
+        inner = {id(item) for holder in schedulers for item in getattr(holder, "_schedulers", ())}
         return TrainingObjects(
             models=named,
-            optimizers={f"optimizer{number}": item for number, item in enumerate(optimizers)},
-            schedulers={f"scheduler{number}": item for number, item in enumerate(_outermost(_alive(self._schedulers)))},
-            scalers={f"scaler{number}": item for number, item in enumerate(_alive(self._scalers))},
+            optimizers=_numbered("optimizer", optimizers),
+            schedulers=_numbered("scheduler", [item for item in schedulers if id(item) not in inner]),
+            scalers=_numbered("scaler", _alive(self._scalers)),
         )
+
+    def _models(self) -> tuple[list[torch.nn.Module], set[int]]:
+        """Return the modules with tensors that are part of no other module, and the ids of the trained parameters.
+
+        Trained modules come in the order of their parameters, then the rest. Copies such as moving averages of weights
+        change in training without an optimizer, so they belong to the state.
+        """
+        place: dict[int, int] = {}
+        for parameter in _parameters(_alive(self._optimizers)):
+            place.setdefault(id(parameter), len(place))
+
+        def key(module: torch.nn.Module) -> tuple[int, str, int]:
+            first = min((place.get(id(parameter), len(place)) for parameter in module.parameters()), default=len(place))
+            return first, type(module).__qualname__, sum(parameter.numel() for parameter in module.parameters())
+
+        # scripted ones keep theirs in C++
+        modules = [module for module in list(self._modules.values()) if "_modules" in module.__dict__]
+        modules = [module for module in modules if not isinstance(module, _Loose)]
+        children = {id(child) for module in modules for child in module._modules.values() if child is not None}
+        roots = {id(root): root for root in (unwrapped(module) for module in modules if id(module) not in children)}
+        owned = [root for root in roots.values() if any(True for _ in (*root.parameters(), *root.buffers()))]
+        return sorted(owned, key=key), set(place)
+
+
+def _numbered(kind: str, items: list[Any]) -> dict[str, Any]:
+    return {f"{kind}{number}": item for number, item in enumerate(items)}
+
+
+def _parameters(optimizers: list[Any]) -> list[Any]:
+    return [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _note_instances(kind: type, found: list[weakref.ref[Any]]) -> None:
@@ -109,20 +144,8 @@ def _note_instances(kind: type, found: list[weakref.ref[Any]]) -> None:
     kind.__init__ = noted  # type: ignore[misc]
 
 
-def _with_own_start(kind: Any) -> list[type]:
-    """Return the present subclasses of `kind`, those of torch, that define an __init__."""
-    return [below for below in type.__subclasses__(kind) if "__init__" in vars(below)]
-
-
 def _alive(references: list[weakref.ref[Any]]) -> list[Any]:
     return [item for item in (reference() for reference in references) if item is not None]
-
-
-def _outermost(schedulers: list[Any]) -> list[Any]:
-    """Return the schedulers that no SequentialLR or ChainedScheduler holds: the holder's state has the state of
-    others."""
-    inner = {id(item) for holder in schedulers for item in getattr(holder, "_schedulers", ())}
-    return [item for item in schedulers if id(item) not in inner]
 
 
 def _note_modules(found: weakref.WeakValueDictionary[int, torch.nn.Module]) -> None:
@@ -139,32 +162,6 @@ def _note_modules(found: weakref.WeakValueDictionary[int, torch.nn.Module]) -> N
         setattr(torch.nn.Module, name, functools.wraps(original)(noted))
 
 
-def _root_modules(modules: list[torch.nn.Module], optimizers: list[Any]) -> list[torch.nn.Module]:
-    """Modules with tensors that are part of no other module: trained ones in the order of their parameters, then rest.
-
-    Copies such as moving averages of weights change in training without an optimizer, so they belong to the state.
-    """
-    # scripted ones keep theirs in C++
-    modules = [module for module in modules if "_modules" in module.__dict__ and not isinstance(module, _Loose)]
-    children = {id(child) for module in modules for child in module._modules.values() if child is not None}
-    roots = [unwrapped(module) for module in modules if id(module) not in children]
-    owned = [
-        module for module in roots if any(True for _ in module.parameters()) or any(True for _ in module.buffers())
-    ]
-    place: dict[int, int] = {}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                place.setdefault(id(parameter), len(place))
-
-    def key(module: torch.nn.Module) -> tuple[int, str, int]:
-        first = min((place.get(id(parameter), len(place)) for parameter in module.parameters()), default=len(place))
-        return first, type(module).__qualname__, sum(parameter.numel() for parameter in module.parameters())
-
-    distinct = list({id(module): module for module in owned}.values())
-    return sorted(distinct, key=key)
-
-
 class _Loose(torch.nn.Module):
     """Made for the state alone."""
 
@@ -172,19 +169,13 @@ class _Loose(torch.nn.Module):
 def _loose_parameters(models: list[torch.nn.Module], optimizers: list[Any]) -> torch.nn.Module | None:
     """A module of the parameters that belong to none: `torch.optim.SGD([temperature])`."""
     owned = {id(parameter) for model in models for parameter in model.parameters()}
-    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     holder = _Loose()
-    for parameter in parameters:
+    for parameter in _parameters(optimizers):
         if id(parameter) not in owned:
             owned.add(id(parameter))
             # as they are: an ordinary tensor that wants a gradient is one too
             holder._parameters[f"parameter{len(holder._parameters)}"] = parameter
     return holder if holder._parameters else None
-
-
-def _is_untrained(model: torch.nn.Module, optimizers: list[Any]) -> bool:
-    trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    return not any(id(parameter) in trained for parameter in model.parameters())
 
 
 def weakly(training: TrainingObjects, tensors: Callable[[], list[torch.Tensor]]) -> Callable[[], TrainingObjects]:

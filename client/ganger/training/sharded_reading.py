@@ -83,8 +83,7 @@ def read_state(
 
 def whole_shape(entry: dict[str, Any]) -> list[int]:
     """Return the shape of the tensor that an entry of an image's table is, or is a part of."""
-    shape: list[int] = entry.get("sharded", entry)["shape"]
-    return shape
+    return list(entry.get("sharded", entry)["shape"])
 
 
 def _home(
@@ -97,25 +96,20 @@ def _home(
         return (own.device_mesh, own.placements) if is_sharded(own) else None
     if saved is None:
         return None
-    names = [mesh for mesh in meshes if _names(mesh) == saved["names"] and mesh.ndim == len(saved["mesh"])]
-    same = [mesh for mesh in names if list(mesh.shape) == saved["mesh"]]
-    if not names:
-        raise ValueError(
-            f"a tensor was sharded over a mesh of {saved['names'] or saved['mesh']}; there is none like it"
-        )
-    return (same or names)[0], placements_of(saved["placements"])
+    names = None if saved["names"] is None else tuple(saved["names"])
+    like_it = [mesh for mesh in meshes if mesh.mesh_dim_names == names and mesh.ndim == len(saved["mesh"])]
+    if not like_it:
+        whole = saved["names"] or saved["mesh"]
+        raise ValueError(f"a tensor was sharded over a mesh of {whole}; there is none like it")
+    same = [mesh for mesh in like_it if list(mesh.shape) == saved["mesh"]]
+    return (same or like_it)[0], placements_of(saved["placements"])
 
 
 def _are_laid_out_alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
     if whole_shape(one) != whole_shape(other) or ("sharded" in one) != ("sharded" in other):
         return False
-    return all(
-        one["sharded"][key] == other["sharded"][key] for key in ("mesh", "names", "placements") if "sharded" in one
-    )
-
-
-def _names(mesh: Any) -> list[str] | None:
-    return None if mesh.mesh_dim_names is None else list(mesh.mesh_dim_names)
+    keys = ("mesh", "names", "placements") if "sharded" in one else ()
+    return all(one["sharded"][key] == other["sharded"][key] for key in keys)
 
 
 def _is_unchanged(saved: dict[str, Any], mesh: Any, placements: Any) -> bool:
@@ -139,8 +133,7 @@ def _joined(part: torch.Tensor, saved: dict[str, Any], mesh: Any, placements: An
     from torch.distributed.tensor import DTensor
 
     shape, stride = torch.Size(saved["shape"]), tuple(saved["stride"])
-    whole: torch.Tensor = DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
-    return whole
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 # -- another number of ranks
@@ -157,11 +150,9 @@ def reshard(own: OpenImage, tensors: Mapping[int, torch.Tensor], shard: Callable
     wanted = {index: name for name, index in _indices(own.tree).items() if index in tensors}
     state = {name: tensors[index].detach() for index, name in wanted.items() if local_part(tensors[index]).numel()}
     pieces = _Pieces(state)
-    if any("sharded" in own.header["tensors"][index] for index in tensors):
-        for image in _all_shards(own, shard):
-            pieces.add(image)
-    else:
-        pieces.add(own)
+    is_of_all = any("sharded" in own.header["tensors"][index] for index in tensors)
+    for image in _all_shards(own, shard) if is_of_all else [own]:
+        pieces.add(image)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(state, metadata=pieces.metadata(), is_coordinator=False)
     missing = {name: local_part(tensor).numel() for name, tensor in state.items()}
@@ -177,10 +168,8 @@ def reshard(own: OpenImage, tensors: Mapping[int, torch.Tensor], shard: Callable
 
 def _all_shards(own: OpenImage, shard: Callable[[int], OpenImage] | None) -> Iterator[OpenImage]:
     if shard is None:
-        raise ValueError(
-            f"the state is sharded over {own.header['world']} ranks, and only from a checkpoint on storage can another"
-            " number of ranks take it over"
-        )
+        way = "only from a checkpoint on storage can another number of ranks take it over"
+        raise ValueError(f"the state is sharded over {own.header['world']} ranks, and {way}")
     for rank in range(int(own.header["world"])):
         image = shard(rank)
         if (image.step, image.header["world"], image.header["rank"]) != (own.step, own.header["world"], rank):
@@ -225,12 +214,8 @@ class _Pieces:
         chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in self._tensors}
         for (name, offset), (_, entry) in self._found.items():
             chunks[name].append(ChunkStorageMetadata(torch.Size(offset), torch.Size(entry["shape"])))
-        return Metadata(
-            {
-                name: TensorStorageMetadata(TensorProperties(tensor.dtype), tensor.shape, chunks[name])
-                for name, tensor in self._tensors.items()
-            }
-        )
+        kinds = {name: (TensorProperties(tensor.dtype), tensor.shape) for name, tensor in self._tensors.items()}
+        return Metadata({name: TensorStorageMetadata(*kind, chunks[name]) for name, kind in kinds.items()})
 
     def place(self, item: ReadItem) -> tuple[int, int]:
         """Return the shard and the place in it of what `item` reads."""

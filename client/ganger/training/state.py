@@ -3,7 +3,7 @@
 Parameters keep their identity; tensors are read straight into the memory the script already has. What the script builds
 (code, shapes, wiring) is not saved, only what training changed.
 
-The state of every random generator a training script draws from, as plain bytes and numbers, and back.
+So are the states of all random generators that a training script draws from, as plain bytes and numbers.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from typing import Any
 
 import torch
 
-from ganger.training import state_codec
 from ganger.training.image_io import ImagePlan, OpenImage, host_view, plan_image, read_tensors
 from ganger.training.sharded_reading import LaidOutAs, read_state, reshard, whole_shape
 from ganger.training.state_codec import (
     StateNotSupportedError,
     TensorRef,
     TensorTable,
+    decode,
     device_model,
+    encode,
     local_part,
     notice_of_change,
 )
@@ -136,22 +137,17 @@ def capture(training: TrainingObjects, position: dict[str, Any]) -> Captured:
         "objects": {name: _encode_object(item, table, name) for name, item in training.objects.items()},
     }
     live = len(table.tensors)
-    tree["schedulers"] = {
-        name: state_codec.encode(item.state_dict(), table, f"scheduler {name}")
-        for name, item in training.schedulers.items()
-    }
-    tree["scalers"] = {
-        name: state_codec.encode(item.state_dict(), table, f"scaler {name}") for name, item in training.scalers.items()
-    }
-    tree["random"] = state_codec.encode(capture_random(), table, "random")
-    tree["position"] = state_codec.encode(position, table, "position")
+    for kind, items in (("scheduler", training.schedulers), ("scaler", training.scalers)):
+        tree[f"{kind}s"] = {name: encode(item.state_dict(), table, f"{kind} {name}") for name, item in items.items()}
+    tree["random"] = encode(capture_random(), table, "random")
+    tree["position"] = encode(position, table, "position")
     return Captured(tree, tuple(table.tensors), live, table.layouts)
 
 
 def position_of(image: OpenImage) -> dict[str, Any]:
     """The position alone, which needs no tensors. Raises StateMismatchError."""
     try:
-        position: dict[str, Any] = state_codec.decode(image.tree["position"], TensorRef)
+        position: dict[str, Any] = decode(image.tree["position"], TensorRef)
     except (ValueError, KeyError, TypeError) as error:
         raise StateMismatchError(f"the saved position cannot be read: {error}") from error
     return position
@@ -165,7 +161,7 @@ def restore(training: TrainingObjects, image: OpenImage, shard: Callable[[int], 
     objects hold a mixture: the process must end.
     """
     try:
-        saved = state_codec.decode(image.tree, TensorRef)
+        saved = decode(image.tree, TensorRef)
         tensors = read_state(
             image.header["tensors"],
             dict(_destinations(training, saved, image)),
@@ -173,7 +169,7 @@ def restore(training: TrainingObjects, image: OpenImage, shard: Callable[[int], 
             lambda plain, skipped: read_tensors(image, plain, lambda kind: _device(training, kind), skipped),
             lambda parts: reshard(image, parts, shard),
         )
-        state = state_codec.decode(image.tree, tensors.__getitem__)
+        state = decode(image.tree, tensors.__getitem__)
         _apply(training, state)
         unclaimed = {name: item for name, item in state["objects"].items() if name not in training.objects}
         notice = notice_of_change(str(image.header.get("device_model", "")), device_model(tensors.values()))
@@ -207,11 +203,11 @@ def _encode_model(model: torch.nn.Module, table: TensorTable, name: str) -> Any:
     for path, _, _, tensor in _own_tensors(model):
         if torch.nn.parameter.is_lazy(tensor):
             raise StateNotSupportedError(f"{name}.{path}: not initialized yet; run one batch through the model first")
-        tensors[path] = state_codec.encode(tensor, table, f"{name}.{path}")
+        tensors[path] = encode(tensor, table, f"{name}.{path}")
         if tensor.grad is not None:
-            grads[path] = state_codec.encode(tensor.grad, table, f"{name}.{path}.grad")
+            grads[path] = encode(tensor.grad, table, f"{name}.{path}.grad")
     extra = {
-        path: state_codec.encode(module.get_extra_state(), table, f"{name}.{path} extra state")
+        path: encode(module.get_extra_state(), table, f"{name}.{path} extra state")
         for path, module in model.named_modules()
         if type(module).get_extra_state is not torch.nn.Module.get_extra_state
     }
@@ -240,9 +236,8 @@ def _apply_model(model: torch.nn.Module, saved: dict[str, Any]) -> None:
             # tied when saved, apart now: both get the value
             with torch.no_grad():
                 getattr(module, leaf).copy_(value)
-        if (isinstance(tensor, torch.nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)) and saved[
-            "gradients"
-        ] is not None:
+        is_trained = isinstance(tensor, torch.nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
+        if is_trained and saved["gradients"] is not None:
             gradient = saved["gradients"].get(path)
             tensor.grad = None if gradient is None else gradient.to(tensor.device)
     modules = dict(model.named_modules())
@@ -257,25 +252,18 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _has_own_format(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
-
-
 def _encode_optimizer(optimizer: torch.optim.Optimizer, table: TensorTable, name: str) -> Any:
-    if _has_own_format(optimizer):
-        return {"own": state_codec.encode(optimizer.state_dict(), table, f"optimizer {name}")}
+    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+        # a format of its own
+        return {"own": encode(optimizer.state_dict(), table, f"optimizer {name}")}
     numbers = {id(parameter): number for number, parameter in enumerate(_parameters(optimizer))}
-    groups = [
-        state_codec.encode(
-            {key: item for key, item in group.items() if key != "params"}, table, f"optimizer {name} group"
-        )
-        for group in optimizer.param_groups
-    ]
+    options = [{key: item for key, item in group.items() if key != "params"} for group in optimizer.param_groups]
+    groups = [encode(group, table, f"optimizer {name} group") for group in options]
     state = []
     for key, value in optimizer.state.items():
-        number = numbers.get(id(key)) if isinstance(key, torch.Tensor) else state_codec.encode([key], table, "key")
+        number = numbers.get(id(key)) if isinstance(key, torch.Tensor) else encode([key], table, "key")
         if number is not None:
-            state.append([number, state_codec.encode(value, table, f"optimizer {name} state of parameter {number}")])
+            state.append([number, encode(value, table, f"optimizer {name} state of parameter {number}")])
     return {"groups": groups, "sizes": [len(group["params"]) for group in optimizer.param_groups], "state": state}
 
 
@@ -326,23 +314,18 @@ def _moved_beside(values: Any, parameter: torch.Tensor) -> Any:
     """State that was on an accelerator goes to its parameter's; state kept on the CPU stays there."""
     if not isinstance(values, dict):
         return values
-    return {
-        key: value.to(parameter.device)
-        if isinstance(value, torch.Tensor) and value.device.type == parameter.device.type
-        else value
-        for key, value in values.items()
-    }
+    beside = {key for key, value in values.items() if isinstance(value, torch.Tensor)}
+    beside = {key for key in beside if values[key].device.type == parameter.device.type}
+    return {key: value.to(parameter.device) if key in beside else value for key, value in values.items()}
 
 
 # -- everything else
 
 
 def _encode_object(item: Any, table: TensorTable, name: str) -> Any:
-    if isinstance(item, torch.Generator):
-        return state_codec.encode(item.get_state(), table, name)
-    if isinstance(item, torch.Tensor):
-        return state_codec.encode(item, table, name)
-    return state_codec.encode(item.state_dict(), table, f"object {name}")
+    if isinstance(item, (torch.Generator, torch.Tensor)):
+        return encode(item.get_state() if isinstance(item, torch.Generator) else item, table, name)
+    return encode(item.state_dict(), table, f"object {name}")
 
 
 def apply_object(item: Any, saved: Any) -> None:
@@ -360,13 +343,8 @@ def apply_object(item: Any, saved: Any) -> None:
 def _destinations(
     training: TrainingObjects, saved: dict[str, Any], image: OpenImage
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    for kind, present in (
-        ("models", training.models),
-        ("optimizers", training.optimizers),
-        ("schedulers", training.schedulers),
-        ("scalers", training.scalers),
-    ):
-        names: dict[str, Any] = saved[kind]
+    for kind in ("models", "optimizers", "schedulers", "scalers"):
+        present, names = getattr(training, kind), saved[kind]
         if names.keys() != present.keys():
             raise StateMismatchError(f"{kind}: the script has {sorted(present)}, the saved state {sorted(names)}")
     for name, model in training.models.items():
@@ -424,23 +402,16 @@ def _device(training: TrainingObjects, kind: str) -> torch.device:
 
 def named_objects(given: Any, kind: str) -> dict[str, Any]:
     """Return what a script gave for one argument of `attach` by name. TypeError for an object without a state."""
-    named = _by_name(given, kind)
+    named: dict[str, Any] = {} if given is None else {kind: given}
+    if isinstance(given, dict):
+        named = {str(name): item for name, item in given.items()}
+    elif isinstance(given, (list, tuple)):
+        named = {f"{kind}{number}": item for number, item in enumerate(given)}
     for name, item in named.items():
         if not hasattr(item, "state_dict") or not hasattr(item, "load_state_dict"):
-            raise TypeError(
-                f"attach: {kind} {name!r} is a {type(item).__name__}, which has no state_dict() and load_state_dict()"
-            )
+            lacks = "which has no state_dict() and load_state_dict()"
+            raise TypeError(f"attach: {kind} {name!r} is a {type(item).__name__}, {lacks}")
     return named
-
-
-def _by_name(given: Any, kind: str) -> dict[str, Any]:
-    if given is None:
-        return {}
-    if isinstance(given, dict):
-        return {str(name): item for name, item in given.items()}
-    if isinstance(given, (list, tuple)):
-        return {f"{kind}{number}": item for number, item in enumerate(given)}
-    return {kind: given}
 
 
 class UnclaimedObject:

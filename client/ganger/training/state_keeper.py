@@ -14,6 +14,7 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Callable, TypeVar
 
@@ -45,7 +46,7 @@ class Arena:
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        self._mapping: mmap.mmap | None = None
+        self.mapping: mmap.mmap | None = None
         self._touching: threading.Thread | None = None
         self._pinned = False
         self._touched = 0
@@ -55,26 +56,26 @@ class Arena:
         larger than the state will ever be, so no page is touched that will not be used."""
         size = min(size, os.fstat(self.descriptor).st_size)
         if size > self._touched and (self._touching is None or not self._touching.is_alive()):
-            self._touched = size
-            self._touching = threading.Thread(target=self._allocate, args=(size,), name="ganger-arena", daemon=True)
-            self._touching.start()
+            self._enter(size, allocates=True)
 
-    def _allocate(self, size: int) -> None:
-        try:
-            os.posix_fallocate(self.descriptor, 0, size)
-        except OSError:
-            # memory that is not there now may be there when it is needed, and is reported then
-            return
-        enter_pages(self._map(), size)
+    def _enter(self, size: int, *, allocates: bool) -> None:
+        def enter() -> None:
+            try:
+                if allocates:
+                    os.posix_fallocate(self.descriptor, 0, size)
+            except OSError:
+                # memory that is not there now may be there when it is needed, and is reported then
+                return
+            enter_pages(self._map(), size)
+
+        self._touched = size
+        self._touching = threading.Thread(target=enter, name="ganger-arena", daemon=True)
+        self._touching.start()
 
     def map_ahead(self, size: int) -> None:
         """Let the first `size` bytes, which are there already or on their way, be reached without page faults."""
         if size > self._touched and self._touching is None:
-            self._touched = min(size, os.fstat(self.descriptor).st_size)
-            self._touching = threading.Thread(
-                target=lambda: enter_pages(self._map(), self._touched), name="ganger-arena", daemon=True
-            )
-            self._touching.start()
+            self._enter(min(size, os.fstat(self.descriptor).st_size), allocates=False)
 
     def view(self, needed_bytes: int = 0) -> memoryview:
         """The whole arena, writable. Raises ArenaTooSmallError."""
@@ -90,22 +91,17 @@ class Arena:
 
     def _map(self) -> mmap.mmap:
         size = os.fstat(self.descriptor).st_size
-        if self._mapping is None or len(self._mapping) != size:
-            self._mapping = mmap.mmap(self.descriptor, size)
+        if self.mapping is None or len(self.mapping) != size:
+            self.mapping = mmap.mmap(self.descriptor, size)
             self._pinned = False
-        return self._mapping
-
-    def tensor(self, offset: int, size: int) -> torch.Tensor:
-        """Bytes [offset, offset + size) as a tensor over the same memory."""
-        assert self._mapping is not None, "view() maps the arena first"
-        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=size, offset=offset)
+        return self.mapping
 
     def _pin(self) -> None:
         """Page-lock the mapping, so that devices copy at full speed. Without it copies still work."""
         if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
             return
-        assert self._mapping is not None
-        whole = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        assert self.mapping is not None
+        whole = torch.frombuffer(self.mapping, dtype=torch.uint8)
         status = torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.numel(), 0)  # type: ignore[no-untyped-call]
         self._pinned = int(status) == 0
 
@@ -200,23 +196,19 @@ class StateKeeper:
         parked = self._parked
         if parked is None or (self.arena is None and parked.shard is None):
             return
-        tensor_of = self._tensors_of(parked.shard)
+        memory: Any = parked.shard
+        if self.arena is not None and memory is None:
+            self.arena.view()
+            memory = self.arena.mapping
         with torch.no_grad():
             for storage, offset, size in parked.freed:
                 storage.resize_(size)
                 target = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (size,), (1,))
-                target.copy_(tensor_of(offset, size), non_blocking=True)
+                kept = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=offset)
+                target.copy_(kept, non_blocking=True)
         _synchronize()
         # not before: after a failure it is tried again
         self._parked = None
-
-    def _tensors_of(self, shard: mmap.mmap | None) -> Callable[[int, int], torch.Tensor]:
-        """Return a function for the bytes of a parked state, by offset and size in its image."""
-        if shard is not None:
-            return lambda offset, size: torch.frombuffer(shard, dtype=torch.uint8, count=size, offset=offset)
-        assert self.arena is not None, "what is parked without a shard is in the arena"
-        self.arena.view()
-        return self.arena.tensor
 
     def hand_over(self, request: StopRequest) -> None:
         """Leave a complete image in the arena for another rank; the tensors stay."""
@@ -233,8 +225,7 @@ class StateKeeper:
         rank, step = self._control.rank, request.step
         self._wait_for_writer()
         if self._parked is not None and self._parked.step == step:
-            total = self._parked.plan.total_bytes
-            _reported(lambda: self._write_arena(directory, total))
+            self._write_arena(directory, self._parked.plan.total_bytes)
         else:
             captured, places = _with_whole_storages(self._capture()) if frees else (self._capture(), ())
             plan = self._plan(captured, step)
@@ -243,7 +234,8 @@ class StateKeeper:
                 self._fill_arena(captured, step)
                 self._write_behind(directory, plan.total_bytes, request)
                 return
-            _reported(lambda: durable_shard(directory, rank, plan.total_bytes, lambda fd: _write_file(plan, fd)))
+            with _reported():
+                durable_shard(directory, rank, plan.total_bytes, lambda fd: write_image(plan, FileSink(fd)))
             if frees:
                 with open(os.path.join(directory, f"rank-{rank}.shard"), "rb") as file:
                     # private, as no tensor may be over memory that cannot be written; it stays if the file goes
@@ -355,7 +347,8 @@ class StateKeeper:
                 sink.put(view[start : min(start + TRANSFER_BYTES, total)])
             sink.flush()
 
-        durable_shard(directory, self._control.rank, total, write)
+        with _reported():
+            durable_shard(directory, self._control.rank, total, write)
 
     def _write_behind(self, directory: str, total: int, request: StopRequest) -> None:
         """Write the arena to storage while training goes on. The control belongs to the training thread: see tend."""
@@ -363,7 +356,7 @@ class StateKeeper:
 
         def write() -> None:
             try:
-                _reported(lambda: self._write_arena(directory, total))
+                self._write_arena(directory, total)
             except CannotKeepError as error:
                 word, message = error.ganger_error, str(error)
                 self._finished = lambda: control.checkpoint_failed(request.seq, word, message)
@@ -386,17 +379,14 @@ def _not_older(image: OpenImage, step: int) -> OpenImage:
     return image
 
 
-def _reported(write: Callable[[], None]) -> None:
+@contextlib.contextmanager
+def _reported() -> Iterator[None]:
     try:
-        write()
+        yield
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         kind = Error.STORAGE_FULL if full else Error.STORAGE_FAILED
         raise CannotKeepError(kind, f"cannot write the checkpoint: {error}") from error
-
-
-def _write_file(plan: ImagePlan, descriptor: int) -> None:
-    write_image(plan, FileSink(descriptor))
 
 
 def _synchronize() -> None:
