@@ -105,7 +105,7 @@ def from_accelerate(words: Sequence[str], python: str, environment: Mapping[str,
     Raises ValueError for flags that are none, or that Ganger has no equal of, and for a configuration file that cannot
     be read."""
     parser = _parser()
-    given: dict[str, Any] = dict(parser.given(words))
+    given = parser.given(words)
     values = {**_from_file(given, environment, directory), **given}
     for key, why in _REFUSED.items():
         if values.get(key):
@@ -190,9 +190,7 @@ def _flattened(content: Mapping[str, Any], path: str) -> dict[str, Any]:
     for name, value in content.items():
         prefix = {"fsdp_config": "fsdp_", "fp8_config": "fp8_", "dynamo_config": "dynamo_"}.get(name, "")
         if isinstance(value, Mapping):
-            values |= {
-                str(key) if str(key).startswith(prefix) else f"{prefix}{key}": item for key, item in value.items()
-            }
+            values |= {f"{prefix}{str(key).removeprefix(prefix)}": item for key, item in value.items()}
             if name == "parallelism_config" and value:
                 values["use_parallelism_config"] = True
             if name == "deepspeed_config":

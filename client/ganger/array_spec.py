@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ganger.spec import make_spec
+from ganger.spec_values import whole_number
 from ganger.v1.array_pb2 import ArrayMember, StopRule
 from ganger.v1.job_service_pb2 import CreateArrayRequest
 from ganger.wire.errors import SpecInvalid, Violation
@@ -104,11 +105,8 @@ class _WrongError(Exception):
 def _fill(request: CreateArrayRequest, array: Any) -> None:
     if not isinstance(array, Mapping):
         raise _WrongError([Violation("array", f"must be a mapping of {', '.join(_KEYS)}")])
-    violations = [
-        Violation(f"array.{key}", f"there is no such key; there are {', '.join(_KEYS)}")
-        for key in array
-        if key not in _KEYS
-    ]
+    unknown = f"there is no such key; there are {', '.join(_KEYS)}"
+    violations = [Violation(f"array.{key}", unknown) for key in array if key not in _KEYS]
 
     def read(key: str, parse: Callable[[Any], Any]) -> Any:
         if array.get(key) is None:
@@ -126,7 +124,7 @@ def _fill(request: CreateArrayRequest, array: Any) -> None:
         what = f"not {' and '.join(given)} together" if given else "say what its members differ in"
         violations.append(Violation("array", f"one of grid, list and indices: {what}"))
     members = read("grid", _grid) or read("list", _listed) or read("indices", _indices)
-    at_once, rule = read("at_once", _limit), read("stop", _rule)
+    at_once, rule = read("at_once", whole_number(1, MEMBERS_LIMIT)), read("stop", _rule)
     if violations:
         raise _WrongError(violations)
     request.members.extend(members or ())
@@ -182,13 +180,6 @@ def _indices(value: Any) -> list[ArrayMember]:
     return [ArrayMember(index=index) for index in indices]
 
 
-def _limit(value: Any) -> int:
-    text = str(value)
-    if isinstance(value, bool) or not re.fullmatch(r"\d{1,9}", text) or not 1 <= int(text) <= MEMBERS_LIMIT:
-        raise ValueError(f"must be a whole number from 1 to {MEMBERS_LIMIT}, not {value!r}")
-    return int(text)
-
-
 def _rule(value: Any) -> StopRule:
     if not isinstance(value, Mapping):
         raise ValueError(f"must be a mapping of {', '.join(_STOP_KEYS)}")
@@ -221,10 +212,9 @@ def _rule(value: Any) -> StopRule:
     if rule == "threshold" and "bound" not in numbers:
         wrong.append(Violation("array.stop.bound", "missing: say what value is too bad to go on"))
     names = {key: str(value.get(key, default)) for key, default in (("metric", "loss"), ("resource", "step"))}
+    unfit = {key: name for key, name in names.items() if not _NAME.fullmatch(name)}
     wrong += [
-        Violation(f"array.stop.{key}", f"{name[:40]!r} is not the name of a metric")
-        for key, name in names.items()
-        if not _NAME.fullmatch(name)
+        Violation(f"array.stop.{key}", f"{name[:40]!r} is not the name of a metric") for key, name in unfit.items()
     ]
     if wrong:
         raise _WrongError(wrong)

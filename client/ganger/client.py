@@ -18,7 +18,8 @@ from typing import Any, TypeVar, cast
 import grpc
 
 from ganger.job import FINISHED, Job, suspend_level
-from ganger.v1 import array_pb2, job_pb2, job_service_pb2, node_pb2, resources_pb2
+from ganger.v1 import array_pb2, job_pb2, node_pb2, resources_pb2
+from ganger.v1 import job_service_pb2 as api
 from ganger.v1.job_service_pb2_grpc import JobServiceStub
 from ganger.v1.node_pb2_grpc import NodeServiceStub
 from ganger.wire import times
@@ -93,7 +94,7 @@ class Client:
 
         A scheduler of the user's own (`spec.scheduler`) is started as a process that outlives this one; see
         `Job.scheduler_log`. Raises SpecInvalid if it cannot be loaded."""
-        request = job_service_pb2.CreateJobRequest(spec=spec, request_id=request_id or _fresh_id())
+        request = api.CreateJobRequest(spec=spec, request_id=request_id or _fresh_id())
         check_size(request, "/ganger.v1.JobService/CreateJob", "put large environment values and arguments into files")
         if not spec.scheduler:
             return Job(self, self._submitted(self._jobs.CreateJob, request))
@@ -103,11 +104,9 @@ class Client:
             message = self._submitted(self._jobs.CreateJob, request)
             return Job(self, message, scheduler_log=scheduler.serve(message.name, message.uid))
 
-    def submit_array(
-        self, request: job_service_pb2.CreateArrayRequest, *, request_id: str | None = None
-    ) -> array_pb2.Array:
+    def submit_array(self, request: api.CreateArrayRequest, *, request_id: str | None = None) -> array_pb2.Array:
         """Submit the members of a job array, all or none: see `ganger.array_spec.make_array`."""
-        message = job_service_pb2.CreateArrayRequest()
+        message = api.CreateArrayRequest()
         message.CopyFrom(request)
         message.request_id = request_id or request.request_id or _fresh_id()
         check_size(message, "/ganger.v1.JobService/CreateArray", "put large parameters into files")
@@ -115,28 +114,23 @@ class Client:
 
     def get_array(self, array: str | int) -> array_pb2.Array:
         """Return an array by 7, "7" or "arrays/7". Raises ArrayNotFound."""
-        return self._call(self._jobs.GetArray, job_service_pb2.GetArrayRequest(name=array_name_from_text(array)))
+        return self._call(self._jobs.GetArray, api.GetArrayRequest(name=array_name_from_text(array)))
 
     def list_arrays(self, user: str = "", *, live: bool = False) -> list[array_pb2.Array]:
         """Newest first; `live`: only those of which a member has not ended."""
-        request = job_service_pb2.ListArraysRequest(page_size=1_000, live=live, user=user)
+        request = api.ListArraysRequest(page_size=1_000, live=live, user=user)
         return [array for page in self._pages(self._jobs.ListArrays, request) for array in page.arrays]
 
     def cancel_array(self, array: str | int, reason: str = "") -> array_pb2.Array:
-        request = job_service_pb2.CancelArrayRequest(name=array_name_from_text(array), reason=reason)
+        request = api.CancelArrayRequest(name=array_name_from_text(array), reason=reason)
         return self._call(self._jobs.CancelArray, request)
 
     def update_array(
-        self,
-        array: str | int,
-        update: job_service_pb2.JobUpdate,
-        *,
-        request_id: str | None = None,
-        may_end: bool = False,
-    ) -> job_service_pb2.UpdateArrayResponse:
+        self, array: str | int, update: api.JobUpdate, *, request_id: str | None = None, may_end: bool = False
+    ) -> api.UpdateArrayResponse:
         """Update every member that has not ended. The answer lists those that could not be updated, and why. `may_end`:
         as in `update`."""
-        request = job_service_pb2.UpdateArrayRequest(
+        request = api.UpdateArrayRequest(
             name=array_name_from_text(array), update=update, request_id=request_id or _fresh_id(), may_end=may_end
         )
         return self._call(self._jobs.UpdateArray, request)
@@ -146,7 +140,7 @@ class Client:
         return Job(self, self.get_job(job))
 
     def get_job(self, job: str | int) -> job_pb2.Job:
-        return self._call(self._jobs.GetJob, job_service_pb2.GetJobRequest(name=self._name(job)))
+        return self._call(self._jobs.GetJob, api.GetJobRequest(name=self._name(job)))
 
     def list_jobs(
         self,
@@ -161,7 +155,7 @@ class Client:
     ) -> Iterator[job_pb2.Job]:
         """Newest first, pages as they are needed. `array`: its members only; `fold_arrays`: no members of any; `name`
         and `labels`: those submitted with that name and all of these labels (not visible on other users' jobs)."""
-        request = job_service_pb2.ListJobsRequest(
+        request = api.ListJobsRequest(
             page_size=min(limit or 1_000, 1_000),
             states=states,
             user=user,
@@ -178,7 +172,7 @@ class Client:
         name, latest = self._name(job), 0
 
         def open_stream() -> Iterator[job_pb2.Job]:
-            request = job_service_pb2.WatchJobRequest(name=name, after_revision=latest)
+            request = api.WatchJobRequest(name=name, after_revision=latest)
             return cast(Iterator[job_pb2.Job], self._jobs.WatchJob(request))
 
         for message in self._lasting(open_stream, lambda: self.get_job(name).state in FINISHED):
@@ -191,8 +185,7 @@ class Client:
                 return
 
     def cancel_job(self, job: str | int, reason: str = "") -> job_pb2.Job:
-        request = job_service_pb2.CancelJobRequest(name=self._name(job), reason=reason)
-        return self._call(self._jobs.CancelJob, request)
+        return self._call(self._jobs.CancelJob, api.CancelJobRequest(name=self._name(job), reason=reason))
 
     def update(
         self, job: str | int, *, request_id: str | None = None, may_end: bool = False, **changes: Any
@@ -207,16 +200,11 @@ class Client:
         return self.update_job(job, make_update(changes), request_id=request_id, may_end=may_end)
 
     def update_job(
-        self,
-        job: str | int,
-        update: job_service_pb2.JobUpdate,
-        *,
-        request_id: str | None = None,
-        may_end: bool = False,
+        self, job: str | int, update: api.JobUpdate, *, request_id: str | None = None, may_end: bool = False
     ) -> job_pb2.Job:
         """Send a ready-made update. Give the same `request_id` (a UUID) to repeat it safely. `may_end`: as in
         `update`."""
-        request = job_service_pb2.UpdateJobRequest(
+        request = api.UpdateJobRequest(
             name=self._name(job), update=update, request_id=request_id or _fresh_id(), may_end=may_end
         )
         return self._call(self._jobs.UpdateJob, request)
@@ -224,46 +212,44 @@ class Client:
     def suspend_job(self, job: str | int, level: str | None = None) -> job_pb2.Job:
         """Suspend a job. `level`: "pause", "offload", "checkpoint"; None leaves the choice to the master. Returns when
         the order is durable."""
-        request = job_service_pb2.SuspendJobRequest(name=self._name(job), level=suspend_level(level))
+        request = api.SuspendJobRequest(name=self._name(job), level=suspend_level(level))
         return self._call(self._jobs.SuspendJob, request)
 
     def resume_job(self, job: str | int) -> job_pb2.Job:
-        return self._call(self._jobs.ResumeJob, job_service_pb2.ResumeJobRequest(name=self._name(job)))
+        return self._call(self._jobs.ResumeJob, api.ResumeJobRequest(name=self._name(job)))
 
     def move_job(self, job: str | int, nodes: Iterable[str] = ()) -> job_pb2.Job:
         """Migrate a job to `nodes`, or off its present ones if `nodes` is empty. Returns when the order is durable,
         before the migration ends."""
-        request = job_service_pb2.MoveJobRequest(
-            name=self._name(job), nodes=[node_name_from_text(node) for node in nodes]
-        )
+        request = api.MoveJobRequest(name=self._name(job), nodes=[node_name_from_text(node) for node in nodes])
         return self._call(self._jobs.MoveJob, request)
 
     def resize_job(self, job: str | int, gpus: int) -> job_pb2.Job:
         """An elastic job goes on with so many GPUs. Answers when the change is durable, not when it is done."""
-        return self._call(self._jobs.ResizeJob, job_service_pb2.ResizeJobRequest(name=self._name(job), gpus=gpus))
+        return self._call(self._jobs.ResizeJob, api.ResizeJobRequest(name=self._name(job), gpus=gpus))
 
     def retune_job(self, job: str | int, cores_per_task: float) -> job_pb2.Job:
         """Changes the cores of each task, live. Thread counts follow, so results may differ in their last bits."""
-        request = job_service_pb2.RetuneJobRequest(name=self._name(job), millicores=round(cores_per_task * 1_000))
+        request = api.RetuneJobRequest(name=self._name(job), millicores=round(cores_per_task * 1_000))
         return self._call(self._jobs.RetuneJob, request)
 
     def repin_job(self, job: str | int) -> job_pb2.Job:
         """Moves the job to other cores of the same number, live. Changes no bit of its results."""
-        return self._call(self._jobs.RetuneJob, job_service_pb2.RetuneJobRequest(name=self._name(job), is_repin=True))
+        return self._call(self._jobs.RetuneJob, api.RetuneJobRequest(name=self._name(job), is_repin=True))
 
-    def explain_job(self, job: str | int) -> job_service_pb2.Explanation:
-        return self._call(self._jobs.ExplainJob, job_service_pb2.ExplainJobRequest(name=self._name(job)))
+    def explain_job(self, job: str | int) -> api.Explanation:
+        return self._call(self._jobs.ExplainJob, api.ExplainJobRequest(name=self._name(job)))
 
     def read_log(
         self, job: str | int, rank: int = 0, offset: int = 0, *, follow: bool = False
-    ) -> Iterator[job_service_pb2.LogChunk]:
+    ) -> Iterator[api.LogChunk]:
         """One rank's log from a byte offset (negative: from the end), across suspends, moves and restarts. With
         `follow`, until the job has ended."""
         name, position = self._name(job), offset
 
-        def open_stream() -> Iterator[job_service_pb2.LogChunk]:
-            request = job_service_pb2.ReadLogRequest(name=name, rank=rank, offset=position, follow=follow)
-            return cast(Iterator[job_service_pb2.LogChunk], self._jobs.ReadLog(request))
+        def open_stream() -> Iterator[api.LogChunk]:
+            request = api.ReadLogRequest(name=name, rank=rank, offset=position, follow=follow)
+            return cast(Iterator[api.LogChunk], self._jobs.ReadLog(request))
 
         if not follow:
             yield from self._stream(open_stream)
@@ -278,9 +264,7 @@ class Client:
         """History, oldest first. `subject`: "jobs/7", "nodes/n1" or "" for all."""
 
         def events() -> Iterator[job_pb2.Event]:
-            request = job_service_pb2.ListEventsRequest(
-                subject=subject, after_sequence=after, page_size=min(limit or 1_000, 1_000)
-            )
+            request = api.ListEventsRequest(subject=subject, after_sequence=after, page_size=min(limit or 1_000, 1_000))
             while True:
                 page = self._call(self._jobs.ListEvents, request)
                 yield from page.events
@@ -344,8 +328,7 @@ class Client:
 
     def declare_node_lost(self, node: str) -> node_pb2.Node:
         """Vouches that the node is down: its jobs restart elsewhere at once."""
-        request = node_pb2.DeclareNodeLostRequest(name=node_name_from_text(node))
-        return self._call(self._nodes.DeclareNodeLost, request)
+        return self._call(self._nodes.DeclareNodeLost, node_pb2.DeclareNodeLostRequest(name=node_name_from_text(node)))
 
     def remove_node(self, node: str) -> None:
         """Forgets a node that does not come back. Raises NodeAlive, or NodeBusy while jobs have something on it."""
@@ -398,11 +381,7 @@ class Client:
                 return
             request.page_token = page.next_page_token
 
-    def _submitted(
-        self,
-        method: Callable[[Any], Answer],
-        request: job_service_pb2.CreateJobRequest | job_service_pb2.CreateArrayRequest,
-    ) -> Answer:
+    def _submitted(self, method: Callable[[Any], Answer], request: Any) -> Answer:
         """Submit. If the answer is lost, the error names the request id that repeats the submission safely."""
         try:
             return self._call(method, request)

@@ -80,12 +80,9 @@ def _by_python(python: str, words: list[str], environment: Mapping[str, str], di
     if at >= len(words):
         return None
     word, rest = words[at], words[at + 1 :]
-    if word == "-m":
-        if not rest:
-            return None
-        word, rest = rest[0], rest[1:]
-    elif word.startswith("-m"):
-        word = word[2:]
+    if word.startswith("-m"):
+        # "-m MODULE" or "-mMODULE"
+        word, *rest = rest or [""] if word == "-m" else [word[2:], *rest]
     else:
         # a script: the programs that pip installs are some
         name = os.path.basename(word)

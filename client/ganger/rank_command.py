@@ -11,7 +11,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class FlagParser(argparse.ArgumentParser):
         self.add_argument("training_script")
         self.add_argument("training_script_args", nargs=argparse.REMAINDER)
 
-    def given(self, words: Sequence[str]) -> dict[str, str | bool | list[str]]:
+    def given(self, words: Sequence[str]) -> dict[str, Any]:
         return vars(self.parse_args(list(words)))
 
     def named(self, keys: Sequence[str]) -> tuple[str, ...]:
@@ -75,7 +75,8 @@ def python_beside(program: str, path: str, directory: str) -> str:
         return "python"
     beside = os.path.join(os.path.dirname(found), "python")
     if os.access(beside, os.X_OK):
-        return beside if os.sep in program else _short(beside, path)
+        is_first = os.sep not in program and shutil.which("python", path=path or None) == beside
+        return "python" if is_first else beside
     try:
         with open(found, "rb") as file:
             first = file.readline(512).decode(errors="replace")
@@ -83,11 +84,6 @@ def python_beside(program: str, path: str, directory: str) -> str:
         return "python"
     named = re.fullmatch(r"#!\s*(\S*python[0-9.]*)\s*", first)
     return named[1] if named else "python"
-
-
-def _short(python: str, path: str) -> str:
-    """Return "python" where PATH finds the same one by that name."""
-    return "python" if shutil.which("python", path=path or None) == python else python
 
 
 def python_words(python: str, script: str, arguments: Sequence[str], *, is_module: bool) -> tuple[str, ...]:
@@ -155,10 +151,8 @@ def from_torchrun(
     variables = {key: environment.get(f"PET_{key.upper()}") for key in parser.options}
     # "0" leaves a switch off
     switches = {"module", *(name.replace("-", "_") for name in _SWITCHES)}
-    by_variable = {
-        key: value for key, value in variables.items() if value is not None and not (key in switches and value == "0")
-    }
-    given = {**by_variable, **parser.given(words)}
+    off = {key for key, value in variables.items() if value is None or (key in switches and value == "0")}
+    given = {**{key: value for key, value in variables.items() if key not in off}, **parser.given(words)}
     if given.get("role") == "default":
         del given["role"]
     for key, why in _REFUSED.items():
@@ -168,7 +162,7 @@ def from_torchrun(
     if is_module and not has_python:
         raise ValueError(f"{program}: --no-python and --module do not go together")
     keys = [key for key in given if key not in _HONOURED]
-    script, arguments = str(given["training_script"]), list(map(str, _list(given["training_script_args"])))
+    script, arguments = str(given["training_script"]), list(map(str, given["training_script_args"]))
     python = environment.get("PYTHON_EXEC") or python
     if is_old and not given.get("use_env"):
         if not has_python:
@@ -187,10 +181,6 @@ def from_torchrun(
         max_restarts=whole(given.get("max_restarts", 0), "--max-restarts", 0),
         replaced=parser.named(keys),
     )
-
-
-def _list(value: object) -> list[object]:
-    return value if isinstance(value, list) else []
 
 
 def _per_node(text: str) -> int:

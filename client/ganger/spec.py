@@ -56,48 +56,16 @@ from ganger.wire.errors import SpecInvalid, Violation
 Value = TypeVar("Value")
 KEYS = frozenset(
     [
-        "name",
-        "command",
-        "directory",
-        "environment",
-        "gpus",
-        "gpus_per_task",
-        "tasks",
-        "roles",
-        "gpu_type",
-        "nodes",
-        "cpus_per_gpu",
-        "cpus_per_task",
-        "memory",
-        "gpu_memory",
-        "locality",
-        "tolerance",
-        "patience",
-        "priority",
-        "weight",
-        "converges",
-        "time",
-        "deadline",
-        "max_failures",
-        "scheduler",
-        "preemptible",
-        "movable",
-        "checkpoint_every",
-        "labels",
-        "agent",
-        "distributed",
-        "mechanism",
-        "must_move",
-        "close_connections",
-        "signal",
-        "grace",
-        "requeue",
+        *("name", "command", "directory", "environment", "gpus", "gpus_per_task", "tasks", "roles", "gpu_type"),
+        *("nodes", "cpus_per_gpu", "cpus_per_task", "memory", "gpu_memory", "locality", "tolerance", "patience"),
+        *("priority", "weight", "converges", "time", "deadline", "max_failures", "scheduler", "preemptible", "movable"),
+        *("checkpoint_every", "labels", "agent", "distributed", "mechanism", "must_move", "close_connections"),
+        *("signal", "grace", "requeue"),
     ]
 )
 _EVERY_KEY = ", ".join(sorted(KEYS | {"array"}))
+# One of locality, tolerance and patience replaces all of them.
 UPDATE_KEYS = ("name", "priority", "time", "gpu_type", "locality", "tolerance", "patience", "memory", "cpus_per_gpu")
-# One of these replaces all of them.
-_LOCALITY_KEYS = ("locality", "tolerance", "patience")
 _NO_LIMIT = "never"
 _ROLE_KEYS = frozenset({"name", "tasks", "gpus", "cpus", "memory"})
 _DEFAULT_PATIENCE_S = 600.0
@@ -113,33 +81,10 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # What a training script needs of the submitting shell. Neither secrets nor thread counts: those the scheduler sets.
 _CAPTURED = frozenset(
     [
-        "PATH",
-        "HOME",
-        "USER",
-        "LOGNAME",
-        "SHELL",
-        "LANG",
-        "LANGUAGE",
-        "TZ",
-        "TMPDIR",
-        "VIRTUAL_ENV",
-        "CONDA_PREFIX",
-        "CONDA_DEFAULT_ENV",
-        "PYTHONPATH",
-        "PYTHONHOME",
-        "PYTHONUNBUFFERED",
-        "PYTHONHASHSEED",
-        "LD_LIBRARY_PATH",
-        "LD_PRELOAD",
-        "CUDA_HOME",
-        "CUDA_PATH",
-        "XDG_CACHE_HOME",
-        "XDG_DATA_HOME",
-        "TORCH_HOME",
-        "HF_HOME",
-        "HF_HUB_OFFLINE",
-        "HF_DATASETS_OFFLINE",
-        "TRANSFORMERS_OFFLINE",
+        *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "VIRTUAL_ENV"),
+        *("CONDA_PREFIX", "CONDA_DEFAULT_ENV", "PYTHONPATH", "PYTHONHOME", "PYTHONUNBUFFERED", "PYTHONHASHSEED"),
+        *("LD_LIBRARY_PATH", "LD_PRELOAD", "CUDA_HOME", "CUDA_PATH", "XDG_CACHE_HOME", "XDG_DATA_HOME", "TORCH_HOME"),
+        *("HF_HOME", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"),
     ]
 )
 _CAPTURED_PREFIXES = ("LC_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_")
@@ -218,9 +163,8 @@ def make_update(changes: Mapping[str, Any], origins: Mapping[str, str] | None = 
     if not given:
         raise SpecInvalid(f"say what to change: {known}")
     wrong = [Violation((origins or {}).get(key, key), known) for key in given if key not in UPDATE_KEYS]
-    described = {
-        key: value for key, value in given.items() if key in UPDATE_KEYS and (key, value) != ("time", _NO_LIMIT)
-    }
+    known_keys = [key for key in given if key in UPDATE_KEYS and (key, given[key]) != ("time", _NO_LIMIT)]
+    described = {key: given[key] for key in known_keys}
     try:
         # What is not described is not looked at.
         spec = make_spec({**described, "command": ["any"], "directory": "/"}, {}, origins, wrong)
@@ -230,24 +174,18 @@ def make_update(changes: Mapping[str, Any], origins: Mapping[str, str] | None = 
 
 
 def _picked(spec: JobSpec, given: Mapping[str, Any]) -> JobUpdate:
-    update = JobUpdate()
-    if "name" in given:
-        update.display_name = spec.display_name
-    if "priority" in given:
-        update.priority = spec.priority
-    if "time" in given:
-        # None in the spec: of no length.
-        update.time_limit.CopyFrom(spec.time_limit)
-    if "gpu_type" in given:
-        update.device_type = spec.device_type
-    if any(key in given for key in _LOCALITY_KEYS):
-        update.locality.CopyFrom(spec.locality)
     shape = spec.roles[0].shape
-    if "memory" in given:
-        update.memory_bytes = shape.memory_bytes
-    if "cpus_per_gpu" in given:
-        update.millicores_per_gpu = shape.millicores
-    return update
+    fields: dict[str, tuple[str, Any]] = {
+        "name": ("display_name", spec.display_name),
+        "priority": ("priority", spec.priority),
+        # None in the spec: of no length.
+        "time": ("time_limit", spec.time_limit),
+        "gpu_type": ("device_type", spec.device_type),
+        **dict.fromkeys(("locality", "tolerance", "patience"), ("locality", spec.locality)),
+        "memory": ("memory_bytes", shape.memory_bytes),
+        "cpus_per_gpu": ("millicores_per_gpu", shape.millicores),
+    }
+    return JobUpdate(**dict(fields[key] for key in given))
 
 
 def _read_mechanism(spec: JobSpec, reader: _Reader) -> None:
@@ -279,23 +217,16 @@ def _read_mechanism(spec: JobSpec, reader: _Reader) -> None:
 
 def _read_optional(spec: JobSpec, reader: _Reader) -> None:
     """Set the fields of `spec` whose absence has a meaning, as far as the description has them."""
-    preemptible = reader.read("preemptible", parse_boolean, None)
-    if preemptible is not None:
-        spec.preemptible = preemptible
-    movable = reader.read("movable", parse_boolean, None)
-    if movable is not None:
-        spec.movable = movable
-    converges = reader.read("converges", parse_convergence, None)
-    if converges is not None:
+    for key in ("preemptible", "movable"):
+        if (value := reader.read(key, parse_boolean, None)) is not None:
+            setattr(spec, key, value)
+    if (converges := reader.read("converges", parse_convergence, None)) is not None:
         spec.convergence.least_decrease, spec.convergence.passes = converges
-    time_limit = reader.read("time", parse_positive_duration, None)
-    if time_limit is not None:
+    if (time_limit := reader.read("time", parse_positive_duration, None)) is not None:
         spec.time_limit.CopyFrom(times.duration(time_limit))
-    deadline = reader.read("deadline", parse_deadline, None)
-    if deadline is not None:
+    if (deadline := reader.read("deadline", parse_deadline, None)) is not None:
         spec.deadline.CopyFrom(times.timestamp(deadline))
-    every = reader.read("checkpoint_every", parse_checkpoint_interval, None)
-    if every is not None:
+    if (every := reader.read("checkpoint_every", parse_checkpoint_interval, None)) is not None:
         spec.checkpoint_interval.CopyFrom(times.duration(every))
 
 
@@ -362,9 +293,8 @@ def _roles(reader: _Reader) -> tuple[list[Role], tuple[int, int]]:
         if per_task:
             reader.complain("gpus_per_task", "does not go with 0 GPUs")
         if per_gpu:
-            reader.complain(
-                "cpus_per_gpu", "does not go with 0 GPUs: give the cores of a task instead (--cpus-per-task)"
-            )
+            instead = "give the cores of a task instead (--cpus-per-task)"
+            reader.complain("cpus_per_gpu", f"does not go with 0 GPUs: {instead}")
         tasks = tasks or 1
     else:
         shape_gpus = per_task or (gpus // tasks if tasks and gpus % tasks == 0 else 1)
@@ -412,9 +342,8 @@ def _listed_roles(reader: _Reader) -> list[Role]:
         one = _Reader(description, {str(key): f"{path}.{key}" for key in (*description, *_ROLE_KEYS)})
         for key in sorted(str(key) for key in set(description) - _ROLE_KEYS):
             one.complain(key, f"there is no such key; there are {', '.join(sorted(_ROLE_KEYS))}")
-        name = one.read(
-            "name", parse_text, "worker" if len(listed) == 1 else "", required="" if len(listed) == 1 else "name it"
-        )
+        is_only = len(listed) == 1
+        name = one.read("name", parse_text, "worker" if is_only else "", required="" if is_only else "name it")
         gpus = one.read("gpus", whole_number(0, 64), 0)
         shape = TaskShape(
             gpus=gpus,

@@ -20,15 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ganger.units import parse_cores, parse_duration
-from ganger.v1.job_pb2 import (
-    MECHANISM_ADAPTER,
-    MECHANISM_IMAGE,
-    MECHANISM_NONE,
-    MECHANISM_REPLAY,
-    MECHANISM_SIGNAL,
-    JobSpec,
-    Mechanism,
-)
+from ganger.v1.job_pb2 import JobSpec, Mechanism
 from ganger.v1.resources_pb2 import Level
 from ganger.wire import times
 
@@ -41,7 +33,7 @@ _JOB_FILES: Final = (".yaml", ".yml", ".toml")
 _BATCH_SCRIPTS: Final = (".sbatch", ".slurm")
 # Of a directory in which a file is not found.
 _NAMES_MOST: Final = 1_000
-_MECHANISMS: Final = (MECHANISM_IMAGE, MECHANISM_ADAPTER, MECHANISM_REPLAY, MECHANISM_SIGNAL, MECHANISM_NONE)
+_MECHANISMS: Final = ("image", "adapter", "replay", "signal", "none")
 _STOP_SIGNAL = re.compile(r"(?:[BR]+:)?(?:SIG)?(?P<name>[A-Z0-9]+)(?:@(?P<seconds>[1-9]\d{0,6}))?")
 _NOT_CAUGHT: Final = ("KILL", "STOP")
 _SCHEDULER = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -140,9 +132,8 @@ def command_hint(command: Sequence[str], directory: str) -> str:
     # Unlike the methods of Path these do not raise where a word is longer than a name can be.
     if not os.path.isfile(path):
         first, *more = word.split() or [""]
-        if len(command) == 1 and (
-            any(sign in word for sign in _SHELL_SIGNS) or (more and _is_program(first, directory))
-        ):
+        is_line = any(sign in word for sign in _SHELL_SIGNS) or (more and _is_program(first, directory))
+        if len(command) == 1 and is_line:
             return f"{word!r} is one word, and no shell runs it: write it as several, or --wrap {shlex.quote(word)}"
         return _missing_file(path) if len(command) == 1 and not os.path.exists(path) else ""
     if path.suffix in _JOB_FILES:
@@ -273,18 +264,16 @@ def parse_deadline(value: Any) -> float:
         try:
             value = datetime.fromisoformat(str(value).strip())
         except ValueError:
-            raise ValueError(
-                f"{value!r} is neither a time nor a duration: write for example 2026-12-24T18:00 or 6h"
-            ) from None
+            example = "write for example 2026-12-24T18:00 or 6h"
+            raise ValueError(f"{value!r} is neither a time nor a duration: {example}") from None
     try:
         # Without a zone it is that of this machine.
         seconds: float = value.timestamp()
     except (OverflowError, OSError, ValueError):
         raise ValueError(f"{value} is out of range") from None
     if value.tzinfo is None and times.local_datetime(times.timestamp(seconds)).replace(tzinfo=None) != value:
-        raise ValueError(
-            f"{value} does not exist here: clocks are put forward over it; write another time, or its zone"
-        )
+        why = "clocks are put forward over it; write another time, or its zone"
+        raise ValueError(f"{value} does not exist here: {why}")
     if seconds <= time.time():
         raise ValueError(f"{value} has passed")
     return seconds
@@ -314,10 +303,9 @@ def parse_agent(value: object) -> JobSpec.Agent.ValueType:
 
 
 def parse_mechanism(value: object) -> Mechanism.ValueType:
-    known = {Mechanism.Name(number).removeprefix("MECHANISM_").lower(): number for number in _MECHANISMS}
-    if not isinstance(value, str) or value not in known:
-        raise ValueError(f"{value!r} is not a mechanism; there are {', '.join(known)}")
-    return known[value]
+    if not isinstance(value, str) or value not in _MECHANISMS:
+        raise ValueError(f"{value!r} is not a mechanism; there are {', '.join(_MECHANISMS)}")
+    return Mechanism.Value(f"MECHANISM_{value.upper()}")
 
 
 def parse_stop_signal(value: object) -> tuple[str, float | None]:

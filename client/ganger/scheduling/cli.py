@@ -29,7 +29,7 @@ def host(context: click.Context, master: str | None, until_stdin_closes: bool) -
     master = master or context.find_root().obj
     find_endpoint(master)
     arguments = ["--state-dir", master] if master else []
-    sys.exit(main([*arguments, *(["--until-stdin-closes"] if until_stdin_closes else [])]))
+    sys.exit(main([*arguments, *["--until-stdin-closes"] * until_stdin_closes]))
 
 
 @scheduler.command()
@@ -45,7 +45,8 @@ def run(context: click.Context, name: str, jobs: tuple[str, ...], job_from_stdin
     """
     import asyncio
 
-    from ganger.scheduling.host import SchedulerHost, run_host
+    from ganger.scheduling.host import SchedulerHost
+    from ganger.scheduling.program import until_stopped
     from ganger.wire.endpoints import find_endpoint
     from ganger.wire.resource_names import job_name_from_text
 
@@ -59,7 +60,8 @@ def run(context: click.Context, name: str, jobs: tuple[str, ...], job_from_stdin
         names = _read_job()
         if not names:
             return
-    asyncio.run(run_host(SchedulerHost(lambda: find_endpoint(master), made, jobs=names)))
+    served = SchedulerHost(lambda: find_endpoint(master), made, jobs=names)
+    asyncio.run(until_stopped(served.run(), until_stdin_closes=False))
 
 
 def _read_job() -> list[str]:
@@ -88,10 +90,8 @@ def _load(name: str) -> type:
     except Exception as error:
         # The user's own code: where it broke is what its author wants to know.
         where = traceback.extract_tb(error.__traceback__)[-1]
-        raise click.UsageError(
-            f"scheduler {name!r} cannot be loaded: {type(error).__name__}: {error},"
-            f" in {where.filename}, line {where.lineno}"
-        ) from error
+        what = f"{type(error).__name__}: {error}, in {where.filename}, line {where.lineno}"
+        raise click.UsageError(f"scheduler {name!r} cannot be loaded: {what}") from error
     if not (isinstance(found, type) and issubclass(found, JobScheduler)):
         raise click.UsageError(f"scheduler {name!r} does not derive from ganger.scheduling.JobScheduler")
     return found

@@ -27,7 +27,7 @@ from ganger.cluster.placement import candidates
 from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resources import GangShape, Role, TaskShape
 from ganger.scheduling.job_scheduler import MOST_CANDIDATES, DefaultScheduler, JobScheduler, PlacementLease, Proposal
-from ganger.scheduling.program import first_end, set_of, until_stopped, why_away
+from ganger.scheduling.program import first_end, until_stopped, why_away
 from ganger.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc, scheduling_pb2, scheduling_pb2_grpc
 from ganger.wire import resource_messages as convert
 from ganger.wire import resource_names as names
@@ -125,14 +125,11 @@ class SchedulerHost:
         async with open_aio_channel(self._find()) as channel:
             scheduling = scheduling_pb2_grpc.SchedulingServiceStub(channel)
             stop = asyncio.Event()
-            parts: list[Coroutine[Any, Any, None]] = [
-                self._watch_view(scheduling),
-                self._watch_leases(scheduling),
-                self._request_gangs(scheduling),
-            ]
+            parts: list[Coroutine[Any, Any, object]]
+            parts = [self._watch_view(scheduling), self._watch_leases(scheduling), self._request_gangs(scheduling)]
             parts += [self._watch_job(channel, job, stop) for job in self._open_jobs]
             if self._jobs:
-                parts += [set_of(stop), set_of(self._given_up)]
+                parts += [stop.wait(), self._given_up.wait()]
             await first_end(parts)
             for task in list(self._waiting):
                 task.cancel()
@@ -215,15 +212,13 @@ class SchedulerHost:
             self._send(lease, scheduler, proposal)
 
     def _send(self, lease: PlacementLease, scheduler: JobScheduler, proposal: Proposal) -> None:
+        offered = map(convert.claims_to_wire, proposal.candidates[:MOST_CANDIDATES])
         message = scheduling_pb2.GangRequest(
             job=lease.job,
             revision=lease.revision,
             lease=lease.turn,
             view_version=max(0, self.mirror.version),
-            candidates=[
-                scheduling_pb2.Candidate(claims=convert.claims_to_wire(claims))
-                for claims in proposal.candidates[:MOST_CANDIDATES]
-            ],
+            candidates=[scheduling_pb2.Candidate(claims=claims) for claims in offered],
             blockers=convert.refusals_to_wire(proposal.blockers),
         )
         request = _GangRequest(lease, scheduler, proposal, message)
@@ -320,11 +315,6 @@ def _lease_of(message: scheduling_pb2.PlacementLease) -> PlacementLease:
     )
 
 
-async def run_host(host: SchedulerHost, *, until_stdin_closes: bool = False) -> None:
-    """Run the host until it ends or SIGTERM or SIGINT arrives. `until_stdin_closes`: also until the parent dies."""
-    await until_stopped(host.run(), until_stdin_closes)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the default host. Return 0 once it is stopped; exit with 2 for wrong usage."""
     parser = argparse.ArgumentParser(prog="ganger.scheduling.host", description="The default job-scheduler host.")
@@ -333,7 +323,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     host = SchedulerHost(lambda: find_endpoint(options.state_dir))
-    asyncio.run(run_host(host, until_stdin_closes=options.until_stdin_closes))
+    asyncio.run(until_stopped(host.run(), options.until_stdin_closes))
     return 0
 
 

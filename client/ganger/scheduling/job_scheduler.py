@@ -1,9 +1,7 @@
-"""The scheduler of every job that brings none: Gandiva's Algorithm 1 with device type, tolerance and waiting time.
+"""What the scheduler of one job decides: which gangs to request while the job has a placement lease.
 
-What the scheduler of one job decides: which gangs to ask for when it is the job's turn.
-
-Decisions are pure: a turn and a view in, a proposal out. The host around them does all talking and keeps the view
-fresh.
+Decisions are pure: a lease and a view in, a proposal out. The host around them does all talking and keeps the view
+fresh. Jobs that bring no scheduler have Gandiva's Algorithm 1 with device type, tolerance and waiting time.
 """
 
 from __future__ import annotations
@@ -71,6 +69,7 @@ class JobScheduler(ABC):
 
 # A second candidate costs little and saves a round trip when the first was just taken.
 _CANDIDATES = 4
+_MOST_BLOCKERS = 16
 
 
 class DefaultScheduler(JobScheduler):
@@ -112,9 +111,7 @@ class DefaultScheduler(JobScheduler):
     def on_rejected(self, turn: PlacementLease, view: View, refusals: Sequence[Refusal]) -> Proposal | None:
         kept = [refusal for refusal in refusals if refusal.reason.excludes_node]
         nodes = {refusal.node for refusal in kept if refusal.node}
-        conflict = {
-            refusal.node for refusal in refusals if refusal.reason.kind is not RefusalKind.MISTAKE and refusal.node
-        }
+        conflict = any(one.node and one.reason.kind is not RefusalKind.MISTAKE for one in refusals)
         if not conflict or (kept and not nodes - self._avoid):
             # A strict queue, a quota, a mistake: no other place would help.
             return Proposal((), tuple(refusals[:_MOST_BLOCKERS]))
@@ -123,6 +120,3 @@ class DefaultScheduler(JobScheduler):
         keepers = [refusal for refusal in kept if refusal.reason is not Reason.LAUNCH_FAILED]
         self._refused = (*self._refused, *keepers)[:_MOST_BLOCKERS]
         return self.propose(turn, view)
-
-
-_MOST_BLOCKERS = 16

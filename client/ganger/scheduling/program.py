@@ -1,7 +1,4 @@
-"""Why a program beside the master does not reach it, in words for its log.
-
-How long a process beside the master runs: until its work ends, a signal stops it, or its parent has died.
-"""
+"""A process beside the master: how long it runs, and why it does not reach the master, in words for its log."""
 
 from __future__ import annotations
 
@@ -18,11 +15,8 @@ import grpc.aio
 from ganger.wire.endpoints import Endpoint, EndpointError
 from ganger.wire.errors import Unreachable, from_rpc_error
 
-_FOR_A_PERSON = (
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.PERMISSION_DENIED,
-    grpc.StatusCode.UNAUTHENTICATED,
-)
+_CODES = grpc.StatusCode
+_FOR_A_PERSON = (_CODES.INVALID_ARGUMENT, _CODES.PERMISSION_DENIED, _CODES.UNAUTHENTICATED)
 
 
 def why(error: Exception) -> str:
@@ -53,13 +47,13 @@ async def until_stopped(work: Coroutine[Any, Any, None], until_stdin_closes: boo
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    parts = [work, set_of(stop)]
+    parts: list[Coroutine[Any, Any, object]] = [work, stop.wait()]
     if until_stdin_closes:
         parts.append(_stdin_closed())
     await first_end(parts)
 
 
-async def first_end(parts: Sequence[Coroutine[Any, Any, None]]) -> None:
+async def first_end(parts: Sequence[Coroutine[Any, Any, object]]) -> None:
     """Runs all until one ends; its error is raised."""
     tasks = [asyncio.create_task(part) for part in parts]
     try:
@@ -70,11 +64,6 @@ async def first_end(parts: Sequence[Coroutine[Any, Any, None]]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def set_of(event: asyncio.Event) -> None:
-    """Ends once the event is set."""
-    await event.wait()
 
 
 async def _stdin_closed() -> None:
