@@ -360,7 +360,6 @@ class TrainingJob:
     # -- inside
 
     def _tell(self, passed: int, loss: Any) -> int:
-        """Publish what the steps `passed` since the last call came to; returns after how many to call again."""
         self._steps += passed
         if self._is_aside or self._progress is None:
             return _NEVER
@@ -389,7 +388,6 @@ class TrainingJob:
         page.set(Word.CAPABILITIES, offered)
 
     def _enter_loop(self, *, counts_steps: bool) -> int:
-        """`epochs` or `steps` begins; returns the epoch to begin with."""
         if not self._place.enter_loop(counts_steps=counts_steps):
             return 0
         if not self._is_back_in_loop:

@@ -105,7 +105,6 @@ def is_at_its_end(value: Any) -> bool:
 
 
 def _content(value: Any) -> Any:
-    """What the value holds, as far as it can be seen."""
     if isinstance(value, torch.Tensor):
         return value._version
     if (file := _file_of(value)) is not None:
@@ -151,10 +150,6 @@ def _tell(file: Any) -> int:
         return os.lseek(file.fileno(), 0, os.SEEK_CUR)  # a text that is read line by line
 
 
-def _part(*content: Any) -> None:
-    """Stands for what cannot be written down, with its content."""
-
-
 def _shown_part(item: Any) -> tuple[Any, ...] | None:
     """Return the content of what cannot be written down; None of all else."""
     name = f"{type(item).__module__}.{type(item).__qualname__}"
@@ -196,7 +191,8 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, item: Any) -> Any:
         content = _shown_part(item)
-        return NotImplemented if content is None else (_part, content)
+        # the function stands for what cannot be written down
+        return NotImplemented if content is None else (_shown_part, content)
 
 
 # -- what it sets for its process

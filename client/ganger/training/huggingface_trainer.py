@@ -170,11 +170,11 @@ class HuggingFaceTraining(TrainerAdapter):
 
             def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
                 batches = args.gradient_accumulation_steps * args.per_device_train_batch_size
-                training.run.guarded(lambda: training.run.stepped(batches))
+                training.run.guarded(training.run.stepped, batches)
 
             def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
                 if logs and isinstance(logs.get("loss"), float):
-                    training.run.guarded(lambda: training.run.report_loss(logs["loss"]))
+                    training.run.guarded(training.run.report_loss, logs["loss"])
 
             def on_prediction_step(self, *_: Any, **__: Any) -> None:
                 training.run.guarded(training.run.safe_point)

@@ -152,7 +152,7 @@ class LightningTraining(TrainerAdapter):
     def _advance(self, original: Any, fetcher: Any) -> Any:
         self._is_between_epochs = False
         if self.run.target is not None:
-            self.run.guarded(lambda: self._arrive(fetcher))
+            self.run.guarded(self._arrive, fetcher)
             self._steps = self._loop.epoch_loop.global_step
         else:
             self.run.guarded(self.run.boundary)
@@ -163,8 +163,8 @@ class LightningTraining(TrainerAdapter):
         steps = self._loop.epoch_loop.global_step
         if steps != self._steps:
             self._steps = steps
-            loaders = self.loaders()
-            self.run.guarded(lambda: self.run.stepped(int(getattr(loaders[0], "batch_size", None) or 0)))
+            samples = int(getattr(self.loaders()[0], "batch_size", None) or 0)
+            self.run.guarded(self.run.stepped, samples)
         return result
 
     def _evaluated(self, original: Any, *arguments: Any) -> Any:

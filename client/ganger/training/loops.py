@@ -8,6 +8,7 @@ script is back at its place. Any other iterator has a position that is not known
 from __future__ import annotations
 
 import builtins
+import contextlib
 import functools
 import gc
 import itertools
@@ -49,7 +50,22 @@ class Script(Protocol):
     def step_aside(self, problem: Exception) -> None: ...
 
 
-class Loop:
+class Pass:
+    """The iterator of one pass over a loader, around that of the loader."""
+
+    _iterator: Any
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._iterator)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_iterator"], name)
+
+
+class Loop(Pass):
     """The iterator of one pass over a loader, as the script sees it. `ahead`: batches that were fetched, and not handed
     to the script yet, whenever the next one is fetched."""
 
@@ -89,9 +105,6 @@ class Loop:
         self._before_fetch = self._script.before_fetch
         self._before_fetch(self)
 
-    def __iter__(self) -> Loop:
-        return self
-
     def __next__(self) -> Any:
         self._before_fetch(self)
         began = _clock()
@@ -105,33 +118,21 @@ class Loop:
         self._after_fetch(self, _clock() - began)
         return batch
 
-    def __len__(self) -> int:
-        return len(self._iterator)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_iterator"], name)
-
 
 class OneBatch(Loop):
     """A loop that is finished already: its body runs once, so that the script's variables exist."""
 
+    def __init__(self, script: Script, loader: Any, original: Any, number: int) -> None:
+        super().__init__(script, loader, original, number)
+        self._before_fetch = lambda _: None
+        self._after_fetch = lambda *_: None
+
     def _make_iterator(self, loader: Any, original: Any) -> Any:
         def one() -> Iterator[Any]:
-            try:
+            with contextlib.suppress(StopIteration):  # a loader without batches
                 yield self._script.kept_batch(loader, original)
-            except StopIteration:
-                return
 
         return one()
-
-    def __next__(self) -> Any:
-        try:
-            batch = next(self._iterator)
-        except StopIteration:
-            self.exhausted = True
-            raise
-        self.taken += 1
-        return batch
 
 
 class Resumed(Loop):

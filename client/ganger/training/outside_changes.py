@@ -226,7 +226,6 @@ class OutsideChanges:
             self._refuse(f"it looked for {path} after another of its ranks made {made}")
 
     def _looked_for(self, path: Any) -> None:
-        """`path` is not there."""
         # a path is resolved through what may be links: that decides nothing
         is_resolving = sys._getframe(2).f_code.co_name in ("_joinrealpath", "realpath")
         is_noted = self._is_active and not self._is_settled and not is_resolving
@@ -313,7 +312,6 @@ class OutsideChanges:
             self._refuse(f"{named} {what} {place}, {consequence}")
 
     def _drawn(self) -> None:
-        """Random bytes of the system are about to be drawn."""
         if not (self._is_active and self.is_in_setup):
             return
         actor, place = _actor()

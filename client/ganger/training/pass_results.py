@@ -134,7 +134,6 @@ class _Results(Passes):
         return any(getattr(block, "name", None) == called(call) for block in self.lines)
 
     def _spread(self, node: ast.AST, is_guarded: bool = False) -> None:
-        """Note what `node` makes a result."""
         if node in self.regions or isinstance(node, (*FUNCTIONS, ast.ClassDef)):
             return
         if isinstance(node, (ast.If, ast.While)):

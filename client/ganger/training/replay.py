@@ -18,6 +18,7 @@ Imports no torch, as the agent uses this before the first line of a script.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import errno
 import fcntl
 import gc
@@ -63,7 +64,9 @@ class OutputReplay:
         if not self.active:
             return
         self.active = False
-        _flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
         for number, real in self._streams:
             os.dup2(real, number)
             os.close(real)
@@ -140,14 +143,6 @@ def _continue_in(file: Any, open_real: Callable[[], int]) -> None:
         file.seek(0, os.SEEK_END)  # forgets what was read ahead
 
 
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError, AttributeError):
-            pass
-
-
 _WRITERS = frozenset({io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom})
 # Device and inode.
 _FileId = tuple[int, int]
@@ -173,13 +168,10 @@ class Unflushed:
             writers = [writer for writer in writers if _descriptor_of(writer) in open_now]
             self._known, self._writers = open_now, [weakref.ref(writer) for writer in writers]
         for writer in writers:
-            try:
+            with contextlib.suppress(OSError, ValueError):
                 writer.flush()
-            except (OSError, ValueError):
-                continue
 
     def _open_now(self) -> dict[int, _FileId]:
-        """Files by descriptor."""
         found = {number: _file_to_write(number) for number in map(int, os.listdir("/proc/self/fd"))}
         return {number: file for number, file in found.items() if file is not None and file not in self._ours}
 
@@ -260,10 +252,8 @@ class MadeDirectories:
                 return directory
             if maker:
                 self._makers[directory] = ""
-                try:
+                with contextlib.suppress(OSError):
                     os.removexattr(directory, ATTRIBUTE)
-                except OSError:
-                    continue
         return ""
 
     def _maker_of(self, directory: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, Callable, NoReturn
 
 import torch
 
@@ -110,6 +110,13 @@ class ReplayedRun:
         else:
             self._is_aside = True
             self._control.step_aside(Opaque.AGENT_FAILED, text)
+
+    def guarded(self, act: Callable[..., object], *arguments: Any) -> None:
+        """Do something for the agent: no failure of it ends the script."""
+        try:
+            act(*arguments)
+        except Exception as problem:
+            self.step_aside(problem)
 
     def give_up_replay(self, text: str) -> NoReturn:
         if self._diversion is not None:

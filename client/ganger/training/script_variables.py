@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import dataclasses
 import enum
 import functools
 import sys
@@ -199,6 +200,7 @@ def set_state_of_loader(loader: Any, saved: dict[str, dict[Any, Any]]) -> None:
             scope.put(name, unpacked(value), present.get(name))
 
 
+@dataclasses.dataclass(eq=False)
 class Scope:
     """Something with named values: a frame, a module, an object, a list or dictionary that holds objects.
 
@@ -206,30 +208,20 @@ class Scope:
     loader are data. `foreign` are the values that cannot be kept. A growing one holds objects by position.
     """
 
-    def __init__(
-        self,
-        path: str,
-        items: list[tuple[Any, Any]],
-        set_: Callable[[Any, Any], None],
-        *,
-        live: frozenset[str] | None = None,
-        is_data: bool = False,
-        is_growing: bool = False,
-    ) -> None:
-        self.path = path
-        self.items = items
-        self.foreign: list[tuple[Any, Any]] = []
-        self.is_data = is_data
-        self.is_dead = False
-        self.is_growing = is_growing
-        self._live = live
-        self._set = set_
+    path: str
+    items: list[tuple[Any, Any]]
+    setter: Callable[[Any, Any], None]
+    live: frozenset[str] | None = None
+    is_data: bool = False
+    is_growing: bool = False
+    is_dead: bool = False
+    foreign: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
 
     def plain(self) -> Iterator[tuple[Any, Any]]:
         return ((name, value) for name, value in self.items if is_plain(value))
 
     def is_live(self, name: Any) -> bool:
-        return self._live is None or name in self._live
+        return self.live is None or name in self.live
 
     def takes_for_passing(self, name: Any, value: Any) -> bool:
         """Return whether training needs no value of this kind that appeared after the first loop began."""
@@ -251,7 +243,7 @@ class Scope:
             present.clear()
             present.update(copied(value))
         else:
-            self._set(name, copied(value))
+            self.setter(name, copied(value))
 
 
 # -- where values are
@@ -323,12 +315,10 @@ def with_inner(outer: list[Scope], packages: set[str], skipped: frozenset[int] =
 
 
 def _modules() -> dict[str, types.ModuleType]:
-    """Return the modules of the script by name: neither installed nor of the standard library."""
     return {name: module for name, module in list(sys.modules.items()) if is_own(name)}
 
 
 def _inside(path: str, value: Any, packages: set[str]) -> Scope | None:
-    """The scope that `value` opens, if it is one to look into."""
     if type(value) in (list, tuple):
         setter = value.__setitem__ if type(value) is list else refuse
         return Scope(path, list(enumerate(value)), setter, is_growing=type(value) is list)

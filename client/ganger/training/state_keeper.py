@@ -229,7 +229,8 @@ class StateKeeper:
         else:
             captured, places = _with_whole_storages(self._capture()) if frees else (self._capture(), ())
             plan = self._plan(captured, step)
-            if not request.exiting and self._fits_arena(plan):
+            room = 0 if self.arena is None else os.fstat(self.arena.descriptor).st_size
+            if not request.exiting and plan.total_bytes <= room:
                 self._parked = None
                 self._fill_arena(captured, step)
                 self._write_behind(directory, plan.total_bytes, request)
@@ -318,9 +319,6 @@ class StateKeeper:
         return captured.plan(
             step=step, samples=self._page.get(Word.SAMPLES), rank=self._control.rank, world=self._control.world
         )
-
-    def _fits_arena(self, plan: ImagePlan) -> bool:
-        return self.arena is not None and plan.total_bytes <= os.fstat(self.arena.descriptor).st_size
 
     def _fill_arena(self, captured: Captured, step: int) -> ImagePlan:
         self._wait_for_writer()

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 
 from ganger.injob.control import Control
 from ganger.injob.page_layout import Capability
-from ganger.training.loops import creation_state, set_creation_state, skip_batches
+from ganger.training.loops import Pass, creation_state, set_creation_state, skip_batches
 from ganger.training.outside_changes import OutsideChanges
 from ganger.training.replay import OutputReplay
 from ganger.training.replayed_run import ReplayedRun
@@ -165,13 +165,6 @@ class TrainerRun(ReplayedRun):
         return self.target is not None
 
     # -- the trainer's loop
-
-    def guarded(self, act: Callable[[], None]) -> None:
-        """Do something for the agent: no failure of it ends the script."""
-        try:
-            act()
-        except Exception as problem:
-            self.step_aside(problem)
 
     def loop_begins(self) -> None:
         """The trainer is set up, and its loop begins: from here on the script's variables are compared."""
@@ -330,7 +323,7 @@ def replaced(methods: list[tuple[Any, str, Callable[..., Any]]]) -> Iterator[Non
             vars(holder).pop(name, None)
 
 
-class TrainerPass:
+class TrainerPass(Pass):
     """The iterator of one pass over the training loader. `target`: what `position` returned when training stopped in
     this pass; `restore` puts the random generators to where they were then. None where no batches are fetched ahead."""
 
@@ -353,9 +346,6 @@ class TrainerPass:
             skip_batches(loader, self._iterator, self.taken)
             self._restore()
 
-    def __iter__(self) -> TrainerPass:
-        return self
-
     def __next__(self) -> Any:
         drawn = None
         if self._ahead:
@@ -370,12 +360,6 @@ class TrainerPass:
         self.taken += 1
         self._drawn.append(drawn)
         return batch
-
-    def __len__(self) -> int:
-        return len(self._iterator)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_iterator"], name)
 
     def position(self, used: int) -> dict[str, Any]:
         """Return where the pass is, when training has used so many of its batches."""

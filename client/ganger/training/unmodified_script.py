@@ -177,18 +177,11 @@ class UnmodifiedScript(ReplayedRun):
     def _before_step(self, *_: Any) -> None:
         if self._control is None and self._is_concerned() and not self._going_back and self._last is None:
             # no loader so far: from now on the optimizer's steps are the boundaries
-            try:
-                self._take_page()
-            except Exception as problem:
-                self.step_aside(problem)
+            self.guarded(self._take_page)
 
     def _after_step(self, *_: Any) -> None:
-        if self._control is None or self._going_back:
-            return
-        try:
-            self._stepped(self._control)
-        except Exception as problem:
-            self.step_aside(problem)
+        if self._control is not None and not self._going_back:
+            self.guarded(self._stepped, self._control)
 
     def _stepped(self, control: Control) -> None:
         if self._is_aside:
@@ -206,13 +199,10 @@ class UnmodifiedScript(ReplayedRun):
         """`loop` is about to fetch: a boundary if it has made a step since its last fetch."""
         if self._has_stepped:
             if self._stepping is loop.reference and not self._is_aside:
-                try:
-                    self._boundary(loop)
-                except Exception as problem:
-                    self.step_aside(problem)
+                self.guarded(self._boundary, loop)
         elif self._is_refined:
             if loop.taken and self._control is not None:
-                self._note_evaluation(self._control, loop)
+                self.guarded(self._note_evaluation, self._control, loop)
         else:
             self._fetched += 1
             if self._fetched == BATCHES_BEFORE_OPAQUE and self._control is not None:
@@ -220,13 +210,10 @@ class UnmodifiedScript(ReplayedRun):
 
     def _note_evaluation(self, control: Control, loop: Loop) -> None:
         """`loop` fetches again without a step: so does an evaluation, and training that adds up gradients."""
-        try:
-            if loop.evaluates is None:
-                loop.evaluates = self._discovery.is_evaluating
-            if loop.evaluates:
-                control.evaluated()
-        except Exception as problem:
-            self.step_aside(problem)
+        if loop.evaluates is None:
+            loop.evaluates = self._discovery.is_evaluating
+        if loop.evaluates:
+            control.evaluated()
 
     def after_fetch(self, loop: Loop, waited_ns: int) -> None:
         self._last = loop.reference
