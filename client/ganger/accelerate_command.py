@@ -247,9 +247,5 @@ def _of_plugins(values: Mapping[str, Any], precision: str) -> dict[str, str]:
 
 
 def _named(values: Mapping[str, Any], flags: Any, variable: Callable[[str], str]) -> dict[str, str]:
-    found = {}
-    for name, default in flags:
-        value = values.get(name, default)
-        if value is not None:
-            found[variable(name)] = str(value).lower() if name in _SMALL else str(value)
-    return found
+    given = {name: str(value) for name, default in flags if (value := values.get(name, default)) is not None}
+    return {variable(name): text.lower() if name in _SMALL else text for name, text in given.items()}

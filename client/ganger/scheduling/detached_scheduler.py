@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 
 from ganger.wire.endpoints import TLS_VARIABLE, TOKEN_VARIABLE, Endpoint, default_state_directory
 from ganger.wire.errors import SpecInvalid, Violation
@@ -56,6 +55,9 @@ class DetachedScheduler:
                 env=self._environment,
                 start_new_session=True,
             )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._input, self._output = self._process.stdin, self._process.stdout
         try:
             self._wait_loaded()
         except BaseException:
@@ -63,35 +65,30 @@ class DetachedScheduler:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._process.returncode is None:
             self._end()
 
     def serve(self, job: str, uid: str) -> Path:
         """Has it claim the job and leaves it to itself. Returns its log."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         log = self._directory / f"job-{job.rpartition('/')[2]}-{uid[:8]}.log"
         self._log.replace(log)
         try:
-            self._process.stdin.write(job.encode() + b"\n")
-            self._process.stdin.close()
+            self._input.write(job.encode() + b"\n")
+            self._input.close()
         except BrokenPipeError:
             # Killed just now. The job is submitted and goes on by the default scheduler.
             pass
-        self._process.stdout.close()
+        self._output.close()
         # It outlives this process, so no wait() follows; the code keeps Popen from warning about it.
         self._process.returncode = 0
         return log
 
     def _wait_loaded(self) -> None:
-        assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], _LOAD_S)
+        ready, _, _ = select.select([self._output], [], [], _LOAD_S)
         if not ready:
             self._refuse(f"did not load within {_LOAD_S:g} s")
-        if self._process.stdout.readline() != READY:
+        if self._output.readline() != READY:
             self._process.wait()
             said = [line for line in self._log.read_text(errors="replace").splitlines() if line.startswith(_SAYS)]
             told = said[-1].removeprefix(_SAYS) if said else f"ended with code {self._process.returncode}"
@@ -101,10 +98,8 @@ class DetachedScheduler:
         raise SpecInvalid("the job cannot be submitted as described", violations=[Violation("scheduler", why)])
 
     def _end(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.kill()
         self._process.wait()
-        self._process.stdin.close()
-        self._process.stdout.close()
+        self._input.close()
+        self._output.close()
         self._log.unlink(missing_ok=True)
