@@ -42,7 +42,9 @@ def install() -> None:
     if not rank_processes.is_child():
         _outside = OutsideChanges()
         if os.environ.get("GANGER_RESTORE"):
-            _diversion = OutputReplay(_replay_log())
+            page = os.environ["GANGER_PAGE"]
+            name = os.path.basename(page).replace(".page", "") + ".replay.log"
+            _diversion = OutputReplay(os.path.join(os.environ.get("GANGER_JOB_DIR") or os.path.dirname(page), name))
             _diversion.on_new_file = _outside.before_repeating = _give_up_replay
             atexit.register(_ended_too_early)
         _outside.watch()
@@ -91,12 +93,6 @@ def _give_up_replay(reason: str) -> None:
     if _script is not None:
         _script.give_up_replay(reason)
     _stand_aside(RuntimeError(f"this script cannot be run again to its position: {reason}"))
-
-
-def _replay_log() -> str:
-    page = os.environ["GANGER_PAGE"]
-    name = os.path.basename(page).replace(".page", "") + ".replay.log"
-    return os.path.join(os.environ.get("GANGER_JOB_DIR") or os.path.dirname(page), name)
 
 
 def _hook() -> None:

@@ -161,7 +161,8 @@ class Unflushed:
         """Flush every regular file that is open for writing. The heap is searched (up to tenths of a second where it is
         large) only when others are open than the last time; a file that cannot be flushed, as its disk may be full, is
         left to the script."""
-        open_now = self._open_now()
+        found = {number: _file_to_write(number) for number in map(int, os.listdir("/proc/self/fd"))}
+        open_now = {number: file for number, file in found.items() if file is not None and file not in self._ours}
         writers: list[Any] = [reference() for reference in self._writers]
         if open_now != self._known or any(_descriptor_of(writer) not in open_now for writer in writers):
             writers = [item for item in gc.get_objects() if type(item) in _WRITERS] if open_now else []
@@ -170,10 +171,6 @@ class Unflushed:
         for writer in writers:
             with contextlib.suppress(OSError, ValueError):
                 writer.flush()
-
-    def _open_now(self) -> dict[int, _FileId]:
-        found = {number: _file_to_write(number) for number in map(int, os.listdir("/proc/self/fd"))}
-        return {number: file for number, file in found.items() if file is not None and file not in self._ours}
 
 
 def _file_to_write(file: int | str) -> _FileId | None:

@@ -178,7 +178,7 @@ def is_same(before: Any, value: Any) -> bool:
     if isinstance(before, SeenValue):
         return before.is_same(value)
     if is_generator(value):
-        return isinstance(before, dict) and is_same_state(before.get(GENERATOR), generator_state(value))
+        return isinstance(before, dict) and packed_state(before.get(GENERATOR)) == packed_state(generator_state(value))
     if type(before) is not type(value):
         return False
     if type(value) in (list, tuple, collections.deque):
@@ -223,13 +223,6 @@ def rebuilt(value: Any, each: Callable[[Any], Any]) -> Any:
         return collections.defaultdict(value.default_factory, pairs)
     # by way of a dict: a Counter would count the pairs
     return kind(dict(pairs))
-
-
-def is_same_state(before: Any, state: Any) -> bool:
-    if isinstance(before, dict) and isinstance(state, dict):
-        return all(is_same_state(before.get(key), state[key]) for key in state)
-    # arrays inside, whose == compares elements
-    return bool(before.tobytes() == state.tobytes() if hasattr(state, "tobytes") else before == state)
 
 
 def generator_state(value: Any) -> Any:

@@ -78,17 +78,15 @@ class Variables:
 
     def __init__(self, loaders: Callable[[], list[tuple[Any, Any]]] = list) -> None:
         self._loaders = loaders
-        self._before: dict[str, dict[Any, Any]] | None = None
+        # Whether the first loop has begun.
+        self.noted = False
+        self._before: dict[str, dict[Any, Any]] = {}
         self._foreign: dict[tuple[str, Any], ForeignValue] = {}
         self._held: dict[str, int] = {}
         self._settings: dict[str, Any] = {}
         # Digests of lists, arrays and generators at the beginning of the first loop, by which another process finds out
         # whether it has made the same.
         self.made: dict[str, int] = {}
-
-    @property
-    def noted(self) -> bool:
-        return self._before is not None
 
     def _look(self) -> list[Scope]:
         """Every scope once, in an order that is the same whenever the script comes to the same place."""
@@ -99,7 +97,7 @@ class Variables:
     def note(self) -> None:
         """Record the values at the beginning of the first loop, for `changed` to compare with. Raises
         StateNotSupportedError."""
-        self._before = {}
+        self.noted = True
         scopes = self._look()
         self._before = {scope.path: {name: image(value) for name, value in scope.plain()} for scope in scopes}
         self._foreign = {(scope.path, name): ForeignValue(value) for scope in scopes for name, value in scope.foreign}
@@ -114,7 +112,6 @@ class Variables:
 
     def lost(self) -> str:
         """Return what a second run would lose, as it cannot be kept; '' if nothing. Raises StateNotSupportedError."""
-        assert self._before is not None, "noted when the first loop began"
         if reason := changed_setting(self._settings, settings_of_process(_modules())) or own_thread():
             return reason
         for scope in self._look():
@@ -135,7 +132,6 @@ class Variables:
     def changed(self) -> dict[str, dict[Any, Any]]:
         """Return changed values by scope and name, of the kinds that `codec.encode` takes. Raises
         StateNotSupportedError."""
-        assert self._before is not None, "noted when the first loop began"
         found: dict[str, dict[Any, Any]] = {}
         for scope in self._look():
             before = self._before.get(scope.path, {})
@@ -164,7 +160,6 @@ class Variables:
         """Make every value what it was where `changed` was called. To be called from the same place of the script.
 
         Returns the name of an object that is missing there; '' if none is."""
-        assert self._before is not None, "noted when the first loop began"
         done: set[str] = set()
         while True:
             # again, as a value that is put back may hold others

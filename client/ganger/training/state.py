@@ -126,8 +126,11 @@ def capture(training: TrainingObjects, position: dict[str, Any]) -> Captured:
 
     Gradients that are not None are part of the state: the script may still add to them.
     """
-    for model in training.models.values():
-        _reshard_parameters(model)
+    for module in (module for model in training.models.values() for module in model.modules()):
+        # FSDP2 gives back parameters that it has gathered whole (an evaluation leaves the outermost so): the next pass
+        # gathers them again.
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+            module.reshard()  # type: ignore[operator]
     table = TensorTable()
     tree: dict[str, Any] = {
         "models": {name: _encode_model(unwrapped(model), table, name) for name, model in training.models.items()},
@@ -188,14 +191,6 @@ def _own_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module,
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None:
                 yield (f"{prefix}.{name}" if prefix else name), module, name, tensor
-
-
-def _reshard_parameters(model: torch.nn.Module) -> None:
-    """Let FSDP2 give back parameters that it has gathered whole (an evaluation leaves the outermost so): the next pass
-    gathers them again."""
-    for module in model.modules():
-        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
-            module.reshard()  # type: ignore[operator]
 
 
 def _encode_model(model: torch.nn.Module, table: TensorTable, name: str) -> Any:

@@ -50,7 +50,9 @@ class TensorTable:
         """Return the tensor's index. Raises ValueError for a sharded one whose layout has no portable form."""
         layout = layout_of(tensor)
         tensor = local_part(tensor).detach()
-        key = (*_view_key(tensor), repr(layout))
+        # empty storages share the null address
+        place = (str(tensor.device), tensor.data_ptr(), tuple(tensor.stride())) if tensor.numel() else id(tensor)
+        key = (place, tensor.dtype, tuple(tensor.shape), repr(layout))
         index = self._known.get(key)
         if index is None:
             index = self._known[key] = len(self.tensors)
@@ -58,13 +60,6 @@ class TensorTable:
             if layout is not None:
                 self.layouts[index] = layout
         return index
-
-
-def _view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    if tensor.numel() == 0:
-        # empty storages share the null address
-        return (id(tensor), tensor.dtype, tuple(tensor.shape))
-    return (str(tensor.device), tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
 
 
 # Code is rebuilt by the script: schedulers keep bound methods and lambdas among their numbers.

@@ -384,7 +384,6 @@ class TrainerVariables(Variables):
 
     def note(self) -> None:
         super().note()
-        assert self._before is not None
         names = {scope.path for scope in self._adapter.scopes()} - {MODEL}
         self._before = {path: values for path, values in self._before.items() if path.partition(".")[0] not in names}
 

@@ -140,7 +140,11 @@ class UnmodifiedScript(ReplayedRun):
         if self._control is None and not self._take_page():
             return original(loader)
         if not self._variables.noted and not self.control.by_image:
-            self._note_variables()
+            self._outside.is_in_setup = False
+            try:
+                self._variables.note()
+            except Exception as problem:
+                self.note_reason(reason_of(problem))
         is_inner = any(loop.is_being_read for loop in self._living())
         number = -1 if is_inner else self._loops
         if not is_inner:
@@ -293,13 +297,6 @@ class UnmodifiedScript(ReplayedRun):
             return self._variables.lost() if self._variables.noted else ""
         except Exception as problem:
             return reason_of(problem)
-
-    def _note_variables(self) -> None:
-        self._outside.is_in_setup = False
-        try:
-            self._variables.note()
-        except Exception as problem:
-            self.note_reason(reason_of(problem))
 
     def objects(self) -> TrainingObjects:
         return self._discovery.training()
