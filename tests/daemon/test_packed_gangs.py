@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from ganger.v1 import resources_pb2
 from ganger_daemon.gang import step_rate
 from ganger_daemon.gang.step_rate import UtilizationMeter
-from ganger_daemon.node.gang_set import collide
 from ganger_daemon.node.node_context import NodeContext
+from ganger_daemon.node.slice_rotation import collide
 
 
 @pytest.mark.parametrize(
@@ -30,8 +30,9 @@ def test_a_gang_waits_for_devices_that_it_and_another_do_not_both_share(
     one: tuple[int, int], other: tuple[int, int], waits: bool
 ) -> None:
     claims = [resources_pb2.Claim(device_mask=mask, shared_mask=shared) for mask, shared in (one, other)]
-    assert collide(claims[0], claims[1]) is waits
-    assert collide(claims[1], claims[0]) is waits
+    gangs: list[Any] = [SimpleNamespace(master_desired=SimpleNamespace(claim=claim)) for claim in claims]
+    assert collide(*gangs) is waits
+    assert collide(*reversed(gangs)) is waits
 
 
 class Node:

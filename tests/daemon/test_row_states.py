@@ -54,9 +54,8 @@ def test_a_gang_parked_by_the_master_is_reported_as_resting(
         phase=phase,
         launched=True,
     )
-    gangs = SimpleNamespace(all=lambda: [gang], blocked_by=lambda gang: [])
     host: Any = SimpleNamespace(paths=SimpleNamespace(state=tmp_path), node="n1", changed=lambda: None)
-    rotation = Rotation(host, peers=SimpleNamespace(), gangs=gangs)  # type: ignore[arg-type]
+    rotation = Rotation(host, SimpleNamespace(), lambda: [gang], lambda gang: "")  # type: ignore[arg-type]
     rotation.set_desired(
         [agent_pb2.DesiredSlices(node_set=9, version=2, slices=[agent_pb2.Slice(epochs=[7])], set_epoch=1)]
     )

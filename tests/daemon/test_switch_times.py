@@ -41,6 +41,7 @@ def test_switches_that_take_long_are_believed() -> None:
 
 def gang(epoch: int, phase: PartPhase, first_step: float, last_step: float) -> Any:
     desired = agent_pb2.DesiredGang(epoch=epoch, intent=agent_pb2.INTENT_RUN)
+    desired.claim.device_mask = 1
     desired.order.epoch = epoch
     wanted = wanted_of(desired)
     rate = SimpleNamespace(
@@ -64,8 +65,7 @@ def gang(epoch: int, phase: PartPhase, first_step: float, last_step: float) -> A
 def switch_seconds_after_an_order(gangs: list[Any], switched: Any, path: Path) -> float:
     """Return the seconds that the node reports for a switch, after an order to run epoch 7 and a call of `switched`."""
     host: Any = SimpleNamespace(paths=SimpleNamespace(state=path), node="n1", changed=lambda: None)
-    here: Any = SimpleNamespace(all=lambda: gangs, blocked_by=lambda one: [], collide=lambda one, other: True)
-    rotation = Rotation(host, peers=SimpleNamespace(), gangs=here)  # type: ignore[arg-type]
+    rotation = Rotation(host, SimpleNamespace(), lambda: gangs, lambda gang: "")  # type: ignore[arg-type]
     rows = [agent_pb2.Slice(epochs=[7]), agent_pb2.Slice(epochs=[8])]
     rotation.set_desired([agent_pb2.DesiredSlices(node_set=9, version=1, slices=rows, set_epoch=1)])
     rotation.confirm_begun()

@@ -25,15 +25,9 @@ class Absence(Enum):
 class Here:
     """A gang on this node: the highest order obeyed, and whether all its processes are gone."""
 
-    job_uid: str
     order: OrderKey
     ended: bool = False
-    # Already being stopped because the desired set lacks it.
-    stopping: bool = False
-
-    @property
-    def gang(self) -> GangId:
-        return (self.job_uid, self.order.epoch)
+    stopping: bool = False  # already, because the desired set lacks it
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +83,7 @@ def reconcile(
     newest = _newest_order_of_each(desired)
     stops: list[Action] = []
     starts: list[Action] = []
-    for gang in sorted(observed.gangs):
-        here = observed.gangs[gang]
+    for gang, here in sorted(observed.gangs.items(), key=lambda item: item[0]):
         wanted = newest.get(gang)
         if wanted is not None:
             if wanted.order > here.order:
@@ -105,9 +98,7 @@ def reconcile(
         why = None if here.stopping else _absence(gang, newest, observed.wanted_before)
         if why is not None:
             stops.append(StopAbsent(gang, why))
-    for gang in sorted(newest):
-        if gang in observed.gangs:
-            continue
+    for gang in sorted(newest.keys() - observed.gangs.keys()):
         wanted = newest[gang]
         over = gang[1] <= observed.finished.get(gang[0], 0)
         if over or wanted.intent not in (OrderIntent.RUN, OrderIntent.PREPARE):
@@ -121,9 +112,7 @@ def _newest_order_of_each(desired: Iterable[DesiredOrder]) -> dict[GangId, Desir
     newest: dict[GangId, DesiredOrder] = {}
     for wanted in desired:
         gang = (wanted.job_uid, wanted.epoch)
-        known = newest.get(gang)
-        if known is None or wanted.order > known.order:
-            newest[gang] = wanted
+        newest[gang] = max(newest.get(gang, wanted), wanted, key=lambda one: one.order)
     return newest
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from ganger.agent.v1 import agent_pb2
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
-from ganger.v1 import resources_pb2
 from google.protobuf import json_format
 
 from ganger_daemon.core.gang_judgement import PartPhase
@@ -33,7 +32,7 @@ from ganger_daemon.gang.gang_context import DesiredInvalidError, recall, wanted_
 from ganger_daemon.gang.local_gang import LocalGang
 from ganger_daemon.node.daemon_files import read_json, write_json
 from ganger_daemon.node.node_context import NodeContext, PeerCalls
-from ganger_daemon.node.slice_rotation import Rotation
+from ganger_daemon.node.slice_rotation import Rotation, collide
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ class GangSet:
         # Rendezvous addresses of gangs that this node led and has forgotten.
         self.met: dict[GangId, tuple[str, int]] = {}
         self._wanted_before: set[GangId] = set()
-        self.rotation = Rotation(host, peers, self)
+        self.rotation = Rotation(host, peers, self.all, self.blocked_by)
         self._rotating: asyncio.Task[None] | None = None
         self.refused: dict[GangId, str] = {}
 
@@ -127,7 +126,7 @@ class GangSet:
             wanted.append(one)
         observed = Observed(
             {
-                key: Here(key[0], gang.wanted.order, gang.phase is PartPhase.ENDED, gang.stop_wanted)
+                key: Here(gang.wanted.order, gang.phase is PartPhase.ENDED, gang.stop_wanted)
                 for key, gang in self._gangs.items()
             },
             {one.job_uid: self._finished_epoch(one.job_uid) for one in wanted},
@@ -254,12 +253,6 @@ class GangSet:
         self._host.changed()
         self.wake_all()
 
-    @staticmethod
-    def collide(one: LocalGang, other: LocalGang) -> bool:
-        """Return whether two gangs cannot run at once, by the master's newest desired state: the order that one still
-        obeys may be from a time when they were co-located."""
-        return collide(one.master_desired.claim, other.master_desired.claim)
-
     def _keeps_cores(self, gang: LocalGang) -> str:
         """Return a job that still has cores that it is to give back; empty if there is none: a leaving one, or one that
         runs on with fewer, once its ranks have fewer threads.
@@ -278,7 +271,7 @@ class GangSet:
         The daemon of a device starts no gang on it before it has seen the former one off. Gangs that the master
         co-locates are excepted: both claims show it."""
         for key, other in sorted(self._gangs.items()):
-            if other is gang or not self.collide(gang, other):
+            if other is gang or not collide(gang, other):
                 continue
             least = ParkLevel.PAUSE if self.rotation.share_paused(gang, other) else ParkLevel.OFFLOAD
             if not _holds_devices(other, least):
@@ -318,11 +311,6 @@ def _end_of(uid: str, fields: Any) -> agent_pb2.FinishedGang:
             return json_format.ParseDict(fields, agent_pb2.FinishedGang(), ignore_unknown_fields=True)
     epoch = fields if isinstance(fields, int) else 0
     return agent_pb2.FinishedGang(job_uid=uid, epoch=epoch)
-
-
-def collide(one: resources_pb2.Claim, other: resources_pb2.Claim) -> bool:
-    """Return whether two claims have a device in common that they do not both share."""
-    return bool(one.device_mask & other.device_mask & ~(one.shared_mask & other.shared_mask))
 
 
 def _holds_devices(gang: LocalGang, least: ParkLevel) -> bool:

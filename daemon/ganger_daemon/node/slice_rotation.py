@@ -7,11 +7,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 from ganger.agent.v1 import agent_pb2, peer_pb2
 from ganger.protocol import gang_orders
@@ -56,27 +55,21 @@ class LocalTimesliceGroup:
         self.rotation.desire(_matrix_of(message))
 
 
-class LocalGangs(Protocol):
-    """The gangs of this node."""
-
-    def all(self) -> Sequence[LocalGang]: ...
-
-    def blocked_by(self, gang: LocalGang) -> str:
-        """Return a job that still uses the devices of a gang; empty if they are free."""
-        ...
-
-    def collide(self, one: LocalGang, other: LocalGang) -> bool:
-        """Return whether two gangs cannot run at once."""
-        ...
-
-
 class Rotation:
-    """Time-slice groups of this node."""
+    """Time-slice groups of this node. `gangs`: its gangs; `blocked_by`: the job that still uses the devices of a gang,
+    empty if they are free."""
 
-    def __init__(self, host: NodeContext, peers: PeerCalls, gangs: LocalGangs) -> None:
+    def __init__(
+        self,
+        host: NodeContext,
+        peers: PeerCalls,
+        gangs: Callable[[], Sequence[LocalGang]],
+        blocked_by: Callable[[LocalGang], str],
+    ) -> None:
         self._host = host
         self._peers = peers
         self._gangs = gangs
+        self._blocked_by = blocked_by
         self._directory = host.paths.state / "rows"
         self._groups: dict[int, LocalTimesliceGroup] = {}
         self._news = asyncio.Event()
@@ -201,7 +194,7 @@ class Rotation:
 
     def follow(self) -> None:
         """Resume or park each time-sliced gang here, as its slice and its devices allow."""
-        for gang in self._gangs.all():
+        for gang in self._gangs():
             rotation = self._rotation_of(gang)
             if rotation is not None or gang.wanted.order.is_by_rotation:
                 self._follow_gang(gang, rotation)
@@ -264,7 +257,7 @@ class Rotation:
             None if rotation is None else rotation.slice_of(gang.desired.epoch),
             gang.phase is PartPhase.PARKED,
             gang.parts.boundary.peer_agreement,
-            lambda: bool(self._gangs.blocked_by(gang)),
+            lambda: bool(self._blocked_by(gang)),
         )
         if wanted is not None and wanted.order > gang.wanted.order:
             gang.apply_order(with_order(gang.master_desired, wanted))
@@ -291,7 +284,7 @@ class Rotation:
         for gang in members:
             if gang.desired.epoch in rotation.ran or not rotation.is_in_turn(gang.desired.epoch):
                 continue
-            last = max([one.parts.step_rate.last_step_ns for one in left if self._gangs.collide(one, gang)], default=0)
+            last = max([one.parts.step_rate.last_step_ns for one in left if collide(one, gang)], default=0)
             rate = gang.parts.step_rate
             if last and rate.first_step_ns > last:
                 found.append((rate.first_step_ns - last) / 1e9 - rate.iteration_s)
@@ -300,7 +293,7 @@ class Rotation:
     # -- what is here -------------------------------------------------------------------------------------------------
 
     def _members(self, rotation: GroupRotation) -> list[LocalGang]:
-        return [gang for gang in self._gangs.all() if rotation.has(gang.desired.epoch)]
+        return [gang for gang in self._gangs() if rotation.has(gang.desired.epoch)]
 
     def _sliced(self, rotation: GroupRotation) -> list[SlicedGang]:
         return [self._sliced_gang(gang) for gang in self._members(rotation)]
@@ -315,7 +308,7 @@ class Rotation:
             gang.phase is PartPhase.ENDED,
             gang.launched and gang.wanted.intent is OrderIntent.RUN and gang.report.judged.order is gang.wanted,
             lambda: gang.report.has_stepped,
-            lambda: bool(self._gangs.blocked_by(gang)),
+            lambda: bool(self._blocked_by(gang)),
         )
 
     def _rotation_of(self, gang: LocalGang) -> GroupRotation | None:
@@ -326,7 +319,7 @@ class Rotation:
         rotation = GroupRotation(number, self._host.node, time.monotonic())
         rotation.continue_from(
             (SliceSwitch(gang.wanted.order.set_epoch, gang.wanted.order.local_sequence), gang.wanted.stop_sequence)
-            for gang in self._gangs.all()
+            for gang in self._gangs()
         )
         return LocalTimesliceGroup(rotation)
 
@@ -356,6 +349,13 @@ class Rotation:
         for message in matrices:
             group.desire(message)
         return group if matrices else None
+
+
+def collide(one: LocalGang, other: LocalGang) -> bool:
+    """Return whether two gangs have a device in common that they do not both share, by the master's newest desired
+    state: the order that one still obeys may be from a time when they were co-located."""
+    first, second = one.master_desired.claim, other.master_desired.claim
+    return bool(first.device_mask & second.device_mask & ~(first.shared_mask & second.shared_mask))
 
 
 def _matrix_of(message: agent_pb2.DesiredSlices) -> SliceMatrix:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, OrderKey
 from ganger_daemon.core.reconcile import (
     Forget,
+    GangId,
     Here,
     Obey,
     Observed,
@@ -23,14 +24,14 @@ def wanted(uid: str = "a", epoch: int = 1, sequence: int = 1, intent: OrderInten
     return DesiredOrder(uid, OrderKey(epoch, sequence), intent)
 
 
-def here(uid: str = "a", epoch: int = 1, sequence: int = 1, **more: bool) -> Here:
-    return Here(uid, OrderKey(epoch, sequence), **more)
+def here(uid: str = "a", epoch: int = 1, sequence: int = 1, **more: bool) -> tuple[GangId, Here]:
+    return (uid, epoch), Here(OrderKey(epoch, sequence), **more)
 
 
 def observed(
-    *gangs: Here, before: tuple[tuple[str, int], ...] = (), finished: dict[str, int] | None = None
+    *gangs: tuple[GangId, Here], before: tuple[tuple[str, int], ...] = (), finished: dict[str, int] | None = None
 ) -> Observed:
-    return Observed({gang.gang: gang for gang in gangs}, finished or {}, frozenset(before))
+    return Observed(dict(gangs), finished or {}, frozenset(before))
 
 
 def test_a_wanted_gang_that_is_not_here_is_started() -> None:
@@ -104,7 +105,7 @@ def carried_out(state: Observed, actions: tuple[object, ...]) -> Observed:
     for action in actions:
         match action:
             case Start(one) | ReportGone(one):
-                gangs[one.job_uid, one.epoch] = Here(one.job_uid, one.order, isinstance(action, ReportGone))
+                gangs[one.job_uid, one.epoch] = Here(one.order, isinstance(action, ReportGone))
             case Obey(one):
                 gangs[one.job_uid, one.epoch] = replace(gangs[one.job_uid, one.epoch], order=one.order)
             case StopAbsent(key, _):
