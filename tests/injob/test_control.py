@@ -148,25 +148,25 @@ def test_rank_without_a_lease_waits_at_its_boundary_until_it_has_one(page: Page,
 
 
 def test_retune_is_applied_and_answered(page: Page, control: Control) -> None:
-    applied: list[tuple[int, int]] = []
-    control.handlers = Handlers(on_retune=lambda threads, workers: applied.append((threads, workers)))
+    applied: list[int] = []
+    control.handlers = Handlers(on_retune=applied.append)
     control.start(0)
-    page.retune(5, 3, 2)
+    page.retune(5, 3)
     control.safe_point()
-    assert applied == [(3, 2)]
+    assert applied == [3]
     assert (page.get(Word.RETUNE_DONE), page.progress().threads_applied) == (5, 3)
 
 
 def test_batches_of_an_evaluation_are_counted_in_all_and_since_the_last_step(page: Page, control: Control) -> None:
     applied: list[int] = []
-    control.handlers = Handlers(on_retune=lambda threads, workers: applied.append(threads))
+    control.handlers = Handlers(on_retune=applied.append)
     control.start(0)
     page.write_order(1, PageOrderKind.RUN)
     for _ in range(3):
         control.evaluated()
     control.boundary()
     assert page.progress().phase == PagePhase.TRAINING
-    page.retune(5, 3, 2)
+    page.retune(5, 3)
     control.evaluated()
     found = page.progress()
     assert (found.evaluated, found.evaluated_before, found.phase) == (4, 3, PagePhase.EVALUATION)
@@ -180,10 +180,10 @@ def test_the_number_of_threads_that_a_rank_was_launched_with_is_not_applied_over
     page = Page.create(page_path(str(tmp_path), 0), epoch=1, rank=0, world=1, threads=4)
     page.write_order(1, PageOrderKind.RUN)
     control, asked = Control(page), []
-    control.handlers = Handlers(on_retune=lambda threads, workers: asked.append(threads))
+    control.handlers = Handlers(on_retune=asked.append)
     control.start(0)
     assert (asked, page.progress().threads_applied) == ([], 4)
-    page.retune(1, 2, 0)
+    page.retune(1, 2)
     control.safe_point()
     assert (asked, page.progress().threads_applied) == ([2], 2)
     control.close()

@@ -338,7 +338,7 @@ def test_threads_follow_a_retune(tmp_path: Path, script: tuple[Path, bool]) -> N
     path.write_text(path.read_text() + "\nprint('threads', torch.get_num_threads())\n")
     rank = Rank(tmp_path / "run", path, agent=agent, stop_at=2)
     rank.wait_word(Word.ERROR, Error.STORAGE_FAILED)
-    rank.page.retune(9, 2, 3)
+    rank.page.retune(9, 2)
     rank.wait_word(Word.RETUNE_DONE, 9)
     assert rank.page.get(Word.THREADS_APPLIED) == 2
     rank.order(4, PageOrderKind.RUN)

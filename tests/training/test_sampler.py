@@ -35,9 +35,6 @@ class _Quiet:
     def resumed_pass(self, loader: ElasticLoader) -> None:
         self.resumed += 1
 
-    def worker_hint(self) -> int | None:
-        return None
-
 
 def _loader(length: int, *, batch: int, rank: int = 0, world: int = 1, workers: int = 0, **rest: Any) -> ElasticLoader:
     dataset = rest.pop("dataset", list(range(length)))

@@ -64,7 +64,7 @@ class Handlers(NamedTuple):
     on_stop(step): let the device finish. on_offload: state to the arena, free device memory; returns the bytes freed.
     on_restore: bring it back. on_checkpoint: write this rank's shard; True: its memory is freed until on_restore, which
     is called only if the rank is to go on. on_hand_over: state into the arena.
-    on_retune(threads, workers): 0 leaves a number as it is. by_image: CHECKPOINT and HAND_OVER are process images,
+    on_retune(threads): 0 leaves the number as it is. by_image: CHECKPOINT and HAND_OVER are process images,
     which the daemon takes while the rank waits."""
 
     on_stop: Callable[[int], None] | None = None
@@ -72,7 +72,7 @@ class Handlers(NamedTuple):
     on_restore: Callable[[StopRequest | None], None] | None = None
     on_checkpoint: Callable[[StopRequest], bool | None] | None = None
     on_hand_over: Callable[[StopRequest], None] | None = None
-    on_retune: Callable[[int, int], None] | None = None
+    on_retune: Callable[[int], None] | None = None
     by_image: bool = False
 
 
@@ -441,12 +441,12 @@ class OrderHandler:
         wanted = words[Word.RETUNE_SEQ]
         if wanted == words[Word.RETUNE_DONE]:
             return
-        threads, workers = words[Word.THREADS], words[Word.WORKERS]
+        threads = words[Word.THREADS]
         if words[Word.RETUNE_SEQ] != wanted:
             return  # being written; the next look sees it whole
         retune = self.handlers.on_retune
         # A retune that fails is answered too, with the old number of threads: asking again would not help.
-        if retune is None or self._try(lambda: retune(threads, workers), Error.NONE):
+        if retune is None or self._try(lambda: retune(threads), Error.NONE):
             words[Word.THREADS_APPLIED] = threads
         words[Word.RETUNE_DONE] = wanted
 

@@ -294,10 +294,9 @@ class Page:
     def fenced(self) -> bool:
         return bool(self.words[Word.FLAGS] & Flag.FENCED)
 
-    def retune(self, seq: int, threads: int, workers: int) -> None:
-        """Ask for ``threads`` computing threads and ``workers`` loader processes (0: as they are)."""
+    def retune(self, seq: int, threads: int) -> None:
+        """Ask for ``threads`` computing threads."""
         self.set(Word.THREADS, threads)
-        self.set(Word.WORKERS, workers)
         self.set(Word.RETUNE_SEQ, seq)
 
     def request_checkpoint(self, number: int) -> int:

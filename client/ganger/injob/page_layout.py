@@ -35,9 +35,8 @@ class Word:
     ARENA_AVAILABLE = 15  # D: bytes of state received into the arena so far (destination of a move)
 
     # line 2: cores
-    RETUNE_SEQ = 16  # D: raised after THREADS and WORKERS are written
+    RETUNE_SEQ = 16  # D: raised after THREADS is written
     THREADS = 17  # D
-    WORKERS = 18  # D: hint for data loaders
     LEAVE_SEQ = 19  # D: highest ORDER_SEQ whose checkpoint is published: a rank that saved for it may end now
     STACKS_SEQ = 20  # D: raised to ask for the stacks of all threads, in the log
     IMAGED_SEQ = 21  # D: agreement whose process image was taken, or given up: a rank that waits for it may go on

@@ -354,9 +354,6 @@ class TrainingJob:
         """Return whether a step was made in this process."""
         return self._restored is None or self.step_count > self._restored.position["steps"]
 
-    def worker_hint(self) -> int | None:
-        return None if self._keeper is None else self._keeper.workers
-
     # -- inside
 
     def _tell(self, passed: int, loss: Any) -> int:

@@ -138,8 +138,6 @@ class LoaderEvents(Protocol):
 
     def has_gone_on(self) -> bool: ...
 
-    def worker_hint(self) -> int | None: ...
-
 
 # Stands for the loop that was reading before a restart.
 _BEFORE_RESTART = object()
@@ -155,7 +153,7 @@ class ElasticLoader:
         self._cut = cut
         self._seed = seed
         self._workers = num_workers
-        # workers are made for each pass anyway, as their number may have changed
+        # workers are made for each pass, whose loader is new
         self._options = {name: value for name, value in options.items() if name != "persistent_workers"}
         self._events = events
         self._pass = 0
@@ -226,12 +224,10 @@ class ElasticLoader:
         self._events.ended_pass(self)
 
     def _batches(self) -> Any:
-        hint = self._events.worker_hint()
-        workers = self._workers if hint is None or not self._workers else hint
         batches = self._cut.batches(self._seed, self._pass, self._taken)
         # an own generator: making an iterator must not draw from the script's
         own = {"generator": torch.Generator().manual_seed(mixed(self._seed, self._pass)), **self._options}
-        return DataLoader(SeededDataset(self.dataset), batch_sampler=batches, num_workers=workers, **own)  # type: ignore[arg-type]
+        return DataLoader(SeededDataset(self.dataset), batch_sampler=batches, num_workers=self._workers, **own)  # type: ignore[arg-type]
 
     def position(self) -> dict[str, Any]:
         """Return the position of training, as numbers that are valid for any number of ranks and workers."""

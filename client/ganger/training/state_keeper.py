@@ -157,7 +157,6 @@ class StateKeeper:
         self._writer: threading.Thread | None = None
         self._finished: Callable[[], None] | None = None
         self.when_stopped: Callable[[], None] = lambda: None
-        self.workers: int | None = None
         self.arena: Arena | None = None if control.arena_fd is None else Arena(control.arena_fd)
         order = control.restore
         if self.arena is not None and order is not None and order.kind == "arena":
@@ -246,12 +245,10 @@ class StateKeeper:
                 give_free_memory_back()
         self._control.checkpoint_durable(request.seq, step)
 
-    def retune(self, threads: int, workers: int) -> None:
-        """Follow the cores: torch's threads at once, loader workers with the next pass."""
+    def retune(self, threads: int) -> None:
+        """Follow the cores with torch's threads."""
         if threads > 0 and torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
-        if workers > 0:
-            self.workers = workers
 
     def tend(self) -> None:
         """Report what a checkpoint written in the background came to, and keep as much of the arena allocated as the

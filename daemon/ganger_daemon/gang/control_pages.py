@@ -200,7 +200,7 @@ class ControlPages:
         """Order this number of threads for every local rank; return the sequence that acknowledges it."""
         sequence = max(self[rank].get(Word.RETUNE_SEQ) for rank in self.local) + 1
         for rank in self.local:
-            self[rank].retune(sequence, threads, 0)
+            self[rank].retune(sequence, threads)
         self.written()
         return sequence
 
