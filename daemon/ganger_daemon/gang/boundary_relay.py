@@ -1,6 +1,6 @@
 """Exchange of boundary points between the daemons of one gang while its ranks agree on a boundary.
 
-The leader has a hub, every other daemon a link to it."""
+The leader has an outbox for each member, every other daemon a link to it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import grpc
@@ -59,25 +58,6 @@ class Outbox:
                 yield self._newest
 
 
-@dataclass(slots=True)
-class Hub:
-    """Leader's side: one outbox per member whose stream is open."""
-
-    outboxes: set[Outbox] = field(default_factory=set)
-    newest: peer_pb2.RankPoints | None = None
-
-    def send(self, message: peer_pb2.RankPoints) -> None:
-        if message != self.newest:
-            self.newest = message
-            for outbox in self.outboxes:
-                outbox.put(message)
-
-    def join(self) -> Outbox:
-        outbox = Outbox(self.newest)
-        self.outboxes.add(outbox)
-        return outbox
-
-
 class Link:
     """Member's side: keeps a stream to the leader open for as long as the gang lives here."""
 
@@ -125,15 +105,15 @@ class Link:
 
 
 class BoundaryExchange(OfGang):
-    """The leader's hub, or a member's link to it. A gang on one node exchanges nothing.
-
-    `peer_agreement`: the agreement that a peer has relayed last; 0 before."""
+    """The leader's outboxes, one per member whose stream is open, or a member's link to it. A gang on one node
+    exchanges nothing. `peer_agreement`: the agreement that a peer has relayed last; 0 before."""
 
     def __init__(self, context: GangContext, saving: CheckpointCoordinator) -> None:
         super().__init__(context)
         self._saving = saving
         self._link: Link | None = None
-        self.hub = Hub()
+        self.outboxes: set[Outbox] = set()
+        self._newest: peer_pb2.RankPoints | None = None
         self.peer_agreement = 0
 
     def begin(
@@ -143,6 +123,11 @@ class BoundaryExchange(OfGang):
         if self._link is None and not self._part.leads:
             stub = self._context.peers.stub(leader.peer_address)
             self._link = Link(stub, self._message(wanted, 0, ()), received)
+
+    def join(self) -> Outbox:
+        outbox = Outbox(self._newest)
+        self.outboxes.add(outbox)
+        return outbox
 
     async def close(self) -> None:
         if self._link is not None:
@@ -185,8 +170,10 @@ class BoundaryExchange(OfGang):
         points = self._pages.points()
         sent = points.values() if self._part.leads else [points[rank] for rank in self._part.ranks]
         message = self._message(wanted, agreement, sent)
-        if self._part.leads:
-            self.hub.send(message)
+        if self._part.leads and message != self._newest:
+            self._newest = message
+            for outbox in self.outboxes:
+                outbox.put(message)
         elif self._link is not None:
             self._link.send(message)
 

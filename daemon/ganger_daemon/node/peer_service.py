@@ -58,15 +58,14 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
             return
         gang = self._gang(first.job_uid, first.epoch, context)
         gang.receive_points(first)
-        hub = gang.parts.boundary.hub
-        outbox = hub.join()
+        outbox = gang.parts.boundary.join()
         listener = asyncio.create_task(_listen(request_iterator, gang))
         listener.add_done_callback(lambda _: outbox.end())
         try:
             async for message in outbox.messages():
                 yield message
         finally:
-            hub.outboxes.discard(outbox)
+            gang.parts.boundary.outboxes.discard(outbox)
             listener.cancel()
             await asyncio.gather(listener, return_exceptions=True)
 
