@@ -154,7 +154,9 @@ class GangSet:
                 log.info("gang stopped", extra={"job_uid": key[0], "epoch": key[1], "cause": why.value})
                 self._gangs[key].stop(is_stale=why is Absence.OLDER_EPOCH)
             case ReportGone(one):
-                self._report_gone(messages[one.job_uid, one.epoch], one)
+                kind = PartOutcomeKind.STOPPED if one.intent is OrderIntent.STOP else PartOutcomeKind.UNKNOWN
+                gone = PartOutcome(kind, message="nothing of this gang is on this node")
+                self._start(messages[one.job_uid, one.epoch], gone)
             case Forget(key):
                 await self._forget(key)
 
@@ -206,13 +208,17 @@ class GangSet:
 
         return LocalGang(self._host, self._peers, desired, blocked_by, self._keeps_cores, self.rotation.news)
 
-    def _start(self, desired: agent_pb2.DesiredGang) -> None:
+    def _start(self, desired: agent_pb2.DesiredGang, gone: PartOutcome | None = None) -> None:
         try:
             gang = self._make(desired)
         except (DesiredInvalidError, ValueError) as error:
             log.error("gang refused", extra={"job": desired.job, "error": str(error)})
             return
-        log.info("gang starts", extra={"job": desired.job, "epoch": desired.epoch, "intent": gang.wanted.intent.name})
+        if gone is None:
+            intent = gang.wanted.intent.name
+            log.info("gang starts", extra={"job": desired.job, "epoch": desired.epoch, "intent": intent})
+        else:
+            gang.mark_gone(gone)
         self._begin(gang)
 
     def _begin(self, gang: LocalGang) -> None:
@@ -220,16 +226,6 @@ class GangSet:
         self._gangs[key] = gang
         self._tasks[key] = asyncio.create_task(gang.run(), name=f"gang {key[0]} {key[1]}")
         self.rotation.news()
-
-    def _report_gone(self, desired: agent_pb2.DesiredGang, wanted: DesiredOrder) -> None:
-        try:
-            gang = self._make(desired)
-        except (DesiredInvalidError, ValueError) as error:
-            log.error("gang refused", extra={"job": desired.job, "error": str(error)})
-            return
-        kind = PartOutcomeKind.STOPPED if wanted.intent is OrderIntent.STOP else PartOutcomeKind.UNKNOWN
-        gang.mark_gone(PartOutcome(kind, message="nothing of this gang is on this node"))
-        self._begin(gang)
 
     async def _forget(self, key: GangId) -> None:
         gang = self._gangs.pop(key)
