@@ -26,8 +26,7 @@ from ganger_master.simulator.inputs import ReplayOptions
 from ganger_master.simulator.run import simulate
 from ganger_master.simulator.traces.reader import read_trace
 from ganger_master.simulator.traces.servers import Servers, servers_from_flags
-from ganger_master.simulator.traces.transform import from_zero, scaled_to_load
-from ganger_master.simulator.traces.workload import Workload, percentile, workload
+from ganger_master.simulator.traces.workload import Workload, percentile, scaled_to_load, workload
 
 # Recorded on real clusters, or (muri, chronus) drawn from such records by others.
 TRACES: Final = (
@@ -95,13 +94,21 @@ class AnchorCell:
     best_to_oracle: float
 
 
+def _from_zero(jobs: Workload) -> Workload:
+    """Return the same jobs on a clock that starts with the first submission."""
+    if not len(jobs):
+        return jobs
+    first = jobs.submit_s[0]
+    return jobs.with_columns(submit_s=jobs.submit_s - first, deadline_s=jobs.deadline_s - first)
+
+
 def prepared(folder: Path, trace: str, count: int, window: int) -> tuple[Workload, Servers]:
     """The jobs of a window at the times they had, and the cluster they are for. TraceError, OSError; No
     jobs where the trace ends before it."""
     read = read_trace(folder / f"jobs_{trace}.csv").workload
     known = np.flatnonzero(~np.isnan(read.duration_s))[window * count : (window + 1) * count]
     jobs = read.take(known)
-    jobs = from_zero(
+    jobs = _from_zero(
         workload(
             jobs.job_ids,
             jobs.submit_s,

@@ -77,7 +77,7 @@ def reproduce(
         # Found out now, not after hours.
         made_ready(document.parent)
     from ganger.console import print_table
-    from ganger_master.simulator.output import ProgressBar
+    from ganger_master.simulator.flags import ProgressBar
 
     from experiments import results
     from experiments.experiment import Setting

@@ -32,8 +32,7 @@ from ganger_master.policies.tunings.catalogue import PREDICTOR, PROPORTIONAL, pr
 from ganger_master.policies.tunings.exact import EXACT
 from ganger_master.simulator.inputs import SwitchCosts
 from ganger_master.simulator.report.figures import interval
-from ganger_master.simulator.traces.transform import SINGLE_GPU, scaled_to_load, synthetic
-from ganger_master.simulator.traces.workload import Workload, workload
+from ganger_master.simulator.traces.workload import SINGLE_GPU, Workload, scaled_to_load, synthetic, workload
 
 from experiments.experiment import CoreUse, Experiment, MeasuredRows, Row, Setting
 from experiments.paper_claims import claims

@@ -28,8 +28,7 @@ from ganger_master.policies.fairness import QUANTUM_S
 from ganger_master.policies.job_facts import Floats
 from ganger_master.policies.order_registry import ORDERS
 from ganger_master.simulator.report.figures import interval, paired_ratio
-from ganger_master.simulator.traces.transform import scaled_to_load
-from ganger_master.simulator.traces.workload import workload
+from ganger_master.simulator.traces.workload import scaled_to_load, workload
 
 from experiments.counted_slices import in_turns
 from experiments.experiment import CoreUse, Experiment, MeasuredRows, Row, Setting

@@ -20,7 +20,7 @@ from ganger_master.simulator.inputs import ReplayOptions
 from ganger_master.simulator.report.figures import figures, finish_time_fairness, interval, mean_contention
 from ganger_master.simulator.run import simulate
 from ganger_master.simulator.traces.servers import servers_from_flags
-from ganger_master.simulator.traces.transform import scaled_to_load, synthetic
+from ganger_master.simulator.traces.workload import scaled_to_load, synthetic
 
 from experiments.experiment import CoreUse, Experiment, MeasuredRows, Row, Setting
 

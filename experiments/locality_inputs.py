@@ -26,8 +26,7 @@ from typing import TypeAlias
 
 import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex
-from ganger.cluster.feasibility import FeasibilityQuery, GangMix
-from ganger.cluster.node_classes import Family
+from ganger.cluster.feasibility import Family, FeasibilityQuery, GangMix
 from ganger.cluster.placement import choose_mode
 from ganger.cluster.preferences import GANDIVA, apart, line_then_least, line_then_most, packed
 from ganger.cluster.resources import Claim, GangShape, Locality, LocalityLevel, NodeRow, Role, TaskShape

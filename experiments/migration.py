@@ -25,8 +25,7 @@ from ganger_master.simulator.inputs import ReplayOptions, SwitchCosts
 from ganger_master.simulator.report.figures import Interval, interval, paired_ratio
 from ganger_master.simulator.run import simulate
 from ganger_master.simulator.traces.servers import servers_from_flags
-from ganger_master.simulator.traces.transform import scaled_to_load, synthetic
-from ganger_master.simulator.traces.workload import workload
+from ganger_master.simulator.traces.workload import scaled_to_load, synthetic, workload
 
 from benchmarks.bench_cluster import BenchCluster
 from benchmarks.move import JOB, MoveSample, measure_moves

@@ -30,7 +30,7 @@ from ganger_master.policies.colocation_choice import (
 )
 from ganger_master.policies.trials import FailedTrials, TrialRates, TrialVerdict
 from ganger_master.simulator.report.figures import interval
-from ganger_master.simulator.traces.transform import SINGLE_GPU, synthetic
+from ganger_master.simulator.traces.workload import SINGLE_GPU, synthetic
 
 from experiments.experiment import CoreUse, Experiment, MeasuredRows, Row, Setting
 

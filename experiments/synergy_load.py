@@ -28,11 +28,18 @@ from ganger_master.policies.tunings.catalogue import PROPORTIONAL
 from ganger_master.policies.tunings.exact import EXACT
 from ganger_master.policies.tunings.synergy import SYNERGY_TUNE
 from ganger_master.simulator.report.figures import Interval, interval, paired_ratio
-from ganger_master.simulator.traces.profiles import SYNERGY_SPLIT, synergy_profiles, with_models
-from ganger_master.simulator.traces.transform import SINGLE_GPU, scaled_to_load, synthetic
-from ganger_master.simulator.traces.workload import Workload, offered_load, workload
+from ganger_master.simulator.traces.profiles import synergy_profiles
+from ganger_master.simulator.traces.workload import (
+    SINGLE_GPU,
+    Workload,
+    offered_load,
+    scaled_to_load,
+    synthetic,
+    workload,
+)
 
 from experiments.experiment import CoreUse, Experiment, MeasuredRows, Row, Setting
+from experiments.model_split import models_by_split
 from experiments.rounds import RoundJobs, ends
 
 _PHILLY = "jobs_philly_2017-09-04_2017-10-15.csv"
@@ -73,7 +80,7 @@ def _measured(
     nodes = TuningNodes(np.full(servers, 8), np.full(servers, 24.0), np.full(servers, 500e9))
     known = synergy_profiles()
     position = {name: index for index, name in enumerate(known)}
-    models = with_models(drawn, part["seed"], SYNERGY_SPLIT).model.texts()
+    models = models_by_split(len(drawn), part["seed"])
     table = profiles_of([profile.matrix for profile in known.values()])
     jobs = RoundJobs(drawn.submit_s, drawn.duration_s, gangs(drawn.gpus, [position[name] for name in models], table))
     rows: list[Row] = []

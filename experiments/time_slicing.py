@@ -23,8 +23,7 @@ import numpy as np
 from ganger_master.policies.job_facts import Floats, Integers
 from ganger_master.policies.order_registry import ORDERS
 from ganger_master.simulator.report.figures import interval, paired_ratio
-from ganger_master.simulator.traces.transform import scaled_to_load
-from ganger_master.simulator.traces.workload import Workload, workload
+from ganger_master.simulator.traces.workload import Workload, scaled_to_load, workload
 
 from experiments.counted_slices import in_turns
 from experiments.experiment import CoreUse, Experiment, MeasuredRows, Row, Setting

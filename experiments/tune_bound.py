@@ -17,10 +17,11 @@ from ganger_master.policies.tunings import Gangs, TuningNodes, gangs, profiles_o
 from ganger_master.policies.tunings.catalogue import TUNINGS
 from ganger_master.policies.tunings.synergy import upper_bound
 from ganger_master.simulator.report.figures import interval
-from ganger_master.simulator.traces.profiles import ModelClass, synergy_profiles, with_models
-from ganger_master.simulator.traces.transform import MULTI_GPU, SINGLE_GPU, synthetic
+from ganger_master.simulator.traces.profiles import ModelClass, synergy_profiles
+from ganger_master.simulator.traces.workload import MULTI_GPU, SINGLE_GPU, synthetic
 
 from experiments.experiment import CoreUse, Experiment, MeasuredRows, Row, Setting
+from experiments.model_split import models_by_split
 
 _SERVERS = 16
 # Over image, language and speech; the first is Synergy's default.
@@ -89,10 +90,10 @@ def drawn_gangs(seed: int, split: Sequence[float], sizes: Mapping[int, float], n
     jobs = synthetic(4 * gpus, 1.0, seed, sizes)
     shares = {kind: share for kind, share in zip(_CLASSES, split, strict=True) if share > 0.0}
     known = synergy_profiles()
-    models = with_models(jobs, seed, shares).model
+    models = models_by_split(len(jobs), seed, shares)
     position = {name: index for index, name in enumerate(known)}
     table = profiles_of([profile.matrix for profile in known.values()])
-    every = gangs(jobs.gpus, [position[name] for name in models.texts()], table)
+    every = gangs(jobs.gpus, [position[name] for name in models], table)
     return every.take(runnable(every, nodes))
 
 

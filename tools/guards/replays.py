@@ -17,8 +17,7 @@ from ganger_master.simulator.inputs import ReplayOptions
 from ganger_master.simulator.traces.profiles import with_models
 from ganger_master.simulator.traces.reader import read_trace
 from ganger_master.simulator.traces.servers import Servers, servers_from_description, servers_from_flags
-from ganger_master.simulator.traces.transform import MULTI_GPU, scaled_to_load, synthetic, with_sizes
-from ganger_master.simulator.traces.workload import Labels, Workload
+from ganger_master.simulator.traces.workload import MULTI_GPU, Labels, Workload, scaled_to_load, synthetic, with_sizes
 
 SEED: Final = 1
 # Gangs of up to two servers.

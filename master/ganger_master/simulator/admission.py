@@ -18,7 +18,7 @@ from msgspec import structs
 
 from ganger_master.core import answers
 from ganger_master.core.commands import Command, RequestGang
-from ganger_master.core.job_model import JobRecord, JobSpec
+from ganger_master.core.job_model import JobSpec
 from ganger_master.core.placement_leases import ASIDE
 from ganger_master.core.queue import GrantedLease as Lease
 from ganger_master.core.settings import ALL_OTHER_USERS, as_settings
@@ -27,7 +27,6 @@ from ganger_master.core.state_indexes import limit_of
 from ganger_master.core.submission import violations_of
 from ganger_master.simulator.traces.rows import RowFinding, RowFindingCounts, RowFindingKind
 from ganger_master.simulator.traces.servers import ServerGroup, Servers
-from ganger_master.simulator.traces.transform import that_fit
 from ganger_master.simulator.traces.workload import Labels, Workload
 
 _NOTHING = (Socket(0, 0),)
@@ -173,6 +172,40 @@ def acceptable(
     return bounded, (*changed, *too_large, *refused, *beyond)
 
 
+def that_fit(jobs: Workload, servers: Servers) -> tuple[Workload, tuple[RowFinding, ...]]:
+    """Return (jobs whose gang the idle cluster could hold, findings on those that are left out).
+
+    A gang must fit into the GPUs of the types it accepts; cores and memory, where the trace states them, into what
+    those servers have together. Whether it fits with all its wishes of locality is decided when it is placed.
+    """
+    tally = RowFindingCounts()
+    fits = np.ones(len(jobs), bool)
+    for code, accepted in enumerate(jobs.gpu_type.names):
+        of_type = jobs.gpu_type.codes == code
+        room = servers.of_types(accepted)
+        if not room.gpus:
+            tally.note(
+                RowFindingKind.SKIPPED, f"needs GPUs of type {accepted}, of which there are none", jobs.lines[of_type]
+            )
+            fits &= ~of_type
+            continue
+        for what, needed, there in (
+            ("GPUs", jobs.gpus, room.gpus),
+            ("cores", jobs.cpus, room.millicores / 1000),
+            ("bytes of memory", jobs.memory_bytes, room.memory_bytes),
+        ):
+            # NaN is no request: the trace does not state it.
+            too_large = of_type & fits & (needed > there)
+            kind = f" of type {accepted}" if accepted else ""
+            tally.note(
+                RowFindingKind.SKIPPED,
+                f"needs more {what} than the {there:,.0f} of the cluster's servers{kind}",
+                jobs.lines[too_large],
+            )
+            fits &= ~too_large
+    return jobs if fits.all() else jobs.take(fits), tally.findings()
+
+
 def with_one_type(jobs: Workload, servers: Servers) -> tuple[Workload, tuple[RowFinding, ...]]:
     """Reduce each job to one GPU type: of the types it accepts, the most frequent one (ties: first by name).
 
@@ -272,10 +305,29 @@ class ModelledSchedulers:
         scheduler = self._schedulers.get(number)
         if scheduler is None:
             scheduler = self._schedulers[number] = DefaultScheduler()
-        turn = _turn_of(lease, job, now)
+        turn = PlacementLease(
+            turn=lease.turn,
+            job=job.name,
+            revision=lease.revision,
+            shape=job.shape,
+            lease_s=lease.expires - now,
+            rank=lease.rank,
+            waited_s=now - job.pending_since,
+            reserved_nodes=lease.reserved_nodes,
+            suggested=lease.suggested,
+        )
         proposal: Proposal | None = scheduler.propose(turn, state.view)
         while proposal is not None:
-            answer = self._send(_request(lease, proposal, state.view.version))
+            version = state.view.version
+            request = RequestGang(
+                number,
+                lease.revision,
+                proposal.candidates,
+                lease.turn,
+                blockers=proposal.blockers,
+                view_version=version,
+            )
+            answer = self._send(request)
             if isinstance(answer, answers.Approved):
                 del self._schedulers[number]
                 return
@@ -283,28 +335,3 @@ class ModelledSchedulers:
             if not answer.turn_kept:
                 return
             proposal = scheduler.on_rejected(turn, state.view, answer.refusals)
-
-
-def _turn_of(lease: Lease, job: JobRecord, now: float) -> PlacementLease:
-    return PlacementLease(
-        turn=lease.turn,
-        job=job.name,
-        revision=lease.revision,
-        shape=job.shape,
-        lease_s=lease.expires - now,
-        rank=lease.rank,
-        waited_s=now - job.pending_since,
-        reserved_nodes=lease.reserved_nodes,
-        suggested=lease.suggested,
-    )
-
-
-def _request(lease: Lease, proposal: Proposal, view_version: int) -> RequestGang:
-    return RequestGang(
-        lease.number,
-        lease.revision,
-        proposal.candidates,
-        lease.turn,
-        blockers=proposal.blockers,
-        view_version=view_version,
-    )

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,8 +19,17 @@ from ganger.console import CommandError, ExitCode
 
 from ganger_master.core.settings import DEFAULT_POLICY
 from ganger_master.runtime.process_setup import one_thread_each
-from ganger_master.simulator.flags import CLUSTER, LOAD_PHASES, Amount, Listed, joined, shared_flags
-from ganger_master.simulator.output import say
+from ganger_master.simulator.flags import (
+    CLUSTER,
+    LOAD_PHASES,
+    Parsed,
+    ProgressBar,
+    amount,
+    joined,
+    listed,
+    say,
+    shared_flags,
+)
 
 if TYPE_CHECKING:
     from ganger_master.simulator.inputs import Load, Material, ReplayOptions, SwitchCosts
@@ -66,7 +76,7 @@ def _list_policies(context: click.Context, _: click.Parameter, is_wanted: bool) 
     "--list-policies", is_flag=True, is_eager=True, expose_value=False, callback=_list_policies, help="Name them all."
 )
 @click.option(
-    "--load", type=Amount(), metavar="X", help="Squeeze or stretch the times of submission to offer this load."
+    "--load", type=Parsed(amount), metavar="X", help="Squeeze or stretch the times of submission to offer this load."
 )
 @LOAD_PHASES
 @shared_flags
@@ -85,10 +95,8 @@ def simulate(
 
     from ganger_master.runtime.process_setup import settled
     from ganger_master.simulator.inputs import Load
-    from ganger_master.simulator.output import ProgressBar
     from ganger_master.simulator.report import files
-    from ganger_master.simulator.report.figures import figures
-    from ganger_master.simulator.report.tables import details, unbounded_load_row, waiting_by_size
+    from ganger_master.simulator.report.figures import details, figures, unbounded_load_row, waiting_by_size
     from ganger_master.simulator.run import simulate as replay
 
     source = experiment.material()
@@ -114,7 +122,7 @@ def simulate(
 @click.option(
     "--policies",
     "-p",
-    type=Listed(click.STRING),
+    type=Parsed(listed),
     metavar="NAME,...",
     default=(_SIDE_BY_SIDE,),
     multiple=True,
@@ -123,7 +131,7 @@ def simulate(
 )
 @click.option(
     "--loads",
-    type=Listed(Amount()),
+    type=Parsed(partial(listed, entry=amount)),
     metavar="X,...",
     multiple=True,
     callback=joined,
@@ -157,8 +165,7 @@ def compare(
     from ganger_master.simulator.inputs import Load
     from ganger_master.simulator.parallel_runs import RunCell
     from ganger_master.simulator.report import files
-    from ganger_master.simulator.report.figures import figures
-    from ganger_master.simulator.report.tables import side_by_side
+    from ganger_master.simulator.report.figures import figures, side_by_side
 
     source = experiment.material()
     asked = [Load(phases=load_phases)] if load_phases else [Load(load) for load in loads or (None,)]
@@ -194,7 +201,6 @@ def _are_alike(runs: Sequence[Figures]) -> bool:
 def _in_processes(
     experiment: _Experiment, source: Material, cells: Sequence[RunCell], workers: int
 ) -> dict[RunCell, Run]:
-    from ganger_master.simulator.output import ProgressBar
     from ganger_master.simulator.parallel_runs import RunError, run_all
     from ganger_master.simulator.run import simulate as replay
 
@@ -226,12 +232,9 @@ class _Experiment:
         self.flags = flags
         self._trace = trace
         self._policies = policies
-        if flags["jobs"] is not None and flags["draw"] is not None:
-            raise click.UsageError("--jobs and --draw exclude each other")
         _import_numpy()
         _check_policies(policies, flags["ideal"], flags["rates"])
-        _check_each_flag_tells(flags, policies)
-        _check_paces(flags, policies)
+        _check_flags(flags, policies)
         self._costs = _costs(flags["costs"])
         self._servers = _servers(flags)
         self._make_directories()
@@ -260,7 +263,6 @@ class _Experiment:
         from ganger_master.policies import policy_named
         from ganger_master.policies.stages import Tune
         from ganger_master.simulator.inputs import TraceSelection, material, notes
-        from ganger_master.simulator.output import ProgressBar
         from ganger_master.simulator.traces.reader import RowFilter
 
         flags = self.flags
@@ -305,29 +307,22 @@ class _Experiment:
 
     def save(self, runs: Sequence[tuple[Load, Run, Figures]]) -> None:
         """Write the files that the options request."""
-        from ganger_master.simulator.report.files import save_figures, save_run
+        from ganger_master.simulator.report.files import save_figures, save_plots, save_run
 
         directory: Path | None = self.flags["csv"]
         if directory is not None:
             save_figures([(str(load), figures) for load, _, figures in runs], directory)
             for place, (_, run, _) in zip(_places(directory, runs), runs, strict=True):
-                place.mkdir(parents=True, exist_ok=True)
                 save_run(run, place)
             say(f"wrote {directory}")
         directory = self.flags["plots"]
         if directory is not None:
-            self._draw(directory, runs)
+            # The runs of the first seed, each load's in a directory of its own if there are several.
+            loads = list(dict.fromkeys(load for load, _, _ in runs))
+            for load in loads:
+                place = directory / _name(f"load {load}") if len(loads) > 1 else directory
+                save_plots([run for other, run, _ in runs if other == load and run.seed == self.flags["seed"]], place)
             say(f"wrote {directory}")
-
-    def _draw(self, directory: Path, runs: Sequence[tuple[Load, Run, Figures]]) -> None:
-        """Plot the runs of the first seed, each load's in a directory of its own if there are several."""
-        from ganger_master.simulator.report.files import save_plots
-
-        loads = list(dict.fromkeys(load for load, _, _ in runs))
-        for load in loads:
-            place = directory / _name(f"load {load}") if len(loads) > 1 else directory
-            place.mkdir(parents=True, exist_ok=True)
-            save_plots([run for other, run, _ in runs if other == load and run.seed == self.flags["seed"]], place)
 
     def _make_directories(self) -> None:
         from ganger_master.simulator.report.files import check_plots, made_ready
@@ -342,21 +337,14 @@ class _Experiment:
 
 def _places(directory: Path, runs: Sequence[tuple[Load, Run, Figures]]) -> Iterator[Path]:
     """Yield a directory for each run, named after what differs between them; the directory itself for one run."""
-    several = [len({name(entry) for entry in runs}) > 1 for name in _DIFFERENCES]
-    for entry in runs:
-        parts = [name(entry) for name, is_told in zip(_DIFFERENCES, several, strict=True) if is_told]
-        yield directory / _name(" ".join(parts)) if parts else directory
-
-
-_DIFFERENCES: tuple[Callable[[tuple[Load, Run, Figures]], str], ...] = (
-    lambda entry: entry[1].policy,
-    lambda entry: f"load {entry[0]}",
-    lambda entry: f"seed {entry[1].seed}",
-)
+    names = [(run.policy, f"load {load}", f"seed {run.seed}") for load, run, _ in runs]
+    differ = [len(set(column)) > 1 for column in zip(*names, strict=True)]
+    for parts in names:
+        told = [part for part, is_told in zip(parts, differ, strict=True) if is_told]
+        yield directory / _name(" ".join(told)) if told else directory
 
 
 def _name(text: str) -> str:
-    """Return the text as part of a file name."""
     return "".join(sign if sign.isalnum() or sign in "-+." else "_" for sign in text)
 
 
@@ -378,53 +366,57 @@ def _check_policies(names: Sequence[str], is_ideal: bool, rates: str) -> None:
             raise click.UsageError(f"with --ideal any free GPUs serve and nothing is tuned: write {order}, not {name}")
 
 
-def _check_paces(flags: Mapping[str, Any], policies: Sequence[str]) -> None:
-    """Refuse `--reserve-after` and `--quantum` where no policy reads them."""
+def _check_flags(flags: Mapping[str, Any], policies: Sequence[str]) -> None:
+    """Refuse flags that exclude each other, and a flag that has no effect beside the others: it was meant to have
+    one."""
     from ganger_master.policies import policy_named
-    from ganger_master.policies.stages import ShareByTimeSlices, SliceNewcomers
-
-    if flags["reserve_after_s"] is not None and all(policy_named(name).is_planned for name in policies):
-        raise click.UsageError("--reserve-after is for policies without a planner: name one, such as fifo-backfill")
-    if flags["quantum_s"] is None:
-        return
-    if not any(policy_named(name).has(ShareByTimeSlices, SliceNewcomers) for name in policies):
-        raise click.UsageError("--quantum is for policies with time slices: name one, such as ganger or gandiva")
-    if flags["round_s"] is not None:
-        raise click.UsageError("--round and --quantum exclude each other: time slices fill rounds")
-
-
-def _check_each_flag_tells(flags: Mapping[str, Any], policies: Sequence[str]) -> None:
-    """Refuse a flag that has no effect beside another one: it was meant to have one."""
-    from ganger_master.policies import policy_named
-    from ganger_master.policies.stages import Grow, ResizeByOptimus
+    from ganger_master.policies.stages import Grow, ResizeByOptimus, ShareByTimeSlices, SliceNewcomers
 
     asked = [policy_named(name) for name in policies]
     resizes, grows = any(policy.has(ResizeByOptimus) for policy in asked), any(policy.has(Grow) for policy in asked)
-    if flags["elastic"] is not None and flags["elastic"] < 1:
+    given = {name for name, value in flags.items() if value is not None and value is not False and value != ()}
+    is_ideal, by_profiles = flags["ideal"], flags["rates"] == "profiles"
+    if "elastic" in given and flags["elastic"] < 1:
         raise click.UsageError("--elastic: no job accepts less than its own size alone: give 1 or more")
-    # A job resizes only if host memory can hold its state, and servers with GPUs only have none.
-    is_bare = flags["ideal"] or flags["rates"] == "profiles"
-    if flags["elastic"] is not None and not (resizes or grows):
+    if "elastic" in given and not (resizes or grows):
         text = "--elastic: only optimus, gandiva and policies with +elastic give jobs other sizes: name one of them"
         raise click.UsageError(text)
-    if flags["elastic"] is not None and is_bare and not resizes:
+    # A job resizes only if host memory can hold its state, and servers with GPUs only have none.
+    if "elastic" in given and (is_ideal or by_profiles) and not resizes:
         text = "no job grows with --ideal or --rates profiles: there is no host memory for a state that is carried over"
         raise click.UsageError(text)
-    if flags["ideal"] and flags["rates"] != "recorded":
-        raise click.UsageError("--ideal and --rates profiles exclude each other: an ideal cluster has only GPUs")
-    if flags["ideal"] and flags["costs"]:
-        raise click.UsageError("--ideal and --cost exclude each other: ideal switching costs nothing")
-    if flags["ideal"] and flags["plan_every_s"] is not None:
-        raise click.UsageError("--ideal and --plan-every exclude each other: an ideal cluster plans at every event")
-    if flags["round_s"] is not None and flags["plan_every_s"] is not None:
-        raise click.UsageError("--round and --plan-every exclude each other: plans are made as often as rounds begin")
-    if flags["moves_per_hour"] is not None and not any(policy.migrates for policy in asked):
+    for one, other, why in (
+        ("jobs", "draw", ""),
+        ("ideal", "profiles", ": an ideal cluster has only GPUs"),
+        ("ideal", "costs", ": ideal switching costs nothing"),
+        ("ideal", "plan_every_s", ": an ideal cluster plans at every event"),
+        ("round_s", "plan_every_s", ": plans are made as often as rounds begin"),
+        ("round_s", "quantum_s", ": time slices fill rounds"),
+    ):
+        if {one, other} <= given | ({"profiles"} if by_profiles else set()):
+            first, second = (_FLAGS.get(name, f"--{name}") for name in (one, other))
+            raise click.UsageError(f"{first} and {second} exclude each other{why}")
+    if "moves_per_hour" in given and not any(policy.migrates for policy in asked):
         raise click.UsageError("--moves-per-hour is for policies that move running jobs: add +defrag to one")
-    if flags["profile_s"] is not None and not resizes:
-        if flags["rates"] != "profiles":
+    if "profile_s" in given and not resizes:
+        if not by_profiles:
             raise click.UsageError("--profile is the time that profiles take: give --rates profiles too")
         if not any(policy.tunes_by_profiles for policy in asked):
             raise click.UsageError("--profile: none of these policies uses profiles: add +synergy-tune to one")
+    if "reserve_after_s" in given and all(policy.is_planned for policy in asked):
+        raise click.UsageError("--reserve-after is for policies without a planner: name one, such as fifo-backfill")
+    if "quantum_s" in given and not any(policy.has(ShareByTimeSlices, SliceNewcomers) for policy in asked):
+        raise click.UsageError("--quantum is for policies with time slices: name one, such as ganger or gandiva")
+
+
+# Flags whose parameter has another name.
+_FLAGS = {
+    "profiles": "--rates profiles",
+    "costs": "--cost",
+    "plan_every_s": "--plan-every",
+    "round_s": "--round",
+    "quantum_s": "--quantum",
+}
 
 
 def _costs(given: Sequence[tuple[str, float]]) -> SwitchCosts:
@@ -463,7 +455,6 @@ def _servers(flags: Mapping[str, Any]) -> Servers:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Report mistakes in the input as usage errors."""
     from ganger_master.simulator.report.files import PlotsUnavailable
     from ganger_master.simulator.traces.rows import TraceError
     from ganger_master.simulator.traces.servers import ServersFileError

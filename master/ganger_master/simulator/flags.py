@@ -1,12 +1,22 @@
-"""The flags that `ganger simulate` and `ganger compare` share. Help must answer at once: nothing heavy is imported."""
+"""What the commands of the simulator share: their flags, and lines and progress on stderr beside the result.
+
+Help must answer at once: nothing heavy is imported. Where stderr cannot be written (a full disk), the run goes on
+without its lines.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import click
 from ganger.console import Directory, Within
@@ -14,45 +24,53 @@ from ganger.units import parse_duration
 
 from ganger_master.core.settings import quotas_of
 
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
 Command = TypeVar("Command", bound=Callable[..., Any])
+Parse = Callable[[Any], Any]
 
 
-class Duration(click.ParamType):  # type: ignore[type-arg]  # generic only in new clicks
-    """Seconds of "90s", "2h30m", "1d" or a number."""
+class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic only in new clicks
+    """What a function makes of a text; it raises ValueError for what it cannot read."""
 
-    name = "time"
+    name = "value"
 
-    def __init__(self, is_positive: bool = False) -> None:
-        self._is_positive = is_positive
+    def __init__(self, parse: Parse) -> None:
+        self._parse = parse
 
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> float:
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
         try:
-            seconds = parse_duration(value)
+            # A default is a tuple already.
+            return value if isinstance(value, tuple) else self._parse(value)
         except ValueError as error:
             self.fail(str(error), parameter, context)
-        if self._is_positive and not seconds > 0:
-            self.fail(f"{value!r} is no time above zero", parameter, context)
-        return seconds
 
 
-class Window(click.ParamType):  # type: ignore[type-arg]  # as above
-    """Two times with ".." between them, the first before the second."""
+def _positive_time(value: Any) -> float:
+    seconds = parse_duration(value)
+    if not seconds > 0:
+        raise ValueError(f"{value!r} is no time above zero")
+    return seconds
 
-    name = "window"
 
-    def convert(
-        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
-    ) -> tuple[float, float]:
-        if isinstance(value, tuple):
-            return value
-        first, dots, last = str(value).partition("..")
-        try:
-            window = (parse_duration(first or 0), parse_duration(last) if last else math.inf)
-        except ValueError as error:
-            self.fail(str(error), parameter, context)
-        if not dots or window[0] >= window[1]:
-            self.fail(f"{value!r} is no window: write for example 2d..9d, 2d.. or ..9d", parameter, context)
-        return window
+def _window(value: Any) -> tuple[float, float]:
+    first, dots, last = str(value).partition("..")
+    window = parse_duration(first or 0), parse_duration(last) if last else math.inf
+    if not dots or window[0] >= window[1]:
+        raise ValueError(f"{value!r} is no window: write for example 2d..9d, 2d.. or ..9d")
+    return window
+
+
+def amount(value: Any) -> float:
+    """Return a finite number above zero."""
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise ValueError(f"{value!r} is not a number above zero")
+    return number
 
 
 class MovesPerHour(Within):
@@ -60,230 +78,248 @@ class MovesPerHour(Within):
 
     name = "number"
 
-    def __init__(self) -> None:
-        super().__init__(0, 3600)
-
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
         return value if value == "auto" else super().convert(value, parameter, context)
 
 
-class Amount(click.ParamType):  # type: ignore[type-arg]  # as above
-    """A finite number above zero."""
-
-    name = "number"
-
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> float:
-        try:
-            number = float(value)
-        except ValueError:
-            number = math.nan
-        if not 0 < number < math.inf:
-            self.fail(f"{value!r} is not a number above zero", parameter, context)
-        return number
+def _pair(value: Any, *, form: str, sign: str = "=", first: Parse = str, second: Parse = str) -> tuple[Any, Any]:
+    """Return a text and a value with a sign between them. `form`: how they are written, for people."""
+    text, found, other = str(value).partition(sign)
+    if not found or not text:
+        raise ValueError(f"{value!r} is not of the form {form}")
+    return first(text.strip()), second(other.strip())
 
 
-class Listed(click.ParamType):  # type: ignore[type-arg]  # as above
-    """Values separated by commas, each of one type; a tuple. `is_set`: none may be there twice."""
-
-    def __init__(self, entry: click.ParamType, is_set: bool = True) -> None:  # type: ignore[type-arg]  # as above
-        self._entry = entry
-        self._is_set = is_set
-        self.name = f"{entry.name},..."
-
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> tuple[Any, ...]:
-        if isinstance(value, tuple):
-            return value
-        texts = [text.strip() for text in str(value).split(",")]
-        if not all(texts):
-            self.fail(f"{value!r} has an empty entry", parameter, context)
-        entries = tuple(self._entry.convert(text, parameter, context) for text in texts)
-        for entry in entries:
-            if self._is_set and entries.count(entry) > 1:
-                self.fail(f"{entry} is there twice", parameter, context)
-        return entries
+def listed(value: Any, *, entry: Parse = str, is_set: bool = True) -> tuple[Any, ...]:
+    """Return values separated by commas. `is_set`: none may be there twice."""
+    texts = [text.strip() for text in str(value).split(",")]
+    if not all(texts):
+        raise ValueError(f"{value!r} has an empty entry")
+    entries = tuple(map(entry, texts))
+    return _distinct(entries) if is_set else entries
 
 
-def joined(
-    context: click.Context, parameter: click.Parameter, values: tuple[tuple[Any, ...], ...]
-) -> tuple[Any, ...] | None:
-    """Return the sets of a `Listed` flag that may be given several times as one; None if it was not given."""
-    entries = tuple(chain.from_iterable(values))
+def _distinct(entries: tuple[Any, ...]) -> tuple[Any, ...]:
     for entry in entries:
         if entries.count(entry) > 1:
-            raise click.BadParameter(f"{entry} is there twice", context, parameter)
-    return entries or None
+            raise ValueError(f"{entry} is there twice")
+    return entries
 
 
-class QuotasType(click.ParamType):  # type: ignore[type-arg]  # as above
-    """GPUs by user, as the master's flag of that name has them."""
+def joined(context: click.Context, parameter: click.Parameter, values: tuple[tuple[Any, ...], ...]) -> Any:
+    """Return the sets of a `listed` flag that may be given several times as one; None if it was not given."""
+    try:
+        return _distinct(tuple(chain.from_iterable(values))) or None
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
 
-    name = "quotas"
 
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
-        try:
-            return quotas_of(value)
-        except ValueError as error:
-            self.fail(str(error).removeprefix("quotas: "), parameter, context)
+def _quotas(value: Any) -> dict[str, int]:
+    try:
+        return quotas_of(value)
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix("quotas: ")) from error
 
 
 def _all_quotas(context: click.Context, parameter: click.Parameter, values: tuple[dict[str, int], ...]) -> Any:
-    """Return the quotas of a flag that may be given several times as one mapping. Raises BadParameter."""
     found: dict[str, int] = {}
     for quotas in values:
         for user in found.keys() & quotas.keys():
-            raise click.BadParameter(f"{user!r} twice: give each user one number", context, parameter)
+            raise click.BadParameter(f"{user!r} twice: give each user one number")
         found |= quotas
     return found
 
 
-class Pair(click.ParamType):  # type: ignore[type-arg]  # as above
-    """A text and a value with a sign between them."""
-
-    def __init__(self, sign: str, first: click.ParamType, second: click.ParamType) -> None:  # type: ignore[type-arg]
-        self._sign, self._first, self._second = sign, first, second
-        self.name = f"{first.name}{sign}{second.name}"
-
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> tuple[Any, Any]:
-        if isinstance(value, tuple):
-            return value
-        first, sign, second = str(value).partition(self._sign)
-        if not sign or not first:
-            form = (parameter.metavar if isinstance(parameter, click.Option) else None) or self.name
-            self.fail(f"{value!r} is not of the form {form.removesuffix(',...')}", parameter, context)
-        return (
-            self._first.convert(first.strip(), parameter, context),
-            self._second.convert(second.strip(), parameter, context),
-        )
-
-
+_TIME, _LONGER = Parsed(parse_duration), Parsed(_positive_time)
+_WHERE = Parsed(partial(_pair, form="COLUMN=TEXT"))
+_COST = Parsed(partial(_pair, form="NAME=TIME", second=parse_duration))
+_PHASE = partial(_pair, form="TIME:X", sign=":", first=_positive_time, second=amount)
 CLUSTER = ("nodes", "gpus_per_node", "gpu_type", "gpu_memory", "topology", "cores_per_node", "memory_per_node")
-_PART_OF_CLUSTER = {
-    "nodes": (click.INT, "N", "Servers of the cluster, all alike."),
-    "gpus_per_node": (click.INT, "G", "GPUs of each."),
-    "gpu_type": (click.STRING, "TYPE", "What they are called, for traces that request types."),
-    "gpu_memory": (click.STRING, "SIZE", "Of each GPU; default: 16G."),
-    "topology": (click.STRING, "SxG", "Sockets by GPUs of each, such as 2x4."),
-    "cores_per_node": (click.STRING, "C", "Default: 3 for each GPU."),
-    "memory_per_node": (click.STRING, "SIZE", "Default: 62.5GB for each GPU."),
-}
-_SHARED: list[Callable[[Any], Any]] = [
-    *(
-        click.option(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
-        for name, (kind, metavar, text) in _PART_OF_CLUSTER.items()
-    ),
-    click.option(
-        "--cluster", type=click.Path(path_type=Path), metavar="FILE", help="YAML file of several kinds of servers."
-    ),
-    click.option("--window", type=Window(), metavar="FROM..TO", help="Only jobs submitted then, on the trace's clock."),
-    click.option(
-        "--where",
-        type=Pair("=", click.STRING, click.STRING),
-        multiple=True,
-        metavar="COLUMN=TEXT",
-        help="Only rows that hold this text.",
-    ),
-    click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Only the first N jobs."),
-    click.option(
-        "--draw", type=click.IntRange(min=1), metavar="N", help="Only N jobs drawn at random, others for each seed."
-    ),
-    click.option("--draw-durations", is_flag=True, help="Give jobs without any run time one at random."),
-    click.option(
+# Names, type, metavar and help of each flag that both commands have, in the order in which --help shows them.
+_SHARED: tuple[tuple[str, Any, str | None, str, dict[str, Any]], ...] = (
+    ("--nodes", click.INT, "N", "Servers of the cluster, all alike.", {}),
+    ("--gpus-per-node", click.INT, "G", "GPUs of each.", {}),
+    ("--gpu-type", click.STRING, "TYPE", "What they are called, for traces that request types.", {}),
+    ("--gpu-memory", click.STRING, "SIZE", "Of each GPU; default: 16G.", {}),
+    ("--topology", click.STRING, "SxG", "Sockets by GPUs of each, such as 2x4.", {}),
+    ("--cores-per-node", click.STRING, "C", "Default: 3 for each GPU.", {}),
+    ("--memory-per-node", click.STRING, "SIZE", "Default: 62.5GB for each GPU.", {}),
+    ("--cluster", click.Path(path_type=Path), "FILE", "YAML file of several kinds of servers.", {}),
+    ("--window", Parsed(_window), "FROM..TO", "Only jobs submitted then, on the trace's clock.", {}),
+    ("--where", _WHERE, "COLUMN=TEXT", "Only rows that hold this text.", {"multiple": True}),
+    ("--jobs", click.IntRange(min=1), "N", "Only the first N jobs.", {}),
+    ("--draw", click.IntRange(min=1), "N", "Only N jobs drawn at random, others for each seed.", {}),
+    ("--draw-durations", None, None, "Give jobs without any run time one at random.", {"is_flag": True}),
+    (
         "--elastic",
-        type=Amount(),
-        metavar="X",
-        help="Jobs that the trace gives one size accept 1 to X times its GPUs (optimus, gandiva, +elastic).",
+        Parsed(amount),
+        "X",
+        "Jobs that the trace gives one size accept 1 to X times its GPUs (optimus, gandiva, +elastic).",
+        {},
     ),
-    click.option("--skip-mistakes", is_flag=True, help="Leave rows with mistakes out instead of refusing the trace."),
-    click.option("--ideal", is_flag=True, help="Any free GPUs serve any gang, and nothing costs time."),
-    click.option(
-        "--round",
-        "round_s",
-        type=Duration(is_positive=True),
-        metavar="TIME",
-        help="Decide only at multiples of this time.",
-    ),
-    click.option(
+    ("--skip-mistakes", None, None, "Leave rows with mistakes out instead of refusing the trace.", {"is_flag": True}),
+    ("--ideal", None, None, "Any free GPUs serve any gang, and nothing costs time.", {"is_flag": True}),
+    ("--round round_s", _LONGER, "TIME", "Decide only at multiples of this time.", {}),
+    (
         "--rates",
-        type=click.Choice(["recorded", "profiles"]),
-        default="recorded",
-        show_default=True,
-        help="How fast jobs go: as recorded, or as published profiles of their models give by cores, memory, distance.",
+        click.Choice(["recorded", "profiles"]),
+        None,
+        "How fast jobs go: as recorded, or as published profiles of their models give by cores, memory, distance.",
+        {"default": "recorded", "show_default": True},
     ),
-    click.option(
-        "--profile",
-        "profile_s",
-        type=Duration(),
-        metavar="TIME",
-        help="With --rates profiles, or optimus: how long it takes to profile a job; default: 8m.",
+    (
+        "--profile profile_s",
+        _TIME,
+        "TIME",
+        "With --rates profiles, or optimus: how long it takes to profile a job; default: 8m.",
+        {},
     ),
-    click.option(
-        "--plan-every",
-        "plan_every_s",
-        type=Duration(),
-        metavar="TIME",
-        help="Least time between two plans that stop jobs; 0: none.",
+    ("--plan-every plan_every_s", _TIME, "TIME", "Least time between two plans that stop jobs; 0: none.", {}),
+    (
+        "--reserve-after reserve_after_s",
+        _TIME,
+        "TIME",
+        "For policies without a planner: wait after which room is kept for a gang; default: 2m.",
+        {},
     ),
-    click.option(
-        "--reserve-after",
-        "reserve_after_s",
-        type=Duration(),
-        metavar="TIME",
-        help="For policies without a planner: wait after which room is kept for a gang; default: 2m.",
+    (
+        "--quantum quantum_s",
+        _LONGER,
+        "TIME",
+        "Length of a time slice, for policies that have them; default: 1m, and at least fifty switches.",
+        {},
     ),
-    click.option(
-        "--quantum",
-        "quantum_s",
-        type=Duration(is_positive=True),
-        metavar="TIME",
-        help="Length of a time slice, for policies that have them; default: 1m, and at least fifty switches.",
-    ),
-    click.option(
+    (
         "--moves-per-hour",
-        type=MovesPerHour(),
-        metavar="N",
-        help="For +defrag: most moves of a node in an hour that no pending job needs; auto (default): in all as many as"
+        MovesPerHour(0, 3600),
+        "N",
+        "For +defrag: most moves of a node in an hour that no pending job needs; auto (default): in all as many as"
         " GPUs are in use.",
+        {},
     ),
-    click.option(
+    (
         "--quotas",
-        type=QuotasType(),
-        metavar="USER=GPUS,...",
-        multiple=True,
-        callback=_all_quotas,
-        help="GPUs that a user may hold at once, as for a master; *=GPUS: every other user.",
+        Parsed(_quotas),
+        "USER=GPUS,...",
+        "GPUs that a user may hold at once, as for a master; *=GPUS: every other user.",
+        {"multiple": True, "callback": _all_quotas},
     ),
-    click.option(
-        "--cost",
-        "costs",
-        type=Pair("=", click.STRING, Duration()),
-        multiple=True,
-        metavar="NAME=TIME",
-        help="What switching costs, such as start=5s; start, suspend, resume, offload, restore or move.",
+    (
+        "--cost costs",
+        _COST,
+        "NAME=TIME",
+        "What switching costs, such as start=5s; start, suspend, resume, offload, restore or move.",
+        {"multiple": True},
     ),
-    click.option(
-        "--seed",
-        type=click.IntRange(min=0),
-        default=0,
-        metavar="N",
-        help="Decides what is drawn: models, samples; default: 0.",
-    ),
-    click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
-    click.option("--csv", type=Directory(), metavar="DIR", help="Write figures, jobs and use over time there."),
-    click.option("--plots", type=Directory(), metavar="DIR", help="Draw pictures there (needs ganger[plots])."),
-    click.option("--progress/--no-progress", default=None, help="Print how far it is; default: on a terminal."),
-]
-
+    ("--seed", click.IntRange(min=0), "N", "Decides what is drawn: models, samples; default: 0.", {"default": 0}),
+    ("--json as_json", None, None, "Print one JSON object.", {"is_flag": True}),
+    ("--csv", Directory(), "DIR", "Write figures, jobs and use over time there.", {}),
+    ("--plots", Directory(), "DIR", "Draw pictures there (needs ganger[plots]).", {}),
+    ("--progress/--no-progress", None, None, "Print how far it is; default: on a terminal.", {"default": None}),
+)
 
 LOAD_PHASES = click.option(
     "--load-phases",
-    type=Listed(Pair(":", Duration(is_positive=True), Amount()), is_set=False),
+    type=Parsed(partial(listed, entry=_PHASE, is_set=False)),
     metavar="TIME:X,...",
     help="Offer one load after another, such as 8h:0.2,8h:0.9.",
 )
 
 
 def shared_flags(command: Command) -> Command:
-    """Return all shared flags, in the order in which --help shows them."""
-    for option in reversed(_SHARED):
-        command = option(command)
+    """Give a command all shared flags."""
+    for names, kind, metavar, text, more in reversed(_SHARED):
+        command = click.option(*names.split(), type=kind, metavar=metavar, help=text, **more)(command)
     return command
+
+
+def say(text: str) -> None:
+    """Print a line on stderr, as far as possible."""
+    with ignoring_stderr_errors():
+        print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def ignoring_stderr_errors() -> Iterator[None]:
+    """Redirect stderr to the null device if writing to it fails."""
+    try:
+        yield
+    except OSError:
+        # Buffered text would fail again when Python flushes at exit.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stderr.fileno())
+        os.close(nowhere)
+
+
+_SECONDS_BETWEEN_LOOKS = 0.1
+_TENTHS = 10
+
+
+class ProgressBar:
+    """Progress on stderr: a bar on a terminal, elsewhere a line per tenth. Call it with the amount done and the total.
+
+    `is_shown`: None: only on a terminal. `unit`, `scale`: amounts are shown as amount x scale in units.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        is_shown: bool | None,
+        unit: str = "jobs",
+        scale: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._what = what
+        self._unit = unit
+        self._scale = scale
+        self._clock = clock
+        self._is_terminal = sys.stderr.isatty()
+        self._is_shown = self._is_terminal if is_shown is None else is_shown
+        self._next = clock() + _SECONDS_BETWEEN_LOOKS
+        self._tenths = 0
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            with ignoring_stderr_errors():
+                self._bar.stop()
+
+    def __call__(self, done: int, total: int) -> None:
+        # Called for each job, so all but the clock reading must be rare.
+        if not self._is_shown or (now := self._clock()) < self._next:
+            return
+        self._next = now + _SECONDS_BETWEEN_LOOKS
+        done, total = round(done * self._scale), round(total * self._scale)
+        if self._is_terminal:
+            with ignoring_stderr_errors():
+                self._draw(done, total)
+        elif (tenths := _TENTHS * done // max(total, 1)) > self._tenths:
+            self._tenths = tenths
+            say(f"{self._what}: {done:,} of {total:,} {self._unit}")
+
+    def _draw(self, done: int, total: int) -> None:
+        if self._bar is None or self._task is None:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            self._bar = Progress(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn(self._unit),
+                TimeRemainingColumn(),
+                console=Console(stderr=True),
+                # The bar disappears: the lasting output is the result only.
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._task = self._bar.add_task(self._what, total=total)
+            self._bar.start()
+        self._bar.update(self._task, completed=done, total=total)

@@ -20,9 +20,19 @@ from ganger_master.policies.fairness import QUANTUM_S
 from ganger_master.simulator.admission import acceptable, strangers_among
 from ganger_master.simulator.traces.profiles import gavel_speeds, synergy_profiles, with_iterations, with_models
 from ganger_master.simulator.traces.reader import Reading, RowFilter, read_stream, read_trace
-from ganger_master.simulator.traces.rows import RowFinding, RowFindingCounts, RowFindingKind, TraceError, rows_of, shown
+from ganger_master.simulator.traces.rows import (
+    RowFinding,
+    RowFindingCounts,
+    RowFindingKind,
+    TraceError,
+    rows_of,
+    several,
+    shown,
+)
 from ganger_master.simulator.traces.servers import Servers
-from ganger_master.simulator.traces.transform import (
+from ganger_master.simulator.traces.workload import (
+    Floats,
+    Workload,
     sample,
     scaled_to_load,
     synthetic,
@@ -30,7 +40,6 @@ from ganger_master.simulator.traces.transform import (
     with_loads,
     with_sizes,
 )
-from ganger_master.simulator.traces.workload import Floats, Workload
 
 # Names the trace that comes with Ganger, unless a file has this name.
 EXAMPLE = "example"
@@ -265,9 +274,9 @@ def notes(source: Material, is_ideal: bool) -> list[str]:
     lines = []
     left_out = rows_of(source.findings, RowFindingKind.SKIPPED)
     if left_out or source.apart:
-        kept = _several(source.rows - left_out - source.apart, "job")
+        kept = several(source.rows - left_out - source.apart, "job")
         chosen = f", {source.apart:,} not asked for" if source.apart else ""
-        lines.append(f"{_several(source.rows, 'row')}: {kept}, {left_out:,} left out{chosen}")
+        lines.append(f"{several(source.rows, 'row')}: {kept}, {left_out:,} left out{chosen}")
     words = {RowFindingKind.SKIPPED: "left out", RowFindingKind.CHANGED: "changed", RowFindingKind.MISTAKE: "mistake"}
     lines += [f"{words[finding.kind]}: {finding}" for finding in source.findings]
     if source.ignored_columns:
@@ -275,7 +284,7 @@ def notes(source: Material, is_ideal: bool) -> list[str]:
     unnamed = sum(not model for model in source.jobs.model.texts())
     # Ideal replays do not depend on models.
     if unnamed and not is_ideal:
-        lines.append(f"changed: models are drawn for {_several(unnamed, 'job')} of unknown model")
+        lines.append(f"changed: models are drawn for {several(unnamed, 'job')} of unknown model")
     return [f"{source.trace}: {line}" for line in lines]
 
 
@@ -283,9 +292,9 @@ def cluster_in_words(servers: Servers) -> str:
     kinds = sorted({group.configuration_set.device_type for group in servers.groups if group.configuration_set.devices})
     types = "" if kinds == ["gpu"] else f" ({', '.join(kinds)})"
     parts = (
-        _several(servers.nodes, "node"),
-        _several(servers.gpus, "GPU") + types,
-        _several(servers.millicores // 1000, "core"),
+        several(servers.nodes, "node"),
+        several(servers.gpus, "GPU") + types,
+        several(servers.millicores // 1000, "core"),
     )
     return ", ".join(parts)
 
@@ -339,7 +348,3 @@ def load_asked(load: Load) -> float | list[dict[str, float]] | None:
 
 def _finding(finding: RowFinding) -> dict[str, Any]:
     return {"what": finding.what, "rows": finding.rows, "first_lines": list(finding.lines)}
-
-
-def _several(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"

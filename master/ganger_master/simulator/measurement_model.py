@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import median
 
 import numpy as np
@@ -82,7 +83,6 @@ class Losses:
         ]
 
     def _curve(self, job: int) -> Curve:
-        """Return the loss by epoch, which falls from one to the floor."""
         return Curve(float(self._slope[job]), 1.0, float(self._floor[job]))
 
 
@@ -93,15 +93,25 @@ _SCATTER = 0.05
 _MOST_ALONE = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Stretch:
-    """A time during which a job trains at one rate, with one number of GPUs and the same co-located jobs."""
+    """A time during which a job trains at one rate, with one number of GPUs and the same co-located jobs. `seed`: of
+    the noise of its windows."""
 
     since_s: float
     rate: float
     beside: frozenset[int]
-    number: int
     gpus: int
+    seed: tuple[int, ...]
+
+    @cached_property
+    def _whole(self) -> tuple[float, ...]:
+        noise = np.random.default_rng(self.seed).standard_normal(MOST_WINDOWS)
+        return tuple((self.rate * (1.0 + _SCATTER * noise).clip(0.1)).tolist())
+
+    def windows(self, now: float) -> tuple[float, ...]:
+        count = min(MOST_WINDOWS, int((now - self.since_s) / WINDOW_S) - 1)
+        return self._whole[:count] if count > 0 else ()
 
 
 class ModelledRates(JobRates):
@@ -116,10 +126,6 @@ class ModelledRates(JobRates):
         self._counted: dict[int, int] = {}
         self._alone: dict[int, tuple[float, ...]] = {}
         self._by_size: dict[int, dict[int, tuple[float, ...]]] = {}
-        # Caches: all windows of a stretch, by its number, and the windows up to the last request.
-        self._whole: dict[int, tuple[int, tuple[float, ...]]] = {}
-        self._made: dict[int, tuple[int, tuple[float, ...]]] = {}
-        self._kept: dict[int, tuple[float, ...]] = {}
         # What other models answer.
         self._curves: Known = NOTHING_KNOWN
         self._believed: Believed = nothing_believed
@@ -147,7 +153,7 @@ class ModelledRates(JobRates):
         """Start a stretch: the job trains at this rate on `gpus` GPUs, co-located with `beside`."""
         self.rests(number, now)
         count = self._counted[number] = self._counted.get(number, 0) + 1
-        self._stretches[number] = _Stretch(now, rate, beside, count, gpus)
+        self._stretches[number] = _Stretch(now, rate, beside, gpus, (self._seed, 3, number, count))
 
     def rests(self, number: int, now: float) -> None:
         stretch = self._stretches.pop(number, None)
@@ -156,7 +162,7 @@ class ModelledRates(JobRates):
 
     def ended(self, number: int) -> None:
         """Drop a job that has ended."""
-        for known in (self._stretches, self._counted, self._alone, self._by_size, self._whole, self._made, self._kept):
+        for known in (self._stretches, self._counted, self._alone, self._by_size):
             known.pop(number, None)
 
     def alone(self, number: int) -> tuple[float, ...]:
@@ -167,7 +173,7 @@ class ModelledRates(JobRates):
 
     def present(self, number: int) -> tuple[float, ...]:
         stretch = self._stretches.get(number)
-        return () if stretch is None else self._windows(number, stretch, self.now)
+        return () if stretch is None else stretch.windows(self.now)
 
     def beside(self, number: int) -> frozenset[int]:
         stretch = self._stretches.get(number)
@@ -193,37 +199,18 @@ class ModelledRates(JobRates):
         stretch = self._stretches.get(number)
         if stretch is None:
             return math.inf
-        count, there_are = FIRST_WINDOWS, len(self._windows(number, stretch, self.now))
+        count, there_are = FIRST_WINDOWS, len(stretch.windows(self.now))
         while count <= there_are:
             count *= 2
         # Slightly later, so that rounding does not drop a window.
         return stretch.since_s + (count + 1) * WINDOW_S + 1e-3 if count <= MOST_WINDOWS else math.inf
 
     def _keep(self, number: int, stretch: _Stretch, now: float) -> None:
-        windows = self._windows(number, stretch, now)
-        if self._kept.get(number) is windows:
-            return
-        self._kept[number] = windows
+        windows = stretch.windows(now)
         if len(windows) >= 2:
             self._alone[number] = windows[-_MOST_ALONE:]
         if len(windows) >= FIRST_WINDOWS:
             self._by_size.setdefault(number, {})[stretch.gpus] = windows
-
-    def _windows(self, number: int, stretch: _Stretch, now: float) -> tuple[float, ...]:
-        count = min(MOST_WINDOWS, int((now - stretch.since_s) / WINDOW_S) - 1)
-        if count < 1:
-            return ()
-        known = self._made.get(number)
-        if known is not None and known[0] == stretch.number and len(known[1]) == count:
-            return known[1]
-        whole = self._whole.get(number)
-        if whole is None or whole[0] != stretch.number:
-            noise = np.random.default_rng([self._seed, 3, number, stretch.number]).standard_normal(MOST_WINDOWS)
-            whole = stretch.number, tuple((stretch.rate * (1.0 + _SCATTER * noise).clip(0.1)).tolist())
-            self._whole[number] = whole
-        windows = whole[1][:count]
-        self._made[number] = stretch.number, windows
-        return windows
 
 
 # Relative standard deviation of measured speeds.

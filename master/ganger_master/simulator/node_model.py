@@ -16,8 +16,7 @@ from ganger_master.core.gang_model import Gang, GangIntent, ObservedPhase, Outco
 from ganger_master.core.job_model import Capabilities, Checkpoint, JobRecord, SuspendLevel
 from ganger_master.core.state import State
 from ganger_master.simulator.inputs import SwitchCosts
-from ganger_master.simulator.replay import Clock
-from ganger_master.simulator.time_slices import SlicedPart, SliceGroup
+from ganger_master.simulator.time_slices import Clock, SlicedPart, SliceGroup
 
 # Of any gang that is launched.
 _PIDS = (1,)
@@ -60,50 +59,29 @@ class _Followed:
 class ModelledJobs(Protocol):
     """The jobs of a replay, which modelled nodes run. Calls have the job's number and its gang."""
 
-    def send(self, command: Command) -> object:
-        """Pass a command to the core."""
-        ...
-
-    def begins(self, number: int, gang: Gang, held_since: float) -> float:
-        """Record the first step after a start or a restore; return the time of the job's end."""
-        ...
-
-    def changes(self, number: int, gang: Gang) -> float | None:
-        """Record that the gang continues with other cores, memory or company; return the new end; None: unchanged."""
-        ...
-
-    def halts(self, number: int, gang: Gang) -> None:
-        """Record its last step for now. It starts to save its state."""
-        ...
-
-    def ends(self, number: int, gang: Gang, held_since: float, finished: bool) -> None:
-        """Record that the gang released its devices. `finished`: the job is done."""
-        ...
-
-    def moves(self, number: int, gang: Gang) -> None:
-        """Record that the gang continues on other devices, or with another number of them."""
-        ...
-
-    def sliced(self, number: int, gang: Gang, held_s: float, trained_s: float, stops: int) -> float:
-        """Record for how long a time-sliced gang held devices and trained, and how often it was parked. Return the
-        seconds of training until its end."""
-        ...
-
-    def slice_starts(self, number: int, time: float) -> None:
-        """Record that the job has devices for a slice from this time on."""
-        ...
-
-    def slice_begins(self, number: int, gang: Gang) -> None:
-        """Record that a gang trains in its first slice."""
-        ...
-
-    def release(self, time: float) -> float:
-        """Return when a gang that ends at this time releases its devices."""
-        ...
-
-    def peak_bytes(self, number: int) -> int:
-        """Return the measured memory per device; 0: no measurement."""
-        ...
+    # Pass a command to the core.
+    def send(self, command: Command) -> object: ...
+    # Record the first step after a start or a restore; return the time of the job's end.
+    def begins(self, number: int, gang: Gang, held_since: float) -> float: ...
+    # Record that the gang continues with other cores, memory or company; return the new end; None: unchanged.
+    def changes(self, number: int, gang: Gang) -> float | None: ...
+    # Record its last step for now. It starts to save its state.
+    def halts(self, number: int, gang: Gang) -> None: ...
+    # Record that the gang released its devices. `finished`: the job is done.
+    def ends(self, number: int, gang: Gang, held_since: float, finished: bool) -> None: ...
+    # Record that the gang continues on other devices, or with another number of them.
+    def moves(self, number: int, gang: Gang) -> None: ...
+    # Record for how long a time-sliced gang held devices and trained, and how often it was parked. Return the seconds
+    # of training until its end.
+    def sliced(self, number: int, gang: Gang, held_s: float, trained_s: float, stops: int) -> float: ...
+    # Record that the job has devices for a slice from this time on.
+    def slice_starts(self, number: int, time: float) -> None: ...
+    # Record that a gang trains in its first slice.
+    def slice_begins(self, number: int, gang: Gang) -> None: ...
+    # Return when a gang that ends at this time releases its devices.
+    def release(self, time: float) -> float: ...
+    # Return the measured memory per device; 0: no measurement.
+    def peak_bytes(self, number: int) -> int: ...
 
 
 class NodeModel:

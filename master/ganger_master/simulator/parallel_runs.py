@@ -201,16 +201,13 @@ def run_all(
 def _simulated(simulate: Simulate, jobs: Any, servers: Any, policy: str, options: ReplayOptions, report: Report) -> Run:
     """Run in the child: one simulation with progress reports."""
     settle()
-    return simulate(jobs, servers, policy, options, _Reports(report))
+    due = time.monotonic()
 
-
-class _Reports:
-    def __init__(self, report: Report) -> None:
-        self._report = report
-        self._next = time.monotonic()
-
-    def __call__(self, ended: int, _: int) -> None:
+    def progress(ended: int, _: int) -> None:
+        nonlocal due
         now = time.monotonic()
-        if now >= self._next:
-            self._next = now + _SECONDS_BETWEEN_REPORTS
-            self._report(ended)
+        if now >= due:
+            due = now + _SECONDS_BETWEEN_REPORTS
+            report(ended)
+
+    return simulate(jobs, servers, policy, options, progress)

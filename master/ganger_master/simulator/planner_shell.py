@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ganger_master.core import commands
 from ganger_master.core.answers import ChangeAnswer, PlanAnswer
@@ -21,17 +21,14 @@ from ganger_master.policies.optimus_sizes import nothing_believed
 from ganger_master.policies.stages import Grow, ResizeByOptimus
 from ganger_master.simulator.inputs import ReplayOptions
 from ganger_master.simulator.node_model import NodeModel
-from ganger_master.simulator.replay import EPOCH_S, Clock
+from ganger_master.simulator.time_slices import EPOCH_S, Clock
 from ganger_master.simulator.traces.servers import Servers
 from ganger_master.simulator.traces.workload import Workload
-from ganger_master.simulator.true_rates import Work
+from ganger_master.simulator.true_rates import Scaling, TrueRates, Work
 
 if TYPE_CHECKING:
     # What most policies do not read is loaded only for those that do: it takes longer than to replay a hundred jobs.
     from ganger_master.simulator.measurement_model import ModelledEstimates, ModelledRates
-    from ganger_master.simulator.true_rates import Scaling, TrueRates
-
-_NO_GROUPS: Final[frozenset[int]] = frozenset()
 
 
 class PlannedReplay(Protocol):
@@ -53,13 +50,10 @@ class PlannedReplay(Protocol):
     scaling: Scaling | None
     windows: ModelledRates | None
 
-    def send(self, command: Command) -> object:
-        """Pass a command to the core and return its answer."""
-        ...
-
-    def received_s(self) -> Mapping[int, float]:
-        """Return the seconds for which each running job has trained, by number."""
-        ...
+    # Pass a command to the core and return its answer.
+    def send(self, command: Command) -> object: ...
+    # Return the seconds for which each running job has trained, by number.
+    def received_s(self) -> Mapping[int, float]: ...
 
 
 class Planning:
@@ -154,7 +148,7 @@ class Planning:
         if not self._is_planned:
             return False
         loop, now = self.loop, self._clock.now
-        changing = self._changing_groups()
+        changing = frozenset([number for number, one in self._state.gangs.sets.items() if one.coming is not None])
         if self._changed or changing != self._changing:
             self._changing = changing
             self._follow(loop)
@@ -176,14 +170,7 @@ class Planning:
         self._wake_at(loop.next_s(now))
         return False
 
-    def _changing_groups(self) -> frozenset[int]:
-        """Return the numbers of the time-slice groups with a matrix that is not acknowledged yet."""
-        if not self._state.gangs.sets:
-            return _NO_GROUPS
-        return frozenset([number for number, one in self._state.gangs.sets.items() if one.coming is not None])
-
     def _follow(self, loop: PlannerLoop) -> None:
-        """Let the loop observe the jobs and time-slice groups that changed."""
         state = self._state
         jobs, gone = [], []
         for number in self._changed:
@@ -207,7 +194,6 @@ class Planning:
         loop.observe(change, self._clock.now)
 
     def _propose(self, plan: Plan) -> list[ChangeAnswer]:
-        """Propose the plan in parts and return all verdicts."""
         answers: list[ChangeAnswer] = []
         for part in parts_of(plan):
             answer = self._replay.send(
@@ -223,20 +209,19 @@ class Planning:
             return
         if self._wakes_s <= self._clock.now or time < self._wakes_s:
             self._wakes_s = time
-            self._clock.at(time, _nothing)
+            # Only lets virtual time reach this instant.
+            self._clock.at(time, lambda: None)
 
     def _look_at(self, time: float) -> None:
-        """Plan again at this time, when there are new windows."""
+        def look() -> None:
+            self._looks.discard(time)
+            self.estimates_changed()
+
         if self._clock.now < time < math.inf and time not in self._looks:
             self._looks.add(time)
-            self._clock.at(time, lambda: self._look(time))
-
-    def _look(self, time: float) -> None:
-        self._looks.discard(time)
-        self.estimates_changed()
+            self._clock.at(time, look)
 
     def _modelled_rates(self) -> ModelledRates | None:
-        """Return the rates that the models answer; None if the policy reads none."""
         replay, believed = self._replay, nothing_believed if self.estimates is None else self.estimates.believed
         curves = None if replay.rates is None else replay.rates.known(self._is_profiled)
         rates = replay.windows
@@ -249,7 +234,6 @@ class Planning:
         return rates
 
     def _modelled_estimates(self) -> ModelledEstimates | None:
-        """Return the estimates of a policy that resizes jobs; None for all others."""
         replay = self._replay
         if not replay.policy.has(ResizeByOptimus):
             return None
@@ -273,7 +257,3 @@ class Planning:
 
     def _oracle(self, numbers: Integers) -> Floats:
         return self._replay.work.remaining(numbers - 1, self._clock.now)
-
-
-def _nothing() -> None:
-    """Do nothing: the event only lets virtual time reach this instant."""

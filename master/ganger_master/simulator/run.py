@@ -33,17 +33,15 @@ from ganger_master.simulator.admission import ModelledSchedulers, devices_only, 
 from ganger_master.simulator.inputs import FREE, ReplayOptions
 from ganger_master.simulator.node_model import NodeModel
 from ganger_master.simulator.planner_shell import Planning
-from ganger_master.simulator.replay import EPOCH_S, Clock, instant, round_start, rounds_until
-from ganger_master.simulator.report.outcomes import Run
-from ganger_master.simulator.run_record import Ledger, Meters
+from ganger_master.simulator.report.outcomes import Ledger, Meters, Run
+from ganger_master.simulator.time_slices import EPOCH_S, Clock, instant, round_start, rounds_until
 from ganger_master.simulator.traces.profiles import with_models
 from ganger_master.simulator.traces.servers import Servers
 from ganger_master.simulator.traces.workload import Workload, offered_load
-from ganger_master.simulator.true_rates import Work
+from ganger_master.simulator.true_rates import Footprints, Scaling, TrueRates, Work, without_arenas
 
 if TYPE_CHECKING:
     from ganger_master.simulator.measurement_model import ModelledRates
-    from ganger_master.simulator.true_rates import Footprints, Scaling, TrueRates
 
 _NEVER_S = 1e12
 _DEFAULTS = ReplayOptions()
@@ -64,13 +62,11 @@ def simulate(
 ) -> Run:
     """Run every job from submission to end and return the outcomes.
 
-    Every gang must fit into the cluster (`traces.transform.that_fit`) and every duration must be known. `progress` is
+    Every gang must fit into the cluster (`admission.that_fit`) and every duration must be known. `progress` is
     called with the number of ended jobs and of all jobs. Raises KeyError for an unknown policy.
     """
     began, began_cpu = time.perf_counter(), time.process_time()
     if options.rates == "profiles":
-        from ganger_master.simulator.true_rates import without_arenas
-
         jobs, servers = with_models(jobs, options.seed), without_arenas(servers)
     replay = _Replay(jobs, servers, policy, options, progress)
     replay.run()
@@ -94,7 +90,6 @@ def simulate(
 
 
 def _as_simulated(policy: Policy, options: ReplayOptions) -> Policy:
-    """Return the policy as it runs under these options."""
     tune = policy.stage(Tune)
     if tune is not None and options.rates == "recorded" and tune.tuning.by_profiles and tune.tuning.place is None:
         # Cores make no job faster or slower.
@@ -166,19 +161,23 @@ class _Replay:
             self._expect(0)
 
     def _model_rates(self) -> None:
-        """Make the models of rates and device memory that the jobs, the policy and the options need."""
         jobs, servers, options = self.jobs, self.servers, self.options
         # None: every job runs at its recorded rate.
-        self.rates = _rates(jobs, servers) if options.rates == "profiles" else None
+        self.rates = TrueRates(jobs, servers) if options.rates == "profiles" else None
         # None: no job is elastic.
         is_elastic = bool((jobs.min_gpus < jobs.max_gpus).any())
-        self.scaling = _scaling(jobs, options.seed) if is_elastic else None
+        self.scaling = Scaling(jobs, options.seed) if is_elastic else None
         # None: the policy does not share GPUs.
-        self.footprints = _footprints(jobs, servers, options.seed) if self.policy.shares_devices else None
+        self.footprints = Footprints(jobs, servers, options.seed) if self.policy.shares_devices else None
         # Jobs park in host memory only if their device memory was measured.
         measures = self.policy.migrates or (is_elastic and self.policy.has(Grow, ResizeByOptimus))
-        self.memory = _footprints(jobs, servers, options.seed) if measures else self.footprints
-        self.windows = None if self.memory is None else _windows(self.memory, options.seed)
+        self.memory = Footprints(jobs, servers, options.seed) if measures else self.footprints
+        self.windows: ModelledRates | None = None
+        if self.memory is not None:
+            # Most replays need none, and the import takes longer than a replay of a hundred jobs.
+            from ganger_master.simulator.measurement_model import ModelledRates
+
+            self.windows = ModelledRates(self.memory, options.seed)
 
     def run(self) -> None:
         count = len(self.jobs)
@@ -258,7 +257,6 @@ class _Replay:
         return {job.number: self.ledger.received_s(job.number - 1, now) for job, _ in self.planning.loop.table.running}
 
     def _company(self, job: int, gang: Gang) -> frozenset[int]:
-        """Return the other jobs that train on its devices."""
         if self.footprints is None:
             return frozenset()
         found = []
@@ -298,7 +296,6 @@ class _Replay:
         return self.release(self.work.change(job, self.clock.now, self._rate(job, gang)))
 
     def _rate(self, job: int, gang: Gang) -> float:
-        """Return its rate relative to the recorded rate."""
         rate = 1.0 if self.rates is None else self.rates.rate(job, gang)
         if self.footprints is not None:
             rate *= self.footprints.speed(job, sorted(self._company(job, gang)))
@@ -375,30 +372,3 @@ class _Replay:
 
     def _tick(self) -> None:
         self.send(commands.Tick())
-
-
-# Imported on demand: most replays need none of these, and an import takes longer than a replay of a hundred jobs.
-
-
-def _rates(jobs: Workload, servers: Servers) -> TrueRates:
-    from ganger_master.simulator.true_rates import TrueRates
-
-    return TrueRates(jobs, servers)
-
-
-def _scaling(jobs: Workload, seed: int) -> Scaling:
-    from ganger_master.simulator.true_rates import Scaling
-
-    return Scaling(jobs, seed)
-
-
-def _footprints(jobs: Workload, servers: Servers, seed: int) -> Footprints:
-    from ganger_master.simulator.true_rates import Footprints
-
-    return Footprints(jobs, servers, seed)
-
-
-def _windows(memory: Footprints, seed: int) -> ModelledRates:
-    from ganger_master.simulator.measurement_model import ModelledRates
-
-    return ModelledRates(memory, seed)

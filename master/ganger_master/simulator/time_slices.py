@@ -1,4 +1,5 @@
-"""Time-slice groups of modelled nodes: the same rotation as on daemons, without an event for each switch.
+"""Virtual time: scheduled actions, ordered by time and then by the order of scheduling; and the time-slice groups of
+modelled nodes, with the same rotation as on daemons, without an event for each switch.
 
 While all gangs of a group want their slices, `slice_rotation.SliceCourse` gives what each received between two looks. A
 group is looked at when a gang ends, comes or leaves, and at the end of a slice while a new matrix is on its way or a
@@ -7,14 +8,75 @@ gang is gone. All nodes of a group act at the same time, so one member reports f
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Final
 
 from ganger.protocol.slice_rotation import NO_ROW, SliceCourse, SliceMatrix, SliceMember, SlicePosition, lead, quantum_s
 
 from ganger_master.core.gang_model import Matrix
+
+# A trace's clock begins at zero, and a time of zero means "never" in the core.
+EPOCH_S = 1_000_000.0
+# Times closer than this are the same instant: sums of decimals are seldom exact.
+INSTANT_S = 1e-6
+
+
+def instant(time: float) -> float:
+    """Return the time rounded to microseconds, so that times equal in decimals compare equal."""
+    return round(time, 6)
+
+
+def rounds_until(time: float, step_s: float) -> float:
+    """Return the number of rounds of `step_s` seconds since the epoch; a whole number at the start of a round."""
+    rounds = (time - EPOCH_S) / step_s
+    nearest = round(rounds)
+    return nearest if abs(rounds - nearest) * step_s < INSTANT_S else rounds
+
+
+def round_start(number: float, step_s: float) -> float:
+    return instant(EPOCH_S + step_s * number)
+
+
+class Clock:
+    """A clock of virtual time with scheduled actions. `now`: seconds."""
+
+    def __init__(self, start: float) -> None:
+        self.now = start
+        self._heap: list[tuple[float, int, Callable[[], None], Callable[[], bool] | None]] = []
+        self._order = count()
+
+    def at(self, time: float, act: Callable[[], None], is_void: Callable[[], bool] | None = None) -> None:
+        """Schedule an action. `is_void`: whether the action is cancelled by then.
+
+        Virtual time skips the instant of a cancelled action: no policy may observe when a job would have ended.
+        """
+        heapq.heappush(self._heap, (max(time, self.now), next(self._order), act, is_void))
+
+    def next_time(self) -> float | None:
+        heap = self._heap
+        while heap:
+            time, _, _, is_void = heap[0]
+            if is_void is None or not is_void():
+                return time
+            heapq.heappop(heap)
+        return None
+
+    def run_instant(self) -> int:
+        """Advance to the next instant, run all of its actions and return their number."""
+        time = self.next_time()
+        assert time is not None, "no action is scheduled"
+        self.now = time
+        done = 0
+        while time == self.now:
+            heapq.heappop(self._heap)[2]()
+            done += 1
+            time = self.next_time()
+        return done
+
 
 _MEMBER: Final = "all nodes"
 # Sums of seconds are equal but for rounding.
@@ -105,13 +167,11 @@ class SliceGroup:
         self.synced_at = now
 
     def _course(self, matrix: SliceMatrix) -> SliceCourse:
-        """Return the slices after this position."""
         if self._known is None or self._known[0] is not self.position:
             self._known = self.position, SliceCourse(self.position, matrix, self.switch_s)
         return self._known[1]
 
     def _credit_slice(self, until: float) -> None:
-        """Credit the gangs of the active row."""
         held = until - self.synced_at
         trained = until - min(until, max(self.synced_at, self.ordered_at + self.dead_s))
         for epoch in self.on & self.parts.keys():
@@ -126,8 +186,8 @@ class SliceGroup:
         self.sync(now)
         while self.matrices:
             since = now - self.ordered_at + _ROUNDING_S
-            started = since - self.dead_s
-            position = lead(self.position, self.matrices, {_MEMBER: self._member()}, since, self._since(started))
+            started = since - self.dead_s if since >= self.dead_s else None
+            position = lead(self.position, self.matrices, {_MEMBER: self._member()}, since, started)
             if position is None:
                 break
             self._order(position, now)
@@ -145,10 +205,6 @@ class SliceGroup:
     def finished(self, now: float) -> list[int]:
         """Return the epochs of gangs that are done by now."""
         return [epoch for epoch, part in self.parts.items() if part.finishes <= now + _ROUNDING_S]
-
-    @staticmethod
-    def _since(started_s: float) -> float | None:
-        return started_s if started_s >= 0.0 else None
 
     def _member(self) -> SliceMember:
         alive = frozenset(self.parts)

@@ -29,13 +29,14 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from dataclasses import replace
+from functools import cache, cached_property, lru_cache
 from statistics import median
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from ganger.cluster.fit import share_of_cores, share_of_memory
-from ganger.cluster.resources import Claim, ConfigurationSet, LocalityLevel
+from ganger.cluster.resources import Claim, LocalityLevel
 from msgspec import structs
 
 from ganger_master.core.gang_model import Gang
@@ -154,10 +155,8 @@ class TrueRates:
         self._position = positions[jobs.model.codes] if len(jobs) else np.zeros(0, np.int64)
         self._matrices = [profile.matrix for profile in synergy_profiles().values()]
         self._recorded = [self._recorded_amounts(jobs, job) for job in range(len(jobs))]
-        self._known_rates: dict[tuple[int, int, int, int], float] = {}
-        self._distances: dict[tuple[str, int, int, LocalityLevel], float] = {}
-        self._best_levels: dict[int, tuple[int, LocalityLevel]] = {}
-        self._types: dict[str, str] = {}
+        self._measured = lru_cache(_MOST_KEPT)(self._measure)
+        self._of_distance = cache(self._slowdown)
 
     def rate(self, job: int, gang: Gang) -> float:
         """Return the rate relative to the recorded one, above zero."""
@@ -166,7 +165,9 @@ class TrueRates:
             return 1.0
         amounts = min([self._of_amounts(job, claim) for claim in claims])
         gpus = sum([claim.device_mask.bit_count() for claim in claims])
-        rate = amounts * self._of_distance(job, gpus, len(claims), gang.level)
+        rate = amounts * (
+            self._of_distance(_family(self._models[job]), gpus, len(claims), gang.level) if gpus > 1 else 1.0
+        )
         if len(self._groups) > 1 and not self._named_types[job]:
             rate *= min([self._of_type(job, claim.node) for claim in claims])
         return max(rate, _RATES_LEAST)
@@ -185,7 +186,6 @@ class TrueRates:
     # -- cores and memory ----------------------------------------------------------------------------------------------
 
     def _recorded_amounts(self, jobs: Workload, job: int) -> tuple[int, int]:
-        """Return millicores and bytes of memory per GPU."""
         gpus, cpus, memory = int(jobs.gpus[job]), jobs.cpus[job], jobs.memory_bytes[job]
         return (
             share_of_cores(self._usual, 1) if np.isnan(cpus) else max(1, int(1000 * cpus) // gpus),
@@ -202,45 +202,28 @@ class TrueRates:
             return min(1.0, millicores / (recorded[0] * gpus), claim.memory_bytes / (recorded[1] * gpus))
         return self._measured(position, millicores, claim.memory_bytes, gpus) / self._measured(position, *recorded, 1)
 
-    def _measured(self, position: int, millicores: int, memory_bytes: int, gpus: int) -> float:
-        key = (position, millicores, memory_bytes, gpus)
-        found = self._known_rates.get(key)
-        if found is None:
-            if len(self._known_rates) > _MOST_KEPT:
-                self._known_rates.clear()
-            rate = self._matrices[position].rate(millicores / 1000 / gpus, memory_bytes / gpus)
-            found = self._known_rates[key] = max(rate, _RATES_LEAST)
-        return found
+    def _measure(self, position: int, millicores: int, memory_bytes: int, gpus: int) -> float:
+        return max(self._matrices[position].rate(millicores / 1000 / gpus, memory_bytes / gpus), _RATES_LEAST)
 
     # -- distance ------------------------------------------------------------------------------------------------------
 
-    def _of_distance(self, job: int, gpus: int, nodes: int, level: LocalityLevel) -> float:
-        if gpus < 2:
-            return 1.0
-        key = (_family(self._models[job]), gpus, nodes, level)
-        found = self._distances.get(key)
-        if found is None:
-            best = self._best_levels.get(gpus)
-            if best is None:
-                best = self._best_levels[gpus] = _closest(gpus, self._groups)
-            there, recorded = _relative_speed(key[0], gpus, nodes, level), _relative_speed(key[0], gpus, *best)
-            if nodes > 1 == best[0]:
-                # The measurements compare with one server, whatever the locality of devices inside it.
-                recorded = 1.0
-            found = self._distances[key] = min(1.0, there / recorded)
-        return found
+    def _slowdown(self, family: str, gpus: int, nodes: int, level: LocalityLevel) -> float:
+        best = _closest(gpus, self._groups)
+        there, recorded = _relative_speed(family, gpus, nodes, level), _relative_speed(family, gpus, *best)
+        if nodes > 1 == best[0]:
+            # The measurements compare with one server, whatever the locality of devices inside it.
+            recorded = 1.0
+        return min(1.0, there / recorded)
 
     # -- type ----------------------------------------------------------------------------------------------------------
 
+    @cached_property
+    def _types(self) -> dict[str, str]:
+        return {row.node: group.configuration_set.device_type for group in self._groups for row in group.rows()}
+
     def _of_type(self, job: int, node: str) -> float:
-        device_type = self._types.get(node)
-        if device_type is None:
-            self._types.update(
-                {row.node: group.configuration_set.device_type for group in self._groups for row in group.rows()}
-            )
-            device_type = self._types[node]
         model = self._models[job]
-        return _type_speed(model, device_type) / _type_speed(model, self._usual.device_type)
+        return _type_speed(model, self._types[node]) / _type_speed(model, self._usual.device_type)
 
 
 # Minimum rate, so that every gang makes progress.
@@ -250,18 +233,11 @@ _MOST_KEPT = 100_000
 
 def without_arenas(servers: Servers) -> Servers:
     """Return the servers without host-memory arenas: the shares in published profiles refer to all host memory."""
-    return Servers(
-        tuple(
-            [
-                ServerGroup(_whole_memory(group.configuration_set), group.nodes, group.nodes_per_rack, group.fabric)
-                for group in servers.groups
-            ]
-        )
-    )
-
-
-def _whole_memory(configuration_set: ConfigurationSet) -> ConfigurationSet:
-    return structs.replace(configuration_set, device_memory_bytes=0)
+    groups = [
+        replace(group, configuration_set=structs.replace(group.configuration_set, device_memory_bytes=0))
+        for group in servers.groups
+    ]
+    return Servers(tuple(groups))
 
 
 def _profile_name(model: str) -> str:
@@ -341,17 +317,10 @@ class Scaling:
         self._curve: list[_Curve] = []
         for job, (model, batch) in enumerate(zip(jobs.model.texts(), jobs.batch_size.tolist(), strict=True)):
             self._curve.append(_published(model, batch) or published[of_model[model] if model else of_job[job]])
-        self._known: dict[tuple[_Curve, int], float] = {}
 
     def rate(self, job: int, gpus: int) -> float:
         """Return the rate relative to that with the GPUs in its trace."""
-        return self._speed(self._curve[job], gpus) / self._speed(self._curve[job], int(self._gpus[job]))
-
-    def _speed(self, curve: _Curve, gpus: int) -> float:
-        found = self._known.get((curve, gpus))
-        if found is None:
-            found = self._known[curve, gpus] = published_speed(curve, gpus)
-        return found
+        return published_speed(self._curve[job], gpus) / published_speed(self._curve[job], int(self._gpus[job]))
 
 
 def _published(model: str, batch: float) -> _Curve | None:
@@ -363,6 +332,7 @@ def _published(model: str, batch: float) -> _Curve | None:
     return name, min(batches, key=lambda known: (0.0 if math.isnan(batch) else abs(known - batch), known))
 
 
+@cache
 def published_speed(curve: tuple[str, int], gpus: int) -> float:
     """Return ElasticFlow's steps per second of a model and global batch on so many GPUs."""
     points = elasticflow_speeds()[curve[0]][curve[1]]

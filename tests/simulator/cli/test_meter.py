@@ -7,7 +7,7 @@ from contextlib import redirect_stderr
 from itertools import count
 
 import pytest
-from ganger_master.simulator.output import ProgressBar
+from ganger_master.simulator.flags import ProgressBar
 
 
 class Terminal(io.StringIO):

@@ -9,9 +9,8 @@ from dataclasses import replace
 import click
 import pytest
 from ganger.console import groups, print_side_by_side
-from ganger_master.simulator.report.figures import Figures, figures
+from ganger_master.simulator.report.figures import Figures, by_best, comparison, figures, side_by_side
 from ganger_master.simulator.report.outcomes import Run, outcomes
-from ganger_master.simulator.report.tables import as_json, by_best, side_by_side
 from ganger_master.simulator.traces.workload import workload
 
 
@@ -38,7 +37,7 @@ def test_several_seeds_are_a_mean_and_its_interval() -> None:
     group = {"fifo": [run_of(110.0), run_of(130.0)], "srtf": [run_of(55.0), run_of(65.0)]}
     # Student's t with one degree of freedom: 12.706 x 14.142 / sqrt(2).
     assert rows(side_by_side(group))["average JCT"][0] == "2m ±2m 7s"
-    document = as_json(group)["fifo"]
+    document = comparison(group)["fifo"]
     assert document["avg_jct_s"]["mean"] == 120.0
     assert document["avg_jct_s"]["half_width"] == pytest.approx(12.7062 * 10, rel=1e-5)
     # Seeds are paired: however much they vary, fifo takes twice as long in each.
@@ -48,8 +47,8 @@ def test_several_seeds_are_a_mean_and_its_interval() -> None:
 def test_what_is_not_known_is_no_number() -> None:
     group = {"fifo": [run_of(math.nan)], "srtf": [run_of(60.0)]}
     assert rows(side_by_side(group))["average JCT"] == ["-", "1m"]
-    assert as_json(group)["fifo"]["avg_jct_s"] is None
-    assert as_json(group)["fifo"]["avg_jct_by_best"] is None
+    assert comparison(group)["fifo"]["avg_jct_s"] is None
+    assert comparison(group)["fifo"]["avg_jct_by_best"] is None
     assert by_best({"a": [math.nan]}) == {"a": None}
     assert by_best({"a": [0.0], "b": [1.0]}) == {"a": None, "b": None}
 

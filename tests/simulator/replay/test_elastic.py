@@ -9,8 +9,8 @@ import pytest
 from faultsim.state_invariants import violations
 from ganger_master.simulator.inputs import ReplayOptions, SwitchCosts
 from ganger_master.simulator.measurement_model import Losses
-from ganger_master.simulator.replay import INSTANT_S
 from ganger_master.simulator.run import _Replay, simulate
+from ganger_master.simulator.time_slices import INSTANT_S
 from ganger_master.simulator.traces.profiles import elasticflow_speeds
 from ganger_master.simulator.traces.servers import servers_from_flags
 from ganger_master.simulator.traces.workload import Workload, workload

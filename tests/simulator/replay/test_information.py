@@ -9,8 +9,8 @@ import pytest
 from ganger_master.core.commands import Command, ProposePlan, RequestGang
 from ganger_master.policies import NAMES, policy_named
 from ganger_master.simulator.inputs import ReplayOptions
-from ganger_master.simulator.replay import EPOCH_S
 from ganger_master.simulator.run import _Replay
+from ganger_master.simulator.time_slices import EPOCH_S
 from ganger_master.simulator.traces.servers import servers_from_flags
 from ganger_master.simulator.traces.workload import Workload, workload
 

@@ -14,8 +14,7 @@ from ganger_master.simulator.inputs import ReplayOptions
 from ganger_master.simulator.report.outcomes import Outcomes
 from ganger_master.simulator.run import simulate
 from ganger_master.simulator.traces.servers import servers_from_flags
-from ganger_master.simulator.traces.transform import scaled_to_load, synthetic
-from ganger_master.simulator.traces.workload import Labels
+from ganger_master.simulator.traces.workload import Labels, scaled_to_load, synthetic
 
 GANGS = {1: 0.5, 2: 0.15, 4: 0.2, 8: 0.15}
 FOUR_SERVERS = servers_from_flags(nodes=4, gpus_per_node=8, topology="2x4")

@@ -11,8 +11,8 @@ from ganger_master.core import placement_leases
 from ganger_master.core.commands import Command, Tick
 from ganger_master.core.state import State
 from ganger_master.simulator.inputs import ReplayOptions
-from ganger_master.simulator.replay import Clock
 from ganger_master.simulator.run import _Replay
+from ganger_master.simulator.time_slices import Clock
 from ganger_master.simulator.traces.servers import servers_from_flags
 from ganger_master.simulator.traces.workload import Workload, workload
 

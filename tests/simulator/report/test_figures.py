@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 from ganger.cluster.feasibility import GangMix, fragmented_gpus
 from ganger_master.simulator.report.figures import (
-    demand_of,
+    details,
     figures,
     finish_time_fairness,
     interval,
     mean_contention,
     paired_ratio,
+    waiting_by_size,
 )
-from ganger_master.simulator.report.files import as_json, write_jobs, write_series
-from ganger_master.simulator.report.outcomes import Outcomes, Run, StepSeries, outcomes
-from ganger_master.simulator.report.tables import details, waiting_by_size
+from ganger_master.simulator.report.files import as_json, job_rows, series_rows
+from ganger_master.simulator.report.outcomes import Outcomes, Run, StepSeries, demand_of, outcomes
 from ganger_master.simulator.traces.reader import read_trace
 from ganger_master.simulator.traces.workload import Workload, workload
 from hypothesis import given
@@ -89,15 +89,6 @@ def test_a_millisecond_of_rounding_makes_no_job_late_and_no_job_worse_off() -> N
     made = [figures(run_of(outcomes(jobs, [0], [end], [end]))) for jobs, end in zip(alone, ends, strict=True)]
     assert [found.deadline_hits for found in made] == [1, 1, 0]
     assert [found.share_rho_above_1 for found in made] == [0, 0, 1]
-
-
-def test_window_looks_at_its_jobs_and_at_the_cluster_meanwhile() -> None:
-    series = {"used_gpus": StepSeries.of([0, 10, 20], [2, 4, 8], 40)}
-    found = figures(run_of(three()[1], series=series), window_s=(5, 20))
-    assert (found.jobs, found.unfinished) == (2, 1)
-    assert found.avg_jct_s == 32
-    assert found.gpu_utilization == pytest.approx((5 * 2 + 10 * 4) / (15 * 8))
-    assert math.isnan(found.core_utilization)
 
 
 def test_cores_that_were_not_recorded_are_not_reported_as_idle() -> None:
@@ -240,7 +231,7 @@ def test_rarest_kinds_are_left_out_of_the_demand() -> None:
 
 def test_jobs_are_written_one_a_row_and_unknown_times_are_blank() -> None:
     file = io.StringIO()
-    write_jobs(three()[1], file)
+    csv.writer(file, lineterminator="\n").writerows(job_rows(three()[1]))
     rows = list(csv.DictReader(io.StringIO(file.getvalue())))
     assert [row["job_id"] for row in rows] == ["a", "b", "c"]
     assert (rows[1]["jct_s"], rows[1]["waiting_s"], rows[1]["service_s"]) == ("32", "10", "22")
@@ -252,14 +243,14 @@ def test_written_jobs_are_a_trace_again() -> None:
 
     jobs, made = three()
     file = io.StringIO()
-    write_jobs(made, file)
+    csv.writer(file, lineterminator="\n").writerows(job_rows(made))
     again = read_stream(io.BytesIO(file.getvalue().encode()), "jobs.csv").workload
     assert again.with_columns(lines=[0, 0, 0]) == jobs
 
 
 def test_series_are_written_step_by_step() -> None:
     file = io.StringIO()
-    write_series({"used_gpus": StepSeries.of([0, 2.5], [1, 0.125], 4)}, file)
+    csv.writer(file, lineterminator="\n").writerows(series_rows({"used_gpus": StepSeries.of([0, 2.5], [1, 0.125], 4)}))
     assert file.getvalue().splitlines() == [
         "series,time_s,value",
         "used_gpus,0,1",

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from ganger_master.simulator.traces.profiles import (
-    SYNERGY_SPLIT,
     ModelClass,
     gavel_speeds,
     synergy_profiles,
@@ -18,6 +17,8 @@ from ganger_master.simulator.traces.profiles import (
     with_models,
 )
 from ganger_master.simulator.traces.workload import Workload, workload
+
+from experiments.model_split import SYNERGY_SPLIT, models_by_split
 
 SHARED = Path(__file__).resolve().parents[4] / "shared"
 
@@ -85,7 +86,7 @@ def test_without_a_split_each_model_is_equally_likely() -> None:
 
 def test_split_of_synergy_is_never_further_off_than_one_job_and_models_take_turns() -> None:
     profiles = synergy_profiles()
-    models = with_models(jobs(1000), seed=3, split=SYNERGY_SPLIT).model.texts()
+    models = models_by_split(1000, seed=3)
     given: collections.Counter[ModelClass] = collections.Counter()
     for number, model in enumerate(models, 1):
         given[profiles[model].model_class] += 1
@@ -99,8 +100,8 @@ def test_split_of_synergy_is_never_further_off_than_one_job_and_models_take_turn
 
 
 def test_seed_changes_the_model_of_each_job_but_not_the_split() -> None:
-    one, other = (with_models(jobs(100), seed, SYNERGY_SPLIT) for seed in (1, 2))
-    kinds = [[synergy_profiles()[text].model_class for text in made.model.texts()] for made in (one, other)]
+    one, other = (models_by_split(100, seed) for seed in (1, 2))
+    kinds = [[synergy_profiles()[text].model_class for text in made] for made in (one, other)]
     assert kinds[0] == kinds[1]
     assert one != other
 
@@ -115,7 +116,7 @@ def test_seed_changes_the_model_of_each_job_but_not_the_split() -> None:
 )
 def test_split_that_cannot_be_is_refused(split: dict[ModelClass, float], what: str) -> None:
     with pytest.raises(ValueError, match=what):
-        with_models(jobs(3), 1, split)
+        models_by_split(3, 1, split)
 
 
 def test_iterations_follow_from_run_time_where_the_trace_has_none() -> None:

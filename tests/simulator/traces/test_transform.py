@@ -8,29 +8,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ganger_master.simulator.admission import that_fit
 from ganger_master.simulator.traces.reader import read_trace
 from ganger_master.simulator.traces.rows import RowFindingKind
 from ganger_master.simulator.traces.servers import servers_from_description
-from ganger_master.simulator.traces.transform import (
+from ganger_master.simulator.traces.workload import (
     MULTI_GPU,
     SINGLE_GPU,
-    from_zero,
-    sample,
-    scaled_to_load,
-    synthetic,
-    that_fit,
-    window,
-    with_durations,
-    with_loads,
-    with_sizes,
-)
-from ganger_master.simulator.traces.workload import (
     Labels,
     Workload,
     id_order,
     offered_load,
     percentile,
+    sample,
+    scaled_to_load,
     size_class,
+    synthetic,
+    window,
+    with_durations,
+    with_loads,
+    with_sizes,
     workload,
 )
 from hypothesis import given
@@ -144,11 +141,6 @@ def test_longer_synthetic_workload_begins_as_the_shorter() -> None:
 
 def test_window_takes_the_first_instant_and_not_the_last() -> None:
     assert window(jobs(), 15, 35).job_ids == ("j1", "j2")
-
-
-def test_clock_from_zero_moves_submissions_and_deadlines_together() -> None:
-    made = from_zero(jobs(deadline_s=[20.0, 30, 40, 50, 60]))
-    assert (made.submit_s[0], made.deadline_s[0], made.submit_s[4]) == (0, 15, 40)
 
 
 def test_sample_follows_its_seed_and_nothing_else() -> None:

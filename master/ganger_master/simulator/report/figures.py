@@ -1,26 +1,22 @@
 """The figures of one run: how long jobs took and waited, how full the cluster was, how fair, and what it cost.
 
-Whether a shared cluster served each job at least as well as an equal part of it, all its own, would have.
-
 Themis (Mahajan et al., NSDI 2020, section 3): finish-time fairness rho = T_shared / T_independent, where the
 independent cluster has 1/N of the GPUs, N being the jobs that contend. rho <= 1 is the promise of sharing.
-
-The kinds of gangs in a workload and their frequencies, from which fragmentation is measured.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from ganger.cluster.feasibility import MOST_KINDS, GangMix
+from ganger.units import format_duration, format_memory
 
-from ganger_master.policies.job_facts import Flags
 from ganger_master.policies.orders import SLACK_S
 from ganger_master.simulator.report.outcomes import Outcomes, Run, StepSeries
-from ganger_master.simulator.traces.workload import Floats, Integers, Workload, percentile, size_class, size_names
+from ganger_master.simulator.traces.workload import Floats, Integers, percentile, size_class, size_names
 
 
 def finish_time_fairness(
@@ -58,33 +54,6 @@ def live_jobs(submit_s: Floats, end_s: Floats) -> StepSeries:
     return StepSeries.of(times, np.cumsum(np.bincount(position, changes, len(times))), float(times[-1]))
 
 
-def demand_of(jobs: Workload, device_types: tuple[str, ...]) -> GangMix:
-    """Return the 128 most frequent kinds of gangs in a workload. Raises ValueError if there is none."""
-    if not len(jobs):
-        raise ValueError("the workload has no jobs")
-    per_gpu = np.column_stack(
-        (
-            jobs.gpus,
-            np.nan_to_num(jobs.cpus) * 1000 / jobs.gpus,
-            np.nan_to_num(jobs.memory_bytes) / jobs.gpus,
-            jobs.gpu_type.codes,
-        )
-    )
-    kinds, counts = np.unique(per_gpu, axis=0, return_counts=True)
-    frequent = np.argsort(-counts, kind="stable")[:MOST_KINDS]
-    kinds, counts = kinds[frequent], counts[frequent]
-    accepted = [jobs.gpu_type.names[int(code)] for code in kinds[:, 3]]
-    accepts = [[not wish or kind in wish.split("|") for kind in device_types] for wish in accepted]
-    return GangMix(
-        kinds[:, 0].astype(np.int64),
-        kinds[:, 1],
-        kinds[:, 2],
-        np.array(accepts, bool).reshape(len(kinds), len(device_types)),
-        counts / counts.sum(),
-        device_types,
-    )
-
-
 @dataclass(frozen=True)
 class SizeFigures:
     """Jobs of one size class of gangs: how long until they first ran, and how long they waited in all."""
@@ -101,9 +70,9 @@ class Figures:
     """The figures of a run, NaN where unknown. Times are of jobs that ended; percentiles are observed values
     (`statistics.percentile`), the median is the usual one. A millisecond late is in time.
 
-    `jobs` were submitted (in the window, if there is one), `unfinished` of them had not ended. `makespan_s` runs
+    `jobs` were submitted, `unfinished` of them had not ended. `makespan_s` runs
     from the first submission to the last end, NaN with jobs unfinished. `gpu_utilization` and `core_utilization` are
-    what was held by what there was, over the makespan or window. `fragmentation` is the share of free GPUs that the
+    what was held by what there was, over the makespan. `fragmentation` is the share of free GPUs that the
     next gang could not use, `fragmented_gpus` their mean number. `rho` is Themis's finish-time fairness. Waiting is all
     time without a gang. `overhead_share` is the share of held GPU time that went into starting, stopping and moving.
     """
@@ -145,25 +114,22 @@ class Figures:
     peak_memory_bytes: int
 
 
-def figures(run: Run, window_s: tuple[float, float] | None = None) -> Figures:
-    """Return the figures of a run.
-
-    With a window, those of the jobs submitted in it (from its first second to before its second), and of the cluster
-    during it: the steady part of a run, without its start and its end.
-    """
-    every = run.outcomes
-    chosen = np.ones(len(every), bool)
-    if window_s is not None:
-        chosen = (every.submit_s >= window_s[0]) & (every.submit_s < window_s[1])
-    rho, jct_s = _fairness(run, chosen)
-    jobs = every if window_s is None else every.take(chosen)
+def figures(run: Run) -> Figures:
+    """Return the figures of a run."""
+    jobs = run.outcomes
+    rho, jct_s = _fairness(run)
     done = jobs.take(jobs.finished)
-    last_end = float(done.end_s.max()) if len(jobs) and len(done) == len(jobs) else math.nan
-    makespan = last_end - float(jobs.submit_s.min()) if len(jobs) else math.nan
-    begin, end = _span_s(run, last_end) if window_s is None else window_s
+    begin, end = (float(jobs.submit_s.min()), run.end_s) if len(jobs) else (run.start_s, run.end_s)
+    makespan = math.nan
+    if len(jobs) and len(done) == len(jobs):
+        end = float(done.end_s.max())
+        makespan = end - begin
     fragmented = _series_mean(run, "fragmented_gpus", begin, end)
-    used_gpus = _used(run, "used_gpus", every.gpu_seconds, window_s, begin, end)
-    used_cores = _used(run, "used_cores", every.core_seconds, window_s, begin, end)
+    # From the jobs it is more exact than from the recorded series, which counts once what jobs share.
+    used_gpus = _ratio(float(jobs.gpu_seconds.sum()), end - begin)
+    if run.shares:
+        used_gpus = _series_mean(run, "used_gpus", begin, end)
+    used_cores = _ratio(float(jobs.core_seconds.sum()), end - begin)
     deadlines = ~np.isnan(jobs.deadline_s)
     held = float(jobs.gpu_seconds.sum())
     return Figures(
@@ -207,19 +173,11 @@ def figures(run: Run, window_s: tuple[float, float] | None = None) -> Figures:
     )
 
 
-def _span_s(run: Run, last_end_s: float) -> tuple[float, float]:
-    """Return the first and the last second of a run: from the first submission to the last end, if all jobs ended."""
-    if not len(run.outcomes):
-        return run.start_s, run.end_s
-    return float(run.outcomes.submit_s.min()), run.end_s if math.isnan(last_end_s) else last_end_s
-
-
-def _fairness(run: Run, chosen: Flags) -> tuple[Floats, Floats]:
-    """Return rho and the JCT in seconds of the chosen jobs that have a rho; contention is that of all jobs."""
-    every = run.outcomes
-    rho = finish_time_fairness(every.submit_s, every.end_s, every.gpus, every.duration_s, max(run.gpus, 1), run.end_s)
-    known = chosen & ~np.isnan(rho)
-    return rho[known], every.jct_s[known]
+def _fairness(run: Run) -> tuple[Floats, Floats]:
+    jobs = run.outcomes
+    rho = finish_time_fairness(jobs.submit_s, jobs.end_s, jobs.gpus, jobs.duration_s, max(run.gpus, 1), run.end_s)
+    known = ~np.isnan(rho)
+    return rho[known], jobs.jct_s[known]
 
 
 def by_gang_size(jobs: Outcomes) -> dict[str, SizeFigures]:
@@ -236,14 +194,6 @@ def by_gang_size(jobs: Outcomes) -> dict[str, SizeFigures]:
             int(of_size.sum()), _mean(delays), percentile(delays, 95), _mean(waiting), percentile(waiting, 95)
         )
     return found
-
-
-def _used(run: Run, name: str, held_s: Floats, window_s: tuple[float, float] | None, begin: float, end: float) -> float:
-    """Return the mean of what was in use; what jobs share counts once. For a whole run it is computed from the jobs,
-    which is more exact than the recorded series."""
-    if window_s is None and not (run.shares and name == "used_gpus"):
-        return _ratio(float(held_s.sum()), end - begin)
-    return _series_mean(run, name, begin, end)
 
 
 def _series_mean(run: Run, name: str, begin: float, end: float) -> float:
@@ -314,3 +264,195 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float], confidence: flo
     if len(ours) != len(theirs) or any(not value > 0 for value in theirs):
         raise ValueError("ratios need two runs of each seed, the second above zero")
     return interval([one / other for one, other in zip(ours, theirs, strict=True)], confidence)
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+Table = tuple[list[str], list[list[str]]]
+
+_UNKNOWN = "-"
+
+
+def details(run: Figures) -> list[tuple[str, str]]:
+    """Return the names and values of one run; what is not known is left out."""
+    pairs = [
+        ("policy", f"{run.policy}, seed {run.seed}"),
+        ("offered load", _number(run.offered_load)),
+        ("jobs", f"{run.jobs:,}" + (f", {run.unfinished:,} unfinished" if run.unfinished else "")),
+        ("average JCT", _duration(run.avg_jct_s)),
+        ("median, p95, p99 JCT", _listed(_duration, run.median_jct_s, run.p95_jct_s, run.p99_jct_s)),
+        ("makespan", _duration(run.makespan_s)),
+        ("first start, p95", _listed(_duration, run.avg_start_delay_s, run.p95_start_delay_s)),
+        ("waiting, p95", _listed(_duration, run.avg_waiting_s, run.p95_waiting_s)),
+        ("GPUs in use", _share(run.gpu_utilization)),
+        ("cores in use", _share(run.core_utilization)),
+        ("free GPUs no gang can use", _listed(_share, run.fragmentation)),
+        ("fairness rho, p95, max", _listed(_number, run.avg_rho, run.p95_rho, run.max_rho)),
+        ("jobs worse off than alone", _share(run.share_rho_above_1)),
+        ("deadlines met", f"{run.deadline_hits:,} of {run.deadlines:,}" if run.deadlines else _UNKNOWN),
+        ("preemptions, moves", f"{run.preemptions:,}, {run.migrations:,}"),
+        ("other sizes", f"{run.resizes:,}" if run.resizes else _UNKNOWN),
+        ("overhead", _share(run.overhead_share)),
+        ("simulated in", _listed(_duration, run.wall_s)),
+        ("events", f"{run.events:,}" + (f", {run.events_per_s:,.0f}/s" if run.events_per_s > 0 else "")),
+        ("peak memory", format_memory(run.peak_memory_bytes) if run.peak_memory_bytes else _UNKNOWN),
+    ]
+    return [(name, value) for name, value in pairs if value != _UNKNOWN]
+
+
+def waiting_by_size(run: Figures) -> Table:
+    """Return (headings, rows): how long gangs of each size waited."""
+    rows = [
+        [
+            name,
+            f"{size.jobs:,}",
+            _duration(size.mean_start_delay_s),
+            _duration(size.p95_start_delay_s),
+            _duration(size.mean_waiting_s),
+            _duration(size.p95_waiting_s),
+        ]
+        for name, size in run.by_gang_size.items()
+    ]
+    return ["GPUs", "jobs", "first start", "p95", "waiting", "p95"], rows
+
+
+def _duration(seconds: float) -> str:
+    return _UNKNOWN if math.isnan(seconds) else format_duration(seconds)
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if math.isfinite(value) else _UNKNOWN
+
+
+def _share(value: float) -> str:
+    return _UNKNOWN if math.isnan(value) else f"{value:.1%}"
+
+
+def _listed(cell: Callable[[float], str], *values: float) -> str:
+    return _UNKNOWN if all(map(math.isnan, values)) else ", ".join(map(cell, values))
+
+
+@dataclass(frozen=True)
+class _Row:
+    name: str
+    figure: str
+    shown: Callable[[float], str]
+    # Relative to the policy with the smallest mean.
+    by_best: bool = False
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}" if value == round(value) else f"{value:,.1f}"
+
+
+_ROWS = (
+    _Row("jobs", "jobs", _count),
+    _Row("unfinished", "unfinished", _count),
+    _Row("offered load", "offered_load", _number),
+    _Row("average JCT", "avg_jct_s", format_duration, by_best=True),
+    _Row("median JCT", "median_jct_s", format_duration),
+    _Row("p95 JCT", "p95_jct_s", format_duration),
+    _Row("p99 JCT", "p99_jct_s", format_duration),
+    _Row("makespan", "makespan_s", format_duration),
+    _Row("first start", "avg_start_delay_s", format_duration),
+    _Row("waiting", "avg_waiting_s", format_duration),
+    _Row("p95 waiting", "p95_waiting_s", format_duration, by_best=True),
+    _Row("GPUs in use", "gpu_utilization", _share),
+    _Row("cores in use", "core_utilization", _share),
+    _Row("free GPUs no gang can use", "fragmentation", _share),
+    _Row("fairness rho", "avg_rho", _number),
+    _Row("p95 rho", "p95_rho", _number),
+    _Row("max rho", "max_rho", _number),
+    _Row("jobs worse off than alone", "share_rho_above_1", _share),
+    _Row("deadlines met", "deadline_hits", _count),
+    _Row("deadlines", "deadlines", _count),
+    _Row("preemptions", "preemptions", _count),
+    _Row("moves", "migrations", _count),
+    _Row("other sizes", "resizes", _count),
+    _Row("overhead", "overhead_share", _share),
+    _Row("simulated in", "wall_s", format_duration),
+)
+# Shown only where a run has a value above zero.
+_UNLESS_ZERO = {"unfinished", "deadline_hits", "deadlines", "migrations", "resizes"}
+
+
+def side_by_side(runs: Mapping[str, Sequence[Figures]]) -> Table:
+    """Return (headings, rows) of runs by policy, one for each seed, the seeds in the same order everywhere. With
+    several seeds each cell is a mean and the half-width of its 95 % confidence interval."""
+    shown = []
+    for row in _ROWS:
+        values = {policy: [float(getattr(run, row.figure)) for run in of_policy] for policy, of_policy in runs.items()}
+        if row.figure in _UNLESS_ZERO and not any(any(of_policy) for of_policy in values.values()):
+            continue
+        cells = [_cell(of_policy, row.shown) for of_policy in values.values()]
+        # No ratio means anything without the load it was found at.
+        if all(cell == _UNKNOWN for cell in cells) and row.figure != "offered_load":
+            continue
+        shown.append([row.name, *cells])
+        if row.by_best:
+            ratios = by_best(values)
+            shown.append(["  x best", *(_said(ratios[policy], _number) for policy in runs)])
+    return ["", *runs], shown
+
+
+# The clock of a simulation begins at a million seconds: what its steps leave of no wait at all is far below this.
+_NOTHING_S = 1e-3
+
+
+def by_best(values: Mapping[str, Sequence[float]]) -> dict[str, Interval | None]:
+    """Return each policy's seconds, seed by seed, over those of the policy with the least mean; None where they are not
+    all known and its are not all more than nothing."""
+    known = {
+        policy: of_policy for policy, of_policy in values.items() if of_policy and not any(map(math.isnan, of_policy))
+    }
+    if not known:
+        return dict.fromkeys(values)
+    # Of equal means the first.
+    best = min(known.values(), key=lambda of_policy: sum(of_policy) / len(of_policy))
+    if not all(value > _NOTHING_S for value in best):
+        return dict.fromkeys(values)
+    return {policy: paired_ratio(known[policy], best) if policy in known else None for policy in values}
+
+
+def comparison(runs: Mapping[str, Sequence[Figures]]) -> dict[str, Any]:
+    """Return for each policy its figures as {mean, half_width, runs}, null where unknown, with `avg_jct_by_best` and
+    `p95_waiting_by_best`."""
+    found: dict[str, dict[str, Any]] = {policy: {} for policy in runs}
+    for row in _ROWS:
+        values = {policy: [float(getattr(run, row.figure)) for run in of_policy] for policy, of_policy in runs.items()}
+        for policy, of_policy in values.items():
+            found[policy][row.figure] = _document(_interval(of_policy))
+        if row.by_best:
+            for policy, ratio in by_best(values).items():
+                found[policy][f"{row.figure.removesuffix('_s')}_by_best"] = _document(ratio)
+    return found
+
+
+def _interval(values: Sequence[float]) -> Interval | None:
+    return interval(values) if values and all(map(math.isfinite, values)) else None
+
+
+def _cell(values: Sequence[float], shown: Callable[[float], str]) -> str:
+    return _said(_interval(values), shown)
+
+
+def _said(value: Interval | None, shown: Callable[[float], str]) -> str:
+    if value is None:
+        return _UNKNOWN
+    if math.isnan(value.half_width):
+        return shown(value.mean)
+    return f"{shown(value.mean)} ±{shown(value.half_width)}"
+
+
+def _document(value: Interval | None) -> dict[str, float | int | None] | None:
+    if value is None:
+        return None
+    width = None if math.isnan(value.half_width) else value.half_width
+    return {"mean": value.mean, "half_width": width, "runs": value.runs}
+
+
+def unbounded_load_row(figures: Figures) -> list[tuple[str, str]]:
+    """Return the row of the offered load for a run whose load is infinite, which the figures leave out."""
+    if math.isfinite(figures.offered_load):
+        return []
+    return [("offered load", "all jobs are submitted at once")]

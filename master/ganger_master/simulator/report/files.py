@@ -12,19 +12,19 @@ import importlib.util
 import math
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
 from ganger_master.simulator.inputs import Load, Material, ReplayOptions, about, load_asked
-from ganger_master.simulator.report import tables
-from ganger_master.simulator.report.figures import Figures, SizeFigures, by_gang_size
+from ganger_master.simulator.report.figures import Figures, SizeFigures, by_gang_size, comparison
 from ganger_master.simulator.report.outcomes import Outcomes, Run, StepSeries
 from ganger_master.simulator.traces.workload import size_names
 
+_NO_PLOTS = "plots need Matplotlib: pip install 'ganger[plots]'"
 _HOUR = 3600.0
 # More bars are a grey block; the timeline shows every n-th job then, and says so.
 _MOST_BARS = 2_000
@@ -39,25 +39,30 @@ class PlotsUnavailable(RuntimeError):  # noqa: N818 - a state of the installatio
 
 
 def save_plots(runs: Sequence[Run], directory: Path) -> list[Path]:
-    """Draws the runs side by side into PNG files in an existing directory and returns their paths.
+    """Draw the runs side by side into PNG files in a directory and return their paths.
 
     Distribution of JCT, waiting by gang size and use over time show all runs; there is one timeline for each. Raises
     PlotsUnavailable without Matplotlib, OSError where files cannot be written.
     """
-    figure_class = _figure_class()
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PlotsUnavailable(_NO_PLOTS) from error
+    directory.mkdir(parents=True, exist_ok=True)
     pictures: list[tuple[str, Callable[[Any], None]]] = [
         ("jct_cdf", lambda figure: _jct_cdf(figure, runs)),
         ("waiting_by_gang_size", lambda figure: _waiting_by_size(figure, runs)),
         ("use_over_time", lambda figure: _use_over_time(figure, runs)),
     ]
     for number, run in enumerate(runs):
-        name = f"timeline_{_file_name(run.policy)}" if len(runs) > 1 else "timeline"
+        policy = "".join(letter if letter.isalnum() or letter in "-." else "_" for letter in run.policy)
+        name = f"timeline_{policy}" if len(runs) > 1 else "timeline"
         if any(name == other for other, _ in pictures):
             name = f"{name}_{number}"
         pictures.append((name, lambda figure, run=run: _timeline(figure, run)))  # type: ignore[misc]
     paths = []
     for name, draw in pictures:
-        figure = figure_class(figsize=_TALL if name == "use_over_time" else _WIDE, layout="constrained")
+        figure = Figure(figsize=_TALL if name == "use_over_time" else _WIDE, layout="constrained")
         draw(figure)
         path = directory / f"{name}.png"
         figure.savefig(path, dpi=_RESOLUTION_DPI)
@@ -150,21 +155,9 @@ def _timeline(figure: Any, run: Run) -> None:
         line.set_linewidth(3)
 
 
-def _figure_class() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise PlotsUnavailable("plots need Matplotlib: pip install 'ganger[plots]'") from error
-    return Figure
-
-
 def _title(runs: Sequence[Run]) -> str:
     loads = sorted({f"{run.offered_load:.2f}" for run in runs if not np.isnan(run.offered_load)})
     return f"offered load {', '.join(loads)}" if loads else ""
-
-
-def _file_name(policy: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "-." else "_" for letter in policy) or "run"
 
 
 _JOBS_AT_ONCE = 16_384
@@ -188,7 +181,7 @@ def compared(
         "loads": [
             {
                 "load": load_asked(load),
-                "policies": tables.as_json(runs),
+                "policies": comparison(runs),
                 "runs": [as_json(run) for of_policy in runs.values() for run in of_policy],
             }
             for load, runs in groups
@@ -196,45 +189,29 @@ def compared(
     }
 
 
-def write_jobs(jobs: Outcomes, file: TextIO) -> None:
-    """One row for each job, in order of submission; unknown times are blank. Opens nothing: `file` should have been
-    opened with newline=""."""
-    columns = {
-        "submit_time_s": jobs.submit_s,
-        "gpus": jobs.gpus,
-        "duration_s": jobs.duration_s,
-        "first_start_s": jobs.first_start_s,
-        "end_s": jobs.end_s,
-        "jct_s": jobs.jct_s,
-        "start_delay_s": jobs.start_delay_s,
-        "waiting_s": jobs.waiting_s,
-        "service_s": jobs.service_s,
-        "overhead_s": jobs.overhead_s,
-        "gpu_seconds": jobs.gpu_seconds,
-        "core_seconds": jobs.core_seconds,
-        "preemptions": jobs.preemptions,
-        "migrations": jobs.migrations,
-        "resizes": jobs.resizes,
-        "deadline_s": jobs.deadline_s,
-    }
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["job_id", *columns])
+def job_rows(jobs: Outcomes) -> Iterator[Sequence[str]]:
+    """Yield the headings, then a row for each job, in order of submission; unknown times are blank."""
+    # A gang and how long it needs, what became of it, and by when it should have ended.
+    names = (
+        *("submit_s", "gpus", "duration_s", "first_start_s", "end_s", "jct_s", "start_delay_s", "waiting_s"),
+        *("service_s", "overhead_s", "gpu_seconds", "core_seconds", "preemptions", "migrations", "resizes"),
+        "deadline_s",
+    )
+    yield ["job_id", *("submit_time_s" if name == "submit_s" else name for name in names)]
+    columns = [getattr(jobs, name) for name in names]
     for first in range(0, len(jobs), _JOBS_AT_ONCE):
         part = slice(first, first + _JOBS_AT_ONCE)
-        texts = [map(_rounded_cell, column[part].tolist()) for column in columns.values()]
-        writer.writerows(zip(jobs.job_ids[part], *texts, strict=True))
+        texts = [map(_rounded_cell, column[part].tolist()) for column in columns]
+        yield from zip(jobs.job_ids[part], *texts, strict=True)
 
 
-def write_series(series: dict[str, StepSeries], file: TextIO) -> None:
-    """Every step of every series: name, from when, value; and the end of each with a blank value."""
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["series", "time_s", "value"])
+def series_rows(series: Mapping[str, StepSeries]) -> Iterator[Sequence[str]]:
+    """Yield the headings, then every step of every series: name, from when, value; the end of each with no value."""
+    yield "series", "time_s", "value"
     for name, steps in series.items():
-        writer.writerows(
-            (name, _rounded_cell(when), _rounded_cell(value))
-            for when, value in zip(steps.times.tolist(), steps.values.tolist(), strict=True)
-        )
-        writer.writerow((name, _rounded_cell(steps.end), ""))
+        for when, value in zip(steps.times.tolist(), steps.values.tolist(), strict=True):
+            yield name, _rounded_cell(when), _rounded_cell(value)
+        yield name, _rounded_cell(steps.end), ""
 
 
 def _rounded_cell(value: float) -> str:
@@ -268,54 +245,40 @@ def made_ready(directory: Path) -> None:
 def check_plots() -> None:
     """PlotsUnavailable without Matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise PlotsUnavailable("plots need Matplotlib: pip install 'ganger[plots]'")
+        raise PlotsUnavailable(_NO_PLOTS)
 
 
-def save_run(run: Run, directory: Path) -> list[Path]:
-    """jobs.csv, a row a job, and series.csv, the use over time, in an existing directory; their paths."""
-    return [
-        _written(directory / "jobs.csv", lambda file: write_jobs(run.outcomes, file)),
-        _written(directory / "series.csv", lambda file: write_series(dict(run.series), file)),
-    ]
+def save_run(run: Run, directory: Path) -> None:
+    """Write jobs.csv, a row a job, and series.csv, the use over time."""
+    directory.mkdir(parents=True, exist_ok=True)
+    _save(directory / "jobs.csv", job_rows(run.outcomes))
+    _save(directory / "series.csv", series_rows(run.series))
 
 
-def save_figures(runs: Sequence[tuple[str, Figures]], directory: Path) -> list[Path]:
-    """figures.csv, a row for each run and its load as asked for, and waiting.csv, a row for each of its sizes of gangs;
-    their paths."""
-    return [
-        _written(directory / "figures.csv", lambda file: _write_figures(runs, file)),
-        _written(directory / "waiting.csv", lambda file: _write_waiting(runs, file)),
-    ]
-
-
-def _write_figures(runs: Sequence[tuple[str, Figures]], file: TextIO) -> None:
+def save_figures(runs: Sequence[tuple[str, Figures]], directory: Path) -> None:
+    """Write figures.csv, a row for each run and its load as asked for, and waiting.csv, a row for each of its sizes of
+    gangs."""
     names = [column.name for column in fields(Figures) if column.name != "by_gang_size"]
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["load", *names])
-    for load, figures in runs:
-        writer.writerow([load, *(_cell(getattr(figures, name)) for name in names)])
-
-
-def _write_waiting(runs: Sequence[tuple[str, Figures]], file: TextIO) -> None:
+    rows = [[load, *(_cell(getattr(figures, name)) for name in names)] for load, figures in runs]
+    _save(directory / "figures.csv", [["load", *names], *rows])
     names = [column.name for column in fields(SizeFigures)]
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["policy", "load", "seed", "gpus", *names])
-    for load, figures in runs:
-        for size, waiting in figures.by_gang_size.items():
-            values = asdict(waiting)
-            writer.writerow([figures.policy, load, figures.seed, size, *(_cell(values[name]) for name in names)])
+    rows = [
+        [figures.policy, load, figures.seed, size, *(_cell(getattr(waiting, name)) for name in names)]
+        for load, figures in runs
+        for size, waiting in figures.by_gang_size.items()
+    ]
+    _save(directory / "waiting.csv", [["policy", "load", "seed", "gpus", *names], *rows])
 
 
-def _written(path: Path, write: Callable[[TextIO], None]) -> Path:
+def _save(path: Path, rows: Iterable[Sequence[Any]]) -> None:
     file = path.open("w", newline="", encoding="utf-8")
     try:
         with file:
-            write(file)
+            csv.writer(file, lineterminator="\n").writerows(rows)
     except OSError as error:
         # Half a file looks like a whole one.
         path.unlink(missing_ok=True)
         raise named(error, path) from error
-    return path
 
 
 def named(error: OSError, path: Path) -> OSError:
@@ -324,5 +287,4 @@ def named(error: OSError, path: Path) -> OSError:
 
 
 def _cell(value: Any) -> Any:
-    """Blank where not known."""
     return "" if isinstance(value, float) and value != value else value

@@ -3,8 +3,6 @@ without any.
 
 The figures are Synergy's (OSDI 2022), Gavel's (OSDI 2020) and ElasticFlow's (ASPLOS 2023), from their public code; see
 ATTRIBUTION.md beside them.
-
-Models are classed by their field (vision, language, speech): profiles of one class are similar.
 """
 
 from __future__ import annotations
@@ -23,16 +21,12 @@ from ganger_master.simulator.traces.workload import Labels, Workload
 
 
 class ModelClass(Enum):
-    """The class of a model."""
+    """The field of a model: profiles of one class are similar."""
 
     IMAGE = "image"
     LANGUAGE = "language"
     SPEECH = "speech"
     RECOMMENDATION = "recommendation"
-
-
-# Synergy's default split of jobs over image, language and speech (OSDI 2022, section 5; runner.py).
-SYNERGY_SPLIT: Mapping[ModelClass, float] = {ModelClass.IMAGE: 20.0, ModelClass.LANGUAGE: 70.0, ModelClass.SPEECH: 10.0}
 
 
 @dataclass(frozen=True)
@@ -75,61 +69,21 @@ def elasticflow_speeds() -> Mapping[str, Mapping[int, Mapping[int, float]]]:
     return found
 
 
-def with_models(
-    jobs: Workload,
-    seed: int,
-    split: Mapping[ModelClass, float] | None = None,
-    profiles: Mapping[str, ModelProfile] | None = None,
-) -> Workload:
-    """Models for the jobs that name none; the others keep theirs. The same seed gives the same models.
-
-    Without `split` each model is equally likely. With it, Synergy's rule (task.py): the next job is of the class that
-    is furthest below its share so far, and within a class models take turns; the seed decides the turns. ValueError for
-    a split without a positive share, with a negative one, or of a class without profiles.
-    """
-    known = synergy_profiles() if profiles is None else profiles
-    unnamed = np.flatnonzero([not text for text in jobs.model.texts()])
-    random = np.random.default_rng(seed)
-    if split is None:
-        names = list(known)
-        chosen = [names[index] for index in random.integers(len(names), size=len(unnamed)).tolist()]
-    else:
-        chosen = _by_split(len(unnamed), split, known, random)
-    texts = jobs.model.texts()
-    for job, model in zip(unnamed.tolist(), chosen, strict=True):
-        texts[job] = model
+def with_models(jobs: Workload, seed: int) -> Workload:
+    """Models for the jobs that name none, each equally likely; the others keep theirs."""
+    names, texts = list(synergy_profiles()), jobs.model.texts()
+    unnamed = [job for job, text in enumerate(texts) if not text]
+    for job, index in zip(unnamed, np.random.default_rng(seed).integers(len(names), size=len(unnamed)), strict=True):
+        texts[job] = names[index]
     return jobs.with_columns(model=Labels.of(texts))
 
 
-def with_iterations(jobs: Workload, profiles: Mapping[str, ModelProfile] | None = None) -> Workload:
+def with_iterations(jobs: Workload) -> Workload:
     """Iterations where a trace gives run time and a profiled model, but not how many: run time by time of a step."""
-    known = synergy_profiles() if profiles is None else profiles
+    known = synergy_profiles()
     step_s = np.array([known[name].step_s if name in known else np.nan for name in jobs.model.names])
     from_time = jobs.duration_s / step_s[jobs.model.codes] if len(jobs) else jobs.duration_s
     return jobs.with_columns(iterations=np.where(np.isnan(jobs.iterations), from_time, jobs.iterations))
-
-
-def _by_split(
-    jobs: int, split: Mapping[ModelClass, float], profiles: Mapping[str, ModelProfile], random: np.random.Generator
-) -> list[str]:
-    total = sum(split.values())
-    if not total > 0 or min(split.values()) < 0:
-        raise ValueError(f"shares {', '.join(f'{share:g}' for share in split.values())} are no split of jobs")
-    wanted = {kind: share / total for kind, share in split.items() if share > 0}
-    turns: dict[ModelClass, Sequence[str]] = {}
-    for kind in wanted:
-        models = [name for name, profile in profiles.items() if profile.model_class is kind]
-        if not models:
-            raise ValueError(f"there is no profile of a {kind.value} model")
-        turns[kind] = [models[index] for index in random.permutation(len(models)).tolist()]
-    given = dict.fromkeys(wanted, 0)
-    chosen = []
-    for number in range(jobs):
-        # Ties go to the class named first.
-        kind = max(wanted, key=lambda kind: wanted[kind] * (number + 1) - given[kind])
-        chosen.append(turns[kind][given[kind] % len(turns[kind])])
-        given[kind] += 1
-    return chosen
 
 
 def _profile(model: str, rows: Sequence[Mapping[str, str]]) -> ModelProfile:

@@ -3,8 +3,6 @@
 Files are read as a stream, in blocks; what is held grows only with the jobs kept, and those have a limit. A row either
 becomes a job, or is counted under one reason: mistakes refuse the file (or, if so asked, are left out), rows that no
 simulation can run (no GPU, nothing to run) are left out. Nothing is dropped in silence: not rows, not columns.
-
-A stream of bytes as lines of text, with nothing held that could grow: files of any size and any content may come.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,7 +26,6 @@ from ganger_master.simulator.traces.rows import (
     JOB_ID,
     JOB_TYPE,
     LABELS,
-    MOST_S,
     Column,
     RowFinding,
     RowFindingCounts,
@@ -39,7 +36,7 @@ from ganger_master.simulator.traces.rows import (
     rows_of,
     understood,
 )
-from ganger_master.simulator.traces.workload import Floats, Integers, Labels, Workload, workload
+from ganger_master.simulator.traces.workload import MOST_S, Floats, Integers, Labels, Workload, workload
 
 # The longest line of any known trace has 200 characters; a file without line ends must not be read as one.
 LONGEST_LINE = 64 * 1024
@@ -183,15 +180,19 @@ def read_stream(stream: BinaryIO, name: str, wanted: RowFilter | None = None) ->
 
 def _read(lines: RowLines, name: str, wanted: RowFilter) -> Reading:
     rows = _numbered(lines, name)
-    headers = [header.strip() for header in _first(rows, name)]
+    _, first = next(rows, (0, None))
+    if first is None:
+        what = "the file is empty: it needs a row of column names"
+        raise TraceError(name, [RowFinding(RowFindingKind.MISTAKE, what, 0)])
+    headers = [header.strip() for header in first]
     found, ignored, wrong = understood(headers)
     wrong += [f"there is no column {header} to choose by" for header in wanted.where if header not in headers]
     ignored = [header for header in ignored if header not in wanted.where]
     if wrong:
         what = f"{'; '.join(wrong)} (found: {', '.join(headers)[:500]})"
-        if len(headers) == 1 and (sign := _separator(headers[0])) is not None:
+        if len(headers) == 1 and (sign := next((sign for sign in ";\t|" if sign in headers[0]), None)) is not None:
             what = f"columns are separated by {sign!r}: separate them by commas"
-        raise TraceError(name, [RowFinding(RowFindingKind.MISTAKE, what, 1, (1,))])
+        raise _refused(name, 1, what)
     columns = _Columns(headers, found, wanted)
     seen, is_given_up = 0, False
     while block := list(islice(rows, _BLOCK_ROWS)):
@@ -199,7 +200,7 @@ def _read(lines: RowLines, name: str, wanted: RowFilter) -> Reading:
         columns.add([line for line, _ in block], [row for _, row in block])
         if len(columns.ids) > wanted.most_jobs:
             what = f"more than {wanted.most_jobs:,} jobs: take a window of the trace"
-            raise TraceError(name, [RowFinding(RowFindingKind.MISTAKE, what, 1, (block[-1][0],))])
+            raise _refused(name, block[-1][0], what)
         is_given_up = (
             not wanted.skip_mistakes and rows_of(columns.tally.findings(), RowFindingKind.MISTAKE) > _MOST_MISTAKES
         )
@@ -212,10 +213,11 @@ def _read(lines: RowLines, name: str, wanted: RowFilter) -> Reading:
         given_up = [RowFinding(RowFindingKind.MISTAKE, "too many mistakes: reading ended here", 1, (lines.number,))]
         raise TraceError(name, mistakes + given_up * is_given_up)
     if wanted.skip_mistakes:
-        findings = tuple(_as_skipped(finding) for finding in findings)
+        left_out = {RowFindingKind.MISTAKE: RowFindingKind.SKIPPED}
+        findings = tuple(replace(finding, kind=left_out.get(finding.kind, finding.kind)) for finding in findings)
     if made is None or not len(made):
-        left_out = [finding for finding in findings if finding.kind is RowFindingKind.SKIPPED]
-        raise TraceError(name, [RowFinding(RowFindingKind.MISTAKE, "no job to run is left", seen), *left_out])
+        skipped = [finding for finding in findings if finding.kind is RowFindingKind.SKIPPED]
+        raise TraceError(name, [RowFinding(RowFindingKind.MISTAKE, "no job to run is left", seen), *skipped])
     assert seen == len(made) + rows_of(findings, RowFindingKind.SKIPPED), "every row is a job or has a reason"
     return Reading(made, seen, findings, tuple(ignored))
 
@@ -405,7 +407,6 @@ class _Block:
         return column.header, scaled
 
     def _drop(self, kind: RowFindingKind, what: str, rows: Mask) -> None:
-        """Notes those of the rows that are still open."""
         dropped = rows & self._open
         if dropped.any():
             self._columns.tally.note(kind, what, self._lines[dropped])
@@ -413,17 +414,6 @@ class _Block:
 
     def _column(self, position: int) -> Sequence[str]:
         return self._texts[position]
-
-
-def _separator(header: str) -> str | None:
-    """What separates the columns of a header without commas."""
-    return next((sign for sign in ";\t|" if sign in header), None)
-
-
-def _first(rows: Iterator[tuple[int, list[str]]], name: str) -> list[str]:
-    for _, row in rows:
-        return row
-    raise TraceError(name, [RowFinding(RowFindingKind.MISTAKE, "the file is empty: it needs a row of column names", 0)])
 
 
 def _numbered(lines: RowLines, name: str) -> Iterator[tuple[int, list[str]]]:
@@ -436,7 +426,7 @@ def _numbered(lines: RowLines, name: str) -> Iterator[tuple[int, list[str]]]:
                 yield rows.line_num, row
     except csv.Error as error:
         what = f"the row from here on is not readable as CSV: {error}"
-        raise TraceError(name, [RowFinding(RowFindingKind.MISTAKE, what, 1, (lines.next_line,))]) from error
+        raise _refused(name, lines.next_line, what) from error
 
 
 def _number(text: str) -> float:
@@ -456,11 +446,3 @@ def _labels(codes: NDArray[np.int32], names: Mapping[str, int]) -> Labels:
     codes = rank[codes]
     codes.flags.writeable = False
     return Labels(codes, tuple(ordered))
-
-
-def _as_skipped(finding: RowFinding) -> RowFinding:
-    return (
-        RowFinding(RowFindingKind.SKIPPED, finding.what, finding.rows, finding.lines)
-        if finding.kind is RowFindingKind.MISTAKE
-        else finding
-    )

@@ -14,8 +14,6 @@ import numpy as np
 
 from ganger_master.simulator.traces.workload import Integers
 
-# Three thousand years; today in milliseconds is more.
-MOST_S = 1e11
 _GIB = float(1 << 30)
 _MIB = float(1 << 20)
 
@@ -159,7 +157,7 @@ class RowFinding:
         if not self.rows:
             return what
         if not self.lines:
-            return f"{what} ({counted(self.rows)})"
+            return f"{what} ({several(self.rows, 'row')})"
         more = f" and {self.rows - len(self.lines):,} more" if self.rows > len(self.lines) else ""
         named = ", ".join(map(str, self.lines))
         return f"line{'s' if len(self.lines) > 1 else ''} {named}{more}: {what}"
@@ -205,5 +203,5 @@ def rows_of(findings: Iterable[RowFinding], kind: RowFindingKind) -> int:
     return sum(finding.rows for finding in findings if finding.kind is kind)
 
 
-def counted(rows: int) -> str:
-    return f"{rows:,} row{'' if rows == 1 else 's'}"
+def several(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

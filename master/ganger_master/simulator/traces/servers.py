@@ -137,7 +137,8 @@ class Servers:
 def servers_from_flags(**flags: Any) -> Servers:
     """Return one group of equal servers from values by flag name (`gpus_per_node` for --gpus-per-node); None: not
     given. Raises ServersFileError."""
-    reader = _Reader({key: value for key, value in flags.items() if value is not None}, _flag)
+    given = {key: value for key, value in flags.items() if value is not None}
+    reader = _Reader(given, lambda key: f"--{key.replace('_', '-')}")
     group = _group(reader, default_name="node")
     if group is None or reader.problems:
         raise ServersFileError(reader.problems)
@@ -287,10 +288,6 @@ def _group(reader: _Reader, default_name: str) -> ServerGroup | None:
     elif topology != "0":
         reader.complain("topology", "a server without GPUs has none")
     return None if reader.problems else ServerGroup(made, nodes, nodes_per_rack, fabric)
-
-
-def _flag(key: str) -> str:
-    return f"--{key.replace('_', '-')}"
 
 
 def _whole(least: int, most: int) -> Callable[[Any], int]:
