@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ganger.cluster.node_classes import each, each_from_last, together
+from ganger.cluster.feasibility import each, each_from_last, together
 from hypothesis import given
 from hypothesis import strategies as st
 

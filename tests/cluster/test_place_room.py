@@ -9,8 +9,8 @@ from unittest.mock import patch
 import pytest
 from ganger.cluster import feasibility
 from ganger.cluster.capacity_index import CapacityIndex
+from ganger.cluster.feasibility import each, each_from_last, together
 from ganger.cluster.fit import fit, gang_level
-from ganger.cluster.node_classes import each, each_from_last, together
 from ganger.cluster.placement import candidates
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel, NodeRow
 from ganger.cluster.search import PlacementRequest, fitting_spans

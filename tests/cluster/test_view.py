@@ -64,23 +64,6 @@ def test_freed_is_what_was_held_in_any_order(shapes: list[GangShape], order: obj
     assert rows(view) == before
 
 
-@settings(max_examples=60)
-@given(shapes=st.lists(gangs(), max_size=8))
-def test_gang_taken_at_once_is_held_as_if_taken_claim_by_claim(shapes: list[GangShape]) -> None:
-    at_once, one_by_one = cluster(6, per_rack=3), cluster(6, per_rack=3)
-    for shape in shapes:
-        for claims in candidates(at_once, shape, limit=1).candidates:
-            runs = at_once.take_all(claims, shape.gpus)
-            for claim in claims:
-                one_by_one.take(claim, shape.gpus)
-            assert [slot for run in runs for slot in run] == [at_once.slots[claim.node] for claim in claims]
-            for run in runs:
-                assert (
-                    len({replace(at_once.row(at_once.nodes[slot]), node="", version=0, rack="") for slot in run}) == 1
-                )
-        assert list(at_once.rows()) == list(one_by_one.rows())
-
-
 def test_columns_follow_every_change() -> None:
     view = cluster(3)
     view.columns()

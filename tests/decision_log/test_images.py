@@ -7,8 +7,7 @@ import pytest
 from decision_log.kit import busy, stormy
 from faultsim.restored_state import attributes
 from ganger.cluster.refusals import Reason
-from ganger.cluster.view import View
-from ganger.cluster.view_image import ViewImage, image_of_view, view_of_image
+from ganger.cluster.view import View, ViewImage, image_of_view, view_of_image
 from ganger_master.core.explain import explain
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import PLENTY
+from ganger.cluster.feasibility import Alike, Family, each
 from ganger.cluster.fit import demand
-from ganger.cluster.node_classes import Alike, Family, each
 from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resources import GangShape, LocalityLevel, accepts_type, shapes_by_type
 from ganger.cluster.search import PlacementRequest, widest_now
@@ -70,7 +70,6 @@ def _blockers(capacity: _Capacity) -> tuple[Refusal, ...]:
 
 
 def _lacking(capacity: _Capacity) -> tuple[Refusal, ...]:
-    """Return refusals for the resources that are short on the nodes in service."""
     reasons = [reason for reason in CONSTRAINTS if capacity.is_enough(frozenset({reason}))]
     if not reasons:
         reasons = [reason for reason in CONSTRAINTS if not capacity.is_enough(_ALL - {reason})]
@@ -200,7 +199,6 @@ class _Capacity:
         return entry.family.takable(self.shape.device_memory_bytes)
 
     def _masks(self, relaxed: frozenset[Reason]) -> list[int]:
-        """Return the mask of devices that the gang could take, by entry."""
         key = relaxed & _OF_DEVICES
         if key not in self._masks_without:
             needed = 0 if Reason.DEVICE_MEMORY in key else self.shape.device_memory_bytes
@@ -213,7 +211,6 @@ class _Capacity:
         return self._masks_without[key]
 
     def _hosts(self, relaxed: frozenset[Reason]) -> NDArray[np.bool_]:
-        """Return whether one node of an entry has room for the whole gang, by entry."""
         within = LocalityLevel.NODE if Reason.LOCALITY in relaxed else min(self._widest, LocalityLevel.NODE)
         hosts: NDArray[np.bool_] = self._levels(relaxed) <= within
         millicores, memory = self._needed(tuple([role.tasks for role in self.shape.roles]))
@@ -257,8 +254,7 @@ class _Capacity:
         return True
 
     def _is_enough_in_one(self, level: LocalityLevel, rooms: Sequence[_Numbers]) -> bool:
-        """Return whether any one rack or fabric has enough."""
-        spans, entry_at, count = self.index.spans_at(level), self._entry_at, len(rooms[0])
+        spans, entry_at, count = self.index.spans_at[level], self._entry_at, len(rooms[0])
         width, is_named = int(spans.max(initial=-1)) + 1, spans >= 0
         if self.shape.nodes:
             members = (np.bincount(entry_at[spans == span], minlength=count + 1) for span in range(width))
@@ -302,13 +298,11 @@ class _Capacity:
 
 
 def _shared_out(room: _Numbers, amounts: _Numbers, needed: _Numbers) -> _Numbers:
-    """The tasks that there is room for, and no more than the amounts suffice for."""
     some: _Numbers = np.where(needed > 0, np.minimum(room, amounts // np.maximum(1, needed)), room)
     return some
 
 
 def _unusable(index: CapacityIndex) -> list[Alike]:
-    """Nodes that the index does not have, alike ones together."""
     view = index.view
     found: dict[tuple[object, ...], Alike] = {}
     for slot in np.flatnonzero(index.entries_in(LocalityLevel.CLUSTER, 0) == 0).tolist():

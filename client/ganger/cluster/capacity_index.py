@@ -14,8 +14,19 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ganger.cluster.feasibility import CapacityTotals, FeasibilityAnswers, FeasibilityQuery, TaskKind, TaskRoom, closest
-from ganger.cluster.node_classes import Alike, Entries, Family, Slots, together
+from ganger.cluster.feasibility import (
+    Alike,
+    CapacityTotals,
+    Entries,
+    Family,
+    FeasibilityAnswers,
+    FeasibilityQuery,
+    Slots,
+    TaskKind,
+    TaskRoom,
+    closest,
+    together,
+)
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel
 from ganger.cluster.topology import Topology
 from ganger.cluster.view import View
@@ -34,6 +45,8 @@ _STRETCH: Final = 512
 
 class CapacityIndex:
     """An index over `view`. Claims change the view itself: pass a copy if it must not change.
+
+    `free_devices`: those of all nodes in the index; `entries`: all, also those without nodes.
 
     Searches find only nodes that take gangs, and only those of `only` if it is given; claims can be released on all
     nodes. Once all claims are released, last gang first, index and view are as before.
@@ -64,8 +77,9 @@ class CapacityIndex:
         """
         claims = tuple(claims)
         gpus = affinity or sum([claim.device_mask.bit_count() for claim in claims])
-        for run in self.view.take_all(claims, gpus):
-            self._run_changed(run)
+        for claim in claims:
+            self.view.take(claim, gpus)
+        self._all_changed([self.view.slots[claim.node] for claim in claims])
 
     def give(self, claims: Iterable[Claim]) -> None:
         """The inverse of `take`; claims of nodes that left are ignored."""
@@ -122,12 +136,7 @@ class CapacityIndex:
 
     def query(self, shape: GangShape) -> FeasibilityQuery:
         """Return the query of a shape, which remembers its answers for each class of equal nodes."""
-        found = self._queries.get(shape)
-        if found is None:
-            if len(self._queries) >= _MOST_QUERIES:
-                self._queries.clear()
-            found = self._queries[shape] = FeasibilityQuery(self.view, shape, self._task_room, self._levels)
-        return found
+        return self._queries[shape]
 
     def first(self, which: NDArray[np.bool_], question: Hashable) -> int | None:
         """Return the slot of the first node of the entries that `which` marks, by number; None without one. `question`:
@@ -164,23 +173,9 @@ class CapacityIndex:
         return sorted(self._by_affinity)
 
     @property
-    def free_devices(self) -> int:
-        """Number of free devices of all nodes in the index."""
-        return self._free_devices
-
-    @property
     def most_free(self) -> int:
         """Number of devices of the largest node."""
         return len(self._by_free) - 1
-
-    def alike(self, slot: int) -> Alike | None:
-        """Return the entry of a node; None if the node takes no gangs."""
-        return self._alike[slot]
-
-    @property
-    def entries(self) -> Entries:
-        """All entries of the index, also those without nodes."""
-        return self._entries
 
     def entries_in(self, level: LocalityLevel, number: int) -> NDArray[np.int32]:
         """Return the entry numbers of the nodes of a span, 0 for nodes without an entry. Read-only.
@@ -195,24 +190,13 @@ class CapacityIndex:
         """Return the slots of the nodes of a span, ascending, in the order of `entries_in`."""
         if level is LocalityLevel.CLUSTER:
             return np.arange(len(self._alike))
-        found = self._members.get((level, number))
-        if found is None:
-            found = self._members[level, number] = np.flatnonzero(self.spans_at(level) == number)
-        return found
-
-    def spans_at(self, level: LocalityLevel) -> NDArray[np.int32]:
-        """Return the numbers of racks or fabrics, by slot; -1 for nodes without one."""
-        return self._racks if level is LocalityLevel.RACK else self._fabrics
+        return self._members[level, number]
 
     def span(self, level: LocalityLevel, number: int) -> Slots:
         """Return the nodes of a rack, of a fabric or of the whole cluster, as bits of an integer."""
         if level is LocalityLevel.CLUSTER:
             return self._everywhere
-        found = self._spans.get((level, number))
-        if found is None:
-            slots = self.slots_in(level, number).tolist()
-            found = self._spans[level, number] = together(slots, len(self._alike))
-        return found
+        return self._spans[level, number]
 
     def tally(self, query: FeasibilityQuery, role: int) -> CapacityTotals:
         """Return the tasks of one role that each rack, each fabric and the cluster could take now."""
@@ -223,45 +207,27 @@ class CapacityIndex:
         gpus = tasks.kind.task.gpus
         # No node has devices for more tasks, so larger numbers share one tally.
         most = min(query.everything[role], self.most_free // gpus) if gpus else query.everything[role]
-        tally = self._tallies.get((tasks.kind, most))
-        if tally is None:
-            if len(self._tallies) >= _MOST_TALLIES:
-                self._tallies.clear()
-            tally = self._tallies[tasks.kind, most] = CapacityTotals(most, self._racks, self._fabrics)
-        tally.follow(self._journal, self._numbers, tasks.by_number(self._entries))
+        tally = self._tallies[tasks.kind, most]
+        tally.follow(self._journal, self._numbers, tasks.by_number(self.entries))
         return tally
-
-    def _task_room(self, kind: TaskKind) -> TaskRoom:
-        found = self._task_rooms.get(kind)
-        if found is None:
-            if len(self._task_rooms) >= _MOST_TALLIES:
-                self._task_rooms.clear()
-            found = self._task_rooms[kind] = TaskRoom(kind)
-        return found
-
-    def _levels(self, shape: GangShape) -> FeasibilityAnswers[Family, int]:
-        of = (shape.gpus, *((shape.device_type, shape.device_memory_bytes) if shape.gpus else ("", 0)))
-        found = self._levels_of.get(of)
-        if found is None:
-            if len(self._levels_of) >= _MOST_TALLIES:
-                self._levels_of.clear()
-            found = self._levels_of[of] = FeasibilityAnswers(lambda family: closest(family, *of))
-        return found
 
     def _build(self) -> None:
         view = self.view
         size = len(view.nodes)
-        self._queries: dict[GangShape, FeasibilityQuery] = {}
-        self._task_rooms: dict[TaskKind, TaskRoom] = {}
+        rooms: FeasibilityAnswers[TaskKind, TaskRoom] = FeasibilityAnswers(TaskRoom, _MOST_TALLIES)
         # By devices, their type and what each must have left.
-        self._levels_of: dict[tuple[int, str, int], FeasibilityAnswers[Family, int]] = {}
-        self._tallies: dict[tuple[TaskKind, int], CapacityTotals] = {}
+        levels: FeasibilityAnswers[tuple[int, str, int], FeasibilityAnswers[Family, int]] = FeasibilityAnswers(
+            lambda of: FeasibilityAnswers(lambda family: closest(family, *of)), _MOST_TALLIES
+        )
+        self._queries: FeasibilityAnswers[GangShape, FeasibilityQuery] = FeasibilityAnswers(
+            lambda shape: FeasibilityQuery(view, shape, rooms, levels), _MOST_QUERIES
+        )
         # By question: the first slot that may have room. No node before it had room, and none has got any since.
         self._passed_over: dict[Hashable, int] = {}
         self._by_state: dict[_State, Alike] = {}
         self._by_key: dict[tuple[Family, int, int, int], Alike] = {}
         self._family_of: dict[tuple[Topology, int, int, tuple[int, ...]], Family] = {}
-        self._entries = Entries()
+        self.entries = Entries()
         # Slots whose entry changed, for the tallies to follow.
         self._journal: list[int] = []
         # By slot: the last change of the view that the index shows.
@@ -274,28 +240,19 @@ class CapacityIndex:
         self._by_affinity: dict[int, dict[Family, None]] = {}
         self._alike: list[Alike | None] = [None] * size
         self._numbers = np.zeros(size, np.int32)
-        self._free_devices = 0
-        self._allowed = self._which_allowed(size)
+        self.free_devices = 0
+        names = self._only
+        self._allowed = None if names is None else {view.slots[name] for name in names if name in view.slots}
         self._find_spans()
         members: dict[Alike, list[int]] = {}
-        known, allowed = self._by_state, self._allowed
-        for slot, state in enumerate(self._states(size)):
-            if view.available[slot] and (allowed is None or slot in allowed):
-                alike = known.get(state) or self._met(state, slot)
-                self._alike[slot] = alike
-                if alike in members:
-                    members[alike].append(slot)
-                else:
-                    members[alike] = [slot]
+        for slot in range(size):
+            alike = self._alike[slot] = self._found(slot)
+            if alike is not None:
+                members.setdefault(alike, []).append(slot)
         for alike, slots in members.items():
             self._flip(alike, together(slots, size))
             self._numbers[slots] = alike.number
-            self._free_devices += alike.family.free * len(slots)
-
-    def _which_allowed(self, size: int) -> frozenset[int] | None:
-        if self._only is None:
-            return None
-        return frozenset(self.view.slots[name] for name in self._only if name in self.view.slots)
+            self.free_devices += alike.family.free * len(slots)
 
     def _find_spans(self) -> None:
         """Slots without a node may be in one: nothing is found there."""
@@ -305,21 +262,24 @@ class CapacityIndex:
         places = np.array([codes.setdefault(place, len(codes)) for place in zip(view.fabrics, view.racks, strict=True)])
         racks = _numbered([(fabric, rack) if rack else None for fabric, rack in codes])
         fabrics = _numbered([fabric or None for fabric, _ in codes])
-        self._racks, self._fabrics = (numbers[places] if len(places) else numbers for numbers in (racks, fabrics))
-        self._members: dict[tuple[LocalityLevel, int], NDArray[np.intp]] = {}
-        self._spans: dict[tuple[LocalityLevel, int], Slots] = {}
+        levels = ((LocalityLevel.RACK, racks), (LocalityLevel.FABRIC, fabrics))
+        # The numbers of racks and fabrics, by slot; -1 for nodes without one.
+        self.spans_at = {level: numbers[places] if len(places) else numbers for level, numbers in levels}
+        # These know the spans, not the index: an index that is used no more goes at once.
+        spans_at, size = self.spans_at, len(view.nodes)
+        members: FeasibilityAnswers[tuple[LocalityLevel, int], NDArray[np.intp]] = FeasibilityAnswers(
+            lambda span: np.flatnonzero(spans_at[span[0]] == span[1])
+        )
+        self._members = members
+        self._spans: FeasibilityAnswers[tuple[LocalityLevel, int], Slots] = FeasibilityAnswers(
+            lambda span: together(members[span].tolist(), size)
+        )
+        self._tallies: FeasibilityAnswers[tuple[TaskKind, int], CapacityTotals] = FeasibilityAnswers(
+            lambda kind_and_most: CapacityTotals(kind_and_most[1], spans_at), _MOST_TALLIES
+        )
         self._everywhere: Slots = (1 << len(view.nodes)) - 1
 
-    def _states(self, size: int) -> Iterator[_State]:
-        view = self.view
-        kept: list[tuple[int, ...]] = [()] * size
-        for slot, sizes in view.parked.items():
-            kept[slot] = sizes
-        columns = (view.topologies, view.free, view.millicores, view.memory, view.socket_jobs, view.affinity, kept)
-        return zip(*columns, strict=True)
-
     def _met(self, state: _State, slot: int) -> Alike:
-        """The entry of a state that was not seen before, in which a node is."""
         topology, free, millicores, memory, socket_jobs, affinity, kept = state
         of = (topology, free, affinity, kept)
         family = self._family_of.get(of)
@@ -329,7 +289,7 @@ class CapacityIndex:
         key = (family, sum(millicores), memory, sum(socket_jobs))
         alike = self._by_key.get(key)
         if alike is None:
-            alike = self._by_key[key] = self._entries.add(*key)
+            alike = self._by_key[key] = self.entries.add(*key)
         self._by_state[state] = alike
         return alike
 
@@ -355,20 +315,6 @@ class CapacityIndex:
         if before is not alike:
             self._put((slot,), 1 << slot, before, alike)
 
-    def _run_changed(self, slots: Sequence[int]) -> None:
-        """Nodes that were alike and are alike again, but for those that are not to be found at all."""
-        if len(slots) == 1:
-            self._changed(slots[0])
-            return
-        seen_at, changed_at = self._seen_at, self.view.journal.changed_at
-        for slot in slots:
-            seen_at[slot] = changed_at[slot]
-        found = [slot for slot in slots if self._alike[slot] is not None]
-        if found:
-            before, alike = self._alike[found[0]], self._found(found[0])
-            if before is not alike:
-                self._put(found, together(found, len(self._alike)), before, alike)
-
     def _all_changed(self, slots: Sequence[int]) -> None:
         """Most nodes of a large gang were alike and are alike again: those go from one entry to another at once."""
         if len(slots) == 1:
@@ -386,10 +332,10 @@ class CapacityIndex:
         """Move nodes, given as `slots` and as bits in `nodes`, between two entries; None stands for no entry."""
         if before is not None:
             self._flip(before, nodes)
-            self._free_devices -= before.family.free * len(slots)
+            self.free_devices -= before.family.free * len(slots)
         if alike is not None:
             self._flip(alike, nodes)
-            self._free_devices += alike.family.free * len(slots)
+            self.free_devices += alike.family.free * len(slots)
         number = 0 if alike is None else alike.number
         for slot in slots:
             self._alike[slot] = alike
@@ -397,10 +343,9 @@ class CapacityIndex:
         self._journal.extend(slots)
 
     def _flip(self, alike: Alike, slots: Slots) -> None:
-        """Nodes of an entry come, or go."""
         family = alike.family
         was_there = bool(family.members)
-        self._entries.flip(alike, slots)
+        self.entries.flip(alike, slots)
         if not was_there:
             self._by_free[family.free][family] = None
             self._by_affinity.setdefault(family.affinity, {})[family] = None

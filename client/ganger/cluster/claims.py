@@ -65,14 +65,34 @@ def make_claim(
     )
 
 
+@lru_cache(16_384)
 def split_cores(
-    topology: Topology, free: Sequence[int], mask: int, millicores: int, socket_jobs: Sequence[int] = ()
+    topology: Topology, free: tuple[int, ...], mask: int, millicores: int, socket_jobs: tuple[int, ...] = ()
 ) -> tuple[int, ...] | None:
     """Cores by socket for these devices: from their own sockets first, in proportion, then from the others.
 
     Without devices, from the socket with the fewest jobs and then the most free cores. None if there are too few.
+    Cached: many nodes are filled alike.
     """
-    return _split(topology, tuple(free), mask, millicores, tuple(socket_jobs))
+    if sum(free) < millicores:
+        return None
+    sockets = range(len(topology.sockets))
+    taken = [0] * len(topology.sockets)
+    devices = [(topology.sockets[socket] & mask).bit_count() for socket in sockets]
+    placed = sum(devices)
+    if placed:
+        for socket in sockets:
+            # Whole cores, so that a proportional split does not cut a core in two.
+            share = millicores * devices[socket] // placed
+            taken[socket] = min(free[socket], share // _CORE * _CORE if share >= _CORE else share)
+    jobs = socket_jobs or (0,) * len(topology.sockets)
+    order = sorted(sockets, key=lambda socket: (devices[socket] == 0, jobs[socket], -free[socket], socket))
+    missing = millicores - sum(taken)
+    for socket in order:
+        more = min(missing, free[socket] - taken[socket])
+        taken[socket] += more
+        missing -= more
+    return tuple(taken)
 
 
 def resplit_cores(held: Sequence[int], free: Sequence[int], millicores: int) -> tuple[int, ...]:
@@ -120,32 +140,6 @@ def resumed_in_place(view: View, shape: GangShape, parked: Sequence[Claim]) -> t
         memory = claim.parked_memory_bytes or claim.memory_bytes
         kept.append(replace(claim, device_mask=0, millicores=(0,) * len(cores), tasks=(), memory_bytes=memory))
     return None if fit(view, shape, claims, holding=kept) else tuple(claims)
-
-
-# Many nodes are filled alike.
-@lru_cache(16_384)
-def _split(
-    topology: Topology, free: tuple[int, ...], mask: int, millicores: int, socket_jobs: tuple[int, ...]
-) -> tuple[int, ...] | None:
-    if sum(free) < millicores:
-        return None
-    sockets = range(len(topology.sockets))
-    taken = [0] * len(topology.sockets)
-    devices = [(topology.sockets[socket] & mask).bit_count() for socket in sockets]
-    placed = sum(devices)
-    if placed:
-        for socket in sockets:
-            # Whole cores, so that a proportional split does not cut a core in two.
-            share = millicores * devices[socket] // placed
-            taken[socket] = min(free[socket], share // _CORE * _CORE if share >= _CORE else share)
-    jobs = socket_jobs or (0,) * len(topology.sockets)
-    order = sorted(sockets, key=lambda socket: (devices[socket] == 0, jobs[socket], -free[socket], socket))
-    missing = millicores - sum(taken)
-    for socket in order:
-        more = min(missing, free[socket] - taken[socket])
-        taken[socket] += more
-        missing -= more
-    return tuple(taken)
 
 
 # -- gangs over several nodes ---------------------------------------------------------------------------------------
@@ -197,7 +191,12 @@ def fewest(
             continue
         count = min(remaining, room)
         # Most nodes of a large gang are alike, and whole.
-        now = (count, *_state(view, slot))
+        # All that a claim on a node depends on.
+        now = (
+            count,
+            *[column[slot] for column in (view.topologies, view.free, view.millicores, view.memory)],
+            *(view.socket_jobs[slot], view.group_jobs[slot], view.parked.get(slot)),
+        )
         if claims and now == last:
             claim = replace(claims[-1], node=view.nodes[slot])
         else:
@@ -232,19 +231,6 @@ def greedily(view: View, shape: GangShape, order: Iterable[int], mode: LoadMode)
             claims.append(best)
             remaining = [left - here for left, here in zip(remaining, best.tasks, strict=True)]
     return tuple(claims) if not any(remaining) and (not nodes or len(claims) == nodes) else None
-
-
-def _state(view: View, slot: int) -> tuple[object, ...]:
-    """Return all that a claim on a node depends on, without the node's name."""
-    return (
-        view.topologies[slot],
-        view.free[slot],
-        view.millicores[slot],
-        view.memory[slot],
-        view.socket_jobs[slot],
-        view.group_jobs[slot],
-        view.parked.get(slot),
-    )
 
 
 def _most_tasks(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,15 +68,9 @@ class Columns:
     @classmethod
     def empty(cls, size: int) -> Columns:
         """Return columns for `size` slots without nodes."""
-        return cls(
-            free=np.zeros(size, np.uint64),
-            available=np.zeros(size, np.bool_),
-            millicores=np.zeros(size, np.int64),
-            memory=np.zeros(size, np.int64),
-            sets=np.zeros(size, np.int32),
-            racks=np.zeros(size, np.int32),
-            fabrics=np.zeros(size, np.int32),
-        )
+        kinds: tuple[type[Any], ...] = (np.uint64, np.bool_, np.int64, np.int64, np.int32, np.int32, np.int32)
+        made: list[Any] = [np.zeros(size, kind) for kind in kinds]
+        return cls(*made)
 
     def copy(self) -> Columns:
         return Columns(*[getattr(self, name).copy() for name in Columns.__slots__])
@@ -93,8 +87,6 @@ class ColumnTable:
         self._columns: Columns | None = None
         # How many changes there were when the columns were last brought up to date.
         self._at = 0
-        # A copy of the view has the same columns: they are copied before the first write.
-        self._is_shared = False
 
     def current(self, journal: Journal, fill: Fill) -> Columns:
         """Return the columns with all changes of the journal."""
@@ -102,13 +94,9 @@ class ColumnTable:
         columns = self._columns
         if columns is None or len(columns.free) < size:
             columns = self._columns = Columns.empty(max(16, size * 5 // 4))
-            self._is_shared = False
             changed = None
         else:
             changed = journal.since(self._at)
-            if self._is_shared and changed != []:
-                columns = self._columns = columns.copy()
-                self._is_shared = False
         slots = range(size) if changed is None else set(changed)
         if len(slots) * 4 > size:
             fill(columns, slice(0, size), range(size))
@@ -122,7 +110,6 @@ class ColumnTable:
         """Return table and journal of a copy of the view: the first changes are those that the columns do not show."""
         twin = ColumnTable()
         unseen = None if self._columns is None else journal.since(self._at)
-        if unseen is not None:
-            twin._columns = self._columns
-            self._is_shared = twin._is_shared = True
+        if unseen is not None and self._columns is not None:
+            twin._columns = self._columns.copy()
         return twin, Journal([0] * len(journal.changed_at), unseen or ())

@@ -1,4 +1,5 @@
-"""What one shape of gang means to nodes alike: which could host it whole, how many of its tasks, at which level.
+"""Nodes that are alike, sets of nodes as integers, and what one shape of gang means to nodes alike: which could host it
+whole, how many of its tasks, at which level.
 
 Sums of tasks by rack, by fabric and of the cluster follow single nodes.
 
@@ -12,10 +13,10 @@ than a node has needs the node whole.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,10 +24,182 @@ from numpy.typing import NDArray
 from ganger.cluster.claims import PLENTY
 from ganger.cluster.fit import Demand as Needs
 from ganger.cluster.fit import demand
-from ganger.cluster.node_classes import Alike, Entries, Family
 from ganger.cluster.resources import ConfigurationSet, GangShape, LocalityLevel, Role, TaskShape, accepts_type
 from ganger.cluster.topology import FAR, Topology
 from ganger.cluster.view import View
+
+# Bit i: the node in slot i of the view.
+Slots: TypeAlias = int
+# Entries for which there is room at first.
+_FEW: Final = 32
+# So many nodes are added up, and so many more put into bytes, one by one.
+_TWO: Final = 2
+_SOME: Final = 128
+# Of large integers this part is looked at by itself: each step through the whole moves all of it.
+_WORD_BITS: Final = 64
+_WORD: Final = (1 << _WORD_BITS) - 1
+
+
+class Family:
+    """Nodes with the same devices free and gangs of the same size on them; `members` by what else they have left."""
+
+    __slots__ = (
+        "_lowest",
+        "_most_memory",
+        "_most_millicores",
+        "affinity",
+        "free",
+        "left",
+        "mask",
+        "members",
+        "topology",
+    )
+
+    def __init__(self, topology: Topology, mask: int, affinity: int, left: tuple[int, ...]) -> None:
+        self.topology = topology
+        self.mask = mask
+        self.affinity = affinity
+        # Bytes of each device beside what parked gangs keep of it.
+        self.left = left
+        # Free devices.
+        self.free = mask.bit_count()
+        # An ordered set of those with nodes.
+        self.members: dict[Alike, None] = {}
+        self._lowest = -1
+        # No member has more; whose look was in vain finds out how much it is.
+        self._most_millicores = self._most_memory = 0
+
+    @property
+    def lowest(self) -> int:
+        """Lowest slot of the nodes. There must be one."""
+        if self._lowest < 0:
+            self._lowest = min([alike.lowest for alike in self.members])
+        return self._lowest
+
+    def takable(self, needed_bytes: int) -> int:
+        """Return the free devices with at least `needed_bytes` left each; all where device memory is not reported."""
+        return self.mask & self.roomy(needed_bytes) if needed_bytes else self.mask
+
+    def roomy(self, needed_bytes: int) -> int:
+        """Return the devices, free or not, with at least `needed_bytes` left each."""
+        if not needed_bytes or not self.topology.configuration_set.device_memory_bytes:
+            return self.topology.all_mask
+        return sum([1 << device for device, left in enumerate(self.left) if left >= needed_bytes])
+
+    def able(self, millicores: int, memory: int) -> Sequence[Alike]:
+        """Return the members with at least these cores and bytes."""
+        if self._most_millicores < millicores or self._most_memory < memory:
+            return ()
+        found = [alike for alike in self.members if alike.millicores >= millicores and alike.memory >= memory]
+        if not found:
+            self._most_millicores = max([alike.millicores for alike in self.members])
+            self._most_memory = max([alike.memory for alike in self.members])
+        return found
+
+    def flip(self, alike: Alike, slots: Slots) -> None:
+        """Add the nodes `slots` to a member, or remove them if it has them."""
+        before = alike.slots
+        alike.slots ^= slots
+        alike.lowest_known = self._lowest = -1
+        if not before:
+            self.members[alike] = None
+            if alike.millicores > self._most_millicores:
+                self._most_millicores = alike.millicores
+            if alike.memory > self._most_memory:
+                self._most_memory = alike.memory
+        elif not alike.slots:
+            del self.members[alike]
+
+
+class Alike:
+    """A class of nodes that are equal for placement. Cores are summed over sockets: a task may use any of them."""
+
+    __slots__ = ("family", "jobs", "lowest_known", "memory", "millicores", "number", "slots")
+
+    def __init__(self, number: int, family: Family, millicores: int, memory: int, jobs: int) -> None:
+        # Counts up from 1.
+        self.number = number
+        self.family = family
+        self.millicores = millicores
+        self.memory = memory
+        self.jobs = jobs
+        self.slots: Slots = 0
+        self.lowest_known = -1
+
+    @property
+    def lowest(self) -> int:
+        """Lowest slot of the nodes. There must be one."""
+        if self.lowest_known < 0:
+            self.lowest_known = (self.slots & -self.slots).bit_length() - 1
+        return self.lowest_known
+
+
+class Entries:
+    """The classes of equal nodes in an index; some have no nodes now. `is_present` is by number, with an empty class
+    at 0, and read-only."""
+
+    def __init__(self) -> None:
+        # The first is number 1.
+        self.alikes: list[Alike] = []
+        self._is_present = np.zeros(_FEW, np.bool_)
+
+    def add(self, family: Family, millicores: int, memory: int, jobs: int) -> Alike:
+        number = len(self.alikes) + 1
+        if number == len(self._is_present):
+            self._is_present = np.concatenate((self._is_present, np.zeros_like(self._is_present)))
+        alike = Alike(number, family, millicores, memory, jobs)
+        self.alikes.append(alike)
+        return alike
+
+    def flip(self, alike: Alike, slots: Slots) -> None:
+        """Add the nodes `slots` to an entry, or remove them if it has them."""
+        alike.family.flip(alike, slots)
+        self._is_present[alike.number] = bool(alike.slots)
+
+    @property
+    def is_present(self) -> NDArray[np.bool_]:
+        """Flags by number: whether the class has nodes."""
+        return self._is_present[: len(self.alikes) + 1]
+
+
+def together(slots: Sequence[int], size: int) -> Slots:
+    """Return slots below `size` as bits of one integer."""
+    if len(slots) <= _TWO:
+        return sum([1 << slot for slot in slots])
+    if len(slots) <= _SOME:
+        some = bytearray(size // 8 + 1)
+        for slot in slots:
+            some[slot >> 3] |= 1 << (slot & 7)
+        return int.from_bytes(some, "little")
+    flags = np.zeros(size, np.bool_)
+    flags[np.asarray(slots)] = True
+    return int.from_bytes(np.packbits(flags, bitorder="little").tobytes(), "little")
+
+
+def each(slots: Slots) -> Iterator[int]:
+    """Ascending."""
+    at = 0
+    while slots:
+        empty = (slots & -slots).bit_length() - 1
+        slots >>= empty
+        at += empty
+        word = slots & _WORD
+        while word:
+            lowest = word & -word
+            yield at + lowest.bit_length() - 1
+            word ^= lowest
+        slots >>= _WORD_BITS
+        at += _WORD_BITS
+
+
+def each_from_last(slots: Slots) -> Iterator[int]:
+    while slots:
+        highest = slots.bit_length() - 1
+        yield highest
+        slots ^= 1 << highest
+
+
+# -- gangs on such nodes -----------------------------------------------------------------------------------------------
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -110,18 +283,20 @@ T = TypeVar("T")
 
 
 class FeasibilityAnswers(dict[K, T]):
-    """Answers by key, each computed at its first use."""
+    """Answers by key, each computed at its first use. All are forgotten once there are `most`; 0: never."""
 
-    def __init__(self, answer: Callable[[K], T]) -> None:
-        self._answer = answer
+    def __init__(self, answer: Callable[[K], T], most: int = 0) -> None:
+        self._answer, self._most = answer, most
 
     def __missing__(self, key: K) -> T:
+        if self._most and len(self) >= self._most:
+            self.clear()
         found = self[key] = self._answer(key)
         return found
 
 
-# Entries for which memory is reserved at first; new entries that are computed one by one, not as columns.
-_FIRST_ROOM, _FEW = 64, 8
+# Entries for which memory is reserved at first.
+_FIRST_ROOM = 64
 
 
 class TaskKind(NamedTuple):
@@ -136,8 +311,10 @@ class TaskRoom:
 
     def __init__(self, kind: TaskKind) -> None:
         self.kind = kind
-        self._single = GangShape((Role("", 1, kind.task),))
-        self._needs: dict[Topology, Needs] = {}
+        single = GangShape((Role("", 1, kind.task),))
+        self._needs: FeasibilityAnswers[Topology, Needs] = FeasibilityAnswers(
+            lambda topology: demand(topology.configuration_set, single, (1,))
+        )
         self.of: FeasibilityAnswers[Alike, int] = FeasibilityAnswers(self._room)
         # By number of the entry of the index.
         self._known, self._count = np.zeros(1, np.int64), 1
@@ -148,39 +325,13 @@ class TaskRoom:
         if self._count < count:
             if len(known) < count:
                 known = self._known = np.concatenate((known, np.zeros(max(count, _FIRST_ROOM), np.int64)))
-            # Usually few are new, and each column has a fixed cost.
-            known[self._count : count] = (
-                [self.of[alike] for alike in entries.alikes[self._count - 1 :]]
-                if count - self._count <= _FEW
-                else self._of_all(entries, self._count)
-            )
+            known[self._count : count] = [self.of[alike] for alike in entries.alikes[self._count - 1 :]]
             self._count = count
         return known[:count]
 
-    def _of_all(self, entries: Entries, first: int) -> NDArray[np.int64]:
-        """Return the tasks that fit, for the entries from number `first` on."""
-        some = entries.alikes[first - 1 :]
-        topologies = {alike.family.topology for alike in some}
-        if self.kind.device_memory_bytes or len(topologies) > 1 or not self.kind.task.gpus:
-            return np.array([self.of[alike] for alike in some], np.int64)
-        (topology,) = topologies
-        if not accepts_type(self.kind.device_type, topology.configuration_set.device_type):
-            return np.zeros(len(some), np.int64)
-        one = self.needs(topology)
-        free, millicores, memory = entries.amounts(first)
-        room: NDArray[np.int64] = free // one.gpus
-        if one.millicores:
-            room = np.minimum(room, millicores // one.millicores)
-        if one.memory_bytes:
-            room = np.minimum(room, memory // one.memory_bytes)
-        return room
-
     def needs(self, topology: Topology) -> Needs:
         """Return the cores and memory that one task needs on such a server."""
-        found = self._needs.get(topology)
-        if found is None:
-            found = self._needs[topology] = demand(topology.configuration_set, self._single, (1,))
-        return found
+        return self._needs[topology]
 
     def _room(self, alike: Alike) -> int:
         family = alike.family
@@ -206,8 +357,8 @@ class FeasibilityQuery:
         self,
         view: View,
         shape: GangShape,
-        task_room: Callable[[TaskKind], TaskRoom],
-        levels: Callable[[GangShape], FeasibilityAnswers[Family, int]],
+        rooms: Mapping[TaskKind, TaskRoom],
+        levels: Mapping[tuple[int, str, int], FeasibilityAnswers[Family, int]],
     ) -> None:
         self._view = view
         self.shape = shape
@@ -218,19 +369,20 @@ class FeasibilityQuery:
         self.by_weight = sorted(range(len(shape.roles)), key=lambda index: -shape.roles[index].shape.gpus)
         # Nodes with fewer free devices take no task of it.
         self.least_free = min(role.shape.gpus for role in shape.roles)
+        limits = (shape.device_type, shape.device_memory_bytes)
         # By role.
-        self.rooms = [task_room(kind) for kind in map(self._kind, shape.roles)]
-        self._whole: dict[Topology, Needs] = {}
+        self.rooms = [rooms[TaskKind(role.shape, *(limits if role.shape.gpus else ("", 0)))] for role in shape.roles]
+        everything = self.everything
+        self._whole: FeasibilityAnswers[Topology, Needs] = FeasibilityAnswers(
+            lambda topology: demand(topology.configuration_set, shape, everything)
+        )
         # Level of the closest devices for the whole gang, FAR where there are too few; without cores and memory.
-        self.level = levels(shape)
+        self.level = levels[shape.gpus, *(limits if shape.gpus else ("", 0))]
         self._memos: dict[Hashable, FeasibilityAnswers[Any, Any]] = {}
 
     def whole(self, topology: Topology) -> Needs:
         """Return the cores and memory that the whole gang needs on one such node."""
-        found = self._whole.get(topology)
-        if found is None:
-            found = self._whole[topology] = demand(topology.configuration_set, self.shape, self.everything)
-        return found
+        return self._whole[topology]
 
     def takable(self, family: Family) -> int:
         """Return the free devices that have the memory left that the gang needs of each."""
@@ -257,10 +409,6 @@ class FeasibilityQuery:
         """Demand of a cluster where all gangs have this shape."""
         return demand_of_shapes((self.shape,), self._view.sets.values())
 
-    def _kind(self, role: Role) -> TaskKind:
-        shape = self.shape
-        return TaskKind(role.shape, *((shape.device_type, shape.device_memory_bytes) if role.shape.gpus else ("", 0)))
-
 
 def closest(family: Family, gpus: int, device_type: str, device_memory_bytes: int) -> int:
     """Return the level of the closest `gpus` devices of a node; FAR where there are too few."""
@@ -278,17 +426,15 @@ _MANY = 8
 
 
 class CapacityTotals:
-    """`racks` and `fabrics`: by slot, the number of its span; -1 where it is not named. `most`: tasks counted on one
-    node, however many more it could take."""
+    """`spans`: for racks and fabrics, by slot, the number of its span; -1 where it is not named. `most`: tasks counted
+    on one node, however many more it could take."""
 
-    def __init__(self, most: int, racks: NDArray[np.int32], fabrics: NDArray[np.int32]) -> None:
+    def __init__(self, most: int, spans: Mapping[LocalityLevel, NDArray[np.int32]]) -> None:
         self._most = most
-        self._racks = racks
-        self._fabrics = fabrics
+        self._spans = spans
         self._counts = np.zeros(0, np.int64)
-        # What belongs to no span is summed up behind the last one, where -1 points; None until first needed.
-        self._by_rack: Counts | None = None
-        self._by_fabric: Counts | None = None
+        # What belongs to no span is summed up behind the last one, where -1 points; made at the first use.
+        self._sums: dict[LocalityLevel, Counts] = {}
         self._whole = np.zeros(1, np.int64)
         self._seen = 0
 
@@ -298,7 +444,7 @@ class CapacityTotals:
         behind = len(journal) - self._seen
         if not len(self._counts) or behind * _MANY > len(entries):
             self._counts = np.minimum(room_of[entries], self._most)
-            self._by_rack = self._by_fabric = None
+            self._sums.clear()
             self._whole = self._counts.sum(keepdims=True)
         elif behind:
             changed = set(journal[self._seen :])
@@ -306,27 +452,20 @@ class CapacityTotals:
             counts = np.minimum(room_of[entries[slots]], self._most)
             more = counts - self._counts[slots]
             self._counts[slots] = counts
-            if self._by_rack is not None:
-                np.add.at(self._by_rack, self._racks[slots], more)
-            if self._by_fabric is not None:
-                np.add.at(self._by_fabric, self._fabrics[slots], more)
+            for level, sums in self._sums.items():
+                np.add.at(sums, self._spans[level][slots], more)
             self._whole += more.sum()
         self._seen = len(journal)
 
     def totals(self, level: LocalityLevel) -> Counts:
         """Return the tasks that fit, by number of the rack or fabric; one value for the cluster. Read-only."""
-        if level is LocalityLevel.RACK:
-            if self._by_rack is None:
-                self._by_rack = _summed(self._racks, self._counts)
-            return self._by_rack[:-1]
-        if level is LocalityLevel.FABRIC:
-            if self._by_fabric is None:
-                self._by_fabric = _summed(self._fabrics, self._counts)
-            return self._by_fabric[:-1]
-        return self._whole
-
-
-def _summed(spans: NDArray[np.int32], counts: Counts) -> Counts:
-    size = int(spans.max(initial=-1)) + 2
-    # Sums of whole numbers far below 2**53 are exact.
-    return np.bincount(np.where(spans < 0, size - 1, spans), weights=counts, minlength=size).astype(np.int64)
+        if level is LocalityLevel.CLUSTER:
+            return self._whole
+        sums = self._sums.get(level)
+        if sums is None:
+            spans = self._spans[level]
+            size = int(spans.max(initial=-1)) + 2
+            # Sums of whole numbers far below 2**53 are exact.
+            found = np.bincount(np.where(spans < 0, size - 1, spans), weights=self._counts, minlength=size)
+            sums = self._sums[level] = found.astype(np.int64)
+        return sums[:-1]

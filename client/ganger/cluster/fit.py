@@ -1,7 +1,6 @@
 """The one fit function: whether the claims of a gang can be held, and if not, why, with numbers.
 
-The approver, job schedulers, planner and simulator all use it: two copies that disagreed would propose and refuse for
-ever.
+The approver, job schedulers, planner and simulator all use it: two that disagreed would propose and refuse for ever.
 It reads plain Python lists of the view: a verdict touches few nodes, and NumPy scalars would cost ten times as much.
 """
 
@@ -303,7 +302,6 @@ def _missing_devices(
 
 
 def _lacking_cores(view: View, slot: int, claim: Claim, own: Claim | None) -> Refusal | None:
-    """Return the refusal for the first socket with too few cores."""
     millicores = view.millicores[slot]
     if own is not None and own.millicores:
         millicores = tuple(have + more for have, more in zip(millicores, own.millicores, strict=True))

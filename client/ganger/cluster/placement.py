@@ -1,6 +1,5 @@
 """Candidate gangs for a request in order of preference, or what blocks it; the load mode; and gangs of another size.
 
-There is one engine: a `CapacityIndex`, a `PlacementRequest` and a `PlacementPreference` give candidates or blockers.
 A gang that grows takes the closest free devices; one that shrinks gives up those that lie apart from the rest. A gang
 that not even the idle cluster could hold is refused, with the largest of its kind that could be held.
 """
@@ -175,10 +174,10 @@ def _claim(view: View, shape: GangShape, node: str, mask: int, own: Claim | None
     slot = view.slots[node]
     tasks = mask.bit_count() // shape.roles[0].shape.gpus
     needed = demand(view.topologies[slot].configuration_set, shape, (tasks,))
-    free: Sequence[int] = view.millicores[slot]
+    free = view.millicores[slot]
     memory = view.memory[slot]
     if own is not None:
-        free = [have + held for have, held in zip(free, own.millicores, strict=True)]
+        free = tuple([have + held for have, held in zip(free, own.millicores, strict=True)])
         memory += own.memory_bytes + own.arena_bytes
     cores = split_cores(view.topologies[slot], free, mask, needed.millicores)
     if cores is None and own is not None and own.tasks:
@@ -211,7 +210,7 @@ def impossible(view: View, shape: GangShape) -> Refusal | None:
 
 
 def _judge(idle: View, shape: GangShape) -> Refusal | None:
-    patient = _at_its_widest(shape)
+    patient = replace(shape, locality=replace(shape.locality, wish=None), arena_bytes_per_device=0)
     index = CapacityIndex.of(idle)
     placement = place(index, PlacementRequest(patient), BEST_FIT)
     if placement.candidates:
@@ -249,11 +248,6 @@ def _largest(index: CapacityIndex, shape: GangShape) -> int:
 
 
 def _scaled(shape: GangShape, most: int) -> GangShape:
-    """The gang whose largest role has `most` tasks."""
     largest = max(role.tasks for role in shape.roles)
     roles = tuple(replace(role, tasks=max(1, role.tasks * most // largest)) for role in shape.roles)
     return replace(shape, roles=roles, nodes=min(shape.nodes, sum(role.tasks for role in roles)))
-
-
-def _at_its_widest(shape: GangShape) -> GangShape:
-    return replace(shape, locality=replace(shape.locality, wish=None), arena_bytes_per_device=0)

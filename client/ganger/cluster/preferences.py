@@ -28,12 +28,12 @@ import numpy as np
 
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import FreeDevices, evenly, greedily, make_claim
-from ganger.cluster.feasibility import FeasibilityQuery, GangMix
-from ganger.cluster.node_classes import Alike, Family
+from ganger.cluster.feasibility import Alike, Family, FeasibilityQuery, GangMix
 from ganger.cluster.resources import Claim, LocalityLevel
 from ganger.cluster.search import (
     Claims,
     PlacementPreference,
+    Search,
     Single,
     SpreadSearch,
     any_node,
@@ -48,6 +48,15 @@ from ganger.cluster.search import (
     walk,
 )
 from ganger.cluster.view import LoadMode
+
+
+def _one_or_several(single: Single, spread: SpreadSearch) -> Search:
+    def search(
+        room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, demand: GangMix | None
+    ) -> Iterator[Claims]:
+        return either(on_one_node(room, query, widest, single), over_nodes(room, query, widest, spread))
+
+    return search
 
 
 def alike_good(alike: Alike, query: FeasibilityQuery) -> int:
@@ -86,16 +95,11 @@ def least(alike: Alike, query: FeasibilityQuery) -> tuple[int, int, int]:
     return (query.takable(alike.family).bit_count(), alike.millicores, alike.memory)
 
 
-def _best_fit(
-    room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, demand: GangMix | None
-) -> Iterator[Claims]:
-    return either(on_one_node(room, query, widest, _BEST_FIT_SINGLE), over_nodes(room, query, widest, _BEST_FIT_SPREAD))
-
-
-_BEST_FIT_SINGLE = Single(cut, left_over, parts=by_free_devices)
 _BEST_FIT_SPREAD = SpreadSearch(least)
 BEST_FIT = PlacementPreference(
-    "best-fit", "where the least is left over: whole nodes, sockets and switches stay whole", _best_fit
+    "best-fit",
+    "where the least is left over: whole nodes, sockets and switches stay whole",
+    _one_or_several(Single(cut, left_over, parts=by_free_devices), _BEST_FIT_SPREAD),
 )
 
 
@@ -104,14 +108,6 @@ def level_then_most(family: Family, query: FeasibilityQuery) -> tuple[int, ...]:
     if not query.gpus:
         return (family.topology.devices,)
     return (query.level[family], -query.takable(family).bit_count())
-
-
-def _adaptive(
-    room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, demand: GangMix | None
-) -> Iterator[Claims]:
-    if room.view.mode is LoadMode.PACK:
-        return _best_fit(room, query, widest, demand)
-    return either(on_one_node(room, query, widest, _EMPTIEST), over_nodes(room, query, widest, _BEST_FIT_SPREAD))
 
 
 def _anywhere(
@@ -215,28 +211,27 @@ def keeps_holes(alike: Alike, query: FeasibilityQuery) -> bool:
     return line(alike.family, query) < 2
 
 
-def _gandiva(
-    room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, demand: GangMix | None
-) -> Iterator[Claims]:
-    mode = room.view.mode
-    return either(on_one_node(room, query, widest, _SINGLE[mode]), over_nodes(room, query, widest, _SPREAD[mode]))
-
-
 def _cores(alike: Alike) -> int:
     return min(alike.millicores // 1000, _MOST_CORES)
 
 
-_EMPTIEST = Single(level_then_most, apart, LoadMode.SPREAD)
+def _by_mode(spread: Search, pack: Search) -> Search:
+    return lambda room, query, widest, demand: (pack if room.view.mode is LoadMode.PACK else spread)(
+        room, query, widest, demand
+    )
+
+
 ADAPTIVE = PlacementPreference(
-    "adaptive", "apart from other jobs under light load, where the least is left over under heavy load", _adaptive
+    "adaptive",
+    "apart from other jobs under light load, where the least is left over under heavy load",
+    _by_mode(_one_or_several(Single(level_then_most, apart, LoadMode.SPREAD), _BEST_FIT_SPREAD), BEST_FIT.search),
 )
-_SINGLE = {
-    LoadMode.SPREAD: Single(line_then_most, apart, LoadMode.SPREAD, by_line),
-    LoadMode.PACK: Single(line_then_least, packed, LoadMode.PACK, by_line),
-}
-_SPREAD = {mode: SpreadSearch(few_jobs, mode, tries=(keeps_holes, any_node)) for mode in LoadMode}
+_BY_MODE = [
+    _one_or_several(Single(bound, key, mode, by_line), SpreadSearch(few_jobs, mode, tries=(keeps_holes, any_node)))
+    for bound, key, mode in ((line_then_most, apart, LoadMode.SPREAD), (line_then_least, packed, LoadMode.PACK))
+]
 GANDIVA = PlacementPreference(
-    "gandiva", "nodes with jobs of the gang's size, then idle ones, then any (Algorithm 1)", _gandiva
+    "gandiva", "nodes with jobs of the gang's size, then idle ones, then any (Algorithm 1)", _by_mode(*_BY_MODE)
 )
 
 
@@ -244,14 +239,8 @@ def level_and_cut(family: Family, query: FeasibilityQuery) -> tuple[int, int, in
     return (query.level[family], *cut(family, query))
 
 
-def _locality(
-    room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, demand: GangMix | None
-) -> Iterator[Claims]:
-    return either(on_one_node(room, query, widest, _LOCALITY_SINGLE), over_nodes(room, query, widest, _LOCALITY_SPREAD))
-
-
-_LOCALITY_SINGLE = Single(level_and_cut, left_over)
-_LOCALITY_SPREAD = SpreadSearch(least, most_spans=None)
 LOCALITY = PlacementPreference(
-    "locality", "the closest devices that are free, within what the job tolerates", _locality
+    "locality",
+    "the closest devices that are free, within what the job tolerates",
+    _one_or_several(Single(level_and_cut, left_over), SpreadSearch(least, most_spans=None)),
 )

@@ -19,8 +19,16 @@ from numpy.typing import NDArray
 
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import PLENTY, FreeDevices, evenly, fewest, greedily, make_claim, resumed_in_place
-from ganger.cluster.feasibility import CapacityTotals, FeasibilityQuery, GangMix
-from ganger.cluster.node_classes import Alike, Family, Slots, each, each_from_last
+from ganger.cluster.feasibility import (
+    Alike,
+    CapacityTotals,
+    Family,
+    FeasibilityQuery,
+    GangMix,
+    Slots,
+    each,
+    each_from_last,
+)
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel, shapes_by_type
 from ganger.cluster.view import LoadMode, View
 
@@ -337,8 +345,13 @@ def in_span(
 
 def by_key(some: Iterable[Alike], key_of: dict[Alike, Any], span: Slots) -> Iterator[tuple[Any, Slots]]:
     """Yield each key with its nodes of `span` that belong to `some` classes, in the order of `in_span`."""
-    for key, alikes in _by_key(some, key_of):
-        yield key, _together(alikes, span)
+    alikes: dict[Any, list[Slots]] = {}
+    for alike in some:
+        key = key_of[alike]
+        if key is not None:
+            alikes.setdefault(key, []).append(alike.slots)
+    for key, slots in sorted(alikes.items(), key=itemgetter(0)):
+        yield key, reduce(or_, slots) & span
 
 
 def walk(runs: Iterable[tuple[Any, Slots]], from_last: bool = False) -> Iterator[int]:
@@ -414,13 +427,12 @@ def _roomiest_first(
     by_entry = level is LocalityLevel.CLUSTER and query.least_free
     for most, some in _by_room(room, query) if by_entry else _by_room_of_nodes(room, query, level, number):
         if any(key_of[alike] is not None for alike in some):
-            yield most, _walk(some, key_of, span)
+            yield most, walk(by_key(some, key_of, span))
 
 
 def _by_room_of_nodes(
     room: CapacityIndex, query: FeasibilityQuery, level: LocalityLevel, number: int
 ) -> Iterator[tuple[int, list[Alike]]]:
-    """Node by node."""
     entries = room.entries_in(level, number)
     rooms = query.rooms[0].by_number(room.entries)[entries]
     if len(entries) <= _FEW:
@@ -439,7 +451,6 @@ def _by_room_of_nodes(
 
 
 def _by_room(room: CapacityIndex, query: FeasibilityQuery) -> Iterator[tuple[int, list[Alike]]]:
-    """Entry by entry."""
     every = room.entries.alikes
     rooms = np.where(room.entries.is_present, query.rooms[0].by_number(room.entries), 0)
     while most := int(rooms.max(initial=0)):
@@ -456,26 +467,6 @@ def _present(room: CapacityIndex, query: FeasibilityQuery, level: LocalityLevel,
 
 
 def _named(room: CapacityIndex, entries: NDArray[np.int32]) -> list[Alike]:
-    """Each entry once."""
     different = set(entries.tolist()) if len(entries) <= _FEW else np.flatnonzero(np.bincount(entries)).tolist()
     every = room.entries.alikes
     return [every[number - 1] for number in different]
-
-
-def _by_key(some: Iterable[Alike], key_of: dict[Alike, Any]) -> list[tuple[Any, list[Alike]]]:
-    by_key: dict[Any, list[Alike]] = {}
-    for alike in some:
-        key = key_of[alike]
-        if key is not None:
-            by_key.setdefault(key, []).append(alike)
-    return sorted(by_key.items(), key=itemgetter(0))
-
-
-def _walk(some: Iterable[Alike], key_of: dict[Alike, Any], span: Slots) -> Iterator[int]:
-    """Nodes by their keys, which are not compared before it comes to them."""
-    for _, alikes in _by_key(some, key_of):
-        yield from each(_together(alikes, span))
-
-
-def _together(some: Sequence[Alike], span: Slots) -> Slots:
-    return reduce(or_, [alike.slots for alike in some]) & span

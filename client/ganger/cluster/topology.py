@@ -17,7 +17,7 @@ from ganger.cluster.resources import ConfigurationSet, DeviceGroup, LocalityLeve
 FAR = 99
 # Above this a server has too many masks to look at each: C(8, 4) = 70, C(16, 8) = 12,870.
 _ENUMERATED_DEVICES = 8
-# Masks remembered per configuration set; a cluster of 16-device servers could request 2**16.
+# Answers of a kind remembered per configuration set; a cluster of 16-device servers could request 2**16.
 _MEMO_ENTRIES = 1 << 16
 _GIB = 1 << 30
 
@@ -38,9 +38,10 @@ class Topology:
         # Of a server on which all are equally far from each other; None of any other.
         apart = {level for one, levels in enumerate(self._pairs) for level in levels[:one]}
         self._uniform = apart.pop() if len(apart) == 1 else None
-        self._level_of: dict[int, LocalityLevel] = {}
-        self._best: dict[tuple[int, int, LocalityLevel, bool, Sequence[int], Sequence[int]], int | None] = {}
-        self._largest: dict[tuple[int, LocalityLevel], int] = {}
+        # Most masks are requested again and again.
+        self._worst_pair = lru_cache(_MEMO_ENTRIES)(self._find_pair)
+        self._closest = lru_cache(_MEMO_ENTRIES)(self._search)
+        self._most = lru_cache(_MEMO_ENTRIES)(self._find_most)
         self.circles = tuple({*self.sockets, *(mask for _, mask in self._cliques)} - {0})
 
     def level(self, mask: int) -> LocalityLevel:
@@ -49,15 +50,7 @@ class Topology:
             return LocalityLevel.NVLINK
         if self._uniform is not None:
             return self._uniform
-        found = self._level_of.get(mask)
-        if found is None:
-            low = (mask & -mask).bit_length() - 1
-            rest = mask & (mask - 1)
-            found = max(self.level(rest), *(self._pairs[low][other] for other in bits(rest)))
-            if len(self._level_of) >= _MEMO_ENTRIES:
-                self._level_of.clear()
-            self._level_of[mask] = found
-        return found
+        return self._worst_pair(mask)
 
     def best(
         self,
@@ -81,31 +74,26 @@ class Topology:
             # None are closer to each other than others.
             return _lowest(free, count) if widest >= LocalityLevel.NODE or count == 1 else None
         jobs = (tuple(socket_jobs), tuple(group_jobs)) if spread else ((), ())
-        key = (free, count, widest, spread, *jobs)
-        if key not in self._best:
-            if len(self._best) >= _MEMO_ENTRIES:
-                self._best.clear()
-            self._best[key] = self._search(free, count, widest, spread, *jobs)
-        return self._best[key]
+        return self._closest(free, count, widest, spread, *jobs)
 
     def largest(self, free: int, widest: LocalityLevel) -> int:
         """Most free devices that lie within `widest` of each other."""
         if widest >= LocalityLevel.NODE:
             return free.bit_count()
-        key = (free, widest)
-        found = self._largest.get(key)
-        if found is None:
-            most = free.bit_count()
-            found = next((n for n in range(most, 1, -1) if self.best(free, n, widest) is not None), min(1, most))
-            if len(self._largest) >= _MEMO_ENTRIES:
-                self._largest.clear()
-            self._largest[key] = found
-        return found
+        return self._most(free, widest)
 
     def closest(self, free: int, count: int) -> int:
         """Level of the best `count` of the free devices, or FAR."""
         mask = self.best(free, count)
         return FAR if mask is None else int(self.level(mask))
+
+    def _find_pair(self, mask: int) -> LocalityLevel:
+        low, rest = (mask & -mask).bit_length() - 1, mask & (mask - 1)
+        return max(self.level(rest), *(self._pairs[low][other] for other in bits(rest)))
+
+    def _find_most(self, free: int, widest: LocalityLevel) -> int:
+        most = free.bit_count()
+        return next((n for n in range(most, 1, -1) if self.best(free, n, widest) is not None), min(1, most))
 
     def _search(
         self,
@@ -171,7 +159,6 @@ def bits(mask: int) -> Iterator[int]:
 
 
 def _lowest(mask: int, count: int) -> int:
-    """The first `count` devices of a mask that has as many."""
     rest = mask
     for _ in range(count):
         rest &= rest - 1

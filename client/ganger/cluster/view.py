@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from operator import add, sub
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ganger.cluster.columns import Columns, ColumnTable, Journal
@@ -85,7 +86,26 @@ class View:
         """
         topology = self._topology_of[row.configuration_set]
         slot = self.slots.get(row.node)
-        if slot is not None and self._same(slot, row, topology):
+        claims = _padded(row.device_rows, topology.devices)
+        parked = row.parked_bytes and _padded(row.parked_bytes, topology.devices)
+        values: dict[str, object] = {
+            "nodes": row.node,
+            "free": row.free_mask,
+            "millicores": tuple(row.free_millicores),
+            "memory": row.free_memory_bytes,
+            "available": row.available,
+            "topologies": topology,
+            "racks": row.rack,
+            "fabrics": row.fabric,
+            "socket_jobs": _padded(row.socket_jobs, len(topology.sockets)),
+            "group_jobs": _padded(row.group_jobs, len(topology.groups)),
+            "affinity": row.affinity,
+        }
+        if (
+            slot is not None
+            and all(getattr(self, name)[slot] == value for name, value in values.items())
+            and (self.device_rows(slot), self.parked.get(slot, ())) == (claims, parked)
+        ):
             if row.version > self._versions[slot]:
                 self._versions[slot] = row.version
                 self.version = max(self.version, row.version)
@@ -105,19 +125,10 @@ class View:
         serves = topology.all_mask if in_service is None else in_service
         if (self.available[slot], self._in_service[slot]) != (row.available, serves):
             self._bare = None
-        self.nodes[slot] = row.node
-        self.free[slot] = row.free_mask
-        self.millicores[slot] = tuple(row.free_millicores)
-        self.memory[slot] = row.free_memory_bytes
-        self.available[slot] = row.available
-        self.topologies[slot] = topology
-        self.racks[slot] = row.rack
-        self.fabrics[slot] = row.fabric
-        self.socket_jobs[slot] = _padded(row.socket_jobs, len(topology.sockets))
-        self.group_jobs[slot] = _padded(row.group_jobs, len(topology.groups))
-        self._hold(slot, _padded(row.device_rows, topology.devices))
-        self.affinity[slot] = row.affinity
-        self._keep_parked(slot, row.parked_bytes and _padded(row.parked_bytes, topology.devices))
+        for name, value in values.items():
+            getattr(self, name)[slot] = value
+        self._hold(slot, claims)
+        self._keep_parked(slot, parked)
         self._in_service[slot] = serves
         self._versions[slot] = row.version or self.version + 1
         self.version = max(self.version, self._versions[slot])
@@ -156,47 +167,6 @@ class View:
         self.free[slot] = free & ~mask
         if mask and not self.affinity[slot]:
             self.affinity[slot] = gang_gpus or mask.bit_count()
-
-    def take_all(self, claims: Iterable[Claim], gang_gpus: int = 0) -> list[list[int]]:
-        """Takes all claims of a gang; the slots, together those of neighbours that were alike and are alike again: what
-        becomes of one of them becomes of the others."""
-        runs: list[list[int]] = []
-        before: tuple[object, ...] = ()
-        first = 0
-        for claim in claims:
-            slot = self.slots[claim.node]
-            now = (
-                self.topologies[slot],
-                self.free[slot],
-                self.millicores[slot],
-                self.memory[slot],
-                self.socket_jobs[slot],
-                self.group_jobs[slot],
-                self.held[slot],
-                self.shared.get(slot),
-                self.affinity[slot],
-                self.parked.get(slot),
-                claim.device_mask,
-                claim.millicores,
-                claim.memory_bytes + claim.arena_bytes,
-            )
-            if now != before or claim.shared_mask or claim.parked_bytes:
-                self.take(claim, gang_gpus)
-                before, first = now, slot
-                runs.append([slot])
-                continue
-            self.free[slot] = self.free[first]
-            self.millicores[slot] = self.millicores[first]
-            self.memory[slot] = self.memory[first]
-            self.socket_jobs[slot] = self.socket_jobs[first]
-            self.group_jobs[slot] = self.group_jobs[first]
-            self.held[slot] = self.held[first]
-            if self.shared:
-                self._hold(slot, self.device_rows(first))
-            self.affinity[slot] = self.affinity[first]
-            self._touch(slot)
-            runs[-1].append(slot)
-        return runs
 
     def give(self, claim: Claim, affinity: int | None = None) -> None:
         """The inverse of `take`; claims of nodes that left are ignored. The last gang takes the affinity along, and
@@ -301,10 +271,9 @@ class View:
         empty.free = [mask if name else 0 for mask, name in zip(self._in_service, self.nodes, strict=True)]
         empty.millicores = [cores[one.name] for one in sets]
         empty.memory = [one.free_memory_bytes for one in sets]
-        empty.affinity = [0] * len(sets)
         empty.socket_jobs = [zeros[one.name][0] for one in sets]
         empty.group_jobs = [zeros[one.name][1] for one in sets]
-        empty.held = [0] * len(sets)
+        empty.affinity, empty.held = [0] * len(sets), [0] * len(sets)
         empty.parked, empty.shared = {}, {}
         if everywhere_available:
             empty.available = [bool(name) for name in self.nodes]
@@ -392,23 +361,20 @@ class View:
         return mask & self.held[slot]
 
     def _hold(self, slot: int, rows: tuple[int, ...]) -> None:
-        """Set the number of claims on each device of a node."""
         self.held[slot] = sum([1 << device for device, claims in enumerate(rows) if claims > 0])
         if all(map(_ONE_OR_NONE.__contains__, rows)):
             self.shared.pop(slot, None)
         else:
             self.shared[slot] = rows
 
-    def _fill_columns(self, columns: Columns, where: slice, slots: Iterable[int]) -> None:
-        slots = tuple(slots)
+    def _fill_columns(self, columns: Columns, where: slice, slots: Sequence[int]) -> None:
         columns.free[where] = [self.free[slot] for slot in slots]
         columns.available[where] = [self.available[slot] for slot in slots]
         columns.millicores[where] = [sum(self.millicores[slot]) for slot in slots]
         columns.memory[where] = [self.memory[slot] for slot in slots]
         columns.sets[where] = [self._set_codes[self.topologies[slot].configuration_set.name] for slot in slots]
-        columns.racks[where] = [
-            self._place(self.fabrics[slot], self.racks[slot]) if self.racks[slot] else 0 for slot in slots
-        ]
+        racks = [(self.fabrics[slot], self.racks[slot]) for slot in slots]
+        columns.racks[where] = [self._place(fabric, rack) if rack else 0 for fabric, rack in racks]
         columns.fabrics[where] = [self._place(self.fabrics[slot], "") if self.fabrics[slot] else 0 for slot in slots]
 
     def _keep_parked(self, slot: int, kept: tuple[int, ...]) -> None:
@@ -433,24 +399,7 @@ class View:
         self.journal.changed_at.append(0)
         return len(self.nodes) - 1
 
-    def _same(self, slot: int, row: NodeRow, topology: Topology) -> bool:
-        return (
-            self.free[slot] == row.free_mask
-            and self.millicores[slot] == tuple(row.free_millicores)
-            and self.memory[slot] == row.free_memory_bytes
-            and self.available[slot] == row.available
-            and self.topologies[slot] is topology
-            and self.racks[slot] == row.rack
-            and self.fabrics[slot] == row.fabric
-            and self.socket_jobs[slot] == _padded(row.socket_jobs, len(topology.sockets))
-            and self.group_jobs[slot] == _padded(row.group_jobs, len(topology.groups))
-            and self.device_rows(slot) == _padded(row.device_rows, topology.devices)
-            and self.affinity[slot] == row.affinity
-            and self.parked.get(slot, ()) == row.parked_bytes
-        )
-
     def _makes_room(self, slot: int, row: NodeRow) -> bool:
-        """Return whether anything is freer in the row than it was."""
         return bool(
             row.free_mask & ~self.free[slot]
             or row.free_memory_bytes > self.memory[slot]
@@ -498,3 +447,54 @@ def _padded(counts: tuple[int, ...], length: int) -> tuple[int, ...]:
     if len(counts) == length:
         return counts
     return tuple(counts[:length]) + (0,) * (length - len(counts))
+
+
+class ViewImage(Struct, frozen=True, gc=False):
+    """Everything of a view that an answer may depend on: a view made of it decides as the original does."""
+
+    sets: tuple[ConfigurationSet, ...]
+    version: int
+    freed: int
+    mode: LoadMode
+    # By slot; None where a node has left.
+    rows: tuple[NodeRow | None, ...]
+    # By slot: devices that may ever be free; zero where a node has left.
+    in_service: tuple[int, ...]
+    # Slots for the nodes that come next, the last one first.
+    vacant: tuple[int, ...]
+    # Fabric and rack, in the order of their numbers.
+    places: tuple[tuple[str, str], ...]
+    # By slot: devices of the idle view if one was made; it stays while nodes stay.
+    idle: tuple[int, ...] | None = None
+
+
+def image_of_view(view: View) -> ViewImage:
+    """Shares nothing with the view that changes."""
+    return ViewImage(
+        sets=tuple(view.sets.values()),
+        version=view.version,
+        freed=view.freed,
+        mode=view.mode,
+        rows=tuple([view._row(slot) if name else None for slot, name in enumerate(view.nodes)]),
+        in_service=tuple([mask if name else 0 for mask, name in zip(view._in_service, view.nodes, strict=True)]),
+        vacant=tuple(view._vacant),
+        places=tuple(view._place_codes),
+        idle=None if view._idle is None else tuple(view._idle.free),
+    )
+
+
+def view_of_image(image: ViewImage) -> View:
+    """KeyError or ValueError if its parts do not go together."""
+    view = View(image.sets)
+    view._place_codes = {place: code for code, place in enumerate(image.places)}
+    for row, in_service in zip(image.rows, image.in_service, strict=True):
+        if row is None:
+            view._grow()
+        else:
+            view.put(row, in_service)
+    view._vacant = list(image.vacant)
+    view.version, view.freed, view.mode = image.version, image.freed, image.mode
+    if image.idle is not None:
+        view._idle = view.emptied(everywhere_available=True)
+        view._idle.free = list(image.idle)
+    return view

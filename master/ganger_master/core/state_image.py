@@ -13,8 +13,7 @@ from typing import TypeVar
 
 from ganger.cluster.refusals import Refusal
 from ganger.cluster.resources import Claim, ConfigurationSet
-from ganger.cluster.view import LoadMode
-from ganger.cluster.view_image import ViewImage, image_of_view, view_of_image
+from ganger.cluster.view import LoadMode, ViewImage, image_of_view, view_of_image
 from msgspec import Struct, field
 from msgspec.structs import replace
 

@@ -468,7 +468,7 @@ class _Free:
                 or memory < wish.least[at][1]
             ):
                 return None
-            split = split_cores(self._view.topologies[node.slot], node.millicores, mask, millicores)
+            split = split_cores(self._view.topologies[node.slot], tuple(node.millicores), mask, millicores)
             assert split is not None, "so many are free"
             made.append(structs.replace(claim, device_mask=mask, millicores=split, memory_bytes=memory))
         for claim in made:

@@ -31,9 +31,8 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import make_claim
-from ganger.cluster.feasibility import FeasibilityQuery, GangMix, fragmented_gpus
+from ganger.cluster.feasibility import Alike, Family, FeasibilityQuery, GangMix, Slots, each, fragmented_gpus
 from ganger.cluster.fit import demand as needs
-from ganger.cluster.node_classes import Alike, Family, Slots, each
 from ganger.cluster.preferences import ADAPTIVE, ANYWHERE, BEST_FIT, FIRST_FIT, GANDIVA, LOCALITY, cut, least
 from ganger.cluster.resources import LocalityLevel, accepts_type
 from ganger.cluster.search import (

@@ -33,8 +33,7 @@ from typing import Any, Final
 
 import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex
-from ganger.cluster.feasibility import FeasibilityQuery, GangMix
-from ganger.cluster.node_classes import Alike, Family
+from ganger.cluster.feasibility import Alike, Family, FeasibilityQuery, GangMix
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel
 from ganger.cluster.search import (
     Claims,
