@@ -19,7 +19,7 @@ from ganger.wire import errors
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint, read_endpoint
 from ganger.wire.errors import from_rpc_error
-from ganger.wire.methods import ROLES, CallerIdentity, CallerRole
+from ganger.wire.methods import METHODS, CallerIdentity, CallerRole
 from ganger.wire.servers import bind, make_server
 from ganger.wire.tls import read_files, server_credentials
 from kit.certified import Authority
@@ -76,7 +76,7 @@ def test_a_call_that_is_not_for_the_role_is_refused(tmp_path: Path, role: Caller
     async def story(certified: CertifiedMaster) -> None:
         caller = certified.calls(role, "x")
         for method in DESCRIPTORS:
-            if role not in ROLES[method]:
+            if role not in METHODS[method].roles:
                 assert await reason(empty_call(caller.channel, method)) == "ROLE_NOT_PERMITTED", method
 
     told(tmp_path, story)
@@ -87,7 +87,7 @@ def test_a_call_that_is_for_the_role_is_answered(tmp_path: Path, role: CallerRol
     async def story(certified: CertifiedMaster) -> None:
         caller = certified.calls(role, "x")
         for method, descriptor in DESCRIPTORS.items():
-            if role in ROLES[method] and not descriptor.server_streaming:
+            if role in METHODS[method].roles and not descriptor.server_streaming:
                 assert await reason(empty_call(caller.channel, method)) != "ROLE_NOT_PERMITTED", method
 
     told(tmp_path, story)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from ganger.agent.v1 import agent_pb2, peer_pb2
 from ganger.v1 import job_service_pb2, node_pb2, scheduling_pb2
+from ganger.wire import methods
 from ganger.wire.errors import CertificateInvalid, RoleNotPermitted, from_status, to_status
 from ganger.wire.methods import (
     LOCAL,
-    ROLES,
     CallerIdentity,
     CallerRole,
     check_call,
@@ -32,6 +32,7 @@ JOBS, NODES, AGENTS, PEERS = (
     "/ganger.agent.v1.AgentService",
     "/ganger.agent.v1.PeerService",
 )
+ROLES = {path: method.roles for path, method in methods.METHODS.items()}
 ANN = CallerIdentity(CallerRole.USER, "ann")
 
 

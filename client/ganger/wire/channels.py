@@ -97,24 +97,22 @@ def open_channel(
 ) -> grpc.Channel:
     """A blocking channel to a server of this role. Close it. Raises EndpointError for an address that cannot be
     dialled, or a certificate that cannot be read."""
-    credentials, all_options = _credentials(endpoint), _options(endpoint, options, role)
-    if credentials is None:
-        channel = grpc.insecure_channel(_target(endpoint), options=all_options)
-    else:
-        channel = grpc.secure_channel(_target(endpoint), credentials, options=all_options)
-    return cast(grpc.Channel, _Channel(channel, endpoint.token))
+    return cast(grpc.Channel, _opened(grpc, endpoint, options, role))
 
 
 def open_aio_channel(
     endpoint: Endpoint, options: Sequence[tuple[str, int | str]] = (), role: CallerRole = CallerRole.MASTER
 ) -> grpc.aio.Channel:
     """A channel of the running event loop. Close it. Raises EndpointError as `open_channel`."""
+    return cast(grpc.aio.Channel, _opened(grpc.aio, endpoint, options, role))
+
+
+def _opened(module: Any, endpoint: Endpoint, options: Sequence[tuple[str, int | str]], role: CallerRole) -> _Channel:
     credentials, all_options = _credentials(endpoint), _options(endpoint, options, role)
+    target = endpoint.address if endpoint.address.startswith("unix:") else f"dns:///{endpoint.address}"
     if credentials is None:
-        channel = grpc.aio.insecure_channel(_target(endpoint), options=all_options)
-    else:
-        channel = grpc.aio.secure_channel(_target(endpoint), credentials, options=all_options)
-    return cast(grpc.aio.Channel, _Channel(channel, endpoint.token))
+        return _Channel(module.insecure_channel(target, options=all_options), endpoint.token)
+    return _Channel(module.secure_channel(target, credentials, options=all_options), endpoint.token)
 
 
 def _credentials(endpoint: Endpoint) -> grpc.ChannelCredentials | None:
@@ -137,8 +135,7 @@ def _options(
     return (*_CLIENT_OPTIONS, ("grpc.ssl_target_name_override", expected), *options)
 
 
-def _target(endpoint: Endpoint) -> str:
-    return endpoint.address if endpoint.address.startswith("unix:") else f"dns:///{endpoint.address}"
+_CALLS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 
 # gRPC's interceptors cost tens of microseconds a call and change the call's type; wrapping the multi-callables costs
@@ -149,23 +146,13 @@ class _Channel:
         versions = (VERSIONS_KEY, str(SUPPORTED_VERSIONS))
         self._metadata = (versions, (TOKEN_KEY, f"Bearer {token}")) if token else (versions,)
 
-    def unary_unary(self, method: str, *arguments: Any, **more: Any) -> Any:
-        return self._wrap(method, self._channel.unary_unary(method, *arguments, **more))
-
-    def unary_stream(self, method: str, *arguments: Any, **more: Any) -> Any:
-        return self._wrap(method, self._channel.unary_stream(method, *arguments, **more))
-
-    def stream_unary(self, method: str, *arguments: Any, **more: Any) -> Any:
-        return self._wrap(method, self._channel.stream_unary(method, *arguments, **more))
-
-    def stream_stream(self, method: str, *arguments: Any, **more: Any) -> Any:
-        return self._wrap(method, self._channel.stream_stream(method, *arguments, **more))
-
-    def _wrap(self, method: str, multicallable: Any) -> Any:
-        return _MultiCallable(multicallable, self._metadata, deadline_s(method))
-
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._channel, name)
+        found = getattr(self._channel, name)
+        if name not in _CALLS:
+            return found
+        return lambda method, *more, **named: _MultiCallable(
+            found(method, *more, **named), self._metadata, deadline_s(method)
+        )
 
     def __enter__(self) -> _Channel:
         return self

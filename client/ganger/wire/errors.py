@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import grpc
-from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 
 DOMAIN = "ganger.v1"
@@ -129,25 +128,18 @@ DeadlineExceeded = _error("DeadlineExceeded", _Code.DEADLINE_EXCEEDED)
 
 def to_status(error: ApiError) -> status_pb2.Status:
     """The error as google.rpc.Status. What would not fit into a header is cut: long texts, then late violations."""
-    details = [
-        error_details_pb2.ErrorInfo(
-            reason=error.reason,
-            domain=DOMAIN,
-            metadata={name: value[:_MAX_METADATA_CHARACTERS] for name, value in error.metadata.items()},
-        )
-    ]
-    packed = [_pack(details[0])]
+    metadata = {name: value[:_MAX_METADATA_CHARACTERS] for name, value in error.metadata.items()}
+    status = status_pb2.Status(code=error.code.value[0], message=error.message[:_MAX_MESSAGE_CHARACTERS])
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata))
     if error.violations:
         bad_request = error_details_pb2.BadRequest()
-        for number, violation in enumerate(error.violations):
-            bad_request.field_violations.add(
-                field=violation.field[:200], description=violation.description[:_MAX_METADATA_CHARACTERS]
-            )
-            if bad_request.ByteSize() > _MAX_VIOLATIONS_BYTES and number + 1 < len(error.violations):
-                bad_request.field_violations.add(field="", description=f"{len(error.violations) - number - 1} more")
+        for number, (field, description) in enumerate(error.violations, 1):
+            bad_request.field_violations.add(field=field[:200], description=description[:_MAX_METADATA_CHARACTERS])
+            if bad_request.ByteSize() > _MAX_VIOLATIONS_BYTES and number < len(error.violations):
+                bad_request.field_violations.add(field="", description=f"{len(error.violations) - number} more")
                 break
-        packed.append(_pack(bad_request))
-    return status_pb2.Status(code=error.code.value[0], message=error.message[:_MAX_MESSAGE_CHARACTERS], details=packed)
+        status.details.add().Pack(bad_request)
+    return status
 
 
 def to_trailing_metadata(error: ApiError) -> tuple[tuple[str, bytes], ...]:
@@ -172,10 +164,17 @@ def from_status(status: status_pb2.Status) -> ApiError:
 def from_rpc_error(error: grpc.RpcError) -> ApiError:
     """The error behind an exception of a gRPC call, sync or aio. Transport failures become `Unreachable`,
     `DeadlineExceeded` or `MessageTooLarge`."""
-    for key, value in _trailing_metadata(error):
+
+    def read(name: str) -> Any:
+        # A grpc.RpcError says in its documentation, not in its type, that it is also the call.
+        method = getattr(error, name, None)
+        return None if method is None else method()
+
+    for key, value in read("trailing_metadata") or ():
         if key == DETAILS_KEY and isinstance(value, bytes):
             return from_status(status_pb2.Status.FromString(value))
-    code, details = _code(error), _details(error)
+    code, details = read("code"), str(read("details") or error)
+    code = code if isinstance(code, grpc.StatusCode) else grpc.StatusCode.UNKNOWN
     if code is grpc.StatusCode.UNAVAILABLE:
         return Unreachable(details)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -204,26 +203,3 @@ def _make(
     if kind is ApiError:
         error.code, error.reason = code, reason or "UNKNOWN"
     return error
-
-
-def _pack(message: error_details_pb2.ErrorInfo | error_details_pb2.BadRequest) -> any_pb2.Any:
-    packed = any_pb2.Any()
-    packed.Pack(message)
-    return packed
-
-
-# A grpc.RpcError says in its documentation, not in its type, that it is also the call.
-def _trailing_metadata(error: grpc.RpcError) -> Sequence[tuple[str, str | bytes]]:
-    read = getattr(error, "trailing_metadata", None)
-    return tuple(read() or ()) if read is not None else ()
-
-
-def _code(error: grpc.RpcError) -> grpc.StatusCode:
-    read = getattr(error, "code", None)
-    code = read() if read is not None else None
-    return code if isinstance(code, grpc.StatusCode) else grpc.StatusCode.UNKNOWN
-
-
-def _details(error: grpc.RpcError) -> str:
-    read = getattr(error, "details", None)
-    return str((read() if read is not None else None) or error)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -25,11 +25,34 @@ from ganger.wire.errors import ApiError, CertificateInvalid, MessageTooLarge, Ro
 _STREAM_S = 31 * 60.0
 
 
+class CallerRole(StrEnum):
+    """What a party of a cluster is there for."""
+
+    USER = "user"
+    OPERATOR = "operator"
+    SCHEDULER = "scheduler"
+    PLANNER = "planner"
+    DAEMON = "daemon"
+    MASTER = "master"
+
+
+_PEOPLE: Final = frozenset({CallerRole.USER, CallerRole.OPERATOR})
+_READERS: Final = _PEOPLE | {CallerRole.SCHEDULER, CallerRole.PLANNER}
+_ALL: Final = frozenset(CallerRole)
+_OPERATORS: Final = frozenset({CallerRole.OPERATOR})
+_DAEMONS: Final = frozenset({CallerRole.DAEMON})
+# A user's own job scheduler runs as that user, for that user's jobs: the services look at whose they are.
+_SCHEDULERS: Final = _PEOPLE | {CallerRole.SCHEDULER}
+_PLANNERS: Final = frozenset({CallerRole.OPERATOR, CallerRole.PLANNER})
+_MASTERS: Final = frozenset({CallerRole.MASTER})
+
+
 @dataclass(frozen=True, slots=True)
 class Method:
-    """`deadline_s` is None for streams that last as long as both ends live."""
+    """`roles`: those that may call it; `deadline_s`: None for streams that last as long as both ends live."""
 
     path: str
+    roles: frozenset[CallerRole]
     deadline_s: float | None = 10.0
     is_idempotent: bool = True
     is_stream: bool = False
@@ -44,66 +67,72 @@ METHODS: dict[str, Method] = {
     f"/{method.path}": method
     for method in (
         # The request id makes a repeated submission the same submission.
-        Method(f"{_JOBS}/CreateJob", 30.0, largest_bytes=_MIB // 2),
-        Method(f"{_JOBS}/GetJob"),
-        Method(f"{_JOBS}/ListJobs"),
-        Method(f"{_JOBS}/WatchJob", _STREAM_S, is_stream=True),
-        Method(f"{_JOBS}/CancelJob"),
+        Method(f"{_JOBS}/CreateJob", _PEOPLE, 30.0, largest_bytes=_MIB // 2),
+        Method(f"{_JOBS}/GetJob", _READERS),
+        Method(f"{_JOBS}/ListJobs", _READERS),
+        Method(f"{_JOBS}/WatchJob", _READERS, _STREAM_S, is_stream=True),
+        Method(f"{_JOBS}/CancelJob", _PEOPLE),
         # As CreateJob.
-        Method(f"{_JOBS}/UpdateJob"),
-        Method(f"{_JOBS}/SuspendJob"),
-        Method(f"{_JOBS}/ResumeJob"),
+        Method(f"{_JOBS}/UpdateJob", _PEOPLE),
+        Method(f"{_JOBS}/SuspendJob", _PEOPLE),
+        Method(f"{_JOBS}/ResumeJob", _PEOPLE),
         # A second move would be refused as busy although the first was taken.
-        Method(f"{_JOBS}/MoveJob", 30.0, is_idempotent=False),
-        Method(f"{_JOBS}/RetuneJob", is_idempotent=False),
-        Method(f"{_JOBS}/ResizeJob", is_idempotent=False),
-        Method(f"{_JOBS}/ReadLog", _STREAM_S, is_stream=True),
-        Method(f"{_JOBS}/ExplainJob"),
-        Method(f"{_JOBS}/ListEvents"),
-        Method(f"{_JOBS}/CreateArray", 30.0, largest_bytes=5 * _MIB // 8),
-        Method(f"{_JOBS}/GetArray"),
-        Method(f"{_JOBS}/ListArrays"),
-        Method(f"{_JOBS}/CancelArray"),
-        Method(f"{_JOBS}/UpdateArray"),
-        Method(f"{_SCHEDULING}/GetView"),
-        Method(f"{_SCHEDULING}/WatchView", _STREAM_S, is_stream=True),
-        Method(f"{_SCHEDULING}/WatchLeases", None, is_stream=True),
-        Method(f"{_SCHEDULING}/WatchTurns", None, is_stream=True),
+        Method(f"{_JOBS}/MoveJob", _PEOPLE, 30.0, is_idempotent=False),
+        Method(f"{_JOBS}/RetuneJob", _PEOPLE, is_idempotent=False),
+        Method(f"{_JOBS}/ResizeJob", _PEOPLE, is_idempotent=False),
+        Method(f"{_JOBS}/ReadLog", _PEOPLE, _STREAM_S, is_stream=True),
+        Method(f"{_JOBS}/ExplainJob", _READERS),
+        Method(f"{_JOBS}/ListEvents", _READERS),
+        Method(f"{_JOBS}/CreateArray", _PEOPLE, 30.0, largest_bytes=5 * _MIB // 8),
+        Method(f"{_JOBS}/GetArray", _READERS),
+        Method(f"{_JOBS}/ListArrays", _READERS),
+        Method(f"{_JOBS}/CancelArray", _PEOPLE),
+        Method(f"{_JOBS}/UpdateArray", _PEOPLE),
+        Method(f"{_SCHEDULING}/GetView", _READERS),
+        Method(f"{_SCHEDULING}/WatchView", _READERS, _STREAM_S, is_stream=True),
+        Method(f"{_SCHEDULING}/WatchLeases", _SCHEDULERS, None, is_stream=True),
+        Method(f"{_SCHEDULING}/WatchTurns", _SCHEDULERS, None, is_stream=True),
         # A second request would be refused as stale although the first was approved.
-        Method(f"{_SCHEDULING}/RequestGang", is_idempotent=False, largest_bytes=_MIB),
-        Method(f"{_SCHEDULING}/RequestGangs", None, is_idempotent=False, is_stream=True, largest_bytes=_MIB),
-        Method(f"{_SCHEDULING}/ReleaseGang", is_idempotent=False),
+        Method(f"{_SCHEDULING}/RequestGang", _SCHEDULERS, is_idempotent=False, largest_bytes=_MIB),
+        Method(
+            f"{_SCHEDULING}/RequestGangs", _SCHEDULERS, None, is_idempotent=False, is_stream=True, largest_bytes=_MIB
+        ),
+        Method(f"{_SCHEDULING}/ReleaseGang", _SCHEDULERS, is_idempotent=False),
         # A plan of 250 starts with 4,096 claims, and the order of 10,000 pending jobs, takes 0.4 MiB.
-        Method(f"{_SCHEDULING}/ProposePlan", is_idempotent=False, largest_bytes=_MIB // 2),
-        Method(f"{_SCHEDULING}/WatchCluster", _STREAM_S, is_stream=True),
-        Method(f"{_SCHEDULING}/WatchProgress", _STREAM_S, is_stream=True),
-        Method(f"{_NODES}/ListNodes"),
-        Method(f"{_NODES}/GetNode"),
-        Method(f"{_NODES}/DrainNode"),
-        Method(f"{_NODES}/CordonNode"),
-        Method(f"{_NODES}/UncordonNode"),
-        Method(f"{_NODES}/DeclareNodeLost"),
+        Method(f"{_SCHEDULING}/ProposePlan", _SCHEDULERS | _PLANNERS, is_idempotent=False, largest_bytes=_MIB // 2),
+        Method(f"{_SCHEDULING}/WatchCluster", _PLANNERS, _STREAM_S, is_stream=True),
+        Method(f"{_SCHEDULING}/WatchProgress", _READERS, _STREAM_S, is_stream=True),
+        Method(f"{_NODES}/ListNodes", _READERS),
+        Method(f"{_NODES}/GetNode", _READERS),
+        Method(f"{_NODES}/DrainNode", _OPERATORS),
+        Method(f"{_NODES}/CordonNode", _OPERATORS),
+        Method(f"{_NODES}/UncordonNode", _OPERATORS),
+        Method(f"{_NODES}/DeclareNodeLost", _OPERATORS),
         # A second call would find no such node although the first was taken.
-        Method(f"{_NODES}/RemoveNode", is_idempotent=False),
-        Method(f"{_NODES}/GetCluster"),
-        Method(f"{_NODES}/ListQuarantinedGangs"),
+        Method(f"{_NODES}/RemoveNode", _OPERATORS, is_idempotent=False),
+        Method(f"{_NODES}/GetCluster", _READERS),
+        Method(f"{_NODES}/ListQuarantinedGangs", _OPERATORS),
         # Second calls would find nothing to do although the first were taken.
-        Method(f"{_NODES}/EndQuarantinedGang", is_idempotent=False),
-        Method(f"{_NODES}/AdoptQuarantinedGang", is_idempotent=False),
-        Method(f"{_NODES}/SettleRestore", is_idempotent=False),
+        Method(f"{_NODES}/EndQuarantinedGang", _OPERATORS, is_idempotent=False),
+        Method(f"{_NODES}/AdoptQuarantinedGang", _OPERATORS, is_idempotent=False),
+        Method(f"{_NODES}/SettleRestore", _OPERATORS, is_idempotent=False),
         # Answers when the recording has ended: an hour at most, and what the file then takes.
-        Method(f"{_NODES}/RecordDecisions", 61 * 60.0, is_idempotent=False),
-        Method(f"{_AGENTS}/CreateSession", largest_bytes=_MIB),
+        Method(f"{_NODES}/RecordDecisions", _OPERATORS, 61 * 60.0, is_idempotent=False),
+        Method(f"{_AGENTS}/CreateSession", _DAEMONS, largest_bytes=_MIB),
         # Held up to max_wait; the daemon itself calls again, and only its newest call counts.
-        Method(f"{_AGENTS}/Reconcile", 120.0, is_idempotent=False, largest_bytes=4 * _MIB),
-        Method(f"{_AGENTS}/ReportProgress", None, is_idempotent=False, is_stream=True, largest_bytes=4 * _MIB),
-        Method(f"{_PEERS}/RelayBoundary", None, is_idempotent=False, is_stream=True, largest_bytes=4 * _MIB),
-        Method(f"{_PEERS}/GetRendezvous", 120.0),
-        Method(f"{_PEERS}/ShardWritten", largest_bytes=4 * _MIB),
-        Method(f"{_PEERS}/SwitchRow", 5.0, largest_bytes=4 * _MIB),
-        Method(f"{_PEERS}/ReadLog", _STREAM_S, is_stream=True),
-        Method("grpc.health.v1.Health/Check", 5.0),
-        Method("grpc.health.v1.Health/Watch", None, is_stream=True),
+        Method(f"{_AGENTS}/Reconcile", _DAEMONS, 120.0, is_idempotent=False, largest_bytes=4 * _MIB),
+        Method(
+            f"{_AGENTS}/ReportProgress", _DAEMONS, None, is_idempotent=False, is_stream=True, largest_bytes=4 * _MIB
+        ),
+        Method(f"{_PEERS}/RelayBoundary", _DAEMONS, None, is_idempotent=False, is_stream=True, largest_bytes=4 * _MIB),
+        Method(f"{_PEERS}/GetRendezvous", _DAEMONS, 120.0),
+        Method(f"{_PEERS}/ShardWritten", _DAEMONS, largest_bytes=4 * _MIB),
+        Method(f"{_PEERS}/SwitchRow", _DAEMONS, 5.0, largest_bytes=4 * _MIB),
+        Method(f"{_PEERS}/ReadLog", _MASTERS, _STREAM_S, is_stream=True),
+        Method("grpc.health.v1.Health/Check", _ALL, 5.0),
+        Method("grpc.health.v1.Health/List", _ALL, is_idempotent=False),
+        Method("grpc.health.v1.Health/Watch", _ALL, None, is_stream=True),
+        Method("grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", _ALL, is_stream=True),
     )
 }
 
@@ -151,17 +180,6 @@ SCHEME: Final = "ganger://"
 _SERVED: Final = "ganger"
 # A job's user is kept in a column of this many characters and shown in tables.
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._@-]{0,61}[A-Za-z0-9])?")
-
-
-class CallerRole(StrEnum):
-    """What a party of a cluster is there for."""
-
-    USER = "user"
-    OPERATOR = "operator"
-    SCHEDULER = "scheduler"
-    PLANNER = "planner"
-    DAEMON = "daemon"
-    MASTER = "master"
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,63 +249,27 @@ def identity_of(uris: Iterable[str]) -> CallerIdentity:
     return CallerIdentity(CallerRole(role), name)
 
 
-_PEOPLE: Final = frozenset({CallerRole.USER, CallerRole.OPERATOR})
-_READERS: Final = _PEOPLE | {CallerRole.SCHEDULER, CallerRole.PLANNER}
-_ALL: Final = frozenset(CallerRole)
-_OPERATORS: Final = frozenset({CallerRole.OPERATOR})
-_DAEMONS: Final = frozenset({CallerRole.DAEMON})
-# A user's own job scheduler runs as that user, for that user's jobs: the services look at whose they are.
-_SCHEDULERS: Final = _PEOPLE | {CallerRole.SCHEDULER}
-_PLANNERS: Final = frozenset({CallerRole.OPERATOR, CallerRole.PLANNER})
-
-# By method, "/package.Service/Method".
-ROLES: Final[Mapping[str, frozenset[CallerRole]]] = {
-    f"/{service}/{method}": roles
-    for service, rows in {
-        "ganger.v1.JobService": (
-            ("CreateJob CreateArray", _PEOPLE),
-            ("CancelJob UpdateJob SuspendJob ResumeJob MoveJob RetuneJob ResizeJob ReadLog", _PEOPLE),
-            ("CancelArray UpdateArray", _PEOPLE),
-            ("GetJob ListJobs WatchJob ExplainJob ListEvents GetArray ListArrays", _READERS),
-        ),
-        "ganger.v1.SchedulingService": (
-            ("GetView WatchView WatchProgress", _READERS),
-            ("WatchLeases WatchTurns RequestGang RequestGangs ReleaseGang", _SCHEDULERS),
-            ("ProposePlan", _SCHEDULERS | _PLANNERS),
-            ("WatchCluster", _PLANNERS),
-        ),
-        "ganger.v1.NodeService": (
-            ("ListNodes GetNode GetCluster", _READERS),
-            ("DrainNode CordonNode UncordonNode DeclareNodeLost RemoveNode RecordDecisions", _OPERATORS),
-            ("ListQuarantinedGangs EndQuarantinedGang AdoptQuarantinedGang SettleRestore", _OPERATORS),
-        ),
-        "ganger.agent.v1.AgentService": (("CreateSession Reconcile ReportProgress", _DAEMONS),),
-        "ganger.agent.v1.PeerService": (
-            ("RelayBoundary GetRendezvous ShardWritten SwitchRow", _DAEMONS),
-            ("ReadLog", frozenset({CallerRole.MASTER})),
-        ),
-        "grpc.health.v1.Health": (("Check List Watch", _ALL),),
-        "grpc.reflection.v1alpha.ServerReflection": (("ServerReflectionInfo", _ALL),),
-    }.items()
-    for methods, roles in rows
-    for method in methods.split()
-}
 # Programs that the master starts, and local users that may read its directory. Daemons are not among them: with
 # certificates every daemon has its own, or it could act for any node.
 LOCAL: Final = frozenset({CallerRole.OPERATOR, CallerRole.SCHEDULER, CallerRole.PLANNER})
 
 
+def _roles(path: str) -> frozenset[CallerRole]:
+    """A method that is not in the table is for no role."""
+    method = METHODS.get(path)
+    return frozenset() if method is None else method.roles
+
+
 def check_call(method: str, caller: CallerIdentity) -> None:
-    """Check a call. Raises RoleNotPermitted unless the caller may call "/package.Service/Method". A method that is not
-    in the table is for no role."""
-    permitted = ROLES.get(method, frozenset())
+    """Check a call. Raises RoleNotPermitted unless the caller may call "/package.Service/Method"."""
+    permitted = _roles(method)
     if caller.role not in permitted:
         raise _not_permitted(method, permitted, f"this certificate is of {caller}", role=caller.role, name=caller.name)
 
 
 def check_local_call(method: str) -> None:
     """The same for a caller with the start-up token, on a server that asks others for certificates."""
-    permitted = ROLES.get(method, frozenset())
+    permitted = _roles(method)
     if not permitted & LOCAL:
         raise _not_permitted(method, permitted, "the token does not do for it here: come with a certificate")
 

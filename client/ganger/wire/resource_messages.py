@@ -8,6 +8,7 @@ sensible: a value that cannot exist (an unknown level) raises RequestInvalid.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
 from msgspec.structs import replace
 
@@ -39,8 +40,8 @@ _ARENA_NUMERATOR, _ARENA_DENOMINATOR = 11, 10
 
 
 def level_to_wire(level: LocalityLevel | None) -> resources_pb2.Level.ValueType:
-    """Unspecified for None."""
-    return _LEVELS_TO_WIRE[level]
+    """Unspecified for None; else the numbers are those of the values."""
+    return cast("resources_pb2.Level.ValueType", int(level or resources_pb2.LEVEL_UNSPECIFIED))
 
 
 def level_from_wire(level: int) -> LocalityLevel | None:
@@ -129,10 +130,6 @@ def node_row_from_wire(message: node_pb2.NodeState) -> NodeRow:
     )
 
 
-def task_shape_from_wire(message: resources_pb2.TaskShape) -> TaskShape:
-    return TaskShape(gpus=message.gpus, millicores=message.millicores, memory_bytes=message.memory_bytes)
-
-
 def role_to_wire(value: Role, into: resources_pb2.Role | None = None) -> resources_pb2.Role:
     """`into`: an empty message that is to hold it, as one just added to a list."""
     message = resources_pb2.Role() if into is None else into
@@ -146,7 +143,8 @@ def role_to_wire(value: Role, into: resources_pb2.Role | None = None) -> resourc
 
 
 def role_from_wire(message: resources_pb2.Role) -> Role:
-    return Role(message.name, message.tasks, task_shape_from_wire(message.shape))
+    shape = message.shape
+    return Role(message.name, message.tasks, TaskShape(shape.gpus, shape.millicores, shape.memory_bytes))
 
 
 def locality_to_wire(value: Locality, into: resources_pb2.Locality | None = None) -> resources_pb2.Locality:
@@ -284,15 +282,3 @@ def refusals_to_wire(values: Iterable[Refusal]) -> list[resources_pb2.Refusal]:
 
 def refusals_from_wire(messages: Iterable[resources_pb2.Refusal]) -> tuple[Refusal, ...]:
     return tuple(refusal_from_wire(message) for message in messages)
-
-
-_LEVELS_TO_WIRE: dict[LocalityLevel | None, resources_pb2.Level.ValueType] = {
-    None: resources_pb2.LEVEL_UNSPECIFIED,
-    LocalityLevel.NVLINK: resources_pb2.LEVEL_NVLINK,
-    LocalityLevel.SWITCH: resources_pb2.LEVEL_SWITCH,
-    LocalityLevel.SOCKET: resources_pb2.LEVEL_SOCKET,
-    LocalityLevel.NODE: resources_pb2.LEVEL_NODE,
-    LocalityLevel.RACK: resources_pb2.LEVEL_RACK,
-    LocalityLevel.FABRIC: resources_pb2.LEVEL_FABRIC,
-    LocalityLevel.CLUSTER: resources_pb2.LEVEL_CLUSTER,
-}

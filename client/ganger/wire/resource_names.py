@@ -18,10 +18,7 @@ def job_name(number: int) -> str:
 
 def parse_job_name(name: str) -> int:
     """The number in "jobs/7". Raises NameInvalid."""
-    prefix, _, number = name.partition("/")
-    if prefix != "jobs" or not _is_number(number):
-        raise NameInvalid(f'{name[:80]!r} is not a job name: give "jobs/NUMBER", for example jobs/7', name=name)
-    return int(number)
+    return _parse(name, "jobs", 'is not a job name: give "jobs/NUMBER", for example jobs/7')
 
 
 def array_name(number: int) -> str:
@@ -31,10 +28,7 @@ def array_name(number: int) -> str:
 
 def parse_array_name(name: str) -> int:
     """The number in "arrays/7". Raises NameInvalid."""
-    prefix, _, number = name.partition("/")
-    if prefix != "arrays" or not _is_number(number):
-        raise NameInvalid(f'{name[:80]!r} is not an array name: give "arrays/NUMBER", for example arrays/7', name=name)
-    return int(number)
+    return _parse(name, "arrays", 'is not an array name: give "arrays/NUMBER", for example arrays/7')
 
 
 def array_name_from_text(text: str | int) -> str:
@@ -47,6 +41,13 @@ def parse_member(text: str) -> tuple[int, int] | None:
     array, _, index = text.partition("_")
     is_index = index.isdecimal() and index.isascii() and len(index) <= 10
     return (int(array), int(index)) if _is_number(array) and is_index else None
+
+
+def _parse(name: str, kind: str, mistake: str) -> int:
+    prefix, _, number = name.partition("/")
+    if prefix != kind or not _is_number(number):
+        raise NameInvalid(f"{name[:80]!r} {mistake}", name=name)
+    return int(number)
 
 
 def _is_number(text: str) -> bool:
@@ -93,8 +94,9 @@ def parse_node_name(name: str) -> str:
     """The id in "nodes/n1". Raises NameInvalid."""
     prefix, _, node = name.partition("/")
     if prefix != "nodes" or not is_node_id(node):
+        example = re.sub(r"[^A-Za-z0-9.-]+", "-", node).strip(".-")[:40] or "n1"
         raise NameInvalid(
-            f'{name[:80]!r} is not a node name: give "nodes/NODE", for example nodes/{_example(node)}', name=name
+            f'{name[:80]!r} is not a node name: give "nodes/NODE", for example nodes/{example}', name=name
         )
     return node
 
@@ -111,16 +113,9 @@ def node_set_name(number: int) -> str:
 
 def parse_node_set_name(name: str) -> int:
     """The number in "nodeSets/3". Raises NameInvalid."""
-    prefix, _, number = name.partition("/")
-    if prefix != "nodeSets" or not (number.isdecimal() and number.isascii() and number[0] != "0" and len(number) <= 18):
-        raise NameInvalid(f'{name[:80]!r} is no name of a node set: give "nodeSets/NUMBER"', name=name)
-    return int(number)
+    return _parse(name, "nodeSets", 'is no name of a node set: give "nodeSets/NUMBER"')
 
 
 def is_node_id(node: str) -> bool:
     """Letters, digits, dots, dashes and underscores, at most 63, starting and ending with a letter or digit."""
     return NODE_ID.fullmatch(node) is not None
-
-
-def _example(node: str) -> str:
-    return re.sub(r"[^A-Za-z0-9.-]+", "-", node).strip(".-")[:40] or "n1"

@@ -14,7 +14,7 @@ import os
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc
@@ -146,32 +146,15 @@ class ErrorInterceptor(WrappingInterceptor):
     """Turns what handlers raise into google.rpc.Status, and refuses callers without a common version of the wire."""
 
     def _wrap(self, method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
-        behaviour = behaviour_of(handler)
         is_negotiated = method.startswith(_SESSIONS)
 
-        async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            try:
-                if not is_negotiated:
-                    _check_versions(context)
-                if isinstance(request, ApiError):
-                    raise request
-                return await behaviour(request, context)
-            except Exception as error:
-                return await _abort(context, method, error)
+        def check(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            if not is_negotiated:
+                _check_versions(context)
+            if isinstance(request, ApiError):
+                raise request
 
-        async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-            try:
-                if not is_negotiated:
-                    _check_versions(context)
-                if isinstance(request, ApiError):
-                    raise request
-                async for response in behaviour(request, context):
-                    yield response
-            except Exception as error:
-                await _abort(context, method, error)
-
-        wrapped = stream if inspect.isasyncgenfunction(behaviour) else answer
-        return rebuilt(handler, wrapped, _reader(method, handler))
+        return guarded(handler, check, partial(_abort, method), _reader(method, handler))
 
 
 def _check_versions(context: grpc.aio.ServicerContext[Any, Any]) -> None:
@@ -189,18 +172,7 @@ class TokenInterceptor(WrappingInterceptor):
     def _wrap(self, method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
         if method.startswith(_OPEN_SERVICES):
             return handler
-        behaviour = behaviour_of(handler)
-
-        async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            self._check(method, context)
-            return await behaviour(request, context)
-
-        async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-            self._check(method, context)
-            async for response in behaviour(request, context):
-                yield response
-
-        return rebuilt(handler, stream if inspect.isasyncgenfunction(behaviour) else answer)
+        return guarded(handler, lambda _, context: self._check(method, context))
 
     def _check(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         for key, value in context.invocation_metadata() or ():
@@ -252,7 +224,7 @@ def _identity_of(certificate: bytes) -> CallerIdentity:
     return identity_in_pem(certificate)
 
 
-async def _abort(context: grpc.aio.ServicerContext[Any, Any], method: str, error: Exception) -> None:
+async def _abort(method: str, context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:
     # Raised by context.abort: the handler has answered already.
     if isinstance(error, grpc.aio.AbortError):
         raise error
@@ -279,7 +251,9 @@ def _reader(method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> Callable[[
         try:
             return read(raw)
         except DecodeError as error:
-            raise _unreadable(method) from error
+            log.warning("request cannot be read", extra={"method": method})
+            text = f"what was sent is no message of {method}: use a client made from this version's protos"
+            raise RequestInvalid(text) from error
 
     def single(raw: bytes) -> Any:
         try:
@@ -290,29 +264,47 @@ def _reader(method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> Callable[[
     return streamed if handler.request_streaming else single
 
 
-def _unreadable(method: str) -> ApiError:
-    log.warning("request cannot be read", extra={"method": method})
-    return RequestInvalid(f"what was sent is no message of {method}: use a client made from this version's protos")
-
-
 def behaviour_of(handler: grpc.RpcMethodHandler[Any, Any]) -> Callable[..., Any]:
     """Return the coroutine function or async generator function that answers; plain functions run in a thread."""
     behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
     assert behaviour is not None, "a handler without a function"
     # grpc.aio also runs plain functions, in threads; our interceptors would not see what they raise.
     if not (inspect.iscoroutinefunction(behaviour) or inspect.isasyncgenfunction(behaviour)):
-        return _in_thread(behaviour, handler)
+        is_stream = handler.request_streaming or handler.response_streaming
+        assert not is_stream, "streams must be async here"
+        return lambda request, context: asyncio.to_thread(behaviour, request, context)
     return behaviour
 
 
-def _in_thread(behaviour: Callable[..., Any], handler: grpc.RpcMethodHandler[Any, Any]) -> Callable[..., Any]:
-    assert not handler.request_streaming, "streams must be async here"
-    assert not handler.response_streaming, "streams must be async here"
+def guarded(
+    handler: grpc.RpcMethodHandler[Any, Any],
+    check: Callable[[Any, grpc.aio.ServicerContext[Any, Any]], None],
+    refuse: Callable[[grpc.aio.ServicerContext[Any, Any], Exception], Awaitable[None]] | None = None,
+    reader: Callable[[bytes], Any] | None = None,
+) -> grpc.RpcMethodHandler[Any, Any]:
+    """Return a handler that answers requests which pass `check`. ``refuse``: answers what is raised."""
+    behaviour = behaviour_of(handler)
 
-    async def run(request: Any, context: Any) -> Any:
-        return await asyncio.to_thread(behaviour, request, context)
+    async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            check(request, context)
+            return await behaviour(request, context)
+        except Exception as error:
+            if refuse is None:
+                raise
+            return await refuse(context, error)
 
-    return run
+    async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        try:
+            check(request, context)
+            async for response in behaviour(request, context):
+                yield response
+        except Exception as error:
+            if refuse is None:
+                raise
+            await refuse(context, error)
+
+    return rebuilt(handler, stream if inspect.isasyncgenfunction(behaviour) else answer, reader)
 
 
 def rebuilt(
