@@ -55,11 +55,10 @@ class _JobTimes:
     """State of a job after the events read so far. Times are Unix seconds, zero for states it is not in."""
 
     totals: Totals = field(default_factory=Totals)
-    waiting_since: float = 0.0
-    starting_since: float = 0.0
-    running_since: float = 0.0
+    # "waited", "starting", "ran" or "parked", as in the totals; "" for none.
+    state: str = ""
+    since: float = 0.0
     stopping_since: float = 0.0
-    parked_since: float = 0.0
     moving_since: float = 0.0
     # Start of the work that is on no checkpoint yet.
     unsaved_since: float = 0.0
@@ -69,27 +68,21 @@ class _JobTimes:
     turns: str = ""
     turns_there: str = ""
 
-    def leave(self, now: float) -> None:
-        """End the present state, and add its time to the totals."""
-        totals = self.totals
-        if self.running_since and self.turns:
-            totals.turns_s += now - self.running_since
-        elif self.running_since:
-            totals.ran_s += now - self.running_since
-        if self.parked_since:
-            totals.parked_s += now - self.parked_since
-        if self.starting_since:
-            totals.starting_s += now - self.starting_since
-        if self.waiting_since:
-            totals.waited_s += now - self.waiting_since
-        self.running_since = self.parked_since = self.starting_since = self.waiting_since = self.stopping_since = 0.0
+    def enter(self, now: float, state: str = "") -> None:
+        """Add the time of the present state to the totals, and begin another one."""
+        if self.state:
+            name = "turns_s" if self.state == "ran" and self.turns else f"{self.state}_s"
+            setattr(self.totals, name, getattr(self.totals, name) + now - self.since)
+        self.state, self.since, self.stopping_since = state, now, 0.0
+
+    def lasted(self, now: float, state: str) -> float:
+        """Return the seconds for which it has been in this state; 0 if it is in another."""
+        return now - self.since if self.state == state else 0.0
 
     def take_turns(self, now: float, share: str) -> None:
         """Set the share of time slices from `now` on, "" for none. Run time counts as time-sliced or not by it."""
-        since = self.running_since
-        if since and bool(share) != bool(self.turns):
-            self.leave(now)
-            self.running_since = now
+        if self.state == "ran" and bool(share) != bool(self.turns):
+            self.enter(now, "ran")
         self.turns = share
 
 
@@ -105,7 +98,7 @@ def history_of(events: Iterable[HistoryEvent], now: float = 0.0) -> tuple[list[H
         if text:
             sections.append(HistorySection(event.time, event.kind, text, event.figures))
     if sections and now > sections[-1].time:
-        times.leave(now)
+        times.enter(now)
     return sections, times.totals
 
 
@@ -148,7 +141,7 @@ def _sentence_of(times: _JobTimes, event: HistoryEvent) -> str:
 
 
 def _submitted(times: _JobTimes, event: HistoryEvent) -> str:
-    times.waiting_since = event.time
+    times.enter(event.time, "waited")
     gpus, tasks = event.figures.get("gpus", "0"), event.figures.get("tasks", "1")
     size = f"{gpus} GPU{'' if gpus == '1' else 's'}" + (f" in {tasks} tasks" if tasks not in ("1", gpus) else "")
     return f"submitted{_by(event)}: {size if gpus != '0' else f'{tasks} tasks without GPUs'}"
@@ -156,8 +149,7 @@ def _submitted(times: _JobTimes, event: HistoryEvent) -> str:
 
 def _approved(times: _JobTimes, event: HistoryEvent) -> str:
     waited = float(event.figures.get("waited_s", "0") or 0)
-    times.leave(event.time)
-    times.starting_since = event.time
+    times.enter(event.time, "starting")
     if not times.is_resuming:
         times.unsaved_since = event.time
     times.is_resuming = False
@@ -172,9 +164,8 @@ def _approved(times: _JobTimes, event: HistoryEvent) -> str:
 
 
 def _running(times: _JobTimes, event: HistoryEvent) -> str:
-    took = event.time - times.starting_since if times.starting_since else 0.0
-    times.leave(event.time)
-    times.running_since = event.time
+    took = times.lasted(event.time, "starting")
+    times.enter(event.time, "ran")
     # It has stepped; or, where its steps are not visible, its processes are there.
     return f"runs, after {_duration(took)}" if took else "runs"
 
@@ -186,8 +177,7 @@ def _suspend_ordered(times: _JobTimes, event: HistoryEvent) -> str:
 
 def _parked(times: _JobTimes, event: HistoryEvent) -> str:
     took = f", {_duration(event.time - times.stopping_since)} after the order" if times.stopping_since else ""
-    times.leave(event.time)
-    times.parked_since = event.time
+    times.enter(event.time, "parked")
     times.turns = ""
     if times.moving_since:
         # It gives up devices that others wait for.
@@ -199,9 +189,8 @@ def _parked(times: _JobTimes, event: HistoryEvent) -> str:
 
 
 def _resume_ordered(times: _JobTimes, event: HistoryEvent) -> str:
-    rested = f" after {_duration(event.time - times.parked_since)} at rest" if times.parked_since else ""
-    times.leave(event.time)
-    times.starting_since = event.time
+    rested = f" after {_duration(times.lasted(event.time, 'parked'))} at rest" if times.state == "parked" else ""
+    times.enter(event.time, "starting")
     times.is_resuming = True
     return f"ordered to go on{_by(event)}{rested}{_for(event)}"
 
@@ -215,10 +204,10 @@ def _move_committed(times: _JobTimes, event: HistoryEvent) -> str:
     step = event.figures.get("step", "?")
     took = f", {_duration(event.time - times.moving_since)} after the order" if times.moving_since else ""
     # A time-sliced job may have run or rested meanwhile: only its nodes have that figure.
-    ran_on = "; it ran on until then" if times.running_since and not times.turns else ""
+    ran_on = "; it ran on until then" if times.state == "ran" and not times.turns else ""
     # Its next step is reported as the first step of a start.
-    times.leave(event.time)
-    times.starting_since, times.moving_since = event.time, 0.0
+    times.enter(event.time, "starting")
+    times.moving_since = 0.0
     times.turns, times.turns_there = times.turns_there, ""
     return f"handed over at step {step}{took}{ran_on}"
 
@@ -297,14 +286,13 @@ def _attempt_failed(times: _JobTimes, event: HistoryEvent) -> str:
 
 
 def _pending(times: _JobTimes, event: HistoryEvent) -> str:
-    times.leave(event.time)
+    times.enter(event.time, "waited")
     times.turns, times.moving_since = "", 0.0
-    times.waiting_since = event.time
     return f"waits again: {event.message}"
 
 
 def _ended(times: _JobTimes, event: HistoryEvent) -> str:
-    times.leave(event.time)
+    times.enter(event.time)
     times.turns, times.moving_since = "", 0.0
     word = event.kind.removeprefix("job_")
     return f"{word}{f': {event.message}' if event.message and event.message != word else ''}"
@@ -399,7 +387,6 @@ def _by(event: HistoryEvent) -> str:
 
 
 def _for(event: HistoryEvent) -> str:
-    """Return the purpose of a plan's change and its expected gain; "" without one."""
     text = purpose(event.figures)
     return f", {text}" if text else ""
 

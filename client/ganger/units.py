@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 _BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _DECIMAL_BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -94,3 +95,14 @@ def format_duration(seconds: float) -> str:
 
 def format_cores(millicores: int) -> str:
     return f"{millicores / 1_000:g}"
+
+
+def format_ranges(numbers: Iterable[int]) -> str:
+    """ "0-3,6" of ascending numbers."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][-1] == number - 1:
+            ranges[-1] = [ranges[-1][0], number]
+        else:
+            ranges.append([number])
+    return ",".join("-".join(map(str, one)) for one in ranges)

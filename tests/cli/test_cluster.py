@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 from ganger.cli import local_cluster as cluster
-from ganger.cli.failures import CommandError
 from ganger.cli.local_cluster import LocalClusterSettings, Started, programs
 from ganger.cli.main import run
 from ganger.client import Client
+from ganger.console import CommandError
 from ganger.injob.process_identity import start_ticks
 from ganger.wire.endpoints import EndpointError
 from ganger.wire.errors import ApiError
@@ -25,7 +25,18 @@ GANGER = (sys.executable, "-m", "ganger.cli.main")
 
 
 def test_a_virtual_cluster_is_a_master_and_daemons_with_the_same_flags(tmp_path: Path) -> None:
-    settings = LocalClusterSettings(tmp_path, 2, 4, 8, "16G", "2x2", policy="las", plan_every="1m")
+    settings = LocalClusterSettings(
+        tmp_path,
+        2,
+        {
+            "virtual_gpus": 4,
+            "virtual_cores": 8,
+            "virtual_memory": "16G",
+            "topology": "2x2",
+            "policy": "las",
+            "plan_every": "1m",
+        },
+    )
     master, first, second = programs(settings)
     assert [program.name for program in (master, first, second)] == ["master", "n1", "n2"]
     assert master.arguments[3:] == ("master", "--state-dir", str(tmp_path), "--policy", "las", "--plan-every", "1m")
@@ -37,13 +48,15 @@ def test_a_virtual_cluster_is_a_master_and_daemons_with_the_same_flags(tmp_path:
 
 
 def test_metrics_are_served_by_the_master_alone(tmp_path: Path) -> None:
-    master, daemon = programs(LocalClusterSettings(tmp_path, 1, metrics="127.0.0.1:9464"))
+    master, daemon = programs(LocalClusterSettings(tmp_path, 1, {"metrics": "127.0.0.1:9464"}))
     assert master.arguments[-2:] == ("--metrics", "127.0.0.1:9464")
     assert "--metrics" not in daemon.arguments
 
 
 def test_an_empty_value_is_refused_by_the_program_it_is_for_and_not_left_out(tmp_path: Path) -> None:
-    master, daemon = programs(LocalClusterSettings(tmp_path, 1, 4, policy="", moves_per_hour="", topology=""))
+    master, daemon = programs(
+        LocalClusterSettings(tmp_path, 1, {"virtual_gpus": 4, "policy": "", "moves_per_hour": "", "topology": ""})
+    )
     assert master.arguments[-4:] == ("--policy", "", "--moves-per-hour", "")
     assert daemon.arguments[-2:] == ("--topology", "")
     for program in (master, daemon):
@@ -81,7 +94,7 @@ def test_an_unreadable_file_names_no_processes(tmp_path: Path, text: str) -> Non
 
 
 def test_a_program_that_will_not_start_is_told_with_its_log(tmp_path: Path) -> None:
-    settings = LocalClusterSettings(tmp_path, 1, policy="no such policy")
+    settings = LocalClusterSettings(tmp_path, 1, {"policy": "no such policy"})
     supervisor = cluster.Supervisor(settings, lambda text: None)
     supervisor.start()
     try:

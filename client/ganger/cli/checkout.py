@@ -4,9 +4,6 @@ A benchmark of the entry-point group "ganger.benches" is a function without requ
 name, ok, figures, limits; or name and skipped, with the reason. What machine it ran on is added here. One that takes
 `quick` can be tried in seconds, to see that it runs; one that takes `only` runs the case of that name alone, and raises
 ValueError where it has none.
-
-The demo places real trainings as gangs, suspends them between two mini-batches, moves them to other nodes and re-pins
-them; then it compares every loss and the final weights, bit by bit, with the same trainings left alone.
 """
 
 from __future__ import annotations

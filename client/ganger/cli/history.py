@@ -78,7 +78,6 @@ def history(
 
 
 def _print_history(client: Client, name: str, follow: bool, as_json: bool) -> None:
-    """Print the history of one job or array; of anything else its events."""
     from ganger.cli.job_table import plain_event
     from ganger.history import history_of, summary
 

@@ -99,8 +99,6 @@ def _reported(job: Job) -> str:
 
 
 def _mechanism(job: Job) -> str:
-    """Return the mechanism by which the job is stopped, saved and moved, and why stronger ones do not apply."""
-
     def name_of(mechanism: Mechanism.ValueType) -> str:
         return Mechanism.Name(mechanism).removeprefix("MECHANISM_").lower()
 
@@ -195,7 +193,6 @@ def _places(client: Client, job: Job) -> str:
 
 
 def _last_lines(client: Client, job: Job) -> str:
-    """Return the last lines that the failed rank wrote, or why there are none."""
     try:
         data = b"".join([chunk.data for chunk in client.read_log(job.name, job.failure.rank, -_TAIL_BYTES)])
     except ApiError as error:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, cast
 
 import click
 
-from ganger.cli.failures import CommandError, ExitCode
 from ganger.cli.options import (
     JobType,
     NodeType,
@@ -23,7 +22,7 @@ from ganger.cli.options import (
     open_client,
     timeout_s,
 )
-from ganger.console import print_json
+from ganger.console import CommandError, ExitCode, print_json
 from ganger.units import parse_cores
 
 if TYPE_CHECKING:

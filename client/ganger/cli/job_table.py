@@ -13,7 +13,7 @@ from ganger.cli.options import number
 from ganger.console import bounded
 from ganger.history import HistoryEvent, sentence
 from ganger.job import FINISHED
-from ganger.units import format_duration
+from ganger.units import format_duration, format_ranges
 from ganger.v1 import array_pb2, job_pb2, job_service_pb2, resources_pb2
 from ganger.wire import times
 
@@ -98,7 +98,6 @@ def sizes_text(job: job_pb2.Job) -> str:
 
 
 def _resizes(job: job_pb2.Job) -> str:
-    """Return whether an elastic job can change its number of GPUs, by what it has reported so far."""
     why = job.capabilities.missing.get("RESIZE", "")
     if job.state in FINISHED:
         return "has ended"
@@ -148,15 +147,7 @@ def _script(job: job_pb2.Job) -> str:
 
 def devices(mask: int) -> str:
     """Bit masks as people write them: "0-3,6"."""
-    parts: list[str] = []
-    first: int | None = None
-    for bit in range(mask.bit_length() + 1):
-        if mask >> bit & 1:
-            first = bit if first is None else first
-        elif first is not None:
-            parts.append(f"{first}" if first == bit - 1 else f"{first}-{bit - 1}")
-            first = None
-    return ",".join(parts)
+    return format_ranges(bit for bit in range(mask.bit_length()) if mask >> bit & 1)
 
 
 def place(job: job_pb2.Job) -> str:

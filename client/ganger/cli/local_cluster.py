@@ -16,13 +16,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
-from ganger.cli.failures import CommandError, ExitCode
 from ganger.cli.options import number
+from ganger.console import CommandError, ExitCode
 from ganger.injob.process_identity import start_ticks
 from ganger.wire.endpoints import remove_endpoint
 
@@ -41,26 +41,19 @@ _MAX_RESTARTS = 5
 _RESTART_WINDOW_S = 60.0
 
 
+# Flags of `ganger up` that are the master's, and the daemons', in the order in which the programs get them.
+_MASTER_FLAGS = ("listen", "metrics", "storage", "policy", "lost_after", "plan_every", "quantum", "moves_per_hour")
+_DAEMON_FLAGS = ("virtual_gpus", "virtual_cores", "virtual_gpu_cores", "virtual_memory", "topology")
+
+
 @dataclass(frozen=True, slots=True)
 class LocalClusterSettings:
-    """What `ganger up` was asked for, None where it was not: then the programs' own defaults count. `virtual_gpus`
-    None: the machine's real devices. `command`: what to type for the same cluster again."""
+    """What `ganger up` was asked for. `flags`: values by name, None where the programs' own defaults count; without
+    "virtual_gpus" the machine's real devices. `command`: what to type for the same cluster again."""
 
     state_directory: Path
     nodes: int
-    virtual_gpus: int | None = None
-    virtual_cores: int | None = None
-    virtual_memory: str | None = None
-    topology: str | None = None
-    listen: str | None = None
-    storage: str | None = None
-    policy: str | None = None
-    lost_after: str | None = None
-    plan_every: str | None = None
-    quantum: str | None = None
-    moves_per_hour: str | None = None
-    virtual_gpu_cores: str | None = None
-    metrics: str | None = None
+    flags: Mapping[str, object] = field(default_factory=dict)
     command: str = "ganger up"
 
 
@@ -121,37 +114,22 @@ def programs(settings: LocalClusterSettings) -> tuple[Program, ...]:
     """The master, then a daemon for each node, "n1" to "nN"."""
     directory = settings.state_directory
     ganger = (sys.executable, "-m", "ganger.cli.main")
-    optional = (
-        ("--listen", settings.listen),
-        ("--metrics", settings.metrics),
-        ("--storage", settings.storage),
-        ("--policy", settings.policy),
-        ("--lost-after", settings.lost_after),
-        ("--plan-every", settings.plan_every),
-        ("--quantum", settings.quantum),
-        ("--moves-per-hour", settings.moves_per_hour),
-    )
-    master = [*ganger, "master", "--state-dir", str(directory)]
-    for flag, value in optional:
-        master += _given(flag, value)
+    master = [*ganger, "master", "--state-dir", str(directory), *_given(settings, _MASTER_FLAGS)]
     found = [Program("master", tuple(master), directory / "logs" / "master.log")]
     for index in range(1, settings.nodes + 1):
         node = f"n{index}"
         daemon = [*ganger, "daemon", "--node", node, "--master", str(directory)]
         daemon += ["--state-dir", str(directory / "nodes" / node)]
-        if settings.virtual_gpus is not None:
-            daemon += ["--virtual-gpus", str(settings.virtual_gpus)]
-            daemon += _given("--virtual-cores", settings.virtual_cores)
-            daemon += _given("--virtual-gpu-cores", settings.virtual_gpu_cores)
-            daemon += _given("--virtual-memory", settings.virtual_memory)
-            daemon += _given("--topology", settings.topology)
+        if settings.flags.get("virtual_gpus") is not None:
+            daemon += _given(settings, _DAEMON_FLAGS)
         found.append(Program(node, tuple(daemon), directory / "logs" / f"{node}.log"))
     return tuple(found)
 
 
-def _given(flag: str, value: object) -> list[str]:
+def _given(settings: LocalClusterSettings, names: Iterable[str]) -> list[str]:
     """An empty value is one, too: the program it is for says what is wrong with it."""
-    return [] if value is None else [flag, str(value)]
+    given = [(name, settings.flags.get(name)) for name in names]
+    return [text for name, value in given if value is not None for text in (f"--{name.replace('_', '-')}", str(value))]
 
 
 class Supervisor:
@@ -277,7 +255,14 @@ class Supervisor:
         self._starts.setdefault(program.name, []).append(time.monotonic())
         with program.log.open("ab") as log:
             self._log_starts[program.name] = log.tell()
-            child = _spawn(program.arguments, log)
+            # A session of its own: ctrl-C is for the supervisor, which stops the others in order.
+            child = subprocess.Popen(
+                program.arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         self._is_noted = False
         started = Started(program.name, child.pid, start_ticks(child.pid) or 0, program.arguments)
         former = self._running.get(program.name)
@@ -299,13 +284,6 @@ class Supervisor:
         temporary.write_text(json.dumps(content, indent=1) + "\n")
         temporary.replace(path)
         self._is_noted = True
-
-
-def _spawn(arguments: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
-    # A session of its own: ctrl-C is for the supervisor, which stops the others in order.
-    return subprocess.Popen(
-        arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-    )
 
 
 def read_up_file(state_directory: Path) -> tuple[bool, tuple[Started, ...]]:

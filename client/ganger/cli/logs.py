@@ -9,13 +9,13 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
 
-from ganger.cli.failures import ExitCode
 from ganger.cli.options import Selection, chooses_jobs, each_of, number, open_client
-from ganger.console import LogText, plain, print_line
+from ganger.console import ExitCode, LogText, plain, print_line
 
 if TYPE_CHECKING:
     from ganger.client import Client
@@ -69,11 +69,30 @@ def logs(
         if follow and len(jobs) > 1:
             raise click.UsageError(f"--follow takes one job, not {len(jobs)}: `ganger logs -f {number(jobs[0])}`")
 
+        def begin(job: str, rank: int) -> int:
+            return offset if tail is None else tail_offset(client, job, rank, tail)
+
+        def read_and_print(job: str) -> bool:
+            """Print the log of one task, or of all; return whether there was any."""
+            if everyone:
+                from ganger.cli.job_table import tasks
+
+                ranks = tasks(client.get_job(job).spec)
+                with _written_out(raw or as_json) as write:
+                    return _write_all(client, job, ranks, partial(begin, job), follow, as_json, write)
+            chunks = client.read_log(job, rank, begin(job, rank), follow=follow)
+            if not as_json:
+                return print_chunks(chunks, raw)
+            for chunk in chunks:
+                sys.stdout.buffer.write(_object(job, rank, chunk))
+                sys.stdout.buffer.flush()
+            return True
+
         def print_one(job: str) -> None:
             if len(jobs) > 1 and not as_json:
                 print(f"==> job {number(job)} <==", flush=True)
             with _telling_why_it_waits(client, job if follow else ""):
-                written = _print_log(client, job, None if everyone else rank, offset, tail, follow, as_json, raw)
+                written = read_and_print(job)
             if not (written or follow or as_json or offset or tail == 0):
                 _tell_why_nothing(client, job)
 
@@ -81,29 +100,6 @@ def logs(
             print_one(jobs[0])
             return ExitCode.OK
         return each_of(jobs, print_one)[1]
-
-
-def _print_log(
-    client: Client, job: str, rank: int | None, offset: int, tail: int | None, follow: bool, as_json: bool, raw: bool
-) -> bool:
-    """Print the log of one task, or of all (`rank` None); return whether there was any.
-
-    offset, tail: where to begin, in bytes or in lines from the end."""
-
-    def begin(rank: int) -> int:
-        return offset if tail is None else tail_offset(client, job, rank, tail)
-
-    if rank is None:
-        from ganger.cli.job_table import tasks
-
-        return _print_all(client, job, tasks(client.get_job(job).spec), begin, follow, as_json, raw)
-    chunks = client.read_log(job, rank, begin(rank), follow=follow)
-    if not as_json:
-        return print_chunks(chunks, raw)
-    for chunk in chunks:
-        sys.stdout.buffer.write(_object(job, rank, chunk))
-        sys.stdout.buffer.flush()
-    return True
 
 
 def _tell_why_nothing(client: Client, job: str) -> None:
@@ -117,7 +113,7 @@ def _tell_why_nothing(client: Client, job: str) -> None:
         if answer.job.HasField("start_time") or "gang_running" in kinds:
             print_line(f"ganger: {job_sentence(answer.job)} and has written nothing", sys.stderr)
             return
-        because = f" because {answer.blockers[0].reason}: {answer.blockers[0].message}" if answer.blockers else ""
+        because = "".join(f" because {one.reason}: {one.message}" for one in answer.blockers[:1])
         if answer.job.HasField("end_time"):
             why = f"the job was never launched; {job_sentence(answer.job)}{because}"
             print_line(f"ganger: there is no log: {why}", sys.stderr)
@@ -160,7 +156,7 @@ def _telling_why_it_waits(client: Client, job: str) -> Iterator[None]:
         with contextlib.suppress(ApiError, ValueError):
             answer = client.explain_job(job)
             if answer.job.state in (Job.STATE_PENDING, Job.STATE_SUSPENDED):
-                because = f", {answer.blockers[0].reason}: {answer.blockers[0].message}" if answer.blockers else ""
+                because = "".join(f", {one.reason}: {one.message}" for one in answer.blockers[:1])
                 print_line(f"ganger: {job_sentence(answer.job)}{because}", sys.stderr)
 
     timer = threading.Timer(_QUIET_S, tell)
@@ -252,14 +248,6 @@ def tail_offset(client: Client, job: str, rank: int, count: int) -> int:
         if first == 0 or len(text) < span:
             return first
         span *= 8
-
-
-def _print_all(
-    client: Client, job: str, ranks: int, begin: Callable[[int], int], follow: bool, as_json: bool, raw: bool
-) -> bool:
-    """Print the lines of all ranks; return whether there were any."""
-    with _written_out(raw or as_json) as write:
-        return _write_all(client, job, ranks, begin, follow, as_json, write)
 
 
 def _write_all(

@@ -43,8 +43,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "top": ("ganger.cli.top", "top", "Watch nodes and jobs, live."),
     "history": ("ganger.cli.history", "history", "Print what happened to a job, and why."),
     "events": ("ganger.cli.history", "events", "List what happened, event by event."),
-    "record": ("ganger.cli.record", "record", "Write down every decision of the master for some time."),
-    "certs": ("ganger.cli.certs", "certs", "Make certificates for a cluster of several machines."),
+    "record": ("ganger.cli.administration", "record", "Write down every decision of the master for some time."),
+    "certs": ("ganger.cli.administration", "certs", "Make certificates for a cluster of several machines."),
     "demo": ("ganger.cli.checkout", "demo", "Show real jobs being paused, moved and re-pinned, with proof."),
     "bench": ("ganger.cli.checkout", "bench", "Run a benchmark."),
     "completion": ("ganger.cli.main", "completion", "Print the completion script of a shell."),
@@ -214,7 +214,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except BaseException as error:
         if isinstance(error, SystemExit):
             raise
-        from ganger.cli.failures import report
+        from ganger.console import report
 
         return report(error.__cause__ or error if isinstance(error, _ClosedPipe) else error)
     return result if isinstance(result, int) else 0

@@ -31,15 +31,20 @@ class GangType(CompletedType):
         return [CompletionItem(number(gang.name)) for gang in client.list_quarantined_gangs()]
 
 
+def _passed_on(context: click.Context, as_json: bool) -> bool:
+    """Return whether a command of the group was given; --json before it counts for it."""
+    if context.invoked_subcommand is not None:
+        context.default_map = {context.invoked_subcommand: {"as_json": as_json}}
+    return context.invoked_subcommand is not None
+
+
 @click.group(invoke_without_command=True, short_help="List, adopt or end gangs that the master did not start.")
 @json_option
 @click.pass_context
 def quarantine(context: click.Context, as_json: bool) -> None:
     """List gangs that run on nodes and that the master did not start; end or adopt them."""
-    if context.invoked_subcommand is not None:
-        context.default_map = {context.invoked_subcommand: {"as_json": as_json}}
-        return
-    _list(as_json)
+    if not _passed_on(context, as_json):
+        _list(as_json)
 
 
 @quarantine.command("list")
@@ -141,9 +146,9 @@ def _description(gang: QuarantinedGang) -> str:
     return f"epoch {gang.epoch} of job {number(gang.job)} on {' '.join(number(part.node) for part in gang.parts)}"
 
 
-def _print(fields: dict[str, object], line: str, as_json: bool) -> None:
+def _print(value: object, line: str, as_json: bool) -> None:
     if as_json:
-        print_json(fields)
+        print_json(value)
     else:
         print_line(line)
 
@@ -157,8 +162,7 @@ reason_option = click.option("--reason", "-m", required=True, help="For others, 
 @click.pass_context
 def nodes(context: click.Context, as_json: bool) -> None:
     """List nodes; drain, cordon, uncordon them, declare one lost, or remove it; see what is quarantined there."""
-    if context.invoked_subcommand is not None:
-        context.default_map = {context.invoked_subcommand: {"as_json": as_json}}
+    if _passed_on(context, as_json):
         return
 
     with open_client() as client:
@@ -289,10 +293,7 @@ def remove(node: str, as_json: bool) -> None:
     """
     with open_client() as client:
         client.remove_node(node)
-    if as_json:
-        print_json({"name": node, "removed": True})
-    else:
-        print(f"node {number(node)} is removed")
+    _print({"name": node, "removed": True}, f"node {number(node)} is removed", as_json)
 
 
 for _command in (show, drain, cordon, uncordon, lost, remove, quarantine):
@@ -354,8 +355,5 @@ def launches_text(node: Node) -> str:
 
 
 def _tell(node: Node, as_json: bool) -> None:
-    if as_json:
-        print_json(node)
-    else:
-        reason = f": {node.state_reason}" if node.state_reason else ""
-        print_line(f"node {number(node.name)} is {state_text(node)}{reason}")
+    reason = f": {node.state_reason}" if node.state_reason else ""
+    _print(node, f"node {number(node.name)} is {state_text(node)}{reason}", as_json)

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from ganger.cli.failures import CommandError, ExitCode, report
-from ganger.console import print_json
+from ganger.console import CommandError, ExitCode, print_json, report
 from ganger.units import parse_duration
 
 if TYPE_CHECKING:

@@ -177,7 +177,6 @@ def _plain(one: Job | Array, members: list[Any]) -> dict[str, Any]:
 
 
 def _print(one: Job | Array, more: list[Any]) -> None:
-    """Print a job and the report of its failure, or an array and its members."""
     from ganger.cli import job_details, job_table
 
     if one.DESCRIPTOR.name == "Job":

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ganger.cli.failures import CommandError, ExitCode, report
 from ganger.cli.options import (
     Selection,
     chooses_jobs,
@@ -22,7 +21,7 @@ from ganger.cli.options import (
     open_client,
     pairs,
 )
-from ganger.console import print_json, print_line
+from ganger.console import CommandError, ExitCode, print_json, print_line, report
 
 if TYPE_CHECKING:
     from ganger.client import Client
@@ -258,7 +257,6 @@ def _with_pairs(present: Any, added: dict[str, str]) -> Any:
 
 
 def _variables(texts: tuple[str, ...]) -> tuple[dict[str, str], list[Violation]]:
-    """Variables set or passed on, and what is wrong with them."""
     import os
 
     from ganger.wire.errors import Violation

@@ -239,7 +239,6 @@ def _job_row(job: object) -> tuple[str, ...]:
 
 
 def _turn_rows(answer: ListNodesResponse) -> list[tuple[str, ...]]:
-    """Return one row per time slice of each time-slice group: active or not, index, length and its jobs."""
     from ganger.cli import job_table
     from ganger.wire import times
 

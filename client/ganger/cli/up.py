@@ -12,13 +12,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import click
 from click.core import ParameterSource
 
 from ganger.cli import local_cluster as cluster
-from ganger.cli.failures import CommandError
-from ganger.console import Directory
+from ganger.console import CommandError, Directory
 
 _READY_S = 60.0
 _WATCH_S = 0.5
@@ -53,23 +53,7 @@ _WATCH_S = 0.5
 @click.option("--detach", "-d", is_flag=True, help="Return once it is ready; `ganger down` stops it.")
 @click.option("--cancel-jobs", is_flag=True, help="Cancel all jobs when it is stopped; else they go on.")
 def up(
-    nodes: int | None,
-    virtual_gpus: int | None,
-    virtual_cores: int | None,
-    virtual_gpu_cores: str | None,
-    virtual_memory: str | None,
-    topology: str | None,
-    state_dir: Path | None,
-    storage: Path | None,
-    listen: str | None,
-    metrics: str | None,
-    policy: str | None,
-    plan_every: str | None,
-    quantum: str | None,
-    moves_per_hour: str | None,
-    lost_after: str | None,
-    detach: bool,
-    cancel_jobs: bool,
+    nodes: int | None, state_dir: Path | None, storage: Path | None, detach: bool, cancel_jobs: bool, **flags: Any
 ) -> None:
     """Start a cluster on this machine: a master and one daemon for each node.
 
@@ -79,33 +63,22 @@ def up(
     if detach:
         _detach(directory)
         return
-    pretends = virtual_gpus is None and not _has_devices()
+    pretends = flags["virtual_gpus"] is None and not _has_devices()
     if pretends:
-        virtual_gpus, topology = 4, "2x2" if topology is None else topology
-    count = nodes or (1 if virtual_gpus is None else 2)
-    if virtual_gpus is None and count > 1:
+        flags["virtual_gpus"] = 4
+        flags["topology"] = "2x2" if flags["topology"] is None else flags["topology"]
+    count = nodes or (1 if flags["virtual_gpus"] is None else 2)
+    if flags["virtual_gpus"] is None and count > 1:
         raise click.UsageError("--nodes above 1 needs --virtual-gpus: real devices can belong to one node only")
-    if virtual_gpus is not None:
-        virtual_cores = virtual_cores or max(2 * virtual_gpus, 2)
-        virtual_memory = _memory_share(count) if virtual_memory is None else virtual_memory
-    settings = cluster.LocalClusterSettings(
-        directory,
-        count,
-        virtual_gpus,
-        virtual_cores,
-        virtual_memory,
-        topology,
-        listen,
-        str(storage.absolute()) if storage else None,
-        policy,
-        lost_after,
-        plan_every,
-        quantum,
-        moves_per_hour,
-        virtual_gpu_cores,
-        metrics,
-        _command(click.get_current_context(), directory),
-    )
+    if flags["virtual_gpus"] is not None:
+        flags["virtual_cores"] = flags["virtual_cores"] or max(2 * flags["virtual_gpus"], 2)
+        if flags["virtual_memory"] is None:
+            # Three quarters of the machine's memory, shared by the nodes.
+            total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            flags["virtual_memory"] = f"{max(1, int(total * 0.75) // count >> 20)}M"
+    flags["storage"] = str(storage.absolute()) if storage else None
+    command = _command(click.get_current_context(), directory)
+    settings = cluster.LocalClusterSettings(directory, count, flags, command)
     with _alone(directory):
         if pretends:
             click.echo("no GPUs found: each node gets 4 virtual ones (--virtual-gpus N for other numbers)", err=True)
@@ -252,7 +225,8 @@ def _alone(directory: Path) -> Iterator[None]:
 
 def _welcome(settings: cluster.LocalClusterSettings, address: str) -> str:
     directory = settings.state_directory
-    devices = "this machine's GPUs" if settings.virtual_gpus is None else f"{settings.virtual_gpus} virtual GPUs each"
+    virtual = settings.flags["virtual_gpus"]
+    devices = "this machine's GPUs" if virtual is None else f"{virtual} virtual GPUs each"
     nodes = "1 node" if settings.nodes == 1 else f"{settings.nodes} nodes"
     export = "" if not _state_flag(directory) else f"  export GANGER_MASTER={shlex.quote(str(directory))}\n"
     return (
@@ -293,9 +267,3 @@ def _state_flag(directory: Path) -> str:
 
 def _has_devices() -> bool:
     return any(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia[0-9]*"))
-
-
-def _memory_share(nodes: int) -> str:
-    """Three quarters of the machine's memory, shared by the nodes."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return f"{max(1, int(total * 0.75) // nodes >> 20)}M"

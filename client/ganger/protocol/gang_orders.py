@@ -283,7 +283,6 @@ def _catch_up(master: DesiredOrder, current: DesiredOrder, gang_slice: GangSlice
 
 
 def _join_peers(master: DesiredOrder, current: DesiredOrder) -> DesiredOrder:
-    """Return the order to leave the boundary where the gang is parked for that of the master's stop, with its peers."""
     switch = _switch_of(current)
     return _with_switch(master, replace(switch, sequence=switch.sequence + 1))
 
