@@ -12,8 +12,8 @@ from faultsim.rows_of_daemons import DaemonTurns
 from ganger.cluster.resources import Role, TaskShape
 from ganger_master.core.job_model import JobSpec
 from ganger_master.core.settings import CoreSettings
-from ganger_master.decision_log.counterfactual import Counterfactual
 from ganger_master.decision_log.log_file import read_lines
+from ganger_master.decision_log.replay_findings import Counterfactual
 from ganger_master.decision_log.rerun import Rerun
 from ganger_master.policies import NAMES, policy_named
 from ganger_master.policies.stages import ResizeByOptimus

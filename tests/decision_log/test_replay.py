@@ -18,10 +18,9 @@ from ganger_master.core.job_model import JobSpec
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 from ganger_master.core.state_image import image_of
-from ganger_master.decision_log.counterfactual import Counterfactual
-from ganger_master.decision_log.job_history import RecordedHistory
 from ganger_master.decision_log.log_file import read_lines
 from ganger_master.decision_log.recording import FORMATS, BatchLine, CommandLine, Header, raw, state_lines
+from ganger_master.decision_log.replay_findings import Counterfactual, RecordedHistory
 from ganger_master.decision_log.rerun import Differs, Rerun
 
 

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,11 +15,7 @@ from ganger import __version__
 from ganger.console import Within
 
 if TYPE_CHECKING:
-    from ganger_master.decision_log.counterfactual import Counterfactual
-    from ganger_master.decision_log.job_history import RecordedHistory
     from ganger_master.decision_log.recording import Header, Line
-    from ganger_master.decision_log.render import LogSummary
-    from ganger_master.decision_log.rerun import Differs, Rerun
 
 
 @click.command()
@@ -35,49 +30,35 @@ def replay(file: Path, number: int | None, until: float | None, policy: str | No
     `ganger record` records a master. The plans of a planner (`ganger planner run --record`) are repeated, too. Exits
     with 1 where a decision or plan differs, and prints the first one that does.
     """
-    from ganger.console import CommandError, ExitCode
+    from ganger.console import CommandError, ExitCode, print_table
 
-    from ganger_master.decision_log import render
-    from ganger_master.decision_log.counterfactual import Counterfactual
-    from ganger_master.decision_log.job_history import RecordedHistory
-    from ganger_master.decision_log.rerun import Rerun
+    from ganger_master.decision_log.render import DecisionReport, PlanReport
 
     header, recorded = _opened(file)
+    report: DecisionReport | PlanReport
     if header.program == "planner":
         if policy is not None:
             raise click.UsageError("--policy: a planner's recording has no decisions of a master")
-        return _replay_plans(file, recorded, number, until, as_json)
-    history = None if number is None else RecordedHistory(number)
-    try:
-        other = None if policy is None else Counterfactual(policy)
-    except (KeyError, ValueError) as error:
-        raise click.UsageError(str(error.args[0])) from error
-    rerun = Rerun(recorded)
-    replayed = _Replayed(rerun, render.LogSummary(), history, other, rerun.header.began)
-    with _errors_of(file, lambda: replayed.last_line):
-        _replay(replayed, until)
-    if history is not None and not history.moments and not replayed.differences:
-        since = "" if until is None else f" in the first {until:g} s"
-        raise CommandError(f"nothing is recorded of job {number}{since}", ExitCode.NOT_FOUND)
-    if as_json:
-        _print_json(replayed)
+        report = PlanReport(recorded, number, until)
     else:
-        _print_text(replayed)
-    return ExitCode.JOB_FAILED if replayed.differences else ExitCode.OK
-
-
-@dataclass
-class _Replayed:
-    """A recording and what its replay found so far. `last_s`: Unix time of the last entry."""
-
-    rerun: Rerun
-    summary: LogSummary
-    history: RecordedHistory | None
-    other: Counterfactual | None
-    last_s: float
-    last_line: int = 0
-    end_reason: str = ""
-    differences: list[Differs] = field(default_factory=list)
+        try:
+            report = DecisionReport(recorded, number, policy, until)
+        except (KeyError, ValueError) as error:
+            raise click.UsageError(str(error.args[0])) from error
+    with _errors_of(file, lambda: report.last_line):
+        report.run()
+    if number is not None and (missing := report.missing()):
+        raise CommandError(missing, ExitCode.NOT_FOUND)
+    if as_json:
+        json.dump(report.plain(), sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    else:
+        for text in report.text():
+            print(text)
+        if number is None and (rows := report.rows()):
+            print()
+            print_table(report.headings, rows)
+    return ExitCode.JOB_FAILED if report.differences else ExitCode.OK
 
 
 @contextmanager
@@ -109,94 +90,3 @@ def _opened(file: Path) -> tuple[Header, Iterator[Line]]:
         warning = f"recorded by ganger {header.ganger}, replayed by {__version__}: it may decide otherwise"
         print(warning, file=sys.stderr)
     return header, chain([header], lines)
-
-
-def _replay_plans(
-    file: Path, recorded: Iterator[Line], number: int | None, until_s: float | None, as_json: bool
-) -> int:
-    """Make the plans of a planner's recording again, up to `until_s` seconds after it began, and print the result."""
-    from ganger.console import CommandError, ExitCode, print_table
-
-    from ganger_master.decision_log.render import PlanReport
-    from ganger_master.decision_log.rerun import PlanRerun
-
-    rerun = PlanRerun(recorded, until_s)
-    report = PlanReport(rerun.header, number)
-    with _errors_of(file, lambda: report.last_line):
-        for entry in rerun:
-            report.record(entry)
-    if number is not None and not (report.changes or report.difference or report.failure):
-        raise CommandError(f"no plan changes job {number}", ExitCode.NOT_FOUND)
-    if as_json:
-        json.dump(report.plain(rerun.observations), sys.stdout, indent=2)
-        sys.stdout.write("\n")
-    else:
-        for text in report.text(rerun.observations):
-            print(text)
-        if number is None and report.rows():
-            print()
-            print_table(("CHANGE", "PROPOSED", "APPROVED"), report.rows())
-    return ExitCode.OK if report.difference is None else ExitCode.JOB_FAILED
-
-
-def _replay(replayed: _Replayed, until_s: float | None) -> None:
-    """Repeat the decisions up to `until_s` seconds after the recording began, or up to its end."""
-    from ganger_master.decision_log.rerun import Differs, Ended
-
-    rerun, history, other = replayed.rerun, replayed.history, replayed.other
-    for entry in rerun:
-        if until_s is not None and entry.time > rerun.header.began + until_s:
-            replayed.end_reason = f"as far as {until_s:g} s"
-            if history is not None and rerun.state is not None:
-                history.situation(replayed.last_line, replayed.last_s, replayed.end_reason, rerun.state)
-            return
-        replayed.last_line, replayed.last_s = entry.number, entry.time
-        replayed.summary.record(entry)
-        if isinstance(entry, Differs):
-            replayed.differences.append(entry)
-        elif isinstance(entry, Ended):
-            replayed.end_reason = entry.reason
-        if history is not None:
-            history.record(entry, rerun.state)
-        if other is not None:
-            other.record(entry, rerun.state)
-
-
-def _print_json(replayed: _Replayed) -> None:
-    from ganger_master.decision_log import render
-
-    header = replayed.rerun.header
-    found = render.plain(
-        header,
-        replayed.last_s - header.began,
-        replayed.end_reason,
-        replayed.summary,
-        replayed.differences,
-        replayed.history,
-        replayed.other,
-    )
-    json.dump(found, sys.stdout, indent=2)
-    sys.stdout.write("\n")
-
-
-def _print_text(replayed: _Replayed) -> None:
-    from ganger.console import print_table
-
-    from ganger_master.decision_log import render
-
-    header, history, other, summary = replayed.rerun.header, replayed.history, replayed.other, replayed.summary
-    print(render.headline(header, replayed.last_s - header.began, summary, replayed.end_reason))
-    for text in render.agreement(replayed.differences, header.began):
-        print(text)
-    if history is not None:
-        print("\n" + "\n".join(render.history_lines(history, header.began)))
-    if other is not None:
-        only = None if history is None else history.number
-        print("\n" + "\n".join(render.counterfactual_lines(other, header.began, only)))
-    if history is None and other is None and summary.jobs:
-        print()
-        rows = [
-            (str(job), str(asking.requests), str(asking.approved), asking.reason)
-            for job, asking in sorted(summary.jobs.items())
-        ]
-        print_table(("JOB", "REQUESTS", "APPROVED", "LAST REFUSAL"), rows)

@@ -327,5 +327,4 @@ def _hidden(word: str, signs: Iterator[str]) -> str:
 
 
 def _alike(sign: str, hidden: str) -> str:
-    """Return a character that takes as many bytes as `sign`."""
     return sign if sign == "\0" else _LONGER.get(len(sign.encode(errors="surrogatepass")), hidden)

@@ -5,27 +5,29 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from ganger.units import format_cores, format_memory
+from ganger.units import format_cores, format_memory, format_ranges
 from msgspec import Struct
 
-from ganger_master.core import commands
 from ganger_master.core.answers import ChangeAnswer
 from ganger_master.core.plan_changes import PlanChange, claims_in
-from ganger_master.decision_log.counterfactual import Counterfactual, CounterfactualPlan, Difference
-from ganger_master.decision_log.job_history import (
+from ganger_master.decision_log.recording import Header, Line
+from ganger_master.decision_log.replay_findings import (
+    Counterfactual,
+    CounterfactualPlan,
+    Difference,
     Free,
     Moment,
     RecordedHistory,
     RequestedPlace,
     VerdictReason,
+    jobs_of,
     verdict_of,
 )
-from ganger_master.decision_log.recording import Header
 from ganger_master.decision_log.rerun import (
     Broke,
     Decided,
@@ -33,10 +35,15 @@ from ganger_master.decision_log.rerun import (
     Differs,
     Drawn,
     Ended,
-    Entry,
     JudgedPlan,
     Made,
+    PlanRerun,
+    Rerun,
 )
+
+# Maximum number of characters shown of a difference.
+_LONGEST_VALUE = 2_000
+_MOST_CANDIDATES = 4
 
 
 @dataclass(slots=True)
@@ -49,58 +56,137 @@ class RequestCounts:
     reason: str = ""
 
 
-@dataclass(slots=True)
-class LogSummary:
-    commands: Counter[str] = field(default_factory=Counter)
-    # Counts by reason of refusal; "": approved.
-    verdicts: Counter[str] = field(default_factory=Counter)
-    batches: int = 0
-    jobs: dict[int, RequestCounts] = field(default_factory=dict)
+class DecisionReport:
+    """Run it, then read. `number`: of the job whose history is kept; `policy`: another one to compare with; `until_s`:
+    stop after so many seconds from where the recording began.
 
-    def record(self, entry: DecisionEntry) -> None:
+    Raises KeyError for an unknown policy, ValueError for one that needs an oracle or measurements."""
+
+    headings = ("JOB", "REQUESTS", "APPROVED", "LAST REFUSAL")
+
+    def __init__(self, recorded: Iterable[Line], number: int | None, policy: str | None, until_s: float | None) -> None:
+        self.history = None if number is None else RecordedHistory(number)
+        self.other = None if policy is None else Counterfactual(policy)
+        self._rerun = Rerun(recorded)
+        self.header, self._until_s = self._rerun.header, until_s
+        self.last_s, self.last_line, self.end_reason = self.header.began, 0, ""
+        self.differences: list[Differs] = []
+        self._commands: Counter[str] = Counter()
+        # Counts by reason of refusal; "": approved.
+        self._verdicts: Counter[str] = Counter()
+        self._batches = 0
+        self._jobs: dict[int, RequestCounts] = {}
+
+    def run(self) -> None:
+        """Repeat the decisions. Raises LineError."""
+        rerun, history, until_s = self._rerun, self.history, self._until_s
+        for entry in rerun:
+            if until_s is not None and entry.time > self.header.began + until_s:
+                self.end_reason = f"as far as {until_s:g} s"
+                if history is not None and rerun.state is not None:
+                    history.situation(self.last_line, self.last_s, self.end_reason, rerun.state)
+                return
+            self.last_line, self.last_s = entry.number, entry.time
+            self._record(entry)
+            if history is not None:
+                history.record(entry, rerun.state)
+            if self.other is not None:
+                self.other.record(entry, rerun.state)
+
+    def _record(self, entry: DecisionEntry) -> None:
         match entry:
+            case Differs():
+                self.differences.append(entry)
+            case Ended(reason=reason):
+                self.end_reason = reason
             case Drawn():
-                self.batches += 1
-            case Decided(_, _, command, answer, _):
-                self.commands[type(command).__name__] += 1
-                match command:
-                    case commands.RequestGang(number=number):
-                        numbers = [number]
-                    case commands.ProposePlan(changes=changes):
-                        numbers = [change.number for change in changes]
-                    case _:
-                        return
-                for number in numbers:
+                self._batches += 1
+            case Decided(command=command, answer=answer):
+                self._commands[type(command).__name__] += 1
+                for number in jobs_of(command):
                     self._count(number, *verdict_of(answer, number))
             case _:
                 return
 
     def _count(self, number: int, verdict: str, whys: tuple[VerdictReason, ...]) -> None:
-        asking = self.jobs.setdefault(number, RequestCounts())
+        asking = self._jobs.setdefault(number, RequestCounts())
         asking.requests += 1
         if verdict == "approved":
             asking.approved += 1
-            self.verdicts[""] += 1
+            self._verdicts[""] += 1
             return
         asking.reason = whys[0].reason if whys else "nothing said"
-        self.verdicts[asking.reason] += 1
+        self._verdicts[asking.reason] += 1
+
+    def missing(self) -> str:
+        """Return that nothing is recorded of the job; empty if something is."""
+        if self.history is None or self.history.moments or self.differences:
+            return ""
+        since = "" if self._until_s is None else f" in the first {self._until_s:g} s"
+        return f"nothing is recorded of job {self.history.number}{since}"
+
+    def text(self) -> Iterator[str]:
+        began, commands = self.header.began, sum(self._commands.values())
+        done = f"{self.last_s - began:.1f} s, {commands:,} commands, {self._batches:,} batches"
+        yield f"recorded {_by(self.header)}: {done} ({self.end_reason})"
+        yield from agreement(self.differences, began)
+        if self.history is not None:
+            yield ""
+            yield from history_lines(self.history, began)
+        if self.other is not None:
+            yield ""
+            yield from counterfactual_lines(self.other, began, None if self.history is None else self.history.number)
+
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        if self.other is not None:
+            return []
+        counts = sorted(self._jobs.items())
+        return [(str(number), str(one.requests), str(one.approved), one.reason) for number, one in counts]
+
+    def plain(self) -> dict[str, Any]:
+        """Times are Unix seconds of the master's clock."""
+        history, other = self.history, self.other
+        builtin = _about(self, with_environment=self.header.with_environment) | {
+            "commands": dict(sorted(self._commands.items())),
+            "batches": self._batches,
+            "verdicts": {name or "approved": count for name, count in sorted(self._verdicts.items())},
+            "jobs": {
+                str(number): {"requests": job.requests, "approved": job.approved, "last_reason": job.reason or None}
+                for number, job in sorted(self._jobs.items())
+            },
+            **_differences(self.differences),
+        }
+        if history is not None:
+            builtin["job"] = {"number": history.number, "moments": msgspec.to_builtins(history.moments)}
+        if other is not None:
+            builtin["otherwise"] = {
+                "policy": other.policy.name,
+                "verdicts": other.verdicts,
+                "differences": msgspec.to_builtins(other.differences),
+                "plans": other.passes,
+                "planned": msgspec.to_builtins(other.planned, str_keys=True),
+            }
+        return builtin
 
 
-# Maximum number of characters shown of a difference.
-_LONGEST_VALUE = 2_000
-_MOST_CANDIDATES = 4
-
-
-def headline(header: Header, seconds: float, tally: LogSummary, reason: str) -> str:
+def _by(header: Header) -> str:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(header.began))
-    commands = sum(tally.commands.values())
-    done = f"{seconds:.1f} s, {commands:,} commands, {tally.batches:,} batches"
-    return f"recorded {when} by ganger {header.ganger}, policy {header.policy}: {done} ({reason})"
+    return f"{when} by ganger {header.ganger}, policy {header.policy}"
 
 
-def agreement(differences: Sequence[Differs], began: float) -> Iterator[str]:
+def _about(report: DecisionReport | PlanReport, **more: object) -> dict[str, Any]:
+    header = report.header
+    facts = {"began": header.began, "seconds": report.last_s - header.began, "ganger": header.ganger}
+    return {"recording": {**facts, "policy": header.policy, **more, "end_reason": report.end_reason}}
+
+
+def _differences(found: Sequence[Differs]) -> dict[str, Any]:
+    return {"differences": len(found), "first_difference": msgspec.to_builtins(found[0]) if found else None}
+
+
+def agreement(differences: Sequence[Differs], began: float, what: str = "decision") -> Iterator[str]:
     if not differences:
-        yield "every decision is as recorded"
+        yield f"every {what} is as recorded"
         return
     first = differences[0]
     yield f"decided otherwise at {_at(first.time, began)}, line {first.number}: {first.what}"
@@ -135,48 +221,6 @@ def counterfactual_lines(other: Counterfactual, began: float, only: int | None =
     yield "each decided on the state as it was: what would have followed is not in a recording"
 
 
-def plain(
-    header: Header,
-    seconds: float,
-    reason: str,
-    tally: LogSummary,
-    differences: Sequence[Differs],
-    history: RecordedHistory | None,
-    other: Counterfactual | None,
-) -> dict[str, Any]:
-    """Times are Unix seconds of the master's clock."""
-    builtin: dict[str, Any] = {
-        "recording": {
-            "began": header.began,
-            "seconds": seconds,
-            "ganger": header.ganger,
-            "policy": header.policy,
-            "with_environment": header.with_environment,
-            "end_reason": reason,
-        },
-        "commands": dict(sorted(tally.commands.items())),
-        "batches": tally.batches,
-        "verdicts": {name or "approved": count for name, count in sorted(tally.verdicts.items())},
-        "jobs": {
-            str(number): {"requests": job.requests, "approved": job.approved, "last_reason": job.reason or None}
-            for number, job in sorted(tally.jobs.items())
-        },
-        "differences": len(differences),
-        "first_difference": None if not differences else msgspec.to_builtins(differences[0]),
-    }
-    if history is not None:
-        builtin["job"] = {"number": history.number, "moments": msgspec.to_builtins(history.moments)}
-    if other is not None:
-        builtin["otherwise"] = {
-            "policy": other.policy.name,
-            "verdicts": other.verdicts,
-            "differences": msgspec.to_builtins(other.differences),
-            "plans": other.passes,
-            "planned": msgspec.to_builtins(other.planned, str_keys=True),
-        }
-    return builtin
-
-
 def _sentence(moment: Moment) -> str:
     rank = f" (place {moment.rank} in the queue)" if moment.rank else ""
     turn = f" {moment.turn}" if moment.what == "turn" else ""
@@ -198,12 +242,12 @@ def _details(moment: Moment) -> Iterator[str]:
 
 
 def _place(place: RequestedPlace) -> str:
-    gpus = f"GPUs {_numbers(place.gpus)}" if place.gpus else "no GPU"
+    gpus = f"GPUs {format_ranges(place.gpus)}" if place.gpus else "no GPU"
     return f"{place.node} {gpus}, {format_cores(place.millicores)} cores, {format_memory(place.memory_bytes)}"
 
 
 def _free(free: Free) -> str:
-    gpus = f"GPUs {_numbers(free.gpus_free)} of {free.gpus}" if free.gpus_free else f"none of {free.gpus} GPUs"
+    gpus = f"GPUs {format_ranges(free.gpus_free)} of {free.gpus}" if free.gpus_free else f"none of {free.gpus} GPUs"
     held = ", ".join(f"{one.job} has {one.gpus}" for one in free.held)
     closed = "" if free.takes_gangs else " (takes no gangs)"
     room = f"{format_cores(free.free_millicores)} cores, {format_memory(free.free_memory_bytes)}"
@@ -223,17 +267,6 @@ def _planned(planned: CounterfactualPlan) -> str:
     starts = [f"start job {number} on {','.join(nodes)}" for number, nodes in planned.starts.items()]
     stops = [f"stop job {number}" for number in planned.stops]
     return "; ".join([*stops, *starts]) or "nothing to start or to stop"
-
-
-def _numbers(bits: Sequence[int]) -> str:
-    """ "0-3,6"."""
-    parts: list[list[int]] = []
-    for bit in bits:
-        if parts and parts[-1][-1] == bit - 1:
-            parts[-1] = [parts[-1][0], bit]
-        else:
-            parts.append([bit])
-    return ",".join("-".join(map(str, part)) for part in parts)
 
 
 def _at(at: float, began: float) -> str:
@@ -258,33 +291,38 @@ class PlannedChange(Struct, frozen=True):
 
 
 class PlanReport:
-    """Record every entry of a replay, then read. `number`: of the job whose changes are kept; None: of no job."""
+    """Run it, then read. `number`: of the job whose changes are kept; None: of no job. `until_s`: as in `PlanRerun`."""
 
-    def __init__(self, header: Header, number: int | None = None) -> None:
-        self.header, self.number = header, number
-        self.plans = 0
-        self.last_s, self.last_line, self.end_reason = header.began, 0, ""
-        self.difference: Differs | None = None
+    headings = ("CHANGE", "PROPOSED", "APPROVED")
+
+    def __init__(self, recorded: Iterable[Line], number: int | None, until_s: float | None) -> None:
+        self._rerun, self.number = PlanRerun(recorded, until_s), number
+        self.header, self.plans = self._rerun.header, 0
+        self.last_s, self.last_line, self.end_reason = self.header.began, 0, ""
+        # At most one.
+        self.differences: list[Differs] = []
         self.failure: Broke | None = None
         self.changes: list[PlannedChange] = []
         # By kind of change: proposed and approved ones.
         self._proposed: Counter[str] = Counter()
         self._approved: Counter[str] = Counter()
 
-    def record(self, entry: Entry) -> None:
-        self.last_line, self.last_s = entry.number, entry.time
-        match entry:
-            case Made():
-                self.plans += 1
-            case JudgedPlan(number, at, plan, answers):
-                for change, answer in zip(plan.changes, answers, strict=True):
-                    self._count(number, at, change, answer)
-            case Differs():
-                self.difference = entry
-            case Broke():
-                self.failure = entry
-            case Ended(_, _, reason):
-                self.end_reason = reason
+    def run(self) -> None:
+        """Make the plans again. Raises LineError."""
+        for entry in self._rerun:
+            self.last_line, self.last_s = entry.number, entry.time
+            match entry:
+                case Made():
+                    self.plans += 1
+                case JudgedPlan(number, at, plan, answers):
+                    for change, answer in zip(plan.changes, answers, strict=True):
+                        self._count(number, at, change, answer)
+                case Differs():
+                    self.differences.append(entry)
+                case Broke():
+                    self.failure = entry
+                case Ended(reason=reason):
+                    self.end_reason = reason
 
     def _count(self, line: int, at: float, change: PlanChange, answer: ChangeAnswer) -> None:
         self._proposed[change.kind] += 1
@@ -293,18 +331,18 @@ class PlanReport:
             why = answer.refusals[0].message if answer.refusals else ""
             self.changes.append(PlannedChange(line, at, change, answer.approved, why))
 
-    def text(self, observations: int) -> Iterator[str]:
-        header, began = self.header, self.header.began
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began))
-        done = f"{self.last_s - began:.1f} s, {observations:,} observations, {self.plans:,} plans"
-        yield f"planner recorded {when} by ganger {header.ganger}, policy {header.policy}: {done} ({self.end_reason})"
-        if self.difference is None:
-            yield "every plan is as recorded"
-        else:
-            yield from agreement([self.difference], began)
+    def missing(self) -> str:
+        return "" if self.changes or self.differences or self.failure else f"no plan changes job {self.number}"
+
+    def text(self) -> Iterator[str]:
+        began = self.header.began
+        done = f"{self.last_s - began:.1f} s, {self._rerun.observations:,} observations, {self.plans:,} plans"
+        yield f"planner recorded {_by(self.header)}: {done} ({self.end_reason})"
+        yield from agreement(self.differences, began, "plan")
+        if self.differences:
             yield "  later plans are not made: the recorded verdict is on another plan"
         if self.failure is not None:
-            yield f"the planner fails again at {self.failure.time - began:+.3f} s: {self.failure.error}"
+            yield f"the planner fails again at {_at(self.failure.time, began)}: {self.failure.error}"
         if self.number is not None:
             yield ""
             yield f"job {self.number}"
@@ -318,26 +356,16 @@ class PlanReport:
         """Return kind, number of proposed and number of approved changes."""
         return [(kind, str(count), str(self._approved[kind])) for kind, count in sorted(self._proposed.items())]
 
-    def plain(self, observations: int) -> dict[str, Any]:
+    def plain(self) -> dict[str, Any]:
         """Times are Unix seconds of the master's clock."""
-        header = self.header
-        builtin: dict[str, Any] = {
-            "recording": {
-                "began": header.began,
-                "seconds": self.last_s - header.began,
-                "ganger": header.ganger,
-                "policy": header.policy,
-                "program": header.program,
-                "end_reason": self.end_reason,
-            },
-            "observations": observations,
+        builtin = _about(self, program=self.header.program) | {
+            "observations": self._rerun.observations,
             "plans": self.plans,
             "changes": {
                 kind: {"proposed": count, "approved": self._approved[kind]}
                 for kind, count in sorted(self._proposed.items())
             },
-            "differences": int(self.difference is not None),
-            "first_difference": msgspec.to_builtins(self.difference),
+            **_differences(self.differences),
         }
         if self.failure is not None:
             builtin["failure"] = self.failure.error

@@ -1,12 +1,8 @@
 """Replays of recordings: of a master's decisions, and of a planner's plans.
 
-A replay of a master repeats all decisions with the core at the recorded times and compares the results. From the
-recorded state, the same program decides the same. With another version of the program, the first difference shows where
-its decisions change.
-
-A replay of a planner feeds a loop with all that the recorded one observed, and makes every plan again. The loop is the
-one of `planner.loop`, which the simulator runs, too. It reads no clock, so equal observations at equal times bring
-equal plans.
+From the recorded state, at the recorded times, the same core decides the same; with another version of the program, the
+first difference shows where its decisions change. A planner's loop reads no clock, so equal observations at equal times
+bring equal plans.
 """
 
 from __future__ import annotations
@@ -64,63 +60,56 @@ from ganger_master.policies import live_policy_named
 from ganger_master.policies.trials import TrialPace
 
 
-class Begun(Struct, frozen=True):
-    """A recorded state, from which the replay continues. `number`: of the line, as in all entries."""
+class _Entry(Struct, frozen=True):
+    """What a replay yields of one line. `number`: of the line; `time`: of the recording."""
 
     number: int
     time: float
+
+
+class Begun(_Entry, frozen=True):
+    """A recorded state, from which the replay continues."""
+
     cause: str
 
 
-class RecordedCommand(Struct, frozen=True):
+class RecordedCommand(_Entry, frozen=True):
     """A command before its decision; the replay's `state` is the one that the decision reads."""
 
-    number: int
-    time: float
     command: Command
 
 
-class Decided(Struct, frozen=True):
+class Decided(_Entry, frozen=True):
     """A command after its decision."""
 
-    number: int
-    time: float
     command: Command
     answer: Answer
     events: tuple[Event, ...]
 
 
-class Drawn(Struct, frozen=True):
+class Drawn(_Entry, frozen=True):
     """The effects of a batch."""
 
-    number: int
-    time: float
     effects: Effects
     turns: tuple[GrantedLease, ...]
 
 
-class Broke(Struct, frozen=True):
+class Broke(_Entry, frozen=True):
     """A failure of the core, the same as recorded."""
 
-    number: int
-    time: float
     error: str
     command: Command | None
 
 
-class Differs(Struct, frozen=True):
+class Differs(_Entry, frozen=True):
     """A decision that differs from the recorded one. Later decisions start from another state."""
 
-    number: int
-    time: float
     what: str
     recorded: str
     now: str
 
 
-class Ended(Struct, frozen=True):
-    number: int
-    time: float
+class Ended(_Entry, frozen=True):
     reason: str
 
 
@@ -235,19 +224,15 @@ def _state_of(elements: Iterable[Element], line: StateLine) -> State:
 # -- plans -----------------------------------------------------------------------------------------------------------
 
 
-class Made(Struct, frozen=True):
-    """A plan that is as recorded. `number`: of the line, as in all entries."""
+class Made(_Entry, frozen=True):
+    """A plan that is as recorded."""
 
-    number: int
-    time: float
     plan: Plan
 
 
-class JudgedPlan(Struct, frozen=True):
+class JudgedPlan(_Entry, frozen=True):
     """The recorded verdict on the last plan."""
 
-    number: int
-    time: float
     plan: Plan
     answers: tuple[ChangeAnswer, ...]
 
@@ -323,7 +308,6 @@ class PlanRerun:
             self._failed = Differs(number, line.time, "an observation", "the planner goes on", failure_of(error))
 
     def _fail(self, number: int, line: PlannerLine | BrokenLine | End, failed: Differs) -> Broke | Differs:
-        """Return whether the loop failed at the last observation as the recorded one did."""
         if not isinstance(line, BrokenLine):
             return failed
         if line.error != failed.now:
