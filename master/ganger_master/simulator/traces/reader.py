@@ -26,12 +26,13 @@ from ganger_master.simulator.traces.rows import (
     JOB_ID,
     JOB_TYPE,
     LABELS,
+    POSITIVE,
+    WHOLE,
     Column,
     RowFinding,
     RowFindingCounts,
     RowFindingKind,
     TraceError,
-    allowed,
     first_deadlines,
     rows_of,
     understood,
@@ -320,13 +321,12 @@ class _Block:
         numbers["gpus"] = self._gangs()
         if "duration_s" in found:
             numbers["duration_s"] = self._durations()
-        for name in found.keys() - {"submit_s", "gpus", "duration_s", JOB_ID, *(column.field for column in LABELS)}:
+        for name in found.keys() - {"submit_s", "gpus", "duration_s", JOB_ID, *LABELS}:
             numbers[name] = self._optional(name, numbers)
         for name, wrong in (("min_gpus", np.greater), ("max_gpus", np.less)):
             if name in numbers:
                 self._drop(RowFindingKind.MISTAKE, f"gpus lies outside {name}", wrong(numbers[name], numbers["gpus"]))
-        labels = {column.field: self._column(found[column.field][0]) for column in LABELS if column.field in found}
-        texts = {name: list(map(str.strip, column)) for name, column in labels.items()}
+        texts = {name: list(map(str.strip, self._column(found[name][0]))) for name in LABELS if name in found}
         partly = self._lines[self._open & self._partly]
         columns.tally.note(RowFindingKind.CHANGED, "asks for part of a GPU: counted as a whole one", partly)
         columns.keep(self._open, ids, numbers, texts)
@@ -364,17 +364,16 @@ class _Block:
         header, values = self._parsed(name)
         if header == DEADLINE_LIST:
             values = values + numbers["submit_s"]
-        whole, positive, signed = allowed(name)
-        if not signed:
+        if name != "priority":
             self._drop(RowFindingKind.MISTAKE, f"{header} is negative", values < 0)
         if name == "deadline_s":
             what = f"{header} is before the submission: both are meant on the same clock"
             self._drop(RowFindingKind.MISTAKE, what, values < numbers["submit_s"])
-        if positive:
+        if name in POSITIVE:
             self._drop(RowFindingKind.MISTAKE, f"{header} is zero", values == 0)
         if name == "weight":
             return np.where(np.isnan(values), 1.0, values)
-        if not whole:
+        if name not in WHOLE:
             return values
         default = 0 if name == "priority" else numbers["gpus"]
         values = np.where(np.isnan(values), default, values)

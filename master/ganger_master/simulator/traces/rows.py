@@ -6,75 +6,56 @@ Columns have the names and units that other traces use. A finding counts the row
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 
 from ganger_master.simulator.traces.workload import Integers
 
-_GIB = float(1 << 30)
-_MIB = float(1 << 20)
 
-
-@dataclass(frozen=True)
-class Column:
+class Column(NamedTuple):
     """One column of a file: `header` holds `field` of the workload, in units of `scale`."""
 
     field: str
     header: str
-    scale: float = 1.0
+    scale: float
 
 
-# By field, the headers that name it; the first is ours. Others: Blox-like canonical traces, ElasticFlow (ef_), Gavel
-# and Shockwave (total_steps), Sia (application), Philly and Helios (vc), Alibaba (cpu_milli, memory_mib, gpu_spec).
-NUMBERS: tuple[Column, ...] = (
-    Column("submit_s", "submit_time_s"),
-    Column("submit_s", "arrival_s"),
-    Column("gpus", "gpus"),
-    Column("gpus", "num_gpus"),
-    Column("duration_s", "duration_s"),
-    Column("min_gpus", "min_gpus"),
-    Column("min_gpus", "gpus_min"),
-    Column("max_gpus", "max_gpus"),
-    Column("max_gpus", "gpus_max"),
-    Column("converges_s", "converges_s"),
-    Column("cpus", "cpus"),
-    Column("cpus", "cpu_request"),
-    Column("cpus", "cpu_milli", 1e-3),
-    Column("memory_bytes", "memory_gb", 1e9),
-    Column("memory_bytes", "memory_request_gib", _GIB),
-    Column("memory_bytes", "memory_mib", _MIB),
-    Column("deadline_s", "deadline_s"),
-    Column("deadline_s", "ef_deadline_s"),
-    Column("deadline_s", "deadline_list_s"),
-    Column("priority", "priority"),
-    Column("weight", "weight"),
-    Column("iterations", "iterations"),
-    Column("iterations", "total_steps"),
-    Column("iterations", "ef_num_iteration"),
-    Column("batch_size", "batch_size"),
-    Column("batch_size", "ef_batch_size"),
-)
-LABELS: tuple[Column, ...] = (
-    Column("model", "model"),
-    Column("model", "ef_model"),
-    Column("model", "application"),
-    Column("tenant", "tenant"),
-    Column("tenant", "vc"),
-    Column("user", "user"),
-    Column("gpu_type", "gpu_type"),
-    Column("gpu_type", "gpu_spec"),
-)
+# By field, the headers that name it, with the unit; the first is ours. Others: Blox-like canonical traces, ElasticFlow
+# (ef_), Gavel and Shockwave (total_steps), Sia (application), Philly and Helios (vc), Alibaba (cpu_milli, memory_mib,
+# gpu_spec).
+_NUMBERS: Mapping[str, Mapping[str, float]] = {
+    "submit_s": {"submit_time_s": 1, "arrival_s": 1},
+    "gpus": {"gpus": 1, "num_gpus": 1},
+    "duration_s": {"duration_s": 1},
+    "min_gpus": {"min_gpus": 1, "gpus_min": 1},
+    "max_gpus": {"max_gpus": 1, "gpus_max": 1},
+    "converges_s": {"converges_s": 1},
+    "cpus": {"cpus": 1, "cpu_request": 1, "cpu_milli": 1e-3},
+    "memory_bytes": {"memory_gb": 1e9, "memory_request_gib": 1 << 30, "memory_mib": 1 << 20},
+    "deadline_s": {"deadline_s": 1, "ef_deadline_s": 1, "deadline_list_s": 1},
+    "priority": {"priority": 1},
+    "weight": {"weight": 1},
+    "iterations": {"iterations": 1, "total_steps": 1, "ef_num_iteration": 1},
+    "batch_size": {"batch_size": 1, "ef_batch_size": 1},
+}
+LABELS: Mapping[str, Mapping[str, float]] = {
+    "model": {"model": 1, "ef_model": 1, "application": 1},
+    "tenant": {"tenant": 1, "vc": 1},
+    "user": {"user": 1},
+    "gpu_type": {"gpu_type": 1, "gpu_spec": 1},
+}
 JOB_ID = "job_id"
 # Chronus: what its deadline list means depends on this column.
 DEADLINE_LIST = "deadline_list_s"
 JOB_TYPE = "job_type"
 _BEST_EFFORT = "best"
-_WHOLE = frozenset({"priority", "min_gpus", "max_gpus"})
-_POSITIVE = frozenset({"weight", "min_gpus", "max_gpus", "converges_s"})
-_SIGNED = frozenset({"priority"})
+# Optional numbers that must be whole, that must be above zero; a priority may be negative.
+WHOLE = frozenset({"priority", "min_gpus", "max_gpus"})
+POSITIVE = frozenset({"weight", "min_gpus", "max_gpus", "converges_s"})
 
 
 def understood(headers: Sequence[str]) -> tuple[dict[str, tuple[int, Column]], list[str], list[str]]:
@@ -83,9 +64,10 @@ def understood(headers: Sequence[str]) -> tuple[dict[str, tuple[int, Column]], l
     Wrong are a header given twice, two headers for one field, and a missing `job_id`, time of submission or gang.
     Without `duration_s` a file needs iterations or a model, from which run times can follow.
     """
-    known = {column.header: column for column in (*NUMBERS, *LABELS, Column(JOB_ID, JOB_ID))}
+    named = {JOB_ID: {JOB_ID: 1.0}, **_NUMBERS, **LABELS}
+    known = {header: Column(field, header, scale) for field in named for header, scale in named[field].items()}
     found: dict[str, tuple[int, Column]] = {}
-    wrong = [f"column {header} is there twice" for header in _repeated(headers)]
+    wrong = [f"column {header} is there twice" for header in sorted({one for one in headers if headers.count(one) > 1})]
     for position, header in enumerate(headers):
         column = known.get(header)
         if column is None:
@@ -93,21 +75,13 @@ def understood(headers: Sequence[str]) -> tuple[dict[str, tuple[int, Column]], l
         if column.field in found and found[column.field][1].header != header:
             wrong.append(f"columns {found[column.field][1].header} and {header} mean the same: leave one out")
         found.setdefault(column.field, (position, column))
-    wrong += [
-        f"there is no column {_names(known.values(), field)}"
-        for field in (JOB_ID, "submit_s", "gpus")
-        if field not in found
-    ]
+    needed = (JOB_ID, "submit_s", "gpus")
+    wrong += [f"there is no column {' or '.join(named[field])}" for field in needed if field not in found]
     if "duration_s" not in found and "iterations" not in found and "model" not in found:
         wrong.append("there is no column duration_s, nor iterations or model to work it out from")
     read = {*known, JOB_TYPE} if DEADLINE_LIST in headers else {*known}
     ignored = [header for header in headers if header not in read]
     return found, ignored, wrong
-
-
-def allowed(field: str) -> tuple[bool, bool, bool]:
-    """Return (must be whole, must be above zero, may be negative) of an optional number."""
-    return field in _WHOLE, field in _POSITIVE, field in _SIGNED
 
 
 def first_deadlines(lists: Sequence[str], job_types: Sequence[str] | None) -> list[str]:
@@ -119,14 +93,6 @@ def first_deadlines(lists: Sequence[str], job_types: Sequence[str] | None) -> li
     if job_types is None:
         return firsts
     return ["" if kind == _BEST_EFFORT else first for first, kind in zip(firsts, job_types, strict=True)]
-
-
-def _repeated(headers: Sequence[str]) -> list[str]:
-    return sorted({header for header in headers if headers.count(header) > 1})
-
-
-def _names(columns: Iterable[Column], field: str) -> str:
-    return " or ".join(column.header for column in columns if column.field == field)
 
 
 # Lines named of each finding; all are counted.
