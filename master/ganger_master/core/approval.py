@@ -106,14 +106,10 @@ def order(refusals: Sequence[Refusal]) -> tuple[Refusal, ...]:
 
 
 def _rank(refusal: Refusal) -> tuple[int, bool, bool]:
-    reason = refusal.reason
-    return (_KINDS.index(reason.kind), not reason.is_named_first, _is_indirect(refusal))
-
-
-def _is_indirect(refusal: Refusal) -> bool:
-    """More devices would help, but enough are free: what they lack comes first."""
-    figures = refusal.figures
-    return refusal.reason is Reason.GPUS and figures.get("largest_free", 0) >= figures.get("needed", 1)
+    reason, figures = refusal.reason, refusal.figures
+    # More devices would help, but enough are free: what they lack comes first.
+    is_indirect = reason is Reason.GPUS and figures.get("largest_free", 0) >= figures.get("needed", 1)
+    return (_KINDS.index(reason.kind), not reason.is_named_first, is_indirect)
 
 
 def judge(

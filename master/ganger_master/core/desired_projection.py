@@ -177,6 +177,9 @@ class DesiredProjection(dict[str, DesiredSet]):
 def _desired_gang(party: Party, piece: Piece) -> DesiredGang:
     job, gang, settings = party.job, party.gang, party.settings
     interval = job.spec.checkpoint_interval_s or settings.checkpoint_interval_s
+    checkpoints = [one.path for one in (job.checkpoint, job.checkpoint_before) if one is not None]
+    # A restarted daemon has no record of a part that still waits, for its time slice or for devices.
+    waits = piece.phase is ObservedPhase.STARTING and not piece.pids
     return DesiredGang(
         job=job.number,
         uid=job.uid,
@@ -201,22 +204,11 @@ def _desired_gang(party: Party, piece: Piece) -> DesiredGang:
         # Its job goes on without a lost piece: if that comes back, it gets no grace.
         grace_s=0.0 if piece.lost else settings.grace_s,
         checkpoint_first=gang.checkpoint_first and not piece.lost,
-        kept_checkpoints=_kept_checkpoints(job) if party.members[0].node == piece.claim.node else (),
+        # While its leader gets the same paths, no newer checkpoint is durable here.
+        kept_checkpoints=tuple(checkpoints) if party.members[0].node == piece.claim.node else (),
         attempt=1 + job.failures + job.preemptions,
-        needs_spec=not _is_begun(piece),
+        needs_spec=waits or piece.phase is ObservedPhase.NONE,
     )
-
-
-def _kept_checkpoints(job: JobRecord) -> tuple[str, ...]:
-    """Return the paths of the checkpoints that the job would start from. While its leader gets the same paths, no newer
-    checkpoint is durable here."""
-    return tuple([one.path for one in (job.checkpoint, job.checkpoint_before) if one is not None])
-
-
-def _is_begun(piece: Piece) -> bool:
-    """Return whether its daemon has launched a part. A restarted daemon has no record of a part that still waits, for
-    its time slice or for devices."""
-    return piece.phase is not ObservedPhase.NONE and (piece.phase is not ObservedPhase.STARTING or bool(piece.pids))
 
 
 def ranks_by_claim(roles: Sequence[Role], claims: Sequence[Claim]) -> tuple[tuple[int, ...], ...]:

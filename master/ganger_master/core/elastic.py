@@ -71,7 +71,9 @@ def begin_resize(state: State, event: ResizeBegun) -> None:
     epoch = begin_with(state, job, source, claims, event.level, now)
     state.put_gang(replace(state.gangs[epoch], purpose=purpose))
     if source.phase is not GangPhase.PARKED:
-        if _gives_back(source, claims) or state.gangs[epoch].restore.alone:
+        masks = {claim.node: claim.device_mask for claim in claims}
+        gives_back = any(claim.device_mask & ~masks.get(claim.node, 0) for claim in source.claims)
+        if gives_back or state.gangs[epoch].restore.alone:
             source = gang_orders.park(source, SuspendLevel.OFFLOAD, now, by_plan=True)
         state.put_gang(replace(source, phase=GangPhase.RESIZING))
     figures = {"devices": source.devices, "becomes": devices_of(claims)}
@@ -179,11 +181,6 @@ def _holding(gang: Gang, piece: Piece, taken: Claim | None) -> Piece:
     rests = gang.rested_level is SuspendLevel.OFFLOAD
     wanted = gang_orders.kept_offloaded(piece) if rests else piece.claim
     return replace(piece, held=beside(wanted, taken))
-
-
-def _gives_back(gang: Gang, claims: Sequence[Claim]) -> bool:
-    masks = {claim.node: claim.device_mask for claim in claims}
-    return any(claim.device_mask & ~masks.get(claim.node, 0) for claim in gang.claims)
 
 
 def _fits_twice(state: State, job: JobRecord, gang: Gang, claims: Sequence[Claim]) -> bool:

@@ -388,7 +388,10 @@ def settle(state: State, now: float, cause: str) -> None:
         if dirty.sets:
             timeslice_groups.follow(state, now, cause)
         if dirty.rows:
-            _refresh_rows(state)
+            for name in dirty.rows:
+                if name in state.nodes and state.refresh_row(name):
+                    dirty.shown[name] = None
+            dirty.rows.clear()
         if dirty.arenas:
             colocation.follow(state)
         if dirty.arrays:
@@ -409,10 +412,3 @@ def _review_jobs(state: State, now: float, cause: str) -> None:
             attempts.review(state, number, now, cause)
             # Nothing follows for it any more, whatever it changed of itself meanwhile.
             dirty.pop(number, None)
-
-
-def _refresh_rows(state: State) -> None:
-    for name in state.dirty.rows:
-        if name in state.nodes and state.refresh_row(name):
-            state.dirty.shown[name] = None
-    state.dirty.rows.clear()

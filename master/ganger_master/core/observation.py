@@ -34,7 +34,8 @@ def observe(state: State, report: Observe, now: float, cause: str) -> None:
                 # Nothing new, of a gang that is what it was: most of what daemons report.
                 continue
         piece = gang.piece(report.node) if gang is not None else None
-        if gang is None or piece is None or (piece.gone and not piece.lost) or not _same_job(state, observed, gang):
+        is_ours = gang is not None and (observed.job, observed.uid) == (gang.job, state.jobs[gang.job].uid)
+        if gang is None or piece is None or not is_ours or (piece.gone and not piece.lost):
             if observed.checkpoint is not None:
                 _learn_checkpoint(state, report.node, observed, observed.checkpoint, now)
             stray = _stray_of(state, node, observed)
@@ -273,10 +274,6 @@ def _common(gang: Gang) -> Capabilities:
         refused_mechanisms=weakest.refused_mechanisms,
         offload_by=next((capabilities.offload_by for capabilities in known if capabilities.offload_by), ""),
     )
-
-
-def _same_job(state: State, observed: ObservedGang, gang: Gang) -> bool:
-    return observed.job == gang.job and observed.uid == state.jobs[gang.job].uid
 
 
 def _stray_of(state: State, node: Node, observed: ObservedGang) -> Stray | None:

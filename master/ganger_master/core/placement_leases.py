@@ -48,10 +48,9 @@ def hand_out(state: State, now: float) -> tuple[int, ...]:
     """Give leases while there are any to give; return their numbers."""
     if len(state.leases) >= state.settings.turns_at_once or not state.queue.waiting:
         return ()
-    return _by_plan(state, now) if state.is_planned else _by_order(state, now)
-
-
-def _by_plan(state: State, now: float) -> tuple[int, ...]:
+    if not state.is_planned:
+        return _by_order(state, now)
+    # To jobs that a plan starts, in its order.
     chosen = list(islice(state.queue.suggested, state.settings.turns_at_once - len(state.leases)))
     return tuple([_give(state, state.jobs[number], now, state.queue.suggested.pop(number)) for number in chosen])
 
@@ -90,10 +89,12 @@ def _by_order(state: State, now: float) -> tuple[int, ...]:
             continue
         if not _has_room_beside(state, job, asking):
             break
-        if _lasts(state, number) and (
-            _is_spent(state, job) or sum([_lasts(state, turn.number) for turn in state.leases.values()]) >= most // 2
-        ):
-            continue
+        if _lasts(state, number):
+            # Nor one whose user's quota leaves less than it needs at least.
+            least = job.spec.gpus_min if job.spec.is_elastic and not job.is_bound else None
+            lasting = sum([_lasts(state, turn.number) for turn in state.leases.values()])
+            if lasting >= most // 2 or rules(state, job, least):
+                continue
         given.append(_give(state, job, now))
         asking += job.gpus
         ahead += job.gpus
@@ -110,6 +111,8 @@ def _by_order(state: State, now: float) -> tuple[int, ...]:
 
 
 def _give(state: State, job: JobRecord, now: float, suggested: tuple[Claim, ...] = ()) -> int:
+    is_kept = not suggested and not state.policy.protects_all
+    kept = reservations_of(state, [job], now) if is_kept else ()
     turn = GrantedLease(
         turn=state.leases.next_turn,
         number=job.number,
@@ -118,7 +121,7 @@ def _give(state: State, job: JobRecord, now: float, suggested: tuple[Claim, ...]
         given=now,
         expires=now + state.settings.turn_lease_s,
         scheduler=scheduler_of(state, job),
-        reserved_nodes=() if suggested else _reserved_nodes(state, job, now),
+        reserved_nodes=tuple([node for reservation in kept for node in reservation.nodes]),
         suggested=suggested,
     )
     state.leases.put(turn)
@@ -285,12 +288,6 @@ def _note_declined(state: State, turn: GrantedLease, event: GangRefused, last: f
 _LOOKED_S = 0.5
 
 
-def _reserved_nodes(state: State, job: JobRecord, now: float) -> tuple[str, ...]:
-    if state.policy.protects_all:
-        return ()
-    return tuple(node for reservation in reservations_of(state, [job], now) for node in reservation.nodes)
-
-
 def _has_room_beside(state: State, job: JobRecord, asking: int) -> bool:
     """Return whether another job may request now: a strict queue allows several only with ample room for all."""
     if not state.leases or not state.policy.protects_all:
@@ -353,10 +350,6 @@ def _is_too_large(state: State, job: JobRecord, ahead: int) -> bool:
     if not lacks and state.policy.protects_all and job.shape.locality.widest <= LocalityLevel.NODE:
         lacks = job.gpus > state.nodes.largest_free and _holds_up(state, job.number)
     return lacks and not scheduler_of(state, job)
-
-
-def _is_spent(state: State, job: JobRecord) -> bool:
-    return bool(rules(state, job, job.spec.gpus_min if job.spec.is_elastic and not job.is_bound else None))
 
 
 def _may_ask(state: State, number: int, now: float) -> bool:

@@ -93,7 +93,10 @@ def verdict_of(state: State, job: JobRecord, alive: LiveGangs, over: EndedGangs,
     living = newest_living(state, alive)
     news = {epoch: parts for epoch, parts in over.items() if _is_unknown_end(state, job, epoch, parts)}
     newest = max(news, default=0)
-    if living and not _is_superseded(living, newest, news):
+    # A living gang is a copy that the job was moved from, or was on a node that was lost, where a later attempt has
+    # stepped and ended. Without steps of the later one, its move or its launch was given up.
+    is_copy = newest > living and any(_has_stepped(newest, part) for part in news[newest].values())
+    if living and not is_copy:
         return _KEEP if is_as_stored(state, living, alive[living], alive, job) else _adopt_as(living)
     if not newest:
         return _KEEP if not alive.keys() - {job.epoch, job.next_epoch} else _ASK
@@ -132,12 +135,6 @@ def _is_unknown_end(state: State, job: JobRecord, epoch: int, parts: Mapping[str
         part.outcome.kind is not OutcomeKind.DONE for part in parts.values()
     )
     return gang.job == job.number and not is_wanted_over
-
-
-def _is_superseded(living: int, newest: int, over: EndedGangs) -> bool:
-    """Return whether a later attempt has stepped and ended: the living one is then a copy that it was moved from, or
-    was on a node that was lost. Without steps of the later one, its move or its launch was given up."""
-    return newest > living and any(_has_stepped(newest, part) for part in over[newest].values())
 
 
 def _has_stepped(epoch: int, part: FinishedGang) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import TypeVar
 
 from ganger.cluster.refusals import Refusal
@@ -130,13 +130,19 @@ def image_of(state: State) -> Image:
     parts.update({_field(path): dict(attrgetter(path)(state)) for path in _MAPPINGS})
     parts.update({_field(path): tuple(attrgetter(path)(state)) for path in _SETS})
     parts.update({_field(path): tuple(attrgetter(path)(state).values()) for path in _VALUES})
+    reports = sorted(state.gangs.last_reports.items(), key=itemgetter(0))
+    last_said = [
+        (name, said)
+        for (name, epoch), (said, gang, job) in reports
+        if state.gangs.get(epoch) is gang and state.jobs.get(gang.job) is job
+    ]
     return Image(
         settings=state.settings,
         counters=replace(state.counters),
         view=image_of_view(state.view),
         desired={name: desired.version for name, desired in state.desired.items()},
         told=tuple(_sent_members(state)),
-        last_said=tuple(_last_reports(state)),
+        last_said=tuple(last_said),
         turns=tuple(state.leases.values()),
         requested=tuple(state.jobs.requests.values()),
         rows_seen=tuple([(node, seen) for (_, node), seen in state.gangs.rows_seen.items()]),
@@ -260,12 +266,6 @@ def _restore_sent(state: State, told: SentMembers) -> None:
     before = state.desired[told.node]
     wanted = tuple(state.desired.projected[told.node].values())
     state.desired[told.node] = replace(before, wanted=wanted)
-
-
-def _last_reports(state: State) -> Iterator[tuple[str, ObservedGang]]:
-    for (name, epoch), (said, gang, job) in sorted(state.gangs.last_reports.items(), key=lambda item: item[0]):
-        if state.gangs.get(epoch) is gang and state.jobs.get(gang.job) is job:
-            yield name, said
 
 
 _T = TypeVar("_T")

@@ -105,7 +105,10 @@ def _running(
     settled = is_active and gang is not None and gang.phase in (GangPhase.STARTING, GangPhase.RUNNING)
     if gang is None or not settled or gang.intent is not GangIntent.RUN or job.next_epoch or job.ending is not None:
         refuse(job.number, Reason.WRONG_STATE, detail="only a running or pending job can be time-sliced")
-    if _is_launched_in_part(state, gang):
+    is_new = gang.phase is GangPhase.STARTING and not gang.stepped and gang.epoch not in state.gangs.set_of
+    if is_new and len(gang.pieces) > 1:
+        # Its parts may wait on their devices for parts that are not launched yet. Time slices that begin then are a
+        # deadlock: those parts reach no boundary without the others, which wait for their slice.
         refuse(job.number, Reason.WRONG_STATE, detail="it is on several nodes and has not stepped on all of them yet")
     if colocation.beside(state, gang):
         refuse(job.number, Reason.NOT_SUPPORTED, detail="a co-located job is not time-sliced")
@@ -144,15 +147,6 @@ def _moving(state: State, change: SliceChange, job: JobRecord, gang: Gang) -> Sl
     if sum(claim.device_mask.bit_count() for claim in change.claims) != gang.devices:
         refuse(job.number, Reason.CLAIM_MISMATCH, detail="a move does not change the size of a job")
     return SlicedMember(change, job, gang, change.claims, LocalityLevel.CLUSTER, is_moving=True)
-
-
-def _is_launched_in_part(state: State, gang: Gang) -> bool:
-    """Return whether some parts of a gang may wait on their devices for parts that are not launched yet.
-
-    Time slices that begin then are a deadlock: the parts that are there reach no boundary without the others, which
-    wait for their slice."""
-    is_new = gang.phase is GangPhase.STARTING and not gang.stepped
-    return is_new and len(gang.pieces) > 1 and gang.epoch not in state.gangs.set_of
 
 
 def _is_parked_by_plan(gang: Gang) -> bool:

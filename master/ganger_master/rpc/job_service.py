@@ -293,7 +293,8 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         if after and after + 1 < await self._writer.oldest_sequence():
             raise errors.EventsCompacted("these events are no longer kept: list again from zero")
         caller = self._callers.of(context)
-        self._check_subject(caller, request.subject)
+        if not self._may_read_history(caller, request.subject) and (user := self._owner_of(request.subject)):
+            check_owner(caller, request.subject, user)
         entries = await self._writer.history(request.subject, after, size)
         response, room = job_service_pb2.ListEventsResponse(next_sequence=after), PageRoom()
         for entry in entries:
@@ -318,11 +319,6 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     def _array(self, number: int, caller: CallerIdentity) -> array_pb2.Array:
         message = self._shown.array(number)
         return message if caller.may_read(message.user) else array_outline(message)
-
-    def _check_subject(self, caller: CallerIdentity, subject: str) -> None:
-        """Raise JobNotYours for the history of another user's job. A job without a known user has no history left."""
-        if not self._may_read_history(caller, subject) and (user := self._owner_of(subject)):
-            check_owner(caller, subject, user)
 
     def _may_read_history(self, caller: CallerIdentity, subject: str) -> bool:
         """Return whether the caller may read the history: of own jobs and arrays, nodes and the cluster."""
