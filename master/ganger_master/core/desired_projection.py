@@ -213,8 +213,6 @@ def _desired_gang(party: Party, piece: Piece) -> DesiredGang:
 
 def ranks_by_claim(roles: Sequence[Role], claims: Sequence[Claim]) -> tuple[tuple[int, ...], ...]:
     """Ranks are numbered role by role and, within a role, claim by claim."""
-    if len(claims) == 1:
-        return (tuple(range(sum(claims[0].tasks[: len(roles)]))),)
     ranks: list[list[int]] = [[] for _ in claims]
     following = 0
     for role in range(len(roles)):

@@ -79,18 +79,9 @@ def refresh(state: State) -> list[str]:
         state.desired.update({name: project(state, state.nodes[name]) for name in changed})
         state.dirty.wants.clear()
         return changed
-    for name, added in state.dirty.wants.items():
+    for name in state.dirty.wants:
         node = state.nodes.get(name)
         if node is None:
-            continue
-        if added and not node.strays:
-            # They have the newest epochs, so they go last.
-            known = state.desired.projected.setdefault(name, {})
-            for gang, place in added:
-                known[gang.epoch] = Projected(party_of(state, gang), place)
-            rows = state.desired.of(name).rows
-            state.desired[name] = DesiredSet(version, tuple(known.values()), node.acknowledged, rows=rows)
-            changed.append(name)
             continue
         old = state.desired.of(name)
         new = project(state, node, version)

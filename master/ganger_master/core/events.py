@@ -388,8 +388,8 @@ class Dirty:
     sets: dict[int, None] = field(default_factory=dict)
     # Numbers of arrays of which a member may have ended.
     arrays: dict[int, None] = field(default_factory=dict)
-    # By node: new gangs and which of their pieces is there, if nothing else has changed there, else empty.
-    wants: dict[str, list[tuple[Gang, int]]] = field(default_factory=dict)
+    # Nodes whose desired state may have changed.
+    wants: dict[str, None] = field(default_factory=dict)
     news: dict[int, None] = field(default_factory=dict)
     # Nodes whose rows differ from before.
     shown: dict[str, None] = field(default_factory=dict)

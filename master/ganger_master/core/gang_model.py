@@ -175,8 +175,6 @@ class Gang(Struct, frozen=True, gc=False, omit_defaults=True):
 
     @property
     def claims(self) -> tuple[Claim, ...]:
-        if len(self.pieces) == 1:
-            return (self.pieces[0].claim,)
         return tuple([piece.claim for piece in self.pieces])
 
     @property
@@ -212,14 +210,10 @@ class Gang(Struct, frozen=True, gc=False, omit_defaults=True):
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        if len(self.pieces) == 1:
-            return (self.pieces[0].claim.node,)
         return tuple([piece.claim.node for piece in self.pieces])
 
     @property
     def devices(self) -> int:
-        if len(self.pieces) == 1:
-            return self.pieces[0].claim.device_mask.bit_count()
         return sum([piece.claim.device_mask.bit_count() for piece in self.pieces])
 
     @property

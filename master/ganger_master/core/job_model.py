@@ -93,9 +93,6 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED_N
 
     @property
     def gpus(self) -> int:
-        # A hot path, and most jobs have one role.
-        if len(self.roles) == 1:
-            return self.roles[0].tasks * self.roles[0].shape.gpus
         return sum([role.tasks * role.shape.gpus for role in self.roles])
 
     @property

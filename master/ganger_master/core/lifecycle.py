@@ -100,15 +100,9 @@ TABLE: Final[Mapping[tuple[GangIntent, GangObservation], Act]] = {
 
 
 # Of the commonest case: to look up a member of an enumeration takes Python 3.11 as long as a call.
-_RUN: Final = GangIntent.RUN
 _RUNNING: Final = ObservedPhase.RUNNING
-_NOT_REPORTED: Final = ObservedPhase.NONE
 _YIELDED: Final = OutcomeKind.YIELDED
 _WELL: Final = frozenset({OutcomeKind.DONE, _YIELDED})
-
-
-_ALL_RUN: Final = GangObservation.RUNNING
-_BUSY: Final = GangObservation.BUSY
 
 
 def act_of(gang: Gang) -> Act:
@@ -117,19 +111,6 @@ def act_of(gang: Gang) -> Act:
 
 def observation_of(gang: Gang) -> GangObservation:
     """Return what the parts of a gang amount to together; a bad end of one part outweighs everything."""
-    pieces = gang.pieces
-    if gang.intent is _RUN:
-        for piece in pieces:
-            if piece.phase is not _RUNNING or piece.gone:
-                break
-        else:
-            return _ALL_RUN
-    for piece in pieces:
-        if piece.phase is not _NOT_REPORTED or piece.gone or piece.trouble:
-            break
-    else:
-        # No report yet, as for every gang that was just approved.
-        return _BUSY
     return _of_ended_parts(gang) or _of_present_parts(gang)
 
 
@@ -161,12 +142,12 @@ def _of_present_parts(gang: Gang) -> GangObservation:
         if gang.intent is GangIntent.PARK and any(is_refused(gang, piece) for piece in pieces):
             return GangObservation.REFUSED
     if phases == {_RUNNING}:
-        return _ALL_RUN
+        return GangObservation.RUNNING
     if phases == {ObservedPhase.READY}:
         return GangObservation.READY
     if phases <= {ObservedPhase.READY, ObservedPhase.PREPARED}:
         return GangObservation.PREPARED
-    return _BUSY
+    return GangObservation.BUSY
 
 
 def bad_outcome(gang: Gang) -> Outcome:

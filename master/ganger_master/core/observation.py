@@ -302,7 +302,5 @@ def _note_quarantine(state: State, node: Node, strays: list[Stray], now: float, 
 
 
 def _with_piece(gang: Gang, fresh: Piece) -> Gang:
-    if len(gang.pieces) == 1:
-        return replace(gang, pieces=(fresh,))
     pieces = tuple(fresh if piece.claim.node == fresh.claim.node else piece for piece in gang.pieces)
     return replace(gang, pieces=pieces)

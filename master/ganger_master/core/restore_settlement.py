@@ -221,11 +221,11 @@ def settle(state: State, event: events.RestoreSettled) -> None:
     state.counters.restoring, state.reports, state.ends = None, {}, None
     state.nodes.next_silence_check = now
     for name, report in reports.items():
-        state.dirty.wants[name] = []
+        state.dirty.wants[name] = None
         observation.observe(state, replace(report, finished=()), now, cause)
         follow_ended_strays(state, name, now, cause)
     for name in missing:
-        state.dirty.wants[name] = []
+        state.dirty.wants[name] = None
     text = f"without {', '.join(missing)}" if missing else ""
     state.history(now, "cluster", "restore_settled", cause, text, **dict(sorted(counts.items())))
 

@@ -97,7 +97,7 @@ def open_store(state: State, event: events.StoreOpened) -> None:
     for node in list(state.nodes.values()):
         # Each daemon that has received orders is to report anew what it has.
         state.put_node(replace(node, session="", heard=False, silent=False))
-        state.dirty.wants[node.name] = []
+        state.dirty.wants[node.name] = None
     state.history(event.time, "cluster", "restore_noticed", event.cause, event.why)
 
 
@@ -130,7 +130,7 @@ def note_report(state: State, report: Observe, now: float) -> None:
     earlier = state.reports.get(report.node)
     described = {gang.epoch: gang.told for gang in report.gangs if gang.told is not None}
     state.reports[report.node] = RestoreReport(now, report, {**(earlier.described if earlier else {}), **described})
-    state.dirty.wants[report.node] = []
+    state.dirty.wants[report.node] = None
 
 
 def completed_reports(state: State) -> dict[str, Observe]:

@@ -79,8 +79,8 @@ class State:
         old = self.jobs.get(job.number)
         if old == job:
             return
-        if self.jobs.put(old, job):
-            self._index_queue(old, job)
+        self.jobs.put(old, job)
+        self._index_queue(old, job)
         if old is not None and (old.spec is not job.spec or old.checkpoint is not job.checkpoint):
             self._renew_job(job.number)
         if self.settings.quota_devices:
@@ -112,7 +112,7 @@ class State:
             self._place(gang)
             return
         for before, piece in zip(old.pieces, gang.pieces, strict=True):
-            dirty.wants[piece.claim.node] = []
+            dirty.wants[piece.claim.node] = None
             if piece.held is before.held or piece.held == before.held:
                 continue
             if piece.held is not None or before.held is None or not self._give(before.held):
@@ -131,7 +131,7 @@ class State:
         self.dirty.news[gang.job] = None
         for piece in gang.pieces:
             node = piece.claim.node
-            self.dirty.wants[node] = []
+            self.dirty.wants[node] = None
             if piece.held is not None:
                 self.dirty.rows[node] = None
 
@@ -183,7 +183,7 @@ class State:
             self.dirty.rows[node.name] = None
             if node.name in self.gangs.set_on:
                 self.dirty.sets[self.gangs.set_on[node.name]] = None
-        self.dirty.wants[node.name] = []
+        self.dirty.wants[node.name] = None
         if old is None or (old.peer_address, old.stream_address) != (node.peer_address, node.stream_address):
             self._renew_peers(node.name)
 
@@ -198,7 +198,7 @@ class State:
         )
         if not is_known:
             self.unstored.put(("node", name), node)
-            self.dirty.wants[name] = []
+            self.dirty.wants[name] = None
         # Otherwise nothing follows, and nothing is stored: the report counts only for the session. So daemons without
         # news are answered even while the store fails, and their jobs run on.
 
@@ -333,17 +333,13 @@ class State:
     def _place(self, gang: Gang) -> None:
         """Note a new gang on its nodes and take what it holds off the view; where more than that has changed, the row
         is computed anew."""
-        view, dirty, wants = self.view, self.dirty, self.dirty.wants
+        view, dirty = self.view, self.dirty
         epoch, devices = gang.epoch, gang.devices
         self.gangs.index(gang)
         for place, piece in enumerate(gang.pieces):
             held, node = piece.held, piece.claim.node
-            if not self.gangs.place(node, epoch, place):
-                wants[node] = []
-            elif node not in wants:
-                wants[node] = [(gang, place)]
-            elif wants[node]:
-                wants[node].append((gang, place))
+            self.gangs.place(node, epoch, place)
+            dirty.wants[node] = None
             slot = view.slots.get(node)
             if held is None or slot is None or node in dirty.rows or held.shared_mask:
                 dirty.rows[node] = None
@@ -419,27 +415,26 @@ class State:
                 queue.kept = None
         if waits and not was:
             queue.join((*key(job), number))
-        if job.epoch or queue.resuming:
-            list_if(queue.resuming, number, waits and job.epoch > 0)
+        list_if(queue.resuming, number, waits and job.epoch > 0)
 
     def _renew_set(self, *node_sets: TimesliceGroup) -> None:
         for node_set in node_sets:
             for node in node_set.nodes:
-                self.dirty.wants[node] = []
+                self.dirty.wants[node] = None
 
     def _renew_job(self, number: int) -> None:
         """Renew the orders of the job's gangs, which carry its spec and its checkpoints."""
         for epoch in self.gangs.epochs_of.get(number, ()):
             self.desired.forget_gang(epoch)
             for node in self.gangs[epoch].nodes:
-                self.dirty.wants[node] = []
+                self.dirty.wants[node] = None
 
     def _renew_peers(self, name: str) -> None:
         """Renew the desired state of nodes whose orders carry this node's addresses, which have changed."""
         for epoch in self.gangs.places_on[name]:
             self.desired.forget_gang(epoch)
             for other in self.gangs.listeners(self.gangs[epoch]):
-                self.dirty.wants[other] = []
+                self.dirty.wants[other] = None
         if name in self.gangs.set_on:
             self._renew_set(self.gangs.sets[self.gangs.set_on[name]])
 

@@ -175,13 +175,11 @@ class JobIndex(dict[int, JobRecord]):
         self.holdings = Holdings()
         self.left_by: dict[str, tuple[int, float]] = {}
 
-    def put(self, old: JobRecord | None, job: JobRecord) -> bool:
-        """Replace a job that was `old`, None for a new one. Return whether its places in indexes may have changed."""
+    def put(self, old: JobRecord | None, job: JobRecord) -> None:
+        """Replace a job that was `old`, None for a new one."""
         number = job.number
         self[number] = job
         self.holdings.note(old, job)
-        if old is not None and _is_indexed_alike(old, job):
-            return False
         if old is None and job.request_id:
             self.requests[job.user, job.request_id] = number
         if job.state.is_finished:
@@ -189,15 +187,9 @@ class JobIndex(dict[int, JobRecord]):
             self.finished[number] = None
         else:
             self.live[number] = None
-        # Most of these sets are empty most of the time.
-        if job.again_at or self.backing_off:
-            list_if(self.backing_off, number, job.again_at and job.state is _PENDING)
-        if job.spec.time_limit_s is not None or self.running_limited:
-            is_limited = job.spec.time_limit_s is not None and job.state is JobState.HOLDING
-            list_if(self.running_limited, number, is_limited)
-        if job.next_epoch or self.moving:
-            list_if(self.moving, number, job.next_epoch)
-        return True
+        list_if(self.backing_off, number, job.again_at and job.state is _PENDING)
+        list_if(self.running_limited, number, job.spec.time_limit_s is not None and job.state is JobState.HOLDING)
+        list_if(self.moving, number, job.next_epoch)
 
     def forget(self, number: int) -> None:
         """Remove a job that has ended."""
@@ -214,19 +206,6 @@ def list_if(listed: dict[_Key, None], key: _Key, belongs: object) -> None:
         listed[key] = None
     else:
         listed.pop(key, None)
-
-
-def _is_indexed_alike(old: JobRecord, job: JobRecord) -> bool:
-    """Return whether a change keeps the places of a job in all indexes, as most changes do."""
-    return (
-        old.state is job.state
-        and old.ending is job.ending
-        and old.epoch == job.epoch
-        and old.next_epoch == job.next_epoch
-        and old.again_at == job.again_at
-        and old.spec is job.spec
-        and old.held is job.held
-    )
 
 
 class GangIndex(dict[int, Gang]):
@@ -279,15 +258,14 @@ class GangIndex(dict[int, Gang]):
                 nodes.extend(other.nodes)
         return nodes
 
-    def place(self, node: str, epoch: int, place: int) -> bool:
-        """Record that piece number `place` of a new gang is on a node. Return whether no gang there is newer."""
+    def place(self, node: str, epoch: int, place: int) -> None:
+        """Record that piece number `place` of a new gang is on a node."""
         there = self.places_on.setdefault(node, {})
         is_newest = not there or epoch > next(reversed(there))
         there[epoch] = place
         if not is_newest:
             # An adopted gang may be older than those that are there.
             self.places_on[node] = dict(sorted(there.items()))
-        return is_newest
 
     def index(self, gang: Gang) -> None:
         insort(self.epochs_of.setdefault(gang.job, []), gang.epoch)
