@@ -1,8 +1,4 @@
-"""The attempts of one job: start, park, resume. Level-triggered: `review` compares desired with observed state.
-
-`review` draws the consequences for one job until none is left; a second call does nothing. Moves are carried out by
-`moves`, ends by `ending`.
-"""
+"""The attempts of one job: start, park, resume. Level-triggered: `review` compares desired with observed state."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Events, the only way in which state changes, and what a batch of them has changed.
 
-`machine.apply` draws all consequences of an event. The order of obligations after a batch: commit
-`state.take_changes()` and every `HistoryRow` in one transaction, then let the rest out.
+The order of obligations after a batch: commit `state.take_changes()` and every `HistoryRow` in one transaction, then
+let the rest out.
 """
 
 from __future__ import annotations

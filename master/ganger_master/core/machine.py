@@ -4,9 +4,6 @@ A shell that commits several commands at once calls `advance` for each and `fini
 for one. The caller's obligations, in order: (1) make `state.take_changes()` and all history durable in one
 transaction; (2) only then send the answers and let the other effects out; (3) if that fails, refuse every caller of the
 batch and go on from `state_image.restored`.
-
-`apply` is the only way in which state changes. Every event ends with `settle`: the next request is judged by the view,
-so that must follow each event.
 """
 
 from __future__ import annotations
@@ -379,7 +376,7 @@ _ROUNDS_LIMIT = 20_000
 
 
 def settle(state: State, now: float, cause: str) -> None:
-    """Draw every consequence of an event and bring the view up to date."""
+    """Draw every consequence of an event and bring the view up to date, by which the next request is judged."""
     dirty = state.dirty
     for _ in range(_ROUNDS_LIMIT):
         # Most events leave nothing of the one or the other.

@@ -1,8 +1,4 @@
-"""The jobs, gangs and nodes of the state, each with the look-ups that follow from them, and what each user holds.
-
-What users hold is devices, for quotas, and pending jobs with the bytes of their specs. The sums are kept up to date as
-jobs come and go, because there are many of them.
-"""
+"""The jobs, gangs and nodes of the state, each with the look-ups that follow from them, and what each user holds."""
 
 from __future__ import annotations
 

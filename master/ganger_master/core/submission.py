@@ -1,8 +1,7 @@
 """Submissions and updates of jobs: all violations of a spec at once, and gangs that no node of the cluster could hold.
 
-An update may change some things at any time, others only before the first start; the new spec is judged as a submitted
-one. A waiting job takes the place in the queue that its new priority gives it, and gets a lease anew. For a running job
-only the time limit, the priority and the name change.
+The new spec of an update is judged as a submitted one. A waiting job takes the place in the queue that its new priority
+gives it, and gets a lease anew. For a running job only the time limit, the priority and the name change.
 """
 
 from __future__ import annotations

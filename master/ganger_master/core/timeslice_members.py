@@ -1,8 +1,4 @@
-"""The jobs of a proposed slice matrix: whether each may be time-sliced, and whether it starts, resumes, stays or moves.
-
-A time-sliced job may be suspended and has no time limit, its earlier attempts allow it, and its state is settled: it
-is pending, parked in host memory, or runs on all its nodes.
-"""
+"""The jobs of a proposed slice matrix: whether each may be time-sliced, and whether it starts, stays, resumes, moves."""
 
 from __future__ import annotations
 
