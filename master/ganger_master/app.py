@@ -136,7 +136,6 @@ class Master:
         self,
         config: Config,
         *,
-        clock: Callable[[], float] = time.time,
         store: Store | None = None,
         more_handlers: Sequence[grpc.GenericRpcHandler[Any, Any]] = (),
     ) -> None:
@@ -148,7 +147,6 @@ class Master:
         self.metrics_url = ""
         self.token = ""
         self.progress = ProgressBoard()
-        self._clock = clock
         self._given_store = store
         self._more_handlers = more_handlers
         self._directory: StateDirectory | None = None
@@ -213,7 +211,7 @@ class Master:
             uuid.uuid4().hex, beside.marks(), must_have_marks=not config.database_url, is_restored=config.restored
         )
         store = self._given_store or SqlStore(config.database)
-        writer = Writer(store, settings, self._clock, Failpoints(store_access.FAILPOINTS), beside=beside, opens=opens)
+        writer = Writer(store, settings, time.time, Failpoints(store_access.FAILPOINTS), beside=beside, opens=opens)
         await writer.start()
         self._writer = writer
         _check_storage(writer.state.counters.storage_token, settings)
@@ -239,7 +237,7 @@ class Master:
 
         def snapshot() -> Snapshot:
             daemons = self._server.agents.held if self._server is not None else 0
-            return take(self.writer, daemons, self._clock())
+            return take(self.writer, daemons, time.time())
 
         tls = self.config.tls
         context = None if tls is None or is_loopback(listen) else server_context(tls)
@@ -270,7 +268,7 @@ class Master:
         """Forgets history older than the retention, and progress of jobs that are over."""
         while True:
             try:
-                oldest = self._clock() - self.config.events_kept_s
+                oldest = time.time() - self.config.events_kept_s
                 forgotten = _COMPACT_ROWS
                 while forgotten == _COMPACT_ROWS:
                     forgotten = await self.writer.compact(oldest, _COMPACT_ROWS)
@@ -284,7 +282,7 @@ class Master:
         config, committed = self.config, self.writer.committed
         kept = {retention.LOGS: config.logs_kept_s, retention.CHECKPOINTS: config.checkpoints_kept_s}
         while True:
-            ends, now = retention.ends_of(committed.jobs, committed.gangs), self._clock()
+            ends, now = retention.ends_of(committed.jobs, committed.gangs), time.time()
             try:
                 await asyncio.to_thread(
                     retention.note_ended, config.storage_path, retention.known_ends(ends, committed.jobs)

@@ -376,17 +376,17 @@ def request_gang(state: State, command: commands.RequestGang, now: float) -> Dec
         raise RefusedError("NOT_SUPPORTED", "only plans put gangs on devices of others")
     refusal = _check_request(state, job, command)
     if refusal is not None:
-        return (), _rejected(state, job, (refusal,), False)
+        return (), _rejected(state, job, (refusal,))
     turn = valid_turn(state, job.number, command.turn, now) if command.turn else None
     if command.turn and turn is None:
         late = Refusal(Reason.OUT_OF_TURN, job=job.name)
-        return (), _rejected(state, job, (late,), False)
+        return (), _rejected(state, job, (late,))
     cause = f"scheduler:{command.scheduler}"
     if not command.candidates:
         refusals = why_waiting(state, job, command.blockers)
         version = min(command.view_version or state.view.version, state.view.version)
         event = events.GangRefused(now, cause, job.number, refusals, command.turn, False, version)
-        return (event,), _rejected(state, job, refusals, False)
+        return (event,), _rejected(state, job, refusals)
     verdict = _judge_request(state, job, command, turn, now)
     if isinstance(verdict, CandidateApproval):
         approved = events.GangApproved(now, cause, job.number, tuple(verdict.claims), verdict.level)
@@ -444,5 +444,5 @@ def _check_request(state: State, job: JobRecord, command: commands.RequestGang) 
     return None
 
 
-def _rejected(state: State, job: JobRecord, refusals: tuple[Refusal, ...], kept: bool) -> answers.Rejected:
-    return answers.Rejected(job.number, refusals, (), state.view.version, kept)
+def _rejected(state: State, job: JobRecord, refusals: tuple[Refusal, ...]) -> answers.Rejected:
+    return answers.Rejected(job.number, refusals, (), state.view.version, turn_kept=False)

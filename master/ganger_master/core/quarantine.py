@@ -196,7 +196,7 @@ def adoptable_gang(state: State, job: JobRecord, epoch: int, parts: Mapping[str,
     missing = [name for name in newest.nodes if name not in parts]
     if missing or len(newest.nodes) != len(parts):
         return f"its part on {', '.join(missing) or 'another node'} is not there"
-    refused = _refusal_by_order(state, job, newest, parts)
+    refused = _refusal_by_order(newest, parts)
     if refused:
         return refused
     claims = tuple([_order_of(parts[name]).claim for name in newest.nodes])
@@ -244,7 +244,7 @@ def give_gang(state: State, job: JobRecord, gang: Gang, now: float, cause: str) 
     state.history(now, job, "gang_adopted", cause, epoch=gang.epoch, nodes=" ".join(gang.nodes))
 
 
-def _refusal_by_order(state: State, job: JobRecord, newest: StoredOrder, parts: Mapping[str, Stray]) -> str:
+def _refusal_by_order(newest: StoredOrder, parts: Mapping[str, Stray]) -> str:
     if any(_order_of(part).is_sliced for part in parts.values()):
         return "it takes turns with others on its devices"
     if newest.intent not in (GangIntent.RUN, GangIntent.PARK, GangIntent.HAND_OVER):

@@ -152,7 +152,7 @@ class Protected(Struct, frozen=True, gc=False):
 NOTHING = Protected()
 
 
-def protect(view: View, reservations: Iterable[Reservation], everything: tuple[str, int] | None = None) -> Protected:
+def protect(view: View, reservations: Iterable[Reservation]) -> Protected:
     """Return the protected set of these reservations. Nodes that left the view protect nothing, nor does a claim
     of other sockets than its node has: plans may reserve such claims."""
     nodes: dict[str, tuple[ProtectedPieces, ...]] = {}
@@ -162,7 +162,7 @@ def protect(view: View, reservations: Iterable[Reservation], everything: tuple[s
                 memory_bytes = claim.memory_bytes + claim.arena_bytes
                 kept = ProtectedPieces(one.job, one.rank, claim.device_mask, claim.millicores, memory_bytes)
                 nodes[claim.node] = (*nodes.get(claim.node, ()), kept)
-    return Protected(nodes, everything)
+    return Protected(nodes)
 
 
 def trespass(

@@ -88,7 +88,7 @@ def verdict_of(state: State, job: JobRecord, alive: LiveGangs, over: EndedGangs,
         return (
             _ended_as(ended.state, "it is recorded that it ended")
             if ended.state is not None
-            else _by_storage_note(job, over)
+            else _by_storage_note(over)
         )
     living = newest_living(state, alive)
     news = {epoch: parts for epoch, parts in over.items() if _is_unknown_end(state, job, epoch, parts)}
@@ -103,7 +103,7 @@ def verdict_of(state: State, job: JobRecord, alive: LiveGangs, over: EndedGangs,
     return _by_outcomes(state, job, newest, news[newest])
 
 
-def _by_storage_note(job: JobRecord, over: EndedGangs) -> Verdict:
+def _by_storage_note(over: EndedGangs) -> Verdict:
     parts = over[max(over)].values() if over else ()
     if parts and all(part.outcome.kind is OutcomeKind.DONE for part in parts):
         return _ended_as(JobState.SUCCEEDED, "storage has a note that it ended, and its ranks had finished")
@@ -406,7 +406,7 @@ def _note_strays(
                 or observed.epoch < newest_living(state, alive.get(observed.uid, {}))
             )
             is_final = job is not None and job.uid == observed.uid and job.state.is_finished
-            note = "an attempt that is over" if is_over or is_final else _note_of(state, observed, job)
+            note = "an attempt that is over" if is_over or is_final else _note_of(observed, job)
             if observed.phase is ObservedPhase.ENDED and (is_over or is_final or kind is VerdictKind.ADOPTED):
                 continue
             strays.append(quarantine.stray_of(observed, not (is_over or is_final), note))
@@ -415,7 +415,7 @@ def _note_strays(
             state.put_node(replace(node, strays=tuple(strays)))
 
 
-def _note_of(state: State, observed: ObservedGang, job: JobRecord | None) -> str:
+def _note_of(observed: ObservedGang, job: JobRecord | None) -> str:
     if job is None:
         return "an unknown job"
     return "an unknown job under a known number" if job.uid != observed.uid else "an epoch of after the backup"

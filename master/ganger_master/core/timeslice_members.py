@@ -1,4 +1,4 @@
-"""The jobs of a proposed slice matrix: whether each may be time-sliced, and whether it starts, stays, resumes, moves."""
+"""The jobs of a proposed slice matrix: whether each may be time-sliced, and whether it starts, stays or moves."""
 
 from __future__ import annotations
 

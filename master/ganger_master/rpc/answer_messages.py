@@ -202,13 +202,13 @@ class PageRoom:
         return True
 
 
-def in_messages(entries: Iterable[_Entry], most: int = sys.maxsize) -> Iterator[list[_Entry]]:
-    """Yield the entries in lists, of at most so many, that fit into one message each."""
-    page, room = list[_Entry](), PageRoom(most)
+def in_messages(entries: Iterable[_Entry]) -> Iterator[list[_Entry]]:
+    """Yield the entries in lists that fit into one message each."""
+    page, room = list[_Entry](), PageRoom()
     for entry in entries:
         if not room.take(entry):
             yield page
-            page, room = [], PageRoom(most)
+            page, room = [], PageRoom()
             room.take(entry)
         page.append(entry)
     if page:
