@@ -43,21 +43,16 @@ def start(state: State, event: GangApproved) -> int:
     # While the job still waits, and only where its history is read.
     waited, why = _waited(state, job, claims, now) if state.unstored.is_kept else ({}, "")
     parked = state.gangs.get(job.epoch)
-    epoch = job.epoch if parked is not None else state.take_epoch()
-    gpus = devices_of(claims)
-    job = replace(
-        job,
-        state=JobState.HOLDING,
-        revision=job.revision + 1,
-        pending_since=0.0,
-        epoch=epoch,
-        again_at=0.0,
-        gpus_given=job.gpus_given if parked is not None else 0 if gpus == job.spec.gpus else gpus,
-    )
+    epoch, gpus = job.epoch, devices_of(claims)
+    job = replace(job, state=JobState.HOLDING, revision=job.revision + 1, pending_since=0.0, again_at=0.0)
     if parked is None:
-        version = state.next_desired_version
-        state.put_gang(gang_orders.new_gang(epoch, number, claims, level, now, GangRole.ACTIVE, _restore(job), version))
-        state.put_job(job)
+        restore = Restore()
+        if job.checkpoint is not None:
+            restore = Restore(checkpoint_path=job.checkpoint.path, step=job.checkpoint.step)
+        gang = gang_orders.new_gang(state, number, claims, level, now, GangRole.ACTIVE, restore)
+        epoch = gang.epoch
+        state.put_gang(gang)
+        state.put_job(replace(job, epoch=epoch, gpus_given=0 if gpus == job.spec.gpus else gpus))
         # No report about the new gang can exist yet.
         state.dirty.jobs.pop(number, None)
     elif gang_orders.same_place(parked.claims, claims) and not gang_orders.is_superseded(state, parked):
@@ -332,9 +327,3 @@ def _may_run_on(gang: Gang) -> bool:
     """Return whether a gang that was to stop can run on: it is not parked, or still holds its devices."""
     is_at_rest = gang.phase is GangPhase.PARKED or gang_orders.has_given_up(gang)
     return not is_at_rest or gang_orders.holds_devices(gang)
-
-
-def _restore(job: JobRecord) -> Restore:
-    if job.checkpoint is None:
-        return Restore()
-    return Restore(checkpoint_path=job.checkpoint.path, step=job.checkpoint.step)

@@ -84,18 +84,16 @@ def begin_with(
     state: State, job: JobRecord, source: Gang, claims: Sequence[Claim], level: LocalityLevel, now: float
 ) -> int:
     """Create the new world as the destination of the resize; return the job's next epoch."""
-    epoch = state.take_epoch()
     alone = source.phase is not GangPhase.PARKED and not _fits_twice(state, job, source, claims)
     restore = Restore(
         parked_epoch=source.epoch, step=source.stop_step, alone=alone, peak_device_bytes=job.peak_device_bytes
     )
-    version = state.next_desired_version
-    gang = gang_orders.new_gang(epoch, job.number, claims, level, now, GangRole.DESTINATION, restore, version)
+    gang = gang_orders.new_gang(state, job.number, claims, level, now, GangRole.DESTINATION, restore)
     taken = taken_by(source, claims)
     pieces = tuple([replace(piece, held=held) for piece, held in zip(gang.pieces, taken, strict=True)])
     state.put_gang(replace(gang, phase=GangPhase.RESIZING, resizes=True, pieces=pieces))
-    state.put_job(replace(job, next_epoch=epoch))
-    return epoch
+    state.put_job(replace(job, next_epoch=gang.epoch))
+    return gang.epoch
 
 
 def share_pieces(state: State, job: JobRecord, gangs: Sequence[Gang]) -> bool:

@@ -16,28 +16,20 @@ from ganger_master.core.desired_projection import threads_of
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, ObservedPhase, Piece, Restore
 from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.lifecycle import GangObservation, observation_of
-from ganger_master.core.plan_changes import NO_PURPOSE, Purpose
 from ganger_master.core.state import State
 
 
 def new_gang(
-    epoch: int,
-    job: int,
-    claims: Sequence[Claim],
-    level: LocalityLevel,
-    now: float,
-    role: GangRole,
-    restore: Restore,
-    wanted_from: int,
+    state: State, job: int, claims: Sequence[Claim], level: LocalityLevel, now: float, role: GangRole, restore: Restore
 ) -> Gang:
-    """A gang that runs at once, or prepares to as the destination of a move; its nodes want it from that version on."""
-    moving = role is GangRole.DESTINATION
+    """A gang of a new epoch that runs at once, or prepares to as the destination of a move."""
+    moving, version = role is GangRole.DESTINATION, state.next_desired_version
     return Gang(
-        epoch=epoch,
+        epoch=state.take_epoch(),
         job=job,
         role=role,
         phase=GangPhase.MOVING if moving else GangPhase.STARTING,
-        pieces=tuple([Piece(claim, claim, wanted_from=wanted_from) for claim in claims]),
+        pieces=tuple([Piece(claim, claim, wanted_from=version) for claim in claims]),
         level=level,
         create_time=now,
         intent=GangIntent.PREPARE if moving else GangIntent.RUN,
@@ -229,17 +221,10 @@ def _not_parked(piece: Piece) -> Piece:
 
 
 def go_on_elsewhere(
-    state: State,
-    job: JobRecord,
-    source: Gang,
-    claims: Sequence[Claim],
-    level: LocalityLevel,
-    now: float,
-    purpose: Purpose = NO_PURPOSE,
+    state: State, job: JobRecord, source: Gang, claims: Sequence[Claim], level: LocalityLevel, now: float
 ) -> int:
     """Prepare a destination that takes its state from `source`, or is started once the script there has saved itself;
     return its epoch, which is not active yet."""
-    epoch = state.take_epoch()
     restore = Restore(
         parked_epoch=source.epoch,
         step=source.stop_step,
@@ -248,11 +233,10 @@ def go_on_elsewhere(
     )
     if job.saves_itself:
         restore = Restore()
-    version = state.next_desired_version
-    destination = new_gang(epoch, job.number, claims, level, now, GangRole.DESTINATION, restore, version)
-    state.put_gang(replace(destination, purpose=purpose))
-    state.put_job(replace(job, next_epoch=epoch))
-    return epoch
+    destination = new_gang(state, job.number, claims, level, now, GangRole.DESTINATION, restore)
+    state.put_gang(destination)
+    state.put_job(replace(job, next_epoch=destination.epoch))
+    return destination.epoch
 
 
 def go_back(state: State, job: JobRecord, source: Gang, now: float, cause: str) -> None:

@@ -22,7 +22,8 @@ def begin(state: State, event: MoveBegun) -> int:
     source = state.gangs[job.epoch]
     if source.phase is not GangPhase.PARKED:
         state.put_gang(replace(source, phase=GangPhase.MOVING))
-    epoch = gang_orders.go_on_elsewhere(state, job, source, event.claims, event.level, now, purpose)
+    epoch = gang_orders.go_on_elsewhere(state, job, source, event.claims, event.level, now)
+    state.put_gang(replace(state.gangs[epoch], purpose=purpose))
     nodes = " ".join([claim.node for claim in event.claims])
     state.history(now, job, "move_begun", event.cause, epoch=epoch, nodes=nodes, **purpose.figures)
     return epoch

@@ -54,22 +54,19 @@ def stray_of(observed: ObservedGang, quarantined: bool, note: str, before: Stray
     """Return a node's part of a gang as a stray. `before`: as it was reported earlier; its quarantine then stands."""
     is_over = observed.phase is ObservedPhase.ENDED
     return Stray(
-        observed.job,
-        observed.uid,
-        observed.epoch,
-        0 if is_over else observed.device_mask,
-        before.master_sequence if before is not None else observed.master_sequence + 1,
-        quarantined if before is None else before.quarantined,
-        note if before is None else before.note,
-        observed.phase,
-        observed.told or (before.told if before is not None else None),
-        observed.level,
-        observed.stop_step,
-        observed.residue_bytes,
-        observed.outcome,
-        before is not None and before.is_ordered,
-        observed.kept_memory_bytes,
+        **{name: getattr(observed, name) for name in _AS_REPORTED},
+        device_mask=0 if is_over else observed.device_mask,
+        master_sequence=before.master_sequence if before is not None else observed.master_sequence + 1,
+        quarantined=quarantined if before is None else before.quarantined,
+        note=note if before is None else before.note,
+        told=observed.told or (before.told if before is not None else None),
+        is_ordered=before is not None and before.is_ordered,
     )
+
+
+_AS_REPORTED: Final = (
+    "job", "uid", "epoch", "phase", "level", "stop_step", "residue_bytes", "outcome", "kept_memory_bytes",
+)  # fmt: skip
 
 
 def quarantined_parts(state: State, uid: str, epoch: int) -> dict[str, Stray]:
