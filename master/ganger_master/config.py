@@ -47,7 +47,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Settings of a master.
+    """Settings of a master. Those that the core has under the same name are explained in `core.settings`.
 
     `lost_after_s`: silence after which a node is lost; None: never, so that no job restarts on another node
     before an operator declares its node lost.
@@ -63,26 +63,17 @@ class Config:
     storage: Path | None = None
     lost_after_s: float | None = 600.0
     policy: str = DEFAULT_POLICY
-    # For policies with a planner: minimum time between two plans that preempt running jobs.
     plan_every_s: float = 300.0
-    # For policies without a planner: time that a gang waits until room is kept for it.
     reserve_after_s: float = 120.0
-    # For policies with time slices (gandiva): length of a time slice; None: no time slices.
     quantum_s: float | None = 60.0
-    # For policies that migrate: opportunistic migrations per node and hour; None: the planner decides.
     moves_per_hour: float | None = None
     # Default interval between checkpoints to storage; zero never.
     checkpoint_interval_s: float = 1800.0
-    # Delay before the restart of a job whose attempts fail by themselves: after the second failure, doubled with each
-    # further one; zero: no delay.
     restart_delay_s: float = 10.0
-    # A migration or resize that takes longer is undone, and its job keeps running on its old devices.
     move_deadline_s: float = 600.0
     # The database was restored from a backup. The master mostly detects this by itself; with true it assumes it.
     restored: bool = False
-    # Minimum time that a restored master waits for the daemons to connect.
     restored_wait_s: float = 20.0
-    # A second machine with the name of a node is refused while the first one has called within this time.
     session_alive_s: float = 10.0
     events_kept_s: float = 30 * 86400.0
     # Time after the end of a job at which its logs and checkpoints are deleted; None: never.
@@ -99,7 +90,6 @@ class Config:
     streams_per_user: int = 500
     # GPUs that a user may hold at once; "*": each user without an entry. No entry, no limit.
     quotas: Mapping[str, int] = field(default_factory=dict)
-    # Device memory (context, buffers) assumed for a process parked at OFFLOAD where the driver reports none.
     residue_bytes: int = 1 << 30
     scheduler_host: bool = True
     # Start the planner where the policy needs one.

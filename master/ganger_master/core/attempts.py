@@ -280,7 +280,9 @@ def _stay(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> N
     back = gang.rested_level or (SuspendLevel.PAUSE if gang_orders.is_superseded(state, gang) else SuspendLevel.NONE)
     gang = replace(gang, refused_at=now)
     job = replace(job, revision=job.revision + 1, trouble=trouble)
-    job = ending.after_refused_suspend(job, gang.park_level, trouble)
+    if trouble.startswith(moves.UNSAVEABLE):
+        failed = {gang.park_level.name: f"it failed once: {trouble}"}
+        job = replace(job, capabilities=job.capabilities.without(failed))
     if back is not SuspendLevel.NONE and job.state is JobState.HOLDING and not gang.parked_by_plan:
         # It waited where it is parked.
         state.put_gang(gang_orders.rested(gang_orders.park(gang, back, now, by_plan=False), now))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from ganger.job_state import JobState
 from msgspec.structs import replace
 
 from ganger_master.core import ending, gang_orders
 from ganger_master.core.events import MoveBegun
-from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, ObservedPhase, Piece
+from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, ObservedPhase, OutcomeKind, Piece
 from ganger_master.core.gang_orders import can_go_back
 from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.lifecycle import GangObservation, bad_outcome, observation_of
@@ -153,7 +155,7 @@ def abort(state: State, job: JobRecord, gang: Gang, now: float, cause: str, why:
         revision=job.revision + 1,
         trouble=f"its {'resize' if destination.resizes else 'move'} was given up: {trouble}",
     )
-    job = ending.after_failed_move(job, gang, trouble)
+    job = _without_failed(job, gang, trouble)
     if can_go_back(source) and not gang_orders.is_superseded(state, source):
         phase = GangPhase.RUNNING if source.stepped else GangPhase.STARTING
         if source.intent is GangIntent.RUN:
@@ -169,6 +171,29 @@ def abort(state: State, job: JobRecord, gang: Gang, now: float, cause: str, why:
         state.put_job(replace(ending.clock_stopped(job, now), state=JobState.PENDING, pending_since=now))
     kind = "resize_aborted" if destination.resizes else "move_aborted"
     state.history(now, job, kind, cause, trouble, epoch=destination.epoch)
+
+
+# How a daemon's trouble begins where the job's state, and not a disk or a node, is what failed (`Error` of the page).
+UNSAVEABLE: Final = "STATE_UNSAVEABLE:"
+_UNREADABLE: Final = "STATE_UNREADABLE:"
+
+
+def _without_failed(job: JobRecord, gang: Gang, trouble: str) -> JobRecord:
+    """Return the job without the levels that this failure rules out. `gang`: the side that failed, before the commit.
+
+    A destination whose program ended, or could not read the state, would do so after a checkpoint too."""
+    if gang.role is GangRole.DESTINATION:
+        outcome = bad_outcome(gang)
+        # Another number of ranks may run where this one did not: of a resize only the state counts.
+        has_ended = outcome.kind is OutcomeKind.FAILED and (not gang.resizes or ending.has_no_state(outcome))
+        has_failed = trouble.startswith(_UNREADABLE) or has_ended
+        names: tuple[str, ...] = ("RESIZE",) if gang.resizes else ("MOVE", "CHECKPOINT", "RESIZE")
+    else:
+        has_failed = trouble.startswith(UNSAVEABLE)
+        names = ("MOVE",)
+    why = f"{'a resize' if gang.resizes else 'a move'} failed at it once: {trouble}"
+    failed = dict.fromkeys(names, why) if has_failed else {}
+    return replace(job, capabilities=job.capabilities.without(failed)) if failed else job
 
 
 def pause(state: State, gang: Gang, now: float) -> float:

@@ -114,7 +114,8 @@ class Writer:
         self._beside = beside
         self._opens = opens
         self._settings = settings
-        self._clock = clock
+        # Return the present in Unix seconds, by the clock of the core.
+        self.now = clock
         self._steady = steady
         self._looked = ClockReading(clock(), steady())
         self._next_look: asyncio.TimerHandle | None = None
@@ -132,7 +133,8 @@ class Writer:
         # The newest placement lease that was sent.
         self._told = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_ready = False
+        # Whether it accepts commands: not while it reads the store, also after an error.
+        self.is_ready = False
         # The reason that callers get while it is not ready.
         self._away = "the master is starting"
         self._is_reloading = False
@@ -148,20 +150,15 @@ class Writer:
         await self._load()
         self._look_often()
 
-    @property
-    def is_ready(self) -> bool:
-        """Return whether it accepts commands: not while it reads the store, also after an error."""
-        return self._is_ready
-
     async def close(self) -> None:
         """Commit what is accepted, then close the store."""
         self._is_closing = True
-        while self._is_ready and (self._committing or self._open.is_touched):
+        while self.is_ready and (self._committing or self._open.is_touched):
             await self._idle.wait()
             if not self._committing and self._open.is_touched:
                 self._seal()
         self.end_recording("the master stopped")
-        self._is_ready = False
+        self.is_ready = False
         for timer in (self._alarm, self._next_look):
             if timer is not None:
                 timer.cancel()
@@ -182,14 +179,10 @@ class Writer:
         """Return the answers in the order of the commands, once all of them are durable."""
         return self._taken(commands, list)
 
-    def now(self) -> float:
-        """Return the present in Unix seconds, by the clock of the core."""
-        return self._clock()
-
     def _taken(self, commands: Sequence[Command], answer_of: Callable[[list[Answer]], _T]) -> asyncio.Future[_T]:
         future: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
         self._look()
-        if not self._is_ready or self._is_closing:
+        if not self.is_ready or self._is_closing:
             future.set_exception(self._not_ready())
             return future
         batch = self._open
@@ -197,7 +190,7 @@ class Writer:
             future.set_exception(NotReady("too many calls wait for the store: try again"))
             return future
         answers: list[Answer] = []
-        now = self._clock()
+        now = self.now()
         for command in commands:
             try:
                 answer, happened = machine.advance(self.state, command, now)
@@ -223,20 +216,20 @@ class Writer:
         """Record all that is decided from the end of this batch on. Raises AlreadyRecording or NotReady."""
         if self._recording.is_taken:
             raise AlreadyRecording("a recording is being made already: wait until it has ended")
-        if not self._is_ready:
+        if not self.is_ready:
             raise self._not_ready()
         self._recording.request(recording)
         if not self._open.is_touched:
-            self._recording.between_batches(self.state, self._clock())
+            self._recording.between_batches(self.state, self.now())
 
     def _not_ready(self) -> ApiError:
         return NotReady(f"{'the master is stopping' if self._is_closing else self._away}: try again")
 
     def end_recording(self, reason: str) -> None:
         """End the recording with the end of this batch; do nothing if there is none."""
-        self._recording.request_end(self._clock(), reason)
-        if not (self._is_ready and self._open.is_touched):
-            self._recording.between_batches(self.state if self._is_ready else None, self._clock())
+        self._recording.request_end(self.now(), reason)
+        if not (self.is_ready and self._open.is_touched):
+            self._recording.between_batches(self.state if self.is_ready else None, self.now())
 
     def tell(self, command: Command) -> None:
         """Submit a command without waiting for the answer."""
@@ -264,7 +257,7 @@ class Writer:
         if self._scheduled is not None:
             self._scheduled.cancel()
             self._scheduled = None
-        state, now = self.state, self._clock()
+        state, now = self.state, self.now()
         try:
             effects = machine.finish(state, now)
             changes = state.take_changes()
@@ -342,7 +335,7 @@ class Writer:
 
     def _give(self, turns: Sequence[GrantedLease]) -> None:
         """Send leases to their holders. A lease begins with its delivery, so that the commit's duration is not lost."""
-        if turns[0].is_told_late(self._clock()):
+        if turns[0].is_told_late(self.now()):
             self.tell(Tick(told=self._told))
         self._told = turns[-1].turn
         # The current version of each lease that still exists.
@@ -356,11 +349,11 @@ class Writer:
             if self._alarm.when() <= loop.time():
                 return
             self._alarm.cancel()
-        self._alarm = loop.call_later(max(0.0, time - self._clock()), self._tick)
+        self._alarm = loop.call_later(max(0.0, time - self.now()), self._tick)
 
     def _tick(self) -> None:
         self._alarm = None
-        if self._is_ready and not self._is_closing:
+        if self.is_ready and not self._is_closing:
             self.tell(Tick(told=self._told))
 
     def _look_often(self) -> None:
@@ -371,10 +364,10 @@ class Writer:
 
     def _look(self) -> None:
         """Compare the clocks, before any decision that depends on them."""
-        if not self._is_ready:
+        if not self.is_ready:
             # No call is answered meanwhile, so the time counts as standing still.
             return
-        before, self._looked = self._looked, ClockReading(self._clock(), self._steady())
+        before, self._looked = self._looked, ClockReading(self.now(), self._steady())
         gap = noticed(before, self._looked)
         if gap is not None:
             passed = self._looked.steady - before.steady
@@ -387,7 +380,7 @@ class Writer:
         self.meter.core_errors += 1
         log.exception("core failed", extra={"command": what, "id": crash})
         lost, self._open = self._open, _Batch()
-        self._is_ready = False
+        self.is_ready = False
         self._away = "the master starts over after an error"
         if self._scheduled is not None:
             self._scheduled.cancel()
@@ -405,7 +398,7 @@ class Writer:
     def _start_over(self, sealed: _Sealed, error: StoreError) -> None:
         self.meter.store_errors += 1
         log.error("commit failed", extra={"error": str(error), "callers": len(sealed.callers)})
-        self._is_ready = False
+        self.is_ready = False
         self._away = f"the master cannot write to its store ({error})"
         behind, self._open = self._open, _Batch()
         refusal = NotReady(f"not accepted: {error}")
@@ -423,7 +416,7 @@ class Writer:
         if self.fenced is None:
             log.critical("fenced", extra={"error": str(error)})
         self.fenced = error
-        self._is_ready = False
+        self.is_ready = False
         self.stopped.set()
 
     async def _reload(self, pause_s: float = 0.0, former: State | None = None) -> None:
@@ -450,12 +443,12 @@ class Writer:
         codec = Codec()
         elements = await self._thread.ask(lambda: codec.elements(self._store.load()))
         self._failpoints.passing(store_access.MID_LOAD)
-        state = restored(self._settings, elements, self._clock(), former)
+        state = restored(self._settings, elements, self.now(), former)
         self.state, self._codec, self._open, self._told = state, codec, _Batch(), 0
         # From the state, not from the store: a restart voids sessions.
         self.committed.reset(state)
-        self._is_ready = self.fenced is None
-        self._recording.start_over(state, self._clock(), "the state was read from the store")
+        self.is_ready = self.fenced is None
+        self._recording.start_over(state, self.now(), "the state was read from the store")
         if self._opens is not None:
             # Before anything is decided by the content of the database.
             opens, self._opens = self._opens, None
@@ -476,7 +469,7 @@ class Writer:
 
     def _give_up(self, problem: BaseException) -> None:
         log.critical("writer failed", exc_info=problem)
-        self._is_ready = False
+        self.is_ready = False
         self.stopped.set()
 
 
