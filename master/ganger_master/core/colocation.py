@@ -143,11 +143,8 @@ def company_of(
     The bytes are those that the jobs name or that were measured. A device cannot be joined where a gang is of the same
     job, must not be suspended, has unknown memory, is being resized or is time-sliced; with `agreed_only`, also where
     its gang does not share it yet."""
-    found = {}
-    for claim in claims:
-        if claim.shared_mask and claim.node in state.nodes:
-            found[claim.node] = _company_on(state, job, claim, agreed_only)
-    return found
+    shared = [claim for claim in claims if claim.shared_mask and claim.node in state.nodes]
+    return {claim.node: _company_on(state, job, claim, agreed_only) for claim in shared}
 
 
 def join(state: State, epoch: int, now: float, cause: str) -> None:

@@ -101,8 +101,6 @@ def _too_long(plan: commands.ProposePlan) -> str:
 def _groups(changes: Sequence[PlanChange]) -> list[list[PlanChange]]:
     """Return the changes in groups that are judged as one. Changes with the same non-zero `together` form a group, at
     the place of the first of them."""
-    if not any(change.together for change in changes):
-        return [[change] for change in changes]
     groups: dict[tuple[bool, int], list[PlanChange]] = {}
     for change in changes:
         key = (True, change.together) if change.together else (False, change.number)

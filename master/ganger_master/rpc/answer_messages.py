@@ -92,12 +92,7 @@ def array_to_wire(members: Sequence[JobRecord], samples: Sequence[Sample | None]
 def _add_best(
     message: array_pb2.Array, rule: StopRule, members: Sequence[JobRecord], samples: Sequence[Sample | None]
 ) -> None:
-    values = []
-    for place, (job, sample) in enumerate(zip(members, samples, strict=True)):
-        newest = _newest(rule, job, sample)
-        if newest is not None:
-            values.append((place, newest))
-    found = best(rule, values)
+    found = best(rule, [(place, _newest(rule, job, samples[place])) for place, job in enumerate(members)])
     if found is not None:
         place, message.best_value = found
         array = members[place].spec.array
