@@ -278,7 +278,7 @@ def test_the_first_delta_is_everything_in_parts_and_the_next_ones_are_what_chang
         assert [job.number for job, _, _ in first.jobs if job.state.is_finished] == [1]
         assert (first.is_whole, mirror.policy, mirror.plan_every_s) == (True, "las", 1.0)
         assert [free.bit_count() for free in first.view.free] == [4]
-        assert mirror.now == pytest.approx(served.master._clock(), abs=5.0)
+        assert mirror.now == pytest.approx(served.master.writer.now(), abs=5.0)
         await served.jobs.CancelJob(job_service_pb2.CancelJobRequest(name="jobs/7"))
         second, parts = await hear()
         assert [job.number for job, _, _ in second.jobs] == [7]

@@ -91,12 +91,9 @@ def next_wake(state: State, now: float) -> float | None:
     if state.counters.restoring is not None:
         return rollback.next_time(state, now)
     times = [placement_leases.next_time(state, now), state.nodes.next_silence_check]
-    if state.jobs.running_limited:
-        times += [ending.ends_at(state, state.jobs[number]) for number in state.jobs.running_limited]
-    if state.jobs.backing_off:
-        times += [state.jobs[number].again_at for number in state.jobs.backing_off]
-    if state.jobs.moving:
-        times += [moves.due_at(state, number) for number in state.jobs.moving]
+    times += [ending.ends_at(state, state.jobs[number]) for number in state.jobs.running_limited]
+    times += [state.jobs[number].again_at for number in state.jobs.backing_off]
+    times += [moves.due_at(state, number) for number in state.jobs.moving]
     if state.queue.promised:
         times.append(state.queue.promised_at + state.settings.move_deadline_s)
     return min([time for time in times if time is not None], default=None)
