@@ -16,7 +16,7 @@ from ganger.wire import errors, times
 from ganger.wire import resource_messages as convert
 from ganger.wire import resource_names as names
 from ganger.wire.errors import SpecInvalid, Violation
-from google.protobuf.message import Message
+from msgspec import Struct
 
 from ganger_master.core.array_model import LOSS, STEP, Membership, RuleKind, StopRule
 from ganger_master.core.desired_projection import ranks_by_claim
@@ -56,12 +56,15 @@ def _pairs(names: str, is_from_wire: bool) -> tuple[tuple[str, str], ...]:
     return tuple([(there, here) for here, there in pairs] if is_from_wire else pairs)
 
 
-def plain(source: object, names: str, convert: Callable[[Any], Any] = lambda value: value) -> dict[str, Any]:
+def plain(source: object, names: str, convert: Callable[[Any], Any] | None = None) -> dict[str, Any]:
     """Return values of a struct of the core, or of its message, by their names in the other one.
 
     source: the struct, or the message. names: of the fields, as "step detail", or "concern:stall_reason" where the
-    message has another name than the struct. convert: by default values are the same in both."""
-    return {there: convert(getattr(source, here)) for here, there in _pairs(names, isinstance(source, Message))}
+    message has another name than the struct. convert: None: values are the same in both."""
+    pairs = _pairs(names, not isinstance(source, (Struct, Sample)))
+    if convert is not None:
+        return {there: convert(getattr(source, here)) for here, there in pairs}
+    return {there: getattr(source, here) for here, there in pairs}
 
 
 def mechanism_to_wire(mechanism: Mechanism) -> job_pb2.Mechanism.ValueType:
@@ -196,7 +199,7 @@ def spec_from_wire(message: job_pb2.JobSpec) -> JobSpec:
                 "the job cannot be accepted", violations=[errors.Violation(f"spec.{name}", f"at most {most}")]
             )
     return JobSpec(
-        **plain(message, f"{_PROGRAM} {_RESOURCES} {_RULES}"),
+        **plain(message, _SPEC),
         command=tuple(message.command),
         roles=tuple([convert.role_from_wire(role) for role in message.roles]),
         environment=dict(message.environment),
@@ -245,11 +248,12 @@ def spec_to_wire(spec: JobSpec, *, with_environment: bool, into: job_pb2.JobSpec
 _PROGRAM: Final = "display_name working_directory scheduler distributed is_move_required closes_connections stop_signal"
 _RESOURCES: Final = "device_type nodes gpu_memory_bytes gpus_min gpus_max"
 _RULES: Final = "priority max_failures"
+_SPEC: Final = f"{_PROGRAM} {_RESOURCES} {_RULES}"
 
 
 def _put(message: job_pb2.JobSpec, spec: JobSpec, names: str) -> None:
-    for name, value in plain(spec, names).items():
-        if value:
+    for name, _ in _pairs(names, False):
+        if value := getattr(spec, name):
             setattr(message, name, value)
 
 

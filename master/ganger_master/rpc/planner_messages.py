@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Final, TypeAlias, TypedDict, assert_never
+from typing import Any, Final, TypeAlias, TypedDict, assert_never
 
 from ganger.cluster.resources import LocalityLevel, Role
 from ganger.job_state import JobState
@@ -52,26 +53,28 @@ _NUMBER: Final = re.compile(r"[+-]?(?:\d++(?:\.\d*+)?|\.\d++)(?:e[+-]?\d++)?", r
 _LONGEST_NUMBER: Final = 64
 
 
-_LIVE_JOB: Final = "revision user peak_device_bytes used_device_bytes"
-_TIMES: Final = "create_time pending_since:pending_time start_time running_since:running_since_time"
-_DURATIONS: Final = "run_s:run_duration move_pause_s:move_pause"
+# Times of a job that are set: in the record, in the message, and how each is made of the other.
+_TIMES: Final[Sequence[tuple[str, Any, Callable[[float], Any], Callable[[Any], float]]]] = (
+    ("create_time", "create_time", times.timestamp, times.unix_s),
+    ("pending_since", "pending_time", times.timestamp, times.unix_s),
+    ("start_time", "start_time", times.timestamp, times.unix_s),
+    ("running_since", "running_since_time", times.timestamp, times.unix_s),
+    ("run_s", "run_duration", times.duration, times.seconds),
+    ("move_pause_s", "move_pause", times.duration, times.seconds),
+)
 
 
 def live_job_to_wire(job: JobRecord, gang: Gang | None, into: scheduling_pb2.LiveJob) -> None:
     """Write a live job into the empty message `into`. `gang`: that of the job's present epoch."""
-    into.job = job.name
-    for name, value in plain(job, _LIVE_JOB).items():
-        setattr(into, name, value)
+    into.job, into.revision, into.user = job.name, job.revision, job.user
+    into.peak_device_bytes, into.used_device_bytes = job.peak_device_bytes, job.used_device_bytes
     into.state = job_messages.STATES[job.state]
     # What it requests now: a planner does not need the reason.
     spec = replace(job.spec, command=(), labels={}, roles=job.shape.roles)
     job_messages.spec_to_wire(spec, with_environment=False, into=into.spec)
-    for name, unix_s in plain(job, _TIMES).items():
-        if unix_s:
-            getattr(into, name).CopyFrom(times.timestamp(unix_s))
-    for name, duration_s in plain(job, _DURATIONS).items():
-        if duration_s:
-            getattr(into, name).CopyFrom(times.duration(duration_s))
+    for own, name, to_wire, _ in _TIMES:
+        if value := getattr(job, own):
+            getattr(into, name).CopyFrom(to_wire(value))
     into.signature = signature_of(job.user, job.spec.command, job.spec.roles)
     into.is_ending = job.ending is not None
     into.is_moving = job.next_epoch != 0
@@ -86,14 +89,15 @@ def live_job_from_wire(message: scheduling_pb2.LiveJob) -> tuple[JobRecord, Gang
     does not exist."""
     number = names.parse_job_name(message.job)
     gang = _gang_from_wire(number, message.gang) if message.HasField("gang") else None
+    moments: dict[str, Any] = {"create_time": 0.0}
+    moments |= {own: from_wire(getattr(message, name)) for own, name, _, from_wire in _TIMES if message.HasField(name)}
     job = JobRecord(
         number,
         "",
         spec=job_messages.spec_from_wire(message.spec),
         state=_STATES.get(message.state, JobState.PENDING),
-        **plain(message, _LIVE_JOB),
-        **plain(message, _TIMES, times.unix_s),
-        **plain(message, _DURATIONS, times.seconds),
+        **plain(message, "revision user peak_device_bytes used_device_bytes"),
+        **moments,
         epoch=0 if gang is None else gang.epoch,
         # Not which: only that there is another.
         next_epoch=1 if message.is_moving else 0,
