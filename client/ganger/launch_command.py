@@ -101,7 +101,7 @@ def _by_python(python: str, words: list[str], environment: Mapping[str, str], di
 def replaced_flags(description: Mapping[str, Any]) -> str:
     """Return a sentence for the user about flags of the command that mean nothing here; empty if there are none."""
     try:
-        found = rank_command_of(_command(description), _environment(description), _directory(description))
+        found = _found(description, {})
     except ValueError:
         return ""
     if found is None or not found.replaced or _stays_whole(description, found):
@@ -114,8 +114,7 @@ def with_ranks(description: Mapping[str, Any], captured: Mapping[str, str]) -> t
     """Return a job's description in which the ranks are Ganger's, and what is wrong with it, by key. `captured`: the
     environment that the job gets beside its own."""
     try:
-        environment = {**captured, **_environment(description)}
-        found = rank_command_of(_command(description), environment, _directory(description))
+        found = _found(description, captured)
     except ValueError as error:
         return dict(description), {"command": str(error)}
     if found is None or description.get("roles") is not None:
@@ -226,20 +225,14 @@ def _starts(found: RankCommand) -> str:
     return f"{found.program} starts {count if found.per_node else 'a process for each GPU'} on {nodes}"
 
 
-def _command(description: Mapping[str, Any]) -> list[str]:
+def _found(description: Mapping[str, Any], captured: Mapping[str, str]) -> RankCommand | None:
+    given, directory = description.get("environment"), str(description.get("directory") or "")
+    own = {str(name): str(text) for name, text in given.items()} if isinstance(given, Mapping) else {}
     try:
-        return parse_command(description["command"])
+        command = parse_command(description["command"])
+        directory = directory or os.getcwd()
     except (ValueError, KeyError):
-        return []  # reported where it is read
-
-
-def _environment(description: Mapping[str, Any]) -> dict[str, str]:
-    given = description.get("environment")
-    return {str(name): str(text) for name, text in given.items()} if isinstance(given, Mapping) else {}
-
-
-def _directory(description: Mapping[str, Any]) -> str:
-    try:
-        return str(description.get("directory") or os.getcwd())
+        return None  # reported where it is read
     except OSError:
-        return "/"
+        directory = "/"
+    return rank_command_of(command, {**captured, **own}, directory)
