@@ -101,7 +101,11 @@ def speeds(chronus: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str
 def tolerance(by_servers: Mapping[int, float]) -> LocalityLevel:
     """How far apart four GPUs of such a model may be put: in one server, or beyond."""
     points = [LocalityPoint(_GANG, servers, speed) for servers, speed in by_servers.items() if servers > 1]
-    return max(fit_locality(points).widest_level(_GANG, _DEVICES, _LOSS), LocalityLevel.NODE)
+    model = fit_locality(points)
+    best = model.relative_speed(_GANG, 1, min(LocalityLevel))
+    apart = [level for level in LocalityLevel if level > LocalityLevel.NODE]
+    tolerated = [level for level in apart if model.relative_speed(_GANG, 2, level) >= (1.0 - _LOSS) * best]
+    return max([LocalityLevel.NODE, *tolerated])
 
 
 def _apart(known: Mapping[str, Mapping[int, float]], random: np.random.Generator) -> list[Row]:

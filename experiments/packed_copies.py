@@ -82,7 +82,7 @@ def _together(model: str, draw: int, policy: str) -> Row:
         "pays": speed >= _LEAST_SPEED and 2.0 * speed >= _LEAST_GAIN,
         "shared": shared,
         "kept": shared > 0.5,
-        "foretold": foretold.is_promising,
+        "foretold": foretold.fits and foretold.gain > 1.0,
         # Of two copies that are equally fast.
         "foretold_speed": foretold.gain / 2.0,
     }

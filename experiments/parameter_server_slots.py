@@ -2,7 +2,7 @@
 
 The elastic gangs of the production core have one role; jobs whose numbers of parameter servers and of workers change
 from one interval to the next it does not carry. Hence this small simulation in intervals, as the public ones of Optimus
-and DL2 are; what decides in it are the production functions `allocated`, `spread`, `aligned` and `scores`, the first of
+and DL2 are; what decides in it are the functions `allocated`, `spread`, `aligned` and `scores`, the first of
 them as in the pass of the policy `optimus`.
 
 How fast a job really is follows from where its tasks are, by DL2's measurements and formula (pengyanghua/DL2, trace.py
@@ -23,9 +23,10 @@ import numpy as np
 from ganger_master.estimators.speed import ServerPoint, ServerSpeed, UpdateMode, fit_server_speed
 from ganger_master.policies.job_facts import Flags, Floats, Integers
 from ganger_master.policies.optimus_sizes import allocated, growing, server_speeds
-from ganger_master.policies.tetris import Knobs, aligned, scores, within_fairness
+from ganger_master.policies.tetris import Knobs, within_fairness
 
 from experiments.optimus_spread import TaskSpread, spread
+from experiments.tetris_pass import aligned, scores
 
 INTERVAL_S = 600.0
 # What a job loses when its tasks change: it is checkpointed and started again (dossier, section 9.6).

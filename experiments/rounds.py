@@ -20,7 +20,6 @@ from ganger_master.policies.tunings import (
     Tuning,
     TuningNodes,
     pieces,
-    proportional_rates,
     proportionally,
     rates,
     runnable,
@@ -123,7 +122,7 @@ def _speeds(run: Gangs, nodes: TuningNodes, placed: Pieces | None) -> Floats:
     """Of each gang, by that with its proportional share; zero for those that are not placed."""
     if placed is None:
         return np.ones(len(run))
-    share = proportional_rates(run, nodes, placed)
+    share = rates(run, proportionally(nodes, placed))
     return np.divide(rates(run, placed), share, out=np.zeros(len(run)), where=share > 0.0)
 
 

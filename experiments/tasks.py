@@ -1,8 +1,8 @@
 """Tasks of several resources on a few nodes, one by one as there is room: what the Tetris studies schedule.
 
 The production core carries gangs of GPUs, cores and memory that start whole; jobs made of tasks that start and end each
-for itself, and demands for disk and network, it does not have. Hence this small simulation; what decides in it are the
-production functions `tetris_pass` and `aligned`.
+for itself, and demands for disk and network, it does not have. Hence this small simulation; what
+decides in it is `tetris_pass`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import TypeAlias
 
 import numpy as np
 from ganger_master.policies.job_facts import Floats, Integers
-from ganger_master.policies.tetris import Alignment, Knobs, aligned, tetris_pass
+from ganger_master.policies.tetris import Alignment, Knobs
+
+from experiments.tetris_pass import aligned, tetris_pass
 
 # Shares of nodes are sums of floats.
 _SLACK = 1e-9

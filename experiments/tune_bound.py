@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from ganger_master.policies.tunings import Gangs, TuningNodes, gangs, profiles_of, proportional_rates, rates, runnable
+from ganger_master.policies.tunings import Gangs, TuningNodes, gangs, profiles_of, proportionally, rates, runnable
 from ganger_master.policies.tunings.catalogue import TUNINGS
 from ganger_master.policies.tunings.synergy import upper_bound
 from ganger_master.simulator.report.figures import interval
@@ -49,7 +49,7 @@ def measure(setting: Setting, part: Row) -> Sequence[Row]:
         place = TUNINGS[name].place
         assert place is not None
         placed = place(drawn, nodes)
-        share = proportional_rates(drawn, nodes, placed)
+        share = rates(drawn, proportionally(nodes, placed))
         runs = share > 0.0
         reached = float(np.sum(rates(drawn, placed)[runs] / share[runs]))
         rows.append({"tuning": name, "of_bound": reached / bound})

@@ -15,8 +15,7 @@ from ganger_master.core.settings import CoreSettings
 from ganger_master.decision_log.log_file import read_lines
 from ganger_master.decision_log.replay_findings import Counterfactual
 from ganger_master.decision_log.rerun import Rerun
-from ganger_master.policies import NAMES, policy_named
-from ganger_master.policies.stages import ResizeByOptimus
+from ganger_master.policies import NAMES, ResizeByOptimus, policy_named
 
 COMPOSED = (
     "las+defrag",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from ganger_master.estimators.fitting import NOT_FITTED, fit_error, is_usable, left_out_error
+from ganger_master.estimators.fitting import NOT_FITTED, fit_error, is_usable
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,19 +25,6 @@ def test_no_points_make_no_error_and_unequal_numbers_of_points_are_refused() -> 
     assert fit_error([], []) == NOT_FITTED
     with pytest.raises(ValueError, match="predictions for"):
         fit_error([1.0], [1.0, 2.0])
-
-
-def test_left_out_points_are_predicted_from_the_others_only() -> None:
-    seen: list[tuple[list[float], float]] = []
-
-    def predict(others: list[float], point: float) -> float:
-        seen.append((list(others), point))
-        return sum(others) / len(others)
-
-    found = left_out_error([1.0, 2.0, 3.0], float, predict)  # type: ignore[arg-type]
-    assert seen == [([2.0, 3.0], 1.0), ([1.0, 3.0], 2.0), ([1.0, 2.0], 3.0)]
-    assert found.worst == pytest.approx(1.5)
-    assert left_out_error([1.0], float, predict) == NOT_FITTED  # type: ignore[arg-type]
 
 
 def test_only_finite_numbers_above_zero_are_usable() -> None:

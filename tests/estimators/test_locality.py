@@ -53,15 +53,6 @@ def test_levels_inside_a_server_follow_figure_1b() -> None:
         assert model.relative_speed(2, 1, LocalityLevel.NVLINK) == 1.0
 
 
-def test_sensitive_jobs_stay_close_and_others_go_anywhere() -> None:
-    sensitive, robust = fit_locality(chronus("alexnet")), fit_locality(chronus("inception3"))
-    assert sensitive.widest_level(4, 8, loss=0.1) < LocalityLevel.RACK
-    assert robust.widest_level(4, 8, loss=0.1) >= LocalityLevel.RACK
-    assert sensitive.widest_level(16, 8, loss=0.0) == LocalityLevel.RACK
-    assert sensitive.widest_level(1, 8, loss=0.0) == LocalityLevel.CLUSTER
-    assert robust.widest_level(4, 8, loss=0.9) == LocalityLevel.CLUSTER
-
-
 @given(
     st.lists(
         st.builds(

@@ -17,7 +17,7 @@ from ganger_master.core.settings import CoreSettings
 from ganger_master.planner.context import ClusterChange, PlannerSettings, context_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migrate_stage import plan_moves
-from ganger_master.planner.migration_context import MigrationMemory
+from ganger_master.planner.migration_plans import MigrationMemory
 from ganger_master.planner.rate_registry import ProgressReport, RateRegistry
 from ganger_master.planner.sharing_stage import NOTHING, plan_shared
 from ganger_master.policies import policy_named

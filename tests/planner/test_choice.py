@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ganger_master.planner.ranked_queue import RankedQueue, choose
+from ganger_master.planner.plan import RankedQueue, choose
 from ganger_master.policies.job_facts import Facts
 from ganger_master.policies.order_registry import ORDERS
 from ganger_master.policies.orders import JobOrder, ranks, with_aging

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -14,11 +15,12 @@ from ganger_master.core.commands import CancelJob
 from ganger_master.core.gang_model import ObservedPhase
 from ganger_master.core.job_model import Capabilities, SuspendLevel
 from ganger_master.core.plan_changes import TrialFinding
-from ganger_master.planner.colocation_stage import OrderColocation, plan_packing
+from ganger_master.planner.colocations import with_refusals
 from ganger_master.planner.context import PlanContext, PlannerSettings, context_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.plan_pace import NONE_EXCLUDED, ExcludedJobs, PlanPace
 from ganger_master.planner.rate_registry import JobRates
+from ganger_master.planner.sharing_under_order import OrderColocation, plan_packing
 from ganger_master.policies import policy_named
 from ganger_master.policies.colocation_choice import LEAST_SPEED
 from ganger_master.policies.job_facts import Capacity
@@ -68,7 +70,8 @@ class Colocated(Drive):
         changes, self.packing, self.found = plan_packing(before, self.context(seen, kept_out))
         answers = self.propose(*changes) if changes else []
         refused = {change.number for change, refusal in zip(changes, answers, strict=True) if refusal is not None}
-        self.packing = self.packing.without(before, refused)
+        packs = with_refusals(before.packs, self.packing.packs, refused)
+        self.packing = dataclasses.replace(self.packing, packs=packs)
         return sorted((change.kind, change.number) for change in changes if change.number not in refused)
 
     def move_in(self, number: int) -> None:
@@ -187,8 +190,8 @@ def test_a_rejected_migration_does_not_count_as_a_trial() -> None:
     before = drive.packing
     changes, packing, _ = plan_packing(before, drive.context())
     (moved,) = [change.number for change in changes if change.kind == "MOVE"]
-    assert packing.without(before, frozenset({moved})).packs.packs == ()
-    assert len(packing.without(before, frozenset()).packs.packs) == 1
+    assert with_refusals(before.packs, packing.packs, frozenset({moved})).packs == ()
+    assert len(with_refusals(before.packs, packing.packs, frozenset()).packs) == 1
 
 
 def test_passes_are_frequent_during_a_trial_and_absent_without_jobs_to_co_locate() -> None:
@@ -258,7 +261,10 @@ def test_a_co_location_that_would_be_rejected_again_counts_as_failed() -> None:
     changes, packing, _ = plan_packing(drive.packing, drive.context(gpus=8))
     (moved,) = [change.number for change in changes if change.kind == "MOVE"]
     refused = frozenset({moved})
-    for_now, for_long = packing.without(drive.packing, refused), packing.without(drive.packing, refused, refused)
+    for_now, for_long = (
+        dataclasses.replace(packing, packs=with_refusals(drive.packing.packs, packing.packs, refused, barred))
+        for barred in (frozenset[int](), refused)
+    )
     (tried,) = packing.packs.packs
     assert not for_now.packs.failed.holds(tried.proposal.pair, drive.now)
     assert for_long.packs.failed.holds(tried.proposal.pair, drive.now)
@@ -273,7 +279,7 @@ def test_no_job_migrates_to_an_unavailable_node() -> None:
     view.available[view.slots["n1"]] = False
     changes, packing, _ = plan_packing(drive.packing, context)
     assert changes == ()
-    assert packing.packs.tried == 0
+    assert packing.packs.packs == ()
 
 
 def test_passes_keep_a_least_interval_however_often_plans_are_made() -> None:

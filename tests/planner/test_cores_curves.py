@@ -10,7 +10,7 @@ from ganger_master.core.commands import ProposePlan
 from ganger_master.core.job_model import Capabilities, JobSpec
 from ganger_master.core.plan_changes import CoresCurve
 from ganger_master.planner.context import ClusterChange, Plan, PlanVerdict, parts_of
-from ganger_master.planner.cores_explanation import explain_cores
+from ganger_master.planner.cores_curves import explain_cores
 from ganger_master.planner.loop import live_loop
 from ganger_master.rpc.planner_messages import curve_to_wire, plan_from_wire
 from msgspec import structs

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from ganger_master.planner.deadline_advice import Advice, DeadlineVerdict, Newcomer, advice, spans
+from ganger_master.planner.job_forecasts import Advice, DeadlineVerdict, Newcomer, advice, spans
 from ganger_master.policies.job_facts import Facts
 from ganger_master.policies.order_registry import EDF
 from hypothesis import given

@@ -156,7 +156,7 @@ def test_two_that_take_turns_and_use_little_leave_them_and_run_at_once_on_that_d
     assert drive.devices(host) == drive.devices(guest)
     drive.seen_by = drive.beside_each_other(SLOWER)
     assert drive.later() == []
-    assert drive.remembered.packs.kept == 1
+    assert [pack.is_kept for pack in drive.remembered.packs.packs] == [True]
     assert drive.later() == []
     assert drive.state.gangs.sets == {}
 

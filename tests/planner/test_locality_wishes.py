@@ -14,8 +14,8 @@ from ganger_master.estimators.slowdown import UNKNOWN_JOB, LocalityPoint
 from ganger_master.planner.context import PlannerSettings, context_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migrate_stage import plan_moves
-from ganger_master.planner.migration_context import MigrationMemory
 from ganger_master.planner.migration_outcomes import MigrationOutcomes
+from ganger_master.planner.migration_plans import MigrationMemory
 from ganger_master.planner.plan import plan
 from ganger_master.planner.plan_pace import PlanPace
 from msgspec.structs import replace

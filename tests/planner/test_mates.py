@@ -14,7 +14,7 @@ from ganger_master.core.commands import CancelJob
 from ganger_master.core.job_model import Capabilities, JobSpec
 from ganger_master.planner.context import capacity_of
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.ranked_queue import _as_one
+from ganger_master.planner.plan import _as_one
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.facts import facts_of

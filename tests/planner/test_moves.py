@@ -19,9 +19,8 @@ from ganger_master.estimators.slowdown import LocalityPoint
 from ganger_master.planner.context import ClusterChange, PlanDraft, context_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migrate_stage import moves_no_job, plan_moves
-from ganger_master.planner.migration_context import MigrationMemory
 from ganger_master.planner.migration_outcomes import MigrationOutcomes
-from ganger_master.planner.migration_plans import LONGEST_S
+from ganger_master.planner.migration_plans import LONGEST_S, MigrationMemory
 from ganger_master.planner.plan import plan
 from ganger_master.planner.plan_pace import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.planner.rate_registry import JobRates

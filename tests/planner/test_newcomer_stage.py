@@ -13,7 +13,7 @@ from ganger_master.core.job_model import Capabilities, JobSpec
 from ganger_master.core.plan_changes import StartChange
 from ganger_master.planner.context import ClusterChange, PlanContext, PlanDraft, context_of
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.newcomer_stage import NewcomerStage
+from ganger_master.planner.sharing_under_order import NewcomerStage
 from ganger_master.policies import policy_named
 from msgspec.structs import replace
 from planner.test_matrices import Sharing

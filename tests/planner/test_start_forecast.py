@@ -9,7 +9,7 @@ from ganger.job_state import JobState
 from ganger_master.core.explain import StartEstimate
 from ganger_master.core.gang_model import Gang, GangPhase, GangRole
 from ganger_master.core.job_model import JobRecord, JobSpec
-from ganger_master.planner.start_forecast import start_forecast
+from ganger_master.planner.job_forecasts import start_forecast
 from kit.clusters import idle_row, server
 from msgspec.structs import replace
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from ganger.wire.endpoints import Endpoint
 from ganger_master.planner.memory import PlannerMemory
-from ganger_master.planner.migration_context import MigrationMemory
+from ganger_master.planner.migration_plans import MigrationMemory
 from ganger_master.planner_process.run import Note, Planner
 
 POLICY, NOW = "gandiva", 1_000.0

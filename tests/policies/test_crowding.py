@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import pytest
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.view import View
-from ganger_master.policies.interference_relief import Crowded, at_most, relieved
-from ganger_master.policies.migration_choice import MigrationReason, Tried, tried
+from ganger_master.core.plan_changes import Goal
+from ganger_master.policies.migration_choice import Crowded, MigrationTerms, Tried, at_most, relieved, tried
 from ganger_master.policies.trials import FailedTrials
 from kit.clusters import cluster
 from policies.test_migration import put, rows
@@ -30,14 +30,14 @@ def test_a_gang_slower_beside_others_goes_where_as_few_are_as_when_it_was_faster
     put(view, 9, (1, 2))
     one = crowded(view, 1, 0, 3, {0: FAST, 3: SLOW})
     room, before = CapacityIndex(view), rows(view)
-    (found,) = relieved(room, [one])
+    (found,) = relieved(MigrationTerms(room), [one])
     assert rows(view) == before
-    assert (found.why, [claim.node for claim in found.moves[0].claims]) == (MigrationReason.BALANCE, ["s2"])
+    assert (found.goal, [claim.node for claim in found.moves[0].claims]) == (Goal.BALANCE, ["s2"])
     # Less than three tenths of what is left, for windows scatter.
     assert 0.25 * 3600.0 < found.saves < 0.3 * 3600.0
     failed = FailedTrials[Tried]().noted(tried(1, "", found.moves[0].claims), 0.0)
-    assert relieved(room, [one], now=10.0, failed=failed) == []
-    assert relieved(room, [one], now=4000.0, failed=failed) == [found]
+    assert relieved(MigrationTerms(room, 10.0, failed), [one]) == []
+    assert relieved(MigrationTerms(room, 4000.0, failed), [one]) == [found]
 
 
 @pytest.mark.parametrize(
@@ -57,27 +57,27 @@ def test_a_gang_slower_beside_others_goes_where_as_few_are_as_when_it_was_faster
 def test_no_gang_leaves(rates: Mapping[int, tuple[float, ...]], remaining_s: float, why: str) -> None:
     view = cluster(2)
     put(view, 9, (0, 3))
-    assert relieved(CapacityIndex(view), [crowded(view, 1, 0, 3, rates, remaining_s)]) == [], why
+    assert relieved(MigrationTerms(CapacityIndex(view)), [crowded(view, 1, 0, 3, rates, remaining_s)]) == [], why
 
 
 def test_no_gang_goes_where_devices_are_in_use_or_others_would_lose_more() -> None:
     view = cluster(2)
     put(view, 9, (0, 3))
     other = crowded(view, 2, 1, 0, {0: FAST, 1: SLOW}, remaining_s=9000.0)
-    assert relieved(CapacityIndex(view), [crowded(view, 1, 0, 3, {0: FAST, 3: SLOW})]) == []
+    assert relieved(MigrationTerms(CapacityIndex(view)), [crowded(view, 1, 0, 3, {0: FAST, 3: SLOW})]) == []
     view = cluster(2)
     put(view, 9, (0, 2))
     other = crowded(view, 2, 1, 0, {0: FAST, 1: SLOW}, remaining_s=9000.0)
     one = crowded(view, 1, 0, 2, {1: FAST, 2: SLOW})
-    assert relieved(CapacityIndex(view), [one, other]) == []
-    (found,) = relieved(CapacityIndex(view), [one])
+    assert relieved(MigrationTerms(CapacityIndex(view)), [one, other]) == []
+    (found,) = relieved(MigrationTerms(CapacityIndex(view)), [one])
     assert found.moves[0].number == 1
 
 
 def test_of_one_node_one_leaves_at_once_and_none_comes_to_a_node_to_which_another_goes() -> None:
     view = cluster(3)
     gangs = [crowded(view, number, number // 2, 1, {0: FAST, 1: SLOW}) for number in range(4)]
-    (found,) = relieved(CapacityIndex(view), gangs)
+    (found,) = relieved(MigrationTerms(CapacityIndex(view)), gangs)
     assert [claim.node for claim in found.moves[0].claims] == ["s2"]
 
 

@@ -54,12 +54,11 @@ def rounds(draw: st.DrawFn) -> tuple[ElasticJobs, Floats]:
     return jobs, np.array(capacity)
 
 
-def naive_allocated(jobs: ElasticJobs, capacity: Floats, least_gain: float, with_bundles: bool) -> list[list[int]]:
+def naive_allocated(jobs: ElasticJobs, capacity: Floats, least_gain: float) -> list[list[int]]:
     """One task at a time: every job proposes its next task, and the one that gains most receives it."""
     free = capacity * (1 + 1e-9)
     kinds = jobs.shapes.shape[1]
     moves = [[int(kind == other) for other in range(kinds)] for kind in range(kinds)]
-    moves += [[1] * kinds] if with_bundles and kinds > 1 else []
     counts = [[0] * kinds for _ in range(len(jobs))]
     for job in range(len(jobs)):
         least = jobs.least[job].tolist()
@@ -110,13 +109,11 @@ def naive_allocated(jobs: ElasticJobs, capacity: Floats, least_gain: float, with
         wishes[job] = wish(job)
 
 
-@given(rounds(), st.sampled_from([0.0, 0.01, 0.1]), st.booleans())
-def test_tasks_are_those_added_one_by_one(
-    case: tuple[ElasticJobs, Floats], least_gain: float, with_bundles: bool
-) -> None:
+@given(rounds(), st.sampled_from([0.0, 0.01, 0.1]))
+def test_tasks_are_those_added_one_by_one(case: tuple[ElasticJobs, Floats], least_gain: float) -> None:
     jobs, capacity = case
-    found = allocated(jobs, capacity, least_gain, with_bundles)
-    assert found.tolist() == naive_allocated(jobs, capacity, least_gain, with_bundles)
+    found = allocated(jobs, capacity, least_gain)
+    assert found.tolist() == naive_allocated(jobs, capacity, least_gain)
     assert np.all(np.einsum("jk,jkr->r", found, jobs.shapes) <= capacity * (1 + 1e-6) + 1e-9)
 
 
@@ -133,7 +130,7 @@ def test_many_jobs_looked_far_ahead_get_what_they_get_one_by_one() -> None:
     capacity = np.array([2500.0, 500.0])
     found = allocated(jobs, capacity, 0.0005)
     assert found.max() > 64
-    assert found.tolist() == naive_allocated(jobs, capacity, 0.0005, False)
+    assert found.tolist() == naive_allocated(jobs, capacity, 0.0005)
 
 
 @given(st.lists(synchronous | asynchronous, min_size=1, max_size=4), st.integers(1, 9), st.integers(1, 9))
@@ -164,7 +161,7 @@ def test_all_reduce_jobs_grow_gpu_by_gpu_as_in_polluxs_optimus() -> None:
     ]
     jobs = growing([1000.0, 1000.0], allreduce_speeds(models, [128.0, 256.0], 4), np.ones((2, 1, 1)))
     found = allocated(jobs, np.array([16.0]))
-    assert found.tolist() == naive_allocated(jobs, np.array([16.0]), 0.01, False)
+    assert found.tolist() == naive_allocated(jobs, np.array([16.0]), 0.01)
     # the second is slower on two nodes than on one, and one GPU more never gets it across that
     assert found[1, 0] == 4
     assert found[0, 0] > 4

@@ -22,8 +22,8 @@ CAPACITY = capacity_of(16, cores=32.0, memory_bytes=64.0)
 HISTORY = ServiceHistory.of([1, 5, 5, 10, 40, 400])
 ALL: dict[str, JobOrder] = {
     **ORDERS,
-    "tiresias in small queues": tiresias((4.0, 12.0), promote_knob=2.0),
-    "tiresias-gittins in small queues": tiresias_gittins(HISTORY, (4.0, 12.0), promote_knob=2.0),
+    "tiresias in small queues": tiresias((4.0, 12.0)),
+    "tiresias-gittins in small queues": tiresias_gittins(HISTORY, (4.0, 12.0)),
     **{f"{name}, aged": with_aging(order, after_s=8.0, factor=1.0, share=0.5) for name, order in ORDERS.items()},
 }
 

@@ -6,9 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from ganger_master.policies import NAMES, live_policy_named, policy_named
+from ganger_master.policies import NAMES, Colocate, Grow, ResizeByOptimus, StartByRank, live_policy_named, policy_named
 from ganger_master.policies.order_registry import ORDERS, summary
-from ganger_master.policies.stages import Colocate, Grow, ResizeByOptimus, StartByRank
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "policies.md").read_text()
 _ORDERS = PAGE.partition("## The orders")[2].partition("## Whole policies")[0].splitlines()

@@ -15,11 +15,8 @@ from ganger_master.policies.tetris import (
     TETRIS,
     Alignment,
     Knobs,
-    aligned,
     alignment_of,
-    scores,
     tetris_gangs,
-    tetris_pass,
     within_fairness,
 )
 from hypothesis import given, settings
@@ -28,6 +25,8 @@ from kit.busy import shapes, views
 from kit.clusters import cluster, gang, server
 from msgspec.structs import replace
 from numpy.typing import NDArray
+
+from experiments.tetris_pass import aligned, scores, tetris_pass
 
 # Eighths: their sums and products are exact, so that ties are ties.
 eighths = st.integers(0, 8).map(lambda count: count / 8)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
-from unittest.mock import patch
 
 import numpy as np
 import pytest
-from ganger_master.policies import orders
 from ganger_master.policies.job_facts import Facts
 from ganger_master.policies.order_registry import FIFO, FIFO_BACKFILL, LAS
 from ganger_master.policies.orders import JobOrder, chosen, ranked, selected, with_aging
@@ -48,31 +46,28 @@ def naive(
     ),
     free=st.integers(-2, 20),
     is_strict=st.booleans(),
-    few=st.sampled_from([0, 5, 15]),
     random=st.randoms(use_true_random=False),
 )
-def test_choosing_in_stretches_equals_choosing_one_by_one(
-    jobs: list[tuple[int, bool, bool, bool]], free: int, is_strict: bool, few: int, random: Random
+def test_chosen_jobs_are_those_of_a_plain_loop(
+    jobs: list[tuple[int, bool, bool, bool]], free: int, is_strict: bool, random: Random
 ) -> None:
     order = list(range(len(jobs)))
     random.shuffle(order)
     gpus = [job[0] for job in jobs]
     kept, guarded, passing = [[bool(job[column]) for job in jobs] for column in (1, 2, 3)]
     expected = naive(order, gpus, free, is_strict, kept, guarded, passing)
-    # By stretches where there are more of them than few.
-    with patch.object(orders, "_FEW", few):
-        found = chosen(
-            np.array(order, np.int64),
-            np.array(gpus, np.int64),
-            free,
-            is_strict,
-            np.array(kept, bool),
-            np.array(guarded, bool),
-            np.array(passing, bool),
-        )
-        assert found.tolist() == expected
-        plain = chosen(np.array(order, np.int64), np.array(gpus, np.int64), free, is_strict)
-        none = [False] * len(jobs)
+    found = chosen(
+        np.array(order, np.int64),
+        np.array(gpus, np.int64),
+        free,
+        is_strict,
+        np.array(kept, bool),
+        np.array(guarded, bool),
+        np.array(passing, bool),
+    )
+    assert found.tolist() == expected
+    plain = chosen(np.array(order, np.int64), np.array(gpus, np.int64), free, is_strict)
+    none = [False] * len(jobs)
     assert plain.tolist() == naive(order, gpus, free, is_strict, none, none, none)
 
 

@@ -1,11 +1,9 @@
-"""Sorting by ranks is sorting by columns."""
+"""Sorting by columns."""
 
 from __future__ import annotations
 
 import numpy as np
-import pytest
-from ganger_master.policies import job_facts
-from ganger_master.policies.job_facts import behind, counted_below, sorted_by
+from ganger_master.policies.job_facts import behind, sorted_by
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,10 +18,7 @@ def test_columns_sort_as_rows_do_ties_and_nan_included(rows: list[tuple[float, b
         return [(bool(np.isnan(value)), 0.0 if np.isnan(value) else float(value)) for value in rows[at]]
 
     expected = sorted(range(len(rows)), key=naive)
-    for many in (0, 1_000):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(job_facts, "_MANY", many)
-            assert sorted_by(*columns).tolist() == expected
+    assert sorted_by(*columns).tolist() == expected
 
 
 @given(st.lists(st.tuples(NUMBERS, st.booleans(), NUMBERS), min_size=1, max_size=30), st.data())
@@ -32,18 +27,3 @@ def test_behind_a_row_are_the_rows_sorted_after_it(rows: list[tuple[float, bool,
     line = sorted_by(*columns).tolist()
     at = data.draw(st.integers(0, len(rows) - 1))
     assert sorted(line[line.index(at) + 1 :]) == behind(columns, at).nonzero()[0].tolist()
-
-
-def test_ranks_of_more_columns_than_fit_into_one_number_still_sort() -> None:
-    random = np.random.default_rng(3)
-    columns = [random.integers(0, 1_500, 2_000) for _ in range(8)]
-    columns[:6] = [np.where(random.random(2_000) < 0.999, 0, column) for column in columns[:6]]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job_facts, "_MOST", 2**21)
-        assert sorted_by(*columns).tolist() == np.lexsort(columns[::-1]).tolist()
-
-
-@given(st.lists(st.integers(0, 9)), st.lists(st.integers(-1, 10)))
-def test_values_at_most_a_limit_are_counted(values: list[int], limits: list[int]) -> None:
-    counts = counted_below(np.sort(np.array(values, float)), np.array(limits, float))
-    assert counts.tolist() == [sum(value <= limit for value in values) for limit in limits]

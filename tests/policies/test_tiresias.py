@@ -1,10 +1,9 @@
-"""Queues by GPU-seconds, promotion, the Gittins index, and the example of the paper, end to end."""
+"""Queues by GPU-seconds, the Gittins index, and the example of the paper, end to end."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from msgspec.structs import replace as replaced
 
 NOW = 1000.0
 CAPACITY = capacity_of(16)
-SMALL = Queues((4.0, 12.0), promote_knob=2.0)
+SMALL = Queues((4.0, 12.0))
 HOUR = 3600.0
 # Two GPUs, and the jobs of the paper's example: GPUs and hours.
 EXAMPLE = [(2, 2), (1, 8), (2, 6)]
@@ -33,21 +32,11 @@ def naive_queue(thresholds: Sequence[float], service: float) -> int:
     return queue
 
 
-def naive_counted(queues: Queues, job: dict[str, float]) -> float:
-    before = job["attained_s"] - job["stretch_s"]
-    wait = job["waited_before_s"] if job["is_running"] else job["waited_s"]
-    has_fallen = naive_queue(queues.thresholds, before * job["gpus"]) > 0
-    if queues.promote_knob is not None and has_fallen and wait >= queues.promote_knob * before:
-        return job["stretch_s"]
-    return job["attained_s"]
-
-
-@given(facts=live_jobs(now=NOW), knob=st.sampled_from([None, 0.5, 2.0]))
-def test_queues_are_what_counting_job_by_job_gives(facts: Facts, knob: float | None) -> None:
-    queues = replace(SMALL, promote_knob=knob)
+@given(facts=live_jobs(now=NOW))
+def test_queues_are_what_counting_job_by_job_gives(facts: Facts) -> None:
     jobs = rows(facts)
-    expected = [naive_queue(queues.thresholds, naive_counted(queues, job) * job["gpus"]) for job in jobs]
-    assert queues.queue(facts).tolist() == expected
+    expected = [naive_queue(SMALL.thresholds, job["attained_s"] * job["gpus"]) for job in jobs]
+    assert SMALL.queue(facts).tolist() == expected
     line = sorted(
         range(len(jobs)),
         key=lambda at: (
@@ -59,7 +48,7 @@ def test_queues_are_what_counting_job_by_job_gives(facts: Facts, knob: float | N
             jobs[at]["number"],
         ),
     )
-    assert ranked(tiresias(queues.thresholds, knob), facts, NOW, CAPACITY).tolist() == line
+    assert ranked(tiresias(SMALL.thresholds), facts, NOW, CAPACITY).tolist() == line
 
 
 def after(facts: Facts, seconds: float) -> Facts:
@@ -75,7 +64,7 @@ def after(facts: Facts, seconds: float) -> Facts:
 
 @given(facts=live_jobs(now=NOW), share=st.floats(0.0, 0.999))
 def test_queues_change_at_the_time_told_and_not_before(facts: Facts, share: float) -> None:
-    told = next_change_s(tiresias(SMALL.thresholds, SMALL.promote_knob), facts, NOW)
+    told = next_change_s(tiresias(SMALL.thresholds), facts, NOW)
     queues = SMALL.queue(facts).tolist()
     if math.isinf(told):
         assert SMALL.queue(after(facts, 1e7)).tolist() == queues
@@ -88,24 +77,6 @@ def test_demotion_comes_after_the_threshold_divided_by_the_gang() -> None:
     # 4 GPUs reach 3,250 GPU-seconds after 812.5 s of running: 712.5 more. The simulator's (3250 - 100) / 4 is 787.5.
     facts = facts_of({"gpus": 4, "is_running": True, "attained_s": 100.0, "stretch_s": 100.0})
     assert next_change_s(tiresias(), facts, NOW) == NOW + 712.5
-
-
-def test_promotion_lasts_for_the_stretch_it_brings_and_forgets_nothing() -> None:
-    fallen = {"attained_s": 10.0}
-    waiting = [{**fallen, "waited_s": wait} for wait in (19.0, 20.0)]
-    assert SMALL.queue(facts_of(*waiting)).tolist() == [1, 0]
-    running = [
-        {"attained_s": 10.0 + ran, "is_running": True, "stretch_s": ran, "waited_before_s": 20.0}
-        for ran in (0.0, 3.0, 4.0)
-    ]
-    assert SMALL.queue(facts_of(*running)).tolist() == [0, 0, 1]
-    # Stopped after 5 seconds more it stands where all 15 put it, and has to wait for twice as long as these.
-    stopped = [{"attained_s": 15.0, "waited_s": wait} for wait in (0.0, 29.0, 30.0)]
-    assert SMALL.queue(facts_of(*stopped)).tolist() == [2, 2, 0]
-
-
-def test_a_job_that_never_fell_is_never_promoted() -> None:
-    assert next_change_s(tiresias((100.0,), promote_knob=1.0), facts_of({"attained_s": 5.0}), NOW) == math.inf
 
 
 @pytest.mark.parametrize("thresholds", [(0.0,), (2.0, 1.0), (3.0, 3.0), (-1.0, 2.0)])
@@ -152,7 +123,7 @@ def indices(facts: Facts, history: ServiceHistory) -> Floats:
 @given(facts=live_jobs(now=NOW), services=st.lists(st.integers(1, 80), max_size=9))
 def test_gittins_order_ranks_a_queue_by_index(facts: Facts, services: list[int]) -> None:
     history = ServiceHistory.of(services)
-    order = tiresias_gittins(history, SMALL.thresholds, SMALL.promote_knob)
+    order = tiresias_gittins(history, SMALL.thresholds)
     index, queue, jobs = indices(facts, history), SMALL.queue(facts), rows(facts)
     line = sorted(
         range(len(jobs)),
@@ -167,8 +138,8 @@ def test_gittins_order_ranks_a_queue_by_index(facts: Facts, services: list[int])
         ),
     )
     assert ranked(order, facts, NOW, CAPACITY).tolist() == line
-    without = tiresias_gittins(NO_HISTORY, SMALL.thresholds, SMALL.promote_knob)
-    plain = tiresias(SMALL.thresholds, SMALL.promote_knob)
+    without = tiresias_gittins(NO_HISTORY, SMALL.thresholds)
+    plain = tiresias(SMALL.thresholds)
     assert (ranked(without, facts, NOW, CAPACITY) == ranked(plain, facts, NOW, CAPACITY)).all()
 
 
@@ -190,13 +161,3 @@ def test_the_example_of_the_paper_takes_the_hours_it_says(order: JobOrder, hours
 def test_the_example_under_continuous_las2d_takes_turns_for_longer() -> None:
     jobs = [IdealJob(str(number), 0, gpus, duration) for number, (gpus, duration) in enumerate(EXAMPLE)]
     assert ideal(jobs, 2, "las2d", round_seconds=1).average_jct == pytest.approx(35 / 3)
-
-
-@pytest.mark.parametrize("knob", [None, 1.0])
-def test_promotion_ends_the_starvation_of_a_long_job_behind_many_short_ones(knob: float | None) -> None:
-    # One GPU, always wanted by a job of the first queue.
-    shorts = [Asked(number, 90.0 * number, 1, 100.0) for number in range(1, 60)]
-    lives = serve([Asked(0, 0.0, 1, 400.0), *shorts], 1, tiresias((200.0,), knob))
-    longest = max(end - began for began, end, ran in lives[0].waits)
-    # It falls after 200 s, and waits 200 s and one short job more; without a knob to the end of the stream.
-    assert (longest <= 300.0 + 1.0) == (knob is not None)

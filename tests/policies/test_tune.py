@@ -16,7 +16,7 @@ from ganger_master.policies.tunings import (
     gangs,
     pieces,
     profiles_of,
-    proportional_rates,
+    proportionally,
     rates,
     runnable,
     sampled,
@@ -68,7 +68,7 @@ def test_a_gang_runs_at_the_rate_of_its_slowest_piece_and_without_a_piece_not_at
     two = gangs([2, 1], [NAMES.index("res18"), 0], SYNERGY)
     placed = pieces([0, 0], [0, 1], [1, 1]).given(np.array([9.0, 3.0]), np.array([62.5, 62.5]) * GB)
     assert rates(two, placed).tolist() == pytest.approx([1.0, 0.0])
-    assert proportional_rates(two, servers(2), placed).tolist() == pytest.approx([1.0, 0.0])
+    assert rates(two, proportionally(servers(2), placed)).tolist() == pytest.approx([1.0, 0.0])
 
 
 @given(rounds())
@@ -200,7 +200,7 @@ def test_no_tuning_gives_more_than_there_is_and_guarantees_hold_for_every_gang(
     assert_fits(tuned, of_round, nodes)
     if name in GUARANTEEING:
         assert len(tuned) == len(placed)
-        floor = proportional_rates(of_round, nodes, placed)
+        floor = rates(of_round, proportionally(nodes, placed))
         assert np.all(rates(of_round, tuned) >= floor * (1 - 1e-6))
 
 
@@ -212,7 +212,7 @@ def test_shares_are_kept_on_nodes_that_differ(name: str, case: tuple[Gangs, Tuni
     placed = placed_somewhere(of_round, nodes)
     tuned = TUNINGS[name].tune(of_round, nodes, placed)
     assert_fits(tuned, of_round, nodes)
-    assert np.all(rates(of_round, tuned) >= proportional_rates(of_round, nodes, placed) * (1 - 1e-6))
+    assert np.all(rates(of_round, tuned) >= rates(of_round, proportionally(nodes, placed)) * (1 - 1e-6))
 
 
 @given(rounds())

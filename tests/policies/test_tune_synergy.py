@@ -17,7 +17,7 @@ from ganger_master.policies.tunings import (
     gangs,
     options,
     pieces,
-    proportional_rates,
+    proportionally,
     rates,
     runnable,
     synergy,
@@ -51,7 +51,7 @@ def test_every_usable_gpu_is_used_and_no_gang_falls_below_its_share(
     placed = place(of_round, nodes)  # type: ignore[operator]
     assert_fits(placed, of_round, nodes)
     assert np.unique(placed.gang).tolist() == runnable(of_round, nodes).tolist()
-    floor = proportional_rates(of_round, nodes, placed)
+    floor = rates(of_round, proportionally(nodes, placed))
     assert np.all(rates(of_round, placed) >= floor * (1 - 1e-6))
 
 
@@ -72,7 +72,7 @@ def test_nothing_is_given_twice_on_nodes_that_differ_and_local_gangs_stay_on_one
 def test_tune_keeps_every_gang_at_the_share_of_its_node(case: tuple[Gangs, TuningNodes]) -> None:
     of_round, nodes = case
     placed = synergy.place(of_round, nodes)
-    assert np.all(rates(of_round, placed) >= proportional_rates(of_round, nodes, placed) * (1 - 1e-6))
+    assert np.all(rates(of_round, placed) >= rates(of_round, proportionally(nodes, placed)) * (1 - 1e-6))
 
 
 # --- against doing it by hand
@@ -352,7 +352,7 @@ def test_gangs_on_one_node_each_are_tuned_as_well_as_can_be(case: tuple[Gangs, T
     of_round, nodes = case
     whole = gangs(of_round.gpus, of_round.profile, of_round.profiles, is_local=[True] * len(of_round))
     placed = synergy.place(whole, nodes)
-    floor = proportional_rates(whole, nodes, placed)
+    floor = rates(whole, proportionally(nodes, placed))
     running = np.unique(placed.gang)
     found = rates(whole, exact.tune(whole, nodes, placed))
     best = 0.0

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 from ganger_master.config import PREFIX, Config, ConfigError, load, parse_duration
-from ganger_master.policies import policy_named
-from ganger_master.policies.stages import Colocate, Grow, Migrate, StartByRank, Tune
+from ganger_master.policies import Colocate, Grow, Migrate, StartByRank, Tune, policy_named
 
 
 def test_defaults_need_only_a_state_directory() -> None:

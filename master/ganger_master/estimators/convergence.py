@@ -1,10 +1,7 @@
-"""Where a training loss is heading: l(k) = 1/(b0*k + b1) + b2 with all b >= 0, the O(1/k) of SGD.
+"""Where a training loss is heading: l(k) = 1/(b0*k + b1) + b2 with all b >= 0 (Optimus, EuroSys 2018, section 3.1).
 
-Optimus (EuroSys 2018), section 3.1: the loss is normalised by the largest seen, outliers are taken out, and the curve
-is fitted by non-negative least squares, again as points arrive. For each of a grid of b2 the rest is linear in
-y = 1/(l - b2); weighting by (l - b2)^2 puts the residuals back into loss space. The curves that the
-points do not distinguish are kept: every b2 that fits about as well, and the best curve moved along each axis of its
-error ellipsoid. They give the range of an estimate.
+For each of a grid of b2 the rest is linear in 1/(l - b2), and solved by non-negative least squares, weighted by (l -
+b2)^2. Curves that the points do not distinguish are kept: they give the range of an estimate.
 """
 
 from __future__ import annotations
@@ -64,10 +61,8 @@ class Curve:
         return 1.0 / max(self.b0 * step + self.b1, 1e-300) + self.b2
 
     def slow_from(self, least_decrease: float, stride: float) -> float:
-        """Return the first step from which a stride lowers the loss by at most `least_decrease`, or infinity.
-
-        With u = b0*k + b1 and d = b0*stride the fall is d / (u * (u + d)): a quadratic in u.
-        """
+        """Return the first step from which a stride lowers the loss by at most `least_decrease`, or infinity. With u =
+        b0*k + b1 and d = b0*stride the fall is d / (u * (u + d)): a quadratic in u."""
         fall = self.b0 * stride
         if fall <= 0.0:
             return 0.0
@@ -108,10 +103,8 @@ class StepsLeftEstimate:
 
 def fit_convergence(points: Iterable[LossPoint]) -> ConvergenceModel | None:
     """Fit the curve; return None with fewer than three usable points at different steps: it has three parameters.
-
     Points that are not finite, below zero or before step zero are left out, repeats of a step averaged. A loss that is
-    flat, or rises, gives b0 = 0: it is not converging, or has. A loss of zero throughout is flat.
-    """
+    flat, or rises, gives b0 = 0: it is not converging, or has. A loss of zero throughout is flat."""
     steps, losses = _prepared(points)
     if len(steps) < _NUMBERS:
         return None
@@ -183,10 +176,8 @@ def _prepared(points: Iterable[LossPoint]) -> tuple[Floats, Floats]:
 
 def without_outliers(losses: Floats) -> Floats:
     """Return the losses; one that lies far from the median of the two before and the two after it becomes that median.
-
     Far is four times the median such distance of the whole curve. Optimus names its rule no further than "replaced by
-    the mean of its neighbours"; a median is not dragged by a second outlier. The two points at each end stay.
-    """
+    the mean of its neighbours"; a median is not dragged by a second outlier. The two points at each end stay."""
     count = len(losses)
     if count < 2 * _NEIGHBOURS + 1:
         return losses
@@ -200,11 +191,9 @@ def without_outliers(losses: Floats) -> Floats:
 
 
 def _robust(x: Floats, y: Floats) -> tuple[Curve, float, NDArray[np.bool_], list[tuple[Curve, float]]]:
-    """Fit the points that lie near the curve. Return (curve, squared error, mask of the points, fits of other b2).
-
-    The search starts from a curve that no single outlier can drag. Its errors separate the outliers from points that
-    only lie on a steep part. At least three quarters of the points stay.
-    """
+    """Fit the points that lie near the curve. Return (curve, squared error, mask of the points, fits of other b2). The
+    search starts from a curve that no single outlier can drag. Its errors separate the outliers from points that only
+    lie on a steep part. At least three quarters of the points stay."""
     kept = np.ones(len(x), bool)
     curve = _undragged(x, y)
     most_far = len(x) // 4
@@ -253,7 +242,6 @@ def _axes(x: Floats, curve: Curve, radius: float) -> list[tuple[Curve, Curve]]:
 
 
 def _rest(x: Floats, y: Floats, floor: float) -> tuple[Curve, float]:
-    """Return b0 and b1 for one b2, and the squared error in loss space."""
     from scipy.optimize import nnls
 
     above = y - floor

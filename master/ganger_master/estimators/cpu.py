@@ -1,22 +1,16 @@
-"""How fast a job runs with so many cores for its GPU: rising to a sweet point, flat from there on; and at which
-numbers of cores to measure it.
+"""How fast a job runs with so many cores for its GPU, and at which numbers of cores to measure it.
 
-S(C) = P0*log C + P1*C below theta, P2 from theta on (Xiao et al., "Scheduling CPU for GPU-based deep learning jobs",
-SoCC 2018 poster). Some curves have a second knee where the input pipeline waits for storage before more cores help
-again (Synergy's profiles of AlexNet and ShuffleNet); a `Shelf` describes it. Memory is left to the storage model.
-
-Two designs of few probes: optimal experiment design for the learned predictor (Xiao et al., SoCC 2018 poster; the
-method of Ernest, NSDI 2016), and the bisection of Synergy's optimistic profiling (Mohan et al., OSDI 2022), which
-measures only the cores, at full memory, and only where the rate still changes.
+S(C) = P0*log C + P1*C below the sweet point theta, P2 from theta on (Xiao et al., "Scheduling CPU for GPU-based deep
+learning jobs", SoCC 2018 poster). A `Shelf` is a second knee, as in Synergy's profiles of AlexNet and ShuffleNet.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, combinations, pairwise
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -26,6 +20,8 @@ from ganger_master.estimators.fitting import NOT_FITTED, FitError, Floats, fit_e
 
 # Sweet points are tried this far apart; finer than a core cannot be allocated to a rank anyway.
 THETA_STEP = 0.5
+# Rates closer than this, relative, are the same (Synergy's fixed threshold).
+SAME_RATE = 0.1
 # Weight of the wish that both branches meet at theta: decides theta between two measured points, yields to them else.
 _CONTINUITY = 0.3
 # Weight of a preference for a straight line (P0 = 0) with too few points: one measured 3 % off outweighs it.
@@ -135,15 +131,15 @@ def averaged(points: Iterable[CpuPoint]) -> tuple[CpuPoint, ...]:
     return tuple(CpuPoint(cores, sum(rates) / len(rates)) for cores, rates in sorted(by_cores.items()))
 
 
-def sweet_point_bracket(points: Sequence[CpuPoint], tolerance: float = 0.1) -> tuple[float, float]:
+def sweet_point_bracket(points: Sequence[CpuPoint]) -> tuple[float, float]:
     """Return the interval of cores that contains theta by the measurements alone: (most cores still short of the best
-    rate by more than `tolerance`, fewest cores within it). It is (0, c) if even the fewest measured cores c are
+    rate by more than `SAME_RATE`, fewest cores within it). It is (0, c) if even the fewest measured cores c are
     enough."""
     measured = averaged(points)
     if not measured:
         return (0.0, math.inf)
     best = max(point.rate for point in measured)
-    short = [point.cores for point in measured if point.rate < (1.0 - tolerance) * best]
+    short = [point.cores for point in measured if point.rate < (1.0 - SAME_RATE) * best]
     low = max(short, default=0.0)
     return (low, min(point.cores for point in measured if point.cores > low) if low < measured[-1].cores else math.inf)
 
@@ -173,7 +169,6 @@ def sweet_point_bounds(points: Iterable[CpuPoint]) -> tuple[float, float]:
 
 
 def _sweet_points(most: float) -> Floats:
-    """Return the sweet points that are tried, up to `most` cores."""
     steps = min(_MOST_THETAS, max(1, round((most - 1.0) / THETA_STEP) + 1))
     return np.linspace(min(1.0, most), most, steps)
 
@@ -185,7 +180,6 @@ def _proportional(point: CpuPoint) -> CpuModel:
 
 
 def _best_curve(cores: Floats, rates: Floats) -> tuple[CpuModel, float]:
-    """Return the curve of least squares of relative residuals over all sweet points; ties go to the fewest cores."""
     found = [_curve(cores, rates, float(theta)) for theta in _sweet_points(float(cores[-1]))]
     return min(found, key=lambda fit: (round(fit[1], 9), fit[0].sweet_point))
 
@@ -231,8 +225,6 @@ def _criterion(cost: float, points: int, parameters: int) -> float:
     return points * math.log(max(cost / points, _NOISE**2)) + parameters * math.log(points)
 
 
-# Ends of an interval closer than this need no point between them (Synergy's fixed threshold).
-SAME_RATE = 0.1
 # What Synergy's profiler needs at most on a 24-core server; each costs the job about a minute.
 MOST_POINTS = 8
 
@@ -259,11 +251,9 @@ class SensitivityMatrix:
         return np.array(self.rates, float)
 
     def rate(self, cores: float, memory_bytes: float) -> float:
-        """Return the rate: linear between measured cores, and down to zero below the least of them.
-
-        Memory is rounded down to a measured amount, since a cache model's knee may lie anywhere before the next. Below
-        the least measured amount the rate is in proportion.
-        """
+        """Return the rate: linear between measured cores, and down to zero below the least of them. Memory is rounded
+        down to a measured amount, since a cache model's knee may lie anywhere before the next. Below the least measured
+        amount the rate is in proportion."""
         if not (cores > 0.0 and memory_bytes > 0.0):
             return 0.0
         column = int(np.searchsorted(self.memory_bytes, memory_bytes * (1 + 1e-9), side="right")) - 1
@@ -274,12 +264,10 @@ class SensitivityMatrix:
         return share * float(np.interp(cores, self.cores, rates))
 
 
-def next_cores(points: Sequence[CpuPoint], most_cores: int, same_rate: float = SAME_RATE) -> int | None:
-    """Return the number of cores that Synergy's optimistic profiling measures next, at full memory; None: no more.
-
-    All cores, then one; then the middle of the interval whose ends differ most. It stops when the ends differ by at
-    most `same_rate` of the higher rate, when no whole number of cores lies between them, or after eight points.
-    """
+def next_cores(points: Sequence[CpuPoint], most_cores: int) -> int | None:
+    """Return the number of cores that Synergy's optimistic profiling measures next, at full memory; None: no more. All
+    cores, then one; then the middle of the interval whose ends differ most. It stops when the ends differ by at most
+    `SAME_RATE` of the higher rate, when no whole number of cores lies between them, or after eight points."""
     measured = averaged(points)
     counts = [round(point.cores) for point in measured]
     if most_cores < 1:
@@ -294,58 +282,39 @@ def next_cores(points: Sequence[CpuPoint], most_cores: int, same_rate: float = S
         for low, high in pairwise(measured)
         if round(high.cores) - round(low.cores) > 1
     ]
-    wide = [step for step in steps if -step[0] > same_rate]
+    wide = [step for step in steps if -step[0] > SAME_RATE]
     return min(wide)[1] if wide else None
 
 
-# Sets of probes are compared one by one: C(24, 4) = 10,626. More candidates are thinned evenly in their logarithm.
-_CANDIDATES = 24
-_MOST_PROBES = 4
 # Keeps the trace finite while fewer probes than coefficients were made.
 _RIDGE = 1e-3
+# Relative change of predicted rates that is worth no further probe.
+_PRECISION = 0.05
 
 
-def a_optimal(
-    candidates: Sequence[int],
-    budget: float,
-    model: CpuModel | None = None,
-    known: Sequence[CpuPoint] = (),
-    cost: Mapping[int, float] | None = None,
-) -> tuple[int, ...]:
-    """Return the numbers of cores to probe, ascending: the A-optimal set, with the smallest trace of (X^T X)^-1.
+def most_telling(candidates: Iterable[int], model: CpuModel, known: Sequence[CpuPoint]) -> int:
+    """Return the A-optimal number of cores to probe after the `known` ones: with the smallest trace of (X^T X)^-1, the
+    summed variance of the fitted (P0, P1, P2) in relative error. Ties go to the first."""
 
-    All sets of at most four candidates within `budget` are compared by the summed variance of the fitted (P0, P1, P2),
-    in relative error. Ties go to the cheaper, then the smaller set.
+    def row(cores: float) -> Floats:
+        """Return the derivatives of the relative rate."""
+        if cores >= model.sweet_point:
+            return np.array([0.0, 0.0, 1.0 / model.plateau])
+        return np.array([math.log(max(cores, 1.0)), cores, 0.0]) / model.rate(cores)
 
-    * `cost`: of each candidate, in the unit of the budget; 1 without it.
-    * `model`: the present fit, which weighs each probe by its predicted rate. Without one the rate is assumed to grow
-      in proportion, and no plateau is estimated.
-    * `known`: probes that are made.
-    """
-    cores = _thinned(sorted({count for count in candidates if count >= 1}))
-    prices = {count: 1.0 if cost is None else cost[count] for count in cores}
-    made = np.array([_row(point.cores, model) for point in averaged(known)]).reshape(-1, 3)
-    unknowns = slice(0, 3 if model is not None else 2)
+    made = np.array([row(point.cores) for point in averaged(known)]).reshape(-1, 3)
     base = made.T @ made + _RIDGE * np.eye(3)
-    rows = {count: _row(float(count), model) for count in cores}
-    best: tuple[float, float, tuple[int, ...]] = (math.inf, 0.0, ())
-    for chosen in chain.from_iterable(combinations(cores, size) for size in range(_MOST_PROBES + 1)):
-        price = sum(prices[count] for count in chosen)
-        if price > budget:
-            continue
-        information = base + sum((np.outer(rows[count], rows[count]) for count in chosen), np.zeros((3, 3)))
-        variance = float(np.trace(np.linalg.inv(information[unknowns, unknowns])))
-        best = min(best, (round(variance, 9), price, chosen))
-    return best[2]
+    traces = {count: np.trace(np.linalg.inv(base + np.outer(row(count), row(count)))) for count in candidates}
+    return min(traces, key=lambda count: round(float(traces[count]), 9))
 
 
-def next_probe(points: Sequence[CpuPoint], most_cores: int, precision: float = 0.05) -> int | None:
+def next_probe(points: Sequence[CpuPoint], most_cores: int) -> int | None:
     """Return the next number of cores to measure, given `points` in the order of measurement; None: enough is known.
 
     All cores, then one, then inside the bracket of the sweet point: where the fit places it, or in the middle if the
     fit places it elsewhere. This ends when the bracket is one core wide, or the last probe changed no predicted rate by
-    more than `precision`. The last probe is an A-optimal one of the lower slope, if it has none. A curve that the fit
-    misses by twice `precision` has another shape and is measured by Synergy's bisection.
+    more than `_PRECISION`. The last probe is an A-optimal one of the lower slope, if it has none. A curve that the fit
+    misses by twice that has another shape and is measured by Synergy's bisection.
     """
     measured = {round(point.cores) for point in averaged(points)}
     if most_cores < 1:
@@ -355,9 +324,9 @@ def next_probe(points: Sequence[CpuPoint], most_cores: int, precision: float = 0
             return count
     low, high = sweet_point_bracket(points)
     model = fit_cpu(points)
-    if model is None or model.error.worst > 2.0 * precision or len(measured) > MOST_POINTS:
+    if model is None or model.error.worst > 2.0 * _PRECISION or len(measured) > MOST_POINTS:
         return next_cores(points, most_cores)
-    if high - low > 1.0 and (len(measured) <= 3 or _moved(points, most_cores) > precision):
+    if high - low > 1.0 and (len(measured) <= 3 or _moved(points, most_cores) > _PRECISION):
         inside = [c for c in range(math.floor(low) + 1, math.ceil(min(high, most_cores))) if c not in measured]
         if inside:
             sees = low < model.sweet_point < high and len(inside) > 2
@@ -365,12 +334,11 @@ def next_probe(points: Sequence[CpuPoint], most_cores: int, precision: float = 0
             return nearest if sees else inside[(len(inside) - 1) // 2]
     slope = range(2, math.floor(2.0 * low / 3.0) + 1)
     if slope and measured.isdisjoint(slope):
-        return a_optimal(slope, 1.0, model, points)[0]
+        return most_telling(slope, model, points)
     return None
 
 
 def _moved(points: Sequence[CpuPoint], most_cores: int) -> float:
-    """Return the largest relative change that the last measurement made to the predicted curve."""
     cores = np.arange(1, most_cores + 1)
     before, after = fit_cpu(points[:-1]), fit_cpu(points)
     if before is None or after is None:
@@ -378,19 +346,3 @@ def _moved(points: Sequence[CpuPoint], most_cores: int) -> float:
     was, now = before.rates(cores), after.rates(cores)
     ratio = np.divide(now, was, out=np.full(len(cores), np.inf), where=was > 0.0)
     return float(np.max(np.abs(ratio - 1.0)))
-
-
-def _row(cores: float, model: CpuModel | None) -> Floats:
-    """Return the derivatives of the relative rate by (P0, P1, P2)."""
-    if model is None:
-        return np.array([math.log(max(cores, 1.0)) / cores, 1.0, 0.0])
-    if cores >= model.sweet_point:
-        return np.array([0.0, 0.0, 1.0 / model.plateau])
-    return np.array([math.log(max(cores, 1.0)), cores, 0.0]) / model.rate(cores)
-
-
-def _thinned(cores: list[int]) -> list[int]:
-    if len(cores) <= _CANDIDATES:
-        return cores
-    places = np.unique(np.round(np.geomspace(1, len(cores), _CANDIDATES)).astype(int)) - 1
-    return [cores[place] for place in places]

@@ -1,28 +1,18 @@
-"""How far a fit is from what was measured, always as a share of the measured value.
+"""Relative errors of fits, and the posterior of a law's numbers given measurements and a prior.
 
-Relative, because a model that is 0.2 steps/s off is useless for a slow job and perfect for a fast one.
-
-What measurements say about the numbers of a law, given what was believed before: mode and spread.
-
-The law predicts logarithms of rates or times, so that errors are relative and scales multiply. The mode is a
-least-squares problem (MINPACK's Levenberg-Marquardt, by SciPy); the spread is the curvature there (Laplace). With no
-measurements the belief comes back as it was; with fewer than numbers, what they leave open keeps its prior: nothing is
-ever under-determined.
-
-All estimators leave out measured values that are not finite and above zero; a fit without a usable point is None.
+Laws predict logarithms, so that errors are relative. All estimators leave out measured values that are not finite and
+above zero; a fit without a usable point is None.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Floats = NDArray[np.float64]
-Point = TypeVar("Point")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +39,6 @@ def fit_error(predicted: ArrayLike, measured: ArrayLike) -> FitError:
         return NOT_FITTED
     relative = np.abs(expected / actual - 1.0)
     return FitError(actual.size, float(relative.mean()), float(relative.max()))
-
-
-def left_out_error(
-    points: Sequence[Point], rate: Callable[[Point], float], predict: Callable[[Sequence[Point], Point], float]
-) -> FitError:
-    """Each point predicted from the others: what the fit is worth where nothing was measured.
-
-    `predict(others, point)` fits the others and evaluates at the point; needs two points, else nothing can be left out.
-    """
-    if len(points) < 2:
-        return NOT_FITTED
-    predicted = [predict([*points[:i], *points[i + 1 :]], point) for i, point in enumerate(points)]
-    return fit_error(predicted, [rate(point) for point in points])
 
 
 def is_usable(*values: float) -> bool:

@@ -1,19 +1,13 @@
-"""Estimates of remaining running time from similar jobs: those of the same kind that were submitted next to it.
+"""Estimates of remaining running time from jobs of the same kind (user and gang size) submitted next to a job.
 
-Users submit series: one program with different parameters on the same number of GPUs. So a job resembles the jobs of
-its kind (user and gang size) submitted just before and after it. Each neighbour gives its running time or, while it is
-live, a lower bound. The hazard of each bucket of running time is estimated as by Kaplan and Meier (1958), with larger
-weights w for nearer jobs:
+With weights w of neighbours, which are larger for nearer ones, the hazard of each bucket of running time is
 
-    h(b) = (sum of w over neighbours that ended in b + lean x g(b)) / (sum of w over neighbours that came to b + lean).
+    h(b) = (sum of w over neighbours that ended in b + lean x g(b)) / (sum of w over neighbours that came to b + lean)
 
-The prior g is the same estimate over all jobs; its own prior makes every doubling equally likely. A running neighbour
-counts for the buckets that it has passed. From h follows Gittins's index of a job that has run for a:
+as by Kaplan and Meier (1958); g is the same estimate over all jobs. From h follows Gittins's index of a job that has
+run for a (Gittins 1979; Aalto, Ayesta and Righter 2009): the max over D of
 
-    G(a) = max over D of  P(T - a <= D | T > a) / E[min(T - a, D) | T > a],
-
-the highest rate at which running ends such a job (Gittins 1979; Aalto, Ayesta and Righter 2009 for unknown service
-times). Serving the highest rate per GPU first minimises the mean time in system on one server. No duration is an input.
+    P(T - a <= D | T > a) / E[min(T - a, D) | T > a].
 """
 
 from __future__ import annotations
@@ -67,8 +61,6 @@ Integers = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 @dataclass(slots=True)
 class _Kind:
-    """Jobs of one user and gang size, by place in the sequence of their submissions."""
-
     submitted: int = 0
     slots: dict[int, int] = field(default_factory=dict)
     # Buckets in which the latest jobs ended; -1 for live jobs and for those without an observed end.
@@ -168,8 +160,7 @@ class ServiceMemory:
         if len(old):
             self._index[old] = gittins(self._hazards(old), self._bucket[old])
             self._is_fresh[old] = True
-        found: Floats = self._index[slots]
-        return found
+        return np.asarray(self._index[slots], float)
 
     def remaining_s(self, slots: Integers, ran_s: Floats) -> Floats:
         """How long the jobs in these slots, which have run so long, will run yet: the median, in seconds. NaN before
@@ -187,7 +178,6 @@ class ServiceMemory:
                 self._goes_on(slot, bucket)
 
     def _hazards(self, slots: Integers) -> Floats:
-        """Return (slots, BUCKETS): the share of the jobs that come to a bucket that ends in it."""
         of_all_jobs = (self._all_ended + _ALL_LEAN * _EVEN) / (self._all_came + _ALL_LEAN)
         found: Floats = self._ended.take(slots, axis=0)
         found += _LEAN * of_all_jobs
@@ -211,7 +201,6 @@ class ServiceMemory:
         self._bucket[slot], self._leaves_s[slot], self._is_fresh[slot] = bucket, _ALMOST_NEXT_S[bucket], False
 
     def _neighbours(self, slot: int) -> tuple[Integers, Floats]:
-        """Slots of those that live next to this one's place, and how much they make of each other."""
         beside = self._beside[slot]
         at = (beside >= 0).nonzero()[0]
         return beside[at], _BESIDE[at]
@@ -248,16 +237,13 @@ def gittins(hazards: Floats, buckets: Integers) -> Floats:
     ending *= _MEANS_AHEAD_S.take(buckets, axis=0)
     taken = np.add.accumulate(ending, axis=1, out=ending)
     taken += goes_on * _ENDS_AHEAD_S.take(buckets, axis=0)
-    best: Floats = np.maximum.reduce((1.0 - goes_on) / taken, axis=1, initial=0.0)
-    return best
+    return np.asarray(np.maximum.reduce((1.0 - goes_on) / taken, axis=1, initial=0.0), float)
 
 
 def median_left(hazards: Floats, ran_s: Floats) -> Floats:
     """Return the seconds, at least 0, until half of the jobs like each (rows) that have run for `ran_s` have ended.
-
     `hazards` (jobs, BUCKETS): as for `gittins`. Ends in a bucket are spread evenly over its logarithm. Where more than
-    half of the jobs pass the last edge, the result is the time to that edge.
-    """
+    half of the jobs pass the last edge, the result is the time to that edge."""
     edges = np.log2(EDGES_S)
     at = np.log2(np.clip(ran_s, EDGES_S[0], EDGES_S[-1]))
     first = np.minimum(np.searchsorted(edges, at, side="right") - 1, BUCKETS - 1)
@@ -272,5 +258,4 @@ def median_left(hazards: Floats, ran_s: Floats) -> Floats:
     high, low = survives[rows, after - 1], survives[rows, after]
     fallen = np.divide(high - now / 2.0, high - low, out=np.ones(len(rows)), where=high > low)
     end = edges[after - 1] + np.clip(fallen, 0.0, 1.0) * (edges[after] - edges[after - 1])
-    left: Floats = np.maximum(2.0**end - np.maximum(ran_s, 0.0), 0.0)
-    return left
+    return np.asarray(np.maximum(2.0**end - np.maximum(ran_s, 0.0), 0.0), float)

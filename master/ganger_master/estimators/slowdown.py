@@ -1,14 +1,8 @@
 """Slowdown of jobs that share a GPU, and of a job whose GPUs lie further apart.
 
-**Interference.** On one GPU, time is conserved: residents that together want more than all of it each run at the share
-they get, speed = min(1, 1 / sum of loads), a load being utilisation times a multiplier plus an overhead for being there
-at all. Both numbers belong to the type of GPU (sharing is cheaper on later ones) and are learned from packs that were
-tried: published figures are a prior. A forecast only says what is worth trying; what is kept is decided by measuring
-(Gandiva, OSDI 2018, section 3.3).
-
-**Locality.** Relative speed is against the same GPUs in one server at the best level. Across servers the lost time
-grows with servers and GPUs, fitted by non-negative least squares; inside a server and beyond a rack it grows by level.
-Measured: Xiao et al. (SOSP 2017 SRC), Figure 1; Chronus's table of five models.
+**Interference.** Residents that together want more than the whole GPU each run at min(1, 1 / sum of loads); a load is
+utilisation times a multiplier plus an overhead, both learned by type of GPU. **Locality.** Lost time grows with servers
+and GPUs, fitted by non-negative least squares (Xiao et al., SOSP 2017 SRC, Figure 1; Chronus's table).
 """
 
 from __future__ import annotations
@@ -77,18 +71,12 @@ class ColocationTrial:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Sum of relative speeds (time slicing gives exactly 1), with its 80 % range; the slowest resident's speed."""
+    """Sum of relative speeds (time slicing gives exactly 1), with its 80 % range."""
 
     gain: float
     low: float
     high: float
-    slowest: float
     fits: bool
-
-    @property
-    def is_promising(self) -> bool:
-        """Memory fits and the pack is more likely than not better than time slicing."""
-        return self.fits and self.gain > 1.0
 
 
 def shared_speeds(pressures: Sequence[Pressure], contention: Contention = UNKNOWN_DEVICE) -> tuple[float, ...]:
@@ -108,7 +96,7 @@ def forecast(
     speeds = shared_speeds(pressures, contention)
     fits = fit_together(pressures, device_memory_bytes)
     if not speeds:
-        return Forecast(0.0, 0.0, 0.0, 0.0, fits)
+        return Forecast(0.0, 0.0, 0.0, fits)
     gain = sum(speeds)
 
     def law(numbers: Floats) -> Floats:
@@ -119,7 +107,7 @@ def forecast(
     if len(speeds) == 1:
         spread = 0.0
     # 1.28 deviations either way hold 80 %
-    return Forecast(gain, gain * math.exp(-1.28 * spread), gain * math.exp(1.28 * spread), min(speeds), fits)
+    return Forecast(gain, gain * math.exp(-1.28 * spread), gain * math.exp(1.28 * spread), fits)
 
 
 def learn(contention: Contention, trials: Iterable[ColocationTrial]) -> Contention:
@@ -189,38 +177,21 @@ class LocalityModel:
         apart = self.across + self.per_node * (nodes - 2) + self.per_gpu * (gpus - 2)
         return 1.0 / (1.0 + apart + self.beyond * (max(level, LocalityLevel.RACK) - LocalityLevel.RACK))
 
-    def widest_level(self, gpus: int, gpus_per_node: int, loss: float) -> LocalityLevel:
-        """The widest level at which the job, on as few servers as hold it, loses at most `loss` of its best possible
-        speed there; at least the closest that holds it at all."""
-        nodes = max(1, -(-gpus // max(1, gpus_per_node)))
-        levels = [level for level in LocalityLevel if (level > LocalityLevel.NODE) == (nodes > 1)]
-        if nodes == 1 and gpus > 1:
-            # a job that fits one server may also be split over two
-            levels = list(LocalityLevel)
-        tolerated = levels[0]
-        best = self.relative_speed(gpus, nodes, levels[0])
-        for level in levels:
-            spread = max(nodes, 2) if level > LocalityLevel.NODE else nodes
-            if self.relative_speed(gpus, spread, level) >= (1.0 - loss) * best:
-                tolerated = level
-        return LocalityLevel.CLUSTER if gpus < 2 else tolerated
-
 
 # The middle of Chronus's five models, and of Figure 1b for the levels inside a server (AlexNet -27 %, ResNet152 -11 %
 # from one switch to another socket). Beyond a rack nothing is published: a tenth per level.
 UNKNOWN_JOB = LocalityModel(across=0.05, per_node=0.1, per_gpu=0.03, inside=0.1, beyond=0.1)
 
 
-def fit_locality(points: Iterable[LocalityPoint], prior: LocalityModel = UNKNOWN_JOB) -> LocalityModel:
-    """The coefficients of least error in relative speed; the prior itself without a usable point.
-
-    Points of one GPU, or with a speed that is not finite and above zero, say nothing and are left out; speeds above 1
-    are noise and count as they are. Fewer points than coefficients: the rest follows the prior.
-    """
+def fit_locality(points: Iterable[LocalityPoint]) -> LocalityModel:
+    """The coefficients of least error in relative speed; `UNKNOWN_JOB`, the prior, without a usable point. Points of
+    one GPU, or with a speed that is not finite and above zero, say nothing and are left out; speeds above 1 are noise
+    and count as they are. Fewer points than coefficients: the rest follows the prior."""
     # Loading it takes longer than a short simulation, which may fit nothing.
     from scipy.optimize import nnls
 
     usable = [p for p in points if is_usable(p.relative_speed) and p.gpus > 1 and p.nodes >= 1]
+    prior = UNKNOWN_JOB
     if not usable:
         return prior
     rows = np.array([_features(point) for point in usable])
@@ -261,13 +232,8 @@ def measured_loss(
     points: tuple[LocalityPoint, ...], gpus: int, nodes: int, inside: LocalityLevel = LocalityLevel.NODE
 ) -> LocalityLoss | None:
     """Return the loss of a gang beyond the level that it tolerates; None if no measured level costs more than
-    `LEAST_LOSS`, or none was measured. Levels without a measurement count as not tolerated.
-
-    Args:
-        points: Measurements of gangs that behave like it.
-        gpus, nodes: GPUs of the gang, and the fewest servers that hold them.
-        inside: The level of its GPUs in one server, for a gang that fits into one.
-    """
+    `LEAST_LOSS`, or none was measured. Levels without a measurement count as not tolerated. `points`: of gangs that
+    behave like it; `nodes`: the fewest servers that hold it; `inside`: the level of its GPUs in one."""
     usable = [point for point in points if is_usable(point.relative_speed) and point.gpus > 1]
     measured = sorted({point.level for point in usable if point.nodes > 1})
     closest = LocalityLevel.NODE if nodes < 2 else LocalityLevel.RACK

@@ -1,19 +1,14 @@
 """Speed of data-parallel training: seconds of a step with all-reduce, and steps per second over parameter servers.
 
-**All-reduce**, by GPUs, nodes and samples per GPU. Pollux (OSDI 2021), section 3.2: computing takes a + b*m; summing
-gradients takes nothing on one GPU, al + bl*(n - 2) within a node, an + bn*(n - 2) across nodes; the two overlap to a
-degree gamma: T = (T_compute^gamma + T_sync^gamma)^(1/gamma), from one after the other (1) to hidden in each other (10).
+**All-reduce** (Pollux, OSDI 2021, section 3.2): computing takes a + b*m; summing gradients nothing on one GPU, al +
+bl*(n - 2) within a node, an + bn*(n - 2) across nodes. T = (T_compute^gamma + T_sync^gamma)^(1/gamma).
 
-**Parameter servers**, by the numbers of servers and workers. Optimus (Peng et al., EuroSys 2018), section 3.2. A step
-takes the worker's computation, the transfer over the servers' links, which the workers share, the update, and overhead
-for each connection. With p servers and w workers
+**Parameter servers** (Optimus, EuroSys 2018, section 3.2), with p servers, w workers, global batch M and all t >= 0
 
-    synchronous   1 / (t0*M/w + t1 + t2*w/p + t3*w + t4*p + t5/p)     M: global batch
+    synchronous   1 / (t0*M/w + t1 + t2*w/p + t3*w + t4*p + t5/p)
     asynchronous  w / (t0 + t1*w/p + t2*w + t3*p)
 
-all t >= 0. The reciprocals are linear in t and fitted by non-negative least squares in relative error. t5 is an
-addition: servers apply one summed update per synchronous step, each to its part of the model. Without it the published
-measurements with one server are off by a factor.
+t5 is an addition: servers apply one summed update per step, each to its part of the model.
 """
 
 from __future__ import annotations
@@ -26,16 +21,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ganger_master.estimators.fitting import (
-    NOT_FITTED,
-    Belief,
-    FitError,
-    Floats,
-    fit_error,
-    is_usable,
-    left_out_error,
-    posterior,
-)
+from ganger_master.estimators.fitting import NOT_FITTED, Belief, FitError, Floats, fit_error, is_usable, posterior
 
 MOST_OVERLAP = 10.0
 # A law of seven numbers misses measured steps by about this much (see the tests); fits need not do better.
@@ -92,7 +78,9 @@ class AllReduceModel:
         beyond = np.maximum(gpus - 2.0, 0.0)
         sync = np.where(nodes < 2, self.local + self.local_per_gpu * beyond, self.across + self.across_per_gpu * beyond)
         compute = self.fixed + self.per_sample * np.asarray(samples, float)
-        return _all_overlapped(compute, np.where(gpus < 2, 0.0, sync), self.overlap)
+        sync = np.where(gpus < 2, 0.0, sync)
+        longer, shorter = np.maximum(compute, sync), np.minimum(compute, sync)
+        return np.asarray(longer * (1.0 + (shorter / longer) ** self.overlap) ** (1.0 / self.overlap), float)
 
 
 def overlapped(compute: float, sync: float, overlap: float) -> float:
@@ -104,15 +92,13 @@ def overlapped(compute: float, sync: float, overlap: float) -> float:
 
 
 def fit_allreduce(points: Iterable[StepPoint]) -> AllReduceModel | None:
-    """Return the coefficients of least relative error; None if no point is usable.
-
-    Coefficients that nothing measured follow a weak prior in shares of the step (see `_SHARES`): one point gives a step
-    time and a guess how it scales. Unusable points (not finite, not above zero, more nodes than GPUs) are left out.
-    """
+    """Return the coefficients of least relative error; None if no point is usable. Coefficients that nothing measured
+    follow a weak prior in shares of the step (see `_SHARES`): one point gives a step time and a guess how it scales.
+    Unusable points (not finite, not above zero, more nodes than GPUs) are left out."""
     usable = [p for p in points if is_usable(p.samples, p.seconds) and 1 <= p.nodes <= p.gpus]
     if not usable:
         return None
-    columns = _columns(usable)
+    columns = [np.array([getattr(point, name) for point in usable], float) for name in ("gpus", "nodes", "samples")]
     seconds = np.array([point.seconds for point in usable])
     belief = posterior(
         _prior(usable),
@@ -135,19 +121,6 @@ def _model(numbers: Floats) -> AllReduceModel:
     fixed, sample, local, local_more, across, across_more = (math.exp(min(n, 300.0)) for n in numbers[:6].tolist())
     overlap = 1.0 + (MOST_OVERLAP - 1.0) / (1.0 + math.exp(-max(min(float(numbers[6]), 30.0), -30.0)))
     return AllReduceModel(fixed, sample, local, local_more, across, across_more, overlap)
-
-
-def _columns(points: Sequence[StepPoint]) -> tuple[Floats, Floats, Floats]:
-    return (
-        np.array([point.gpus for point in points], float),
-        np.array([point.nodes for point in points], float),
-        np.array([point.samples for point in points], float),
-    )
-
-
-def _all_overlapped(compute: Floats, sync: Floats, overlap: float) -> Floats:
-    longer, shorter = np.maximum(compute, sync), np.minimum(compute, sync)
-    return np.asarray(longer * (1.0 + (shorter / longer) ** overlap) ** (1.0 / overlap), float)
 
 
 class UpdateMode(Enum):
@@ -177,24 +150,16 @@ class ServerPoint:
 
 @dataclass(frozen=True, slots=True)
 class ServerSpeed:
-    """The fitted coefficients in seconds; `error` on the points used, `left_out` on each when the others are used."""
+    """The fitted coefficients in seconds; `error` on the points used."""
 
     mode: UpdateMode
     coefficients: tuple[float, ...]
     batch: float = 1.0
     error: FitError = NOT_FITTED
-    left_out: FitError = NOT_FITTED
 
     def steps_per_second(self, servers: int, workers: int) -> float:
         """Return the steps/s of a job; zero without a server or a worker."""
-        if servers < 1 or workers < 1:
-            return 0.0
-        p, w, t = float(servers), float(workers), self.coefficients
-        if self.mode is UpdateMode.ASYNCHRONOUS:
-            seconds = t[0] + t[1] * w / p + t[2] * w + t[3] * p
-            return w / seconds if seconds > 0.0 else math.inf
-        seconds = t[0] * self.batch / w + t[1] + t[2] * w / p + t[3] * w + t[4] * p + t[5] / p
-        return 1.0 / seconds if seconds > 0.0 else math.inf
+        return float(self.all_steps_per_second(servers, workers))
 
     def all_steps_per_second(self, servers: ArrayLike, workers: ArrayLike) -> Floats:
         """Return `steps_per_second` for arrays of one shape."""
@@ -219,30 +184,16 @@ def fit_server_speed(points: Iterable[ServerPoint], mode: UpdateMode, batch: flo
     zero, counts at least one: the published file has failed runs with speed 0).
 
     With fewer points than coefficients, those that no point determines follow a weak prior. Speeds far from the points
-    are guesses; `left_out` reports how good such guesses were.
+    are guesses.
     """
     if not is_usable(batch):
         raise ValueError(f"batch {batch} must be finite and above zero")
     usable = [p for p in points if is_usable(p.steps_per_second) and p.servers >= 1 and p.workers >= 1]
     if not usable:
         return None
-    coefficients = _solve(usable, mode, batch)
-    model = ServerSpeed(mode, coefficients, batch)
-
-    def predict(others: Sequence[ServerPoint], point: ServerPoint) -> float:
-        alone = ServerSpeed(mode, _solve(others, mode, batch), batch)
-        return alone.steps_per_second(point.servers, point.workers)
-
-    return ServerSpeed(
-        mode,
-        coefficients,
-        batch,
-        fit_error(
-            [model.steps_per_second(point.servers, point.workers) for point in usable],
-            [point.steps_per_second for point in usable],
-        ),
-        left_out_error(usable, lambda point: point.steps_per_second, predict),
-    )
+    model = ServerSpeed(mode, _solve(usable, mode, batch), batch)
+    predicted = [model.steps_per_second(point.servers, point.workers) for point in usable]
+    return replace(model, error=fit_error(predicted, [point.steps_per_second for point in usable]))
 
 
 def _solve(points: Sequence[ServerPoint], mode: UpdateMode, batch: float) -> tuple[float, ...]:
@@ -259,92 +210,3 @@ def _solve(points: Sequence[ServerPoint], mode: UpdateMode, batch: float) -> tup
 
     solution, _ = nnls(matrix, np.concatenate([np.ones(len(points)), _PRIOR_TRUST * wish]))
     return tuple(float(value) for value in solution * scale)
-
-
-# Samples of a new job; more gain little (Optimus: ten for an error below 10 %).
-FIRST_POINTS = 8
-# Keeps the determinant above zero until as many points as coefficients are chosen.
-_RIDGE = 1e-3
-# Exchanges converge; the bound is for ties that would alternate.
-_MOST_EXCHANGES = 50
-# Seconds per coefficient that weigh the candidates before any measurement: computation, overhead, transfer and update
-# weigh the same, connections little.
-_GUESS = {UpdateMode.SYNCHRONOUS: (1.0, 1.0, 1.0, 0.02, 0.02, 0.5), UpdateMode.ASYNCHRONOUS: (1.0, 1.0, 0.02, 0.02)}
-
-
-def d_optimal(rows: Floats, count: int, known: Floats | None = None) -> tuple[int, ...]:
-    """Return the indices, ascending, of the D-optimal `count` candidates: greedy on det(X^T X), then exchanges.
-
-    `rows`: (candidates, coefficients) of a law that is linear in its coefficients. `known`: rows that are measured.
-    Ties go to the earlier candidate; a `count` beyond the candidates gives all of them. ValueError for another shape.
-    """
-    candidates = np.asarray(rows, float)
-    if candidates.ndim != 2:
-        raise ValueError(f"rows must be candidates by coefficients, not {candidates.shape}")
-    total, width = candidates.shape
-    if count >= total:
-        return tuple(range(total))
-    size = np.maximum(np.sqrt(np.mean(candidates**2, axis=0)), 1e-300)
-    x = candidates / size
-    base = _RIDGE * np.eye(width)
-    if known is not None and len(known):
-        base = base + (known / size).T @ (known / size)
-    chosen: list[int] = []
-    information = base
-    for _ in range(max(0, count)):
-        chosen.append(_most_informative(x, information, chosen))
-        information = information + np.outer(x[chosen[-1]], x[chosen[-1]])
-    for _ in range(_MOST_EXCHANGES):
-        better = _exchange(x, base, chosen)
-        if better == chosen:
-            break
-        chosen = better
-    return tuple(sorted(chosen))
-
-
-def first_placements(
-    candidates: Sequence[tuple[int, int]],
-    mode: UpdateMode,
-    batch: float = 1.0,
-    count: int = FIRST_POINTS,
-    model: ServerSpeed | None = None,
-    known: Sequence[tuple[int, int]] = (),
-) -> tuple[tuple[int, int], ...]:
-    """Return the D-optimal `count` of the candidate (servers, workers) at which to measure a new job, in their order.
-
-    Optimus draws its eight to ten at random; as many D-optimal ones leave about seven tenths of the error. `model`: the
-    present fit, which weighs each candidate by its predicted step. `known`: placements that are measured.
-    """
-
-    def rows(pairs: Sequence[tuple[int, int]]) -> Floats:
-        p, w = np.array([pair[0] for pair in pairs], float), np.array([pair[1] for pair in pairs], float)
-        if model is None:
-            plain = features(mode, p, w)
-            return np.asarray(plain / (plain @ np.array(_GUESS[mode]))[:, None], float)
-        rates = model.all_steps_per_second(p, w) / (w if mode is UpdateMode.ASYNCHRONOUS else 1.0)
-        return np.asarray(features(mode, p, w, batch) * rates[:, None], float)
-
-    if not candidates:
-        return ()
-    chosen = d_optimal(rows(candidates), count, rows(known) if known else None)
-    return tuple(candidates[i] for i in chosen)
-
-
-def _most_informative(x: Floats, information: Floats, taken: list[int]) -> int:
-    gain = np.einsum("ij,ij->i", x @ np.linalg.inv(information), x)
-    gain[taken] = -1.0
-    return int(np.argmax(np.round(gain, 9)))
-
-
-def _exchange(x: Floats, base: Floats, chosen: list[int]) -> list[int]:
-    """Return the choice after the best exchange of one member for one candidate, or the same choice."""
-    best = (float(np.linalg.slogdet(base + x[chosen].T @ x[chosen])[1]) + 1e-9, chosen)
-    for place in range(len(chosen)):
-        rest = [*chosen[:place], *chosen[place + 1 :]]
-        information = base + x[rest].T @ x[rest]
-        candidate = _most_informative(x, information, rest)
-        swapped = [*rest, candidate]
-        value = float(np.linalg.slogdet(information + np.outer(x[candidate], x[candidate]))[1])
-        if value > best[0]:
-            best = (value + 1e-9, swapped)
-    return best[1]

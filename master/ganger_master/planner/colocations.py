@@ -1,11 +1,5 @@
-"""Co-locations of `gandiva` (Xiao et al., OSDI 2018, section 3.3): try two running gangs on the same devices, and keep
-or end each co-location by the measured rates.
-
-Trials begin only while the cluster is oversubscribed, and only with gangs that were measured alone, if only in their
-time slices. Such gangs leave their time-slice groups first (`planner.timeslice_exits`). The guest moves to the host's
-devices, and each gets half of the host's cores. The measured rates decide whether the co-location is kept; a kept one
-is watched for as long as it lasts. When one ends, its guest is parked and time-sliced again. The state is a value that
-survives restarts (`planner.memory`); without it, existing co-locations are undone and may be tried anew.
+"""Co-locations: try two running gangs on the same devices, and keep or end each by the measured rates (Gandiva, Xiao et
+al., OSDI 2018, section 3.3). Without the state existing co-locations are undone and may be tried anew.
 """
 
 from __future__ import annotations
@@ -13,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Final
 
 from ganger.cluster.claims import resplit_cores
@@ -38,8 +32,16 @@ from ganger_master.core.plan_changes import (
 )
 from ganger_master.estimators.slowdown import UNKNOWN_DEVICE, Contention, Pressure, learn
 from ganger_master.planner.context import PlanContext
-from ganger_master.planner.device_groups import as_held, fits_beside, may_be_slower, shares_all, takes_turns
-from ganger_master.planner.job_table import LiveTable
+from ganger_master.planner.device_groups import (
+    Holder,
+    as_held,
+    fits_beside,
+    may_be_slower,
+    seat_of,
+    shares_all,
+    takes_turns,
+)
+from ganger_master.policies import Tune
 from ganger_master.policies.colocation_choice import (
     ALONE_WINDOWS,
     Berth,
@@ -51,8 +53,7 @@ from ganger_master.policies.colocation_choice import (
     still_pays,
     verdict,
 )
-from ganger_master.policies.fairness import Seat
-from ganger_master.policies.stages import Tune
+from ganger_master.policies.make_room import overlap
 from ganger_master.policies.trials import FIRST_WINDOWS, FailedTrials, Judged, TrialRates, TrialVerdict, normalised
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ _NO_ROOM: Final = "jobs that rest on their devices keep so much memory there tha
 
 @dataclass(frozen=True, slots=True)
 class Colocation:
+    """A co-location, or one whose jobs leave their time-slice groups first."""
+
     proposal: ColocationProposal
     since_s: float
     is_kept: bool = False
@@ -80,18 +83,6 @@ class Colocation:
         return tuple([one.number for berth in berths for one in berth.residents])
 
     @property
-    def guest(self) -> int:
-        return self.proposal.guest.residents[0].number
-
-
-@dataclass(frozen=True, slots=True)
-class TimesliceExit:
-    """A job that leaves its time-slice group before it is co-located."""
-
-    proposal: ColocationProposal
-    since_s: float
-
-    @property
     def host(self) -> int:
         return self.proposal.host.residents[0].number
 
@@ -99,31 +90,17 @@ class TimesliceExit:
     def guest(self) -> int:
         return self.proposal.guest.residents[0].number
 
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        return (self.host, self.guest)
-
-
-@dataclass(frozen=True, slots=True)
-class ColocationEnd:
-    """A co-location that was undone: its host gets its cores back once the guest is parked."""
-
-    host: int
-    guest: int
-    since_s: float
-
 
 @dataclass(frozen=True, slots=True)
 class Colocations:
-    """Co-locations, trials and planned ones. `tried` and `kept` count decisions."""
+    """Co-locations and trials; jobs that leave their groups for one; and those undone, whose hosts get their cores back
+    once their guests are parked."""
 
     packs: tuple[Colocation, ...] = ()
-    leaving: tuple[TimesliceExit, ...] = ()
-    parting: tuple[ColocationEnd, ...] = ()
+    leaving: tuple[Colocation, ...] = ()
+    parting: tuple[Colocation, ...] = ()
     failed: FailedTrials[Pair] = field(default_factory=FailedTrials)
     contention: Mapping[str, Contention] = field(default_factory=dict)
-    tried: int = 0
-    kept: int = 0
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -139,10 +116,12 @@ class Colocations:
         """Return the numbers of jobs in trials, and of those on their way into or out of one."""
         if not self.is_trying:
             return frozenset()
-        trying = [pack.numbers for pack in self.packs if not pack.is_kept]
-        coming = [one.numbers for one in self.leaving]
-        going = [(one.host, one.guest) for one in self.parting]
-        return frozenset(number for numbers in (*trying, *coming, *going) for number in numbers)
+        trying = [pack for pack in self.packs if not pack.is_kept]
+        return frozenset([number for one in (*trying, *self.leaving, *self.parting) for number in one.numbers])
+
+    def without(self, proposal: ColocationProposal, now: float) -> Colocations:
+        """Return the state after a co-location has failed."""
+        return replace(self, failed=self.failed.noted(proposal.pair, now))
 
 
 def plan_packs(
@@ -161,14 +140,14 @@ def plan_packs(
         jobs with a time limit, and jobs of different priorities, are not co-located.
     wanted: how many of the devices that a guest would leave pending jobs want.
     """
-    table, view, now, seen = context.jobs, context.room.view, context.now, context.job_rates
-    rests = parking if in_turns else _suspending
-    running = {pair[0].number: pair for pair in table.running}
+    view, now, seen = context.room.view, context.now, context.job_rates
+    rests = partial(parking, in_memory=in_turns)
+    running = {pair[0].number: pair for pair in context.jobs.running}
     changes: list[PlanChange] = []
     left: list[Colocation] = []
     findings: list[TrialFinding] = []
     for pack in packs.packs:
-        packs, stays, found = _judged(packs, pack, running, table, view, now, seen)
+        packs, stays, found = _judged(packs, pack, running, context)
         findings.extend(found)
         limited = not in_turns and any(not may_be_slower(running[n][0]) for n in pack.numbers if n in running)
         if stays is not None and not (limited and _is_together(pack, running)):
@@ -177,7 +156,7 @@ def plan_packs(
             detail = "a job has a time limit now" if limited else "its gain could not be measured"
             detail = found[0].detail if found else detail
             changes.append(rests(*running[pack.guest], Purpose(Goal.UNPACK, detail=detail)))
-            packs = replace(packs, parting=(*packs.parting, ColocationEnd(pack.numbers[0], pack.guest, now)))
+            packs = replace(packs, parting=(*packs.parting, replace(pack, since_s=now)))
     packs = replace(packs, packs=tuple(left))
     busy = {number for pack in left for number in pack.numbers} | {change.number for change in changes}
     busy |= packs.on_trial
@@ -185,11 +164,8 @@ def plan_packs(
     busy |= {change.number for change in changes}
     if not context.policy.has(Tune):
         changes.extend(whole_again(running, busy, view, seen))
-    most = (
-        max(1, context.capacity.gpus // _DEVICES_PER_TRIAL)
-        - sum(not pack.is_kept for pack in left)
-        - len(packs.leaving)
-    )
+    trying = len(packs.leaving) + sum([not pack.is_kept for pack in left])
+    most = max(1, context.capacity.gpus // _DEVICES_PER_TRIAL) - trying
     if not is_oversubscribed or most <= 0:
         return tuple(changes), packs, tuple(findings)
     busy |= {change.number for change in changes} | context.migrating
@@ -200,26 +176,22 @@ def plan_packs(
     ]
     may = _feasible(running, view, in_turns)
     chosen = proposals(berths, packs.failed, now, packs.contention, most, may, wanted)
-    begun, packs = _begun(packs, chosen, running, view, now)
+    begun, packs = _begun(packs, chosen, running, context)
     return (*changes, *begun), packs, tuple(findings)
 
 
 def _begun(
-    packs: Colocations,
-    chosen: Iterable[ColocationProposal],
-    running: Mapping[int, tuple[JobRecord, Gang]],
-    view: View,
-    now: float,
+    packs: Colocations, chosen: Iterable[ColocationProposal], running: Mapping[int, Holder], context: PlanContext
 ) -> tuple[list[PlanChange], Colocations]:
     """Return the first changes of these trials, and the state with them. Time-sliced jobs leave their groups first."""
     changes: list[PlanChange] = []
     for proposal in chosen:
         host, guest = [running[one.number] for one in proposal.residents]
         if host[1].node_set or guest[1].node_set:
-            packs = replace(packs, leaving=(*packs.leaving, TimesliceExit(proposal, now)), tried=packs.tried + 1)
-        elif begun := move_in(proposal, host, guest, view):
+            packs = replace(packs, leaving=(*packs.leaving, Colocation(proposal, context.now)))
+        elif begun := move_in(proposal, host, guest, context.room.view):
             changes.extend(begun)
-            packs = replace(packs, packs=(*packs.packs, Colocation(proposal, now)), tried=packs.tried + 1)
+            packs = replace(packs, packs=(*packs.packs, Colocation(proposal, context.now)))
     return changes, packs
 
 
@@ -246,32 +218,19 @@ def with_refusals(
             on_their_way.append(one)
         else:
             failed = failed.noted(one.proposal.pair, one.since_s)
-    known_undone = {pack.guest for pack in undone}
-    parting = tuple([one for one in planned.parting if one.guest not in known_undone])
-    return replace(
-        planned,
-        packs=(*left, *undone),
-        leaving=tuple(on_their_way),
-        parting=parting,
-        failed=failed,
-        tried=planned.tried - len(begun),
-    )
+    parting = tuple([one for one in planned.parting if one.guest not in {pack.guest for pack in undone}])
+    return replace(planned, packs=(*left, *undone), leaving=tuple(on_their_way), parting=parting, failed=failed)
 
 
-def parking(job: JobRecord, gang: Gang, purpose: Purpose) -> PlanChange:
-    """Return the change that parks a gang: in host memory if it can, else on storage."""
-    has_arena = job.capabilities.offload and has_arenas(gang)
+def parking(job: JobRecord, gang: Gang, purpose: Purpose, in_memory: bool = True) -> PlanChange:
+    """Return the change that parks a gang: with `in_memory` in host memory if it can, else on storage."""
+    has_arena = in_memory and job.capabilities.offload and has_arenas(gang)
     level = SuspendLevel.OFFLOAD if has_arena else SuspendLevel.CHECKPOINT
     return SuspendChange(job.number, job.revision, level=level, purpose=purpose)
 
 
-def _suspending(job: JobRecord, gang: Gang, purpose: Purpose) -> PlanChange:
-    """Return the change that parks a gang on storage, where it waits as a pending job."""
-    return SuspendChange(job.number, job.revision, level=SuspendLevel.CHECKPOINT, purpose=purpose)
-
-
 def _strangers(
-    running: Mapping[int, tuple[JobRecord, Gang]],
+    running: Mapping[int, Holder],
     busy: Collection[int],
     seen: JobRates,
     rests: Callable[[JobRecord, Gang, Purpose], PlanChange],
@@ -288,7 +247,7 @@ def _strangers(
 
 
 def whole_again(
-    running: Mapping[int, tuple[JobRecord, Gang]], busy: Collection[int], view: View, seen: JobRates
+    running: Mapping[int, Holder], busy: Collection[int], view: View, seen: JobRates
 ) -> Iterator[PlanChange]:
     """Yield the changes that give jobs alone on their devices the cores that belong to these, as far as free."""
     free: dict[str, tuple[int, ...]] = {}
@@ -317,15 +276,10 @@ def whole_again(
 
 
 def _judged(
-    packs: Colocations,
-    pack: Colocation,
-    running: Mapping[int, tuple[JobRecord, Gang]],
-    table: LiveTable,
-    view: View,
-    now: float,
-    seen: JobRates,
+    packs: Colocations, pack: Colocation, running: Mapping[int, Holder], context: PlanContext
 ) -> tuple[Colocations, Colocation | None, list[TrialFinding]]:
-    """Return the updated state, the co-location if it goes on, and the findings to report."""
+    """Return the state, the co-location if it goes on, and findings."""
+    table, view, now, seen = context.jobs, context.room.view, context.now, context.job_rates
     proposal, numbers = pack.proposal, pack.numbers
     alone = [seen.alone(number) for number in numbers]
     if not all(alone):
@@ -336,9 +290,9 @@ def _judged(
         guest = table.get(pack.guest)
         if pack.is_kept and guest is not None and _is_kept_out(*guest, running.get(pack.numbers[0]), view):
             # It would stay parked while its host runs; a time-sliced job gets its share.
-            parting = (*packs.parting, ColocationEnd(pack.numbers[0], pack.guest, now))
             findings = [TrialFinding(number, Goal.PACK, False, 1.0, 0.0, _NO_ROOM) for number in numbers]
-            return replace(packs, failed=packs.failed.noted(proposal.pair, now), parting=parting), None, findings
+            packs = replace(packs.without(proposal, now), parting=(*packs.parting, replace(pack, since_s=now)))
+            return packs, None, findings
         if pack.is_kept:
             # A job that its user has suspended may stay so for long.
             rests = any(found is None or found[0].state is JobState.SUSPENDED for found in map(table.get, numbers))
@@ -348,33 +302,32 @@ def _judged(
         if guest is not None and _is_coming(*guest) and now < pack.since_s + _LONGEST_TRIAL_S:
             return packs, pack, []
         # The master refused it, or one of its jobs was preempted meanwhile.
-        return replace(packs, failed=packs.failed.noted(proposal.pair, now)), None, []
+        return packs.without(proposal, now), None, []
     first = -_WATCHED_WINDOWS if pack.is_kept else 0
     rates = {n: TrialRates(before, seen.present(n)[first:]) for n, before in zip(numbers, alone, strict=True)}
     if pack.is_kept:
         if still_pays(proposal.residents, rates):
             return packs, pack, []
-        packs = replace(packs, failed=packs.failed.noted(proposal.pair, now))
-        return packs, None, _trial_findings(numbers, rates, is_kept=False)
+        return packs.without(proposal, now), None, _trial_findings(numbers, rates, is_kept=False)
     is_measured = min(len(one.after) for one in rates.values()) >= FIRST_WINDOWS
     judged = verdict(proposal, rates) if is_measured else Judged(TrialVerdict.MEASURE)
     found = judged.verdict
     if found is TrialVerdict.MEASURE and now < pack.since_s + _LONGEST_TRIAL_S:
         return packs, pack, []
     if not is_measured:
-        return replace(packs, failed=packs.failed.noted(proposal.pair, now)), None, []
+        return packs.without(proposal, now), None, []
     known = packs.contention.get(proposal.host.device_type, UNKNOWN_DEVICE)
     learned = {**packs.contention, proposal.host.device_type: learn(known, [lesson(proposal, rates)])}
     packs = replace(packs, contention=learned)
     is_open = found is TrialVerdict.MEASURE or judged.is_open
     findings = _trial_findings(numbers, rates, is_kept=found is TrialVerdict.KEEP, is_open=is_open)
     if found is TrialVerdict.KEEP:
-        packs = replace(packs, failed=packs.failed.forgotten(proposal.pair), kept=packs.kept + 1)
+        packs = replace(packs, failed=packs.failed.forgotten(proposal.pair))
         return packs, replace(pack, is_kept=True), findings
-    return replace(packs, failed=packs.failed.noted(proposal.pair, now)), None, findings
+    return packs.without(proposal, now), None, findings
 
 
-def _is_kept_out(job: JobRecord, gang: Gang | None, host: tuple[JobRecord, Gang] | None, view: View) -> bool:
+def _is_kept_out(job: JobRecord, gang: Gang | None, host: Holder | None, view: View) -> bool:
     """Return whether a guest parked in its time slice cannot resume beside its host, because gangs parked on their
     devices since then hold memory there."""
     if gang is None or host is None or job.state is not JobState.HOLDING or not is_settled(*host):
@@ -391,7 +344,6 @@ def _is_coming(job: JobRecord, gang: Gang | None) -> bool:
 def _trial_findings(
     numbers: Sequence[int], rates: Mapping[int, TrialRates], is_kept: bool, is_open: bool = False
 ) -> list[TrialFinding]:
-    """Return the outcome of a trial for the history of each of its jobs."""
     gain = normalised(rates.values())
     each = ", ".join([f"jobs/{number} at {normalised([rates[number]]).value:.2f}" for number in numbers])
     windows = min(len(one.after) for one in rates.values())
@@ -400,7 +352,7 @@ def _trial_findings(
     return [TrialFinding(number, Goal.PACK, is_kept, gain.value, gain.deviation, detail) for number in numbers]
 
 
-def _is_together(pack: Colocation, running: Mapping[int, tuple[JobRecord, Gang]]) -> bool:
+def _is_together(pack: Colocation, running: Mapping[int, Holder]) -> bool:
     places = [[(c.node, c.device_mask) for c in running[n][1].claims] for n in pack.numbers if n in running]
     return len(places) == len(pack.numbers) and all(place == places[0] for place in places)
 
@@ -431,14 +383,11 @@ def _berth(job: JobRecord, gang: Gang, view: View, seen: JobRates, in_turns: boo
         # No two jobs are known to fit.
         return None
     pressure = Pressure(seen.utilisation(job.number), float(needed))
-    seat: Seat = tuple([(claim.node, claim.device_mask) for claim in gang.claims])
     resident = Resident(job.number, seen.signature(job.number), pressure)
-    return Berth(seat, made.device_type, made.device_memory_bytes, (resident,))
+    return Berth(seat_of(gang.claims), made.device_type, made.device_memory_bytes, (resident,))
 
 
-def _feasible(
-    running: Mapping[int, tuple[JobRecord, Gang]], view: View, in_turns: bool
-) -> Callable[[Berth, Berth], bool]:
+def _feasible(running: Mapping[int, Holder], view: View, in_turns: bool) -> Callable[[Berth, Berth], bool]:
     """Return the test whether a guest fits beside a host. No third job may be time-sliced on the host's devices."""
 
     @cache
@@ -447,13 +396,8 @@ def _feasible(
         gang = running[there][1]
         if not gang.node_set:
             return frozenset()
-        masks = {claim.node: claim.device_mask for claim in gang.claims}
-        return frozenset(
-            number
-            for number, (_, other) in running.items()
-            if other.node_set == gang.node_set
-            and any(masks.get(claim.node, 0) & claim.device_mask for claim in other.claims)
-        )
+        group = [(number, other) for number, (_, other) in running.items() if other.node_set == gang.node_set]
+        return frozenset([number for number, other in group if overlap(other.claims, gang.claims)])
 
     def may(host: Berth, guest: Berth) -> bool:
         there, comes = host.residents[0].number, guest.residents[0].number
@@ -470,9 +414,7 @@ def _feasible(
     return may
 
 
-def move_in(
-    proposal: ColocationProposal, at: tuple[JobRecord, Gang], comes: tuple[JobRecord, Gang], view: View
-) -> Sequence[PlanChange]:
+def move_in(proposal: ColocationProposal, at: Holder, comes: Holder, view: View) -> Sequence[PlanChange]:
     """Return the changes that give half of the host's cores to the guest and move it there; empty if its tasks do not
     divide the host's devices."""
     found = _beside(at, comes, view)
@@ -491,9 +433,7 @@ def move_in(
     )
 
 
-def _beside(
-    at: tuple[JobRecord, Gang], comes: tuple[JobRecord, Gang], view: View
-) -> tuple[list[Claim], list[Claim]] | None:
+def _beside(at: Holder, comes: Holder, view: View) -> tuple[list[Claim], list[Claim]] | None:
     """Return the claims that the host keeps and those of the guest, with its present host memory; None if it does not
     fit."""
     shape = as_held(comes[0].shape, comes[1])

@@ -1,7 +1,7 @@
 """What a stage of the planner reads and edits, the terms and settings it plans with, and what the loop observes.
 
-A plan is made by stages (`policies.stages`), one after the other. Each reads the context and adds changes to its draft.
-Where two would change the same job, the earlier stage wins and the later sees the result.
+Stages plan one after the other. Where two would change the same job, the earlier one wins and the later sees the
+result.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex
@@ -28,25 +29,33 @@ from ganger_master.planner.device_groups import ALONE, Claims, Mates, Unit, shap
 from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY, Resizing
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.plan_pace import NONE_EXCLUDED, NOTED_S, ExcludedJobs, PlanPace
-from ganger_master.policies import Policy
+from ganger_master.policies import Colocate, Policy
 from ganger_master.policies.job_facts import Capacity, Floats, Integers
 from ganger_master.policies.orders import JobOrder
-from ganger_master.policies.stages import Colocate
 
 if TYPE_CHECKING:
     # Most policies measure no job, and what measures is slow to import.
     from ganger_master.planner.rate_registry import JobRates, ProgressReport
 
 
+def held_alone(gang: Gang) -> Claims:
+    """Return what a gang holds."""
+    return tuple([piece.held for piece in gang.pieces if piece.held is not None])
+
+
 def held_of(gang: Gang) -> Claims:
     """Return what a gang holds. Devices of a time-sliced gang count as shared: others of its group hold them too."""
-    held = tuple([piece.held for piece in gang.pieces if piece.held is not None])
+    held = held_alone(gang)
     return tuple([replace_of(claim, shared_mask=claim.device_mask) for claim in held]) if gang.node_set else held
 
 
 def held_by_all(table: LiveTable, held: Callable[[Gang], Claims] = held_of) -> list[Claims]:
     """Return the claims of all running gangs, by `held`, and of all that are being returned."""
     return [*[held(gang) for _, gang in table.running], *[held_of(gang) for _, gang in table.going]]
+
+
+def _own_shape(job: JobRecord) -> GangShape:
+    return job.shape
 
 
 class PassTerms(Struct, frozen=True):
@@ -57,7 +66,7 @@ class PassTerms(Struct, frozen=True):
     mates_now: the present groups of jobs that share devices.
     """
 
-    shape: Callable[[JobRecord], GangShape] = lambda job: job.shape
+    shape: Callable[[JobRecord], GangShape] = _own_shape
     held: Callable[[Gang], Claims] = held_of
     mates_now: Callable[[], Mates] = lambda: ALONE
 
@@ -70,16 +79,10 @@ class PassTerms(Struct, frozen=True):
         return tuple([claim for _, gang in unit for claim in self.held(gang)])
 
 
-AS_ASKED: Final = PassTerms()
-
-
 def capacity_of(view: View, table: LiveTable, resizing: Resizing = NOTHING_UNDER_WAY) -> Capacity:
-    """Return the devices, cores and memory that gangs can have.
-
-    Devices are the free ones of available nodes and those of gangs that run or leave, on any node; devices of parked
-    gangs and broken ones do not count. Cores and memory are those of all available nodes. `resizing`: resizes under
-    way, whose next worlds hold devices, too.
-    """
+    """Return the devices, cores and memory that gangs can have. Devices are the free ones of available nodes and those
+    of gangs that run or leave, on any node; devices of parked gangs and broken ones do not count. Cores and memory are
+    those of all available nodes. `resizing`: resizes under way, whose next worlds hold devices, too."""
     columns = view.columns()
     available = columns.available
     free = int(np.bitwise_count(columns.free[available]).sum())
@@ -97,20 +100,15 @@ def capacity_of(view: View, table: LiveTable, resizing: Resizing = NOTHING_UNDER
 def terms_of(policy: Policy, table: LiveTable) -> PassTerms:
     """Jobs on the same devices go together: another policy may have time-sliced or co-located them. Under a policy that
     co-locates, a job leaves memory for another one."""
-    if not policy.has(Colocate):
-        return PassTerms(mates_now=lambda: table.groups.mates)
-    return PassTerms(shape=shape_for_two, mates_now=lambda: table.groups.mates)
-
-
-# Every plan may preempt.
-_ANY_TIME: Final = PlanPace(0.0)
+    shape = shape_for_two if policy.has(Colocate) else _own_shape
+    return PassTerms(shape, mates_now=lambda: table.groups.mates)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerSettings:
     """What the loop plans with, beside its policy.
 
-    pace: when plans are made, and when they may preempt.
+    pace: when plans are made, and when they may preempt; by default every plan may.
     resize_s: seconds that a resize by checkpoint and restart takes.
     oracle: remaining seconds by job number; only policies that know durations read it.
     capacity: what gangs can have; None: what the view has.
@@ -121,7 +119,7 @@ class PlannerSettings:
     look_s: seconds between two looks at trials of co-locations where jobs are time-sliced; None: the pace decides.
     """
 
-    pace: PlanPace = _ANY_TIME
+    pace: PlanPace = field(default_factory=lambda: PlanPace(0.0))
     resize_s: float = 30.0
     oracle: Callable[[Integers], Floats] | None = None
     capacity: Capacity | None = None
@@ -210,13 +208,12 @@ class PlanOutcome:
     @property
     def barred(self) -> frozenset[int]:
         """Return those of `refused` that no fresh view would allow."""
-        return frozenset(
-            [
-                change.number
-                for change, refusals in self.refusals
-                if not any(refusal.reason.kind is RefusalKind.RACE for refusal in refusals)
-            ]
-        )
+        races = [
+            change.number
+            for change, refusals in self.refusals
+            if any(refusal.reason.kind is RefusalKind.RACE for refusal in refusals)
+        ]
+        return self.refused.difference(races)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +225,6 @@ class PlanDraft:
     line: numbers of all pending jobs in the order of the policy, with those that start now.
     unplaced: numbers of chosen jobs that fit nowhere, whatever is preempted. A pass that may not preempt lists those
         that an earlier pass found to be such.
-    follow: numbers of jobs that start once the preempted ones have left, in order.
     displaced: numbers of preempted jobs that fit nowhere else, under an order that parks them for that.
     resizing: the resizes under way if the plan is proposed; None: as before.
     """
@@ -238,7 +234,6 @@ class PlanDraft:
     next_change_s: float = math.inf
     line: Integers = field(default_factory=lambda: np.zeros(0, np.int64))
     unplaced: frozenset[int] = frozenset()
-    follow: tuple[int, ...] = ()
     displaced: frozenset[int] = frozenset()
     resizing: Resizing | None = None
 
@@ -299,7 +294,7 @@ class PlanContext:
     is_news: bool = True
     last_line: tuple[int, ...] = ()
     on_trial: frozenset[int] = frozenset()
-    terms: PassTerms = AS_ASKED
+    terms: PassTerms = field(default_factory=PassTerms)
     resizing: Resizing = NOTHING_UNDER_WAY
     draft: PlanDraft = NOTHING_TO_DO
     findings: list[TrialFinding] = field(default_factory=list)
@@ -359,30 +354,29 @@ def context_of(
     return replace(context, **more)
 
 
-class PlanStage(Protocol):
+class PlanStage:
     """A part of planning, with what it remembers from one plan to the next."""
 
     def plan(self, context: PlanContext) -> None:
         """Add changes to the draft."""
-        ...
+        raise NotImplementedError
 
     def is_idle(self, context: PlanContext) -> bool:
         """Return whether `plan` would certainly change nothing."""
-        ...
+        return False
 
     def settle(self, outcome: PlanOutcome) -> None:
         """Take the verdict on the last plan into account."""
-        ...
 
     @property
-    def on_trial(self) -> Collection[int]:
+    def on_trial(self) -> frozenset[int]:
         """Return the numbers of jobs in co-locations under measurement."""
-        ...
+        return frozenset()
 
     @property
     def memory(self) -> Mapping[str, Any]:
         """Return what it remembers, by field of `PlannerMemory`."""
-        ...
+        return {}
 
 
 # -- parts of long plans, which the master judges quickly; changes that belong together stay in one part ---------------
@@ -414,23 +408,14 @@ def parts_of(plan: Plan, most: int = _CHANGES_MOST, most_claims: int = _CLAIMS_M
 def _split(changes: Sequence[PlanChange], most: int, most_claims: int) -> Iterator[tuple[PlanChange, ...]]:
     part: list[PlanChange] = []
     claims = 0
-    for group in _groups(changes):
-        own = sum([len(claims_in(change)) for change in group])
-        if part and (len(part) + len(group) > most or claims + own > most_claims):
+    # A change that belongs to no group is one by itself.
+    for _, group in groupby(enumerate(changes, 1), key=lambda pair: pair[1].together or -pair[0]):
+        together = [change for _, change in group]
+        own = sum([len(claims_in(change)) for change in together])
+        if part and (len(part) + len(together) > most or claims + own > most_claims):
             yield tuple(part)
             part, claims = [], 0
-        part.extend(group)
+        part.extend(together)
         claims += own
     if part:
         yield tuple(part)
-
-
-def _groups(changes: Sequence[PlanChange]) -> Iterator[list[PlanChange]]:
-    group: list[PlanChange] = []
-    for change in changes:
-        if group and (not change.together or change.together != group[-1].together):
-            yield group
-            group = []
-        group.append(change)
-    if group:
-        yield group

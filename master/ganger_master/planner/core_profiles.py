@@ -1,13 +1,7 @@
 """Measured curves of rate by CPU cores, and the trials of core counts that complete them.
 
-Users submit series of the same program, so a job starts with the curve of the last job of its series. Another batch
-size changes the rate, but hardly how it depends on cores. The inherited curve is scaled to the rates measured of the
-job itself, and its points are replaced one by one.
-
-Probes are chosen by optimal experiment design (`estimators.cpu`) among the job's cores and the free cores of its
-nodes. The windows of a probe are compared with those just before it, as for every trial (`policies.trials`). A gain
-or loss below significance counts as none: the curve is flat there, and the tuning takes back the cores that gain
-nothing. So the tuning keeps or reverts each change, by what was measured.
+A job starts with the curve of the last job of its series, scaled to its own rates; its points are replaced one by one.
+A gain or loss of a probe below significance counts as none, so the tuning takes back the cores that gain nothing.
 """
 
 from __future__ import annotations
@@ -132,10 +126,8 @@ _FAR: Final = 1.25
 
 @dataclass(frozen=True, slots=True)
 class CoresTrial:
-    """A trial of `millicores` per GPU by a job that had `held` per GPU.
-
-    `before` are the windows with the held cores, in steps/s.
-    """
+    """A trial of `millicores` per GPU by a job that had `held` per GPU. `before` are the windows with the held cores,
+    in steps/s."""
 
     millicores: int
     held: int
@@ -146,12 +138,8 @@ class CoresTrial:
 @lru_cache(16_384)
 def next_cores(profile: CoreProfile, held_millicores: int, free_millicores: int) -> int | None:
     """Return the whole number of cores per GPU to try next; None if no trial is worthwhile or possible now.
-
-    Args:
-        profile: Points of the job.
-        held_millicores: Cores that the job holds per GPU.
-        free_millicores: Free cores per GPU that it could get besides.
-    """
+    `held_millicores` and `free_millicores` are per GPU: those that the job holds, and free ones that it could get
+    besides."""
     available = (held_millicores + free_millicores) // 1000
     points = profile.points
     if not points or available < 1:
@@ -171,24 +159,17 @@ def next_cores(profile: CoreProfile, held_millicores: int, free_millicores: int)
 
 
 def _check(profile: CoreProfile, held: float, available: int) -> int | None:
-    """Return the inherited point farthest from the held cores per GPU; None if none can be reached.
-
-    One such probe checks whether the inherited curve holds for this job. Without it the job might keep the optimum of
-    another job for ever.
-    """
+    """Return the inherited point farthest from the held cores per GPU; None if none can be reached. One such probe
+    checks whether the inherited curve holds for this job. Without it the job might keep the optimum of another job for
+    ever."""
     inherited = {round(point.cores) for point in profile.inherited}
     within_reach = sorted(cores for cores in inherited if 1 <= cores <= available and cores != held)
     return max(within_reach, key=lambda cores: abs(log(cores / held)), default=None)
 
 
 def conclude(trial: CoresTrial, after: tuple[float, ...], is_last: bool = False) -> CpuPoint | None:
-    """Return the point that a trial has measured; None while it is inconclusive.
-
-    Args:
-        trial: The trial.
-        after: Windows with the cores under trial, in steps/s.
-        is_last: No window will follow, so an inconclusive gain or loss counts as none.
-    """
+    """Return the point that a trial has measured; None while it is inconclusive. `after`: windows with the cores under
+    trial, in steps/s. `is_last`: no window will follow, so an inconclusive gain or loss counts as none."""
     is_more = trial.millicores > trial.held
     threshold = 1.0 + (LEAST_GAIN if is_more else -LEAST_GAIN)
     verdict = judge([TrialRates(trial.before, after)], threshold).verdict
@@ -204,12 +185,9 @@ _Running: TypeAlias = tuple[int, tuple[tuple[int, ...], ...]]
 
 @dataclass(frozen=True, slots=True)
 class ProfiledCores:
-    """Profile and trial of one job.
-
-    `millicores` are per GPU, of the claim with the fewest, and zero while the job does not run. `ended_s` is when its
-    last trial ended, `tried_s` the time spent in ended trials, and `lost_s` how much of it the job would have needed
-    less for the same steps without them.
-    """
+    """Profile and trial of one job. `millicores` are per GPU, of the claim with the fewest, and zero while the job does
+    not run. `ended_s` is when its last trial ended, `tried_s` the time spent in ended trials, and `lost_s` how much of
+    it the job would have needed less for the same steps without them."""
 
     profile: CoreProfile
     can_try: bool = False
@@ -265,12 +243,7 @@ class ProfiledCores:
         A phase begins with its second mini-batch, and no sooner than the last one has settled: neither a single batch
         that is evaluated between two steps nor phases that alternate in a moment change any cores.
 
-        Args:
-            step: Steps done.
-            evaluated_in_row: Mini-batches evaluated since the last step; None: the job trains.
-            now: Current time.
-            pace: Durations of trials.
-            of_series: Points of earlier jobs of the series by phase.
+        `evaluated_in_row`: mini-batches evaluated since the last step; None: the job trains.
         """
         evaluates = evaluated_in_row is not None
         if self.is_in(evaluates):
@@ -386,15 +359,8 @@ class ProfiledCores:
 def next_trials(
     jobs: Mapping[int, ProfiledCores], view: View, running_s: Mapping[int, float], now: float, pace: TrialPace
 ) -> Iterator[tuple[int, ProfiledCores]]:
-    """Yield the jobs, by number, whose trial ends or begins now. A node has at most one trial at a time.
-
-    Args:
-        jobs: Cores of all jobs, by number.
-        view: The cluster, for the free cores of the jobs' nodes.
-        running_s: Total running time of the jobs, by number.
-        now: Current time.
-        pace: Durations of trials.
-    """
+    """Yield the jobs, by number, whose trial ends or begins now. A node has at most one trial at a time. `jobs` and
+    `running_s`, total running times, are by number; `view` has the free cores of the jobs' nodes."""
     left = {number: cores.without_late_trial(now, pace) for number, cores in jobs.items()}
     # Cores of a trial that has just ended are not given back yet, and those that it freed seem to be free.
     busy = {
@@ -422,7 +388,12 @@ def curves_of(profiles: Iterable[tuple[int, CoreProfile]]) -> Known:
     of_curve: dict[tuple[CpuModel, float], int] = {}
     positions = np.array([of_curve.setdefault(curve, len(of_curve)) for _, curve in found], np.int64)
     numbers = np.array([number for number, _ in found], np.int64)
-    return Known(_profiles(list(of_curve)), _position_of(numbers, positions), knows_memory=False)
+
+    def position(asked: Integers) -> Integers:
+        at = np.minimum(np.searchsorted(numbers, asked), len(numbers) - 1)
+        return np.where(numbers[at] == asked, positions[at], -1)
+
+    return Known(_profiles(list(of_curve)), position, knows_memory=False)
 
 
 def _tuned_claims(gang: Gang) -> tuple[Claim, ...]:
@@ -443,13 +414,3 @@ def _profiles(curves: Sequence[tuple[CpuModel, float]]) -> Profiles:
         for model, least in curves
     ]
     return Profiles(cores, np.ones(1), np.maximum.accumulate(np.array(rates)[:, :, None], axis=1))
-
-
-def _position_of(sorted_numbers: Integers, positions: Integers) -> Callable[[Integers], Integers]:
-    """Return a function from job numbers to the positions of their curves, -1 for jobs without one."""
-
-    def position(numbers: Integers) -> Integers:
-        at = np.minimum(np.searchsorted(sorted_numbers, numbers), len(sorted_numbers) - 1)
-        return np.where(sorted_numbers[at] == numbers, positions[at], -1)
-
-    return position

@@ -1,20 +1,27 @@
-"""What was measured of jobs with several numbers of cores, as the planner reports it to the master with its plans.
-
-It is for users: the master decides nothing from it (`cores_explanation`).
+"""Measured rates of jobs by number of cores, as the planner reports them to the master, and in words: why a job has the
+cores that it has. The master decides nothing from them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 import numpy as np
+from ganger.cluster.resources import Claim
+from ganger.units import format_cores, format_duration
 from msgspec import structs
 
 from ganger_master.core.commands import PROMISES_LIMIT
+from ganger_master.core.gang_model import Gang
+from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import CURVE_POINTS, CoresCurve, CurvePoint
+from ganger_master.core.state import State
 from ganger_master.estimators.cpu import sweet_point_bounds
 from ganger_master.planner.core_profiles import CoreProfile, ProfiledCores
+from ganger_master.planner.device_groups import shares_devices
+from ganger_master.policies import Tune
 from ganger_master.policies.tunings import ENOUGH
 
 
@@ -75,3 +82,95 @@ class CurveNews:
             del self._numbers[number]
         known = [(number, cores) for number in numbers if (cores := cores_of(number)) is not None]
         return tuple([curve_of(number, cores) for number, cores in known if cores.profile.points or cores.others])
+
+
+_UNTUNED: Final = "no cores are tuned under policy {policy}: a job without a request gets the share of its GPUs"
+
+
+def explain_cores(state: State, number: int) -> str:
+    """Return why a job has the cores that it has, in a paragraph. Raises KeyError for an unknown job."""
+    job, curve = state.jobs[number], state.cores_curves.get(number)
+    gang = state.gangs.get(job.epoch)
+    holds = gang is not None and not job.state.is_finished and any(piece.held for piece in gang.pieces)
+    none = "has ended" if job.state.is_finished else "holds no cores now"
+    sentences = [_held(gang.claims, job)] if gang is not None and holds else [f"job {job.number} {none}"]
+    sentences.append(_reason(state, job, gang if holds else None, curve))
+    sentences += [] if curve is None else _measured(curve)
+    return " ".join([f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences])
+
+
+def _held(claims: Sequence[Claim], job: JobRecord) -> str:
+    parts = []
+    for claim in claims:
+        gpus = claim.device_mask.bit_count()
+        beside = f" for {'its GPU' if gpus == 1 else f'{gpus} GPUs'}" if gpus else ""
+        parts.append(f"{_cores(sum(claim.millicores))}{beside} on {claim.node}")
+    return f"job {job.number} has {', '.join(parts)}"
+
+
+def _reason(state: State, job: JobRecord, gang: Gang | None, curve: CoresCurve | None) -> str:
+    tune = state.policy.stage(Tune)
+    named = [role.shape.millicores for role in job.shape.roles if role.shape.millicores]
+    if named and (tune is None or tune.tuning.keeps_requests):
+        return f"its user asked for {_cores(named[0])} for each task, and no measurement changes that"
+    if tune is None:
+        return _UNTUNED.format(policy=state.policy.name)
+    if not tune.tuning.by_profiles:
+        return f"tuning {tune.tuning.name} divides cores by a fixed rule, without measurements"
+    if gang is None:
+        return "it gets the share of its GPUs, or what is known of its series, when it starts"
+    if shares_devices(gang):
+        return "cores of a job that shares its devices are not tuned"
+    claims = [one for one in gang.claims if one.device_mask]
+    held = min([sum(one.millicores) // one.device_mask.bit_count() for one in claims], default=0)
+    if curve is not None and curve.trial_millicores:
+        how = "under trial now" if held == curve.trial_millicores else "to be tried next"
+        return f"{_cores(curve.trial_millicores)} for each GPU are {how}: a point that the curve lacks"
+    if curve is None or not curve.enough_millicores:
+        return f"that is the share of its GPUs: {_unmeasured(job, curve)}"
+    return _judged(state, gang, held, curve)
+
+
+def _unmeasured(job: JobRecord, curve: CoresCurve | None) -> str:
+    if not job.spec.preemptible:
+        return "a job that is not preemptible is not tried with other numbers of cores"
+    if not (job.capabilities.checkpoint or job.capabilities.offload):
+        return "without an agent in its processes it is not tried with other numbers of cores"
+    if curve is None:
+        return "it was not measured yet, which takes four windows of steps once it has warmed up"
+    return "it was measured with one number of cores, and no other one could be tried yet"
+
+
+def _judged(state: State, gang: Gang, held: int, curve: CoresCurve) -> str:
+    enough = curve.enough_millicores
+    slots = [slot for one in gang.claims if (slot := state.view.slots.get(one.node)) is not None]
+    has_free = min([sum(state.view.millicores[slot]) for slot in slots], default=0) >= 1000
+    if held == enough and curve.sweet_high:
+        return f"that is the fewest with {ENOUGH:.0%} of its best rate: more gain it nothing, and fewer lose"
+    if held == enough:
+        more = "more will be tried" if has_free else "no more are free on its node"
+        return f"its rate rises up to the most cores that it was measured with, and {more}"
+    if held > enough:
+        return f"{_cores(enough)} for each GPU are enough: a plan takes the others back once a job can use them"
+    why = "a plan adds cores" if has_free else "other jobs on its node gain as much or more by the others"
+    return f"{_cores(enough)} for each GPU would be enough: {why}"
+
+
+def _measured(curve: CoresCurve) -> Iterator[str]:
+    rates = ", ".join([f"{one.rate:.3g} with {one.cores:g}{' (series)' * one.is_inherited}" for one in curve.points])
+    during = f" in {curve.phase}" if curve.others or curve.phase not in ("", "training") else ""
+    yield f"steps/s by cores for each GPU{during}: {rates or 'not measured yet'}"
+    if curve.fitted:
+        high = f"{curve.sweet_high:g}" if curve.sweet_high else "more than was tried"
+        bounds = f"between {curve.sweet_low:g} and {high} with 95 % confidence"
+        yield f"the curve is flat from {curve.sweet_point:g} cores ({bounds}), and at most {curve.fit_error:.1%} off"
+    for other in curve.others:
+        if other.enough_millicores:
+            yield f"in {other.phase} it needs {_cores(other.enough_millicores)} for each GPU"
+    if curve.tried_s:
+        lost = format_duration(curve.lost_s) if curve.lost_s >= 1.0 else "less than a second"
+        yield f"trials took {format_duration(curve.tried_s)} and cost {lost} of work"
+
+
+def _cores(millicores: int) -> str:
+    return f"{format_cores(millicores)} core{'s' * (millicores != 1000)}"

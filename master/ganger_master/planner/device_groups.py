@@ -12,7 +12,7 @@ from ganger.cluster.fit import memory_beside
 from ganger.cluster.resources import Claim, GangShape
 from ganger.cluster.topology import bits
 from ganger.cluster.view import View
-from msgspec import structs
+from msgspec.structs import replace
 
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, SuspendLevel
@@ -22,8 +22,10 @@ from ganger_master.policies.job_facts import Integers
 # By job number: the numbers of all jobs on its devices, its own among them, ascending. Jobs alone on their devices are
 # left out.
 Mates: TypeAlias = Mapping[int, tuple[int, ...]]
+# A job with its gang.
+Holder: TypeAlias = tuple[JobRecord, Gang]
 # One job with its gang, or all jobs that share devices.
-Unit: TypeAlias = tuple[tuple[JobRecord, Gang], ...]
+Unit: TypeAlias = tuple[Holder, ...]
 
 Claims: TypeAlias = tuple[Claim, ...]
 
@@ -53,13 +55,8 @@ def mates_of(sharing: Iterable[tuple[JobRecord, Gang]]) -> Mates:
 
 
 class DeviceGroups:
-    """The groups of jobs that share devices, by the rows of a job table.
-
-    Args:
-        sharing: The jobs that may share devices, by number.
-        row_of: Row of each live job, by number.
-        room: Number of rows of the table.
-    """
+    """The groups of jobs that share devices, by the rows of a job table. `sharing`: the jobs that may share devices;
+    `row_of`: row of each live job, by number; `room`: number of rows of the table."""
 
     def __init__(self, sharing: Sequence[tuple[JobRecord, Gang]], row_of: Mapping[int, int], room: int) -> None:
         gangs = {job.number: gang for job, gang in sharing}
@@ -97,14 +94,8 @@ def units(gangs: Iterable[tuple[JobRecord, Gang]], mates: Mates) -> list[Unit]:
 
 
 def fits_beside(job: JobRecord, claims: Sequence[Claim], mates: Iterable[JobRecord], view: View) -> bool:
-    """Return whether the job's device memory fits on these devices beside co-located jobs and parked gangs.
-
-    Args:
-        job: The job that is to be placed.
-        claims: Its claims; their `parked_bytes` are the job's own.
-        mates: Jobs that hold all of these devices.
-        view: The cluster.
-    """
+    """Return whether the job's device memory fits on these devices beside co-located jobs and parked gangs. `mates`
+    hold all of these devices; `parked_bytes` of the claims are the job's own."""
     taken = sum([mate.shape.device_memory_bytes for mate in mates])
     for claim in claims:
         slot, mask = view.slots.get(claim.node), claim.device_mask
@@ -122,8 +113,7 @@ def seat_of(claims: Claims) -> Seat:
 
 def takes_turns(job: JobRecord) -> bool:
     """Return whether the job may be time-sliced at all (`core.timeslice_admission`), whatever it does now."""
-    spec = job.spec
-    return spec.preemptible and spec.time_limit_s is None and len(spec.roles) == 1 and not job.capabilities.no_turns
+    return may_be_slower(job) and not job.capabilities.no_turns
 
 
 def may_be_slower(job: JobRecord) -> bool:
@@ -135,7 +125,7 @@ def may_be_slower(job: JobRecord) -> bool:
 def shape_for_two(job: JobRecord) -> GangShape:
     """Return the shape with which a job is placed. A job that may be co-located later and names no host memory takes
     half of its devices' share."""
-    return structs.replace(job.shape, residents=_RESIDENTS) if may_be_slower(job) else job.shape
+    return replace(job.shape, residents=_RESIDENTS) if may_be_slower(job) else job.shape
 
 
 def shares_all(claims: Claims) -> bool:
@@ -153,17 +143,17 @@ def thin(shape: GangShape, memory_bytes: int) -> GangShape:
     for role in shape.roles:
         task = role.shape
         if task.gpus and not task.memory_bytes:
-            task = structs.replace(task, memory_bytes=memory_bytes * task.gpus)
-        roles.append(structs.replace(role, shape=task))
-    return structs.replace(shape, roles=tuple(roles))
+            task = replace(task, memory_bytes=memory_bytes * task.gpus)
+        roles.append(replace(role, shape=task))
+    return replace(shape, roles=tuple(roles))
 
 
 def as_held(shape: GangShape, gang: Gang) -> GangShape:
     """Return the shape of a gang of one role with the host memory that each of its tasks has now."""
     role = shape.roles[0]
     each = max([claim.memory_bytes // max(1, sum(claim.tasks)) for claim in gang.claims], default=0)
-    task = structs.replace(role.shape, memory_bytes=max(role.shape.memory_bytes, each))
-    return structs.replace(shape, roles=(structs.replace(role, shape=task),))
+    task = replace(role.shape, memory_bytes=max(role.shape.memory_bytes, each))
+    return replace(shape, roles=(replace(role, shape=task),))
 
 
 def is_shared(gang: Gang) -> bool:
@@ -186,3 +176,16 @@ def returns_devices(gang: Gang) -> bool:
     if gang.intent is _PARK:
         return gang.park_level is not SuspendLevel.PAUSE and gang.phase is not _PARKED
     return gang.intent is _STOP
+
+
+def is_free(view: View, claims: Claims) -> bool:
+    """Return whether all of these claims are free, on available nodes."""
+    for claim in claims:
+        slot = view.slots.get(claim.node)
+        if slot is None or not view.available[slot] or claim.device_mask & ~view.free[slot]:
+            return False
+        if any(want > have for want, have in zip(claim.millicores, view.millicores[slot], strict=True)):
+            return False
+        if claim.memory_bytes + claim.arena_bytes > view.memory[slot]:
+            return False
+    return True

@@ -1,8 +1,6 @@
 """Place pending gangs one after the other, with the jobs that are preempted for them.
 
-A gang that fits nowhere gets devices of jobs that leave anyway, else of chosen jobs that are preempted or moved.
-Jobs further back do not take devices that are to be returned first, or that are kept for overdue jobs. The capacity
-index is left as it was.
+Jobs further back do not take devices that are to be returned first, or that are kept for overdue jobs.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from ganger.cluster.claims import is_counted
 from ganger.cluster.resources import GangShape, accepts_type
 from ganger.cluster.search import PlacementRequest, widest_now
 from ganger.cluster.view import View
-from msgspec.structs import replace
+from msgspec import Struct
 
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.gang_orders import same_place
@@ -27,8 +25,8 @@ from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.plan_changes import PlanChange, StartChange, SuspendChange
 from ganger_master.planner.context import PlanContext, held_by_all, held_of
 from ganger_master.planner.device_groups import Claims, Unit, units
-from ganger_master.planner.ranked_queue import ChosenJobs
-from ganger_master.policies.make_room import Hole, Movable, Movables, hole_for
+from ganger_master.policies.job_facts import Facts, Flags, Integers
+from ganger_master.policies.make_room import Hole, Movable, Movables, hole_for, no_further
 
 _NOWHERE: frozenset[str] = frozenset()
 # So many jobs that wait for devices to be returned have their places kept, first job first.
@@ -68,7 +66,6 @@ class GangFitting:
 
     @property
     def _room(self) -> CapacityIndex:
-        """The capacity index with all claims of this pass."""
         self._see()
         return self._index
 
@@ -79,11 +76,6 @@ class GangFitting:
         for claims in self._unseen:
             self._trial.take(claims)
         self._unseen.clear()
-
-    def _mark(self) -> int:
-        """Return the point that `undo` returns to."""
-        self._see()
-        return self._trial.mark
 
     @property
     def changes(self) -> tuple[PlanChange, ...]:
@@ -135,7 +127,7 @@ class GangFitting:
             # An equal shape is behind the first one, and would wait for the same devices.
             if len(kept) < most_kept and (shape := self._terms.shape(job)) not in kept:
                 kept.add(shape)
-                avoid |= self._comes_to(job, going, avoid)
+                avoid |= self._would_be(job, [held_of(gang) for _, gang in going], avoid)
         return unserved
 
     def make_way(
@@ -202,10 +194,9 @@ class GangFitting:
         if widest_now(shape, self._waited(job)) != widest_now(job.shape, self._waited(job)):
             # It waits for a better place than the free ones: no job is preempted for that.
             return None
-        locality = replace(shape.locality, widest=widest_now(shape, self._waited(job)), wish=None)
         closed = self._closed.get(job.number, _NOWHERE)
         self._see()
-        hole = staying.hole(job, replace(shape, locality=locality), closed)
+        hole = staying.hole(job, no_further(shape, widest_now(shape, self._waited(job))), closed)
         if hole is None:
             return None
         for move in hole.moves:
@@ -222,15 +213,10 @@ class GangFitting:
         self._take(hole.claims)
         return hole.claims
 
-    def _comes_to(
-        self, job: JobRecord, going: Iterable[tuple[JobRecord, Gang]], avoid: frozenset[str]
-    ) -> frozenset[str]:
-        """Return the nodes that the job will use once the `going` gangs are gone; empty if it does not fit then."""
-        return self._would_be(job, [held_of(gang) for _, gang in going], avoid)
-
     def _would_be(self, job: JobRecord, given: Iterable[Claims], avoid: frozenset[str]) -> frozenset[str]:
-        """Return the nodes that the job would use if `given` were returned; empty if it does not fit even then."""
-        mark = self._mark()
+        """Return the nodes that a job would use if these claims were returned; empty if it does not fit even then."""
+        self._see()
+        mark = self._trial.mark
         for back in given:
             self._give(back)
         claims = self._hold(job, avoid, set())
@@ -316,6 +302,28 @@ def nodes_for(view: View, shape: GangShape) -> frozenset[str]:
     return frozenset(
         name for name, topology in there if name and accepts_type(kind, topology.configuration_set.device_type)
     )
+
+
+class ChosenJobs(Struct, frozen=True, eq=False, gc=False):
+    """The jobs that should run, by counts.
+
+    line: positions of all candidates, first job first.
+    queue: numbers of all pending jobs, in the same order.
+    overdue, passing: as in `orders.guarded`.
+    changes_at: as `PlanDraft.next_change_s`.
+    All else is by position.
+    """
+
+    rows: Integers
+    facts: Facts
+    line: Integers
+    queue: Integers
+    # Jobs that could start.
+    waiting: Flags
+    is_chosen: Flags
+    overdue: Flags
+    passing: Flags
+    changes_at: float
 
 
 # So many pending jobs of a pass get a make-room search, first job first.

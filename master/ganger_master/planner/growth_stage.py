@@ -1,20 +1,19 @@
 """Growth of elastic jobs onto idle GPUs, and their shrinking as soon as pending jobs need GPUs.
 
-The stage runs before the plan that starts jobs. `policies.elastic_growth` decides which jobs grow, how far, and which
-shrink. This module supplies what that needs: how long GPUs have been idle, the rates by number of GPUs, the trials, and
-the GPUs already being given back. A trial grows a job by one size. The job keeps it only if it gained enough.
+One job grows at a time, by one size, on its own nodes, on trial (Gandiva, OSDI 2018, section 3.3).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from ganger.cluster.capacity_index import Claims, Trial
+from ganger.cluster.capacity_index import CapacityIndex, Claims, Trial
 from ganger.cluster.placement import resized
-from ganger.cluster.resources import Claim
+from ganger.cluster.preferences import BEST_FIT
+from ganger.cluster.resources import Claim, GangShape
 from ganger.cluster.search import PlacementRequest
 from ganger.cluster.topology import bits
 from ganger.cluster.view import View
@@ -23,18 +22,23 @@ from ganger_master.core.elastic import tasks_divide
 from ganger_master.core.gang_model import Gang, GangPhase
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import Goal, PlanChange, Purpose, ResizeChange, TrialFinding
-from ganger_master.planner.context import PlanContext, PlanDraft, PlanOutcome
+from ganger_master.planner.context import PlanContext, PlanDraft, PlanOutcome, PlanStage, held_alone
 from ganger_master.planner.device_groups import as_held
 from ganger_master.planner.in_place_resize import given_back
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.policies.elastic_growth import IDLE_S, Elastic, grow, shrink, verdict
-from ganger_master.policies.trials import FIRST_WINDOWS, FailedTrials, TrialRates, TrialVerdict
+from ganger_master.policies.make_room import overlap
+from ganger_master.policies.placements import PlacementPreference
+from ganger_master.policies.trials import FIRST_WINDOWS, FailedTrials, Judged, TrialRates, TrialVerdict, judge
 
 if TYPE_CHECKING:
     from ganger_master.planner.rate_registry import JobRates
 
 # With more pending jobs than these, every elastic job shrinks to its least size, without a search for the cheapest.
 _FEW: Final = 16
+# Time for which GPUs must have been idle before a job grows onto them; no paper gives a number.
+IDLE_S: Final = 60.0
+# Of a linear speed-up.
+_LEAST_SHARE: Final = 0.7
 # A trial ends after this time, since a job may report no progress.
 _TRIAL_MOST_S: Final = 600.0
 
@@ -77,11 +81,9 @@ class GrowthTrials:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Changes of size to propose, and findings of trials.
-
-    `is_giving`: GPUs are being given back to pending jobs, so that no job need be preempted for them. `next_s`: when to
-    plan again without another event; infinite if there is no need.
-    """
+    """Changes of size to propose, and findings of trials. `is_giving`: GPUs are being given back to pending jobs, so
+    that no job need be preempted for them. `next_s`: when to plan again without another event; infinite if there is no
+    need."""
 
     changes: tuple[PlanChange, ...] = ()
     findings: tuple[TrialFinding, ...] = ()
@@ -106,8 +108,13 @@ def plan_sizes(context: PlanContext, growing: GrowthTrials) -> tuple[Sizes, Grow
         growing = replace(growing, idle={}, trials=trials, giving=giving)
         return Sizes(changes, is_giving=bool(giving)), growing
     changes, findings, growing = _judged(running, speeds, growing, room.view, now)
+    quotas = table.quotas
     changing = {change.number for change in changes} | growing.trials.keys() | growing.giving.keys()
-    growable = [pair for number, pair in running.items() if number not in changing and _may_have_more(table, *pair)]
+    growable = [
+        pair
+        for number, pair in running.items()
+        if number not in changing and (quotas is None or quotas.left(pair[0]) > pair[1].devices)
+    ]
     growing = replace(growing, idle=_idle(growing.idle, room.view, list(running.values()), now))
     # Parked jobs need GPUs to resume, as pending jobs do to start, and perhaps more than are free yet.
     growth = None if table.parked else _grown(growable, speeds, growing, room.view, now, idle_s)
@@ -120,10 +127,10 @@ def plan_sizes(context: PlanContext, growing: GrowthTrials) -> tuple[Sizes, Grow
     return Sizes(changes, findings, next_s=next_s), growing
 
 
-class GrowthStage:
+class GrowthStage(PlanStage):
     """The stage, with its state. It comes first: while it takes GPUs back, no job is preempted for pending jobs."""
 
-    def __init__(self, growing: GrowthTrials | None = None) -> None:
+    def __init__(self, growing: GrowthTrials | None) -> None:
         self.growing = growing or GrowthTrials()
         self._changed: frozenset[int] = frozenset()
 
@@ -136,15 +143,8 @@ class GrowthStage:
         if sizes.is_giving:
             context.is_giving, context.may_preempt = True, False
 
-    def is_idle(self, context: PlanContext) -> bool:
-        return False
-
     def settle(self, outcome: PlanOutcome) -> None:
         self.growing = self.growing.without(outcome.refused & self._changed, outcome.now)
-
-    @property
-    def on_trial(self) -> frozenset[int]:
-        return frozenset()
 
     @property
     def memory(self) -> Mapping[str, Any]:
@@ -158,35 +158,24 @@ def _may_change(job: JobRecord, gang: Gang) -> bool:
     return can and settled and not gang.node_set and not any(claim.shared_mask for claim in gang.claims)
 
 
-def _may_have_more(table: LiveTable, job: JobRecord, gang: Gang) -> bool:
-    return table.quotas is None or table.quotas.left(job) > gang.devices
-
-
 def _followed(growing: GrowthTrials, table: LiveTable, now: float) -> GrowthTrials:
     """Return the state without changes that are complete, and with trials that did not come about as failed."""
     giving = {}
     for number, claims in growing.giving.items():
-        found = table.get(number)
-        gang = found[1] if found is not None else None
-        if found is not None and gang is not None and found[0].next_epoch and _holds(gang, claims):
+        found = table.pair(number)
+        if found is not None and found[0].next_epoch and overlap(claims, held_alone(found[1])):
             giving[number] = claims
     trials, failed = {}, growing.failed
     for number, trial in growing.trials.items():
-        found = table.get(number)
-        if found is None or found[1] is None:
+        found = table.pair(number)
+        if found is None:
             continue
         job, gang = found
-        devices = gang.devices if gang is not None else 0
-        if devices == trial.more or (job.next_epoch and devices == trial.fewer):
+        if gang.devices == trial.more or (job.next_epoch and gang.devices == trial.fewer):
             trials[number] = trial
         elif now > trial.began_s:
             failed = failed.noted((number, trial.more), now)
     return replace(growing, giving=giving, trials=trials, failed=failed)
-
-
-def _holds(gang: Gang, claims: Claims) -> bool:
-    held = {piece.claim.node: piece.held for piece in gang.pieces}
-    return any((own := held.get(claim.node)) is not None and own.device_mask & claim.device_mask for claim in claims)
 
 
 # -- giving back
@@ -195,36 +184,30 @@ def _holds(gang: Gang, claims: Claims) -> bool:
 def _given_back(
     context: PlanContext, growing: GrowthTrials, running: Mapping[int, tuple[JobRecord, Gang]]
 ) -> dict[int, tuple[PlanChange, Claims]]:
-    """Return the jobs that shrink for pending jobs: by number, the change and the claims that it gives back."""
     room, placement, speeds = context.room, context.policy.placement, context.job_rates
     shrinkable = {number: pair for number, pair in running.items() if pair[1].devices > _least_size(*pair)}
     found: dict[int, tuple[PlanChange, Claims]] = {}
     waiting = context.jobs.waiting_jobs(_FEW) if shrinkable else []
     if not waiting:
-        for number, pair in shrinkable.items():
-            cut = _cut(pair, _least_size(*pair), room.view, 0)
-            if cut is not None:
-                found[number] = cut
-        return found
+        cuts = {number: _cut(pair, _least_size(*pair), room.view, 0) for number, pair in shrinkable.items()}
+        return {number: cut for number, cut in cuts.items() if cut is not None}
     trying = Trial(room)
     claims_of = {number: gang.claims for number, (_, gang) in shrinkable.items()}
-    try:
-        for claims in growing.giving.values():
-            _give(trying, claims)
-        for job in waiting:
-            elastic = [
-                _elastic(*shrinkable[number], speeds, growing.failed) for number in shrinkable if number not in found
-            ]
-            for number, gpus in shrink(elastic, room, job.shape, claims_of, placement).items():
-                cut = _cut(shrinkable[number], gpus, room.view, job.number)
-                if cut is not None:
-                    found[number] = cut
-                    _give(trying, cut[1])
-            place = placement.place(room, PlacementRequest(job.shape, math.inf))
-            if place is not None:
-                trying.take(place)
-    finally:
-        trying.undo()
+    for claims in growing.giving.values():
+        _give(trying, claims)
+    for job in waiting:
+        elastic = [
+            _elastic(*pair, speeds, growing.failed) for number, pair in shrinkable.items() if number not in found
+        ]
+        for number, gpus in shrink(elastic, room, job.shape, claims_of, placement).items():
+            cut = _cut(shrinkable[number], gpus, room.view, job.number)
+            if cut is not None:
+                found[number] = cut
+                _give(trying, cut[1])
+        place = placement.place(room, PlacementRequest(job.shape, math.inf))
+        if place is not None:
+            trying.take(place)
+    trying.undo()
     return found
 
 
@@ -253,7 +236,6 @@ def _cut(pair: tuple[JobRecord, Gang], gpus: int, view: View, pending: int) -> t
 def _judged(
     running: Mapping[int, tuple[JobRecord, Gang]], speeds: JobRates, growing: GrowthTrials, view: View, now: float
 ) -> tuple[tuple[PlanChange, ...], tuple[TrialFinding, ...], GrowthTrials]:
-    """Keep or revert the trials that are conclusive or too old."""
     changes: list[PlanChange] = []
     findings: list[TrialFinding] = []
     trials, failed = dict(growing.trials), growing.failed
@@ -286,10 +268,8 @@ def _judged(
 def _idle(
     before: Mapping[str, Mapping[int, float]], view: View, pairs: Sequence[tuple[JobRecord, Gang]], now: float
 ) -> dict[str, dict[int, float]]:
-    """Return the times since which devices are free on the nodes of these jobs, by node and device.
-
-    `before` are the times of the last pass.
-    """
+    """Return the times since which devices are free on the nodes of these jobs, by node and device. `before` are the
+    times of the last pass."""
     found: dict[str, dict[int, float]] = {}
     for name in {claim.node for _, gang in pairs for claim in gang.claims}:
         slot = view.slots.get(name)
@@ -307,7 +287,6 @@ def _grown(
     now: float,
     idle_s: float,
 ) -> tuple[PlanChange, SizeTrial] | None:
-    """Return the most valuable growth by one size onto GPUs that have been idle for long enough, as a trial."""
     nodes = {name for name, devices in growing.idle.items() if any(now >= at + idle_s for at in devices.values())}
     candidates = [
         (job, gang)
@@ -326,16 +305,17 @@ def _grown(
             if young:
                 sockets = len(view.millicores[view.slots[name]])
                 view.take(Claim(name, young, (0,) * sockets, 0), young.bit_count())
-    growth = grow(jobs, view, math.inf)
+    growth = grow(jobs, view)
     if growth is None:
         return None
-    job, gang = next(pair for pair in candidates if pair[0].number == growth.number)
-    claims = _claims(job, gang, growth.gpus, view, one_node_only=True)
+    number, gpus = growth
+    job, gang = next(pair for pair in candidates if pair[0].number == number)
+    claims = _claims(job, gang, gpus, view, one_node_only=True)
     if claims is None:
         return None
-    rate = speeds.by_gpus(job.number)[gang.devices]
-    text = f"idle GPUs; {rate:.4g} a second with {gang.devices}, to be measured with {growth.gpus}"
-    trial = SizeTrial(gang.devices, growth.gpus, speeds.of_size(job.number), now)
+    rate = speeds.by_gpus(number)[gang.devices]
+    text = f"idle GPUs; {rate:.4g} a second with {gang.devices}, to be measured with {gpus}"
+    trial = SizeTrial(gang.devices, gpus, speeds.of_size(number), now)
     return _change(job, claims, text, Purpose(Goal.GROW)), trial
 
 
@@ -348,12 +328,10 @@ def _elastic(
     rates = rates or {gang.devices: float(gang.devices)}
     rates.setdefault(gang.devices, max(rates.values()))
     ceiling = min([gpus for gpus in sizes if failed.holds((job.number, gpus), now)], default=1 << 30)
-    seat = tuple([(claim.node, claim.device_mask) for claim in gang.claims])
-    return Elastic(job.number, sizes, seat, rates, ceiling=ceiling)
+    return Elastic(job.number, sizes, {claim.node: claim.device_mask for claim in gang.claims}, rates, ceiling)
 
 
 def _sizes(job: JobRecord, gang: Gang) -> tuple[int, ...]:
-    """Return the allowed numbers of GPUs, ascending, with the present one among them."""
     spec = job.spec
     each = spec.roles[0].shape.gpus
     allowed = [gpus for gpus in range(spec.gpus_min, spec.gpus_max + 1, each) if tasks_divide(job, gpus)]
@@ -371,3 +349,133 @@ def _claims(job: JobRecord, gang: Gang, gpus: int, view: View, one_node_only: bo
 
 def _change(job: JobRecord, claims: Claims, reason: str, purpose: Purpose) -> PlanChange:
     return ResizeChange(job.number, job.revision, claims, reason=reason, purpose=purpose)
+
+
+# -- which job grows, and which ones shrink: pure choices
+
+
+@dataclass(frozen=True, slots=True)
+class Elastic:
+    """A running job and the numbers of GPUs that it accepts, ascending. `seat`: the mask of its devices by node;
+    `rates`: measured samples per second by number of GPUs, including the present one; `ceiling`: the size at which
+    growth was undone."""
+
+    number: int
+    sizes: tuple[int, ...]
+    seat: Mapping[str, int]
+    rates: Mapping[int, float]
+    ceiling: int = 1 << 30
+
+    @property
+    def gpus(self) -> int:
+        return sum(mask.bit_count() for mask in self.seat.values())
+
+    @property
+    def least(self) -> int:
+        return self.sizes[0]
+
+    @property
+    def larger(self) -> int | None:
+        """The next number of GPUs that it might have."""
+        return next((size for size in self.sizes if self.gpus < size < self.ceiling), None)
+
+    def rate(self, gpus: int) -> float:
+        """Return the samples per second: as measured, else in proportion to the present number of GPUs."""
+        return self.rates[gpus] if gpus in self.rates else self.rates[self.gpus] * (gpus / self.gpus)
+
+
+def grow(jobs: Collection[Elastic], view: View) -> tuple[int, int] | None:
+    """Return the number of the one job to grow next and its GPUs afterwards, if any. Call it again once the growth was
+    judged."""
+    options = []
+    for job in jobs:
+        size = job.larger
+        if size is None or (job.rate(size) / job.rate(job.gpus)) / (size / job.gpus) < _LEAST_SHARE:
+            continue
+        slots = [slot for name in job.seat if (slot := view.slots.get(name)) is not None and view.available[slot]]
+        if sum([view.free[slot].bit_count() for slot in slots]) >= size - job.gpus:
+            # Relative to the rate with its fewest GPUs, since rates of different jobs are not comparable.
+            worth = (job.rate(size) - job.rate(job.gpus)) / (size - job.gpus) * (job.least / job.rate(job.least))
+            options.append((-round(worth, 9), len(job.seat), job.number, size))
+    return min(options)[2:] if options else None
+
+
+def verdict(fewer: int, more: int, rates: TrialRates) -> Judged:
+    """Judge the growth of a job by `rates` in samples, before and after."""
+    return judge([rates], _LEAST_SHARE * more / fewer)
+
+
+def shrink(
+    jobs: Iterable[Elastic],
+    room: CapacityIndex,
+    shape: GangShape,
+    claims_of: Mapping[int, Claims],
+    placement: PlacementPreference = BEST_FIT,
+) -> dict[int, int]:
+    """Return the new numbers of GPUs, by number of job, with which a gang fits that does not fit now. It is empty where
+    shrinking is not enough or not needed. The loss of rates is least on one node, and node by node for gangs over
+    several. `claims_of`: the claims that the jobs hold."""
+    if placement.place(room, PlacementRequest(shape, math.inf)) is not None:
+        return {}
+    view = room.view
+    most = max((topology.devices for topology in view.topologies), default=0)
+    count = shape.nodes or -(-shape.gpus // max(1, most))
+    share = -(-shape.gpus // count)
+    elastic = {job.number: job for job in sorted(jobs, key=lambda one: one.number)}
+    options = []
+    for slot, name in enumerate(view.nodes):
+        missing = share - view.free[slot].bit_count()
+        if view.available[slot] and view.topologies[slot].devices >= share:
+            loss, cuts = _least_loss([job for job in elastic.values() if name in job.seat], name, missing)
+            if loss < math.inf:
+                options.append((round(loss, 9), slot, cuts))
+    options.sort()
+    trying = Trial(room)
+    for start in range(len(options)):
+        sizes: dict[int, int] = {}
+        for _, slot, cuts in options[start : start + count]:
+            for number, size in cuts.items():
+                sizes[number] = min(size, sizes.get(number, size))
+            for number in cuts:
+                trying.give(_returned(elastic[number], sizes[number], view.nodes[slot], claims_of[number], view))
+        found = placement.place(room, PlacementRequest(shape, math.inf))
+        trying.undo()
+        if found is not None:
+            return sizes
+    return {}
+
+
+def _least_loss(jobs: Sequence[Elastic], node: str, missing: int) -> tuple[float, dict[int, int]]:
+    """Return the least loss of rate that frees `missing` more devices on a node, and the new sizes of the jobs that are
+    cut. Rates are relative to that of one device at the least size; the loss is infinite if no cuts suffice."""
+    # By devices released: the least loss, and the new sizes.
+    best: list[tuple[float, dict[int, int]]] = [(0.0, {}), *[(math.inf, {})] * max(0, missing)]
+    for job in jobs:
+        base = job.rate(job.least) / job.least
+        here = job.seat[node].bit_count()
+        for devices in range(max(0, missing), 0, -1):
+            for given in range(1, min(here, job.gpus - job.least) + 1):
+                size = max(size for size in job.sizes if size <= job.gpus - given)
+                loss, cuts = best[max(0, devices - given)]
+                loss += (job.rate(job.gpus) - job.rate(size)) / base
+                if loss < best[devices][0]:
+                    best[devices] = (loss, {**cuts, job.number: size})
+    return best[max(0, missing)]
+
+
+def _returned(job: Elastic, size: int, node: str, claims: Claims, view: View) -> Claims:
+    """Return the devices that it releases: on that node first, then where it has the fewest."""
+    missing = job.gpus - size
+    found = []
+    for claim in sorted(claims, key=lambda one: (one.node != node, one.device_mask.bit_count(), one.node)):
+        devices = claim.device_mask.bit_count()
+        count = min(missing, devices)
+        stays = view.topology(claim.node).best(claim.device_mask, devices - count)
+        if count and stays is not None:
+            missing -= count
+            # Of cores and memory as much as of the devices; what stays is rounded down.
+            cores = tuple([all_of_it - all_of_it * (devices - count) // devices for all_of_it in claim.millicores])
+            memory = claim.memory_bytes * count // devices
+            arena = claim.arena_bytes * count // devices
+            found.append(Claim(claim.node, claim.device_mask & ~stays, cores, memory, arena))
+    return tuple(found)

@@ -1,8 +1,6 @@
 """Resizes in place: jobs that give devices back, jobs that grow once devices are free, and the state of both.
 
-A world of another size follows the present one as the destination of a migration (docs/design/007-elastic-worlds.md),
-so no job is preempted. Returned devices are free once their daemons have reported them so; the job that they are for
-starts or grows in a later pass.
+A world of another size follows the present one as the destination of a migration (docs/design/007-elastic-worlds.md).
 """
 
 from __future__ import annotations
@@ -41,9 +39,10 @@ class Resizing:
         """Return the state without resizes that are done or have failed."""
         wanted, giving = {}, {}
         for number, gpus in self.wanted.items():
-            job, gang = table.get(number) or (None, None)
-            if job is None or gang is None:
+            found = table.pair(number)
+            if found is None:
                 continue
+            job, gang = found
             waits_for_room = number not in self.begun and gang.intent is GangIntent.RUN and gang.devices < gpus
             if job.next_epoch or waits_for_room:
                 wanted[number] = gpus
@@ -67,21 +66,20 @@ class Resizing:
         """Return the jobs that return claims, each with a gang of those that it still holds."""
         found = []
         for number, claims in self.giving.items():
-            job, gang = table.get(number) or (None, None)
-            if job is not None and gang is not None and (part := part_of(gang, claims)) is not None:
-                found.append((job, part))
+            pair = table.pair(number)
+            if pair is not None and (part := part_of(pair[1], claims)) is not None:
+                found.append((pair[0], part))
         return found
 
     def held_beside(self, table: LiveTable) -> int:
         """Return the number of devices that next worlds hold beyond the table's count of present ones."""
         devices = 0
         for number, gpus in self.wanted.items():
-            job, gang = table.get(number) or (None, None)
-            if job is None or gang is None or not job.next_epoch:
-                continue
-            # A parked old world has left its devices to the next one, or to other jobs.
-            counted = 0 if gang.phase is GangPhase.PARKED else gang.devices
-            devices += max(0, gpus - counted)
+            found = table.pair(number)
+            if found is not None and found[0].next_epoch:
+                # A parked old world has left its devices to the next one, or to other jobs.
+                counted = 0 if found[1].phase is GangPhase.PARKED else found[1].devices
+                devices += max(0, gpus - counted)
         return devices
 
 

@@ -1,24 +1,21 @@
-"""Estimates for live jobs from their reports: received device time, and for elastic ones the steps left and the rate
-with other numbers of GPUs (Optimus, EuroSys 2018, section 3).
-
-A job that reports a convergence criterion (`submit --converges`) ends where its fitted losses meet it; one that reports
-only its number of passes over the data (`job.epochs`) ends with these, and no job goes beyond them. A job that reports
-neither counts as needing twenty more passes, as in Optimus's public code, or, before the end of its first pass, as many
-steps as it has done. Such an end, and one that the losses do not show yet, is a guess. Fits are cached: each takes some
-milliseconds.
+"""All measurements of one job, and estimates from them: received device time, and for elastic jobs the steps left and
+the rate with other numbers of GPUs (Optimus, EuroSys 2018, section 3). `now` is in seconds of the master's clock;
+reports have times of their node's clock, of which only differences count.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass, field, replace
+from typing import Final, TypeAlias
 
 from ganger_master.core.job_model import JobRecord
 from ganger_master.estimators.convergence import LossPoint, StepsLeftEstimate, fit_convergence, steps_to_convergence
 from ganger_master.estimators.speed import AllReduceModel, StepPoint, fit_allreduce
+from ganger_master.planner.core_profiles import ProfiledCores
 from ganger_master.policies.optimus_sizes import NOTHING, OptimusEstimate, steps_left
+from ganger_master.policies.trials import NO_WINDOWS, ProgressSample, RateWindows, TrialPace
 
 # Passes over the data before the first fit of losses, and their growth until the next one.
 _FIRST_PASSES: Final = 2
@@ -62,20 +59,12 @@ class FitCache:
         """Return the model of the rate by the seconds per step with each measured number of GPUs; None without any. A
         step has the same samples at every size, divided among its GPUs."""
         known = self._speeds.get(number)
-        if known is None or not _is_alike(known[0], seconds):
-            model = fit_allreduce(_points(seconds, gpus_per_node))
+        is_alike = known is not None and known[0].keys() == seconds.keys()
+        if known is None or not is_alike or any(abs(seconds[n] - was) > _ALIKE * was for n, was in known[0].items()):
+            points = [StepPoint(n, -(-n // gpus_per_node), 1.0 / n, seconds[n]) for n in sorted(seconds)]
+            model = fit_allreduce(points)
             known = self._speeds[number] = dict(seconds), model
         return known[1]
-
-
-def _points(seconds: Mapping[int, float], gpus_per_node: int) -> Sequence[StepPoint]:
-    return [StepPoint(gpus, -(-gpus // gpus_per_node), 1.0 / gpus, seconds[gpus]) for gpus in sorted(seconds)]
-
-
-def _is_alike(known: Mapping[int, float], seconds: Mapping[int, float]) -> bool:
-    if known.keys() != seconds.keys():
-        return False
-    return all(abs(seconds[gpus] - was) <= _ALIKE * was for gpus, was in known.items())
 
 
 # Loss points of a job; beyond that, neighbours are averaged, which halves them.
@@ -91,10 +80,8 @@ _SLOWER: Final = 1.1
 @dataclass(slots=True)
 class AttainedTime:
     """Device time that a job has received: a time-sliced one steps only in its slices. `step` was done at `time_s`.
-
     Between two close reports it stepped all the time; between two distant ones its steps count, each with the job's
-    time per step.
-    """
+    time per step."""
 
     step: int
     time_s: float
@@ -191,3 +178,118 @@ def _left(job: JobRecord, losses: ReportedLosses, fits: FitCache) -> tuple[float
 def _mean(points: Sequence[LossPoint]) -> LossPoint:
     count = len(points)
     return LossPoint(sum([point.step for point in points]) / count, sum([point.loss for point in points]) / count)
+
+
+# Windows and utilisation reports that are kept of a job that ran alone, the newest ones.
+_MOST_BASELINE_WINDOWS: Final = 16
+_MOST_UTILISATIONS: Final = 60
+# Windows that are kept for each load of a job, and loads for each job.
+_MOST_LOAD_WINDOWS: Final = 16
+_MOST_LOADS: Final = 16
+
+# Windows in steps/s, by the number of devices that other jobs use on the job's nodes.
+RatesByLoad: TypeAlias = Mapping[int, tuple[float, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """Rates and utilisation of a job that is alone on its devices, in one epoch and with one number of cores. `first`
+    holds epoch, millicores and rate of the first window in another epoch or with other cores. One window does not show
+    the variance, so the older rates stand until a second window confirms the change."""
+
+    epoch: int = 0
+    millicores: int = 0
+    rates: tuple[float, ...] = ()
+    utilisations: tuple[float, ...] = ()
+    first: tuple[int, int, float] | None = None
+
+    def after(self, epoch: int, millicores: int, rate: float) -> Baseline:
+        """Return the baseline after one more window."""
+        if (epoch, millicores) == (self.epoch, self.millicores):
+            return replace(self, rates=(*self.rates, rate)[-_MOST_BASELINE_WINDOWS:])
+        if self.first is None or self.first[:2] != (epoch, millicores):
+            return replace(self, first=(epoch, millicores, rate))
+        return Baseline(epoch, millicores, (self.first[2], rate), self.utilisations)
+
+
+@dataclass(frozen=True, slots=True)
+class RunCondition:
+    """How a job runs; the default: not at all. `devices`: masks by node, none of a time-sliced job, beside which no
+    other job runs."""
+
+    epoch: int = 0
+    gpus: int = 0
+    millicores: int = 0
+    is_time_sliced: bool = False
+    devices: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class MeasuredJob:
+    """All measurements of one job. It runs as `run` says, beside `neighbours`, under `load`."""
+
+    create_time: float
+    signature: int
+    cores: ProfiledCores
+    run: RunCondition = field(default_factory=RunCondition)
+    neighbours: frozenset[int] = frozenset()
+    load: int = 0
+    # Epoch that ran last, and the time when it has warmed up.
+    warm: tuple[int, float] = (0, 0.0)
+    is_elastic: bool = False
+    device_type: str = ""
+    # Windows under the present run and neighbours, under the present load, and with the present GPUs and cores.
+    present: RateWindows = NO_WINDOWS
+    loaded: RateWindows = NO_WINDOWS
+    sized: RateWindows = NO_WINDOWS
+    baseline: Baseline = field(default_factory=Baseline)
+    by_load: RatesByLoad = field(default_factory=dict)
+    by_gpus: Mapping[int, float] = field(default_factory=dict)
+    attained: AttainedTime | None = None
+    losses: ReportedLosses | None = None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the job has no neighbours, and at least the cores of its baseline in this epoch. A host gives up
+        cores before its guest arrives. Until then it has no neighbours, yet is slower than alone."""
+        baseline, run = self.baseline, self.run
+        return not self.neighbours and (run.epoch != baseline.epoch or run.millicores >= baseline.millicores)
+
+    def interrupt_windows(self) -> None:
+        """Begin the windows under way anew: the job evaluates, and does no steps meanwhile."""
+        if self.present.open or self.loaded.open or self.sized.open:
+            self.present, self.loaded, self.sized = (
+                replace(windows, open=None) for windows in (self.present, self.loaded, self.sized)
+            )
+
+    def record_loaded(self, sample: ProgressSample, now: float, pace: TrialPace) -> None:
+        """Record a report under the present load."""
+        before, self.loaded = self.loaded, self.loaded.after(sample, now, pace)
+        if self.loaded.rates is before.rates:
+            return
+        rates = (*self.by_load.get(self.load, ()), self.loaded.rates[-1])[-_MOST_LOAD_WINDOWS:]
+        others = {load: some for load, some in self.by_load.items() if load != self.load}
+        if len(others) >= _MOST_LOADS:
+            # The first key is the load that was measured longest ago.
+            del others[next(iter(others))]
+        self.by_load = {**others, self.load: rates}
+
+    def record_present(self, sample: ProgressSample, use: float | None, now: float, pace: TrialPace) -> None:
+        """Record a report, and in the baseline if the job is alone."""
+        if use is not None and self.is_alone:
+            utilisations = (*self.baseline.utilisations, use)[-_MOST_UTILISATIONS:]
+            self.baseline = replace(self.baseline, utilisations=utilisations)
+        before, self.present = self.present, self.present.after(sample, now, pace)
+        if self.present.rates is not before.rates and self.is_alone:
+            self.baseline = self.baseline.after(self.run.epoch, self.run.millicores, self.present.rates[-1])
+
+    def record_size(self, sample: ProgressSample, now: float, pace: TrialPace) -> bool:
+        """Record a report with the present number of GPUs. Return whether it has filled a window."""
+        if not self.is_elastic:
+            return False
+        before, self.sized = self.sized, self.sized.after(sample, now, pace)
+        if self.sized.rates is before.rates:
+            return False
+        if self.sized.is_enough:
+            self.by_gpus = {**self.by_gpus, self.run.gpus: self.sized.rate}
+        return True

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from ganger_master.core.ending import is_backing_off
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
-from ganger_master.core.job_model import JobRecord, JobSpec
+from ganger_master.core.job_model import JobRecord, JobSpec, SuspendLevel
 from ganger_master.planner.device_groups import DeviceGroups, returns_devices, shares_devices
 from ganger_master.policies.fairness import QuotaUse
 from ganger_master.policies.job_facts import Facts, Flags, Floats, Integers, RecentServices, ServiceHistory
@@ -90,6 +90,11 @@ class LiveTable:
         job = None if row is None else self.jobs[row]
         return None if row is None or job is None else (job, self.gangs[row])
 
+    def pair(self, number: int) -> tuple[JobRecord, Gang] | None:
+        """Return a live job that has a gang, with it; else None."""
+        job, gang = self.get(number) or (None, None)
+        return None if job is None or gang is None else (job, gang)
+
     def put(self, job: JobRecord, gang: Gang | None) -> None:
         """Record a job as it is now, with the gang of its present epoch if it has one. A job that ended before the
         table had it is a sample for similar jobs."""
@@ -149,7 +154,6 @@ class LiveTable:
         return self._node_codes.setdefault(pieces[0].claim.node, len(self._node_codes) + 1)
 
     def _enter(self, job: JobRecord) -> int:
-        """Return a row for a job that has become live."""
         spec = job.spec
         row = self._take_row(job.number)
         user = self._users.setdefault(job.user, len(self._users))
@@ -264,13 +268,11 @@ class LiveTable:
         """Return by row whether its job is one of `numbers`. `rows` are live; `numbers` need not be."""
         found = np.zeros(len(self._live), bool)
         found[[row for number in numbers if (row := self._row_of.get(number)) is not None]] = True
-        among: Flags = found[rows]
-        return among
+        return np.asarray(found[rows], bool)
 
     def is_waiting(self, rows: Integers) -> Flags:
         """Return by row whether the job could start: it is pending and holds no devices, or is parked."""
-        waiting: Flags = self._flags[2, rows]
-        return waiting
+        return np.asarray(self._flags[2, rows], bool)
 
     @property
     def last_stop_s(self) -> float:
@@ -346,6 +348,11 @@ class LiveTable:
         ]
 
     @property
+    def offloaded(self) -> list[tuple[JobRecord, Gang]]:
+        """Return those of `parked` that are in host memory and not ending."""
+        return [pair for pair in self.parked if pair[1].park_level is SuspendLevel.OFFLOAD and pair[0].ending is None]
+
+    @property
     def most_urgent_waiting(self) -> int | None:
         """Return the highest priority of the jobs that could start; None if there are none."""
         if not self._waiting:
@@ -413,8 +420,7 @@ class LiveTable:
 
     def is_going(self, rows: Integers) -> Flags:
         """Return by row whether the job returns its devices."""
-        going: Flags = self._flags[3, rows]
-        return going
+        return np.asarray(self._flags[3, rows], bool)
 
     def _take_row(self, number: int) -> int:
         if self._vacant:
@@ -430,7 +436,6 @@ class LiveTable:
         return row
 
     def _share(self, row: int, is_shared: bool = True) -> None:
-        """Record that a job has new devices that may be shared, or has none any more."""
         if is_shared:
             self._sharing.add(row)
         else:
@@ -438,7 +443,6 @@ class LiveTable:
         self._groups = None
 
     def _keep_out(self, quotas: QuotaUse, numbers: Iterable[int]) -> None:
-        """Update which of these pending jobs their users' quotas keep out."""
         for number in numbers:
             row, waits = self._row_of[number], number not in quotas.kept_out
             self._live[row] = self._flags[2, row] = waits
@@ -483,7 +487,6 @@ def _memory() -> ServiceMemory:
 
 
 def _amounts(spec: JobSpec) -> tuple[float, int]:
-    """Return cores and bytes of memory of the whole gang."""
     millicores = sum([role.tasks * role.shape.millicores for role in spec.roles])
     return millicores / 1000, sum([role.tasks * role.shape.memory_bytes for role in spec.roles])
 
@@ -496,6 +499,4 @@ def _unknown(count: int) -> Floats:
 
 
 def _seconds_since(began: Floats, now: float) -> Floats:
-    """Return seconds from `began` to `now`; zero for what has not begun."""
-    seconds: Floats = np.maximum(now - began, 0.0)
-    return seconds
+    return np.asarray(np.maximum(now - began, 0.0), float)

@@ -1,8 +1,6 @@
 """The planner: it observes a cluster, and plans when its pace says so.
 
-The loop is pure: times are arguments, and what it learns is a value. A live planner (`planner_process`) and a simulated
-one (`simulator.planner_shell`) feed it events and carry out its plans. Whatever it remembers it could find out again,
-at the cost of time.
+The loop is pure: times are arguments. Whatever it remembers it could find out again, at the cost of time.
 """
 
 from __future__ import annotations
@@ -31,12 +29,11 @@ from ganger_master.planner.context import (
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import OrderStage
 from ganger_master.planner.plan_pace import NONE_EXCLUDED, AnsweredPlan, PlanPace, RefusalBackoff, RoundPace, is_stop
-from ganger_master.policies import Policy
-from ganger_master.policies.orders import JobOrder
-from ganger_master.policies.stages import (
+from ganger_master.policies import (
     Colocate,
     Grow,
     Migrate,
+    Policy,
     ResizeByOptimus,
     ShareByTimeSlices,
     SliceNewcomers,
@@ -44,6 +41,7 @@ from ganger_master.policies.stages import (
     StartByTetris,
     Tune,
 )
+from ganger_master.policies.orders import JobOrder
 
 if TYPE_CHECKING:
     # Stages of few policies and their state are slow to import.
@@ -53,7 +51,6 @@ if TYPE_CHECKING:
 # Longest line that is reported with every change, and seconds between two reports of a longer one.
 _SHORT_LINE: Final = 100
 _LINE_S: Final = 1.0
-_NO_JOBS: Final[frozenset[int]] = frozenset()
 
 
 class PlannerLoop:
@@ -120,8 +117,6 @@ class PlannerLoop:
 
     def _follow(self, change: ClusterChange, now: float) -> None:
         self._is_news = True
-        if self._order is not None:
-            self._order.vain.follow(change)
         if change.is_whole:
             self.table, self._lacks_curves = LiveTable(self.learns, change.quotas), True
         if self._room is None or self._room.view is not change.view:
@@ -164,7 +159,6 @@ class PlannerLoop:
             self._is_news = rates.update_trials(self._room.view, self._tuned_s(now), now) or self._is_news
 
     def _tuned_s(self, now: float) -> dict[int, float]:
-        """Return for how long the jobs have run whose cores are tuned, by number."""
         tune = self.policy.stage(Tune)
         return {
             job.number: job.run_s + max(0.0, now - job.running_since)
@@ -200,7 +194,7 @@ class PlannerLoop:
         if self.settings.line_limit or self._order is None or len(self._stages) > 1 or self._cluster is None:
             return False
         free = self._cluster.free_devices
-        return free is not None and self._order.vain.starts_no_job(self.table, free)
+        return free is not None and self._order.starts_no_job(self.table, free)
 
     def next_s(self, now: float) -> float:
         """Return when the next plan is due, in Unix seconds without any event; infinite if only an event can bring
@@ -218,23 +212,15 @@ class PlannerLoop:
         # A refused change that may be repeated is as good as an event.
         is_news = self._is_news or excluded != self._excluded
         self._excluded = excluded
-        return PlanContext(
-            now,
-            self.policy,
-            self.order,
-            self.settings,
-            self._pace,
-            self._cluster,
-            self.table,
-            self._room,
-            self._rates,
-            excluded,
-            self._pace.may_stop(now, self._is_news),
-            is_news,
-            self._line or (),
-            frozenset().union(*[stage.on_trial for stage in self._stages]) if len(self._stages) > 1 else _NO_JOBS,
-            terms_of(self.policy, self.table),
+        found = PlanContext(
+            now, self.policy, self.order, self.settings, self._pace, self._cluster, self.table, self._room, self._rates
         )
+        found.excluded, found.is_news, found.last_line = excluded, is_news, self._line or ()
+        found.may_preempt = self._pace.may_stop(now, self._is_news)
+        if len(self._stages) > 1:
+            found.on_trial = frozenset().union(*[stage.on_trial for stage in self._stages])
+        found.terms = terms_of(self.policy, self.table)
+        return found
 
     def _plan_of(self, context: PlanContext) -> Plan:
         draft, now = context.draft, context.now
@@ -333,11 +319,11 @@ def stages_of(
 
                     stages.append(TuneStage(spec.tuning))
             case SliceNewcomers():
-                from ganger_master.planner.newcomer_stage import NewcomerStage
+                from ganger_master.planner.sharing_under_order import NewcomerStage
 
                 stages.append(NewcomerStage())
             case Colocate():
-                from ganger_master.planner.colocation_stage import ColocationStage
+                from ganger_master.planner.sharing_under_order import ColocationStage
 
                 stages.append(ColocationStage(None if memory is None else memory.packing))
             case Migrate():
@@ -353,5 +339,4 @@ def measures_jobs(policy: Policy) -> bool:
 
 
 def _acts_on_measures(policy: Policy) -> bool:
-    """Return whether a measurement may change the next plan at once."""
     return policy.tunes_by_profiles or policy.has(Grow, ResizeByOptimus, ShareByTimeSlices, Migrate)

@@ -1,9 +1,6 @@
 """Slice matrices: jobs that share devices in time slices, the jobs that join them, and the slices of each group.
 
-A job that finds no free devices joins the devices with the fewest gangs, among gangs that can be time-sliced with it.
-The plan proposes a new slice matrix only when a job joins; the nodes then rotate its slices by themselves
-(docs/design/006-rotation.md), and the new job's slice is the next one. When no job joins, gangs move between devices
-for fairness (`timeslice_stage`) or off draining nodes.
+A job that finds no free devices joins the devices with the fewest gangs (docs/design/006-rotation.md).
 """
 
 from __future__ import annotations
@@ -12,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import add, le
 from typing import Final
 
 from ganger.cluster.claims import split_cores
@@ -28,17 +26,20 @@ from ganger_master.core.commands import CHANGES_LIMIT, CLAIMS_LIMIT
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.moves import can_hand_over
-from ganger_master.core.plan_changes import (
-    Goal,
-    PlanChange,
-    Purpose,
-    SliceChange,
-)
-from ganger_master.planner.context import PlanOutcome
+from ganger_master.core.plan_changes import Goal, PlanChange, Purpose, SliceChange
+from ganger_master.planner.context import PlanOutcome, held_alone
 from ganger_master.planner.device_groups import MOST_ROWS, Claims, seat_of, takes_turns, thin
-from ganger_master.planner.host_memory import Shortage
 from ganger_master.planner.plan_pace import ExcludedJobs
-from ganger_master.planner.timeslice_shares import Fairness, NodeDevice, Pairs, SlicedJob, can_go, going, rows_of
+from ganger_master.planner.timeslice_shares import (
+    Fairness,
+    NodeDevice,
+    Pairs,
+    Shortage,
+    SlicedJob,
+    can_go,
+    going,
+    rows_of,
+)
 from ganger_master.policies.fairness import Seat
 
 # Jobs that may join time-slice groups at once.
@@ -213,7 +214,6 @@ class SliceMatrices:
                 self._move(replace(there, gang=guest.gang, purpose=Purpose(Goal.FAIRNESS, one.helped, detail=detail)))
 
     def _best(self, job: JobRecord) -> SlicedJob | None:
-        """Return the job at the admissible place with the fewest gangs."""
         for *_, seat in sorted([key for seat in self._seats(job) if (key := self._key(seat)) is not None]):
             one = self._at(job, seat)
             if one is not None and self._may_join(one):
@@ -360,23 +360,18 @@ class SliceMatrices:
     def _free_cores(self, name: str) -> tuple[int, ...]:
         """Return the millicores by socket that one slice may use: free ones and those of time-sliced gangs there."""
         free = self._view.millicores[self._view.slots[name]]
-        return tuple(
-            [have + more for have, more in zip(free, self._held_cores.get(name, (0,) * len(free)), strict=True)]
-        )
+        return tuple(map(add, free, self._held_cores.get(name, (0,) * len(free))))
 
     def _count_cores(self, gang: Gang) -> None:
-        for piece in gang.pieces:
-            if piece.held is not None:
-                cores, known = piece.held.millicores, self._held_cores.get(piece.claim.node)
-                if known is not None:
-                    cores = tuple([have + more for have, more in zip(known, cores, strict=True)])
-                self._held_cores[piece.claim.node] = cores
+        for held in held_alone(gang):
+            known = self._held_cores.get(held.node, (0,) * len(held.millicores))
+            self._held_cores[held.node] = tuple(map(add, known, held.millicores))
 
     def _fits_cores(self, claim: Claim) -> bool:
         slot = self._view.slots.get(claim.node)
         if slot is None or not self._view.available[slot]:
             return False
-        return all(want <= have for want, have in zip(claim.millicores, self._free_cores(claim.node), strict=True))
+        return all(map(le, claim.millicores, self._free_cores(claim.node)))
 
     def _may_join(self, one: SlicedJob) -> bool:
         return all(self._is_open(device, one.job) for device in one.devices)
@@ -437,20 +432,15 @@ class SliceMatrices:
         return found
 
     def _elsewhere(self, device: NodeDevice) -> set[int]:
-        """Return the jobs that this pass moves off a device."""
         return {number for number, one in self._moved.items() if device not in one.devices}
 
     def _cores_of(self, members: Sequence[SlicedJob]) -> dict[str, tuple[int, ...]]:
         names = {claim.node for one in members for claim in one.claims}
-        found = {name: list(self._view.millicores[self._view.slots[name]]) for name in names}
-        for one in members:
-            if one.number in self._joined or one.gang is None:
-                continue
-            for piece in one.gang.pieces:
-                if piece.held is not None and piece.held.device_mask:
-                    have = found[piece.claim.node]
-                    found[piece.claim.node] = [a + b for a, b in zip(have, piece.held.millicores, strict=True)]
-        return {name: tuple(cores) for name, cores in found.items()}
+        found = {name: self._view.millicores[self._view.slots[name]] for name in names}
+        there = [one.gang for one in members if one.number not in self._joined and one.gang is not None]
+        for held in [held for gang in there for held in held_alone(gang) if held.device_mask]:
+            found[held.node] = tuple(map(add, found[held.node], held.millicores))
+        return found
 
     def _all_stay(self, members: Sequence[SlicedJob]) -> bool:
         """Return whether all time-sliced jobs of each device fit into its memory together, as measured or requested."""

@@ -1,9 +1,7 @@
-"""The planner's state as bytes that survive a restart.
+"""The planner's state as bytes that survive a restart: a planner that follows a killed one continues from the last
+note.
 
-A planner that follows a killed one continues from the last note, as if only its connection to the master had broken;
-jobs that have changed since are noticed when the master sends them all. All times are Unix seconds by the clocks of the
-master and of nodes. A note of another version, policy or cluster, or a damaged one, is rejected as a whole, and jobs
-are measured again.
+A note of another version, policy or cluster, or a damaged one, is rejected as a whole, and jobs are measured again.
 """
 
 from __future__ import annotations
@@ -19,12 +17,12 @@ from typing import Final, get_origin
 import msgspec
 import numpy as np
 
-from ganger_master.planner.colocation_stage import OrderColocation
 from ganger_master.planner.growth_stage import GrowthTrials
 from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY, Resizing
-from ganger_master.planner.migration_context import MigrationMemory
+from ganger_master.planner.migration_plans import MigrationMemory
 from ganger_master.planner.rate_registry import RememberedRates
 from ganger_master.planner.sharing_stage import NOTHING, Shared
+from ganger_master.planner.sharing_under_order import OrderColocation
 
 _MAGIC: Final = "ganger planner"
 # Clocks that are adjusted differ by no more.
@@ -62,7 +60,6 @@ class Unusable:
 
 
 def _plain(value: object) -> object:
-    """Encode estimates, which are arrays of floats."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     raise TypeError(f"{type(value)} is not noted")

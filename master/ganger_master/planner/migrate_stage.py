@@ -1,8 +1,5 @@
-"""The migration pass, around another pass that starts and preempts jobs.
-
-Its goals in order: make room for a gang that fits nowhere though enough devices are free (`make_room`); move gangs off
-draining nodes and resume gangs that a plan has parked; when no job waits, opportunistic migrations
-(`opportunistic_migration`). Meanwhile it judges earlier migrations (`migration_outcomes`).
+"""The migration pass, around another pass that starts and preempts jobs: room for gangs that fit nowhere, drained
+nodes, parked gangs, and opportunistic migrations.
 """
 
 from __future__ import annotations
@@ -30,18 +27,22 @@ from ganger_master.core.plan_changes import (
     SuspendChange,
     TrialFinding,
 )
-from ganger_master.planner.context import PlanContext, PlanDraft, PlanOutcome
-from ganger_master.planner.device_groups import shares_devices
+from ganger_master.planner.context import NOTHING_TO_DO, PlanContext, PlanDraft, PlanOutcome, PlanStage
+from ganger_master.planner.device_groups import is_free, shares_devices
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.locality_wishes import LocalityWishes
-from ganger_master.planner.make_room import MakeRoomSearch
-from ganger_master.planner.migration_context import MOST_AT_ONCE, MigrationContext, MigrationMemory
-from ganger_master.planner.migration_outcomes import MigrationOutcomes
-from ganger_master.planner.migration_plans import MigrationPlan, carry_on, is_free, keep
-from ganger_master.planner.opportunistic_migration import CLOSER_S, HOUR_S, OpportunisticMigration
+from ganger_master.planner.migration_outcomes import LocalityWishes, MigrationOutcomes
+from ganger_master.planner.migration_plans import (
+    MOST_AT_ONCE,
+    MigrationContext,
+    MigrationMemory,
+    MigrationPlan,
+    carry_on,
+    keep,
+)
+from ganger_master.planner.migration_searches import CLOSER_S, HOUR_S, MakeRoomSearch, OpportunisticMigration
 from ganger_master.planner.plan_pace import NONE_EXCLUDED
 from ganger_master.policies.make_room import Hole
-from ganger_master.policies.migration_choice import drained
+from ganger_master.policies.migration_choice import MigrationTerms, drained
 
 if TYPE_CHECKING:
     from ganger_master.planner.order_stage import OrderStage
@@ -54,11 +55,11 @@ def drain(migration: MigrationContext, node: str) -> None:
     storage."""
     busy = migration.busy
     gangs = [one for number, (_, _, one) in migration.gangs.items() if number not in busy]
-    proposals, stuck = drained(migration.room, node, gangs, migration.others(busy), migration.placement)
+    terms = MigrationTerms(migration.room, placement=migration.placement)
+    proposals, stuck = drained(terms, node, gangs, migration.others(busy))
     for proposal in proposals:
-        if migration.under_way + len(proposal.moves) > MOST_AT_ONCE or migration.busy & {
-            m.number for m in proposal.moves
-        }:
+        numbers = [move.number for move in proposal.moves]
+        if migration.under_way + len(numbers) > MOST_AT_ONCE or not migration.busy.isdisjoint(numbers):
             break
         migration.begin(Goal.DRAIN, Hole((), proposal.moves))
     if not migration.plans and not _is_any_job_moving(migration.table):
@@ -70,7 +71,6 @@ def drain(migration: MigrationContext, node: str) -> None:
 
 
 def _is_any_job_moving(table: LiveTable) -> bool:
-    """Return whether any job is changing its place; also one that hands over its state now."""
     gangs = zip(table.jobs, table.gangs, strict=True)
     return any((job and job.next_epoch) or (gang and gang.phase in _ON_THE_WAY) for job, gang in gangs)
 
@@ -96,11 +96,7 @@ def _sharing(migration: MigrationContext, node: str) -> list[JobRecord]:
 def parked(migration: MigrationContext) -> list[tuple[JobRecord, Gang]]:
     """Return the jobs that a plan has parked in host memory, without those of migration plans, first job first."""
     busy = migration.busy
-    found = [
-        (job, gang)
-        for job, gang in migration.table.parked
-        if job.number not in busy and gang.park_level is SuspendLevel.OFFLOAD and job.ending is None
-    ]
+    found = [pair for pair in migration.table.offloaded if pair[0].number not in busy]
     return sorted(found, key=lambda one: (-one[0].spec.priority, one[0].number))
 
 
@@ -113,11 +109,8 @@ def bring_back(migration: MigrationContext, pairs: Sequence[tuple[JobRecord, Gan
             migration.changes.append(ResumeChange(job.number, job.revision, purpose=purpose))
             migration.trying.take(own)
             continue
-        claims = (
-            migration.placement.place(migration.room, PlacementRequest(job.shape, math.inf))
-            if can_hand_over(job)
-            else None
-        )
+        request = PlacementRequest(job.shape, math.inf)
+        claims = migration.placement.place(migration.room, request) if can_hand_over(job) else None
         if claims is not None:
             migration.changes.append(MoveChange(job.number, job.revision, claims, purpose=purpose))
             migration.trying.take(claims)
@@ -127,32 +120,27 @@ def bring_back(migration: MigrationContext, pairs: Sequence[tuple[JobRecord, Gan
 Inner: TypeAlias = Callable[[PlanContext], PlanDraft]
 
 
-class MigrationStage:
+class MigrationStage(PlanStage):
     """The stage, with its state, around the stage that starts and preempts jobs; `around` None: beside stages that
     share devices, where it plans only if these have no change."""
 
-    def __init__(self, around: OrderStage | None, moving: MigrationMemory | None = None) -> None:
+    def __init__(self, around: OrderStage | None, moving: MigrationMemory | None) -> None:
         self._around = around
         self.moving = moving or MigrationMemory()
 
     def plan(self, context: PlanContext) -> None:
-        context.reservations = self.moving.promises
-        if self._around is None and (context.draft.changes or context.findings):
-            return
-        around = self._around
-        if around is None:
-            present = context.draft
-            found, self.moving, findings, again_s = plan_moves(
-                lambda _: present,
-                replace(context, excluded=NONE_EXCLUDED, may_preempt=False, is_news=True),
-                self.moving,
-                makes_room=False,
-            )
-            context.draft = found
+        around, present = self._around, context.draft
+        if around is not None:
+            planned = plan_moves(around.found, context, self.moving, resting=around.resting(context))
+        elif not (present.changes or context.findings):
+            beside = replace(context, excluded=NONE_EXCLUDED, may_preempt=False, is_news=True)
+            planned = plan_moves(lambda _: present, beside, self.moving, makes_room=False)
+            context.draft = NOTHING_TO_DO
         else:
-            resting = around.resting(context)
-            found, self.moving, findings, again_s = plan_moves(around.found, context, self.moving, resting=resting)
-            context.add(found)
+            context.reservations = self.moving.promises
+            return
+        found, self.moving, findings, again_s = planned
+        context.add(found)
         context.findings.extend(findings)
         context.come_back(again_s)
         context.reservations = self.moving.promises
@@ -166,10 +154,6 @@ class MigrationStage:
     def settle(self, outcome: PlanOutcome) -> None:
         if self._around is not None:
             self._around.settle(outcome)
-
-    @property
-    def on_trial(self) -> frozenset[int]:
-        return frozenset()
 
     @property
     def memory(self) -> Mapping[str, Any]:
@@ -192,10 +176,9 @@ def plan_moves(
     """
     context.room.follow()
     trying = Trial(context.room)
-    try:
-        return _Pass(MigrationContext(context, trying, makes_room), moving, resting).run(inner)
-    finally:
-        trying.undo()
+    planned = _Pass(MigrationContext(context, trying, makes_room), moving, resting).run(inner)
+    trying.undo()
+    return planned
 
 
 def moves_no_job(moving: MigrationMemory, context: PlanContext) -> bool:
@@ -205,16 +188,10 @@ def moves_no_job(moving: MigrationMemory, context: PlanContext) -> bool:
     room.follow()
     if not table.has_waiting or table.least_waiting_gpus <= room.free_devices:
         return False
-    if (
-        moving.plans
-        or moving.outcomes.owed
-        or context.cluster.draining
-        or now >= moving.outcomes.look_s
-        or table.parked
-    ):
+    if moving.plans or moving.outcomes.owed or context.cluster.draining or now >= moving.outcomes.look_s:
         return False
     urgent, least = table.most_urgent_waiting, table.least_urgent_running
-    if urgent is None or (least is not None and urgent > least):
+    if table.parked or urgent is None or (least is not None and urgent > least):
         return False
     next_s = moving.closer_s + CLOSER_S
     if now < next_s and moving.closer_again_s <= next_s:
@@ -322,24 +299,12 @@ class _Pass:
         return replace(found, changes=(*self._migration.changes, *others), line=line)
 
     def _within(self, may_preempt: bool) -> PlanContext:
-        """Return the context of the inner pass, which excludes the jobs of migration plans."""
         context = self._migration.context
         excluded, numbers = context.excluded, self._migration.busy | self._migration.changed | self._holes.soon
         if numbers:
-            not_started, not_stopped = ({*them, *numbers} for them in (excluded.not_started, excluded.not_stopped))
-            excluded = replace(excluded, not_started=frozenset(not_started), not_stopped=frozenset(not_stopped))
+            not_stopped = frozenset((*excluded.not_stopped, *numbers))
+            excluded = replace(excluded.resting(numbers), not_stopped=not_stopped)
         return replace(context, excluded=excluded, may_preempt=may_preempt)
-
-    def _take_starts(self, found: PlanDraft) -> None:
-        migration = self._migration
-        own = migration.changed
-        for change in found.changes:
-            if (
-                isinstance(change, StartChange)
-                and change.number not in own
-                and is_free(migration.room.view, change.claims)
-            ):
-                migration.trying.take(change.claims)
 
     def _keep_for(self, plans: Iterable[MigrationPlan]) -> None:
         """Take the places that new migration plans need, after the index was reset to before them."""
@@ -347,3 +312,10 @@ class _Pass:
             for step in plan.steps:
                 keep(self._migration.trying, step.claims)
             keep(self._migration.trying, plan.hole)
+
+    def _take_starts(self, found: PlanDraft) -> None:
+        migration = self._migration
+        starts = [change for change in found.changes if isinstance(change, StartChange)]
+        for change in [change for change in starts if change.number not in migration.changed]:
+            if is_free(migration.room.view, change.claims):
+                migration.trying.take(change.claims)

@@ -1,9 +1,5 @@
-"""Outcomes of migrations: rates before and after them, the decision to keep or revert each, and fitted locality models.
-
-A migration for the job's own sake is kept if it made the job faster, one for other jobs if it did not make it slower
-(`policies.migration_choice.verdict`). A failed one is reverted, once the old place is free, where that saves more than
-it costs, and noted by kind of job and nodes. Moves between places of different locality show how much locality matters
-to that kind of job.
+"""Outcomes of migrations: rates before and after them, the decision to keep or revert each, fitted locality models, and
+the locality that pending gangs are placed with by these.
 """
 
 from __future__ import annotations
@@ -11,20 +7,33 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+import numpy as np
 from ganger.cluster.capacity_index import Claims
 from ganger.cluster.fit import gang_level
+from ganger.cluster.resources import GangShape, Locality, LocalityLevel
 from ganger.cluster.view import View
+from msgspec.structs import replace as replace_of
 
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.gang_orders import same_place
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import Goal, TrialFinding
-from ganger_master.estimators.slowdown import UNKNOWN_JOB, LocalityModel, LocalityPoint, fit_locality
+from ganger_master.estimators.slowdown import (
+    UNKNOWN_JOB,
+    LocalityLoss,
+    LocalityModel,
+    LocalityPoint,
+    fit_locality,
+    measured_loss,
+)
+from ganger_master.planner.context import PassTerms, PlanContext
+from ganger_master.planner.device_groups import is_free
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.migration_plans import is_free
-from ganger_master.policies.migration_choice import MigrationReason, Tried, tried, verdict, worth_going_back
+from ganger_master.policies.migration_choice import Tried, tried, verdict, worth_going_back
+from ganger_master.policies.orders import SLACK_S
 from ganger_master.policies.trials import FIRST_WINDOWS, FailedTrials, TrialRates, TrialVerdict
 
 if TYPE_CHECKING:
@@ -39,16 +48,6 @@ _LOOK_S: Final = 10.0
 _MOST_BEFORE: Final = 16
 _MOST_POINTS: Final = 16
 _MOST_KINDS: Final = 1024
-_WHY: Final = {
-    Goal.LOCALITY: MigrationReason.LOCALITY,
-    Goal.HOLE: MigrationReason.HOLE,
-    Goal.UNPACK: MigrationReason.UNPACK,
-    Goal.DRAIN: MigrationReason.DRAIN,
-    Goal.DEFRAGMENT: MigrationReason.DEFRAGMENT,
-    Goal.RETURN: MigrationReason.HOLE,
-    Goal.EXCHANGE: MigrationReason.EXCHANGE,
-    Goal.BALANCE: MigrationReason.BALANCE,
-}
 # Not reverted: off a drained node, out of host memory, and out of a co-location, which other passes make.
 _FINAL: Final = frozenset({Goal.DRAIN, Goal.RETURN, Goal.UNPACK})
 
@@ -92,7 +91,7 @@ class MigrationOutcomes:
     ) -> MigrationOutcomes:
         """Return the state with a trial of a migration that begins now, if the rate before it is known well enough."""
         before = rates.present(number)[-_MOST_BEFORE:]
-        if len(before) < 2 or not sum(before) > 0.0 or goal not in _WHY:
+        if len(before) < 2 or not sum(before) > 0.0 or goal is Goal.UNDO:
             return self
         trial = MigrationTrial(goal, before, gang.claims, claims, now, now + _LOOK_S)
         return replace(self, trials={**self.trials, number: trial})
@@ -134,7 +133,7 @@ class MigrationOutcomes:
             trials[number] = replace(trial, look_s=now + next_look_s(now - trial.began_s, len(after)))
             if len(after) < FIRST_WINDOWS:
                 continue
-            judged = verdict(_WHY[trial.goal], TrialRates(trial.before, after))
+            judged = verdict(trial.goal, TrialRates(trial.before, after))
             if judged.verdict is TrialVerdict.MEASURE:
                 continue
             del trials[number]
@@ -181,7 +180,6 @@ class MigrationOutcomes:
 
 
 def _what_becomes(view: View, trial: MigrationTrial, *, pays: bool) -> str:
-    """Return what happens after a failed migration, as text for the job's history."""
     if trial.goal in _FINAL:
         return "it stays all the same"
     if not pays:
@@ -228,3 +226,76 @@ def _point(view: View, trial: MigrationTrial, gain: float, model: LocalityModel)
     if (len(source), levels[0]) > (len(claims), levels[1]):
         return LocalityPoint(gpus, len(source), speeds[1] / gain, levels[0])
     return LocalityPoint(gpus, len(claims), speeds[0] * gain, levels[1])
+
+
+class LocalityWishes:
+    """Localities in one plan of a policy that measures jobs. Made before the plan takes any device.
+
+    ends_s: when the first wait ends that this plan or an earlier one (`ended_s`) has found, in Unix seconds; infinite
+        without any.
+    """
+
+    def __init__(self, context: PlanContext, outcomes: MigrationOutcomes, ended_s: float = math.inf) -> None:
+        self._context, self._outcomes = context, outcomes
+        self._free = context.room.free_devices
+        self._known: dict[int, Locality] = {}
+        self.ends_s = ended_s if ended_s > context.now else math.inf
+
+    @property
+    def terms(self) -> PassTerms:
+        """Return the terms of the plan with these localities."""
+        return replace_of(self._context.terms, shape=self._shape)
+
+    def _shape(self, job: JobRecord) -> GangShape:
+        shape = self._context.terms.shape(job)
+        locality = self._known.get(job.number)
+        if locality is None:
+            locality = self._known[job.number] = self._learned(job) or shape.locality
+            ends_s = job.pending_since + locality.patience_s + SLACK_S
+            if locality.wish is not None and ends_s > self._context.now:
+                self.ends_s = min(self.ends_s, ends_s)
+        return shape if locality is shape.locality else replace_of(shape, locality=locality)
+
+    def _learned(self, job: JobRecord) -> Locality | None:
+        """Return the locality that measurements prefer; None if there are none, or if the job states its own."""
+        own, points = job.shape.locality, self._outcomes.points
+        if not points or own.wish is not None or own.widest is not LocalityLevel.CLUSTER or job.gpus < 2:
+            return None
+        if job.gpus > self._free:
+            # It needs devices of others, and takes those that it can get.
+            return None
+        loss = self._loss(job)
+        if loss is None:
+            return None
+        lost_s = loss.share * self._remaining_s(job)
+        patience_s = own.patience_s or min(lost_s, self._context.pace.every_s)
+        return Locality(own.widest, loss.tolerated, patience_s)
+
+    def _loss(self, job: JobRecord) -> LocalityLoss | None:
+        points = self._outcomes.points.get(self._context.job_rates.signature(job.number))
+        levels = self._levels
+        if not points or not levels:
+            return None
+        nodes = max(1, job.shape.nodes, -(-job.gpus // max(levels)))
+        inside = max([level for devices, level in levels.items() if devices >= job.gpus], default=LocalityLevel.NODE)
+        return measured_loss(points, job.gpus, nodes, inside)
+
+    @cached_property
+    def _levels(self) -> dict[int, LocalityLevel]:
+        """The locality of all devices of a node, by their number: that of the widest such node."""
+        found: dict[int, LocalityLevel] = {}
+        for topology in set(self._context.room.view.topologies):
+            if topology.devices:
+                level = topology.level(topology.all_mask)
+                found[topology.devices] = max(level, found.get(topology.devices, level))
+        return found
+
+    def _remaining_s(self, job: JobRecord) -> float:
+        """Return the expected run time that is left: the median of similar jobs, else as long again as it has run."""
+        table = self._context.jobs
+        if table.memory is not None:
+            rows, ran_s = np.array([table.row(job.number)]), np.array([job.run_s])
+            left_s = float(table.memory.remaining_s(rows, ran_s)[0])
+            if math.isfinite(left_s):
+                return left_s
+        return job.run_s

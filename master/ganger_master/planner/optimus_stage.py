@@ -1,21 +1,9 @@
 """Optimus's pass (Peng et al., EuroSys 2018, section 4): how many GPUs each job should have now, and the changes that
 lead there.
 
-Every interval, each live job gets its minimum in order of arrival, as far as that fits; then each further task goes to
-the job whose completion it speeds up most (`policies.optimus_sizes`). A job resizes in place (`in_place_resize`): it
-gives devices back at once, and grows when all that it is to have is free. A job without arenas stops with a checkpoint
-and starts again, as in the paper. New gangs go to the fewest servers, smallest gang first (Optimus's placement), or in
-order of arrival where a preempted job would wait behind smaller ones. Between intervals no job is preempted or shrunk:
-pending jobs share what is free, and decided growth goes on.
-
-Beyond the paper:
-* Running jobs come before pending ones, so that no job is preempted except for overdue jobs and those that fit nowhere.
-* A job that is not elastic counts with its whole gang.
-* Growth that saves less than it costs, or that fits nowhere, does not happen; jobs that would have shrunk for it do
-not.
-* An elastic gang that fits nowhere takes as many GPUs as fit.
-* Numbers of ranks that do not divide a job's global batch are left out.
-* Room is made for a gang that fits nowhere although enough GPUs are free, as in every other pass.
+Beyond the paper: jobs resize in place where they can; running jobs come before pending ones, so that no job is
+preempted except for overdue jobs and those that fit nowhere; growth that saves less than it costs, or that fits
+nowhere, does not happen, nor does the shrinking for it; an elastic gang that fits nowhere takes as many GPUs as fit.
 """
 
 from __future__ import annotations
@@ -30,7 +18,6 @@ from ganger.cluster.capacity_index import CapacityIndex, Trial
 from ganger.cluster.feasibility import FeasibilityQuery, GangMix
 from ganger.cluster.resources import GangShape, LocalityLevel, shapes_by_type
 from ganger.cluster.search import Claims, PlacementRequest
-from ganger.cluster.view import View
 from msgspec.structs import replace as replace_of
 
 from ganger_master.core.elastic import devices_of
@@ -38,17 +25,10 @@ from ganger_master.core.gang_model import Gang, GangPhase
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import Goal, PlanChange, ResizeChange, StartChange, SuspendChange
 from ganger_master.planner.context import PassTerms, PlanContext, PlanDraft, held_of
-from ganger_master.planner.in_place_resize import (
-    Resizing,
-    can_change,
-    claims_of,
-    given_back,
-    part_of,
-    taken_beside,
-)
-from ganger_master.planner.migration_context import move_costs
+from ganger_master.planner.gang_fitting import ChosenJobs
+from ganger_master.planner.in_place_resize import Resizing, can_change, claims_of, given_back, part_of, taken_beside
+from ganger_master.planner.migration_plans import move_costs
 from ganger_master.planner.plan import carried_out
-from ganger_master.planner.ranked_queue import ChosenJobs
 from ganger_master.planner.size_requests import SizeRequests, without_growth
 from ganger_master.policies.job_facts import Capacity, Flags, Integers
 from ganger_master.policies.orders import guarded, ranked
@@ -81,7 +61,7 @@ def plan_optimus(context: PlanContext) -> PlanDraft:
         for job, gang in zip(jobs, gangs, strict=True)
     ]
     sizes = wanting.sizes(capacity, np.array(takes_s))
-    gpus = _within_reach(wanting, sizes, context.policy.placement, room, resizing.given(table))
+    gpus = _within_reach(wanting, sizes, context)
     found, vain = _Sizing(context, capacity, rows, line, wanting, gpus).plan()
     if vain and not may_preempt:
         # Growth that no returned devices will allow does not hold up new jobs.
@@ -109,10 +89,11 @@ class _Sizing:
         resized = np.flatnonzero(running & (gpus > 0) & (gpus != facts.gpus)).tolist()
         in_place = [at for at in resized if wanting.in_place(at)]
         stopped = [at for at in resized if wanting.elastic[at] and not wanting.in_place(at)]
-        given = _Given.by(wanting, [at for at in in_place if gpus[at] < facts.gpus[at]], gpus, context.room.view)
+        shrunk, given = self._shrunk([at for at in in_place if gpus[at] < facts.gpus[at]])
+        giving = replace(context.resizing, giving={**context.resizing.giving, **given})
         leaving = np.flatnonzero(wanting.going).tolist()
         going = [(jobs[at], gang) for at in leaving if (gang := wanting.gangs[at]) is not None]
-        going = [*going, *context.resizing.given(context.jobs), *given.parts]
+        going = [*going, *giving.given(context.jobs)]
         found = self._started(in_place, stopped, going)
         growing = [at for at in wanting.line.tolist() if at in in_place and gpus[at] > facts.gpus[at]]
         stops = any(isinstance(one, SuspendChange) for one in found.changes)
@@ -124,18 +105,23 @@ class _Sizing:
         grows = {change.number for change in grown}
         vain = [jobs[at].number for at in growing if not is_coming and jobs[at].number not in grows]
         wanted = {jobs[at].number: int(gpus[at]) for at in growing if jobs[at].number not in vain}
-        resizing = self._under_way(given, grown, wanted)
-        return replace(found, changes=(*given.changes, *found.changes, *grown), resizing=resizing), vain
+        # The resizes under way if the plan is proposed.
+        sizes = {change.number: devices_of(change.claims) for change in shrunk}
+        begun = {change.number for change in (*shrunk, *grown)}
+        going_on = {number: size for number, size in giving.wanted.items() if number in giving.begun}
+        resizing = Resizing({**going_on, **wanted, **sizes}, frozenset(begun | going_on.keys()), giving.giving)
+        return replace(found, changes=(*shrunk, *found.changes, *grown), resizing=resizing), vain
 
-    def _under_way(self, given: _Given, grown: Sequence[PlanChange], wanted: Mapping[int, int]) -> Resizing:
-        """Return the resizes under way if the plan is proposed. `wanted`: GPUs of jobs that are to grow, by number."""
-        before = self.context.resizing
-        sizes = {change.number: devices_of(change.claims) for change in given.changes}
-        begun = {change.number for change in (*given.changes, *grown)}
-        going_on = {number: size for number, size in before.wanted.items() if number in before.begun}
-        return Resizing(
-            {**going_on, **wanted, **sizes}, frozenset(begun | going_on.keys()), {**before.giving, **given.claims}
-        )
+    def _shrunk(self, positions: Sequence[int]) -> tuple[list[ResizeChange], dict[int, Claims]]:
+        """Return the changes of jobs that shrink, and the claims that they return, by number."""
+        changes, given = [], {}
+        for at in positions:
+            job, gang = self.wanting.jobs[at], self.wanting.gangs[at]
+            claims = None if gang is None else claims_of(self.context.room.view, job, gang, int(self.gpus[at]))
+            if gang is not None and claims is not None:
+                changes.append(self.wanting.resize(at, claims, Goal.GIVE_BACK))
+                given[job.number] = given_back(gang, claims)
+        return changes, given
 
     def _started(
         self, in_place: Sequence[int], stopped: Sequence[int], going: Sequence[tuple[JobRecord, Gang]]
@@ -196,33 +182,9 @@ def _is_unknown(resizing: Resizing, job: JobRecord, gang: Gang | None) -> bool:
     return bool(job.next_epoch) and not is_moved and job.number not in resizing.wanted
 
 
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """Jobs that shrink: the changes, the claims that they return, and the gangs as if these were all that they hold."""
-
-    changes: tuple[ResizeChange, ...]
-    claims: Mapping[int, Claims]
-    parts: Sequence[tuple[JobRecord, Gang]]
-
-    @classmethod
-    def by(cls, wanting: SizeRequests, positions: Sequence[int], gpus: Integers, view: View) -> _Given:
-        changes, pieces, parts = [], {}, []
-        for at in positions:
-            job, gang = wanting.jobs[at], wanting.gangs[at]
-            claims = None if gang is None else claims_of(view, job, gang, int(gpus[at]))
-            if gang is None or claims is None:
-                continue
-            changes.append(wanting.resize(at, claims, Goal.GIVE_BACK))
-            pieces[job.number] = given = given_back(gang, claims)
-            if (part := part_of(gang, given)) is not None:
-                parts.append((job, part))
-        return cls(tuple(changes), pieces, parts)
-
-
 def _grown(
     wanting: SizeRequests, positions: Sequence[int], gpus: Integers, changes: Sequence[PlanChange], room: CapacityIndex
 ) -> list[PlanChange]:
-    """Return the changes of jobs that can grow fully now, beside the jobs that start. `room` is left unchanged."""
     found: list[PlanChange] = []
     trying = Trial(room)
     for change in changes:
@@ -238,44 +200,29 @@ def _grown(
     return found
 
 
-def _within_reach(
-    wanting: SizeRequests,
-    wanted: Integers,
-    placement: PlacementPreference,
-    room: CapacityIndex,
-    giving: Sequence[tuple[JobRecord, Gang]],
-) -> Integers:
+def _within_reach(wanting: SizeRequests, gpus: Integers, context: PlanContext) -> Integers:
     """Return the sizes without growth that would fail, since no place is large enough even after all other resizes.
-    Else a job that gets less than decided would be resized every time. `giving`: gangs of what jobs return already."""
-    before = np.where(wanting.facts.is_running, wanting.facts.gpus, 0)
-    in_place = np.array([wanting.in_place(at) for at in range(len(before))], bool)
-    gpus = wanted
+    Else a job that gets less than decided would be resized every time."""
     while True:
+        before = wanting.before
         resized = wanting.elastic & (before > 0) & (gpus > 0) & (gpus != before)
         if not (resized & (gpus > before)).any():
             return gpus
-        decided = _as_far_as_it_goes(wanting, gpus, before, resized, in_place, placement, room, giving)
+        decided = _as_far_as_it_goes(wanting, gpus, resized, context)
         if (decided == gpus).all():
             return gpus
         gpus = without_growth(gpus, decided, before)
 
 
-def _as_far_as_it_goes(
-    wanting: SizeRequests,
-    gpus: Integers,
-    before: Integers,
-    resized: Flags,
-    in_place: Flags,
-    placement: PlacementPreference,
-    room: CapacityIndex,
-    giving: Sequence[tuple[JobRecord, Gang]],
-) -> Integers:
+def _as_far_as_it_goes(wanting: SizeRequests, gpus: Integers, resized: Flags, context: PlanContext) -> Integers:
     """Return the sizes, with growth limited to what fits once all other jobs have returned their devices."""
+    before, placement, room = wanting.before, context.policy.placement, context.room
+    in_place = np.array([wanting.in_place(at) for at in range(len(before))], bool)
     decided = gpus.copy()
     trial = CapacityIndex(room.view.copy())
     for at in np.flatnonzero((resized & ~in_place) | wanting.going).tolist():
         trial.give(_held(wanting.gangs[at]))
-    for _, part in giving:
+    for _, part in context.resizing.given(context.jobs):
         trial.give(_held(part))
     for at in np.flatnonzero(resized & in_place & (gpus < before)).tolist():
         gang = wanting.gangs[at]
@@ -325,7 +272,8 @@ def _yielding(placement: PlacementPreference, least: Mapping[GangShape, int]) ->
         fits, too_many = least[query.shape] - 1, query.tasks
         while fits + 1 < too_many:
             tasks = (fits + too_many) // 2
-            smaller = next(placement.search(room, room.query(_with_tasks(query.shape, tasks)), widest, demand), None)
+            shape = replace_of(query.shape, roles=(replace_of(query.shape.roles[0], tasks=tasks),))
+            smaller = next(placement.search(room, room.query(shape), widest, demand), None)
             if smaller is None:
                 too_many = tasks
             else:
@@ -334,7 +282,3 @@ def _yielding(placement: PlacementPreference, least: Mapping[GangShape, int]) ->
 
     # By counts a gang would find no place with fewer tasks.
     return replace(placement, search=search, counts=None)
-
-
-def _with_tasks(shape: GangShape, tasks: int) -> GangShape:
-    return replace_of(shape, roles=(replace_of(shape.roles[0], tasks=tasks),))

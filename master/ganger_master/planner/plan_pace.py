@@ -1,10 +1,5 @@
-"""When the planner makes its next plan, whether that plan may preempt running jobs, and what it must not repeat.
-
-It plans at once on events, so that jobs start where devices are free; without any when the order may have changed, when
-pending jobs may preempt again, or when a refused change may be repeated. Planning takes a bounded part of one core.
-
-`RefusalBackoff`: refusals of the master, noted so that the next plans do not repeat them at once. A note on a job
-stands until the job changes, or for some seconds. Losing the notes costs one more request.
+"""When the planner makes its next plan, whether that plan may preempt running jobs, and which refusals of the master it
+must not provoke again.
 """
 
 from __future__ import annotations
@@ -213,9 +208,12 @@ class RefusalBackoff:
     """Notes by job. The master refuses at most one change of a job at a time, so there are no more notes than jobs."""
 
     def __init__(self) -> None:
+        # By number, until when a job is not to be started, not to be preempted, and not to be placed on `_nodes`.
         self._not_started: dict[int, float] = {}
         self._not_stopped: dict[int, float] = {}
-        self._closed: dict[int, tuple[float, frozenset[str]]] = {}
+        self._closed: dict[int, float] = {}
+        self._nodes: dict[int, frozenset[str]] = {}
+        self._notes = (self._not_started, self._not_stopped, self._closed)
         self._unplaced: frozenset[int] = frozenset()
 
     def note(self, change: PlanChange, refusals: Collection[Refusal], now: float) -> None:
@@ -231,8 +229,8 @@ class RefusalBackoff:
             self._not_stopped[number] = now + NOTED_S
         elif refusal.reason.excluded_s:
             nodes = frozenset(one.node for one in refusals if one.reason.excluded_s and one.node)
-            known = self._closed.get(number, (0.0, frozenset[str]()))[1]
-            self._closed[number] = now + refusal.reason.excluded_s, known | nodes
+            self._nodes[number] = nodes | (self._nodes[number] if number in self._closed else frozenset())
+            self._closed[number] = now + refusal.reason.excluded_s
         else:
             self._not_started[number] = now + NOTED_S
 
@@ -245,32 +243,25 @@ class RefusalBackoff:
 
     def forget(self, number: int) -> None:
         """Drop the notes on a job that has changed."""
-        for notes in (self._not_started, self._not_stopped, self._closed):
+        for notes in self._notes:
             notes.pop(number, None)
 
     def at(self, now: float) -> ExcludedJobs:
         """Return the exclusions at `now`, and drop expired notes."""
-        if not (self._not_started or self._not_stopped or self._closed or self._unplaced):
-            return NONE_EXCLUDED
-        for ends in (self._not_started, self._not_stopped):
+        for ends in self._notes:
             for number in [number for number, end in ends.items() if end <= now]:
                 del ends[number]
-        for number in [number for number, (end, _) in self._closed.items() if end <= now]:
-            del self._closed[number]
-        if not (self._not_started or self._not_stopped or self._closed or self._unplaced):
+        if not (self.has_notes or self._unplaced):
             return NONE_EXCLUDED
-        nodes = {number: nodes for number, (_, nodes) in self._closed.items()}
+        nodes = {number: self._nodes[number] for number in self._closed}
         return ExcludedJobs(frozenset(self._not_started), frozenset(self._not_stopped), nodes, self._unplaced)
 
     @property
     def has_notes(self) -> bool:
         """Return whether any job has a note that expires."""
-        return bool(self._not_started or self._not_stopped or self._closed)
+        return any(self._notes)
 
     @property
     def next_s(self) -> float:
         """When the first note expires, in Unix seconds; infinite without notes."""
-        if not self.has_notes:
-            return float("inf")
-        ends = [*self._not_started.values(), *self._not_stopped.values(), *(end for end, _ in self._closed.values())]
-        return min(ends, default=float("inf"))
+        return min([end for ends in self._notes for end in ends.values()], default=inf)

@@ -1,13 +1,7 @@
-"""The registry of measured rates: of jobs alone and co-located, by load of their nodes, by GPUs and by cores; and what
-else reports show of a job, its received device time and its losses.
-
-Stages read `JobRates`. A live planner has a `RateRegistry`, which measures: it is told every changed job and every
-progress report. In a simulation the models answer (`simulator.measurement_model`).
+"""The registry of measured rates: of jobs alone and co-located, by load of their nodes, by GPUs and by cores.
 
 A rate holds under a condition: the epoch, devices and cores of a job, and the jobs beside it. When one of these
-changes, its windows begin anew, once the job has settled. All measurements may be lost at any time: they are made
-again. `now` is in seconds of the master's clock, like all times of jobs; reports have times of their node's clock, of
-which only differences count.
+changes, its windows begin anew, once the job has settled. In a simulation the models answer.
 """
 
 from __future__ import annotations
@@ -27,9 +21,16 @@ from ganger_master.core.plan_changes import CoresCurve
 from ganger_master.estimators.cpu import CpuPoint
 from ganger_master.planner.core_profiles import CoreProfile, ProfiledCores, curves_of, next_trials
 from ganger_master.planner.cores_curves import CurveNews
-from ganger_master.planner.job_estimates import AttainedTime, FitCache, ReportedLosses, belief_of
-from ganger_master.planner.measured_job import MeasuredJob, RatesByLoad, RunCondition
-from ganger_master.policies.optimus_sizes import Believed, OptimusEstimate, nothing_believed
+from ganger_master.planner.job_estimates import (
+    AttainedTime,
+    FitCache,
+    MeasuredJob,
+    RatesByLoad,
+    ReportedLosses,
+    RunCondition,
+    belief_of,
+)
+from ganger_master.policies.optimus_sizes import Believed, nothing_believed
 from ganger_master.policies.trials import ProgressSample, RateWindows, TrialPace
 from ganger_master.policies.tunings import NOTHING, Known
 
@@ -68,10 +69,8 @@ class ProgressReport:
 
 
 class JobRates:
-    """What stages read of jobs, by number. Rates are in steps/s; windows are several steps long, oldest first.
-
-    Of this class itself no job is measured, and it ignores all reports.
-    """
+    """What stages read of jobs, by number. Rates are in steps/s; windows are several steps long, oldest first. Of this
+    class itself no job is measured, and it ignores all reports."""
 
     def alone(self, number: int) -> tuple[float, ...]:
         """Return the windows when the job last had its devices to itself; empty if that was too short."""
@@ -144,13 +143,8 @@ class JobRates:
         return False
 
     def update_trials(self, view: View, running_s: Mapping[int, float], now: float) -> bool:
-        """Begin and end trials of cores. Return whether curves or trials have changed since the last plan.
-
-        Args:
-            view: The cluster, for the free cores of the jobs' nodes.
-            running_s: Total running time of the jobs, by number.
-            now: Current time.
-        """
+        """Begin and end trials of cores. Return whether curves or trials have changed since the last plan. `running_s`:
+        total running times by number; `view` has the free cores of the jobs' nodes."""
         return False
 
     def curve_news(self, is_all: bool = False) -> tuple[CoresCurve, ...]:
@@ -194,9 +188,9 @@ class RateRegistry(JobRates):
         if job.state.is_finished:
             self.forget(number, now)
             return
-        known = self._jobs.get(number)
-        is_new = known is None or known.create_time != job.create_time
-        if known is None or is_new:
+        known = self._of(number)
+        is_new = number not in self._jobs or known.create_time != job.create_time
+        if is_new:
             self.forget(number, now)
             known = self._jobs[number] = MeasuredJob(job.create_time, signature, ProfiledCores(CoreProfile()))
         # A job that waits between two runs keeps what it was measured with.
@@ -245,10 +239,8 @@ class RateRegistry(JobRates):
             if job.run.devices and not job.neighbours:
                 job.record_loaded(sample, now, pace)
             job.record_present(sample, report.use, now, pace)
-        if job.attained is not None:
-            job.attained.follow(report.step, report.time_s)
-        else:
-            job.attained = AttainedTime(report.step, report.time_s)
+        job.attained = job.attained or AttainedTime(report.step, report.time_s)
+        job.attained.follow(report.step, report.time_s)
         sizes = len(job.by_gpus)
         is_full = job.record_size(sample, now, pace)
         if not self.weighs_sizes:
@@ -283,41 +275,38 @@ class RateRegistry(JobRates):
 
     # -- measurements --------------------------------------------------------------------------------------------------
 
+    def _of(self, number: int) -> MeasuredJob:
+        return self._jobs.get(number) or MeasuredJob(0.0, 0, ProfiledCores(CoreProfile()))
+
     def alone(self, number: int) -> tuple[float, ...]:
-        known = self._jobs.get(number)
-        return () if known is None else known.baseline.rates
+        return self._of(number).baseline.rates
 
     def present(self, number: int) -> tuple[float, ...]:
-        known = self._jobs.get(number)
-        return () if known is None else known.present.rates
+        return self._of(number).present.rates
 
     def beside(self, number: int) -> frozenset[int]:
-        known = self._jobs.get(number)
-        return frozenset() if known is None else known.neighbours
+        return self._of(number).neighbours
 
     def crowd(self, number: int) -> tuple[int, RatesByLoad]:
-        known = self._jobs.get(number)
-        return (0, {}) if known is None else (known.load, known.by_load)
+        known = self._of(number)
+        return known.load, known.by_load
 
     @property
     def compared(self) -> Sequence[int]:
         return [number for number, known in self._jobs.items() if len(known.by_load) > 1]
 
     def utilisation(self, number: int) -> float:
-        known = self._jobs.get(number)
-        return 1.0 if known is None or not known.baseline.utilisations else fmean(known.baseline.utilisations)
+        return fmean(self._of(number).baseline.utilisations or (1.0,))
 
     def signature(self, number: int) -> str:
         known = self._jobs.get(number)
         return "" if known is None else f"{known.signature:016x}"
 
     def of_size(self, number: int) -> tuple[float, ...]:
-        known = self._jobs.get(number)
-        return () if known is None else known.sized.rates
+        return self._of(number).sized.rates
 
     def by_gpus(self, number: int) -> Mapping[int, float]:
-        known = self._jobs.get(number)
-        return {} if known is None else known.by_gpus
+        return self._of(number).by_gpus
 
     @property
     def known(self) -> Known:
@@ -335,17 +324,19 @@ class RateRegistry(JobRates):
         return {number: job.attained.received_s for number, job in self._jobs.items() if job.attained is not None}
 
     def believed(self, gpus_per_node: int) -> Believed:
-        return lambda jobs: [self._belief(job, max(1, gpus_per_node)) for job, _ in jobs]
+        per_node = max(1, gpus_per_node)
+        return lambda jobs: [
+            belief_of(job, self._of(job.number).losses, self.by_gpus(job.number), self._fits, per_node)
+            for job, _ in jobs
+        ]
 
     def describe_cores(self, number: int) -> str:
         """Return the measurements behind a change of a job's cores, as text; empty without measurements."""
-        known = self._jobs.get(number)
-        return "" if known is None else known.cores.describe()
+        return self._of(number).cores.describe()
 
     # -- one job -------------------------------------------------------------------------------------------------------
 
     def _change(self, number: int, known: MeasuredJob, run: RunCondition, begins_s: float, now: float) -> None:
-        """Measure a job anew that runs in another way, or stops."""
         old, known.run = known.run, run
         if run.epoch not in (0, known.warm[0]):
             # A job that was parked in memory resumes in the same epoch and need not warm up again.
@@ -359,11 +350,6 @@ class RateRegistry(JobRates):
             known.by_load = {}
         self._occupy(number, old.devices, run.devices)
         self._update({number} | self._on({**old.devices, **run.devices}), now)
-
-    def _belief(self, job: JobRecord, gpus_per_node: int) -> OptimusEstimate:
-        known = self._jobs.get(job.number)
-        losses = None if known is None else known.losses
-        return belief_of(job, losses, self.by_gpus(job.number), self._fits, gpus_per_node)
 
     def _put_cores(self, number: int, job: MeasuredJob, cores: ProfiledCores) -> None:
         if cores.profile != job.cores.profile:

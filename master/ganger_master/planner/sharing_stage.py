@@ -1,12 +1,7 @@
 """The whole pass of `gandiva`: trials of co-locations at the end of a quantum, and time slicing.
 
-Nodes rotate slices by themselves, and a plan only changes the slice matrices.
-
-Time-sliced gangs enter a co-location, and leave it again, on a way of several steps. A time-sliced gang can neither be
-moved nor given other cores, so the guest is first parked in host memory, which takes it out of its group, and resumes
-beside its host. A host without other gangs in its group then has its devices to itself; else it is parked for a moment,
-too. Two gangs share a device only when a plan says so. When a co-location ends, its guest stays parked until the host
-has its cores back; then both are time-sliced again (`planner.matrices`). This runs in every pass, not once a quantum.
+A time-sliced gang can neither be moved nor given other cores. So the guest of a co-location is first parked in host
+memory, which takes it out of its group, and resumes beside its host.
 """
 
 from __future__ import annotations
@@ -15,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex, Trial
@@ -39,7 +34,6 @@ from ganger_master.core.plan_changes import (
 from ganger_master.planner.colocations import (
     Colocation,
     Colocations,
-    TimesliceExit,
     is_resting,
     is_settled,
     move_in,
@@ -48,15 +42,14 @@ from ganger_master.planner.colocations import (
     whole_again,
     with_refusals,
 )
-from ganger_master.planner.context import PlanContext, PlanDraft, PlanOutcome
-from ganger_master.planner.device_groups import Claims, thin
-from ganger_master.planner.host_memory import make_room
+from ganger_master.planner.context import PlanContext, PlanDraft, PlanOutcome, PlanStage
+from ganger_master.planner.device_groups import Claims, Holder, is_free, thin
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.matrices import SliceMatrices, SliceQuantum, least_memory
-from ganger_master.planner.migration_plans import LONGEST_S, MigrationPlan, hold, is_free
+from ganger_master.planner.migration_plans import LONGEST_S, MigrationPlan, hold
 from ganger_master.planner.plan_pace import ExcludedJobs
 from ganger_master.planner.timeslice_shares import NOTHING as NOTHING_OWED
-from ganger_master.planner.timeslice_shares import Fairness, SlicedJob, can_go, credited, moved, stayed
+from ganger_master.planner.timeslice_shares import Fairness, SlicedJob, can_go, credited, make_room, moved, stayed
 from ganger_master.policies.fairness import QUANTUM_S
 from ganger_master.policies.placements import PlacementPreference
 
@@ -66,8 +59,6 @@ if TYPE_CHECKING:
 # Longer than any boundary and any copy: a job that is not there by then stays time-sliced.
 _LONGEST_S: Final = 120.0
 
-_Pair: TypeAlias = tuple[JobRecord, Gang]
-
 
 def follow(packs: Colocations, context: PlanContext) -> tuple[tuple[PlanChange, ...], Colocations]:
     """Return the changes to propose now, and the state if they are proposed."""
@@ -75,7 +66,7 @@ def follow(packs: Colocations, context: PlanContext) -> tuple[tuple[PlanChange, 
     # A host that has left a group is in its active matrix until all nodes have acknowledged the next one.
     rotating = {node for _, gang in table.running if gang.node_set in changing for node in gang.nodes}
     changes: list[PlanChange] = []
-    leaving: list[TimesliceExit] = []
+    leaving: list[Colocation] = []
     begun: list[Colocation] = []
     failed = packs.failed
     for one in packs.leaving:
@@ -88,7 +79,7 @@ def follow(packs: Colocations, context: PlanContext) -> tuple[tuple[PlanChange, 
             continue
         if not (is_resting(*guest) and is_settled(*host) and not host[1].node_set):
             leaving.append(one)
-            changes.extend(_next(one, host, guest, view))
+            changes.extend(_next(host, guest, view))
         elif not rotating.isdisjoint(host[1].nodes):
             leaving.append(one)
         elif arrival := move_in(one.proposal, host, guest, view):
@@ -107,36 +98,21 @@ def follow(packs: Colocations, context: PlanContext) -> tuple[tuple[PlanChange, 
     return tuple(changes), replace(followed, failed=failed)
 
 
-def places_of(table: LiveTable, change: PlanChange) -> Claims:
-    """Return the claims that a resumed gang takes of what is free now."""
-    found = _of(table, change.number)
-    return found[1].lacking_claims if found is not None else ()
+def _of(table: LiveTable, number: int) -> Holder | None:
+    pair = table.pair(number)
+    is_held = pair is not None and pair[0].state is JobState.HOLDING and pair[0].ending is None
+    return pair if is_held else None
 
 
-def _of(table: LiveTable, number: int) -> _Pair | None:
-    found = table.get(number)
-    if found is None or found[1] is None or found[0].state is not JobState.HOLDING or found[0].ending is not None:
-        return None
-    return found[0], found[1]
-
-
-def _next(one: TimesliceExit, host: _Pair, guest: _Pair, view: View) -> Sequence[PlanChange]:
-    purpose = Purpose(Goal.PACK, detail=f"out of its turns, to be tried with {host[0].name} on its devices")
-    if _may_rest(*guest):
-        return [parking(*guest, purpose)]
-    if not is_resting(*guest):
-        return []
-    if host[1].node_set and _may_rest(*host):
-        detail = f"out of its turns, to be tried with {guest[0].name} on its devices"
-        return [parking(*host, Purpose(Goal.PACK, detail=detail))]
+def _next(host: Holder, guest: Holder, view: View) -> Sequence[PlanChange]:
+    leaves, other = (host, guest) if is_resting(*guest) else (guest, host)
+    if is_settled(*leaves) and leaves[1].intent is GangIntent.RUN and (leaves is guest or host[1].node_set):
+        detail = f"out of its turns, to be tried with {other[0].name} on its devices"
+        return [parking(*leaves, Purpose(Goal.PACK, detail=detail))]
     # Another job may have come to its devices meanwhile.
-    if is_resting(*host) and is_free(view, host[1].lacking_claims):
+    if leaves is host and is_resting(*host) and is_free(view, host[1].lacking_claims):
         return [ResumeChange(host[0].number, host[0].revision, purpose=Purpose(Goal.PACK))]
     return []
-
-
-def _may_rest(job: JobRecord, gang: Gang) -> bool:
-    return is_settled(job, gang) and gang.intent is GangIntent.RUN
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +135,10 @@ _GOING: Final = (Goal.FAIRNESS, Goal.DRAIN)
 _WAITING_MOST: Final = 2_000
 
 
-class SharingStage:
+class SharingStage(PlanStage):
     """The stage, with its state. `migrations`: the stage whose migration plans keep their places and jobs."""
 
-    def __init__(self, migrations: MigrationStage | None, shared: Shared | None = None) -> None:
+    def __init__(self, migrations: MigrationStage | None, shared: Shared | None) -> None:
         self._migrations = migrations
         self.shared = self._before = shared or NOTHING
         self._quantum = SliceQuantum()
@@ -179,9 +155,6 @@ class SharingStage:
         context.add(found)
         context.come_back(found.next_change_s)
         context.findings.extend(findings)
-
-    def is_idle(self, context: PlanContext) -> bool:
-        return False
 
     def settle(self, outcome: PlanOutcome) -> None:
         self.shared = self.shared.without(self._before, outcome.refused)
@@ -222,28 +195,24 @@ def plan_shared(
     busy = busy.union(*[plan.numbers for plan in migrations])
     room.follow()
     trying = Trial(room)
-    try:
-        hold(migrations, table, trying)
-        if quantum_s is not None:
-            received_s = context.job_rates.received_s
-            fairness = credited(fairness, table.running, _weights(table, now), received_s, room.view, now, quantum_s)
-        for change in followed:
-            if isinstance(change, ResumeChange) and is_free(room.view, places := places_of(table, change)):
-                trying.take(places)
-        found = plan_matrices(context, quantum_s, busy, fairness)
-        fairness = moved(fairness, [change for change in found.changes if change.purpose.goal in _GOING], now)
-    finally:
-        trying.undo()
+    hold(migrations, table, trying)
+    if quantum_s is not None:
+        _, facts = table.facts(now)
+        weights = dict(zip(facts.number.tolist(), facts.weight.tolist(), strict=True))
+        received_s = context.job_rates.received_s
+        fairness = credited(fairness, table.running, weights, received_s, room.view, now, quantum_s)
+    for change in followed:
+        pair = _of(table, change.number) if isinstance(change, ResumeChange) else None
+        if pair is not None and is_free(room.view, pair[1].lacking_claims):
+            trying.take(pair[1].lacking_claims)
+    found = plan_matrices(context, quantum_s, busy, fairness)
+    fairness = moved(fairness, [change for change in found.changes if change.purpose.goal in _GOING], now)
+    trying.undo()
     # Co-locations are watched as long as they last, and time-sliced jobs are measured meanwhile.
     is_watching = bool(packs.packs) or _take_turns(table)
     next_s = min(found.next_change_s, looked_s + look_s) if is_watching else found.next_change_s
     draft = replace(found, changes=(*tried, *followed, *found.changes), next_change_s=max(next_s, now + 1.0))
     return draft, Shared(looked_s, packs, fairness), findings
-
-
-def _weights(table: LiveTable, now: float) -> dict[int, float]:
-    _, facts = table.facts(now)
-    return dict(zip(facts.number.tolist(), facts.weight.tolist(), strict=True))
 
 
 def _take_turns(table: LiveTable) -> bool:
@@ -254,10 +223,7 @@ def _take_turns(table: LiveTable) -> bool:
 
 
 def plan_matrices(
-    context: PlanContext,
-    quantum_s: float | None,
-    busy: Collection[int] = (),
-    fairness: Fairness = NOTHING_OWED,
+    context: PlanContext, quantum_s: float | None, busy: Collection[int] = (), fairness: Fairness = NOTHING_OWED
 ) -> PlanDraft:
     """Return the changes to propose now.
 
@@ -268,27 +234,24 @@ def plan_matrices(
     room.follow()
     filling = _Filling(context.policy.placement, room)
     waiting = _waiting(table, excluded)
-    parked = [pair for pair in _rested(table) if pair[0].number not in busy]
+    parked = [pair for pair in table.offloaded if pair[0].number not in busy]
     running = [pair for pair in table.running if pair[0].number not in busy]
-    try:
-        stranded = filling.bring_back(parked)
-        joining = SliceMatrices(room.view, running, excluded, filling.least_memory, filling.kept_memory)
-        unserved = filling.start(waiting, joining.may_go_on if quantum_s is not None else None)
-        if quantum_s is not None:
-            joining.join((*stranded, *unserved))
-            if not (unserved or parked):
-                filling.part(joining.sharers)
-            joining.leave(context.cluster.draining, fairness)
-            # Pending jobs that can join no group do not prevent rebalancing of the existing groups.
-            if not (filling.changes or joining.has_news):
-                joining.balance(fairness, running, now, quantum_s)
-        changes = list(filling.changes)
-        if quantum_s is not None:
-            changes += joining.changes(quantum_s, context.cluster.changing)
-            spared = {*busy, *excluded.not_stopped, *[change.number for change in changes]}
-            changes += make_room(joining.shortages, table.running, table.going, spared)
-    finally:
-        filling.undo()
+    stranded = filling.bring_back(parked)
+    joining = SliceMatrices(room.view, running, excluded, filling.least_memory, filling.kept_memory)
+    unserved = filling.start(waiting, joining.may_go_on if quantum_s is not None else None)
+    changes = filling.changes
+    if quantum_s is not None:
+        joining.join((*stranded, *unserved))
+        if not (unserved or parked):
+            filling.part(joining.sharers)
+        joining.leave(context.cluster.draining, fairness)
+        # Pending jobs that can join no group do not prevent rebalancing of the existing groups.
+        if not (changes or joining.has_news):
+            joining.balance(fairness, running, now, quantum_s)
+        changes = [*changes, *joining.changes(quantum_s, context.cluster.changing)]
+        spared = {*busy, *excluded.not_stopped, *[change.number for change in changes]}
+        changes += make_room(joining.shortages, table.running, table.going, spared)
+    filling.trial.undo()
     line = np.array([job.number for job, _ in waiting], np.int64)
     shares = quantum_s is not None and any(gang.node_set for _, gang in running)
     # The next pass compares what the time-sliced jobs have received.
@@ -311,39 +274,23 @@ def _waiting(table: LiveTable, excluded: ExcludedJobs) -> list[tuple[JobRecord, 
     return found
 
 
-def _rested(table: LiveTable) -> list[tuple[JobRecord, Gang]]:
-    """Return jobs that a plan has parked in host memory, by number."""
-    found = []
-    for job, gang in zip(table.jobs, table.gangs, strict=True):
-        if job is None or gang is None or job.state is not JobState.HOLDING or job.next_epoch or job.ending is not None:
-            continue
-        if gang.phase is GangPhase.PARKED and gang.park_level is SuspendLevel.OFFLOAD:
-            found.append((job, gang))
-    return sorted(found, key=lambda pair: pair[0].number)
-
-
 class _Filling:
-    """Starts and resumes jobs where they fit. Takes their places in the capacity index until `undo`."""
+    """Starts and resumes jobs where they fit. Takes their places in the capacity index."""
 
     def __init__(self, placement: PlacementPreference, room: CapacityIndex) -> None:
         self._placement, self._room = placement, room
         self.changes: list[PlanChange] = []
-        self._trial = Trial(room)
+        self.trial = Trial(room)
         self.least_memory = least_memory(room.view)
         # Host memory in bytes, by node, that is kept for jobs that rest there.
         self.kept_memory: Counter[str] = Counter()
 
-    def undo(self) -> None:
-        self._trial.undo()
-
     def start(
         self, pairs: Iterable[tuple[JobRecord, Gang | None]], may_go_on: Callable[[JobRecord, Gang], bool] | None
     ) -> list[tuple[JobRecord, Gang | None]]:
-        """Start the jobs that fit, a parked one in place if it can. Return the others.
-
-        `may_go_on`: whether a parked job could be time-sliced where it is; the memory that it lacks is then kept from
-        the jobs after it. None: no time slicing.
-        """
+        """Start the jobs that fit, a parked one in place if it can. Return the others. `may_go_on`: whether a parked
+        job could be time-sliced where it is; the memory that it lacks is then kept from the jobs after it. None: no
+        time slicing."""
         unserved, vain = [], set()
         for job, gang in pairs:
             if gang is not None and is_free(self._room.view, gang.lacking_claims):
@@ -363,13 +310,12 @@ class _Filling:
         return unserved
 
     def _keep_memory(self, lacking: Claims) -> None:
-        """Keep free what a parked job lacks, as far as the node has it."""
         view = self._room.view
         for claim in lacking:
             slot = view.slots[claim.node]
             memory = max(0, min(claim.memory_bytes, int(view.memory[slot])))
             kept = (Claim(claim.node, 0, (0,) * len(view.millicores[slot]), memory),)
-            self._trial.take(kept)
+            self.trial.take(kept)
             self.kept_memory[claim.node] += memory
 
     def bring_back(self, parked: Iterable[tuple[JobRecord, Gang]]) -> list[tuple[JobRecord, Gang]]:
@@ -405,4 +351,4 @@ class _Filling:
 
     def _change(self, change: PlanChange, taken: Claims) -> None:
         self.changes.append(change)
-        self._trial.take(taken)
+        self.trial.take(taken)

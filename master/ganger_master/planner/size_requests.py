@@ -82,7 +82,7 @@ class SizeRequests:
         may_change = elastic & ~stays & np.array(can, bool)
         wanted = [resizing.wanted.get(job.number, 0) for job in jobs]
         counted = np.where(stays & (np.array(wanted, np.int64) > 0), wanted, facts.gpus)
-        each, least, most = _ranges(table, jobs, may_change, counted)
+        ranges = _ranges(table, jobs, may_change, counted)
         wants = facts.is_running | waiting | going | changing
         # Jobs that may not be preempted keep their devices, then come overdue jobs, then running ones: none of these is
         # preempted for any other than an overdue job.
@@ -92,24 +92,9 @@ class SizeRequests:
         # For growth that was decided before, the estimate only explains the change.
         believed = nothing_believed if context.rates is None else context.rates.believed(capacity.gpus_per_node)
         beliefs = _beliefs(jobs, gangs, (may_change | (np.array(wanted, np.int64) > 0)) & wants, believed)
-        wanting = ranks[wants[ranks]]
-        return cls(
-            facts,
-            jobs,
-            gangs,
-            waiting,
-            changing,
-            going,
-            may_change,
-            each,
-            least,
-            most,
-            stays,
-            counted,
-            wanting,
-            beliefs,
-            capacity.gpus_per_node,
-        )
+        asks, per_node = ranks[wants[ranks]], capacity.gpus_per_node
+        known = facts, jobs, gangs, waiting, changing, going
+        return cls(*known, may_change, *ranges, stays, counted, asks, beliefs, per_node)
 
     def shape(self, at: int, gpus: int) -> GangShape:
         """Return the shape with that many GPUs, or for zero with the least that the job accepts."""
@@ -118,6 +103,11 @@ class SizeRequests:
             return job.shape
         least = int(self.least[at] * self.each[at])
         return job.spec.shape(job.arena_bytes_per_device, job.used_device_bytes, gpus or least)
+
+    @property
+    def before(self) -> Integers:
+        """The GPUs of running jobs; zero of others."""
+        return np.where(self.facts.is_running, self.facts.gpus, 0)
 
     def in_place(self, at: int) -> bool:
         """Return whether the gang there can be resized in place."""
@@ -224,7 +214,6 @@ def _ranges(
 def _beliefs(
     jobs: Sequence[JobRecord], gangs: Sequence[Gang | None], among: Flags, believed: Believed
 ) -> list[OptimusEstimate]:
-    """Return the estimates of these jobs, by position; none of the others."""
     found = [NOTHING] * len(jobs)
     positions = np.flatnonzero(among).tolist()
     pairs = [(jobs[at], gangs[at]) for at in positions]

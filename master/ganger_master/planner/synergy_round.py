@@ -1,9 +1,5 @@
 """One round with a tuning that places jobs: pack all chosen jobs as if the cluster were empty, and keep as many gangs
-as possible where they are.
-
-A packing holds for any equal nodes and any equal gangs, so nodes and gangs are matched with present places (leases of
-Synergy, OSDI 2022, section 4.2: a job that stays on its server continues). The other gangs stop, and start in their new
-places as soon as these are free.
+as possible where they are (leases of Synergy, OSDI 2022, section 4.2). The others stop, and start in their new places.
 """
 
 from __future__ import annotations
@@ -19,9 +15,10 @@ from ganger.cluster.view import View
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.plan_changes import StartChange, SuspendChange
-from ganger_master.planner.context import PlanContext, PlanDraft
+from ganger_master.planner.context import PlanContext, PlanDraft, held_alone
+from ganger_master.planner.gang_fitting import ChosenJobs
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.ranked_queue import ChosenJobs, choose, queue_of
+from ganger_master.planner.plan import choose, queue_of
 from ganger_master.planner.tune_stage import Amounts, CoresWish, fitted, is_tuned, known_of, nodes_of, whole, wish_of
 from ganger_master.policies.job_facts import Flags, Integers
 from ganger_master.policies.tunings import Pieces, Tuning, TuningNodes, known_gangs
@@ -52,7 +49,7 @@ def plan_packed(tuning: Tuning, context: PlanContext) -> PlanDraft | None:
         return None
     names = [name for slot, name in enumerate(view.nodes) if view.available[slot]]
     numbered = {name: at for at, name in enumerate(names)}
-    held = [tuple([piece.held for piece in gang.pieces if piece.held]) for gang in (*running.values(), *going)]
+    held = [held_alone(gang) for gang in (*running.values(), *going)]
     nodes = nodes_of(view, numbered, held, ())
     gpus = np.array([job.spec.gpus for job in jobs], np.int64)
     is_local = np.array([_is_local(job) for job in jobs], bool)
@@ -124,7 +121,6 @@ def _is_local(job: JobRecord) -> bool:
 
 
 def _targets(placed: Pieces) -> dict[int, Place]:
-    """Return the places by gang."""
     found: dict[int, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
     columns = (placed.gang, placed.node, placed.gpus, placed.cores, placed.memory_bytes)
     for gang, node, gpus, cores, memory in zip(*(column.tolist() for column in columns), strict=True):
@@ -146,7 +142,6 @@ def _place_of(claims: Sequence[Claim], numbered: dict[str, int]) -> Place | None
 
 
 def _alike(view: View, names: Sequence[str], nodes: TuningNodes) -> list[Hashable]:
-    """Return a key by node; nodes with equal keys may be exchanged."""
     return [
         (view.topologies[view.slots[name]].configuration_set.name, gpus, cores, memory)
         for name, gpus, cores, memory in zip(

@@ -1,11 +1,5 @@
 """Tetris's pass (Grandl et al., SIGCOMM 2014): start the pending jobs that align best with free resources and have
-little work left. No job is preempted.
-
-The score is alignment less eps times the remaining work, among the jobs furthest below their fair share. The authors
-estimate durations from earlier runs of the same job; so does this pass without an oracle (`estimators.run_time`).
-
-Overdue jobs (`order.aging`) come first, in order; while one of them fits nowhere, only jobs of higher priority start
-where it could run. The paper bounds no wait: there a gang that needs many free places at once might never start.
+little work left. Beyond the paper, overdue jobs (`order.aging`) come first; it bounds no wait.
 """
 
 from __future__ import annotations
@@ -44,7 +38,7 @@ def plan_tetris(knobs: Knobs, context: PlanContext) -> PlanDraft:
     work = np.zeros(len(facts))
     if asks:
         left = expected_s(facts) if remaining_s is None else remaining_s(facts.number)
-        work = _demand(facts, capacity) * left
+        work = _parts(facts, capacity).sum(axis=0) * left
     line = ranked(order, facts, now, capacity)
     line = line[table.is_waiting(rows)[line]]
     refused = [*excluded.not_started, *excluded.nodes]
@@ -63,8 +57,6 @@ def plan_tetris(knobs: Knobs, context: PlanContext) -> PlanDraft:
 
 
 class _Starting:
-    """The pending jobs that start, in order, with their places taken in the capacity index until `undone`."""
-
     def __init__(self, knobs: Knobs, jobs: Sequence[JobRecord], table: LiveTable, room: CapacityIndex) -> None:
         self._knobs, self._jobs, self._table = knobs, jobs, table
         self._room = room
@@ -104,7 +96,6 @@ class _Starting:
         return tuple([StartChange(jobs[at].number, jobs[at].revision, claims) for at, claims in self._found])
 
     def _would_fit(self, placement: PlacementPreference, shape: GangShape) -> bool:
-        """Return whether the gang fits once all running jobs are gone."""
         trial = Trial(self._room)
         for claims in held_by_all(self._table):
             trial.give(claims)
@@ -113,24 +104,16 @@ class _Starting:
         return found is not None
 
 
-def _demand(facts: Facts, capacity: Capacity) -> Floats:
-    """Return the request of each job in shares of the cluster, summed over resources."""
-    demand: Floats = _parts(facts, capacity).sum(axis=0)
-    return demand
-
-
 def _shares(facts: Facts, capacity: Capacity) -> Floats:
     """Return for each job its user's largest share of any resource, by the user's weight."""
     held = np.where(facts.is_running, _parts(facts, capacity), 0.0)
     users = int(facts.user.max(initial=0)) + 1
     by_user = np.array([np.bincount(facts.user, part, users) for part in held]).max(axis=0)
-    shares: Floats = by_user[facts.user] / facts.weight
-    return shares
+    return np.asarray(by_user[facts.user] / facts.weight, float)
 
 
 def _parts(facts: Facts, capacity: Capacity) -> Floats:
     """Return the parts of all GPUs, cores and memory that each gang takes (resources x jobs)."""
     amounts = np.array([facts.gpus, facts.cores, facts.memory_bytes], float)
     there_is = np.array([capacity.gpus, capacity.cores, capacity.memory_bytes])[:, None]
-    parts: Floats = np.divide(amounts, there_is, out=np.zeros_like(amounts), where=there_is > 0)
-    return parts
+    return np.asarray(np.divide(amounts, there_is, out=np.zeros_like(amounts), where=there_is > 0), float)

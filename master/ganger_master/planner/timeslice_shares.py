@@ -1,7 +1,5 @@
-"""Fairness between time-sliced jobs: the slices of each, how far it is behind its share, and which jobs are to move.
-
-Gangs of one size and priority on one kind of device share what they all receive, by weight, up to the whole time. What
-a job is owed is bounded, so that an error of measurement does not last.
+"""Fairness between time-sliced jobs: their slices, how far each is behind its share, which ones are to move, and host
+memory for those that resume.
 """
 
 from __future__ import annotations
@@ -14,13 +12,14 @@ from typing import Final, TypeAlias
 from ganger.cluster.topology import bits
 from ganger.cluster.view import View
 
-from ganger_master.core.gang_model import Gang, GangPhase
+from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.gang_orders import same_place
-from ganger_master.core.job_model import JobRecord
+from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.moves import can_hand_over
-from ganger_master.core.plan_changes import NO_PURPOSE, PlanChange, Purpose, claims_in
+from ganger_master.core.plan_changes import NO_PURPOSE, Goal, PlanChange, Purpose, SuspendChange, claims_in
+from ganger_master.planner.colocations import is_settled
 from ganger_master.planner.device_groups import Claims, seat_of
-from ganger_master.planner.migration_context import move_costs
+from ganger_master.planner.migration_plans import move_costs
 from ganger_master.policies.fairness import Going, ServiceBalance, SliceShare, balanced, shares
 
 # Quanta that a job may be behind or ahead at most.
@@ -196,7 +195,6 @@ def rows_of(sharers: Sequence[SlicedJob], cores: Mapping[str, Sequence[int]]) ->
 
 
 def _crowds(sharers: Sequence[SlicedJob]) -> list[list[int]]:
-    """Return, for each device with several jobs, their indices in `sharers`."""
     found: dict[NodeDevice, list[int]] = {}
     for index, one in enumerate(sharers):
         for device in one.devices:
@@ -218,3 +216,84 @@ def _fits(one: SlicedJob, row: Sequence[SlicedJob], cores: Mapping[str, Sequence
         if any(sum(wanted) > have for wanted, have in zip(zip(*there, strict=True), cores[claim.node], strict=True)):
             return False
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """Host memory that `job` lacks on the nodes where it is parked: positive `missing_bytes` by node name."""
+
+    job: JobRecord
+    missing_bytes: Mapping[str, int]
+
+
+def make_room(
+    shortages: Iterable[Shortage],
+    running: Sequence[tuple[JobRecord, Gang]],
+    leaving: Iterable[tuple[JobRecord, Gang]],
+    spared: Collection[int],
+) -> list[PlanChange]:
+    """Return the suspensions at CHECKPOINT that give jobs the host memory they lack. Those are of jobs behind them in
+    the queue; none for a job that would lack it even so. `shortages`: in the order in which they are served; `leaving`:
+    jobs that are giving back all they hold, which counts as free; `spared`: jobs (numbers) that are not to be
+    suspended."""
+    changes: list[PlanChange] = []
+    taken = set(spared)
+    left = _held(gang for _, gang in leaving)
+    for shortage in shortages:
+        missing = dict(shortage.missing_bytes)
+        for node, needed in shortage.missing_bytes.items():
+            covered = min(needed, left.get(node, 0))
+            missing[node] = needed - covered
+            left[node] = left.get(node, 0) - covered
+        later = [pair for pair in running if pair[0].number not in taken and _can_yield(shortage.job, *pair)]
+        for job, _ in _fewest(sorted(later, key=lambda pair: _queue_position(pair[0]), reverse=True), missing):
+            purpose = Purpose(Goal.HOLE, shortage.job.number, detail="its host memory is for the other, which goes on")
+            changes.append(SuspendChange(job.number, job.revision, level=SuspendLevel.CHECKPOINT, purpose=purpose))
+            taken.add(job.number)
+    return changes
+
+
+def _fewest(pairs: Sequence[tuple[JobRecord, Gang]], missing: Mapping[str, int]) -> list[tuple[JobRecord, Gang]]:
+    """Return the first of these jobs that together hold the missing memory, without superfluous ones. The list is empty
+    if all of them hold less."""
+    chosen: list[tuple[JobRecord, Gang]] = []
+    for pair in pairs:
+        if _covers(chosen, missing):
+            break
+        chosen.append(pair)
+    if not _covers(chosen, missing):
+        return []
+    for pair in list(chosen):
+        without = [one for one in chosen if one is not pair]
+        if _covers(without, missing):
+            chosen = without
+    return chosen
+
+
+def _covers(pairs: Iterable[tuple[JobRecord, Gang]], missing: Mapping[str, int]) -> bool:
+    held = _held(gang for _, gang in pairs)
+    return all(held.get(node, 0) >= needed for node, needed in missing.items())
+
+
+def _held(gangs: Iterable[Gang]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for gang in gangs:
+        for piece in gang.pieces:
+            if piece.held is not None:
+                node = piece.held.node
+                found[node] = found.get(node, 0) + piece.held.memory_bytes + piece.held.arena_bytes
+    return found
+
+
+def _can_yield(helped: JobRecord, job: JobRecord, gang: Gang) -> bool:
+    is_able = job.spec.preemptible and job.capabilities.checkpoint and job.ending is None
+    return (
+        is_able
+        and _queue_position(job) > _queue_position(helped)
+        and gang.intent is GangIntent.RUN
+        and is_settled(job, gang)
+    )
+
+
+def _queue_position(job: JobRecord) -> tuple[int, int]:
+    return -job.spec.priority, job.number

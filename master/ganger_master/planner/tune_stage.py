@@ -1,18 +1,8 @@
 """Cores and memory by a tuning: of the jobs that `plan` starts, or after other stages of running jobs alone.
 
-Choose and place jobs by GPUs, then distribute cores and memory among all of them.
-
-Between rounds running jobs keep their places: new jobs are placed as if each gang held at most its share of a node, so
-that no GPU idles for want of cores or memory, and then all are tuned anew. In a round, a tuning that places jobs packs
-all chosen ones as if the cluster were empty; gangs already in their place continue, the others stop and start again
-(leases of Synergy, OSDI 2022, section 4.2).
-
-Wishes become changes in an order in which each fits after those before it: gangs that give back, then starts, then
-gangs that get more, so that a new job finds what its neighbours held beyond their share. Nothing is given twice; wishes
-that do not fit are left out.
-
-Cores of running gangs change freely. Their memory, where profiles cover it, may shrink to the request or else to the
-share, in which every job can run. Requested cores are a wish; requested memory is guaranteed.
+New jobs are placed as if each gang held at most its share of a node, and then all are tuned anew. Wishes become changes
+in an order in which each fits after those before it; those that do not fit are left out. Requested cores are a wish;
+requested memory is guaranteed.
 """
 
 from __future__ import annotations
@@ -21,25 +11,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
+from ganger.cluster.capacity_index import Trial
 from ganger.cluster.claims import resplit_cores, split_cores
 from ganger.cluster.fit import demand, memory_named
-from ganger.cluster.resources import Claim, ConfigurationSet, GangShape, LocalityLevel
+from ganger.cluster.resources import Claim, GangShape, LocalityLevel
 from ganger.cluster.view import View
 from msgspec import structs
 
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import CoresChange, PlanChange, StartChange
-from ganger_master.planner.context import NOTHING_TO_DO, PassTerms, PlanContext, PlanDraft, PlanOutcome, held_of
-from ganger_master.planner.device_groups import shares_devices
+from ganger_master.planner.context import NOTHING_TO_DO, PassTerms, PlanContext, PlanDraft, PlanStage, held_of
+from ganger_master.planner.device_groups import Claims, shares_devices
 from ganger_master.planner.plan import plan
 from ganger_master.policies.tunings import NOTHING, Known, Tuning, TuningNodes, known_gangs, pieces
 
 # Millicores and bytes of each claim.
 Amounts: TypeAlias = tuple[tuple[int, int], ...]
+Placed: TypeAlias = tuple[JobRecord, Claims]
 
 _NO_TRIALS: Final[Mapping[int, int]] = MappingProxyType({})
 
@@ -63,18 +55,17 @@ def plan_tuned(tuning: Tuning, context: PlanContext) -> PlanDraft:
     lent = [(gang.claims, least_claims(view, job.shape, gang.claims)) for job, gang in placing]
     lent = [(held, least) for held, least in lent if held != least]
     least_of = dict(lent)
+    lending = Trial(room)
     for held, least in lent:
-        room.give(held)
-        room.take(least)
+        lending.give(held)
+        lending.take(least)
     shares = PassTerms(
         lambda job: with_shares(terms.shape(job)) if tuning.decides_cores_of(job.shape) else terms.shape(job),
         lambda gang: least_of.get(held_of(gang), held_of(gang)),
         terms.mates_now,
     )
     found = plan(replace(context, terms=shares))
-    for held, least in reversed(lent):
-        room.give(least)
-        room.take(held)
+    lending.undo()
     stops = [change for change in found.changes if not isinstance(change, StartChange)]
     if not (context.is_news or found.changes):
         return found
@@ -90,7 +81,7 @@ def _trials_of(context: PlanContext) -> Mapping[int, int]:
     return _NO_TRIALS if context.rates is None else context.rates.trials
 
 
-class TuneStage:
+class TuneStage(PlanStage):
     """The stage where jobs are not started by rank. It plans where no earlier stage has changes, and keeps no state."""
 
     def __init__(self, tuning: Tuning) -> None:
@@ -113,36 +104,12 @@ class TuneStage:
         trials = _NO_TRIALS if table.has_waiting else _trials_of(context)
         shape_of = context.terms.shape
         wishes, _ = _wishes(self._tuning, view, gangs, (), known_of(context), trials, shape_of)
-        share_of = (lambda wish: asked(view, shape_of(wish.job), wish.claims)) if table.has_waiting else _all_cores
-        wishes = [_cores_alone(wish, share_of(wish)) for wish in wishes]
+        for at, wish in enumerate(wishes):
+            most = asked(view, shape_of(wish.job), wish.claims) if table.has_waiting else wish.amounts
+            cores = [min(amount[0], limit[0]) for amount, limit in zip(wish.amounts, most, strict=True)]
+            memory = [claim.memory_bytes for claim in wish.claims]
+            wishes[at] = replace(wish, amounts=tuple(zip(cores, memory, strict=True)))
         return tuple(fitted(view, wishes, ()).changes)
-
-    def is_idle(self, context: PlanContext) -> bool:
-        return False
-
-    def settle(self, outcome: PlanOutcome) -> None:
-        """Do nothing: the next plan tunes anew."""
-
-    @property
-    def on_trial(self) -> frozenset[int]:
-        return frozenset()
-
-    @property
-    def memory(self) -> Mapping[str, Any]:
-        return {}
-
-
-def _all_cores(wish: CoresWish) -> Amounts:
-    return wish.amounts
-
-
-def _cores_alone(wish: CoresWish, most: Amounts) -> CoresWish:
-    """Return the wish with the memory that its claims have, and no more cores than `most`."""
-    amounts = [
-        (min(cores, limit), claim.memory_bytes)
-        for claim, (cores, _), (limit, _) in zip(wish.claims, wish.amounts, most, strict=True)
-    ]
-    return replace(wish, amounts=tuple(amounts))
 
 
 def is_tuned(view: View, job: JobRecord, gang: Gang) -> bool:
@@ -156,8 +123,8 @@ def is_tuned(view: View, job: JobRecord, gang: Gang) -> bool:
 def _wishes(
     tuning: Tuning,
     view: View,
-    running: Sequence[tuple[JobRecord, tuple[Claim, ...]]],
-    starting: Sequence[tuple[JobRecord, tuple[Claim, ...]]],
+    running: Sequence[Placed],
+    starting: Sequence[Placed],
     known: Known,
     trials: Mapping[int, int],
     shape_of: Callable[[JobRecord], GangShape],
@@ -203,21 +170,18 @@ def _wishes(
 
 
 def _divided(
-    tuning: Tuning,
-    view: View,
-    names: dict[str, int],
-    running: Sequence[tuple[JobRecord, tuple[Claim, ...]]],
-    gangs: Sequence[tuple[JobRecord, tuple[Claim, ...]]],
-    known: Known,
+    tuning: Tuning, view: View, names: dict[str, int], running: Sequence[Placed], gangs: Sequence[Placed], known: Known
 ) -> dict[tuple[int, int], tuple[int, int]]:
-    """Return millicores and bytes that the tuning gives, by position of the gang and of the node in `names`."""
     nodes = nodes_of(view, names, [claims for _, claims in running], gangs)
     rows = [(at, names[claim.node], claim) for at, (_, claims) in enumerate(gangs) for claim in claims]
     placed = pieces(
         [row[0] for row in rows],
         [row[1] for row in rows],
         [row[2].device_mask.bit_count() for row in rows],
-        [_servers(gangs[row[0]][0].shape, row[2]) for row in rows],
+        [
+            sum([n for n, role in zip(claim.tasks, gangs[at][0].shape.roles, strict=True) if not role.shape.gpus])
+            for at, _, claim in rows
+        ],
     )
     of_tuning = known_gangs(
         known,
@@ -239,7 +203,7 @@ def wish_of(
     view: View,
     job: JobRecord,
     shape: GangShape,
-    claims: tuple[Claim, ...],
+    claims: Claims,
     amounts: Amounts,
     is_start: bool,
     gpus: tuple[int, ...] = (),
@@ -261,12 +225,7 @@ def wish_of(
     return CoresWish(job, claims, tuple(wanted), tuple(least), gpus)
 
 
-def nodes_of(
-    view: View,
-    names: dict[str, int],
-    held: Sequence[tuple[Claim, ...]],
-    gangs: Sequence[tuple[JobRecord, tuple[Claim, ...]]],
-) -> TuningNodes:
+def nodes_of(view: View, names: dict[str, int], held: Sequence[Claims], gangs: Sequence[Placed]) -> TuningNodes:
     """Return what is free on each node or held by these gangs, less requested memory, which is not distributed."""
     gpus, millicores, memory = ([0] * len(names) for _ in range(3))
     for name, at in names.items():
@@ -294,7 +253,7 @@ def whole(amount: float) -> int:
     return int(amount * (1.0 + 1e-12) + 1e-6)
 
 
-def least_claims(view: View, shape: GangShape, claims: tuple[Claim, ...]) -> tuple[Claim, ...]:
+def least_claims(view: View, shape: GangShape, claims: Claims) -> Claims:
     """Return the claims that a running gang can be reduced to."""
     least = []
     for claim, (millicores, memory) in zip(claims, asked(view, shape, claims), strict=True):
@@ -322,12 +281,12 @@ def _less(held: tuple[int, ...], millicores: int) -> tuple[int, ...]:
 def asked(view: View, shape: GangShape, claims: Sequence[Claim]) -> Amounts:
     """Return the share of each claim's node in cores, and the requested memory or else the share."""
     shape = with_shares(shape)
-    return tuple(
-        [_asked(view.topologies[view.slots[claim.node]].configuration_set, shape, claim.tasks) for claim in claims]
-    )
+    sets = [view.topologies[view.slots[claim.node]].configuration_set for claim in claims]
+    needs = [demand(made, shape, claim.tasks) for made, claim in zip(sets, claims, strict=True)]
+    return tuple([(needed.millicores, needed.memory_bytes) for needed in needs])
 
 
-def _as_asked(tuning: Tuning, view: View, job: JobRecord, claims: tuple[Claim, ...], shape: GangShape) -> CoresWish:
+def _as_asked(tuning: Tuning, view: View, job: JobRecord, claims: Claims, shape: GangShape) -> CoresWish:
     """Return the wish of a job that is to start with what it names, or else with its share, or less of that."""
     if tuning.decides_cores_of(job.shape):
         return CoresWish(job, claims, asked(view, shape, claims), ((0, 0),) * len(claims))
@@ -335,21 +294,11 @@ def _as_asked(tuning: Tuning, view: View, job: JobRecord, claims: tuple[Claim, .
     return CoresWish(job, claims, named, named)
 
 
-def _asked(configuration_set: ConfigurationSet, shape: GangShape, tasks: tuple[int, ...]) -> tuple[int, int]:
-    needed = demand(configuration_set, shape, tasks)
-    return needed.millicores, needed.memory_bytes
-
-
 @lru_cache(4096)
 def with_shares(shape: GangShape) -> GangShape:
     """Return the shape with a share of cores for each task, whatever it requests."""
     roles = tuple([structs.replace(role, shape=structs.replace(role.shape, millicores=0)) for role in shape.roles])
     return structs.replace(shape, roles=roles)
-
-
-def _servers(shape: GangShape, claim: Claim) -> int:
-    """Return the number of the claim's tasks without devices."""
-    return sum([count for count, role in zip(claim.tasks, shape.roles, strict=True) if not role.shape.gpus])
 
 
 # -- amounts to changes ----------------------------------------------------------------------------------------------
@@ -361,7 +310,7 @@ class CoresWish:
     without them if `gpus` has the numbers. With less than `least` it does not start."""
 
     job: JobRecord
-    claims: tuple[Claim, ...]
+    claims: Claims
     amounts: Amounts
     least: Amounts
     gpus: tuple[int, ...] = ()
@@ -427,8 +376,6 @@ class _Node:
 
 
 class _Free:
-    """Free amounts by node, while changes are made one after the other."""
-
     def __init__(self, view: View) -> None:
         self._view = view
         self._nodes: dict[str, _Node] = {}
@@ -451,7 +398,7 @@ class _Free:
         node.memory += claim.memory_bytes - memory
         return structs.replace(claim, millicores=split, memory_bytes=memory)
 
-    def place(self, wish: CoresWish) -> tuple[Claim, ...] | None:
+    def place(self, wish: CoresWish) -> Claims | None:
         """Return the claims with the wished amounts, as far as free, and take them; None if that is too little."""
         made = []
         for at, claim in enumerate(wish.claims):

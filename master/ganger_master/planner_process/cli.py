@@ -42,10 +42,8 @@ def run(
     record_to: Path | None,
     until_stdin_closes: bool,
 ) -> None:
-    """Rank jobs, suggest their places, and preempt jobs for others, until stopped.
-
-    A master whose policy needs a planner starts one itself, unless it has --no-planner.
-    """
+    """Rank jobs, suggest their places, and preempt jobs for others, until stopped. A master whose policy needs a
+    planner starts one itself, unless it has --no-planner."""
     import asyncio
 
     from ganger.console import CommandError, ExitCode

@@ -1,8 +1,6 @@
 """The planner process: it feeds the planner's loop with what the master sends, and proposes the loop's plans.
 
-It comes back when the master does. It calls nothing that the public API lacks and keeps nothing that it could not find
-out again: killed at any instant it is started anew and continues from what the master sends, and from its note of what
-it remembered, if it has one.
+Killed at any instant it is started anew, and continues from what the master sends and from its note.
 """
 
 from __future__ import annotations
@@ -190,7 +188,6 @@ class Planner:
             return live_loop(policy, every_s, self._rates, self._memory)
 
     async def _known_loop(self) -> PlannerLoop:
-        """Wait for the first change."""
         await self._news.wait()
         assert self._loop is not None, "news follow the first change"
         return self._loop
@@ -228,7 +225,6 @@ class Planner:
                 pass
 
     async def _propose(self, scheduling: Any, loop: PlannerLoop, plan: Plan, planning_s: float) -> None:
-        """Propose a plan, and give the loop the verdict once all effects have arrived."""
         answers: list[ChangeAnswer] = []
         starts = {change.number: change.revision for change in plan.changes if isinstance(change, StartChange)}
         self._mirror.expect_news(starts)
@@ -250,7 +246,6 @@ class Planner:
             loop.observe(PlanVerdict(answers, planning_s), now)
 
     def _message(self, policy: Policy, part: Plan) -> scheduling_pb2.Plan:
-        """Return the message of a part of a plan."""
         message = scheduling_pb2.Plan(
             changes=[change_to_wire(change, self._figures(change)) for change in part.changes],
             reason=f"policy {policy.name}",
@@ -303,7 +298,6 @@ class Planner:
 
 
 def _answer_of(change: PlanChange, verdict: scheduling_pb2.ChangeVerdict) -> ChangeAnswer:
-    """Return the master's answer to a change, and log a refusal."""
     refusals = tuple(convert.refusals_from_wire(verdict.refusals))
     if not verdict.approved:
         reason = refusals[0].message if refusals else ""
@@ -482,6 +476,5 @@ def progress_from_wire(progress: job_pb2.Progress) -> ProgressReport:
 
 
 def _reported_passes(progress: job_pb2.Progress) -> int:
-    """Return the passes of a job that reports its epoch as a metric."""
     reported = [metric.value for metric in progress.metrics if metric.name == "epoch"]
     return int(max(0.0, reported[0])) if reported and isfinite(reported[0]) else 0

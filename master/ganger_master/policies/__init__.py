@@ -1,38 +1,101 @@
-"""Policies by name: an order of jobs, a placement, and a list of stages.
-
-Names compose with a plus: "srtf", "tiresias+best-fit", "gandiva+synergy-tune". The parts are described in
-docs/design/003-policies.md, and what composes in docs/reference/policies.md.
+"""Policies by name: an order of jobs, a placement, and a list of stages. Names compose with a plus, as in
+"gandiva+synergy-tune" (docs/reference/policies.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, TypeVar
 
 from ganger_master.core.job_model import JobRecord
 from ganger_master.policies.order_registry import FIFO_BACKFILL, ORDERS
 from ganger_master.policies.orders import JobOrder, with_aging
 from ganger_master.policies.placements import PLACEMENTS, PlacementPreference, placement_named
-from ganger_master.policies.stages import (
-    STARTERS,
-    Colocate,
-    Grow,
-    Migrate,
-    ResizeByOptimus,
-    ShareByTimeSlices,
-    SliceNewcomers,
-    StageSpec,
-    StartByRank,
-    StartByTetris,
-    Starter,
-    Tune,
-    in_sequence,
-)
 from ganger_master.policies.tetris import Alignment, Knobs
 
 if TYPE_CHECKING:
     from ganger_master.policies.tunings import Tuning
+
+
+@dataclass(frozen=True, slots=True)
+class Grow:
+    """Elastic jobs grow onto idle GPUs, and release them when jobs are pending (`planner.growth_stage`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartByRank:
+    """The first jobs of the policy's order start, and preempt jobs behind them where the order preempts
+    (`planner.order_stage`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartByTetris:
+    """Tetris chooses pending jobs together with their places (`planner.tetris_stage`)."""
+
+    knobs: Knobs
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeByOptimus:
+    """Optimus starts jobs, and decides the number of GPUs of each elastic one (`planner.optimus_stage`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SliceNewcomers:
+    """Jobs that have never run get time slices beside running jobs (`planner.sharing_under_order`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShareByTimeSlices:
+    """Jobs start, are time-sliced where they do not all fit, and co-located on trial (`planner.sharing_stage`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tune:
+    """Running jobs that have their devices alone get tuned cores and memory, and so do jobs that `StartByRank` starts
+    (`planner.tune_stage`). `packs_rounds`: in a simulation with rounds the tuning places all chosen jobs anew."""
+
+    tuning: Tuning
+    packs_rounds: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Colocate:
+    """While jobs are pending, running jobs are co-located on trial (`planner.sharing_under_order`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Migrate:
+    """Running jobs are migrated, for other jobs and for their own sake (`planner.migrate_stage`)."""
+
+
+StageSpec: TypeAlias = (
+    Grow
+    | StartByRank
+    | StartByTetris
+    | ResizeByOptimus
+    | ShareByTimeSlices
+    | Tune
+    | SliceNewcomers
+    | Colocate
+    | Migrate
+)
+# One of these starts jobs.
+Starter: TypeAlias = StartByRank | StartByTetris | ResizeByOptimus | ShareByTimeSlices
+STARTERS: Final = (StartByRank, StartByTetris, ResizeByOptimus, ShareByTimeSlices)
+_SEQUENCE: Final[tuple[type[StageSpec], ...]] = (Grow, *STARTERS, Tune, SliceNewcomers, Colocate, Migrate)
+
+
+def in_sequence(stages: Iterable[StageSpec]) -> tuple[StageSpec, ...]:
+    """Return the stages in the order in which they plan, one of each kind. Time slicing co-locates jobs and serves
+    newcomers by itself."""
+    by_kind = {type(stage): stage for stage in stages}
+    if ShareByTimeSlices in by_kind:
+        by_kind.pop(Colocate, None)
+        by_kind.pop(SliceNewcomers, None)
+    return tuple([by_kind[kind] for kind in _SEQUENCE if kind in by_kind])
+
 
 _Stage = TypeVar("_Stage", bound=StageSpec)
 
@@ -114,8 +177,6 @@ def _by_submission(job: JobRecord) -> tuple[int, ...]:
 
 
 class _Base(NamedTuple):
-    """What the first name of a composition stands for. `placement`: the name of the one that it has by default."""
-
     order: JobOrder
     placement: str
     stages: tuple[StageSpec, ...] = ()
@@ -150,8 +211,6 @@ NAMES: Final = tuple(sorted({*_BASES, *_COMPOSED}))
 
 
 class _ExtraStage(NamedTuple):
-    """A stage that a name may add, and what it does."""
-
     spec: StageSpec
     summary: str
 
@@ -256,7 +315,6 @@ def policy_named(name: str, suggested: Sequence[str] = NAMES) -> Policy:
 
 
 def _base_of(first: str) -> tuple[_Base, list[str]]:
-    """Return what a first name stands for, and the parts that its own composition adds."""
     base, *own = _COMPOSED.get(first, first).split("+")
     return _BASES[base], own
 
@@ -288,7 +346,6 @@ def _composition(name: str, first: str, parts: Sequence[str]) -> _Composition:
 
 
 def _known_parts() -> str:
-    """Return the parts that may follow a plus, by kind."""
     kinds = {"placements": PLACEMENTS, "tunings": _tunings(), "other parts": EXTRA_STAGES}
     return "there are " + "; ".join([f"{kind} {', '.join(names)}" for kind, names in kinds.items()])
 

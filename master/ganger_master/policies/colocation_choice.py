@@ -1,20 +1,16 @@
 """Which jobs to put on one GPU together: tried where a forecast promises a gain, kept only where measuring shows it.
 
 A co-location pays if its jobs' normalised rates (rate together over rate alone) sum to more than the better of its
-parts reached before: one job alone reaches exactly 1, and so does time slicing. Gandiva (OSDI 2018, section 3.3) tries
-the job of the lowest utilisation on the GPU of the lowest utilisation; here the interference model, which learns from
-every trial, says what to try first and what not at all. Pairs that did not work are remembered by what kinds of jobs
-they were, and tried again after a while, for jobs change. Co-locations are watched as long as they last.
+parts reached before: one job alone reaches exactly 1, and so does time slicing (Gandiva, OSDI 2018, section 3.3).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from heapq import heappop, heappush
-from itertools import chain, combinations_with_replacement, takewhile
+from itertools import combinations
 from typing import Final, TypeAlias
 
 from ganger_master.estimators.slowdown import (
@@ -52,8 +48,6 @@ _MOST_BERTHS: Final = 64
 # Type of GPU, and the sorted signatures of all jobs that would share it.
 Pair: TypeAlias = tuple[str, tuple[str, ...]]
 _Rank: TypeAlias = tuple[float, float]
-# Equal berths by seat, each with its place among all; time-sliced gangs have a seat in common.
-_Alike: TypeAlias = list[tuple[Seat, int, "Berth"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +63,12 @@ class Resident:
 
 @dataclass(frozen=True, slots=True)
 class Berth:
-    """The devices of one gang, and all jobs that run on all of them. `gain`: measured sum of normalised rates."""
+    """The devices of one gang, and all jobs that run on all of them."""
 
     seat: Seat
     device_type: str
     device_memory_bytes: int
     residents: tuple[Resident, ...]
-    gain: float = 1.0
 
     @property
     def gpus(self) -> int:
@@ -106,11 +99,6 @@ class ColocationProposal:
     def pair(self) -> Pair:
         return pair_of(self.host, self.guest)
 
-    @property
-    def threshold(self) -> float:
-        """The gain from which on the pack is kept."""
-        return (1.0 + MARGIN) * max(self.host.gain, self.guest.gain)
-
 
 def pair_of(*berths: Berth) -> Pair:
     return berths[0].device_type, tuple(sorted(one.signature for berth in berths for one in berth.residents))
@@ -125,64 +113,60 @@ def proposals(
     may: Callable[[Berth, Berth], bool] = lambda host, guest: True,
     wanted: Callable[[Berth], float] = lambda guest: math.inf,
 ) -> list[ColocationProposal]:
-    """Return at most `most` co-locations to try, the largest forecast gain first, no berth in two of them.
-
-    Call it only while the cluster is oversubscribed. `may(host, guest)`: whether the host can take in the guest.
-    `wanted(guest)`: GPUs that pending jobs would use of those that this guest and others like it leave.
-    """
+    """Return at most `most` co-locations to try, the largest forecast gain first, no berth in two of them. Call it only
+    while the cluster is oversubscribed. `may(host, guest)`: whether the host can take in the guest. `wanted(guest)`:
+    GPUs that pending jobs would use of those that this guest and others like it leave."""
     kinds: dict[tuple[int, str, int], list[Berth]] = {}
     for berth in berths:
         if berth.residents and all(one.least_speed < 1.0 for one in berth.residents):
             kinds.setdefault((berth.gpus, berth.device_type, berth.device_memory_bytes), []).append(berth)
-    # Gangs that run the same are ranked once for all of them.
-    found: dict[_Rank, list[tuple[_Alike, _Alike]]] = {}
+    found: dict[_Rank, list[tuple[Berth, Berth]]] = {}
     # By the number of the first resident: the GPUs that earlier guests may leave before those of this one are surplus.
     room: dict[int, float] = {}
     for of_kind in kinds.values():
-        of_kind.sort(key=lambda berth: (berth.utilisation, berth.seat))
-        first = of_kind[:_MOST_BERTHS]
+        first = sorted(of_kind, key=lambda berth: (berth.utilisation, berth.seat))[:_MOST_BERTHS]
         gpus, belief = first[0].gpus, contention.get(first[0].device_type, UNKNOWN_DEVICE)
-        behind = len(room)
         room.update({_number(berth): wanted(berth) - gpus for berth in first})
         if max([room[_number(berth)] for berth in first]) < 0:
             continue
-        alike: dict[Hashable, _Alike] = {}
-        for place, berth in enumerate(first, behind):
-            alike.setdefault(_likeness(berth), []).append((berth.seat, place, berth))
-        for ones, others in combinations_with_replacement(alike.values(), 2):
-            rank = _rank(ones[0][-1], others[-1][-1], failed, now, belief)
-            if rank is not None:
-                found.setdefault(rank, []).append((ones, others))
+        # Gangs that run the same are ranked once for all of them.
+        alike: dict[Hashable, int] = {}
+        ranks: dict[frozenset[int], _Rank | None] = {}
+        grouped = [(alike.setdefault(_likeness(berth), len(alike)), berth) for berth in first]
+        for (group, one), (other_group, other) in combinations(grouped, 2):
+            both = frozenset((group, other_group))
+            if both not in ranks:
+                ranks[both] = _rank(one, other, failed, now, belief)
+            if (rank := ranks[both]) is not None:
+                found.setdefault(rank, []).append(_host_and_guest(one, other))
     chosen: list[ColocationProposal] = []
     used: set[Seat] = set()
     left = 0
-
-    def comes_too_late(one: Berth, other: Berth) -> bool:
-        """Return whether the two can no longer be co-located, whichever of them is the guest."""
-        return one.seat in used or other.seat in used or left > max(room[_number(one)], room[_number(other)])
-
-    most_room = max(room.values(), default=-math.inf)
-    in_time = takewhile(lambda rank: left <= most_room, sorted(found))
-    line = chain.from_iterable(_by_seat(found[rank], used, comes_too_late, may) for rank in in_time)
-    for host, guest in line:
-        if len(chosen) == most:
-            break
-        if left > room[_number(guest)]:
-            continue
-        belief = contention.get(host.device_type, UNKNOWN_DEVICE)
-        expected = forecast([*host.pressures, *guest.pressures], host.device_memory_bytes, belief)
-        chosen.append(ColocationProposal(guest, host, expected))
-        left += guest.gpus
-        used.update((host.seat, guest.seat))
+    for rank in sorted(found):
+        for host, guest in sorted(found[rank], key=lambda pair: (pair[0].seat, pair[1].seat)):
+            if len(chosen) == most:
+                return chosen
+            if host.seat in used or guest.seat in used or left > max(room[_number(host)], room[_number(guest)]):
+                continue
+            # It takes longer than all the rest, so it is asked last.
+            if not may(host, guest):
+                if not may(guest, host):
+                    continue
+                host, guest = guest, host
+            if left > room[_number(guest)]:
+                continue
+            belief = contention.get(host.device_type, UNKNOWN_DEVICE)
+            expected = forecast([*host.pressures, *guest.pressures], host.device_memory_bytes, belief)
+            chosen.append(ColocationProposal(guest, host, expected))
+            left += guest.gpus
+            used.update((host.seat, guest.seat))
     return chosen
 
 
 def verdict(proposal: ColocationProposal, rates: Mapping[int, TrialRates]) -> Judged:
-    """Judge a co-location by its windows so far; it is also undone when one job has become too slow.
-
-    `rates`: by number of all residents, `before` alone and `after` co-located, without the first mini-batches.
-    """
-    found = judge([rates[one.number] for one in proposal.residents], proposal.threshold)
+    """Judge a co-location by its windows so far; it is also undone when one job has become too slow. `rates`: by number
+    of all residents, `before` alone and `after` co-located, without the first mini-batches."""
+    found = judge([rates[one.number] for one in proposal.residents], 1.0 + MARGIN)
     if found.verdict is TrialVerdict.UNDO:
         return found
     each = [judge([rates[one.number]], one.least_speed) for one in proposal.residents]
@@ -194,11 +178,11 @@ def verdict(proposal: ColocationProposal, rates: Mapping[int, TrialRates]) -> Ju
     return found
 
 
-def still_pays(residents: Sequence[Resident], rates: Mapping[int, TrialRates], doubt: float = DOUBT / 10) -> bool:
+def still_pays(residents: Sequence[Resident], rates: Mapping[int, TrialRates]) -> bool:
     """Return whether a kept co-location should stay: until, beyond doubt, time slicing would be better or one job is
     too slow. `after` of `rates`: the latest windows."""
     windows = tuple([rates[one.number] for one in residents])
-    return _still_pays(windows, tuple([one.least_speed for one in residents]), doubt)
+    return _still_pays(windows, tuple([one.least_speed for one in residents]))
 
 
 def lesson(proposal: ColocationProposal, rates: Mapping[int, TrialRates]) -> ColocationTrial:
@@ -209,19 +193,17 @@ def lesson(proposal: ColocationProposal, rates: Mapping[int, TrialRates]) -> Col
 
 # Kept co-locations are judged in every pass, mostly by the same windows.
 @lru_cache(4096)
-def _still_pays(windows: tuple[TrialRates, ...], least_speeds: tuple[float, ...], doubt: float) -> bool:
+def _still_pays(windows: tuple[TrialRates, ...], least_speeds: tuple[float, ...]) -> bool:
     if min(len(one.after) for one in windows) < FIRST_WINDOWS:
         return True
-    if normalised(windows).bounds(doubt)[1] < 1.0:
+    if normalised(windows).bounds(DOUBT / 10)[1] < 1.0:
         return False
     each = zip(windows, least_speeds, strict=True)
-    return all(normalised([one]).bounds(doubt)[1] >= least_speed for one, least_speed in each)
+    return all(normalised([one]).bounds(DOUBT / 10)[1] >= least_speed for one, least_speed in each)
 
 
 def _likeness(berth: Berth) -> Hashable:
-    """Return all that a forecast reads of a berth."""
-    residents = [(one.signature, one.pressure, one.least_speed) for one in berth.residents]
-    return berth.gain, tuple(residents)
+    return tuple([(one.signature, one.pressure, one.least_speed) for one in berth.residents])
 
 
 def _rank(host: Berth, guest: Berth, failed: FailedTrials[Pair], now: float, belief: Contention) -> _Rank | None:
@@ -230,73 +212,12 @@ def _rank(host: Berth, guest: Berth, failed: FailedTrials[Pair], now: float, bel
     residents = (*host.residents, *guest.residents)
     speeds = shared_speeds([one.pressure for one in residents], belief)
     too_slow = any(speed < one.least_speed for speed, one in zip(speeds, residents, strict=True))
-    pays = sum(speeds) > (1.0 + MARGIN) * max(host.gain, guest.gain)
+    pays = sum(speeds) > 1.0 + MARGIN
     if not pays or too_slow or failed.holds(pair_of(host, guest), now):
         return None
     if not fit_together([one.pressure for one in residents], host.device_memory_bytes):
         return None
     return -sum(speeds), host.utilisation + guest.utilisation
-
-
-def _by_seat(
-    alike: Collection[tuple[_Alike, _Alike]],
-    used: Set[Seat],
-    comes_too_late: Callable[[Berth, Berth], bool],
-    may: Callable[[Berth, Berth], bool],
-) -> Iterator[tuple[Berth, Berth]]:
-    """Yield hosts and guests of one rank, by seat, without pairs that are too late when their turn comes. `may` takes
-    longer than all the rest, so it is asked only of pairs whose turn comes."""
-    # Pairs whose host has the higher seat: their turn comes later.
-    later: list[tuple[tuple[Seat, Seat], int, Berth, Berth]] = []
-
-    def whose_turn_is_before(seats: tuple[Seat, Seat] | None) -> Iterator[tuple[Berth, Berth]]:
-        while later and (seats is None or later[0][0] < seats):
-            _, _, host, guest = heappop(later)
-            if not comes_too_late(host, guest):
-                yield host, guest
-
-    for number, (one, other) in enumerate(_pairs(alike, used)):
-        # The caller may use some of these berths meanwhile.
-        yield from whose_turn_is_before((one.seat, other.seat))
-        if comes_too_late(one, other):
-            continue
-        host, guest = _host_and_guest(one, other)
-        if not may(host, guest):
-            if not may(guest, host):
-                continue
-            host, guest = guest, host
-        if host.seat <= guest.seat:
-            yield host, guest
-        else:
-            heappush(later, ((host.seat, guest.seat), number, host, guest))
-    yield from whose_turn_is_before(None)
-
-
-def _pairs(alike: Collection[tuple[_Alike, _Alike]], used: Set[Seat]) -> Iterator[tuple[Berth, Berth]]:
-    """Yield the product of each pair of groups, by seat, the lower one first, then by place; without seats that are
-    `used` by then."""
-    partners: dict[int, list[_Alike]] = {}
-    at: dict[Seat, dict[int, Berth]] = {}
-    for ones, others in alike:
-        for these, those in ((ones, others),) if ones is others else ((ones, others), (others, ones)):
-            for seat, place, berth in these:
-                partners.setdefault(place, []).append(those)
-                at.setdefault(seat, {})[place] = berth
-    for seat in sorted(at):
-        if seat in used:
-            continue
-        both = [
-            (other_seat, min(place, other_place), max(place, other_place), one, other)
-            for place, one in at[seat].items()
-            for other_seat, other_place, other in chain.from_iterable(partners[place])
-            if (seat, place) < (other_seat, other_place)
-        ]
-        both.sort(key=lambda pair: pair[:3])
-        for other_seat, _, _, one, other in both:
-            if seat in used:
-                break
-            if other_seat not in used:
-                yield one, other
 
 
 def _number(berth: Berth) -> int:

@@ -1,25 +1,9 @@
-"""Fairness: dominant resource fairness and quotas of users, and fair time slices between jobs.
+"""Fairness: dominant resource fairness, quotas of users, and fair time slices between jobs.
 
-**Dominant resource fairness** with gangs as units (Ghodsi et al., NSDI 2011, section 4: progressive filling). A user's
-dominant share is the largest of their shares of GPUs, cores and memory, divided by their weight. The user with the
-smallest one receives the next gang. A gang that does not fit any more is skipped and counts for no user. The order is
-the sequence of the visits; skipped gangs follow in order of arrival. Running gangs that may not be preempted are
-visited first.
-
-Synergy's "DRF" is another order: it sorts jobs by the share of their own demand, and users have no shares.
-
-**Fair time slices.** A share is max-min fair by weight, at most the whole time. A slice lasts a minute (Gandiva, OSDI
-2018, section 3.2).
-
-Where jobs do not divide evenly among devices, jobs with fewer neighbours receive more, and no order of slices corrects
-that: six jobs on four devices are two pairs and two alone. So a neighbour of the job that is furthest behind its share
-moves to the device of the job that is furthest ahead, if fewer jobs are there. The crowd moves on, and every job is
-alone for a time. Gandiva (OSDI 2018, section 3.3) moves once, to balance load; here the gap in received time decides,
-so the migrations continue.
-
-**Quotas** keep pending jobs out, and are updated with every change of a job. A job that would exceed its user's quota
-waits for other jobs of that user, not for devices. Jobs count as the master counts them (`core.approval`), which
-decides.
+**Dominant resource fairness** with gangs as units (Ghodsi et al., NSDI 2011, section 4: progressive filling). A gang
+that does not fit any more counts for no user. **Time slices** are max-min fair by weight. Where jobs do not divide
+evenly among devices, a neighbour of the job that is furthest behind its share moves to the job that is furthest ahead;
+Gandiva (OSDI 2018, section 3.3) moves once, to balance load.
 """
 
 from __future__ import annotations
@@ -111,8 +95,6 @@ def _first(count: int, gangs: Integers, level: Integers, shares: Floats) -> Inte
 
 
 class _Users:
-    """Shares of the cluster that users hold so far."""
-
     def __init__(self, user: Integers, weight: Floats, wanted: Floats) -> None:
         """`wanted` (resources, gangs): shares of the cluster."""
         names, self._position = np.unique(user, return_inverse=True)
@@ -132,11 +114,9 @@ class _Users:
             held += np.bincount(self._position[gangs], wanted[gangs], len(held))
 
     def shares(self, gangs: Integers) -> Floats:
-        """Return the weighted dominant share at which each of these gangs is visited.
-
-        It counts what the user holds and the gangs before this one in the user's line. It never falls along a user's
-        line, so sorting by it merges the lines.
-        """
+        """Return the weighted dominant share at which each of these gangs is visited. It counts what the user holds and
+        the gangs before this one in the user's line. It never falls along a user's line, so sorting by it merges the
+        lines."""
         is_counted = np.zeros(len(self._user), bool)
         is_counted[gangs] = True
         wanted = self._wanted * is_counted[self._line]
@@ -144,8 +124,7 @@ class _Users:
         before += (self._held - before[:, self._begins]).take(self._user, axis=1)
         shares = np.empty(len(self._user))
         shares[self._line] = np.round(before.max(axis=0, initial=0.0) / self._weight, _DECIMALS)
-        found: Floats = shares[gangs]
-        return found
+        return np.asarray(shares[gangs], float)
 
 
 def _levels(is_kept: Flags, priority: Integers) -> Integers:
@@ -169,12 +148,9 @@ _QUANTA_BETWEEN: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class ServiceBalance:
-    """A running gang, alone or time-sliced.
-
-    `kind`: gangs of one kind can use each other's devices. `behind_s`: seconds it lacks of its share. `settled_s`:
-    seconds since it moved or came. `pause_s`: cost of its migration. `may_share`: it may be time-sliced. `may_move`: it
-    may migrate for that.
-    """
+    """A running gang, alone or time-sliced. `kind`: gangs of one kind can use each other's devices. `behind_s`: seconds
+    it lacks of its share. `settled_s`: seconds since it moved or came. `pause_s`: cost of its migration. `may_share`:
+    it may be time-sliced. `may_move`: it may migrate for that."""
 
     number: int
     kind: tuple[object, ...]
@@ -228,13 +204,20 @@ def shares(sharers: Sequence[SliceShare], gpus: float) -> dict[int, float]:
 
 def balanced(standings: Sequence[ServiceBalance], quantum_s: float) -> list[Going]:
     """Return the migrations to make now: only where the gap exceeds a quantum, and each device at most once."""
-    crowds = Counter([one.seat for one in standings])
+    crowds, least_s = Counter([one.seat for one in standings]), _QUANTA_BETWEEN * quantum_s
     found: list[Going] = []
     touched: set[tuple[str, int]] = set()
     sharing = sorted([one for one in standings if one.may_share], key=lambda one: (one.behind_s, one.number))
     for one in sorted(sharing, key=lambda one: (-one.behind_s, one.number)):
         beside = [other for other in sharing if other.seat == one.seat and other.number != one.number]
-        guest = next((other for other in beside if other.may_move and _is_worth_it(other, quantum_s)), None)
+        guest = next(
+            (
+                other
+                for other in beside
+                if other.may_move and other.settled_s >= max(least_s, _PAUSES_BETWEEN * other.pause_s)
+            ),
+            None,
+        )
         if guest is None:
             continue
         for host in sharing:
@@ -249,12 +232,7 @@ def balanced(standings: Sequence[ServiceBalance], quantum_s: float) -> list[Goin
     return found
 
 
-def _is_worth_it(one: ServiceBalance, quantum_s: float) -> bool:
-    return one.settled_s >= max(_QUANTA_BETWEEN * quantum_s, _PAUSES_BETWEEN * one.pause_s)
-
-
 def _is_apart(one: ServiceBalance, host: ServiceBalance) -> bool:
-    """Return whether they have no device in common."""
     own = dict(one.seat)
     return not any(own.get(name, 0) & mask for name, mask in host.seat)
 

@@ -1,13 +1,6 @@
-"""Facts about live jobs that a policy may read, as columns: the queue, the clocks and measurements; their sorting, and
-the service of ended jobs.
+"""Facts about live jobs that a policy may read, as columns; their sorting; and the service of ended jobs.
 
-Seconds are on the master's clock. A job is live from its submission to its end. `remaining_s` is set only for orders
-that declare an oracle (`JobOrder.knows_durations`), so that no other order can read it.
-
-Sorting by several columns takes as long as sorting one column of numbers. Most rows differ in the first column that has
-more than one value, so only rows that tie there are sorted by the other columns. NumPy's stable sorts, which `lexsort`
-needs, take five to ten times as long as its unstable ones. So for many tied rows each column becomes ranks, and the
-ranks become one number.
+Seconds are on the master's clock. A job is live from its submission to its end.
 """
 
 from __future__ import annotations
@@ -69,7 +62,8 @@ class Facts(Struct, frozen=True, eq=False, gc=False):
     expected_remaining_s: Floats
     # Gittins's index from similar jobs, in 1 / GPU-seconds; NaN: the order does not learn.
     index: Floats
-    # An oracle's value, at the rate of its whole gang alone; NaN where the order has no oracle.
+    # An oracle's value, at the rate of its whole gang alone; NaN where the order has none (`JobOrder.knows_durations`),
+    # so that no other order can read it.
     remaining_s: Floats
 
     def __len__(self) -> int:
@@ -85,55 +79,10 @@ class Facts(Struct, frozen=True, eq=False, gc=False):
         return replace(self, **{column.name: getattr(self, column.name)[jobs] for column in fields(type(self))})
 
 
-# With fewer rows `lexsort` is faster: it profits from columns that are nearly sorted, as arrivals are.
-_MANY = 2_000
-_MOST = 2**62
-
-
 def sorted_by(*columns: NDArray[Any]) -> Integers:
     """Return positions, smallest first: the first column decides, then the next. Complete ties keep their order; NaN
     comes last."""
-    if len(columns[0]) < _MANY:
-        return np.lexsort(columns[::-1])
-    at = next((at for at, column in enumerate(columns) if not (column == column[:1]).all()), None)
-    if at is None:
-        return np.arange(len(columns[0]))
-    line: Integers = np.argsort(columns[at])
-    ordered = columns[at][line]
-    # NaN counts as tied with its neighbours.
-    differs = ordered[1:] > ordered[:-1]
-    if not differs.all():
-        is_tied = np.zeros(len(line), bool)
-        is_tied[1:] = ~differs
-        is_tied[:-1] |= ~differs
-        tied = np.sort(line[is_tied])
-        line[is_tied] = tied[_sorted_by_all([column[tied] for column in columns[at:]])]
-    return line
-
-
-def _sorted_by_all(columns: Sequence[NDArray[Any]]) -> Integers:
-    count = len(columns[0])
-    if count < _MANY:
-        return np.lexsort(columns[::-1])
-    key, distinct = np.zeros(count, np.int64), 1
-    for column in columns:
-        values, ranks = np.unique(column, return_inverse=True)
-        key, distinct = _narrow(key, distinct, len(values))
-        key = key * len(values) + ranks
-        distinct *= len(values)
-        if len(values) == count:
-            return np.argsort(key)
-    # The position as last digit keeps ties in their order without a stable sort.
-    key, _ = _narrow(key, distinct, count)
-    return np.argsort(key * count + np.arange(count))
-
-
-def _narrow(key: Integers, distinct: int, factor: int) -> tuple[Integers, int]:
-    """Return keys of the same order, small enough to multiply by `factor`, and a bound of their number."""
-    if distinct * factor <= _MOST:
-        return key, distinct
-    keys, key = np.unique(key, return_inverse=True)
-    return key, len(keys)
+    return np.lexsort(columns[::-1])
 
 
 def behind(columns: Sequence[NDArray[Any]], at: int) -> Flags:
@@ -150,15 +99,6 @@ def behind(columns: Sequence[NDArray[Any]], at: int) -> Flags:
             # Only the row itself is still tied.
             break
     return found
-
-
-def counted_below(values: Floats, limits: Floats) -> Integers:
-    """Count, for each of the `limits`, the ascending `values` that are at most it: `searchsorted` for many limits."""
-    by_limit = np.argsort(limits)
-    counts = np.empty(len(limits), np.int64)
-    # Sorted limits make the search cache-friendly.
-    counts[by_limit] = np.searchsorted(values, limits[by_limit], side="right")
-    return counts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -179,15 +119,14 @@ class ServiceHistory:
     def index(self, attained: Floats, quantum: Floats) -> Floats:
         """Return Gittins's index of each job, in 1 / GPU-seconds. `attained` and `quantum` > 0, which may be infinite,
         are in GPU-seconds."""
-        first = counted_below(self.services, attained)
-        last = counted_below(self.services, attained + quantum)
+        first = np.searchsorted(self.services, attained, side="right")
+        last = np.searchsorted(self.services, attained + quantum, side="right")
         ending = last - first
         longer = len(self.services) - last
         taken = self._sums[last] - self._sums[first] - attained * ending
         # Avoids infinite x 0 where the quantum is infinite and no job is longer.
         taken += np.where(longer > 0, quantum, 0.0) * longer
-        index: Floats = np.divide(ending, taken, out=np.zeros(len(attained)), where=taken > 0)
-        return index
+        return np.asarray(np.divide(ending, taken, out=np.zeros(len(attained)), where=taken > 0), float)
 
 
 NO_HISTORY = ServiceHistory.of(())

@@ -1,10 +1,7 @@
 """Make-room search: which running gangs to move or preempt so that a gang fits, at least cost.
 
-Moving a gang costs its pause (`move_cost`, GPU-seconds), preempting it `stop_cost`. On one node the search finds the
-cheapest solution, provided that the displaced gangs find places one after the other. Nodes are searched in order of a
-lower bound of the cost there, and on each node all sets of gangs in order of cost. If a displaced gang finds no place,
-the search may make room for it, too. For gangs over several nodes the cheapest nodes are emptied one by one. Xiao (SOSP
-2017, student research) proposes such a module without an algorithm.
+On one node the search finds the cheapest solution: nodes are searched in order of a lower bound of the cost there, and
+on each node all sets of gangs in order of cost. For gangs over several nodes the cheapest are emptied one by one.
 """
 
 from __future__ import annotations
@@ -25,6 +22,7 @@ from ganger.cluster.resources import GangShape, LocalityLevel, accepts_type, sha
 from ganger.cluster.search import PlacementRequest
 from ganger.cluster.view import LoadMode, View
 from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ganger_master.policies.placements import PlacementPreference
@@ -169,14 +167,12 @@ def hole_for(
 
 def in_order(moves: Sequence[Displacement]) -> tuple[tuple[Displacement, ...], tuple[Displacement, ...]]:
     """Return the moves in an order in which each place is left before it is taken, and the moves that are parked first.
-
-    Parked in host memory are gangs that move to a part of their own place, and the cheapest of each cycle.
-    """
-    parked = sorted((move for move in moves if _wants(move, move)), key=lambda move: move.number)
+    Parked in host memory are gangs that move to a part of their own place, and the cheapest of each cycle."""
+    parked = sorted((move for move in moves if overlap(move.claims, move.gang.claims)), key=lambda move: move.number)
     left = sorted((move for move in moves if move not in parked), key=lambda move: (bool(move.claims), move.number))
     ordered: list[Displacement] = []
     while left:
-        free = [move for move in left if not any(_wants(move, other) for other in left)]
+        free = [move for move in left if not any(overlap(move.claims, other.gang.claims) for other in left)]
         if free:
             ordered.append(free[0])
             left.remove(free[0])
@@ -187,9 +183,15 @@ def in_order(moves: Sequence[Displacement]) -> tuple[tuple[Displacement, ...], t
     return (*ordered, *parked), tuple(parked)
 
 
-def _wants(move: Displacement, other: Displacement) -> bool:
-    held = {claim.node: claim.device_mask for claim in other.gang.claims}
-    return any(claim.device_mask & held.get(claim.node, 0) for claim in move.claims)
+def overlap(some: Claims, others: Claims) -> bool:
+    """Return whether both name a device in common."""
+    held = {claim.node: claim.device_mask for claim in others}
+    return any(claim.device_mask & held.get(claim.node, 0) for claim in some)
+
+
+def no_further(shape: GangShape, widest: LocalityLevel) -> GangShape:
+    """Return the shape that accepts places up to this level, without a preference."""
+    return replace(shape, locality=replace(shape.locality, widest=widest, wish=None))
 
 
 class _Search:

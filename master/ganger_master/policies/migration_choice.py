@@ -1,17 +1,14 @@
-"""Choice of migrations: closer together, out of a co-location, off a node, into fewer nodes.
+"""Choice of migrations: closer together, out of a co-location, off a node, into fewer nodes, off crowded nodes.
 
-A migration costs a pause. It is proposed where the expected saving is larger, and reverted where the job is measured to
-be slower than before (`verdict`). `make_room` makes room for pending gangs. The number of concurrent migrations is
-capped, to bound the load of networks and hosts.
+One is proposed where the expected saving exceeds the cost, and reverted where it is measured to be slower (`verdict`).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -23,13 +20,14 @@ from ganger.cluster.search import PlacementRequest
 from ganger.cluster.view import View
 from msgspec.structs import replace
 
+from ganger_master.core.plan_changes import Goal
 from ganger_master.estimators.slowdown import LocalityModel
-from ganger_master.policies.make_room import Displacement, Hole, Movable, Movables, hole_for
+from ganger_master.policies.make_room import Displacement, Movable, Movables, hole_for, no_further, overlap
 from ganger_master.policies.placements import PlacementPreference
-from ganger_master.policies.trials import FailedTrials, Judged, TrialRates, judge
+from ganger_master.policies.trials import DOUBT, FIRST_WINDOWS, FailedTrials, Judged, TrialRates, judge, normalised
 
 # Gandiva (OSDI 2018, section 3.3): a node that is not idle is fragmented when three of its four GPUs are free.
-FRAGMENTED: Final = 0.75
+_FRAGMENTED: Final = 0.75
 # Least gain of a migration for locality; less is noise.
 LEAST_GAIN: Final = 0.05
 # Part of its rate that a migration for other jobs may cost a gang.
@@ -40,22 +38,11 @@ _MOST_LOOKS: Final = 128
 _REST_S: Final = 600.0
 
 
-class MigrationReason(Enum):
-    LOCALITY = "closer together"
-    HOLE = "room for a gang that waits"
-    UNPACK = "a GPU of its own"
-    DRAIN = "off the node"
-    DEFRAGMENT = "fewer nodes half empty"
-    EXCHANGE = "its place for another that needs it more"
-    UNDO = "back where it was faster"
-    BALANCE = "off a node where it is slower beside others"
-
-
 @dataclass(frozen=True, slots=True)
 class MigrationProposal:
     """Migrations that belong together, the gang's own last. `saves`: GPU-seconds, net of the cost of the migrations."""
 
-    why: MigrationReason
+    goal: Goal
     moves: tuple[Displacement, ...]
     saves: float = 0.0
 
@@ -67,13 +54,12 @@ class MigrationProposal:
 
 @dataclass(frozen=True, slots=True)
 class GangDistance:
-    """A running gang and its locality model. `remaining_s`: its expected remaining time; without an estimate the time
-    that it has run."""
+    """A running gang and its locality model. `remaining_s`: its expected remaining time; `widest`: how far apart the
+    job may lie; None: no further than now."""
 
     gang: Movable
     locality: LocalityModel
     remaining_s: float
-    # How far apart the job may lie; None: no further than now.
     widest: LocalityLevel | None = None
 
 
@@ -87,7 +73,7 @@ class Packed:
 
     @property
     def lost(self) -> float:
-        """The share of its rate alone that each resident loses on average."""
+        """The part of its rate alone that a resident loses on average."""
         return 1.0 - self.gain / self.residents
 
     @property
@@ -99,12 +85,29 @@ class Packed:
 # The kind of a job, or the job itself, and the nodes where it was slow.
 Tried: TypeAlias = tuple[str, frozenset[str]]
 _NOTHING: Final[FailedTrials[Tried]] = FailedTrials()
-_NO_OTHERS: Final = Movables(View(), ())
 
 
 def tried(number: int, kind: str, claims: Claims) -> Tried:
     """Return the key of a failed place: the kind of the job, or the job if that is unknown, and the nodes."""
     return kind or f"jobs/{number}", frozenset([claim.node for claim in claims])
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationTerms:
+    """What proposals are made with. `failed`: places that were tried in vain; `now`: in Unix seconds."""
+
+    room: CapacityIndex
+    now: float = 0.0
+    failed: FailedTrials[Tried] = _NOTHING
+    placement: PlacementPreference = BEST_FIT
+
+    def place(self, shape: GangShape, avoid: frozenset[str] = frozenset()) -> Claims | None:
+        """Return a place for a gang that no longer waits for a better one; None if there is none."""
+        return self.placement.place(self.room, PlacementRequest(shape, math.inf, avoid=avoid))
+
+    def has_failed(self, gang: Movable, claims: Claims) -> bool:
+        """Return whether this place must not be tried now."""
+        return self.failed.holds(tried(gang.number, gang.kind, claims), self.now)
 
 
 class FreeDeviceCounts:
@@ -124,8 +127,7 @@ class FreeDeviceCounts:
 
     def closest(self, claims: Claims) -> LocalityLevel:
         """Return a lower bound of the locality level of free places for a gang with these claims, whose own devices
-        count as free: the closest of node, rack and fabric with enough of them. Levels within a node are not
-        distinguished."""
+        count as free: the closest of node, rack and fabric with enough of them."""
         slots, free = self._view.slots, self._view.free
         gpus = sum([claim.device_mask.bit_count() for claim in claims])
         if self._most >= gpus:
@@ -159,70 +161,46 @@ def pays_anywhere_s(gang: Movable) -> float:
 
 def movable(view: View, number: int, shape: GangShape, claims: Claims, pause_s: float, kind: str = "") -> Movable:
     """Return a gang that pays with a pause for a move, and never moves further apart than now."""
-    widest = min(shape.locality.widest, max(gang_level(view, claims), _of_one_node(shape)))
-    narrowed = replace(shape, locality=replace(shape.locality, widest=widest, wish=None))
-    return Movable(number, narrowed, claims, pause_s * shape.gpus, kind=kind)
+    # Within one node it may move anywhere.
+    widest = min(shape.locality.widest, max(gang_level(view, claims), LocalityLevel.NODE))
+    return Movable(number, no_further(shape, widest), claims, pause_s * shape.gpus, kind=kind)
 
 
-def verdict(why: MigrationReason, rates: TrialRates) -> Judged:
+def verdict(goal: Goal, rates: TrialRates) -> Judged:
     """Judge a moved job: it stays if it is faster, where it was moved for its own sake, else if it is not slower."""
-    own_sake = why in (MigrationReason.LOCALITY, MigrationReason.UNPACK, MigrationReason.BALANCE)
+    own_sake = goal in (Goal.LOCALITY, Goal.UNPACK, Goal.BALANCE)
     return judge([rates], 1.0 if own_sake else 1.0 - _MOST_LOSS)
 
 
-def closer(
-    room: CapacityIndex,
-    gangs: Iterable[GangDistance],
-    *,
-    now: float = 0.0,
-    failed: FailedTrials[Tried] = _NOTHING,
-    others: Movables | None = None,
-    placement: PlacementPreference = BEST_FIT,
-) -> list[MigrationProposal]:
-    """Return migrations of gangs to closer places, the largest saving first.
-
-    Places are free or, with `others`, freed by moving these, through host memory on a full cluster.
-    """
-    found = []
+def closer(terms: MigrationTerms, gangs: Iterable[GangDistance]) -> list[MigrationProposal]:
+    """Return migrations of gangs to closer free places, the largest saving first."""
+    found, room = [], terms.room
     trying = Trial(room)
-    # With `others` any place may become free.
-    free = FreeDeviceCounts(room.view) if others is None else None
+    free = FreeDeviceCounts(room.view)
     worth = [
         (-most, one.gang.number, one)
         for one in gangs
-        if (free is None or free.has_closer(one.gang.claims))
-        and (most := _could_save(room.view, one)) > one.gang.move_cost
+        if free.has_closer(one.gang.claims) and (most := _could_save(room.view, one)) > one.gang.move_cost
     ]
     for *_, one in sorted(worth):
-        closest = LocalityLevel.NVLINK if free is None else free.closest(one.gang.claims)
-        saves, hole = _better_place(trying, one, others, placement, closest)
-        if saves > 0.0 and not failed.holds(tried(one.gang.number, one.gang.kind, hole.claims), now):
-            found.append(
-                MigrationProposal(MigrationReason.LOCALITY, (*hole.moves, Displacement(one.gang, hole.claims)), saves)
-            )
-            # A place that a gang leaves is still held in this plan, so no other gang moves into it. On a node that it
-            # stays on, its host memory would count twice.
-            if not hole.moves and not {claim.node for claim in hole.claims} & {claim.node for claim in one.gang.claims}:
-                trying.take(hole.claims)
-                free = free and FreeDeviceCounts(room.view)
+        saves, claims = _better_place(trying, one, terms, free.closest(one.gang.claims))
+        if saves > 0.0 and not terms.has_failed(one.gang, claims):
+            found.append(MigrationProposal(Goal.LOCALITY, (Displacement(one.gang, claims),), saves))
+            # A place that a gang leaves is still held. On a node that it stays on, its memory would count twice.
+            if not {claim.node for claim in claims} & {claim.node for claim in one.gang.claims}:
+                trying.take(claims)
+                free = FreeDeviceCounts(room.view)
     trying.undo()
     return sorted(found, key=lambda proposal: (-proposal.saves, proposal.moves[-1].number))
 
 
 def exchanged(
-    room: CapacityIndex,
-    gangs: Iterable[GangDistance],
-    others: Iterable[GangDistance],
-    *,
-    now: float = 0.0,
-    failed: FailedTrials[Tried] = _NOTHING,
-    placement: PlacementPreference = BEST_FIT,
+    terms: MigrationTerms, gangs: Iterable[GangDistance], others: Iterable[GangDistance]
 ) -> list[MigrationProposal]:
-    """Return exchanges of places between a gang and one of the `others`, the largest saving first.
-
-    They swap, or divide both places and the free devices there anew. The saving of the gang exceeds both pauses and the
-    other's loss, and the other's rate falls by at most `_MOST_LOSS`. The gang that gains is the last of the moves.
-    """
+    """Return exchanges of places between a gang and one of the `others`, the largest saving first. They swap, or divide
+    both places and the free devices there anew. The saving of the gang exceeds both pauses and the other's loss, and
+    the other's rate falls by at most `_MOST_LOSS`. The gang that gains is the last of the moves."""
+    room = terms.room
     gangs = sorted(gangs, key=lambda one: (-_could_save(room.view, one), one.gang.number))
     others = sorted(others, key=lambda one: one.gang.number)
     found: list[MigrationProposal] = []
@@ -232,122 +210,98 @@ def exchanged(
     for one in gangs:
         if one.gang.number in done or _could_save(room.view, one) <= one.gang.move_cost:
             continue
-        best: tuple[float, MigrationProposal] | None = None
+        best: MigrationProposal | None = None
         for other in others:
             if other.gang.number in done | {one.gang.number} or looks <= 0:
                 continue
             looks -= 1
-            way = _exchange(trying, one, other, placement)
-            if way is not None and (best is None or way[0] > best[0]):
-                moves = way[1].moves
-                if not any(failed.holds(tried(move.number, move.gang.kind, move.claims), now) for move in moves):
-                    best = way
+            way = _exchange(trying, one, other, terms)
+            if way is None or (best is not None and way.saves <= best.saves):
+                continue
+            if not any(terms.has_failed(move.gang, move.claims) for move in way.moves):
+                best = way
         if best is not None:
-            found.append(best[1])
-            done.update(move.number for move in best[1].moves)
+            found.append(best)
+            done.update(move.number for move in best.moves)
     return found
 
 
-def _exchange(
-    trying: Trial, one: GangDistance, other: GangDistance, placement: PlacementPreference
-) -> tuple[float, MigrationProposal] | None:
-    """Return the best exchange of two gangs and the GPU-seconds that it saves; None if none saves any. One gang goes as
-    close together as possible on the devices of both and free ones, the other where room is left."""
+def _exchange(trying: Trial, one: GangDistance, other: GangDistance, terms: MigrationTerms) -> MigrationProposal | None:
+    """Return the best exchange of two gangs; None if none saves any GPU-seconds. One gang goes as close together as
+    possible on the devices of both and free ones, the other where room is left."""
     if math.inf in (one.gang.move_cost, other.gang.move_cost):
         return None
     mark, room = trying.mark, trying.room
-    there = frozenset(claim.node for gang in (one.gang, other.gang) for claim in gang.claims)
-    elsewhere = frozenset(room.view.slots) - there
     trying.give(one.gang.claims)
     trying.give(other.gang.claims)
-    best: tuple[float, MigrationProposal] | None = None
+    given = trying.mark
+    wide = other.gang.shape
+    if other.widest is not None:
+        # It may lie further apart than now.
+        wide = replace(wide, locality=replace(wide.locality, widest=other.widest))
+    best: MigrationProposal | None = None
+    there = {claim.node for gang in (one.gang, other.gang) for claim in gang.claims}
     # Once for all levels: to hide a node takes as long as to look for a place on it.
-    with room.excluding(elsewhere):
+    with room.excluding(frozenset(room.view.slots) - there):
         for level in range(LocalityLevel.NVLINK, gang_level(room.view, one.gang.claims)):
-            shape = replace(
-                one.gang.shape, locality=replace(one.gang.shape.locality, widest=LocalityLevel(level), wish=None)
-            )
-            claims = placement.place(room, PlacementRequest(shape, math.inf))
+            shape = no_further(one.gang.shape, LocalityLevel(level))
+            claims = terms.place(shape)
             if claims is None:
                 continue
             trying.take(claims)
-            others = placement.place(room, PlacementRequest(_wide(other), math.inf))
-            trying.undo(mark + len(one.gang.claims) + len(other.gang.claims))
+            others = terms.place(wide)
+            trying.undo(given)
             # An exchange in which the other stays is a migration of one gang.
-            if others is None or not _overlap(claims, other.gang.claims):
+            if others is None or not overlap(claims, other.gang.claims):
                 continue
-            speeds = [_speed(room.view, other, place) for place in (other.gang.claims, others)]
-            if speeds[1] < (1.0 - _MOST_LOSS) * speeds[0]:
+            before, after = _speed(room.view, other, other.gang.claims), _speed(room.view, other, others)
+            if after < (1.0 - _MOST_LOSS) * before:
                 continue
-            loses = other.remaining_s * other.gang.shape.gpus * (1.0 - speeds[1] / speeds[0])
-            saves = _saves(room.view, one, claims) - loses - one.gang.move_cost - other.gang.move_cost
-            if saves > 0.0 and (best is None or saves > best[0]):
-                best = (
-                    saves,
-                    MigrationProposal(
-                        MigrationReason.EXCHANGE,
-                        (Displacement(other.gang, others), Displacement(one.gang, claims)),
-                        saves,
-                    ),
-                )
+            loses = other.remaining_s * other.gang.shape.gpus * (1.0 - after / before)
+            saves = (
+                _saved(room.view, one, _speed(room.view, one, claims))
+                - loses
+                - one.gang.move_cost
+                - other.gang.move_cost
+            )
+            if saves > (0.0 if best is None else best.saves):
+                moves = Displacement(other.gang, others), Displacement(one.gang, claims)
+                best = MigrationProposal(Goal.EXCHANGE, moves, saves)
     trying.undo(mark)
     return best
 
 
-def _wide(one: GangDistance) -> GangShape:
-    """Return the shape of the gang with the widest locality that the job accepts, even if it is wider than now."""
-    shape = one.gang.shape
-    return shape if one.widest is None else replace(shape, locality=replace(shape.locality, widest=one.widest))
-
-
-def unpacked(
-    room: CapacityIndex,
-    packs: Iterable[Packed],
-    horizon_s: float,
-    placement: PlacementPreference = BEST_FIT,
-    *,
-    now: float = 0.0,
-    failed: FailedTrials[Tried] = _NOTHING,
-) -> list[MigrationProposal]:
+def unpacked(terms: MigrationTerms, packs: Iterable[Packed], horizon_s: float) -> list[MigrationProposal]:
     """Return migrations out of co-locations to idle GPUs: the co-location that loses most first, its cheapest resident.
-
-    `horizon_s`: how long the GPUs are expected to stay idle.
-    """
+    `horizon_s`: how long the GPUs are expected to stay idle."""
     found = []
-    trying = Trial(room)
+    trying = Trial(terms.room)
     for pack in sorted(packs, key=lambda pack: (pack.gain - pack.residents, [one.number for one in pack.movable])):
-        for one in sorted(pack.movable, key=lambda one: (one.move_cost, one.number)):
+        for one in sorted(pack.movable if pack.is_slow else (), key=lambda one: (one.move_cost, one.number)):
             # The others go on at least as fast as all of them did, and this one by itself.
             saves = pack.lost * one.shape.gpus * horizon_s - one.move_cost
-            pays = saves > 0.0 and pack.is_slow
-            claims = placement.place(room, PlacementRequest(one.shape, math.inf)) if pays else None
-            if claims is not None and failed.holds(tried(one.number, one.kind, claims), now):
-                continue
-            if claims is not None:
+            claims = terms.place(one.shape) if saves > 0.0 else None
+            if claims is not None and not terms.has_failed(one, claims):
                 trying.take(claims)
-                found.append(MigrationProposal(MigrationReason.UNPACK, (Displacement(one, claims),), saves))
+                found.append(MigrationProposal(Goal.UNPACK, (Displacement(one, claims),), saves))
                 break
     trying.undo()
     return found
 
 
 def drained(
-    room: CapacityIndex,
-    node: str,
-    gangs: Iterable[Movable],
-    others: Movables,
-    placement: PlacementPreference = BEST_FIT,
+    terms: MigrationTerms, node: str, gangs: Iterable[Movable], others: Movables
 ) -> tuple[list[MigrationProposal], list[int]]:
     """Return migrations of all gangs off a node, the largest first, with the moves that make room for them elsewhere;
     and the numbers of the gangs that find no place or may not be moved."""
     found, stuck = [], []
-    trying = Trial(room)
+    trying = Trial(terms.room)
     there = [gang for gang in gangs if any(claim.node == node for claim in gang.claims)]
     on_the_way = {gang.number for gang in there}
     for gang in sorted(there, key=lambda gang: (-gang.shape.gpus, gang.number)):
         hole = None
         if gang.move_cost < math.inf:
-            hole = hole_for(room, others, gang.shape, placement=placement, avoid=(node,), stay=on_the_way)
+            hole = hole_for(terms.room, others, gang.shape, placement=terms.placement, avoid=(node,), stay=on_the_way)
         if hole is None:
             stuck.append(gang.number)
             continue
@@ -356,37 +310,25 @@ def drained(
             trying.give(move.gang.claims)
         for claims in (*(move.claims for move in hole.moves), hole.claims):
             trying.take(claims)
-        found.append(MigrationProposal(MigrationReason.DRAIN, (*hole.moves, Displacement(gang, hole.claims))))
+        found.append(MigrationProposal(Goal.DRAIN, (*hole.moves, Displacement(gang, hole.claims))))
     trying.undo()
     return found, stuck
 
 
-def defragmented(
-    room: CapacityIndex,
-    gangs: Iterable[Movable],
-    *,
-    fragmented: float = FRAGMENTED,
-    most_moves: int = 16,
-    now: float = 0.0,
-    failed: FailedTrials[Tried] = _NOTHING,
-) -> list[MigrationProposal]:
-    """Return Gandiva's migrations onto fewer nodes.
-
-    Gangs leave the non-idle nodes with the most free devices for nodes with no more free devices, the smallest gang
-    first, until no node is fragmented or no gang finds a place. A node that cannot be emptied is left alone.
-    """
-    view = room.view
+def defragmented(terms: MigrationTerms, gangs: Iterable[Movable], most_moves: int = 16) -> list[MigrationProposal]:
+    """Return Gandiva's migrations onto fewer nodes. Gangs leave the non-idle nodes with the most free devices for nodes
+    with no more free devices, the smallest gang first, until no node is fragmented or no gang finds a place. A node
+    that cannot be emptied is left alone."""
+    room, view = terms.room, terms.room.view
     on: dict[str, list[Movable]] = {}
-    for gang in gangs:
+    for gang in sorted(gangs, key=lambda gang: (gang.shape.gpus, gang.number)):
         if len(gang.claims) == 1 and gang.claims[0].device_mask and gang.move_cost < math.inf:
             on.setdefault(gang.claims[0].node, []).append(gang)
-    for some in on.values():
-        some.sort(key=lambda gang: (gang.shape.gpus, gang.number))
     found: list[MigrationProposal] = []
     trying = Trial(room)
     done: set[str] = set()
     while len(found) < most_moves:
-        sources = [name for name in on if on[name] and name not in done and _is_fragmented(view, name, fragmented)]
+        sources = [name for name in on if on[name] and name not in done and _is_fragmented(view, name)]
         if not sources:
             break
         source = min(sources, key=lambda name: (-_free(view, name), name))
@@ -396,35 +338,30 @@ def defragmented(
         if (
             claims is None
             or max(_free(view, claim.node) for claim in claims) > _free(view, source)
-            or failed.holds(tried(gang.number, gang.kind, claims), now)
+            or terms.has_failed(gang, claims)
         ):
             done.add(source)
             continue
         # It has left: nothing counts on its old place before it has.
         trying.take(claims)
         trying.give(gang.claims)
-        found.append(MigrationProposal(MigrationReason.DEFRAGMENT, (Displacement(gang, claims),)))
+        found.append(MigrationProposal(Goal.DEFRAGMENT, (Displacement(gang, claims),)))
     trying.undo()
     return found
 
 
 def capped(
-    proposals: Iterable[MigrationProposal],
-    now: float,
-    moved_at: Mapping[int, float],
-    busy_nodes: Collection[str],
-    most: int,
+    proposals: Iterable[MigrationProposal], now: float, moved_at: Mapping[int, float], most: int
 ) -> list[MigrationProposal]:
     """Return the proposals, in their order, that may begin now: at most `most` moves, one per node at a time, and no
     job that was moved within `_REST_S`."""
     chosen: list[MigrationProposal] = []
-    busy = set(busy_nodes)
-    left = most
+    busy = set[str]()
     for proposal in proposals:
-        if now >= rested_s(proposal, moved_at) and len(proposal.moves) <= left and not busy & proposal.nodes:
+        if now >= rested_s(proposal, moved_at) and len(proposal.moves) <= most and not busy & proposal.nodes:
             chosen.append(proposal)
             busy |= proposal.nodes
-            left -= len(proposal.moves)
+            most -= len(proposal.moves)
     return chosen
 
 
@@ -434,81 +371,130 @@ def rested_s(proposal: MigrationProposal, moved_at: Mapping[int, float]) -> floa
 
 
 def _better_place(
-    trying: Trial,
-    one: GangDistance,
-    others: Movables | None,
-    placement: PlacementPreference,
-    closest: LocalityLevel,
-) -> tuple[float, Hole]:
+    trying: Trial, one: GangDistance, terms: MigrationTerms, closest: LocalityLevel
+) -> tuple[float, Claims]:
     """Return the GPU-seconds that the best closer place saves beyond its cost, and that place, at `closest` or wider.
-    Free devices are preferred, so that the gang can move while it runs; then places with its own devices; then places
-    from which others move."""
+    Free devices are preferred, so that the gang can move while it runs; then places with its own devices."""
     room = trying.room
-    best = (0.0, Hole(()))
-    most = _could_save(room.view, one) - one.gang.move_cost
+    best: tuple[float, Claims] = (0.0, ())
     for level in range(closest, gang_level(room.view, one.gang.claims)):
-        locality = replace(one.gang.shape.locality, widest=LocalityLevel(level), wish=None)
-        shape = replace(one.gang.shape, locality=locality)
-        claims = placement.place(room, PlacementRequest(shape, math.inf))
-        hole = None if claims is None else Hole(claims)
-        if hole is None:
+        shape = no_further(one.gang.shape, LocalityLevel(level))
+        claims = terms.place(shape)
+        if claims is None:
             mark = trying.mark
             trying.give(one.gang.claims)
-            gone = others if others is not None else _NO_OTHERS
-            hole = hole_for(room, gone, shape, placement=placement, most_cost=most, stay=(one.gang.number,))
+            claims = terms.place(shape)
             trying.undo(mark)
-        if hole is not None:
-            saves = _saves(room.view, one, hole.claims) - one.gang.move_cost - hole.cost
+        if claims is not None:
+            saves = _saved(room.view, one, _speed(room.view, one, claims)) - one.gang.move_cost
             if saves > best[0]:
-                best = (saves, hole)
+                best = saves, claims
     return best
 
 
 def _could_save(view: View, one: GangDistance) -> float:
-    """Return the GPU-seconds that it would save if its GPUs were as close as possible on any nodes."""
     gpus = one.gang.shape.gpus
     most = max((made.devices for made in view.sets.values()), default=1)
     nodes = max(1, one.gang.shape.nodes, -(-gpus // max(1, most)))
     best = one.locality.relative_speed(gpus, nodes, LocalityLevel.NVLINK if nodes == 1 else LocalityLevel.RACK)
-    return _saved(one, _speed(view, one, one.gang.claims), best)
+    return _saved(view, one, best)
 
 
-def _saves(view: View, one: GangDistance, claims: Claims) -> float:
-    return _saved(one, _speed(view, one, one.gang.claims), _speed(view, one, claims))
-
-
-def _saved(one: GangDistance, now: float, then: float) -> float:
+def _saved(view: View, one: GangDistance, then: float) -> float:
+    """Return the GPU-seconds that it would save at this relative speed."""
+    now = _speed(view, one, one.gang.claims)
     return one.remaining_s * one.gang.shape.gpus * (1.0 - now / then) if then >= (1.0 + LEAST_GAIN) * now else 0.0
 
 
 def _speed(view: View, one: GangDistance, claims: Claims) -> float:
-    """Return the speed of the gang with these claims, relative to its best on one node."""
     with_devices = [claim for claim in claims if claim.device_mask]
     return one.locality.relative_speed(one.gang.shape.gpus, len(with_devices), gang_level(view, claims))
-
-
-def _overlap(some: Claims, others: Claims) -> bool:
-    held = {claim.node: claim.device_mask for claim in others}
-    return any(claim.device_mask & held.get(claim.node, 0) for claim in some)
-
-
-def _of_one_node(shape: GangShape) -> LocalityLevel:
-    """Return the widest level within a node that the gang accepts: within one node it may move anywhere."""
-    return min(shape.locality.widest, LocalityLevel.NODE)
 
 
 def _free(view: View, name: str) -> int:
     return view.free[view.slots[name]].bit_count()
 
 
-def fragmented_nodes(view: View, share: float = FRAGMENTED) -> frozenset[str]:
-    """Return the nodes that are in use, with at least `share` of their devices free."""
+def fragmented_nodes(view: View) -> frozenset[str]:
+    """Return the nodes that are in use, with at least `_FRAGMENTED` of their devices free."""
     columns, size = view.columns(), len(view.nodes)
     devices = np.array([configuration_set.devices for configuration_set in view.sets.values()], np.int64)
     free, all_of = np.bitwise_count(columns.free[:size]), devices[columns.sets[:size]]
-    return frozenset([view.nodes[slot] for slot in np.flatnonzero((free >= share * all_of) & (free < all_of)).tolist()])
+    is_fragmented = (free >= _FRAGMENTED * all_of) & (free < all_of)
+    return frozenset([view.nodes[slot] for slot in np.flatnonzero(is_fragmented).tolist()])
 
 
-def _is_fragmented(view: View, name: str, share: float) -> bool:
+def _is_fragmented(view: View, name: str) -> bool:
     devices = view.topology(name).devices
-    return share * devices <= _free(view, name) < devices
+    return _FRAGMENTED * devices <= _free(view, name) < devices
+
+
+@dataclass(frozen=True, slots=True)
+class Crowded:
+    """A running gang on one node. `load`: devices that others have in use there; `rates`: its windows by load;
+    `remaining_s`: its expected remaining time."""
+
+    gang: Movable
+    load: int
+    rates: Mapping[int, tuple[float, ...]]
+    remaining_s: float
+
+    @property
+    def node(self) -> str:
+        return self.gang.claims[0].node
+
+
+def relieved(terms: MigrationTerms, gangs: Iterable[Crowded]) -> list[MigrationProposal]:
+    """Return migrations to free places, the largest saving first, at most one to or from a node at once."""
+    gangs = sorted(gangs, key=lambda one: one.gang.number)
+    view = terms.room.view
+    used: dict[str, float] = {
+        name: view.topology(name).devices - view.free[slot].bit_count() for name, slot in view.slots.items()
+    }
+    there: dict[str, list[Crowded]] = {}
+    for one in gangs:
+        there.setdefault(one.node, []).append(one)
+    found: list[MigrationProposal] = []
+    trying = Trial(terms.room)
+    ranked = [(at_most(one), one) for one in gangs if one.gang.move_cost < math.inf]
+    for (load, gain), one in sorted(ranked, key=lambda pair: (-pair[0][1], pair[1].gang.number)):
+        saves = (1.0 - 1.0 / gain) * one.remaining_s * one.gang.shape.gpus - one.gang.move_cost
+        # Both nodes are then used up: the gangs that stay have to be measured with the new load first.
+        if gain < 1.0 + LEAST_GAIN or saves <= 0.0 or used[one.node] == math.inf:
+            continue
+        full = frozenset(name for name, count in used.items() if count > load or name == one.node)
+        claims = terms.place(one.gang.shape, full)
+        if claims is None or len(claims) != 1 or terms.has_failed(one.gang, claims):
+            continue
+        harm = sum(_lost(other, one.gang.shape.gpus) for other in there.get(claims[0].node, ()))
+        if saves > harm:
+            trying.take(claims)
+            used[claims[0].node] = used[one.node] = math.inf
+            found.append(MigrationProposal(Goal.BALANCE, (Displacement(one.gang, claims),), saves - harm))
+    trying.undo()
+    return found
+
+
+def at_most(one: Crowded) -> tuple[int, float]:
+    """Return the load below the present one with the highest rate, and the lower bound of its speed-up over the present
+    one; 1 where that was not measured."""
+    here = one.rates.get(one.load, ())
+    best = one.load, 1.0
+    if len(here) < FIRST_WINDOWS or not sum(here) > 0.0:
+        return best
+    for load, rates in sorted(one.rates.items(), reverse=True):
+        if load < one.load and len(rates) >= FIRST_WINDOWS:
+            gain, _ = normalised([TrialRates(here, rates)]).bounds(DOUBT)
+            if gain > best[1]:
+                best = load, gain
+    return best
+
+
+def _lost(one: Crowded, more: int) -> float:
+    """Return the GPU-seconds that a gang loses with `more` devices in use beside it; 0 where that was not measured."""
+    here = one.rates.get(one.load, ())
+    later = [rates for load, rates in sorted(one.rates.items()) if load >= one.load + more]
+    if len(here) < FIRST_WINDOWS or not later or len(later[0]) < FIRST_WINDOWS or not sum(here) > 0.0:
+        return 0.0
+    speed = min(1.0, normalised([TrialRates(here, later[0])]).value)
+    return (1.0 - speed) * one.remaining_s * one.gang.shape.gpus

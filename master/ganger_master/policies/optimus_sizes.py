@@ -1,17 +1,9 @@
 """Optimus (EuroSys 2018): the number of tasks of each job by marginal gain (section 4.1), and its estimates of jobs.
 
-Every job receives one task of each kind, in order of arrival, as long as that fits, so no job starves. Then the
-task is added repeatedly that saves most seconds of its job per unit of its dominant resource, until none fits or helps.
-Kinds are parameter servers and workers, or workers alone where gradients are summed by all-reduce (as in the Optimus
-that Pollux, OSDI 2021, compares with).
-
-Differences from the public code: it stops at the first task that does not fit (here that kind is closed for that job
-only), omits the factor for young jobs, and gives jobs of unknown convergence nothing (here the caller estimates their
-remaining steps). Without a least gain the rule drives published models to dozens of servers for a few percent, which
-`LEAST_GAIN` prevents. The rule adds up finish times and so prefers long jobs, as Optimus does.
-
-The estimates are the steps left, from losses, and the speed by number of GPUs, from measured steps (sections 3.1 and
-3.2; the speed law is that of Pollux for all-reduce).
+Every job receives one task of each kind, in order of arrival. Then the task is added repeatedly that saves most seconds
+of its job per unit of its dominant resource. Differences from the public code: a task that does not fit closes that
+kind for that job only; no factor for young jobs; `LEAST_GAIN`, without which models get dozens of servers for a few
+percent.
 """
 
 from __future__ import annotations
@@ -125,24 +117,19 @@ def allreduce_speeds(models: Sequence[AllReduceModel], batch: Sequence[float] | 
     return speed
 
 
-def allocated(
-    jobs: ElasticJobs, capacity: Floats, least_gain: float = LEAST_GAIN, with_bundles: bool = False
-) -> Integers:
+def allocated(jobs: ElasticJobs, capacity: Floats, least_gain: float = LEAST_GAIN) -> Integers:
     """Return (jobs, k): tasks of each kind; zeros for jobs whose first tasks do not fit. `capacity` is by resource, of
-    all nodes together. `with_bundles`: one of each kind may be added at once, where neither alone helps."""
-    kinds = jobs.shapes.shape[1]
-    moves = np.eye(kinds, dtype=np.int64)
-    if with_bundles and kinds > 1:
-        moves = np.vstack([moves, np.ones((1, kinds), np.int64)])
-    growth = _Growth(jobs, np.asarray(capacity, float), moves, least_gain)
+    all nodes together."""
+    growth = _Growth(jobs, np.asarray(capacity, float), least_gain)
     growth.start()
     growth.run()
-    return np.array(growth.counts, np.int64).reshape(len(jobs), kinds)
+    return np.array(growth.counts, np.int64).reshape(jobs.shapes.shape[:2])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ahead:
-    """The next moves of some jobs, one row each: the first `length` entries, and whether more may follow them."""
+    """The next moves of some jobs, one row each: kinds of tasks to add, the first `length` entries, and whether more
+    may follow them."""
 
     gains: Floats
     moves: Integers
@@ -154,20 +141,19 @@ class _Growth:
     """The pass. Each job's own next moves do not depend on others, so they are looked ahead for many jobs at once; a
     heap merges them by gain. Ties go to the earlier job, within a job to the earlier kind."""
 
-    def __init__(self, jobs: ElasticJobs, capacity: Floats, moves: Integers, least_gain: float) -> None:
+    def __init__(self, jobs: ElasticJobs, capacity: Floats, least_gain: float) -> None:
         count, kinds, _ = jobs.shapes.shape
-        self.jobs, self.moves = jobs, moves
+        self.jobs = jobs
         self.counts = [[0] * kinds for _ in range(count)]
         self._free: list[float] = (capacity * (1.0 + _ROUNDING)).tolist()
-        # What each move takes, and what its gain is divided by: the raw amount of its tasks' dominant resources.
-        self._needs = np.einsum("mk,jkr->jmr", moves.astype(float), jobs.shapes)
+        # What the gain of a task is divided by: the raw amount of its dominant resource.
         part = jobs.shapes / np.maximum(capacity, 1e-9)
         amount = np.take_along_axis(jobs.shapes, np.argmax(part, axis=2)[:, :, None], axis=2)[:, :, 0]
-        self._divisor = np.maximum(amount, 1e-9) @ moves.T.astype(float)
-        self._least = least_gain * moves.sum(axis=1)
+        self._divisor = np.maximum(amount, 1e-9)
+        self._least = least_gain
         self._factor = np.where(jobs.is_young, YOUNG, 1.0)
-        # Moves that no longer fit; what is free only shrinks.
-        self._closed = np.zeros((count, len(moves)), bool)
+        # Tasks that no longer fit; what is free only shrinks.
+        self._closed = np.zeros((count, kinds), bool)
         # By job: (gain, move) of the moves ahead, the next one last; and whether more may follow them.
         self._ahead: list[list[tuple[float, int]]] = [[] for _ in range(count)]
         self._goes_on = [False] * count
@@ -188,7 +174,7 @@ class _Growth:
         jobs = np.flatnonzero(np.logical_and(started, self.jobs.remaining_steps > 0.0))
         ahead_of = self._looked_ahead(jobs)
         self._keep(jobs, ahead_of, self._take_at_once(jobs, ahead_of))
-        needs, moves = self._needs.tolist(), self.moves.tolist()
+        needs = self.jobs.shapes.tolist()
         heap = [(-ahead[-1][0], job) for job, ahead in enumerate(self._ahead) if ahead]
         heapq.heapify(heap)
         while heap:
@@ -199,7 +185,7 @@ class _Growth:
                 if self._fits(needs[job][move]):
                     ahead.pop()
                     self._take(needs[job][move])
-                    self.counts[job] = [have + more for have, more in zip(self.counts[job], moves[move], strict=True)]
+                    self.counts[job][move] += 1
                     if not ahead and self._goes_on[job]:
                         self._look_again(np.array([job]))
                 else:
@@ -212,27 +198,24 @@ class _Growth:
 
     def _take_at_once(self, jobs: Integers, ahead: _Ahead) -> Integers:
         """Take all that the heap would take before something does not fit or is not known; how many moves of each job.
-
         The heap takes a move when it comes to the least gain among it and those before it of the same job, so that is
-        what moves are sorted by.
-        """
+        what moves are sorted by."""
         place = np.arange(ahead.gains.shape[1])
         row, place = np.nonzero(place < ahead.length[:, None])
         least = np.minimum.accumulate(ahead.gains, axis=1)
         order = np.lexsort((place, row, -least[row, place]))
         row, place = row[order], place[order]
         move = ahead.moves[row, place]
-        used = np.cumsum(self._needs[jobs[row], move], axis=0)
-        count = min(
-            [len(row), *(int(np.searchsorted(u, free, "right")) for u, free in zip(used.T, self._free, strict=True))]
-        )
+        used = np.cumsum(self.jobs.shapes[jobs[row], move], axis=0)
+        fitting = [int(np.searchsorted(u, free, "right")) for u, free in zip(used.T, self._free, strict=True)]
+        count = min([len(row), *fitting])
         last_known = np.flatnonzero(ahead.goes_on[row] & (place == ahead.length[row] - 1))
         count = min(count, int(last_known[0])) if len(last_known) else count
         if count:
             self._take(used[count - 1].tolist())
-        added = np.zeros((len(jobs), len(self.moves)), np.int64)
+        added = np.zeros((len(jobs), self.jobs.shapes.shape[1]), np.int64)
         np.add.at(added, (row[:count], move[:count]), 1)
-        for job, more in zip(jobs.tolist(), (added @ self.moves).tolist(), strict=True):
+        for job, more in zip(jobs.tolist(), added.tolist(), strict=True):
             self.counts[job] = [have + extra for have, extra in zip(self.counts[job], more, strict=True)]
         return np.asarray(added.sum(axis=1), np.int64)
 
@@ -244,7 +227,7 @@ class _Growth:
 
     def _close(self, move: int) -> None:
         """Close the move for all jobs that it no longer fits, and reconsider these."""
-        over = np.any(self._needs[:, move] > np.array(self._free), axis=1)
+        over = np.any(self.jobs.shapes[:, move] > np.array(self._free), axis=1)
         over &= ~self._closed[:, move]
         self._closed[over, move] = True
         changed = [job for job in np.flatnonzero(over).tolist() if any(ahead == move for _, ahead in self._ahead[job])]
@@ -254,40 +237,32 @@ class _Growth:
         self._keep(jobs, self._looked_ahead(jobs), np.zeros(len(jobs), np.int64))
 
     def _keep(self, jobs: Integers, ahead: _Ahead, taken: Integers) -> None:
-        """Store the next moves of the jobs for the heap, without the first `taken` moves of each."""
-        for job, gains, moves, first, end, goes_on in zip(
-            jobs.tolist(),
-            ahead.gains.tolist(),
-            ahead.moves.tolist(),
-            taken.tolist(),
-            ahead.length.tolist(),
-            ahead.goes_on.tolist(),
-            strict=True,
-        ):
+        columns = jobs, ahead.gains, ahead.moves, taken, ahead.length, ahead.goes_on
+        for job, gains, moves, first, end, goes_on in zip(*[column.tolist() for column in columns], strict=True):
             self._ahead[job] = list(zip(gains[first:end], moves[first:end], strict=True))[::-1]
             self._goes_on[job] = goes_on
 
     def _looked_ahead(self, jobs: Integers) -> _Ahead:
-        """Return the next moves of these jobs from their present counts."""
         far = _FAR if len(jobs) >= _MANY else _NEAR
         gains, moves = np.full((len(jobs), far), -np.inf), np.zeros((len(jobs), far), np.int64)
         length = np.zeros(len(jobs), np.int64)
         counts = np.array([self.counts[job] for job in jobs.tolist()], np.int64)
-        counts = counts.reshape(len(jobs), self.moves.shape[1])
+        more = np.eye(self.jobs.shapes.shape[1], dtype=np.int64)
+        counts = counts.reshape(len(jobs), len(more))
         seconds = self._remaining_s(jobs, counts)
         # rows that still go on, by position in `jobs`
         row = np.arange(len(jobs))
         for place in range(far):
             of_row = jobs[row]
-            after = np.stack([self._remaining_s(of_row, counts + more) for more in self.moves], axis=1)
+            after = np.stack([self._remaining_s(of_row, counts + one) for one in more], axis=1)
             with np.errstate(invalid="ignore"):
                 saved = seconds[:, None] - after
-            may_have = (counts[:, None, :] + self.moves <= self.jobs.most[of_row][:, None, :]).all(axis=2)
+            may_have = counts < self.jobs.most[of_row]
             helps = ~self._closed[of_row] & may_have & (saved > 0.0) & (saved >= self._least * seconds[:, None])
             gain = np.where(helps, saved / self._divisor[of_row] * self._factor[of_row][:, None], -np.inf)
             best = np.argmax(gain, axis=1)
             grows = np.flatnonzero(helps.any(axis=1))
-            row, counts, best = row[grows], counts[grows] + self.moves[best[grows]], best[grows]
+            row, counts, best = row[grows], counts[grows] + more[best[grows]], best[grows]
             seconds = after[grows, best]
             gains[row, place], moves[row, place] = gain[grows, best], best
             length[row] += 1
@@ -327,11 +302,8 @@ def nothing_believed(jobs: Sequence[tuple[JobRecord, Gang | None]]) -> Sequence[
 
 
 def steps_left(whole: StepsLeftEstimate | None, steps_done: float, epoch_steps: float) -> tuple[float, bool]:
-    """Return the steps that are left, and whether that is a guess.
-
-    `whole`: the fitted total; None or infinite while there is none. A job that continues after convergence has one
-    epoch left.
-    """
+    """Return the steps that are left, and whether that is a guess. `whole`: the fitted total; None or infinite while
+    there is none. A job that continues after convergence has one epoch left."""
     if whole is None or not math.isfinite(whole.value):
         return UNKNOWN_EPOCHS * epoch_steps, True
     return max(epoch_steps, whole.value - steps_done), not whole.is_known

@@ -1,49 +1,4 @@
-"""Every order by name, with its keys; dominant resource fairness is in `fairness`.
-
-**Ganger's own order**: the most waiting time saved per GPU-second first, by estimates from similar jobs.
-
-**The key.** Assume that the queue lasts for H more seconds, exponentially distributed, until there is room for all
-jobs. A job that is served does not wait until it ends or the queue is gone. Serving a job that ends after R seconds
-saves up to H seconds of waiting and costs at most GPUs x H (1 - exp(-R / H)) GPU-seconds. The saving per GPU-second,
-in units of 1 / H, is
-
-    (1 / H + G) / GPUs,
-
-exact where G = 1 / R and within a third otherwise. G is Gittins's index: the highest rate at which running is expected
-to end a job, from the distribution of its remaining time (`estimators.run_time`: jobs of the same user and gang size
-that were submitted next to it). With an endless queue the job goes first that most probably ends soonest for the GPUs
-it takes. With a queue shorter than the jobs, small gangs go first, so that most jobs run.
-
-**H** is estimated by Lindy's law: jobs wait for as long again as they have waited. It is the mean of the waits, each
-weighted by its length. So a job preempted just now does not shorten H; otherwise the next plan would revert the
-preemption.
-
-**Switches cost time.** A pending job's index counts the seconds of a switch (suspend one job, start another, resume the
-first). A running job that will end before a switch is done keeps its place, whatever its gang: its GPUs are free sooner
-if it is left alone.
-
-**The first five minutes** of every job go before all that, in order of arrival: the minimum time between two plans that
-preempt, so it follows `--plan-every`. Failing jobs fail early, users wait
-for the first result, and the preempted job has run for longer (Gandiva, section 2, early feedback; least attained
-service with one step). Estimates from similar jobs are too few to replace this.
-
-**Ties**, to one part in a hundred, go to running jobs; among them the job that has run longest goes last. So the same
-few jobs are preempted each time, for which a pause is the smallest part of their time.
-
-**Tiresias** (Gu et al., NSDI 2019, section 3.3): queues by attained GPU-seconds, without a history (2D-LAS) and with
-one (2D-Gittins).
-
-A job starts in the first queue and drops into the next as its GPU-seconds reach each threshold. Earlier queues go
-first. Inside a queue running jobs keep their places; then the earlier start goes first, then the earlier arrival.
-With a promote knob a job returns to the first queue once it has waited `knob` x as long as it had run.
-
-Differences from the authors' simulator (`dlas-gpu`, `gittins`):
-
-* A demotion comes after (threshold / GPUs - executed) seconds of running, not after (threshold - executed) / GPUs.
-* A promotion does not reset attained service. It lasts for the stretch that it starts: queues count from the beginning
-  of that stretch, and all attained service counts again afterwards.
-* The expectation in Gittins's index is of S - a, not of S, which would make long-served jobs look worse than they are.
-"""
+"""Every order by name, with its keys; dominant resource fairness is in `fairness`."""
 
 from __future__ import annotations
 
@@ -56,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ganger_master.policies.fairness import DRF
-from ganger_master.policies.job_facts import NO_HISTORY, Capacity, Facts, Flags, Floats, Integers, ServiceHistory
+from ganger_master.policies.job_facts import NO_HISTORY, Capacity, Facts, Floats, Integers, ServiceHistory
 from ganger_master.policies.orders import SLACK_S, JobOrder, as_decimals
 
 # Seconds in which GPUs are idle when one job replaces another.
@@ -71,7 +26,18 @@ _OVERDUE_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class GangerRank:
-    """Ganger's own order. `first_s`: seconds that a job runs before estimates count."""
+    """Ganger's own order. `first_s`: seconds that a job runs before estimates count.
+
+    Assume that the queue lasts for H more seconds, exponentially distributed. Serving a job that ends after R seconds
+    saves up to H seconds of waiting and costs at most GPUs x H (1 - exp(-R / H)) GPU-seconds. The saving per GPU-second
+    is (1 / H + G) / GPUs, in units of 1 / H, with G = 1 / R: Gittins's index (`estimators.run_time`). H is the mean of
+    the waits, each weighted by its length (Lindy's law), so that a job preempted just now does not shorten it.
+
+    A pending job's index counts the seconds of a switch; a running job that ends before a switch is done keeps its
+    place. The first minutes of every job go before all that, in order of arrival, since failing jobs fail early
+    (Gandiva, section 2). Ties, to one part in a hundred, go to running jobs, of which the one that has run longest goes
+    last: a pause is the smallest part of its time.
+    """
 
     first_s: float = FIRST_S
 
@@ -92,7 +58,6 @@ class GangerRank:
 
 
 def _queue_lasts_s(facts: Facts) -> float:
-    """Estimate for how many more seconds jobs will wait."""
     waits_s = facts.waited_s[~facts.is_running]
     # The exact sum does not depend on the order of the rows.
     return max(SWITCH_S, math.fsum(waits_s * waits_s) / max(1.0, math.fsum(waits_s)))
@@ -121,15 +86,14 @@ THRESHOLDS = (3250.0, 7200.0)
 
 @dataclass(frozen=True, slots=True)
 class Queues:
-    """Tiresias's queues. `thresholds`: ascending, in GPU-seconds, one less than there are queues. `promote_knob`: None
-    promotes no job."""
+    """Tiresias's queues by attained GPU-seconds (Gu et al., NSDI 2019, section 3.3). `thresholds`: ascending, in
+    GPU-seconds, one less than there are queues. A demotion comes after (threshold / GPUs - executed) seconds of
+    running, in the authors' simulator after (threshold - executed) / GPUs."""
 
     thresholds: tuple[float, ...] = THRESHOLDS
-    promote_knob: float | None = None
 
     def __post_init__(self) -> None:
         assert all(a < b for a, b in zip((0.0, *self.thresholds), self.thresholds, strict=False)), self.thresholds
-        assert self.promote_knob is None or self.promote_knob > 0, self.promote_knob
 
     def keys(self, facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ...]:
         """Tiresias without a history (2D-LAS): few attained GPU-seconds first, in queues, to limit preemptions."""
@@ -137,47 +101,23 @@ class Queues:
 
     def queue(self, facts: Facts) -> Integers:
         """Return the queue of each job; 0 goes first."""
-        return self._queue(self.counted_s(facts), facts.gpus)
-
-    def counted_s(self, facts: Facts) -> Floats:
-        """Return the seconds of running that count for the queue."""
-        counted: Floats = np.where(self._is_promoted(facts), facts.stretch_s, facts.attained_s)
-        return counted
+        return np.searchsorted(self.thresholds, (facts.attained_s + SLACK_S) * facts.gpus, side="right")
 
     def until_demotion(self, facts: Facts) -> Floats:
         """Return the GPU-seconds until the next queue; infinite in the last."""
-        counted_s = self.counted_s(facts)
         limits = np.array((*self.thresholds, np.inf))
-        rest: Floats = limits[self._queue(counted_s, facts.gpus)] - counted_s * facts.gpus
-        return rest
+        return np.asarray(limits[self.queue(facts)] - facts.service, float)
 
     def next_change(self, facts: Facts, now: float) -> float:
-        """Return when the first running job is demoted or the first pending one promoted."""
+        """Return when the first running job is demoted."""
         is_held = facts.is_running & (facts.gpus > 0)
         delays_s = self.until_demotion(facts)[is_held] / facts.gpus[is_held]
-        soonest_s = float(delays_s.min(initial=np.inf))
-        if self.promote_knob is not None:
-            can_rise = ~facts.is_running & (self._queue(facts.attained_s, facts.gpus) > 0) & ~self._is_promoted(facts)
-            delays_s = self.promote_knob * facts.attained_s[can_rise] - facts.waited_s[can_rise]
-            soonest_s = min(soonest_s, float(delays_s.min(initial=np.inf)))
-        return now + soonest_s
-
-    def _is_promoted(self, facts: Facts) -> Flags:
-        """Return which jobs are promoted by their present wait, or by the wait before their present stretch."""
-        if self.promote_knob is None:
-            return np.zeros(len(facts), bool)
-        before_s = facts.attained_s - facts.stretch_s
-        wait_s = np.where(facts.is_running, facts.waited_before_s, facts.waited_s)
-        promoted: Flags = (self._queue(before_s, facts.gpus) > 0) & (wait_s + SLACK_S >= self.promote_knob * before_s)
-        return promoted
-
-    def _queue(self, seconds: Floats, gpus: Integers) -> Integers:
-        return np.searchsorted(self.thresholds, (seconds + SLACK_S) * gpus, side="right")
+        return now + float(delays_s.min(initial=np.inf))
 
 
-def tiresias(thresholds: tuple[float, ...] = THRESHOLDS, promote_knob: float | None = None) -> JobOrder:
+def tiresias(thresholds: tuple[float, ...] = THRESHOLDS) -> JobOrder:
     """Return the 2D-LAS order with these queues."""
-    queues = Queues(thresholds, promote_knob)
+    queues = Queues(thresholds)
     return JobOrder("tiresias", queues.keys, next_change=queues.next_change)
 
 
@@ -189,7 +129,7 @@ class GittinsQueues:
     """Tiresias's queues, each sorted by Gittins's index.
 
     With S the GPU-seconds of ended jobs, a those that a job has attained and D those until it drops into the next queue
-    (no limit in the last), the index is (Gittins 1989)
+    (no limit in the last), the index is (Gittins 1989; the authors' simulator takes the expectation of S)
 
         G(a, D) = P(S - a <= D | S > a) / E[min(S - a, D) | S > a].
 
@@ -205,16 +145,14 @@ class GittinsQueues:
         return (self.queues.queue(facts), -index, ~facts.is_running, facts.started_s)
 
 
-def tiresias_gittins(
-    history: ServiceHistory, thresholds: tuple[float, ...] = THRESHOLDS, promote_knob: float | None = None
-) -> JobOrder:
+def tiresias_gittins(history: ServiceHistory, thresholds: tuple[float, ...] = THRESHOLDS) -> JobOrder:
     """Return the 2D-Gittins order with these queues and this history."""
-    queues = Queues(thresholds, promote_knob)
+    queues = Queues(thresholds)
     return JobOrder(
         "tiresias-gittins",
         GittinsQueues(queues, history).keys,
         next_change=queues.next_change,
-        with_history=partial(tiresias_gittins, thresholds=thresholds, promote_knob=promote_knob),
+        with_history=partial(tiresias_gittins, thresholds=thresholds),
     )
 
 
@@ -242,8 +180,8 @@ def round_robin_keys(facts: Facts, now: float, capacity: Capacity) -> tuple[NDAr
     return (-facts.waited_s, facts.stretch_s)
 
 
-LAS = JobOrder("las", las_keys, is_steady=True)
-LAS2D = JobOrder("las2d", las2d_keys, is_steady=True)
+LAS = JobOrder("las", las_keys)
+LAS2D = JobOrder("las2d", las2d_keys)
 ROUND_ROBIN = JobOrder("round-robin", round_robin_keys)
 
 
@@ -255,7 +193,7 @@ def edf_keys(facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any]
     """Earliest deadline first; then jobs whose deadline has passed; then jobs without a deadline.
 
     The rule of Liu and Layland (1973, section 7). Under overload the plain rule makes one job after another late, so
-    jobs whose deadline has passed form a second group, and `planner/deadline_advice.py` warns at submission.
+    jobs whose deadline has passed form a second group, and `planner/job_forecasts.py` warns at submission.
     """
     return (deadline_groups(facts.deadline_s, now), facts.deadline_s)
 
@@ -284,8 +222,8 @@ def backfill_keys(facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray
     return ()
 
 
-FIFO = JobOrder("fifo", fifo_keys, preempts=False, is_strict=True, is_steady=True, by_arrival=True)
-FIFO_BACKFILL = JobOrder("fifo-backfill", backfill_keys, preempts=False, is_steady=True, by_arrival=True)
+FIFO = JobOrder("fifo", fifo_keys, preempts=False, is_strict=True, by_arrival=True)
+FIFO_BACKFILL = JobOrder("fifo-backfill", backfill_keys, preempts=False, by_arrival=True)
 
 
 # A lower bound of the remaining time of any job.
@@ -325,8 +263,7 @@ def finish_time_fairness(facts: Facts, remaining_s: Floats, now: float, capacity
     """
     contention = facts.weight.sum() / facts.weight
     slices = np.maximum(1.0, facts.gpus * contention / max(capacity.gpus, 1))
-    rho: Floats = (now - facts.arrival_s + remaining_s) / ((facts.attained_s + remaining_s) * slices)
-    return rho
+    return np.asarray((now - facts.arrival_s + remaining_s) / ((facts.attained_s + remaining_s) * slices), float)
 
 
 FTF = JobOrder("ftf", ftf_keys)
@@ -352,9 +289,9 @@ def ftf_oracle_keys(facts: Facts, now: float, capacity: Capacity) -> tuple[NDArr
     return (-finish_time_fairness(facts, facts.remaining_s, now, capacity),)
 
 
-SRTF = JobOrder("srtf", srtf_keys, knows_durations=True, is_steady=True)
-SRSF = JobOrder("srsf", srsf_keys, knows_durations=True, is_steady=True)
-LRTF = JobOrder("lrtf", lrtf_keys, knows_durations=True, is_steady=True)
+SRTF = JobOrder("srtf", srtf_keys, knows_durations=True)
+SRSF = JobOrder("srsf", srsf_keys, knows_durations=True)
+LRTF = JobOrder("lrtf", lrtf_keys, knows_durations=True)
 FTF_ORACLE = JobOrder("ftf-oracle", ftf_oracle_keys, knows_durations=True)
 
 

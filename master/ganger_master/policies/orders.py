@@ -1,21 +1,5 @@
-"""Orders of live jobs: pure functions from facts to the columns that jobs are sorted by, bounded waiting in any order,
-and the selection of the first jobs whose gangs fit together.
-
-Smaller goes first. The first column decides, then the second, and so on; arrival and then the job's number break the
-remaining ties. Priority goes before all columns (`ranked`).
-
-A job is overdue once its wait has lasted `after_s` and `factor` x the time it had run before. It then goes before all
-others of its priority, in order of when the waits began. Once started it keeps its place until it has run for `share` x
-that wait, so that the order below does not preempt it at once. While an overdue gang does not fit, only jobs that can
-be preempted for it start before it (`selected`).
-
-Under overload ever more jobs become overdue, and all of them first in, first out would replace any better order. So an
-order may limit their part of the cluster (`JobOrder.overdue_share`): the earliest waits go first until they fill that
-share; the very first goes whatever its size.
-
-The guarantee: from the moment a wait is overdue, it lasts at most as long as the jobs then live need when they run one
-after the other, since no later job of equal priority goes before it. Each wait earns the job at least `share` of its
-length, so with finite load every job ends. Higher priorities always go first.
+"""Orders of live jobs: pure functions from facts to the columns that jobs are sorted by, smallest first; bounded
+waiting in any order; and the selection of the first jobs whose gangs fit together. Priority goes before all columns.
 """
 
 from __future__ import annotations
@@ -55,7 +39,6 @@ class JobOrder:
     * `placement`: the placement, unless the policy's name has one.
     * `with_history`: returns this order for the GPU-seconds of ended jobs.
     * `with_interval`: returns this order for a minimum time in seconds between two plans that preempt.
-    * `is_steady`: starting or stopping a job changes no rank until time has passed.
     * `by_arrival`: pending jobs are in the order of submission, as in the master's queue.
     """
 
@@ -73,14 +56,12 @@ class JobOrder:
     placement: str = "gandiva"
     with_history: Callable[[ServiceHistory], JobOrder] | None = None
     with_interval: Callable[[float], JobOrder] | None = None
-    is_steady: bool = False
     by_arrival: bool = False
 
 
 def as_decimals(amounts: Floats) -> Floats:
     """Round seconds or GPU-seconds, so that equal amounts compare equal whatever the rounding of their sums."""
-    rounded: Floats = amounts.round(6)
-    return rounded
+    return np.asarray(amounts.round(6), float)
 
 
 def ranked(order: JobOrder, facts: Facts, now: float, capacity: Capacity) -> Integers:
@@ -95,10 +76,8 @@ def ranks(order: JobOrder, facts: Facts, now: float, capacity: Capacity) -> tupl
 
 def next_change_s(order: JobOrder, facts: Facts, now: float) -> float:
     """Return the earliest time after now at which the ranking may change without an event; infinite if there is none.
-
     Such changes are: a job enters another queue, a wait becomes overdue, a deadline passes. Rankings that change all
-    the time (las, las2d, ftf, an index inside a queue) are recomputed at intervals instead.
-    """
+    the time (las, las2d, ftf, an index inside a queue) are recomputed at intervals instead."""
     return math.inf if order.next_change is None else order.next_change(facts, now)
 
 
@@ -107,7 +86,16 @@ WEEK_S = 7 * 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Aging:
-    """An order with bounded waiting; see the module for `after_s`, `factor` and `share`."""
+    """An order with bounded waiting.
+
+    A job is overdue once its wait has lasted `after_s` and `factor` x the time it had run before. It then goes before
+    all others of its priority, in order of when the waits began, and once started keeps its place until it has run for
+    `share` x that wait. While an overdue gang does not fit, only jobs that can be preempted for it start before it. So
+    an overdue wait lasts at most as long as the jobs then live need when they run one after the other.
+
+    Under overload ever more jobs become overdue. So `JobOrder.overdue_share` limits their part of the cluster: the
+    earliest waits go first until they fill it; the very first goes whatever its size.
+    """
 
     order: JobOrder
     after_s: float
@@ -147,8 +135,7 @@ class Aging:
     def _is_due(self, facts: Facts) -> Flags:
         waited_s, limit_s = self._waits(facts)
         is_protected = ~facts.is_running | (facts.stretch_s + SLACK_S < self.share * waited_s)
-        overdue: Flags = (waited_s + SLACK_S >= limit_s) & is_protected
-        return overdue
+        return np.asarray((waited_s + SLACK_S >= limit_s) & is_protected, bool)
 
     def next_change(self, facts: Facts, now: float) -> float:
         """Return when the next wait becomes overdue, the next protected stretch ends, or the order below changes."""
@@ -191,7 +178,6 @@ def with_aging(order: JobOrder, after_s: float = WEEK_S, factor: float = 1.0, sh
         keys=aging.keys,
         next_change=aging.next_change,
         overdue=aging.overdue,
-        is_steady=False,
         with_history=None if renewed is None else partial(_with_history, renewed, after_s, factor, share),
     )
 
@@ -221,9 +207,7 @@ def selected(
 
 def guarded(order: JobOrder, facts: Facts, free: int) -> tuple[Flags, Flags]:
     """Return by position which jobs are overdue, with `free` GPUs in all, and which may start before them nevertheless.
-
-    The latter can be preempted for an overdue job again. While no job is overdue, both are empty.
-    """
+    The latter can be preempted for an overdue job again. While no job is overdue, both are empty."""
     none = np.zeros(len(facts), bool)
     if order.overdue is None:
         return none, none
@@ -255,19 +239,6 @@ def chosen(
         if np.count_nonzero(is_kept):
             staying, ranked = ranked[is_kept], ranked[~is_kept]
             free -= int(gpus[staying].sum())
-    choose = one_by_one if len(ranked) <= _FEW else by_stretches
-    taken = choose(ranked, gpus, free, is_strict, guarded, passing)
-    return np.concatenate((staying, taken)) if len(staying) else taken
-
-
-# One iteration of `by_stretches` takes as long as this many jobs in `one_by_one`.
-_FEW = 128
-
-
-def one_by_one(
-    ranked: Integers, gpus: Integers, free: int, is_strict: bool, guarded: Flags | None, passing: Flags | None
-) -> Integers:
-    """Choose as `chosen` without kept jobs, one job at a time."""
     taken: list[int] = []
     is_guarded = False
     sizes = gpus[ranked].tolist()
@@ -284,32 +255,4 @@ def one_by_one(
             break
         elif guarded is not None and guarded[job]:
             is_guarded = True
-    return np.array(taken, np.int64)
-
-
-def by_stretches(
-    ranked: Integers, gpus: Integers, free: int, is_strict: bool, guarded: Flags | None, passing: Flags | None
-) -> Integers:
-    """Choose the same jobs in whole stretches of the order.
-
-    Each iteration takes the longest stretch that fits and drops the jobs that can no longer fit, so there are about as
-    many iterations as sizes of gangs.
-    """
-    taken: list[Integers] = []
-    while len(ranked):
-        sizes = gpus[ranked]
-        together = np.cumsum(sizes)
-        fitting = int(np.searchsorted(together, free, side="right"))
-        if fitting:
-            taken.append(ranked[:fitting])
-            free -= int(together[fitting - 1])
-        if is_strict:
-            break
-        ranked, sizes = ranked[fitting:], sizes[fitting:]
-        can_fit = sizes <= free
-        if guarded is not None and passing is not None:
-            stuck = np.flatnonzero(guarded[ranked] & ~can_fit)
-            if len(stuck):
-                can_fit[stuck[0] :] &= passing[ranked[stuck[0] :]]
-        ranked = ranked[can_fit]
-    return np.concatenate(taken) if taken else ranked[:0]
+    return np.concatenate((staying, np.array(taken, np.int64)))

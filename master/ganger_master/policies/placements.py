@@ -1,25 +1,5 @@
-"""Where a gang goes, by name: pure searches in a `CapacityIndex`, which they leave as it was.
-
-All follow one rule. A gang goes on one node if one has room for it and the job does not ask for more;
-else it is spread over as few nodes as the placement's own rule allows, no further apart than the job accepts. What is
-found fits.
-
-**Least growth of fragmentation** (FGD: Weng et al., "Beware of Fragmentation", USENIX ATC 2023, section 4).
-
-A gang goes where the expected number of GPUs that the next gang could not use grows least, over the kinds of gangs that
-are requested. Without a demand it assumes that all gangs are of its own kind. Ties go where the least is left over.
-
-**Optimus's placement** (Peng et al., EuroSys 2018, section 4.2): the fewest servers, with equally many parameter
-servers and equally many workers on each.
-
-The k emptiest servers get task i of each role at server i mod k, for the smallest k at which all fit. The paper places
-the smallest jobs first, which is left to the order.
-
-Its theorem, that the smallest k is best, holds where bandwidth belongs to a container: a parameter server sends to the
-workers that are elsewhere, ever more of them as k grows (`traffic_per_server_task`). Where all tasks of a server share
-one network card the cross traffic of a card is 0 at k = 1, w/4 model sizes at 2, 2w/9 at 3, 3w/16 at 4, so that beyond
-two servers more are better (`traffic_per_card`). `optimus` applies the theorem; `optimus-cards` takes the k with the
-least traffic per card.
+"""Where a gang goes, by name: pure searches in a `CapacityIndex`, which they leave as it was. All follow one rule: on
+one node if one has room, else over as few nodes as the placement's own rule allows. What is found fits.
 """
 
 from __future__ import annotations
@@ -62,7 +42,8 @@ _MOST_DEMANDS: Final = 1 << 10
 
 
 class FragmentationGrowth:
-    """Growth of fragmentation on one node if the whole gang, or as many of its tasks as fit, come to it."""
+    """Growth of fragmentation on one node if the whole gang, or as many of its tasks as fit, come to it: the expected
+    number of GPUs that the next gang could not use (FGD: Weng et al., USENIX ATC 2023, section 4)."""
 
     def __init__(self, demand: GangMix) -> None:
         self._demand = demand
@@ -187,6 +168,9 @@ def by_card(workers: int, servers: int) -> tuple[float, int]:
     return (traffic_per_card(workers, servers), servers)
 
 
+# Optimus's placement (Peng et al., EuroSys 2018, section 4.2): the k emptiest servers get task i of each role at server
+# i mod k, for the smallest k at which all fit. Where all tasks of a server share one network card, more than two
+# servers are better: `optimus-cards` takes the k with the least traffic per card.
 def _placement(name: str, summary: str, cost: Callable[[int, int], tuple[float, int]]) -> PlacementPreference:
     def search(
         room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, demand: GangMix | None
@@ -217,13 +201,10 @@ def _placement(name: str, summary: str, cost: Callable[[int, int], tuple[float, 
 
 
 def _share(query: FeasibilityQuery, number: int, server: int) -> tuple[int, ...]:
-    """Return the tasks of each role on one of so many servers."""
     return tuple([tasks // number + (server < tasks % number) for tasks in query.everything])
 
 
 class _Known(Iterable[tuple[Any, Slots]]):
-    """A cache of the runs made so far."""
-
     def __init__(self, runs: Iterator[tuple[Any, Slots]]) -> None:
         self._more = runs
         self._known: list[tuple[Any, Slots]] = []

@@ -1,9 +1,7 @@
 """Trials of changes: whether one helped, from the rates before and after it, and the backoff of those that did not.
 
-Rates are measured in windows of several mini-batches, so that windows are nearly independent. A change is judged after
-4, 8, 16, ... windows, each time with half the error probability of the time before. All looks together are then wrong
-with a probability of at most `doubt`, however often one looks. A change that is still open after the last look did not
-help enough to be seen, and is undone.
+A change is judged after 4, 8, 16, ... windows, each time with half the error probability of the time before, so all
+looks together are wrong with a probability of at most `doubt`. One that is open after the last look is undone.
 """
 
 from __future__ import annotations
@@ -112,9 +110,7 @@ def judge(
     jobs: Sequence[TrialRates], threshold: float, doubt: float = DOUBT, most_windows: int = MOST_WINDOWS
 ) -> Judged:
     """Keep a change whose gain is above the threshold, undo one whose gain is below, measure on while both may be.
-
-    ValueError for no jobs, for windows that are negative or not finite, and for jobs that stood still before.
-    """
+    ValueError for no jobs, for windows that are negative or not finite, and for jobs that stood still before."""
     _check(jobs)
     windows = min(len(job.after) for job in jobs)
     look, used = 0, FIRST_WINDOWS
@@ -150,7 +146,6 @@ def normalised(jobs: Iterable[TrialRates]) -> GainEstimate:
 # Kept co-locations are judged in every pass, mostly by the same windows.
 @lru_cache(4096)
 def _mean(rates: tuple[float, ...]) -> tuple[float, float]:
-    """Return the mean of the rates and its standard error."""
     values = np.asarray(rates, float)
     return float(values.mean()), float(values.std(ddof=1)) / math.sqrt(len(values))
 

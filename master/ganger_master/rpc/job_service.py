@@ -20,11 +20,10 @@ from ganger_master.core.answers import ArrayAnswer, JobAnswer, UpdateAnswer
 from ganger_master.core.events import cut
 from ganger_master.core.explain import Explanation, explain, kept_for, making_room_for
 from ganger_master.core.job_model import JobRecord, members_of
-from ganger_master.planner.cores_explanation import explain_cores
-from ganger_master.planner.deadline_advice import deadline_advice
-from ganger_master.planner.start_forecast import start_forecast
+from ganger_master.planner.cores_curves import explain_cores
+from ganger_master.planner.job_forecasts import deadline_advice, start_forecast
+from ganger_master.policies import ShareByTimeSlices
 from ganger_master.policies.order_registry import EDF
-from ganger_master.policies.stages import ShareByTimeSlices
 from ganger_master.rpc import answer_messages, job_messages
 from ganger_master.rpc.access import UserLimits, array_outline, check_jobs, check_owner, outline
 from ganger_master.rpc.answer_messages import (

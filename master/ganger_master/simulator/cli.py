@@ -260,8 +260,7 @@ class _Experiment:
 
     def material(self) -> Material:
         """Read the trace, and report on stderr what became of its rows."""
-        from ganger_master.policies import policy_named
-        from ganger_master.policies.stages import Tune
+        from ganger_master.policies import Tune, policy_named
         from ganger_master.simulator.inputs import TraceSelection, material, notes
         from ganger_master.simulator.traces.reader import RowFilter
 
@@ -349,8 +348,7 @@ def _name(text: str) -> str:
 
 
 def _check_policies(names: Sequence[str], is_ideal: bool, rates: str) -> None:
-    from ganger_master.policies import policy_named
-    from ganger_master.policies.stages import Grow, ShareByTimeSlices, Tune
+    from ganger_master.policies import Grow, ShareByTimeSlices, Tune, policy_named
 
     for name in names:
         try:
@@ -369,8 +367,7 @@ def _check_policies(names: Sequence[str], is_ideal: bool, rates: str) -> None:
 def _check_flags(flags: Mapping[str, Any], policies: Sequence[str]) -> None:
     """Refuse flags that exclude each other, and a flag that has no effect beside the others: it was meant to have
     one."""
-    from ganger_master.policies import policy_named
-    from ganger_master.policies.stages import Grow, ResizeByOptimus, ShareByTimeSlices, SliceNewcomers
+    from ganger_master.policies import Grow, ResizeByOptimus, ShareByTimeSlices, SliceNewcomers, policy_named
 
     asked = [policy_named(name) for name in policies]
     resizes, grows = any(policy.has(ResizeByOptimus) for policy in asked), any(policy.has(Grow) for policy in asked)

@@ -17,18 +17,19 @@ from ganger_master.core.commands import Command
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.settings import CoreSettings, as_settings
 from ganger_master.core.state import State
-from ganger_master.policies import Policy, policy_named
-from ganger_master.policies.order_registry import LAS2D
-from ganger_master.policies.stages import (
+from ganger_master.policies import (
     Colocate,
     Grow,
     Migrate,
+    Policy,
     ResizeByOptimus,
     ShareByTimeSlices,
     SliceNewcomers,
     StartByRank,
     Tune,
+    policy_named,
 )
+from ganger_master.policies.order_registry import LAS2D
 from ganger_master.simulator.admission import ModelledSchedulers, devices_only, specs_of, users_of
 from ganger_master.simulator.inputs import FREE, ReplayOptions
 from ganger_master.simulator.node_model import NodeModel

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from ganger_master.core.commands import Command, ProposePlan
 from ganger_master.core.plan_changes import CoresChange, PlanChange
-from ganger_master.policies import EXTRA_STAGES, NAMES, policy_named
+from ganger_master.policies import EXTRA_STAGES, NAMES, ShareByTimeSlices, Tune, policy_named
 from ganger_master.policies.placements import PLACEMENTS
-from ganger_master.policies.stages import ShareByTimeSlices, Tune
 from ganger_master.policies.tunings.catalogue import TUNINGS
 from ganger_master.simulator.inputs import ReplayOptions, SwitchCosts
 from ganger_master.simulator.run import _Replay

@@ -9,8 +9,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 from ganger_master.core.settings import as_settings
-from ganger_master.policies import NAMES, policy_named
-from ganger_master.policies.stages import Tune
+from ganger_master.policies import NAMES, Tune, policy_named
 from ganger_master.simulator.inputs import FREE, ReplayOptions, SwitchCosts
 from ganger_master.simulator.report.outcomes import Outcomes
 from ganger_master.simulator.run import simulate

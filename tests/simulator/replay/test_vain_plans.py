@@ -10,8 +10,7 @@ import pytest
 from ganger.cluster.preferences import ANYWHERE
 from ganger_master.core.commands import CHANGES_LIMIT, Command, ProposePlan, RequestGang
 from ganger_master.planner import order_stage
-from ganger_master.planner.order_stage import NOTHING_PLANNED, VainPlans
-from ganger_master.policies.order_registry import ORDERS
+from ganger_master.planner.order_stage import OrderStage
 from ganger_master.simulator import run
 from ganger_master.simulator.inputs import ReplayOptions
 from ganger_master.simulator.run import _Replay
@@ -67,7 +66,7 @@ def test_plans_passed_over_would_have_changed_nothing(policy: str, share: float)
     jobs = crowd()
     some = _Counted(jobs, policy)
     some.run()
-    with patch.object(VainPlans, "_is_futile", lambda self, context, resting: False):
+    with patch.object(OrderStage, "_is_futile", lambda self, context: False):
         every = _Counted(jobs, policy)
         every.run()
     assert some.told == every.told
@@ -75,38 +74,20 @@ def test_plans_passed_over_would_have_changed_nothing(policy: str, share: float)
 
 
 @pytest.mark.parametrize("round_s", [None, 300.0])
-@pytest.mark.parametrize("policy", [name for name, order in ORDERS.items() if order.is_steady])
-def test_a_plan_that_finds_a_place_for_all_it_chose_is_the_last_of_its_instant(
-    policy: str, round_s: float | None
-) -> None:
+@pytest.mark.parametrize("policy", ["fifo", "fifo-backfill"])
+def test_jobs_known_to_be_first_start_as_if_all_had_been_ranked(policy: str, round_s: float | None) -> None:
     jobs, options = crowd(), ReplayOptions(ideal=True, round_s=round_s)
     some = _Counted(jobs, policy, options)
     some.run()
     with (
-        patch.object(VainPlans, "_carried_out", lambda self, table, now: NOTHING_PLANNED),
-        patch.object(VainPlans, "_starts_no_job", lambda self, table, free: False),
-    ):
-        every = _Counted(jobs, policy, options)
-        every.run()
-    assert some.told == every.told
-    assert some.passes < 0.98 * every.passes, "some were passed over"
-
-
-@pytest.mark.parametrize("round_s", [None, 300.0])
-@pytest.mark.parametrize("policy", [name for name, order in ORDERS.items() if order.is_steady])
-def test_jobs_known_to_be_chosen_start_as_if_all_had_been_ranked(policy: str, round_s: float | None) -> None:
-    jobs, options = crowd(), ReplayOptions(ideal=True, round_s=round_s)
-    some = _Counted(jobs, policy, options)
-    some.run()
-    with (
-        patch.object(VainPlans, "shortcut", lambda self, context: None),
+        patch.object(OrderStage, "_first_of_queue", lambda self, context: None),
         patch.object(run, "BY_COUNTS", ANYWHERE),
     ):
         every = _Counted(jobs, policy, options)
         every.run()
     assert some.told == every.told
     # Without preemption a round begins as the last one ended.
-    assert some.passes < every.passes or (policy, round_s) in (("fifo", 300.0), ("fifo-backfill", 300.0))
+    assert some.passes < every.passes or round_s is not None
 
 
 @pytest.mark.parametrize("policy", ["fifo", "fifo-backfill"])
@@ -116,13 +97,13 @@ def test_an_order_without_preemption_makes_no_plan_while_the_next_job_is_too_lar
     jobs, options = crowd(), ReplayOptions(ideal=True)
     some = _Counted(jobs, policy, options)
     some.run()
-    with patch.object(VainPlans, "_starts_no_job", lambda self, table, free: False):
+    with patch.object(OrderStage, "starts_no_job", lambda self, table, free: False):
         every = _Counted(jobs, policy, options)
         every.run()
     assert some.told == every.told
     assert some.passes < 0.7 * every.passes, "most plans of an oversubscribed cluster start no job"
     never_ended = pytest.raises(AssertionError, match="never ended")
-    with never_ended, patch.object(VainPlans, "_starts_no_job", lambda self, table, free: True):
+    with never_ended, patch.object(OrderStage, "starts_no_job", lambda self, table, free: True):
         _Counted(jobs, policy, options).run()
 
 

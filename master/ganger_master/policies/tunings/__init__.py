@@ -1,18 +1,9 @@
 """Cores and memory of gangs: what a tuning is, a pure function over arrays, and what gangs demand.
 
-Two questions, since a policy may place first and tune then, or do both at once:
-
-* `Tuning.tune(gangs, nodes, pieces)`: the GPUs are placed; how much of each node's cores and memory goes to each piece.
-* `Tuning.place(gangs, nodes)`: where the gangs go and with how much, gangs given in the order of the policy. Gangs that
-  are not in the answer find no place this round. None: the tuning only follows where others place.
-
-A gang's proportional share is that of the node it lies on: as large a part of cores and memory as of the GPUs given. A
-rate is of one GPU, in any unit per second; a gang steps together, so it runs at the rate of its slowest piece.
-
-A demand (Synergy, OSDI 2022, section 4.2) is the smallest amount with which a gang reaches its best rate on the fewest
-nodes that hold it. It is chosen so that cutting it back to the share, in one resource or both, never makes the gang
-slower than its whole share would: Synergy's guarantee for a peer that is cut depends on that. A gang without a profile
-demands its share. `options` lists all amounts that are worth giving.
+A rate is of one GPU, in any unit per second; a gang runs at the rate of its slowest piece. Its proportional share is as
+large a part of its node's cores and memory as of the GPUs. A demand (Synergy, OSDI 2022, section 4.2) is the smallest
+amount with which a gang reaches its best rate on the fewest nodes that hold it, such that cutting it back to the share,
+in one resource or both, never makes the gang slower than its whole share would.
 """
 
 from __future__ import annotations
@@ -94,8 +85,6 @@ class Gangs:
     # Position in `profiles`.
     profile: Integers
     profiles: Profiles
-    # What its rate, relative to that of its proportional share, counts where gangs compete.
-    weight: Floats
     # Runs on one node or not at all.
     is_local: Flags
 
@@ -104,17 +93,16 @@ class Gangs:
 
     def take(self, gangs: Integers) -> Gangs:
         """Return the gangs at these positions."""
-        return Gangs(self.gpus[gangs], self.profile[gangs], self.profiles, self.weight[gangs], self.is_local[gangs])
+        return Gangs(self.gpus[gangs], self.profile[gangs], self.profiles, self.is_local[gangs])
 
 
 def gangs(
     gpus: Sequence[int] | Integers,
     profile: Sequence[int] | Integers,
     profiles: Profiles,
-    weight: Sequence[float] | Floats | None = None,
     is_local: Sequence[bool] | Flags | None = None,
 ) -> Gangs:
-    """Return `Gangs`. Without `weight` each counts one; without `is_local` each may be split."""
+    """Return `Gangs`. Without `is_local` each may be split."""
     counts = np.asarray(gpus, np.int64)
     if np.any(counts < 1):
         raise ValueError("a gang that is tuned holds at least one GPU")
@@ -122,7 +110,6 @@ def gangs(
         counts,
         np.asarray(profile, np.int64),
         profiles,
-        np.ones(len(counts)) if weight is None else np.asarray(weight, float),
         np.zeros(len(counts), bool) if is_local is None else np.asarray(is_local, bool),
     )
 
@@ -213,11 +200,6 @@ def rates(gangs: Gangs, placed: Pieces) -> Floats:
     return np.where(np.isinf(found), 0.0, found)
 
 
-def proportional_rates(gangs: Gangs, nodes: TuningNodes, placed: Pieces) -> Floats:
-    """Return what `rates` would be if every piece had its proportional share."""
-    return rates(gangs, proportionally(nodes, placed))
-
-
 def proportionally(nodes: TuningNodes, placed: Pieces) -> Pieces:
     """Return every piece with as large a part of its node's cores and memory as of its GPUs."""
     return placed.given(placed.gpus * nodes.share_cores[placed.node], placed.gpus * nodes.share_memory[placed.node])
@@ -260,82 +242,29 @@ def demands(gangs: Gangs, nodes: TuningNodes) -> TuningDemand:
     amounts count that fit its fewest nodes, and with which no share of any node is a loss. Sizes of gangs with the same
     limits are searched together."""
     cores, memory = np.zeros(len(gangs)), np.zeros(len(gangs))
-    shares = _Shares.of(gangs.profiles, nodes)
+    has_gpus = nodes.gpus > 0
+    shares = np.unique(np.stack([nodes.share_cores[has_gpus], nodes.share_memory[has_gpus]]), axis=1)
     sizes, size = np.unique(gangs.gpus, return_inverse=True)
     most = [limits(gpus, nodes) for gpus in sizes.tolist()]
     for limit in sorted(set(most)):
         alike = np.flatnonzero(np.array([own == limit for own in most])[size])
         known, profile = np.unique(gangs.profile[alike], return_inverse=True)
-        found = _demand(gangs.profiles, known, shares, *limit)
+        found = _demand(gangs.profiles, known, shares, limit)
         cores[alike], memory[alike] = found.cores[profile], found.memory_bytes[profile]
     return TuningDemand(cores, memory)
 
 
-def limits(gpus: int, nodes: TuningNodes) -> tuple[float, float]:
-    """Return the most cores and bytes for each GPU that the best of the fewest nodes could give."""
-    on_one_node = np.minimum(np.maximum(nodes.gpus, 1), gpus)
-    fewest = on_one_node == on_one_node.max(initial=1)
-    return (
-        float(np.max(nodes.cores[fewest] / on_one_node[fewest], initial=0.0)),
-        float(np.max(nodes.memory_bytes[fewest] / on_one_node[fewest], initial=0.0)),
-    )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Shares:
-    """Proportional shares of nodes with GPUs: every amount there is, and the pairs at which a cut must be no loss for
-    it to be none at any."""
-
-    all_cores: Floats
-    all_memory: Floats
-    cores: Floats
-    memory_bytes: Floats
-
-    @classmethod
-    def of(cls, profiles: Profiles, nodes: TuningNodes) -> _Shares:
-        has_gpus = nodes.gpus > 0
-        cores, memory = nodes.share_cores[has_gpus], nodes.share_memory[has_gpus]
-        column = np.searchsorted(profiles.memory_bytes, memory * (1.0 + ROUNDING), side="right")
-        known, below = np.flatnonzero(column), np.flatnonzero(column == 0)
-        ends = known[_ends(cores[known], np.searchsorted(profiles.cores, cores[known]), column[known])]
-        binding = np.concatenate([ends, below[_front(cores[below], memory[below])]])
-        return cls(np.unique(cores), np.unique(memory), cores[binding], memory[binding])
-
-
-def _ends(cores: Floats, line: Integers, column: Integers) -> Integers:
-    """Return the positions of the fewest and the most cores of each line and column. Rates of a column are straight
-    between measured cores, so a gang with c cores that loses nothing at both ends loses nothing between: to have as
-    much with c as the most cores would make, it must lose nothing at c itself."""
-    order = np.lexsort((cores, line, column))
-    differs = (np.diff(line[order]) != 0) | (np.diff(column[order]) != 0)
-    is_end = np.ones(len(order), bool)
-    is_end[1:-1] = differs[1:] | differs[:-1]
-    found: Integers = order[is_end]
-    return found
-
-
-def _front(cores: Floats, memory: Floats) -> Integers:
-    """Return the positions of shares that no other share equals or exceeds in both cores and memory. Below the least
-    measured amount a rate is a part for the memory times one for the cores, and the larger the share, the more of both
-    a cut takes."""
-    order = np.lexsort((-memory, -cores))
-    most_before = np.maximum.accumulate(np.concatenate([[-1.0], memory[order]]))[:-1]
-    found: Integers = order[memory[order] > most_before]
-    return found
-
-
-def _demand(
-    profiles: Profiles, known: Integers, shares: _Shares, most_cores: float, most_memory: float
-) -> TuningDemand:
-    cores = _axis(profiles.cores, shares.all_cores, most_cores)
-    memory = _axis(profiles.memory_bytes, shares.all_memory, most_memory)
+def _demand(profiles: Profiles, known: Integers, shares: Floats, most: tuple[float, float]) -> TuningDemand:
+    share_cores, share_memory = shares
+    cores = _axis(profiles.cores, share_cores, most[0])
+    memory = _axis(profiles.memory_bytes, share_memory, most[1])
     if not len(cores) or not len(memory):
         return TuningDemand(np.zeros(len(known)), np.zeros(len(known)))
     wanted = ENOUGH * profiles.at(known, cores[-1], memory[-1])
-    floors = profiles.at(known[:, None], shares.cores, shares.memory_bytes) * (1.0 - ROUNDING)
+    floors = profiles.at(known[:, None], share_cores, share_memory) * (1.0 - ROUNDING)
 
     def is_enough(some: Floats, much: Floats) -> Flags:
-        cut_cores, cut_memory = np.minimum(some[:, None], shares.cores), np.minimum(much[:, None], shares.memory_bytes)
+        cut_cores, cut_memory = np.minimum(some[:, None], share_cores), np.minimum(much[:, None], share_memory)
         no_loss = (profiles.at(known[:, None], cut_cores, cut_memory) >= floors).all(axis=1)
         return (profiles.at(known, some, much) >= wanted) & no_loss
 
@@ -352,15 +281,23 @@ def _first(count: int, axis: Floats, is_enough: Callable[[Floats], Flags]) -> Fl
         middle = (low + high) // 2
         enough = is_enough(axis[middle])
         low, high = np.where(enough, low, middle + 1), np.where(enough, middle, high)
-    found: Floats = axis[high]
-    return found
+    return np.asarray(axis[high], float)
 
 
 def _axis(grid: Floats, shares: Floats, most: float) -> Floats:
-    """Return the amounts to search: measured amounts, shares, and the most that is there."""
     most = max(most, float(shares.max(initial=0.0)))
     points = np.unique(np.concatenate([grid, shares, [most]]))
     return points[(points > 0.0) & (points <= most * (1.0 + ROUNDING))]
+
+
+def limits(gpus: int, nodes: TuningNodes) -> tuple[float, float]:
+    """Return the most cores and bytes for each GPU that the best of the fewest nodes could give."""
+    on_one_node = np.minimum(np.maximum(nodes.gpus, 1), gpus)
+    fewest = on_one_node == on_one_node.max(initial=1)
+    return (
+        float(np.max(nodes.cores[fewest] / on_one_node[fewest], initial=0.0)),
+        float(np.max(nodes.memory_bytes[fewest] / on_one_node[fewest], initial=0.0)),
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -373,18 +310,19 @@ class Known:
     knows_memory: bool = True
 
 
-def _not_measured(numbers: Integers) -> Integers:
-    return np.full(len(numbers), -1)
-
-
-NOTHING = Known(Profiles(np.ones(1), np.ones(1), np.ones((1, 1, 1))), _not_measured, knows_memory=False)
+NOTHING = Known(
+    Profiles(np.ones(1), np.ones(1), np.ones((1, 1, 1))), lambda numbers: np.full(len(numbers), -1), knows_memory=False
+)
 
 
 def known_gangs(known: Known, numbers: Integers, gpus: Integers, is_local: Flags, nodes: TuningNodes) -> Gangs:
     """Return gangs by the numbers of their jobs. A job that is not measured uses its proportional share fully and no
     more, so that is what it is given."""
     position = known.position(numbers)
-    profiles = known.profiles if known.knows_memory else _up_to_share(known.profiles, nodes)
+    profiles = known.profiles
+    if not known.knows_memory:
+        # All memory up to the largest share of any node.
+        profiles = Profiles(profiles.cores, np.array([_share_of_memory(nodes)]), profiles.rates[:, :, -1:])
     if (position < 0).any():
         profiles = _with_shares(profiles, nodes)
         position = np.where(position < 0, len(profiles.rates) - 1, position)
@@ -402,11 +340,6 @@ def _with_shares(profiles: Profiles, nodes: TuningNodes) -> Profiles:
     of_cores = np.minimum(cores / share_cores, 1.0)
     unknown = of_cores[:, None] * np.minimum(memory / share_memory, 1.0)[None, :]
     return Profiles(cores, memory, np.concatenate([rates, unknown[None]]))
-
-
-def _up_to_share(profiles: Profiles, nodes: TuningNodes) -> Profiles:
-    """Return the profiles with all memory up to the largest share of any node."""
-    return Profiles(profiles.cores, np.array([_share_of_memory(nodes)]), profiles.rates[:, :, -1:])
 
 
 def _share_of_memory(nodes: TuningNodes) -> float:

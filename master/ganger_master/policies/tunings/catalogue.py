@@ -1,16 +1,5 @@
-"""The tunings by name, and the short ones.
-
-**By a fixed rule**, without an optimisation: proportional shares, task roles, and no isolation. They are the baselines
-of the CPU poster (Xiao et al., SoCC 2018). Proportional shares are also the baseline of Synergy (OSDI 2022) and the
-floor of every tuning that guarantees one.
-
-**By prediction**: cores by what each job makes of them, up to its sweet point (Xiao et al., "Scheduling CPU for
-GPU-based deep learning jobs", SoCC 2018 poster): sum of S(c)/S(theta) over the gangs of a node, by marginal gain per
-core under the node's cores. Whole cores; memory is proportional. `auto` is the same for the jobs that name no cores.
-
-Where curves bend downwards this greedy rule is the best there is. Fitted curves often bend slightly upwards, or rise
-again past a shelf, and their first core may gain less than a later one; so a step is as many cores as gain most each
-(the concave envelope of the curve).
+"""The tunings by name, and the short ones: by a fixed rule (baselines of the CPU poster, Xiao et al., SoCC 2018), and
+by prediction: cores by marginal gain per core, up to each job's sweet point (the same poster).
 """
 
 from __future__ import annotations
@@ -47,11 +36,9 @@ def tune_proportionally(gangs: Gangs, nodes: TuningNodes, placed: Pieces) -> Pie
 
 
 def tune_by_role(gangs: Gangs, nodes: TuningNodes, placed: Pieces) -> Pieces:
-    """Give 3 cores to a parameter server and 4 to a worker with its GPU: the task-role heuristic of the poster.
-
-    It reads neither jobs nor nodes; memory is proportional. Where a node has fewer cores than its tasks would take,
-    every piece is reduced in proportion; the plain rule would leave such gangs unplaced.
-    """
+    """Give 3 cores to a parameter server and 4 to a worker with its GPU: the task-role heuristic of the poster. It
+    reads neither jobs nor nodes; memory is proportional. Where a node has fewer cores than its tasks would take, every
+    piece is reduced in proportion; the plain rule would leave such gangs unplaced."""
     wanted = WORKER_CORES * placed.gpus + SERVER_CORES * placed.parameter_servers
     return placed.given(_scaled(placed, wanted, nodes.cores), proportionally(nodes, placed).memory_bytes)
 
@@ -72,7 +59,6 @@ def tune_shared(gangs: Gangs, nodes: TuningNodes, placed: Pieces) -> Pieces:
 
 
 def _scaled(placed: Pieces, wanted: Floats, capacity: Floats) -> Floats:
-    """Return the amounts of the pieces, reduced in proportion on nodes that have less."""
     used = np.bincount(placed.node, weights=wanted, minlength=len(capacity))
     part = capacity / np.maximum(used, capacity + (capacity <= 0.0))
     return np.asarray(wanted * part[placed.node], float)
@@ -103,10 +89,8 @@ def tune(gangs: Gangs, nodes: TuningNodes, placed: Pieces) -> Pieces:
 
 def shared_out(curves: Sequence[Floats], capacity: float) -> list[float]:
     """Return the cores for each curve. Entry i of a curve is the value of i + 1 cores; the last is the sweet point.
-
     Each curve gets at least one core, or an equal part where there are fewer. Cores without a use are left over. Ties
-    go to the curve named first.
-    """
+    go to the curve named first."""
     if capacity < len(curves):
         return [capacity / len(curves)] * len(curves)
     held = [1] * len(curves)

@@ -1,15 +1,8 @@
-"""The optimal division of each node's cores and memory.
+"""The optimal division of each node's cores and memory: one choice for each gang, the highest sum of rates relative to
+the shares, no gang below its share. Gangs on several nodes get one choice, one gang after the other.
 
-Synergy-Tune cuts a peer straight back to its share (OSDI 2022, section 4.2). Here a knapsack is solved exactly on each
-node: one choice for each gang, the highest sum of rates relative to the shares, no gang below its share. Gangs on
-several nodes get one choice for all their nodes, one gang after the other, by its value with the best choice of all
-other gangs there. Gangs are placed before, by `place_by_demand`, with the demands of Synergy-OPT's relaxed program
-where there are few kinds of gangs.
-
-The knapsack has several choices for each piece and two resources. It is solved exactly: partial choices are kept as
-long as no other one is worth as much with no more of either, and as long as they could still beat the best choice
-known, by the bound that prices for cores and memory put on the pieces that are left (Lagrange; the prices are those at
-which the concave envelopes of the pieces demand just what the node has).
+The knapsack is solved exactly: partial choices are kept as long as no other one is worth as much with no more of either
+resource, and as long as they could still beat the best choice known, by prices for cores and memory (Lagrange).
 """
 
 from __future__ import annotations
@@ -127,10 +120,8 @@ def _climbed(costs: Sequence[Floats], values: Sequence[Floats]) -> float | None:
 
 
 def _undominated(costs: Floats, values: Floats) -> Integers:
-    """Return the positions of states that no other one beats in value with no more of either; of equals the first.
-
-    By cores, then memory, then value falling: a state is beaten if one before it with no more memory is worth as much.
-    """
+    """Return the positions of states that no other one beats in value with no more of either; of equals the first. By
+    cores, then memory, then value falling: a state is beaten if one before it with no more memory is worth as much."""
     if not len(values):
         return np.zeros(0, np.int64)
     order = np.lexsort((-values, costs[:, 1], costs[:, 0]))
@@ -183,7 +174,7 @@ def place_by_demand(gangs: Gangs, nodes: TuningNodes, wanted: TuningDemand) -> P
     return pieces([row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows])
 
 
-# Kinds of gangs (profile, GPUs, weight) up to which the relaxed program is solved: some tenths of a second. Four
+# Kinds of gangs (profile, GPUs) up to which the relaxed program is solved: some tenths of a second. Four
 # thousand take half a minute, and there whole demands lead to within half a percent of the same rates.
 _MOST_KINDS = 200
 
@@ -218,15 +209,13 @@ def tune(gangs: Gangs, nodes: TuningNodes, placed: Pieces) -> Pieces:
 
 def _wishes(gangs: Gangs, nodes: TuningNodes) -> TuningDemand:
     """Return what each gang would get if the cluster were one node; its demand where that takes too long to compute."""
-    columns = np.stack([gangs.profile.astype(float), gangs.gpus.astype(float), gangs.weight], axis=1)
+    columns = np.stack([gangs.profile, gangs.gpus], axis=1)
     if len(np.unique(columns, axis=0)) > _MOST_KINDS:
         return demands(gangs, nodes)
     return best_amounts(gangs, nodes, is_integer=False)
 
 
 class _Board:
-    """The pieces and what each has at present: its share, until an option is chosen."""
-
     def __init__(self, gangs: Gangs, nodes: TuningNodes, placed: Pieces) -> None:
         self.gangs, self.nodes, self.placed = gangs, nodes, placed
         share = proportionally(nodes, placed)
@@ -264,7 +253,7 @@ class _Board:
         there. Among equals the share comes first, then the first option."""
         on, gpus = self.placed.node[rows], self.placed.gpus[rows]
         gang = int(self.placed.gang[rows[0]])
-        profile, weight = int(self.gangs.profile[gang]), float(self.gangs.weight[gang])
+        profile = int(self.gangs.profile[gang])
         shares = self.nodes.share_cores[on], self.nodes.share_memory[on]
         slowest = int(np.argmin(self.gangs.profiles.at(np.array(profile), *shares)))
         offered = options(
@@ -280,7 +269,7 @@ class _Board:
         for cores, memory, value in zip(offered.cores, offered.memory_bytes, offered.value, strict=True):
             candidates.append(((cores * gpus, memory * gpus), float(value)))
         for (cores, memory), value in candidates:
-            worth = weight * value
+            worth = value
             for place, row in enumerate(rows.tolist()):
                 problem = self._with(row, self.cores[row] - cores[place], self.memory[row] - memory[place])
                 worth += self._solved(problem)[0] if self._is_there(row, problem) else -np.inf
@@ -293,14 +282,13 @@ class _Board:
         self.cores[rows], self.memory[rows] = best
 
     def _kinds(self, is_split: np.ndarray) -> Integers:
-        """Return the kind of each row: alike in profile, GPUs, weight and node. Options are found once for each
+        """Return the kind of each row: alike in profile, GPUs and node. Options are found once for each
         kind."""
         placed, nodes = self.placed, self.nodes
         columns = np.stack(
             [
                 self.gangs.profile[placed.gang].astype(float),
                 placed.gpus.astype(float),
-                self.gangs.weight[placed.gang],
                 nodes.gpus[placed.node].astype(float),
                 nodes.cores[placed.node],
                 nodes.memory_bytes[placed.node],
@@ -309,14 +297,14 @@ class _Board:
         )
         columns[is_split] = 0.0
         found, kind = np.unique(columns, axis=0, return_inverse=True)
-        for profile, gpus, weight, node_gpus, cores, memory in found.tolist():
+        for profile, gpus, node_gpus, cores, memory in found.tolist():
             if gpus == 0.0:
                 self._choices.append((np.zeros(1), np.zeros(1), np.zeros(1)))
                 continue
             offered = options(
                 self.gangs.profiles, int(profile), cores / node_gpus, memory / node_gpus, cores / gpus, memory / gpus
             )
-            self._choices.append((offered.cores * gpus, offered.memory_bytes * gpus, offered.value * weight))
+            self._choices.append((offered.cores * gpus, offered.memory_bytes * gpus, offered.value))
         return kind.ravel()
 
     def _with(self, row: int, cores: float, memory: float) -> _Problem:
@@ -325,7 +313,6 @@ class _Board:
         return _Problem(problem.kinds, problem.cores + float(cores), problem.memory_bytes + float(memory))
 
     def _is_there(self, row: int, problem: _Problem) -> bool:
-        """Return whether the row's node had that much in the first place."""
         node = int(self.placed.node[row])
         least_cores, least_memory = -ROUNDING * self.nodes.cores[node], -ROUNDING * self.nodes.memory_bytes[node]
         return bool(problem.cores >= least_cores and problem.memory_bytes >= least_memory)
@@ -339,13 +326,11 @@ class _Board:
         if found is None:
             pieces = [self._choices[kind] for kind in problem.kinds]
             chosen = best_choice(pieces, problem.cores, problem.memory_bytes)
-            found = (-np.inf, []) if chosen is None else (_worth(pieces, chosen), chosen)
+            found = (-np.inf, [])
+            if chosen is not None:
+                found = float(sum([piece[2][at] for piece, at in zip(pieces, chosen, strict=True)])), chosen
             self._best[problem] = found
         return found
-
-
-def _worth(pieces: list[Choices], chosen: list[int]) -> float:
-    return float(sum(value[option] for (_, _, value), option in zip(pieces, chosen, strict=True)))
 
 
 EXACT = Tuning("exact", tune, place)

@@ -1,24 +1,9 @@
 """Synergy's tunings (Mohan et al., OSDI 2022), and the search for nodes while a round is packed from empty nodes.
 
-**Synergy-OPT** (section 4.3): the amounts by an integer program over one super-machine that has all the
-cluster's cores and memory (LP-1), the nodes by a second program (LP-2) whose solution splits few gangs, and those
-rounded.
-
-The relaxed first program bounds what any packing can reach: `upper_bound`, against which Synergy-Tune is measured. Both
-are solved by HiGHS. The first grows with the kinds of gangs only; the second with gangs x nodes, so this is a yardstick
-for up to some hundreds of each, not a policy for large clusters.
-
-`RoundPacking` is the mutable state of a pass: what is free on each node, and what each gang holds. Every search is a
-few scans over all nodes (about 0.1 ms at 16,000); ties go to the node named first.
-
-**Synergy-Tune** and its baseline **Synergy-Greedy** (sections 4.1 and 4.2). Synergy-Tune gives every gang its demand
-where it fits, else its proportional share, and takes back from neighbours what they hold beyond theirs. Guarantees:
-every gang whose GPUs are free is placed, so no GPU idles for lack of cores or memory; no gang runs slower than with its
-proportional share; no node gives more than it has.
-
-Differences from the public simulator: it gives up the whole round when the GPUs of one gang are scattered (here such a
-gang is split, or left out if it must stay on one node), and counts a gang that was cut back as slowed to its share
-whatever it still holds (here `rates` reads what it holds).
+**Synergy-OPT** (section 4.3): amounts by an integer program over one super-machine (LP-1), nodes by a second program
+(LP-2) that splits few gangs. **Synergy-Tune** and **Synergy-Greedy** (sections 4.1 and 4.2): Tune gives every gang its
+demand where it fits, else its share, and takes back from neighbours what they hold beyond theirs. So every gang whose
+GPUs are free is placed, none runs slower than with its share, and no node gives more than it has.
 """
 
 from __future__ import annotations
@@ -278,9 +263,7 @@ SYNERGY_TUNE = Tuning("synergy-tune", tune, place)
 
 def place_greedily(gangs: Gangs, nodes: TuningNodes) -> Pieces:
     """Place each gang, in the policy's order, on the first node that holds its whole demand of GPUs, cores and memory.
-
-    A gang without such a node waits. This leaves GPUs idle beside gangs of large demand and guarantees nothing.
-    """
+    A gang without such a node waits. This leaves GPUs idle beside gangs of large demand and guarantees nothing."""
     demand = demands(gangs, nodes)
     packing = RoundPacking(gangs, nodes)
     for gang, (cores, memory) in enumerate(zip(demand.cores.tolist(), demand.memory_bytes.tolist(), strict=True)):
@@ -322,16 +305,13 @@ _WHOLE = 1.0 - 1e-6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kind:
-    """Gangs alike in all that the first program sees."""
-
     gangs: Integers
     gpus: int
-    weight: float
     options: AmountOptions
 
 
 def upper_bound(gangs: Gangs, nodes: TuningNodes) -> float:
-    """Return the most that the weighted rates of all gangs, each relative to its share of the super-machine, can add up
+    """Return the most that the rates of all gangs, each relative to its share of the super-machine, can add up
     to: LP-1 with fractions allowed. Valid for every packing of all of them, whole or split, in which none falls below
     that share. A packing that leaves gangs out may reach more with the others."""
     kinds = _kinds(gangs, nodes, is_placeable=False)
@@ -390,17 +370,16 @@ def tune_optimally(gangs: Gangs, nodes: TuningNodes, placed: Pieces) -> Pieces:
 def _kinds(gangs: Gangs, nodes: TuningNodes, is_placeable: bool) -> list[_Kind]:
     total_gpus = max(1, int(nodes.gpus.sum()))
     share = float(nodes.cores.sum()) / total_gpus, float(nodes.memory_bytes.sum()) / total_gpus
-    columns = np.stack([gangs.profile.astype(float), gangs.gpus.astype(float), gangs.weight], axis=1)
+    columns = np.stack([gangs.profile, gangs.gpus], axis=1)
     found, which = np.unique(columns, axis=0, return_inverse=True)
     kinds = []
-    for number, (profile, gpus, weight) in enumerate(found.tolist()):
-        most = limits(int(gpus), nodes) if is_placeable else (np.inf, np.inf)
+    for number, (profile, gpus) in enumerate(found.tolist()):
+        most = limits(gpus, nodes) if is_placeable else (np.inf, np.inf)
         kinds.append(
             _Kind(
                 np.flatnonzero(which.ravel() == number),
-                int(gpus),
-                weight,
-                options(gangs.profiles, int(profile), *share, *most, is_cuttable=is_placeable),
+                gpus,
+                options(gangs.profiles, profile, *share, *most, is_cuttable=is_placeable),
             )
         )
     return kinds
@@ -413,7 +392,7 @@ def _super_machine(kinds: list[_Kind], nodes: TuningNodes, is_integer: bool) -> 
     gpus = np.array([kind.gpus for kind in kinds], float)[rows]
     cores = gpus * np.concatenate([kind.options.cores for kind in kinds])
     memory = gpus * np.concatenate([kind.options.memory_bytes for kind in kinds])
-    value = np.concatenate([kind.weight * kind.options.value for kind in kinds])
+    value = np.concatenate([kind.options.value for kind in kinds])
     # Imported on demand: loading SciPy takes half a second.
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array

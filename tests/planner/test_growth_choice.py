@@ -11,7 +11,7 @@ from ganger.cluster.claims import make_claim
 from ganger.cluster.fit import fit
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel
 from ganger.cluster.view import LoadMode, View
-from ganger_master.policies.elastic_growth import IDLE_S, Elastic, GrowthProposal, grow, shrink, verdict
+from ganger_master.planner.growth_stage import Elastic, grow, shrink, verdict
 from ganger_master.policies.trials import TrialRates, TrialVerdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,78 +23,57 @@ RESNET50 = {1: 1.84, 2: 3.45, 4: 6.19}
 BERT = {1: 6.0, 2: 8.6, 4: 10.4}
 
 
-def put(
-    view: View, number: int, node: int, gpus: int, rates: dict[int, float], **more: object
-) -> tuple[Elastic, Claim]:
+def put(view: View, number: int, node: int, gpus: int, rates: dict[int, float]) -> tuple[Elastic, Claim]:
     claim = make_claim(view, node, gang(gpus), (gpus,), LoadMode.PACK)
     assert claim is not None
     view.take(claim, gpus)
     sizes = tuple(sorted(rates))
-    return Elastic(number, sizes, ((claim.node, claim.device_mask),), rates, **more), claim  # type: ignore[arg-type]
+    return Elastic(number, sizes, {claim.node: claim.device_mask}, rates), claim
 
 
 def test_job_grows_from_one_to_four_gpus_of_its_node_and_back_when_another_comes() -> None:
     """Gandiva, figure 11."""
     view = cluster(1)
     job, _ = put(view, 1, 0, 1, dict(RESNET50))
-    found = grow([job], view, IDLE_S)
-    assert found is not None
-    assert (found.number, found.gpus) == (1, 2)
-    ((_, mask),) = found.seat
-    assert mask & job.seat[0][1] == job.seat[0][1]
+    assert grow([job], view) == (1, 2)
     grown, claim = put(cluster(1), 1, 0, 4, dict(RESNET50))
     full = cluster(1)
     full.take(claim, 4)
-    assert grow([grown], full, IDLE_S) is None
+    assert grow([grown], full) is None
     assert shrink([grown], CapacityIndex(full), gang(1), {1: (claim,)}) == {1: 2}
     assert shrink([grown], CapacityIndex(full), gang(3, widest=LocalityLevel.NODE), {1: (claim,)}) == {1: 1}
     assert shrink([grown], CapacityIndex(full), gang(4, widest=LocalityLevel.NODE), {1: (claim,)}) == {}
-
-
-def test_no_job_grows_while_another_waits_or_before_gpus_have_been_idle() -> None:
-    view = cluster(1)
-    job, _ = put(view, 1, 0, 1, dict(RESNET50))
-    assert grow([job], view, IDLE_S - 1.0) is None
-    assert grow([job], view, IDLE_S, wanted_gpus=1) is None
 
 
 def test_the_job_that_gains_most_grows() -> None:
     view = cluster(2)
     good, _ = put(view, 2, 0, 1, dict(RESNET50))
     poor, _ = put(view, 1, 1, 1, dict(BERT))
-    found = grow([poor, good], view, IDLE_S)
-    assert found is not None
-    assert found.number == 2
+    assert grow([poor, good], view) == (2, 2)
 
 
 def test_growth_stops_where_it_brings_too_little() -> None:
     """BERT: a second GPU brings 0.72 of what it could, two more 0.6."""
     view = cluster(1)
     one, claim = put(view, 1, 0, 1, dict(BERT))
-    assert grow([one], view, IDLE_S) == GrowthProposal(1, 2, (("s0", 0b11),))
+    assert grow([one], view) == (1, 2)
     view.give(claim)
     two, _ = put(view, 1, 0, 2, dict(BERT))
-    assert grow([two], view, IDLE_S) is None
+    assert grow([two], view) is None
 
 
 def test_unmeasured_sizes_are_foretold_and_undone_ones_not_tried_again() -> None:
     view = cluster(1)
     job, _ = put(view, 1, 0, 1, {1: 5.0})
     job = replace(job, sizes=SIZES)
-    assert grow([job], view, IDLE_S) is not None
-    pessimist = replace(job, speed_up=lambda more, fewer: 1.0)
-    assert grow([pessimist], view, IDLE_S) is None
-    assert grow([replace(job, ceiling=2)], view, IDLE_S) is None
+    assert grow([job], view) is not None
+    assert grow([replace(job, ceiling=2)], view) is None
 
 
-def test_job_grows_over_nodes_only_if_it_may_and_beside_its_own_first() -> None:
+def test_job_grows_only_beside_its_own_devices() -> None:
     view = cluster(2, server("2"))
     job, _ = put(view, 1, 0, 1, {1: 1.0})
-    job = replace(job, sizes=(1, 3))
-    assert grow([job], view, IDLE_S) is None
-    found = grow([job], view, IDLE_S, one_node_only=False)
-    assert found is not None
-    assert [(name, mask.bit_count()) for name, mask in found.seat] == [("s0", 2), ("s1", 1)]
+    assert grow([replace(job, sizes=(1, 3))], view) is None
 
 
 def test_growth_is_kept_from_seven_tenths_of_linear_on() -> None:
@@ -165,8 +144,3 @@ def test_what_is_given_back_makes_room_at_the_least_loss(some: list[tuple[int, l
     hole = make_claim(view, number, shape, (needed,), LoadMode.PACK)
     assert hole is not None
     assert fit(view, shape, (hole,)) == ()
-
-
-def test_job_must_say_what_it_measured_at_its_present_size() -> None:
-    with pytest.raises(ValueError, match="must name"):
-        Elastic(1, (1, 2), (("s0", 0b11),), {1: 1.0})

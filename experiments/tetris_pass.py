@@ -1,0 +1,106 @@
+"""Tetris's own pass, machine by machine (Grandl et al., SIGCOMM 2014, section 3): which task to put on it next.
+
+Jobs are made of equal tasks that start one by one as there is room. What a task takes is its peak, so nothing is
+over-committed. Demands and what is available are in shares of the machine.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from ganger_master.policies.job_facts import Floats, Integers
+from ganger_master.policies.tetris import DIGITS, Alignment, Knobs, within_fairness
+from numpy.typing import NDArray
+
+# Share of the alignment that a task loses where it would read remote input: the paper's default.
+REMOTE_PENALTY: Final = 0.1
+
+
+def aligned(demands: Floats, available: Floats, kind: Alignment = Alignment.DOT) -> Floats:
+    """Return alignments (jobs x machines) from demands (jobs x resources) and what is available (machines x resources).
+
+    The alignment is 0 for a machine without anything left and for a job that needs nothing.
+    """
+    dot = np.asarray(demands @ available.T, np.float64)
+    if kind is Alignment.DOT:
+        return dot
+    lengths = np.linalg.norm(demands, axis=1)[:, None] * np.linalg.norm(available, axis=1)[None, :]
+    cosine: Floats = np.divide(dot, lengths, out=np.zeros_like(dot), where=lengths > 0)
+    return cosine
+
+
+def scores(
+    alignment: Floats,
+    remaining_work: Floats,
+    *,
+    srtf_weight: float = 1.0,
+    is_remote: NDArray[Any] | None = None,
+    remote_penalty: float = REMOTE_PENALTY,
+    eligible: NDArray[Any] | None = None,
+) -> Floats:
+    """Return scores (jobs x machines), larger is better: alignment, less eps times the job's remaining work.
+
+    `remaining_work`: of each job, in the same normalised unit for all: demand summed over resources, times duration,
+    summed over its remaining tasks. eps = `srtf_weight` x mean alignment / mean work, both over `eligible` (jobs x
+    machines; default: all), so that the two terms weigh alike at 1, the paper's default. A task that would read
+    remote input there (`is_remote`, jobs x machines) has `remote_penalty` taken off its alignment. What is not eligible
+    scores minus infinity.
+    """
+    if is_remote is not None:
+        alignment = np.where(is_remote, alignment * (1.0 - remote_penalty), alignment)
+    if eligible is None:
+        eligible = np.ones(alignment.shape, np.bool_)
+    some = eligible.any(axis=1)
+    if not some.any():
+        return np.full(alignment.shape, -np.inf)
+    work = float(remaining_work[some].mean())
+    epsilon = srtf_weight * float(alignment[eligible].mean()) / work if work > 0 else 0.0
+    return np.where(eligible, alignment - epsilon * remaining_work[:, None], -np.inf)
+
+
+# Shares of machines are sums of floats: a task that fits to a millionth of a machine fits.
+_SLACK = 1e-9
+
+
+def tetris_pass(
+    demands: Floats,
+    pending: Integers,
+    remaining_work: Floats,
+    available: Floats,
+    shares: Floats,
+    *,
+    knobs: Knobs,
+    is_remote: NDArray[np.bool_] | None = None,
+) -> Integers:
+    """Return how many tasks of each job each machine starts now: (jobs x machines).
+
+    `demands` (jobs x resources) of one task and `available` (machines x resources) are in shares of a machine;
+    `pending` tasks wait; `remaining_work` and `is_remote` as in `scores`; `shares`: what each job holds of its fair
+    share, by which the fairness knob chooses once, before the pass. Each machine in turn takes the best task that fits
+    until none does; ties go to the job that came first.
+    """
+    jobs, machines = len(demands), len(available)
+    placed = np.zeros((jobs, machines), np.int64)
+    waiting = np.array(pending, np.int64)
+    allowed = within_fairness(shares, waiting > 0, knobs.fairness)
+    left = np.array(available, np.float64)
+    for machine in range(machines):
+        remote = None if is_remote is None else is_remote[:, machine, None]
+        while True:
+            fits = allowed & (waiting > 0) & (demands <= left[machine] + _SLACK).all(axis=1)
+            if not fits.any():
+                break
+            here = scores(
+                aligned(demands, left[machine, None], knobs.alignment),
+                remaining_work,
+                srtf_weight=knobs.srtf_weight,
+                is_remote=remote,
+                remote_penalty=REMOTE_PENALTY,
+                eligible=fits[:, None],
+            )
+            job = int(np.argmax(np.round(here[:, 0], DIGITS)))
+            placed[job, machine] += 1
+            waiting[job] -= 1
+            left[machine] -= demands[job]
+    return placed

@@ -1,0 +1,404 @@
+"""The searches of a migration pass: room for pending gangs, and opportunistic migrations, which no pending job needs.
+
+Room is made by moves once the gang has waited as long as these cost other jobs, in GPU-seconds. A gang that outranks
+others preempts them: into host memory, or onto storage where host memory would take more victims. An opportunistic
+migration must save more than it costs, by measured rates; the operator limits their number per hour.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Final
+
+from ganger.cluster.resources import GangShape
+from ganger.cluster.search import widest_now
+from msgspec.structs import replace as replace_of
+
+from ganger_master.core.colocation import has_arenas
+from ganger_master.core.gang_model import Gang
+from ganger_master.core.job_model import JobRecord, SuspendLevel
+from ganger_master.core.plan_changes import Goal, StartChange
+from ganger_master.estimators.fitting import NOT_FITTED
+from ganger_master.estimators.slowdown import LocalityModel
+from ganger_master.planner.context import PlanDraft
+from ganger_master.planner.device_groups import is_free, is_shared
+from ganger_master.planner.migration_outcomes import MigrationOutcomes
+from ganger_master.planner.migration_plans import (
+    MOST_AT_ONCE,
+    MakeRoomLook,
+    MigrationContext,
+    MigrationPlan,
+    goes_alone,
+    is_waiting,
+)
+from ganger_master.policies.make_room import Displacement, Hole, Movable, Movables, hole_for, no_further
+from ganger_master.policies.migration_choice import (
+    Crowded,
+    FreeDeviceCounts,
+    GangDistance,
+    MigrationProposal,
+    MigrationTerms,
+    Packed,
+    capped,
+    closer,
+    defragmented,
+    exchanged,
+    fragmented_nodes,
+    pays_anywhere_s,
+    relieved,
+    rested_s,
+    unpacked,
+)
+from ganger_master.policies.orders import SLACK_S
+from ganger_master.policies.park_and_move import badness, swap_for
+from ganger_master.policies.trials import DOUBT, FIRST_WINDOWS, TrialRates, normalised
+
+# Pending jobs of one pass that are searched for, first job first: a search takes as long as many placements.
+_MOST_HOLES: Final = 4
+# No job is preempted for a gang that moves will make room for within this time.
+_SOON_S: Final = 60.0
+# Victims have the lowest priority that makes room.
+_LOWEST: Final = -1000
+# A failed search is repeated when more devices are free, or when the gang has waited this many times as long.
+_LOOK_AGAIN: Final = 2.0
+_LEAST_LOOK_S: Final = 5.0
+_NEVER: Final = MakeRoomLook(-math.inf, 0)
+
+
+class MakeRoomSearch:
+    """The searches of one pass. `looked`: their results in the last pass, by job number; `resting`: numbers of pending
+    jobs that are passed over."""
+
+    def __init__(
+        self, migration: MigrationContext, looked: Mapping[int, MakeRoomLook], resting: frozenset[int] = frozenset()
+    ) -> None:
+        self._migration, self._resting = migration, resting
+        self._looked = dict(looked)
+        # Numbers of jobs whose moves will be worth their cost soon: no job is preempted for them meanwhile.
+        self.soon: set[int] = set()
+
+    @property
+    def looked(self) -> dict[int, MakeRoomLook]:
+        """The results that pending jobs keep for the next pass."""
+        return {number: looked for number, looked in self._looked.items() if is_waiting(self._migration.table, number)}
+
+    @property
+    def are_possible(self) -> bool:
+        """Return whether moves or preemptions could make room for any pending job."""
+        table = self._migration.table
+        if not table.has_waiting:
+            return False
+        least = table.least_urgent_running
+        if least is None:
+            return False
+        urgent = table.most_urgent_waiting
+        return table.least_waiting_gpus <= self._migration.free or (urgent is not None and urgent > least)
+
+    def given_up(self, plans: Iterable[MigrationPlan]) -> None:
+        for plan in plans:
+            self._look_later(plan.waiting)
+
+    def make(self, found: PlanDraft) -> None:
+        """Begin migration plans for the first pending jobs that the inner pass did not start."""
+        migration = self._migration
+        started = {change.number for change in found.changes if isinstance(change, StartChange)}
+        numbers = found.line.tolist()
+        out = started | migration.busy | migration.changed | self._resting
+        if migration.context.order.is_strict:
+            first = next((n for n in numbers if n not in out and is_waiting(migration.table, n)), None)
+            numbers = [] if first is None else [first]
+        vain: set[GangShape] = set()
+        looks = 0
+        # All others want more devices than are free and outrank no running job.
+        for number in migration.table.asking(numbers, migration.free, migration.table.least_urgent_running):
+            if number in out:
+                continue
+            got = migration.table.get(number)
+            if got is None or (shape := got[0].shape) in vain:
+                continue
+            looked = self._looked.get(number, _NEVER)
+            if migration.now < looked.again_s and migration.free <= looked.free:
+                migration.come_back(looked.again_s)
+                if looked.is_found:
+                    self.soon.add(number)
+            else:
+                looks += 1
+                self._make(got[0])
+            vain.add(shape)
+            if looks == _MOST_HOLES:
+                break
+
+    def _make(self, job: JobRecord) -> None:
+        migration = self._migration
+        waited = max(0.0, migration.now - job.pending_since)
+        wished = replace_of(job.shape, locality=migration.context.terms.shape(job).locality)
+        shape = no_further(wished, widest_now(wished, waited))
+        stay = migration.busy
+        hole, worth_s, level = self._by_moves(job, shape, stay), 0.0, SuspendLevel.OFFLOAD
+        if hole is not None:
+            worth_s = hole.cost / max(1, shape.gpus)
+        elif self._outranks(job) and shape.locality.widest == widest_now(job.shape, waited):
+            # No job is parked for a place that is only better than a free one.
+            hole, level = self._by_stops(job, shape, stay)
+        if hole is None or not hole.moves:
+            self._look_later(job.number)
+            return
+        if waited + SLACK_S < worth_s:
+            is_soon = worth_s <= waited + _SOON_S
+            if is_soon:
+                self.soon.add(job.number)
+            self._looked[job.number] = MakeRoomLook(job.pending_since + worth_s, migration.free, is_soon)
+            migration.come_back(job.pending_since + worth_s)
+            return
+        if migration.under_way + len(hole.moves) > MOST_AT_ONCE:
+            self._look_later(job.number)
+            return
+        saved = waited * shape.gpus - (hole.cost if worth_s else 0.0)
+        migration.begin(Goal.HOLE, hole, job.number, max(0.0, saved), level=level)
+
+    def _by_moves(self, job: JobRecord, shape: GangShape, stay: frozenset[int]) -> Hole | None:
+        migration = self._migration
+        if migration.free < shape.gpus:
+            return None
+        movables = Movables(
+            migration.room.view, [one for other, _, one in migration.gangs.values() if _may_go(other, job)]
+        )
+        hole = hole_for(migration.room, movables, shape, placement=migration.placement, stay=stay)
+        return hole if hole is not None and hole.moves else None
+
+    def _by_stops(self, job: JobRecord, shape: GangShape, stay: frozenset[int]) -> tuple[Hole | None, SuspendLevel]:
+        """Return the hole that costs least, and the level at which its victims rest: OFFLOAD if both cost the same."""
+        best, at = None, SuspendLevel.OFFLOAD
+        for level in (SuspendLevel.OFFLOAD, SuspendLevel.CHECKPOINT):
+            gangs = self._stoppable(job, level)
+            hole = swap_for(self._migration.room, gangs, shape, placement=self._migration.placement, stay=stay)
+            if hole is not None and (best is None or badness(hole) < badness(best)):
+                best, at = hole, level
+        return best, at
+
+    def _outranks(self, job: JobRecord) -> bool:
+        least = self._migration.table.least_urgent_running
+        return least is not None and least < job.spec.priority
+
+    def _stoppable(self, job: JobRecord, level: SuspendLevel) -> list[Movable]:
+        """Return gangs that may move for a job; those of lower priority may also rest at this level."""
+        found = []
+        for other, gang, one in self._migration.gangs.values():
+            if not _may_go(other, job):
+                continue
+            if other.spec.priority < job.spec.priority and _can_rest(other, gang, level):
+                claims = one.claims
+                if level is SuspendLevel.OFFLOAD:
+                    # A gang parked in host memory returns none of it.
+                    claims = tuple([replace_of(claim, memory_bytes=0, arena_bytes=0) for claim in claims])
+                cost = (1.0 + other.spec.priority - _LOWEST) * max(1, other.gpus)
+                one = Movable(one.number, one.shape, claims, one.move_cost, cost)
+            found.append(one)
+        return found
+
+    def _look_later(self, number: int) -> None:
+        migration = self._migration
+        got = migration.table.get(number) if number else None
+        if got is not None:
+            waited = max(_LEAST_LOOK_S, migration.now - got[0].pending_since)
+            again_s = migration.now + (_LOOK_AGAIN - 1.0) * waited
+            self._looked[number] = MakeRoomLook(max(again_s, migration.now + _LEAST_LOOK_S), migration.free)
+            migration.come_back(self._looked[number].again_s)
+
+
+def _can_rest(job: JobRecord, gang: Gang, level: SuspendLevel) -> bool:
+    if level is SuspendLevel.CHECKPOINT:
+        return job.capabilities.checkpoint
+    return job.capabilities.offload and has_arenas(gang)
+
+
+def _may_go(other: JobRecord, job: JobRecord) -> bool:
+    """Return whether `other` may be moved for `job`, which must not rank below it."""
+    return other.spec.movable and other.spec.priority <= job.spec.priority
+
+
+# Seconds between two searches for gangs that are spread too far.
+CLOSER_S: Final = 30.0
+HOUR_S: Final = 3600.0
+# The least limit of opportunistic moves in an hour; else one for each GPU in use.
+_LEAST_AN_HOUR: Final = 16
+# Seconds between two searches for gangs that other gangs slow down.
+_BALANCE_S: Final = 60.0
+# A closer place takes one move, or two if gangs exchange places.
+_MOVES: Final = 2
+# The latest windows of a co-location that count.
+_WINDOWS: Final = 16
+
+
+class OpportunisticMigration:
+    """The opportunistic migrations of one pass. `moved_at`: when each job was last moved; `closer_s`: when spread gangs
+    were searched last; `closer_again_s`: when they are again without any event. All in Unix seconds."""
+
+    def __init__(
+        self,
+        migration: MigrationContext,
+        outcomes: MigrationOutcomes,
+        moved_at: Mapping[int, float],
+        closer_s: float,
+        closer_again_s: float,
+    ) -> None:
+        self._migration, self._outcomes, self._moved_at = migration, outcomes, moved_at
+        self._terms = MigrationTerms(migration.room, migration.now, outcomes.failed, migration.placement)
+        self.closer_s = closer_s
+        self.closer_again_s = closer_again_s
+
+    def go_back(self) -> None:
+        """Revert migrations that made a job slower, where its old place is free."""
+        migration = self._migration
+        busy = migration.busy | migration.changed
+        for number, owed in self._outcomes.owed.items():
+            got = migration.gangs.get(number)
+            if got is None or number in busy or self._left <= 0 or not is_free(migration.room.view, owed.source):
+                continue
+            saves = (1.0 - owed.gain) * migration.ran_s(got[0]) * got[2].shape.gpus - got[2].move_cost
+            if saves > 0.0:
+                migration.begin(Goal.UNDO, Hole((), (Displacement(got[2], owed.source),)), saved=saves)
+
+    def closer(self) -> None:
+        """Move gangs over several nodes closer together, where the locality model of their kind predicts a gain."""
+        migration, next_s = self._migration, self.closer_s + CLOSER_S
+        if migration.now < next_s and self.closer_again_s <= next_s:
+            return
+        apart = [(job, gang) for job, gang in migration.table.apart if job.spec.movable]
+        if migration.now < next_s:
+            # The next search considers what has happened since.
+            self.closer_again_s = next_s if apart else self.closer_again_s
+            return
+        apart = [pair for pair in apart if goes_alone(*pair)]
+        self.closer_again_s = math.inf
+        if not apart:
+            return
+        self.closer_s = migration.now
+        # Most gangs have no closer place: it is quicker to count than to search. Only of a measured kind are gangs
+        # exchanged.
+        free, measured = FreeDeviceCounts(migration.room.view), self._outcomes.points
+        gangs = migration.movable(
+            [
+                (job, gang)
+                for job, gang in apart
+                if free.has_closer(gang.claims) or (measured and migration.rates.signature(job.number) in measured)
+            ]
+        ).values()
+        spreads = self._spreads(gangs)
+        # A gang for which any closer place would pay already is searched again only after an event.
+        waits = [_MOVES * pays_anywhere_s(one.gang) - one.remaining_s for one in spreads]
+        again_s = migration.now + min([one for one in waits if one > 0.0], default=math.inf)
+        proposals = closer(self._terms, spreads)
+        again_s = min(again_s, self._propose(proposals))
+        if not migration.plans:
+            # Without a measurement no gain is known that would be worth two moves.
+            known = [one for one in spreads if one.locality.error != NOT_FITTED]
+            if known:
+                others = self._spreads(
+                    [found for found in migration.gangs.values() if found[2].shape.gpus > 1 and found[0].spec.movable]
+                )
+                proposals = exchanged(self._terms, known, others)
+                again_s = min(again_s, self._propose(proposals))
+        self.closer_again_s = max(again_s, migration.now + CLOSER_S)
+
+    def unpack(self) -> None:
+        """Move gangs out of co-locations that are slower than the gangs alone, onto devices that no pending job
+        wants."""
+        migration, rates = self._migration, self._migration.rates
+        if not migration.free or not migration.table.has_sharing:
+            return
+        groups: dict[frozenset[int], list[tuple[JobRecord, Gang]]] = {}
+        for job, gang in migration.running:
+            if is_shared(gang) and (mates := rates.beside(job.number)):
+                groups.setdefault(mates | {job.number}, []).append((job, gang))
+        packs: list[Packed] = []
+        horizon_s = math.inf
+        for group, pairs in groups.items():
+            if len(pairs) < len(group) or group & migration.context.on_trial:
+                continue
+            tried = [TrialRates(rates.alone(number), rates.present(number)[-_WINDOWS:]) for number in sorted(group)]
+            if not all(len(one.before) > 1 and len(one.after) >= FIRST_WINDOWS for one in tried):
+                continue
+            horizon_s = min(horizon_s, *[migration.ran_s(job) for job, _ in pairs])
+            pack = Packed(_most_gain(tuple(tried)), len(group), ())
+            # Most co-locations need no search for movable gangs.
+            if pack.is_slow:
+                movable = [one for job, _, one in migration.movable(pairs, packed=True).values() if job.spec.movable]
+                packs.append(replace(pack, movable=tuple(movable)))
+        if packs:
+            self._propose(unpacked(self._terms, packs, horizon_s))
+
+    def balance(self) -> None:
+        """Move gangs that measurably suffer from other gangs on their node to emptier nodes."""
+        migration, rates = self._migration, self._migration.rates
+        seen = {
+            number: rates.crowd(number)
+            for number in rates.compared
+            if (found := migration.table.get(number)) and found[1] is not None and len(found[1].pieces) == 1
+        }
+        if not seen:
+            return
+        # Measurements are no event that would start a pass.
+        migration.come_back(migration.now + _BALANCE_S)
+        pairs = [(job, gang) for job, gang in migration.running if job.number in seen and job.spec.movable]
+        gangs = [
+            Crowded(one, *seen[job.number], migration.ran_s(job)) for job, _, one in migration.movable(pairs).values()
+        ]
+        self._propose(relieved(self._terms, gangs))
+
+    def _spreads(self, gangs: Iterable[tuple[JobRecord, Gang, Movable]]) -> list[GangDistance]:
+        models: dict[str, LocalityModel] = {}
+        found = []
+        for job, _, one in gangs:
+            if one.kind not in models:
+                models[one.kind] = self._outcomes.locality(one.kind)
+            found.append(GangDistance(one, models[one.kind], self._migration.ran_s(job), job.shape.locality.widest))
+        return found
+
+    def defragment(self) -> None:
+        """Move gangs off nodes of which few devices are in use."""
+        migration = self._migration
+        nodes = fragmented_nodes(migration.room.view)
+        pairs = [(job, gang) for job, gang in migration.table.within(nodes) if job.spec.movable]
+        if pairs and self._left > 0:
+            gangs = [one for _, _, one in migration.movable(pairs).values()]
+            self._propose(defragmented(self._terms, gangs, self._left))
+
+    @property
+    def _left(self) -> int:
+        migration = self._migration
+        if migration.context.cluster.moves_per_hour is None:
+            most = float(max(_LEAST_AN_HOUR, migration.movable_gpus))
+        else:
+            most = migration.context.cluster.moves_per_hour * len(migration.room.view)
+        begun = sum(len(plan.steps) for plan in migration.plans if plan.began_s == migration.now)
+        return min(MOST_AT_ONCE, int(most - len(self._moved_at) - begun))
+
+    def _propose(self, proposals: Sequence[MigrationProposal]) -> float:
+        """Begin the migrations that may begin. If none may now, return when the first one may without any event."""
+        if not proposals:
+            return math.inf
+        migration = self._migration
+        chosen = capped(proposals, migration.now, self._moved_at, max(0, self._left))
+        for proposal in chosen:
+            last = Goal.LOCALITY if proposal.goal is Goal.EXCHANGE else None
+            migration.begin(proposal.goal, Hole((), proposal.moves), saved=proposal.saves, last_goal=last)
+        if chosen:
+            # The end of a migration plan is an event.
+            return math.inf
+        # Once the last hour has one move less.
+        allowed_s = min(self._moved_at.values(), default=math.inf) + HOUR_S
+        rests = [rested_s(proposal, self._moved_at) for proposal in proposals]
+        when_s = min([rest_s if migration.now < rest_s else allowed_s for rest_s in rests], default=math.inf)
+        migration.come_back(when_s)
+        return when_s
+
+
+# Co-locations are judged again and again, mostly by the same windows.
+@lru_cache(4096)
+def _most_gain(rates: tuple[TrialRates, ...]) -> float:
+    """Return the upper bound of what a co-location gains, so that chance does not end co-locations."""
+    return normalised(rates).bounds(DOUBT)[1]
