@@ -221,6 +221,29 @@ def test_a_job_is_measured_with_each_load_of_its_node_as_others_come_and_go() ->
     assert jobs.crowd(1)[0] == 0
 
 
+def test_a_job_of_a_known_series_has_the_rates_by_load_of_those_before_it() -> None:
+    jobs = SteppingJobs()
+    jobs.runs(1, 0b1)
+    jobs.go_on(60.0)
+    jobs.runs(2, 0b1110)
+    jobs.rates[1] = 7.0
+    jobs.go_on(60.0)
+    jobs.ends(1)
+    jobs.runs(3, 0b1, epoch=2)
+    (known,) = jobs.alike(3, gpus=1).values()
+    assert {load: round(rates[0]) for load, rates in known.by_load.items()} == {0: 10, 3: 7}
+    assert jobs.alike(3, gpus=2) == jobs.alike(4, gpus=1) == {}
+    again = RateRegistry(PACE)
+    again.recall(jobs.remembered)
+    assert again.alike(3, gpus=1) == jobs.alike(3, gpus=1)
+    # Rates with other cores are others.
+    jobs.ends(2)
+    jobs.runs(3, 0b1, epoch=3, cores=2_000, rate=5.0)
+    jobs.go_on(60.0)
+    (known,) = jobs.alike(3, gpus=1).values()
+    assert {load: round(rates[0]) for load, rates in known.by_load.items()} == {0: 5}
+
+
 def test_rates_by_load_leave_out_co_located_jobs_and_are_void_after_a_change_of_cores() -> None:
     jobs = SteppingJobs()
     jobs.runs(1, 0b1)

@@ -58,17 +58,27 @@ def _own_shape(job: JobRecord) -> GangShape:
     return job.shape
 
 
+class PreferredPlace(Struct, frozen=True):
+    """`device_type`: types of GPU in the order in which to try them; `avoid`: nodes where the gang or others would
+    lose speed."""
+
+    device_type: str
+    avoid: frozenset[str]
+
+
 class PassTerms(Struct, frozen=True):
     """What a pass plans with.
 
     shape: the shape that a pending job is placed with.
     held: what a running gang holds.
     mates_now: the present groups of jobs that share devices.
+    preferred: where a job without a place goes if it can, by what was measured; None: anywhere.
     """
 
     shape: Callable[[JobRecord], GangShape] = _own_shape
     held: Callable[[Gang], Claims] = held_of
     mates_now: Callable[[], Mates] = lambda: ALONE
+    preferred: Callable[[JobRecord], PreferredPlace | None] = lambda job: None
 
     @property
     def mates(self) -> Mates:

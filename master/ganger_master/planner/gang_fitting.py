@@ -18,6 +18,7 @@ from ganger.cluster.resources import GangShape, accepts_type
 from ganger.cluster.search import PlacementRequest, widest_now
 from ganger.cluster.view import View
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.gang_orders import same_place
@@ -241,6 +242,15 @@ class GangFitting:
         """Find a place for a job and take it. None if it does not fit. `vain`: shapes that did not fit before."""
         shape = self._terms.shape(job)
         closed = self._closed.get(job.number, _NOWHERE)
+        preferred = None if job.epoch else self._terms.preferred(job)
+        if preferred is not None:
+            self._see()
+            liked = replace(shape, device_type=preferred.device_type)
+            request = PlacementRequest(liked, self._waited(job), avoid=avoid | closed | preferred.avoid)
+            claims = self._placement.place(self._room, request)
+            if claims is not None:
+                self._take(claims)
+                return claims
         if not (job.epoch or closed or shape.locality.wish):
             if shape in vain:
                 return None

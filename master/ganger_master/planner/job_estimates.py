@@ -224,6 +224,30 @@ class RunCondition:
     devices: Mapping[str, int] = field(default_factory=dict)
 
 
+def with_window(by_load: RatesByLoad, load: int, rate: float) -> RatesByLoad:
+    """Return the windows with one more, in steps/s, under this load."""
+    rates = (*by_load.get(load, ()), rate)[-_MOST_LOAD_WINDOWS:]
+    others = {other: some for other, some in by_load.items() if other != load}
+    if len(others) >= _MOST_LOADS:
+        # The first key is the load that was measured longest ago.
+        del others[next(iter(others))]
+    return {**others, load: rates}
+
+
+@dataclass(frozen=True, slots=True)
+class SeriesRates:
+    """Windows by load of all gangs of one series on one node, of one size on one type of GPU, with the cores of the
+    last one. They outlive the jobs."""
+
+    millicores: int = 0
+    by_load: RatesByLoad = field(default_factory=dict)
+
+    def after(self, millicores: int, load: int, rate: float) -> SeriesRates:
+        """Return the windows with one more of a gang with so many cores."""
+        known = self.by_load if millicores == self.millicores else {}
+        return SeriesRates(millicores, with_window(known, load, rate))
+
+
 @dataclass(slots=True)
 class MeasuredJob:
     """All measurements of one job. It runs as `run` says, beside `neighbours`, under `load`."""
@@ -267,12 +291,7 @@ class MeasuredJob:
         before, self.loaded = self.loaded, self.loaded.after(sample, now, pace)
         if self.loaded.rates is before.rates:
             return
-        rates = (*self.by_load.get(self.load, ()), self.loaded.rates[-1])[-_MOST_LOAD_WINDOWS:]
-        others = {load: some for load, some in self.by_load.items() if load != self.load}
-        if len(others) >= _MOST_LOADS:
-            # The first key is the load that was measured longest ago.
-            del others[next(iter(others))]
-        self.by_load = {**others, self.load: rates}
+        self.by_load = with_window(self.by_load, self.load, self.loaded.rates[-1])
 
     def record_present(self, sample: ProgressSample, use: float | None, now: float, pace: TrialPace) -> None:
         """Record a report, and in the baseline if the job is alone."""

@@ -30,7 +30,7 @@ from ganger_master.core.plan_changes import (
 from ganger_master.planner.context import NOTHING_TO_DO, PlanContext, PlanDraft, PlanOutcome, PlanStage
 from ganger_master.planner.device_groups import is_free, shares_devices
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.migration_outcomes import LocalityWishes, MigrationOutcomes
+from ganger_master.planner.migration_outcomes import LearnedPlaces, MigrationOutcomes
 from ganger_master.planner.migration_plans import (
     MOST_AT_ONCE,
     MigrationContext,
@@ -220,7 +220,7 @@ class _Pass:
             drain(migration, node)
         old = self._old.outcomes.still_owed(table, migration.now)
         outcomes, findings = old.looked(table, migration.room.view, migration.rates, migration.now, self._takes)
-        wishes = LocalityWishes(context, outcomes, self._old.found_until_s)
+        wishes = LearnedPlaces(context, outcomes, self._old.found_until_s)
         migration.context = replace(context, terms=wishes.terms)
         is_new = context.is_news or may_preempt or bool(migration.changes or carried.given_up)
         makes_holes = migration.makes_room and self._holes.are_possible

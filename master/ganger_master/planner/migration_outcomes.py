@@ -14,7 +14,7 @@ import numpy as np
 from ganger.cluster.capacity_index import Claims
 from ganger.cluster.fit import gang_level
 from ganger.cluster.resources import GangShape, Locality, LocalityLevel
-from ganger.cluster.view import View
+from ganger.cluster.view import LoadMode, View
 from msgspec.structs import replace as replace_of
 
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
@@ -29,9 +29,11 @@ from ganger_master.estimators.slowdown import (
     fit_locality,
     measured_loss,
 )
-from ganger_master.planner.context import PassTerms, PlanContext
+from ganger_master.planner.context import PassTerms, PlanContext, PreferredPlace
 from ganger_master.planner.device_groups import is_free
+from ganger_master.planner.job_estimates import SeriesRates
 from ganger_master.planner.job_table import LiveTable
+from ganger_master.policies.learned_places import harmless_load, least_loaded_rate, types_by_worth
 from ganger_master.policies.migration_choice import Tried, tried, verdict, worth_going_back
 from ganger_master.policies.orders import SLACK_S
 from ganger_master.policies.trials import FIRST_WINDOWS, FailedTrials, TrialRates, TrialVerdict
@@ -228,8 +230,9 @@ def _point(view: View, trial: MigrationTrial, gain: float, model: LocalityModel)
     return LocalityPoint(gpus, len(claims), speeds[0] * gain, levels[1])
 
 
-class LocalityWishes:
-    """Localities in one plan of a policy that measures jobs. Made before the plan takes any device.
+class LearnedPlaces:
+    """Where pending gangs go in one plan by what was measured of gangs alike: locality, types of GPU, and nodes on
+    which neither they nor others lose speed. Made before the plan takes any device.
 
     ends_s: when the first wait ends that this plan or an earlier one (`ended_s`) has found, in Unix seconds; infinite
         without any.
@@ -243,8 +246,58 @@ class LocalityWishes:
 
     @property
     def terms(self) -> PassTerms:
-        """Return the terms of the plan with these localities."""
-        return replace_of(self._context.terms, shape=self._shape)
+        """Return the terms of the plan with these places."""
+        rates = self._context.job_rates
+        preferred = self._preferred if any(True for _ in rates.series) else self._context.terms.preferred
+        return replace_of(self._context.terms, shape=self._shape, preferred=preferred)
+
+    def _preferred(self, job: JobRecord) -> PreferredPlace | None:
+        shape, alike = job.shape, self._context.job_rates.alike(job.number, job.gpus)
+        if shape.nodes > 1 or len(shape.roles) > 1:
+            return None
+        device_type = shape.device_type
+        if not device_type and len(self._types) > 1:
+            is_scarce = self._context.room.view.mode is LoadMode.PACK
+            order = types_by_worth(_speeds(alike), self._speeds, is_scarce=is_scarce)
+            device_type = ",".join([*order, *sorted(self._types.difference(order))] if order else ())
+        avoid = self._crowded(job.gpus, min([harmless_load(one.by_load) for one in alike.values()], default=math.inf))
+        return PreferredPlace(device_type, avoid) if avoid or device_type != shape.device_type else None
+
+    def _crowded(self, gpus: int, harmless: float) -> frozenset[str]:
+        """Return the nodes where more devices are in use than do no harm, to a gang of so many or to those there."""
+        view, most = self._context.room.view, self._most_used
+        if math.isinf(harmless) and not most:
+            return frozenset()
+        used = {
+            name: view.topologies[slot].devices - view.free[slot].bit_count()
+            for name, slot in view.slots.items()
+            if harmless < math.inf or name in most
+        }
+        return frozenset(
+            [name for name, count in used.items() if count > harmless or count + gpus > most.get(name, math.inf)]
+        )
+
+    @cached_property
+    def _most_used(self) -> dict[str, float]:
+        """The devices that may be in use on a node before a gang that runs there loses speed."""
+        rates, found = self._context.job_rates, dict[str, float]()
+        for job, gang in self._context.jobs.running:
+            if len(gang.claims) == 1:
+                alike = rates.alike(job.number, gang.devices).values()
+                harmless = min([harmless_load(one.by_load) for one in alike], default=math.inf)
+                if harmless < math.inf:
+                    node = gang.claims[0].node
+                    found[node] = min(found.get(node, math.inf), gang.devices + harmless)
+        return found
+
+    @cached_property
+    def _types(self) -> set[str]:
+        sets = [topology.configuration_set.device_type for topology in self._context.room.view.topologies]
+        return {one for one in sets if one}
+
+    @cached_property
+    def _speeds(self) -> list[Mapping[str, float]]:
+        return [_speeds(alike) for alike in self._context.job_rates.series]
 
     def _shape(self, job: JobRecord) -> GangShape:
         shape = self._context.terms.shape(job)
@@ -299,3 +352,9 @@ class LocalityWishes:
             if math.isfinite(left_s):
                 return left_s
         return job.run_s
+
+
+def _speeds(alike: Mapping[str, SeriesRates]) -> Mapping[str, float]:
+    """Return the rates by type of GPU, in steps/s, of those that are known by name and by enough windows."""
+    speeds = {name: least_loaded_rate(one.by_load) for name, one in alike.items() if name}
+    return {name: rate for name, rate in speeds.items() if rate}

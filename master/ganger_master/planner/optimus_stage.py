@@ -24,7 +24,7 @@ from ganger_master.core.elastic import devices_of
 from ganger_master.core.gang_model import Gang, GangPhase
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import Goal, PlanChange, ResizeChange, StartChange, SuspendChange
-from ganger_master.planner.context import PassTerms, PlanContext, PlanDraft, held_of
+from ganger_master.planner.context import PlanContext, PlanDraft, held_of
 from ganger_master.planner.gang_fitting import ChosenJobs
 from ganger_master.planner.in_place_resize import Resizing, can_change, claims_of, given_back, part_of, taken_beside
 from ganger_master.planner.migration_plans import move_costs
@@ -144,7 +144,7 @@ class _Sizing:
             replace(
                 context,
                 policy=replace(context.policy, placement=_yielding(context.policy.placement, least)),
-                terms=PassTerms(lambda job: shapes.get(job.number) or terms.shape(job), mates_now=terms.mates_now),
+                terms=replace_of(terms, shape=lambda job: shapes.get(job.number) or terms.shape(job), held=held_of),
             ),
             [(jobs[at], gang) for at in stopped if (gang := wanting.gangs[at]) is not None],
             going=going,

@@ -28,6 +28,7 @@ from ganger_master.planner.job_estimates import (
     RatesByLoad,
     ReportedLosses,
     RunCondition,
+    SeriesRates,
     belief_of,
 )
 from ganger_master.policies.optimus_sizes import Believed, nothing_believed
@@ -91,6 +92,15 @@ class JobRates:
     @property
     def compared(self) -> Sequence[int]:
         """Return the numbers of the jobs with windows for more than one load."""
+        return ()
+
+    def alike(self, number: int, gpus: int) -> Mapping[str, SeriesRates]:
+        """Return what gangs of the job's series with so many GPUs were measured with, by type of GPU."""
+        return {}
+
+    @property
+    def series(self) -> Iterable[Mapping[str, SeriesRates]]:
+        """Return the same of all series and numbers of GPUs."""
         return ()
 
     def utilisation(self, number: int) -> float:
@@ -160,10 +170,12 @@ class JobRates:
 
 @dataclass(frozen=True, slots=True)
 class RememberedRates:
-    """State of a `RateRegistry`: jobs by number, and curves by cores by series, GPU type and phase (`series_key`)."""
+    """State of a `RateRegistry`: jobs by number, curves by cores by series, GPU type and phase (`series_key`), and
+    rates by series and number of GPUs, and by GPU type."""
 
     jobs: Mapping[int, MeasuredJob] = field(default_factory=dict)
     series: Mapping[str, tuple[CpuPoint, ...]] = field(default_factory=dict)
+    alike: Mapping[str, Mapping[str, SeriesRates]] = field(default_factory=dict)
 
 
 class RateRegistry(JobRates):
@@ -173,6 +185,7 @@ class RateRegistry(JobRates):
         self._pace = pace or TrialPace()
         self._jobs: dict[int, MeasuredJob] = {}
         self._series: dict[str, tuple[CpuPoint, ...]] = {}
+        self._alike: dict[str, Mapping[str, SeriesRates]] = {}
         # Masks of the devices in use, by node and job.
         self._used: dict[str, dict[int, int]] = {}
         self._fits = FitCache()
@@ -237,7 +250,10 @@ class RateRegistry(JobRates):
         # The last step of an earlier time slice, or a report that does not show which slice it belongs to, is ignored.
         if now >= job.present.since_s and (not job.run.is_time_sliced or report.time_s >= report.since_s):
             if job.run.devices and not job.neighbours:
+                before = job.by_load
                 job.record_loaded(sample, now, pace)
+                if job.by_load is not before and len(job.run.devices) == 1:
+                    self._record_alike(job)
             job.record_present(sample, report.use, now, pace)
         job.attained = job.attained or AttainedTime(report.step, report.time_s)
         job.attained.follow(report.step, report.time_s)
@@ -264,11 +280,11 @@ class RateRegistry(JobRates):
 
     @property
     def remembered(self) -> RememberedRates:
-        return RememberedRates(self._jobs, self._series)
+        return RememberedRates(self._jobs, self._series, self._alike)
 
     def recall(self, remembered: RememberedRates) -> None:
         """Continue from what an earlier registry `remembered`."""
-        self._jobs, self._series = dict(remembered.jobs), dict(remembered.series)
+        self._jobs, self._series, self._alike = map(dict, (remembered.jobs, remembered.series, remembered.alike))
         self._used, self._is_stale = {}, True
         for number, known in self._jobs.items():
             self._occupy(number, {}, known.run.devices)
@@ -294,6 +310,14 @@ class RateRegistry(JobRates):
     @property
     def compared(self) -> Sequence[int]:
         return [number for number, known in self._jobs.items() if len(known.by_load) > 1]
+
+    def alike(self, number: int, gpus: int) -> Mapping[str, SeriesRates]:
+        known = self._jobs.get(number)
+        return {} if known is None else self._alike.get(f"{known.signature:016x}/{gpus}", {})
+
+    @property
+    def series(self) -> Iterable[Mapping[str, SeriesRates]]:
+        return self._alike.values()
 
     def utilisation(self, number: int) -> float:
         return fmean(self._of(number).baseline.utilisations or (1.0,))
@@ -362,6 +386,15 @@ class RateRegistry(JobRates):
         if cores.profile is not job.cores.profile or cores.trial is not job.cores.trial:
             self._news.note(number)
         job.cores = cores
+
+    def _record_alike(self, job: MeasuredJob) -> None:
+        """Record the newest window by load for the gangs of the series that come later."""
+        key = f"{job.signature:016x}/{job.run.gpus}"
+        known = self._alike.pop(key, {})
+        rates = known.get(job.device_type, SeriesRates()).after(job.run.millicores, job.load, job.by_load[job.load][-1])
+        self._alike[key] = {**known, job.device_type: rates}
+        if len(self._alike) > _MOST_SERIES:
+            del self._alike[next(iter(self._alike))]
 
     def _of_series(self, job: MeasuredJob) -> Callable[[str], tuple[CpuPoint, ...]]:
         """Return the function from phases to the points of earlier jobs of the series: those on the same type of GPU,

@@ -19,12 +19,22 @@ def harmless_load(rates: Mapping[int, tuple[float, ...]]) -> float:
 
     rates: windows in steps/s, by the number of devices that others use.
     """
-    known = sorted((load, some) for load, some in rates.items() if len(some) >= FIRST_WINDOWS and sum(some) > 0.0)
+    known = _enough(rates)
     for (harmless, _), (load, some) in pairwise(known):
         gain, _ = normalised([TrialRates(some, known[0][1])]).bounds(DOUBT)
         if gain >= 1.0 + LEAST_GAIN:
             return harmless + math.floor((load - harmless) * LEAST_GAIN / (gain - 1.0))
     return math.inf
+
+
+def least_loaded_rate(rates: Mapping[int, tuple[float, ...]]) -> float:
+    """Return the mean rate beside the fewest devices in use, in steps/s; 0 without enough windows."""
+    known = _enough(rates)
+    return fmean(known[0][1]) if known else 0.0
+
+
+def _enough(rates: Mapping[int, tuple[float, ...]]) -> list[tuple[int, tuple[float, ...]]]:
+    return sorted((load, some) for load, some in rates.items() if len(some) >= FIRST_WINDOWS and sum(some) > 0.0)
 
 
 def types_by_worth(
