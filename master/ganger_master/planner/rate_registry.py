@@ -284,7 +284,8 @@ class RateRegistry(JobRates):
 
     def recall(self, remembered: RememberedRates) -> None:
         """Continue from what an earlier registry `remembered`."""
-        self._jobs, self._series, self._alike = map(dict, (remembered.jobs, remembered.series, remembered.alike))
+        self._jobs, self._series = dict(remembered.jobs), dict(remembered.series)
+        self._alike = dict(remembered.alike)
         self._used, self._is_stale = {}, True
         for number, known in self._jobs.items():
             self._occupy(number, {}, known.run.devices)
