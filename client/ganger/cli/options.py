@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -53,11 +54,12 @@ def pairs(flag: str, texts: Sequence[str]) -> tuple[dict[str, str], list[Violati
     return found, wrong
 
 
-class CompletedType(click.ParamType):  # type: ignore[type-arg]  # generic only in new clicks
+class CompletedType(click.ParamType, ABC):  # type: ignore[type-arg]  # generic only in new clicks
     """A resource by its short name; `names` are offered for completion."""
 
+    @abstractmethod
     def names(self, client: Client) -> Iterable[CompletionItem]:
-        raise NotImplementedError
+        """Return the resources that there are."""
 
     def shell_complete(self, context: click.Context, parameter: click.Parameter, text: str) -> list[CompletionItem]:
         from ganger.client import Client

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, Callable, NoReturn
 
 import torch
@@ -19,7 +20,7 @@ from ganger.training.state_codec import StateNotSupportedError, tell
 from ganger.training.state_keeper import CannotKeepError, StateKeeper
 
 
-class ReplayedRun:
+class ReplayedRun(ABC):
     """One process. Subclasses say what is trained, where the script is, and why it cannot be brought back there."""
 
     what = form = documentation = ""
@@ -49,24 +50,25 @@ class ReplayedRun:
         return self._control
 
     @property
+    @abstractmethod
     def is_going_back(self) -> bool:
-        raise NotImplementedError
+        """Whether the script has not come back to its place yet."""
 
+    @abstractmethod
     def objects(self) -> TrainingObjects:
         """Return what is trained."""
-        raise NotImplementedError
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors beside the objects."""
         return []
 
+    @abstractmethod
     def place(self) -> dict[str, Any]:
         """Return where the script is."""
-        raise NotImplementedError
 
+    @abstractmethod
     def look(self) -> str:
         """Return why the script cannot be brought back to where it is now; '' if it can."""
-        raise NotImplementedError
 
     def retire(self) -> None:
         """Let go of the page, where that is possible."""

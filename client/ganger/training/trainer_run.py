@@ -20,6 +20,7 @@ import importlib
 import os
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, Callable
@@ -67,7 +68,7 @@ _LOST_EVERY_S = 30.0
 _MOST_AHEAD = 8
 
 
-class TrainerAdapter:
+class TrainerAdapter(ABC):
     """One call of a trainer. `form`: the trainer's name. Values of classes of `packages` are looked into."""
 
     form = ""
@@ -82,41 +83,41 @@ class TrainerAdapter:
         # Of the pass that is made next.
         self._target: dict[str, Any] | None = None
 
+    @abstractmethod
     def unsupported(self) -> str:
         """Return why this trainer's state cannot be kept; '' if it can."""
-        raise NotImplementedError
 
+    @abstractmethod
     def without_checkpoint(self, arguments: Any, options: Any) -> tuple[Any, Any]:
         """Return what the trainer is called with where the state comes from another place than its own checkpoint."""
-        raise NotImplementedError
 
+    @abstractmethod
     def hooked(self) -> Any:
         """While the trainer trains, its methods report where it is."""
-        raise NotImplementedError
 
+    @abstractmethod
     def objects(self) -> TrainingObjects:
         """Return what is trained."""
-        raise NotImplementedError
 
+    @abstractmethod
     def place(self) -> dict[str, Any]:
         """Return where its loop is."""
-        raise NotImplementedError
 
+    @abstractmethod
     def refusal(self) -> str:
         """Return why its loop cannot begin at the place where it is now; '' if it can."""
-        raise NotImplementedError
 
+    @abstractmethod
     def scopes(self) -> list[Scope]:
         """Return the trainer's own objects by name."""
-        raise NotImplementedError
 
+    @abstractmethod
     def skipped(self) -> frozenset[int]:
         """Return the ids of objects that are not looked into."""
-        raise NotImplementedError
 
+    @abstractmethod
     def loaders(self) -> list[Any]:
         """Return the loaders that it trains with."""
-        raise NotImplementedError
 
     def make_pass(self, loader: Any, plain: Callable[[Any], Any]) -> Any:
         """Make the iterator of a DataLoader."""

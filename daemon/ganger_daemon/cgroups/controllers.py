@@ -7,6 +7,7 @@ import errno
 import os
 import signal
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,7 +157,7 @@ _SWEEP_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class CgroupController:
+class CgroupController(ABC):
     """One controller of a v1 tree, or of the v2 tree. `root`: the directory below which groups are."""
 
     root: Path
@@ -166,9 +167,9 @@ class CgroupController:
     def name(self) -> str:
         return "v2" if self.is_v2 else "v1"
 
+    @abstractmethod
     def works(self, scratch: Path) -> bool:
         """Return whether what is written for a group without processes reads back."""
-        raise NotImplementedError
 
 
 class Cpus(CgroupController):

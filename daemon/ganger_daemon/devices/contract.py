@@ -4,6 +4,7 @@ conformance suite tests all."""
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -65,7 +66,7 @@ class Inventory:
         return frozenset().union(*(device.cpus for device in self.devices if device_mask >> device.index & 1))
 
 
-class Devices:
+class Devices(ABC):
     """The devices of one node, which never change. No call blocks for long, none raises for a device that failed: it is
     in `faults`."""
 
@@ -76,8 +77,9 @@ class Devices:
         self._lock = threading.Lock()
 
     @property
+    @abstractmethod
     def capabilities(self) -> Mapping[str, str]:
-        raise NotImplementedError
+        """What the devices can do, by name: text for people."""
 
     def used_memory(self) -> tuple[int, ...]:
         """Bytes in use now by device index; UNREADABLE for a device that does not answer."""

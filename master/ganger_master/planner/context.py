@@ -7,6 +7,7 @@ result.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -364,12 +365,12 @@ def context_of(
     return replace(context, **more)
 
 
-class PlanStage:
+class PlanStage(ABC):
     """A part of planning, with what it remembers from one plan to the next."""
 
+    @abstractmethod
     def plan(self, context: PlanContext) -> None:
         """Add changes to the draft."""
-        raise NotImplementedError
 
     def is_idle(self, context: PlanContext) -> bool:
         """Return whether `plan` would certainly change nothing."""
