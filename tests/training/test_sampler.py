@@ -36,7 +36,9 @@ class _Quiet:
         self.resumed += 1
 
 
-def _loader(length: int, *, batch: int, rank: int = 0, world: int = 1, workers: int = 0, **rest: Any) -> ElasticLoader:
+def _loader(
+    length: int, *, batch: int, rank: int = 0, world: int = 1, workers: int | str = 0, **rest: Any
+) -> ElasticLoader:
     dataset = rest.pop("dataset", list(range(length)))
     cut = SampleRange(length, batch, rank, world, True, rest.pop("drop_last", False))
     return ElasticLoader(dataset, cut, mixed(7, 0), workers, rest, _Quiet())
@@ -159,6 +161,31 @@ def test_a_pass_goes_on_in_batches_of_another_size() -> None:
     assert [len(batch) for batch in _batches(loader)] == [16, 16]
     loader.go_to({"pass": 0, "samples": 8, "active": True})
     assert sorted([*_batches(before)[0], *(s for batch in _batches(loader) for s in batch)]) == list(range(40))
+
+
+class _Workers:
+    """A dataset whose samples are the workers that there are, and a random number."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        info = torch.utils.data.get_worker_info()
+        return (info.num_workers if info else 0), float(torch.rand(()))
+
+
+def test_workers_left_open_follow_the_cores_from_pass_to_pass_and_change_no_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passes = []
+    for cores, workers in ((4, 3), (2, 1), (1, 1)):
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
+        found = list(_loader(8, batch=2, workers="auto", dataset=_Workers()))
+        assert {int(number) for numbers, _ in found for number in numbers} == {workers}
+        passes.append([drawn.tolist() for _, drawn in found])
+    assert passes[0] == passes[1] == passes[2]
+    with pytest.raises(ValueError, match='a number or "auto"'):
+        attach(model=torch.nn.Linear(2, 2)).dataloader([1], global_batch=1, num_workers="many")
 
 
 def test_iterating_a_loader_draws_nothing_from_the_script_s_generator() -> None:

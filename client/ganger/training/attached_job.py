@@ -18,7 +18,7 @@ from ganger.injob import metrics
 from ganger.injob.control import Control, failure_text
 from ganger.injob.page_layout import Capability, Opaque, Word
 from ganger.training import agent, rank_processes
-from ganger.training.attached_loops import ElasticLoader, LoopPosition, SampleRange, mixed, seed_everything
+from ganger.training.attached_loops import AUTO, ElasticLoader, LoopPosition, SampleRange, mixed, seed_everything
 from ganger.training.progress_reporter import ProgressReporter, counted_step
 from ganger.training.rank_processes import keep_default_group, rank_and_world
 from ganger.training.state import (
@@ -197,7 +197,7 @@ class TrainingJob:
         *,
         global_batch: int | Callable[[int], int],
         shuffle: bool = False,
-        num_workers: int = 0,
+        num_workers: int | str = 0,
         drop_last: bool = False,
         mesh: Any = None,
         **options: Any,
@@ -208,8 +208,11 @@ class TrainingJob:
         divide it. A function says how many for a number of ranks, for jobs that are to take more with more of them.
         `mesh`: the data-parallel dimension of a device mesh (`mesh["dp"]`), where ranks of another share their samples.
         Call it in the same order in every run. `options` go to torch's DataLoader. Position counts the batches the loop
-        has taken, not those prefetched.
+        has taken, not those prefetched. `num_workers`: "auto" makes as many as the rank has cores beside its own when
+        a pass begins; the batches are the same with any number of workers. ValueError for another text.
         """
+        if isinstance(num_workers, str) and num_workers != AUTO:
+            raise ValueError(f'num_workers is a number or "auto", not {num_workers!r}')
         rank, ranks = rank_and_world(self._control)
         world = ranks
         if mesh is not None:

@@ -12,6 +12,7 @@ come to the end of the epoch without what the body of the loop makes.
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import time
@@ -22,6 +23,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader
 
+# Of loader workers: as many as there are cores for.
+AUTO = "auto"
 _MASK = (1 << 63) - 1
 
 
@@ -147,7 +150,13 @@ class ElasticLoader:
     """Iterating it makes one pass. After a restart the pass that was being read goes on where it was."""
 
     def __init__(
-        self, dataset: Any, cut: SampleRange, seed: int, num_workers: int, options: dict[str, Any], events: LoaderEvents
+        self,
+        dataset: Any,
+        cut: SampleRange,
+        seed: int,
+        num_workers: int | str,
+        options: dict[str, Any],
+        events: LoaderEvents,
     ) -> None:
         self.dataset = dataset
         self._cut = cut
@@ -227,7 +236,9 @@ class ElasticLoader:
         batches = self._cut.batches(self._seed, self._pass, self._taken)
         # an own generator: making an iterator must not draw from the script's
         own = {"generator": torch.Generator().manual_seed(mixed(self._seed, self._pass)), **self._options}
-        return DataLoader(SeededDataset(self.dataset), batch_sampler=batches, num_workers=self._workers, **own)  # type: ignore[arg-type]
+        # without any worker random numbers would come from the script's own generators
+        workers = max(1, len(os.sched_getaffinity(0)) - 1) if self._workers == AUTO else self._workers
+        return DataLoader(SeededDataset(self.dataset), batch_sampler=batches, num_workers=workers, **own)  # type: ignore[arg-type]
 
     def position(self) -> dict[str, Any]:
         """Return the position of training, as numbers that are valid for any number of ranks and workers."""
