@@ -64,7 +64,7 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]
     "--virtual-memory", "memory_bytes", type=Bytes(), default=0, help="Host memory to declare, for example 16G."
 )
 @click.option(
-    "--virtual-gpu-memory", "gpu_memory_bytes", type=Bytes(), default=4 << 30, help="Memory of one declared device."
+    "--virtual-gpu-memory", "gpu_memory_bytes", type=Bytes(), default=0, help="Memory of one declared device."
 )
 @click.option(
     "--virtual-gpu-cores",
@@ -124,7 +124,9 @@ def daemon(
     if gpus is not None:
         if topology == "":
             raise click.UsageError("--topology: '' is none; leave it out for one group of all devices")
-        settings["virtual"] = VirtualSpec(gpus, topology or "", cores, memory_bytes, gpu_memory_bytes, gpu_cores or 0.0)
+        settings["virtual"] = VirtualSpec(
+            gpus, topology or "", cores, memory_bytes, gpu_memory_bytes or 4 << 30, gpu_cores or 0.0
+        )
     settings.update(preload=not no_preload, order_patience_s=order_deadline / 2, order_deadline_s=order_deadline)
     try:
         asyncio.run(run_daemon(DaemonSettings(**settings)))

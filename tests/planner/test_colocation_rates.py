@@ -236,12 +236,13 @@ def test_a_job_of_a_known_series_has_the_rates_by_load_of_those_before_it() -> N
     again = RateRegistry(PACE)
     again.recall(jobs.remembered)
     assert again.alike(3, gpus=1) == jobs.alike(3, gpus=1)
-    # Rates with other cores are others.
+    # Rates with other cores are others, and those with the most windows count.
     jobs.ends(2)
     jobs.runs(3, 0b1, epoch=3, cores=2_000, rate=5.0)
     jobs.go_on(60.0)
-    (known,) = jobs.alike(3, gpus=1).values()
-    assert {load: round(rates[0]) for load, rates in known.by_load.items()} == {0: 5}
+    (with_few,) = jobs.alike(3, gpus=1).values()
+    assert with_few.by_load == known.by_load
+    assert {load: round(rates[0]) for load, rates in with_few.by_cores[2_000].items()} == {0: 5}
 
 
 def test_rates_by_load_leave_out_co_located_jobs_and_are_void_after_a_change_of_cores() -> None:

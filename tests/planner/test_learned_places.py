@@ -24,7 +24,7 @@ from planner.test_moves import Moved, Rates, together
 
 FAST = (9.9, 10.0, 10.1, 10.0)
 SLOW = tuple([0.7 * rate for rate in FAST])
-SENSITIVE = {"": SeriesRates(1, {0: FAST, 2: SLOW})}
+SENSITIVE = {"": SeriesRates({1: {0: FAST, 2: SLOW}})}
 
 
 class KnownRates(Rates):
@@ -36,6 +36,9 @@ class KnownRates(Rates):
 
     def alike(self, number: int, gpus: int) -> Mapping[str, SeriesRates]:
         return self.known_alike.get(gpus, {})
+
+    def signature(self, number: int) -> str:
+        return ""
 
     @property
     def series(self) -> Iterable[Mapping[str, SeriesRates]]:
@@ -65,11 +68,11 @@ def starts_beside(drive: Moved, gpus: int, other: int) -> bool:
     [
         ({}, [2], True),
         ({1: SENSITIVE}, [2], False),
-        ({1: {"": SeriesRates(1, {0: FAST, 2: FAST})}}, [2], True),
+        ({1: {"": SeriesRates({1: {0: FAST, 2: FAST}})}}, [2], True),
         ({3: SENSITIVE}, [2], True),
         # A gang that loses speed is not joined, whatever the newcomer loses itself.
         ({2: SENSITIVE}, [2], False),
-        ({2: {"": SeriesRates(1, {0: FAST, 1: FAST, 2: SLOW})}}, [2], True),
+        ({2: {"": SeriesRates({1: {0: FAST, 1: FAST, 2: SLOW}})}}, [2], True),
         # It waits for no place: a crowded one is better than none.
         ({1: SENSITIVE, 2: SENSITIVE}, [2, 4], True),
     ],
@@ -82,7 +85,7 @@ def test_a_job_starts_where_neither_it_nor_others_lose_speed_if_there_is_room(
 
 
 def rates_on(**speeds: float) -> Mapping[str, SeriesRates]:
-    return {name: SeriesRates(1, {0: tuple([speed * rate for rate in FAST])}) for name, speed in speeds.items()}
+    return {name: SeriesRates({1: {0: tuple([speed * rate for rate in FAST])}}) for name, speed in speeds.items()}
 
 
 GAINS_MUCH, GAINS_LITTLE = rates_on(old=1.0, new=3.0), rates_on(old=1.0, new=1.2)

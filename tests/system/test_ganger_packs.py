@@ -38,7 +38,8 @@ def test_two_share_a_gpu_for_a_third_that_waits_and_go_apart_once_it_has_ended(t
 def test_two_that_keep_each_other_waiting_go_apart_while_the_third_one_still_waits(tmp_path: Path) -> None:
     with three_jobs(tmp_path, COMPUTES_S, "--policy", "ganger", job=("--jealous",)) as runs:
         pair, third, gain = tried_together(runs, "change_undone")
-        assert 0.8 < gain < 1.05
+        # In turns they would make 1.00 together; a machine that has other work scatters that.
+        assert 0.7 < gain < 1.3
         eventually(
             lambda: [beside(run) for run in runs] == [[], [], []],
             what="each has its GPU to itself",

@@ -9,6 +9,7 @@ cannot handle is named, and offered less: no failure of the agent ends a job, bu
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import itertools
 import os
@@ -169,9 +170,10 @@ class _AfterImport(MetaPathFinder):
         self._name = name
         self._action = action
         self._busy = False
+        self._is_done = False
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
-        if name != self._name or self._busy:
+        if name != self._name or self._busy or self._is_done:
             return None
         self._busy = True
         try:
@@ -187,8 +189,11 @@ class _AfterImport(MetaPathFinder):
             def exec_module(module: Any) -> None:
                 original(module)
                 # some loaders are those of many modules
-                if module.__name__ == name:
+                if module.__name__ == name and not self._is_done:
+                    self._is_done = True
                     self._action()
 
-            loader.exec_module = exec_module
+            # a loader that takes no attribute leaves the module without its hook, and the user's import alone
+            with contextlib.suppress(AttributeError):
+                loader.exec_module = exec_module
         return spec

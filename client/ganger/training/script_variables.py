@@ -287,7 +287,7 @@ def with_inner(outer: list[Scope], packages: set[str], skipped: frozenset[int] =
             seen.add(id(value))
             open_.append(inner)
         # a generator that leads to the boundary: its variables are looked at as a frame's
-        elif not (is_dead or scope.is_data or is_harmless(value) or getattr(value, "gi_running", False)):
+        elif not (is_dead or scope.is_data or is_harmless(value) or _is_running(value)):
             scope.foreign.append((name, value))
 
     while open_:
@@ -386,3 +386,8 @@ def _local_setter(frame: Any) -> Callable[[Any, Any], None]:
             ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
 
     return put
+
+
+def _is_running(value: Any) -> bool:
+    # an object that answers everything is no generator
+    return isinstance(value, types.GeneratorType) and value.gi_running

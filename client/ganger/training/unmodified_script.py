@@ -205,7 +205,7 @@ class UnmodifiedScript(ReplayedRun):
             if self._stepping is loop.reference and not self._is_aside:
                 self.guarded(self._boundary, loop)
         elif self._is_refined:
-            if loop.taken and self._control is not None:
+            if loop.taken and self._control is not None and not self._is_aside:
                 self.guarded(self._note_evaluation, self._control, loop)
         else:
             self._fetched += 1

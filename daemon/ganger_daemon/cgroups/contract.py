@@ -48,7 +48,7 @@ class Cgroups:
     """Groups of a node without control groups: signals, affinity masks and niceness replace them.
 
     The processes of a group are those the daemon tracks, all in their sessions, and all their descendants. New threads
-    inherit the mask of the thread that makes them. Names that are no group's raise ValueError."""
+    inherit the mask of the thread that makes them."""
 
     def __init__(self, reason: str = "not asked for") -> None:
         self._reason = reason

@@ -167,7 +167,13 @@ class GroupTree(Cgroups):
 
     def destroy(self, group: str, timeout_s: float = 5.0) -> bool:
         places = [self._at(root, group) for root in self._roots]
-        return controllers.wait_until(lambda: all(controllers.remove(place) for place in places), timeout_s)
+
+        def is_gone() -> bool:
+            # one that is busy keeps no other from being removed
+            left = [place for place in places if not controllers.remove(place)]
+            return not left
+
+        return controllers.wait_until(is_gone, timeout_s)
 
     def groups(self) -> tuple[str, ...]:
         found: set[str] = set()

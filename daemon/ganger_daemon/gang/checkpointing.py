@@ -304,7 +304,7 @@ class CheckpointCoordinator(OfGang):
         except (LauncherError, LaunchError) as error:
             if final.exists():
                 return
-            if error.reason in _STORAGE_REASONS:
+            if launcher is None or error.reason in _STORAGE_REASONS:
                 raise StorageError(error.reason, str(error)) from error
             raise OSError(str(error)) from error
 

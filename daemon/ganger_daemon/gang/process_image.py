@@ -339,8 +339,8 @@ class GangImages(OfGang):
         elif wanted.intent is OrderIntent.RUN:
             self.let_run()
             # a daemon that died before its consent has noted an end that did not come
-            has_consent = bool(self._taken) or self._host.images.has_consent(self._paths.job / _TO_STORAGE)
-            self.has_ended = self.has_ended and (has_consent or not self._exits.live())
+            if self.has_ended and not self._taken and self._exits.live():
+                self.has_ended = self._host.images.has_consent(self._paths.job / _TO_STORAGE)
             # what stood in the way of a move that was given up may be over at the next one
             self.trouble = self.trouble if self._handing is not None or not self._exits.processes else ""
         if self.holds_still and self._handing is None:

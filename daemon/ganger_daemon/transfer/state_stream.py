@@ -53,7 +53,7 @@ def parse_request(line: bytes) -> StreamRequest:
     """Parse an untrusted request. Raises StreamError if it is none."""
     try:
         return msgspec.json.decode(line, type=StreamRequest)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise StreamError(f"the request is not understood: {error}", retry=False) from error
 
 

@@ -67,6 +67,10 @@ class PreferredPlace(Struct, frozen=True):
     avoid: frozenset[str]
 
 
+def _no_preference(job: JobRecord) -> PreferredPlace | None:
+    return None
+
+
 class PassTerms(Struct, frozen=True):
     """What a pass plans with.
 
@@ -79,11 +83,15 @@ class PassTerms(Struct, frozen=True):
     shape: Callable[[JobRecord], GangShape] = _own_shape
     held: Callable[[Gang], Claims] = held_of
     mates_now: Callable[[], Mates] = lambda: ALONE
-    preferred: Callable[[JobRecord], PreferredPlace | None] = lambda job: None
+    preferred: Callable[[JobRecord], PreferredPlace | None] = _no_preference
 
     @property
     def mates(self) -> Mates:
         return self.mates_now()
+
+    @property
+    def has_preferred(self) -> bool:
+        return self.preferred is not _no_preference
 
     def held_by(self, unit: Unit) -> Claims:
         """Return what all gangs of a unit hold."""

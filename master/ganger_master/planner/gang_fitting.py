@@ -52,6 +52,8 @@ class GangFitting:
         self._unseen: list[Claims] = []
         self._starts: list[PlanChange] = []
         self._stops: list[PlanChange] = []
+        # Shapes for which no preferred place is free.
+        self._not_preferred: set[tuple[GangShape, frozenset[str]]] = set()
         # Numbers of preempted jobs without another place.
         self.displaced: set[int] = set()
         # All that the pass takes and returns, though neither has happened yet.
@@ -242,12 +244,8 @@ class GangFitting:
         """Find a place for a job and take it. None if it does not fit. `vain`: shapes that did not fit before."""
         shape = self._terms.shape(job)
         closed = self._closed.get(job.number, _NOWHERE)
-        preferred = None if job.epoch else self._terms.preferred(job)
-        if preferred is not None:
-            self._see()
-            liked = replace(shape, device_type=preferred.device_type)
-            request = PlacementRequest(liked, self._waited(job), avoid=avoid | closed | preferred.avoid)
-            claims = self._placement.place(self._room, request)
+        if self._terms.has_preferred and not job.epoch and shape not in vain:
+            claims = self._preferred(job, shape, avoid | closed)
             if claims is not None:
                 self._take(claims)
                 return claims
@@ -272,6 +270,21 @@ class GangFitting:
                 # It holds a part of the place already.
                 self._give(held_of(gang))
         self._take(claims)
+        return claims
+
+    def _preferred(self, job: JobRecord, shape: GangShape, avoid: frozenset[str]) -> Claims | None:
+        """Return the place that measurements prefer; None without one, or where it is not free."""
+        self._see()
+        preferred = self._terms.preferred(job)
+        if preferred is None:
+            return None
+        liked = replace(shape, device_type=preferred.device_type)
+        if (liked, avoid) in self._not_preferred:
+            return None
+        request = PlacementRequest(liked, self._waited(job), avoid=avoid | preferred.avoid)
+        claims = self._placement.place(self._room, request)
+        if claims is None:
+            self._not_preferred.add((liked, avoid))
         return claims
 
     def _are_free(self, claims: Claims) -> bool:

@@ -186,6 +186,8 @@ _MOST_UTILISATIONS: Final = 60
 # Windows that are kept for each load of a job, and loads for each job.
 _MOST_LOAD_WINDOWS: Final = 16
 _MOST_LOADS: Final = 16
+# Numbers of cores for which the rates of a series are kept.
+_MOST_CORES: Final = 4
 
 # Windows in steps/s, by the number of devices that other jobs use on the job's nodes.
 RatesByLoad: TypeAlias = Mapping[int, tuple[float, ...]]
@@ -236,16 +238,23 @@ def with_window(by_load: RatesByLoad, load: int, rate: float) -> RatesByLoad:
 
 @dataclass(frozen=True, slots=True)
 class SeriesRates:
-    """Windows by load of all gangs of one series on one node, of one size on one type of GPU, with the cores of the
-    last one. They outlive the jobs."""
+    """Windows by load of all gangs of one series on one node, of one size on one type of GPU, by their millicores. They
+    outlive the jobs."""
 
-    millicores: int = 0
-    by_load: RatesByLoad = field(default_factory=dict)
+    by_cores: Mapping[int, RatesByLoad] = field(default_factory=dict)
+
+    @property
+    def by_load(self) -> RatesByLoad:
+        """The windows with the cores with which the most were measured."""
+        return max(self.by_cores.values(), key=lambda found: sum(map(len, found.values())), default={})
 
     def after(self, millicores: int, load: int, rate: float) -> SeriesRates:
         """Return the windows with one more of a gang with so many cores."""
-        known = self.by_load if millicores == self.millicores else {}
-        return SeriesRates(millicores, with_window(known, load, rate))
+        others = {cores: found for cores, found in self.by_cores.items() if cores != millicores}
+        if len(others) >= _MOST_CORES:
+            # The first key is what was measured longest ago.
+            del others[next(iter(others))]
+        return SeriesRates({**others, millicores: with_window(self.by_cores.get(millicores, {}), load, rate)})
 
 
 @dataclass(slots=True)

@@ -242,6 +242,8 @@ class LearnedPlaces:
         self._context, self._outcomes = context, outcomes
         self._free = context.room.free_devices
         self._known: dict[int, Locality] = {}
+        # Types of GPU in order, and the load that does no harm, by signature and number of GPUs.
+        self._by_series: dict[tuple[str, int], tuple[str, float]] = {}
         self.ends_s = ended_s if ended_s > context.now else math.inf
 
     @property
@@ -252,16 +254,25 @@ class LearnedPlaces:
         return replace_of(self._context.terms, shape=self._shape, preferred=preferred)
 
     def _preferred(self, job: JobRecord) -> PreferredPlace | None:
-        shape, alike = job.shape, self._context.job_rates.alike(job.number, job.gpus)
+        shape = job.shape
         if shape.nodes > 1 or len(shape.roles) > 1:
             return None
-        device_type = shape.device_type
-        if not device_type and len(self._types) > 1:
-            is_scarce = self._context.room.view.mode is LoadMode.PACK
-            order = types_by_worth(_speeds(alike), self._speeds, is_scarce=is_scarce)
-            device_type = ",".join([*order, *sorted(self._types.difference(order))] if order else ())
-        avoid = self._crowded(job.gpus, min([harmless_load(one.by_load) for one in alike.values()], default=math.inf))
+        key = self._context.job_rates.signature(job.number), job.gpus
+        if key not in self._by_series:
+            alike = self._context.job_rates.alike(job.number, job.gpus)
+            self._by_series[key] = self._order_of(alike), _harmless(alike)
+        order, harmless = self._by_series[key]
+        device_type = shape.device_type or order
+        avoid = self._crowded(job.gpus, harmless)
         return PreferredPlace(device_type, avoid) if avoid or device_type != shape.device_type else None
+
+    def _order_of(self, alike: Mapping[str, SeriesRates]) -> str:
+        """Return the types of GPU in the order in which to try them; empty without a preference."""
+        if len(self._types) < 2 or len(alike) < 2:
+            return ""
+        is_scarce = self._context.room.view.mode is LoadMode.PACK
+        order = types_by_worth(_speeds(alike), self._speeds, is_scarce=is_scarce)
+        return ",".join([*order, *sorted(self._types.difference(order))]) if order else ""
 
     def _crowded(self, gpus: int, harmless: float) -> frozenset[str]:
         """Return the nodes where more devices are in use than do no harm, to a gang of so many or to those there."""
@@ -283,8 +294,7 @@ class LearnedPlaces:
         rates, found = self._context.job_rates, dict[str, float]()
         for job, gang in self._context.jobs.running:
             if len(gang.claims) == 1:
-                alike = rates.alike(job.number, gang.devices).values()
-                harmless = min([harmless_load(one.by_load) for one in alike], default=math.inf)
+                harmless = _harmless(rates.alike(job.number, gang.devices))
                 if harmless < math.inf:
                     node = gang.claims[0].node
                     found[node] = min(found.get(node, math.inf), gang.devices + harmless)
@@ -358,3 +368,8 @@ def _speeds(alike: Mapping[str, SeriesRates]) -> Mapping[str, float]:
     """Return the rates by type of GPU, in steps/s, of those that are known by name and by enough windows."""
     speeds = {name: least_loaded_rate(one.by_load) for name, one in alike.items() if name}
     return {name: rate for name, rate in speeds.items() if rate}
+
+
+def _harmless(alike: Mapping[str, SeriesRates]) -> float:
+    """Return the devices that others may use on a gang's node, on whatever type of GPU; infinite where none harm."""
+    return min([harmless_load(one.by_load) for one in alike.values()], default=math.inf)

@@ -202,7 +202,7 @@ def may_start(context: PlanContext, resting: Collection[int]) -> bool:
     vain: set[GangShape] = set()
     for job in context.jobs.waiting_at_most(context.room.free_devices):
         shape = context.terms.shape(job)
-        if job.number in resting or shape in vain:
+        if job.number in resting or (shape in vain and not job.epoch):
             continue
         # Where it is parked, or how long it has waited for its preferred locality, matters.
         if job.epoch or shape.locality.wish or context.policy.placement.place(context.room, PlacementRequest(shape)):

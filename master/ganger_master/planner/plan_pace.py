@@ -243,7 +243,7 @@ class RefusalBackoff:
 
     def forget(self, number: int) -> None:
         """Drop the notes on a job that has changed."""
-        for notes in self._notes:
+        for notes in (*self._notes, self._nodes):
             notes.pop(number, None)
 
     def at(self, now: float) -> ExcludedJobs:
@@ -251,10 +251,12 @@ class RefusalBackoff:
         for ends in self._notes:
             for number in [number for number, end in ends.items() if end <= now]:
                 del ends[number]
+        self._nodes = {number: nodes for number, nodes in self._nodes.items() if number in self._closed}
         if not (self.has_notes or self._unplaced):
             return NONE_EXCLUDED
-        nodes = {number: self._nodes[number] for number in self._closed}
-        return ExcludedJobs(frozenset(self._not_started), frozenset(self._not_stopped), nodes, self._unplaced)
+        return ExcludedJobs(
+            frozenset(self._not_started), frozenset(self._not_stopped), dict(self._nodes), self._unplaced
+        )
 
     @property
     def has_notes(self) -> bool:

@@ -23,7 +23,7 @@ def harmless_load(rates: Mapping[int, tuple[float, ...]]) -> float:
     for (harmless, _), (load, some) in pairwise(known):
         gain, _ = normalised([TrialRates(some, known[0][1])]).bounds(DOUBT)
         if gain >= 1.0 + LEAST_GAIN:
-            return harmless + math.floor((load - harmless) * LEAST_GAIN / (gain - 1.0))
+            return min(load - 1, harmless + math.floor((load - harmless) * LEAST_GAIN / (gain - 1.0)))
     return math.inf
 
 

@@ -150,7 +150,10 @@ def tetris_gangs(
 ) -> list[tuple[int, Claims]]:
     """Return the gangs that start now and their claims, in the order of choice; the claims are taken in the room.
 
-    `remaining_work` and `shares` as in `tetris_pass`; eps is set once, by the gangs that find a place at the start.
+    remaining_work: what is left of each gang's job, in units that are the same for all.
+    shares: what each gang's job holds of its fair share, by which the knob of fairness chooses.
+
+    eps is set once, by the gangs that find a place at the start.
     Free capacity only shrinks in a pass, and with it every alignment by the dot product. So a gang is placed again only
     at the head of the heap, and starts if it is still ahead of all others. Ties go to the gang that came first.
     """

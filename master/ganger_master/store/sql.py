@@ -1,4 +1,4 @@
-"""The store on a SQL database: SQLite in WAL mode with synchronous=FULL by default, any SQLAlchemy URL otherwise.
+"""The store on a SQL database: SQLite in WAL mode with synchronous=FULL by default, PostgreSQL by its SQLAlchemy URL.
 
 A commit is one transaction, and a statement for each table that changes, whatever the number of its rows. The driver
 lets the interpreter go for each statement, and beside a busy event loop it gets it back only a moment later, so a
