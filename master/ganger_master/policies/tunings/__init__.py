@@ -243,21 +243,56 @@ def demands(gangs: Gangs, nodes: TuningNodes) -> TuningDemand:
     limits are searched together."""
     cores, memory = np.zeros(len(gangs)), np.zeros(len(gangs))
     has_gpus = nodes.gpus > 0
-    shares = np.unique(np.stack([nodes.share_cores[has_gpus], nodes.share_memory[has_gpus]]), axis=1)
+    shares = nodes.share_cores[has_gpus], nodes.share_memory[has_gpus]
+    binding = _binding(gangs.profiles, *shares)
     sizes, size = np.unique(gangs.gpus, return_inverse=True)
     most = [limits(gpus, nodes) for gpus in sizes.tolist()]
     for limit in sorted(set(most)):
         alike = np.flatnonzero(np.array([own == limit for own in most])[size])
         known, profile = np.unique(gangs.profile[alike], return_inverse=True)
-        found = _demand(gangs.profiles, known, shares, limit)
+        found = _demand(gangs.profiles, known, shares, binding, limit)
         cores[alike], memory[alike] = found.cores[profile], found.memory_bytes[profile]
     return TuningDemand(cores, memory)
 
 
-def _demand(profiles: Profiles, known: Integers, shares: Floats, most: tuple[float, float]) -> TuningDemand:
+def _binding(profiles: Profiles, cores: Floats, memory: Floats) -> Integers:
+    """Return the positions of the shares of nodes at which a cut must be no loss for it to be none at any: on large
+    clusters nearly every node has a share of its own."""
+    column = np.searchsorted(profiles.memory_bytes, memory * (1.0 + ROUNDING), side="right")
+    known, below = np.flatnonzero(column), np.flatnonzero(column == 0)
+    ends = known[_ends(cores[known], np.searchsorted(profiles.cores, cores[known]), column[known])]
+    return np.concatenate([ends, below[_front(cores[below], memory[below])]])
+
+
+def _ends(cores: Floats, line: Integers, column: Integers) -> Integers:
+    """Return the positions of the fewest and the most cores of each line and column. Rates of a column are straight
+    between measured cores, so a gang with c cores that loses nothing at both ends loses nothing between: to have as
+    much with c as the most cores would make, it must lose nothing at c itself."""
+    order = np.lexsort((cores, line, column))
+    differs = (np.diff(line[order]) != 0) | (np.diff(column[order]) != 0)
+    is_end = np.ones(len(order), bool)
+    is_end[1:-1] = differs[1:] | differs[:-1]
+    found: Integers = order[is_end]
+    return found
+
+
+def _front(cores: Floats, memory: Floats) -> Integers:
+    """Return the positions of shares that no other share equals or exceeds in both cores and memory. Below the least
+    measured amount a rate is a part for the memory times one for the cores, and the larger the share, the more of both
+    a cut takes."""
+    order = np.lexsort((-memory, -cores))
+    most_before = np.maximum.accumulate(np.concatenate([[-1.0], memory[order]]))[:-1]
+    found: Integers = order[memory[order] > most_before]
+    return found
+
+
+def _demand(
+    profiles: Profiles, known: Integers, shares: tuple[Floats, Floats], binding: Integers, most: tuple[float, float]
+) -> TuningDemand:
     share_cores, share_memory = shares
-    cores = _axis(profiles.cores, share_cores, most[0])
-    memory = _axis(profiles.memory_bytes, share_memory, most[1])
+    cores = _axis(profiles.cores, np.unique(share_cores), most[0])
+    memory = _axis(profiles.memory_bytes, np.unique(share_memory), most[1])
+    share_cores, share_memory = share_cores[binding], share_memory[binding]
     if not len(cores) or not len(memory):
         return TuningDemand(np.zeros(len(known)), np.zeros(len(known)))
     wanted = ENOUGH * profiles.at(known, cores[-1], memory[-1])
