@@ -125,3 +125,17 @@ def test_what_a_job_asks_for_and_what_is_free_go_before_what_was_measured() -> N
     assert type_of_start(rates, LoadMode.SPREAD, wanted="old") == "old"
     assert type_of_start(rates, LoadMode.SPREAD, wanted="old,new") == "old"
     assert type_of_start(rates, LoadMode.SPREAD, free=["old"]) == "old"
+
+
+@pytest.mark.parametrize(("rows", "found"), [((), "half"), ((0, 0, 1, 1), "whole")], ids=["broken", "in use"])
+def test_devices_out_of_service_slow_no_gang_beside_them(rows: tuple[int, ...], found: str) -> None:
+    of = server()
+    view = View([of])
+    view.put(replace(idle_row("half", of), free_mask=0b0011, device_rows=rows))
+    view.put(idle_row("whole", of))
+    table = LiveTable()
+    table.put(JobRecord(1, "", "", job_of(1, memory=GIB), 1.0), None)
+    policy, rates = policy_named("fifo-backfill+best-fit+defrag"), KnownRates({1: SENSITIVE})
+    context = context_of(policy, table, CapacityIndex(view), 10.0, rates=rates)
+    (change,) = plan_moves(plan, context, MigrationMemory())[0].changes
+    assert change.claims[0].node == found

@@ -280,7 +280,7 @@ class LearnedPlaces:
         if math.isinf(harmless) and not most:
             return frozenset()
         used = {
-            name: view.topologies[slot].devices - view.free[slot].bit_count()
+            name: view.held[slot].bit_count()
             for name, slot in view.slots.items()
             if harmless < math.inf or name in most
         }
