@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
-from ganger.console import Directory
+from ganger.console import CommandError, Directory, ExitCode
+
+if TYPE_CHECKING:
+    from ganger_master.config import Config
 
 
-@click.command()
+@click.group(invoke_without_command=True)
 @click.option("--state-dir", type=Directory(), help="Directory of this master; made if missing.")
 @click.option("--listen", metavar="ADDRESS", help="unix:/PATH or HOST:PORT; default: loopback, a free port.")
 @click.option("--tls", type=Directory(), help="Certificate of this master (`ganger certs`): needed beyond loopback.")
@@ -41,18 +47,91 @@ from ganger.console import Directory
 @click.option("--restored", is_flag=True, default=None, help="The database is a backup: take what nodes run first.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="Default: info.")
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="TOML file with the same settings.")
-def master(config_file: Path | None, **flags: str | Path | bool | None) -> None:
+@click.pass_context
+def master(context: click.Context, /, config_file: Path | None, **flags: str | Path | bool | None) -> None:
     """Run the master of a cluster in the foreground.
 
     Clients on this machine find it by STATE_DIR/endpoint.json. SIGTERM stops it; jobs keep running without it.
     """
+    if context.invoked_subcommand is not None:
+        # Before or after the name of the command, options mean the same.
+        context.default_map = {context.invoked_subcommand: {"config_file": config_file, **flags}}
+        return
     import asyncio
 
-    from ganger.console import CommandError, ExitCode
-
-    from ganger_master import app, config
+    from ganger_master import app
     from ganger_master.runtime import process_setup
-    from ganger_master.runtime.state_directory import MasterObstacle, StartError
+
+    settings = _settings(config_file, flags)
+    process_setup.set_up_logs(settings.log_level)
+    with _explained():
+        try:
+            was_asked = asyncio.run(app.run(settings, lambda line: click.echo(line)))
+        except app.FencedError as error:
+            raise CommandError(str(error), ExitCode.FENCED) from error
+    if not was_asked:
+        raise CommandError("the master could not go on: see its log", ExitCode.BUG)
+
+
+def _database_options(command: Any) -> Any:
+    for option in (
+        click.option("--config", "config_file", type=click.Path(path_type=Path), help="TOML file of the master."),
+        click.option("--database-url", metavar="URL", help="SQLAlchemy URL; default: SQLite in the state directory."),
+        click.option("--state-dir", type=Directory(), help="Directory of the master."),
+    ):
+        command = option(command)
+    return command
+
+
+@master.command()
+@_database_options
+@click.argument("file", type=click.Path(path_type=Path))
+def backup(file: Path, config_file: Path | None, **flags: str | Path | None) -> None:
+    """Copy the master's database into FILE while the master runs, and check the copy.
+
+    FILE may be an earlier copy: it stays until the new one is whole.
+    """
+    from ganger_master.store.sqlite_copy import back_up
+
+    with _explained():
+        copy = back_up(_sqlite_file(_settings(config_file, flags), "pg_dump"), file)
+    click.echo(f"{file}: {copy}")
+
+
+@master.command()
+@_database_options
+@click.argument("file", type=click.Path(path_type=Path))
+def restore(file: Path, config_file: Path | None, **flags: str | Path | None) -> None:
+    """Put a copy of the database, FILE, in its place. The master must not run; jobs and daemons go on.
+
+    The former database stays beside it. At its next start the master takes what the nodes run.
+    """
+    from ganger_master.runtime.state_directory import StateDirectory
+    from ganger_master.store.sqlite_copy import restore as put_in_place
+
+    settings = _settings(config_file, flags)
+    with _explained():
+        database = _sqlite_file(settings, "pg_restore")
+        # No master may start meanwhile.
+        directory = StateDirectory(settings.state_dir)
+        try:
+            copy, former = put_in_place(file, database)
+        finally:
+            directory.close()
+    click.echo(f"{database}: {copy}")
+    if former is not None:
+        click.echo(f"the former database is {former}")
+    click.echo("now start the master as before")
+
+
+def _sqlite_file(settings: Config, instead: str) -> Path:
+    if settings.database_path is None:
+        raise CommandError(f"the database is no SQLite file: use the tools of its server, as {instead}")
+    return settings.database_path
+
+
+def _settings(config_file: Path | None, flags: dict[str, Any]) -> Config:
+    from ganger_master import config
 
     text = ""
     if config_file is not None:
@@ -62,10 +141,18 @@ def master(config_file: Path | None, **flags: str | Path | bool | None) -> None:
             raise click.UsageError(f"cannot read {config_file}: {error}") from error
     given = {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
     try:
-        settings = config.load(given, os.environ, text, str(config_file or "config"))
+        return config.load(given, os.environ, text, str(config_file or "config"))
     except config.ConfigError as error:
         raise click.UsageError(str(error)) from error
-    process_setup.set_up_logs(settings.log_level)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Turn what keeps a master from its state into the error of a command."""
+    from ganger_master.runtime.state_directory import MasterObstacle, StartError
+    from ganger_master.store.sqlite_copy import CopyError
+    from ganger_master.store.tables import StoreError
+
     codes = {
         MasterObstacle.SETTING: ExitCode.USAGE,
         MasterObstacle.STATE: ExitCode.REFUSED,
@@ -73,10 +160,8 @@ def master(config_file: Path | None, **flags: str | Path | bool | None) -> None:
         MasterObstacle.RIGHTS: ExitCode.NOT_PERMITTED,
     }
     try:
-        was_asked = asyncio.run(app.run(settings, lambda line: click.echo(line)))
+        yield
     except StartError as error:
         raise CommandError(str(error), codes[error.obstacle]) from error
-    except app.FencedError as error:
-        raise CommandError(str(error), ExitCode.FENCED) from error
-    if not was_asked:
-        raise CommandError("the master could not go on: see its log", ExitCode.BUG)
+    except (CopyError, StoreError) as error:
+        raise CommandError(str(error)) from error

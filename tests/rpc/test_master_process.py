@@ -221,5 +221,5 @@ def test_database_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> Non
         assert master.start() == ""
         code, said = master.wait()
         assert code == 4
-        assert "restore a backup" in said
+        assert "ganger master restore" in said
         assert "Traceback" not in said

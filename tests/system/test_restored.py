@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,8 +27,8 @@ def commands(block: str) -> list[str]:
 def type_all(cluster: Cluster, block: str) -> None:
     for line in commands(block):
         here = line.replace("/var/lib/ganger/master", str(cluster.master_directory))
-        here = here.replace("/backup", str(cluster.directory / "backup")).replace("python3 ", f"{sys.executable} ")
-        subprocess.run(shlex.split(here), check=True)
+        here = here.replace("/backup", str(cluster.directory / "backup"))
+        Shell(cluster.master_directory)(*shlex.split(here)[1:])
 
 
 def free_devices(shell: Shell) -> int:

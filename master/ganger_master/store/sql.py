@@ -46,15 +46,26 @@ _MIGRATIONS = Path(__file__).with_name("migrations")
 
 def upgrade(engine: Engine) -> None:
     """Update the schema, if need be, in one transaction where the database can. Raises StoreError."""
-    scripts = ScriptDirectory.from_config(_config(None))
-    known = {script.revision for script in scripts.walk_revisions()}
     with engine.begin() as connection:
-        current = MigrationContext.configure(connection).get_current_revision()
-        if current is not None and current not in known:
-            newest = sorted(known)[-1]
-            raise StoreError(Problem.NEWER, f"the database has schema {current}, this ganger supports {newest}")
-        if current != scripts.get_current_head():
+        if schema_of(connection) != ScriptDirectory.from_config(_config(None)).get_current_head():
             command.upgrade(_config(connection), "head")
+
+
+def schema_of(connection: Connection) -> str | None:
+    """Return the version of a database's schema; None without any. Raises StoreError if a newer ganger made it."""
+    known = {script.revision for script in ScriptDirectory.from_config(_config(None)).walk_revisions()}
+    current = MigrationContext.configure(connection).get_current_revision()
+    if current is not None and current not in known:
+        newest = sorted(known)[-1]
+        raise StoreError(Problem.NEWER, f"the database has schema {current}, this ganger supports {newest}")
+    return current
+
+
+def check_whole(connection: Connection) -> None:
+    """Read all pages of a SQLite database. Raises StoreError with the first one that is damaged."""
+    finding = str(connection.exec_driver_sql("PRAGMA quick_check(1)").scalar())
+    if finding != "ok":
+        raise StoreError(Problem.DAMAGED, f"the database is damaged: {finding.splitlines()[-1]}")
 
 
 def downgrade(engine: Engine, revision: str) -> None:
@@ -123,22 +134,24 @@ class SqlStore:
     """See `tables.Store`. `url` is a SQLAlchemy URL, or the path of a SQLite file, which is made with mode 0600."""
 
     def __init__(self, url: str | Path) -> None:
-        # A path with a question mark cannot be written as a URL.
-        self._url = URL.create("sqlite", database=str(url)) if isinstance(url, Path) else url
+        self._url = url_of(url) if isinstance(url, Path) else url
         self._engine = _engine_for(self._url)
         self._connection: Connection | None = None
         self._generation = 0
 
     def open(self) -> None:
-        with _explained(self._url):
+        with explained(self._url):
             _create_file(self._url)
+            if self._engine.dialect.name == "sqlite":
+                with self._engine.connect() as connection:
+                    check_whole(connection)
             upgrade(self._engine)
             connection = self._open_connection()
             with connection.begin():
                 self._generation = _take_over(connection)
 
     def load(self) -> Iterator[StoredRow]:
-        with _explained(self._url), self._engine.connect() as connection:
+        with explained(self._url), self._engine.connect() as connection:
             for table in STATE.values():
                 names = COLUMNS[table.name]
                 rows = connection.execution_options(yield_per=_ROWS_PER_FETCH).execute(
@@ -156,7 +169,7 @@ class SqlStore:
     def _run(self, statements: Sequence[Statement]) -> None:
         if not statements:
             return
-        with _explained(self._url):
+        with explained(self._url):
             connection = self._open_connection()
             if connection.dialect.name == "sqlite":
                 # SQLAlchemy would double the time that a small commit takes.
@@ -175,7 +188,7 @@ class SqlStore:
 
     def check_owner(self) -> None:
         # On its own connection: that of the commits may be in the middle of a transaction.
-        with _explained(self._url), self._engine.connect() as connection:
+        with explained(self._url), self._engine.connect() as connection:
             if connection.execute(_GENERATION).scalar() != self._generation:
                 raise self._fenced()
 
@@ -185,16 +198,16 @@ class SqlStore:
         )
         if subject:
             query = query.where(events.c.subject == subject)
-        with _explained(self._url), self._engine.connect() as connection:
+        with explained(self._url), self._engine.connect() as connection:
             return [HistoryEntry(*row) for row in connection.execute(query)]
 
     def oldest_sequence(self) -> int:
-        with _explained(self._url), self._engine.connect() as connection:
+        with explained(self._url), self._engine.connect() as connection:
             return connection.execute(select(func.min(events.c.sequence))).scalar() or 0
 
     def compact(self, before_time: float, limit: int) -> int:
         # History is forgotten from its old end only, so what is left has no holes.
-        with _explained(self._url):
+        with explained(self._url):
             connection = self._open_connection()
             with connection.begin():
                 self._check_generation(connection)
@@ -287,6 +300,11 @@ def _engine_for(url: str | URL) -> Engine:
     return engine
 
 
+def url_of(file: Path) -> URL:
+    """Return the URL of a SQLite file. A path with a question mark cannot be written as one."""
+    return URL.create("sqlite", database=str(file))
+
+
 def _create_file(url: str | URL) -> None:
     """Create the database file readable by its owner alone, because it contains environments of jobs."""
     parsed = make_url(url)
@@ -297,7 +315,7 @@ def _create_file(url: str | URL) -> None:
 
 
 @contextmanager
-def _explained(url: str | URL) -> Iterator[None]:
+def explained(url: str | URL) -> Iterator[None]:
     """Turn what drivers raise into a StoreError that states what to do."""
     try:
         yield

@@ -40,7 +40,7 @@ class Problem(Enum):
     NEWER = "a newer ganger wrote it: start that version, or restore the backup made before its upgrade"
     UNREADABLE = "it cannot be read or written: check its path, its permissions and its disk"
     FENCED = "another master has taken it over: this one ends; let one master run on a database"
-    DAMAGED = "it holds what no ganger writes: restore a backup"
+    DAMAGED = "put a backup in its place (`ganger master restore`)"
 
 
 class StoreError(Exception):
