@@ -129,10 +129,16 @@ def check_directory(directory: Path, roles: Iterable[CallerRole] = CallerRole) -
 
 def tell_end(directory: Path) -> None:
     """Logs when a certificate that does ends: as a warning where that is soon."""
+    end, is_soon = ends_soon(directory)
+    level = logging.WARNING if is_soon else logging.INFO
+    log.log(level, "certificate", extra={"file": str(directory / CERTIFICATE), "until": end})
+
+
+def ends_soon(directory: Path) -> tuple[str, bool]:
+    """Return the day on which a certificate ends, and whether that is soon enough to need a new one."""
     first, *_ = _certificates(directory / CERTIFICATE)
     end = first.not_valid_after_utc
-    level = logging.WARNING if end - datetime.now(UTC) < _SOON else logging.INFO
-    log.log(level, "certificate", extra={"file": str(directory / CERTIFICATE), "until": _day(end)})
+    return _day(end), end - datetime.now(UTC) < _SOON
 
 
 def trouble_with(endpoint: Endpoint, role: CallerRole = CallerRole.MASTER) -> str:
