@@ -1,8 +1,9 @@
-"""A member's link to its leader ends when it is to, whatever becomes of the stream."""
+"""A member's link to its leader lasts until it is closed, whatever becomes of its streams and messages."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator
 
 import grpc
@@ -41,3 +42,31 @@ def test_a_link_is_closed_though_its_cancellation_is_swallowed() -> None:
         return leader.opened
 
     assert asyncio.run(story()) == 1
+
+
+class Leader:
+    """A leader that sends one message in each stream, and ends it."""
+
+    async def RelayBoundary(self, messages: AsyncIterator[peer_pb2.RankPoints]) -> AsyncIterator[peer_pb2.RankPoints]:  # noqa: N802 - gRPC's name
+        yield peer_pb2.RankPoints(stop_sequence=6)
+
+
+@pytest.mark.timeout(20)
+def test_a_message_that_cannot_be_taken_comes_again() -> None:
+    async def story() -> list[int]:
+        taken: list[int] = []
+        is_full, is_done = [True], asyncio.Event()
+
+        def take(message: peer_pb2.RankPoints) -> None:
+            if is_full:
+                is_full.clear()
+                raise OSError(errno.ENOSPC, "No space left on device")
+            taken.append(message.stop_sequence)
+            is_done.set()
+
+        link = Link(Leader(), peer_pb2.RankPoints(), take)  # type: ignore[arg-type]  # it has the one method
+        await is_done.wait()
+        await link.close()
+        return taken
+
+    assert asyncio.run(story()) == [6]

@@ -15,15 +15,18 @@ import pytest
 from daemon.kit import Cluster, Intents, Observed, in_phase, log_of, run, with_changes
 from ganger.agent.v1 import agent_pb2, peer_pb2, peer_pb2_grpc
 from ganger.injob.launcher.client import Launcher
+from ganger.protocol.gang_orders import DesiredOrder
 from ganger.v1 import job_pb2
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint
 from ganger.wire.errors import reason_of
 from ganger.wire.methods import CallerRole
+from ganger_daemon.core.gang_judgement import PartPhase
+from ganger_daemon.gang.boundary_relay import BoundaryExchange
 
 pytestmark = pytest.mark.system
 
-PARK = Intents.INTENT_PARK
+PARK, PAUSE = Intents.INTENT_PARK, job_pb2.SUSPEND_LEVEL_PAUSE
 GUARDS = pytest.mark.parametrize("certified", [False, True], ids=["token", "certificates"])
 
 
@@ -48,10 +51,9 @@ def test_a_gang_on_two_nodes_stops_at_one_step_and_goes_on(certified: bool) -> N
             await made.master.until(node, 1, in_phase(Observed.PHASE_RUNNING))
         for sequence in (2, 4, 6):
             for node, gang in gangs.items():
-                stop = with_changes(
-                    gang, sequence, intent=PARK, level=job_pb2.SUSPEND_LEVEL_PAUSE, stop_sequence=sequence
+                await made.master.want(
+                    node, with_changes(gang, sequence, intent=PARK, level=PAUSE, stop_sequence=sequence)
                 )
-                await made.master.want(node, stop)
             parked = [
                 await made.master.until(
                     node, 1, lambda seen, s=sequence: seen.phase == Observed.PHASE_PARKED and seen.stop_sequence == s
@@ -65,6 +67,54 @@ def test_a_gang_on_two_nodes_stops_at_one_step_and_goes_on(certified: bool) -> N
                 await made.master.until(node, 1, in_phase(Observed.PHASE_RUNNING))
 
     run(story, certified=certified)
+
+
+@pytest.mark.parametrize("slow", ["n1", "n2"], ids=["leader", "member"])
+def test_ranks_agree_though_a_daemon_sees_the_ack_of_its_own_only_when_that_is_parked(
+    slow: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay = BoundaryExchange.relay
+
+    def relay_late(exchange: BoundaryExchange, wanted: DesiredOrder, phase: PartPhase) -> None:
+        if exchange._host.node != slow or phase is PartPhase.PARKED:
+            relay(exchange, wanted, phase)
+
+    monkeypatch.setattr(BoundaryExchange, "relay", relay_late)
+
+    async def story(made: Cluster) -> None:
+        gangs = await runs_on_two(made)
+        for node, gang in gangs.items():
+            await made.master.want(node, with_changes(gang, 2, intent=PARK, level=PAUSE, stop_sequence=2))
+        parked = [await made.master.until(node, 1, in_phase(Observed.PHASE_PARKED)) for node in gangs]
+        assert parked[0].stop_step == parked[1].stop_step
+
+    run(story)
+
+
+@pytest.mark.parametrize("first", ["n1", "n2"], ids=["leader", "member"])
+def test_a_stop_that_comes_when_the_ranks_of_one_node_have_ended_lets_the_others_finish(first: str) -> None:
+    async def story(made: Cluster) -> None:
+        gangs = await runs_on_two(made, **{first: 20})
+        await made.master.until(first, 1, in_phase(Observed.PHASE_ENDED))
+        (other,) = gangs.keys() - {first}
+        await made.master.want(other, with_changes(gangs[other], 2, intent=PARK, level=PAUSE, stop_sequence=2))
+        ended = await made.master.until(other, 1, in_phase(Observed.PHASE_ENDED))
+        assert ended.outcome.kind == agent_pb2.Outcome.KIND_DONE
+        assert ended.progress.step == 200
+
+    run(story)
+
+
+async def runs_on_two(made: Cluster, **steps: int) -> dict[str, agent_pb2.DesiredGang]:
+    """Start a gang of one rank on each of two nodes, with so many steps on a node, or 200."""
+    await asyncio.gather(made.daemon("n1"), made.daemon("n2"))
+    uid, placement = str(uuid.uuid4()), {"n1": [0], "n2": [1]}
+    gangs = {node: made.gang(placement, node, uid=uid, steps=steps.get(node, 200)) for node in placement}
+    for node, gang in gangs.items():
+        await made.master.want(node, gang)
+    for node in placement:
+        await made.master.until(node, 1, in_phase(Observed.PHASE_RUNNING))
+    return gangs
 
 
 def test_a_daemon_answers_only_daemons_that_have_a_part_in_the_gang() -> None:

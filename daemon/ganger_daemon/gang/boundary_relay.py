@@ -96,6 +96,8 @@ class Link:
                     self._received(message)
             except grpc.aio.AioRpcError as error:
                 log.debug("relay broke off", extra={"code": error.code().name})
+            except Exception:  # the leader sends its newest message again
+                log.exception("message of the leader not taken", extra={"gang": self._newest.job_uid})
             finally:
                 # so that the request iterator, which gRPC may still read, ends
                 self._outbox.end()
@@ -114,6 +116,7 @@ class BoundaryExchange(OfGang):
         self._link: Link | None = None
         self.outboxes: set[Outbox] = set()
         self._newest: peer_pb2.RankPoints | None = None
+        self._last_rest: tuple[PartPhase, int] | None = None  # phase and agreement in which points were sent at rest
         self.peer_agreement = 0
 
     def begin(
@@ -163,13 +166,19 @@ class BoundaryExchange(OfGang):
         return 0
 
     def relay(self, wanted: DesiredOrder, phase: PartPhase) -> None:
-        """Send the points known here while an agreement is in flight."""
+        """Send the points known here while an agreement is in flight, and once more when the local ranks are parked or
+        gone: they may have acknowledged, and even ended, since the last look at their pages."""
+        if len(self._part.ranks) == self._part.world:
+            return
+        rest = (phase, wanted.stop_sequence) if phase in (PartPhase.PARKED, PartPhase.ENDED) else None
+        is_due = rest is not None and rest != self._last_rest
+        self._last_rest = rest
         agreement = self.in_flight(wanted, phase)
-        if not agreement:
+        if not agreement and not is_due:
             return
         points = self._pages.points()
         sent = points.values() if self._part.leads else [points[rank] for rank in self._part.ranks]
-        message = self._message(wanted, agreement, sent)
+        message = self._message(wanted, agreement or wanted.stop_sequence, sent)
         if self._part.leads and message != self._newest:
             self._newest = message
             for outbox in self.outboxes:

@@ -266,6 +266,8 @@ class LocalGang:
             parts.pinning.give_up()
         if self.phase is not before:
             self._phase_changed()
+            if parts.is_live and self.context.pages.readable:
+                parts.boundary.relay(self.wanted, self.phase)
         for todo in self.judgement.todo:
             await self._do(todo, facts, now)
         if parts.is_live and not self._orders.is_hindered:
@@ -385,7 +387,6 @@ class LocalGang:
         parts.incoming.cancel()
         await parts.exits.store(outcome, facts.published_step)
         parts.exits.is_reaped = True
-        await parts.boundary.close()
         if self._socket is not None:
             self._socket.close()
         await self._logs.finish()
@@ -402,6 +403,7 @@ class LocalGang:
     async def forget(self) -> None:
         """Remove all of the gang but its logs: the master has the outcome."""
         self.forgotten = True
+        await self.parts.boundary.close()
         self.context.pages.close()
         await asyncio.to_thread(self.context.paths.discard)
         self.wake()
