@@ -36,6 +36,7 @@ from ganger_daemon.images.contract import (
 from ganger_daemon.images.driver import DeviceState
 from ganger_daemon.images.packing import fill_directories, image_files, pack_directories
 from ganger_daemon.images.process_tree import UnitProc, pid_inside, pids_outside, shared_files, shared_names, tracer_of
+from ganger_daemon.images.timers import mend_timers
 
 LEAST_VERSION = 4
 PROBE_S = 20.0
@@ -105,6 +106,7 @@ class CriuImages(ProcessImages):
             # Again: a connection may have been opened meanwhile.
             if why := proc.connections(proc.tree(root), "the driver left it open").refusal(closes):
                 raise ImageRefusedError(why)
+            mend_timers(directory)
             facts = self._facts(proc, root, unit, closes)
             shared = {} if unit.init_pid else shared_files(proc, proc.tree(root))
             pack_directories(unit.init_pid, unit.own_directories, directory, shared)
