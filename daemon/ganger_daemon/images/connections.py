@@ -106,17 +106,23 @@ _UNSAVABLE = (
     ("anon_inode:[userfaultfd]", "uses userfaultfd"),
 )
 
+_TERMINALS, _SIGNALS = frozenset({"/dev/ptmx", "/dev/pts/ptmx"}), "anon_inode:[signalfd]"
+
 
 def unsavable(descriptors: Mapping[int, str], pid: int, program: str, gpu_obstacle: str) -> tuple[str, ...]:
     """Return what of a process's descriptors no image can hold. `descriptors`: as the links in /proc/PID/fd name it.
     `gpu_obstacle`: why the GPU's driver cannot close what belongs to it; empty if it can."""
-    return tuple(
+    found = tuple(
         f"{text} ({target}, descriptor {number} of {program}, pid {pid}){': ' + gpu_obstacle if is_gpu else ''}"
         for number, target in sorted(descriptors.items())
         for beginning, text in _UNSAVABLE
         for is_gpu in (beginning == _NVIDIA,)
         if target.startswith(beginning) and not (is_gpu and not gpu_obstacle)
     )
+    # Of util-linux: it ends when its poll is interrupted, as CRIU does it also to processes that go on.
+    if _SIGNALS in descriptors.values() and not _TERMINALS.isdisjoint(descriptors.values()):
+        found += (f"runs a program on a terminal, as `script` does, and would end ({program}, pid {pid})",)
+    return found
 
 
 def outside_connections(owners: Iterable[SocketOwner], tables: SocketTables) -> OutsideConnections:

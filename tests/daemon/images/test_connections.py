@@ -18,6 +18,7 @@ from ganger_daemon.images.connections import (
     parse_packet,
     read_tables,
     unix_peers,
+    unsavable,
 )
 
 TCP = """\
@@ -121,6 +122,14 @@ def test_a_socket_that_several_processes_hold_is_named_once_and_a_long_list_is_c
     assert len(judged([owner(1), owner(1, pid=13)], one).tcp) == 1
     many = [tcp(f"10.0.0.2:{port}", "10.0.0.3:80", port) for port in range(1, 9)]
     assert judged([owner(port) for port in range(1, 9)], *many).refusal(False).endswith("and 3 more")
+
+
+def test_a_program_on_a_terminal_is_refused_where_it_takes_its_signals_by_a_descriptor() -> None:
+    terminal, signals = {3: "/dev/ptmx", 4: "/dev/pts/0"}, {5: "anon_inode:[signalfd]"}
+    assert unsavable(terminal, 12, "tmux", "") == unsavable(signals, 12, "python", "") == ()
+    assert unsavable(terminal | signals, 12, "script", "") == (
+        "runs a program on a terminal, as `script` does, and would end (script, pid 12)",
+    )
 
 
 def test_the_kernel_names_the_ends_of_unix_and_tcp_connections(tmp_path: Path) -> None:

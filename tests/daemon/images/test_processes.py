@@ -233,6 +233,23 @@ os.wait()
     job.until_it_counts()
 
 
+@pytest.mark.skipif(shutil.which("script") is None, reason="`script` is not installed")
+def test_a_program_that_runs_another_one_on_a_terminal_is_refused_and_runs_on(place: Place, image: Path) -> None:
+    """It takes no signals but by a descriptor, so CRIU would interrupt its poll as nothing else does."""
+    images = real()
+    end = place.directory / "end"
+    counting = place.directory / "counting.py"
+    counting.write_text(COUNTING)
+    command = f"{sys.executable} {counting} {end}"
+    starts = f"import os\nos.execvp('script', ['script', '-qefc', {command!r}, '/dev/null'])\n"
+    job = started(place, starts)
+    with pytest.raises(ImageRefusedError, match=r"runs a program on a terminal, as `script` does, .*\(script, pid \d+"):
+        images.dump(DumpRequest(job.unit, image, goes_on=True))
+    job.until_it_counts()
+    end.touch()
+    assert exit_record(job.launch)["code"] == 0
+
+
 def test_a_program_at_which_a_blocked_sigcont_waits_is_refused_and_runs_on(place: Place, image: Path) -> None:
     """CRIU would restore it to a stop that it takes for a fault."""
     images = real()
