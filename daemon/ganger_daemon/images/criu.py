@@ -35,7 +35,15 @@ from ganger_daemon.images.contract import (
 )
 from ganger_daemon.images.driver import DeviceState
 from ganger_daemon.images.packing import fill_directories, image_files, pack_directories
-from ganger_daemon.images.process_tree import UnitProc, pid_inside, pids_outside, shared_files, shared_names, tracer_of
+from ganger_daemon.images.process_tree import (
+    UnitProc,
+    loose_files,
+    pid_inside,
+    pids_outside,
+    shared_files,
+    shared_names,
+    tracer_of,
+)
 from ganger_daemon.images.timers import mend_timers
 
 LEAST_VERSION = 4
@@ -108,8 +116,10 @@ class CriuImages(ProcessImages):
                 raise ImageRefusedError(why)
             mend_timers(directory)
             facts = self._facts(proc, root, unit, closes)
-            shared = {} if unit.init_pid else shared_files(proc, proc.tree(root))
-            pack_directories(unit.init_pid, unit.own_directories, directory, shared)
+            tree = proc.tree(root)
+            shared = {} if unit.init_pid else shared_files(proc, tree)
+            loose = () if unit.init_pid else loose_files(proc, root, tree, shared)
+            pack_directories(unit.init_pid, unit.own_directories, directory, (*shared, *loose))
             size = sum(file.stat().st_size for file in image_files(directory))
             facts = msgspec.structs.replace(facts, device_pids=device_pids, size_bytes=size, shared_files=shared)
             write_facts(directory, facts)

@@ -8,7 +8,7 @@ import mmap
 import os
 import tarfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +28,28 @@ def image_files(directory: Path) -> tuple[Path, ...]:
     return tuple(sorted(path for path in directory.iterdir() if path.suffix in (".img", ".tar")))
 
 
-def pack_directories(init_pid: int, directories: Sequence[str], image: Path, held: Collection[str]) -> None:
+def pack_directories(init_pid: int, directories: Sequence[str], image: Path, shared: Collection[str]) -> None:
     """Write the directories of a job into an image. Sockets are left out. Raises ImageRefusedError.
 
-    `init_pid`: of the job's unit; without one, 0, other jobs use /dev/shm, too, and only what the job holds is taken.
-    `held`: paths of these."""
+    `init_pid`: of the job's unit; without one, 0, other jobs use /dev/shm, too, and only the paths `shared` are
+    taken, each by itself, with the directories above them."""
     for number, inside in enumerate(directories):
         source = _from_outside(init_pid, inside)
+        is_shared = inside == SHARED_MEMORY and not init_pid
         try:
-            names = sorted(os.listdir(source))
-            if inside == SHARED_MEMORY and not init_pid:
-                names = sorted(path[len(inside) + 1 :] for path in held if path.startswith(f"{inside}/"))
+            names = _with_parents(source, shared) if is_shared else sorted(os.listdir(source))
             with tarfile.TarFile(image / _tar(number), "w", copybufsize=_PIECE_BYTES) as tar:
                 for name in names:
-                    tar.add(source / name, name)
+                    # of shared ones some may be another job's, which has removed it
+                    with suppress(FileNotFoundError) if is_shared else nullcontext():
+                        tar.add(source / name, name, recursive=not is_shared)
         except (OSError, tarfile.TarError) as error:
             raise ImageRefusedError(f"the files in {inside} cannot be saved: {error}") from error
+
+
+def _with_parents(directory: Path, paths: Collection[str]) -> list[str]:
+    names = [Path(path).relative_to(directory) for path in paths if Path(path).is_relative_to(directory)]
+    return sorted({str(one) for name in names for one in (name, *name.parents[:-1])})
 
 
 def fill_directories(init_pid: int, directories: Sequence[str], image: Path) -> None:
@@ -53,10 +59,15 @@ def fill_directories(init_pid: int, directories: Sequence[str], image: Path) -> 
         target.mkdir(parents=True, exist_ok=True)
         try:
             with tarfile.TarFile(image / _tar(number), "r", copybufsize=_PIECE_BYTES) as tar:
-                # The filter refuses what would leave the directory: storage is no safer than its directories.
-                tar.extractall(target, numeric_owner=True, filter="tar")
+                tar.extractall(target, numeric_owner=True, filter=_as_it_was)
         except tarfile.TarError as error:
             raise ImageRefusedError(f"the image's files of {inside} cannot be restored: {error}") from error
+
+
+def _as_it_was(member: tarfile.TarInfo, target: str) -> tarfile.TarInfo:
+    """Refuse what would leave the directory, and take setuid and setgid away: storage is no safer than its
+    directories. All other bits of the mode stay."""
+    return tarfile.tar_filter(member, target).replace(mode=member.mode & 0o1777, deep=False)
 
 
 def _from_outside(init_pid: int, inside: str) -> Path:

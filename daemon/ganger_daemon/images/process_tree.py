@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
@@ -10,6 +11,8 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+
+from ganger.injob.process_identity import start_ticks
 
 from ganger_daemon.images.connections import (
     OutsideConnections,
@@ -23,6 +26,10 @@ from ganger_daemon.images.contract import SHARED_MEMORY, ImageRefusedError, Open
 
 _DELETED = " (deleted)"
 _INIT = 1
+# Beginnings of names in shared memory: those that CRIU gives, and those of PyTorch's batches with the maker's id.
+_GIVEN, _BATCH = "link_remap.", "torch_"
+# Most that is part of an image of what no process holds in shared memory.
+LOOSE_LIMIT_BYTES = 8 << 30
 # Longest wait until dumps of other jobs have ended, and between two looks.
 _TURN_S = 60.0
 _TURN_LOOK_S = 0.02
@@ -48,12 +55,17 @@ class UnitProc:
 
     def waiting_signals(self, pid: int) -> set[int]:
         """Signals that were sent to a process, or to its first thread, and have not reached it."""
+        status = self.status(pid)
+        waiting = int(status.get("SigPnd", "0"), 16) | int(status.get("ShdPnd", "0"), 16)
+        return {number for number in range(1, 65) if waiting >> number - 1 & 1}
+
+    def status(self, pid: int) -> dict[str, str]:
+        """The fields of a process's status by name; none if it is gone."""
         try:
             lines = (self.path / str(pid) / "status").read_text().splitlines()
         except OSError:
-            return set()
-        masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd:", "ShdPnd:"))]
-        return {number for number in range(1, 65) if any(mask >> number - 1 & 1 for mask in masks)}
+            return {}
+        return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
     def tree(self, root: int) -> tuple[int, ...]:
         """The root and its descendants."""
@@ -153,18 +165,16 @@ class UnitProc:
 
 
 def pid_inside(pid: int) -> int:
-    """Return the id that a process has in its own PID namespace. Raises OSError if it is gone."""
-    text = Path(f"/proc/{pid}/status").read_text()
-    return int(next(line for line in text.splitlines() if line.startswith("NSpid:")).split()[-1])
+    """Return the id that a process has in its own PID namespace. Raises ProcessLookupError if it is gone."""
+    status = UnitProc(None).status(pid)
+    if "NSpid" not in status:
+        raise ProcessLookupError(errno.ESRCH, f"there is no process {pid}")
+    return int(status["NSpid"].split()[-1])
 
 
 def tracer_of(pid: int) -> int:
     """Return the process that traces another one, as a debugger does; 0 for none."""
-    try:
-        text = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("TracerPid:")), 0)
+    return int(UnitProc(None).status(pid).get("TracerPid", "0"))
 
 
 def pids_outside(root_pid: int) -> dict[int, int]:
@@ -199,7 +209,7 @@ def shared_files(proc: UnitProc, pids: Collection[int]) -> dict[str, int]:
     one that CRIU has given it. Batches of PyTorch's sharing strategy `file_system` need not be held by any process: on
     their way they are only a name in a pipe."""
     held = set(proc.held_inodes(pids, SHARED_MEMORY, _device_of(SHARED_MEMORY)))
-    own = tuple(f"torch_{pid}_" for pid in pids)
+    own = tuple(f"{_BATCH}{pid}_" for pid in pids)
     found: dict[str, int] = {}
     for top, _, names in os.walk(SHARED_MEMORY):
         for name in names:
@@ -209,6 +219,42 @@ def shared_files(proc: UnitProc, pids: Collection[int]) -> dict[str, int]:
                 if inode in held or name.startswith(own):
                     found[path] = inode
     return found
+
+
+def loose_files(proc: UnitProc, root: int, pids: Collection[int], held: Collection[str]) -> list[str]:
+    """Return the files, directories and links in shared memory that the users of these processes have made or changed
+    since `root` started, and that no process holds. Outside a unit.
+
+    Which job made one is not known: some may be of another job of the same user. In this job's image they do no harm.
+    `held`: paths that the processes hold. Raises ImageRefusedError where there is too much."""
+    users = {int(user) for pid in pids for user in proc.status(pid).get("Uid", "").split()}
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - (start_ticks(root) or 0) / os.sysconf("SC_CLK_TCK")
+    begun, found = time.time() - age, dict[str, os.stat_result]()
+    for top, directories, names in os.walk(SHARED_MEMORY):
+        for name in (*directories, *names):
+            path = f"{top}/{name}"
+            with suppress(OSError):
+                status = os.lstat(path)
+                is_new = status.st_uid in users and status.st_ctime >= begun
+                if (
+                    is_new
+                    and path not in held
+                    and not name.startswith((_GIVEN, _BATCH))
+                    and not stat.S_ISSOCK(status.st_mode)
+                ):
+                    found[path] = status
+    if found:
+        others = set(proc.pids()) - set(pids)
+        of_others = set(proc.held_inodes(others, SHARED_MEMORY, _device_of(SHARED_MEMORY)))
+        found = {path: status for path, status in found.items() if status.st_ino not in of_others}
+    size = sum(status.st_size for status in found.values())
+    if size > LOOSE_LIMIT_BYTES:
+        largest = max(found, key=lambda path: found[path].st_size)
+        raise ImageRefusedError(
+            f"files in {SHARED_MEMORY} that no process holds have {size >> 20} MiB, the largest is {largest}; "
+            f"at most {LOOSE_LIMIT_BYTES >> 20} MiB are part of an image"
+        )
+    return sorted(found)
 
 
 @contextmanager
@@ -235,7 +281,7 @@ def shared_names(proc: UnitProc, pids: Collection[int]) -> Iterator[None]:
 
 
 def _given_names() -> set[str]:
-    return {name for name in _names(Path(SHARED_MEMORY)) if name.startswith("link_remap.")}
+    return {name for name in _names(Path(SHARED_MEMORY)) if name.startswith(_GIVEN)}
 
 
 def _lock(directory: int) -> None:

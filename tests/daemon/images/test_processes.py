@@ -6,14 +6,17 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from daemon.images.unit_job import real, restored, started
+from ganger_daemon.images import process_tree
 from ganger_daemon.images.contract import DumpRequest, ImageRefusedError, ProcessImages
 from ganger_daemon.images.criu import CriuImages
 from ganger_daemon.images.driver import DeviceState, DriverProcessState
@@ -107,9 +110,10 @@ def test_output_after_a_restore_goes_to_the_file_that_replaces_the_log(
 
 def test_files_in_shared_memory_travel_with_the_image(images: ProcessImages, place: Place, image: Path) -> None:
     own = f"/dev/shm/{place.directory.name}"
-    others = Path(f"{own}-of-another-job")
+    # another job holds it, as it holds most of what it has there
+    others = f"{own}-of-another-job"
+    held = os.open(others, os.O_CREAT | os.O_WRONLY)
     program = f"import os\nkept = open({own!r}, 'wb'); kept.write(b'batch' * 1000); kept.flush()\n"
-    others.touch()
     try:
         job = started(place, program + COUNTING, "/nowhere/end")
         os.chown(own, 1234, 1234)
@@ -133,8 +137,54 @@ def test_files_in_shared_memory_travel_with_the_image(images: ProcessImages, pla
         assert os.readlink(second.own_file("/dev/shm/latest")) == "batches/0"
         assert second.own_file("/dev/shm/batches").is_dir()
     finally:
-        others.unlink()
+        os.unlink(others)
+        os.close(held)
         Path(own).unlink(missing_ok=True)
+
+
+def test_files_in_shared_memory_that_no_process_holds_travel_with_modes_and_owners(place: Place, image: Path) -> None:
+    images, own = real(), f"/dev/shm/{place.directory.name}"
+    before = Path(f"{own}-before")
+    before.touch()
+    time.sleep(0.05)  # later than a tick of the kernel's clock of files, so that it is older than the program
+    program = f"""
+import os
+os.makedirs({own!r} + "/cache")
+with open({own!r} + "/cache/batch", "wb") as file:
+    file.write(b"batch")
+os.symlink("cache/batch", {own!r} + "/newest")
+for path, mode in (("/cache/batch", 0o666), ("/cache", 0o1777), ("", 0o750)):
+    os.chmod({own!r} + path, mode)
+    os.chown({own!r} + path, 0, 1234)
+"""
+    try:
+        job = started(place, program + COUNTING, "/nowhere/end")
+        facts = images.dump(DumpRequest(job.unit, image, goes_on=False))
+        again = restored(images, place, image, facts)
+        again.goes_on_from(job)
+        there = again.own_file(own)
+        assert (there / "newest").read_bytes() == b"batch"
+        found = {str(path.relative_to(there)): path.lstat() for path in (there, there / "cache", there / "cache/batch")}
+        modes = {name: (stat.S_IMODE(status.st_mode), status.st_gid) for name, status in found.items()}
+        assert modes == {".": (0o750, 1234), "cache": (0o1777, 1234), "cache/batch": (0o666, 1234)}
+        assert not again.own_file(str(before)).exists()
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
+        before.unlink()
+
+
+def test_more_in_shared_memory_than_an_image_takes_is_refused_by_name(
+    place: Place, image: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images, own = real(), Path(f"/dev/shm/{place.directory.name}")
+    monkeypatch.setattr(process_tree, "LOOSE_LIMIT_BYTES", 1 << 20)
+    job = started(place, f"open({str(own)!r}, 'wb').write(bytes(2 << 20))\n" + COUNTING, "/nowhere/end")
+    try:
+        with pytest.raises(ImageRefusedError, match=rf"have 2 MiB, the largest is {own}; at most 1 MiB"):
+            images.dump(DumpRequest(job.unit, image, goes_on=False))
+        job.until_it_counts()
+    finally:
+        own.unlink()
 
 
 def test_a_program_that_goes_on_is_not_disturbed_and_its_image_is_of_the_moment(
