@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from ganger.injob.control import Control, Handlers, StopRequest
-from ganger.injob.page import Page
+from ganger.injob.order_handler import OrderHandler
+from ganger.injob.page import Page, PageOrder
 from ganger.injob.page_layout import Capability, Error, PageOrderKind, PageParkLevel, PageState, Word
 from injob.control_kit import meanwhile, within
 
@@ -126,6 +127,34 @@ def test_a_process_restored_from_its_image_goes_on_under_the_orders_of_its_new_e
     assert progress.first_step_time_ns > 0
     assert progress.capabilities & Capability.IMAGE
     assert page.get(Word.LOCK) == os.getpid()
+
+
+def test_a_stop_after_a_restore_may_have_the_number_of_one_that_was_read_before_the_image(
+    page: Page, control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agreement_of = OrderHandler._agreement
+
+    def be_imaged_once_read(handler: OrderHandler, order: PageOrder) -> int:
+        agreement = agreement_of(handler, order)
+        if agreement and page.progress().reached_seq == 2 and page.get(Word.EPOCH) != 7:
+            _as_restored(page, (1, PageOrderKind.RUN))
+        return agreement
+
+    _by_image(control)
+    monkeypatch.setattr(OrderHandler, "_agreement", be_imaged_once_read)
+    page.write_order(2, PageOrderKind.STOP, stop_seq=2, level=PageParkLevel.CHECKPOINT)
+    control.boundary()
+    assert page.get(Word.EPOCH) == 7
+    control.boundary()
+    page.write_order(2, PageOrderKind.STOP, stop_seq=2, level=PageParkLevel.PAUSE)
+
+    def daemon() -> None:
+        within(lambda: page.progress().reached_seq == 2, "the stop")
+        page.write_order(3, PageOrderKind.RUN)
+
+    with meanwhile(daemon):
+        control.boundary()
+    assert (page.progress().ack_step, page.progress().reached_step) == (4, 4)
 
 
 def test_a_rank_stands_still_until_its_image_is_taken_and_then_goes_on(page: Page, control: Control) -> None:

@@ -175,9 +175,9 @@ class OrderHandler:
 
     def _go_on_in_new_epoch(self, step: int) -> None:
         self._read_page_anew()
+        self._words[Word.ACK_SEQ] = 0  # an order read before the image may have been acknowledged here after it
         self._rejoin(step)
-        self._words[Word.STEP] = step
-        self._words[Word.REACHED_STEP] = step  # before the state that it belongs to
+        self._words[Word.STEP] = self._words[Word.REACHED_STEP] = step  # before the state that it belongs to
         at_rest = PageState.OFFLOADED if self._offloaded else PageState.PAUSED
         self._words[Word.STATE] = PageState.READY if self._order.order == PageOrderKind.WAIT else at_rest
 
