@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -282,11 +283,12 @@ class RecordedDevices(Devices):
 
     def _play(self) -> None:
         elapsed = self._clock() - self._start
-        while self._pending and self._pending[0][0] <= elapsed:
-            _, event = self._pending.pop(0)
+        with self._lock:
+            due = [event for _, event in takewhile(lambda entry: entry[0] <= elapsed, self._pending)]
+            del self._pending[: len(due)]
+            self._lost |= {event.device for event in due if event.kind is HealthKind.LOST}
+        for event in due:
             self._note(event)
-            if event.kind is HealthKind.LOST:
-                self._lost.add(event.device)
 
 
 def read_recording(path: Path) -> RecordedServer:

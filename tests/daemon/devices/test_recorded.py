@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,6 +37,29 @@ def test_faults_come_at_their_time_and_stay() -> None:
         (1, HealthKind.XID, False),
     ]
     assert sorted(devices.faults()) == [3, 5]
+
+
+class Second(float):
+    """Lets another thread run when it has been compared."""
+
+    def __le__(self, other: float) -> bool:
+        is_reached = super().__le__(other)
+        time.sleep(0.0001)
+        return is_reached
+
+
+def test_each_fault_comes_once_and_none_before_its_time_whichever_threads_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = read_recording(Path("dgx-a100"))
+    event = recording.timeline[0][1]
+    timeline = tuple((Second(second), replace(event, device=second % 8)) for second in range(40))
+    clock, found = Clock(), list[int]()
+    devices = RecordedDevices(replace(recording, timeline=timeline), clock=clock)
+    monkeypatch.setattr(devices, "_note", lambda event: found.append(event.device))
+    clock.seconds += 19.5
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(devices.used_memory) for _ in range(8)]:
+            done.result()
+    assert Counter(found) == Counter(second % 8 for second in range(20))
 
 
 def test_a_cube_mesh_has_every_nvlink_clique() -> None:
