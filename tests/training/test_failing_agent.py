@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from ganger.injob.page import Page, page_path
 from ganger.injob.page_layout import (
     EXIT_NO_STATE,
     Capability,
@@ -16,6 +20,9 @@ from ganger.injob.page_layout import (
     PageState,
     Word,
 )
+from ganger.training.outside_changes import OutsideChanges
+from ganger.training.state_keeper import StateKeeper
+from ganger.training.trainer_run import TrainerRun, Trainers
 from training.harness import Rank, Rendezvous, end_together, undisturbed
 
 pytestmark = pytest.mark.torch
@@ -87,6 +94,61 @@ def test_a_failure_of_the_agent_is_reported_and_training_goes_on(tmp_path: Path,
         assert rank.page.get(Word.OPAQUE) == Opaque.AGENT_FAILED
         said = json.loads((rank.directory / "rank-0.no-BOUNDARIES.json").read_text())
         assert said["message"].startswith("the agent met what it cannot handle: RuntimeError")
+
+
+@pytest.mark.parametrize(
+    "place", ["ganger.training.replayed_run.capture", "ganger.training.script_variables.Variables.lost"]
+)
+def test_a_fault_where_the_agent_looks_for_reasons_is_no_reason_of_the_script_and_leaves_the_pause(
+    tmp_path: Path, place: str
+) -> None:
+    broken = _script(tmp_path, LOOP.format(before=BREAK.format(name=place)))
+    rank = Rank(tmp_path / "run", broken, agent=True)
+    assert rank.end() == 0, rank.output()
+    line = broken.read_text().splitlines().index("def fail(*arguments, **options):") + 2
+    said = json.loads((rank.directory / "rank-0.no-CHECKPOINT.json").read_text())
+    assert said["message"].startswith("the agent met what it cannot handle: RuntimeError: Attempted to access")
+    assert said["message"].endswith(f"(at train.py:{line}, please report it)")
+    assert rank.page.get(Word.CAPABILITIES) & (Capability.PAUSE | Capability.CHECKPOINT) == Capability.PAUSE
+
+
+@pytest.fixture
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Page:
+    page = Page.create(page_path(str(tmp_path), 0), epoch=1, rank=0, world=1)
+    monkeypatch.setenv("GANGER_PAGE", page.path)
+    return page
+
+
+ADAPTER: Any = SimpleNamespace(form="a trainer")
+
+
+def test_an_adapter_that_does_not_get_the_page_has_nothing_make_way(page: Page) -> None:
+    page.set(Word.LOCK, os.getpid() + 1)
+    made_way: list[bool] = []
+    reported: list[Exception] = []
+    trainers = Trainers(lambda: not made_way.append(True), reported.append, None, OutsideChanges())
+    assert trainers.begin(ADAPTER, "") is None
+    assert made_way == reported == []
+
+
+def test_a_failure_before_an_adapter_controls_its_trainer_is_reported_as_one_of_the_agent(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = KeyError("no such handler")
+
+    def fail(*_: object) -> None:
+        raise fault
+
+    reported: list[Exception] = []
+    trainers = Trainers(lambda: True, reported.append, None, OutsideChanges())
+    monkeypatch.setattr(StateKeeper, "handlers", fail)
+    assert trainers.begin(ADAPTER, "") is None
+    assert reported == [fault]
+    monkeypatch.undo()
+    monkeypatch.setenv("GANGER_PAGE", page.path)
+    monkeypatch.setattr(TrainerRun, "start", fail)
+    assert trainers.begin(ADAPTER, "") is None
+    assert (reported, page.get(Word.OPAQUE)) == ([fault], Opaque.AGENT_FAILED)
 
 
 def test_a_job_whose_agent_has_failed_goes_on_counting_its_steps_and_obeys_no_stop(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import weakref
 from typing import Any, Callable, NamedTuple, NoReturn
 
@@ -411,13 +412,17 @@ def _never_attend(step: int, now: int) -> Known:
 
 
 def failure_text(problem: Exception) -> str:
-    """Return one line for the user about a failure of the agent.
+    """Return one line for the user about a failure of the agent, with its place in the code, so that it cannot be taken
+    for a reason that a script gives.
 
     Raises `problem` again if a signal handler of the script has raised it: that may run in the middle of the agent."""
     if _is_of_signal_handler(problem):
         raise problem
     lines = str(problem).strip().splitlines()
-    return f"the agent met what it cannot handle: {type(problem).__name__}{': ' + lines[0][:300] if lines else ''}"
+    what = f"{type(problem).__name__}{': ' + lines[0][:300] if lines else ''}"
+    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(problem.__traceback__)]
+    place = f" (at {os.path.basename(places[-1][0])}:{places[-1][1]}, please report it)" if places else ""
+    return f"the agent met what it cannot handle: {what}{place}"
 
 
 def _is_of_signal_handler(problem: Exception) -> bool:
@@ -427,12 +432,7 @@ def _is_of_signal_handler(problem: Exception) -> bool:
         handler = getattr(handler, "func", handler)  # of functools.partial
         if callable(handler):
             codes.add(getattr(handler, "__code__", None) or getattr(type(handler).__call__, "__code__", None))
-    place = problem.__traceback__
-    while place is not None:
-        if place.tb_frame.f_code in codes:
-            return True
-        place = place.tb_next
-    return False
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(problem.__traceback__))
 
 
 _live: weakref.WeakSet[Control] = weakref.WeakSet()

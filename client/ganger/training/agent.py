@@ -114,7 +114,7 @@ def _hook() -> None:
         # an adapter begins where the script calls a trainer that the agent knows
         from ganger.training.trainer_run import KNOWN, Trainers
 
-        trainers = Trainers(_script.make_way, _diversion, _outside)
+        trainers = Trainers(_script.make_way, _stand_aside, _diversion, _outside)
         for name in KNOWN:
             _after_import(name, functools.partial(trainers.hook, name))
     except Exception as problem:  # in the middle of the user's `import torch`

@@ -208,4 +208,6 @@ class ReplayedRun(ABC):
 
 
 def reason_of(problem: Exception) -> str:
+    """Return why a state cannot be kept: it is of a kind that cannot be, or the agent has failed, by a fault of its
+    own. Then the reason names its place in the code."""
     return str(problem) if isinstance(problem, StateNotSupportedError) else failure_text(problem)

@@ -245,10 +245,17 @@ Begin = Callable[[TrainerAdapter, str], "TrainerRun | None"]
 
 
 class Trainers:
-    """Of one process. `make_way` lets go of the page for an adapter, or returns False."""
+    """Of one process. `make_way` lets go of the page for an adapter, or returns False; `stand_aside` reports a failure
+    before there is a run, and ends a rank with a state to bring back."""
 
-    def __init__(self, make_way: Callable[[], bool], diversion: OutputReplay | None, outside: OutsideChanges) -> None:
-        self._make_way = make_way
+    def __init__(
+        self,
+        make_way: Callable[[], bool],
+        stand_aside: Callable[[Exception], None],
+        diversion: OutputReplay | None,
+        outside: OutsideChanges,
+    ) -> None:
+        self._make_way, self._stand_aside = make_way, stand_aside
         self._diversion = diversion
         self._outside = outside
         self._run: TrainerRun | None = None
@@ -273,14 +280,15 @@ class Trainers:
                     return None
                 if refusal:
                     control.explain("ADAPTER", refusal)
-                if refusal or not self._make_way() or not control.claim():
+                # the page first: what made way does not come back
+                if refusal or not control.claim() or not self._make_way():
                     control.close()
                     return None
                 self._run = TrainerRun(control, self._diversion, self._outside)
             self._run.begin(adapter)
             return self._run
         except Exception as problem:
-            tell(f"{adapter.form} trains without control: {problem}")
+            (self._stand_aside if self._run is None else self._run.step_aside)(problem)
             return None
 
 
