@@ -57,8 +57,7 @@ def test_a_live_cluster_accepts_every_order_that_needs_no_oracle() -> None:
             with pytest.raises(ValueError, match="for the simulator only"):
                 live_policy_named(name)
         else:
-            stops = policy_named(name).order.preempts
-            assert live_policy_named(name).is_planned is stops, order.name
+            assert live_policy_named(name).is_planned is order.needs_planner, order.name
     assert live_policy_named("fifo+best-fit").is_planned
 
 
@@ -69,7 +68,7 @@ def test_optimus_decides_on_sizes_and_places_in_the_planner_live_too() -> None:
     assert policy_named("optimus+best-fit").placement.name == "best-fit"
 
 
-def test_an_order_without_preemption_has_stages_only_with_another_part() -> None:
+def test_an_order_by_arrival_without_preemption_has_stages_only_with_another_part() -> None:
     assert policy_named("fifo").stages == ()
     policy = policy_named("fifo+elastic")
     assert policy.is_planned

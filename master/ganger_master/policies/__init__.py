@@ -187,11 +187,14 @@ def _tetris(name: str, knobs: Knobs, knows_durations: bool = False) -> _Base:
     return _Base(order, name.removesuffix("-oracle"), (StartByTetris(knobs),))
 
 
-# Without preemption no job is weighed against another, and each job's scheduler places it: such an order has no stages.
+def _base_of_order(order: JobOrder) -> _Base:
+    return _Base(order, order.placement, (StartByRank(),) if order.needs_planner else ())
+
+
 # Optimus visits jobs by arrival, preempts for the jobs it chose, and skips those that do not fit. Tetris aligns by the
 # dot product, or by the angle alone as in the Virginia report; an oracle may replace its estimates of remaining work.
 _BASES: Final[Mapping[str, _Base]] = {
-    **{name: _Base(one, one.placement, (StartByRank(),) if one.preempts else ()) for name, one in ORDERS.items()},
+    **{name: _base_of_order(order) for name, order in ORDERS.items()},
     "gandiva": _Base(replace(FIFO_BACKFILL, name="gandiva"), "gandiva", (Grow(), ShareByTimeSlices(), Migrate())),
     "optimus": _Base(replace(FIFO_BACKFILL, name="optimus", preempts=True), "optimus", (ResizeByOptimus(),)),
     "tetris": _tetris("tetris", Knobs()),

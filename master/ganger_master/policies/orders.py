@@ -27,7 +27,7 @@ SLACK_S = 1e-3
 class JobOrder:
     """An order by name. The docstring of `keys` begins with a line that describes the order (`order_registry.summary`).
 
-    * `preempts`: a job may take the place of a running job that ranks below it.
+    * `preempts`: a job may take the place of a running job that ranks below it. Else `packs` and `slices` are refused.
     * `is_strict`: no job passes one that does not fit.
     * `knows_durations`: reads an oracle's remaining times, so it serves for comparison only.
     * `learns`: reads indices that are estimated from other jobs (`estimators.run_time`).
@@ -39,7 +39,7 @@ class JobOrder:
     * `placement`: the placement, unless the policy's name has one.
     * `with_history`: returns this order for the GPU-seconds of ended jobs.
     * `with_interval`: returns this order for a minimum time in seconds between two plans that preempt.
-    * `by_arrival`: pending jobs are in the order of submission, as in the master's queue.
+    * `by_arrival`: `keys` is empty. Without preemption the master's queue then serves, which needs no planner.
     """
 
     name: str
@@ -57,6 +57,11 @@ class JobOrder:
     with_history: Callable[[ServiceHistory], JobOrder] | None = None
     with_interval: Callable[[float], JobOrder] | None = None
     by_arrival: bool = False
+
+    @property
+    def needs_planner(self) -> bool:
+        """Return whether only a planner can follow it. The master's own queue is by arrival, and preempts no job."""
+        return self.preempts or not self.by_arrival
 
 
 def as_decimals(amounts: Floats) -> Floats:
