@@ -1,4 +1,4 @@
-"""Compare the decisions of 36 replays with recorded ones: `PYTHONPATH=tools python -m guards.replay_digests`.
+"""Compare the decisions of replays with recorded ones: `PYTHONPATH=tools python -m guards.replay_digests`.
 
 Each replay (`guards.replays`) runs through the simulator and gives two lists of lines, each with a digest:
 

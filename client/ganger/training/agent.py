@@ -1,4 +1,4 @@
-"""The zero-line form: finds the boundaries of an unmodified script, pauses it there, brings it back after a restart.
+"""Entry of the agent: install it in a rank, and hook torch when it is imported. `unmodified_script` finds the loop.
 
 A boundary is the next fetch from the loader after an optimizer's step, so that what a script does after the step
 (schedules, logging) is part of it. Torch is hooked when it is imported, not before. Only the process that was launched

@@ -87,7 +87,7 @@ class GangCheckpoints:
         self._changed = changed
         self.wanted = wanted
         self._run = run
-        self._gatherings: dict[int, ShardCollection] = {}
+        self._collections: dict[int, ShardCollection] = {}
         self._described: dict[tuple[int, int], Shard] = {}  # by (agreement, rank)
         self._refused: dict[int, str] = {}
         self._reported_refusal = 0  # the agreement whose refusal the leader has received
@@ -164,7 +164,7 @@ class GangCheckpoints:
 
     def abandon(self, agreement: int) -> None:
         """Give up the checkpoint of a stop whose ranks go on. If the same stop is ordered again, they save anew."""
-        self._gatherings.pop(agreement, None)
+        self._collections.pop(agreement, None)
         if self._refused.pop(agreement, None):
             self.trouble = ""
         self._described = {key: shard for key, shard in self._described.items() if key[0] != agreement}
@@ -193,12 +193,12 @@ class GangCheckpoints:
         """Leader's side: add shards of some ranks, and publish once all are there."""
         assert self._leads, "only the leader gathers shards"
         async with self._lock:
-            gathering = self._gatherings.get(agreement, ShardCollection(self._world, step)).add(step, shards)
-            self._gatherings = {agreement: gathering}
-            if not gathering.complete or agreement in self.handed or agreement in self._refused:
+            collection = self._collections.get(agreement, ShardCollection(self._world, step)).add(step, shards)
+            self._collections = {agreement: collection}
+            if not collection.complete or agreement in self.handed or agreement in self._refused:
                 return
             try:
-                await self._run(self._publish_now, storage, gathering)
+                await self._run(self._publish_now, storage, collection)
             except StorageError as error:
                 self._refuse(agreement, f"{error.reason}: the checkpoint at step {step} cannot be published: {error}")
                 return
@@ -213,13 +213,13 @@ class GangCheckpoints:
             self.handed[agreement] = step
         self._changed()
 
-    def _publish_now(self, storage: Path, gathering: ShardCollection) -> None:
-        tmp, final = directories(storage, self._job_uid, self._epoch, gathering.step)
+    def _publish_now(self, storage: Path, collection: ShardCollection) -> None:
+        tmp, final = directories(storage, self._job_uid, self._epoch, collection.step)
         if not (final.exists() and not tmp.exists()):
             hit("mid-fsync")
-            self._publish(tmp, final, manifest(gathering, self._job_uid, self._epoch, time.time()))
+            self._publish(tmp, final, manifest(collection, self._job_uid, self._epoch, time.time()))
             hit("after-rename")
-        name = CheckpointName(gathering.step, self._epoch)
+        name = CheckpointName(collection.step, self._epoch)
         self.published = _published(storage, self._job_uid, name)
         log.info("checkpoint published", extra={"job": self._job_uid, "checkpoint": str(name)})
         self.prune(storage)

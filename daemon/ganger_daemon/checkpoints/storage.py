@@ -179,7 +179,7 @@ class ShardCollection:
     shards: Mapping[int, Shard] = field(default_factory=dict)
 
     def add(self, step: int, shards: tuple[Shard, ...]) -> ShardCollection:
-        """Return the gathering with these shards added. Shards of a newer step replace those of an older one."""
+        """Return the collection with these shards added. Shards of a newer step replace those of an older one."""
         if step < self.step:
             return self
         known = dict(self.shards) if step == self.step else {}
@@ -191,14 +191,14 @@ class ShardCollection:
         return len(self.shards) == self.world
 
 
-def manifest(gathering: ShardCollection, job_uid: str, epoch: int, time_s: float) -> dict[str, Any]:
-    assert gathering.complete, "a manifest is written when all shards are there"
+def manifest(collection: ShardCollection, job_uid: str, epoch: int, time_s: float) -> dict[str, Any]:
+    assert collection.complete, "a manifest is written when all shards are there"
     return {
         "format": MANIFEST_FORMAT,
         "job_uid": job_uid,
         "epoch": epoch,
-        "step": gathering.step,
-        "world": gathering.world,
+        "step": collection.step,
+        "world": collection.world,
         "time": time_s,
         "files": {
             shard_name(shard.rank): {
@@ -208,7 +208,7 @@ def manifest(gathering: ShardCollection, job_uid: str, epoch: int, time_s: float
                 "header_digest": shard.header_digest,
                 "device_model": shard.device_model,
             }
-            for _, shard in sorted(gathering.shards.items())
+            for _, shard in sorted(collection.shards.items())
         },
     }
 
@@ -237,7 +237,7 @@ class _Header(msgspec.Struct, frozen=True, gc=False):
 
 
 def describe_shard(path: Path) -> Shard:
-    """Read all of a shard and check its digests. Blocks. Raises image.ImageError or OSError."""
+    """Read all of a shard and check its digests. Blocks. Raises state_image.ImageError and OSError."""
     with open_plain(path, is_jobs_directory=True) as file:
         size = os.fstat(file.fileno()).st_size
         preamble = state_image.parse_preamble(_exactly(file, min(size, state_image.PREAMBLE_BYTES)))

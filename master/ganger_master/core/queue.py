@@ -1,4 +1,4 @@
-"""The queue of waiting jobs in the policy's order with subsets of it, and the placement leases of its jobs."""
+"""Pending jobs by priority and arrival, subsets of them, and their placement leases."""
 
 from __future__ import annotations
 

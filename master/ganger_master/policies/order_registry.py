@@ -181,6 +181,7 @@ def round_robin_keys(facts: Facts, now: float, capacity: Capacity) -> tuple[NDAr
 
 
 LAS = JobOrder("las", las_keys)
+# For ideal runs of the simulator only: the policy `las2d` is `tiresias`.
 LAS2D = JobOrder("las2d", las2d_keys)
 ROUND_ROBIN = JobOrder("round-robin", round_robin_keys)
 
