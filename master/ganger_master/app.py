@@ -21,7 +21,7 @@ from ganger import __version__
 from ganger.failpoints import Failpoints
 from ganger.wire.endpoints import EndpointError, is_loopback
 from ganger.wire.methods import CallerRole
-from ganger.wire.tls import check_directory, server_context, tell_end
+from ganger.wire.tls import Renewed, check_directory, server_context, tell_end
 
 from ganger_master.config import Config
 from ganger_master.core.commands import NoteEnds, OpenStore
@@ -240,8 +240,8 @@ class Master:
             return take(self.writer, daemons, time.time())
 
         tls = self.config.tls
-        context = None if tls is None or is_loopback(listen) else server_context(tls)
-        return MetricsServer(listen, __version__, snapshot, asyncio.get_running_loop(), context)
+        contexts = None if tls is None or is_loopback(listen) else Renewed(tls, server_context)
+        return MetricsServer(listen, __version__, snapshot, asyncio.get_running_loop(), contexts)
 
     async def stop(self) -> None:
         """Idempotent. What was accepted is durable when it returns."""

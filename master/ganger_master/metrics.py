@@ -24,6 +24,7 @@ from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import ConfigurationSet, NodeRow
 from ganger.job_state import JobState
 from ganger.wire.endpoints import EndpointError
+from ganger.wire.tls import Renewed
 from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 
@@ -217,7 +218,7 @@ _TEXT: Final = [("Content-Type", "text/plain")]
 class MetricsServer:
     """Serves metrics from creation until `stop`, which any thread except the loop's may call.
 
-    `take`: returns a snapshot, called in `loop`. `context`: with TLS, callers need a certificate. Raises EndpointError
+    `take`: returns a snapshot, called in `loop`. `contexts`: with TLS, callers need a certificate. Raises EndpointError
     if the address is not available.
     """
 
@@ -227,7 +228,7 @@ class MetricsServer:
         version: str,
         take: Callable[[], Snapshot],
         loop: asyncio.AbstractEventLoop,
-        context: ssl.SSLContext | None = None,
+        contexts: Renewed[ssl.SSLContext] | None = None,
     ) -> None:
         self._version = version
         self._take = take
@@ -237,15 +238,12 @@ class MetricsServer:
         registry.register(self)
         host, _, port = listen.rpartition(":")
         try:
-            self._http = _bound(host.strip("[]"), int(port))
+            self._http = _bound(host.strip("[]"), int(port), contexts)
         except OSError as error:
             text = f"cannot serve metrics on {listen}: {error.strerror or error}; choose another --metrics HOST:PORT"
             raise EndpointError(text) from error
-        if context is not None:
-            # The handshake comes with the first byte that is read, so it is bounded as that is.
-            self._http.socket = context.wrap_socket(self._http.socket, server_side=True, do_handshake_on_connect=False)
         self._http.set_app(_answering(make_wsgi_app(registry)))
-        self.url = f"{'http' if context is None else 'https'}://{host}:{self._http.server_port}/metrics"
+        self.url = f"{'http' if contexts is None else 'https'}://{host}:{self._http.server_port}/metrics"
         self._thread = threading.Thread(target=self._http.serve_forever, name="metrics", daemon=True)
         self._thread.start()
 
@@ -274,12 +272,20 @@ class _Handler(WSGIRequestHandler):
         """Log nothing: a request comes every few seconds."""
 
 
-def _bound(host: str, port: int) -> WSGIServer:
+def _bound(host: str, port: int, contexts: Renewed[ssl.SSLContext] | None) -> WSGIServer:
     # The kind of the first address that the name has, as others dial it.
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
 
     class Server(WSGIServer):
         address_family = family
+
+        def get_request(self) -> tuple[socket.socket, Any]:
+            connection, address = super().get_request()
+            if contexts is None:
+                return connection, address
+            # The handshake comes with the first byte that is read, so it is bounded as that is.
+            context = contexts.current()
+            return context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False), address
 
         def handle_error(self, *_: object) -> None:
             log.debug("connection for metrics failed", exc_info=True)

@@ -13,8 +13,8 @@ import grpc
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
-from ganger.wire.certificate_authority import CertificateError, issue, make_authority
-from ganger.wire.channels import open_channel
+from ganger.wire.certificate_authority import CertificateError, issue, make_authority, renew
+from ganger.wire.channels import DaemonChannels, open_channel
 from ganger.wire.endpoints import Endpoint, EndpointError, check_dial_address, check_listen_address, find_endpoint
 from ganger.wire.methods import CallerIdentity, CallerRole
 from ganger.wire.servers import bind, make_server
@@ -22,6 +22,7 @@ from ganger.wire.tls import (
     AUTHORITY,
     CERTIFICATE,
     KEY,
+    Renewed,
     check_directory,
     read_files,
     server_credentials,
@@ -193,6 +194,107 @@ def served(certificate: Path, story: Callable[[str], str]) -> str:
             await server.stop(None)
 
     return asyncio.run(run())
+
+
+def replaced(directory: Path, by: Path) -> None:
+    """Exchange all files, one after the other, as a copy from another machine does."""
+    for name in (KEY, CERTIFICATE, AUTHORITY):
+        (directory / name).write_bytes((by / name).read_bytes())
+
+
+def test_a_server_shows_renewed_files_and_takes_callers_of_a_new_authority_without_a_restart(
+    authority: Authority, tmp_path: Path
+) -> None:
+    certificate, ann = authority.issue("master", "m"), authority.issue("user", "ann")
+    other = Authority(tmp_path, "other")
+    new, bob = other.issue("master", "m"), other.issue("user", "bob")
+
+    def story(address: str) -> str:
+        before = [trouble_of(ann)(address), trouble_of(bob)(address)]
+        replaced(certificate, new)
+        after = [trouble_of(ann)(address), trouble_of(bob)(address)]
+        return str([not trouble for trouble in (*before, *after)])
+
+    assert served(certificate, story) == "[True, False, False, True]"
+
+
+def test_files_that_cannot_be_used_leave_the_former_ones_in_use_and_are_logged(
+    authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    certificate, ann = authority.issue("master", "m"), authority.issue("user", "ann")
+    other = authority.issue("master", "other")
+    whole = (certificate / KEY).read_bytes()
+
+    def story(address: str) -> str:
+        (certificate / KEY).write_bytes((other / KEY).read_bytes())
+        half = trouble_of(ann)(address)
+        (certificate / KEY).write_bytes(whole)
+        return f"{half}|{trouble_of(ann)(address)}"
+
+    assert served(certificate, story) == "|"
+    (said,) = [one for one in caplog.records if one.message == "certificate not renewed"]
+    assert "is not the key of" in said.error  # type: ignore[attr-defined]
+
+
+def test_what_is_made_of_files_is_made_anew_when_they_change_only(authority: Authority) -> None:
+    directory = authority.issue("daemon", "n1")
+    made: list[bytes] = []
+
+    def make(of: Path) -> bytes:
+        made.append(read_files(of).certificate)
+        return made[-1]
+
+    renewed = Renewed(directory, make)
+    assert [renewed.current(), renewed.current()] == [made[0]] * 2
+    replaced(directory, authority.issue("daemon", "n1", to="next"))
+    assert renewed.current() == (directory / CERTIFICATE).read_bytes() != made[0]
+    renewed.current()
+    assert len(made) == 2
+
+
+def test_channels_to_daemons_show_a_renewed_certificate_and_keep_their_number(authority: Authority) -> None:
+    master = authority.issue("master", "m")
+
+    async def story() -> None:
+        channels = DaemonChannels("", str(master), most=2)
+        first, second = channels.get("127.0.0.1:1"), channels.get("127.0.0.1:2")
+        assert channels.get("127.0.0.1:1") is first
+        replaced(master, authority.issue("master", "m", to="next"))
+        renewed = channels.get("127.0.0.1:1")
+        assert renewed is not first
+        channels.get("127.0.0.1:3")
+        assert channels.get("127.0.0.1:1") is renewed
+        assert channels.get("127.0.0.1:2") is not second
+        await channels.close()
+
+    asyncio.run(story())
+
+
+def test_a_renewed_certificate_is_that_of_the_same_party_for_longer(authority: Authority, tmp_path: Path) -> None:
+    directory = authority.issue("daemon", "n1", ("n1.lab", "10.0.0.7"), days=1)
+    key = (directory / KEY).read_bytes()
+    identity, end = renew(tmp_path / "authority", directory, 20.0)
+    assert identity == check_directory(directory) == CallerIdentity(CallerRole.DAEMON, "n1")
+    assert end - datetime.now(UTC) > timedelta(days=19)
+    assert key != (directory / KEY).read_bytes()
+    assert (directory / KEY).stat().st_mode & 0o777 == 0o600
+    names = x509.load_pem_x509_certificate((directory / CERTIFICATE).read_bytes()).extensions
+    found = names.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert found.get_values_for_type(x509.DNSName) == ["n1.lab", "n1.lab.daemon.ganger", "10.0.0.7.daemon.ganger"]
+    assert sorted(path.name for path in directory.iterdir()) == [AUTHORITY, CERTIFICATE, KEY]
+
+
+def test_nothing_is_renewed_without_a_certificate_or_its_authority(authority: Authority, tmp_path: Path) -> None:
+    directory = authority.issue("user", "ann")
+    content = (directory / CERTIFICATE).read_bytes()
+    with pytest.raises(CertificateError, match="`ganger certs init"):
+        renew(tmp_path / "none", directory, 1.0)
+    assert (directory / CERTIFICATE).read_bytes() == content
+    with pytest.raises(CertificateError, match=r"cannot read .*cert\.pem"):
+        renew(tmp_path / "authority", tmp_path / "empty", 1.0)
+    (directory / CERTIFICATE).write_text("no certificate")
+    with pytest.raises(CertificateError, match="is no certificate of a cluster"):
+        renew(tmp_path / "authority", directory, 1.0)
 
 
 def test_nothing_is_wrong_where_nothing_is(authority: Authority) -> None:

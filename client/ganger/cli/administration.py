@@ -74,6 +74,26 @@ def issue(directory: Path, role: str, name: str, hosts: tuple[str, ...], out: Pa
     click.echo(f"issued {out} to {identity}, until {end:%Y-%m-%d %H:%M} UTC")
 
 
+@certs.command()
+@click.argument("directory", type=Directory())
+@click.argument("certificate", type=Directory())
+@click.option(
+    "--days", type=Within(min=0.0001, max=3650.0), default=365.0, show_default=True, help="How long it lasts."
+)
+def renew(directory: Path, certificate: Path, days: float) -> None:
+    """Replace the files in CERTIFICATE by new ones of the same role, name and hosts, by the authority in DIRECTORY.
+
+    Master and daemons use them for new connections at once, without a restart.
+    """
+    from ganger.wire import certificate_authority as certificates
+
+    try:
+        identity, end = certificates.renew(directory, certificate, days)
+    except certificates.CertificateError as error:
+        raise CommandError(str(error)) from error
+    click.echo(f"renewed {certificate} of {identity}, until {end:%Y-%m-%d %H:%M} UTC")
+
+
 @click.command()
 @click.option(
     "--seconds", "-s", type=Within(0, _MOST_S, min_open=True), default=60.0, show_default=True,

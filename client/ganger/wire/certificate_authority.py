@@ -20,8 +20,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from ganger.wire.errors import CertificateInvalid
 from ganger.wire.methods import CallerIdentity, CallerRole, served_name
-from ganger.wire.tls import AUTHORITY, CERTIFICATE, KEY
+from ganger.wire.tls import AUTHORITY, CERTIFICATE, KEY, identity_in_pem
 
 AUTHORITY_KEY: Final = "ca-key.pem"
 AUTHORITY_DAYS: Final = 3650
@@ -60,9 +61,12 @@ def check_hosts(role: CallerRole, hosts: Sequence[str]) -> None:
         raise CertificateError(f"a {role} accepts no connections: leave --host out")
 
 
-def issue(authority: Path, identity: CallerIdentity, hosts: Sequence[str], days: float, out: Path) -> datetime:
+def issue(
+    authority: Path, identity: CallerIdentity, hosts: Sequence[str], days: float, out: Path, *, replaces: bool = False
+) -> datetime:
     """Writes key.pem (mode 0600), cert.pem and ca.pem into `out`: a certificate of `identity`, by the authority in the
-    directory `authority`, with `hosts` (DNS names and IP addresses). When it ends. Raises CertificateError."""
+    directory `authority`, with `hosts` (DNS names and IP addresses). When it ends. `replaces`: files that are there are
+    replaced. Raises CertificateError."""
     serves = identity.role in _SERVERS
     check_hosts(identity.role, hosts)
     signer, signing_key = _authority(authority)
@@ -89,8 +93,28 @@ def issue(authority: Path, identity: CallerIdentity, hosts: Sequence[str], days:
         .sign(signing_key, hashes.SHA256())
     )
     pem = serialization.Encoding.PEM
-    _write(out, {KEY: _pem_of(key), CERTIFICATE: certificate.public_bytes(pem), AUTHORITY: signer.public_bytes(pem)})
+    files = {KEY: _pem_of(key), CERTIFICATE: certificate.public_bytes(pem), AUTHORITY: signer.public_bytes(pem)}
+    _write(out, files, replaces=replaces)
     return certificate.not_valid_after_utc
+
+
+def renew(authority: Path, directory: Path, days: float) -> tuple[CallerIdentity, datetime]:
+    """Replace the certificate in a directory, and its key, by one of the same identity and hosts. Return the identity,
+    and when it ends. Raises CertificateError."""
+    try:
+        content = (directory / CERTIFICATE).read_bytes()
+        identity = identity_in_pem(content)
+        names = x509.load_pem_x509_certificate(content).extensions
+        found = names.get_extension_for_class(x509.SubjectAlternativeName).value
+    except OSError as error:
+        raise CertificateError(f"cannot read {directory / CERTIFICATE}: {(error.strerror or '').lower()}") from error
+    except (CertificateInvalid, ValueError) as error:
+        raise CertificateError(f"{directory / CERTIFICATE} is no certificate of a cluster: {error}") from error
+    hosts = [*found.get_values_for_type(x509.DNSName), *map(str, found.get_values_for_type(x509.IPAddress))]
+    served = {served_name(identity.role, host) for host in hosts}
+    return identity, issue(
+        authority, identity, [host for host in hosts if host not in served], days, directory, replaces=True
+    )
 
 
 def _authority(directory: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
@@ -151,17 +175,25 @@ def _pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
     )
 
 
-def _write(directory: Path, files: dict[str, bytes]) -> None:
-    """Write all files or none; existing files are never overwritten."""
+def _write(directory: Path, files: dict[str, bytes], *, replaces: bool = False) -> None:
+    """Write all files or none; files that are there are replaced only if `replaces`, each at once."""
+    written: list[tuple[Path, Path]] = []
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         taken = [name for name in files if (directory / name).exists()]
-        if taken:
+        if taken and not replaces:
             raise CertificateError(f"{directory / taken[0]} is there already: choose another directory, or remove it")
         for name, content in files.items():
             mode = 0o644 if name in (CERTIFICATE, AUTHORITY) else 0o600
-            descriptor = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+            temporary = directory / f".{name}.{os.getpid()}"
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+            written.append((temporary, directory / name))
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content)
+        for temporary, path in written:
+            temporary.rename(path)
     except OSError as error:
         raise CertificateError(f"cannot write into {directory}: {(error.strerror or str(error)).lower()}") from error
+    finally:
+        for temporary, _ in written:
+            temporary.unlink(missing_ok=True)

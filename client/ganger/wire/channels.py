@@ -10,6 +10,7 @@ speaks version 1.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -133,6 +134,48 @@ def _options(
     # The certificate has to state the role, too: certificates of other roles name the same host.
     expected = served_name(role, host_of(endpoint.address))
     return (*_CLIENT_OPTIONS, ("grpc.ssl_target_name_override", expected), *options)
+
+
+# For calls under way on a channel that is replaced.
+_GRACE_S = 60.0
+
+
+class DaemonChannels:
+    """Channels of the running event loop to daemons, by address, for as long as the certificate shown there is the
+    present one. At most `most`, the oldest goes first. `tls`: directory of the certificate; empty for none."""
+
+    def __init__(self, token: str, tls: str = "", most: int = 1_024) -> None:
+        self._token, self._tls, self._most = token, tls, most
+        self._channels: dict[str, tuple[grpc.aio.Channel, tuple[int, ...]]] = {}
+        # Kept until they are done: the loop itself keeps no task.
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def get(self, address: str) -> grpc.aio.Channel:
+        """Return the channel to a daemon. Raises EndpointError as `open_channel`."""
+        version: tuple[int, ...] = ()
+        if self._tls:
+            from ganger.wire.tls import version_of
+
+            version = version_of(Path(self._tls))
+        known = self._channels.get(address)
+        if known is not None and known[1] == version:
+            return known[0]
+        channel = open_aio_channel(Endpoint(address, self._token, self._tls), role=CallerRole.DAEMON)
+        if known is not None or len(self._channels) >= self._most:
+            former, _ = self._channels.pop(address if known is not None else next(iter(self._channels)))
+            closing = asyncio.get_running_loop().create_task(former.close(grace=_GRACE_S))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        self._channels[address] = channel, version
+        return channel
+
+    async def close(self) -> None:
+        """Close all of them; calls under way are cancelled."""
+        channels, self._channels = self._channels, {}
+        for closing in self._closing:
+            closing.cancel()
+        for channel, _ in channels.values():
+            await channel.close(None)
 
 
 _CALLS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")

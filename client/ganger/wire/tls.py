@@ -13,11 +13,12 @@ import os
 import socket
 import ssl
 import stat
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import grpc
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from cryptography.x509 import Certificate
 
 log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 CERTIFICATE: Final = "cert.pem"
 KEY: Final = "key.pem"
@@ -61,10 +64,66 @@ def channel_credentials(directory: Path) -> grpc.ChannelCredentials:
 
 
 def server_credentials(directory: Path) -> grpc.ServerCredentials:
-    """Return the credentials of a server that requires a client certificate. Raises CredentialError."""
+    """Return the credentials of a server that requires a client certificate. New connections get renewed files. Raises
+    CredentialError."""
+    renewed = Renewed(directory, _server_configuration)
+    used = [first := renewed.current()]
+
+    def fetch() -> Any:
+        found = renewed.current()
+        if found is used[0]:
+            return None
+        used[0] = found
+        return found
+
+    return grpc.dynamic_ssl_server_credentials(first, fetch, require_client_authentication=True)
+
+
+def _server_configuration(directory: Path) -> Any:
     files = read_files(directory)
-    pair = [(files.key, files.certificate)]
-    return grpc.ssl_server_credentials(pair, root_certificates=files.authority, require_client_auth=True)
+    return grpc.ssl_server_certificate_configuration([(files.key, files.certificate)], files.authority)
+
+
+def version_of(directory: Path) -> tuple[int, ...]:
+    """Return a value that changes with the files of a directory, however they are replaced."""
+    found: list[int] = []
+    for name in (CERTIFICATE, KEY, AUTHORITY):
+        try:
+            status = (directory / name).stat()
+        except OSError:
+            found.append(0)
+        else:
+            found += (status.st_ino, status.st_size, status.st_mtime_ns)
+    return tuple(found)
+
+
+class Renewed(Generic[_T]):
+    """What is made of the files of a directory, and made anew when they change. Files that cannot be used are logged,
+    and the former ones stay in use: a directory is seldom renewed at once.
+
+    make: raises CredentialError; so does the first call.
+    """
+
+    def __init__(self, directory: Path, make: Callable[[Path], _T]) -> None:
+        self._directory, self._make = directory, make
+        self._lock = threading.Lock()
+        self._version = version_of(directory)
+        self._made = make(directory)
+
+    def current(self) -> _T:
+        """Look at the files. Any thread may call it."""
+        version = version_of(self._directory)
+        with self._lock:
+            if version != self._version:
+                self._version = version
+                try:
+                    check_directory(self._directory)
+                    self._made = self._make(self._directory)
+                except CredentialError as error:
+                    log.warning("certificate not renewed", extra={"error": str(error)})
+                else:
+                    tell_end(self._directory)
+            return self._made
 
 
 def client_context(directory: Path) -> ssl.SSLContext:

@@ -14,9 +14,7 @@ from typing import Any, TypeVar
 
 import grpc
 from ganger.agent.v1 import peer_pb2, peer_pb2_grpc
-from ganger.wire.channels import open_aio_channel
-from ganger.wire.endpoints import Endpoint
-from ganger.wire.methods import CallerRole
+from ganger.wire.channels import DaemonChannels
 
 from ganger_daemon.cgroups.contract import Cgroups
 from ganger_daemon.checkpoints import storage as layout
@@ -164,9 +162,7 @@ class PeerCalls:
 
     def __init__(self, token: str, tls: str = "") -> None:
         """`tls`: directory of the certificate to present, where links have TLS."""
-        self._token = token
-        self._tls = tls
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels = DaemonChannels(token, tls)
 
     async def rendezvous(self, address: str, job_uid: str, epoch: int) -> tuple[str, int]:
         """Return host and port of the ranks' rendezvous. Raises OSError if the leader does not answer."""
@@ -210,16 +206,10 @@ class PeerCalls:
         return state
 
     async def close(self) -> None:
-        for channel in self._channels.values():
-            await channel.close(None)
-        self._channels.clear()
+        await self._channels.close()
 
     def stub(self, address: str) -> Any:
-        channel = self._channels.get(address)
-        if channel is None:
-            channel = open_aio_channel(Endpoint(address, self._token, self._tls), role=CallerRole.DAEMON)
-            self._channels[address] = channel
-        return peer_pb2_grpc.PeerServiceStub(channel)
+        return peer_pb2_grpc.PeerServiceStub(self._channels.get(address))
 
 
 @dataclass(slots=True)

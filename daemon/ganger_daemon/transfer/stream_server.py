@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 from ganger.agent.v1 import agent_pb2
 from ganger.failpoints import hit
 from ganger.injob.page_layout import PageState
-from ganger.wire.tls import server_context
+from ganger.wire.tls import Renewed, server_context
 
 from ganger_daemon.core.gang_judgement import PartPhase
 from ganger_daemon.transfer.state_stream import (
@@ -138,7 +138,7 @@ class StreamServer:
         self._find = find
         self._token = token
         self._wait_s = wait_s
-        self._context = server_context(Path(tls)) if tls else None
+        self._contexts = Renewed(Path(tls), server_context) if tls else None
         self._host = host
         self._closing = threading.Event()
         self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
@@ -186,8 +186,9 @@ class StreamServer:
             worker.start()
 
     def _stranger(self, connection: socket.socket) -> socket.socket:
-        if self._context is not None:
-            connection = self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        if self._contexts is not None:
+            context = self._contexts.current()
+            connection = context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
         with self._lock:
             self._strangers[connection] = None
             if len(self._strangers) > MAX_STRANGERS:

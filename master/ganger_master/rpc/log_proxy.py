@@ -17,7 +17,8 @@ from typing import Any, Final, NamedTuple, TypeVar
 import grpc
 from ganger.agent.v1 import peer_pb2, peer_pb2_grpc
 from ganger.v1 import job_service_pb2
-from ganger.wire import channels, errors
+from ganger.wire import errors
+from ganger.wire.channels import DaemonChannels
 from ganger.wire.endpoints import Endpoint, EndpointError
 from ganger.wire.methods import CallerRole
 from ganger.wire.tls import trouble_with
@@ -68,9 +69,8 @@ class LogProxy:
         """Create the proxy. `tls`: the directory of the certificate for daemons; without it, they accept the token."""
         self._writer = writer
         self._shown = shown
-        self._token = "" if tls else token
         self._tls = tls
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels = DaemonChannels("" if tls else token, tls, _CHANNELS_KEPT)
         self._former: dict[_Log, tuple[str, ...]] = {}
 
     async def read(
@@ -99,9 +99,7 @@ class LogProxy:
                 yield chunk
 
     async def close(self) -> None:
-        for channel in self._channels.values():
-            await channel.close(None)
-        self._channels.clear()
+        await self._channels.close()
 
     async def _follow(self, number: int, rank: int, position: int) -> AsyncIterator[job_service_pb2.LogChunk]:
         with self._writer.committed.watching(f"jobs/{number}") as news:
@@ -261,24 +259,12 @@ class LogProxy:
         known = self._writer.committed.nodes.get(node)
         if known is None or not known.peer_address or known.lost:
             return None
-        channel = self._channel(known.peer_address)
-        if channel is None:
+        try:
+            channel = self._channels.get(known.peer_address)
+        except EndpointError:
             return None
         request = peer_pb2.ReadPeerLogRequest(job_uid=job.uid, rank=rank, offset=position, follow=follow)
         return peer_pb2_grpc.PeerServiceStub(channel).ReadLog(request)
-
-    def _channel(self, address: str) -> grpc.aio.Channel | None:
-        channel = self._channels.get(address)
-        if channel is None:
-            try:
-                channel = channels.open_aio_channel(Endpoint(address, self._token, self._tls), role=CallerRole.DAEMON)
-            except EndpointError:
-                return None
-            if len(self._channels) >= _CHANNELS_KEPT:
-                oldest = self._channels.pop(next(iter(self._channels)))
-                asyncio.get_running_loop().create_task(oldest.close(grace=60.0))
-            self._channels[address] = channel
-        return channel
 
     def _home_of(self, job: JobRecord, rank: int) -> str | None:
         """Return the node where the rank is placed now; None without a gang."""
