@@ -72,7 +72,7 @@ FROM_SOURCES = (
         "word-language-model",
         "LSTM without an optimizer object, annealed by its validation",
         (
-            *("python", "main.py", "--epochs", "60", "--emsize", "64", "--nhid", "64", "--bptt", "12"),
+            *("python", "main.py", "--epochs", "90", "--emsize", "64", "--nhid", "64", "--bptt", "12"),
             *("--log-interval", "5", "--save", "model.pt"),
         ),
         source="pytorch/examples",
