@@ -583,5 +583,5 @@ def test_one_gang_rests_for_an_urgent_one_and_not_two_where_its_memory_is_in_the
     (change,) = drive.found().changes
     assert (change.kind, change.number, change.level) == ("SUSPEND", large, level)
     assert drive.node_of(large) not in {drive.node_of(number) for number in small}
-    ((waiting, hole),) = [(one.waiting, one.hole) for one in drive.moving.plans]
+    ((waiting, hole),) = [(one.waiting, one.place) for one in drive.moving.plans]
     assert (waiting, [claim.node for claim in hole]) == (urgent, [drive.node_of(large)])

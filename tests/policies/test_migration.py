@@ -12,7 +12,7 @@ from ganger.cluster.resources import Claim, GangShape, LocalityLevel, NodeRow
 from ganger.cluster.view import LoadMode, View
 from ganger_master.core.plan_changes import Goal
 from ganger_master.estimators.slowdown import LocalityModel
-from ganger_master.policies.make_room import Displacement, Movable, Movables, hole_for, in_order
+from ganger_master.policies.make_room import Displacement, Movable, Movables, in_order, room_for
 from ganger_master.policies.migration_choice import (
     FreeDeviceCounts,
     GangDistance,
@@ -114,7 +114,7 @@ def test_closer_than_where_room_is_counted_no_search_finds_a_place(others: list[
     for level in range(LocalityLevel.NVLINK, gang_level(view, one.claims)):
         shape = gang(sum(own), widest=LocalityLevel(level))
         trying.give(one.claims)
-        found = hole_for(room, Movables(view, ()), shape, stay=(1,))
+        found = room_for(room, Movables(view, ()), shape, stay=(1,))
         trying.undo()
         assert found is None or level >= closest
     free = [4 - count for count in beside]

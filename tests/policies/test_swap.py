@@ -11,18 +11,18 @@ from ganger.cluster.preferences import BEST_FIT
 from ganger.cluster.resources import GangShape, LocalityLevel
 from ganger.cluster.search import PlacementRequest
 from ganger.cluster.view import View
-from ganger_master.policies.make_room import Hole, Movable, Movables, hole_for
+from ganger_master.policies.make_room import Movable, Movables, RoomPlan, room_for
 from ganger_master.policies.park_and_move import swap_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.clusters import cluster, gang, server
-from policies.test_hole import filled, rows
+from policies.test_make_room import filled, rows
 
 # Far dearer than a move, as resting is.
 STOP = 100.0
 
 
-def search(nodes: list[list[bool]], needed: int) -> Hole | None:
+def search(nodes: list[list[bool]], needed: int) -> RoomPlan | None:
     """Jobs of one device by node; True: may be preempted."""
     view, gangs = filled([[1] * len(some) for some in nodes])
     may_stop = [one for some in nodes for one in some]
@@ -135,7 +135,7 @@ def test_the_victims_cost_least_then_are_fewest_and_the_gang_is_spread_least(
 def test_a_hole_stops_no_gang_without_which_it_would_be_there(case: tuple[View, list[Movable], GangShape]) -> None:
     view, gangs, wanted = case
     room = CapacityIndex(view)
-    found = hole_for(room, Movables(view, gangs), wanted, most_moves=len(gangs))
+    found = room_for(room, Movables(view, gangs), wanted, most_moves=len(gangs))
     assert (found is None) == (best_of_all_sets(room, gangs, wanted) is None)
     if found is None:
         return

@@ -27,7 +27,7 @@ from ganger_master.core.plan_changes import PlanChange, StartChange, SuspendChan
 from ganger_master.planner.context import PlanContext, held_by_all, held_of
 from ganger_master.planner.device_groups import Claims, Unit, units
 from ganger_master.policies.job_facts import Facts, Flags, Integers
-from ganger_master.policies.make_room import Hole, Movable, Movables, hole_for, no_further
+from ganger_master.policies.make_room import Movable, Movables, RoomPlan, no_further, room_for
 
 _NOWHERE: frozenset[str] = frozenset()
 # So many jobs that wait for devices to be returned have their places kept, first job first.
@@ -199,10 +199,10 @@ class GangFitting:
             return None
         closed = self._closed.get(job.number, _NOWHERE)
         self._see()
-        hole = staying.hole(job, no_further(shape, widest_now(shape, self._waited(job))), closed)
-        if hole is None:
+        room_plan = staying.room_plan(job, no_further(shape, widest_now(shape, self._waited(job))), closed)
+        if room_plan is None:
             return None
-        for move in hole.moves:
+        for move in room_plan.moves:
             self._give(move.gang.held)
             unit = staying.units[move.number]
             if move.claims:
@@ -210,11 +210,11 @@ class GangFitting:
             else:
                 self._displace(unit)
             self._busy.update(claim.node for claim in move.gang.claims)
-        for move in hole.moves:
+        for move in room_plan.moves:
             self._take(move.claims)
             wanted.update(claim.node for claim in move.claims)
-        self._take(hole.claims)
-        return hole.claims
+        self._take(room_plan.claims)
+        return room_plan.claims
 
     def _would_be(self, job: JobRecord, given: Iterable[Claims], avoid: frozenset[str]) -> frozenset[str]:
         """Return the nodes that a job would use if these claims were returned; empty if it does not fit even then."""
@@ -350,7 +350,7 @@ class ChosenJobs(Struct, frozen=True, eq=False, gc=False):
 
 
 # So many pending jobs of a pass get a make-room search, first job first.
-_MOST_HOLES = 8
+_MOST_SEARCHES = 8
 
 
 class PreemptionCandidates:
@@ -360,7 +360,7 @@ class PreemptionCandidates:
         self._choice, self._placement = choice, context.policy.placement
         self._table, self._terms, self._room = context.jobs, context.terms, context.room
         self._regroups = context.order.regroups
-        self._holes = 0
+        self._searches = 0
         # Shapes whose search failed; a lower-ranked job of that shape has fewer candidates.
         self._vain: set[GangShape] = set()
         self._stopped: set[int] = set()
@@ -402,21 +402,21 @@ class PreemptionCandidates:
     def _free_gpus(self) -> int:
         return int(np.bitwise_count(self._room.view.columns().free).sum())
 
-    def hole(self, job: JobRecord, shape: GangShape, avoid: Set[str]) -> Hole | None:
+    def room_plan(self, job: JobRecord, shape: GangShape, avoid: Set[str]) -> RoomPlan | None:
         """Return the jobs to preempt for this job, and the new places of those that fit elsewhere; None if there are
         none. Under an order that regroups, the search first moves jobs of any rank and at most equal priority."""
-        if shape in self._vain or self._holes == _MOST_HOLES:
+        if shape in self._vain or self._searches == _MOST_SEARCHES:
             return None
-        self._holes += 1
+        self._searches += 1
         found = None
         if self._regroups and self._free_gpus >= shape.gpus:
             above = {number for number, unit in self.units.items() if unit[0][0].spec.priority > job.spec.priority}
             stay = above | self._stopped
-            found = hole_for(self._room, self._movable, shape, placement=self._placement, avoid=avoid, stay=stay)
+            found = room_for(self._room, self._movable, shape, placement=self._placement, avoid=avoid, stay=stay)
         if found is None:
             rank, most = self._ranks[job.number], len(self.units)
             stay = {other for other in self.units if self._ranks[other] < rank} | self._stopped
-            found = hole_for(
+            found = room_for(
                 self._room, self._stoppable, shape, placement=self._placement, avoid=avoid, stay=stay, most_moves=most
             )
         if found is None:

@@ -41,7 +41,7 @@ from ganger_master.planner.migration_plans import (
 )
 from ganger_master.planner.migration_searches import CLOSER_S, HOUR_S, MakeRoomSearch, OpportunisticMigration
 from ganger_master.planner.plan_pace import NONE_EXCLUDED
-from ganger_master.policies.make_room import Hole
+from ganger_master.policies.make_room import RoomPlan
 from ganger_master.policies.migration_choice import MigrationTerms, drained
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def drain(migration: MigrationContext, node: str) -> None:
         numbers = [move.number for move in proposal.moves]
         if migration.under_way + len(numbers) > MOST_AT_ONCE or not migration.busy.isdisjoint(numbers):
             break
-        migration.begin(Goal.DRAIN, Hole((), proposal.moves))
+        migration.begin(Goal.DRAIN, RoomPlan((), proposal.moves))
     if not migration.plans and not _is_any_job_moving(migration.table):
         # A job on its way could still leave room.
         for job in (*[migration.gangs[number][0] for number in stuck], *_sharing(migration, node)):
@@ -311,7 +311,7 @@ class _Pass:
         for plan in plans:
             for step in plan.steps:
                 keep(self._migration.trying, step.claims)
-            keep(self._migration.trying, plan.hole)
+            keep(self._migration.trying, plan.place)
 
     def _take_starts(self, found: PlanDraft) -> None:
         migration = self._migration

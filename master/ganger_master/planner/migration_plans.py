@@ -29,7 +29,7 @@ from ganger_master.planner.context import PlanContext, PlanDraft, held_alone
 from ganger_master.planner.device_groups import is_free, is_shared
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migration_outcomes import MigrationOutcomes
-from ganger_master.policies.make_room import Displacement, Hole, Movable, Movables, in_order
+from ganger_master.policies.make_room import Displacement, Movable, Movables, RoomPlan, in_order
 from ganger_master.policies.migration_choice import movable
 
 # A plan that is not done by then is given up; the master waits as long for one move.
@@ -56,13 +56,14 @@ class MigrationStep:
 
 @dataclass(frozen=True, slots=True)
 class MigrationPlan:
-    """`waiting`: number of the job whose place is `hole`; zero if there is none. `saved`: GPU-seconds."""
+    """Migration steps for one goal. `waiting`: number of the pending job that they make room for, at `place`; zero if
+    there is none. `saved`: expected gain in GPU-seconds."""
 
     goal: Goal
     steps: tuple[MigrationStep, ...]
     began_s: float
     waiting: int = 0
-    hole: Claims = ()
+    place: Claims = ()
     saved: float = 0.0
 
     @property
@@ -145,7 +146,7 @@ def hold(plans: Iterable[MigrationPlan], table: LiveTable, trying: Trial, begun:
             if has_none_yet:
                 keep(trying, step.claims)
         if plan.waiting and plan.waiting not in begun:
-            keep(trying, plan.hole)
+            keep(trying, plan.place)
 
 
 def keep(trying: Trial, claims: Claims) -> None:
@@ -183,7 +184,7 @@ def _follow(
     view = trying.room.view
     if now >= plan.began_s + LONGEST_S or any(stage is Stage.ASTRAY for _, stage in stages):
         return None
-    if not _may_come_free(view, plan.hole, leaving):
+    if not _may_come_free(view, plan.place, leaving):
         return None
     steps = []
     for step, stage in stages:
@@ -206,11 +207,11 @@ def _follow(
         changes.append(change)
         if isinstance(change, MoveChange):
             trying.take(step.claims)
-    if plan.waiting and (_are_done(stages) or is_free(view, plan.hole)):
+    if plan.waiting and (_are_done(stages) or is_free(view, plan.place)):
         found = table.get(plan.waiting)
-        if found is not None and not fit(view, found[0].shape, plan.hole, retune=True):
-            changes.append(StartChange(plan.waiting, found[0].revision, plan.hole))
-            trying.take(plan.hole)
+        if found is not None and not fit(view, found[0].shape, plan.place, retune=True):
+            changes.append(StartChange(plan.waiting, found[0].revision, plan.place))
+            trying.take(plan.place)
     return replace(plan, steps=tuple(steps))
 
 
@@ -300,7 +301,7 @@ class MigrationMemory:
     @property
     def promises(self) -> tuple[Promise, ...]:
         """Return the places that the master is to reserve for pending jobs."""
-        return tuple([Promise(one.waiting, one.hole) for one in self.plans if one.waiting])
+        return tuple([Promise(one.waiting, one.place) for one in self.plans if one.waiting])
 
 
 class MigrationContext:
@@ -385,7 +386,7 @@ class MigrationContext:
     def begin(
         self,
         goal: Goal,
-        hole: Hole,
+        room_plan: RoomPlan,
         waiting: int = 0,
         saved: float = 0.0,
         last_goal: Goal | None = None,
@@ -399,7 +400,7 @@ class MigrationContext:
         last_goal: goal of the last move, if another.
         level: the level at which jobs without a new place are parked.
         """
-        ordered, parked = in_order(hole.moves)
+        ordered, parked = in_order(room_plan.moves)
         pairs = {job.number: (job, gang) for job, gang in self.running}
         if not all(has_arenas(pairs[move.number][1]) for move in parked):
             return
@@ -409,12 +410,12 @@ class MigrationContext:
         for move in ordered:
             job, gang = pairs[move.number]
             pause = self.costs.pause_s(job, gang)
-            own = last_goal if move is hole.moves[-1] else None
+            own = last_goal if move is room_plan.moves[-1] else None
             rest = SuspendLevel.OFFLOAD if move.claims else level
             steps.append(
                 MigrationStep(move.number, gang.claims, move.claims, pause, move in parked, goal=own, level=rest)
             )
-        plan = MigrationPlan(goal, tuple(steps), self.now, waiting, hole.claims if waiting else (), saved)
+        plan = MigrationPlan(goal, tuple(steps), self.now, waiting, room_plan.claims if waiting else (), saved)
         carried = carry_on([plan], self.table, self.trying, self.now)
         self.plans.extend(carried.plans)
         self.changes.extend(carried.changes)

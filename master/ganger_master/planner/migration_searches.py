@@ -34,7 +34,7 @@ from ganger_master.planner.migration_plans import (
     goes_alone,
     is_waiting,
 )
-from ganger_master.policies.make_room import Displacement, Hole, Movable, Movables, hole_for, no_further
+from ganger_master.policies.make_room import Displacement, Movable, Movables, RoomPlan, no_further, room_for
 from ganger_master.policies.migration_choice import (
     Crowded,
     FreeDeviceCounts,
@@ -53,11 +53,11 @@ from ganger_master.policies.migration_choice import (
     unpacked,
 )
 from ganger_master.policies.orders import SLACK_S
-from ganger_master.policies.park_and_move import badness, swap_for
+from ganger_master.policies.park_and_move import cost_key, swap_for
 from ganger_master.policies.trials import DOUBT, FIRST_WINDOWS, TrialRates, normalised
 
 # Pending jobs of one pass that are searched for, first job first: a search takes as long as many placements.
-_MOST_HOLES: Final = 4
+_MOST_SEARCHES: Final = 4
 # No job is preempted for a gang that moves will make room for within this time.
 _SOON_S: Final = 60.0
 # Victims have the lowest priority that makes room.
@@ -128,7 +128,7 @@ class MakeRoomSearch:
                 looks += 1
                 self._make(got[0])
             vain.add(shape)
-            if looks == _MOST_HOLES:
+            if looks == _MOST_SEARCHES:
                 break
 
     def _make(self, job: JobRecord) -> None:
@@ -137,13 +137,13 @@ class MakeRoomSearch:
         wished = replace_of(job.shape, locality=migration.context.terms.shape(job).locality)
         shape = no_further(wished, widest_now(wished, waited))
         stay = migration.busy
-        hole, worth_s, level = self._by_moves(job, shape, stay), 0.0, SuspendLevel.OFFLOAD
-        if hole is not None:
-            worth_s = hole.cost / max(1, shape.gpus)
+        room_plan, worth_s, level = self._by_moves(job, shape, stay), 0.0, SuspendLevel.OFFLOAD
+        if room_plan is not None:
+            worth_s = room_plan.cost / max(1, shape.gpus)
         elif self._outranks(job) and shape.locality.widest == widest_now(job.shape, waited):
             # No job is parked for a place that is only better than a free one.
-            hole, level = self._by_stops(job, shape, stay)
-        if hole is None or not hole.moves:
+            room_plan, level = self._by_stops(job, shape, stay)
+        if room_plan is None or not room_plan.moves:
             self._look_later(job.number)
             return
         if waited + SLACK_S < worth_s:
@@ -153,30 +153,30 @@ class MakeRoomSearch:
             self._looked[job.number] = MakeRoomLook(job.pending_since + worth_s, migration.free, is_soon)
             migration.come_back(job.pending_since + worth_s)
             return
-        if migration.under_way + len(hole.moves) > MOST_AT_ONCE:
+        if migration.under_way + len(room_plan.moves) > MOST_AT_ONCE:
             self._look_later(job.number)
             return
-        saved = waited * shape.gpus - (hole.cost if worth_s else 0.0)
-        migration.begin(Goal.HOLE, hole, job.number, max(0.0, saved), level=level)
+        saved = waited * shape.gpus - (room_plan.cost if worth_s else 0.0)
+        migration.begin(Goal.HOLE, room_plan, job.number, max(0.0, saved), level=level)
 
-    def _by_moves(self, job: JobRecord, shape: GangShape, stay: frozenset[int]) -> Hole | None:
+    def _by_moves(self, job: JobRecord, shape: GangShape, stay: frozenset[int]) -> RoomPlan | None:
         migration = self._migration
         if migration.free < shape.gpus:
             return None
         movables = Movables(
             migration.room.view, [one for other, _, one in migration.gangs.values() if _may_go(other, job)]
         )
-        hole = hole_for(migration.room, movables, shape, placement=migration.placement, stay=stay)
-        return hole if hole is not None and hole.moves else None
+        room_plan = room_for(migration.room, movables, shape, placement=migration.placement, stay=stay)
+        return room_plan if room_plan is not None and room_plan.moves else None
 
-    def _by_stops(self, job: JobRecord, shape: GangShape, stay: frozenset[int]) -> tuple[Hole | None, SuspendLevel]:
-        """Return the hole that costs least, and the level at which its victims rest: OFFLOAD if both cost the same."""
+    def _by_stops(self, job: JobRecord, shape: GangShape, stay: frozenset[int]) -> tuple[RoomPlan | None, SuspendLevel]:
+        """Return the plan that costs least, and the level at which its victims rest: OFFLOAD if both cost the same."""
         best, at = None, SuspendLevel.OFFLOAD
         for level in (SuspendLevel.OFFLOAD, SuspendLevel.CHECKPOINT):
             gangs = self._stoppable(job, level)
-            hole = swap_for(self._migration.room, gangs, shape, placement=self._migration.placement, stay=stay)
-            if hole is not None and (best is None or badness(hole) < badness(best)):
-                best, at = hole, level
+            room_plan = swap_for(self._migration.room, gangs, shape, placement=self._migration.placement, stay=stay)
+            if room_plan is not None and (best is None or cost_key(room_plan) < cost_key(best)):
+                best, at = room_plan, level
         return best, at
 
     def _outranks(self, job: JobRecord) -> bool:
@@ -260,7 +260,7 @@ class OpportunisticMigration:
                 continue
             saves = (1.0 - owed.gain) * migration.ran_s(got[0]) * got[2].shape.gpus - got[2].move_cost
             if saves > 0.0:
-                migration.begin(Goal.UNDO, Hole((), (Displacement(got[2], owed.source),)), saved=saves)
+                migration.begin(Goal.UNDO, RoomPlan((), (Displacement(got[2], owed.source),)), saved=saves)
 
     def closer(self) -> None:
         """Move gangs over several nodes closer together, where the locality model of their kind predicts a gain."""
@@ -385,7 +385,7 @@ class OpportunisticMigration:
         chosen = capped(proposals, migration.now, self._moved_at, max(0, self._left))
         for proposal in chosen:
             last = Goal.LOCALITY if proposal.goal is Goal.EXCHANGE else None
-            migration.begin(proposal.goal, Hole((), proposal.moves), saved=proposal.saves, last_goal=last)
+            migration.begin(proposal.goal, RoomPlan((), proposal.moves), saved=proposal.saves, last_goal=last)
         if chosen:
             # The end of a migration plan is an event.
             return math.inf

@@ -37,7 +37,7 @@ _MOST_SETS: Final = 4096
 _MOST_SPANS: Final = 4
 _MOST_OTHERS: Final = 32
 _MOST_SETS_OF_MANY: Final = 4
-# Moves of a hole that are checked for whether they are needed.
+# Moves of a plan that are checked for whether they are needed.
 _MOST_DROPPED: Final = 32
 
 
@@ -81,7 +81,7 @@ class Displacement:
 
 
 @dataclass(frozen=True, slots=True)
-class Hole:
+class RoomPlan:
     """Claims where a gang fits after `moves`, made in this order; keep them for the gang. Costs are in GPU-seconds."""
 
     claims: Claims
@@ -131,7 +131,7 @@ class Movables:
         return np.where(enough, cost, np.inf)
 
 
-def hole_for(
+def room_for(
     room: CapacityIndex,
     movables: Movables,
     shape: GangShape,
@@ -141,8 +141,8 @@ def hole_for(
     most_cost: float = math.inf,
     avoid: Collection[str] = (),
     stay: Collection[int] = (),
-) -> Hole | None:
-    """Return the cheapest hole that costs less than `most_cost`; None where there is none.
+) -> RoomPlan | None:
+    """Return the cheapest plan that costs less than `most_cost`; None where there is none.
 
     `movables`: gangs on the room's view. `most_cost`: expected loss of the gang by waiting, in GPU-seconds.
     `placement`: places the displaced gangs, and the gang where it fits already. `avoid`: nodes on which no gang is
@@ -151,7 +151,7 @@ def hole_for(
     closed = frozenset(avoid)
     claims = placement.place(room, PlacementRequest(shape, math.inf, avoid=closed))
     if claims is not None:
-        return Hole(claims)
+        return RoomPlan(claims)
     search = _Search(room, movables, placement, stay)
     found = None
     if shape.nodes <= 1:
@@ -159,7 +159,11 @@ def hole_for(
     if shape.gpus and shape.nodes != 1 and shape.tasks > 1 and shape.locality.widest > LocalityLevel.NODE:
         if found is None:
             by_type = [search.over_nodes(one, closed, most_cost, most_moves) for one in shapes_by_type(shape)]
-            found = min([hole for hole in by_type if hole is not None], key=lambda hole: hole.cost, default=None)
+            found = min(
+                [room_plan for room_plan in by_type if room_plan is not None],
+                key=lambda room_plan: room_plan.cost,
+                default=None,
+            )
         # The gang need not fill the nodes that were emptied for it: fragments may suffice.
         found = None if found is None else search.without_needless(found, shape, closed)
     return found
@@ -214,13 +218,13 @@ class _Search:
         most_cost: float,
         most_moves: int,
         depth: int,
-    ) -> Hole | None:
-        """Return the cheapest hole below `most_cost` on a node not in `avoid`; no gang moves to a node in `closed`."""
+    ) -> RoomPlan | None:
+        """Return the cheapest plan below `most_cost` on a node not in `avoid`; no gang moves to a node in `closed`."""
         view = self._room.view
         everything = tuple([role.tasks for role in shape.roles])
         widest = min(shape.locality.widest, LocalityLevel.NODE)
         least = self._least(shape, shape.gpus, avoid)
-        best: Hole | None = None
+        best: RoomPlan | None = None
         for slot in _least_first(least, most_cost, self._looks):
             if least[slot] >= most_cost or self._looks <= 0:
                 break
@@ -238,12 +242,12 @@ class _Search:
                     moves = self._rehome(gangs, closed, {view.nodes[slot]}, most_cost, most_moves, depth)
                 self._trying.undo(mark)
                 if claim is not None and moves is not None:
-                    best = Hole((claim,), moves)
+                    best = RoomPlan((claim,), moves)
                     most_cost = best.cost
         return best
 
-    def over_nodes(self, shape: GangShape, avoid: frozenset[str], most_cost: float, most_moves: int) -> Hole | None:
-        """Return a hole cheaper than `most_cost` on nodes that the gang fills, in one rack if that costs no more."""
+    def over_nodes(self, shape: GangShape, avoid: frozenset[str], most_cost: float, most_moves: int) -> RoomPlan | None:
+        """Return a plan cheaper than `most_cost` on nodes that the gang fills, in one rack if that costs no more."""
         devices = max([topology.devices for topology in self._room.view.topologies], default=0)
         count = shape.nodes or -(-shape.gpus // max(1, devices))
         share = -(-shape.gpus // count)
@@ -257,7 +261,7 @@ class _Search:
             for slots in self._spans(level, by_cost)
             if len(slots) >= count
         ]
-        best: Hole | None = None
+        best: RoomPlan | None = None
         for cost, _, nodes in sorted(spans)[:_MOST_SPANS]:
             if cost < most_cost:
                 found = self._emptied(shape, nodes, count, share, avoid, most_cost, most_moves)
@@ -265,10 +269,10 @@ class _Search:
                     best, most_cost = found, found.cost
         return best
 
-    def without_needless(self, hole: Hole, shape: GangShape, avoid: frozenset[str]) -> Hole:
-        """Return the hole without moves that it does not need; the dearest are tried first."""
-        for move in sorted(hole.moves[:_MOST_DROPPED], key=lambda move: (-move.cost, move.number)):
-            others = tuple([other for other in hole.moves if other is not move])
+    def without_needless(self, room_plan: RoomPlan, shape: GangShape, avoid: frozenset[str]) -> RoomPlan:
+        """Return the plan without moves that it does not need; the dearest are tried first."""
+        for move in sorted(room_plan.moves[:_MOST_DROPPED], key=lambda move: (-move.cost, move.number)):
+            others = tuple([other for other in room_plan.moves if other is not move])
             left = {claim.node for claim in move.gang.held}
             if any(claim.node in left for other in others for claim in other.claims):
                 # Others move to what it leaves.
@@ -280,8 +284,8 @@ class _Search:
             claims = self._placement.place(self._room, PlacementRequest(shape, math.inf, avoid=avoid))
             self._trying.undo()
             if claims is not None:
-                hole = Hole(claims, others)
-        return hole
+                room_plan = RoomPlan(claims, others)
+        return room_plan
 
     def _emptied(
         self,
@@ -292,8 +296,8 @@ class _Search:
         avoid: frozenset[str],
         most_cost: float,
         most_moves: int,
-    ) -> Hole | None:
-        """Return a hole on the cheapest of these nodes whose gangs find room elsewhere, node by node."""
+    ) -> RoomPlan | None:
+        """Return a plan on the cheapest of these nodes whose gangs find room elsewhere, node by node."""
         view = self._room.view
         start, busy = self._trying.mark, self._busy
         chosen: list[int] = []
@@ -312,12 +316,12 @@ class _Search:
             if len(chosen) == count:
                 break
         claims = (evenly if shape.nodes else greedily)(view, shape, chosen, LoadMode.PACK)
-        hole = None
+        room_plan = None
         if claims is not None and gang_level(view, claims) <= shape.locality.widest:
-            hole = Hole(claims, tuple(moves))
+            room_plan = RoomPlan(claims, tuple(moves))
         self._trying.undo(start)
         self._busy = busy
-        return hole
+        return room_plan
 
     def _emptied_node(
         self, slot: int, share: int, avoid: frozenset[str], most_cost: float, most_moves: int
@@ -371,14 +375,14 @@ class _Search:
                 self._trying.take(claims)
                 return (Displacement(gang, claims),)
             most = min(most_cost, gang.stop_cost) - gang.move_cost
-            hole = self.on_one_node(gang.shape, avoid, closed, most, most_moves - 1, depth - 1) if depth else None
-            if hole is not None:
-                for move in hole.moves:
+            room_plan = self.on_one_node(gang.shape, avoid, closed, most, most_moves - 1, depth - 1) if depth else None
+            if room_plan is not None:
+                for move in room_plan.moves:
                     self._trying.give(move.gang.held)
-                for claims in (*(move.claims for move in hole.moves), hole.claims):
+                for claims in (*(move.claims for move in room_plan.moves), room_plan.claims):
                     self._trying.take(claims)
-                self._busy |= {move.number for move in hole.moves}
-                return (*hole.moves, Displacement(gang, hole.claims))
+                self._busy |= {move.number for move in room_plan.moves}
+                return (*room_plan.moves, Displacement(gang, room_plan.claims))
         return (Displacement(gang, ()),) if gang.stop_cost < most_cost else ()
 
     def _least(self, shape: GangShape, gpus: int, avoid: frozenset[str]) -> NDArray[np.float64]:

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from ganger_master.core.plan_changes import Goal
 from ganger_master.estimators.slowdown import LocalityModel
-from ganger_master.policies.make_room import Displacement, Movable, Movables, hole_for, no_further, overlap
+from ganger_master.policies.make_room import Displacement, Movable, Movables, no_further, overlap, room_for
 from ganger_master.policies.placements import PlacementPreference
 from ganger_master.policies.trials import DOUBT, FIRST_WINDOWS, FailedTrials, Judged, TrialRates, judge, normalised
 
@@ -299,18 +299,20 @@ def drained(
     there = [gang for gang in gangs if any(claim.node == node for claim in gang.claims)]
     on_the_way = {gang.number for gang in there}
     for gang in sorted(there, key=lambda gang: (-gang.shape.gpus, gang.number)):
-        hole = None
+        room_plan = None
         if gang.move_cost < math.inf:
-            hole = hole_for(terms.room, others, gang.shape, placement=terms.placement, avoid=(node,), stay=on_the_way)
-        if hole is None:
+            room_plan = room_for(
+                terms.room, others, gang.shape, placement=terms.placement, avoid=(node,), stay=on_the_way
+            )
+        if room_plan is None:
             stuck.append(gang.number)
             continue
-        on_the_way.update(move.number for move in hole.moves)
-        for move in hole.moves:
+        on_the_way.update(move.number for move in room_plan.moves)
+        for move in room_plan.moves:
             trying.give(move.gang.claims)
-        for claims in (*(move.claims for move in hole.moves), hole.claims):
+        for claims in (*(move.claims for move in room_plan.moves), room_plan.claims):
             trying.take(claims)
-        found.append(MigrationProposal(Goal.DRAIN, (*hole.moves, Displacement(gang, hole.claims))))
+        found.append(MigrationProposal(Goal.DRAIN, (*room_plan.moves, Displacement(gang, room_plan.claims))))
     trying.undo()
     return found, stuck
 

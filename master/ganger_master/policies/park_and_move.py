@@ -12,7 +12,15 @@ from ganger.cluster.capacity_index import CapacityIndex, Trial
 from ganger.cluster.preferences import BEST_FIT
 from ganger.cluster.resources import GangShape
 
-from ganger_master.policies.make_room import MOST_MOVES, Displacement, Hole, Movable, Movables, cheapest_first, hole_for
+from ganger_master.policies.make_room import (
+    MOST_MOVES,
+    Displacement,
+    Movable,
+    Movables,
+    RoomPlan,
+    cheapest_first,
+    room_for,
+)
 from ganger_master.policies.placements import PlacementPreference
 
 # Victims that are searched for one by one; and nodes for which that is repeated, with victims on the node first.
@@ -21,7 +29,7 @@ _MOST_NODES: Final = 4
 # Other sets of victims that are tried afterwards, because they may be better.
 _MOST_SETS: Final = 128
 
-_Search: TypeAlias = Callable[[], Hole | None]
+_Search: TypeAlias = Callable[[], RoomPlan | None]
 
 
 def swap_for(
@@ -32,8 +40,8 @@ def swap_for(
     placement: PlacementPreference = BEST_FIT,
     most_moves: int = MOST_MOVES,
     stay: Collection[int] = (),
-) -> Hole | None:
-    """Return the cheapest hole that stops gangs: then the one with the fewest victims and moves, then the least spread.
+) -> RoomPlan | None:
+    """Return the cheapest plan that stops gangs: then the one with the fewest victims and moves, then the least spread.
 
     Gangs that may not be stopped only move, as few as suffice. `claims` of one that may be stopped: what it gives back
     by that. None where even all of them would not be enough. Exact on small clusters; on large ones no victim
@@ -45,26 +53,26 @@ def swap_for(
     movables = Movables(room.view, [gang for gang in gangs if gang.number not in names])
     trying = Trial(room)
 
-    def search() -> Hole | None:
-        return hole_for(room, movables, shape, placement=placement, most_moves=most_moves, stay=stay)
+    def search() -> RoomPlan | None:
+        return room_for(room, movables, shape, placement=placement, most_moves=most_moves, stay=stay)
 
     found = []
     for order in _orders(stoppable):
-        hole = _stopping(trying, order[:_MOST_STOPPED], shape.gpus, search)
-        if hole is not None:
-            found.append(hole)
+        room_plan = _stopping(trying, order[:_MOST_STOPPED], shape.gpus, search)
+        if room_plan is not None:
+            found.append(room_plan)
     if not found:
         return None
-    return _better(trying, stoppable, shape.gpus, min(found, key=badness), search)
+    return _better(trying, stoppable, shape.gpus, min(found, key=cost_key), search)
 
 
-def badness(hole: Hole) -> tuple[float, int, int]:
-    """Return the sort key, best hole first: cost in GPU-seconds, then gangs that move, then nodes of the new gang."""
-    return hole.cost, len(hole.moves), len(hole.claims)
+def cost_key(room_plan: RoomPlan) -> tuple[float, int, int]:
+    """Return the sort key, best plan first: cost in GPU-seconds, then gangs that move, then nodes of the new gang."""
+    return room_plan.cost, len(room_plan.moves), len(room_plan.claims)
 
 
-def _better(trying: Trial, stoppable: Sequence[Movable], gpus: int, best: Hole, search: _Search) -> Hole:
-    """Return the best of this hole and those of other sets of victims; the cheapest sets are tried first."""
+def _better(trying: Trial, stoppable: Sequence[Movable], gpus: int, best: RoomPlan, search: _Search) -> RoomPlan:
+    """Return the best of this plan and those of other sets of victims; the cheapest sets are tried first."""
     missing = gpus - int(np.bitwise_count(trying.room.view.columns().free).sum())
     by_price = sorted(stoppable, key=lambda gang: (gang.stop_cost, gang.number))
     kinds: dict[tuple[object, ...], int] = {}
@@ -78,15 +86,15 @@ def _better(trying: Trial, stoppable: Sequence[Movable], gpus: int, best: Hole, 
     )
     for chosen in islice(sets, _MOST_SETS):
         stopped = [by_price[at] for at in chosen]
-        if (sum([gang.stop_cost for gang in stopped]), len(stopped), 1) >= badness(best):
+        if (sum([gang.stop_cost for gang in stopped]), len(stopped), 1) >= cost_key(best):
             break
         for gang in stopped:
             trying.give(gang.claims)
-        hole = search()
+        room_plan = search()
         trying.undo()
-        if hole is not None:
-            whole = Hole(hole.claims, (*(Displacement(gang, ()) for gang in stopped), *hole.moves))
-            best = min(best, whole, key=badness)
+        if room_plan is not None:
+            whole = RoomPlan(room_plan.claims, (*(Displacement(gang, ()) for gang in stopped), *room_plan.moves))
+            best = min(best, whole, key=cost_key)
     return best
 
 
@@ -104,8 +112,8 @@ def _stop_cost_per_gpu(gang: Movable) -> tuple[float, int]:
     return gang.stop_cost / max(1, gang.shape.gpus), gang.number
 
 
-def _stopping(trying: Trial, order: Sequence[Movable], gpus: int, search: _Search) -> Hole | None:
-    """Return a hole that stops as few of these gangs as suffice, tried in their order; None if all are not enough."""
+def _stopping(trying: Trial, order: Sequence[Movable], gpus: int, search: _Search) -> RoomPlan | None:
+    """Return a plan that stops as few of these gangs as suffice, tried in their order; None if all are not enough."""
     free = int(np.bitwise_count(trying.room.view.columns().free).sum())
     stopped: list[Movable] = []
     found = None
@@ -128,4 +136,6 @@ def _stopping(trying: Trial, order: Sequence[Movable], gpus: int, search: _Searc
                 stopped.remove(gang)
                 found = without
     trying.undo()
-    return None if found is None else Hole(found.claims, (*(Displacement(gang, ()) for gang in stopped), *found.moves))
+    return (
+        None if found is None else RoomPlan(found.claims, (*(Displacement(gang, ()) for gang in stopped), *found.moves))
+    )

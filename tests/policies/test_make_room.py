@@ -16,7 +16,7 @@ from ganger.cluster.preferences import BEST_FIT
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel, NodeRow
 from ganger.cluster.search import PlacementRequest
 from ganger.cluster.view import LoadMode, View
-from ganger_master.policies.make_room import Displacement, Hole, Movable, Movables, hole_for, in_order
+from ganger_master.policies.make_room import Displacement, Movable, Movables, RoomPlan, in_order, room_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.busy import shapes, views
@@ -46,19 +46,19 @@ def filled(nodes: list[list[int]], of: str = "2x2") -> tuple[View, list[Movable]
     return view, gangs
 
 
-def search(view: View, gangs: list[Movable], shape: GangShape, **limits: float) -> Hole | None:
+def search(view: View, gangs: list[Movable], shape: GangShape, **limits: float) -> RoomPlan | None:
     before = rows(view)
     room = CapacityIndex(view)
-    found = hole_for(room, Movables(view, gangs), shape, **limits)  # type: ignore[arg-type]
+    found = room_for(room, Movables(view, gangs), shape, **limits)  # type: ignore[arg-type]
     assert rows(view) == before
     if found is not None:
         assert_carried_out(view.copy(), found, shape)
     return found
 
 
-def assert_carried_out(view: View, hole: Hole, shape: GangShape) -> None:
+def assert_carried_out(view: View, room_plan: RoomPlan, shape: GangShape) -> None:
     """One move after the other, each into what is free then; in the end the gang fits."""
-    ordered, parked = in_order(hole.moves)
+    ordered, parked = in_order(room_plan.moves)
     for move in parked:
         for claim in move.gang.claims:
             view.give(claim)
@@ -70,7 +70,7 @@ def assert_carried_out(view: View, hole: Hole, shape: GangShape) -> None:
         if move not in parked:
             for claim in move.gang.claims:
                 view.give(claim)
-    assert fit(view, shape, hole.claims) == ()
+    assert fit(view, shape, room_plan.claims) == ()
 
 
 def least_cost(sizes: list[list[int]], costs: list[float], needed: int, devices: int, most: int) -> float:
@@ -280,7 +280,7 @@ def test_whatever_hole_is_found_can_be_made_and_leaves_no_trace(
             costs = st.sampled_from([1.0, 3.0, math.inf])
             movable.append(Movable(number, shape, claims, data.draw(costs), data.draw(costs)))
     before = rows(view)
-    found = hole_for(room, Movables(view, movable), wanted)
+    found = room_for(room, Movables(view, movable), wanted)
     assert rows(view) == before
     if found is not None:
         assert all(move.cost < math.inf for move in found.moves)
@@ -339,7 +339,7 @@ def test_sixteen_thousand_nodes_take_a_blink(shape: GangShape) -> None:
     best = math.inf
     for _ in range(4):
         began = time.process_time()
-        found = hole_for(room, movables, shape, most_moves=64)
+        found = room_for(room, movables, shape, most_moves=64)
         best = min(best, time.process_time() - began)
     assert found is not None
     assert found.moves
