@@ -9,7 +9,7 @@ from ganger.cluster.resources import Claim
 from ganger_master.core import machine
 from ganger_master.core.answers import Approved, ChangeAnswer, PlanAnswer, Rejected
 from ganger_master.core.commands import ProposePlan, Tick
-from ganger_master.core.explain import told_blockers
+from ganger_master.core.explain import reported_blockers
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.plan_changes import StartChange
 from ganger_master.core.queue import GrantedLease
@@ -104,7 +104,7 @@ def test_a_job_starts_only_with_a_lease_and_one_that_passes_gets_the_next_lease_
     drive.request(number)
     (verdict,) = propose(drive, {number: place(drive, number, "n1")})
     assert "its scheduler has passed" in verdict.refusals[0].message
-    (reason,) = told_blockers(drive.state, drive.job(number))
+    (reason,) = reported_blockers(drive.state, drive.job(number))
     assert reason.message.startswith("its scheduler passed its last lease without a reason")
     other = drive.submit(job_of(1))
     propose(drive, {other: place(drive, number, "n1")})

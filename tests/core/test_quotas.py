@@ -14,7 +14,7 @@ from ganger.job_state import JobState
 from ganger_master.core.answers import Refused
 from ganger_master.core.approval import rules
 from ganger_master.core.commands import ProposePlan, SubmitArray, SubmitJob, SuspendJob
-from ganger_master.core.explain import explain, told_blockers
+from ganger_master.core.explain import explain, reported_blockers
 from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.plan_changes import StartChange
 from ganger_master.core.settings import CoreSettings
@@ -113,7 +113,7 @@ def test_why_names_the_jobs_that_hold_the_share(policy: str) -> None:
         drive.request(waiting, *drive.places(waiting))
     for (blocker,) in (
         explain(drive.state, waiting, drive.now).blockers,
-        told_blockers(drive.state, drive.job(waiting)),
+        reported_blockers(drive.state, drive.job(waiting)),
     ):
         assert blocker.reason is Reason.QUOTA
         assert blocker.message.startswith(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ganger_master.planner.job_estimates import AttainedTime
+from ganger_master.planner.job_measurements import AttainedTime
 from ganger_master.planner.rate_registry import ProgressReport, RateRegistry
 from planner.test_colocation_rates import job
 

@@ -202,23 +202,23 @@ def test_a_job_is_measured_with_each_load_of_its_node_as_others_come_and_go() ->
     jobs = SteppingJobs()
     jobs.runs(1, 0b1, rate=10.0)
     jobs.go_on(60.0)
-    load, rates = jobs.crowd(1)
+    load, rates = jobs.interference(1)
     assert (load, set(rates)) == (0, {0})
     jobs.runs(2, 0b1110)
     jobs.rates[1] = 7.0
     # The new load has not settled yet.
     jobs.go_on(4.0)
-    assert set(jobs.crowd(1)[1]) == {0}
+    assert set(jobs.interference(1)[1]) == {0}
     assert not jobs.compared
     jobs.go_on(40.0)
-    load, rates = jobs.crowd(1)
+    load, rates = jobs.interference(1)
     assert (load, set(rates)) == (3, {0, 3})
     assert list(jobs.compared) == [1]
     assert rates[0] == pytest.approx([10.0] * len(rates[0]))
     assert rates[3] == pytest.approx([7.0] * len(rates[3]), rel=0.1)
     assert len(rates[0]) <= 16
     jobs.ends(2)
-    assert jobs.crowd(1)[0] == 0
+    assert jobs.interference(1)[0] == 0
 
 
 def test_a_job_of_a_known_series_has_the_rates_by_load_of_those_before_it() -> None:
@@ -230,17 +230,17 @@ def test_a_job_of_a_known_series_has_the_rates_by_load_of_those_before_it() -> N
     jobs.go_on(60.0)
     jobs.ends(1)
     jobs.runs(3, 0b1, epoch=2)
-    (known,) = jobs.alike(3, gpus=1).values()
+    (known,) = jobs.same_series(3, gpus=1).values()
     assert {load: round(rates[0]) for load, rates in known.by_load.items()} == {0: 10, 3: 7}
-    assert jobs.alike(3, gpus=2) == jobs.alike(4, gpus=1) == {}
+    assert jobs.same_series(3, gpus=2) == jobs.same_series(4, gpus=1) == {}
     again = RateRegistry(PACE)
     again.recall(jobs.remembered)
-    assert again.alike(3, gpus=1) == jobs.alike(3, gpus=1)
+    assert again.same_series(3, gpus=1) == jobs.same_series(3, gpus=1)
     # Rates with other cores are others, and those with the most windows count.
     jobs.ends(2)
     jobs.runs(3, 0b1, epoch=3, cores=2_000, rate=5.0)
     jobs.go_on(60.0)
-    (with_few,) = jobs.alike(3, gpus=1).values()
+    (with_few,) = jobs.same_series(3, gpus=1).values()
     assert with_few.by_load == known.by_load
     assert {load: round(rates[0]) for load, rates in with_few.by_cores[2_000].items()} == {0: 5}
 
@@ -251,9 +251,9 @@ def test_rates_by_load_leave_out_co_located_jobs_and_are_void_after_a_change_of_
     jobs.go_on(60.0)
     jobs.runs(2, 0b1)
     jobs.go_on(60.0)
-    assert set(jobs.crowd(1)[1]) == {0}
+    assert set(jobs.interference(1)[1]) == {0}
     jobs.ends(2)
     jobs.runs(1, 0b1, cores=2_000)
-    assert jobs.crowd(1) == (0, {})
+    assert jobs.interference(1) == (0, {})
     jobs.ends(1)
-    assert jobs.crowd(1) == (0, {})
+    assert jobs.interference(1) == (0, {})

@@ -20,7 +20,7 @@ from ganger_master.planner.context import PlanContext, PlannerSettings, context_
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.plan_pace import NONE_EXCLUDED, ExcludedJobs, PlanPace
 from ganger_master.planner.rate_registry import JobRates
-from ganger_master.planner.sharing_under_order import OrderColocation, plan_packing
+from ganger_master.planner.sharing_under_order import OrderColocation, plan_under_order
 from ganger_master.policies import policy_named
 from ganger_master.policies.colocation_choice import LEAST_SPEED
 from ganger_master.policies.job_facts import Capacity
@@ -67,7 +67,7 @@ class Colocated(Drive):
     def plan(self, seen: JobRates | None = None, kept_out: ExcludedJobs = NONE_EXCLUDED) -> list[tuple[str, int]]:
         """Return the kinds and jobs of the changes that the master has approved."""
         before = self.packing
-        changes, self.packing, self.found = plan_packing(before, self.context(seen, kept_out))
+        changes, self.packing, self.found = plan_under_order(before, self.context(seen, kept_out))
         answers = self.propose(*changes) if changes else []
         refused = {change.number for change, refusal in zip(changes, answers, strict=True) if refusal is not None}
         packs = with_refusals(before.packs, self.packing.packs, refused)
@@ -150,10 +150,10 @@ def test_when_the_queue_is_empty_a_guest_moves_to_its_own_devices_and_its_host_r
     places = [drive.state.gangs[drive.job(number).epoch].claims[0] for number in (host, guest)]
     assert places[0].device_mask & places[1].device_mask == 0
     assert [place.shared_mask for place in places] == [0, 0]
-    assert drive.packing.next_look_s(drive.table(), EVERY_S) < float("inf"), "the host still has half of its cores"
+    assert drive.packing.next_pass_s(drive.table(), EVERY_S) < float("inf"), "the host still has half of its cores"
     assert drive.plan() == [("CORES", host)]
     drive.plan()
-    assert drive.packing.next_look_s(drive.table(), EVERY_S) == float("inf")
+    assert drive.packing.next_pass_s(drive.table(), EVERY_S) == float("inf")
     assert sum(drive.state.gangs[drive.job(host).epoch].claims[0].millicores) == sum(before)
 
 
@@ -188,7 +188,7 @@ def test_a_rejected_migration_does_not_count_as_a_trial() -> None:
     drive = Colocated()
     drive.wait_for(4)
     before = drive.packing
-    changes, packing, _ = plan_packing(before, drive.context())
+    changes, packing, _ = plan_under_order(before, drive.context())
     (moved,) = [change.number for change in changes if change.kind == "MOVE"]
     assert with_refusals(before.packs, packing.packs, frozenset({moved})).packs == ()
     assert len(with_refusals(before.packs, packing.packs, frozenset()).packs) == 1
@@ -196,15 +196,15 @@ def test_a_rejected_migration_does_not_count_as_a_trial() -> None:
 
 def test_passes_are_frequent_during_a_trial_and_absent_without_jobs_to_co_locate() -> None:
     drive = Colocated()
-    assert drive.packing.next_look_s(drive.table(), EVERY_S) == float("inf")
+    assert drive.packing.next_pass_s(drive.table(), EVERY_S) == float("inf")
     drive.wait_for(4)
-    assert drive.packing.next_look_s(drive.table(), EVERY_S) < drive.now
+    assert drive.packing.next_pass_s(drive.table(), EVERY_S) < drive.now
     drive.plan()
-    assert drive.packing.next_look_s(drive.table(), EVERY_S) == drive.packing.looked_s + 60.0
+    assert drive.packing.next_pass_s(drive.table(), EVERY_S) == drive.packing.last_pass_s + 60.0
     (pack,) = drive.packing.packs.packs
     drive.move_in(pack.guest)
     drive.plan(drive.together(SLOWER))
-    assert drive.packing.next_look_s(drive.table(), EVERY_S) == drive.packing.looked_s + 600.0, "it changed nothing"
+    assert drive.packing.next_pass_s(drive.table(), EVERY_S) == drive.packing.last_pass_s + 600.0, "it changed nothing"
 
 
 def test_a_guest_keeps_the_host_memory_that_it_runs_with() -> None:
@@ -258,7 +258,7 @@ def test_a_co_location_ends_when_one_of_its_jobs_gets_a_time_limit() -> None:
 def test_a_co_location_that_would_be_rejected_again_counts_as_failed() -> None:
     drive = Colocated(jobs=4)
     drive.wait_for(1)
-    changes, packing, _ = plan_packing(drive.packing, drive.context(gpus=8))
+    changes, packing, _ = plan_under_order(drive.packing, drive.context(gpus=8))
     (moved,) = [change.number for change in changes if change.kind == "MOVE"]
     refused = frozenset({moved})
     for_now, for_long = (
@@ -277,7 +277,7 @@ def test_no_job_migrates_to_an_unavailable_node() -> None:
     context = drive.context()
     view = context.room.view
     view.available[view.slots["n1"]] = False
-    changes, packing, _ = plan_packing(drive.packing, context)
+    changes, packing, _ = plan_under_order(drive.packing, context)
     assert changes == ()
     assert packing.packs.packs == ()
 
@@ -286,4 +286,4 @@ def test_passes_keep_a_least_interval_however_often_plans_are_made() -> None:
     drive = Colocated()
     drive.wait_for(4)
     drive.plan()
-    assert drive.packing.next_look_s(drive.table(), 0.0) > drive.packing.looked_s
+    assert drive.packing.next_pass_s(drive.table(), 0.0) > drive.packing.last_pass_s

@@ -9,7 +9,7 @@ import pytest
 from core.drive import job_of
 from ganger_master.core.job_model import JobRecord
 from ganger_master.estimators.convergence import LossPoint
-from ganger_master.planner.job_estimates import MOST_POINTS
+from ganger_master.planner.job_measurements import MOST_POINTS
 from ganger_master.planner.rate_registry import ProgressReport, RateRegistry
 from ganger_master.policies.optimus_sizes import NOTHING, OptimusEstimate
 from msgspec.structs import replace

@@ -50,7 +50,7 @@ class Rates(JobRates):
     def signature(self, number: int) -> str:
         return "alike"
 
-    def crowd(self, number: int) -> tuple[int, dict[int, tuple[float, ...]]]:
+    def interference(self, number: int) -> tuple[int, dict[int, tuple[float, ...]]]:
         return self.crowds.get(number, (0, {}))
 
     @property
@@ -514,7 +514,7 @@ def test_a_move_that_did_not_help_is_undone_and_not_made_again() -> None:
     for _ in range(5):
         drive.now += 700.0
         assert drive.proposed() == []
-    assert drive.moving.outcomes.owed == {}
+    assert drive.moving.outcomes.pending_reverts == {}
 
 
 def test_a_job_that_cannot_return_at_once_returns_when_its_place_is_free_again() -> None:
@@ -524,7 +524,7 @@ def test_a_job_that_cannot_return_at_once_returns_when_its_place_is_free_again()
     drive.runs(taken)
     drive.now += 60.0
     assert drive.proposed() == []
-    assert drive.moving.outcomes.owed.keys() == {pair}
+    assert drive.moving.outcomes.pending_reverts.keys() == {pair}
     drive.ends(taken)
     assert drive.proposed() == [("MOVE", pair)]
     assert drive.state.gangs[drive.job(pair).next_epoch].nodes == source

@@ -14,7 +14,7 @@ from ganger_master.core.gang_model import GangPhase, ObservedPhase
 from ganger_master.core.job_model import Capabilities, SuspendLevel
 from ganger_master.core.plan_changes import Goal, ResumeChange, StartChange, SuspendChange, TrialFinding
 from ganger_master.planner import colocations as packs_of
-from ganger_master.planner.colocations import Colocations, plan_packs, with_refusals
+from ganger_master.planner.colocations import Colocations, plan_colocations, with_refusals
 from ganger_master.planner.context import PlannerSettings, context_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.rate_registry import JobRates
@@ -73,7 +73,7 @@ class Tried(Packing):
             message = scheduling_pb2.LiveJob()
             live_job_to_wire(job, self.state.gangs.get(job.epoch), message)
             table.put(*live_job_from_wire(scheduling_pb2.LiveJob.FromString(message.SerializeToString())))
-        changes, self.packs, self.found = plan_packs(
+        changes, self.packs, self.found = plan_colocations(
             self.packs,
             context_of(
                 POLICY,

@@ -8,7 +8,7 @@ from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Claim, LocalityLevel, Role, TaskShape
 from ganger.job_state import JobState
 from ganger_master.core.commands import CancelJob
-from ganger_master.core.explain import explain, told_blockers
+from ganger_master.core.explain import explain, reported_blockers
 from ganger_master.core.gang_model import Gang, GangPhase, GangRole, Piece
 from ganger_master.core.job_model import JobRecord, JobSpec
 from ganger_master.planner.job_table import LiveTable
@@ -33,7 +33,8 @@ def test_no_job_is_preempted_for_one_that_would_exceed_its_users_quota(quotas: d
     newcomer = drive.submit(job_of(2), "ann")
     found = drive.found()
     assert (found.changes, found.line.tolist()) == ((), []), "it is in no line"
-    for told in (explain(drive.state, newcomer, drive.now).blockers, told_blockers(drive.state, drive.job(newcomer))):
+    reported = reported_blockers(drive.state, drive.job(newcomer))
+    for told in (explain(drive.state, newcomer, drive.now).blockers, reported):
         assert [blocker.reason for blocker in told] == [Reason.QUOTA]
     drive.step(CancelJob(anns))
     drive.seen_without("n1", anns)

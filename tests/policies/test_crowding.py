@@ -8,7 +8,7 @@ import pytest
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.view import View
 from ganger_master.core.plan_changes import Goal
-from ganger_master.policies.migration_choice import Crowded, MigrationTerms, Tried, at_most, relieved, tried
+from ganger_master.policies.migration_choice import MigrationTerms, SlowedGang, Tried, at_most, relieved, tried
 from ganger_master.policies.trials import FailedTrials
 from kit.clusters import cluster
 from policies.test_migration import put, rows
@@ -20,8 +20,8 @@ NOISY = (4.0, 14.0, 12.0, 6.0)
 
 def crowded(
     view: View, number: int, node: int, load: int, rates: Mapping[int, tuple[float, ...]], remaining_s: float = 3600.0
-) -> Crowded:
-    return Crowded(put(view, number, (node, 1)), load, rates, remaining_s)
+) -> SlowedGang:
+    return SlowedGang(put(view, number, (node, 1)), load, rates, remaining_s)
 
 
 def test_a_gang_slower_beside_others_goes_where_as_few_are_as_when_it_was_faster() -> None:

@@ -16,9 +16,9 @@ from ganger_master.policies.make_room import Displacement, Movable, Movables, in
 from ganger_master.policies.migration_choice import (
     FreeDeviceCounts,
     GangDistance,
+    MeasuredColocation,
     MigrationProposal,
     MigrationTerms,
-    Packed,
     Tried,
     capped,
     closer,
@@ -26,11 +26,11 @@ from ganger_master.policies.migration_choice import (
     drained,
     exchanged,
     fragmented_nodes,
+    is_worth_reverting,
     movable,
+    separated,
     tried,
-    unpacked,
     verdict,
-    worth_going_back,
 )
 from ganger_master.policies.trials import FailedTrials, TrialRates, TrialVerdict
 from hypothesis import given, settings
@@ -256,7 +256,7 @@ def test_places_that_did_not_help_are_not_exchanged_again_at_once() -> None:
     ],
 )
 def test_the_way_back_has_to_pay_for_itself(gain: float, remaining_s: float, pause_s: float, pays: bool) -> None:
-    assert worth_going_back(gain, remaining_s, pause_s) is pays
+    assert is_worth_reverting(gain, remaining_s, pause_s) is pays
 
 
 def test_what_did_not_help_is_remembered_of_all_jobs_alike() -> None:
@@ -278,11 +278,11 @@ def test_pack_that_loses_the_most_is_taken_apart_first() -> None:
     view = cluster(2, server("2"))
     first, second, third = (put(view, number, (number // 2, 1)) for number in (0, 1, 2))
     assert view.free == [0, 2]
-    packs = [Packed(1.9, 2, (first,)), Packed(1.2, 2, (second, third))]
-    (found,) = unpacked(MigrationTerms(CapacityIndex(view)), packs, 600.0)
+    packs = [MeasuredColocation(1.9, 2, (first,)), MeasuredColocation(1.2, 2, (second, third))]
+    (found,) = separated(MigrationTerms(CapacityIndex(view)), packs, 600.0)
     assert (found.goal, [move.number for move in found.moves]) == (Goal.UNPACK, [1])
     assert found.saves == pytest.approx(0.4 * 600.0 - PAUSE_S)
-    assert unpacked(MigrationTerms(CapacityIndex(view)), packs, 1.0) == []
+    assert separated(MigrationTerms(CapacityIndex(view)), packs, 1.0) == []
 
 
 def test_a_drained_node_is_emptied_and_no_job_is_stopped() -> None:

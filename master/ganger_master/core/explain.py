@@ -139,11 +139,11 @@ def explain(state: State, number: int, now: float, *, has_planner: bool = True) 
 
 def _explain(state: State, job: JobRecord, now: float, has_planner: bool) -> Explanation:
     if job.held and not job.state.is_finished:
-        return Explanation(told_blockers(state, job), assumption=_at_rest(state, job))
+        return Explanation(reported_blockers(state, job), assumption=_at_rest(state, job))
     if is_backing_off(job):
         wait = max(0.0, job.again_at - now)
         text = f"unknown, because it is tried again in {wait:.0f} s, and then has to find a place"
-        return Explanation(told_blockers(state, job), assumption=text)
+        return Explanation(reported_blockers(state, job), assumption=text)
     if not job.is_waiting:
         leaving = tuple([as_it_is(state, one) for one in availability.held_up(state, job, now)])
         stuck = (*_silent_nodes(state, job, now), *leaving)
@@ -163,11 +163,11 @@ def _explain(state: State, job: JobRecord, now: float, has_planner: bool) -> Exp
         assumption = "unknown, because each pass decides anew which job gets the next free devices"
         if not has_planner:
             return Explanation((_no_planner(state), *blockers), assumption="unknown, because no planner is connected")
-        told = told_blockers(state, job)
+        reported = reported_blockers(state, job)
         known = {one.reason for one in blockers}
-        told = (*blockers, *(one for one in told if one.reason not in known))
+        reported = (*blockers, *(one for one in reported if one.reason not in known))
         is_ranked = all(one.reason.waits_for_capacity or one.reason in _BEHIND for one in blockers[:1])
-        return Explanation(told, assumption=assumption, is_ranked=is_ranked)
+        return Explanation(reported, assumption=assumption, is_ranked=is_ranked)
     holders = tuple(_holders(state, now))
     if any(not one.reason.waits_for_capacity and one.reason not in _BEHIND for one in blockers[:1]):
         return Explanation(blockers, assumption=f"unknown, because {blockers[0].message}")
@@ -177,7 +177,7 @@ def _explain(state: State, job: JobRecord, now: float, has_planner: bool) -> Exp
     return Explanation(blockers, expected.after, expected.before, expected.assumption)
 
 
-def told_blockers(state: State, job: JobRecord, *, has_planner: bool = True) -> tuple[Refusal, ...]:
+def reported_blockers(state: State, job: JobRecord, *, has_planner: bool = True) -> tuple[Refusal, ...]:
     """Return why a job waits, as last reported: by its scheduler, or by the planner's ranking where that places.
 
     `has_planner`: whether a planner is connected.
@@ -186,12 +186,12 @@ def told_blockers(state: State, job: JobRecord, *, has_planner: bool = True) -> 
         return (_held_back(job.spec.array),)
     if is_backing_off(job):
         return (_failing(state, job),)
-    told = state.blockers_of(job.number)
-    if told and told[0].reason is Reason.QUOTA:
+    reported = state.blockers_of(job.number)
+    if reported and reported[0].reason is Reason.QUOTA:
         # Other jobs of its user may have come and gone since.
-        return approval.rules(state, job) or told
-    if told or not state.is_planned or not job.is_waiting:
-        return told
+        return approval.rules(state, job) or reported
+    if reported or not state.is_planned or not job.is_waiting:
+        return reported
     # A job that its user's quota keeps out is not ranked.
     lacks = _lacks_memory(state, job) or _lacks_devices(state, job)
     placing = (*lacks, _ranked(state, job)) if has_planner else (_no_planner(state), *lacks)
@@ -301,15 +301,15 @@ def as_it_is(state: State, refusal: Refusal) -> Refusal:
     if refusal.reason is not Reason.NODE_UNAVAILABLE or refusal.detail:
         return refusal
     closed = [refusal.node] if refusal.node else [name for name in sorted(state.nodes) if not _is_open(state, name)]
-    told = [_condition(state.nodes[name]) for name in closed[:_NODES_SHOWN] if name in state.nodes]
+    reported = [_condition(state.nodes[name]) for name in closed[:_NODES_SHOWN] if name in state.nodes]
     more = [f"{len(closed) - _NODES_SHOWN} more"] if len(closed) > _NODES_SHOWN else []
-    return replace(refusal, node="", detail="; ".join([*told, *more]))
+    return replace(refusal, node="", detail="; ".join([*reported, *more]))
 
 
 def _silent_nodes(state: State, job: JobRecord, now: float) -> tuple[Refusal, ...]:
     """Return the nodes of its gang whose daemons do not call: its state there is unknown, and no order reaches it."""
     gang = state.gangs.get(job.epoch)
-    told, fate = [], _once_lost(job)
+    reported, fate = [], _once_lost(job)
     patience = math.inf if state.silent_after is None else state.silent_after
     cut_off: Mapping[str, float] | None = None
     for name in gang.nodes if gang is not None else ():
@@ -335,8 +335,8 @@ def _silent_nodes(state: State, job: JobRecord, now: float) -> tuple[Refusal, ..
         )
         # Right after a restart it is only expected.
         reason = Reason.NODE_SILENT if is_silent else Reason.NODE_UNAVAILABLE
-        told.append(Refusal(reason, detail=detail))
-    return tuple(told)
+        reported.append(Refusal(reason, detail=detail))
+    return tuple(reported)
 
 
 def _once_lost(job: JobRecord) -> str:
@@ -419,8 +419,8 @@ def _at_rest(state: State, job: JobRecord) -> str:
             return _on_the_way(state, job) or "it rests because a user suspended it; resume it"
         case JobState.HOLDING:
             gang = state.gangs.get(job.epoch)
-            told = f"it has its gang, which is {gang.phase.value}" if gang else "it has its gang"
-            return _on_the_way(state, job) or told
+            reported = f"it has its gang, which is {gang.phase.value}" if gang else "it has its gang"
+            return _on_the_way(state, job) or reported
         case JobState.PENDING:
             return "unknown, because it waits for another member to end" if job.held else "its gang is being made ready"
         case _:

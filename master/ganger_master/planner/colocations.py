@@ -124,7 +124,7 @@ class Colocations:
         return replace(self, failed=self.failed.noted(proposal.pair, now))
 
 
-def plan_packs(
+def plan_colocations(
     packs: Colocations,
     context: PlanContext,
     is_oversubscribed: bool,

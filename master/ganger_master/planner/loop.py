@@ -1,6 +1,6 @@
-"""The planner: it observes a cluster, and plans when its pace says so.
+"""Planner loop: follow a cluster and return plans when they are due.
 
-The loop is pure: times are arguments. Whatever it remembers it could find out again, at the cost of time.
+The loop is pure: times are arguments. Its memory saves time; all of it could be measured again.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from ganger_master.planner.memory import PlannerMemory
     from ganger_master.planner.rate_registry import JobRates, RateRegistry
 
-# Longest line that is reported with every change, and seconds between two reports of a longer one.
-_SHORT_LINE: Final = 100
-_LINE_S: Final = 1.0
+# A ranking up to this length is reported at every change, a longer one once per `_RANKING_S`.
+_SHORT_RANKING: Final = 100
+_RANKING_S: Final = 1.0
 
 
 class PlannerLoop:
@@ -68,7 +68,7 @@ class PlannerLoop:
             policy = replace(policy, order=policy.order.with_interval(settings.pace.every_s))
         self.policy, self.settings = policy, settings
         order = policy.aging_order if settings.bounds_waits else policy.order
-        # A round begins with an empty cluster.
+        # Rounds place all jobs anew, so every job may be preempted.
         self.order = replace(order, preempts=True) if isinstance(settings.pace, RoundPace) else order
         self.learns = self.order.learns or policy.has(StartByTetris)
         self.table = LiveTable(self.learns)
@@ -82,9 +82,9 @@ class PlannerLoop:
         self._cluster: ClusterChange | None = None
         self._room: CapacityIndex | None = None
         self._is_news = False
-        # The line last reported, and when; the reservations last proposed.
-        self._line: tuple[int, ...] | None = None
-        self._line_told_s = -math.inf
+        # The ranking last reported, and when; the reservations last proposed.
+        self._ranking: tuple[int, ...] | None = None
+        self._ranking_reported_s = -math.inf
         # The master has none of the curves by cores: it, or this loop, has just begun.
         self._lacks_curves = True
         self._reserved: tuple[Promise, ...] | None = None
@@ -93,7 +93,7 @@ class PlannerLoop:
 
     @property
     def memory(self) -> PlannerMemory:
-        """Return what an equal loop needs to continue from here."""
+        """Return the state from which a new loop of this policy continues."""
         from ganger_master.planner.memory import PlannerMemory
 
         found: dict[str, Any] = {}
@@ -141,7 +141,7 @@ class PlannerLoop:
         if change.is_whole and rates is not None:
             rates.keep(lambda number: table.get(number) is not None, now)
         if self._cluster is None:
-            # A preemption just before this loop began counts, too.
+            # A preemption before a restart counts toward the interval.
             self._pace = self._pace.begun(table.last_stop_s)
         self._cluster = change
 
@@ -153,7 +153,7 @@ class PlannerLoop:
         is_reason = False
         for number, report in progress.reports.items():
             is_reason = rates.record(number, report, now) or is_reason
-        # A policy that co-locates beside an order plans that at its own pace.
+        # Co-location under an order has its own interval, so its reports trigger no plan.
         self._is_news = self._is_news or (is_reason and self._acts_on_measures)
         if progress.reports and self._tries_cores:
             self._is_news = rates.update_trials(self._room.view, self._tuned_s(now), now) or self._is_news
@@ -169,8 +169,8 @@ class PlannerLoop:
     # -- plans ---------------------------------------------------------------------------------------------------------
 
     def step(self, now: float) -> tuple[Plan | None, float]:
-        """Return a plan if one is due, and else when the next one is, in Unix seconds without any event; infinite if
-        only an event can bring it. A plan may be empty, and has a verdict, too."""
+        """Return (plan, infinity) if a plan is due, else (None, time): when the next plan is due if no event comes
+        before, in Unix seconds; infinite if only an event can bring it. An empty plan has a verdict, too."""
         assert self._open is None, "the last plan has no verdict yet"
         next_s = self.next_s(now)
         if next_s > now or self._cluster is None:
@@ -190,7 +190,7 @@ class PlannerLoop:
         return plan, math.inf
 
     def _is_passed_over(self) -> bool:
-        """Return whether a plan could only start jobs, and too few devices are free in all."""
+        """Return whether the plan would be empty: it could only start jobs, and too few devices are free."""
         if self.settings.line_limit or self._order is None or len(self._stages) > 1 or self._cluster is None:
             return False
         free = self._cluster.free_devices
@@ -209,13 +209,13 @@ class PlannerLoop:
         if began_s < math.inf:
             waiting = self.table.queue()
             excluded = excluded.resting(frozenset([job.number for job in waiting if job.create_time > began_s]))
-        # A refused change that may be repeated is as good as an event.
+        # A refusal that has expired triggers a plan.
         is_news = self._is_news or excluded != self._excluded
         self._excluded = excluded
         found = PlanContext(
             now, self.policy, self.order, self.settings, self._pace, self._cluster, self.table, self._room, self._rates
         )
-        found.excluded, found.is_news, found.last_line = excluded, is_news, self._line or ()
+        found.excluded, found.is_news, found.last_line = excluded, is_news, self._ranking or ()
         found.may_preempt = self._pace.may_stop(now, self._is_news)
         if len(self._stages) > 1:
             found.on_trial = frozenset().union(*[stage.on_trial for stage in self._stages])
@@ -224,17 +224,17 @@ class PlannerLoop:
 
     def _plan_of(self, context: PlanContext) -> Plan:
         draft, now = context.draft, context.now
-        line, most = self._line, self.settings.line_limit
+        ranking, most = self._ranking, self.settings.line_limit
         if most:
             started = {change.number for change in draft.changes if isinstance(change, StartChange)}
-            line = tuple([number for number in draft.line.tolist() if number not in started][:most])
-        tells = False
-        if line is not None and line != self._line:
-            tells = len(line) <= _SHORT_LINE or now >= self._line_told_s + _LINE_S
-        if tells:
-            self._line, self._line_told_s = line, now
-        if line != self._line:
-            context.come_back(self._line_told_s + _LINE_S)
+            ranking = tuple([number for number in draft.line.tolist() if number not in started][:most])
+        reports_ranking = False
+        if ranking is not None and ranking != self._ranking:
+            reports_ranking = len(ranking) <= _SHORT_RANKING or now >= self._ranking_reported_s + _RANKING_S
+        if reports_ranking:
+            self._ranking, self._ranking_reported_s = ranking, now
+        if ranking != self._ranking:
+            context.come_back(self._ranking_reported_s + _RANKING_S)
         reserved = context.reservations
         keeps = reserved is not None and reserved != self._reserved
         if keeps:
@@ -242,7 +242,11 @@ class PlannerLoop:
         curves = () if self._rates is None else self._rates.curve_news(self._lacks_curves)
         self._lacks_curves = False
         return Plan(
-            draft.changes, tuple(context.findings), line if tells else None, reserved if keeps else None, curves
+            draft.changes,
+            tuple(context.findings),
+            ranking if reports_ranking else None,
+            reserved if keeps else None,
+            curves,
         )
 
     def _settle(self, verdict: PlanVerdict, now: float) -> None:

@@ -30,7 +30,8 @@ from ganger_master.core.plan_changes import (
 from ganger_master.planner.context import NOTHING_TO_DO, PlanContext, PlanDraft, PlanOutcome, PlanStage
 from ganger_master.planner.device_groups import is_free, shares_devices
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.migration_outcomes import LearnedPlaces, MigrationOutcomes
+from ganger_master.planner.measured_places import MeasuredPlaces
+from ganger_master.planner.migration_outcomes import MigrationOutcomes
 from ganger_master.planner.migration_plans import (
     MOST_AT_ONCE,
     MigrationContext,
@@ -188,7 +189,7 @@ def moves_no_job(moving: MigrationMemory, context: PlanContext) -> bool:
     room.follow()
     if not table.has_waiting or table.least_waiting_gpus <= room.free_devices:
         return False
-    if moving.plans or moving.outcomes.owed or context.cluster.draining or now >= moving.outcomes.look_s:
+    if moving.plans or moving.outcomes.pending_reverts or context.cluster.draining or now >= moving.outcomes.look_s:
         return False
     urgent, least = table.most_urgent_waiting, table.least_urgent_running
     if table.parked or urgent is None or (least is not None and urgent > least):
@@ -205,32 +206,32 @@ class _Pass:
         self._old = moving
         now = migration.now
         self._moved_at = {number: at for number, at in moving.moved_at.items() if now < at + HOUR_S}
-        self._holes = MakeRoomSearch(migration, moving.looked, resting)
+        self._make_room = MakeRoomSearch(migration, moving.searches, resting)
 
     def run(self, inner: Inner) -> tuple[PlanDraft, MigrationMemory, tuple[TrialFinding, ...], float]:
         migration, table, context = self._migration, self._migration.table, self._migration.context
         now, may_preempt = migration.now, context.may_preempt
         carried = carry_on(self._old.plans, table, migration.trying, migration.now)
-        self._holes.given_up(carried.given_up)
+        self._make_room.given_up(carried.given_up)
         migration.plans, migration.changes = carried.plans, carried.changes
         resting = parked(migration) if migration.makes_room else []
         urgent = table.most_urgent_waiting
         bring_back(migration, [one for one in resting if urgent is None or one[0].spec.priority >= urgent])
         for node in context.cluster.draining:
             drain(migration, node)
-        old = self._old.outcomes.still_owed(table, migration.now)
-        outcomes, findings = old.looked(table, migration.room.view, migration.rates, migration.now, self._takes)
-        wishes = LearnedPlaces(context, outcomes, self._old.found_until_s)
+        old = self._old.outcomes.with_live_reverts(table, migration.now)
+        outcomes, findings = old.judged(table, migration.room.view, migration.rates, migration.now, self._takes)
+        wishes = MeasuredPlaces(context, outcomes, self._old.found_until_s)
         migration.context = replace(context, terms=wishes.terms)
         is_new = context.is_news or may_preempt or bool(migration.changes or carried.given_up)
-        makes_holes = migration.makes_room and self._holes.are_possible
+        makes_holes = migration.makes_room and self._make_room.are_possible
         found = self._old.found if now < self._old.found_until_s else None
         if found is None or is_new:
             found = inner(self._within(may_preempt and not makes_holes))
         mark, known = migration.trying.mark, len(migration.plans)
         self._take_starts(found)
         if makes_holes:
-            self._holes.make(found)
+            self._make_room.make(found)
             if may_preempt:
                 migration.trying.undo(mark)
                 self._keep_for(migration.plans[known:])
@@ -240,11 +241,11 @@ class _Pass:
         opportunistic = OpportunisticMigration(
             migration, outcomes, self._moved_at, self._old.closer_s, self._old.closer_again_s
         )
-        opportunistic.go_back()
+        opportunistic.revert()
         if not migration.plans and not found.changes:
             opportunistic.closer()
         if not table.has_waiting and not migration.plans:
-            opportunistic.unpack()
+            opportunistic.separate()
             if not migration.plans:
                 opportunistic.balance()
             if migration.room.view.mode is LoadMode.PACK and not migration.plans:
@@ -257,7 +258,7 @@ class _Pass:
         plain = None if found.changes else found
         moving = MigrationMemory(
             plans=tuple(migration.plans),
-            looked=self._holes.looked,
+            searches=self._make_room.results,
             moved_at=self._moved_at,
             outcomes=outcomes,
             closer_s=opportunistic.closer_s,
@@ -300,7 +301,7 @@ class _Pass:
 
     def _within(self, may_preempt: bool) -> PlanContext:
         context = self._migration.context
-        excluded, numbers = context.excluded, self._migration.busy | self._migration.changed | self._holes.soon
+        excluded, numbers = context.excluded, self._migration.busy | self._migration.changed | self._make_room.soon
         if numbers:
             not_stopped = frozenset((*excluded.not_stopped, *numbers))
             excluded = replace(excluded.resting(numbers), not_stopped=not_stopped)

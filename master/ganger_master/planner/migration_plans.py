@@ -273,7 +273,7 @@ MOST_AT_ONCE: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class MakeRoomLook:
+class SearchResult:
     """When the make-room search for a gang is repeated: at `again_s`, or once more than `free` devices are free.
     `is_found`: moves that make room exist, and will be worth their cost soon."""
 
@@ -287,7 +287,7 @@ class MigrationMemory:
     """The state between two passes. Without it some moves are made twice."""
 
     plans: tuple[MigrationPlan, ...] = ()
-    looked: Mapping[int, MakeRoomLook] = field(default_factory=dict)
+    searches: Mapping[int, SearchResult] = field(default_factory=dict)
     # When each job was last moved, for an hour.
     moved_at: Mapping[int, float] = field(default_factory=dict)
     outcomes: MigrationOutcomes = field(default_factory=MigrationOutcomes)

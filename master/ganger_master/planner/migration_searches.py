@@ -1,7 +1,7 @@
 """The searches of a migration pass: room for pending gangs, and opportunistic migrations, which no pending job needs.
 
-Room is made by moves once the gang has waited as long as these cost other jobs, in GPU-seconds. A gang that outranks
-others preempts them: into host memory, or onto storage where host memory would take more victims. An opportunistic
+Migrations make room once the gang's wait, in GPU-seconds, exceeds their cost to other jobs. A gang that outranks others
+preempts them: into host memory, or onto storage if parking in host memory needs more victims. An opportunistic
 migration must save more than it costs, by measured rates; the operator limits their number per hour.
 """
 
@@ -28,20 +28,20 @@ from ganger_master.planner.device_groups import is_free, is_shared
 from ganger_master.planner.migration_outcomes import MigrationOutcomes
 from ganger_master.planner.migration_plans import (
     MOST_AT_ONCE,
-    MakeRoomLook,
     MigrationContext,
     MigrationPlan,
+    SearchResult,
     goes_alone,
     is_waiting,
 )
 from ganger_master.policies.make_room import Displacement, Movable, Movables, RoomPlan, no_further, room_for
 from ganger_master.policies.migration_choice import (
-    Crowded,
     FreeDeviceCounts,
     GangDistance,
+    MeasuredColocation,
     MigrationProposal,
     MigrationTerms,
-    Packed,
+    SlowedGang,
     capped,
     closer,
     defragmented,
@@ -50,40 +50,40 @@ from ganger_master.policies.migration_choice import (
     pays_anywhere_s,
     relieved,
     rested_s,
-    unpacked,
+    separated,
 )
 from ganger_master.policies.orders import SLACK_S
 from ganger_master.policies.park_and_move import cost_key, swap_for
 from ganger_master.policies.trials import DOUBT, FIRST_WINDOWS, TrialRates, normalised
 
-# Pending jobs of one pass that are searched for, first job first: a search takes as long as many placements.
+# Most searches in one pass, in rank order: one takes as long as many placements.
 _MOST_SEARCHES: Final = 4
 # No job is preempted for a gang that moves will make room for within this time.
 _SOON_S: Final = 60.0
-# Victims have the lowest priority that makes room.
+# Lowest priority of a job: the cost of a victim is its priority above this one.
 _LOWEST: Final = -1000
 # A failed search is repeated when more devices are free, or when the gang has waited this many times as long.
 _LOOK_AGAIN: Final = 2.0
 _LEAST_LOOK_S: Final = 5.0
-_NEVER: Final = MakeRoomLook(-math.inf, 0)
+_NEVER: Final = SearchResult(-math.inf, 0)
 
 
 class MakeRoomSearch:
-    """The searches of one pass. `looked`: their results in the last pass, by job number; `resting`: numbers of pending
-    jobs that are passed over."""
+    """The searches of one pass. `results`: those of the last pass, by job number; `excluded`: numbers of pending jobs
+    that are passed over."""
 
     def __init__(
-        self, migration: MigrationContext, looked: Mapping[int, MakeRoomLook], resting: frozenset[int] = frozenset()
+        self, migration: MigrationContext, results: Mapping[int, SearchResult], excluded: frozenset[int] = frozenset()
     ) -> None:
-        self._migration, self._resting = migration, resting
-        self._looked = dict(looked)
+        self._migration, self._excluded = migration, excluded
+        self._results = dict(results)
         # Numbers of jobs whose moves will be worth their cost soon: no job is preempted for them meanwhile.
         self.soon: set[int] = set()
 
     @property
-    def looked(self) -> dict[int, MakeRoomLook]:
+    def results(self) -> dict[int, SearchResult]:
         """The results that pending jobs keep for the next pass."""
-        return {number: looked for number, looked in self._looked.items() if is_waiting(self._migration.table, number)}
+        return {number: one for number, one in self._results.items() if is_waiting(self._migration.table, number)}
 
     @property
     def are_possible(self) -> bool:
@@ -98,6 +98,7 @@ class MakeRoomSearch:
         return table.least_waiting_gpus <= self._migration.free or (urgent is not None and urgent > least)
 
     def given_up(self, plans: Iterable[MigrationPlan]) -> None:
+        """Delay the next search for jobs whose migration plan was abandoned."""
         for plan in plans:
             self._look_later(plan.waiting)
 
@@ -106,29 +107,29 @@ class MakeRoomSearch:
         migration = self._migration
         started = {change.number for change in found.changes if isinstance(change, StartChange)}
         numbers = found.line.tolist()
-        out = started | migration.busy | migration.changed | self._resting
+        out = started | migration.busy | migration.changed | self._excluded
         if migration.context.order.is_strict:
             first = next((n for n in numbers if n not in out and is_waiting(migration.table, n)), None)
             numbers = [] if first is None else [first]
-        vain: set[GangShape] = set()
-        looks = 0
+        failed_shapes: set[GangShape] = set()
+        searches = 0
         # All others want more devices than are free and outrank no running job.
         for number in migration.table.asking(numbers, migration.free, migration.table.least_urgent_running):
             if number in out:
                 continue
             got = migration.table.get(number)
-            if got is None or (shape := got[0].shape) in vain:
+            if got is None or (shape := got[0].shape) in failed_shapes:
                 continue
-            looked = self._looked.get(number, _NEVER)
-            if migration.now < looked.again_s and migration.free <= looked.free:
-                migration.come_back(looked.again_s)
-                if looked.is_found:
+            last = self._results.get(number, _NEVER)
+            if migration.now < last.again_s and migration.free <= last.free:
+                migration.come_back(last.again_s)
+                if last.is_found:
                     self.soon.add(number)
             else:
-                looks += 1
+                searches += 1
                 self._make(got[0])
-            vain.add(shape)
-            if looks == _MOST_SEARCHES:
+            failed_shapes.add(shape)
+            if searches == _MOST_SEARCHES:
                 break
 
     def _make(self, job: JobRecord) -> None:
@@ -141,7 +142,7 @@ class MakeRoomSearch:
         if room_plan is not None:
             worth_s = room_plan.cost / max(1, shape.gpus)
         elif self._outranks(job) and shape.locality.widest == widest_now(job.shape, waited):
-            # No job is parked for a place that is only better than a free one.
+            # Preempt no job if a free place exists that is only worse.
             room_plan, level = self._by_stops(job, shape, stay)
         if room_plan is None or not room_plan.moves:
             self._look_later(job.number)
@@ -150,7 +151,7 @@ class MakeRoomSearch:
             is_soon = worth_s <= waited + _SOON_S
             if is_soon:
                 self.soon.add(job.number)
-            self._looked[job.number] = MakeRoomLook(job.pending_since + worth_s, migration.free, is_soon)
+            self._results[job.number] = SearchResult(job.pending_since + worth_s, migration.free, is_soon)
             migration.come_back(job.pending_since + worth_s)
             return
         if migration.under_way + len(room_plan.moves) > MOST_AT_ONCE:
@@ -170,7 +171,8 @@ class MakeRoomSearch:
         return room_plan if room_plan is not None and room_plan.moves else None
 
     def _by_stops(self, job: JobRecord, shape: GangShape, stay: frozenset[int]) -> tuple[RoomPlan | None, SuspendLevel]:
-        """Return the plan that costs least, and the level at which its victims rest: OFFLOAD if both cost the same."""
+        """Return the plan that costs least, and the level at which its victims are parked: OFFLOAD if both cost the
+        same."""
         best, at = None, SuspendLevel.OFFLOAD
         for level in (SuspendLevel.OFFLOAD, SuspendLevel.CHECKPOINT):
             gangs = self._stoppable(job, level)
@@ -184,7 +186,7 @@ class MakeRoomSearch:
         return least is not None and least < job.spec.priority
 
     def _stoppable(self, job: JobRecord, level: SuspendLevel) -> list[Movable]:
-        """Return gangs that may move for a job; those of lower priority may also rest at this level."""
+        """Return gangs that may move for a job; those of lower priority may also be parked at this level."""
         found = []
         for other, gang, one in self._migration.gangs.values():
             if not _may_go(other, job):
@@ -192,7 +194,7 @@ class MakeRoomSearch:
             if other.spec.priority < job.spec.priority and _can_rest(other, gang, level):
                 claims = one.claims
                 if level is SuspendLevel.OFFLOAD:
-                    # A gang parked in host memory returns none of it.
+                    # Parking at OFFLOAD frees no host memory.
                     claims = tuple([replace_of(claim, memory_bytes=0, arena_bytes=0) for claim in claims])
                 cost = (1.0 + other.spec.priority - _LOWEST) * max(1, other.gpus)
                 one = Movable(one.number, one.shape, claims, one.move_cost, cost)
@@ -205,8 +207,8 @@ class MakeRoomSearch:
         if got is not None:
             waited = max(_LEAST_LOOK_S, migration.now - got[0].pending_since)
             again_s = migration.now + (_LOOK_AGAIN - 1.0) * waited
-            self._looked[number] = MakeRoomLook(max(again_s, migration.now + _LEAST_LOOK_S), migration.free)
-            migration.come_back(self._looked[number].again_s)
+            self._results[number] = SearchResult(max(again_s, migration.now + _LEAST_LOOK_S), migration.free)
+            migration.come_back(self._results[number].again_s)
 
 
 def _can_rest(job: JobRecord, gang: Gang, level: SuspendLevel) -> bool:
@@ -235,7 +237,7 @@ _WINDOWS: Final = 16
 
 class OpportunisticMigration:
     """The opportunistic migrations of one pass. `moved_at`: when each job was last moved; `closer_s`: when spread gangs
-    were searched last; `closer_again_s`: when they are again without any event. All in Unix seconds."""
+    were searched last; `closer_again_s`: when they are due again if no event comes before. All in Unix seconds."""
 
     def __init__(
         self,
@@ -250,17 +252,17 @@ class OpportunisticMigration:
         self.closer_s = closer_s
         self.closer_again_s = closer_again_s
 
-    def go_back(self) -> None:
+    def revert(self) -> None:
         """Revert migrations that made a job slower, where its old place is free."""
         migration = self._migration
         busy = migration.busy | migration.changed
-        for number, owed in self._outcomes.owed.items():
+        for number, reverts in self._outcomes.pending_reverts.items():
             got = migration.gangs.get(number)
-            if got is None or number in busy or self._left <= 0 or not is_free(migration.room.view, owed.source):
+            if got is None or number in busy or self._left <= 0 or not is_free(migration.room.view, reverts.source):
                 continue
-            saves = (1.0 - owed.gain) * migration.ran_s(got[0]) * got[2].shape.gpus - got[2].move_cost
+            saves = (1.0 - reverts.gain) * migration.ran_s(got[0]) * got[2].shape.gpus - got[2].move_cost
             if saves > 0.0:
-                migration.begin(Goal.UNDO, RoomPlan((), (Displacement(got[2], owed.source),)), saved=saves)
+                migration.begin(Goal.UNDO, RoomPlan((), (Displacement(got[2], reverts.source),)), saved=saves)
 
     def closer(self) -> None:
         """Move gangs over several nodes closer together, where the locality model of their kind predicts a gain."""
@@ -277,8 +279,8 @@ class OpportunisticMigration:
         if not apart:
             return
         self.closer_s = migration.now
-        # Most gangs have no closer place: it is quicker to count than to search. Only of a measured kind are gangs
-        # exchanged.
+        # Most gangs have no closer place: it is quicker to count than to search. Gangs are exchanged only if their kind
+        # was measured.
         free, measured = FreeDeviceCounts(migration.room.view), self._outcomes.points
         gangs = migration.movable(
             [
@@ -288,13 +290,13 @@ class OpportunisticMigration:
             ]
         ).values()
         spreads = self._spreads(gangs)
-        # A gang for which any closer place would pay already is searched again only after an event.
+        # Gangs for which every closer place pays already need an event for another search.
         waits = [_MOVES * pays_anywhere_s(one.gang) - one.remaining_s for one in spreads]
         again_s = migration.now + min([one for one in waits if one > 0.0], default=math.inf)
         proposals = closer(self._terms, spreads)
         again_s = min(again_s, self._propose(proposals))
         if not migration.plans:
-            # Without a measurement no gain is known that would be worth two moves.
+            # An exchange costs two migrations, so it needs a measured gain.
             known = [one for one in spreads if one.locality.error != NOT_FITTED]
             if known:
                 others = self._spreads(
@@ -304,7 +306,7 @@ class OpportunisticMigration:
                 again_s = min(again_s, self._propose(proposals))
         self.closer_again_s = max(again_s, migration.now + CLOSER_S)
 
-    def unpack(self) -> None:
+    def separate(self) -> None:
         """Move gangs out of co-locations that are slower than the gangs alone, onto devices that no pending job
         wants."""
         migration, rates = self._migration, self._migration.rates
@@ -314,7 +316,7 @@ class OpportunisticMigration:
         for job, gang in migration.running:
             if is_shared(gang) and (mates := rates.beside(job.number)):
                 groups.setdefault(mates | {job.number}, []).append((job, gang))
-        packs: list[Packed] = []
+        packs: list[MeasuredColocation] = []
         horizon_s = math.inf
         for group, pairs in groups.items():
             if len(pairs) < len(group) or group & migration.context.on_trial:
@@ -323,19 +325,19 @@ class OpportunisticMigration:
             if not all(len(one.before) > 1 and len(one.after) >= FIRST_WINDOWS for one in tried):
                 continue
             horizon_s = min(horizon_s, *[migration.ran_s(job) for job, _ in pairs])
-            pack = Packed(_most_gain(tuple(tried)), len(group), ())
+            pack = MeasuredColocation(_most_gain(tuple(tried)), len(group), ())
             # Most co-locations need no search for movable gangs.
             if pack.is_slow:
                 movable = [one for job, _, one in migration.movable(pairs, packed=True).values() if job.spec.movable]
                 packs.append(replace(pack, movable=tuple(movable)))
         if packs:
-            self._propose(unpacked(self._terms, packs, horizon_s))
+            self._propose(separated(self._terms, packs, horizon_s))
 
     def balance(self) -> None:
         """Move gangs that measurably suffer from other gangs on their node to emptier nodes."""
         migration, rates = self._migration, self._migration.rates
         seen = {
-            number: rates.crowd(number)
+            number: rates.interference(number)
             for number in rates.compared
             if (found := migration.table.get(number)) and found[1] is not None and len(found[1].pieces) == 1
         }
@@ -345,7 +347,8 @@ class OpportunisticMigration:
         migration.come_back(migration.now + _BALANCE_S)
         pairs = [(job, gang) for job, gang in migration.running if job.number in seen and job.spec.movable]
         gangs = [
-            Crowded(one, *seen[job.number], migration.ran_s(job)) for job, _, one in migration.movable(pairs).values()
+            SlowedGang(one, *seen[job.number], migration.ran_s(job))
+            for job, _, one in migration.movable(pairs).values()
         ]
         self._propose(relieved(self._terms, gangs))
 

@@ -21,7 +21,7 @@ from ganger_master.core.plan_changes import CoresCurve
 from ganger_master.estimators.cpu import CpuPoint
 from ganger_master.planner.core_profiles import CoreProfile, ProfiledCores, curves_of, next_trials
 from ganger_master.planner.cores_curves import CurveNews
-from ganger_master.planner.job_estimates import (
+from ganger_master.planner.job_measurements import (
     AttainedTime,
     FitCache,
     MeasuredJob,
@@ -29,7 +29,7 @@ from ganger_master.planner.job_estimates import (
     ReportedLosses,
     RunCondition,
     SeriesRates,
-    belief_of,
+    optimus_estimate,
 )
 from ganger_master.policies.optimus_sizes import Believed, nothing_believed
 from ganger_master.policies.trials import ProgressSample, RateWindows, TrialPace
@@ -85,7 +85,7 @@ class JobRates:
         """Return the numbers of the other jobs on the job's devices."""
         return frozenset()
 
-    def crowd(self, number: int) -> tuple[int, RatesByLoad]:
+    def interference(self, number: int) -> tuple[int, RatesByLoad]:
         """Return the devices that other jobs use on the job's nodes now, and its windows by load."""
         return 0, {}
 
@@ -94,7 +94,7 @@ class JobRates:
         """Return the numbers of the jobs with windows for more than one load."""
         return ()
 
-    def alike(self, number: int, gpus: int) -> Mapping[str, SeriesRates]:
+    def same_series(self, number: int, gpus: int) -> Mapping[str, SeriesRates]:
         """Return what gangs of the job's series with so many GPUs were measured with, by type of GPU."""
         return {}
 
@@ -108,7 +108,7 @@ class JobRates:
         return 1.0
 
     def signature(self, number: int) -> str:
-        """Return the key of jobs that behave alike."""
+        """Return the key of jobs of the same series."""
         return ""
 
     def of_size(self, number: int) -> tuple[float, ...]:
@@ -175,7 +175,7 @@ class RememberedRates:
 
     jobs: Mapping[int, MeasuredJob] = field(default_factory=dict)
     series: Mapping[str, tuple[CpuPoint, ...]] = field(default_factory=dict)
-    alike: Mapping[str, Mapping[str, SeriesRates]] = field(default_factory=dict)
+    by_series: Mapping[str, Mapping[str, SeriesRates]] = field(default_factory=dict)
 
 
 class RateRegistry(JobRates):
@@ -185,7 +185,7 @@ class RateRegistry(JobRates):
         self._pace = pace or TrialPace()
         self._jobs: dict[int, MeasuredJob] = {}
         self._series: dict[str, tuple[CpuPoint, ...]] = {}
-        self._alike: dict[str, Mapping[str, SeriesRates]] = {}
+        self._rates_by_series: dict[str, Mapping[str, SeriesRates]] = {}
         # Masks of the devices in use, by node and job.
         self._used: dict[str, dict[int, int]] = {}
         self._fits = FitCache()
@@ -253,7 +253,7 @@ class RateRegistry(JobRates):
                 before = job.by_load
                 job.record_loaded(sample, now, pace)
                 if job.by_load is not before and len(job.run.devices) == 1:
-                    self._record_alike(job)
+                    self._record_series(job)
             job.record_present(sample, report.use, now, pace)
         job.attained = job.attained or AttainedTime(report.step, report.time_s)
         job.attained.follow(report.step, report.time_s)
@@ -280,12 +280,12 @@ class RateRegistry(JobRates):
 
     @property
     def remembered(self) -> RememberedRates:
-        return RememberedRates(self._jobs, self._series, self._alike)
+        return RememberedRates(self._jobs, self._series, self._rates_by_series)
 
     def recall(self, remembered: RememberedRates) -> None:
         """Continue from what an earlier registry `remembered`."""
         self._jobs, self._series = dict(remembered.jobs), dict(remembered.series)
-        self._alike = dict(remembered.alike)
+        self._rates_by_series = dict(remembered.by_series)
         self._used, self._is_stale = {}, True
         for number, known in self._jobs.items():
             self._occupy(number, {}, known.run.devices)
@@ -304,7 +304,7 @@ class RateRegistry(JobRates):
     def beside(self, number: int) -> frozenset[int]:
         return self._of(number).neighbours
 
-    def crowd(self, number: int) -> tuple[int, RatesByLoad]:
+    def interference(self, number: int) -> tuple[int, RatesByLoad]:
         known = self._of(number)
         return known.load, known.by_load
 
@@ -312,13 +312,13 @@ class RateRegistry(JobRates):
     def compared(self) -> Sequence[int]:
         return [number for number, known in self._jobs.items() if len(known.by_load) > 1]
 
-    def alike(self, number: int, gpus: int) -> Mapping[str, SeriesRates]:
+    def same_series(self, number: int, gpus: int) -> Mapping[str, SeriesRates]:
         known = self._jobs.get(number)
-        return {} if known is None else self._alike.get(f"{known.signature:016x}/{gpus}", {})
+        return {} if known is None else self._rates_by_series.get(f"{known.signature:016x}/{gpus}", {})
 
     @property
     def series(self) -> Iterable[Mapping[str, SeriesRates]]:
-        return self._alike.values()
+        return self._rates_by_series.values()
 
     def utilisation(self, number: int) -> float:
         return fmean(self._of(number).baseline.utilisations or (1.0,))
@@ -351,7 +351,7 @@ class RateRegistry(JobRates):
     def believed(self, gpus_per_node: int) -> Believed:
         per_node = max(1, gpus_per_node)
         return lambda jobs: [
-            belief_of(job, self._of(job.number).losses, self.by_gpus(job.number), self._fits, per_node)
+            optimus_estimate(job, self._of(job.number).losses, self.by_gpus(job.number), self._fits, per_node)
             for job, _ in jobs
         ]
 
@@ -388,14 +388,14 @@ class RateRegistry(JobRates):
             self._news.note(number)
         job.cores = cores
 
-    def _record_alike(self, job: MeasuredJob) -> None:
+    def _record_series(self, job: MeasuredJob) -> None:
         """Record the newest window by load for the gangs of the series that come later."""
         key = f"{job.signature:016x}/{job.run.gpus}"
-        known = self._alike.pop(key, {})
+        known = self._rates_by_series.pop(key, {})
         rates = known.get(job.device_type, SeriesRates()).after(job.run.millicores, job.load, job.by_load[job.load][-1])
-        self._alike[key] = {**known, job.device_type: rates}
-        if len(self._alike) > _MOST_SERIES:
-            del self._alike[next(iter(self._alike))]
+        self._rates_by_series[key] = {**known, job.device_type: rates}
+        if len(self._rates_by_series) > _MOST_SERIES:
+            del self._rates_by_series[next(iter(self._rates_by_series))]
 
     def _of_series(self, job: MeasuredJob) -> Callable[[str], tuple[CpuPoint, ...]]:
         """Return the function from phases to the points of earlier jobs of the series: those on the same type of GPU,

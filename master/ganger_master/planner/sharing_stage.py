@@ -38,7 +38,7 @@ from ganger_master.planner.colocations import (
     is_settled,
     move_in,
     parking,
-    plan_packs,
+    plan_colocations,
     whole_again,
     with_refusals,
 )
@@ -187,7 +187,7 @@ def plan_shared(
     tried: tuple[PlanChange, ...] = ()
     findings: tuple[TrialFinding, ...] = ()
     if is_due:
-        tried, packs, findings = plan_packs(packs, context, table.has_waiting or _take_turns(table))
+        tried, packs, findings = plan_colocations(packs, context, table.has_waiting or _take_turns(table))
     followed, packs = follow(packs, context)
     # A plan that has timed out keeps no places.
     migrations = [plan for plan in migrations if now < plan.began_s + LONGEST_S]

@@ -1,9 +1,9 @@
-"""Sharing of devices under an order that preempts jobs: running jobs are co-located to free devices for pending jobs,
-and newcomers get time slices beside running jobs.
+"""Sharing of devices under an order that preempts jobs: co-location of running jobs, which frees devices for pending
+jobs, and first time slices of new jobs.
 
-A job that is too slow beside the other returns to the queue. While no job waits for devices, guests move to devices of
-their own. A newcomer that has waited for a quantum joins running jobs in time slices (Gandiva, OSDI 2018, section 3.1);
-after two slices of its own it is suspended, and waits in the queue like any preempted job.
+A job that is too slow beside the other returns to the queue. When the queue is empty, co-located jobs migrate to
+devices of their own. A newcomer that has waited for a quantum joins running jobs in time slices (Gandiva, OSDI 2018,
+section 3.1); after two slices of its own it is suspended, and waits in the queue like any preempted job.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ganger_master.core.gang_model import Gang, GangIntent
 from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.moves import can_hand_over
 from ganger_master.core.plan_changes import Goal, MoveChange, PlanChange, Purpose, SuspendChange, TrialFinding
-from ganger_master.planner.colocations import Colocations, is_settled, plan_packs, with_refusals
+from ganger_master.planner.colocations import Colocations, is_settled, plan_colocations, with_refusals
 from ganger_master.planner.context import PlanContext, PlanOutcome, PlanStage
 from ganger_master.planner.device_groups import as_held, devices_of
 from ganger_master.planner.job_table import LiveTable
@@ -46,25 +46,25 @@ _LEAST_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class OrderColocation:
-    """State from one pass to the next. `looked_s`: time of the last pass; `is_quiet`: it changed nothing. `halved`:
+    """State from one pass to the next. `last_pass_s`: time of the last pass; `is_quiet`: it changed nothing. `halved`:
     numbers of the jobs whose co-locations have ended, and that do not have all of their cores back."""
 
     packs: Colocations = field(default_factory=Colocations)
-    looked_s: float = -math.inf
+    last_pass_s: float = -math.inf
     is_quiet: bool = False
     halved: tuple[int, ...] = ()
 
-    def next_look_s(self, table: LiveTable, plan_every_s: float) -> float:
+    def next_pass_s(self, table: LiveTable, plan_every_s: float) -> float:
         """Return when the next pass is due; infinite if there is nothing to do. `plan_every_s`: least time between two
         plans that preempt running jobs."""
         if not (self.packs.packs or self.halved or table.has_waiting or table.has_sharing):
             return math.inf
         pace = _TRIAL if self.packs.is_trying else _QUIET if self.is_quiet else _BUSY
-        return self.looked_s + max(_LEAST_S, pace * plan_every_s)
+        return self.last_pass_s + max(_LEAST_S, pace * plan_every_s)
 
 
 class ColocationStage(PlanStage):
-    """The stage, with its state. It plans where no earlier stage has changes."""
+    """The co-location stage of a plan. It proposes changes only if earlier stages propose none."""
 
     def __init__(self, packing: OrderColocation | None) -> None:
         self.packing = self._before = packing or OrderColocation()
@@ -72,14 +72,14 @@ class ColocationStage(PlanStage):
     def plan(self, context: PlanContext) -> None:
         table, now, every_s = context.jobs, context.now, context.settings.pace.every_s
         self._before = self.packing
-        if not context.draft.changes and now >= self.packing.next_look_s(table, every_s):
-            changes, self.packing, findings = plan_packing(self.packing, context)
+        if not context.draft.changes and now >= self.packing.next_pass_s(table, every_s):
+            changes, self.packing, findings = plan_under_order(self.packing, context)
             context.draft = replace(context.draft, changes=changes)
             context.findings.extend(findings)
-        context.come_back(max(now, self.packing.next_look_s(table, every_s)))
+        context.come_back(max(now, self.packing.next_pass_s(table, every_s)))
 
     def is_idle(self, context: PlanContext) -> bool:
-        return context.now < self.packing.next_look_s(context.jobs, context.settings.pace.every_s)
+        return context.now < self.packing.next_pass_s(context.jobs, context.settings.pace.every_s)
 
     def settle(self, outcome: PlanOutcome) -> None:
         packs = with_refusals(self._before.packs, self.packing.packs, outcome.refused, outcome.barred)
@@ -94,7 +94,7 @@ class ColocationStage(PlanStage):
         return {"packing": self.packing}
 
 
-def plan_packing(
+def plan_under_order(
     packing: OrderColocation, context: PlanContext
 ) -> tuple[tuple[PlanChange, ...], OrderColocation, tuple[TrialFinding, ...]]:
     """Return the changes to propose now, the state if they are proposed, and the findings of trials. `packing`: the
@@ -104,14 +104,14 @@ def plan_packing(
     pending = _PendingDemand(context)
     is_oversubscribed = pending.longest_wait_s(now) > max(_LEAST_S, _LONG * context.settings.pace.every_s)
     before = packing.packs
-    changes, packs, findings = plan_packs(before, context, is_oversubscribed, False, pending.missing_devices)
+    changes, packs, findings = plan_colocations(before, context, is_oversubscribed, False, pending.missing_devices)
     # A guest that was parked waits in the queue like other jobs, so the end of its co-location needs no follow-up.
     packs = replace(packs, parting=())
     if not (pending.jobs or changes):
         changes, packs = _separate(packs, context)
     left = {pack.numbers for pack in packs.packs}
     parted = [number for pack in before.packs if pack.numbers not in left for number in pack.numbers]
-    # A tuning gives hosts their cores back.
+    # With a tuning, `tune_stage` returns cores to hosts.
     hosts = [] if context.policy.has(Tune) else sorted({*packing.halved, *parted})
     halved = tuple([number for number in hosts if _lacks_cores(table, room.view, number)])
     return changes, OrderColocation(packs, now, not changes, halved), findings
@@ -137,8 +137,8 @@ class _PendingDemand:
         return now - min([job.pending_since for job in self.jobs], default=math.inf)
 
     def missing_devices(self, guest: Berth) -> float:
-        """Return the devices of the guest's type that jobs of at least its priority lack. Free devices are subtracted:
-        too few for a pending job now, they may suffice once more are free."""
+        """Return the devices of the guest's type that jobs of at least its priority lack. Free devices count, since
+        they may suffice together with those that the guest frees."""
         found = self._table.get(guest.residents[0].number)
         key = guest.device_type, found[0].spec.priority if found is not None else 0
         if key not in self._missing:
@@ -192,11 +192,11 @@ def _separate(packs: Colocations, context: PlanContext) -> tuple[tuple[PlanChang
     return tuple(changes), replace(packs, packs=tuple(left))
 
 
-# Gangs on one device: a host loses half of its time at most.
-_MOST_ROWS: Final = 2
+# Most gangs on one device, so that a running job keeps half of its time.
+_MOST_SLICES: Final = 2
 # For how many quanta a newcomer runs in slices: it has two of its own, and its host as many.
 _STAY_QUANTA: Final = 4
-# Searches for places in a quantum, at most.
+# Most searches for places in a quantum.
 _SEARCHES: Final = 4
 
 
@@ -207,18 +207,18 @@ class _Guest:
     beside: tuple[tuple[JobRecord, Gang], ...]
 
     def leaves_s(self, quantum_s: float) -> float:
-        """Return when it has had its slices, in Unix seconds; infinite while it starts or stops."""
+        """Return when it has used its time slices, in Unix seconds; infinite while it starts or stops."""
         if not is_settled(self.job, self.gang):
             return math.inf
         return max(self.gang.create_time, self.job.start_time) + _STAY_QUANTA * quantum_s
 
 
 class NewcomerStage(PlanStage):
-    """The stage, with its state. It plans where no earlier stage has changes."""
+    """The stage of first time slices. It proposes changes only if earlier stages propose none."""
 
     def __init__(self) -> None:
         self._quantum = SliceQuantum()
-        # When places were searched last without success, and when a plan is due that it has asked for.
+        # When places were searched last without success, and when the plan that it requested is due.
         self._searched_s, self._again_s = -math.inf, math.inf
 
     def plan(self, context: PlanContext) -> None:
@@ -247,9 +247,9 @@ class NewcomerStage(PlanStage):
         apart = frozenset([*context.excluded.not_stopped, *context.on_trial, *context.migrating, *new])
         # The matrix of a group names all of its jobs, also those that take no newcomer.
         excluded = replace(context.excluded, not_stopped=apart)
-        # Free devices are the order's: it may keep them for a job that needs more of them.
+        # Free devices stay with the order, which may reserve them for a larger gang.
         joining = SliceMatrices(
-            view, running, excluded, least_memory(view), Counter(), most_rows=_MOST_ROWS, takes_free=False
+            view, running, excluded, least_memory(view), Counter(), most_rows=_MOST_SLICES, takes_free=False
         )
         joining.join([(job, None) for job in newcomers])
         changes = joining.changes(quantum_s, context.cluster.changing)
@@ -257,7 +257,7 @@ class NewcomerStage(PlanStage):
         return changes
 
     def _due_s(self, table: LiveTable, quantum_s: float) -> float:
-        """Return when the next newcomer has waited for a quantum or has had its slices, in Unix seconds."""
+        """Return when the next newcomer has waited for a quantum or has used its time slices, in Unix seconds."""
         leaving = [guest.leaves_s(quantum_s) for guest in _guests(table)]
         _, since_s = table.newcomers
         return min([float(since_s.min(initial=math.inf)) + quantum_s, *leaving])
@@ -290,8 +290,8 @@ def _guests(table: LiveTable) -> list[_Guest]:
 
 
 def _leaving(context: PlanContext, quantum_s: float) -> list[PlanChange]:
-    """Return the suspensions of the newcomers that have had their slices. Where one cannot be suspended, the jobs that
-    share its devices are."""
+    """Return the suspensions of the newcomers that have used their time slices. Where one cannot be suspended, the jobs
+    that share its devices are."""
     changes = dict[int, PlanChange]()
     for guest in _guests(context.jobs):
         if context.now < guest.leaves_s(quantum_s):

@@ -64,7 +64,7 @@ class GangDistance:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class MeasuredColocation:
     """A co-location: the sum of its residents' normalised rates, and those of them that may move."""
 
     gain: float
@@ -149,7 +149,7 @@ class FreeDeviceCounts:
         return present > LocalityLevel.NVLINK and self.closest(claims) < present
 
 
-def worth_going_back(gain: float, remaining_s: float, pause_s: float) -> bool:
+def is_worth_reverting(gain: float, remaining_s: float, pause_s: float) -> bool:
     """Return whether a job that runs at `gain` times its former rate saves more by moving back than that takes."""
     return gain < 1.0 - _MOST_LOSS and (1.0 - gain) * remaining_s > pause_s
 
@@ -271,7 +271,7 @@ def _exchange(trying: Trial, one: GangDistance, other: GangDistance, terms: Migr
     return best
 
 
-def unpacked(terms: MigrationTerms, packs: Iterable[Packed], horizon_s: float) -> list[MigrationProposal]:
+def separated(terms: MigrationTerms, packs: Iterable[MeasuredColocation], horizon_s: float) -> list[MigrationProposal]:
     """Return migrations out of co-locations to idle GPUs: the co-location that loses most first, its cheapest resident.
     `horizon_s`: how long the GPUs are expected to stay idle."""
     found = []
@@ -432,7 +432,7 @@ def _is_fragmented(view: View, name: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Crowded:
+class SlowedGang:
     """A running gang on one node. `load`: devices that others have in use there; `rates`: its windows by load;
     `remaining_s`: its expected remaining time."""
 
@@ -446,14 +446,14 @@ class Crowded:
         return self.gang.claims[0].node
 
 
-def relieved(terms: MigrationTerms, gangs: Iterable[Crowded]) -> list[MigrationProposal]:
+def relieved(terms: MigrationTerms, gangs: Iterable[SlowedGang]) -> list[MigrationProposal]:
     """Return migrations to free places, the largest saving first, at most one to or from a node at once."""
     gangs = sorted(gangs, key=lambda one: one.gang.number)
     view = terms.room.view
     used: dict[str, float] = {
         name: view.topology(name).devices - view.free[slot].bit_count() for name, slot in view.slots.items()
     }
-    there: dict[str, list[Crowded]] = {}
+    there: dict[str, list[SlowedGang]] = {}
     for one in gangs:
         there.setdefault(one.node, []).append(one)
     found: list[MigrationProposal] = []
@@ -477,7 +477,7 @@ def relieved(terms: MigrationTerms, gangs: Iterable[Crowded]) -> list[MigrationP
     return found
 
 
-def at_most(one: Crowded) -> tuple[int, float]:
+def at_most(one: SlowedGang) -> tuple[int, float]:
     """Return the load below the present one with the highest rate, and the lower bound of its speed-up over the present
     one; 1 where that was not measured."""
     here = one.rates.get(one.load, ())
@@ -492,7 +492,7 @@ def at_most(one: Crowded) -> tuple[int, float]:
     return best
 
 
-def _lost(one: Crowded, more: int) -> float:
+def _lost(one: SlowedGang, more: int) -> float:
     """Return the GPU-seconds that a gang loses with `more` devices in use beside it; 0 where that was not measured."""
     here = one.rates.get(one.load, ())
     later = [rates for load, rates in sorted(one.rates.items()) if load >= one.load + more]

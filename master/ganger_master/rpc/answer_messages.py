@@ -28,7 +28,7 @@ from ganger_master.core.answers import Approved, ChangeAnswer, Refused, RefusedE
 from ganger_master.core.array_model import MEMBERS_LIMIT, PARAMETERS_LIMIT, StopRule, best
 from ganger_master.core.arrays import report_of
 from ganger_master.core.ending import visible_to
-from ganger_master.core.explain import as_it_is, told_blockers
+from ganger_master.core.explain import as_it_is, reported_blockers
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.node_model import Node, NodeState
@@ -290,7 +290,7 @@ class VisibleState:
         """Return the message of a job. Raises JobNotFound."""
         job = self.job_named(number)
         state, committed = self._writer.state, self._writer.committed
-        reported = told_blockers(state, job, has_planner=committed.has_planner)
+        reported = reported_blockers(state, job, has_planner=committed.has_planner)
         gang = committed.gangs.get(job.epoch)
         return job_messages.job_to_wire(
             job,

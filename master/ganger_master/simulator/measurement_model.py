@@ -27,7 +27,7 @@ from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.estimators.convergence import Curve, LossPoint
 from ganger_master.estimators.speed import AllReduceModel
-from ganger_master.planner.job_estimates import FitCache
+from ganger_master.planner.job_measurements import FitCache
 from ganger_master.planner.rate_registry import JobRates
 from ganger_master.policies.optimus_sizes import (
     NOTHING,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ganger_master.planner.migration_outcomes import next_look_s
+from ganger_master.planner.migration_outcomes import next_judgement_in_s
 
 
 @pytest.mark.parametrize(
@@ -24,4 +24,4 @@ from ganger_master.planner.migration_outcomes import next_look_s
 def test_the_next_look_is_when_as_many_windows_are_full_as_judging_needs(
     gone_s: float, windows: int, look_s: float
 ) -> None:
-    assert next_look_s(gone_s, windows) == pytest.approx(look_s)
+    assert next_judgement_in_s(gone_s, windows) == pytest.approx(look_s)

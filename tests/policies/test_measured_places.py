@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 import pytest
-from ganger_master.policies.learned_places import harmless_load, types_by_worth
+from ganger_master.policies.measured_places import harmless_load, types_by_gain
 
 FAST = (9.9, 10.0, 10.1, 10.0)
 SLOW = tuple(0.7 * rate for rate in FAST)
@@ -53,8 +53,8 @@ GAINS_MUCH, GAINS_LITTLE, GAINS_NOTHING = {"old": 1.0, "new": 3.0}, {"old": 4.0,
 def test_once_devices_are_scarce_the_fast_ones_are_left_to_programs_that_gain_much(
     own: Mapping[str, float], is_scarce: bool, types: list[str]
 ) -> None:
-    assert list(types_by_worth(own, [GAINS_MUCH, GAINS_LITTLE, {"new": 1.0}], is_scarce=is_scarce)) == types
+    assert list(types_by_gain(own, [GAINS_MUCH, GAINS_LITTLE, {"new": 1.0}], is_scarce=is_scarce)) == types
 
 
 def test_the_only_known_program_takes_the_fastest_type() -> None:
-    assert list(types_by_worth(GAINS_LITTLE, [GAINS_LITTLE], is_scarce=True)) == ["new", "old"]
+    assert list(types_by_gain(GAINS_LITTLE, [GAINS_LITTLE], is_scarce=True)) == ["new", "old"]

@@ -1,5 +1,5 @@
-"""Where a gang goes by what was measured of gangs like it: beside how many devices in use it is as fast as alone, and
-which type of GPU is worth most to it.
+"""Placement preferences from measured rates: the load of a node up to which a gang keeps its rate, and the GPU type
+with the largest gain.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from ganger_master.policies.trials import DOUBT, FIRST_WINDOWS, TrialRates, norm
 
 
 def harmless_load(rates: Mapping[int, tuple[float, ...]]) -> float:
-    """Return the devices that others may use on a gang's node before it loses `LEAST_GAIN`; infinite where no harm is
-    measured beyond chance. Between two measured loads the loss is taken to grow evenly.
+    """Return the devices that others may use on a gang's node before it loses `LEAST_GAIN`; infinite if no significant
+    loss was measured. The loss is interpolated linearly between measured loads.
 
     rates: windows in steps/s, by the number of devices that others use.
     """
@@ -37,14 +37,12 @@ def _enough(rates: Mapping[int, tuple[float, ...]]) -> list[tuple[int, tuple[flo
     return sorted((load, some) for load, some in rates.items() if len(some) >= FIRST_WINDOWS and sum(some) > 0.0)
 
 
-def types_by_worth(
-    own: Mapping[str, float], others: Iterable[Mapping[str, float]], *, is_scarce: bool
-) -> Sequence[str]:
-    """Return the measured types of GPU, the one to take first first; none where less than `LEAST_GAIN` is at stake.
+def types_by_gain(own: Mapping[str, float], others: Iterable[Mapping[str, float]], *, is_scarce: bool) -> Sequence[str]:
+    """Return the measured types of GPU, the preferred one first; empty if the rates differ by less than `LEAST_GAIN`.
 
-    While devices are plenty that is the fastest type. Once they are scarce a type is worth to a program what it gains
-    there more than others do, as if types were traded (Chaudhary et al., Gandiva_fair, EuroSys 2020): programs that
-    gain little leave the fast types to those that gain much.
+    While devices are plenty the fastest type goes first. Once they are scarce, types are ranked by the program's gain
+    relative to the mean gain of all programs, as in trading (Chaudhary et al., Gandiva_fair, EuroSys 2020): programs
+    that gain little leave the fast types to those that gain much.
 
     own: steps/s of the program by type; others: those of all programs, only their ratios count.
     """

@@ -1,6 +1,6 @@
 """All measurements of one job, and estimates from them: received device time, and for elastic jobs the steps left and
 the rate with other numbers of GPUs (Optimus, EuroSys 2018, section 3). `now` is in seconds of the master's clock;
-reports have times of their node's clock, of which only differences count.
+times in reports are those of the node's clock, so only their differences are used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ALIKE: Final = 0.05
 
 
 class FitCache:
-    """Fits by job number. One writer."""
+    """Cache of fitted models by job number. Not thread-safe."""
 
     def __init__(self) -> None:
         self._ends: dict[int, tuple[int, StepsLeftEstimate | None]] = {}
@@ -42,16 +42,16 @@ class FitCache:
         losses: Callable[[], Iterable[LossPoint]],
         least_decrease: float,
         pass_steps: float,
-        in_a_row: int = 1,
+        converged_passes: int = 1,
     ) -> StepsLeftEstimate | None:
         """Return the steps from the start until convergence, by the losses of so many `passes` of `pass_steps` each;
-        None while there are too few. The rest as in `steps_to_convergence`."""
+        None while there are too few. `least_decrease`, `converged_passes`: as in `steps_to_convergence`."""
         if passes < _FIRST_PASSES:
             return None
         known = self._ends.get(number)
         if known is None or passes >= _REFIT * known[0] or passes < known[0]:
             model = fit_convergence(losses())
-            end = None if model is None else steps_to_convergence(model, least_decrease, pass_steps, in_a_row)
+            end = None if model is None else steps_to_convergence(model, least_decrease, pass_steps, converged_passes)
             known = self._ends[number] = passes, end
         return known[1]
 
@@ -67,21 +67,20 @@ class FitCache:
         return known[1]
 
 
-# Loss points of a job; beyond that, neighbours are averaged, which halves them.
+# Most loss points of a job. When it is reached, neighbours are averaged in pairs.
 MOST_POINTS: Final = 256
 
 
-# Seconds between two reports of a job that steps all the time, at most.
+# Longest time between two reports of a job that steps all the time.
 _STEADY_S: Final = 2.5
-# The time per step grows at most by this factor; it shrinks at once.
+# Most growth of the estimated step time per report; a decrease has no limit.
 _SLOWER: Final = 1.1
 
 
 @dataclass(slots=True)
 class AttainedTime:
     """Device time that a job has received: a time-sliced one steps only in its slices. `step` was done at `time_s`.
-    Between two close reports it stepped all the time; between two distant ones its steps count, each with the job's
-    time per step."""
+    Between reports less than `_STEADY_S` apart the whole time counts; otherwise its steps x its step time."""
 
     step: int
     time_s: float
@@ -147,7 +146,7 @@ class ReportedLosses:
             self.each *= 2
 
 
-def belief_of(
+def optimus_estimate(
     job: JobRecord, losses: ReportedLosses | None, rates: Mapping[int, float], fits: FitCache, gpus_per_node: int
 ) -> OptimusEstimate:
     """Return the estimate of a job. `rates`: in steps/s by number of GPUs; without any, or without a report, the
@@ -216,8 +215,8 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class RunCondition:
-    """How a job runs; the default: not at all. `devices`: masks by node, none of a time-sliced job, beside which no
-    other job runs."""
+    """Placement and cores of a running job; the default value means that it does not run. `devices`: masks by node;
+    empty for a time-sliced job, as no other job runs at the same time."""
 
     epoch: int = 0
     gpus: int = 0
@@ -231,7 +230,7 @@ def with_window(by_load: RatesByLoad, load: int, rate: float) -> RatesByLoad:
     rates = (*by_load.get(load, ()), rate)[-_MOST_LOAD_WINDOWS:]
     others = {other: some for other, some in by_load.items() if other != load}
     if len(others) >= _MOST_LOADS:
-        # The first key is the load that was measured longest ago.
+        # The first key is the oldest.
         del others[next(iter(others))]
     return {**others, load: rates}
 
@@ -245,21 +244,22 @@ class SeriesRates:
 
     @property
     def by_load(self) -> RatesByLoad:
-        """The windows with the cores with which the most were measured."""
+        """Windows of the most often measured number of cores."""
         return max(self.by_cores.values(), key=lambda found: sum(map(len, found.values())), default={})
 
     def after(self, millicores: int, load: int, rate: float) -> SeriesRates:
         """Return the windows with one more of a gang with so many cores."""
         others = {cores: found for cores, found in self.by_cores.items() if cores != millicores}
         if len(others) >= _MOST_CORES:
-            # The first key is what was measured longest ago.
+            # The first key is the oldest.
             del others[next(iter(others))]
         return SeriesRates({**others, millicores: with_window(self.by_cores.get(millicores, {}), load, rate)})
 
 
 @dataclass(slots=True)
 class MeasuredJob:
-    """All measurements of one job. It runs as `run` says, beside `neighbours`, under `load`."""
+    """All measurements of one job. `run`: its present condition; `neighbours`: jobs on its devices; `load`: devices of
+    its nodes that other jobs use."""
 
     create_time: float
     signature: int
@@ -267,13 +267,15 @@ class MeasuredJob:
     run: RunCondition = field(default_factory=RunCondition)
     neighbours: frozenset[int] = frozenset()
     load: int = 0
-    # Epoch that ran last, and the time when it has warmed up.
+    # The last epoch that ran, and the time from which it counts as warmed up.
     warm: tuple[int, float] = (0, 0.0)
     is_elastic: bool = False
     device_type: str = ""
-    # Windows under the present run and neighbours, under the present load, and with the present GPUs and cores.
+    # Windows with the present run and neighbours.
     present: RateWindows = NO_WINDOWS
+    # Windows under the present load.
     loaded: RateWindows = NO_WINDOWS
+    # Windows with the present numbers of GPUs and cores.
     sized: RateWindows = NO_WINDOWS
     baseline: Baseline = field(default_factory=Baseline)
     by_load: RatesByLoad = field(default_factory=dict)

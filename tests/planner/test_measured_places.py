@@ -11,7 +11,7 @@ from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.view import LoadMode, View
 from ganger_master.core.job_model import JobRecord
 from ganger_master.planner.context import context_of
-from ganger_master.planner.job_estimates import SeriesRates
+from ganger_master.planner.job_measurements import SeriesRates
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migrate_stage import plan_moves
 from ganger_master.planner.migration_plans import MigrationMemory
@@ -32,17 +32,17 @@ class KnownRates(Rates):
 
     def __init__(self, known: Mapping[int, Mapping[str, SeriesRates]]) -> None:
         super().__init__()
-        self.known_alike = known
+        self.known_series = known
 
-    def alike(self, number: int, gpus: int) -> Mapping[str, SeriesRates]:
-        return self.known_alike.get(gpus, {})
+    def same_series(self, number: int, gpus: int) -> Mapping[str, SeriesRates]:
+        return self.known_series.get(gpus, {})
 
     def signature(self, number: int) -> str:
         return ""
 
     @property
     def series(self) -> Iterable[Mapping[str, SeriesRates]]:
-        return self.known_alike.values()
+        return self.known_series.values()
 
 
 def placed(known: Mapping[int, Mapping[str, SeriesRates]], running: Sequence[int]) -> Moved:
