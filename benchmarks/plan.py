@@ -47,7 +47,7 @@ from ganger_master.estimators.speed import AllReduceModel, StepPoint, fit_allred
 from ganger_master.planner.context import PlannerSettings, context_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.optimus_stage import plan_optimus
-from ganger_master.planner.synergy_round import plan_packed
+from ganger_master.planner.synergy_round import packing_of, plan_packed
 from ganger_master.policies import policy_named
 from ganger_master.policies.job_facts import Capacity, Facts, Integers
 from ganger_master.policies.optimus_sizes import OptimusEstimate
@@ -149,11 +149,12 @@ def synergy_pass(view: View, shapes: Sequence[GangShape], facts: Facts) -> tuple
     room, policy = CapacityIndex(view), policy_named(_PACKED)
     context = context_of(policy, table, room, 1e6, settings=settings, order=LAS2D, rates=rates)
     wall, cpu = time.perf_counter(), time.process_time()
-    found = plan_packed(SYNERGY_TUNE, context)
+    packing = packing_of(SYNERGY_TUNE, context)
+    assert packing is not None, "jobs of one role are packed"
+    changes = plan_packed(packing, context).draft.changes
     seconds, processor = time.perf_counter() - wall, time.process_time() - cpu
-    assert found is not None, "jobs of one role are packed"
-    placed = [claim.device_mask.bit_count() for change in found.changes for claim in claims_in(change)]
-    return seconds, processor, len(found.changes), sum(placed)
+    placed = [claim.device_mask.bit_count() for change in changes for claim in claims_in(change)]
+    return seconds, processor, len(changes), sum(placed)
 
 
 NODES: Final = 16_000

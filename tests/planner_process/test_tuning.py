@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import pytest
 from ganger.agent.v1 import agent_pb2
 from ganger.v1 import job_pb2, job_service_pb2
 from ganger.wire import times
@@ -76,7 +77,10 @@ async def figures(served: Served, number: int) -> list[tuple[int, str]]:
     return [(int(event.figures["millicores"]), event.message) for event in changes]
 
 
-def test_cores_go_to_the_job_that_uses_them_and_a_change_that_gains_nothing_is_undone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", ["las+predictor", "las+synergy-tune"])
+def test_cores_go_to_the_job_that_uses_them_and_a_change_that_gains_nothing_is_undone(
+    tmp_path: Path, policy: str
+) -> None:
     async def story(served: Served, node: Speaker) -> None:
         fleet = Fleet(served, node, uses={1: 1.0, 2: 3.0})
         running = asyncio.create_task(fleet.run())
@@ -102,4 +106,4 @@ def test_cores_go_to_the_job_that_uses_them_and_a_change_that_gains_nothing_is_u
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
 
-    on_a_master(tmp_path, story, "las+predictor")
+    on_a_master(tmp_path, story, policy)

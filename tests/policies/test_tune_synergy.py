@@ -454,9 +454,19 @@ def test_gangs_of_many_kinds_are_placed_by_their_demands_nearly_as_well() -> Non
     assert relative(of_round, nodes, placed).sum() >= 0.95 * bound
 
 
-def test_opt_refuses_what_it_could_not_solve() -> None:
-    with pytest.raises(ValueError, match="use synergy-tune"):
-        synergy.place_optimally(drawn(0, 1000, SPLITS[0], SINGLE), servers(1000))
+def test_opt_places_as_tune_what_it_could_not_solve() -> None:
+    many, nodes = drawn(0, 1000, SPLITS[0], SINGLE), servers(1000)
+    found, tuned = synergy.place_optimally(many, nodes), synergy.place(many, nodes)
+    assert found.node.tolist() == tuned.node.tolist()
+    assert found.cores.tolist() == tuned.cores.tolist()
+
+
+def test_opt_splits_no_gang_of_one_node_that_tune_places_whole() -> None:
+    of_round = gangs([1, 1, 1, 1, 4], [0] * 5, SYNERGY, is_local=[True] * 5)
+    nodes = TuningNodes(np.array([4, 4]), np.array([12.0, 12.0]), np.array([250e9, 250e9]))
+    placed = synergy.place_optimally(of_round, nodes)
+    assert placed.gpus.sum() == 8
+    assert sorted(placed.gang.tolist()) == [0, 1, 2, 3, 4]
 
 
 @settings(max_examples=50)

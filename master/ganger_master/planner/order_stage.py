@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ganger_master.core.job_model import JobRecord
 from ganger_master.planner.context import PlanContext, PlanDraft, PlanOutcome, PlanStage
 from ganger_master.planner.in_place_resize import Resizing
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.plan import may_start, plan, started, within_quotas
-from ganger_master.planner.plan_pace import NONE_EXCLUDED, RoundPace
+from ganger_master.planner.plan_pace import INSTANT_S, NONE_EXCLUDED
 from ganger_master.policies import Grow, Migrate, Policy, ResizeByOptimus, ShareByTimeSlices, StartByTetris, Tune
 from ganger_master.policies.orders import JobOrder
+
+if TYPE_CHECKING:
+    from ganger_master.planner.synergy_round import Packing
+    from ganger_master.policies.tunings import Tuning
 
 
 class OrderStage(PlanStage):
@@ -22,7 +26,9 @@ class OrderStage(PlanStage):
 
     def __init__(self, policy: Policy, order: JobOrder, resizing: Resizing | None) -> None:
         self.resizing = resizing
-        self._tune, self._resizes = policy.stage(Tune), policy.has(ResizeByOptimus)
+        tune, self._resizes = policy.stage(Tune), policy.has(ResizeByOptimus)
+        # The tuning that packs rounds, if there is one.
+        self._packer = tune.tuning if tune is not None and tune.packs_rounds else None
         self._order = order
         is_plain = not policy.has(Tune, StartByTetris, ResizeByOptimus)
         # Plans concern pending jobs only, and running gangs keep what they have.
@@ -34,7 +40,10 @@ class OrderStage(PlanStage):
         self._only_starts = policy.placement.by_counts and not (does_more or changes)
         # Jobs that the last preempting plan preempted for others.
         self._displaced: frozenset[int] = frozenset()
+        # When the last round began; its packing until all jobs that it places run.
         self._packed_at_s = -math.inf
+        self._packing: Packing | None = None
+        self._could_not_pack = False
 
     def plan(self, context: PlanContext) -> None:
         context.add(self.found(context))
@@ -45,12 +54,17 @@ class OrderStage(PlanStage):
 
     def found(self, context: PlanContext) -> PlanDraft:
         """Return the changes of the pass."""
-        found = self._first_of_queue(context) or self._packed_round(context)
+        packer = self._packer
+        found = self._first_of_queue(context) if packer is None else self._packed_round(packer, context)
         if found is None:
+            if packer is not None and not (context.now == self._packed_at_s and self._could_not_pack):
+                context = replace(context, may_preempt=False)
             context = replace(context, excluded=context.excluded.resting(self.resting(context)))
             if self.resizing is not None:
                 context = replace(context, resizing=self.resizing)
             found = plan_by(context)
+        if packer is not None and (context.is_news or context.jobs.has_waiting):
+            found = replace(found, next_change_s=min(found.next_change_s, self._packed_at_s + context.pace.round_s))
         self._displaced = found.displaced or self._displaced
         self.resizing = found.resizing or self.resizing
         if found.next_change_s < math.inf:
@@ -60,16 +74,27 @@ class OrderStage(PlanStage):
             found = replace(found, next_change_s=max(found.next_change_s, next_s))
         return found
 
-    def _packed_round(self, context: PlanContext) -> PlanDraft | None:
-        """Return the changes that pack a round, where the tuning places jobs; None where it does not, or cannot."""
-        tune, now = self._tune, context.now
-        if tune is None or not (tune.packs_rounds and context.may_preempt and isinstance(context.pace, RoundPace)):
-            return None
-        from ganger_master.planner.synergy_round import plan_packed
+    def _packed_round(self, tuning: Tuning, context: PlanContext) -> PlanDraft | None:
+        """Return the changes of a round, where the tuning places jobs; None between rounds, or where it cannot.
 
-        # A job that a round preempted may rank before others now, but a round preempts only once.
-        may_preempt, self._packed_at_s = self._packed_at_s != now, now
-        return plan_packed(tune.tuning, replace(context, may_preempt=may_preempt, excluded=within_quotas(context)))
+        A round begins with a plan that may preempt. Until all jobs that it places run, plans start these only. Then
+        others start where they fit, until the next round."""
+        from ganger_master.planner.synergy_round import packing_of, plan_packed
+
+        begins = context.may_preempt and context.now >= self._packed_at_s + context.pace.round_s - INSTANT_S
+        if begins:
+            self._packed_at_s = context.now
+            # A refusal of some nodes leaves the job to a search that avoids them.
+            excluded = within_quotas(context)
+            excluded = excluded.resting(frozenset(excluded.nodes))
+            self._packing = packing_of(tuning, replace(context, excluded=excluded))
+            self._could_not_pack = self._packing is None
+        if self._packing is None:
+            return None
+        found = plan_packed(self._packing, replace(context, may_preempt=begins))
+        if not found.unsettled:
+            self._packing = None
+        return found.draft if found.draft.changes or self._packing is not None else None
 
     def is_idle(self, context: PlanContext) -> bool:
         table = context.jobs

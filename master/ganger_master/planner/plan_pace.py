@@ -81,6 +81,11 @@ class PlanPace:
     # When the order of jobs is due to be planned again without any event.
     due_s: float = inf
 
+    @property
+    def round_s(self) -> float:
+        """Return the seconds between two rounds that pack all jobs anew."""
+        return self.every_s
+
     def begun(self, stopped_at_s: float) -> PlanPace:
         """Return the pace where a job was preempted at `stopped_at_s` before the first plan."""
         return replace(self, stopped_at_s=max(self.stopped_at_s, stopped_at_s))
@@ -148,6 +153,10 @@ class RoundPace(EventPace):
     since_s: float = 0.0
     settles_s: float = 0.0
     planned_s: float = -inf
+
+    @property
+    def round_s(self) -> float:
+        return self.step_s
 
     def rounds(self, time: float) -> float:
         """Return the number of rounds until a time; whole at the beginning of a round."""

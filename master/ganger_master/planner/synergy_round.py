@@ -1,32 +1,50 @@
 """One round with a tuning that places jobs: pack all chosen jobs as if the cluster were empty, and keep as many gangs
-as possible where they are (leases of Synergy, OSDI 2022, section 4.2). The others stop, and start in their new places.
+as possible where they are (leases of Synergy, OSDI 2022, section 4.2). The others stop, and start in their new places
+once these are free: plans repeat `plan_packed` until then.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
-from typing import TypeAlias
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
-from ganger.cluster.resources import Claim, LocalityLevel
+from ganger.cluster.fit import memory_named, share_of_memory
+from ganger.cluster.resources import Claim, LocalityLevel, accepts_type
 from ganger.cluster.view import View
+from msgspec import structs
 
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.plan_changes import StartChange, SuspendChange
 from ganger_master.planner.context import PlanContext, PlanDraft, held_alone
+from ganger_master.planner.device_groups import Claims
 from ganger_master.planner.gang_fitting import ChosenJobs
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.plan import choose, queue_of
-from ganger_master.planner.tune_stage import Amounts, CoresWish, fitted, is_tuned, known_of, nodes_of, whole, wish_of
-from ganger_master.policies.job_facts import Flags, Integers
-from ganger_master.policies.tunings import Pieces, Tuning, TuningNodes, known_gangs
+from ganger_master.planner.tune_stage import (
+    Amounts,
+    CoresWish,
+    asked,
+    fitted,
+    is_tuned,
+    known_of,
+    nodes_of,
+    trials_of,
+    whole,
+    wish_of,
+)
+from ganger_master.policies.job_facts import Flags
+from ganger_master.policies.tunings import Gangs, Known, Pieces, Tuning, TuningNodes, known_gangs, pieces, rates
 
 # (node, GPUs there) of a gang, by node.
 Where: TypeAlias = tuple[tuple[int, int], ...]
 
 Place: TypeAlias = tuple[Where, Amounts]
+
+# Where a gang is to run: (node, GPUs, millicores, bytes) by node.
+Rows: TypeAlias = Sequence[tuple[str, int, int, int]]
 
 # To keep a gang where it is counts so much more than to keep its amounts: more than there are GPUs on nodes alike.
 _FEW_PARTS = 1 << 16
@@ -34,53 +52,113 @@ _FEW_PARTS = 1 << 16
 _MOST_MATCHED = 1024
 
 
-def plan_packed(tuning: Tuning, context: PlanContext) -> PlanDraft | None:
-    """Return the changes that lead to the packing. None: a chosen job cannot be packed by GPUs, or the packing places
-    no job."""
+class Packing(NamedTuple):
+    """`places`: by job number. `stopped`: numbers of running jobs that have to stop for it."""
+
+    places: Mapping[int, Rows]
+    stopped: frozenset[int]
+
+
+def packing_of(tuning: Tuning, context: PlanContext) -> Packing | None:
+    """Return where the tuning places the jobs that the order chooses. Running jobs that cannot be packed keep what they
+    have. None: that holds for a chosen job that does not run, or jobs share devices, or the packing gains nothing."""
     assert tuning.place is not None, f"{tuning.name} places no job"
-    table, view = context.jobs, context.room.view
+    table, view, known = context.jobs, context.room.view, known_of(context)
     choice = choose(queue_of(context))
-    is_movable = choice.facts.is_running & choice.facts.is_preemptible
-    running = {job.number: gang for job, gang in _gangs(table, choice, is_movable)}
-    jobs = _jobs(table, choice, choice.line[(choice.is_chosen & (is_movable | ~choice.facts.is_running))[choice.line]])
-    leaving = [job for job, _ in _gangs(table, choice, is_movable & ~choice.is_chosen)]
-    going = [gang for _, gang in _gangs(table, choice, table.is_going(choice.rows))]
-    if not all(map(_is_packable, jobs)) or not all(is_tuned(view, *pair) for pair in _gangs(table, choice, is_movable)):
+    facts, packable = choice.facts, _Packable(view, known)
+    may_stop = facts.is_running & facts.is_preemptible
+    fixed = [job.number for job, gang in _gangs(table, choice, may_stop) if not packable.is_movable(job, gang)]
+    is_movable = may_stop & ~table.are_among(choice.rows, fixed)
+    leaving = _gangs(table, choice, may_stop & ~choice.is_chosen)
+    running = {job.number: (job, gang) for job, gang in _gangs(table, choice, is_movable & choice.is_chosen)}
+    is_packed = choice.is_chosen & (is_movable | ~facts.is_running)
+    jobs = table.jobs_at(choice.rows[choice.line[is_packed[choice.line]]])
+    if context.terms.mates or not all(map(packable.by_gpus, jobs)):
         return None
     names = [name for slot, name in enumerate(view.nodes) if view.available[slot]]
     numbered = {name: at for at, name in enumerate(names)}
-    held = [held_alone(gang) for gang in (*running.values(), *going)]
+    held = [_with_arenas(gang) for _, gang in (*running.values(), *leaving, *table.going)]
     nodes = nodes_of(view, numbered, held, ())
-    gpus = np.array([job.spec.gpus for job in jobs], np.int64)
+    gpus = np.array([job.gpus for job in jobs], np.int64)
     is_local = np.array([_is_local(job) for job in jobs], bool)
-    gangs = known_gangs(known_of(context), np.array([job.number for job in jobs], np.int64), gpus, is_local, nodes)
-    present = [_place_of(running[job.number].claims, numbered) if job.number in running else None for job in jobs]
+    gangs = known_gangs(known, np.array([job.number for job in jobs], np.int64), gpus, is_local, nodes)
+    present = [_place_of(running[job.number][1], numbered) if job.number in running else None for job in jobs]
     kinds: list[Hashable] = list(zip(gangs.profile.tolist(), gpus.tolist(), is_local.tolist(), strict=True))
-    targets = _targets(tuning.place(gangs, nodes))
-    if not targets and not running and not going:
+    packed = tuning.place(gangs, nodes)
+    if not (len(packed) or leaving or table.going) or (all(present) and not _is_faster(gangs, packed, present, known)):
         return None
-    places = keeping(present, kinds, targets, _alike(view, names, nodes))
-    may_start = set(choice.facts.number[choice.waiting].tolist())
+    places = {
+        job.number: tuple([(names[node], count, *some) for (node, count), some in zip(*place, strict=True)])
+        for job, place in zip(jobs, keeping(present, kinds, _targets(packed), _alike(view, names, nodes)), strict=True)
+        if place is not None
+    }
+    stays = {
+        number
+        for number, (job, gang) in running.items()
+        if number in places and _staying(view, job, gang, places[number], known.knows_memory) is not None
+    }
+    return Packing(places, frozenset({*[job.number for job, _ in leaving], *running} - stays))
+
+
+class RoundDraft(NamedTuple):
+    """`unsettled`: numbers of the jobs whose places are not free yet."""
+
+    draft: PlanDraft
+    unsettled: frozenset[int]
+
+
+def plan_packed(packing: Packing, context: PlanContext) -> RoundDraft:
+    """Return the changes that lead to a packing. Where the context may preempt, the jobs that have to stop do."""
+    table, view, places = context.jobs, context.room.view, packing.places
+    knows_memory, trials, queue = known_of(context).knows_memory, trials_of(context), queue_of(context)
+    running = {job.number: (job, gang) for job, gang in table.running}
+    starting = {row[0] for number, rows in places.items() if number not in running for row in rows}
     stays: list[CoresWish] = []
-    starts: list[CoresWish] = []
-    for job, place in zip(jobs, places, strict=True):
-        if job.number in running:
-            wish = None if place is None else _staying(view, names, job, running[job.number], *place)
-            if wish is None:
-                leaving.append(job)
-            else:
-                stays.append(wish)
-        elif place is not None and job.number in may_start:
-            starts.append(_starting(view, names, job, *place))
+    for number in sorted(places.keys() & running.keys()):
+        job, gang = running[number]
+        if is_tuned(view, job, gang):
+            # A trial of cores lasts while no job starts beside it.
+            tried = None if any(claim.node in starting for claim in gang.claims) else trials.get(number)
+            wish = _staying(view, job, gang, places[number], knows_memory, tried)
+            stays.extend([] if wish is None else [wish])
+    waiting = table.jobs_at(queue.rows[queue.waiting])
+    starts = [_starting(view, job, places[job.number]) for job in waiting if job.number in places]
+    starts.sort(key=lambda wish: wish.job.number)
     tuned = fitted(view, stays, starts)
-    stopped = leaving if context.may_preempt else []
-    stops = [SuspendChange(job.number, job.revision, level=SuspendLevel.CHECKPOINT) for job in stopped]
-    started = sum(isinstance(change, StartChange) for change in tuned.changes)
-    return PlanDraft((*stops, *tuned.changes), len(stays) + started < len(jobs), choice.changes_at, choice.queue)
+    stops = [
+        SuspendChange(number, running[number][0].revision, level=SuspendLevel.CHECKPOINT)
+        for number in sorted(packing.stopped & running.keys() if context.may_preempt else ())
+    ]
+    started = {change.number for change in tuned.changes if isinstance(change, StartChange)}
+    returning = [job.number for job, _ in table.going]
+    unsettled = places.keys() & {*returning, *[change.number for change in stops], *[one.job.number for one in starts]}
+    draft = PlanDraft((*stops, *tuned.changes), len(unsettled) > len(started), queue.changes_at, queue.line)
+    return RoundDraft(draft, frozenset(unsettled - started))
 
 
-def _jobs(table: LiveTable, choice: ChosenJobs, positions: Integers) -> list[JobRecord]:
-    return [job for row in choice.rows[positions].tolist() if (job := table.jobs[row]) is not None]
+# A running job is restarted for a gain in speed alone if all together gain more than this.
+_LEAST_GAIN = 0.05
+
+
+def _is_faster(gangs: Gangs, packed: Pieces, present: Sequence[Place | None], known: Known) -> bool:
+    """Return whether the gangs, all of which run, would be so much faster with the packing, on average."""
+    rows = [
+        (gang, node, gpus, millicores / 1000, memory)
+        for gang, place in enumerate(present)
+        if place is not None
+        for (node, gpus), (millicores, memory) in zip(*place, strict=True)
+    ]
+    columns = [np.array(column) for column in zip(*rows, strict=True)]
+    there = pieces(*columns[:3]).given(*columns[3:])
+    if not known.knows_memory:
+        packed, there = (one.given(one.cores, np.full(len(one), np.inf)) for one in (packed, there))
+    now = np.maximum(rates(gangs, there), 1e-9)
+    return float(np.mean(rates(gangs, packed) / now)) > 1.0 + _LEAST_GAIN
+
+
+def _with_arenas(gang: Gang) -> Claims:
+    """Return what a gang holds, with the room to park it as memory."""
+    return tuple([structs.replace(one, memory_bytes=one.memory_bytes + one.arena_bytes) for one in held_alone(gang)])
 
 
 def _gangs(table: LiveTable, choice: ChosenJobs, among: Flags) -> list[tuple[JobRecord, Gang]]:
@@ -89,35 +167,63 @@ def _gangs(table: LiveTable, choice: ChosenJobs, among: Flags) -> list[tuple[Job
 
 
 def _staying(
-    view: View, names: Sequence[str], job: JobRecord, gang: Gang, where: Where, amounts: Amounts
+    view: View, job: JobRecord, gang: Gang, rows: Rows, knows_memory: bool, tried: int | None = None
 ) -> CoresWish | None:
-    """Return the wish of a gang that stays; None if it cannot continue there with these amounts."""
-    by_node = {names[node]: amount for (node, _), amount in zip(where, amounts, strict=True)}
-    if {claim.node: claim.device_mask.bit_count() for claim in gang.claims} != {names[node]: n for node, n in where}:
+    """Return the wish of a gang that stays; None if it cannot continue there with these amounts. `tried`: millicores
+    for each GPU, of a trial. Without a profile of memory it keeps what it has, as all of that may be in use."""
+    by_node = {row[0]: row for row in rows}
+    if {claim.node: claim.device_mask.bit_count() for claim in gang.claims} != {row[0]: row[1] for row in rows}:
         return None
-    ordered = tuple([by_node[claim.node] for claim in gang.claims])
-    wish = wish_of(view, job, job.shape, gang.claims, ordered, is_start=False)
-    return wish if all(got[1] <= want[1] for got, want in zip(wish.amounts, ordered, strict=True)) else None
+    wanted = []
+    for claim in gang.claims:
+        _, gpus, millicores, memory = by_node[claim.node]
+        memory = memory - claim.arena_bytes if knows_memory else claim.memory_bytes
+        wanted.append((millicores if tried is None else tried * gpus, memory))
+    wish = wish_of(view, job, job.shape, gang.claims, tuple(wanted), is_start=False)
+    is_enough = not knows_memory or all(got[1] <= want[1] for got, want in zip(wish.amounts, wanted, strict=True))
+    return wish if is_enough else None
 
 
-def _starting(view: View, names: Sequence[str], job: JobRecord, where: Where, amounts: Amounts) -> CoresWish:
-    gpus = tuple([count for _, count in where])
-    roles = job.shape.roles
-    tasks = [tuple([role.tasks for role in roles])] if len(where) == 1 else [(count,) for count in gpus]
-    claims = tuple([Claim(names[node], 0, (), 0, tasks=own) for (node, _), own in zip(where, tasks, strict=True)])
-    return wish_of(view, job, job.shape, claims, amounts, is_start=True, gpus=gpus)
-
-
-def _is_packable(job: JobRecord) -> bool:
+def _starting(view: View, job: JobRecord, rows: Rows) -> CoresWish:
     shape = job.shape
-    is_plain = len(shape.roles) == 1 and shape.roles[0].shape.gpus == 1
-    names_memory = any(role.shape.memory_bytes for role in shape.roles)
-    is_choosy = bool(shape.device_type or shape.nodes or names_memory)
-    return shape.gpus > 0 and (is_plain or _is_local(job)) and not is_choosy
+    claims, amounts = [], []
+    for node, gpus, millicores, memory in rows:
+        tasks = tuple([role.tasks for role in shape.roles]) if len(rows) == 1 else (gpus,)
+        claim = Claim(node, 0, (), 0, tasks=tasks)
+        # Room to be parked in host memory, where that leaves it its share.
+        arena = gpus * shape.arena_bytes_per_device
+        if memory - arena >= asked(view, shape, (claim,))[0][1]:
+            claim, memory = structs.replace(claim, arena_bytes=arena), memory - arena
+        claims.append(claim)
+        amounts.append((millicores, memory))
+    return wish_of(view, job, shape, tuple(claims), tuple(amounts), is_start=True, gpus=tuple([row[1] for row in rows]))
+
+
+class _Packable:
+    """Which jobs a packing may place: it counts GPUs, cores and memory of nodes, and splits gangs by single GPUs."""
+
+    def __init__(self, view: View, known: Known) -> None:
+        self._view, self._knows_memory = view, known.knows_memory
+        slots = [slot for slot, _ in enumerate(view.nodes) if view.available[slot]]
+        sets = {one.name: one for slot in slots if (one := view.topologies[slot].configuration_set).devices}
+        self._types = {one.device_type for one in sets.values()}
+        self._least_share = min([share_of_memory(one, 1) for one in sets.values()], default=0)
+
+    def by_gpus(self, job: JobRecord) -> bool:
+        shape = job.shape
+        is_plain = len(shape.roles) == 1 and shape.roles[0].shape.gpus == 1
+        named = memory_named(shape, [role.tasks for role in shape.roles])
+        # Without profiles of memory each gang is packed with its share.
+        has_room = not named or (not self._knows_memory and named <= shape.gpus * self._least_share)
+        runs_anywhere = shape.nodes < 2 and all(accepts_type(shape.device_type, one) for one in self._types)
+        return shape.gpus > 0 and (is_plain or _is_local(job)) and has_room and runs_anywhere
+
+    def is_movable(self, job: JobRecord, gang: Gang) -> bool:
+        return self.by_gpus(job) and is_tuned(self._view, job, gang)
 
 
 def _is_local(job: JobRecord) -> bool:
-    return job.spec.locality.widest <= LocalityLevel.NODE
+    return job.spec.locality.widest <= LocalityLevel.NODE or job.shape.nodes == 1
 
 
 def _targets(placed: Pieces) -> dict[int, Place]:
@@ -130,14 +236,15 @@ def _targets(placed: Pieces) -> dict[int, Place]:
     return {gang: (tuple(where), tuple(amounts)) for gang, (where, amounts) in found.items()}
 
 
-def _place_of(claims: Sequence[Claim], numbered: dict[str, int]) -> Place | None:
+def _place_of(gang: Gang, numbered: dict[str, int]) -> Place | None:
     """Return its place; None if one of its nodes takes no gangs."""
+    claims = gang.claims
     if any(claim.node not in numbered for claim in claims):
         return None
     ordered = sorted(claims, key=lambda claim: numbered[claim.node])
     return (
         tuple([(numbered[claim.node], claim.device_mask.bit_count()) for claim in ordered]),
-        tuple([(sum(claim.millicores), claim.memory_bytes) for claim in ordered]),
+        tuple([(sum(claim.millicores), claim.memory_bytes + claim.arena_bytes) for claim in ordered]),
     )
 
 

@@ -74,11 +74,12 @@ def plan_tuned(tuning: Tuning, context: PlanContext) -> PlanDraft:
     starts = {change.number: change.claims for change in found.changes if isinstance(change, StartChange)}
     gangs = [(job, gang.claims) for job, gang in running if job.number not in stopped]
     newcomers = [(job, starts[number]) for number in sorted(starts) if (job := table.jobs[table.row(number)])]
-    tuned = fitted(view, *_wishes(tuning, view, gangs, newcomers, known_of(context), _trials_of(context), terms.shape))
+    tuned = fitted(view, *_wishes(tuning, view, gangs, newcomers, known_of(context), trials_of(context), terms.shape))
     return replace(found, changes=(*stops, *tuned.changes), waits=found.waits or tuned.held_back)
 
 
-def _trials_of(context: PlanContext) -> Mapping[int, int]:
+def trials_of(context: PlanContext) -> Mapping[int, int]:
+    """Return millicores for each GPU that are being tried, by job number."""
     return _NO_TRIALS if context.rates is None else context.rates.trials
 
 
@@ -102,7 +103,7 @@ class TuneStage(PlanStage):
             for job, gang in table.running
             if is_tuned(view, job, gang) and self._tuning.decides_cores_of(job.shape)
         ]
-        trials = _NO_TRIALS if table.has_waiting else _trials_of(context)
+        trials = _NO_TRIALS if table.has_waiting else trials_of(context)
         shape_of = context.terms.shape
         wishes, _ = _wishes(self._tuning, view, gangs, (), known_of(context), trials, shape_of)
         for at, wish in enumerate(wishes):

@@ -54,7 +54,8 @@ class ShareByTimeSlices:
 @dataclass(frozen=True, slots=True)
 class Tune:
     """Running jobs that have their devices alone get tuned cores and memory, and so do jobs that `StartByRank` starts
-    (`planner.tune_stage`). `packs_rounds`: in a simulation with rounds the tuning places all chosen jobs anew."""
+    (`planner.tune_stage`). `packs_rounds`: as often as jobs may be preempted, the tuning places all chosen jobs anew
+    (`planner.synergy_round`)."""
 
     tuning: Tuning
     packs_rounds: bool = False

@@ -162,7 +162,7 @@ def test_a_job_that_is_never_tuned_runs_at_the_recorded_rate_with_any_rates() ->
         assert _ends(simulate(jobs, servers, policy, ReplayOptions(rates="profiles"))) == _ends(recorded)
     never = ReplayOptions(rates="profiles", profile_s=1e6)
     share = simulate(jobs, servers, "srtf+proportional", never)
-    unknown = simulate(jobs, servers, "srtf+synergy-tune", never)
+    unknown = simulate(jobs, servers, "srtf+gandiva+synergy-tune", never)
     assert _ends(unknown) == _ends(share)
     assert unknown.end_s == unknown.outcomes.end_s.max()
     tuned = simulate(jobs, servers, "srtf+synergy-tune", ReplayOptions(rates="profiles", profile_s=0.0))

@@ -334,10 +334,11 @@ def best_amounts(gangs: Gangs, nodes: TuningNodes, is_integer: bool = True) -> T
 
 
 def place_optimally(gangs: Gangs, nodes: TuningNodes) -> Pieces:
-    """Place the runnable gangs. Raises ValueError where that is too much to solve."""
-    if len(gangs) * len(nodes) > MOST_PAIRS:
-        raise ValueError(f"{len(gangs)} gangs on {len(nodes)} nodes are more than {MOST_PAIRS} pairs; use synergy-tune")
+    """Place the runnable gangs; as Synergy-Tune does where that is too much to solve, or where LP-2 would split gangs
+    of one node, so that more GPUs would be idle."""
     running = runnable(gangs, nodes)
+    if len(running) * len(nodes) > MOST_PAIRS:
+        return place(gangs, nodes)
     of_round = gangs.take(running)
     wanted = best_amounts(of_round, nodes)
     packing = RoundPacking(of_round, nodes)
@@ -355,6 +356,8 @@ def place_optimally(gangs: Gangs, nodes: TuningNodes) -> Pieces:
     for gang in left:
         settle(packing, gang, float(wanted.cores[gang]), float(wanted.memory_bytes[gang]))
     placed = packing.placed()
+    if len(packing.where) < len(running) and (tuned := place(gangs, nodes)).gpus.sum() > placed.gpus.sum():
+        return tuned
     return placed.of(running[placed.gang])
 
 
