@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ganger.training.unmodified_script import UnmodifiedScript
 
 _script: UnmodifiedScript | None = None
-_diversion: OutputReplay | None = None
+_output_replay: OutputReplay | None = None
 _outside: OutsideChanges | None = None
 _is_installed = _is_stood_down = False
 
@@ -36,7 +36,7 @@ _is_installed = _is_stood_down = False
 def install() -> None:
     """Wait for a training loop in this process. Does nothing outside Ganger or where the user wants no agent; harmless
     where torch is never imported."""
-    global _is_installed, _diversion, _outside
+    global _is_installed, _output_replay, _outside
     if _is_installed or not os.environ.get("GANGER_PAGE") or os.environ.get("GANGER_AGENT") == "none":
         return
     _is_installed = True
@@ -45,8 +45,8 @@ def install() -> None:
         if os.environ.get("GANGER_RESTORE"):
             page = os.environ["GANGER_PAGE"]
             name = os.path.basename(page).replace(".page", "") + ".replay.log"
-            _diversion = OutputReplay(os.path.join(os.environ.get("GANGER_JOB_DIR") or os.path.dirname(page), name))
-            _diversion.on_new_file = _outside.before_repeating = _give_up_replay
+            _output_replay = OutputReplay(os.path.join(os.environ.get("GANGER_JOB_DIR") or os.path.dirname(page), name))
+            _output_replay.on_new_file = _outside.before_repeating = _give_up_replay
             atexit.register(_ended_too_early)
         _outside.watch()
         _fix_seeds()
@@ -58,10 +58,10 @@ def stand_down() -> None:
     global _script, _is_stood_down
     _is_stood_down = True
     if _script is not None:
-        _script.retire()
+        _script.release_page()
         _script = None
-    if _diversion is not None:
-        _diversion.end()
+    if _output_replay is not None:
+        _output_replay.end()
     if _outside is not None:
         _outside.end()
 
@@ -108,19 +108,19 @@ def _hook() -> None:
         from ganger.training.unmodified_script import UnmodifiedScript
 
         assert _outside is not None, "made at the start, as this process is the rank"
-        _script = UnmodifiedScript(_diversion, _outside)
+        _script = UnmodifiedScript(_output_replay, _outside)
         os.register_at_fork(after_in_child=rank_processes.watch_after_fork)
         _script.hook()
         # an adapter begins where the script calls a trainer that the agent knows
         from ganger.training.trainer_run import KNOWN, Trainers
 
-        trainers = Trainers(_script.make_way, _stand_aside, _diversion, _outside)
+        trainers = Trainers(_script.make_way, _stand_aside, _output_replay, _outside)
         for name in KNOWN:
             _after_import(name, functools.partial(trainers.hook, name))
     except Exception as problem:  # in the middle of the user's `import torch`
         _stand_aside(problem)
         if _script is not None:
-            _script.retire()
+            _script.release_page()
 
 
 def _stand_aside(problem: Exception) -> None:
@@ -132,8 +132,8 @@ def _stand_aside(problem: Exception) -> None:
     try:
         control = Control.from_environment()
         if control is not None and control.restore is not None and not rank_processes.is_child():
-            if _diversion is not None:
-                _diversion.end()
+            if _output_replay is not None:
+                _output_replay.end()
             control.give_up_restore(f"cannot restore: {failure_text(problem)}")
         print(f"ganger: {failure_text(problem)}; training goes on", file=sys.stderr, flush=True)
         if control is not None:
@@ -145,12 +145,12 @@ def _stand_aside(problem: Exception) -> None:
 
 def _ended_too_early() -> None:
     """A script that ends before it is back where it was has lost its way: that must not look like success."""
-    if _diversion is None or not _diversion.active:
+    if _output_replay is None or not _output_replay.active:
         return
     from ganger.injob import exit_code as exitcode
     from ganger.injob.page_layout import EXIT_NO_STATE
 
-    _diversion.give_up()
+    _output_replay.give_up()
     print("ganger: the script ended before it came back to its position; the lines above are from its replay log. "
           "Attach it (ganger.attach) to restart without a replay", file=sys.stderr)  # fmt: skip
     if not exitcode.has_failed():

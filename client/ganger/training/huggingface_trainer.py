@@ -92,7 +92,7 @@ class HuggingFaceTraining(TrainerAdapter):
             scalers={} if scaler is None else {"scaler": scaler},
         )
 
-    def place(self) -> dict[str, Any]:
+    def loop_position(self) -> dict[str, Any]:
         if self._pass is None:
             loader = state_of_loader(self._loaders[-1]) if self._loaders else {}
             return {"epoch": self._epoch + 1, "used": 0, "loader": loader}
@@ -145,7 +145,7 @@ class HuggingFaceTraining(TrainerAdapter):
             module.skip_first_batches, trainer.args.ignore_data_skip = skip, ignores
 
         self._end_skipping = end_skipping
-        if self.run.is_going_back:
+        if self.run.is_replaying:
             methods.append((trainer, "_load_rng_state", lambda original, *_: None))
             # what is to be skipped is skipped below, in the pass
             module.skip_first_batches = lambda loader, *_, **__: loader

@@ -76,7 +76,7 @@ class LightningTraining(TrainerAdapter):
             scalers={} if scaler is None else {"scaler": scaler},
         )
 
-    def place(self) -> dict[str, Any]:
+    def loop_position(self) -> dict[str, Any]:
         found: dict[str, Any] = {"results": self._results()}
         if self._pass is None or self._is_between_epochs:
             return {**found, "used": 0, "loader": state_of_loader(self.loaders()[0])}
@@ -135,7 +135,7 @@ class LightningTraining(TrainerAdapter):
             (epoch_loop, "on_advance_end", self._advanced),
             (epoch_loop.val_loop, "on_advance_end", self._evaluated),
         ]
-        with replaced(methods), _kept_tables() if self.run.is_going_back else contextlib.nullcontext():
+        with replaced(methods), _kept_tables() if self.run.is_replaying else contextlib.nullcontext():
             yield
 
     def _epoch_begins(self, original: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A script that is run again up to where it was: what one with a loop of its own and one with a trainer's share."""
+"""Restore of a script by replay: the base of scripts with a loop of their own and of those with a trainer."""
 
 from __future__ import annotations
 
@@ -21,28 +21,29 @@ from ganger.training.state_keeper import CannotKeepError, StateKeeper
 
 
 class ReplayedRun(ABC):
-    """One process. Subclasses say what is trained, where the script is, and why it cannot be brought back there."""
+    """One process of a script under the agent. Subclasses have the trained objects, the position of the loop, and the
+    reason why the script cannot be restored there."""
 
     what = form = documentation = ""
-    # Of what cannot be brought back.
+    # Begins the message for a state that cannot be restored.
     refusal_text = ""
     capability = 0
     # Set with the page.
     _keeper: StateKeeper
     _progress: ProgressReporter
 
-    def __init__(self, diversion: OutputReplay | None, outside: OutsideChanges) -> None:
-        self._diversion = diversion
+    def __init__(self, output_replay: OutputReplay | None, outside: OutsideChanges) -> None:
+        self._output_replay = output_replay
         self._outside = outside
         self._control: Control | None = None
         self._reasons: list[str] = []
         self._capabilities = 0
         self._is_refined = False
-        # The agent has failed: steps are counted, no order is obeyed.
+        # Whether the agent has failed and only counts steps.
         self._is_aside = False
         self._samples = 0
-        # What is saved before the next boundary is what was restored.
-        self._arriving: dict[str, Any] | None = None
+        # Restored position, saved again if a checkpoint comes before the next boundary.
+        self._restored_position: dict[str, Any] | None = None
 
     @property
     def control(self) -> Control:
@@ -51,8 +52,8 @@ class ReplayedRun(ABC):
 
     @property
     @abstractmethod
-    def is_going_back(self) -> bool:
-        """Whether the script has not come back to its place yet."""
+    def is_replaying(self) -> bool:
+        """Whether the script has not reached its restored position yet."""
 
     @abstractmethod
     def objects(self) -> TrainingObjects:
@@ -63,19 +64,20 @@ class ReplayedRun(ABC):
         return []
 
     @abstractmethod
-    def place(self) -> dict[str, Any]:
-        """Return where the script is."""
+    def loop_position(self) -> dict[str, Any]:
+        """Return the position of the loop, as it is saved."""
 
     @abstractmethod
-    def look(self) -> str:
-        """Return why the script cannot be brought back to where it is now; '' if it can."""
+    def why_not_restorable(self) -> str:
+        """Return why the script cannot be restored at its present position; empty if it can."""
 
-    def retire(self) -> None:
-        """Let go of the page, where that is possible."""
+    def release_page(self) -> None:
+        """Release the page, where that is possible."""
 
     # -- the page
 
-    def take(self, control: Control) -> None:
+    def attach_page(self, control: Control) -> None:
+        """Obey the orders on this rank's page."""
         self._control = control
         keep_default_group()
         self._keeper = StateKeeper(control, self.objects, self._position)
@@ -84,9 +86,9 @@ class ReplayedRun(ABC):
         self._progress = ProgressReporter(control.page, TrainingObjects, self._keeper)
 
     def start(self) -> dict[str, Any] | None:
-        """Begin to train, or return the position to go back to."""
+        """Report the start of training, or return the position to restore."""
         control = self.control
-        if not self.is_going_back:
+        if not self.is_replaying:
             control.hello(Capability.PAUSE, torch=str(torch.__version__), form=self.form)
             control.start(0)
             return None
@@ -96,33 +98,35 @@ class ReplayedRun(ABC):
         return self._keeper.position_at_start()
 
     def refuse_reasons(self, target: dict[str, Any]) -> None:
-        # a state parked for a pause can move to other nodes without the rank
+        """End the restore of a state that cannot be restored."""
+        # A state at OFFLOAD can migrate although the script cannot be replayed.
         if target["reasons"]:
             self.control.give_up_restore(f"{self.refusal_text}: {'; '.join(target['reasons'])}")
 
     def step_aside(self, problem: Exception) -> None:
-        """Let training go on without the agent, after a failure of the agent. A script on its way back to a state is
-        ended instead: it would train from a wrong one."""
+        """Let training go on without the agent, after a failure of the agent. A script under replay is ended
+        instead: it would train from a wrong state."""
         text = failure_text(problem)
-        if self.is_going_back:
+        if self.is_replaying:
             self.give_up_replay(text)
         tell(f"{text}; training goes on")
         if self._is_aside or self._control is None:
-            self.retire()
+            self.release_page()
         else:
             self._is_aside = True
             self._control.step_aside(Opaque.AGENT_FAILED, text)
 
     def guarded(self, act: Callable[..., object], *arguments: Any) -> None:
-        """Do something for the agent: no failure of it ends the script."""
+        """Call `act` for the agent; step aside if it raises."""
         try:
             act(*arguments)
         except Exception as problem:
             self.step_aside(problem)
 
     def give_up_replay(self, text: str) -> NoReturn:
-        if self._diversion is not None:
-            self._diversion.give_up()
+        """Report why the replay failed, and end the process."""
+        if self._output_replay is not None:
+            self._output_replay.give_up()
         message = f"{self.refusal_text}: {text}"
         tell(message)
         if self._control is not None:
@@ -132,8 +136,8 @@ class ReplayedRun(ABC):
     # -- what can be kept
 
     def note_reason(self, reason: str) -> None:
-        """It cannot be brought back in a new process."""
-        # A process that is saved as it is need not be.
+        """Record why the script cannot be restored in a new process."""
+        # Not needed where a process image is saved.
         if reason and reason not in self._reasons and not (self._control is not None and self._control.by_image):
             self._reasons.append(reason)
             if self._is_refined and self._capabilities & Capability.CHECKPOINT:
@@ -147,7 +151,7 @@ class ReplayedRun(ABC):
                 self.control.explain("ADAPTER", reason)
         self.control.hello(self._capabilities, form=self.form, reason=reason)
         if reason and self.control.rank == 0:
-            helps = f"{self.documentation} says what helps"
+            helps = f"see {self.documentation}"
             tell(f"this {self.what} can be paused, but neither moved nor saved: {reason}. {helps}")
 
     def _refine(self) -> None:
@@ -166,14 +170,14 @@ class ReplayedRun(ABC):
             # The process is saved as it is: what a second run could not repeat does not matter.
             self._capabilities = self._capabilities & ~self.capability | Capability.IMAGE
             self._reasons.clear()
-        self.note_reason(self.look())
+        self.note_reason(self.why_not_restorable())
         self._is_refined = True
         self._tell_capabilities()
 
     def _checkpoint(self, request: StopRequest) -> bool:
-        """Save, if a second run comes back here as of now. Return whether memory was freed for that run, which is made
-        before this process ends at a stop."""
-        self.note_reason(self.look())
+        """Save the state if a replay would return to this position. Return whether device memory was freed for the
+        replay that checks it before this process ends."""
+        self.note_reason(self.why_not_restorable())
         if self._reasons:
             raise CannotKeepError(Error.STATE_UNSAVEABLE, "; ".join(self._reasons))
         may_free = self._capabilities & Capability.OFFLOAD and self._capabilities & Capability.REPLAY
@@ -182,29 +186,30 @@ class ReplayedRun(ABC):
         return frees
 
     def _position(self) -> dict[str, Any]:
-        if self._arriving is not None:
-            return self._arriving
-        return {"samples": self._samples, "reasons": list(self._reasons), **self.place()}
+        if self._restored_position is not None:
+            return self._restored_position
+        return {"samples": self._samples, "reasons": list(self._reasons), **self.loop_position()}
 
-    # -- going back
+    # -- restore
 
-    def put_objects_back(self) -> Restored:
+    def restore_objects(self) -> Restored:
+        """Restore the trained objects from the assigned state."""
         restored = self._keeper.restore_at_start()
-        assert restored is not None, "going back means that a state was assigned"
+        assert restored is not None, "a replay has a state assigned"
         self._samples = restored.position["samples"]
         return restored
 
-    def go_on(self, restored: Restored) -> None:
-        """The script is where it was, and all is put back."""
+    def resume_training(self, restored: Restored) -> None:
+        """Resume training: the replay is at its position and all objects are restored."""
         self._is_refined = True
-        self._arriving = restored.position
+        self._restored_position = restored.position
         self._progress.training = weakly(self.objects(), self.tensors)
-        if self._diversion is not None:
-            self._diversion.end()
+        if self._output_replay is not None:
+            self._output_replay.end()
         tell(restored.notice)
         self.control.phase(PagePhase.TRAINING)
         self.control.start(restored.step)
-        self._arriving = None
+        self._restored_position = None
 
 
 def reason_of(problem: Exception) -> str:

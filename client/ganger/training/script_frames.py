@@ -1,9 +1,9 @@
-"""The frames of a script that run: which code is the script's own, the loops around it, which variables it needs yet.
+"""Running frames of a script: its own code, the loops around it, and the variables that are still live.
 
-A restart repeats the body of every finished pass over a loader once, so a `for epoch in ...` around the passes comes
-out right, and the pass it stopped in goes on in the middle. A `for` that runs inside one pass does not: nothing can set
-its counter. `for step in range(n): batch = next(batches)` is the common case; written as `while step < n` it is fine,
-as plain variables are put back.
+A restart repeats the body of every finished pass over a loader once, so a `for epoch in ...` around the passes is
+restored, and the interrupted pass continues in the middle. A `for` inside one pass is not restored, since nothing can
+set its counter. `for step in range(n): batch = next(batches)` is the common case; written as `while step < n` it is
+fine, as plain variables are restored.
 
 Imports no torch: the agent uses this before the first line of a script, which may set variables that torch reads when
 it is imported.
@@ -53,7 +53,8 @@ Path = tuple[tuple[types.CodeType, int], ...]
 
 
 def frames() -> list[Any]:
-    """The frames of the script and of what it goes through, but not ours or torch's, innermost first."""
+    """Return the frames of the script and of libraries that it called, without those of Ganger and torch; innermost
+    first."""
     found = []
     frame: Any = sys._getframe(1)
     while frame is not None:
@@ -66,22 +67,22 @@ def frames() -> list[Any]:
 
 
 def places() -> dict[int, frozenset[int]]:
-    """Return the for loops, by offset in its code, around what each frame of the script is doing, by the frame's id."""
+    """Return the for loops around the present instruction of each frame of the script, by offset, by the frame's id."""
     return {id(frame): _loops_around(frame) for frame in frames()}
 
 
 def path() -> Path:
     """Return code and line of each frame of the script, innermost first."""
-    # by line: the offset of a call changes when the interpreter specialises it
+    # By line: the offset of a call changes when the interpreter specialises it.
     return tuple((frame.f_code, frame.f_lineno) for frame in frames())
 
 
 def fetch_place() -> Path | None:
     """Return the path to the line that fetches a batch.
 
-    None in the handler of the StopIteration that began the pass: it leads back to the same place. A restart continues
-    at the first fetch of a pass. If later fetches are elsewhere, batches are fetched before their steps, and a restart
-    would lose one.
+    None while the StopIteration that began the pass is handled, as that path is the same for every pass. A restart
+    continues at the first fetch of a pass. If later fetches are elsewhere, batches are fetched before their steps, and
+    a restart would lose one.
     """
     return None if sys.exc_info()[0] is StopIteration else path()
 
@@ -91,11 +92,11 @@ def loops_inside_pass(begun: dict[int, frozenset[int]]) -> bool:
     is_hidden = False
     for frame, caller in zip(found := frames(), [*found[1:], None]):
         if is_hidden:
-            # code that calls next() on a generator continues across passes
+            # A generator that is called by next() lives across passes, so its loops cannot be restored,
             if _loops_around(frame):
                 return True
         elif frame.f_code.co_flags & IS_GENERATOR:
-            # unless its caller waits for the next item of a for loop, and not for a call
+            # unless a for loop of its caller drives it.
             is_hidden = caller is None or caller.f_lasti not in _for_loops(caller.f_code)
         elif _loops_around(frame) - begun.get(id(frame), frozenset()):
             return True
@@ -108,8 +109,8 @@ def _loops_around(frame: Any) -> frozenset[int]:
 
 @functools.lru_cache(maxsize=256)
 def _for_loops(code: types.CodeType) -> dict[int, int]:
-    """Start and end of every for loop's body, by offset. Handlers of exceptions may lie elsewhere: of a pass that began
-    in one, fewer loops are seen around its beginning, and so it is refused."""
+    """Return start and end of every for loop's body, by offset. Handlers of exceptions may lie elsewhere: a pass that
+    begins in one seems to be in fewer loops, so it is refused, which is safe."""
     return {step.offset: int(step.argval) for step in dis.get_instructions(code) if step.opname == "FOR_ITER"}
 
 
@@ -120,10 +121,10 @@ _JUMPING = frozenset({*dis.hasjrel, *dis.hasjabs})
 
 @functools.lru_cache(maxsize=512)
 def live_names(code: types.CodeType, offset: int) -> frozenset[str]:
-    """Return the names that code after the instruction at `offset`, the one that is being run, may read before it sets
-    them. The others are left over from the last batch: outputs, activations, what a library returned.
+    """Return the live variables after `offset`, the present instruction (liveness analysis): names that later code may
+    read before it sets them. The others are left over from the last batch: outputs, activations, results of libraries.
 
-    Those shared with functions inside of it are among them, and global names that its functions read.
+    Variables of closures and globals that inner functions read count as live.
     """
     steps = list(dis.get_instructions(code))
     index = {step.offset: number for number, step in enumerate(steps)}
@@ -139,7 +140,7 @@ def live_names(code: types.CodeType, offset: int) -> frozenset[str]:
         has_changed = False
         for number in range(len(steps) - 1, -1, -1):
             after = frozenset().union(*(live[to] for to in following[number]))
-            # a handler of exceptions may be entered before the value is set
+            # A handler of exceptions may be entered before the value is set.
             now = reads[number] | (after - sets[number])
             if now != live[number]:
                 live[number], has_changed = now, True

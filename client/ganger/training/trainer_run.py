@@ -100,7 +100,7 @@ class TrainerAdapter(ABC):
         """Return what is trained."""
 
     @abstractmethod
-    def place(self) -> dict[str, Any]:
+    def loop_position(self) -> dict[str, Any]:
         """Return where its loop is."""
 
     @abstractmethod
@@ -135,15 +135,15 @@ class TrainerRun(ReplayedRun):
     refusal_text = "this trainer cannot be brought back to its place"
     capability = Capability.ADAPTER
 
-    def __init__(self, control: Control, diversion: OutputReplay | None, outside: OutsideChanges) -> None:
-        super().__init__(diversion, outside)
+    def __init__(self, control: Control, output_replay: OutputReplay | None, outside: OutsideChanges) -> None:
+        super().__init__(output_replay, outside)
         self._adapter: Any = None
         self._calls = 0
         self._is_owed = False
         self._random: dict[str, Any] = {}
         # Where the trainer's loop is to begin, until it has.
         self.target: dict[str, Any] | None = None if control.restore is None else {}
-        self.take(control)
+        self.attach_page(control)
 
     def begin(self, adapter: TrainerAdapter) -> None:
         """A trainer is about to train. Its script's part before is over."""
@@ -162,7 +162,7 @@ class TrainerRun(ReplayedRun):
             self.target = target["place"]
 
     @property
-    def is_going_back(self) -> bool:
+    def is_replaying(self) -> bool:
         return self.target is not None
 
     # -- the trainer's loop
@@ -183,14 +183,14 @@ class TrainerRun(ReplayedRun):
 
     def boundary(self) -> None:
         """The trainer is between two steps, with all that belongs to the last one done."""
-        if not self._is_owed or self.is_going_back:
+        if not self._is_owed or self.is_replaying:
             return
         self._is_owed = False
         self.control.is_step_owed = False
         if not self._is_aside:
             if not self._is_refined:
                 self._refine()
-            self.note_reason(self.look(is_due=False))
+            self.note_reason(self.why_not_restorable(is_due=False))
             self._progress.publish(1, self._samples, 0, None)
         self.control.boundary()
 
@@ -203,7 +203,7 @@ class TrainerRun(ReplayedRun):
         self._progress.publish(0, self._samples, 0, loss)
 
     def note_reason(self, reason: str) -> None:
-        if reason and self.is_going_back:
+        if reason and self.is_replaying:
             self.give_up_replay(reason)
         super().note_reason(reason)
 
@@ -213,28 +213,28 @@ class TrainerRun(ReplayedRun):
         found: TrainingObjects = self._adapter.objects()
         return found
 
-    def place(self) -> dict[str, Any]:
+    def loop_position(self) -> dict[str, Any]:
         is_kept = not self._reasons
         return {
             "trainer": self.form,
-            "place": self._adapter.place() if is_kept else {},
+            "place": self._adapter.loop_position() if is_kept else {},
             "variables": self._adapter.variables.changed() if is_kept else {},
         }
 
-    def look(self, is_due: bool = True) -> str:
+    def why_not_restorable(self, is_due: bool = True) -> str:
         return self._outside.check() or self._adapter.refusal() or self._adapter.variables.reason(is_due=is_due)
 
     def arrive(self, prepare: Callable[[dict[str, Any]], None] = lambda _: None) -> None:
         """The trainer's loop is where it was: put the state back and go on. `prepare` is called with the place, its
         tensors included, before the values are put back."""
-        restored = self.put_objects_back()
+        restored = self.restore_objects()
         prepare(restored.position["place"])
         if missing := self._adapter.variables.put_back(restored.position["variables"]):
             self.give_up_replay(f"{missing} is not there, or is no object as it was")
         self._random = restored.random
         self.restore_random()
         self.target = None
-        self.go_on(restored)
+        self.resume_training(restored)
 
     def restore_random(self) -> None:
         """Put the random generators to where they were when training stopped."""
@@ -252,11 +252,11 @@ class Trainers:
         self,
         make_way: Callable[[], bool],
         stand_aside: Callable[[Exception], None],
-        diversion: OutputReplay | None,
+        output_replay: OutputReplay | None,
         outside: OutsideChanges,
     ) -> None:
         self._make_way, self._stand_aside = make_way, stand_aside
-        self._diversion = diversion
+        self._output_replay = output_replay
         self._outside = outside
         self._run: TrainerRun | None = None
         self._pid = os.getpid()
@@ -284,7 +284,7 @@ class Trainers:
                 if refusal or not control.claim() or not self._make_way():
                     control.close()
                     return None
-                self._run = TrainerRun(control, self._diversion, self._outside)
+                self._run = TrainerRun(control, self._output_replay, self._outside)
             self._run.begin(adapter)
             return self._run
         except Exception as problem:
@@ -306,7 +306,7 @@ def hook_calls(trainer: Any, name: str, make: Callable[[Any], TrainerAdapter], b
         training.run = None if current else begin(training, training.unsupported())
         if training.run is None:
             return original(self, *arguments, **options)
-        if training.run.is_going_back:
+        if training.run.is_replaying:
             arguments, options = training.without_checkpoint(arguments, options)
         current.append(training)
         try:

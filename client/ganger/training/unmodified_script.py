@@ -44,8 +44,8 @@ class UnmodifiedScript(ReplayedRun):
     refusal_text = "this script cannot be run again to its position"
     capability = Capability.REPLAY
 
-    def __init__(self, diversion: OutputReplay | None, outside: OutsideChanges) -> None:
-        super().__init__(diversion, outside)
+    def __init__(self, output_replay: OutputReplay | None, outside: OutsideChanges) -> None:
+        super().__init__(output_replay, outside)
         self._retired = False
         # The state is of a trainer that the script is still to call.
         self._is_for_adapter = False
@@ -73,7 +73,7 @@ class UnmodifiedScript(ReplayedRun):
         self._looked_at_values = float("-inf")
         self._boundary_loop: Loop | None = None
         # going back
-        self._going_back = diversion is not None
+        self._going_back = output_replay is not None
         self._target: dict[str, Any] = {}
         self._kept_batches: dict[int, Any] = {}
 
@@ -101,10 +101,10 @@ class UnmodifiedScript(ReplayedRun):
         if not self._is_for_adapter:
             if self._retired or self._is_aside or (self._control is not None and self._control.step > 0):
                 return False
-            self.retire()
+            self.release_page()
         return True
 
-    def retire(self) -> None:
+    def release_page(self) -> None:
         """Let go of the page; the hooks stay and do nothing."""
         self._retired = True
         divert_enumerate(False)
@@ -118,7 +118,7 @@ class UnmodifiedScript(ReplayedRun):
         self._control = None
 
     @property
-    def is_going_back(self) -> bool:
+    def is_replaying(self) -> bool:
         return self._going_back
 
     def _is_concerned(self) -> bool:
@@ -237,14 +237,14 @@ class UnmodifiedScript(ReplayedRun):
                 control.close()
             self._retired = True
             return False
-        self.take(control)
+        self.attach_page(control)
         self._stop_waiting_for_step()
         self._keeper.when_stopped = self.show
         target = self.start()
         if target is not None:
             if "trainer" in target:
                 self._is_for_adapter = True
-                self.retire()
+                self.release_page()
                 return False
             self._target = target
             self.refuse_reasons(target)
@@ -272,7 +272,7 @@ class UnmodifiedScript(ReplayedRun):
         """Once in every pass: can it be brought back to a place like this one?"""
         self._examined = loop.reference
         if time.monotonic() - self._looked_at_values > VALUES_EVERY_S:
-            self.note_reason(self.look())
+            self.note_reason(self.why_not_restorable())
         if loop.number >= 0 and loop.fetched_first_at:
             self._note_pass(loop.fetched_first_at, loop.number)
         if loop.number < 0 or any(other is not loop and other.is_being_read for other in self._living()):
@@ -291,7 +291,7 @@ class UnmodifiedScript(ReplayedRun):
             elif counts(loop):
                 self._counted_paths.add(loop.path)
 
-    def look(self) -> str:
+    def why_not_restorable(self) -> str:
         self._looked_at_values = time.monotonic()
         try:
             return self._variables.lost() if self._variables.noted else ""
@@ -304,7 +304,7 @@ class UnmodifiedScript(ReplayedRun):
     def tensors(self) -> list[torch.Tensor]:
         return self._variables.tensors()
 
-    def place(self) -> dict[str, Any]:
+    def loop_position(self) -> dict[str, Any]:
         loop = self._boundary_loop
         return {
             "loops": self._loops,
@@ -338,7 +338,7 @@ class UnmodifiedScript(ReplayedRun):
 
     def arrive(self) -> None:
         """The script is where it was: put the state back and go on."""
-        restored = self.put_objects_back()
+        restored = self.restore_objects()
         self._has_stepped = False
         self._going_back = False
         self._kept_batches.clear()
@@ -349,4 +349,4 @@ class UnmodifiedScript(ReplayedRun):
         restore_random(restored.random)
         self._outside.before_repeating = None
         divert_enumerate(False)
-        self.go_on(restored)
+        self.resume_training(restored)
