@@ -60,11 +60,12 @@ class Cgroups:
 
     @property
     def capabilities(self) -> Mapping[str, str]:
-        """`cgroup`: the variant. `cpuset`, `memory`, `freeze`, `kill`, `cpu_usage`, `cpu_quota`: how it is done
-        here, or "none: why"."""
+        """`cgroup`: the variant. `cpuset`, `memory`, `freeze`, `kill`, `cpu_usage`, `cpu_quota`, `process_limit`,
+        `device_fence`: how it is done here, or "none: why"."""
         none = f"none: {self._reason}"
+        lacking = dict.fromkeys(("cgroup", "memory", "cpu_quota", "process_limit", "device_fence"), none)
         by_signals = {"cpuset": "affinity", "freeze": "signals", "kill": "signals", "cpu_usage": "processes"}
-        return {"cgroup": none, "memory": none, "cpu_quota": none, **by_signals}
+        return lacking | by_signals
 
     def make_pool(self, pool: str, cores: float) -> bool:
         """Limit the groups of a pool to this many cores together. Return False if that is unavailable."""
@@ -104,6 +105,15 @@ class Cgroups:
 
     def set_memory_limit(self, group: str, memory_bytes: int) -> bool:
         """Limit the memory of a group. Return False when the limit is not enforced."""
+        return False
+
+    def set_process_limit(self, group: str, most: int) -> bool:
+        """Limit the processes and threads of a group. Return False where the limit is not enforced."""
+        return False
+
+    def deny_devices(self, group: str, numbers: Collection[tuple[int, int]]) -> bool:
+        """Let no process of a group open these character devices, by major and minor number. Return False where that is
+        not enforced."""
         return False
 
     def track(self, group: str, pid: int) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ganger.injob.process_identity import FREEZE_WORDS
 
+from ganger_daemon.cgroups.device_filter import attach
 from ganger_daemon.node.core_table import format_ids, parse_ids
 
 STEP_S = 0.002
@@ -273,6 +274,35 @@ class FreezeController(CgroupController):
             return False
         stopped = wait_until(lambda: self.is_frozen(scratch), 1.0)
         return self.order(scratch, False) and stopped
+
+
+class Processes(CgroupController):
+    def set_limit(self, group: Path, most: int) -> bool:
+        """Limit the processes and threads of a group."""
+        return write(group / "pids.max", str(most)) and read(group / "pids.max") == str(most)
+
+    def works(self, scratch: Path) -> bool:
+        return self.set_limit(scratch, 100)
+
+
+class DeviceFence(CgroupController):
+    """Device files that a group may not open: by v1's devices controller, or by a BPF program on a group of v2."""
+
+    def deny(self, group: Path, numbers: Collection[tuple[int, int]]) -> bool:
+        """Deny character devices, by major and minor number, to a group: the same ones, if it is called again."""
+        if not numbers:
+            return True
+        if self.is_v2:
+            try:
+                attach(group, sorted(numbers))
+            except OSError:
+                return False
+            return True
+        return all(write(group / "devices.deny", f"c {major}:{minor} rwm") for major, minor in sorted(numbers))
+
+    def works(self, scratch: Path) -> bool:
+        # a number that no driver has
+        return self.deny(scratch, [(4095, 0)])
 
 
 class Usage(CgroupController):

@@ -18,8 +18,10 @@ from ganger_daemon.cgroups.controllers import (
     SMALLEST_QUOTA_CORES,
     CgroupController,
     Cpus,
+    DeviceFence,
     FreezeController,
     MemoryController,
+    Processes,
     Quota,
     Usage,
 )
@@ -34,12 +36,14 @@ class Parts:
     usage: Usage | None
     quota: Quota | None
     stop: FreezeController | None
+    processes: Processes | None
+    fence: DeviceFence | None
     missing: Mapping[str, str]
 
     @property
     def there(self) -> list[CgroupController]:
         """All, the cpuset first: a process that could not be pinned there would otherwise have joined the rest."""
-        found = (self.cpus, self.memory, self.usage, self.quota, self.stop)
+        found = (self.cpus, self.memory, self.usage, self.quota, self.stop, self.processes, self.fence)
         return [part for part in found if part is not None]
 
 
@@ -70,6 +74,8 @@ class GroupTree(Cgroups):
             "freeze": (parts.stop, "signals"),
             "cpu_usage": (parts.usage, "none"),
             "cpu_quota": (parts.quota, "none"),
+            "process_limit": (parts.processes, "none"),
+            "device_fence": (parts.fence, "none"),
         }
         names = {
             need: part.name if part else f"{otherwise}: {missing.get(need, 'not asked for')}"
@@ -129,6 +135,14 @@ class GroupTree(Cgroups):
     def set_memory_limit(self, group: str, memory_bytes: int) -> bool:
         part = self._parts.memory
         return part is not None and part.set_limit(self._at(part.root, group), memory_bytes)
+
+    def set_process_limit(self, group: str, most: int) -> bool:
+        part = self._parts.processes
+        return part is not None and part.set_limit(self._at(part.root, group), most)
+
+    def deny_devices(self, group: str, numbers: Collection[tuple[int, int]]) -> bool:
+        part = self._parts.fence
+        return part is not None and part.deny(self._at(part.root, group), numbers)
 
     def track(self, group: str, pid: int) -> None:
         """Do nothing: the kernel lists the processes of a group."""
@@ -224,11 +238,17 @@ P = TypeVar("P", bound=CgroupController)
 
 
 def choose_cgroups(
-    root: str, mount: Path = MOUNT, only: str = "auto", own: Path = Path("/proc/self/cgroup"), quotas: bool = False
+    root: str,
+    mount: Path = MOUNT,
+    only: str = "auto",
+    own: Path = Path("/proc/self/cgroup"),
+    quotas: bool = False,
+    fences: bool = False,
 ) -> Cgroups:
     """`root`: where groups are made, one name or several joined by "/" (daemons that share a machine need different
-    ones). `only`: keep to v1, to v2, or to none. `quotas`: CPU quotas are wanted, which cost every process one more
-    group to join. Raises ValueError for a root or a choice that is none; a kernel that offers nothing is no error."""
+    ones). `only`: keep to v1, to v2, or to none. `quotas`: CPU quotas are wanted, `fences`: limits of processes and of
+    device files; each costs every process one more group to join. Raises ValueError for a root or a choice that is
+    none; a kernel that offers nothing is no error."""
     names = root.split("/")
     if not all(GROUP_NAME.fullmatch(name) for name in names):
         raise ValueError(f"{root!r} is no cgroup root; use names of letters, digits, '.', '_' and '-', joined by '/'")
@@ -236,13 +256,13 @@ def choose_cgroups(
         raise ValueError(f"{only!r} is no cgroup choice; use one of {', '.join(CHOICES)}")
     if only == "none":
         return Cgroups()
-    parts = _find_parts(names, mount, only, own, quotas)
+    parts = _find_parts(names, mount, only, own, quotas, fences)
     if not parts.there:
         return Cgroups("; ".join(sorted(set(parts.missing.values()))) or f"no control groups under {mount}")
     return GroupTree(parts, depth=len(names))
 
 
-def _find_parts(names: list[str], mount: Path, only: str, own: Path, quotas: bool) -> Parts:
+def _find_parts(names: list[str], mount: Path, only: str, own: Path, quotas: bool, fences: bool) -> Parts:
     places = _own_places(own)
     missing: dict[str, str] = {}
 
@@ -268,6 +288,9 @@ def _find_parts(names: list[str], mount: Path, only: str, own: Path, quotas: boo
         stop=first("freeze", FreezeController, "v2:", "v1:freezer"),
         usage=first("cpu_usage", Usage, "v1:cpuacct", "v2:"),
         quota=first("cpu_quota", Quota, "v1:cpu", "v2:cpu") if quotas else None,
+        processes=first("process_limit", Processes, "v2:pids", "v1:pids") if fences else None,
+        # v2 first: most nodes have it for freezing, and then it is no further group to join
+        fence=first("device_fence", DeviceFence, "v2:", "v1:devices") if fences else None,
         missing=missing,
     )
 

@@ -111,6 +111,10 @@ class Devices(ABC):
         uuids = [device.uuid for device in self.inventory.devices if device_mask >> device.index & 1]
         return {"CUDA_VISIBLE_DEVICES": ",".join(uuids), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
+    def files(self, device_mask: int) -> tuple[str, ...]:
+        """Return the device files by which just these devices are opened; empty for those that have none."""
+        return ()
+
     def take_events(self) -> tuple[HealthEvent, ...]:
         """Return the events since the last call."""
         with self._lock:

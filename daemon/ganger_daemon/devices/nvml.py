@@ -121,6 +121,11 @@ class NvmlDevices(Devices):
                 return f"no: device {index} is in an exclusive compute mode"
         return "yes"
 
+    def files(self, device_mask: int) -> tuple[str, ...]:
+        chosen = [handle for index, handle in enumerate(self._handles) if device_mask >> index & 1]
+        minors = [self._ask(getattr(self._nvml, "nvmlDeviceGetMinorNumber", None), handle) for handle in chosen]
+        return tuple(f"/dev/nvidia{int(minor)}" for minor in minors if minor is not None)
+
     def _list_handles(self) -> list[Any]:
         try:
             count = min(int(self._nvml.nvmlDeviceGetCount()), MAX_DEVICES)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +24,7 @@ GROUP = "7c1b-1"
 
 @pytest.fixture(params=["auto", "v1", "v2", "none"])
 def cgroups(request: pytest.FixtureRequest) -> Iterator[Cgroups]:
-    made = choose_cgroups(f"ganger-test-{os.getpid()}/node-1", only=request.param, quotas=True)
+    made = choose_cgroups(f"ganger-test-{os.getpid()}/node-1", only=request.param, quotas=True, fences=True)
     if request.param in ("v1", "v2") and made.variant is Variant.NONE:
         pytest.skip(f"this machine offers no {request.param}: {made.capabilities['cgroup']}")
     made.create(GROUP)
@@ -248,8 +251,48 @@ def test_a_group_stays_in_its_pool_and_a_pool_may_change_its_share(cgroups: Cgro
 
 
 def test_capabilities_name_every_part(cgroups: Cgroups) -> None:
-    assert set(cgroups.capabilities) == {"cgroup", "cpuset", "memory", "freeze", "kill", "cpu_usage", "cpu_quota"}
+    assert set(cgroups.capabilities) == {
+        *("cgroup", "cpuset", "memory", "freeze", "kill", "cpu_usage", "cpu_quota"),
+        *("process_limit", "device_fence"),
+    }
     assert cgroups.capabilities["cgroup"].startswith(cgroups.variant.value)
+
+
+def test_a_group_forks_no_more_processes_than_its_limit(cgroups: Cgroups) -> None:
+    if not enforced(cgroups, "process_limit"):
+        assert not cgroups.set_process_limit(GROUP, 5)
+        pytest.skip("not enforced here")
+    assert cgroups.set_process_limit(GROUP, 5)
+    forks = "try:\n  for n in range(9): os.fork() or signal.pause()\nexcept OSError as e: print(n, e.errno)"
+    assert said_in(cgroups, f"import os, signal\n{forks}") == f"4 {errno.EAGAIN}"
+
+
+def test_a_group_opens_no_device_that_it_is_denied_and_all_others(cgroups: Cgroups) -> None:
+    full = os.stat("/dev/full").st_rdev
+    numbers = [(os.major(full), os.minor(full))]
+    if not enforced(cgroups, "device_fence"):
+        assert not cgroups.deny_devices(GROUP, numbers)
+        pytest.skip("not enforced here")
+    for _ in range(2):
+        assert cgroups.deny_devices(GROUP, numbers)
+    opens = "import os\nos.open('/dev/null', 2)\ntry: os.open('/dev/full', 2)\nexcept OSError as e: print(e.errno)"
+    assert said_in(cgroups, opens) == str(errno.EPERM)
+
+
+def said_in(cgroups: Cgroups, program: str) -> str:
+    """Return what a Python program prints that runs in the group."""
+
+    def enter() -> None:
+        for path in cgroups.join_files(GROUP):
+            Path(path).write_text(str(os.getpid()))
+
+    command = [sys.executable, "-c", program]
+    done = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=enter)
+    assert done.stdout is not None
+    said = done.stdout.readline().strip()
+    cgroups.kill(GROUP)
+    done.communicate()
+    return said
 
 
 def test_a_second_daemon_finds_the_groups_of_the_first(cgroups: Cgroups) -> None:
