@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -145,3 +147,62 @@ def test_names_of_one_interpreter_share_a_launcher_and_other_paths_do_not(tmp_pa
     link = tmp_path / "python"
     link.symlink_to(os.path.realpath(sys.executable))
     assert Launchers.key(str(link), {}) != Launchers.key(one, {})
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"no json\n",
+        b"[]\n",
+        b"[" * 100_000 + b"\n",
+        b'{"id": 1}\n',
+        b'{"id": 1, "children": 7}\n',
+        b'{"id": 1, "children": [7]}\n',
+        b'{"id": 1, "children": [{"name": "a", "kind": "rank", "pid": "x", "start_ticks": 1}]}\n',
+        b'{"id": 1, "children": [{"name": "a", "kind": "rank", "pid": -1, "start_ticks": 1}]}\n',
+        b'{"id": 1, "children": [{"name": 7, "kind": "rank", "pid": 1, "start_ticks": 1}]}\n',
+        b'{"id": 1, "error": "x"}\n',
+        b'{"id": 1, "error": {"reason": 7}}\n',
+        b"x" * (17 << 20),
+    ],
+    ids=lambda answer: answer[:40].decode(),
+)
+def test_what_a_launcher_answers_is_checked_as_it_may_be_another_accounts_program(place: Path, answer: bytes) -> None:
+    path = place / "run" / "a.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(path))
+        listener.listen()
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.recv(4096)
+                connection.sendall(answer)
+
+        with ThreadPoolExecutor(1) as threads:
+            serving = threads.submit(serve)
+            with Launcher(str(path), 5.0) as launcher, pytest.raises(LauncherError):
+                launcher.list()
+            serving.result()
+    path.unlink()
+
+
+def test_a_file_that_a_launcher_gives_for_an_arena_has_to_be_one(place: Path) -> None:
+    path, file = place / "run" / "a.sock", place / "file"
+    file.write_bytes(b"x" * 64)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(path))
+        listener.listen()
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection, file.open("rb") as given:
+                connection.recv(4096)
+                socket.send_fds(connection, [b'{"id": 1}\n'], [given.fileno()])
+
+        with ThreadPoolExecutor(1) as threads:
+            serving = threads.submit(serve)
+            with Launcher(str(path), 5.0) as launcher, pytest.raises(LauncherError, match="a file that is no arena"):
+                launcher.arena("a/1/rank-0")
+            serving.result()
+    path.unlink()

@@ -254,6 +254,15 @@ def make_arena(existing: int | None, name: str, size: int) -> int:
     return existing
 
 
+def is_sealed(descriptor: int) -> bool:
+    """Return whether a descriptor is of memory that cannot be cut short: only a memfd made with sealing has this
+    seal."""
+    try:
+        return bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:
+        return False
+
+
 def recover_arena(pid: int, name: str) -> int | None:
     """Find the arena of a rank that another launcher started, among the rank's own descriptors; None without one."""
     wanted = f"/memfd:{_memfd_name(name)} (deleted)"
@@ -284,15 +293,14 @@ def inherited_arena(value: str, *, is_restored: bool = False) -> int | None:
     try:
         descriptor, device, inode = map(int, value.split(":"))
         status = os.fstat(descriptor)
-        # Only a memfd made with sealing can have this seal.
-        is_sealed = bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+        is_whole = is_sealed(descriptor)
     except (ValueError, OSError, OverflowError):
         return None
     if is_restored:
         is_arena = os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{_memfd_name('')}")
     else:
         is_arena = (status.st_dev, status.st_ino) == (device, inode)
-    return descriptor if is_sealed and is_arena else None
+    return descriptor if is_whole and is_arena else None
 
 
 def _memfd_name(name: str) -> str:

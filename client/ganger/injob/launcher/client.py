@@ -10,11 +10,15 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, Callable, NamedTuple
 
 from ganger.injob.launcher.process_record import LAUNCHER_BLAS_THREADS
 from ganger.injob.process_identity import ProcessId, peer_of
+from ganger.injob.state_image import is_sealed
 
+# Most bytes of an answer: the list of all ranks of a node fits many times over.
+_ANSWER_BYTES = 16 << 20
+_MESSAGE = 4_000
 # Longest restore of a process image: all of its memory is read back.
 _RESTORE_S = 3600.0
 
@@ -46,12 +50,15 @@ def start_launcher(
     idle_s: float = 300.0,
     preload: bool = True,
     timeout: float = 60.0,
+    uid: int | None = None,
+    start: Callable[[Sequence[str], Mapping[str, str], BinaryIO], subprocess.Popen[bytes]] | None = None,
 ) -> None:
     """Start a launcher that outlives this process, unless one serves ``socket_path`` already; return when it answers.
 
+    ``uid``: of its user, if that is another one; then ``start`` starts the command with this environment and output.
     ``env`` is the user's environment (see `launch.startup_variables` for what must agree with that of the ranks).
     Raises LauncherError(NOT_STARTED) with the end of ``log``."""
-    if _answers(socket_path, timeout):
+    if _answers(socket_path, timeout, uid):
         return
     environment = _launcher_environment(env, inject)
     command = [python, "-m", "ganger.injob.launcher", "--socket", socket_path, "--idle-s", str(idle_s)]
@@ -59,7 +66,9 @@ def start_launcher(
         command.append("--no-preload")
 
     def spawn() -> subprocess.Popen[bytes]:
-        with open(log, "ab") as output:
+        with open(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600), "ab") as output:
+            if start is not None:
+                return start(command, environment, output)
             return subprocess.Popen(
                 command,
                 env=environment,
@@ -74,7 +83,7 @@ def start_launcher(
     process = spawn()
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
-        if _answers(socket_path, deadline - time.monotonic()):
+        if _answers(socket_path, deadline - time.monotonic(), uid):
             # reaped in the background when it ends, without a warning when we end first
             threading.Thread(target=process.wait, name="launcher-reaper", daemon=True).start()
             return
@@ -106,9 +115,11 @@ def _launcher_environment(env: Mapping[str, str], inject: str) -> dict[str, str]
 class Launcher:
     """One connection. Calls are answered in order of arrival; any thread may call. Use as a context or close()."""
 
-    def __init__(self, socket_path: str, timeout: float = 30.0) -> None:
-        """Raises LauncherError, also for a launcher of another user than this process's own."""
+    def __init__(self, socket_path: str, timeout: float = 30.0, uid: int | None = None) -> None:
+        """Raises LauncherError, also for a launcher of another user than ``uid``, which is this process's own if it is
+        not given."""
         self._path = socket_path
+        self.uid = os.geteuid() if uid is None else uid
         self._lock = threading.Lock()
         self._received = b""
         self._descriptors: list[int] = []
@@ -122,7 +133,7 @@ class Launcher:
             self._connection.close()
             raise LauncherError("UNREACHABLE", f"no launcher at {socket_path}: {error}") from error
         # It is about to be given the environments of jobs.
-        if peer.uid != os.geteuid():
+        if peer.uid != self.uid:
             self._connection.close()
             raise LauncherError("STRANGER", f"what listens at {socket_path} runs as user {peer.uid}, not as the jobs'")
         self.pid = peer.pid
@@ -142,8 +153,7 @@ class Launcher:
 
     def fork(self, launch: Mapping[str, Any]) -> ProcessId:
         """Start a rank; returns once it is settled (cgroup, log, page) and about to run the user's program."""
-        answer = self._call("fork", launch=dict(launch))
-        return ProcessId(answer["pid"], answer["start_ticks"])
+        return _process(self._call("fork", launch=dict(launch)))
 
     def fork_all(self, launches: Sequence[Mapping[str, Any]]) -> list[ProcessId]:
         """Start several ranks at once, in the time of one. Raises LauncherError for the first that was refused, once
@@ -155,8 +165,7 @@ class Launcher:
                 answer = self._read()
                 if answer.get("id") in numbers:
                     answers[answer["id"]] = answer
-        found = [_checked(answers[number]) for number in numbers]
-        return [ProcessId(answer["pid"], answer["start_ticks"]) for answer in found]
+        return [_process(_checked(answers[number])) for number in numbers]
 
     def fork_together(self, launches: Sequence[Mapping[str, Any]], store_host: str = "") -> ForkedTree:
         """Start several ranks below one parent, so that one process image can have all of them. ``store_host``: the
@@ -167,8 +176,7 @@ class Launcher:
 
     def make_unit(self, fields: Mapping[str, Any]) -> ProcessId:
         """Start a unit (see `namespaces.Unit`; besides ``cgroup_procs``) and return its init. Raises LauncherError."""
-        answer = self._call("unit", unit=dict(fields))
-        return ProcessId(answer["pid"], answer["start_ticks"])
+        return _process(self._call("unit", unit=dict(fields)))
 
     def restore(
         self,
@@ -182,19 +190,29 @@ class Launcher:
         wanted = [{"launch": dict(launch), "pid": pid} for launch, pid in ranks]
         fields = {"ranks": wanted, "command": list(command), "files": dict(files), "pid_file": pid_file}
         # By a connection of its own: other calls do not wait for it, and the time for their answers is not its own.
-        with Launcher(self._path, _RESTORE_S) as own:
+        with Launcher(self._path, _RESTORE_S, self.uid) as own:
             return _tree(own._call("restore", **fields))
 
     def store(self, directory: str, host: str) -> int:
         """Start (or find) the rendezvous store of an epoch, and return its port, which takes connections already;
         rendezvous.json appears in ``directory``."""
-        return int(self._call("store", directory=directory, host=host)["port"])
+        port = self._call("store", directory=directory, host=host).get("port")
+        if not isinstance(port, int):
+            raise _garbled(f"a store at port {port!r}")
+        return port
 
     def arena(self, name: str, size: int = 0) -> int:
         """Return a descriptor of an arena, the caller's to close; made if there is none and ``size`` is given."""
         with self._lock:
             self._exchange("arena", name=name, bytes=size)
-            return self._descriptors.pop()
+            if not self._descriptors:
+                raise _garbled("no arena")
+            found = self._descriptors.pop()
+        # A file that could be cut short, or never answer, is none.
+        if is_sealed(found):
+            return found
+        os.close(found)
+        raise _garbled("a file that is no arena")
 
     def drop_arena(self, name: str) -> None:
         self._call("drop_arena", name=name)
@@ -205,7 +223,13 @@ class Launcher:
 
     def list(self) -> list[dict[str, Any]]:
         """Return its children: name, kind (rank, store, helper), pid, start_ticks, adopted."""
-        children: list[dict[str, Any]] = self._call("list")["children"]
+        children = self._call("list").get("children")
+        if not isinstance(children, list) or not all(isinstance(one, dict) for one in children):
+            raise _garbled("no list of children")
+        for one in children:
+            _process(one)
+            if not isinstance(one.get("name"), str) or not isinstance(one.get("kind"), str):
+                raise _garbled(f"a child without name or kind: {one!r}")
         return children
 
     def adopt(
@@ -233,7 +257,7 @@ class Launcher:
             freezer=freezer,
             cgroup_procs=list(cgroup_procs),
         )
-        return bool(answer["alive"])
+        return bool(answer.get("alive"))
 
     def stop(self) -> None:
         """End the launcher; LauncherError(BUSY) while it has ranks."""
@@ -262,7 +286,10 @@ class Launcher:
         return self._number
 
     def _read(self) -> dict[str, Any]:
+        until = time.monotonic() + (self._connection.gettimeout() or 0.0)
         while b"\n" not in self._received:
+            if time.monotonic() > until and self._received:
+                raise LauncherError("TIMEOUT", "the launcher does not end its answer")
             space = socket.CMSG_SPACE(4)
             try:
                 data, rights, _, _ = self._connection.recvmsg(1 << 16, space, socket.MSG_CMSG_CLOEXEC)
@@ -277,26 +304,49 @@ class Launcher:
                     numbers = array.array("i")
                     numbers.frombytes(content[: len(content) - len(content) % numbers.itemsize])
                     self._descriptors.extend(numbers)
+            while len(self._descriptors) > 1:
+                os.close(self._descriptors.pop(0))  # an answer brings one
             self._received += data
+            if len(self._received) > _ANSWER_BYTES:
+                raise _garbled(f"more than {_ANSWER_BYTES} bytes")
         line, _, self._received = self._received.partition(b"\n")
-        message: dict[str, Any] = json.loads(line)
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise _garbled(f"no JSON: {str(error)[:200]}") from error
+        if not isinstance(message, dict):
+            raise _garbled("no answer")
         return message
 
 
 def _tree(answer: Mapping[str, Any]) -> ForkedTree:
-    ranks = [ProcessId(one["pid"], one["start_ticks"]) for one in answer["ranks"]]
-    return ForkedTree(ProcessId(answer["pid"], answer["start_ticks"]), ranks, int(answer.get("port", 0)))
+    ranks = [_process(one) for one in answer["ranks"]]
+    return ForkedTree(_process(answer), ranks, int(answer.get("port", 0)))
 
 
 def _checked(answer: dict[str, Any]) -> dict[str, Any]:
-    if answer.get("error"):
-        raise LauncherError(answer["error"]["reason"], answer["error"]["message"])
+    error = answer.get("error")
+    if error:
+        fields = error if isinstance(error, dict) else {}
+        raise LauncherError(str(fields.get("reason", "GARBLED"))[:100], str(fields.get("message", error))[:_MESSAGE])
     return answer
 
 
-def _answers(socket_path: str, timeout: float) -> bool:
+def _process(answer: Mapping[str, Any]) -> ProcessId:
+    """Return the process of an answer. Raises LauncherError: a launcher of another account may answer anything."""
+    pid, ticks = answer.get("pid"), answer.get("start_ticks")
+    if isinstance(pid, int) and isinstance(ticks, int) and 0 <= pid < 1 << 31 and 0 <= ticks < 1 << 62:
+        return ProcessId(pid, ticks)
+    raise _garbled(f"a process {str((pid, ticks))[:200]}")
+
+
+def _garbled(what: str) -> LauncherError:
+    return LauncherError("GARBLED", f"the launcher has answered with {what}")
+
+
+def _answers(socket_path: str, timeout: float, uid: int | None) -> bool:
     try:
-        with Launcher(socket_path, max(timeout, 0.1)) as launcher:
+        with Launcher(socket_path, max(timeout, 0.1), uid) as launcher:
             launcher.info()
     except LauncherError:
         return False
