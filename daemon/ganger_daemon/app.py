@@ -10,9 +10,11 @@ import os
 import platform
 import signal
 import socket
+import sys
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -30,14 +32,16 @@ from ganger.wire.resource_names import is_node_id
 from ganger.wire.servers import Callers, bind, make_server
 from ganger.wire.tls import check_directory, server_credentials, tell_end
 
-from ganger_daemon.cgroups.contract import is_done
+from ganger_daemon.cgroups.contract import Cgroups, is_done
 from ganger_daemon.cgroups.group_tree import choose_cgroups
 from ganger_daemon.devices.virtual import VirtualSpec, choose_devices
+from ganger_daemon.gang.gang_launcher import GangLauncher
 from ganger_daemon.gang.gang_unit import sweep_names
 from ganger_daemon.gang.launch_plan import own_user
-from ganger_daemon.images.contract import CAPABILITY
+from ganger_daemon.images.contract import CAPABILITY, ProcessImages
 from ganger_daemon.images.criu import choose_images, cpu_flags
 from ganger_daemon.images.driver import choose_device_state
+from ganger_daemon.node.accounts import Account, Accounts, choose_accounts
 from ganger_daemon.node.core_table import CoreTable
 from ganger_daemon.node.daemon_files import (
     LOCK,
@@ -50,9 +54,16 @@ from ganger_daemon.node.daemon_files import (
     write_json,
 )
 from ganger_daemon.node.gang_set import GangSet
-from ganger_daemon.node.launchers import Launchers
+from ganger_daemon.node.launchers import Launchers, interpreter_for_accounts
 from ganger_daemon.node.log_store import LogStore
-from ganger_daemon.node.node_context import ORDER_DEADLINE_S, ORDER_PATIENCE_S, NodeContext, PeerCalls, Storage
+from ganger_daemon.node.node_context import (
+    MOST_PROCESSES,
+    ORDER_DEADLINE_S,
+    ORDER_PATIENCE_S,
+    NodeContext,
+    PeerCalls,
+    Storage,
+)
 from ganger_daemon.node.peer_service import PeerServicer
 from ganger_daemon.node.session import Session
 from ganger_daemon.transfer.stream_server import StreamServer, find_parked
@@ -62,6 +73,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _REVIVE_S = 2.0
+_THREADS = 256
+# Begins the names of groups of launchers; those of gangs begin with the id of a job.
+_OF_USER = "user-"
+# Longest wait for launchers that were told to end.
+_LAUNCHERS_END_S = 0.5
 _LOCK_TRIES, _LOCK_RETRY_S = 3, 0.01
 # Interval of removing old logs.
 _SWEEP_S = 3600.0
@@ -103,6 +119,8 @@ class DaemonSettings:
     # Directory of the daemon's certificate: with it all links are mutual TLS, and `listen_host` may be any.
     tls: Path | None = None
     preload: bool = True
+    # Accounts that jobs run as: "own" (the daemon's), "system" (those of their users), or the path of a map file.
+    accounts: str = "own"
     order_patience_s: float = ORDER_PATIENCE_S
     order_deadline_s: float = ORDER_DEADLINE_S
 
@@ -124,27 +142,27 @@ class Daemon:
         self._server: grpc.aio.Server | None = None
         self._stream: StreamServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._reviving: dict[GangLauncher, asyncio.Task[None]] = {}
 
     async def start(self) -> None:
         """Raises DaemonError."""
         self._check_certificate()
-        known = self._claim_directories()
+        accounts, interpreter = await self._choose_accounts()
+        known = self._claim_directories(accounts)
         self.paths.sweep()
         settings = self._settings
         try:
             devices = choose_devices(settings.virtual, settings.recorded, node=self.node)
             gpu_cores = settings.virtual.gpu_cores if settings.virtual is not None else 0.0
-            # Claims of a virtual node stand for no CPU time.
-            quotas = gpu_cores > 0.0 or settings.virtual is None
-            cgroups = await asyncio.to_thread(choose_cgroups, self.paths.own_name, only=settings.cgroups, quotas=quotas)
-            if gpu_cores and not is_done(cgroups, "cpu_quota"):
-                why = cgroups.capabilities["cpu_quota"]
-                raise ValueError(f"virtual GPUs cannot be bound to {gpu_cores:g} cores each here: no CPU quota ({why})")
+            cgroups = await asyncio.to_thread(self._choose_cgroups, gpu_cores, accounts)
         except ValueError as error:
             raise DaemonError(str(error), DaemonObstacle.SETTING) from error
         inventory = devices.inventory
         device_state = await asyncio.to_thread(choose_device_state, inventory.driver)
-        images = await asyncio.to_thread(choose_images, settings.criu, device_state)
+        if accounts.are_switched:
+            images = ProcessImages("not of jobs that run as their users' accounts (--accounts)")
+        else:
+            images = await asyncio.to_thread(choose_images, settings.criu, device_state)
         storage = Storage(override=settings.storage)
         storage.configure(str(known.get("storage", "")), str(known.get("storage_token", "")))
         self.host = NodeContext(
@@ -158,14 +176,16 @@ class Daemon:
             device_state=device_state,
             inventory=inventory,
             logs=LogStore(self.paths.logs, storage.shared),
-            launchers=Launchers(self.paths.launchers, self.paths.inject, settings.preload),
+            launchers=Launchers(self.paths.launchers, self.paths.inject, settings.preload, interpreter),
             cores=CoreTable(inventory.core_map),
+            accounts=accounts,
             storage=storage,
             device_cores=gpu_cores,
             address_host=settings.listen_host,
             order_patience_s=settings.order_patience_s,
             order_deadline_s=settings.order_deadline_s,
         )
+        self.host.launchers.enclose = self._enclose
         endpoint = await self._wait_for_endpoint()
         self.host.token = endpoint.token
         self._peers = PeerCalls(endpoint.token, self._tls)
@@ -176,10 +196,21 @@ class Daemon:
         self.gangs.adopt()
         await asyncio.to_thread(sweep_names, self.paths.run)
         await asyncio.to_thread(self.host.launchers.stop_idle, True)
-        self.host.launchers.warm_up()
+        if not accounts.are_switched:
+            self.host.launchers.warm_up()
         await self._listen(endpoint.token, known)
         self._write_node()
         self._tasks = [asyncio.create_task(work) for work in (self._hold_session(), self._tend(), self._sweep_logs())]
+
+    def _choose_cgroups(self, gpu_cores: float, accounts: Accounts) -> Cgroups:
+        settings = self._settings
+        # Claims of a virtual node stand for no CPU time.
+        quotas, fences = gpu_cores > 0.0 or settings.virtual is None, accounts.are_switched
+        cgroups = choose_cgroups(self.paths.own_name, only=settings.cgroups, quotas=quotas, fences=fences)
+        if gpu_cores and not is_done(cgroups, "cpu_quota"):
+            why = cgroups.capabilities["cpu_quota"]
+            raise ValueError(f"virtual GPUs cannot be bound to {gpu_cores:g} cores each here: no CPU quota ({why})")
+        return cgroups
 
     async def stop(self) -> None:
         """Ends this daemon only: ranks, their launchers and their groups stay."""
@@ -196,6 +227,9 @@ class Daemon:
             self.host.launchers.close()
             await asyncio.to_thread(self.host.launchers.stop_idle, False)
             self.host.devices.close()
+            for group in self.host.cgroups.groups():
+                if group.startswith(_OF_USER):
+                    await asyncio.to_thread(self.host.cgroups.destroy, group, _LAUNCHERS_END_S)
             # goes only if no gang is left: their groups lie below
             self.host.cgroups.tidy()
         for lock in self._locks:
@@ -207,7 +241,19 @@ class Daemon:
         assert self._stream is not None, "known once started"
         return self._stream.address
 
-    def _claim_directories(self) -> dict[str, Any]:
+    async def _choose_accounts(self) -> tuple[Accounts, str]:
+        """Return the accounts that jobs run as, and the Python for their commands that are none. Raises DaemonError."""
+        try:
+            accounts = choose_accounts(self._settings.accounts)
+            if not accounts.are_switched:
+                return accounts, sys.executable
+            # launchers of other accounts may leave calls unanswered, each of which keeps a thread
+            asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "call"))
+            return accounts, await asyncio.to_thread(interpreter_for_accounts)
+        except ValueError as error:
+            raise DaemonError(str(error), DaemonObstacle.SETTING) from error
+
+    def _claim_directories(self, accounts: Accounts) -> dict[str, Any]:
         """Lock the state and run directories for this daemon, and return the fields of node.json.
 
         Raises DaemonError."""
@@ -217,7 +263,7 @@ class Daemon:
             known = self._claim_state()
             run = self._settings.run_directory or choose_run_directory(self._state, known)
             self.paths = DaemonPaths(self._state, run.absolute(), self._machine_uuid)
-            self.paths.prepare()
+            self.paths.prepare(are_accounts_served=accounts.are_switched)
             self._take_lock(self.paths.run, "--run-dir")
         except DirectoryError as error:
             named = isinstance(error, DirectoryNameError)
@@ -356,7 +402,7 @@ class Daemon:
             "processor": " ".join((platform.machine(), *cpu_flags())),
             "gpu_state": self.host.device_state.capability,
             "user": own_user(),
-            "switch_user": "shared" if self.host.serves_all_users else "no",
+            "switch_user": self._switches_users(),
             "rotation": "yes",
         }
         return agent_pb2.CreateSessionRequest(
@@ -372,6 +418,19 @@ class Daemon:
             version=__version__,
         )
 
+    def _enclose(self, account: Account) -> tuple[str, ...]:
+        """Return the files by which the launchers of an account enter a group of theirs. Blocks."""
+        group = f"{_OF_USER}{account.uid}"
+        self.host.cgroups.create(group)
+        # Not without devices: a library that has looked for them in vain in a launcher might not find its rank's.
+        self.host.cgroups.set_process_limit(group, MOST_PROCESSES)
+        return self.host.cgroups.join_files(group)
+
+    def _switches_users(self) -> str:
+        if self.host.accounts.are_switched:
+            return "accounts"
+        return "shared" if self.host.serves_all_users else "no"
+
     async def _hold_session(self) -> None:
         await self.gangs.judged()
         await self.session.run()
@@ -384,7 +443,7 @@ class Daemon:
             try:
                 for gang in self.gangs.all():
                     if gang.parts.exits.live():
-                        await asyncio.to_thread(gang.parts.launcher.revive)
+                        await self._revive(gang.parts.launcher)
                 self.host.launchers.let_go({gang.parts.launcher.key for gang in self.gangs.all()})
                 for event in self.host.devices.take_events():
                     log.warning("device event", extra={"device": event.device, "event": event.message})
@@ -396,6 +455,17 @@ class Daemon:
                     self._write_node()
             except OSError as error:
                 log.warning("tending failed", extra={"error": str(error)})
+
+    async def _revive(self, launcher: GangLauncher) -> None:
+        """Start the launcher of a gang that has none. One that does not answer keeps no other gang waiting."""
+        if launcher not in self._reviving:
+            task = asyncio.create_task(asyncio.to_thread(launcher.revive))
+            self._reviving[launcher] = task
+            task.add_done_callback(lambda _: self._reviving.pop(launcher, None))
+        task = self._reviving[launcher]
+        await asyncio.wait((task,), timeout=_REVIVE_S)
+        if task.done():
+            task.result()
 
     async def _sweep_logs(self) -> None:
         while True:

@@ -85,6 +85,15 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]
     help="CRIU for images of processes. Default: on the path, or beside this program's Python.  "
     "[env: GANGER_DAEMON_CRIU]",
 )
+@click.option(
+    "--accounts",
+    metavar="own|system|FILE",
+    default="own",
+    show_default=True,
+    envvar="GANGER_DAEMON_ACCOUNTS",
+    help="Run jobs as the daemon's own user, as the accounts of their users, or as those that a file maps them to "
+    "(root only).  [env: GANGER_DAEMON_ACCOUNTS]",
+)
 @click.option("--rack", default="", help="Network place: rack.")
 @click.option("--fabric", default="", help="Network place: fabric.")
 @click.option("--storage", type=Directory(), help="Where this node sees the cluster's storage.")

@@ -336,6 +336,8 @@ class Cluster:
                     os.kill(pid, signal.SIGKILL)
         for socket_path in self.directory.glob("r-*/launchers/*.sock"):
             stop_launcher(socket_path)
+        for socket_path in self.directory.glob("r-*/launchers/*/*.sock"):
+            stop_launcher(socket_path, int(socket_path.parent.name))
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
@@ -343,11 +345,11 @@ def is_ours(pid: int, directory: Path) -> bool:
     return str(directory) in Path(f"/proc/{pid}/environ").read_text(errors="replace")
 
 
-def stop_launcher(socket_path: Path) -> None:
+def stop_launcher(socket_path: Path, uid: int | None = None) -> None:
     """Ends a launcher that this test had started, and what it still looks after."""
     from ganger.injob.launcher.client import Launcher, LauncherError
 
-    with contextlib.suppress(LauncherError, OSError), Launcher(str(socket_path)) as launcher:
+    with contextlib.suppress(LauncherError, OSError), Launcher(str(socket_path), uid=uid) as launcher:
         pid = int(launcher.info()["pid"])
         for child in launcher.list():
             os.kill(int(child["pid"]), signal.SIGKILL)

@@ -22,7 +22,7 @@ def context_on(directory: Path, written: list[int]) -> Any:
     pages = SimpleNamespace(write_order=lambda order: written.append(order.seq >> 40))
     storage = SimpleNamespace(shared=None)
     host = SimpleNamespace(storage=storage, order_deadline_s=60.0)
-    paths = SimpleNamespace(orders=directory)
+    paths = SimpleNamespace(orders=directory, account=None, read_mode=0o600)
     return SimpleNamespace(host=host, paths=paths, pages=pages, write_notes=lambda: None)
 
 

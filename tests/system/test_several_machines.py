@@ -69,8 +69,8 @@ class CertifiedCluster(Cluster):
 
     def wait_ready(self, nodes: int | None = None) -> None:
         eventually(
-            lambda: self.try_("olga", "nodes").stdout.count("ready") == 2,
-            what="two nodes are ready", within_seconds=60, story=self.story,
+            lambda: self.try_("olga", "nodes").stdout.count("ready") == self.nodes,
+            what="all nodes are ready", within_seconds=60, story=self.story,
         )  # fmt: skip
 
     # A step takes a tenth of a second until the test is through with what it does meanwhile, by many commands.

@@ -98,7 +98,8 @@ class OrderHandler:
         self._page = page
         self._words = page.words
         self._rank = page.get(Word.RANK)
-        self._job_dir = job_dir
+        # with a daemon of another user they are no files of this job
+        self._orders = os.environ.get("GANGER_ORDERS") or os.path.join(job_dir, "orders")
         self._socket = socket
         self._report = report
         self._failure = (Error.NONE, "")  # what the last handler that failed met
@@ -484,7 +485,7 @@ class OrderHandler:
 
     def _details(self, name: str) -> dict[str, Any]:
         try:
-            with open(os.path.join(self._job_dir, "orders", f"{name}.json"), encoding="utf-8") as file:
+            with open(os.path.join(self._orders, f"{name}.json"), encoding="utf-8") as file:
                 content = json.load(file)
         except FileNotFoundError:
             return {}

@@ -172,8 +172,10 @@ class Page:
         local_rank: int = 0,
         threads: int = 0,
         mapped: bool = True,
+        owner: tuple[int, int] | None = None,
     ) -> Page:
-        """Make the page of ``rank``; it appears under ``path`` complete, readable by its owner only.
+        """Make the page of ``rank``; it appears under ``path`` complete, readable by its owner only. ``owner``: uid and
+        gid; None: this process's.
 
         Raises FileExistsError if there is one (an epoch's page is made once), OSError if the file system is full."""
         if sys.byteorder != "little":
@@ -196,6 +198,8 @@ class Page:
             page.set(Word.THREADS, threads)
             page.set(Word.THREADS_APPLIED, threads)
             page.set(Word.MAGIC, MAGIC << 16 | VERSION)
+            if owner is not None:
+                os.chown(temporary, *owner)
             os.link(temporary, path)
         finally:
             os.unlink(temporary)

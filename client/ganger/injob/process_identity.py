@@ -37,6 +37,16 @@ def start_ticks(pid: int) -> int | None:
     return None if not fields or fields[0] in (b"Z", b"X") else int(fields[19])
 
 
+def user_of(pid: int) -> int | None:
+    """Return the uid of a process; None if there is none, or if it has more than one."""
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            numbers = next((line.split()[1:] for line in file if line.startswith(b"Uid:")), [])
+    except OSError:
+        return None
+    return int(numbers[0]) if len(set(numbers)) == 1 else None
+
+
 def stands_still(pid: int) -> bool:
     """Return whether the kernel runs nothing of a process: stopped, or gone."""
     fields = stat_fields(pid)

@@ -17,12 +17,15 @@ import msgspec
 from ganger.injob import state_image
 
 from ganger_daemon.core.part_facts import FoundCheckpoint
+from ganger_daemon.node.accounts import Account
 from ganger_daemon.node.daemon_files import open_plain, read_plain
+from ganger_daemon.node.owned_directories import give_directory
 
 MANIFEST = "MANIFEST.json"
 MANIFEST_FORMAT = 1
 # Enough for tens of thousands of shards; a job may have written a larger file.
 _MANIFEST_MOST_BYTES = 16 << 20
+_CHECKPOINTS, _LOGS = "checkpoints", "logs"
 _FINAL = re.compile(r"^(\d+)-(\d+)$")
 _UNFINISHED = re.compile(r"^(\d+|\{step\})-(\d+)\.tmp$")
 
@@ -37,7 +40,25 @@ class CheckpointName:
 
 
 def checkpoints_directory(storage: Path, job_uid: str) -> Path:
-    return storage / job_uid / "checkpoints"
+    return storage / job_uid / _CHECKPOINTS
+
+
+def give_storage(storage: Path, job_uid: str, account: Account) -> None:
+    """Make a job's directories on storage for an account: its checkpoints are that account's, its logs this process's.
+    Idempotent. Raises OSError, also where a server squashes root and lets it give nothing away."""
+    give_directory(storage, f"{job_uid}/{_LOGS}", account, 0o700, is_its=False)
+    _give_former(storage / job_uid / _CHECKPOINTS, account)
+    give_directory(storage, f"{job_uid}/{_CHECKPOINTS}", account, 0o700, is_its=True)
+
+
+def _give_former(directory: Path, account: Account) -> None:
+    """Give checkpoints to an account that were saved before their job had one. While the directory is this process's,
+    no account has put anything there."""
+    if not directory.is_dir() or directory.is_symlink() or directory.stat().st_uid != os.geteuid():
+        return
+    for _, below, files, descriptor in os.fwalk(directory):
+        for name in (*below, *files):
+            os.chown(name, account.uid, account.gid, dir_fd=descriptor, follow_symlinks=False)
 
 
 def unfinished_template(storage: Path, job_uid: str, epoch: int) -> str:

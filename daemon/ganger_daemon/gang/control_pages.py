@@ -17,6 +17,7 @@ from ganger.protocol.stop_rules import RelayedPoint, expired
 
 from ganger_daemon.checkpoints.storage import unfinished_template
 from ganger_daemon.core.part_facts import Rank
+from ganger_daemon.node.accounts import Account
 from ganger_daemon.node.daemon_files import GangPaths, make_directory, read_json, write_json
 from ganger_daemon.node.process_identity import NO_PROCESS, ProcessId
 
@@ -43,12 +44,13 @@ def page_order(wanted: DesiredOrder) -> PageOrder | None:
 def write_details(storage: Path | None, paths: GangPaths, name: str) -> None:
     """Write orders/NAME.json, which names the place of a shard on `storage`. It precedes the order, so that every
     reader of the order finds it. A daemon that takes over does not rewrite it: the file's time is that of the order."""
-    make_directory(paths.orders)
+    if paths.account is None:
+        make_directory(paths.orders)
     template = "" if storage is None else unfinished_template(storage, paths.job_uid, paths.epoch)
     details = {"checkpoint_directory": template, "checkpoint": template} if template else {}
     path = paths.orders / f"{name}.json"
     if not path.exists() or read_json(path) != details:
-        write_json(path, details)
+        write_json(path, details, mode=paths.read_mode)
     hit("order-half-written")
 
 
@@ -84,9 +86,9 @@ class ControlPages:
         self.written: Callable[[], None] = lambda: None  # wakes parked ranks
         self.foreign = ""  # they are of another version of Ganger, as far as is known by no doing of the job: which
 
-    def create(self, threads: int, *, is_restored: bool = False) -> None:
+    def create(self, threads: int, *, is_restored: bool = False, account: Account | None = None) -> None:
         """Create missing pages and open all. Idempotent, also after a crash. `is_restored`: for a process from an
-        image."""
+        image. `account`: whose they are; None: this process's."""
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         for rank in range(self.world):
             path = page_path(str(self.directory), rank)
@@ -100,6 +102,7 @@ class ControlPages:
                     local_rank=local_rank,
                     threads=threads if rank in self.local else 0,
                     mapped=False,
+                    owner=None if account is None else (account.uid, account.gid),
                 )
                 page.set(Word.FLAGS, Flag.RESTORED if is_restored else 0)
             except FileExistsError:

@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from ganger.injob.page import now_ns
+from ganger.injob.process_identity import stands_still
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
 from ganger.protocol.stop_rules import expired
 from ganger.v1 import job_pb2
 from ganger.wire.times import seconds
 
+from ganger_daemon.cgroups.controllers import signal_all
 from ganger_daemon.core import gang_judgement
 from ganger_daemon.core.part_facts import GangPart
 from ganger_daemon.gang.exit_watcher import ExitWatcher
@@ -209,8 +211,17 @@ class Freezer(OfGang):
         return gang_judgement.has_outlived_lease(wanted, self.frozen, is_over)
 
     def recall(self) -> None:
-        """Read from the process group whether it is frozen."""
+        """Read from the process group whether it is frozen; by its launcher's signals, where that may not freeze it."""
         self.frozen = self._host.cgroups.frozen(self._group)
+        if self._paths.account is not None and not self.frozen:
+            pids = self._host.cgroups.pids(self._group)
+            self.frozen = bool(pids) and all(map(stands_still, pids))
+
+    def _thaw(self, group: str) -> bool:
+        done = self._host.cgroups.thaw(group)
+        if self._paths.account is not None:
+            signal_all(self._host.cgroups.pids(group), signal.SIGCONT)
+        return done
 
     @property
     def _lease_is_over(self) -> bool | None:
@@ -227,7 +238,7 @@ class Freezer(OfGang):
         due = gang_judgement.should_freeze(replace(facts, frozen=self.frozen), now, self._lease_is_over)
         if due == self.frozen and not self._doubtful:
             return
-        act = self._host.cgroups.freeze if due else self._host.cgroups.thaw
+        act = self._host.cgroups.freeze if due else self._thaw
         if await asyncio.to_thread(act, self._group):
             self.frozen, self._doubtful = due, False
             log.info("gang frozen" if due else "gang thawed", extra={"gang": self._group})

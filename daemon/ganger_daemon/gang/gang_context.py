@@ -14,10 +14,13 @@ from ganger.wire.times import seconds
 from google.protobuf import json_format
 
 from ganger_daemon.gang.control_pages import ControlPages
-from ganger_daemon.node.daemon_files import GangPaths
+from ganger_daemon.node.accounts import Account
+from ganger_daemon.node.daemon_files import GangPaths, read_json
 from ganger_daemon.node.node_context import NodeContext, PeerCalls
 
 DEFAULT_GRACE_S = 10.0
+ACCOUNT = "account"
+"""Field of gang.json beside those of the message: the account that its ranks run as."""
 
 
 class DesiredInvalidError(Exception):
@@ -172,9 +175,11 @@ class GangContext:
         wake: Callable[[], None],
         write_notes: Callable[[], None],
     ) -> GangContext:
-        """Return the context of a desired gang. Raises DesiredInvalidError if it has no part on this node."""
+        """Return the context of a desired gang. Raises DesiredInvalidError if it has no part on this node, ValueError
+        where its record names half an account."""
         part = local_part(desired, host.node)
         paths = host.paths.of(desired.job_uid, desired.epoch)
+        paths.account = Account.recall(read_json(paths.gang).get(ACCOUNT))
         pages = ControlPages(paths.run, desired.epoch, part.world, part.ranks)
         return cls(host, peers, paths, part, pages, wake, write_notes)
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Coroutine, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from ganger.agent.v1 import agent_pb2
@@ -19,6 +20,7 @@ from ganger_daemon.gang.gang_context import GangContext, OfGang
 from ganger_daemon.gang.launch_plan import LaunchRefusedError, Rendezvous, free_port, image_arena_name
 from ganger_daemon.gang.process_image import GangImages
 from ganger_daemon.gang.received_orders import ReceivedOrders
+from ganger_daemon.node.accounts import seen_by
 from ganger_daemon.node.daemon_files import read_json, write_json
 from ganger_daemon.node.launchers import children_of, interpreter_of
 from ganger_daemon.node.node_context import NodeContext
@@ -92,9 +94,13 @@ class GangLauncher(OfGang):
         """The launcher died: a new one takes over its ranks, and finds their arenas by their descriptors."""
         fields = read_json(self._paths.launch(self._part.ranks[0]))
         environment = {str(name): str(value) for name, value in fields.get("env", {}).items()}
-        interpreter = interpreter_of(tuple(fields.get("argv", ["python"])), environment, str(fields.get("cwd", "/")))
+        command, account = tuple(fields.get("argv", ["python"])), self._paths.account
+        launchers, directory = self._host.launchers, str(fields.get("cwd", "/"))
+        look = partial(interpreter_of, command, environment, directory, launchers.interpreter)
         try:
-            launcher = self._host.launchers.get(self.key, interpreter, _without_injection(environment, self._host))
+            launcher = launchers.get(
+                self.key, seen_by(account, look), _without_injection(environment, self._host), account
+            )
         except LauncherError as error:
             raise OSError(str(error)) from error
         self.adopt_all(launcher)
@@ -103,6 +109,7 @@ class GangLauncher(OfGang):
     def adopt_all(self, launcher: Launcher) -> None:
         """Register the live ranks with a launcher that does not have them. Blocks."""
         known = children_of(launcher)
+        is_own = self._paths.account is None
         for rank, process in self._exits.processes.items():
             name = self._paths.name(rank)
             if name in known or not is_alive(process):
@@ -114,9 +121,15 @@ class GangLauncher(OfGang):
                 page=page_path(str(self._paths.run), rank),
                 exit_path=str(self._paths.exit(rank)),
                 arena_name=name,
-                freezer=self._host.cgroups.freezer_file(self._paths.group),
-                cgroup_procs=self._host.cgroups.join_files(self._paths.group),
+                freezer=self._host.cgroups.freezer_file(self._paths.group) if is_own else "",
+                cgroup_procs=self._host.cgroups.join_files(self._paths.group) if is_own else (),
             )
+
+    def publisher(self) -> Launcher | None:
+        """Return the launcher of the ranks. For another account one is started if none runs: this process changes
+        nothing in that account's directories. Blocks. Raises OSError."""
+        running = self.running()
+        return self.adopt_anew() if running is None and self.key and self._paths.account is not None else running
 
     def revive(self) -> None:
         """Blocks. Ranks live and their launcher does not: start one, so that their exits are recorded."""
@@ -174,7 +187,7 @@ class GangRendezvous(OfGang):
         has_store = has_agent
         if has_store:
             try:
-                port = await asyncio.to_thread(launcher.store, str(paths.run), host)
+                port = await asyncio.to_thread(launcher.store, str(paths.rendezvous.parent), host)
             except LauncherError as error:
                 if error.reason != "NO_TORCH":
                     raise

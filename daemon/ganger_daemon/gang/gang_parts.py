@@ -69,7 +69,7 @@ class GangParts:
         devices = TakenDevices(context, exits, lambda: memory_limit_bytes(orders.desired.claim))
         images = GangImages(context, exits, devices, is_outside_closed=desired.spec.closes_connections)
         launching = RankLaunch(context, exits, launcher, images, blocked_by, cores_kept_by)
-        saving = CheckpointCoordinator(context, desired, launcher.running, images)
+        saving = CheckpointCoordinator(context, desired, launcher.publisher, images)
         return cls(
             context=context,
             orders=orders,

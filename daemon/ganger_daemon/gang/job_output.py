@@ -18,6 +18,7 @@ from ganger.injob.process_identity import peer_of
 
 from ganger_daemon.gang.gang_context import GangContext
 from ganger_daemon.gang.received_orders import summary_of
+from ganger_daemon.node.accounts import Account
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +36,12 @@ _LAST_COPY_S = 30.0
 
 
 class JobSocketServer:
-    """Server at `path` that calls `received` with each packet that is a JSON object."""
+    """Server at `path` that calls `received` with each packet that is a JSON object. `account`: that the job runs as;
+    None: this process's."""
 
-    def __init__(self, path: Path, received: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, path: Path, received: Callable[[dict[str, Any]], None], account: Account | None = None) -> None:
         self._path = path
+        self._account = account
         self._received = received
         self._socket: socket.socket | None = None
         self._connections: set[socket.socket] = set()
@@ -61,6 +64,8 @@ class JobSocketServer:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
             listener.bind(str(new))
+            if self._account is not None:
+                os.chown(new, self._account.uid, self._account.gid)
             os.chmod(new, 0o600)
             listener.listen(64)
             os.replace(new, self._path)
@@ -69,6 +74,10 @@ class JobSocketServer:
             raise
         self._socket = listener
         asyncio.get_running_loop().add_reader(listener, self._accept)
+
+    @property
+    def _users(self) -> tuple[int, ...]:
+        return (0, os.geteuid() if self._account is None else self._account.uid)
 
     def close(self) -> None:
         """Close the socket and all connections for good."""
@@ -99,7 +108,7 @@ class JobSocketServer:
             connection, _ = self._socket.accept()
         except OSError:
             return
-        if len(self._connections) >= MAX_CONNECTIONS or peer_of(connection).uid not in (0, os.geteuid()):
+        if len(self._connections) >= MAX_CONNECTIONS or peer_of(connection).uid not in self._users:
             connection.close()
             return
         connection.setblocking(False)

@@ -22,6 +22,8 @@ from ganger_daemon.checkpoints.storage import Unreadable, newest_found, parse_fi
 from ganger_daemon.core.part_facts import FoundCheckpoint, PartOutcomeKind
 from ganger_daemon.gang.gang_context import GangContext, LocalPart
 from ganger_daemon.images.packing import facts_of
+from ganger_daemon.node.accounts import Account
+from ganger_daemon.node.become import UMASK
 from ganger_daemon.node.daemon_files import GangPaths, write_json
 from ganger_daemon.node.launchers import HASH_SEED, is_python
 
@@ -74,10 +76,13 @@ class RestorePlan:
     world: int = 0
 
 
-def environment_of(spec: job_pb2.JobSpec, devices: Mapping[str, str]) -> dict[str, str]:
-    """Return the user's environment with the variables of the devices; nothing of the daemon's own."""
+def environment_of(spec: job_pb2.JobSpec, devices: Mapping[str, str], account: Account | None = None) -> dict[str, str]:
+    """Return the user's environment with the variables of the devices; nothing of the daemon's own. `account`: that
+    the job runs as, which has its home wherever the user submitted."""
     environment = dict(spec.environment)
     environment.setdefault("PATH", os.defpath)
+    if account is not None:
+        environment.update(HOME=account.home, USER=account.name, LOGNAME=account.name)
     environment.setdefault("HOME", os.path.expanduser("~"))
     environment.setdefault("PYTHONHASHSEED", HASH_SEED)
     environment.update(devices)
@@ -85,8 +90,8 @@ def environment_of(spec: job_pb2.JobSpec, devices: Mapping[str, str]) -> dict[st
 
 
 def check_command(spec: job_pb2.JobSpec) -> None:
-    """Check a command before it starts. Raises LaunchRefusedError for a command or directory that cannot work, before
-    anything is forked."""
+    """Check a command before it starts, with the rights of the calling thread on files. Raises LaunchRefusedError for a
+    command or directory that cannot work, before anything is forked."""
     if not spec.command:
         raise LaunchRefusedError("the command is empty")
     directory = spec.working_directory or "/"
@@ -241,14 +246,15 @@ def launch_mapping(
     ahead = bytes_ahead_per_rank(desired, len(part.ranks), arena_bytes)
     restore_path = ""
     if restore.kind and restore.kind != "image":
-        restore_file = paths.job / f"rank-{rank}.restore.json"
+        restore_file = paths.restore(rank)
         fields = {"kind": restore.kind, "path": restore.path, "step": restore.step, "size": ahead}
-        write_json(restore_file, {**fields, "rank": rank % restore.world if restore.world else rank})
+        fields["rank"] = rank % restore.world if restore.world else rank
+        write_json(restore_file, fields, mode=paths.read_mode)
         restore_path = str(restore_file)
     env = rank_environment(
         base=environment,
         page=page_path(str(paths.run), rank),
-        job_dir=str(paths.job),
+        job_dir=str(paths.work),
         socket=str(paths.socket),
         threads=threads,
         inject=host.launchers.inject,
@@ -257,12 +263,13 @@ def launch_mapping(
     )
     if desired.spec.agent == job_pb2.JobSpec.AGENT_NONE:
         env["GANGER_AGENT"] = "none"
+    account = paths.account
     mapping: dict[str, Any] = {
         "name": paths.name(rank),
         "argv": list(desired.spec.command),
         "env": env,
         "cwd": desired.spec.working_directory or "/",
-        "log": str(host.logs.begin(desired.job_uid, rank, desired.epoch)),
+        "log": str(host.logs.begin(desired.job_uid, rank, desired.epoch, account)),
         "page": page_path(str(paths.run), rank),
         "page_version": VERSION,
         "exit_path": str(paths.exit(rank)),
@@ -273,8 +280,16 @@ def launch_mapping(
         "arena": {"name": paths.name(rank), "bytes": arena_bytes} if arena_bytes else None,
         "touched_bytes": ahead,
     }
+    if account is not None:
+        mapping |= for_account(paths)
+        env["GANGER_ORDERS"] = str(paths.orders)
     write_json(paths.launch(rank), mapping)
     return mapping
+
+
+def for_account(paths: GangPaths) -> dict[str, Any]:
+    """Return the fields of a launch whose launcher is another account's: it may write no file of a control group."""
+    return {"gate": str(paths.gate), "cgroup_procs": [], "freezer": "", "umask": UMASK}
 
 
 def free_port(host: str) -> int:

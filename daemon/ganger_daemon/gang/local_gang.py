@@ -299,7 +299,8 @@ class LocalGang:
 
     async def _begin_attending(self) -> None:
         if self._socket is None:
-            self._socket = JobSocketServer(self.context.paths.socket, self._receive_packet)
+            paths = self.context.paths
+            self._socket = JobSocketServer(paths.socket, self._receive_packet, paths.account)
             self.context.pages.written = self._socket.nudge
             self.parts.images.hang_up, self.parts.images.pick_up = self._socket.pause, self._socket.start
             self._socket.start()

@@ -16,16 +16,17 @@ from ganger.agent.v1 import agent_pb2
 from ganger.failpoints import hit
 from ganger.injob.launcher.client import Launcher, LauncherError
 from ganger.injob.page import page_path
-from ganger.injob.process_identity import start_ticks
+from ganger.injob.process_identity import start_ticks, user_of
 from ganger.injob.state_image import ImageError
 
 from ganger_daemon.cgroups.contract import Variant
-from ganger_daemon.checkpoints.storage import shard_name
+from ganger_daemon.checkpoints.storage import give_storage, shard_name
 from ganger_daemon.core.part_facts import PartOutcome, PartOutcomeKind
 from ganger_daemon.gang.control_pages import page_order, write_details
 from ganger_daemon.gang.exit_watcher import ExitWatcher
-from ganger_daemon.gang.gang_context import GangContext, OfGang, to_json
+from ganger_daemon.gang.gang_context import ACCOUNT, GangContext, OfGang, to_json
 from ganger_daemon.gang.gang_launcher import GangLauncher, GangRendezvous
+from ganger_daemon.gang.launch_gate import gate_of
 from ganger_daemon.gang.launch_plan import (
     LaunchRefusedError,
     Rendezvous,
@@ -41,6 +42,7 @@ from ganger_daemon.gang.launch_plan import (
 from ganger_daemon.gang.process_image import GangImages
 from ganger_daemon.gang.received_orders import ReceivedOrders
 from ganger_daemon.images.contract import ImageRefusedError
+from ganger_daemon.node.accounts import Account, AccountRefusedError, seen_by
 from ganger_daemon.node.daemon_files import make_directory, open_plain, read_json, remove_tree, sync_file, write_json
 from ganger_daemon.node.launchers import children_of, interpreter_of
 from ganger_daemon.node.node_context import StorageWait
@@ -138,9 +140,7 @@ class RankLaunch(OfGang):
 
     async def _attempt(self, orders: ReceivedOrders) -> dict[int, ProcessId] | None:
         desired = orders.desired
-        if not self._host.serves_all_users:
-            check_user(desired.user)
-        check_command(desired.spec)
+        account = await asyncio.to_thread(self._account_of, desired)
         if self._blocked_by():
             return None
         restore = await self._read_storage(desired)
@@ -158,9 +158,12 @@ class RankLaunch(OfGang):
         # from here on no other gang may start on its devices
         self.is_under_way = True
         try:
-            make_directory(self._paths.orders)
+            await asyncio.to_thread(self._paths.make_for, account)
             if not read_json(self._paths.gang):
-                write_json(self._paths.gang, to_json(desired))
+                noted = {} if account is None else {ACCOUNT: account.journal()}
+                write_json(self._paths.gang, to_json(desired) | noted)
+            if account is not None:
+                await self._give_storage(account)
             # the disk may take its time while the ranks are prepared; the launch is reported only once it is done
             durable = asyncio.ensure_future(asyncio.to_thread(sync_file, self._paths.gang))
             try:
@@ -170,31 +173,59 @@ class RankLaunch(OfGang):
         finally:
             self.is_under_way = False
 
+    def _account_of(self, desired: agent_pb2.DesiredGang) -> Account | None:
+        """Return the account that the ranks run as; None for the daemon's own. Raises LaunchRefusedError where they
+        cannot run, or not with this command."""
+        host = self._host
+        try:
+            # a launch that a former daemon has begun goes on as it began
+            is_begun = bool(read_json(self._paths.gang))
+            account = self._paths.account if is_begun else host.accounts.of(desired.user)
+        except AccountRefusedError as error:
+            raise LaunchRefusedError(str(error)) from error
+        if account is None and not host.serves_all_users:
+            check_user(desired.user)
+        seen_by(account, lambda: check_command(desired.spec))
+        return account
+
+    async def _give_storage(self, account: Account) -> None:
+        """Make the job's directories on storage, where there is one. Raises LaunchRefusedError."""
+        storage = self._host.storage
+        if storage.shared is None:
+            return
+        try:
+            await storage.work.run(give_storage, storage.shared, self._paths.job_uid, account, within_s=_READING_S)
+        except OSError as error:
+            why = f"its directory on storage cannot be given to account {account.name}: {error}"
+            raise LaunchRefusedError(why) from error
+
     async def _launch(
         self, desired: agent_pb2.DesiredGang, orders: ReceivedOrders, restore: RestorePlan
     ) -> dict[int, ProcessId]:
         paths, host, pages = self._paths, self._host, self._pages
         threads = int(desired.threads) or max(1, sum(desired.claim.millicores) // 1000 // len(self._part.ranks))
         # run directory, then the pages with the order in them, before any rank could read them
+        account = paths.account
         make_directory(paths.run)
         is_image = _is_image(desired, restore)
-        pages.create(threads, is_restored=is_image)
+        pages.create(threads, is_restored=is_image, account=account)
         pages.extend_lease(host.lease_until_ns or 0)
         order = page_order(orders.wanted)
         assert order is not None, "a gang that is to stop is not launched"
         write_details(host.storage.shared, paths, str(order.seq))
         pages.write_order(order)
-        environment = environment_of(desired.spec, host.devices.environment(desired.claim.device_mask))
+        environment = environment_of(desired.spec, host.devices.environment(desired.claim.device_mask), account)
         async with host.launch_lock:
             files = await asyncio.to_thread(self._make_group, desired)
         # not before: while the kernel waits, no group can be made
         hastened = asyncio.ensure_future(asyncio.to_thread(host.cgroups.hasten))
-        interpreter = interpreter_of(tuple(desired.spec.command), environment, desired.spec.working_directory)
-        self._launcher.key = host.launchers.key(interpreter, environment)
+        interpreter, self._launcher.key = await asyncio.to_thread(
+            seen_by, account, partial(self._seek_interpreter, desired, environment, account)
+        )
         device_memory = host.inventory.configuration_set.device_memory_bytes
         self._launcher.arena_bytes = arena_bytes_per_rank(desired, len(self._part.ranks), device_memory)
         self._launcher.image_arena_bytes = image_arena_bytes(desired, self._launcher.arena_bytes, device_memory)
-        launcher = await asyncio.to_thread(host.launchers.get, self._launcher.key, interpreter, environment)
+        launcher = await asyncio.to_thread(host.launchers.get, self._launcher.key, interpreter, environment, account)
         if not is_image:
             await asyncio.to_thread(self._images.make_names, desired)
         rendezvous = await self.rendezvous.meet(desired, launcher, orders, is_image=is_image)
@@ -205,6 +236,14 @@ class RankLaunch(OfGang):
         )
         await hastened
         return processes
+
+    def _seek_interpreter(
+        self, desired: agent_pb2.DesiredGang, environment: Mapping[str, str], account: Account | None
+    ) -> tuple[str, str]:
+        """Return the interpreter of the command and the key of its launcher."""
+        launchers, spec = self._host.launchers, desired.spec
+        found = interpreter_of(tuple(spec.command), environment, spec.working_directory, launchers.interpreter)
+        return found, launchers.key(found, environment, account)
 
     async def _read_storage(self, desired: agent_pb2.DesiredGang) -> RestorePlan | None:
         """Return what the ranks start from; None while it is being read: the gang's loop goes on meanwhile.
@@ -296,6 +335,8 @@ class RankLaunch(OfGang):
             cgroups.set_quota(group, self._host.cores.quota(group))
         if desired.claim.memory_bytes:
             cgroups.set_memory_limit(group, desired.claim.memory_bytes + desired.claim.arena_bytes)
+        if self._paths.account is not None:
+            self._host.fence(group, desired.claim.device_mask)
         return cgroups.join_files(group)
 
     def _pool(self, device_mask: int) -> str:
@@ -352,7 +393,10 @@ class RankLaunch(OfGang):
 
     def _watch(self, processes: Mapping[int, ProcessId]) -> None:
         """Watch ranks. They, and a parent that they have in common, belong to the gang's group."""
+        account = self._paths.account
         for rank, process in processes.items():
+            if account is not None and user_of(process.pid) not in (None, account.uid):
+                raise LaunchRefusedError(f"process {process.pid} of rank {rank} does not run as {account.name}")
             self._exits.watch(rank, process)
         pids = [process.pid for process in self._exits.live()]
         parents = {parent_of(pid) for pid in pids} if len(pids) > 1 and self._images.are_possible else set()
@@ -371,7 +415,9 @@ class RankLaunch(OfGang):
         if has_siblings and self._images.are_possible and len(mappings) == len(self._part.ranks):
             forked = launcher.fork_together(named, rendezvous.host if rendezvous.store else "").ranks
         else:
-            forked = launcher.fork_all(named)
+            groups = self._host.cgroups.join_files(self._paths.group)
+            with gate_of(self._paths, groups, list(mappings.values())):
+                forked = launcher.fork_all(named)
         return dict(zip(mappings, forked, strict=True))
 
     def _restore(

@@ -20,9 +20,10 @@ from ganger.injob.process_identity import family
 
 from ganger_daemon.gang.control_pages import ControlPages
 from ganger_daemon.gang.gang_context import GangContext, OfGang
-from ganger_daemon.gang.launch_plan import free_port
+from ganger_daemon.gang.launch_gate import gate_of, make_log
+from ganger_daemon.gang.launch_plan import for_account, free_port
 from ganger_daemon.gang.received_orders import summary_of
-from ganger_daemon.node.daemon_files import make_directory, read_json, remove_tree, write_json
+from ganger_daemon.node.daemon_files import GangPaths, read_json, remove_tree, write_json
 from ganger_daemon.node.launchers import children_of
 from ganger_daemon.node.process_identity import ProcessId, is_alive
 
@@ -41,7 +42,6 @@ class ReplayCheck(OfGang):
     def __init__(self, context: GangContext, launcher: Callable[[], Launcher | None]) -> None:
         super().__init__(context)
         self._launcher = launcher
-        self._directory = context.paths.run / "replay-check"
         self._agreement = 0
         self._task: asyncio.Task[str] | None = None
         self._is_given_up = False
@@ -65,11 +65,11 @@ class ReplayCheck(OfGang):
         task, self._task = self._task, None
         if task is not None:
             await asyncio.wait((task,))
-        elif self._directory.exists():
+        elif self._second.run.exists():
             await asyncio.to_thread(self._end)
 
     async def _check(self, step: int, shards: Path) -> str:
-        pages = ControlPages(self._directory, self._context.pages.epoch, self._context.part.world, self._ranks)
+        pages = ControlPages(self._second.run, self._context.pages.epoch, self._context.part.world, self._ranks)
         try:
             await asyncio.to_thread(self._end)
             processes = await asyncio.to_thread(self._start, pages, step, shards)
@@ -85,11 +85,14 @@ class ReplayCheck(OfGang):
         launcher = self._launcher()
         if launcher is None:
             raise OSError("its launcher is gone")
-        make_directory(self._directory / "orders")
+        second, account = self._second, self._paths.account
+        second.make_for(account)
         mappings = [self._mapping(rank, step, shards) for rank in self._ranks]
-        pages.create(int(mappings[0]["threads"]))
+        pages.create(int(mappings[0]["threads"]), account=account)
         pages.write_order(PageOrder(1, PageOrderKind.WAIT, 0, 0, 0))
-        found = dict(zip(self._ranks, launcher.fork_all(mappings), strict=True))
+        groups = self._host.cgroups.join_files(self._group)
+        with gate_of(second, groups, mappings):
+            found = dict(zip(self._ranks, launcher.fork_all(mappings), strict=True))
         for process in found.values():
             with suppress(OSError):
                 Path(f"/proc/{process.pid}/oom_score_adj").write_text(_FIRST_TO_BE_KILLED)
@@ -97,24 +100,30 @@ class ReplayCheck(OfGang):
 
     def _mapping(self, rank: int, step: int, shards: Path) -> dict[str, Any]:
         """Return the launcher's request: that of the rank itself, with files of its own."""
-        restore = self._directory / f"rank-{rank}.restore.json"
-        write_json(restore, {"kind": "checkpoint", "path": str(shards), "step": step, "size": 0, "rank": rank})
+        second, log = self._second, self._log(rank)
+        restore = second.restore(rank)
+        fields = {"kind": "checkpoint", "path": str(shards), "step": step, "size": 0, "rank": rank}
+        write_json(restore, fields, mode=second.read_mode)
         former = read_json(self._paths.launch(rank))
-        page = page_path(str(self._directory), rank)
+        page = page_path(str(second.run), rank)
         own = {
             "GANGER_SOCKET": "",
             "GANGER_PAGE": page,
-            "GANGER_JOB_DIR": str(self._directory),
+            "GANGER_JOB_DIR": str(second.work),
             "GANGER_RESTORE": str(restore),
         }
         environment = {**former["env"], **own, **_rendezvous(former["env"], self._agreement)}
+        if second.account is not None:
+            environment["GANGER_ORDERS"] = str(second.orders)
+            make_log(log, second.account)
+            former |= for_account(second)
         return {
             **former,
             "name": self._name(rank),
             "env": environment,
             "page": page,
-            "log": str(self._log(rank)),
-            "exit_path": str(self._exit(rank)),
+            "log": str(log),
+            "exit_path": str(second.exit(rank)),
             "freezer": "",
             "arena": None,
             "touched_bytes": 0,
@@ -139,10 +148,10 @@ class ReplayCheck(OfGang):
 
     def _cause(self, rank: int) -> str:
         """Return why a second process has ended, in one line: as its agent reports, else by its exit and its log."""
-        if message := read_json(self._directory / f"rank-{rank}.error.json").get("message"):
+        if message := read_json(self._second.error(rank)).get("message"):
             return summary_of(str(message))
         deadline = time.monotonic() + 1.0
-        while not (ending := read_json(self._exit(rank))) and time.monotonic() < deadline:
+        while not (ending := read_json(self._second.exit(rank))) and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
         number = ending.get("signal")
         if number == signal.SIGKILL:
@@ -165,16 +174,18 @@ class ReplayCheck(OfGang):
         deadline = time.monotonic() + _KILLED_S
         while any(map(is_alive, left)) and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
-        remove_tree(self._directory)
+        for path in (self._second.run, self._second.work):
+            remove_tree(path)
+
+    @property
+    def _second(self) -> GangPaths:
+        return self._paths.second("replay-check")
 
     def _name(self, rank: int) -> str:
         return f"{self._paths.name(rank)}/replay-check"
 
     def _log(self, rank: int) -> Path:
-        return self._directory / f"rank-{rank}.log"
-
-    def _exit(self, rank: int) -> Path:
-        return self._directory / f"rank-{rank}.exit.json"
+        return self._second.run / f"rank-{rank}.log"
 
 
 _DEVIATED = "STATE_UNSAVEABLE: run again, the script did not come back to step {}"

@@ -19,6 +19,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ganger_daemon.node.accounts import Account
+from ganger_daemon.node.owned_directories import closed_step, give_directory
+
 log = logging.getLogger(__name__)
 
 # None of the files that are read whole is larger; a job may make one that is.
@@ -36,13 +39,21 @@ def make_directory(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
 
 
-def write_json(path: Path, fields: Any, durable: bool = False) -> None:
-    """Replaces the file whole, or what a job has put in its place; `durable` waits for the disk."""
+def write_json(path: Path, fields: Any, durable: bool = False, mode: int = 0o600) -> None:
+    """Replaces the file whole, or what a job has put in its place; `durable` waits for the disk; `mode`: of the
+    file. In a directory of another account, OSError where that account is quicker."""
     new = path.with_name(path.name + ".new")
     for place in (new, path):
         _clear(place)
-    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
+    if path.parent.stat().st_uid != os.geteuid():
+        # never a file that the account has linked there
+        new.unlink(missing_ok=True)
+        flags |= os.O_EXCL
+    fd = os.open(new, flags, 0o600)
     with os.fdopen(fd, "w") as file:
+        if mode != 0o600:
+            os.fchmod(fd, mode)
         json.dump(fields, file)
         if durable:
             file.flush()
@@ -222,6 +233,7 @@ def _user(uid: int) -> str:
 LOCK = "daemon.lock"
 """In the run directory and the state directory of a daemon; locked while it lives."""
 MAX_SOCKET_PATH = 107
+_SHARED_MEMORY = "/dev/shm"
 # Begins the name of what is being removed.
 _GONE = ".gone-"
 _LONGEST_SOCKET = len("/00000000-0000-0000-0000-000000000000/18446744073709551615/job.sock")
@@ -237,32 +249,84 @@ class DirectoryNameError(DirectoryError):
 
 class GangPaths:
     """One gang's local part: `job` is durable, `run` lies in a tmpfs. Hints for the next daemon are `wanted`, the
-    newest order obeyed, and `local`, the gang's cores and memory baselines; the pages count."""
+    newest order obeyed, and `local`, the gang's cores and memory baselines; the pages count.
 
-    def __init__(self, job: Path, run: Path, job_uid: str, epoch: int) -> None:
+    `account`: whose processes they are; None: the daemon's own. Of another account, `job` is the daemon's alone, the
+    ranks read what is in `run`, and they and their launcher write into `work`, which is theirs."""
+
+    def __init__(
+        self, job: Path, run: Path, job_uid: str, epoch: int, work: Path | None = None, given: int = 2
+    ) -> None:
+        """`given`: how many steps at the end of `run` and `work` may have to be made."""
         self.job, self.run, self.job_uid, self.epoch = job, run, job_uid, epoch
+        self._work, self._given = work or job, given
+        self.account: Account | None = None
         self.gang = job / "gang.json"
         self.wanted = job / "wanted.json"
         self.local = job / "local.json"
         self.outcome = job / "outcome.json"
-        self.orders = job / "orders"
         self.socket = run / "job.sock"
-        self.rendezvous = run / "rendezvous.json"
+        self.gate = run / "in.sock"
         self.group = f"{job_uid}-{epoch}"
+
+    @property
+    def uid(self) -> int:
+        """Of its ranks and their launcher."""
+        return os.geteuid() if self.account is None else self.account.uid
+
+    @property
+    def work(self) -> Path:
+        return self.job if self.account is None else self._work
+
+    @property
+    def rendezvous(self) -> Path:
+        return (self.run if self.account is None else self._work) / "rendezvous.json"
+
+    @property
+    def orders(self) -> Path:
+        return (self.job if self.account is None else self.run) / "orders"
+
+    @property
+    def read_mode(self) -> int:
+        """Of the files that ranks read; those of an account have its group, from their directory."""
+        return 0o600 if self.account is None else 0o640
+
+    def make_for(self, account: Account | None) -> None:
+        """Make the directories of ranks that run as an account. Idempotent. Raises OSError."""
+        self.account = account
+        if account is None:
+            make_directory(self.orders)
+            return
+        make_directory(self.job)
+        for place, mode in ((self.run, 0o2750), (self._work, 0o700)):
+            base = place.parents[self._given - 1]
+            give_directory(base, str(place.relative_to(base)), account, mode, is_its=place == self._work)
+        give_directory(self.run, "orders", account, 0o2750, is_its=False)
+
+    def second(self, name: str) -> GangPaths:
+        """Return the paths of a second set of processes of the same account, which are part of this gang's."""
+        work = self._work.with_name(f"{self._work.name}.{name}")
+        found = GangPaths(self.run / name, self.run / name, self.job_uid, self.epoch, work, given=1)
+        # beside the other one: a socket's path is short
+        found.account, found.gate = self.account, self.gate.with_suffix(f".{name}"[:5])
+        return found
 
     def launch(self, rank: int) -> Path:
         return self.job / f"rank-{rank}.launch.json"
 
+    def restore(self, rank: int) -> Path:
+        return self.orders.parent / f"rank-{rank}.restore.json"
+
     def exit(self, rank: int) -> Path:
-        return self.job / f"rank-{rank}.exit.json"
+        return self.work / f"rank-{rank}.exit.json"
 
     def error(self, rank: int) -> Path:
-        return self.job / f"rank-{rank}.error.json"
+        return self.work / f"rank-{rank}.error.json"
 
     def reason(self, rank: int, what: str) -> Path:
         """Return the file with the reason why a rank lacks `what`: BOUNDARIES (no order can be obeyed), OFFLOAD or
         CHECKPOINT."""
-        return self.job / f"rank-{rank}.no-{what}.json"
+        return self.work / f"rank-{rank}.no-{what}.json"
 
     def name(self, rank: int) -> str:
         """Return the launcher's name of a rank."""
@@ -271,7 +335,8 @@ class GangPaths:
     def discard(self) -> None:
         """Rename the directories at once and remove them in a thread: a job may have left many files."""
         gone = []
-        for path in (self.run, self.job):
+        seconds = self._work.parent.glob(f"{self._work.name}.*")
+        for path in dict.fromkeys((self.run, *seconds, self._work, self.job)):
             place = path.parent.parent / f"{_GONE}{uuid.uuid4()}"
             try:
                 path.rename(place)
@@ -292,13 +357,15 @@ class DaemonPaths:
         self.own_name = f"ganger-{_short(machine_uuid)}"
         self.jobs = state / "jobs"
         self.logs = state / "logs"
+        self.work = state / "work"
         self.temporary = state / "tmp"
         self.launchers = run / "launchers"
         # an entry of PYTHONPATH: no colon, which the state directory may have in its name
         self.inject = run / "inject"
 
-    def prepare(self) -> None:
-        """Makes the directories, private to this user. Raises DirectoryError."""
+    def prepare(self, *, are_accounts_served: bool = False) -> None:
+        """Make the directories, private to this user, but for a way through to what jobs of other accounts have there,
+        if those are served or left. Raises DirectoryError."""
         if len(str(self.run)) + _LONGEST_SOCKET > MAX_SOCKET_PATH:
             room = MAX_SOCKET_PATH - _LONGEST_SOCKET
             raise DirectoryNameError(
@@ -314,17 +381,38 @@ class DaemonPaths:
         # An account that could replace a socket in it would receive the environments of jobs.
         if trouble := path_trouble(self.launchers):
             raise DirectoryError(f"run directory {self.run} is not safe: {trouble}; name another with --run-dir")
+        is_open = are_accounts_served or (self.work.is_dir() and any(self.work.iterdir()))
         for path in (self.run, self.launchers):
-            path.chmod(0o700)
+            path.chmod(0o711 if is_open else 0o700)
+        if is_open:
+            make_private(self.work)
+            for path in (self.state, self.work):
+                path.chmod(0o711)
+        if are_accounts_served:
+            self._check_way()
+
+    def _check_way(self) -> None:
+        if self.run.resolve().is_relative_to(_SHARED_MEMORY):
+            raise DirectoryNameError(
+                f"run directory {self.run} is in {_SHARED_MEMORY}, which jobs of other accounts have of their own:"
+                " choose another --run-dir"
+            )
+        for path, flag in ((self.work, "--state-dir"), (self.launchers, "--run-dir")):
+            if why := closed_step(path):
+                raise DirectoryNameError(f"jobs of other accounts cannot reach {path}: {why}; choose another {flag}")
+        package = Path(__file__).parent
+        if why := closed_step(package):
+            raise DirectoryNameError(f"jobs of other accounts cannot read {package}: {why}; install Ganger elsewhere")
 
     def sweep(self) -> None:
         """Remove directories that a former daemon had renamed and not removed."""
-        _remove_beside([*self.jobs.glob(f"{_GONE}*"), *self.run.glob(f"{_GONE}*")])
+        _remove_beside([path for place in (self.jobs, self.run, self.work) for path in place.glob(f"{_GONE}*")])
 
     def of(self, job_uid: str, epoch: int) -> GangPaths:
         """Raises ValueError for a uid that could leave the directory."""
         checked = str(uuid.UUID(job_uid))
-        return GangPaths(self.jobs / checked / str(epoch), self.run / checked / str(epoch), checked, epoch)
+        places = [place / checked / str(epoch) for place in (self.jobs, self.run, self.work)]
+        return GangPaths(places[0], places[1], checked, epoch, places[2])
 
     def existing(self) -> tuple[GangPaths, ...]:
         """Every gang with something here, in a fixed order."""

@@ -71,7 +71,7 @@ class GangSet:
                 continue
             try:
                 gang = self._make(desired)
-                gang.adopt(children)
+                gang.adopt(children.get(gang.context.paths.uid, {}))
             except (DesiredInvalidError, ValueError) as error:
                 log.warning("gang cannot be adopted", extra={"path": str(paths.job), "error": str(error)})
                 continue

@@ -9,18 +9,25 @@ import importlib.util
 import logging
 import os
 import shutil
+import stat
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import BinaryIO
 
 import ganger
 from ganger.injob.bootstrap import prepare_inject_directory
 from ganger.injob.launcher.client import Launcher, LauncherError, start_launcher
 from ganger.injob.launcher.process_record import startup_variables
+from ganger.injob.process_identity import user_of
 
+from ganger_daemon.node.accounts import Account
+from ganger_daemon.node.become import Becoming, start_as
+from ganger_daemon.node.owned_directories import closed_step, give_directory
 from ganger_daemon.node.process_identity import ProcessId, RankProcess, parent_of
 
 log = logging.getLogger(__name__)
@@ -37,6 +44,9 @@ _UNUSED_S = 120.0
 _STOP_S = 0.5
 # One that is importing answers when it is done.
 _LIST_S = 10.0
+_LEAST_S = 0.05
+# Of other accounts, the newest count.
+_MOST_LAUNCHERS = 1_000
 
 __all__ = ["LauncherError", "Launchers", "interpreter_of", "is_python"]
 
@@ -75,11 +85,15 @@ def children_of(launcher: Launcher) -> dict[str, RankProcess]:
     """Ranks by name. Raises LauncherError."""
     found: dict[str, RankProcess] = {}
     children = launcher.list()
+    is_foreign = launcher.uid != os.geteuid()
     # ranks may have a parent that is the launcher's child
     own = {launcher.pid, *(int(entry["pid"]) for entry in children if entry["kind"] == "root")}
     for entry in children:
         if entry["kind"] == "rank":
             process = ProcessId(int(entry["pid"]), int(entry["start_ticks"]))
+            # A launcher of another account speaks for that account's processes only.
+            if is_foreign and user_of(process.pid) not in (None, launcher.uid):
+                continue
             found[str(entry["name"])] = RankProcess(process, parent_of(process.pid) in own)
     return found
 
@@ -89,20 +103,56 @@ def is_python(command: Collection[str]) -> bool:
     return bool(command) and os.path.basename(next(iter(command))).startswith("python")
 
 
-def interpreter_of(command: tuple[str, ...], environment: Mapping[str, str], directory: str) -> str:
-    """The Python a command starts, as an absolute path; ours for a command that is no Python."""
+def interpreter_of(
+    command: tuple[str, ...], environment: Mapping[str, str], directory: str, otherwise: str = sys.executable
+) -> str:
+    """The Python a command starts, as an absolute path; `otherwise` for a command that is no Python."""
     if not is_python(command):
-        return sys.executable
+        return otherwise
     if os.sep in command[0]:
         path = os.path.normpath(os.path.join(directory, command[0]))
-        return path if os.access(path, os.X_OK) else sys.executable
-    return shutil.which(command[0], path=environment.get("PATH")) or sys.executable
+        return path if _is_program(path) else otherwise
+    places = environment.get("PATH", os.defpath).split(os.pathsep)
+    paths = (os.path.join(directory, place, command[0]) for place in places if place)
+    return next(filter(_is_program, paths), otherwise)
+
+
+def _is_program(path: str) -> bool:
+    # not by os.access, which judges by this process's user and not by the one that looks (`seen_by`)
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):
+        return False
+    return stat.S_ISREG(mode) and bool(mode & 0o111)
+
+
+_OLDEST = (3, 9)
+
+
+def interpreter_for_accounts() -> str:
+    """Return a Python that every account can execute, for commands that are no Python: this process's, else the
+    system's. Blocks. Raises ValueError."""
+    system = shutil.which("python3", path=os.defpath)
+    for path in filter(None, (sys.executable, system)):
+        if closed_step(Path(path)):
+            continue
+        test = f"import sys; sys.exit(sys.version_info < {_OLDEST})"
+        if path == sys.executable or subprocess.run([path, "-I", "-c", test], check=False).returncode == 0:
+            return path
+    raise ValueError(
+        f"jobs of other accounts need a Python that they can execute: {closed_step(Path(sys.executable))}, and there is"
+        " no python3 of the system"
+    )
 
 
 class Launchers:
-    """Thread-safe; every call may block for as long as a launcher takes to start."""
+    """Thread-safe; every call may block for as long as a launcher takes to start. `interpreter`: of launchers for
+    commands that are no Python."""
 
-    def __init__(self, directory: Path, inject: Path, preload: bool = True) -> None:
+    def __init__(self, directory: Path, inject: Path, preload: bool = True, interpreter: str = sys.executable) -> None:
+        self.interpreter = interpreter
+        # Returns the cgroup.procs files that an account's launcher enters; what it starts it takes with it.
+        self.enclose: Callable[[Account], Sequence[str]] = lambda account: ()
         self._directory = directory
         self._inject = inject
         self._preload = preload
@@ -118,12 +168,17 @@ class Launchers:
         return prepare_inject_directory(str(self._inject))
 
     @staticmethod
-    def key(interpreter: str, environment: Mapping[str, str], user: str = "") -> str:
+    def key(interpreter: str, environment: Mapping[str, str], account: Account | None = None) -> str:
+        """Return the name of a launcher. That of another account begins with its uid, as the directory of its
+        socket."""
         # `python` and `python3` of one directory are one interpreter; links in different ones are environments apart
         place = os.path.dirname(os.path.abspath(interpreter))
-        parts = [user, place, os.path.realpath(interpreter)]
+        # one that has left a group gets another launcher
+        owner = "" if account is None else str((account.uid, account.gid, account.groups))
+        parts = [owner, place, os.path.realpath(interpreter)]
         parts += [f"{name}={value}" for name, value in sorted(_base(environment).items())]
-        return f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}-{code_of()}"
+        name = f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}-{code_of()}"
+        return name if account is None else f"{account.uid}/{name}"
 
     def socket_path(self, key: str) -> Path:
         return self._directory / f"{key}.sock"
@@ -153,7 +208,7 @@ class Launchers:
         if known is not None or not self.socket_path(key).exists():
             return known
         try:
-            new = Launcher(str(self.socket_path(key)))
+            new = Launcher(str(self.socket_path(key)), uid=_uid_of(key))
         except LauncherError:
             return None
         with self._lock:
@@ -163,15 +218,30 @@ class Launchers:
             new.close()
         return launcher
 
-    def children(self) -> dict[str, RankProcess]:
-        """Return the ranks of all launchers, by name, also those that a former daemon started and did not note."""
-        found: dict[str, RankProcess] = {}
-        for path in sorted(self._directory.glob("*.sock")):
+    def _sockets(self) -> list[tuple[Path, int]]:
+        """Return the sockets of all launchers, and the uids of their users."""
+        own = [(path, os.geteuid()) for path in sorted(self._directory.glob("*.sock"))]
+        # By their logs, as an account may make any number of sockets in its directory.
+        logs = sorted(self._directory.glob("*-*-*.log"), key=lambda path: path.stat().st_mtime)
+        keys = [log.stem.replace("-", "/", 1) for log in logs[-_MOST_LAUNCHERS:]]
+        found = [(self.socket_path(key), _uid_of(key)) for key in keys]
+        return own + [(path, uid) for path, uid in found if uid != os.geteuid() and os.path.lexists(path)]
+
+    def children(self) -> dict[int, dict[str, RankProcess]]:
+        """Return the ranks of all launchers, by the uid of their users and by name, also those that a former daemon
+        started and did not note."""
+        found: dict[int, dict[str, RankProcess]] = {}
+        left: dict[int, float] = {}
+        for path, uid in self._sockets():
+            began = time.monotonic()
             try:
-                with Launcher(str(path), _LIST_S) as launcher:
-                    found |= children_of(launcher)
+                # all of an account's together: they could keep a daemon from starting
+                with Launcher(str(path), max(left.get(uid, _LIST_S), _LEAST_S), uid) as launcher:
+                    found.setdefault(uid, {}).update(children_of(launcher))
             except (LauncherError, OSError) as error:
                 log.debug("launcher does not answer", extra={"key": path.stem, "cause": str(error)})
+            if uid != os.geteuid():
+                left[uid] = left.get(uid, _LIST_S) - (time.monotonic() - began)
         return found
 
     def warm_up(self) -> None:
@@ -205,12 +275,12 @@ class Launchers:
         """End launchers without ranks: all of them, or those with other code than ours. Launchers with ranks end with
         their last rank."""
         ours = code_of()
-        for path in sorted(self._directory.glob("*.sock")):
+        for path, uid in self._sockets():
             if older_only and path.stem.endswith(f"-{ours}"):
                 continue
             try:
                 # one that still imports finds the request when it is done
-                with Launcher(str(path), _STOP_S) as launcher:
+                with Launcher(str(path), _STOP_S, uid) as launcher:
                     launcher.stop()
                 log.info("idle launcher stopped", extra={"key": path.stem})
             except (LauncherError, OSError) as error:
@@ -224,8 +294,11 @@ class Launchers:
                 launcher.close()
             self._known.clear()
 
-    def get(self, key: str, interpreter: str, environment: Mapping[str, str]) -> Launcher:
-        """A launcher that answers, started if need be. Raises LauncherError when none can be started."""
+    def get(
+        self, key: str, interpreter: str, environment: Mapping[str, str], account: Account | None = None
+    ) -> Launcher:
+        """A launcher that answers, started if need be: by an account's own program where one is given. Raises
+        LauncherError when none can be started."""
         with self._lock:
             starting = self._starting.setdefault(key, threading.Lock())
         with starting:
@@ -233,24 +306,53 @@ class Launchers:
             if launcher is not None:
                 return launcher
             log.info("launcher starts", extra={"key": key, "interpreter": interpreter})
-            base = _base(environment)
+            base, inject = _base(environment), self.inject
+            groups: tuple[str, ...] = ()
+            if account is not None:
+                _make_place(self._directory, account)
+                groups = tuple(self.enclose(account))
+                base.update(HOME=account.home, USER=account.name, LOGNAME=account.name)
             for name in _HELPFUL:
-                if name in environment or name in os.environ:
+                if name in environment or (account is None and name in os.environ):
                     base[name] = environment.get(name, os.environ.get(name, ""))
             base.setdefault("PATH", os.defpath)
+
+            def start(
+                command: Sequence[str], variables: Mapping[str, str], output: BinaryIO
+            ) -> subprocess.Popen[bytes]:
+                assert account is not None, "without one it starts by itself"
+                return start_as(Becoming(account, command, variables, groups), inject, output)
+
             start_launcher(
                 interpreter,
                 str(self.socket_path(key)),
-                inject=self.inject,
+                inject=inject,
                 env=base,
-                log=str(self._directory / f"{key}.log"),
+                # Beside the directory of an account, which could lead it elsewhere.
+                log=str(self._directory / f"{key.replace('/', '-')}.log"),
                 idle_s=_IDLE_S,
                 preload=self._preload,
+                uid=None if account is None else account.uid,
+                start=None if account is None else start,
             )
             launcher = self.running(key)
             if launcher is None:
                 raise LauncherError("NOT_STARTED", f"the launcher of {interpreter} does not answer; see its log")
             return launcher
+
+
+def _uid_of(key: str) -> int:
+    """Return the uid of the user of a launcher with this key, or with this socket in the directory of launchers."""
+    uid, _, name = key.partition("/")
+    return int(uid) if name and uid.isdecimal() else os.geteuid()
+
+
+def _make_place(directory: Path, account: Account) -> None:
+    """Make the directory of an account's launchers. Raises LauncherError."""
+    try:
+        give_directory(directory, str(account.uid), account, 0o700, is_its=True)
+    except OSError as error:
+        raise LauncherError("NOT_STARTED", f"no directory for launchers of {account.name}: {error}") from error
 
 
 def _travels(name: str) -> bool:

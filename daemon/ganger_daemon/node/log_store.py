@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from ganger_daemon.node.accounts import Account
 from ganger_daemon.node.daemon_files import extents, open_plain, open_plain_to_write, read_json, remove_tree, write_json
 
 log = logging.getLogger(__name__)
@@ -58,11 +59,14 @@ class LogStore:
     def segment_path(self, job_uid: str, rank: int, epoch: int) -> Path:
         return self._local / job_uid / f"rank-{rank}.{epoch}.log"
 
-    def begin(self, job_uid: str, rank: int, epoch: int) -> Path:
-        """Path of the segment for a rank about to start; its directory exists afterwards."""
+    def begin(self, job_uid: str, rank: int, epoch: int, account: Account | None = None) -> Path:
+        """Path of the segment for a rank about to start; its directory exists afterwards. `account`: which may write to
+        it, and open it again by /dev/stdout."""
         path = self.segment_path(job_uid, rank, epoch)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.touch(mode=0o600, exist_ok=True)
+        if account is not None:
+            os.chown(path, account.uid, account.gid)
         self._note(job_uid, rank, epoch, sealed=False)
         return path
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -16,12 +17,13 @@ import grpc
 from ganger.agent.v1 import peer_pb2, peer_pb2_grpc
 from ganger.wire.channels import DaemonChannels
 
-from ganger_daemon.cgroups.contract import Cgroups
+from ganger_daemon.cgroups.contract import Cgroups, is_done
 from ganger_daemon.checkpoints import storage as layout
 from ganger_daemon.checkpoints.storage import ShardReport, shard_name
 from ganger_daemon.devices.contract import Devices, Inventory
 from ganger_daemon.images.contract import ProcessImages
 from ganger_daemon.images.driver import DeviceState
+from ganger_daemon.node.accounts import Accounts
 from ganger_daemon.node.core_table import CoreTable
 from ganger_daemon.node.daemon_files import DaemonPaths
 from ganger_daemon.node.launchers import Launchers
@@ -155,6 +157,9 @@ class Storage:
 
 
 _SWITCH_S = 2.0
+MOST_PROCESSES = 32_768
+"""Processes and threads of one account's gang on a node, and of its launchers: more than data loaders of eight tasks
+have, far fewer than a kernel has."""
 
 
 class PeerCalls:
@@ -229,6 +234,7 @@ class NodeContext:
     logs: LogStore
     launchers: Launchers
     cores: CoreTable
+    accounts: Accounts = field(default_factory=Accounts)
     storage: Storage = field(default_factory=Storage)
     # None until the master has answered once: an adopted gang keeps the lease it has.
     lease_until_ns: int | None = None
@@ -244,10 +250,20 @@ class NodeContext:
     # One at a time: two launches that rewrite cpusets at once would fight over the same files.
     launch_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
+    def fence(self, group: str, device_mask: int) -> None:
+        """Limit the processes of a group, and keep all other devices than those of the mask from it. Raises OSError
+        where the kernel could and does not: then nothing may run in it."""
+        self.cgroups.set_process_limit(group, MOST_PROCESSES)
+        every = (1 << len(self.inventory.devices)) - 1
+        foreign = [os.stat(path).st_rdev for path in self.devices.files(every & ~device_mask) if os.path.exists(path)]
+        numbers = [(os.major(device), os.minor(device)) for device in foreign]
+        if not self.cgroups.deny_devices(group, numbers) and is_done(self.cgroups, "device_fence"):
+            raise OSError(f"the devices of other jobs cannot be kept from {group}")
+
     @property
     def serves_all_users(self) -> bool:
-        """Whether it runs the jobs of all users as its own user: certificates name no accounts of this machine."""
-        return bool(self.tls)
+        """Whether it runs the jobs of all users as its own user."""
+        return bool(self.tls) and not self.accounts.are_switched
 
     @property
     def name(self) -> str:

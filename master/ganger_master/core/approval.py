@@ -366,9 +366,12 @@ def _node_rule(job: JobRecord, node: Node, failed: Collection[str]) -> Reason | 
 
 
 def can_become(node: Node, user: str) -> bool:
-    """Return whether a node runs jobs of this user: a daemon that cannot switch users runs all as its own."""
-    own = node.capabilities.get("user", "")
-    return node.capabilities.get("switch_user", "yes") != "no" or not user or not own or own == user
+    """Return whether a node runs jobs of this user, as far as the master can know: a daemon that cannot switch users
+    runs all as its own, and one that does runs none as root."""
+    switches, own = node.capabilities.get("switch_user", "yes"), node.capabilities.get("user", "")
+    if switches == "accounts":
+        return user != "root"
+    return switches != "no" or not user or not own or own == user
 
 
 def forbidden_nodes(state: State, job: JobRecord) -> tuple[Refusal, ...]:

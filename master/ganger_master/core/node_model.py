@@ -111,7 +111,8 @@ class Node(Struct, frozen=True, gc=False, omit_defaults=True):
     @property
     def is_choosy(self) -> bool:
         """Return whether there may be jobs that it cannot take, whatever is free."""
-        is_closed_to_some = not self.storage_proved or self.capabilities.get("switch_user", "yes") == "no"
+        is_choosy = self.capabilities.get("switch_user", "yes") in ("no", "accounts")
+        is_closed_to_some = not self.storage_proved or is_choosy
         return is_closed_to_some or self.launch_failures > 0
 
 

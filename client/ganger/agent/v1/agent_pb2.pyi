@@ -110,8 +110,8 @@ class CreateSessionRequest(google.protobuf.message.Message):
     def configuration_set(self) -> ganger.v1.resources_pb2.ConfigurationSet: ...
     @property
     def capabilities(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """cgroup, switch_user ("no": only jobs of its own user; "shared": jobs of all users, as its own user), virtual_devices,
-        shared_cores, ... by name.
+        """cgroup, switch_user ("no": only jobs of its own user; "shared": jobs of all users, as its own user; "accounts": each
+        as the account of its user, and none as root), virtual_devices, shared_cores, ... by name.
         """
 
     @property

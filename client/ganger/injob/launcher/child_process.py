@@ -13,6 +13,7 @@ import os
 import runpy
 import signal
 import socket
+import struct
 import sys
 import time
 import types
@@ -37,10 +38,14 @@ from ganger.injob.launcher.process_record import (
 from ganger.injob.page import Page
 from ganger.injob.page_access import PageError
 from ganger.injob.page_layout import Word
-from ganger.injob.process_identity import start_ticks
+from ganger.injob.process_identity import peer_of, start_ticks
 from ganger.injob.state_image import VARIABLE, arena_variable
 
 _interrupted = False
+
+# Longest wait for the daemon at a gate: the kernel may take its time to let a process into a cgroup.
+_GATE_S = 30.0
+_GATE_BYTES = 4096
 
 
 def run_as_main(command: PythonCommand, argv: Sequence[str]) -> NoReturn:
@@ -202,14 +207,14 @@ def settle(launch: Launch) -> None:
                 continue  # real-time signals the C library keeps for itself
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    enter_cgroups(launch.cgroup_procs)
+    log = enter(launch)
     if launch.cores is not None:
         cores = launch.cores
         _attempt("CORES", f"cannot run on cores {cores}", lambda: os.sched_setaffinity(0, cores))
     if launch.no_io_uring:
         _attempt("FILTER", "cannot refuse io_uring", refuse_io_uring)
-    os.umask(0o022)
-    _attempt("LOG", f"cannot write the log {launch.log}", lambda: _redirect(launch.log))
+    os.umask(launch.umask)
+    _attempt("LOG", f"cannot write the log {launch.log}", lambda: _redirect(launch.log, log))
     _attempt("CWD", f"cannot enter the working directory {launch.cwd}", lambda: os.chdir(launch.cwd))
     if launch.page:
         fill_page(launch.page, os.getpid())
@@ -255,6 +260,34 @@ def restore(launch: Launch, command: Sequence[str], files: Mapping[int, str], wr
         text = shortened(f"{command[0]} cannot be started: {error}")
         os.write(write_end, json.dumps({"reason": "RESTORE", "message": text}).encode())
     os._exit(127)
+
+
+def enter(launch: Launch) -> int | None:
+    """Put this process into its cgroups. Return the descriptor of its log where the daemon has given it. Raises
+    LaunchError."""
+    if not launch.gate:
+        enter_cgroups(launch.cgroup_procs)
+        return None
+    try:
+        return _pass_gate(launch)
+    except (OSError, ValueError, AttributeError, IndexError, struct.error) as error:
+        raise LaunchError("GATE", f"the daemon does not let it in: {error}") from error
+
+
+def _pass_gate(launch: Launch) -> int:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as gate:
+        gate.settimeout(_GATE_S)
+        gate.connect(launch.gate)
+        if peer_of(gate).uid != 0:
+            raise PermissionError(f"{launch.gate} is no daemon's")
+        gate.sendall(json.dumps({"name": launch.name}).encode())
+        answer, rights, _, _ = gate.recvmsg(_GATE_BYTES, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
+        if not answer:
+            raise OSError("it has ended")
+        why = json.loads(answer).get("error")
+        if why:
+            raise OSError(why)
+        return int(struct.unpack("i", rights[0][2])[0])
 
 
 def enter_cgroups(procs: Sequence[str]) -> None:
@@ -348,8 +381,10 @@ def fill_page(path: str, pid: int) -> None:
     page.close()
 
 
-def _redirect(log: str) -> None:
-    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def _redirect(log: str, opened: int | None = None) -> None:
+    """Write to a log from now on: at the path, or as it is open already."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+    descriptor = os.open(log, flags, 0o600) if opened is None else opened
     nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     os.dup2(nothing, 0)
     os.dup2(descriptor, 1)
@@ -400,7 +435,7 @@ def run_helper(work: Callable[[], None], write_end: int) -> NoReturn:
 
 def touch_arena(launch: Launch, arena: int) -> None:
     """Make the kernel give the arena its first pages now, charged to the rank's cgroup."""
-    enter_cgroups(launch.cgroup_procs)
+    enter(launch)
     os.posix_fallocate(arena, 0, min(launch.touched_bytes, launch.arena_bytes))
 
 

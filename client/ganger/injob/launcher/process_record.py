@@ -49,7 +49,8 @@ class Launch(NamedTuple):
     """One rank. Paths are absolute; ``cgroup_procs`` are files its pid is written to; ``arena_bytes`` 0 means none.
     ``freezer`` is the file that freezes its control group, "" where signals have to. ``init`` is the pid of the
     init of the unit that it is restored into, 0 for a program that starts. ``no_io_uring``: it gets no rings, of which
-    no process image can be taken.
+    no process image can be taken. ``gate`` is the socket at which the daemon of another user lets it into its cgroups
+    and gives it its log, "" where it enters and opens them itself.
 
     ``cores`` None leaves the affinity alone, ``threads`` 0 the number of threads."""
 
@@ -69,6 +70,8 @@ class Launch(NamedTuple):
     touched_bytes: int
     init: int
     no_io_uring: bool
+    gate: str
+    umask: int
 
 
 class PythonCommand(NamedTuple):
@@ -111,6 +114,8 @@ def parse_launch(content: Mapping[str, Any]) -> Launch:
         touched_bytes=take("touched_bytes", int, 0, check=lambda size: size >= 0),
         init=take("init", int, 0, check=lambda pid: pid >= 0),
         no_io_uring=take("no_io_uring", bool, False),
+        gate=take("gate", str, "", check=lambda path: not path or os.path.isabs(path)),
+        umask=take("umask", int, 0o022, check=lambda mask: 0 <= mask <= 0o777),
     )
     if wrong:
         raise LaunchError("INVALID_LAUNCH", "launch has fields that cannot be used: " + ", ".join(wrong))

@@ -1,0 +1,173 @@
+"""Accounts of this node that jobs run as. A user of the cluster has the account that a map file names, else the one of
+the same name in the node's user database (NSS). Accounts of the system and accounts without a shell run no jobs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import pwd
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+
+# Of the accounts of people, in Debian, Fedora and SUSE (UID_MIN of login.defs); what is below is the system's.
+LEAST_UID = 1000
+_NO_SHELLS = ("nologin", "false", "sync", "halt", "shutdown")
+# Values of --accounts; anything else names a map file.
+OWN, SYSTEM = "own", "system"
+# In a map file: the user may run nothing here.
+_REFUSED = "-"
+
+
+class AccountRefusedError(Exception):
+    """A user's jobs cannot run here; the message begins with CANNOT_SWITCH_USER and says why."""
+
+    def __init__(self, user: str, why: str) -> None:
+        super().__init__(f"CANNOT_SWITCH_USER: no account of this node runs the jobs of {user!r}: {why}")
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """A Unix account. `groups`: its supplementary groups, the primary one among them."""
+
+    name: str
+    uid: int
+    gid: int
+    groups: tuple[int, ...]
+    home: str
+
+    def journal(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def recall(cls, fields: Any) -> Account | None:
+        """Return the account that a former daemon noted; None where it noted none. Raises ValueError for half of
+        one: its processes would be taken for the daemon's own."""
+        if fields is None:
+            return None
+        try:
+            numbers = tuple(int(group) for group in fields["groups"])
+            return cls(str(fields["name"]), int(fields["uid"]), int(fields["gid"]), numbers, str(fields["home"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"the account in a gang's record cannot be read: {error!r}") from error
+
+
+class Accounts:
+    """The accounts of one daemon. `names`: account by user, from a map file; None: all jobs run as the daemon's own
+    user, and nothing is switched."""
+
+    def __init__(self, names: Mapping[str, str] | None = None) -> None:
+        self._names = names
+
+    @property
+    def are_switched(self) -> bool:
+        """Whether jobs run as their users."""
+        return self._names is not None
+
+    def of(self, user: str) -> Account | None:
+        """Return the account that the jobs of a user run as; None for the daemon's own. Blocks, where the user database
+        is a server. Raises AccountRefusedError."""
+        if self._names is None:
+            return None
+        name = self._names.get(user, user)
+        if name == _REFUSED:
+            raise AccountRefusedError(user, "the map file of --accounts refuses it")
+        try:
+            entry = pwd.getpwnam(name)
+        except (KeyError, ValueError, UnicodeError):
+            raise AccountRefusedError(user, f"there is no account {name!r}") from None
+        if why := refusal_of(entry):
+            raise AccountRefusedError(user, f"account {name} {why}")
+        groups = tuple(sorted({entry.pw_gid, *os.getgrouplist(name, entry.pw_gid)}))
+        return Account(name, entry.pw_uid, entry.pw_gid, groups, entry.pw_dir or "/")
+
+
+def refusal_of(entry: pwd.struct_passwd) -> str:
+    """Return why an account may run no jobs; empty if it may."""
+    if entry.pw_uid < LEAST_UID:
+        return f"is one of the system (uid {entry.pw_uid}, below {LEAST_UID})"
+    if entry.pw_gid == 0:
+        return "has the primary group root"
+    if os.path.basename(entry.pw_shell) in _NO_SHELLS:
+        return f"has no shell ({entry.pw_shell})"
+    return ""
+
+
+def choose_accounts(setting: str) -> Accounts:
+    """Return the accounts of a daemon. `setting`: OWN, SYSTEM or the path of a map file. Raises ValueError for a file
+    that cannot be used, and for a daemon that may not switch users."""
+    if setting in ("", OWN):
+        return Accounts()
+    if os.geteuid() != 0:
+        raise ValueError(f"--accounts {setting}: only a daemon of root runs jobs as other accounts; leave it out")
+    return Accounts({} if setting == SYSTEM else read_map(Path(setting)))
+
+
+def read_map(path: Path) -> dict[str, str]:
+    """Read a map file: a user and an account in each line, or `-` for a user that may run nothing; `#` begins a
+    comment. Raises ValueError."""
+    try:
+        status, text = path.stat(), path.read_text()
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"--accounts {path}: it cannot be read: {error}") from error
+    if status.st_uid != 0 or status.st_mode & 0o022:
+        raise ValueError(f"--accounts {path}: others than root may write to it (chown root, chmod 644)")
+    found: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        if len(words) != 2 or words[0] in found:
+            raise ValueError(f"--accounts {path}, line {number}: a user and its account are expected, once each")
+        found[words[0]] = words[1]
+    return found
+
+
+# Numbers of the system calls setgroups, setfsuid and setfsgid, by machine.
+_CALLS = {"x86_64": (116, 122, 123), "aarch64": (159, 151, 152)}
+
+
+def seen_by(account: Account | None, look: Callable[[], _T]) -> _T:
+    """Return what `look` returns, with the rights that an account has on files: root may see more, and on a server that
+    squashes root, less. Only for calls that judge by the file system's ids, as stat; not for os.access. Raises what
+    `look` raises, OSError where the kernel does not switch."""
+    if account is None:
+        return look()
+    found: list[_T] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            _take_file_rights(account)
+            found.append(look())
+        except BaseException as error:
+            raised.append(error)
+
+    # These ids are of a thread. This one ends with them, so that no other work is done under them.
+    thread = threading.Thread(target=run, name="look", daemon=True)
+    thread.start()
+    thread.join()
+    if raised:
+        raise raised[0]
+    return found[0]
+
+
+def _take_file_rights(account: Account) -> None:
+    if platform.machine() not in _CALLS:
+        return
+    set_groups, set_uid, set_gid = _CALLS[platform.machine()]
+    libc = ctypes.CDLL(None, use_errno=True)
+    numbers = (ctypes.c_uint32 * len(account.groups))(*account.groups)
+    # Not by the C library, which would change all threads of this process.
+    if libc.syscall(ctypes.c_long(set_groups), ctypes.c_long(len(numbers)), numbers) != 0:
+        raise OSError(ctypes.get_errno(), "the groups of an account cannot be taken")
+    for call, number in ((set_gid, account.gid), (set_uid, account.uid)):
+        libc.syscall(ctypes.c_long(call), ctypes.c_ulong(number))
+        # Asked with a number that is none, it changes nothing and returns the present one.
+        if libc.syscall(ctypes.c_long(call), ctypes.c_ulong(0xFFFFFFFF)) != number:
+            raise PermissionError(f"the rights of account {account.name} on files cannot be taken")

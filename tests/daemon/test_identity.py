@@ -1,0 +1,433 @@
+"""Jobs of two accounts on one node of root: each runs as its own, is stopped, saved and taken over as any other job,
+and can do nothing to the other, to the daemon or to the node."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sysconfig
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemon.kit import TINY_JOB, Cluster, Intents, Observed, cluster, in_phase, log_of, with_changes
+from ganger.agent.v1 import agent_pb2
+from ganger.injob.launcher.client import Launcher
+from ganger.injob.process_identity import stands_still, user_of
+from ganger.v1 import job_pb2
+from ganger_daemon.app import DaemonError
+from ganger_daemon.cgroups.contract import Variant
+from ganger_daemon.node import node_context
+from ganger_daemon.node.accounts import Account
+from ganger_daemon.node.launchers import children_of, interpreter_for_accounts
+from kit.accounts import made_accounts, makes_accounts
+from kit.waiting import eventually
+from rpc.kit import until
+
+pytestmark = [pytest.mark.system, makes_accounts]
+HOSTILE = Path(__file__).parent / "hostile_account.py"
+
+
+class Accounted:
+    """A cluster with jobs of two accounts."""
+
+    def __init__(self, made: Cluster, ann: Account, bob: Account) -> None:
+        self.made, self.ann, self.bob = made, ann, bob
+        self.python = interpreter_for_accounts()
+
+    def gang(self, account: Account, epoch: int, command: list[str], device: int = 0, **changes: Any) -> Any:
+        uid = changes.pop("uid", str(uuid.uuid4()))
+        ranks, mask = changes.pop("ranks", [0]), changes.pop("device_mask", 1 << device)
+        gang = self.made.gang({"n1": ranks}, "n1", uid=uid, epoch=epoch, command=command, user=account.name, **changes)
+        gang.job, gang.claim.device_mask = f"jobs/{epoch}", mask
+        gang.claim.millicores[:] = [500, 500]
+        gang.spec.environment["PYTHONPATH"] = sysconfig.get_path("purelib")
+        return gang
+
+    def tiny(self, account: Account, epoch: int, steps: int = 0, device: int = 0, **changes: Any) -> Any:
+        return self.gang(
+            account, epoch, [self.python, str(TINY_JOB), str(steps), "0.01", "1024", ""], device, **changes
+        )
+
+    async def phase(self, epoch: int, phase: int) -> agent_pb2.ObservedGang:
+        return await self.made.master.until("n1", epoch, in_phase(phase))
+
+    async def parked(self, gang: Any, sequence: int, level: int) -> agent_pb2.ObservedGang:
+        park = with_changes(gang, sequence, intent=Intents.INTENT_PARK, level=level, stop_sequence=sequence)
+        await self.made.master.want("n1", park)
+        return await self.made.master.until(
+            "n1", gang.epoch, lambda one: one.phase == Observed.PHASE_PARKED and one.stop_sequence == sequence
+        )
+
+    def steps(self, gang: Any) -> list[str]:
+        lines = log_of(self.made.directory, "n1", gang.job_uid, 0, gang.epoch)
+        return [line.split()[1] for line in lines if line.startswith("step")]
+
+    async def daemon(self, **changes: Any) -> Any:
+        return await self.made.daemon("n1", **{"accounts": "system", "cgroups": "auto", **changes})
+
+
+def run(story: Callable[[Accounted], Awaitable[None]], *, certified: bool = False) -> None:
+    async def inside(ann: Account, bob: Account) -> None:
+        async with cluster(certified=certified) as made:
+            for path in (made.directory, made.storage):
+                path.chmod(0o711)
+            await story(Accounted(made, ann, bob))
+
+    with made_accounts(2) as (ann, bob):
+        asyncio.run(inside(ann, bob))
+
+
+def test_a_job_runs_as_its_user_with_the_accounts_groups_home_and_umask_and_gains_no_rights() -> None:
+    async def story(these: Accounted) -> None:
+        await these.daemon()
+        words = "id -u; id -g; umask; echo $HOME $USER; grep NoNewPrivs /proc/self/status; echo again >> /dev/stdout"
+        gang = these.gang(these.ann, 1, ["/bin/sh", "-c", words])
+        await these.made.master.want("n1", gang)
+        ended = await these.phase(1, Observed.PHASE_ENDED)
+        assert ended.outcome.kind == agent_pb2.Outcome.KIND_DONE, ended
+        assert log_of(these.made.directory, "n1", gang.job_uid, 0, 1) == [
+            str(these.ann.uid),
+            str(these.ann.gid),
+            "0077",
+            f"{these.ann.home} {these.ann.name}",
+            "NoNewPrivs:\t1",
+            "again",
+        ]
+
+    run(story)
+
+
+@pytest.mark.parametrize("user", ["no-such-user", "root", "daemon"])
+def test_a_user_without_an_account_that_may_run_jobs_is_refused_by_name(user: str) -> None:
+    async def story(these: Accounted) -> None:
+        await these.daemon()
+        gang = these.tiny(these.ann, 1)
+        gang.user = user
+        await these.made.master.want("n1", gang)
+        ended = await these.phase(1, Observed.PHASE_ENDED)
+        assert ended.outcome.kind == agent_pb2.Outcome.KIND_LAUNCH_FAILED
+        assert ended.outcome.message.startswith(
+            f"CANNOT_SWITCH_USER: no account of this node runs the jobs of {user!r}"
+        )
+
+    run(story)
+
+
+def test_a_node_whose_directories_accounts_cannot_reach_does_not_start_with_accounts() -> None:
+    async def story(these: Accounted) -> None:
+        these.made.directory.chmod(0o700)
+        with pytest.raises(DaemonError, match=r"cannot reach .*: /tmp/gd\w+ is closed to other accounts \(mode 0700\)"):
+            await these.daemon()
+        these.made.directory.chmod(0o711)
+        shared = Path("/dev/shm") / these.made.directory.name
+        with pytest.raises(DaemonError, match=r"is in /dev/shm, which jobs of other accounts have of their own"):
+            await these.made.daemon("n2", accounts="system", run_directory=shared)
+        shutil.rmtree(shared)
+
+    run(story)
+
+
+def test_a_job_of_an_account_rests_at_every_level_and_goes_on_from_its_checkpoint() -> None:
+    async def story(these: Accounted) -> None:
+        await these.daemon()
+        gang = these.tiny(these.ann, 1)
+        await these.made.master.want("n1", gang)
+        await these.phase(1, Observed.PHASE_RUNNING)
+        sequence = 1
+        for level in (job_pb2.SUSPEND_LEVEL_PAUSE, job_pb2.SUSPEND_LEVEL_OFFLOAD):
+            parked = await these.parked(gang, sequence + 1, level)
+            assert parked.level == level
+            before, sequence = len(these.steps(gang)), sequence + 2
+            await these.made.master.want("n1", with_changes(gang, sequence))
+            await until(lambda known=before: len(these.steps(gang)) > known)
+        saved = await these.parked(gang, sequence + 1, job_pb2.SUSPEND_LEVEL_CHECKPOINT)
+        assert saved.checkpoint.step == saved.stop_step
+        place = these.made.storage / gang.job_uid
+        assert [(path.stat().st_uid, oct(path.stat().st_mode & 0o7777)) for path in (place, place / "checkpoints")] == [
+            (0, "0o711"),
+            (these.ann.uid, "0o700"),
+        ]
+        await these.made.master.want("n1", with_changes(gang, sequence + 2, intent=Intents.INTENT_STOP))
+        await these.phase(1, Observed.PHASE_ENDED)
+        await these.made.master.forget("n1", 1)
+        await these.made.master.until_absent("n1", 1)
+        again = these.tiny(these.ann, 2, steps=int(saved.stop_step) + 5, uid=gang.job_uid)
+        again.restore.checkpoint_path, again.restore.step = saved.checkpoint.path, saved.checkpoint.step
+        await these.made.master.want("n1", again)
+        ended = await these.phase(2, Observed.PHASE_ENDED)
+        assert ended.outcome.kind == agent_pb2.Outcome.KIND_DONE, ended
+        assert these.steps(again)[0] == str(saved.stop_step + 1)
+        # nothing of the first part is left but its log
+        for directory in ("jobs", "work"):
+            left = these.made.directory / "n1" / directory / gang.job_uid
+            eventually(lambda at=left: [path.name for path in at.iterdir()] == ["2"], what=f"only 2 in {directory}")
+
+    run(story)
+
+
+def test_a_job_that_was_saved_before_there_were_accounts_goes_on_as_its_users() -> None:
+    async def story(these: Accounted) -> None:
+        await these.daemon(accounts="own")
+        gang = these.tiny(these.ann, 1)
+        gang.user = "root"
+        await these.made.master.want("n1", gang)
+        await these.phase(1, Observed.PHASE_RUNNING)
+        saved = await these.parked(gang, 2, job_pb2.SUSPEND_LEVEL_CHECKPOINT)
+        await these.made.master.want("n1", with_changes(gang, 3, intent=Intents.INTENT_STOP))
+        await these.phase(1, Observed.PHASE_ENDED)
+        await these.made.stop_daemon("n1")
+        await these.made.master.forget("n1", 1)
+        await these.daemon()
+        again = these.tiny(these.ann, 2, steps=int(saved.stop_step) + 5, uid=gang.job_uid)
+        again.restore.checkpoint_path, again.restore.step = saved.checkpoint.path, saved.checkpoint.step
+        await these.made.master.want("n1", again)
+        ended = await these.phase(2, Observed.PHASE_ENDED)
+        assert ended.outcome.kind == agent_pb2.Outcome.KIND_DONE, ended
+        assert these.steps(again)[0] == str(saved.stop_step + 1)
+
+    run(story)
+
+
+def test_the_next_daemon_and_the_next_launcher_take_a_job_of_an_account_over() -> None:
+    async def story(these: Accounted) -> None:
+        await these.daemon()
+        gang = these.tiny(these.ann, 1)
+        await these.made.master.want("n1", gang)
+        pid = (await these.phase(1, Observed.PHASE_RUNNING)).ranks[0].pid
+        await these.made.stop_daemon("n1")
+        (path,) = these.made.directory.glob(f"r-n1/launchers/{these.ann.uid}/*.sock")
+        with Launcher(str(path), uid=these.ann.uid) as launcher:
+            os.kill(launcher.pid, signal.SIGKILL)
+        these.made.master.book("n1").observed.clear()
+        await these.daemon()
+        adopted = await these.phase(1, Observed.PHASE_RUNNING)
+        assert [rank.pid for rank in adopted.ranks] == [pid]
+        await these.parked(gang, 2, job_pb2.SUSPEND_LEVEL_CHECKPOINT)
+        with Launcher(str(path), uid=these.ann.uid) as launcher:
+            assert user_of(launcher.pid) == these.ann.uid
+
+    run(story)
+
+
+@pytest.mark.parametrize("cgroups", ["auto", "none"])
+def test_a_plain_command_of_an_account_stands_still_without_a_daemon_and_goes_on_with_the_next(cgroups: str) -> None:
+    async def story(these: Accounted) -> None:
+        these.made.master.lost_after = 1.0
+        await these.daemon(cgroups=cgroups)
+        await these.made.master.want("n1", these.gang(these.ann, 1, ["sleep", "600"]))
+        pid = (await these.phase(1, Observed.PHASE_RUNNING)).ranks[0].pid
+        await these.made.stop_daemon("n1")
+        await until(lambda: stands_still(pid))
+        await these.daemon(cgroups=cgroups)
+        await until(lambda: not stands_still(pid))
+
+    run(story)
+
+
+@pytest.mark.torch
+def test_two_ranks_of_an_account_meet_at_a_store_of_its_launcher() -> None:
+    async def story(these: Accounted) -> None:
+        await these.daemon()
+        script = "import torch.distributed as d; d.init_process_group('gloo'); d.barrier(); print('met', d.get_rank())"
+        gang = these.gang(these.ann, 1, [these.python, "-c", script], ranks=[0, 1], device_mask=3)
+        await these.made.master.want("n1", gang)
+        ended = await these.phase(1, Observed.PHASE_ENDED)
+        assert ended.outcome.kind == agent_pb2.Outcome.KIND_DONE, ended
+        assert [log_of(these.made.directory, "n1", gang.job_uid, rank, 1)[-1] for rank in (0, 1)] == ["met 0", "met 1"]
+
+    run(story)
+
+
+def test_a_launcher_speaks_for_no_process_of_another_account() -> None:
+    class Lying:
+        """What a launcher of an account may answer: it is that account's program."""
+
+        uid, pid = 12345, os.getpid()
+
+        def list(self) -> list[dict[str, Any]]:
+            return [{"name": f"{uuid.uuid4()}/1/rank-0", "kind": "rank", "pid": os.getpid(), "start_ticks": 1}]
+
+    assert children_of(Lying()) == {}  # type: ignore[arg-type]  # all of a launcher that is looked at
+
+
+def test_memory_that_a_job_of_an_account_takes_in_dev_shm_is_its_own_and_ends_it_alone() -> None:
+    async def story(these: Accounted) -> None:
+        daemon = await these.daemon()
+        if not daemon.host.cgroups.capabilities["memory"].startswith("v"):
+            pytest.skip("no memory limits here")
+        other = these.tiny(these.bob, 2, device=1)
+        await these.made.master.want("n1", other)
+        await these.phase(2, Observed.PHASE_RUNNING)
+        gang = these.gang(these.ann, 1, ["/bin/sh", "-c", "exec head -c 400M /dev/zero > /dev/shm/much"])
+        gang.claim.memory_bytes, gang.claim.arena_bytes = 128 << 20, 0
+        await these.made.master.want("n1", gang)
+        ended = await these.phase(1, Observed.PHASE_ENDED)
+        assert ended.outcome.kind == agent_pb2.Outcome.KIND_OUT_OF_MEMORY, ended
+        assert "much" not in os.listdir("/dev/shm")
+        before = len(these.steps(other))
+        await until(lambda: len(these.steps(other)) > before)
+
+    run(story)
+
+
+DENIED = {"EACCES", "EPERM"}
+HIDDEN = {"ENOENT", "ESRCH", "EPERM", "EACCES"}  # /proc shows no process of others; without mounts of its own it denies
+# What each attempt ends with, and which rule denies it.
+MODES = "modes of the daemon's directories and files"
+OWN = "the directory belongs to the account that the other job runs as"
+PROC = "/proc of the launcher's mounts, and another uid"
+UID = "another uid"
+GROUPS = "control groups belong to root"
+CAPABILITIES = "no capabilities"
+EXPECTED: dict[str, tuple[set[str], str]] = {
+    "read the daemon's identity": (DENIED, MODES),
+    "read the node's private key": (DENIED, MODES),
+    "read the master's token": (DENIED, MODES),
+    "list the daemon's state": (DENIED, MODES),
+    "list the daemon's run directory": (DENIED, MODES),
+    "read another job's launch, with its environment": (DENIED, MODES),
+    "read another job's page": (DENIED, MODES),
+    "write another job's page": (DENIED, MODES),
+    "remove another job's page": (DENIED, MODES),
+    "connect to another job's socket": (DENIED, MODES),
+    "read another job's orders": (DENIED, MODES),
+    "read what another job reports": (DENIED, OWN),
+    "connect to another account's launcher": (DENIED, OWN),
+    "listen in the place of another account's launcher": (DENIED, OWN),
+    "read another job's log": (DENIED, MODES),
+    "write another job's log": (DENIED, MODES),
+    "link another job's log": (DENIED, MODES),
+    "list another job's checkpoints": (DENIED, OWN),
+    "read another job's checkpoint": (DENIED, OWN),
+    "write another job's checkpoint": (DENIED, OWN),
+    "rename another job's checkpoints": (DENIED, MODES),
+    "make a job's directory on storage": (DENIED, MODES),
+    "remove the storage's token": (DENIED, MODES),
+    "put code into what other jobs import": (DENIED, MODES),
+    "make a directory in the run directory": (DENIED, MODES),
+    "make a directory for launchers": (DENIED, MODES),
+    "rename its own run directory": (DENIED, MODES),
+    "put an order into its own run directory": (DENIED, MODES),
+    "read another process's environment": (HIDDEN, PROC),
+    "see another process's command line": (HIDDEN, PROC),
+    "open another process's arena": (HIDDEN, PROC),
+    "open another process's memory": (HIDDEN, PROC),
+    "open the daemon's memory": (HIDDEN, PROC),
+    "take a descriptor of another process": (DENIED, UID),
+    "read another process's memory": (DENIED, UID),
+    "trace another process": (DENIED, UID),
+    "trace the daemon": (DENIED, UID),
+    "kill another process": (DENIED, UID),
+    "kill another account's launcher": (DENIED, UID),
+    "kill the daemon": (DENIED, UID),
+    "leave its control groups": (DENIED, GROUPS),
+    "raise its memory limit": (DENIED, GROUPS),
+    "thaw its control group": (DENIED, GROUPS),
+    "mount": (DENIED, CAPABILITIES),
+    "make a device": (DENIED, CAPABILITIES),
+    "open the machine's disk": (DENIED, "the mode of the device file"),
+    "become root": (DENIED, CAPABILITIES),
+    "take root's group": (DENIED, CAPABILITIES),
+    "become root by a setuid program": (DENIED, "no_new_privs"),
+    "give a file away": (DENIED, CAPABILITIES),
+    "run before others": (DENIED, CAPABILITIES),
+    "open more files than it may": (DENIED, CAPABILITIES),
+    "fork without end": ({"EAGAIN"}, "pids.max of the gang's group"),
+}
+
+
+def test_a_hostile_job_of_another_account_is_denied_all_that_it_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_context, "MOST_PROCESSES", 200)
+
+    async def story(these: Accounted) -> None:
+        made = these.made
+        daemon = await these.daemon()
+        groups = daemon.host.cgroups
+        if groups.variant is Variant.NONE or groups.capabilities["process_limit"].startswith("none"):
+            pytest.skip(f"no control groups here: {groups.capabilities}")
+        victim = these.tiny(these.ann, 1)
+        await made.master.want("n1", victim)
+        ranks = (await these.phase(1, Observed.PHASE_RUNNING)).ranks
+        await made.master.want("n1", with_changes(victim, 2, checkpoint_request=1))
+        saved = await made.master.until("n1", 1, lambda gang: bool(gang.checkpoint.path))
+
+        hostile = these.gang(these.bob, 2, [], device=1)
+        home = Path(these.bob.home)
+        words = _words(these, victim, hostile, ranks[0].pid, saved.checkpoint.path)
+        (home / "words.json").write_text(json.dumps(words))
+        for name in ("words.json", "own"):
+            (home / name).touch()
+            os.chown(home / name, these.bob.uid, these.bob.gid)
+        hostile.spec.command[:] = [these.python, str(HOSTILE), str(home / "words.json")]
+        hostile.spec.working_directory = str(home)
+        await made.master.want("n1", hostile)
+        ended = await these.phase(2, Observed.PHASE_ENDED)
+        lines = log_of(made.directory, "n1", hostile.job_uid, 0, 2)
+        assert ended.outcome.kind == agent_pb2.Outcome.KIND_DONE, (ended, lines)
+        found = {one["attempt"]: one["result"] for one in map(json.loads, lines)}
+        assert found.keys() == EXPECTED.keys()
+        wrong = {name: (found[name], why) for name, (denials, why) in EXPECTED.items() if found[name] not in denials}
+        assert wrong == {}
+
+        # and the other job has noticed nothing
+        before = len(these.steps(victim))
+        await until(lambda: len(these.steps(victim)) > before)
+        assert (await these.parked(victim, 3, job_pb2.SUSPEND_LEVEL_CHECKPOINT)).checkpoint.step > saved.checkpoint.step
+
+    run(story, certified=True)
+
+
+def _words(these: Accounted, victim: Any, hostile: Any, rank: int, checkpoint: str) -> dict[str, Any]:
+    made, directory = these.made, these.made.directory
+    run_directory, uid = directory / "r-n1", victim.job_uid
+    (launcher,) = run_directory.glob(f"launchers/{these.ann.uid}/*.sock")
+    with Launcher(str(launcher), uid=these.ann.uid) as connected:
+        launcher_pid = connected.pid
+    setuid_id = directory / "setuid-id"
+    shutil.copy("/usr/bin/id", setuid_id)
+    setuid_id.chmod(0o4755)
+    groups, group = made.daemons["n1"].host.cgroups, f"{hostile.job_uid}-2"
+    root = Path(groups.join_files(f"{uid}-1")[0]).parent.parent.parent
+    freezer = groups.freezer_file(f"{uid}-1").replace(f"{uid}-1", group)
+    places = [Path(path).parent for path in groups.join_files(f"{uid}-1")]
+    names = ("memory.limit_in_bytes", "memory.max")
+    limit = next(place / name for place in places for name in names if (place / name).exists())
+    disks = [
+        path for path in ("/dev/vda", "/dev/sda", "/dev/nvme0n1", "/dev/mem", "/dev/loop0") if os.path.exists(path)
+    ]
+    assert made.authority is not None, "the cluster has certificates"
+    return {
+        "rank": rank,
+        "daemon": os.getpid(),
+        "launcher_pid": launcher_pid,
+        "node_json": str(directory / "n1" / "node.json"),
+        "key": str(made.authority.issue("daemon", "n1") / "key.pem"),
+        "token": str(directory / "master" / "token"),
+        "state": str(directory / "n1"),
+        "run": str(run_directory),
+        "launch": str(directory / "n1" / "jobs" / uid / "1" / "rank-0.launch.json"),
+        "page": str(run_directory / uid / "1" / "rank-0.page"),
+        "socket": str(run_directory / uid / "1" / "job.sock"),
+        "orders": str(run_directory / uid / "1" / "orders"),
+        "work": str(directory / "n1" / "work" / uid / "1"),
+        "launcher": str(launcher),
+        "log": str(directory / "n1" / "logs" / uid / "rank-0.1.log"),
+        "checkpoints": str(made.storage / uid / "checkpoints"),
+        "shard": str(made.storage / uid / checkpoint / "rank-0.shard"),
+        "storage": str(made.storage),
+        "inject": str(run_directory / "inject"),
+        "own_run": str(run_directory / hostile.job_uid / "2"),
+        "roots": [str(root)],
+        "memory_limit": str(limit.parent.parent / group / limit.name),
+        "freezer": freezer,
+        "thaw_word": "0" if freezer.endswith("cgroup.freeze") else "THAWED",
+        "disk": disks[0],
+        "setuid_id": str(setuid_id),
+        "own_file": "own",
+    }
