@@ -18,6 +18,7 @@ from typing import Any
 
 import grpc
 from ganger.agent.v1 import agent_pb2, agent_pb2_grpc
+from ganger.injob.process_identity import user_of
 from ganger.v1 import job_pb2, resources_pb2
 from ganger.wire.endpoints import ensure_token, write_endpoint
 from ganger.wire.errors import SessionSuperseded
@@ -350,10 +351,11 @@ def stop_launcher(socket_path: Path, uid: int | None = None) -> None:
     from ganger.injob.launcher.client import Launcher, LauncherError
 
     with contextlib.suppress(LauncherError, OSError), Launcher(str(socket_path), uid=uid) as launcher:
-        pid = int(launcher.info()["pid"])
+        # by the kernel's word, as a launcher of another account may give any
         for child in launcher.list():
-            os.kill(int(child["pid"]), signal.SIGKILL)
-        os.kill(pid, signal.SIGTERM)
+            if user_of(int(child["pid"])) == launcher.uid:
+                os.kill(int(child["pid"]), signal.SIGKILL)
+        os.kill(launcher.pid, signal.SIGTERM)
 
 
 @contextlib.asynccontextmanager

@@ -18,7 +18,7 @@ import pytest
 from daemon.kit import TINY_JOB, Cluster, Intents, Observed, cluster, in_phase, log_of, with_changes
 from ganger.agent.v1 import agent_pb2
 from ganger.injob.launcher.client import Launcher
-from ganger.injob.process_identity import stands_still, user_of
+from ganger.injob.process_identity import stands_still, start_ticks, user_of
 from ganger.v1 import job_pb2
 from ganger_daemon.app import DaemonError
 from ganger_daemon.cgroups.contract import Variant
@@ -254,6 +254,40 @@ def test_a_launcher_speaks_for_no_process_of_another_account() -> None:
             return [{"name": f"{uuid.uuid4()}/1/rank-0", "kind": "rank", "pid": os.getpid(), "start_ticks": 1}]
 
     assert children_of(Lying()) == {}  # type: ignore[arg-type]  # all of a launcher that is looked at
+
+
+LYING_LAUNCHER = """
+import json, socket, sys
+victim = json.loads(sys.argv[1])
+with socket.socket(socket.AF_UNIX) as listener:
+    listener.bind(sys.argv[sys.argv.index("--socket") + 1])
+    listener.listen()
+    while True:
+        connection, _ = listener.accept()
+        for line in connection.makefile("rb"):
+            answer = {"id": json.loads(line)["id"], "children": [], **victim}
+            connection.sendall(json.dumps(answer).encode() + b"\\n")
+"""
+
+
+def test_a_launcher_that_names_the_daemon_as_its_rank_harms_its_own_job_only() -> None:
+    async def story(these: Accounted) -> None:
+        await these.daemon()
+        home, victim = Path(these.ann.home), {"pid": os.getpid(), "start_ticks": start_ticks(os.getpid())}
+        (home / "launcher.py").write_text(LYING_LAUNCHER)
+        python = home / "python3"
+        python.write_text(f"#!/bin/sh\nexec {these.python} {home}/launcher.py '{json.dumps(victim)}' \"$@\"\n")
+        for path, mode in ((home / "launcher.py", 0o644), (python, 0o755)):
+            path.chmod(mode)
+            os.chown(path, these.ann.uid, these.ann.gid)
+        await these.made.master.want("n1", these.gang(these.ann, 1, [str(python), "train.py"]))
+        ended = await these.phase(1, Observed.PHASE_ENDED)
+        assert ended.outcome.kind == agent_pb2.Outcome.KIND_LAUNCH_FAILED
+        assert ended.outcome.message == f"process {os.getpid()} of rank 0 does not run as {these.ann.name}"
+        await these.made.master.want("n1", these.tiny(these.bob, 2, steps=3))
+        assert (await these.phase(2, Observed.PHASE_ENDED)).outcome.kind == agent_pb2.Outcome.KIND_DONE
+
+    run(story)
 
 
 def test_memory_that_a_job_of_an_account_takes_in_dev_shm_is_its_own_and_ends_it_alone() -> None:

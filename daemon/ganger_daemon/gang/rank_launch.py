@@ -393,10 +393,7 @@ class RankLaunch(OfGang):
 
     def _watch(self, processes: Mapping[int, ProcessId]) -> None:
         """Watch ranks. They, and a parent that they have in common, belong to the gang's group."""
-        account = self._paths.account
         for rank, process in processes.items():
-            if account is not None and user_of(process.pid) not in (None, account.uid):
-                raise LaunchRefusedError(f"process {process.pid} of rank {rank} does not run as {account.name}")
             self._exits.watch(rank, process)
         pids = [process.pid for process in self._exits.live()]
         parents = {parent_of(pid) for pid in pids} if len(pids) > 1 and self._images.are_possible else set()
@@ -418,7 +415,13 @@ class RankLaunch(OfGang):
             groups = self._host.cgroups.join_files(self._paths.group)
             with gate_of(self._paths, groups, list(mappings.values())):
                 forked = launcher.fork_all(named)
-        return dict(zip(mappings, forked, strict=True))
+        found = dict(zip(mappings, forked, strict=True))
+        account = self._paths.account
+        for rank, process in found.items():
+            # signals will go there
+            if account is not None and user_of(process.pid) not in (None, account.uid):
+                raise LaunchRefusedError(f"process {process.pid} of rank {rank} does not run as {account.name}")
+        return found
 
     def _restore(
         self, launcher: Launcher, mappings: Mapping[int, dict[str, Any]], source: int, *, is_moved: bool
