@@ -76,6 +76,8 @@ _REVIVE_S = 2.0
 _THREADS = 256
 # Begins the names of groups of launchers; those of gangs begin with the id of a job.
 _OF_USER = "user-"
+# Memory of one account's launchers, with what they leave in their /dev/shm: a few hundred MiB each.
+_LAUNCHERS_BYTES = 16 << 30
 # Longest wait for launchers that were told to end.
 _LAUNCHERS_END_S = 0.5
 _LOCK_TRIES, _LOCK_RETRY_S = 3, 0.01
@@ -424,6 +426,7 @@ class Daemon:
         self.host.cgroups.create(group)
         # Not without devices: a library that has looked for them in vain in a launcher might not find its rank's.
         self.host.cgroups.set_process_limit(group, MOST_PROCESSES)
+        self.host.cgroups.set_memory_limit(group, _LAUNCHERS_BYTES)
         return self.host.cgroups.join_files(group)
 
     def _switches_users(self) -> str:

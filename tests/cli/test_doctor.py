@@ -34,6 +34,8 @@ WHOLE = {"cgroup": "v2", "cpuset": "v2", "memory": "v2", "freeze": "v2", "image"
         ({"image": "none: no CRIU found"}, ["image: only programs that write checkpoints", "(no CRIU found)"]),
         ({"devices": "none", "devices_reason": "no driver"}, ["devices: no job with GPUs runs here (no driver)"]),
         ({"gpu_state": "none: driver 535"}, ["gpu_state: programs without an agent keep their GPU memory"]),
+        ({"switch_user": "shared"}, ["switch_user: jobs of all users run as the daemon's user"]),
+        ({"switch_user": "accounts"}, ["cgroup v2, image criu 4.2"]),
         # Of devices that are not there no state can be saved.
         ({"gpu_state": "none: no driver", "devices": "virtual"}, ["cgroup v2, image criu 4.2"]),
     ],
@@ -42,6 +44,12 @@ def test_a_node_is_told_what_it_lacks_what_that_means_and_why(lacks: Mapping[str
     (finding,) = capability_findings("n1", {**WHOLE, **lacks})
     assert finding.level == (OK if said[0].startswith("cgroup v2") else WARN)
     assert all(part in finding.found for part in said), finding
+
+
+def test_images_that_jobs_of_accounts_lack_are_nothing_to_mend() -> None:
+    for switches, advice in (("no", "install CRIU 4 or newer, and run the daemon as root"), ("accounts", "")):
+        (finding,) = capability_findings("n1", {**WHOLE, "switch_user": switches, "image": "none: why"})
+        assert (finding.level, finding.advice) == (WARN, advice)
 
 
 @pytest.mark.parametrize(

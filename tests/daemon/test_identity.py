@@ -83,6 +83,10 @@ def run(story: Callable[[Accounted], Awaitable[None]], *, certified: bool = Fals
         asyncio.run(inside(ann, bob))
 
 
+def groups_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cgroup").read_text()
+
+
 def test_a_job_runs_as_its_user_with_the_accounts_groups_home_and_umask_and_gains_no_rights() -> None:
     async def story(these: Accounted) -> None:
         await these.daemon()
@@ -211,6 +215,8 @@ def test_the_next_daemon_and_the_next_launcher_take_a_job_of_an_account_over() -
         await these.parked(gang, 2, job_pb2.SUSPEND_LEVEL_CHECKPOINT)
         with Launcher(str(path), uid=these.ann.uid) as launcher:
             assert user_of(launcher.pid) == these.ann.uid
+            if these.made.daemons["n1"].host.cgroups.variant is not Variant.NONE:
+                assert f"/user-{these.ann.uid}" in groups_of(launcher.pid)
 
     run(story)
 

@@ -100,6 +100,12 @@ _CAPABILITIES: Final = (
         "only programs that write checkpoints, or can be run again, are moved",
         "install CRIU 4 or newer, and run the daemon as root",
     ),
+    (
+        "switch_user",
+        "shared",
+        "jobs of all users run as the daemon's user: they can read its key and each other's files",
+        "run the daemon as root with --accounts system, or trust all users of the node",
+    ),
     ("gpu_state", "none", "programs without an agent keep their GPU memory while they are stopped", ""),
     ("devices", "none", "no job with GPUs runs here", "install the NVIDIA driver, or try --virtual-gpus"),
 )
@@ -115,6 +121,8 @@ def capability_findings(subject: str, capabilities: Mapping[str, str]) -> Iterat
             continue
         lacks = True
         why = capabilities.get(f"{name}_reason") or value.partition(": ")[2]
+        if name == "image" and capabilities.get("switch_user") == "accounts":
+            advice = ""  # that is the price of it
         yield Finding(WARN, subject, f"{name}: {meaning}" + (f" ({why})" if why else ""), advice)
         if name == "cgroup":
             # The rest of it follows.
