@@ -21,7 +21,7 @@ from ganger.injob.launcher.client import Launcher
 from ganger.injob.process_identity import stands_still, start_ticks, user_of
 from ganger.v1 import job_pb2
 from ganger_daemon.app import DaemonError
-from ganger_daemon.cgroups.contract import Variant
+from ganger_daemon.cgroups.contract import Cgroups, Variant
 from ganger_daemon.node import node_context
 from ganger_daemon.node.accounts import Account
 from ganger_daemon.node.launchers import children_of, interpreter_for_accounts
@@ -39,6 +39,7 @@ class Accounted:
     def __init__(self, made: Cluster, ann: Account, bob: Account) -> None:
         self.made, self.ann, self.bob = made, ann, bob
         self.python = interpreter_for_accounts()
+        self.cgroups: list[Cgroups] = []
 
     def gang(self, account: Account, epoch: int, command: list[str], device: int = 0, **changes: Any) -> Any:
         uid = changes.pop("uid", str(uuid.uuid4()))
@@ -69,7 +70,17 @@ class Accounted:
         return [line.split()[1] for line in lines if line.startswith("step")]
 
     async def daemon(self, **changes: Any) -> Any:
-        return await self.made.daemon("n1", **{"accounts": "system", "cgroups": "auto", **changes})
+        made = await self.made.daemon("n1", **{"accounts": "system", "cgroups": "auto", **changes})
+        self.cgroups.append(made.host.cgroups)
+        return made
+
+
+def remove_groups(cgroups: Cgroups) -> None:
+    """Remove what a daemon had to leave, as its jobs go on when it ends."""
+    for group in cgroups.groups():
+        cgroups.kill(group)
+        assert cgroups.destroy(group)
+    cgroups.tidy()
 
 
 def run(story: Callable[[Accounted], Awaitable[None]], *, certified: bool = False) -> None:
@@ -77,7 +88,10 @@ def run(story: Callable[[Accounted], Awaitable[None]], *, certified: bool = Fals
         async with cluster(certified=certified) as made:
             for path in (made.directory, made.storage):
                 path.chmod(0o711)
-            await story(Accounted(made, ann, bob))
+            these = Accounted(made, ann, bob)
+            await story(these)
+        for groups in these.cgroups:
+            remove_groups(groups)
 
     with made_accounts(2) as (ann, bob):
         asyncio.run(inside(ann, bob))
