@@ -110,7 +110,7 @@ class BenchGang:
         local = [tuple(range(n * ranks // nodes, (n + 1) * ranks // nodes)) for n in range(nodes)]
         self._nodes = [ControlPages(directory / f"node-{n}", 1, ranks, local[n]) for n in range(nodes)]
         for node in self._nodes:
-            node.create(threads=1)
+            node.create(dict.fromkeys(node.local, 1))
             node.write_order(PageOrder(1, PageOrderKind.RUN, 0, 0, 0))
         self._home = {rank: node for node in self._nodes for rank in node.local}
         self._sent: list[dict[int, RelayedPoint]] = [{} for _ in self._nodes]

@@ -21,6 +21,13 @@ def test_a_repin_names_the_cores_it_went_to(call: Call, master: CannedMaster, ca
     assert capsys.readouterr().out == "job 1 is running on n1[0-1,3], cores rank 0: 4-5 | rank 1: 6-7\n"
 
 
+def test_ranks_with_the_same_cores_are_one_entry(call: Call, master: CannedMaster, capsys: Output) -> None:
+    job = running_job(master)
+    job.gang.cores[:] = ["0-3", "4", "4", ""]
+    assert call("repin", "1") == 0
+    assert "cores rank 0: 0-3 | ranks 1-2: 4\n" in capsys.readouterr().out
+
+
 def test_cancelling_goes_on_after_one_that_is_not_there(call: Call, master: CannedMaster, capsys: Output) -> None:
     running_job(master)
     assert call("cancel", "9", "1") == 3

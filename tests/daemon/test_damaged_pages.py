@@ -15,7 +15,7 @@ from ganger_daemon.gang.control_pages import ControlPages
 
 
 def test_a_daemon_maps_no_page_that_a_job_could_cut_off_under_it(tmp_path: Path) -> None:
-    for make in (lambda pages: pages.create(1), lambda pages: pages.open(VERSION)):
+    for make in (lambda pages: pages.create({0: 1}), lambda pages: pages.open(VERSION)):
         pages = ControlPages(tmp_path, epoch=1, world=2, local=(0,))
         make(pages)
         assert str(tmp_path) not in Path("/proc/self/maps").read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import uuid
 from pathlib import Path
 
@@ -10,10 +11,13 @@ import pytest
 from daemon.kit import Cluster, Intents, Observed, in_phase, log_of, run, with_changes
 from ganger.agent.v1 import peer_pb2, peer_pb2_grpc
 from ganger.v1 import job_pb2
+from ganger.v1.resources_pb2 import TaskShape
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint
 from ganger_daemon.checkpoints import storage
+from ganger_daemon.devices.virtual import VirtualSpec
 from ganger_daemon.gang import gang_memory
+from ganger_daemon.node.core_table import parse_ids
 from ganger_daemon.node.process_identity import anonymous_bytes
 from rpc.kit import until
 
@@ -45,6 +49,46 @@ def test_cores_and_threads_change_while_the_job_runs() -> None:
             assert held.phase == seen.phase == Observed.PHASE_RUNNING
         assert before == 1
         assert len(log_of(made.directory, "n1", uid, 0, 1)) > 0
+
+    run(story)
+
+
+def threads_of(pid: int) -> str:
+    """Return the number of threads that a process was started with."""
+    variables = dict(one.split("=", 1) for one in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in one)
+    return variables["OMP_NUM_THREADS"]
+
+
+def test_each_role_runs_on_cores_and_with_threads_of_its_own() -> None:
+    """Rank 0 serves parameters with three cores, ranks 1 and 2 work with half a core each; then all get twice that."""
+
+    async def story(made: Cluster) -> None:
+        daemon = await made.daemon("n1", virtual=VirtualSpec(4, "2x2", 12, 8 << 30, 1 << 28))
+        gang = made.gang({"n1": [0, 1, 2]}, "n1", uid=str(uuid.uuid4()), pause=0.005)
+        del gang.spec.roles[:], gang.claim.tasks[:]
+        gang.spec.roles.add(name="ps", tasks=1, shape=TaskShape(millicores=3000))
+        gang.spec.roles.add(name="worker", tasks=2, shape=TaskShape(gpus=1, millicores=500))
+        gang.claim.tasks.extend([1, 2])
+        gang.claim.device_mask = 0b11
+        cores = daemon.host.cores
+        for sequence, each in ((1, 1), (2, 2)):
+            wanted = with_changes(gang, sequence)
+            wanted.claim.millicores[:] = [2000 * each, 2000 * each]
+            await made.master.want("n1", wanted)
+            expected = [3 * each, each, each]
+            seen = await made.master.until(
+                "n1",
+                1,
+                lambda seen, sizes=expected: (
+                    seen.phase == Observed.PHASE_RUNNING
+                    and [len(parse_ids(text)) for text in seen.cores] == sizes
+                    and [os.sched_getaffinity(rank.pid) for rank in seen.ranks]
+                    == [set(cores.cpus_of(parse_ids(text))) for text in seen.cores]
+                ),
+            )
+            assert seen.cores[1] == seen.cores[2]
+            assert not set(parse_ids(seen.cores[0])) & set(parse_ids(seen.cores[1]))
+        assert [threads_of(rank.pid) for rank in seen.ranks] == ["3", "1", "1"]
 
     run(story)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from core.drive import job_of
+from ganger.cluster.resources import Role, TaskShape
 from ganger.v1 import scheduling_pb2
 from ganger_master.core.answers import ChangeAnswer
 from ganger_master.core.commands import ProposePlan
@@ -101,6 +102,21 @@ def test_a_request_a_job_without_an_agent_and_a_policy_without_a_tuning_are_reas
     drive = Profiled("las")
     number = drive.add(needs(4), unasked())
     assert "No cores are tuned under policy las" in explain_cores(drive.state, number)
+
+
+def test_the_reason_says_how_cores_are_divided_by_role_and_rank() -> None:
+    drive = Profiled("ganger")
+    servers, workers = Role("ps", 1, TaskShape(0, 6_000, 1 << 30)), Role("worker", 2, TaskShape(1, 1_000, 1 << 30))
+    both = drive.add(needs(4), structs.replace(job_of(1), roles=(servers, workers)))
+    text = explain_cores(drive.state, both)
+    assert "Job 1 has 8 cores for 2 GPUs" in text
+    assert "On a node each role has cores of its own, in proportion to what its tasks request" in text
+    assert "Ranks of one role share theirs" in text
+    assert "Its user asked for 6 cores for each ps and 1 core for each worker" in text
+    alike = drive.add(needs(4), structs.replace(job_of(1), roles=(workers,)))
+    assert "Ranks on one node share theirs: one uses what others leave" in explain_cores(drive.state, alike)
+    drive = Profiled("ganger")
+    assert "share theirs" not in explain_cores(drive.state, drive.add(needs(4)))
 
 
 def test_a_curve_is_the_same_on_the_other_side_of_the_wire() -> None:

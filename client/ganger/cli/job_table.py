@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Final
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -170,12 +171,18 @@ def has_given_back(job: job_pb2.Job) -> bool:
 
 
 def cores(job: job_pb2.Job) -> list[str]:
-    """Return the hardware threads of the ranks: "0-3", or "rank 1: 4-7" for several. Empty until daemons report
-    them."""
-    alone = len(job.gang.cores) == 1
+    """Return the cores of the ranks: "0-3", or "rank 1: 4-7" and "ranks 2-3: 0-3" for several. Empty until daemons
+    report them."""
     if has_given_back(job):
         return []
-    return [text if alone else f"rank {rank}: {text}" for rank, text in enumerate(job.gang.cores) if text]
+    if len(job.gang.cores) == 1:
+        return [text for text in job.gang.cores if text]
+    alike = [(text, list(ranks)) for text, ranks in groupby(range(len(job.gang.cores)), job.gang.cores.__getitem__)]
+    return [f"{_ranks_text(ranks)}: {text}" for text, ranks in alike if text]
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
 
 
 def progress_text(progress: job_pb2.Progress) -> str:

@@ -86,9 +86,9 @@ class ControlPages:
         self.written: Callable[[], None] = lambda: None  # wakes parked ranks
         self.foreign = ""  # they are of another version of Ganger, as far as is known by no doing of the job: which
 
-    def create(self, threads: int, *, is_restored: bool = False, account: Account | None = None) -> None:
-        """Create missing pages and open all. Idempotent, also after a crash. `is_restored`: for a process from an
-        image. `account`: whose they are; None: this process's."""
+    def create(self, threads: Mapping[int, int], *, is_restored: bool = False, account: Account | None = None) -> None:
+        """Create missing pages and open all. Idempotent, also after a crash. `threads`: of each local rank.
+        `is_restored`: for a process from an image. `account`: whose they are; None: this process's."""
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         for rank in range(self.world):
             path = page_path(str(self.directory), rank)
@@ -100,7 +100,7 @@ class ControlPages:
                     rank=rank,
                     world=self.world,
                     local_rank=local_rank,
-                    threads=threads if rank in self.local else 0,
+                    threads=threads.get(rank, 0),
                     mapped=False,
                     owner=None if account is None else (account.uid, account.gid),
                 )
@@ -199,11 +199,11 @@ class ControlPages:
             self[rank].fence()
         self.written()
 
-    def retune(self, threads: int) -> int:
-        """Order this number of threads for every local rank; return the sequence that acknowledges it."""
+    def retune(self, threads: Mapping[int, int]) -> int:
+        """Order these numbers of threads, by local rank; return the sequence that acknowledges it."""
         sequence = max(self[rank].get(Word.RETUNE_SEQ) for rank in self.local) + 1
         for rank in self.local:
-            self[rank].retune(sequence, threads)
+            self[rank].retune(sequence, threads[rank])
         self.written()
         return sequence
 
@@ -214,8 +214,9 @@ class ControlPages:
                 # cut, because the job may have written any number there
                 self[rank].set(Word.STACKS_SEQ, (self[rank].get(Word.STACKS_SEQ) + 1) & 0xFFFFFFFF)
 
-    def threads(self) -> int:
-        return self[self.local[0]].get(Word.THREADS)
+    def threads(self) -> dict[int, int]:
+        """Return the number of threads ordered of each local rank."""
+        return {rank: self[rank].get(Word.THREADS) for rank in self.local}
 
     def request_checkpoint(self, number: int) -> int:
         sequence = 0

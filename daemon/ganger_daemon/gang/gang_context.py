@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ganger.agent.v1 import agent_pb2
+from ganger.cluster.fit import share_of_cores
+from ganger.cluster.resources import ConfigurationSet
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, OrderKey, ParkLevel
 from ganger.v1 import job_pb2
 from ganger.wire.times import seconds
@@ -28,13 +30,23 @@ class DesiredInvalidError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class CorePool:
+    """Ranks of one role, and the millicores that these tasks request on this node together."""
+
+    ranks: tuple[int, ...]
+    millicores: int
+
+
+@dataclass(frozen=True, slots=True)
 class LocalPart:
-    """This node's share of a gang: global ranks ascending, and the devices of each."""
+    """This node's share of a gang: global ranks ascending, and the devices of each. `pools`: its ranks by role, each
+    with cores of its own; empty where all ranks share the gang's cores."""
 
     ranks: tuple[int, ...]
     device_masks: tuple[int, ...]
     world: int
     leads: bool
+    pools: tuple[CorePool, ...] = ()
 
 
 def order_key(message: agent_pb2.OrderKey) -> OrderKey:
@@ -78,7 +90,7 @@ def _stop_sequence(desired: agent_pb2.DesiredGang, intent: OrderIntent) -> int:
     return 0
 
 
-def local_part(desired: agent_pb2.DesiredGang, node: str) -> LocalPart:
+def local_part(desired: agent_pb2.DesiredGang, node: str, configuration_set: ConfigurationSet) -> LocalPart:
     """`node` is the bare name. Raises DesiredInvalidError when the members do not name it."""
     name = f"nodes/{node}"
     mine = [member for member in desired.members if member.node in (name, node)]
@@ -86,7 +98,34 @@ def local_part(desired: agent_pb2.DesiredGang, node: str) -> LocalPart:
         raise DesiredInvalidError(f"{desired.job} epoch {desired.epoch}: {len(mine)} members are {name}")
     ranks = tuple(sorted(mine[0].ranks))
     world = sum(len(member.ranks) for member in desired.members)
-    return LocalPart(ranks, _device_masks(desired, ranks), world, desired.members[0].node == mine[0].node)
+    pools = core_pools(desired, ranks, configuration_set)
+    return LocalPart(ranks, _device_masks(desired, ranks), world, desired.members[0].node == mine[0].node, pools)
+
+
+def core_pools(
+    desired: agent_pb2.DesiredGang, ranks: tuple[int, ...], configuration_set: ConfigurationSet
+) -> tuple[CorePool, ...]:
+    """Return the local ranks by role with the cores that each role requests; empty with a single role here.
+
+    A role that names no cores counts with its tasks' proportional share of the node, as its claim does."""
+    found, first = [], 0
+    for role, tasks in zip(desired.spec.roles, desired.claim.tasks, strict=False):
+        each = role.shape.millicores or share_of_cores(configuration_set, role.shape.gpus)
+        found.append(CorePool(ranks[first : first + tasks], tasks * each))
+        first += tasks
+    found = [pool for pool in found if pool.millicores]
+    return tuple(found) if len(found) > 1 and first == len(ranks) else ()
+
+
+def threads_by_rank(part: LocalPart, desired: agent_pb2.DesiredGang, otherwise: int) -> dict[int, int]:
+    """Return the number of computing threads of each local rank: the whole cores of its part of its role's, at least
+    one; of ranks that share all cores, the number that the master names, or `otherwise`."""
+    threads = dict.fromkeys(part.ranks, int(desired.threads) or otherwise)
+    held, requested = sum(desired.claim.millicores), sum(pool.millicores for pool in part.pools)
+    for pool in part.pools:
+        each = held * pool.millicores // requested // len(pool.ranks)
+        threads |= dict.fromkeys(pool.ranks, max(1, each // 1000))
+    return threads
 
 
 def _device_masks(desired: agent_pb2.DesiredGang, ranks: tuple[int, ...]) -> tuple[int, ...]:
@@ -177,11 +216,20 @@ class GangContext:
     ) -> GangContext:
         """Return the context of a desired gang. Raises DesiredInvalidError if it has no part on this node, ValueError
         where its record names half an account."""
-        part = local_part(desired, host.node)
+        part = local_part(desired, host.node, host.inventory.configuration_set)
         paths = host.paths.of(desired.job_uid, desired.epoch)
         paths.account = Account.recall(read_json(paths.gang).get(ACCOUNT))
         pages = ControlPages(paths.run, desired.epoch, part.world, part.ranks)
         return cls(host, peers, paths, part, pages, wake, write_notes)
+
+    def cores_by_rank(self) -> dict[int, tuple[int, ...]]:
+        """Return the ids of the cores that each local rank may run on: those of its role, else the gang's."""
+        cores, pools = self.host.cores, self.part.pools
+        found = dict.fromkeys(self.part.ranks, cores.ids(self.paths.group))
+        dealt = cores.split(self.paths.group, [pool.millicores for pool in pools])
+        for pool, ids in zip(pools, dealt, strict=True):
+            found |= dict.fromkeys(pool.ranks, ids)
+        return found
 
 
 class OfGang:

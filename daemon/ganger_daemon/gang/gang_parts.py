@@ -82,7 +82,7 @@ class GangParts:
             saving=saving,
             boundary=BoundaryExchange(context, saving),
             rank_errors=RankErrors(context),
-            pinning=CorePinning(context),
+            pinning=CorePinning(context, exits),
             memory=MemoryWatch(
                 host,
                 context.part,

@@ -264,6 +264,7 @@ def launch_mapping(
     if desired.spec.agent == job_pb2.JobSpec.AGENT_NONE:
         env["GANGER_AGENT"] = "none"
     account = paths.account
+    cpus = host.cores.cpus_of(context.cores_by_rank()[rank])
     mapping: dict[str, Any] = {
         "name": paths.name(rank),
         "argv": list(desired.spec.command),
@@ -275,7 +276,8 @@ def launch_mapping(
         "exit_path": str(paths.exit(rank)),
         "cgroup_procs": list(cgroup_files),
         "freezer": host.cgroups.freezer_file(paths.group),
-        "cores": (list(host.cores.cpus(paths.group)) or None) if not cgroup_files else None,
+        # A group of the kernel holds the cores of all roles.
+        "cores": list(cpus) or None if part.pools or not cgroup_files else None,
         "threads": threads,
         "arena": {"name": paths.name(rank), "bytes": arena_bytes} if arena_bytes else None,
         "touched_bytes": ahead,

@@ -188,8 +188,8 @@ def observe(report: GangReport) -> agent_pb2.ObservedGang:
 
 
 def _core_texts(context: GangContext) -> list[str]:
-    cores, group = context.host.cores, context.paths.group
-    return [format_ids(ids) for ids in cores.split(group, len(context.part.ranks))] if group in cores.held else []
+    has_cores = context.paths.group in context.host.cores.held
+    return [format_ids(ids) for ids in context.cores_by_rank().values()] if has_cores else []
 
 
 def _outcome_to_wire(outcome: PartOutcome) -> agent_pb2.Outcome:

@@ -20,11 +20,12 @@ from ganger.injob.process_identity import start_ticks, user_of
 from ganger.injob.state_image import ImageError
 
 from ganger_daemon.cgroups.contract import Variant
+from ganger_daemon.cgroups.controllers import set_affinity
 from ganger_daemon.checkpoints.storage import give_storage, shard_name
 from ganger_daemon.core.part_facts import PartOutcome, PartOutcomeKind
 from ganger_daemon.gang.control_pages import page_order, write_details
 from ganger_daemon.gang.exit_watcher import ExitWatcher
-from ganger_daemon.gang.gang_context import ACCOUNT, GangContext, OfGang, to_json
+from ganger_daemon.gang.gang_context import ACCOUNT, GangContext, OfGang, threads_by_rank, to_json
 from ganger_daemon.gang.gang_launcher import GangLauncher, GangRendezvous
 from ganger_daemon.gang.launch_gate import gate_of
 from ganger_daemon.gang.launch_plan import (
@@ -203,7 +204,8 @@ class RankLaunch(OfGang):
         self, desired: agent_pb2.DesiredGang, orders: ReceivedOrders, restore: RestorePlan
     ) -> dict[int, ProcessId]:
         paths, host, pages = self._paths, self._host, self._pages
-        threads = int(desired.threads) or max(1, sum(desired.claim.millicores) // 1000 // len(self._part.ranks))
+        share = max(1, sum(desired.claim.millicores) // 1000 // len(self._part.ranks))
+        threads = threads_by_rank(self._part, desired, share)
         # run directory, then the pages with the order in them, before any rank could read them
         account = paths.account
         make_directory(paths.run)
@@ -357,7 +359,7 @@ class RankLaunch(OfGang):
         rendezvous: Rendezvous,
         restore: RestorePlan,
         files: tuple[str, ...],
-        threads: int,
+        threads: Mapping[int, int],
     ) -> dict[int, ProcessId]:
         is_image = _is_image(desired, restore)
         if is_image and (why := self._images.why_not(desired)):
@@ -379,7 +381,7 @@ class RankLaunch(OfGang):
                     rendezvous=rendezvous,
                     restore=restore,
                     cgroup_files=files,
-                    threads=threads,
+                    threads=threads[rank],
                     arena_bytes=self._launcher.arena_bytes,
                 )
         if mappings and is_image and restore.kind != "image":
@@ -399,6 +401,11 @@ class RankLaunch(OfGang):
         parents = {parent_of(pid) for pid in pids} if len(pids) > 1 and self._images.are_possible else set()
         for pid in [*pids, *(parents if len(parents) == 1 else ())]:
             self._host.cgroups.track(self._paths.group, pid)
+        if self._part.pools:
+            # A tracked process may run on all cores of its group.
+            for rank, ids in self._context.cores_by_rank().items():
+                if rank in processes:
+                    set_affinity((processes[rank].pid,), self._host.cores.cpus_of(ids))
 
     def _fork(
         self,

@@ -88,7 +88,9 @@ class ReplayCheck(OfGang):
         second, account = self._second, self._paths.account
         second.make_for(account)
         mappings = [self._mapping(rank, step, shards) for rank in self._ranks]
-        pages.create(int(mappings[0]["threads"]), account=account)
+        pages.create(
+            {rank: int(one["threads"]) for rank, one in zip(self._ranks, mappings, strict=True)}, account=account
+        )
         pages.write_order(PageOrder(1, PageOrderKind.WAIT, 0, 0, 0))
         groups = self._host.cgroups.join_files(self._group)
         with gate_of(second, groups, mappings):

@@ -18,11 +18,13 @@ from ganger.injob.page_layout import Word
 from ganger.injob.process_identity import family
 from ganger.protocol.gang_orders import OrderIntent
 
+from ganger_daemon.cgroups.contract import SWEEPS
+from ganger_daemon.cgroups.controllers import set_affinity
 from ganger_daemon.core.gang_judgement import has_opaque_rank, is_to_be_taken
 from ganger_daemon.core.part_facts import GangPart
 from ganger_daemon.devices.contract import UNREADABLE, VIRTUAL_DRIVER
 from ganger_daemon.gang.exit_watcher import ExitWatcher
-from ganger_daemon.gang.gang_context import GangContext, OfGang
+from ganger_daemon.gang.gang_context import GangContext, OfGang, threads_by_rank
 from ganger_daemon.images.contract import DeviceStateLostError, ImageRefusedError
 from ganger_daemon.images.driver import Replacements, replacements
 from ganger_daemon.node.process_identity import anonymous_bytes
@@ -251,8 +253,9 @@ ACK_S = 5.0
 class CorePinning(OfGang):
     """Cores and thread counts of one gang's local ranks."""
 
-    def __init__(self, context: GangContext) -> None:
+    def __init__(self, context: GangContext, exits: ExitWatcher) -> None:
         super().__init__(context)
+        self._exits = exits
         self._millicores: tuple[int, ...] | None = None
         # Cores that it released when it was parked: it gets them back where they are free.
         self._former: tuple[int, ...] = ()
@@ -273,17 +276,19 @@ class CorePinning(OfGang):
         millicores = tuple(desired.claim.millicores)
         if self._millicores is None:
             self._millicores = millicores if self._host.cores.millicores(self._group) == sum(millicores) else ()
-        wanted = int(desired.threads) or self._pages.threads()
-        if millicores == self._millicores and wanted == self._pages.threads():
+        ordered = self._pages.threads()
+        wanted = threads_by_rank(self._part, desired, min(ordered.values(), default=1))
+        if millicores == self._millicores and wanted == ordered:
             return
-        if wanted < self._pages.threads():
+        fewer = {rank: min(wanted[rank], threads) for rank, threads in ordered.items()}
+        if fewer != ordered:
             # it loses cores only once it has fewer threads
-            sequence = self._pages.retune(wanted)
+            sequence = self._pages.retune(fewer)
             await self._wait(sequence, max(ACK_S, 2 * iteration_s))
         shortage = self._host.cores.take(self._group, millicores, near, self._former)
         self.trouble = f"no cores: {shortage}" if shortage else ""
         await self._pin()
-        if wanted > self._pages.threads():
+        if wanted != fewer:
             self._pages.retune(wanted)
         self._millicores = millicores
 
@@ -296,12 +301,22 @@ class CorePinning(OfGang):
     def threads(self) -> int:
         """Return the fewest threads that a local rank has applied; the ordered number before any has."""
         applied = [self._pages.progress(rank).threads_applied for rank in self._part.ranks]
-        return min(applied) or self._pages.threads()
+        return min(applied) or min(self._pages.threads().values())
 
     async def _pin(self) -> None:
         cgroups, cores = self._host.cgroups, self._host.cores
         await asyncio.to_thread(cgroups.set_cpus, self._group, cores.cpus(self._group))
         await asyncio.to_thread(cgroups.set_quota, self._group, cores.quota(self._group))
+        if self._part.pools:
+            await asyncio.to_thread(self._pin_ranks)
+
+    def _pin_ranks(self) -> None:
+        """Keep the processes of each rank to the cores of its role."""
+        cpus = {rank: self._host.cores.cpus_of(ids) for rank, ids in self._context.cores_by_rank().items()}
+        for _ in range(SWEEPS):
+            for rank, process in self._exits.processes.items():
+                if cpus[rank] and self._exits.is_live(rank):
+                    set_affinity(family(process.pid), cpus[rank])
 
     async def _wait(self, sequence: int, seconds: float) -> None:
         deadline = time.monotonic() + seconds

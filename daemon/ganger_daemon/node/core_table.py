@@ -107,7 +107,11 @@ class CoreTable:
 
     def cpus(self, owner: str) -> tuple[int, ...]:
         """Return the CPUs of an owner's cores, ascending, as for a cpuset."""
-        return tuple(sorted({cpu for core in self.core_map.cores(self.ids(owner)) for cpu in core.cpus}))
+        return self.cpus_of(self.ids(owner))
+
+    def cpus_of(self, ids: Collection[int]) -> tuple[int, ...]:
+        """Return the CPUs of some cores, ascending."""
+        return tuple(sorted({cpu for core in self.core_map.cores(ids) for cpu in core.cpus}))
 
     def quota(self, owner: str) -> float:
         """Return the CPU time that an owner may use, in CPUs; zero if no core of it is shared, so that the CPUs alone
@@ -117,14 +121,29 @@ class CoreTable:
             return 0.0
         return sum([own[core.id] / CORE * len(core.cpus) for core in self.core_map.cores(own)])
 
-    def split(self, owner: str, ranks: int) -> tuple[tuple[int, ...], ...]:
-        """The cores of a gang dealt out to its local ranks in order, as evenly as they come, neighbours together. With
-        fewer cores than ranks, ranks share."""
-        order = [core.id for core in self.core_map.cores(self.ids(owner))]
-        if len(order) < ranks:
-            return tuple(tuple(order[rank * len(order) // ranks :][:1]) for rank in range(ranks))
-        bounds = [rank * len(order) // ranks for rank in range(ranks + 1)]
-        return tuple(tuple(order[first:last]) for first, last in itertools.pairwise(bounds))
+    def split(self, owner: str, parts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Return the ids of an owner's cores, dealt out to parts of it in proportion to their millicores.
+
+        The largest part comes first, and neighbours stay together. Two parts share the core that lies between them; no
+        part of an owner with cores is without one."""
+        own = dict(self.held.get(owner, ()))
+        cores = sorted(self.core_map.cores(own), key=lambda core: own[core.id] < CORE)
+        ends = list(itertools.accumulate(own[core.id] for core in cores))
+        found: list[tuple[int, ...]] = [()] * len(parts)
+        begin = passed = 0
+        for index in sorted(range(len(parts)), key=lambda one: -parts[one]) if ends else ():
+            passed += parts[index]
+            end = ends[-1] * passed // sum(parts)
+            first = min(begin, ends[-1] - 1)
+            found[index] = tuple(
+                sorted(
+                    core.id
+                    for core, until in zip(cores, ends, strict=True)
+                    if until > first and until - own[core.id] < max(end, first + 1)
+                )
+            )
+            begin = end
+        return tuple(found)
 
     def _grant(
         self,

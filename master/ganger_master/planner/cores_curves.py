@@ -94,6 +94,8 @@ def explain_cores(state: State, number: int) -> str:
     holds = gang is not None and not job.state.is_finished and any(piece.held for piece in gang.pieces)
     none = "has ended" if job.state.is_finished else "holds no cores now"
     sentences = [_held(gang.claims, job)] if gang is not None and holds else [f"job {job.number} {none}"]
+    if gang is not None and holds:
+        sentences += _division(gang.claims, job)
     sentences.append(_reason(state, job, gang if holds else None, curve))
     sentences += [] if curve is None else _measured(curve)
     return " ".join([f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences])
@@ -108,11 +110,24 @@ def _held(claims: Sequence[Claim], job: JobRecord) -> str:
     return f"job {job.number} has {', '.join(parts)}"
 
 
+def _division(claims: Sequence[Claim], job: JobRecord) -> Iterator[str]:
+    """Yield how the cores of a node are divided among the ranks there, as the daemon does it; nothing of one rank."""
+    if any(len([tasks for tasks in claim.tasks if tasks]) > 1 for claim in claims):
+        yield "on a node each role has cores of its own, in proportion to what its tasks request"
+    if any(tasks > 1 for claim in claims for tasks in claim.tasks):
+        alike = "of one role" if len(job.spec.roles) > 1 else "on one node"
+        yield f"ranks {alike} share theirs: one uses what others leave"
+
+
 def _reason(state: State, job: JobRecord, gang: Gang | None, curve: CoresCurve | None) -> str:
     tune = state.policy.stage(Tune)
-    named = [role.shape.millicores for role in job.shape.roles if role.shape.millicores]
+    roles = job.shape.roles
+    named = [
+        (role.shape.millicores, role.name if len(roles) > 1 else "task") for role in roles if role.shape.millicores
+    ]
     if named and (tune is None or tune.tuning.keeps_requests):
-        return f"its user asked for {_cores(named[0])} for each task, and no measurement changes that"
+        texts = [f"{_cores(millicores)} for each {name}" for millicores, name in named]
+        return f"its user asked for {' and '.join(texts)}, and no measurement changes that"
     if tune is None:
         return _UNTUNED.format(policy=state.policy.name)
     if not tune.tuning.by_profiles:

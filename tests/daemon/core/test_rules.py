@@ -158,7 +158,7 @@ def test_shards_of_another_step_begin_a_gathering_afresh() -> None:
 
 def test_a_gang_evaluates_while_a_rank_does_and_the_farthest_one_counts(tmp_path: Path) -> None:
     pages = ControlPages(tmp_path, epoch=1, world=2, local=(0, 1))
-    pages.create(1)
+    pages.create({0: 1, 1: 1})
     rate = StepRate(pages, (0, 1))
     for rank in (0, 1):
         pages[rank].set(Word.STEP, 7)

@@ -103,14 +103,30 @@ def test_adopted_cores_are_not_given_again() -> None:
     assert not {0, 1} & set(table.ids("b"))
 
 
-def test_ranks_share_out_the_cores_of_their_gang() -> None:
+@pytest.mark.parametrize(
+    ("held", "parts", "expected"),
+    [
+        # Whole cores, as requested.
+        ({0: 1000, 1: 1000, 4: 1000, 5: 1000}, (3000, 1000), ((0, 1, 4), (5,))),
+        ({0: 1000, 1: 1000, 4: 1000, 5: 1000}, (1000, 3000), ((5,), (0, 1, 4))),
+        # Twice as many, and half as many, as requested: in proportion, with the core in the middle for both.
+        ({0: 1000, 1: 1000, 4: 1000, 5: 1000}, (1500, 500), ((0, 1, 4), (5,))),
+        ({0: 1000, 1: 1000}, (3000, 1000), ((0, 1), (1,))),
+        # A part of a core goes to the smallest.
+        ({0: 500, 1: 1000, 4: 1000}, (500, 2000), ((0,), (1, 4))),
+        # Fewer cores than parts.
+        ({0: 1000}, (1000, 1000), ((0,), (0,))),
+        ({0: 1000, 1: 1000}, (1_000_000, 1), ((0, 1), (1,))),
+        ({}, (1000, 1000), ((), ())),
+        ({0: 1000}, (), ()),
+    ],
+)
+def test_cores_of_a_gang_are_dealt_out_by_what_its_parts_request(
+    held: dict[int, int], parts: tuple[int, ...], expected: tuple[tuple[int, ...], ...]
+) -> None:
     table = CoreTable(server())
-    table.adopt("a", ((0, 1000), (1, 1000), (4, 1000), (5, 1000)))
-    table.adopt("b", ((0, 1000),))
-    assert table.split("a", 2) == ((0, 1), (4, 5))
-    assert table.split("a", 3) == ((0,), (1,), (4, 5))
-    assert table.split("b", 2) == ((0,), (0,))
-    assert table.split("none", 2) == ((), ())
+    table.adopt("a", tuple(held.items()))
+    assert table.split("a", parts) == expected
 
 
 def test_declared_cores_are_dealt_round_robin_to_real_cpus() -> None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ganger.agent.v1 import agent_pb2
+from ganger_daemon.gang.gang_context import LocalPart
 from ganger_daemon.gang.taken_devices import CorePinning
 from ganger_daemon.node.core_table import Core, CoreMap, CoreTable, declared_cores
 
@@ -29,10 +30,10 @@ def pinning_on(node: Any) -> CorePinning:
     context: Any = SimpleNamespace(
         host=node,
         paths=SimpleNamespace(group="gang"),
-        pages=SimpleNamespace(threads=lambda: 1),
-        part=SimpleNamespace(ranks=(0,)),
+        pages=SimpleNamespace(threads=lambda: {0: 1}),
+        part=LocalPart((0,), (1,), 1, True),
     )
-    return CorePinning(context)
+    return CorePinning(context, SimpleNamespace(processes={}))  # type: ignore[arg-type]
 
 
 def wanted(repin_request: int = 0, millicores: int = 1000) -> agent_pb2.DesiredGang:
@@ -97,18 +98,21 @@ def test_a_gang_with_a_part_of_a_core_has_a_quota_until_it_has_whole_ones_again(
 
 
 def test_a_gang_that_shrinks_gets_fewer_threads_first_and_one_that_grows_gets_cores_first() -> None:
-    node, done, threads = Node(), list[object](), [1]
+    node, done, threads = Node(), list[object](), {0: 1}
     node.cores.adopt("gang", ((5, 1000),))
     node.cgroups.set_cpus = lambda group, cpus: done.append(len(node.cores.ids(group)))
     pinning = pinning_on(node)
 
-    def retune(wanted: int) -> int:
-        threads[0] = wanted
-        done.append(f"{wanted} threads")
+    def retune(wanted: dict[int, int]) -> int:
+        threads.update(wanted)
+        done.append(f"{wanted[0]} threads")
         return 0
 
-    pinning._pages = SimpleNamespace(threads=lambda: threads[0], retune=retune)  # type: ignore[assignment]
-    pinning._part = SimpleNamespace(ranks=())  # type: ignore[assignment]
+    class Pages(SimpleNamespace):
+        def __getitem__(self, rank: int) -> Any:
+            return SimpleNamespace(get=lambda word: 0)
+
+    pinning._pages = Pages(threads=lambda: dict(threads), retune=retune)  # type: ignore[assignment]
     for count in (4, 2):
         desired = wanted(millicores=1000 * count)
         desired.threads = count
