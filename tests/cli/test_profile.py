@@ -45,6 +45,28 @@ def test_the_profile_has_the_points_with_the_fit_a_plot_and_the_reason(
     assert lines[-1] == REASON
 
 
+@pytest.mark.parametrize(
+    ("working_set", "refaults_per_s", "line"),
+    [
+        (0, None, ""),
+        (3 << 30, None, "Now: working set 3G; whether its page cache is too small is not measured."),
+        (3 << 30, 0.0, "Now: working set 3G; 0/s of files read again, which the page cache had no room for."),
+        (3 << 30, 5e6, "Now: working set 3G; 4.8M/s of files read again, which the page cache had no room for."),
+    ],
+)
+def test_the_profile_ends_with_the_memory_that_the_job_holds_and_uses(
+    call: Call, master: CannedMaster, capsys: Output, working_set: int, refaults_per_s: float | None, line: str
+) -> None:
+    master.explanation.cores_reason, master.explanation.memory_reason = REASON, "Of host memory it holds 8G on n1."
+    progress = master.explanation.job.progress
+    progress.working_set_bytes = working_set
+    if refaults_per_s is not None:
+        progress.refault_bytes_per_s = refaults_per_s
+    assert call("profile", "1") == 0
+    lines = [REASON, "Of host memory it holds 8G on n1.", *([line] if line else [])]
+    assert capsys.readouterr().out.splitlines() == lines
+
+
 def test_the_profile_as_json_has_the_curve_or_null(call: Call, master: CannedMaster, capsys: Output) -> None:
     assert call("profile", "1", "--json") == 0
     assert json.loads(capsys.readouterr().out)["cores_curve"] is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from ganger.cluster.fit import _fits_at_a_glance, _why_not, demand, fit, gang_level
+from ganger.cluster.fit import _fits_at_a_glance, _why_not, demand, fit, gang_level, share_of_memory
 from ganger.cluster.placement import candidates
 from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel, Role, TaskShape
@@ -210,6 +210,32 @@ def test_memory_that_is_not_named_is_left_for_other_gangs_on_its_devices() -> No
         assert half.memory_bytes == whole.memory_bytes // 2, "of each node's own share"
         named = GangShape((Role("worker", 1, TaskShape(1, memory_bytes=GIB)),), residents=2)
         assert demand(of, named, (1,)).memory_bytes == GIB
+
+
+@pytest.mark.parametrize(
+    ("measured", "named", "residents", "expected"),
+    [
+        (0, 0, 1, "share"),
+        (0, 0, 2, "half"),
+        (3 * GIB, 0, 1, 3 * GIB),
+        # What it uses, though another gang is to find room beside it, and never more than its share.
+        (3 * GIB, 0, 2, 3 * GIB),
+        (10**15, 0, 1, "share"),
+        (10**15, 0, 2, "share"),
+        (3 * GIB, 5 * GIB, 1, 5 * GIB),
+        (9 * GIB, 5 * GIB, 1, 5 * GIB),
+    ],
+)
+def test_memory_is_what_is_named_or_measured_or_the_share(
+    measured: int, named: int, residents: int, expected: int | str
+) -> None:
+    of = server("4", cores=10, gib=400)
+    share = share_of_memory(of, 1)
+    wanted = {"share": share, "half": share // 2}.get(str(expected), expected)
+    shape = GangShape(
+        (Role("worker", 2, TaskShape(1, memory_bytes=named)),), task_memory_bytes=measured, residents=residents
+    )
+    assert demand(of, shape, (2,)).memory_bytes == 2 * int(wanted)
 
 
 def naive_fits(view: View, shape: GangShape, claims: tuple[Claim, ...]) -> bool:

@@ -14,6 +14,7 @@ from ganger.v1 import job_pb2
 from ganger.v1.resources_pb2 import TaskShape
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint
+from ganger_daemon.cgroups.contract import is_done
 from ganger_daemon.checkpoints import storage
 from ganger_daemon.devices.virtual import VirtualSpec
 from ganger_daemon.gang import gang_memory
@@ -89,6 +90,21 @@ def test_each_role_runs_on_cores_and_with_threads_of_its_own() -> None:
             assert seen.cores[1] == seen.cores[2]
             assert not set(parse_ids(seen.cores[0])) & set(parse_ids(seen.cores[1]))
         assert [threads_of(rank.pid) for rank in seen.ranks] == ["3", "1", "1"]
+
+    run(story)
+
+
+def test_the_working_set_of_a_gang_is_measured_by_its_control_group() -> None:
+    async def story(made: Cluster) -> None:
+        daemon = await made.daemon("n1", cgroups="auto")
+        if not is_done(daemon.host.cgroups, "memory"):
+            pytest.skip("no control group of this machine measures memory")
+        size = 200 * MEBIBYTE
+        await made.master.want("n1", made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), pause=0.05, size=size))
+        seen = await made.master.until("n1", 1, lambda seen: seen.working_set_bytes >= size)
+        assert seen.phase == Observed.PHASE_RUNNING
+        assert seen.working_set_bytes < 4 * size
+        await until(lambda: 1 in made.master.progress and made.master.progress[1].working_set_bytes >= size)
 
     run(story)
 

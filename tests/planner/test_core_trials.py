@@ -176,6 +176,21 @@ def test_memory_of_a_running_job_stays_where_the_profile_covers_cores_alone() ->
     )
 
 
+@pytest.mark.parametrize("policy", ["las+predictor", "ganger"])
+def test_trials_of_cores_take_no_memory_from_a_running_job_that_uses_little_of_it(policy: str) -> None:
+    drive = Profiled(policy)
+    (role,) = job_of(1, 0).roles
+    unnamed = structs.replace(role, shape=structs.replace(role.shape, millicores=0))
+    number = drive.add(needs(8), structs.replace(job_of(1, 0), roles=(unnamed,)))
+    (before,) = drive.state.gangs[drive.job(number).epoch].claims
+    drive.state.put_job(structs.replace(drive.job(number), working_set_bytes=GIB // 8))
+    assert 0 < drive.job(number).task_memory_bytes < before.memory_bytes
+    drive.spend(400)
+    assert len(drive.changes) > 2, "cores were tried"
+    (after,) = drive.state.gangs[drive.job(number).epoch].claims
+    assert after.memory_bytes == before.memory_bytes
+
+
 def test_the_next_job_of_a_series_starts_with_the_curve_of_the_last_one() -> None:
     drive = Profiled()
     drive.add(needs(1), signature=7)

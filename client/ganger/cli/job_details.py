@@ -10,7 +10,7 @@ from ganger.cli import job_table
 from ganger.cli.options import number
 from ganger.job import FINISHED
 from ganger.units import format_cores, format_duration, format_memory
-from ganger.v1.job_pb2 import MECHANISM_SIGNAL, MECHANISM_UNSPECIFIED, Job, Mechanism
+from ganger.v1.job_pb2 import MECHANISM_SIGNAL, MECHANISM_UNSPECIFIED, Job, Mechanism, Progress
 from ganger.v1.resources_pb2 import LEVEL_CLUSTER, Claim, Role
 from ganger.v1.scheduling_pb2 import CoresCurve, CurvePoint
 from ganger.wire import times
@@ -67,6 +67,7 @@ def pairs(job: Job) -> list[tuple[str, str]]:
         ("evaluates", evaluation if job.progress.HasField("evaluation") else ""),
         ("reported", _reported(job)),
         ("waits for data", f"{job.progress.data_wait_share:.0%}" if job.progress.data_wait_share else ""),
+        ("memory", memory_text(job.progress)),
         ("mechanism", _mechanism(job)),
         ("offers", "\n".join([", ".join(can), *missing]).strip() if job.state not in FINISHED else ""),
         ("checkpoint", saved if job.HasField("checkpoint") else ""),
@@ -82,6 +83,17 @@ def pairs(job: Job) -> list[tuple[str, str]]:
         ("gpu memory", format_memory(spec.gpu_memory_bytes) if spec.gpu_memory_bytes else ""),
         ("labels", " ".join(f"{name}={text}" for name, text in sorted(spec.labels.items()))),
     ]
+
+
+def memory_text(progress: Progress) -> str:
+    """Return the measured working set, and how much of its files is read again; empty where nothing is measured."""
+    if not progress.working_set_bytes:
+        return ""
+    text = f"working set {format_memory(progress.working_set_bytes)}"
+    if not progress.HasField("refault_bytes_per_s"):
+        return f"{text}; whether its page cache is too small is not measured"
+    again = f"{format_memory(int(progress.refault_bytes_per_s))}/s of files read again"
+    return f"{text}; {again}, which the page cache had no room for"
 
 
 def _member(job: Job) -> str:

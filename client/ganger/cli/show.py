@@ -247,15 +247,17 @@ def why(job: str, cpus: bool, as_json: bool) -> None:
 @click.argument("job", type=JobType())
 @json_option
 def profile(job: str, as_json: bool) -> None:
-    """Show the measured rates of a job by CPU cores, the fitted curve, and the number of cores chosen by it."""
-    from ganger.cli.job_details import plot, rate_rows
+    """Show the measured rates of a job by CPU cores, the fitted curve, and the number of cores chosen by it; and the
+    host memory that it was measured to use."""
+    from ganger.cli.job_details import memory_text, plot, rate_rows
 
     with open_client() as client:
         answer = client.explain_job(job)
     curve = answer.cores_curve if answer.HasField("cores_curve") else None
     if as_json:
         found = None if curve is None else plain(curve)
-        print_json({"job": job, "cores_reason": answer.cores_reason, "cores_curve": found})
+        memory = {"memory_reason": answer.memory_reason, "memory": memory_text(answer.job.progress)}
+        print_json({"job": job, "cores_reason": answer.cores_reason, "cores_curve": found, **memory})
         return
     for one in [] if curve is None else [curve, *curve.other_phases]:
         if one.phase:
@@ -266,3 +268,7 @@ def profile(job: str, as_json: bool) -> None:
             print_line(line)
         print_line("")
     print_line(answer.cores_reason or _NO_REASON)
+    if answer.memory_reason:
+        print_line(answer.memory_reason)
+    if text := memory_text(answer.job.progress):
+        print_line(f"Now: {text}.")

@@ -42,7 +42,7 @@ def demand(configuration_set: ConfigurationSet, shape: GangShape, tasks: Sequenc
 
     Zero millicores or memory in a task's shape become the node's proportional share: whole cores where a share is at
     least one, and of the memory what is left beside the arenas of all devices (at most half of it is kept for them),
-    divided by the shape's residents.
+    divided by the shape's residents. What a task was measured to need takes the place of a larger share of memory.
     A task without devices gets one core and the memory that goes with a core.
     """
     if len(tasks) == 1 == len(shape.roles) and (task := shape.roles[0].shape).millicores and task.memory_bytes:
@@ -58,8 +58,14 @@ def demand(configuration_set: ConfigurationSet, shape: GangShape, tasks: Sequenc
             task = role.shape
             gpus += count * task.gpus
             millicores += count * (task.millicores or share_of_cores(configuration_set, task.gpus))
-            memory += count * (task.memory_bytes or share_of_memory(configuration_set, task.gpus) // shape.residents)
+            memory += count * (task.memory_bytes or _memory_of_a_task(configuration_set, shape, task.gpus))
     return Demand(gpus, millicores, memory, gpus * shape.arena_bytes_per_device)
+
+
+def _memory_of_a_task(configuration_set: ConfigurationSet, shape: GangShape, gpus: int) -> int:
+    """Return the bytes of a task that names none: what it was measured to need, if that is less than its share."""
+    share = share_of_memory(configuration_set, gpus)
+    return min(share, shape.task_memory_bytes) if shape.task_memory_bytes else share // shape.residents
 
 
 def share_of_cores(configuration_set: ConfigurationSet, gpus: int) -> int:

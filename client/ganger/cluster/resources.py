@@ -162,6 +162,8 @@ class GangShape(Struct, frozen=True, gc=False):
     arena_bytes_per_device: int = 0
     # What each of its devices must have left; zero takes what there is.
     device_memory_bytes: int = 0
+    # What one task needs of host memory by measurement, where its role names none; zero: unknown.
+    task_memory_bytes: int = 0
     # So many such gangs are to find host memory on a device: where none is named each takes that part of the share.
     residents: int = 1
 

@@ -304,7 +304,9 @@ def _lease_of(message: scheduling_pb2.PlacementLease) -> PlacementLease:
         turn=message.lease,
         job=message.job,
         revision=message.revision,
-        shape=convert.gang_shape_from_wire(message.spec, message.arena_bytes_per_device, message.device_memory_bytes),
+        shape=convert.gang_shape_from_wire(
+            message.spec, message.arena_bytes_per_device, message.device_memory_bytes, message.task_memory_bytes
+        ),
         lease_s=times.seconds(message.remaining),
         rank=message.rank,
         waited_s=times.seconds(message.waited),

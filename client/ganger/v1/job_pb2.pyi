@@ -685,6 +685,8 @@ class Progress(google.protobuf.message.Message):
     TRAINING_EPOCHS_FIELD_NUMBER: builtins.int
     METRICS_FIELD_NUMBER: builtins.int
     EVALUATION_FIELD_NUMBER: builtins.int
+    WORKING_SET_BYTES_FIELD_NUMBER: builtins.int
+    REFAULT_BYTES_PER_S_FIELD_NUMBER: builtins.int
     step: builtins.int
     samples: builtins.int
     steps_per_s: builtins.float
@@ -707,6 +709,14 @@ class Progress(google.protobuf.message.Message):
     (`job.epochs`); zero where it says nothing.
     """
     training_epochs: builtins.int
+    working_set_bytes: builtins.int
+    """Host memory in use on the node that this report is from: without file caches that were read once. Zero: not
+    measurable.
+    """
+    refault_bytes_per_s: builtins.float
+    """Bytes a second of files that were read again after the kernel had dropped them from the page cache for want of
+    memory, over the last report interval, on the same node. Unset: not measurable.
+    """
     @property
     def time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
     @property
@@ -744,14 +754,21 @@ class Progress(google.protobuf.message.Message):
         training_epochs: builtins.int = ...,
         metrics: collections.abc.Iterable[Global___Metric] | None = ...,
         evaluation: Global___Evaluation | None = ...,
+        working_set_bytes: builtins.int = ...,
+        refault_bytes_per_s: builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_device_utilization", b"_device_utilization", "device_utilization", b"device_utilization", "evaluation", b"evaluation", "first_step_time", b"first_step_time", "step_time", b"step_time", "time", b"time"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_device_utilization", b"_device_utilization", "_refault_bytes_per_s", b"_refault_bytes_per_s", "device_utilization", b"device_utilization", "evaluation", b"evaluation", "first_step_time", b"first_step_time", "refault_bytes_per_s", b"refault_bytes_per_s", "step_time", b"step_time", "time", b"time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_device_utilization", b"_device_utilization", "data_wait_share", b"data_wait_share", "device_utilization", b"device_utilization", "evaluation", b"evaluation", "first_step_time", b"first_step_time", "loss", b"loss", "metrics", b"metrics", "samples", b"samples", "stall_reason", b"stall_reason", "step", b"step", "step_time", b"step_time", "steps_per_s", b"steps_per_s", "time", b"time", "training_epoch", b"training_epoch", "training_epochs", b"training_epochs"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_device_utilization", b"_device_utilization", "_refault_bytes_per_s", b"_refault_bytes_per_s", "data_wait_share", b"data_wait_share", "device_utilization", b"device_utilization", "evaluation", b"evaluation", "first_step_time", b"first_step_time", "loss", b"loss", "metrics", b"metrics", "refault_bytes_per_s", b"refault_bytes_per_s", "samples", b"samples", "stall_reason", b"stall_reason", "step", b"step", "step_time", b"step_time", "steps_per_s", b"steps_per_s", "time", b"time", "training_epoch", b"training_epoch", "training_epochs", b"training_epochs", "working_set_bytes", b"working_set_bytes"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__device_utilization: typing_extensions.TypeAlias = typing.Literal["device_utilization"]
     _WhichOneofArgType__device_utilization: typing_extensions.TypeAlias = typing.Literal["_device_utilization", b"_device_utilization"]
+    _WhichOneofReturnType__refault_bytes_per_s: typing_extensions.TypeAlias = typing.Literal["refault_bytes_per_s"]
+    _WhichOneofArgType__refault_bytes_per_s: typing_extensions.TypeAlias = typing.Literal["_refault_bytes_per_s", b"_refault_bytes_per_s"]
+    @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__device_utilization) -> _WhichOneofReturnType__device_utilization | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__refault_bytes_per_s) -> _WhichOneofReturnType__refault_bytes_per_s | None: ...
 
 Global___Progress: typing_extensions.TypeAlias = Progress
 

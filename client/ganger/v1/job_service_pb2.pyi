@@ -673,12 +673,15 @@ class Explanation(google.protobuf.message.Message):
     RESERVED_NODES_FIELD_NUMBER: builtins.int
     CORES_REASON_FIELD_NUMBER: builtins.int
     CORES_CURVE_FIELD_NUMBER: builtins.int
+    MEMORY_REASON_FIELD_NUMBER: builtins.int
     assumption: builtins.str
     """What the estimate rests on, or why there is none."""
     deadline_advice: builtins.str
     """For a job with a deadline: an estimate whether it can be met beside the deadlines of other jobs."""
     cores_reason: builtins.str
     """Why the job has the cores that it has, in words; and what was measured, unset before the planner has measured it."""
+    memory_reason: builtins.str
+    """What it holds of host memory and why, in words."""
     @property
     def job(self) -> ganger.v1.job_pb2.Job: ...
     @property
@@ -712,10 +715,11 @@ class Explanation(google.protobuf.message.Message):
         reserved_nodes: collections.abc.Iterable[builtins.str] | None = ...,
         cores_reason: builtins.str = ...,
         cores_curve: ganger.v1.scheduling_pb2.CoresCurve | None = ...,
+        memory_reason: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["cores_curve", b"cores_curve", "job", b"job", "start_after", b"start_after", "start_before", b"start_before"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["assumption", b"assumption", "blockers", b"blockers", "cores_curve", b"cores_curve", "cores_reason", b"cores_reason", "deadline_advice", b"deadline_advice", "job", b"job", "migration_steps", b"migration_steps", "reserved_nodes", b"reserved_nodes", "start_after", b"start_after", "start_before", b"start_before"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["assumption", b"assumption", "blockers", b"blockers", "cores_curve", b"cores_curve", "cores_reason", b"cores_reason", "deadline_advice", b"deadline_advice", "job", b"job", "memory_reason", b"memory_reason", "migration_steps", b"migration_steps", "reserved_nodes", b"reserved_nodes", "start_after", b"start_after", "start_before", b"start_before"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Explanation: typing_extensions.TypeAlias = Explanation

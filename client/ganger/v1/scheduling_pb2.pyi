@@ -174,6 +174,7 @@ class PlacementLease(google.protobuf.message.Message):
     ARENA_BYTES_PER_DEVICE_FIELD_NUMBER: builtins.int
     DEVICE_MEMORY_BYTES_FIELD_NUMBER: builtins.int
     SUGGESTED_FIELD_NUMBER: builtins.int
+    TASK_MEMORY_BYTES_FIELD_NUMBER: builtins.int
     lease: builtins.int
     """Its number, which requests name."""
     job: builtins.str
@@ -186,6 +187,10 @@ class PlacementLease(google.protobuf.message.Message):
     """Arena bytes to reserve per device, zero when not known."""
     device_memory_bytes: builtins.int
     """Memory that each of its devices must have left; zero takes what there is."""
+    task_memory_bytes: builtins.int
+    """Host memory that one task needs by measurement, where its role names none and its proportional share is more; zero:
+    the share.
+    """
     @property
     def remaining(self) -> google.protobuf.duration_pb2.Duration: ...
     @property
@@ -226,10 +231,11 @@ class PlacementLease(google.protobuf.message.Message):
         arena_bytes_per_device: builtins.int = ...,
         device_memory_bytes: builtins.int = ...,
         suggested: collections.abc.Iterable[ganger.v1.resources_pb2.Claim] | None = ...,
+        task_memory_bytes: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["remaining", b"remaining", "spec", b"spec", "waited", b"waited"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes_per_device", b"arena_bytes_per_device", "device_memory_bytes", b"device_memory_bytes", "job", b"job", "lease", b"lease", "parked", b"parked", "rank", b"rank", "remaining", b"remaining", "reserved_nodes", b"reserved_nodes", "revision", b"revision", "spec", b"spec", "suggested", b"suggested", "view_version", b"view_version", "waited", b"waited"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes_per_device", b"arena_bytes_per_device", "device_memory_bytes", b"device_memory_bytes", "job", b"job", "lease", b"lease", "parked", b"parked", "rank", b"rank", "remaining", b"remaining", "reserved_nodes", b"reserved_nodes", "revision", b"revision", "spec", b"spec", "suggested", b"suggested", "task_memory_bytes", b"task_memory_bytes", "view_version", b"view_version", "waited", b"waited"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___PlacementLease: typing_extensions.TypeAlias = PlacementLease
@@ -1180,6 +1186,7 @@ class LiveJob(google.protobuf.message.Message):
     IS_MOVING_FIELD_NUMBER: builtins.int
     PEAK_DEVICE_BYTES_FIELD_NUMBER: builtins.int
     USED_DEVICE_BYTES_FIELD_NUMBER: builtins.int
+    WORKING_SET_BYTES_FIELD_NUMBER: builtins.int
     CAPABILITIES_FIELD_NUMBER: builtins.int
     GANG_FIELD_NUMBER: builtins.int
     SIGNATURE_FIELD_NUMBER: builtins.int
@@ -1195,6 +1202,8 @@ class LiveJob(google.protobuf.message.Message):
     peak_device_bytes: builtins.int
     """Largest memory of one device that it was seen to use, and what its devices must have left for it."""
     used_device_bytes: builtins.int
+    working_set_bytes: builtins.int
+    """Largest measured working set of one of its tasks in host memory; zero: unknown."""
     signature: builtins.int
     """The same for jobs of one user that run the same program with other numbers on as many devices."""
     @property
@@ -1244,6 +1253,7 @@ class LiveJob(google.protobuf.message.Message):
         is_moving: builtins.bool = ...,
         peak_device_bytes: builtins.int = ...,
         used_device_bytes: builtins.int = ...,
+        working_set_bytes: builtins.int = ...,
         capabilities: ganger.v1.job_pb2.Capabilities | None = ...,
         gang: Global___LiveGang | None = ...,
         signature: builtins.int = ...,
@@ -1251,7 +1261,7 @@ class LiveJob(google.protobuf.message.Message):
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "create_time", b"create_time", "gang", b"gang", "move_pause", b"move_pause", "pending_time", b"pending_time", "run_duration", b"run_duration", "running_since_time", b"running_since_time", "spec", b"spec", "start_time", b"start_time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "create_time", b"create_time", "gang", b"gang", "is_ending", b"is_ending", "is_moving", b"is_moving", "job", b"job", "move_pause", b"move_pause", "peak_device_bytes", b"peak_device_bytes", "pending_time", b"pending_time", "revision", b"revision", "run_duration", b"run_duration", "running_since_time", b"running_since_time", "signature", b"signature", "spec", b"spec", "start_time", b"start_time", "state", b"state", "used_device_bytes", b"used_device_bytes", "user", b"user"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "create_time", b"create_time", "gang", b"gang", "is_ending", b"is_ending", "is_moving", b"is_moving", "job", b"job", "move_pause", b"move_pause", "peak_device_bytes", b"peak_device_bytes", "pending_time", b"pending_time", "revision", b"revision", "run_duration", b"run_duration", "running_since_time", b"running_since_time", "signature", b"signature", "spec", b"spec", "start_time", b"start_time", "state", b"state", "used_device_bytes", b"used_device_bytes", "user", b"user", "working_set_bytes", b"working_set_bytes"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___LiveJob: typing_extensions.TypeAlias = LiveJob

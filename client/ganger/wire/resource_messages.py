@@ -225,9 +225,12 @@ def arena_bytes_for(gpu_memory_bytes: int) -> int:
 
 
 def gang_shape_from_wire(
-    spec: job_pb2.JobSpec, arena_bytes_per_device: int | None = None, device_memory_bytes: int | None = None
+    spec: job_pb2.JobSpec,
+    arena_bytes_per_device: int | None = None,
+    device_memory_bytes: int | None = None,
+    task_memory_bytes: int = 0,
 ) -> GangShape:
-    """Return the gang shape of a job. The last two arguments default to values from the spec's gpu_memory_bytes."""
+    """Return the gang shape of a job. Both amounts for devices default to values from the spec's gpu_memory_bytes."""
     return GangShape(
         roles=tuple(role_from_wire(role) for role in spec.roles),
         device_type=spec.device_type,
@@ -237,6 +240,7 @@ def gang_shape_from_wire(
             arena_bytes_for(spec.gpu_memory_bytes) if arena_bytes_per_device is None else arena_bytes_per_device
         ),
         device_memory_bytes=spec.gpu_memory_bytes if device_memory_bytes is None else device_memory_bytes,
+        task_memory_bytes=task_memory_bytes,
     )
 
 

@@ -195,6 +195,10 @@ class Cgroups:
         found = map(stat_fields, self.pids(group))
         return sum(int(fields[21]) for fields in found if fields) * os.sysconf("SC_PAGE_SIZE")
 
+    def memory_use(self, group: str) -> controllers.MemoryUse | None:
+        """Return the memory that its processes use; None where no control group measures it."""
+        return None
+
     def destroy(self, group: str, timeout_s: float = 5.0) -> bool:
         """Remove a group. Return False if it still has processes after `timeout_s`; True also for a missing group."""
         if not controllers.wait_until(lambda: not self.pids(group), timeout_s):

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ganger.injob.process_identity import FREEZE_WORDS
 
@@ -205,6 +206,14 @@ class Cpus(CgroupController):
         return self.set_cpus(scratch, cpus[-1:]) == cpus[-1:]
 
 
+class MemoryUse(NamedTuple):
+    """Memory of a group in bytes. `working_set`: what is in use, without file caches that were read once; `refaulted`:
+    of files, what the kernel has read again so far after it had dropped it for want of memory; None: not counted."""
+
+    working_set: int
+    refaulted: int | None
+
+
 class MemoryController(CgroupController):
     def set_limit(self, group: Path, memory_bytes: int) -> bool:
         page = os.sysconf("SC_PAGE_SIZE")
@@ -228,6 +237,18 @@ class MemoryController(CgroupController):
         if self.is_v2:
             cache, shared = "file", "shmem"
         return max(0, usage - max(0, found.get(cache, 0) - found.get(shared, 0)))
+
+    def use(self, group: Path) -> MemoryUse:
+        """Use as in `Cgroups.memory_use`."""
+        usage = number(read(group / ("memory.current" if self.is_v2 else "memory.usage_in_bytes")))
+        found, prefix = keyed(read(group / "memory.stat")), "" if self.is_v2 else "total_"
+        # Older kernels count pages of files only, under the shorter name.
+        names = (f"{prefix}workingset_refault_file", f"{prefix}workingset_refault")
+        refaults = next((found[name] for name in names if name in found), None)
+        return MemoryUse(
+            max(0, usage - found.get(f"{prefix}inactive_file", 0)),
+            None if refaults is None else refaults * os.sysconf("SC_PAGE_SIZE"),
+        )
 
     def oom_kills(self, group: Path) -> int:
         return keyed(read(group / ("memory.events" if self.is_v2 else "memory.oom_control"))).get("oom_kill", 0)

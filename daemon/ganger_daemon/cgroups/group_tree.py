@@ -179,6 +179,10 @@ class GroupTree(Cgroups):
         part = self._parts.memory
         return part.unreclaimable(self._at(part.root, group)) if part else 0
 
+    def memory_use(self, group: str) -> controllers.MemoryUse | None:
+        part = self._parts.memory
+        return part.use(self._at(part.root, group)) if part else None
+
     def destroy(self, group: str, timeout_s: float = 5.0) -> bool:
         places = [self._at(root, group) for root in self._roots]
 

@@ -65,6 +65,36 @@ def memory_limit_bytes(claim: resources_pb2.Claim) -> int:
     return claim.memory_bytes + claim.arena_bytes if claim.memory_bytes else 0
 
 
+def rounded_up(size: int) -> int:
+    """Return a number of bytes rounded up to an eighth of its power of two, so that one that creeps is seldom news."""
+    step = max(_MARGIN_BYTES, 1 << max(0, size.bit_length() - 4))
+    return -(-size // step) * step
+
+
+class WorkingSet:
+    """Measured memory of a gang's processes on this node. `bytes_now`: the working set as last measured; `peak_bytes`:
+    the largest so far; zero where no control group measures them. `refault_bytes_per_s`: see `MemoryUse`, over the last
+    interval; None: unknown."""
+
+    def __init__(self, host: NodeContext, group: str) -> None:
+        self._host = host
+        self._group = group
+        self._refaulted: tuple[float, int] | None = None
+        self.bytes_now = self.peak_bytes = 0
+        self.refault_bytes_per_s: float | None = None
+
+    def measure(self, now: float) -> None:
+        """Take one sample. `now`: seconds of a monotonic clock."""
+        use = self._host.cgroups.memory_use(self._group)
+        if use is None:
+            return
+        self.bytes_now, self.peak_bytes = use.working_set, max(self.peak_bytes, use.working_set)
+        before, self._refaulted = self._refaulted, None if use.refaulted is None else (now, use.refaulted)
+        self.refault_bytes_per_s = None
+        if before is not None and self._refaulted is not None and now > before[0]:
+            self.refault_bytes_per_s = max(0, self._refaulted[1] - before[1]) / (now - before[0])
+
+
 class MemoryWatch:
     """`is_shared`: whether other gangs use its devices, too; then the use of a device does not show this gang's part.
     `group`: its control group. `arena_bytes`: bytes reserved for its arenas. `taken`: its devices, where they are taken

@@ -18,7 +18,7 @@ from ganger_daemon.gang.escalation import Escalation, Freezer
 from ganger_daemon.gang.exit_watcher import ExitWatcher
 from ganger_daemon.gang.gang_context import GangContext, from_json, order_key, to_json, with_spec_of
 from ganger_daemon.gang.gang_launcher import GangLauncher
-from ganger_daemon.gang.gang_memory import MemoryWatch, Segments, memory_limit_bytes
+from ganger_daemon.gang.gang_memory import MemoryWatch, Segments, WorkingSet, memory_limit_bytes
 from ganger_daemon.gang.incoming import IncomingState
 from ganger_daemon.gang.launch_plan import has_no_agent
 from ganger_daemon.gang.process_image import GangImages
@@ -47,6 +47,7 @@ class GangParts:
     rank_errors: RankErrors
     pinning: CorePinning
     memory: MemoryWatch
+    working_set: WorkingSet
     segments: Segments
     escalation: Escalation
     freezer: Freezer
@@ -91,6 +92,7 @@ class GangParts:
                 lambda: int(orders.desired.claim.arena_bytes),
                 devices,
             ),
+            working_set=WorkingSet(host, group),
             segments=Segments(host, group),
             escalation=Escalation(context, exits),
             freezer=Freezer(context),

@@ -29,6 +29,7 @@ from ganger_daemon.core.part_facts import (
     keeps_state,
 )
 from ganger_daemon.gang.gang_context import GangContext, order_key_to_wire
+from ganger_daemon.gang.gang_memory import WorkingSet, rounded_up
 from ganger_daemon.gang.gang_parts import GangParts
 from ganger_daemon.gang.launch_plan import has_no_agent
 from ganger_daemon.gang.step_rate import PageSample
@@ -123,6 +124,12 @@ class GangReport:
         """Return the utilization of its devices since the last call, 0 to 1; None where nothing reports it."""
         return self.parts.utilization.measure(data_wait_share)
 
+    def working_set(self) -> WorkingSet:
+        """Return the memory of its processes, measured now if the gang runs."""
+        if self._phase is PartPhase.RUNNING:
+            self.parts.working_set.measure(time.monotonic())
+        return self.parts.working_set
+
     def metrics(self) -> tuple[ReportedMetric, ...]:
         """Return the named values that the job has reported through its first rank."""
         if (
@@ -175,6 +182,7 @@ def observe(report: GangReport) -> agent_pb2.ObservedGang:
         message.kept_memory_bytes = parts.memory.kept_bytes
     if judgement.outcome is not None:
         message.outcome.CopyFrom(_outcome_to_wire(judgement.outcome))
+    message.working_set_bytes = rounded_up(parts.working_set.peak_bytes)
     published = parts.saving.keeper.published
     if published is not None:
         message.checkpoint.CopyFrom(_checkpoint_to_wire(published))

@@ -85,6 +85,7 @@ def batch(session: str, gangs: GangSet) -> agent_pb2.ProgressReport:
     now = time.time()
     for gang in gangs.all():
         found, concern, metrics = gang.report.progress(), gang.report.stall_reason(), gang.report.metrics()
+        memory = gang.report.working_set()
         if found is None and not concern and not metrics:
             continue
         progress = job_pb2.Progress(loss=math.nan, stall_reason=concern)
@@ -94,6 +95,9 @@ def batch(session: str, gangs: GangSet) -> agent_pb2.ProgressReport:
             utilization = gang.report.utilization(progress.data_wait_share)
             if utilization is not None:
                 progress.device_utilization = utilization
+            progress.working_set_bytes = memory.bytes_now
+            if memory.refault_bytes_per_s is not None:
+                progress.refault_bytes_per_s = memory.refault_bytes_per_s
             progress.step, progress.samples, progress.loss = look.step, look.samples, look.loss
             progress.training_epoch, progress.training_epochs = look.training_epoch, look.training_epochs
             read = time.time()

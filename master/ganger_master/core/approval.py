@@ -21,6 +21,7 @@ from ganger.cluster.search import PlacementRequest
 from ganger.cluster.view import View
 from ganger.protocol.gang_orders import Mechanism
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ganger_master.core import colocation, ending, gang_orders
 from ganger_master.core.job_model import JobRecord
@@ -200,11 +201,13 @@ def judge_change(
 
 
 def requested_memory(state: State, job: JobRecord, claim: Claim) -> int:
-    """Return the bytes that a job requests, or has a right to, for the tasks of a claim; 0 for a node that left."""
+    """Return the bytes that a job requests, or has a right to while it runs, for the tasks of a claim; 0 for a node
+    that left. What it was measured to use counts from its next start on."""
     slot = state.view.slots.get(claim.node)
     if slot is None:
         return 0
-    return demand(state.view.topologies[slot].configuration_set, job.shape, claim.tasks).memory_bytes
+    shape = replace(job.shape, task_memory_bytes=0)
+    return demand(state.view.topologies[slot].configuration_set, shape, claim.tasks).memory_bytes
 
 
 def level_of(state: State, claims: Sequence[Claim]) -> LocalityLevel:

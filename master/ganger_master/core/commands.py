@@ -238,6 +238,8 @@ class ObservedGang(Struct, frozen=True, gc=False):
     # Device memory that its processes keep at OFFLOAD, by device of the node; empty while unknown.
     residue_bytes: tuple[int, ...] = ()
     kept_memory_bytes: int = 0
+    # Largest working set of its processes so far; zero where it is not measured.
+    working_set_bytes: int = 0
     # Of a part that has ended.
     progress: JobProgress | None = None
     # Of the slowest rank: the last step before it was parked, and the first one since it runs.

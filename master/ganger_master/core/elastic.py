@@ -60,7 +60,7 @@ def shape_for(job: JobRecord, claims: Sequence[Claim], rests_for_any_size: bool 
         figures = {"claimed": gpus, "global_batch": job.capabilities.resize_divides}
         detail = "so many ranks do not divide its global batch"
         return Refusal(Reason.CLAIM_MISMATCH, figures, job=job.name, detail=detail)
-    return spec.shape(job.arena_bytes_per_device, job.used_device_bytes, gpus)
+    return job.shape_for(gpus)
 
 
 def begin_resize(state: State, event: ResizeBegun) -> None:
@@ -268,7 +268,7 @@ def judge_resize(state: State, job: JobRecord, gang: Gang, claims: Sequence[Clai
     refusals = rules(state, job, gpus)
     if refusals:
         return refusals
-    shape = job.spec.shape(job.arena_bytes_per_device, job.used_device_bytes, gpus)
+    shape = job.shape_for(gpus)
     holding = tuple([piece.held for piece in gang.pieces if piece.held is not None])
     refusals = judge_change(state, job, tuple(claims), holding, retune=True, shape=shape)
     return refusals or _no_memory_for_both(state, job, gang, claims)
@@ -289,7 +289,7 @@ def _no_memory_for_both(state: State, job: JobRecord, gang: Gang, claims: Sequen
 
 def place_resized(state: State, job: JobRecord, gang: Gang, gpus: int) -> tuple[Claim, ...]:
     """Return claims for that many devices, as close to the present ones as possible. Raises RefusedError."""
-    shape = job.spec.shape(job.arena_bytes_per_device, job.used_device_bytes, gpus)
+    shape = job.shape_for(gpus)
     claims = resized(state.view, shape, gang.claims)
     if claims is None:
         raise _refused(job, f"there is no room for {gpus} GPUs (`ganger nodes` shows what is free)")

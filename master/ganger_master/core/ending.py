@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from ganger.cluster.capacity_index import CapacityIndex
+from ganger.cluster.fit import demand
 from ganger.cluster.preferences import BEST_FIT
 from ganger.cluster.search import PlacementRequest
 from ganger.job_state import JobState
@@ -28,7 +29,16 @@ from msgspec.structs import replace
 from ganger_master.core import gang_orders
 from ganger_master.core.array_model import LOSS, Membership
 from ganger_master.core.gang_model import Gang, GangIntent, GangRole, Outcome, OutcomeKind
-from ganger_master.core.job_model import Checkpoint, Failure, JobProgress, JobRecord, Request, SuspendLevel, members_of
+from ganger_master.core.job_model import (
+    WHOLE_SHARE,
+    Checkpoint,
+    Failure,
+    JobProgress,
+    JobRecord,
+    Request,
+    SuspendLevel,
+    members_of,
+)
 from ganger_master.core.lifecycle import bad_outcome
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
@@ -164,7 +174,9 @@ def complete(state: State, job: JobRecord, gangs: Sequence[Gang], now: float, ca
 
 
 def fail(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> None:
-    """Handle a failed attempt. Its cause decides which budget pays; the job continues from its last checkpoint."""
+    """Handle a failed attempt. Its cause decides which budget pays; the job continues from its last checkpoint.
+
+    The user's does not pay where a job ran out of memory with less than its share of it: it then gets the share."""
     outcome = bad_outcome(gang)
     state.history(
         now, job, "attempt_failed", cause, outcome.message, epoch=gang.epoch, outcome=outcome.kind,
@@ -182,7 +194,10 @@ def fail(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> No
     if outcome.kind is OutcomeKind.ESCALATED and gang.node_set:
         # The other gangs of its group waited until it was killed, and would wait again in every slice.
         job = replace(job, capabilities=job.capabilities.without_turns(_OUTSTAYED))
-    if _is_users(outcome):
+    is_ours = outcome.kind is OutcomeKind.OUT_OF_MEMORY and _had_less_than_its_share(state, job, gang)
+    if is_ours:
+        job = replace(job, working_set_bytes=WHOLE_SHARE)
+    if _is_users(outcome) and not is_ours:
         if outcome.kind is not OutcomeKind.LAUNCH_FAILED:
             note_launched(state, gang)
             job = started(job, gang)
@@ -200,6 +215,16 @@ def fail(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> No
             end(state, job.number, JobState.FAILED, now, failure.message, failure)
             return
     requeue(state, job, now, failure.message)
+
+
+def _had_less_than_its_share(state: State, job: JobRecord, gang: Gang) -> bool:
+    """Return whether a gang held less host memory than its share, by the job's measured working set."""
+    whole = replace(job.shape, task_memory_bytes=0)
+    return any(
+        claim.memory_bytes < demand(state.view.topology(claim.node).configuration_set, whole, claim.tasks).memory_bytes
+        for claim in gang.claims
+        if job.working_set_bytes and claim.node in state.view.slots
+    )
 
 
 def _rest_on_checkpoint(

@@ -109,13 +109,26 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED_N
             return gpus == self.gpus
         return self.gpus_min <= gpus <= self.gpus_max and gpus % self.roles[0].shape.gpus == 0
 
-    def shape(self, arena_bytes_per_device: int = 0, used_device_bytes: int = 0, gpus: int = 0) -> GangShape:
-        """Return the shape of the job's gang with `gpus` devices, a number that it accepts; zero: as its roles name."""
+    def shape(
+        self, arena_bytes_per_device: int = 0, used_device_bytes: int = 0, gpus: int = 0, task_memory_bytes: int = 0
+    ) -> GangShape:
+        """Return the shape of the job's gang with `gpus` devices, a number that it accepts; zero: as its roles name.
+
+        `used_device_bytes`, `task_memory_bytes`: needs of a device and of a task in host memory, as measured."""
         named, roles = self.gpu_memory_bytes, self.roles
         needed = named if named > used_device_bytes else used_device_bytes
         if gpus:
             roles = (replace(roles[0], tasks=gpus // roles[0].shape.gpus),)
-        return GangShape(roles, self.device_type, self.locality, self.nodes, arena_bytes_per_device, needed)
+        return GangShape(
+            roles, self.device_type, self.locality, self.nodes, arena_bytes_per_device, needed, task_memory_bytes
+        )
+
+
+# Margin beside a quarter of the working set: to restore a state takes memory of its own. Needs are rounded up.
+_MEMORY_MARGIN_BYTES: Final = 1 << 30
+_MEMORY_STEP_BYTES: Final = 64 << 20
+# In place of a measured working set: more than the share of any node.
+WHOLE_SHARE: Final = 1 << 60
 
 
 class RefusedMechanism(Struct, frozen=True, gc=False):
@@ -295,6 +308,8 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED
     peak_device_bytes: int = 0
     # The same, but no more than the devices it ran on have: what others must leave it.
     used_device_bytes: int = 0
+    # Largest measured working set of one task in host memory; `WHOLE_SHARE` once less than its share was too little.
+    working_set_bytes: int = 0
     # Progress of the newest attempt that has ended. That of a running one is measured, and not stored.
     progress: JobProgress | None = None
     # The level at which a user's suspend has parked it; NONE until it is parked.
@@ -361,7 +376,18 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED
         return self.shape_with(self.arena_bytes_per_device)
 
     def shape_with(self, arena_bytes_per_device: int) -> GangShape:
-        return self.spec.shape(arena_bytes_per_device, self.used_device_bytes, self._other_size)
+        return self.spec.shape(arena_bytes_per_device, self.used_device_bytes, self._other_size, self.task_memory_bytes)
+
+    def shape_for(self, gpus: int) -> GangShape:
+        """Return its shape with that many devices, by its measured memory."""
+        return self.spec.shape(self.arena_bytes_per_device, self.used_device_bytes, gpus, self.task_memory_bytes)
+
+    @property
+    def task_memory_bytes(self) -> int:
+        """What one task needs of host memory: the measured working set with a margin; zero while that is unknown."""
+        used = self.working_set_bytes
+        needed = used * 5 // 4 + _MEMORY_MARGIN_BYTES
+        return -(-needed // _MEMORY_STEP_BYTES) * _MEMORY_STEP_BYTES if used else 0
 
 
 class Update(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED_NAMES):

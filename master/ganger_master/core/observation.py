@@ -218,6 +218,11 @@ def _learn(state: State, gang: Gang, node: Node, observed: ObservedGang, now: fl
         fresh = replace(
             job, peak_device_bytes=max(job.peak_device_bytes, peak), used_device_bytes=max(job.used_device_bytes, used)
         )
+    if observed.phase is ObservedPhase.RUNNING and observed.working_set_bytes and len(job.spec.roles) == 1:
+        piece = gang.piece(node.name)
+        tasks = piece.claim.tasks[0] if piece is not None else 1
+        largest = max(job.working_set_bytes, -(-observed.working_set_bytes // tasks))
+        fresh = replace(fresh, working_set_bytes=largest)
     is_unchanged = observed.capabilities == job.capabilities and len(gang.pieces) == 1
     if observed.capabilities.known and not is_unchanged and gang.role is not GangRole.DESTINATION:
         # What an earlier attempt did in its turn is not for this one to deny.

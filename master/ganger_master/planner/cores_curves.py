@@ -1,5 +1,5 @@
 """Measured rates of jobs by number of cores, as the planner reports them to the master, and in words: why a job has the
-cores that it has. The master decides nothing from them.
+cores and the host memory that it has. The master decides nothing from them.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Final
 
 import numpy as np
 from ganger.cluster.resources import Claim
-from ganger.units import format_cores, format_duration
+from ganger.units import format_cores, format_duration, format_memory
 from msgspec import structs
 
 from ganger_master.core.commands import PROMISES_LIMIT
 from ganger_master.core.gang_model import Gang
-from ganger_master.core.job_model import JobRecord
+from ganger_master.core.job_model import WHOLE_SHARE, JobRecord
 from ganger_master.core.plan_changes import CURVE_POINTS, CoresCurve, CurvePoint
 from ganger_master.core.state import State
 from ganger_master.estimators.cpu import sweet_point_bounds
@@ -99,6 +99,31 @@ def explain_cores(state: State, number: int) -> str:
     sentences.append(_reason(state, job, gang if holds else None, curve))
     sentences += [] if curve is None else _measured(curve)
     return " ".join([f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences])
+
+
+def explain_memory(state: State, number: int) -> str:
+    """Return what a job holds of host memory and why, in a paragraph. Raises KeyError for an unknown job."""
+    job = state.jobs[number]
+    gang = state.gangs.get(job.epoch)
+    held = [] if gang is None else [piece.held for piece in gang.pieces if piece.held is not None]
+    texts = [f"{format_memory(claim.memory_bytes)} on {claim.node}" for claim in held]
+    return f"Of host memory it holds {' and '.join(texts) or 'nothing now'}: {_memory_reason(job)}."
+
+
+def _memory_reason(job: JobRecord) -> str:
+    named = [(role.shape.memory_bytes, role.name) for role in job.shape.roles if role.shape.memory_bytes]
+    if named:
+        texts = [f"{format_memory(size)} for each task" + f" ({name})" * (len(named) > 1) for size, name in named]
+        return f"its user asked for {' and '.join(texts)}, and no measurement changes that"
+    share = "it gets a part of its node's in proportion to its devices"
+    if len(job.spec.roles) > 1:
+        return f"{share}, since memory of several roles is not measured by task"
+    if job.working_set_bytes == WHOLE_SHARE:
+        return f"{share}, since it ran out of memory with less"
+    if not job.working_set_bytes:
+        return f"{share}, and it was not measured yet, or no control group of its node measures memory"
+    used, needed = format_memory(job.working_set_bytes), format_memory(job.task_memory_bytes)
+    return f"{share}, and from its next start on {needed} for each task if that is less: it has used {used} at most"
 
 
 def _held(claims: Sequence[Claim], job: JobRecord) -> str:

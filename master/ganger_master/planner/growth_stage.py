@@ -343,7 +343,7 @@ def _least_size(job: JobRecord, gang: Gang) -> int:
 
 
 def _claims(job: JobRecord, gang: Gang, gpus: int, view: View, one_node_only: bool = False) -> Claims | None:
-    shape = job.spec.shape(job.arena_bytes_per_device, job.used_device_bytes, gpus)
+    shape = job.shape_for(gpus)
     return resized(view, as_held(shape, gang), gang.claims, one_node_only)
 
 

@@ -107,7 +107,7 @@ def sizes_of(job: JobRecord, gang: Gang | None) -> Sequence[int] | None:
 def claims_of(view: View, job: JobRecord, gang: Gang, gpus: int) -> Claims | None:
     """Return its place with that many devices, its own claims counted as free; None if none is close enough, or if host
     memory does not hold both worlds."""
-    shape = job.spec.shape(job.arena_bytes_per_device, job.used_device_bytes, gpus)
+    shape = job.shape_for(gpus)
     widest = shape.locality.widest
     claims = resized(view, shape, gang.claims, one_node_only=widest <= LocalityLevel.NODE)
     if claims is None or gang_level(view, claims) > widest:

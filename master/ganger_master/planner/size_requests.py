@@ -102,7 +102,7 @@ class SizeRequests:
         if not self.elastic[at]:
             return job.shape
         least = int(self.least[at] * self.each[at])
-        return job.spec.shape(job.arena_bytes_per_device, job.used_device_bytes, gpus or least)
+        return job.shape_for(gpus or least)
 
     @property
     def before(self) -> Integers:

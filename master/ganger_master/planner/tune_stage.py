@@ -213,14 +213,15 @@ def wish_of(
     """Return the amounts with the memory that the job requests, and never below its minimum. `shape`: the one that it
     is placed with. A job that leaves memory for a co-located one gets no more than its share of it at its start; what
     it has of the whole share later, it may use."""
-    share = asked(view, shape, claims)
-    whole_share = share if is_start else asked(view, job.shape, claims)
+    share = asked(view, shape if is_start else unmeasured(shape), claims)
+    whole_share = share if is_start else asked(view, unmeasured(job.shape), claims)
     wanted, least = [], []
     for claim, (millicores, memory), (share_millicores, share_memory), (_, most) in zip(
         claims, amounts, share, whole_share, strict=True
     ):
         named = memory_named(shape, claim.tasks)
-        memory = min(memory, share_memory) if shape.residents > 1 else memory
+        is_less = shape.residents > 1 or (is_start and shape.task_memory_bytes > 0)
+        memory = min(memory, share_memory) if is_less else memory
         memory = named or (memory if is_start else max(memory, min(claim.memory_bytes, most)))
         wanted.append((max(1, millicores), max(1, memory)))
         least.append((min(max(1, millicores), share_millicores), named or min(memory, share_memory)))
@@ -294,6 +295,11 @@ def _as_asked(tuning: Tuning, view: View, job: JobRecord, claims: Claims, shape:
         return CoresWish(job, claims, asked(view, shape, claims), ((0, 0),) * len(claims))
     named = tuple([(sum(claim.millicores), claim.memory_bytes) for claim in claims])
     return CoresWish(job, claims, named, named)
+
+
+def unmeasured(shape: GangShape) -> GangShape:
+    """Return the shape with shares of memory: what a job was measured to use counts from its next start on."""
+    return structs.replace(shape, task_memory_bytes=0) if shape.task_memory_bytes else shape
 
 
 @lru_cache(4096)

@@ -185,6 +185,7 @@ def observed_gang_from_wire(message: agent_pb2.ObservedGang) -> commands.Observe
         cores=tuple([cut(text, _CORES_MOST) for text in message.cores]),
         residue_bytes=tuple([min(size, _BYTES_MOST) for size in message.residue_bytes[:_DEVICES_MOST]]),
         kept_memory_bytes=min(message.kept_memory_bytes, _BYTES_MOST),
+        working_set_bytes=min(message.working_set_bytes, _BYTES_MOST),
         last_step_time=times.unix_s(message.last_step_time),
         first_step_time=times.unix_s(message.first_step_time),
         progress=job_messages.progress_from_wire(message.epoch, message.progress) if has_said else None,

@@ -449,6 +449,7 @@ def progress_to_wire(sample: Sample) -> job_pb2.Progress:
     message = job_pb2.Progress(
         **plain(sample, SAMPLE),
         **plain(sample, "data_wait_share concern:stall_reason device_use:device_utilization"),
+        **plain(sample, "working_set_bytes refault_bytes_per_s"),
         time=times.timestamp(sample.time),
         step_time=times.timestamp(sample.step_time) if sample.step_time else None,
         first_step_time=times.timestamp(sample.since_time) if sample.since_time else None,

@@ -20,7 +20,7 @@ from ganger_master.core.answers import ArrayAnswer, JobAnswer, UpdateAnswer
 from ganger_master.core.events import cut
 from ganger_master.core.explain import Explanation, explain, kept_for, making_room_for
 from ganger_master.core.job_model import JobRecord, members_of
-from ganger_master.planner.cores_curves import explain_cores
+from ganger_master.planner.cores_curves import explain_cores, explain_memory
 from ganger_master.planner.job_forecasts import deadline_advice, start_forecast
 from ganger_master.policies import ShareByTimeSlices
 from ganger_master.policies.order_registry import EDF
@@ -257,6 +257,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
             reserved_nodes=[names.node_name(node) for node in kept_for(self._writer.state, number)],
             cores_reason=explain_cores(self._writer.state, number),
             cores_curve=None if curve is None else curve_to_wire(curve),
+            memory_reason=explain_memory(self._writer.state, number),
         )
 
     async def _with_forecast(self, found: Explanation, number: int) -> Explanation:

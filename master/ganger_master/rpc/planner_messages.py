@@ -68,6 +68,7 @@ def live_job_to_wire(job: JobRecord, gang: Gang | None, into: scheduling_pb2.Liv
     """Write a live job into the empty message `into`. `gang`: that of the job's present epoch."""
     into.job, into.revision, into.user = job.name, job.revision, job.user
     into.peak_device_bytes, into.used_device_bytes = job.peak_device_bytes, job.used_device_bytes
+    into.working_set_bytes = job.working_set_bytes
     into.state = job_messages.STATES[job.state]
     # What it requests now: a planner does not need the reason.
     spec = replace(job.spec, command=(), labels={}, roles=job.shape.roles)
@@ -96,7 +97,7 @@ def live_job_from_wire(message: scheduling_pb2.LiveJob) -> tuple[JobRecord, Gang
         "",
         spec=job_messages.spec_from_wire(message.spec),
         state=_STATES.get(message.state, JobState.PENDING),
-        **plain(message, "revision user peak_device_bytes used_device_bytes"),
+        **plain(message, "revision user peak_device_bytes used_device_bytes working_set_bytes"),
         **moments,
         epoch=0 if gang is None else gang.epoch,
         # Not which: only that there is another.

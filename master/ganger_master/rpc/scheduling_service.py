@@ -352,6 +352,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
             view_version=self._writer.committed.view_version,
             arena_bytes_per_device=job.arena_bytes_per_device,
             device_memory_bytes=job.shape.device_memory_bytes,
+            task_memory_bytes=job.shape.task_memory_bytes,
         )
 
 

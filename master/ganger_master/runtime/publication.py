@@ -328,6 +328,9 @@ class Sample:
     since_time: float = 0.0
     # Utilisation of its devices, 0 to 1; None: not measurable.
     device_use: float | None = None
+    # Host memory in use on that node, and bytes of files read again there for want of page cache; None: not measurable.
+    working_set_bytes: int = 0
+    refault_bytes_per_s: float | None = None
     # Metrics that the job reported by name; only the daemon of its first rank reports them.
     metrics: tuple[JobMetric, ...] = ()
     # Completed and planned epochs of training; zero: not reported.

@@ -25,6 +25,10 @@ for line in sys.stdin:
         os.sched_setaffinity(0, {int(value)})
     elif word == "hold":
         held = bytearray(b"x") * int(value)
+    elif word == "read":
+        with open(value, "rb", buffering=0) as file:
+            while file.read(1 << 20):
+                pass
     elif word == "child":
         if os.fork() == 0:
             gate.wait()

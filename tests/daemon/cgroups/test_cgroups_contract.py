@@ -15,6 +15,7 @@ import pytest
 from daemon.cgroups.member import member_of
 from ganger_daemon.cgroups import controllers as files
 from ganger_daemon.cgroups.contract import Cgroups, Variant, is_done
+from ganger_daemon.cgroups.controllers import MemoryUse
 from ganger_daemon.cgroups.group_tree import choose_cgroups
 from kit.waiting import eventually
 
@@ -161,6 +162,7 @@ def test_a_group_that_does_not_exist_answers_quietly(cgroups: Cgroups) -> None:
     assert not cgroups.set_memory_limit(missing, MEBIBYTE)
     assert cgroups.oom_kills(missing) == 0
     assert cgroups.unreclaimable_bytes(missing) == 0
+    assert cgroups.memory_use(missing) in (None, MemoryUse(0, None))
     assert cgroups.cpu_s(missing) == 0.0
     assert not cgroups.frozen(missing)
     cgroups.kill(missing)
@@ -179,6 +181,35 @@ def test_passing_the_memory_limit_is_counted_as_out_of_memory(cgroups: Cgroups) 
         eventually(lambda: member.gone)
         assert member.code == -9
         assert cgroups.oom_kills(GROUP) == 1
+
+
+def test_files_that_the_page_cache_has_no_room_for_are_counted_as_read_again(cgroups: Cgroups, tmp_path: Path) -> None:
+    if not enforced(cgroups, "memory"):
+        assert cgroups.memory_use(GROUP) is None
+        pytest.skip("no memory controller in this variant")
+    assert cgroups.set_memory_limit(GROUP, 64 * MEBIBYTE)
+    small, large = tmp_path / "small", tmp_path / "large"
+    for path, mebibytes in ((small, 4), (large, 128)):
+        with path.open("wb") as file:
+            file.write(bytes(mebibytes * MEBIBYTE))
+            os.fsync(file.fileno())
+            # Not in the page cache of this process's own group.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    refaulted = []
+    with member_of(cgroups, GROUP) as member:
+        assert member.do(f"hold {16 * MEBIBYTE}")
+        for path in (small, small, large, large):
+            assert member.do(f"read {path}")
+            use = cgroups.memory_use(GROUP)
+            assert use is not None
+            assert 16 * MEBIBYTE <= use.working_set <= 64 * MEBIBYTE
+            if use.refaulted is None:
+                pytest.skip("this kernel does not count them by group")
+            refaulted.append(use.refaulted)
+        cgroups.kill(GROUP)
+    fits, again, _, twice = refaulted
+    assert again == fits
+    assert twice - fits >= 32 * MEBIBYTE
 
 
 def test_a_memory_limit_can_be_raised_and_lowered(cgroups: Cgroups) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from daemon.cgroups.recorded_v2 import RecordedV2
 from ganger_daemon.cgroups.contract import Variant
+from ganger_daemon.cgroups.controllers import MemoryUse
 from ganger_daemon.cgroups.group_tree import choose_cgroups
 
 MEBIBYTE = 2**20
@@ -48,6 +49,12 @@ def test_v2_pins_and_limits_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (mount / "ganger/n1/job-1/cpu.stat").write_text("usage_usec 1500000\n")
     assert cgroups.oom_kills("job-1") == 2
     assert cgroups.unreclaimable_bytes("job-1") == 4096
+    assert cgroups.memory_use("job-1") == MemoryUse(4096, None)
+    stat = mount / "ganger/n1/job-1/memory.stat"
+    stat.write_text("active_file 900\ninactive_file 1000\nworkingset_refault 7\n")
+    assert cgroups.memory_use("job-1") == MemoryUse(3096, 7 * 4096)
+    stat.write_text("inactive_file 5000\nworkingset_refault_anon 9\nworkingset_refault_file 2\n")
+    assert cgroups.memory_use("job-1") == MemoryUse(0, 2 * 4096)
     assert cgroups.cpu_s("job-1") == 1.5
     assert cgroups.join_files("job-1") == (str(mount / "ganger/n1/job-1/cgroup.procs"),)
 

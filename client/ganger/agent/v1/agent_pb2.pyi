@@ -816,6 +816,7 @@ class ObservedGang(google.protobuf.message.Message):
     FIRST_STEP_TIME_FIELD_NUMBER: builtins.int
     NEWEST_ORDER_FIELD_NUMBER: builtins.int
     IN_TIME_SLICES_FIELD_NUMBER: builtins.int
+    WORKING_SET_BYTES_FIELD_NUMBER: builtins.int
     job: builtins.str
     job_uid: builtins.str
     epoch: builtins.int
@@ -840,6 +841,10 @@ class ObservedGang(google.protobuf.message.Message):
     """
     in_time_slices: builtins.bool
     """It is in a time-slice group."""
+    working_set_bytes: builtins.int
+    """Largest working set so far of its processes on this node: memory in use without file caches that were read once.
+    Rounded up to an eighth of its power of two; zero where no control group measures it.
+    """
     @property
     def order(self) -> Global___OrderKey:
         """Highest order obeyed or being obeyed."""
@@ -912,10 +917,11 @@ class ObservedGang(google.protobuf.message.Message):
         first_step_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         newest_order: Global___DesiredGang | None = ...,
         in_time_slices: builtins.bool = ...,
+        working_set_bytes: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "checkpoint", b"checkpoint", "first_step_time", b"first_step_time", "last_step_time", b"last_step_time", "newest_order", b"newest_order", "order", b"order", "outcome", b"outcome", "progress", b"progress"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes", b"arena_bytes", "capabilities", b"capabilities", "capabilities_presumed", b"capabilities_presumed", "checkpoint", b"checkpoint", "claim_device_mask", b"claim_device_mask", "cores", b"cores", "epoch", b"epoch", "first_step_time", b"first_step_time", "in_time_slices", b"in_time_slices", "job", b"job", "job_uid", b"job_uid", "kept_memory_bytes", b"kept_memory_bytes", "last_step_time", b"last_step_time", "level", b"level", "newest_order", b"newest_order", "order", b"order", "outcome", b"outcome", "peak_device_bytes", b"peak_device_bytes", "phase", b"phase", "progress", b"progress", "ranks", b"ranks", "repin_done", b"repin_done", "residue_bytes", b"residue_bytes", "stop_sequence", b"stop_sequence", "stop_step", b"stop_step", "threads", b"threads", "trouble", b"trouble"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes", b"arena_bytes", "capabilities", b"capabilities", "capabilities_presumed", b"capabilities_presumed", "checkpoint", b"checkpoint", "claim_device_mask", b"claim_device_mask", "cores", b"cores", "epoch", b"epoch", "first_step_time", b"first_step_time", "in_time_slices", b"in_time_slices", "job", b"job", "job_uid", b"job_uid", "kept_memory_bytes", b"kept_memory_bytes", "last_step_time", b"last_step_time", "level", b"level", "newest_order", b"newest_order", "order", b"order", "outcome", b"outcome", "peak_device_bytes", b"peak_device_bytes", "phase", b"phase", "progress", b"progress", "ranks", b"ranks", "repin_done", b"repin_done", "residue_bytes", b"residue_bytes", "stop_sequence", b"stop_sequence", "stop_step", b"stop_step", "threads", b"threads", "trouble", b"trouble", "working_set_bytes", b"working_set_bytes"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ObservedGang: typing_extensions.TypeAlias = ObservedGang
