@@ -43,11 +43,12 @@ class CoreUse(StrEnum):
     """Whether the master's core ran in an experiment.
 
     WHOLE: the core and, where the policy plans, the planner's loop decided, in virtual time or as real programs.
-    APPROVAL: the core's approval of gangs alone. ARITHMETIC: estimators, orders and searches of the production were
-    called from a model of the experiment's own; no core and no planner ran.
+    PLANNER: a pass of the planner alone. APPROVAL: the core's approval of gangs alone. ARITHMETIC: estimators, orders
+    and searches of the production were called from a model of the experiment's own; no core and no planner ran.
     """
 
     WHOLE = "yes"
+    PLANNER = "planner only"
     APPROVAL = "approval only"
     ARITHMETIC = "arithmetic only"
 

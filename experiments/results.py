@@ -33,9 +33,10 @@ A stopped run continues: measurements by the same code on the same data are kept
 `--anew`. Processor time, of one core, is stated below: {minutes:.0f} min for {noted} experiments.
 
 *Core ran*: `yes` where the master's core, and the planner's loop where the policy plans, decided,
-in virtual time or as real programs; `approval only`: the core's approval of gangs alone;
-`arithmetic only`: the production's estimators, orders or searches, called from a model of the
-experiment's own. *Short by* names each figure that misses its limit.
+in virtual time or as real programs; `planner only`: a pass of the planner alone; `approval only`:
+the core's approval of gangs alone; `arithmetic only`: the production's estimators, orders or
+searches, called from a model of the experiment's own. *Short by* names each figure that misses its
+limit.
 
 ± is the half-width of a 95 % confidence interval over seeds; the mean of such figures is compared.
 A load is the offered work divided by the capacity of the cluster. Raw rows are in

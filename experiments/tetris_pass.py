@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
-from ganger_master.policies.job_facts import Floats, Integers
-from ganger_master.policies.tetris import DIGITS, Alignment, Knobs, within_fairness
+from ganger_master.policies.job_facts import Floats
+from ganger_master.policies.tetris import Alignment
 from numpy.typing import NDArray
 
 # Share of the alignment that a task loses where it would read remote input: the paper's default.
@@ -57,50 +57,3 @@ def scores(
     work = float(remaining_work[some].mean())
     epsilon = srtf_weight * float(alignment[eligible].mean()) / work if work > 0 else 0.0
     return np.where(eligible, alignment - epsilon * remaining_work[:, None], -np.inf)
-
-
-# Shares of machines are sums of floats: a task that fits to a millionth of a machine fits.
-_SLACK = 1e-9
-
-
-def tetris_pass(
-    demands: Floats,
-    pending: Integers,
-    remaining_work: Floats,
-    available: Floats,
-    shares: Floats,
-    *,
-    knobs: Knobs,
-    is_remote: NDArray[np.bool_] | None = None,
-) -> Integers:
-    """Return how many tasks of each job each machine starts now: (jobs x machines).
-
-    `demands` (jobs x resources) of one task and `available` (machines x resources) are in shares of a machine;
-    `pending` tasks wait; `remaining_work` and `is_remote` as in `scores`; `shares`: what each job holds of its fair
-    share, by which the fairness knob chooses once, before the pass. Each machine in turn takes the best task that fits
-    until none does; ties go to the job that came first.
-    """
-    jobs, machines = len(demands), len(available)
-    placed = np.zeros((jobs, machines), np.int64)
-    waiting = np.array(pending, np.int64)
-    allowed = within_fairness(shares, waiting > 0, knobs.fairness)
-    left = np.array(available, np.float64)
-    for machine in range(machines):
-        remote = None if is_remote is None else is_remote[:, machine, None]
-        while True:
-            fits = allowed & (waiting > 0) & (demands <= left[machine] + _SLACK).all(axis=1)
-            if not fits.any():
-                break
-            here = scores(
-                aligned(demands, left[machine, None], knobs.alignment),
-                remaining_work,
-                srtf_weight=knobs.srtf_weight,
-                is_remote=remote,
-                remote_penalty=REMOTE_PENALTY,
-                eligible=fits[:, None],
-            )
-            job = int(np.argmax(np.round(here[:, 0], DIGITS)))
-            placed[job, machine] += 1
-            waiting[job] -= 1
-            left[machine] -= demands[job]
-    return placed

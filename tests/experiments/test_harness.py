@@ -243,7 +243,7 @@ def test_command_lists_every_claim(said: Said) -> None:
     assert code == 0
     told = json.loads(out)
     assert [each["name"] for each in told] == list(claims())
-    assert {each["core_ran"] for each in told} == {"yes", "approval only", "arithmetic only"}
+    assert {each["core_ran"] for each in told} == {"yes", "planner only", "approval only", "arithmetic only"}
 
 
 def test_command_tells_all_of_a_claim_in_lines_as_wide_as_the_terminal(

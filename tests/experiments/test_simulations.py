@@ -10,19 +10,15 @@ import numpy as np
 import pytest
 from ganger_master.estimators.speed import ServerPoint, UpdateMode
 from ganger_master.policies.order_registry import ORDERS
-from ganger_master.policies.tetris import Alignment, Knobs
 from ganger_master.policies.tunings import Gangs, Pieces, Profiles, Tuning, TuningNodes, gangs, pieces, proportionally
 from ganger_master.policies.tunings.catalogue import PROPORTIONAL
 from ganger_master.policies.tunings.synergy import SYNERGY_TUNE
-from ganger_master.simulator.traces.workload import workload
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.ideal import IdealJob, ideal
 
 from experiments import parameter_server_slots as slots
-from experiments import t4_jobs, tasks
-from experiments.counted_slices import in_turns
-from experiments.early_feedback import feedback_s
+from experiments import t4_jobs
 from experiments.rounds import RoundJobs, ends, through_rounds
 from experiments.t4_workloads import least
 
@@ -75,76 +71,6 @@ def test_a_job_that_moves_loses_what_a_move_takes() -> None:
     free, paid = (through_rounds(jobs, nodes, ORDERS["fifo"], moving, move_s=cost).end_s for cost in (0.0, 30.0))
     assert free.tolist() == [900.0, 900.0, 1200.0]
     assert sorted(paid[:2].tolist()) == [900.0, 1200.0]
-
-
-# --- turns
-
-
-def test_turns_are_taken_and_ends_leave_room_at_once() -> None:
-    """Three jobs of one GPU on two: the third gets the place of the first that ends, or a turn of 60 s."""
-    jobs = workload("abc", [0.0, 0.0, 0.0], [1, 1, 1], [100.0, 100.0, 100.0])
-    fifo, turns = (in_turns(jobs, 2, ORDERS[name], 60.0) for name in ("fifo", "round-robin"))
-    assert fifo.end_s.tolist() == [100.0, 100.0, 200.0]
-    assert fifo.started_s.tolist() == [0.0, 0.0, 100.0]
-    # a and b to 60, c and a to 120 when a has had its 100, b beside c from 100 on
-    assert turns.started_s.tolist() == [0.0, 0.0, 60.0]
-    assert sorted(turns.end_s.tolist())[0] == 100.0
-    assert turns.end_s.max() == 160.0
-
-
-@settings(max_examples=30)
-@given(
-    st.lists(st.tuples(st.integers(0, 2000), st.integers(1, 4), st.integers(1, 2000)), min_size=1, max_size=10),
-    st.sampled_from(["tiresias", "round-robin", "fifo", "srtf"]),
-)
-def test_no_slice_overcommits_and_every_job_ends(jobs: list[tuple[int, int, int]], name: str) -> None:
-    jobs.sort(key=lambda job: job[0])
-    arrival, gpus, seconds = (np.array(column) for column in zip(*jobs, strict=True))
-    found = in_turns(workload(map(str, range(len(jobs))), arrival, gpus, seconds), 4, ORDERS[name], 60.0)
-    assert (found.end_s >= arrival + seconds - 1e-6).all()
-    assert (found.started_s >= arrival).all()
-    assert found.end_s.max() >= arrival[0] + (gpus * seconds).sum() / 4 - 1e-6
-
-
-def test_all_trials_have_shown_something_after_as_many_slices_as_it_takes() -> None:
-    """Eight trials on four GPUs: the second four begin after a minute, a switch of a second for each. A trial that
-    needs
-    all of a slice needs a second one for what the switch took."""
-    assert feedback_s(np.full(8, 30.0), 1.0) == 60.0 + 1.0 + 30.0
-    assert feedback_s(np.full(4, 30.0), 1.0) == 31.0
-    assert feedback_s(np.full(8, 60.0), 0.0) == 120.0
-    assert feedback_s(np.full(8, 60.0), 0.5) > 180.0
-
-
-# --- tasks
-
-
-def task_jobs(arrivals: list[float], demands: list[list[float]], seconds: list[list[float]]) -> tasks.TaskJobs:
-    return tasks.TaskJobs(np.array(arrivals), np.array(demands), np.array(seconds))
-
-
-# A fills the node for 10 s and then half of it; B, which needs it whole, is second; C, which needs half, is third.
-THREE = task_jobs([0.0, 1.0, 2.0], [[0.5], [1.0], [0.5]], [[10.0, 20.0], [5.0, 5.0], [8.0, 8.0]])
-
-
-def test_a_strict_queue_waits_for_its_head_and_the_other_passes_it_over() -> None:
-    """Strict: A to 10 and 20, B from 20 to 30, C from 30 to 38. Skipping: C from 10 to 26 beside A, B from 26 to 36."""
-    strict, skipping = (tasks.simulated(THREE, 1, tasks.fifo(is_strict)) for is_strict in (True, False))
-    assert (strict[0], strict[1].tolist()) == (38.0, [20.0, 29.0, 36.0])
-    assert (skipping[0], skipping[1].tolist()) == (36.0, [20.0, 35.0, 24.0])
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [tasks.best_node(Alignment.COSINE), tasks.best_node(Alignment.DOT), tasks.tetris(Knobs()), tasks.fifo(False)],
-)
-def test_no_rule_overcommits_or_leaves_tasks_behind(rule: tasks.Rule) -> None:
-    random = np.random.default_rng(0)
-    arrivals = np.sort(random.uniform(0, 100, 8))
-    jobs = tasks.TaskJobs(arrivals - arrivals[0], random.uniform(0.1, 0.6, (8, 4)), random.uniform(10, 50, (8, 5)))
-    makespan, jct = tasks.simulated(jobs, 3, rule)
-    assert makespan >= jobs.work.max() / 3
-    assert (jct >= jobs.seconds.max(axis=1) - 1e-9).all()
 
 
 # --- intervals

@@ -26,7 +26,7 @@ from kit.clusters import cluster, gang, server
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from experiments.tetris_pass import aligned, scores, tetris_pass
+from experiments.tetris_pass import aligned, scores
 
 # Eighths: their sums and products are exact, so that ties are ties.
 eighths = st.integers(0, 8).map(lambda count: count / 8)
@@ -93,61 +93,6 @@ def test_fairness_serves_those_furthest_below_their_share(jobs: list[tuple[float
     order = sorted((share, index) for index, (share, waits) in enumerate(jobs) if waits)
     served = {index for _, index in order[: math.ceil(round((1 - fairness) * len(order), 9))]}
     assert set(np.flatnonzero(within_fairness(shares, waiting, fairness))) == served
-
-
-@settings(max_examples=100)
-@given(matrices(), st.data(), st.sampled_from(Alignment))
-def test_each_machine_in_turn_takes_the_best_task_until_none_fits(
-    drawn: tuple[NDArray[np.float64], NDArray[np.float64]], data: st.DataObject, kind: Alignment
-) -> None:
-    demands, available = drawn
-    demands = np.maximum(demands, 1 / 8)
-    jobs = len(demands)
-    numbers = st.lists(st.integers(0, 4), min_size=jobs, max_size=jobs)
-    pending, work = np.array(data.draw(numbers)), np.array(data.draw(numbers), np.float64)
-    shares = np.array(data.draw(st.lists(eighths, min_size=jobs, max_size=jobs)))
-    knobs = Knobs(alignment=kind)
-    placed = tetris_pass(demands, pending, work, available, shares, knobs=knobs)
-
-    allowed = within_fairness(shares, pending > 0, knobs.fairness)
-    waiting = pending.tolist()
-    expected = np.zeros_like(placed)
-    for machine, left in enumerate(available.tolist()):
-        while True:
-            fits = [
-                job
-                for job in range(jobs)
-                if allowed[job] and waiting[job] and all(d <= a for d, a in zip(demands[job], left, strict=True))
-            ]
-            if not fits:
-                break
-            alignments = {job: naive_alignment(demands[job].tolist(), left, kind) for job in fits}
-            mean_work = sum(work[job] for job in fits) / len(fits)
-            epsilon = sum(alignments.values()) / len(fits) / mean_work if mean_work else 0.0
-            first = max(fits, key=lambda job: (round(float(alignments[job] - epsilon * work[job]), 9), -job))
-            expected[first, machine] += 1
-            waiting[first] -= 1
-            left = [a - d for d, a in zip(demands[first].tolist(), left, strict=True)]
-    assert (placed.T @ demands <= available + 1e-9).all()
-    assert (placed.sum(axis=1) <= pending).all()
-    assert placed.tolist() == expected.tolist()
-
-
-def test_complementary_tasks_share_a_machine() -> None:
-    """Two jobs of tasks that need nearly all cores or nearly all memory: one of each on every machine."""
-    demands = np.array([[0.9, 0.1], [0.1, 0.9]])
-    placed = tetris_pass(demands, np.array([3, 3]), np.ones(2), np.ones((3, 2)), np.zeros(2), knobs=Knobs(fairness=0.0))
-    assert placed.tolist() == [[1, 1, 1], [1, 1, 1]]
-
-
-def test_less_work_left_goes_first_as_far_as_its_weight_says() -> None:
-    demands, work = np.array([[0.6], [0.5]]), np.array([9.0, 1.0])
-    one_machine, pending, shares = np.ones((1, 1)), np.ones(2, np.int64), np.zeros(2)
-    by_weight = {}
-    for weight in (0.0, 1.0):
-        knobs = Knobs(srtf_weight=weight, fairness=0.0)
-        by_weight[weight] = tetris_pass(demands, pending, work, one_machine, shares, knobs=knobs)[:, 0].tolist()
-    assert by_weight == {0.0: [1, 0], 1.0: [0, 1]}
 
 
 @settings(max_examples=60)
