@@ -11,7 +11,7 @@ from ganger.cluster.claims import make_claim
 from ganger.cluster.fit import fit
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel
 from ganger.cluster.view import LoadMode, View
-from ganger_master.planner.growth_stage import Elastic, grow, shrink, verdict
+from ganger_master.planner.growth_stage import Elastic, grow, judge_growth, shrink
 from ganger_master.policies.trials import TrialRates, TrialVerdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -86,7 +86,7 @@ def test_growth_is_kept_from_seven_tenths_of_linear_on() -> None:
         (1.0, TrialVerdict.UNDO),
     ):
         after = tuple((10.0 * speed_up + 0.3 * random.standard_normal(64)).tolist())
-        assert verdict(1, 2, TrialRates(before, after)).verdict is expected
+        assert judge_growth(1, 2, TrialRates(before, after)).verdict is expected
 
 
 def test_those_shrink_whose_gpus_are_worth_the_least() -> None:

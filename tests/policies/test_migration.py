@@ -27,10 +27,10 @@ from ganger_master.policies.migration_choice import (
     exchanged,
     fragmented_nodes,
     is_worth_reverting,
+    judge_migration,
     movable,
     separated,
     tried,
-    verdict,
 )
 from ganger_master.policies.trials import FailedTrials, TrialRates, TrialVerdict
 from hypothesis import given, settings
@@ -371,7 +371,7 @@ def test_concurrent_moves_are_capped_and_no_job_is_moved_twice_in_a_row() -> Non
 
 def test_moved_job_stays_where_it_is_not_slower() -> None:
     steady, same, slower, faster = (2.0,) * 8, (1.96, 2.0) * 4, (1.7, 1.72) * 4, (2.4, 2.5) * 4
-    assert verdict(Goal.DEFRAGMENT, TrialRates(steady, same)).verdict is TrialVerdict.KEEP
-    assert verdict(Goal.DEFRAGMENT, TrialRates(steady, slower)).verdict is TrialVerdict.UNDO
-    assert verdict(Goal.LOCALITY, TrialRates(steady, same)).verdict is not TrialVerdict.KEEP
-    assert verdict(Goal.LOCALITY, TrialRates(steady, faster)).verdict is TrialVerdict.KEEP
+    assert judge_migration(Goal.DEFRAGMENT, TrialRates(steady, same)).verdict is TrialVerdict.KEEP
+    assert judge_migration(Goal.DEFRAGMENT, TrialRates(steady, slower)).verdict is TrialVerdict.UNDO
+    assert judge_migration(Goal.LOCALITY, TrialRates(steady, same)).verdict is not TrialVerdict.KEEP
+    assert judge_migration(Goal.LOCALITY, TrialRates(steady, faster)).verdict is TrialVerdict.KEEP

@@ -18,11 +18,11 @@ from ganger_master.policies.colocation_choice import (
     ColocationProposal,
     Pair,
     Resident,
+    judge_colocation,
     lesson,
     pair_of,
     proposals,
     still_pays,
-    verdict,
 )
 from ganger_master.policies.fairness import Seat
 from ganger_master.policies.trials import MOST_WINDOWS, FailedTrials, TrialRates, TrialVerdict
@@ -68,7 +68,7 @@ def test_table_1_keeps_the_first_five_and_undoes_the_last_three() -> None:
         proposal = copies_of(name, utilisation, packed / alone)
         speed = packed / alone / len(proposal.residents)
         rates = measured(random, {one.number: speed for one in proposal.residents})
-        decided.append(verdict(proposal, rates).verdict)
+        decided.append(judge_colocation(proposal, rates).verdict)
     assert decided == [TrialVerdict.KEEP] * 5 + [TrialVerdict.UNDO] * 3
 
 
@@ -111,7 +111,7 @@ def test_pairs_on_a_v100_are_kept_as_they_were_measured_though_many_lose() -> No
             for n, name in ((1, left), (2, right))
         )
         (proposal,) = proposals([first, second], FailedTrials(), 0.0)
-        found = verdict(proposal, measured(random, {1: one, 2: other})).verdict
+        found = judge_colocation(proposal, measured(random, {1: one, 2: other})).verdict
         assert found is not TrialVerdict.MEASURE
         # Two per cent either side of the threshold may go either way.
         wrong += (found is TrialVerdict.KEEP) != (gain > 1.05) and abs(gain - 1.05) > 0.02
@@ -127,7 +127,7 @@ def test_losing_pairs_teach_what_not_to_try_on_this_type_of_gpu() -> None:
         (proposal,) = proposals([one, other], FailedTrials(), 0.0) or (None,)
         assert proposal is not None
         rates = measured(random, {1: 0.4, 2: 0.45})
-        assert verdict(proposal, rates).verdict is TrialVerdict.UNDO
+        assert judge_colocation(proposal, rates).verdict is TrialVerdict.UNDO
         learned = learn(learned, [lesson(proposal, rates)])
     assert proposals([one, other], FailedTrials(), 0.0, {"P40": learned}) == []
     # Elsewhere nothing was learned.
@@ -268,8 +268,8 @@ def test_a_job_that_may_not_be_co_located_is_left_alone() -> None:
 def test_a_co_location_that_slows_one_job_too_much_is_undone_though_the_sum_is_good() -> None:
     random = np.random.default_rng(4)
     (proposal,) = proposals([berth(1, 0.3), berth(2, 0.3)], FailedTrials(), 0.0)
-    assert verdict(proposal, measured(random, {1: 1.0, 2: 0.7})).verdict is TrialVerdict.KEEP
-    assert verdict(proposal, measured(random, {1: 1.0, 2: 0.4})).verdict is TrialVerdict.UNDO
+    assert judge_colocation(proposal, measured(random, {1: 1.0, 2: 0.7})).verdict is TrialVerdict.KEEP
+    assert judge_colocation(proposal, measured(random, {1: 1.0, 2: 0.4})).verdict is TrialVerdict.UNDO
 
 
 def test_pack_that_pays_by_half_is_known_for_it_by_as_many_windows_alone_as_a_trial_asks_for() -> None:
@@ -283,7 +283,7 @@ def test_pack_that_pays_by_half_is_known_for_it_by_as_many_windows_alone_as_a_tr
             number: TrialRates(windows(random, 10.0, ALONE_WINDOWS, 0.1), windows(random, 7.5, MOST_WINDOWS, 0.1))
             for number in (1, 2)
         }
-        return verdict(proposal, rates).verdict
+        return judge_colocation(proposal, rates).verdict
 
     assert sum(trial() is TrialVerdict.KEEP for _ in range(50)) >= 45
 
@@ -329,4 +329,4 @@ def test_doubtful_forecasts_are_held_against_what_was_learned() -> None:
 def test_a_co_location_needs_a_measurement_of_every_job_in_it() -> None:
     (proposal,) = proposals([berth(1, 0.3), berth(2, 0.3)], FailedTrials(), 0.0)
     with pytest.raises(KeyError):
-        verdict(proposal, measured(np.random.default_rng(0), {1: 1.0}))
+        judge_colocation(proposal, measured(np.random.default_rng(0), {1: 1.0}))

@@ -69,30 +69,30 @@ def nodes_of(job: job_pb2.Job) -> list[str]:
 class Last(JobScheduler):
     """Wants the last node by name."""
 
-    def propose(self, turn: PlacementLease, view: View) -> Proposal:
+    def propose(self, lease: PlacementLease, view: View) -> Proposal:
         last = max(view.names())
-        return Proposal(candidates(view, turn.shape, only=[last]).candidates)
+        return Proposal(candidates(view, lease.shape, only=[last]).candidates)
 
 
 class Broken(JobScheduler):
-    def propose(self, turn: PlacementLease, view: View) -> Proposal:
+    def propose(self, lease: PlacementLease, view: View) -> Proposal:
         raise RuntimeError("this scheduler is broken on purpose")
 
 
 class Forgetful(JobScheduler):
-    def propose(self, turn: PlacementLease, view: View) -> Proposal:  # type: ignore[return]
-        candidates(view, turn.shape)
+    def propose(self, lease: PlacementLease, view: View) -> Proposal:  # type: ignore[return]
+        candidates(view, lease.shape)
 
 
 class Absurd(JobScheduler):
     """Keeps asking for what cannot be."""
 
-    def propose(self, turn: PlacementLease, view: View) -> Proposal:
-        good = DefaultScheduler().propose(turn, view).candidates[0]
+    def propose(self, lease: PlacementLease, view: View) -> Proposal:
+        good = DefaultScheduler().propose(lease, view).candidates[0]
         return Proposal((good[:1] * 2,) * 16)
 
-    def on_rejected(self, turn: PlacementLease, view: View, refusals: Sequence[Refusal]) -> Proposal | None:
-        return self.propose(turn, view)
+    def on_rejected(self, lease: PlacementLease, view: View, refusals: Sequence[Refusal]) -> Proposal | None:
+        return self.propose(lease, view)
 
 
 def test_default_host_places_jobs_and_gangs_over_nodes(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """What the scheduler of one job decides: which gangs to request while the job has a placement lease.
 
-Decisions are pure: a lease and a view in, a proposal out. The host around them does all talking and keeps the view
-fresh. Jobs that bring no scheduler have Gandiva's Algorithm 1 with device type, tolerance and waiting time.
+Decisions are pure: a lease and a view in, a proposal out. The host around them sends and receives, and keeps the view
+fresh. Jobs without a scheduler of their own have Gandiva's Algorithm 1 with device type, tolerance and waiting time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_CANDIDATES = 16
 
 @dataclass(frozen=True, slots=True)
 class PlacementLease:
-    """A lease to ask for a gang. Seconds throughout; `job` is a name ("jobs/7"), nodes are bare ("n1")."""
+    """The right to request a gang for a time. Seconds throughout; `job` is a name ("jobs/7"), nodes are bare ("n1")."""
 
     turn: int
     job: str
@@ -30,7 +30,7 @@ class PlacementLease:
     lease_s: float
     rank: int = 0
     waited_s: float = 0.0
-    # Where the job's state is parked: placed there again it goes on at once.
+    # Where the job's state is parked: placed there again it resumes at once.
     parked: tuple[Claim, ...] = ()
     # Nodes of which pieces are kept for this job.
     reserved_nodes: tuple[str, ...] = ()
@@ -42,29 +42,29 @@ class PlacementLease:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Candidates in order of preference, at most 16; without any the turn is passed on because of `blockers`."""
+    """Candidates in order of preference, at most 16; without any the lease is passed on because of `blockers`."""
 
     candidates: tuple[tuple[Claim, ...], ...] = ()
     blockers: tuple[Refusal, ...] = ()
 
 
 class JobScheduler(ABC):
-    """Derive from it and say what your job should ask for.
+    """Base class of a job's own scheduler: subclass it, and return the gang to request.
 
-    One instance serves one job for as long as it waits. It must not block: while it thinks, its lease runs, and after
-    three lost leases the default scheduler takes over.
+    One instance serves one job for as long as it is pending. It must not block: its lease expires meanwhile, and after
+    three lost leases the default scheduler replaces it.
     """
 
     @abstractmethod
-    def propose(self, turn: PlacementLease, view: View) -> Proposal:
+    def propose(self, lease: PlacementLease, view: View) -> Proposal:
         """Return the request for a gang. The view is the newest received; do not change it, work on `view.copy()`."""
 
-    def on_rejected(self, turn: PlacementLease, view: View, refusals: Sequence[Refusal]) -> Proposal | None:
+    def on_rejected(self, lease: PlacementLease, view: View, refusals: Sequence[Refusal]) -> Proposal | None:
         """Return another request; None returns the placement lease. The view has the node states of the rejection.
 
         Called after every rejection, so that a scheduler can adapt. The result counts only while the lease lasts.
         """
-        return self.propose(turn, view)
+        return self.propose(lease, view)
 
 
 # A second candidate costs little and saves a round trip when the first was just taken.
@@ -80,35 +80,35 @@ class DefaultScheduler(JobScheduler):
         self._avoid: set[str] = set()
         self._refused: tuple[Refusal, ...] = ()
 
-    def propose(self, turn: PlacementLease, view: View) -> Proposal:
-        is_new = turn.turn != self._turn
+    def propose(self, lease: PlacementLease, view: View) -> Proposal:
+        is_new = lease.turn != self._turn
         if is_new:
-            self._turn, self._refused = turn.turn, ()
-            if turn.suggested:
+            self._turn, self._refused = lease.turn, ()
+            if lease.suggested:
                 # The planner has looked at where the job is parked, and has plans for other places.
-                return Proposal((turn.suggested,))
-        placement = self._places(turn, view)
+                return Proposal((lease.suggested,))
+        placement = self._places(lease, view)
         if is_new and not placement.candidates and self._avoid:
             # What was kept for others in former turns may be free by now.
             self._avoid.clear()
-            placement = self._places(turn, view)
+            placement = self._places(lease, view)
         if placement.candidates:
             return Proposal(placement.candidates)
         # With nodes avoided because they are kept for others, the reservations are the true blockers.
         return Proposal((), (*self._refused, *placement.refusals)[:_MOST_BLOCKERS])
 
-    def _places(self, turn: PlacementLease, view: View) -> PlacementAnswer:
+    def _places(self, lease: PlacementLease, view: View) -> PlacementAnswer:
         return candidates(
             view,
-            turn.shape,
-            waited_s=turn.waited_s,
-            parked=turn.parked,
-            reserved_nodes=turn.reserved_nodes,
+            lease.shape,
+            waited_s=lease.waited_s,
+            parked=lease.parked,
+            reserved_nodes=lease.reserved_nodes,
             avoid=self._avoid,
             limit=_CANDIDATES,
         )
 
-    def on_rejected(self, turn: PlacementLease, view: View, refusals: Sequence[Refusal]) -> Proposal | None:
+    def on_rejected(self, lease: PlacementLease, view: View, refusals: Sequence[Refusal]) -> Proposal | None:
         kept = [refusal for refusal in refusals if refusal.reason.excludes_node]
         nodes = {refusal.node for refusal in kept if refusal.node}
         conflict = any(one.node and one.reason.kind is not RefusalKind.MISTAKE for one in refusals)
@@ -119,4 +119,4 @@ class DefaultScheduler(JobScheduler):
         # Where it could not be launched it lacks nothing but a place elsewhere.
         keepers = [refusal for refusal in kept if refusal.reason is not Reason.LAUNCH_FAILED]
         self._refused = (*self._refused, *keepers)[:_MOST_BLOCKERS]
-        return self.propose(turn, view)
+        return self.propose(lease, view)

@@ -40,7 +40,8 @@ from ganger_daemon.node.node_context import NodeContext
 
 log = logging.getLogger(__name__)
 
-MAX_WAIT_S = 60.0
+# Longest time between two heartbeats, which are held calls.
+HEARTBEAT_MOST_S = 60.0
 # A restarted master is back within seconds, and jobs may wait for it: the backoff starts and stays short.
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 2.0
@@ -329,7 +330,7 @@ class Session:
 
     def _max_wait(self, conversation: Conversation) -> float:
         """Held calls must end well within the lease, for the lease counts from the sending of an answered one."""
-        limit = MAX_WAIT_S
+        limit = HEARTBEAT_MOST_S
         if conversation.lost_after_s is not None:
             limit = min(limit, conversation.lost_after_s / 4)
         return max(0.05, limit * (0.8 + 0.2 * random.random()))

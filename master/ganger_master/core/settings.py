@@ -24,7 +24,7 @@ class CoreSettings:
     # Least time that a restored master waits for daemons to call, also for those that its database does not have:
     # longer than daemons wait between two attempts.
     restored_wait_s: float = 20.0
-    # A daemon without news is answered, and calls again, after this at the latest, or after a quarter of lost_after.
+    # Longest time between two heartbeats of a daemon; at most a quarter of `lost_after_s`.
     poll_s: float = 60.0
     # A node whose daemon is this much later than that takes no gangs until it calls. None: never, as modelled nodes.
     silent_margin_s: float | None = 30.0

@@ -48,10 +48,10 @@ from ganger_master.policies.colocation_choice import (
     ColocationProposal,
     Pair,
     Resident,
+    judge_colocation,
     lesson,
     proposals,
     still_pays,
-    verdict,
 )
 from ganger_master.policies.make_room import overlap
 from ganger_master.policies.trials import FIRST_WINDOWS, FailedTrials, Judged, TrialRates, TrialVerdict, normalised
@@ -310,7 +310,7 @@ def _judged(
             return packs, pack, []
         return packs.without(proposal, now), None, _trial_findings(numbers, rates, is_kept=False)
     is_measured = min(len(one.after) for one in rates.values()) >= FIRST_WINDOWS
-    judged = verdict(proposal, rates) if is_measured else Judged(TrialVerdict.MEASURE)
+    judged = judge_colocation(proposal, rates) if is_measured else Judged(TrialVerdict.MEASURE)
     found = judged.verdict
     if found is TrialVerdict.MEASURE and now < pack.since_s + _LONGEST_TRIAL_S:
         return packs, pack, []

@@ -243,7 +243,7 @@ def _judged(
         if number not in running or running[number][1].devices != trial.more:
             continue
         job, gang = running[number]
-        judged = verdict(trial.fewer, trial.more, TrialRates(trial.before, speeds.of_size(number)))
+        judged = judge_growth(trial.fewer, trial.more, TrialRates(trial.before, speeds.of_size(number)))
         is_late = now > trial.began_s + _TRIAL_MOST_S
         if judged.verdict is TrialVerdict.MEASURE and not is_late:
             continue
@@ -400,7 +400,7 @@ def grow(jobs: Collection[Elastic], view: View) -> tuple[int, int] | None:
     return min(options)[2:] if options else None
 
 
-def verdict(fewer: int, more: int, rates: TrialRates) -> Judged:
+def judge_growth(fewer: int, more: int, rates: TrialRates) -> Judged:
     """Judge the growth of a job by `rates` in samples, before and after."""
     return judge([rates], _LEAST_SHARE * more / fewer)
 

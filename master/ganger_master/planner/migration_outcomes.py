@@ -24,7 +24,7 @@ from ganger_master.estimators.slowdown import (
 )
 from ganger_master.planner.device_groups import is_free
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.policies.migration_choice import Tried, is_worth_reverting, tried, verdict
+from ganger_master.policies.migration_choice import Tried, is_worth_reverting, judge_migration, tried
 from ganger_master.policies.trials import FIRST_WINDOWS, FailedTrials, TrialRates, TrialVerdict
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class MigrationOutcomes:
             trials[number] = replace(trial, look_s=now + next_judgement_in_s(now - trial.began_s, len(after)))
             if len(after) < FIRST_WINDOWS:
                 continue
-            finding = verdict(trial.goal, TrialRates(trial.before, after))
+            finding = judge_migration(trial.goal, TrialRates(trial.before, after))
             if finding.verdict is TrialVerdict.MEASURE:
                 continue
             del trials[number]

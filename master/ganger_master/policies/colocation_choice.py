@@ -163,7 +163,7 @@ def proposals(
     return chosen
 
 
-def verdict(proposal: ColocationProposal, rates: Mapping[int, TrialRates]) -> Judged:
+def judge_colocation(proposal: ColocationProposal, rates: Mapping[int, TrialRates]) -> Judged:
     """Judge a co-location by its windows so far; it is also undone when one job has become too slow. `rates`: by number
     of all residents, `before` alone and `after` co-located, without the first mini-batches."""
     found = judge([rates[one.number] for one in proposal.residents], 1.0 + MARGIN)

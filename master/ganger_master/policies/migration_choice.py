@@ -166,7 +166,7 @@ def movable(view: View, number: int, shape: GangShape, claims: Claims, pause_s: 
     return Movable(number, no_further(shape, widest), claims, pause_s * shape.gpus, kind=kind)
 
 
-def verdict(goal: Goal, rates: TrialRates) -> Judged:
+def judge_migration(goal: Goal, rates: TrialRates) -> Judged:
     """Judge a moved job: it stays if it is faster, where it was moved for its own sake, else if it is not slower."""
     own_sake = goal in (Goal.LOCALITY, Goal.UNPACK, Goal.BALANCE)
     return judge([rates], 1.0 if own_sake else 1.0 - _MOST_LOSS)
