@@ -70,8 +70,8 @@ class Colocated(Drive):
         changes, self.packing, self.found = plan_under_order(before, self.context(seen, kept_out))
         answers = self.propose(*changes) if changes else []
         refused = {change.number for change, refusal in zip(changes, answers, strict=True) if refusal is not None}
-        packs = with_refusals(before.packs, self.packing.packs, refused)
-        self.packing = dataclasses.replace(self.packing, packs=packs)
+        colocations = with_refusals(before.colocations, self.packing.colocations, refused)
+        self.packing = dataclasses.replace(self.packing, colocations=colocations)
         return sorted((change.kind, change.number) for change in changes if change.number not in refused)
 
     def move_in(self, number: int) -> None:
@@ -83,15 +83,15 @@ class Colocated(Drive):
         self.observe("n1", *self.others("n1", source))
 
     def together(self, rates: tuple[float, ...]) -> Measured:
-        (pack,) = self.packing.packs.packs
-        host, guest = pack.numbers
+        (colocation,) = self.packing.colocations.present
+        host, guest = colocation.numbers
         return Measured(dict.fromkeys((host, guest), rates), {host: frozenset({guest}), guest: frozenset({host})})
 
     def kept(self) -> tuple[int, int]:
         """Return host and guest of a co-location whose trial is kept."""
         self.plan()
-        (pack,) = self.packing.packs.packs
-        host, guest = pack.numbers
+        (colocation,) = self.packing.colocations.present
+        host, guest = colocation.numbers
         self.move_in(guest)
         assert self.plan(self.together(SLOWER)) == []
         assert [one.kept for one in self.found] == [True, True]
@@ -108,10 +108,10 @@ def test_no_jobs_are_co_located_before_a_job_has_been_pending_for_long() -> None
 
 
 @pytest.mark.parametrize(("gpus", "packs"), [(1, 1), (2, 2), (4, 2)])
-def test_only_as_many_jobs_are_co_located_as_free_the_missing_devices(gpus: int, packs: int) -> None:
+def test_only_as_many_jobs_are_co_located_as_free_the_missing_devices(gpus: int, colocations: int) -> None:
     drive = Colocated(jobs=4)
     drive.wait_for(gpus)
-    assert sum(kind == "MOVE" for kind, _ in drive.plan()) == packs
+    assert sum(kind == "MOVE" for kind, _ in drive.plan()) == colocations
 
 
 def test_no_jobs_are_co_located_for_a_job_that_fits_on_free_devices() -> None:
@@ -124,17 +124,17 @@ def test_a_guest_that_is_too_slow_is_parked_at_checkpoint_and_queued() -> None:
     drive = Colocated()
     drive.wait_for(4)
     drive.plan()
-    (pack,) = drive.packing.packs.packs
-    drive.move_in(pack.guest)
+    (colocation,) = drive.packing.colocations.present
+    drive.move_in(colocation.guest)
     slow = tuple(0.9 * LEAST_SPEED * rate for rate in STEADY)
-    assert drive.plan(drive.together(slow)) == [("SUSPEND", pack.guest)]
+    assert drive.plan(drive.together(slow)) == [("SUSPEND", colocation.guest)]
     assert [one.kept for one in drive.found] == [False, False]
-    assert drive.packing.packs.packs == ()
-    assert drive.packing.packs.on_trial == frozenset(), "its host is not under trial any more"
-    gang = drive.state.gangs[drive.job(pack.guest).epoch]
+    assert drive.packing.colocations.present == ()
+    assert drive.packing.colocations.on_trial == frozenset(), "its host is not under trial any more"
+    gang = drive.state.gangs[drive.job(colocation.guest).epoch]
     assert gang.park_level is SuspendLevel.CHECKPOINT
     drive.now += LONG_S
-    assert drive.plan() == [("CORES", pack.numbers[0])], "the same pair is not tried again at once"
+    assert drive.plan() == [("CORES", colocation.numbers[0])], "the same pair is not tried again at once"
 
 
 def test_when_the_queue_is_empty_a_guest_moves_to_its_own_devices_and_its_host_regains_its_cores() -> None:
@@ -145,7 +145,7 @@ def test_when_the_queue_is_empty_a_guest_moves_to_its_own_devices_and_its_host_r
     assert drive.plan(drive.together(SLOWER)) == [], "a job is pending"
     drive.step(CancelJob(waiting))
     assert drive.plan(drive.together(SLOWER)) == [("MOVE", guest)]
-    assert drive.packing.packs.packs == ()
+    assert drive.packing.colocations.present == ()
     drive.move_in(guest)
     places = [drive.state.gangs[drive.job(number).epoch].claims[0] for number in (host, guest)]
     assert places[0].device_mask & places[1].device_mask == 0
@@ -164,7 +164,7 @@ def test_jobs_stay_co_located_while_no_device_is_free_although_the_queue_is_empt
     drive.step(CancelJob(waiting))
     drive.run(small(3))
     assert drive.plan(drive.together(SLOWER)) == []
-    assert len(drive.packing.packs.packs) == 1
+    assert len(drive.packing.colocations.present) == 1
 
 
 def test_a_job_with_a_time_limit_is_not_co_located() -> None:
@@ -176,12 +176,12 @@ def test_a_job_with_a_time_limit_is_not_co_located() -> None:
 
 
 @pytest.mark.parametrize(("can", "packs"), [("CHECKPOINT", 1), ("OFFLOAD", 0)])
-def test_a_job_may_be_co_located_if_it_can_be_parked_at_checkpoint(can: str, packs: int) -> None:
+def test_a_job_may_be_co_located_if_it_can_be_parked_at_checkpoint(can: str, colocations: int) -> None:
     drive = Colocated()
     known = Capabilities(pause=True, offload=can == "OFFLOAD", checkpoint=can == "CHECKPOINT", known=True)
     drive.state.put_job(replace(drive.job(drive.running[0]), capabilities=known))
     drive.wait_for(4)
-    assert sum(kind == "MOVE" for kind, _ in drive.plan()) == packs
+    assert sum(kind == "MOVE" for kind, _ in drive.plan()) == colocations
 
 
 def test_a_rejected_migration_does_not_count_as_a_trial() -> None:
@@ -190,8 +190,8 @@ def test_a_rejected_migration_does_not_count_as_a_trial() -> None:
     before = drive.packing
     changes, packing, _ = plan_under_order(before, drive.context())
     (moved,) = [change.number for change in changes if change.kind == "MOVE"]
-    assert with_refusals(before.packs, packing.packs, frozenset({moved})).packs == ()
-    assert len(with_refusals(before.packs, packing.packs, frozenset()).packs) == 1
+    assert with_refusals(before.colocations, packing.colocations, frozenset({moved})).present == ()
+    assert len(with_refusals(before.colocations, packing.colocations, frozenset()).present) == 1
 
 
 def test_passes_are_frequent_during_a_trial_and_absent_without_jobs_to_co_locate() -> None:
@@ -201,8 +201,8 @@ def test_passes_are_frequent_during_a_trial_and_absent_without_jobs_to_co_locate
     assert drive.packing.next_pass_s(drive.table(), EVERY_S) < drive.now
     drive.plan()
     assert drive.packing.next_pass_s(drive.table(), EVERY_S) == drive.packing.last_pass_s + 60.0
-    (pack,) = drive.packing.packs.packs
-    drive.move_in(pack.guest)
+    (colocation,) = drive.packing.colocations.present
+    drive.move_in(colocation.guest)
     drive.plan(drive.together(SLOWER))
     assert drive.packing.next_pass_s(drive.table(), EVERY_S) == drive.packing.last_pass_s + 600.0, "it changed nothing"
 
@@ -262,13 +262,15 @@ def test_a_co_location_that_would_be_rejected_again_counts_as_failed() -> None:
     (moved,) = [change.number for change in changes if change.kind == "MOVE"]
     refused = frozenset({moved})
     for_now, for_long = (
-        dataclasses.replace(packing, packs=with_refusals(drive.packing.packs, packing.packs, refused, barred))
+        dataclasses.replace(
+            packing, colocations=with_refusals(drive.packing.colocations, packing.colocations, refused, barred)
+        )
         for barred in (frozenset[int](), refused)
     )
-    (tried,) = packing.packs.packs
-    assert not for_now.packs.failed.holds(tried.proposal.pair, drive.now)
-    assert for_long.packs.failed.holds(tried.proposal.pair, drive.now)
-    assert for_long.packs.packs == ()
+    (tried,) = packing.colocations.present
+    assert not for_now.colocations.failed.holds(tried.proposal.pair, drive.now)
+    assert for_long.colocations.failed.holds(tried.proposal.pair, drive.now)
+    assert for_long.colocations.present == ()
 
 
 def test_no_job_migrates_to_an_unavailable_node() -> None:
@@ -279,7 +281,7 @@ def test_no_job_migrates_to_an_unavailable_node() -> None:
     view.available[view.slots["n1"]] = False
     changes, packing, _ = plan_under_order(drive.packing, context)
     assert changes == ()
-    assert packing.packs.packs == ()
+    assert packing.colocations.present == ()
 
 
 def test_passes_keep_a_least_interval_however_often_plans_are_made() -> None:

@@ -232,8 +232,8 @@ def test_the_next_stage_does_not_change_a_job_whose_size_changes() -> None:
 
 def test_the_next_stage_drops_an_atomic_group_with_a_job_whose_size_changes() -> None:
     sizes = PlanDraft((ResizeChange(1, 1, ()),))
-    pack = (CoresChange(1, 1, (), together=2), MoveChange(2, 1, (), together=2), MoveChange(3, 1, (), together=4))
-    assert [change.number for change in sizes.followed_by(PlanDraft(pack)).changes] == [1, 3]
+    colocation = (CoresChange(1, 1, (), together=2), MoveChange(2, 1, (), together=2), MoveChange(3, 1, (), together=4))
+    assert [change.number for change in sizes.followed_by(PlanDraft(colocation)).changes] == [1, 3]
 
 
 def test_busy_and_time_sliced_jobs_keep_their_sizes() -> None:

@@ -156,7 +156,7 @@ def test_two_that_take_turns_and_use_little_leave_them_and_run_at_once_on_that_d
     assert drive.devices(host) == drive.devices(guest)
     drive.seen_by = drive.beside_each_other(SLOWER)
     assert drive.later() == []
-    assert [pack.is_kept for pack in drive.remembered.packs.packs] == [True]
+    assert [colocation.is_kept for colocation in drive.remembered.colocations.present] == [True]
     assert drive.later() == []
     assert drive.state.gangs.sets == {}
 
@@ -165,7 +165,7 @@ def test_where_it_does_not_pay_they_take_turns_again_each_with_all_of_its_cores(
     drive = InTurns()
     cores = drive.state.gangs[drive.job(drive.together[0]).epoch].claims[0].millicores
     host, guest = drive.packed()
-    pair = drive.remembered.packs.packs[0].proposal.pair
+    pair = drive.remembered.colocations.present[0].proposal.pair
     alone, drive.seen_by = drive.seen_by, drive.beside_each_other(HALF)
     assert drive.later() == [("SUSPEND", guest)]
     assert drive.passes() == []
@@ -175,7 +175,7 @@ def test_where_it_does_not_pay_they_take_turns_again_each_with_all_of_its_cores(
     assert drive.state.gangs[drive.job(host).epoch].claims[0].millicores == cores
     assert drive.passes() == sorted([("ROW", host), ("ROW", guest)])
     assert sorted(drive.rows) == sorted([[host], [guest]])
-    assert drive.remembered.packs.failed.holds(pair, drive.now + QUANTUM_S)
+    assert drive.remembered.colocations.failed.holds(pair, drive.now + QUANTUM_S)
 
 
 def test_a_job_time_sliced_with_others_is_host_to_no_guest() -> None:
@@ -190,7 +190,7 @@ def test_a_job_time_sliced_with_others_is_host_to_no_guest() -> None:
     )
     drive.seen_by = Seen(frozenset(drive.numbers) - {*crowd})
     assert drive.later() == []
-    assert drive.remembered.packs.leaving == ()
+    assert drive.remembered.colocations.leaving == ()
 
 
 def test_a_guest_leaves_its_turns_for_a_host_with_a_device_of_its_own() -> None:
@@ -235,8 +235,8 @@ def test_when_one_job_ends_on_the_way_the_other_stays_time_sliced(ended: str) ->
     drive.rests(guest)
     drive.step(CancelJob(host if ended == "host" else guest))
     drive.passes()
-    assert drive.remembered.packs.leaving == ()
-    assert drive.remembered.packs.on_trial == set()
+    assert drive.remembered.colocations.leaving == ()
+    assert drive.remembered.colocations.on_trial == set()
 
 
 def test_a_refused_exit_from_time_slicing_is_not_repeated_at_once_and_no_job_waits_for_ever() -> None:
@@ -245,11 +245,11 @@ def test_a_refused_exit_from_time_slicing_is_not_repeated_at_once_and_no_job_wai
     drive.now += QUANTUM_S + 1.0
     before = drive.remembered
     (change,) = drive.asked()
-    (leaving,) = drive.remembered.packs.leaving
+    (leaving,) = drive.remembered.colocations.leaving
     drive.remembered = drive.remembered.without(before, {change.number})
-    assert drive.remembered.packs.leaving == ()
-    assert drive.remembered.packs.failed.holds(leaving.proposal.pair, drive.now + QUANTUM_S)
-    late = drive.remembered.packs
+    assert drive.remembered.colocations.leaving == ()
+    assert drive.remembered.colocations.failed.holds(leaving.proposal.pair, drive.now + QUANTUM_S)
+    late = drive.remembered.colocations
     assert with_refusals(late, late, {change.number}) == late
 
 
@@ -257,9 +257,9 @@ def test_no_job_on_its_way_is_waited_for_longer_than_any_copy_takes() -> None:
     drive = InTurns()
     drive.seen_by = Seen(frozenset(drive.numbers) - {*drive.together})
     drive.later()
-    packs = drive.remembered.packs
-    assert follow(packs, drive.context(60.0))[1].leaving == packs.leaving
-    changes, after = follow(packs, drive.context(300.0))
+    colocations = drive.remembered.colocations
+    assert follow(colocations, drive.context(60.0))[1].leaving == colocations.leaving
+    changes, after = follow(colocations, drive.context(300.0))
     assert (changes, after.leaving) == ((), ())
 
 
@@ -272,7 +272,7 @@ def test_a_host_that_moves_away_is_not_waited_for() -> None:
     table = drive.table()
     job, gang = drive.job(host), drive.state.gangs[drive.job(host).epoch]
     table.put(job, replace(gang, phase=GangPhase.MOVING))
-    changes, after = follow(drive.remembered.packs, replace_of(drive.context(), jobs=table))
+    changes, after = follow(drive.remembered.colocations, replace_of(drive.context(), jobs=table))
     assert (changes, len(after.leaving)) == ((), 1)
 
 

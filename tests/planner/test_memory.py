@@ -100,8 +100,8 @@ def test_what_was_learned_of_contention_says_the_same_afterwards() -> None:
     load = (Pressure(0.5, 1e9), Pressure(0.6, 1e9))
     known = learn(UNKNOWN_DEVICE, [ColocationTrial(load, (0.8, 0.7))])
     (after,) = anew(
-        PlannerMemory(Shared(packs=Colocations(contention={"gpu": known})))
-    ).shared.packs.contention.values()
+        PlannerMemory(Shared(colocations=Colocations(contention={"gpu": known})))
+    ).shared.colocations.contention.values()
     assert forecast(load, 1e11, after) == forecast(load, 1e11, known) != forecast(load, 1e11)
 
 
@@ -226,7 +226,7 @@ def test_without_a_note_it_would_keep_its_size_unjudged() -> None:
     assert drive.plan().findings == ()
 
 
-# -- packs
+# -- co-locations
 
 
 @pytest.mark.parametrize(("rates", "keeps"), [(SLOWER, True), (HALF, False)])
@@ -234,21 +234,23 @@ def test_a_pack_on_trial_is_judged_by_the_planner_that_comes_after(rates: tuple[
     drive = Tried()
     (guest,) = [number for kind, number in drive.plan(test_packs_pass.Seen()) if kind == "MOVE"]
     drive.move_in(guest)
-    drive.packs = anew(PlannerMemory(Shared(packs=drive.packs))).shared.packs
+    drive.colocations = anew(PlannerMemory(Shared(colocations=drive.colocations))).shared.colocations
     assert drive.plan(drive.together(rates)) == ([] if keeps else [("SUSPEND", guest)])
     assert [one.kept for one in drive.found] == [keeps] * 2
     # And such a pair is left alone by the next one, too.
-    known = anew(PlannerMemory(Shared(packs=drive.packs))).shared.packs
-    assert (sum([pack.is_kept for pack in known.packs]), len(known.packs), len(known.failed.notes)) == (
-        (1, 1, 0) if keeps else (0, 0, 1)
-    )
+    known = anew(PlannerMemory(Shared(colocations=drive.colocations))).shared.colocations
+    assert (
+        sum([colocation.is_kept for colocation in known.colocations]),
+        len(known.colocations),
+        len(known.failed.notes),
+    ) == ((1, 1, 0) if keeps else (0, 0, 1))
 
 
 def test_a_pack_of_which_the_note_does_not_know_is_taken_apart_though_the_rates_alone_are_known() -> None:
     drive = Tried()
     (guest,) = [number for kind, number in drive.plan(test_packs_pass.Seen()) if kind == "MOVE"]
     drive.move_in(guest)
-    drive.packs = Colocations()
+    drive.colocations = Colocations()
     assert drive.plan(drive.together(SLOWER)) == [("SUSPEND", guest)]
 
 

@@ -1,4 +1,4 @@
-"""Passes that try packs, over a real state told by wire: what they propose, find out, tell, and remember."""
+"""Passes that try co-locations, over a real state told by wire: what they propose, find out, tell, and remember."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Tried(Packing):
     def __init__(self) -> None:
         super().__init__()
         self.pair = [self.run(small()), self.run(small())]
-        self.packs = Colocations()
+        self.colocations = Colocations()
         self.found: tuple[TrialFinding, ...] = ()
 
     def plan(self, seen: Seen, is_crowded: bool = True) -> list[tuple[str, int]]:
@@ -73,8 +73,8 @@ class Tried(Packing):
             message = scheduling_pb2.LiveJob()
             live_job_to_wire(job, self.state.gangs.get(job.epoch), message)
             table.put(*live_job_from_wire(scheduling_pb2.LiveJob.FromString(message.SerializeToString())))
-        changes, self.packs, self.found = plan_colocations(
-            self.packs,
+        changes, self.colocations, self.found = plan_colocations(
+            self.colocations,
             context_of(
                 POLICY,
                 table,
@@ -106,9 +106,9 @@ def tried() -> Tried:
     kinds = drive.plan(Seen())
     assert sorted(kind for kind, _ in kinds) == ["CORES", "MOVE"]
     (guest,) = [number for kind, number in kinds if kind == "MOVE"]
-    assert drive.packs.on_trial == set(drive.pair)
+    assert drive.colocations.on_trial == set(drive.pair)
     drive.move_in(guest)
-    assert drive.packs.packs[0].guest == guest
+    assert drive.colocations.present[0].guest == guest
     return drive
 
 
@@ -138,23 +138,26 @@ def test_a_job_that_cannot_be_time_sliced_is_not_co_located_for_its_guest_could_
 def test_a_pack_that_pays_is_kept_and_its_figures_are_told(tried: Tried) -> None:
     assert tried.plan(tried.together(())) == []
     assert tried.plan(tried.together(SLOWER)) == []
-    assert [one.number for one in tried.found] == [tried.packs.packs[0].numbers[0], tried.packs.packs[0].guest]
+    assert [one.number for one in tried.found] == [
+        tried.colocations.present[0].numbers[0],
+        tried.colocations.present[0].guest,
+    ]
     for one in tried.found:
         assert (one.goal, one.kept) == (Goal.PACK, True)
         assert one.gain == pytest.approx(1.8, abs=0.01)
         assert 0.0 < one.deviation < 0.05
         assert "at 0.90 of the rate alone, by 16 windows" in one.detail
-    assert [pack.is_kept for pack in tried.packs.packs] == [True]
+    assert [colocation.is_kept for colocation in tried.colocations.present] == [True]
     (begun,) = told(tried, "move_begun")
     assert begun["goal"] == "PACK"
     assert begun["detail"].startswith("with jobs/")
 
 
 def test_a_pack_that_costs_too_much_is_undone_and_not_tried_again_at_once(tried: Tried) -> None:
-    guest = tried.packs.packs[0].guest
+    guest = tried.colocations.present[0].guest
     assert tried.plan(tried.together(HALF)) == [("SUSPEND", guest)]
     assert tried.found[0].kept is False
-    assert tried.packs.packs == ()
+    assert tried.colocations.present == ()
     (stopped,) = told(tried, "suspend_ordered")
     assert (stopped["goal"], stopped["level"]) == ("UNPACK", "OFFLOAD")
     assert "at 0.50 of the rate alone, by 16 windows; in turns" in stopped["detail"]
@@ -162,12 +165,12 @@ def test_a_pack_that_costs_too_much_is_undone_and_not_tried_again_at_once(tried:
     assert gang.park_level is SuspendLevel.OFFLOAD
     assert gang.phase is GangPhase.STOPPING
     again = Tried()
-    again.packs = tried.packs
+    again.colocations = tried.colocations
     assert again.plan(Seen()) == []
 
 
 def test_of_a_pack_that_is_undone_because_nothing_can_be_told_just_that_is_told(tried: Tried) -> None:
-    guest = tried.packs.packs[0].guest
+    guest = tried.colocations.present[0].guest
     assert tried.plan(tried.together((3.0, 9.0) * 16)) == []
     assert tried.plan(tried.together((3.0, 9.0) * 32)) == [("SUSPEND", guest)]
     for one in tried.found:
@@ -176,7 +179,7 @@ def test_of_a_pack_that_is_undone_because_nothing_can_be_told_just_that_is_told(
 
 
 def test_interference_that_comes_later_undoes_a_pack_whatever_was_before(tried: Tried) -> None:
-    guest = tried.packs.packs[0].guest
+    guest = tried.colocations.present[0].guest
     assert tried.plan(tried.together(SLOWER)) == []
     assert tried.plan(tried.together(SLOWER * 3 + HALF[:8])) == []
     assert tried.plan(tried.together(SLOWER * 3 + HALF)) == [("SUSPEND", guest)]
@@ -184,7 +187,7 @@ def test_interference_that_comes_later_undoes_a_pack_whatever_was_before(tried: 
 
 
 def test_without_an_arena_the_guest_of_an_undone_pack_rests_on_storage(tried: Tried) -> None:
-    guest = tried.packs.packs[0].guest
+    guest = tried.colocations.present[0].guest
     able = Capabilities(pause=True, checkpoint=True, known=True)
     tried.state.jobs[guest] = replace(tried.job(guest), capabilities=able)
     assert tried.plan(tried.together(HALF)) == [("SUSPEND", guest)]
@@ -192,7 +195,7 @@ def test_without_an_arena_the_guest_of_an_undone_pack_rests_on_storage(tried: Tr
 
 
 def test_a_trial_without_steps_ends_after_an_hour(tried: Tried) -> None:
-    guest = tried.packs.packs[0].guest
+    guest = tried.colocations.present[0].guest
     assert tried.plan(tried.together(())) == []
     tried.now += packs_of._LONGEST_TRIAL_S
     assert tried.plan(tried.together(())) == [("SUSPEND", guest)]
@@ -202,19 +205,19 @@ def test_a_trial_without_steps_ends_after_an_hour(tried: Tried) -> None:
 def test_a_trial_whose_job_stops_stepping_ends_after_an_hour_and_its_measurements_are_reported(
     tried: Tried,
 ) -> None:
-    guest = tried.packs.packs[0].guest
+    guest = tried.colocations.present[0].guest
     seen = tried.together((14.0, 4.0, 9.0, 5.0, 11.0))
     assert tried.plan(seen) == []
     tried.now += packs_of._LONGEST_TRIAL_S
     assert tried.plan(seen) == [("SUSPEND", guest)]
     assert [one.kept for one in tried.found] == [False, False]
     assert "by 5 windows, which leave open whether that pays" in tried.found[0].detail
-    assert tried.packs.packs == ()
+    assert tried.colocations.present == ()
 
 
 def test_a_new_planner_separates_jobs_without_a_measured_rate_alone(tried: Tried) -> None:
-    guest = tried.packs.packs[0].guest
-    tried.packs = Colocations()
+    guest = tried.colocations.present[0].guest
+    tried.colocations = Colocations()
     seen = tried.together(SLOWER)
     assert tried.plan(Seen(seen.now, seen.mates, windows=0)) == [("SUSPEND", guest)]
     (stopped,) = told(tried, "suspend_ordered")
@@ -222,21 +225,21 @@ def test_a_new_planner_separates_jobs_without_a_measured_rate_alone(tried: Tried
 
 
 def test_a_refused_trial_did_not_begin_and_a_guest_that_was_not_parked_stays_co_located(tried: Tried) -> None:
-    kept = tried.packs
-    (pack,) = kept.packs
-    assert with_refusals(Colocations(), kept, frozenset({pack.guest})) == Colocations()
+    kept = tried.colocations
+    (colocation,) = kept.present
+    assert with_refusals(Colocations(), kept, frozenset({colocation.guest})) == Colocations()
     assert with_refusals(Colocations(), kept, frozenset({99})) == kept
     undone = Colocations()
-    assert with_refusals(kept, undone, frozenset({pack.guest})).packs == (pack,)
+    assert with_refusals(kept, undone, frozenset({colocation.guest})).present == (colocation,)
     assert with_refusals(kept, undone, frozenset()) == undone
 
 
 def test_a_guest_that_does_no_step_yet_is_waited_for(tried: Tried) -> None:
-    guest = tried.packs.packs[0].guest
+    guest = tried.colocations.present[0].guest
     job = tried.job(guest)
     tried.state.put_job(replace(job, running_since=0.0))
     assert tried.plan(Seen()) == []
-    assert tried.packs.on_trial == set(tried.pair)
+    assert tried.colocations.on_trial == set(tried.pair)
     tried.state.put_job(job)
     assert tried.plan(Seen()) != [], "it runs, and not beside the other"
 
@@ -278,16 +281,16 @@ def test_a_pack_whose_guest_has_no_room_any_more_beside_its_host_lasts_no_longer
     tried: Tried, residue_bytes: int, lasts: bool
 ) -> None:
     assert tried.plan(tried.together(SLOWER)) == []
-    (pack,) = tried.packs.packs
-    host = pack.numbers[0]
-    for number in (pack.guest, host):
+    (colocation,) = tried.colocations.present
+    host = colocation.numbers[0]
+    for number in (colocation.guest, host):
         rest(tried, number)
     rest_where(tried, host, residue_bytes)
     go_on(tried, host)
     assert tried.plan(Seen(dict.fromkeys(tried.pair, SLOWER)), is_crowded=False) == []
-    assert bool(tried.packs.packs) is lasts
+    assert bool(tried.colocations.present) is lasts
     assert {one.number for one in tried.found if "no room any more" in one.detail} == (
         set() if lasts else {*tried.pair}
     )
     # It takes turns with its host from now on, whose cores are made whole first.
-    assert bool(tried.packs.parting) is not lasts
+    assert bool(tried.colocations.parting) is not lasts

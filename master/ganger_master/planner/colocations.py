@@ -96,7 +96,7 @@ class Colocations:
     """Co-locations and trials; jobs that leave their groups for one; and those undone, whose hosts get their cores back
     once their guests are parked."""
 
-    packs: tuple[Colocation, ...] = ()
+    present: tuple[Colocation, ...] = ()
     leaving: tuple[Colocation, ...] = ()
     parting: tuple[Colocation, ...] = ()
     failed: FailedTrials[Pair] = field(default_factory=FailedTrials)
@@ -104,19 +104,19 @@ class Colocations:
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        return tuple([pack.numbers for pack in self.packs])
+        return tuple([colocation.numbers for colocation in self.present])
 
     @property
     def is_trying(self) -> bool:
         """Return whether any co-location is `on_trial`."""
-        return bool(self.leaving or self.parting) or any(not pack.is_kept for pack in self.packs)
+        return bool(self.leaving or self.parting) or any(not colocation.is_kept for colocation in self.present)
 
     @property
     def on_trial(self) -> frozenset[int]:
         """Return the numbers of jobs in trials, and of those on their way into or out of one."""
         if not self.is_trying:
             return frozenset()
-        trying = [pack for pack in self.packs if not pack.is_kept]
+        trying = [colocation for colocation in self.present if not colocation.is_kept]
         return frozenset([number for one in (*trying, *self.leaving, *self.parting) for number in one.numbers])
 
     def without(self, proposal: ColocationProposal, now: float) -> Colocations:
@@ -125,10 +125,10 @@ class Colocations:
 
 
 def plan_colocations(
-    packs: Colocations,
+    colocations: Colocations,
     context: PlanContext,
     is_oversubscribed: bool,
-    in_turns: bool = True,
+    is_time_sliced: bool = True,
     wanted: Callable[[Berth], float] = lambda guest: math.inf,
 ) -> tuple[tuple[PlanChange, ...], Colocations, tuple[TrialFinding, ...]]:
     """Return the changes to propose now, the state if they are proposed, and the findings of trials.
@@ -136,63 +136,65 @@ def plan_colocations(
     Jobs alone on their devices get their cores back, unless a tuning decides about these. Jobs that are migrating begin
     no trial.
 
-    in_turns: a guest whose co-location ends is time-sliced with its host; else it is parked on storage and waits. Then
-        jobs with a time limit, and jobs of different priorities, are not co-located.
+    is_time_sliced: a guest whose co-location ends is time-sliced with its host; else it is parked on storage and waits.
+        Then jobs with a time limit, and jobs of different priorities, are not co-located.
     wanted: how many of the devices that a guest would leave pending jobs want.
     """
     view, now, seen = context.room.view, context.now, context.job_rates
-    rests = partial(parking, in_memory=in_turns)
+    rests = partial(parking, in_memory=is_time_sliced)
     running = {pair[0].number: pair for pair in context.jobs.running}
     changes: list[PlanChange] = []
     left: list[Colocation] = []
     findings: list[TrialFinding] = []
-    for pack in packs.packs:
-        packs, stays, found = _judged(packs, pack, running, context)
+    for colocation in colocations.present:
+        colocations, stays, found = _judged(colocations, colocation, running, context)
         findings.extend(found)
-        limited = not in_turns and any(not may_be_slower(running[n][0]) for n in pack.numbers if n in running)
-        if stays is not None and not (limited and _is_together(pack, running)):
+        limited = not is_time_sliced and any(
+            not may_be_slower(running[n][0]) for n in colocation.numbers if n in running
+        )
+        if stays is not None and not (limited and _is_together(colocation, running)):
             left.append(stays)
-        elif _is_together(pack, running):
+        elif _is_together(colocation, running):
             detail = "a job has a time limit now" if limited else "its gain could not be measured"
             detail = found[0].detail if found else detail
-            changes.append(rests(*running[pack.guest], Purpose(Goal.UNPACK, detail=detail)))
-            packs = replace(packs, parting=(*packs.parting, replace(pack, since_s=now)))
-    packs = replace(packs, packs=tuple(left))
-    busy = {number for pack in left for number in pack.numbers} | {change.number for change in changes}
-    busy |= packs.on_trial
+            changes.append(rests(*running[colocation.guest], Purpose(Goal.UNPACK, detail=detail)))
+            colocations = replace(colocations, parting=(*colocations.parting, replace(colocation, since_s=now)))
+    colocations = replace(colocations, present=tuple(left))
+    busy = {number for colocation in left for number in colocation.numbers} | {change.number for change in changes}
+    busy |= colocations.on_trial
     changes.extend(_strangers(running, busy, seen, rests))
     busy |= {change.number for change in changes}
     if not context.policy.has(Tune):
         changes.extend(whole_again(running, busy, view, seen))
-    trying = len(packs.leaving) + sum([not pack.is_kept for pack in left])
+    trying = len(colocations.leaving) + sum([not colocation.is_kept for colocation in left])
     most = max(1, context.capacity.gpus // _DEVICES_PER_TRIAL) - trying
     if not is_oversubscribed or most <= 0:
-        return tuple(changes), packs, tuple(findings)
+        return tuple(changes), colocations, tuple(findings)
     busy |= {change.number for change in changes} | context.migrating
     berths = [
         berth
         for number, (job, gang) in running.items()
-        if number not in busy and (berth := _berth(job, gang, view, seen, in_turns)) is not None
+        if number not in busy and (berth := _berth(job, gang, view, seen, is_time_sliced)) is not None
     ]
-    may = _feasible(running, view, in_turns)
-    chosen = proposals(berths, packs.failed, now, packs.contention, most, may, wanted)
-    begun, packs = _begun(packs, chosen, running, context)
-    return (*changes, *begun), packs, tuple(findings)
+    may = _feasible(running, view, is_time_sliced)
+    chosen = proposals(berths, colocations.failed, now, colocations.contention, most, may, wanted)
+    begun, colocations = _begun(colocations, chosen, running, context)
+    return (*changes, *begun), colocations, tuple(findings)
 
 
 def _begun(
-    packs: Colocations, chosen: Iterable[ColocationProposal], running: Mapping[int, Holder], context: PlanContext
+    colocations: Colocations, chosen: Iterable[ColocationProposal], running: Mapping[int, Holder], context: PlanContext
 ) -> tuple[list[PlanChange], Colocations]:
     """Return the first changes of these trials, and the state with them. Time-sliced jobs leave their groups first."""
     changes: list[PlanChange] = []
     for proposal in chosen:
         host, guest = [running[one.number] for one in proposal.residents]
         if host[1].node_set or guest[1].node_set:
-            packs = replace(packs, leaving=(*packs.leaving, Colocation(proposal, context.now)))
+            colocations = replace(colocations, leaving=(*colocations.leaving, Colocation(proposal, context.now)))
         elif begun := move_in(proposal, host, guest, context.room.view):
             changes.extend(begun)
-            packs = replace(packs, packs=(*packs.packs, Colocation(proposal, context.now)))
-    return changes, packs
+            colocations = replace(colocations, present=(*colocations.present, Colocation(proposal, context.now)))
+    return changes, colocations
 
 
 def with_refusals(
@@ -203,23 +205,23 @@ def with_refusals(
     are tried."""
     if not refused:
         return planned
-    known = {pack.numbers for pack in before.packs}
-    there = {pack.numbers for pack in planned.packs}
-    begun = [p for p in planned.packs if p.numbers not in known and not refused.isdisjoint(p.numbers)]
-    undone = [p for p in before.packs if p.numbers not in there and p.guest in refused]
-    left = tuple([pack for pack in planned.packs if pack not in begun])
+    known = {colocation.numbers for colocation in before.present}
+    there = {colocation.numbers for colocation in planned.present}
+    begun = [p for p in planned.present if p.numbers not in known and not refused.isdisjoint(p.numbers)]
+    undone = [p for p in before.present if p.numbers not in there and p.guest in refused]
+    left = tuple([colocation for colocation in planned.present if colocation not in begun])
     # A job that left its time slices in vain does not do so again at once.
     failed, on_their_way = planned.failed, []
-    for pack in begun:
-        if not barred.isdisjoint(pack.numbers):
-            failed = failed.noted(pack.proposal.pair, pack.since_s)
+    for colocation in begun:
+        if not barred.isdisjoint(colocation.numbers):
+            failed = failed.noted(colocation.proposal.pair, colocation.since_s)
     for one in planned.leaving:
         if refused.isdisjoint(one.numbers):
             on_their_way.append(one)
         else:
             failed = failed.noted(one.proposal.pair, one.since_s)
-    parting = tuple([one for one in planned.parting if one.guest not in {pack.guest for pack in undone}])
-    return replace(planned, packs=(*left, *undone), leaving=tuple(on_their_way), parting=parting, failed=failed)
+    parting = tuple([one for one in planned.parting if one.guest not in {colocation.guest for colocation in undone}])
+    return replace(planned, present=(*left, *undone), leaving=tuple(on_their_way), parting=parting, failed=failed)
 
 
 def parking(job: JobRecord, gang: Gang, purpose: Purpose, in_memory: bool = True) -> PlanChange:
@@ -276,55 +278,57 @@ def whole_again(
 
 
 def _judged(
-    packs: Colocations, pack: Colocation, running: Mapping[int, Holder], context: PlanContext
+    colocations: Colocations, colocation: Colocation, running: Mapping[int, Holder], context: PlanContext
 ) -> tuple[Colocations, Colocation | None, list[TrialFinding]]:
     """Return the state, the co-location if it goes on, and findings."""
     table, view, now, seen = context.jobs, context.room.view, context.now, context.job_rates
-    proposal, numbers = pack.proposal, pack.numbers
+    proposal, numbers = colocation.proposal, colocation.numbers
     alone = [seen.alone(number) for number in numbers]
     if not all(alone):
         # One of its jobs has ended.
-        return packs, None, []
+        return colocations, None, []
     members = {*numbers}
     if not all(seen.beside(number) == members - {number} for number in numbers):
-        guest = table.get(pack.guest)
-        if pack.is_kept and guest is not None and _is_kept_out(*guest, running.get(pack.numbers[0]), view):
+        guest = table.get(colocation.guest)
+        if colocation.is_kept and guest is not None and _is_kept_out(*guest, running.get(colocation.numbers[0]), view):
             # It would stay parked while its host runs; a time-sliced job gets its share.
             findings = [TrialFinding(number, Goal.PACK, False, 1.0, 0.0, _NO_ROOM) for number in numbers]
-            packs = replace(packs.without(proposal, now), parting=(*packs.parting, replace(pack, since_s=now)))
-            return packs, None, findings
-        if pack.is_kept:
+            colocations = replace(
+                colocations.without(proposal, now), parting=(*colocations.parting, replace(colocation, since_s=now))
+            )
+            return colocations, None, findings
+        if colocation.is_kept:
             # A job that its user has suspended may stay so for long.
             rests = any(found is None or found[0].state is JobState.SUSPENDED for found in map(table.get, numbers))
             apart = rests or all(number in running and is_settled(*running[number]) for number in numbers)
             left = any(not shares_all(running[number][1].claims) for number in numbers if number in running)
-            return packs, None if apart or left else pack, []
-        if guest is not None and _is_coming(*guest) and now < pack.since_s + _LONGEST_TRIAL_S:
-            return packs, pack, []
+            return colocations, None if apart or left else colocation, []
+        if guest is not None and _is_coming(*guest) and now < colocation.since_s + _LONGEST_TRIAL_S:
+            return colocations, colocation, []
         # The master refused it, or one of its jobs was preempted meanwhile.
-        return packs.without(proposal, now), None, []
-    first = -_WATCHED_WINDOWS if pack.is_kept else 0
+        return colocations.without(proposal, now), None, []
+    first = -_WATCHED_WINDOWS if colocation.is_kept else 0
     rates = {n: TrialRates(before, seen.present(n)[first:]) for n, before in zip(numbers, alone, strict=True)}
-    if pack.is_kept:
+    if colocation.is_kept:
         if still_pays(proposal.residents, rates):
-            return packs, pack, []
-        return packs.without(proposal, now), None, _trial_findings(numbers, rates, is_kept=False)
+            return colocations, colocation, []
+        return colocations.without(proposal, now), None, _trial_findings(numbers, rates, is_kept=False)
     is_measured = min(len(one.after) for one in rates.values()) >= FIRST_WINDOWS
     judged = judge_colocation(proposal, rates) if is_measured else Judged(TrialVerdict.MEASURE)
     found = judged.verdict
-    if found is TrialVerdict.MEASURE and now < pack.since_s + _LONGEST_TRIAL_S:
-        return packs, pack, []
+    if found is TrialVerdict.MEASURE and now < colocation.since_s + _LONGEST_TRIAL_S:
+        return colocations, colocation, []
     if not is_measured:
-        return packs.without(proposal, now), None, []
-    known = packs.contention.get(proposal.host.device_type, UNKNOWN_DEVICE)
-    learned = {**packs.contention, proposal.host.device_type: learn(known, [lesson(proposal, rates)])}
-    packs = replace(packs, contention=learned)
+        return colocations.without(proposal, now), None, []
+    known = colocations.contention.get(proposal.host.device_type, UNKNOWN_DEVICE)
+    learned = {**colocations.contention, proposal.host.device_type: learn(known, [lesson(proposal, rates)])}
+    colocations = replace(colocations, contention=learned)
     is_open = found is TrialVerdict.MEASURE or judged.is_open
     findings = _trial_findings(numbers, rates, is_kept=found is TrialVerdict.KEEP, is_open=is_open)
     if found is TrialVerdict.KEEP:
-        packs = replace(packs, failed=packs.failed.forgotten(proposal.pair))
-        return packs, replace(pack, is_kept=True), findings
-    return packs.without(proposal, now), None, findings
+        colocations = replace(colocations, failed=colocations.failed.forgotten(proposal.pair))
+        return colocations, replace(colocation, is_kept=True), findings
+    return colocations.without(proposal, now), None, findings
 
 
 def _is_kept_out(job: JobRecord, gang: Gang | None, host: Holder | None, view: View) -> bool:
@@ -352,9 +356,9 @@ def _trial_findings(
     return [TrialFinding(number, Goal.PACK, is_kept, gain.value, gain.deviation, detail) for number in numbers]
 
 
-def _is_together(pack: Colocation, running: Mapping[int, Holder]) -> bool:
-    places = [[(c.node, c.device_mask) for c in running[n][1].claims] for n in pack.numbers if n in running]
-    return len(places) == len(pack.numbers) and all(place == places[0] for place in places)
+def _is_together(colocation: Colocation, running: Mapping[int, Holder]) -> bool:
+    places = [[(c.node, c.device_mask) for c in running[n][1].claims] for n in colocation.numbers if n in running]
+    return len(places) == len(colocation.numbers) and all(place == places[0] for place in places)
 
 
 def is_settled(job: JobRecord, gang: Gang) -> bool:
@@ -367,13 +371,14 @@ def is_resting(job: JobRecord, gang: Gang) -> bool:
     return parked and gang.park_level is SuspendLevel.OFFLOAD
 
 
-def _berth(job: JobRecord, gang: Gang, view: View, seen: JobRates, in_turns: bool) -> Berth | None:
-    """Return a gang alone on its devices with measured rates, as a candidate; None if it is not one. With `in_turns`
-    only jobs that can be time-sliced are candidates: a guest has to resume on the host's devices when a trial ends."""
-    if gang.phase is not GangPhase.RUNNING or job.next_epoch or (gang.node_set and not in_turns):
+def _berth(job: JobRecord, gang: Gang, view: View, seen: JobRates, is_time_sliced: bool) -> Berth | None:
+    """Return a gang alone on its devices with measured rates, as a candidate; None if it is not one. With
+    `is_time_sliced` only jobs that can be time-sliced are candidates: a guest has to resume on the host's devices when
+    a trial ends."""
+    if gang.phase is not GangPhase.RUNNING or job.next_epoch or (gang.node_set and not is_time_sliced):
         return None
     can_turn = takes_turns(job) and job.capabilities.offload
-    can = can_turn if in_turns else may_be_slower(job) and job.capabilities.checkpoint
+    can = can_turn if is_time_sliced else may_be_slower(job) and job.capabilities.checkpoint
     windows = seen.alone(job.number)
     needed = job.shape.device_memory_bytes
     if not can or len(windows) < ALONE_WINDOWS or not needed or seen.beside(job.number):
@@ -387,7 +392,7 @@ def _berth(job: JobRecord, gang: Gang, view: View, seen: JobRates, in_turns: boo
     return Berth(seat_of(gang.claims), made.device_type, made.device_memory_bytes, (resident,))
 
 
-def _feasible(running: Mapping[int, Holder], view: View, in_turns: bool) -> Callable[[Berth, Berth], bool]:
+def _feasible(running: Mapping[int, Holder], view: View, is_time_sliced: bool) -> Callable[[Berth, Berth], bool]:
     """Return the test whether a guest fits beside a host. No third job may be time-sliced on the host's devices."""
 
     @cache
@@ -403,7 +408,7 @@ def _feasible(running: Mapping[int, Holder], view: View, in_turns: bool) -> Call
         there, comes = host.residents[0].number, guest.residents[0].number
         if not can_hand_over(running[comes][0]) or not sliced_with(there) <= {there, comes}:
             return False
-        if not in_turns and running[there][0].spec.priority != running[comes][0].spec.priority:
+        if not is_time_sliced and running[there][0].spec.priority != running[comes][0].spec.priority:
             return False
         if not all(view.available[view.slots[node]] for node, _ in host.seat):
             return False

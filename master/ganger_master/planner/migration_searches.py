@@ -316,7 +316,7 @@ class OpportunisticMigration:
         for job, gang in migration.running:
             if is_shared(gang) and (mates := rates.beside(job.number)):
                 groups.setdefault(mates | {job.number}, []).append((job, gang))
-        packs: list[MeasuredColocation] = []
+        colocations: list[MeasuredColocation] = []
         horizon_s = math.inf
         for group, pairs in groups.items():
             if len(pairs) < len(group) or group & migration.context.on_trial:
@@ -325,13 +325,13 @@ class OpportunisticMigration:
             if not all(len(one.before) > 1 and len(one.after) >= FIRST_WINDOWS for one in tried):
                 continue
             horizon_s = min(horizon_s, *[migration.ran_s(job) for job, _ in pairs])
-            pack = MeasuredColocation(_most_gain(tuple(tried)), len(group), ())
+            colocation = MeasuredColocation(_most_gain(tuple(tried)), len(group), ())
             # Most co-locations need no search for movable gangs.
-            if pack.is_slow:
+            if colocation.is_slow:
                 movable = [one for job, _, one in migration.movable(pairs, packed=True).values() if job.spec.movable]
-                packs.append(replace(pack, movable=tuple(movable)))
-        if packs:
-            self._propose(separated(self._terms, packs, horizon_s))
+                colocations.append(replace(colocation, movable=tuple(movable)))
+        if colocations:
+            self._propose(separated(self._terms, colocations, horizon_s))
 
     def balance(self) -> None:
         """Move gangs that measurably suffer from other gangs on their node to emptier nodes."""

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 _LONGEST_S: Final = 120.0
 
 
-def follow(packs: Colocations, context: PlanContext) -> tuple[tuple[PlanChange, ...], Colocations]:
+def follow(colocations: Colocations, context: PlanContext) -> tuple[tuple[PlanChange, ...], Colocations]:
     """Return the changes to propose now, and the state if they are proposed."""
     table, view, now, changing = context.jobs, context.room.view, context.now, context.cluster.changing
     # A host that has left a group is in its active matrix until all nodes have acknowledged the next one.
@@ -68,8 +68,8 @@ def follow(packs: Colocations, context: PlanContext) -> tuple[tuple[PlanChange, 
     changes: list[PlanChange] = []
     leaving: list[Colocation] = []
     begun: list[Colocation] = []
-    failed = packs.failed
-    for one in packs.leaving:
+    failed = colocations.failed
+    for one in colocations.leaving:
         host, guest = _of(table, one.host), _of(table, one.guest)
         if host is None or guest is None:
             # It has ended, or was stopped by another change.
@@ -88,13 +88,15 @@ def follow(packs: Colocations, context: PlanContext) -> tuple[tuple[PlanChange, 
         else:
             failed = failed.noted(one.proposal.pair, now)
     parting = []
-    for going in packs.parting:
+    for going in colocations.parting:
         host, guest = _of(table, going.host), _of(table, going.guest)
         if guest is not None and not is_resting(*guest) and now <= going.since_s + _LONGEST_S:
             parting.append(going)
         elif host is not None:
             changes.extend(whole_again({going.host: host}, (), view, context.job_rates))
-    followed = replace(packs, packs=(*packs.packs, *begun), leaving=tuple(leaving), parting=tuple(parting))
+    followed = replace(
+        colocations, present=(*colocations.present, *begun), leaving=tuple(leaving), parting=tuple(parting)
+    )
     return tuple(changes), replace(followed, failed=failed)
 
 
@@ -120,13 +122,13 @@ class Shared:
     """The state between two passes. `looked_s`: when trials of co-locations were last judged."""
 
     looked_s: float = -math.inf
-    packs: Colocations = field(default_factory=Colocations)
+    colocations: Colocations = field(default_factory=Colocations)
     fairness: Fairness = NOTHING_OWED
 
     def without(self, before: Shared, refused: Set[int]) -> Shared:
         """Return the state after changes of these jobs were refused. `before`: the state before they were planned."""
-        packs = with_refusals(before.packs, self.packs, refused)
-        return replace(self, packs=packs, fairness=stayed(self.fairness, before.fairness, refused))
+        colocations = with_refusals(before.colocations, self.colocations, refused)
+        return replace(self, colocations=colocations, fairness=stayed(self.fairness, before.fairness, refused))
 
 
 NOTHING: Final = Shared()
@@ -162,7 +164,7 @@ class SharingStage(PlanStage):
 
     @property
     def on_trial(self) -> frozenset[int]:
-        return self.shared.packs.on_trial
+        return self.shared.colocations.on_trial
 
     @property
     def memory(self) -> Mapping[str, Any]:
@@ -183,15 +185,19 @@ def plan_shared(
         context = replace(context, excluded=excluded)
     look_s = settings.look_s or min(QUANTUM_S, settings.pace.every_s)
     is_due = now >= remembered.looked_s + look_s
-    looked_s, packs, fairness = now if is_due else remembered.looked_s, remembered.packs, remembered.fairness
+    looked_s, colocations, fairness = (
+        now if is_due else remembered.looked_s,
+        remembered.colocations,
+        remembered.fairness,
+    )
     tried: tuple[PlanChange, ...] = ()
     findings: tuple[TrialFinding, ...] = ()
     if is_due:
-        tried, packs, findings = plan_colocations(packs, context, table.has_waiting or _take_turns(table))
-    followed, packs = follow(packs, context)
+        tried, colocations, findings = plan_colocations(colocations, context, table.has_waiting or _take_turns(table))
+    followed, colocations = follow(colocations, context)
     # A plan that has timed out keeps no places.
     migrations = [plan for plan in migrations if now < plan.began_s + LONGEST_S]
-    busy = packs.on_trial.union([change.number for change in (*tried, *followed)], *packs.groups)
+    busy = colocations.on_trial.union([change.number for change in (*tried, *followed)], *colocations.groups)
     busy = busy.union(*[plan.numbers for plan in migrations])
     room.follow()
     trying = Trial(room)
@@ -209,10 +215,10 @@ def plan_shared(
     fairness = moved(fairness, [change for change in found.changes if change.purpose.goal in _GOING], now)
     trying.undo()
     # Co-locations are watched as long as they last, and time-sliced jobs are measured meanwhile.
-    is_watching = bool(packs.packs) or _take_turns(table)
+    is_watching = bool(colocations.present) or _take_turns(table)
     next_s = min(found.next_change_s, looked_s + look_s) if is_watching else found.next_change_s
     draft = replace(found, changes=(*tried, *followed, *found.changes), next_change_s=max(next_s, now + 1.0))
-    return draft, Shared(looked_s, packs, fairness), findings
+    return draft, Shared(looked_s, colocations, fairness), findings
 
 
 def _take_turns(table: LiveTable) -> bool:

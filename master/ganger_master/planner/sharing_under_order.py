@@ -49,7 +49,7 @@ class OrderColocation:
     """State from one pass to the next. `last_pass_s`: time of the last pass; `is_quiet`: it changed nothing. `halved`:
     numbers of the jobs whose co-locations have ended, and that do not have all of their cores back."""
 
-    packs: Colocations = field(default_factory=Colocations)
+    colocations: Colocations = field(default_factory=Colocations)
     last_pass_s: float = -math.inf
     is_quiet: bool = False
     halved: tuple[int, ...] = ()
@@ -57,9 +57,9 @@ class OrderColocation:
     def next_pass_s(self, table: LiveTable, plan_every_s: float) -> float:
         """Return when the next pass is due; infinite if there is nothing to do. `plan_every_s`: least time between two
         plans that preempt running jobs."""
-        if not (self.packs.packs or self.halved or table.has_waiting or table.has_sharing):
+        if not (self.colocations.present or self.halved or table.has_waiting or table.has_sharing):
             return math.inf
-        pace = _TRIAL if self.packs.is_trying else _QUIET if self.is_quiet else _BUSY
+        pace = _TRIAL if self.colocations.is_trying else _QUIET if self.is_quiet else _BUSY
         return self.last_pass_s + max(_LEAST_S, pace * plan_every_s)
 
 
@@ -82,12 +82,12 @@ class ColocationStage(PlanStage):
         return context.now < self.packing.next_pass_s(context.jobs, context.settings.pace.every_s)
 
     def settle(self, outcome: PlanOutcome) -> None:
-        packs = with_refusals(self._before.packs, self.packing.packs, outcome.refused, outcome.barred)
-        self.packing = replace(self.packing, packs=packs)
+        colocations = with_refusals(self._before.colocations, self.packing.colocations, outcome.refused, outcome.barred)
+        self.packing = replace(self.packing, colocations=colocations)
 
     @property
     def on_trial(self) -> frozenset[int]:
-        return self.packing.packs.on_trial
+        return self.packing.colocations.on_trial
 
     @property
     def memory(self) -> Mapping[str, Any]:
@@ -103,18 +103,22 @@ def plan_under_order(
     room.follow()
     pending = _PendingDemand(context)
     is_oversubscribed = pending.longest_wait_s(now) > max(_LEAST_S, _LONG * context.settings.pace.every_s)
-    before = packing.packs
-    changes, packs, findings = plan_colocations(before, context, is_oversubscribed, False, pending.missing_devices)
+    before = packing.colocations
+    changes, colocations, findings = plan_colocations(
+        before, context, is_oversubscribed, False, pending.missing_devices
+    )
     # A guest that was parked waits in the queue like other jobs, so the end of its co-location needs no follow-up.
-    packs = replace(packs, parting=())
+    colocations = replace(colocations, parting=())
     if not (pending.jobs or changes):
-        changes, packs = _separate(packs, context)
-    left = {pack.numbers for pack in packs.packs}
-    parted = [number for pack in before.packs if pack.numbers not in left for number in pack.numbers]
+        changes, colocations = _separate(colocations, context)
+    left = {colocation.numbers for colocation in colocations.present}
+    parted = [
+        number for colocation in before.present if colocation.numbers not in left for number in colocation.numbers
+    ]
     # With a tuning, `tune_stage` returns cores to hosts.
     hosts = [] if context.policy.has(Tune) else sorted({*packing.halved, *parted})
     halved = tuple([number for number in hosts if _lacks_cores(table, room.view, number)])
-    return changes, OrderColocation(packs, now, not changes, halved), findings
+    return changes, OrderColocation(colocations, now, not changes, halved), findings
 
 
 class _PendingDemand:
@@ -173,23 +177,23 @@ def _lacks_cores(table: LiveTable, view: View, number: int) -> bool:
     return any(sum(claim.millicores) < millicores for claim, millicores in wanted)
 
 
-def _separate(packs: Colocations, context: PlanContext) -> tuple[tuple[PlanChange, ...], Colocations]:
+def _separate(colocations: Colocations, context: PlanContext) -> tuple[tuple[PlanChange, ...], Colocations]:
     table, room = context.jobs, context.room
     room.follow()
     trying = Trial(room)
     changes, left = [], []
-    for pack in packs.packs:
-        found, claims = table.pair(pack.guest), None
-        if pack.is_kept and found is not None and is_settled(*found) and can_hand_over(found[0]):
+    for colocation in colocations.present:
+        found, claims = table.pair(colocation.guest), None
+        if colocation.is_kept and found is not None and is_settled(*found) and can_hand_over(found[0]):
             shape = as_held(found[0].shape, found[1])
             claims = context.policy.placement.place(room, PlacementRequest(shape, math.inf))
         if found is None or claims is None:
-            left.append(pack)
+            left.append(colocation)
             continue
         trying.take(claims)
-        changes.append(MoveChange(pack.guest, found[0].revision, claims, purpose=_ROOM_AGAIN))
+        changes.append(MoveChange(colocation.guest, found[0].revision, claims, purpose=_ROOM_AGAIN))
     trying.undo()
-    return tuple(changes), replace(packs, packs=tuple(left))
+    return tuple(changes), replace(colocations, present=tuple(left))
 
 
 # Most gangs on one device, so that a running job keeps half of its time.
