@@ -126,7 +126,7 @@ class BenchCluster:
                 process.wait()
         marks = (os.fsencode(self.directory), os.fsencode(self._run))
         for entry in Path("/proc").iterdir():
-            # launchers and ranks outlive their daemons by design
+            # Launchers and ranks outlive their daemons by design.
             if entry.name.isdigit() and int(entry.name) != os.getpid() and _names_one_of(entry, marks):
                 try:
                     os.kill(int(entry.name), signal.SIGKILL)

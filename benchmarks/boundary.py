@@ -29,7 +29,7 @@ RESUME_SLACK_S = 0.020
 HOOK_ROUNDS = 101
 REPINS = 200
 QUICK_CYCLES = 4
-# ranks, nodes, relay delay one way in seconds, cycles
+# Ranks, nodes, relay delay one way in seconds, cycles.
 GANGS = ((2, 1, 0.0, 80), (2, 2, 0.005, 60), (4, 2, 0.010, 60))
 
 # What is compared runs in turn, in many short rounds, and CPU time is counted: other load on the machine stretches the
@@ -177,7 +177,7 @@ def _measure_gang(
     report.at_most(f"{name}_skew_steps", max(stop.skew_steps for stop in stops), 0)
     report.at_most(f"{name}_overrun_steps", max(stop.overrun_steps for stop in stops), 0)
     paused = [stop for stop in stops if stop.level == PageParkLevel.PAUSE]
-    # the limit of each cycle is its own longest mini-batch, so what is judged is the excess over it
+    # The limit of each cycle is its own longest mini-batch, so what is judged is the excess over it.
     for share, factor in ((0.5, 1.5), (0.99, 2.0)):
         excess = [stop.seconds - factor * stop.longest_batch_s - 2 * delay for stop in paused]
         report.at_most(
@@ -191,7 +191,7 @@ def _measure_gang(
     report.figure(f"{name}_longest_batch_p50_milliseconds", 1000 * quantile([s.longest_batch_s for s in paused], 0.5))
     offloaded = [stop for stop in stops if stop.level == PageParkLevel.OFFLOAD]
     if offloaded:
-        # to the end of the first step: that step's own time is not the resume's
+        # To the end of the first step: that step's own time is not the resume's.
         waits = [stop.resume_s - stop.batch_after_s for stop in offloaded]
         report.at_most(f"{name}_resume_offload_p50_milliseconds", 1000 * quantile(waits, 0.5), 1000 * RESUME_SLACK_S)
 

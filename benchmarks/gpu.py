@@ -150,7 +150,7 @@ class GpuCases:
             self._report.figure(f"{name}_used_before_bytes", float(memory.used_bytes(job.pid)))
             self._report.figure(f"{name}_offload_seconds", job.order("suspend", "--level", "offload"))
             if not self._is_virtual:
-                # a virtual device has no memory of its own
+                # A virtual device has no memory of its own.
                 self._report.figure(f"{name}_used_while_offloaded_bytes", float(memory.used_bytes(job.pid)))
             self._report.figure(f"{name}_offload_resume_seconds", job.order("resume"))
             self._report.figure(f"{name}_used_after_resume_bytes", float(memory.used_bytes(job.pid)))
@@ -403,7 +403,7 @@ def main(quick: bool = False, only: str = "", virtual: bool = False) -> dict[str
             if began - started > LATEST_S:
                 raise TimeoutError(f"not begun, {began - started:.0f} s after the start: --only {name} runs it alone")
             cases.run(name)
-        except Exception as error:  # the other cases go on
+        except Exception as error:  # The other cases go on
             report.say(traceback.format_exc())
             failed[name] = str(error) or type(error).__name__
         report.figure(f"{name}_case_seconds", time.monotonic() - began)

@@ -110,7 +110,7 @@ def measure_moves(
     """Move a job with `size` bytes of state `moves` times. `script`: its program, which takes the size, the path of its
     notes and `arguments`."""
     notes = cluster.directory / f"notes-{size}"
-    # twice on the host: tensors of a virtual device are host memory, and the arena is as large again
+    # Twice on the host: tensors of a virtual device are host memory, and the arena is as large again.
     memory = f"{(2 * size >> 20) + 2048}M"
     submitted = cluster.ganger(
         "submit",
@@ -171,7 +171,7 @@ class _PageWatch(Watch):
         source = Page.open(str(self._source), writable=False)
         destination: Page | None = None
         while self.goes_on():
-            # what comes last is read first: this thread may be held up between two reads for longer than a copy takes
+            # What comes last is read first: this thread may be held up between two reads for longer than a copy takes.
             self.state_bytes = max(self.state_bytes, source.get(Word.ARENA_SIZE))
             complete = bool(destination and 0 < self.state_bytes <= destination.get(Word.ARENA_AVAILABLE))
             stopped = source.get(Word.STATE) in (PageState.PAUSED, PageState.SAVING, PageState.HANDED_OVER)
@@ -207,7 +207,7 @@ def _raw_stream(size: int) -> float:
     memory = os.memfd_create("raw")
     try:
         piece = bytes(PIECE)
-        for offset in range(0, size, PIECE):  # written: what is sent is real memory
+        for offset in range(0, size, PIECE):  # Written: what is sent is real memory
             os.pwrite(memory, piece[: min(PIECE, size - offset)], offset)
         with socket.create_connection(listener.getsockname()) as connection:
             connection.recv(1)

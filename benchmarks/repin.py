@@ -62,7 +62,7 @@ def _measure(report: BenchReport, cgroups: Cgroups, group: str, cpus: list[int],
             began = time.perf_counter_ns()
             cgroups.set_cpus(group, (cpu,))
             took.append((time.perf_counter_ns() - began) / 1e6)
-            # the step under way may end where it began; the one after it may not
+            # The step under way may end where it began; the one after it may not.
             elsewhere += _step_after(notes, NOTE.unpack_from(notes)[0] + 1) != cpu
         report.samples({"repin_milliseconds": value} for value in took)
         report.at_most("repin_p50_milliseconds", quantile(took, 0.5), REPIN_LIMIT_MS)

@@ -139,10 +139,10 @@ def _share(
             cluster.until(lambda: len(steps_of(notes[-1])) >= EARLY_STEPS, START_S, f"{name}: job {number} steps")
             if number >= gpus:
                 waited = (steps_of(notes[-1])[EARLY_STEPS - 1].end - submitted) / 1e9
-                # quanta grow where switches take long
+                # Quanta grow where switches take long.
                 in_force = max(quantum, SWITCHES_PER_QUANTUM * slowest_switch(cluster))
                 early, beyond = max(early, waited), max(beyond, waited - in_force)
-        # of one device, of which the first and the last turn are cut; of several, as many as equal shares take
+        # Of one device, of which the first and the last turn are cut; of several, as many as equal shares take.
         wanted = cycles * jobs + 2 if gpus == 1 else SWITCHES
         report.say(f"{name}: {wanted} switches of {jobs} jobs, a quantum of {quantum:g} s")
         with PageWatch(cluster) as watch:
@@ -164,7 +164,7 @@ def _share(
     report.figure(f"{name}_dead_p50_milliseconds", 1000 * quantile(dead, 0.5))
     report.figure(f"{name}_dead_p90_milliseconds", 1000 * quantile(dead, 0.9))
     report.figure(f"{name}_switches", float(len(dead)))
-    # of the devices on which turns are taken
+    # Of the devices on which turns are taken.
     span, taking_turns = (ended - began) / 1e9, min(gpus, jobs - gpus)
     share = sum(dead) / span / taking_turns
     if quick:
@@ -269,7 +269,7 @@ def _by_signals(report: BenchReport, quantum: float, cycles: int, bound: bool) -
 @contextmanager
 def _cluster(gpus: int, bound: bool, *master: str) -> Iterator[BenchCluster]:
     cores = min(GPU_CORES, CORES_SHARE * len(os.sched_getaffinity(0)) / gpus)
-    # its log tells when rows are switched
+    # Its log tells when rows are switched.
     daemon = ("--verbose", *(("--virtual-gpu-cores", str(cores)) if bound else ()))
     with BenchCluster(nodes=1, gpus=gpus, cores=2 * gpus, memory="64G", master=master, daemon=daemon) as cluster:
         (cluster.directory / "job.py").write_text(JOB)

@@ -143,7 +143,7 @@ def stepping(steps: Sequence[NotedStep]) -> float:
 
 def shares_of_cycles(turns: Sequence[NotedSlice], jobs: int) -> list[float]:
     """Of the time of their device, what each job had in as many whole cycles as were seen. ValueError for none."""
-    # the first and the last one are cut by where the look at them began and ended
+    # The first and the last one are cut by where the look at them began and ended.
     whole = turns[1:-1]
     whole = whole[: len(whole) // jobs * jobs]
     if not whole:

@@ -54,7 +54,7 @@ FROM_SOURCES = (
         source="pytorch/examples",
         directory="mnist_hogwild",
         inputs=("mnist:../data",),
-        # without the process id
+        # Without the process id
         log=r"(?:Train Epoch|Test set).*",
         packages=("torch", "torchvision"),
     ),
@@ -112,7 +112,7 @@ FROM_SOURCES = (
         ),
         source="vwxyzjn/cleanrl",
         weights="*.tfevents*/losses/td_loss",
-        # it prints and records steps per second
+        # It prints and records steps per second.
         log=None,
         ignored=("charts/SPS",),
         environment={"PYTHONPATH": "."},
@@ -168,7 +168,7 @@ FROM_PACKAGES = (
         is_packaged=True,
         weights="CartPole-v1.zip/policy.pth",
         log=r"(?:ep_len_mean|ep_rew_mean|loss|n_updates|total_timesteps) +\| [\d.e-]+",
-        # seconds of each episode; when it started
+        # Seconds of each episode; when it started.
         ignored=("*.monitor.csv", "*.zip/data"),
         packages=("rl_zoo3", "stable-baselines3", "torch"),
     ),
@@ -182,9 +182,9 @@ FROM_PACKAGES = (
         source="pykeen/pykeen",
         is_packaged=True,
         weights="out/trained_model.pkl",
-        # a progress bar, drawn as time passes
+        # A progress bar, drawn as time passes.
         log=None,
-        # compressed with the time; seconds of the evaluation
+        # Compressed with the time; seconds of the evaluation.
         ignored=("*.tsv.gz", "*/results.json"),
         packages=("pykeen", "torch"),
     ),
@@ -199,7 +199,7 @@ FROM_PACKAGES = (
         is_packaged=True,
         inputs=("molecules",),
         weights="out/*/best.pt",
-        # a progress bar, drawn as time passes
+        # A progress bar, drawn as time passes.
         log=None,
         packages=("chemprop", "lightning", "torch"),
     ),
@@ -212,7 +212,7 @@ WRITTEN = (
         ("python", "hf-trainer.py"),
         weights="final/model.safetensors",
         log=r"'(?:eval_)?loss': '?[\d.e-]+",
-        # they hold the speed and the seconds of an evaluation
+        # They hold the speed and the seconds of an evaluation.
         ignored=("*/trainer_state.json", "*/training_args.bin"),
         packages=("transformers", "accelerate", "torch"),
     ),

@@ -8,10 +8,10 @@ from __future__ import annotations
 from importlib import import_module
 
 _HOMES = {
-    # in a training script
+    # In a training script
     "attach": "ganger.training",
     "report": "ganger.injob.metrics",
-    # towards a cluster
+    # Towards a cluster
     "ApiError": "ganger.wire.errors",
     "Client": "ganger.client",
     "Job": "ganger.job",

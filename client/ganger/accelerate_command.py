@@ -162,7 +162,7 @@ def _from_file(given: Mapping[str, Any], environment: Mapping[str, str], directo
         if path is None or given.get("cpu"):
             return {}
     path = os.path.join(directory, os.path.expanduser(str(path)))
-    import yaml  # only here: most commands have no such file
+    import yaml  # Only here: most commands have no such file
 
     try:
         with open(path, encoding="utf-8") as file:

@@ -76,7 +76,7 @@ class Client:
         for channel in self._channels:
             channel.close()
 
-    # jobs
+    # Jobs
 
     def submit(
         self, command: Sequence[str] | str | None = None, *, request_id: str | None = None, **options: Any
@@ -298,7 +298,7 @@ class Client:
                 return message.name
         raise JobNotFound(f"array {array} has no member {index}: `ganger show {array}` lists them")
 
-    # nodes
+    # Nodes
 
     def list_nodes(self) -> node_pb2.ListNodesResponse:
         """All of them, by name, with their configuration sets and the node sets."""
@@ -364,7 +364,7 @@ class Client:
         )
         return self._call(lambda message: self._nodes.RecordDecisions(message, timeout=seconds + _PUBLISH_S), request)
 
-    # how calls are made
+    # How calls are made
 
     def _call(self, method: Callable[[Any], Answer], request: object) -> Answer:
         try:

@@ -84,7 +84,7 @@ def _by_python(python: str, words: list[str], environment: Mapping[str, str], di
         # "-m MODULE" or "-mMODULE"
         word, *rest = rest or [""] if word == "-m" else [word[2:], *rest]
     else:
-        # a script: the programs that pip installs are some
+        # A script: the programs that pip installs are some.
         name = os.path.basename(word)
         word = {"torchrun": "torch.distributed.run", "accelerate-launch": "accelerate.commands.launch"}.get(name, name)
     if word in _TORCH_MODULES:
@@ -128,7 +128,7 @@ def with_ranks(description: Mapping[str, Any], captured: Mapping[str, str]) -> t
         return result, {}
     result["command"] = list(found.command)
     if found.program != "accelerate launch":
-        # that one starts a single process without them
+        # That one starts a single process without them.
         result["distributed"] = True
     if found.environment:
         given = description.get("environment")
@@ -160,7 +160,7 @@ def _request(found: RankCommand, description: Mapping[str, Any]) -> dict[str, An
         tasks = whole_number(0, 10_000)(description.get("tasks") or 0)
         nodes = whole_number(0, 10_000)(description.get("nodes") or 0)
     except ValueError:
-        return {}  # reported where they are read
+        return {}  # Reported where they are read
     if _stays_whole(description, found):
         return _request_whole(found, description, gpus)
     if found.is_elastic and (gpus < 0 or most):
@@ -232,7 +232,7 @@ def _found(description: Mapping[str, Any], captured: Mapping[str, str]) -> RankC
         command = parse_command(description["command"])
         directory = directory or os.getcwd()
     except (ValueError, KeyError):
-        return None  # reported where it is read
+        return None  # Reported where it is read
     except OSError:
         directory = "/"
     return rank_command_of(command, {**captured, **own}, directory)

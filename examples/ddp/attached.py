@@ -120,7 +120,7 @@ def main():
             job.step(loss)  # 5
             if schedule.last_epoch >= steps:
                 break
-        right = accuracy(network, test_loader, device)  # on every rank: they stay together
+        right = accuracy(network, test_loader, device)  # On every rank: they stay together
         if rank == 0:
             print(f"epoch {epoch}: accuracy {right:.3f}", flush=True)
         if schedule.last_epoch >= steps:

@@ -119,7 +119,7 @@ def main():
                     file.write(f"{schedule.last_epoch} {loss.item().hex()}\n")
             if schedule.last_epoch >= steps:
                 break
-        right = accuracy(network, test_loader, device)  # on every rank: they stay together
+        right = accuracy(network, test_loader, device)  # On every rank: they stay together
         if rank == 0:
             print(f"epoch {epoch}: accuracy {right:.3f}", flush=True)
         if schedule.last_epoch >= steps:

@@ -38,7 +38,7 @@ class DemoCluster:
         self.keep = keep
         self.directory = Path(tempfile.mkdtemp(prefix="ganger-demo-"))
         shared = Path("/dev/shm")
-        # pages belong on a tmpfs, and a socket's path has to be short
+        # Pages belong on a tmpfs, and a socket's path has to be short.
         self._run = Path(tempfile.mkdtemp(prefix="ganger-demo-", dir=shared if os.access(shared, os.W_OK) else None))
         self.master_directory = self.directory / "master"
         self._names = [f"n{number + 1}" for number in range(nodes)]
@@ -136,7 +136,7 @@ class DemoCluster:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                # a terminal's interrupt goes to the demo, which then stops them in order
+                # A terminal's interrupt goes to the demo, which then stops them in order.
                 start_new_session=True,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )
@@ -200,7 +200,7 @@ def _remove_groups(names: list[str]) -> None:
                 try:
                     group.rmdir()
                 except OSError as problem:
-                    # a killed process leaves its group some time after it can no longer be seen
+                    # A killed process leaves its group some time after it can no longer be seen.
                     if problem.errno == errno.EBUSY and time.monotonic() < deadline:
                         time.sleep(0.01)
                         continue

@@ -129,7 +129,7 @@ def train_disturbed(
     except EarlyEndError as problem:
         outcome.ended_early = True
         outcome.trouble = str(problem)
-    except Exception as problem:  # one example that fails must not hide how the others fare
+    except Exception as problem:  # One example that fails must not hide how the others fare
         outcome.trouble = f"{type(problem).__name__}: {problem}"
         if job is not None:
             outcome.trouble += f"\n{_history(client, job)}"
@@ -216,7 +216,7 @@ class _Disturbed:
                 return False
             if message.gang.epoch > epoch:
                 return _nodes(message) != nodes
-            # running where it was: the move was given up before the commit, which harms nothing, and is tried again
+            # Running where it was: the move was given up before the commit, which harms nothing, and is tried again.
             if time.monotonic() - tried > AGAIN_SECONDS:
                 tried = time.monotonic()
                 self._outcome.moves_given_up += 1
@@ -294,7 +294,7 @@ class _Disturbed:
 
     @staticmethod
     def _watch_moved_while_suspended(step: int, still: int) -> bool:
-        # the line of the last step may have been seen after the master's word
+        # The line of the last step may have been seen after the master's word.
         return still > step + 1
 
     def _pids(self) -> list[int]:
@@ -353,7 +353,7 @@ def _verdict(comparison: Comparison) -> str:
 def _tail(job: Job, size: int = 2000) -> str:
     try:
         return b"".join(job.logs(offset=-size)).decode(errors="replace")
-    except Exception as problem:  # the log is a help in telling of another problem
+    except Exception as problem:  # The log is a help in telling of another problem
         return f"(its log cannot be read: {problem})"
 
 
@@ -361,7 +361,7 @@ def _history(client: Client, job: Job, last: int = 25) -> str:
     """What the master noted about a job, for a person who wonders what went wrong."""
     try:
         events = list(client.list_events(job.name))[-last:]
-    except Exception as problem:  # the history is a help in telling of another problem
+    except Exception as problem:  # The history is a help in telling of another problem
         return f"(its history cannot be read: {problem})"
     return "\n".join(f"  {event.kind}: {event.message} {dict(event.figures)} ({event.cause})" for event in events)
 
@@ -369,7 +369,7 @@ def _history(client: Client, job: Job, last: int = 25) -> str:
 def _cancel(job: Job) -> None:
     try:
         job.cancel("the demo gave it up")
-    except Exception:  # it may have ended, and the master may be gone
+    except Exception:  # It may have ended, and the master may be gone
         return
 
 

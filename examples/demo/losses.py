@@ -41,7 +41,7 @@ def read_training(losses: Path, weights: Path) -> LossCurve:
         if not space or not step.isdigit():
             raise ValueError(f"{losses}:{number} is not a step and a loss: {line!r}")
         float.fromhex(loss)
-        # a step repeated after a crash counts as it was the last time
+        # A step repeated after a crash counts as it was the last time.
         last[int(step)] = loss
     return LossCurve(tuple(sorted(last.items())), weights.read_text().strip(), len(lines))
 

@@ -120,7 +120,7 @@ def play(
         return outcome
 
     def fits(example: Example) -> bool:
-        # its other form may still be in the other lane: then the slowest so far is the guess
+        # Its other form may still be in the other lane: then the slowest so far is the guess.
         guess = took.get(example.name, max(took.values(), default=ENOUGH_SECONDS))
         return time.monotonic() - began + SAFETY * guess < ENOUGH_SECONDS
 
@@ -140,6 +140,6 @@ def play(
         futures = [lanes.submit(one_or_longer, number, example) for number, example in enumerate(examples)]
         return [outcome for outcome in (future.result() for future in futures) if outcome is not None]
     finally:
-        # nothing is left to tell them unless this is an interrupt or an error
+        # Nothing is left to tell them unless this is an interrupt or an error.
         interrupted.set()
         lanes.shutdown(cancel_futures=True)

@@ -84,7 +84,7 @@ def print_tables(checks: Sequence[Check], outcomes: Sequence[DisturbedRun]) -> N
 
     console = Console(highlight=False)
     if not console.is_terminal:
-        # into a file or a pipe: no terminal limits the width
+        # Into a file or a pipe: no terminal limits the width.
         console = Console(highlight=False, width=WIDTH)
     story = Table(title="What was done to the jobs", box=box.SIMPLE_HEAD)
     for column in ("action", "at step", "took", "next step"):

@@ -91,7 +91,7 @@ class Alone:
         self._codes: dict[int, int] = {}
         self._changed = threading.Condition()
         environment = {name: value for name, value in os.environ.items() if not name.startswith("GANGER_")}
-        # one thread everywhere: what Ganger's ranks have too, and what a fork can keep
+        # One thread everywhere: what Ganger's ranks have too, and what a fork can keep.
         environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
         with log.open("wb") as errors:
             self._process = subprocess.Popen(

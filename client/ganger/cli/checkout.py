@@ -156,7 +156,7 @@ def demo(report: Path, seed: int | None, everything: bool, examples: Path | None
         with ExitStack() as stack:
             cluster = DemoCluster(keep=keep)
             stack.callback(cluster.remove)
-            # begun before the cluster, so that both import at once
+            # Begun before the cluster, so that both import at once.
             alone = stack.enter_context(Alone(cluster.directory / "alone.log"))
             stack.enter_context(cluster)
             client = stack.enter_context(cluster.client())

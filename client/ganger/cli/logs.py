@@ -227,7 +227,7 @@ def _begun_character(text: bytes) -> int:
     for count in range(1, min(len(text), 3) + 1):
         byte = text[-count]
         if byte & 0xC0 == 0x80:
-            continue  # not the first byte of a character
+            continue  # Not the first byte of a character
         needs = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1
         return count if needs > count else 0
     return 0

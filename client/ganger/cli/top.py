@@ -254,7 +254,7 @@ def _turn_rows(answer: ListNodesResponse) -> list[tuple[str, ...]]:
                     f"1 of {len(node_set.slices)}",
                     format_duration(times.seconds(node_set.quantum)),
                     job_table.level_text(node_set.level),
-                    # a job that moves is in it twice
+                    # A job that moves is in it twice.
                     " ".join(number(job) for job in dict.fromkeys(row.jobs)),
                 )
             )

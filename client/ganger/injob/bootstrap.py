@@ -32,9 +32,9 @@ def arm() -> None:
         else:
             page.close()
         if os.environ.get("GANGER_AGENT") == "none":
-            return  # the user wants no agent: how it ends is all we note
+            return  # The user wants no agent: how it ends is all we note
         importlib.import_module("ganger.training.agent").install()
-    except Exception as problem:  # whatever is wrong with the agent, the user's program runs
+    except Exception as problem:  # Whatever is wrong with the agent, the user's program runs
         print(f"ganger: this process runs without control: {problem}", file=sys.stderr)
 
 

@@ -66,7 +66,7 @@ class StackPrinter:
                 try:
                     faulthandler.dump_traceback(2, all_threads=True)
                 except OSError:
-                    pass  # the program has closed its standard error
+                    pass  # The program has closed its standard error
 
 
 __all__ = ["Control", "Handlers", "RestoreOrder", "StopRequest"]
@@ -429,7 +429,7 @@ def _is_of_signal_handler(problem: Exception) -> bool:
     codes = set()
     for number in signal.valid_signals():
         handler: Any = signal.getsignal(number)
-        handler = getattr(handler, "func", handler)  # of functools.partial
+        handler = getattr(handler, "func", handler)  # Of functools.partial
         if callable(handler):
             codes.add(getattr(handler, "__code__", None) or getattr(type(handler).__call__, "__code__", None))
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(problem.__traceback__))

@@ -14,8 +14,8 @@ from typing import Any
 
 from ganger.injob.process_identity import peer_of
 
-_QUEUE_LIMIT = 64  # packets; a job that sends more while its daemon is away loses the oldest
-_PACKET_LIMIT = 60_000  # bytes; below the default send buffer, so that a packet goes whole or not at all
+_QUEUE_LIMIT = 64  # Packets; a job that sends more while its daemon is away loses the oldest
+_PACKET_LIMIT = 60_000  # Bytes; below the default send buffer, so that a packet goes whole or not at all
 _FIRST_RETRY_NS = 50_000_000
 _LAST_RETRY_NS = 5_000_000_000
 _SHORTEST_SLEEP = 20e-6
@@ -50,7 +50,7 @@ class JobSocketClient:
         self._hello = message
         self._is_suspended = False
         self._drop()
-        # rare, and perhaps the last word of a short job: it does not wait its turn
+        # Rare, and perhaps the last word of a short job: it does not wait its turn.
         self._next_try_ns = 0
         self.tend(now)
 

@@ -102,10 +102,10 @@ class OrderHandler:
         self._orders = os.environ.get("GANGER_ORDERS") or os.path.join(job_dir, "orders")
         self._socket = socket
         self._report = report
-        self._failure = (Error.NONE, "")  # what the last handler that failed met
-        self._held = False  # stopped at a boundary since the last RUN
+        self._failure = (Error.NONE, "")  # What the last handler that failed met
+        self._held = False  # Stopped at a boundary since the last RUN
         self._offloaded = False
-        self._is_on_storage = False  # saved and freed at a stop: the state is in the shard alone
+        self._is_on_storage = False  # Saved and freed at a stop: the state is in the shard alone
         self._read_page_anew()
 
     def _read_page_anew(self) -> None:
@@ -118,7 +118,7 @@ class OrderHandler:
         self._attempted = 0  # ORDER_SEQ last carried out or failed at
         self._failed_restore = (0, 0, 0)  # ORDER_SEQ under which the state did not come back, first and last time
         self._saved = (0, 0)  # (STOP_SEQ, step) whose shard is durable
-        self._fresh = True  # no boundary passed since the last start or resume
+        self._fresh = True  # No boundary passed since the last start or resume
 
     def attend(self, step: int, now: int) -> Known:
         """Pass boundary ``step``; return what is known now: the hot path comes back when the page says otherwise."""
@@ -176,9 +176,9 @@ class OrderHandler:
 
     def _go_on_in_new_epoch(self, step: int) -> None:
         self._read_page_anew()
-        self._words[Word.ACK_SEQ] = 0  # an order read before the image may have been acknowledged here after it
+        self._words[Word.ACK_SEQ] = 0  # An order read before the image may have been acknowledged here after it
         self._rejoin(step)
-        self._words[Word.STEP] = self._words[Word.REACHED_STEP] = step  # before the state that it belongs to
+        self._words[Word.STEP] = self._words[Word.REACHED_STEP] = step  # Before the state that it belongs to
         at_rest = PageState.OFFLOADED if self._offloaded else PageState.PAUSED
         self._words[Word.STATE] = PageState.READY if self._order.order == PageOrderKind.WAIT else at_rest
 
@@ -206,7 +206,7 @@ class OrderHandler:
             backoff.reset()
         else:
             is_saved = self._words[Word.REACHED_SEQ] == order.seq <= self._words[Word.LEAVE_SEQ]
-            # only once the whole checkpoint is published: a shard alone is nothing, and until then all can go on
+            # Only once the whole checkpoint is published: a shard alone is nothing, and until then all can go on.
             if order.level == PageParkLevel.CHECKPOINT and is_saved:
                 self._leave(EXIT_YIELDED)
             backoff.until_message(self._socket)
@@ -236,7 +236,7 @@ class OrderHandler:
 
     def _read_order(self) -> PageOrder:
         order = self._page.read_order()
-        if order.seq:  # else its writer died in the middle of one: the last whole one stands
+        if order.seq:  # Else its writer died in the middle of one: the last whole one stands
             self._order = order
         return self._order
 
@@ -342,7 +342,7 @@ class OrderHandler:
         if self._is_on_storage and not is_saved and not self._bring_back():
             return False
         if not exiting:
-            # the daemon that orders this discards the earlier shard, which may be gone when it is requested again
+            # The daemon that orders this discards the earlier shard, which may be gone when it is requested again.
             self._saved = (0, 0)
         request = StopRequest(order.seq, step, order.level, self._details(str(order.seq)), self._offloaded, exiting)
         if order.level == PageParkLevel.PAUSE:
@@ -444,7 +444,7 @@ class OrderHandler:
             return
         threads = words[Word.THREADS]
         if words[Word.RETUNE_SEQ] != wanted:
-            return  # being written; the next look sees it whole
+            return  # Being written; the next look sees it whole
         retune = self.handlers.on_retune
         # A retune that fails is answered too, with the old number of threads: asking again would not help.
         if retune is None or self._try(lambda: retune(threads), Error.NONE):
@@ -473,7 +473,7 @@ class OrderHandler:
         """Run a handler; a failure is reported and False is returned, so that the daemon decides what is next."""
         try:
             action()
-        except Exception as problem:  # whatever a framework raises, the rank has to stay where it is and say so
+        except Exception as problem:  # Whatever a framework raises, the rank has to stay where it is and say so
             if isinstance(problem, OSError) and error == Error.STATE_UNSAVEABLE:
                 is_full = problem.errno in (errno.ENOSPC, errno.EDQUOT)
                 error = Error.STORAGE_FULL if is_full else Error.STORAGE_FAILED

@@ -208,7 +208,7 @@ class Page:
     @classmethod
     def open(cls, path: str, *, writable: bool = True, mapped: bool = True) -> Page:
         """Open an existing page. Raises FileNotFoundError, PageMismatchError, PageError (no page, or damaged)."""
-        flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe in its place is not waited for
+        flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # A pipe in its place is not waited for
         descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | flags)
         size = os.fstat(descriptor).st_size
         if size != PAGE_BYTES:

@@ -54,7 +54,7 @@ class FilePage:
         return self.read(word, 1)[0]
 
     def __setitem__(self, word: int, value: int) -> None:
-        # does not repair a truncated file: the next read reports it
+        # Does not repair a truncated file: the next read reports it.
         os.pwrite(self._descriptor, _WORD.pack(value), 8 * word)
 
     def read(self, first: int, count: int) -> Sequence[int]:

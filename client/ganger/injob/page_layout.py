@@ -14,7 +14,7 @@ CHECKPOINT_BIT = 1 << 62
 class Word:
     """Index of each word. D: written by the daemon, L: by the launcher, J: by the job."""
 
-    # line 0: identity, filled before the user's code starts
+    # Line 0: identity, filled before the user's code starts.
     MAGIC = 0  # D: MAGIC << 16 | VERSION
     EPOCH = 1  # D
     RANK = 2  # D
@@ -24,7 +24,7 @@ class Word:
     FLAGS = 6  # D: see Flag
     LOCAL_RANK = 7  # D
 
-    # line 1: the order; ORDER_SEQ is written last
+    # Line 1: the order; ORDER_SEQ is written last.
     ORDER_SEQ = 8  # D: raised with every new order
     ORDER = 9  # D: see Order
     STOP_SEQ = 10  # D: identifies the boundary agreement of a stop; 0 with RUN
@@ -34,14 +34,14 @@ class Word:
     CHECKPOINT_SEQ = 14  # D: raised to ask for a checkpoint to storage at the next agreed boundary, going on afterwards
     ARENA_AVAILABLE = 15  # D: bytes of state received into the arena so far (destination of a move)
 
-    # line 2: cores
+    # Line 2: cores
     RETUNE_SEQ = 16  # D: raised after THREADS is written
     THREADS = 17  # D
     LEAVE_SEQ = 19  # D: highest ORDER_SEQ whose checkpoint is published: a rank that saved for it may end now
     STACKS_SEQ = 20  # D: raised to ask for the stacks of all threads, in the log
     IMAGED_SEQ = 21  # D: agreement whose process image was taken, or given up: a rank that waits for it may go on
 
-    # line 3: the boundary
+    # Line 3: the boundary
     ACK_SEQ = 24  # J: STOP_SEQ acked; written after ACK_STEP
     ACK_STEP = 25  # J: acks never change
     STATE = 26  # J: see State
@@ -51,7 +51,7 @@ class Word:
     ARENA_SIZE = 30  # J: bytes of the complete state image; 0 until known
     RETUNE_DONE = 31  # J: highest RETUNE_SEQ applied
 
-    # line 4: progress
+    # Line 4: progress
     STEP = 32  # J: boundaries passed; written after ack words
     SAMPLES = 33  # J
     STEP_TIME = 34  # J: time of the last boundary
@@ -61,7 +61,7 @@ class Word:
     PHASE = 38  # J: see Phase
     FIRST_STEP_TIME = 39  # J: time of the first boundary after the last start or resume
 
-    # line 5: what the job is
+    # Line 5: what the job is.
     CAPABILITIES = 40  # J: see Capability
     LOCK = 41  # J: pid of the process whose optimizer steps; the first one wins
     DEVICE_BYTES = 42  # J: device memory in use by the framework (virtual device: bytes of live tensor storages)
@@ -79,7 +79,7 @@ class Word:
     OPAQUE = 54  # J, or a process that the rank started: see Opaque; once set it stays
     CHECKPOINT_FAILED = 55  # J: newest CHECKPOINT_SEQ whose shard could not be written; written after ERROR
 
-    # line 7: evaluation
+    # Line 7: evaluation
     EVALUATED = 56  # J: mini-batches evaluated so far; written after EVALUATED_TIME
     EVALUATED_TIME = 57  # J: time of the last one
     EVALUATED_BEFORE = 58  # J: EVALUATED when this evaluation began
@@ -93,65 +93,65 @@ METRIC_NAME_BYTES = 32
 
 
 class Flag:
-    FENCED = 1  # this epoch is over: exit with EXIT_FENCED at the next boundary
-    RESTORED = 2  # its process comes from a process image: the pid that it has inside its unit is another one
+    FENCED = 1  # This epoch is over: exit with EXIT_FENCED at the next boundary
+    RESTORED = 2  # Its process comes from a process image: the pid that it has inside its unit is another one
 
 
 class PageOrderKind:
     RUN = 1
-    STOP = 2  # stop at an agreed boundary, at LEVEL
-    WAIT = 3  # do not step yet (destination of a move): restore, then wait for RUN
+    STOP = 2  # Stop at an agreed boundary, at LEVEL
+    WAIT = 3  # Do not step yet (destination of a move): restore, then wait for RUN
 
 
 class PageParkLevel:
     PAUSE = 1
     OFFLOAD = 2
-    CHECKPOINT = 3  # write shard, rest until LEAVE_SEQ, then exit with EXIT_YIELDED
-    HAND_OVER = 4  # state into the arena, tensors may stay; wait
+    CHECKPOINT = 3  # Write shard, rest until LEAVE_SEQ, then exit with EXIT_YIELDED
+    HAND_OVER = 4  # State into the arena, tensors may stay; wait
 
 
 class PageState:
     INIT = 0
     RUNNING = 1
-    WAITING = 2  # acked, waits for the others or for RUN
+    WAITING = 2  # Acked, waits for the others or for RUN
     PAUSED = 3
     OFFLOADED = 4
     HANDED_OVER = 5
     SAVING = 6
     RESTORING = 7
-    READY = 8  # restored, waits for RUN
+    READY = 8  # Restored, waits for RUN
     EXITING = 9
 
 
 class PagePhase:
-    START = 0  # before the first boundary
+    START = 0  # Before the first boundary
     TRAINING = 1
     EVALUATION = 2
     COMPILATION = 3
-    REPLAY = 4  # the zero-line agent goes back to its position
-    DONE = 5  # left its loop: acks at its last step
+    REPLAY = 4  # The zero-line agent goes back to its position
+    DONE = 5  # Left its loop: acks at its last step
 
 
 class Capability:
     PAUSE = 1
     OFFLOAD = 2
     CHECKPOINT = 4
-    FIVE_LINE = 8  # the script attached by itself
-    OPAQUE = 16  # the agent gave up on this script
-    RESIZE = 32  # its state can be brought back with another number of ranks
-    RESHARD = 128  # as RESIZE, but only from a checkpoint on storage: each rank has a part of the state
-    ADAPTER = 64  # its state is saved and restored through a trainer that the agent knows
-    IMAGE = 256  # its CHECKPOINT and HAND_OVER are process images: it waits, and the daemon takes them
-    REPLAY = 512  # its state is for a second run of its script
+    FIVE_LINE = 8  # The script attached by itself
+    OPAQUE = 16  # The agent gave up on this script
+    RESIZE = 32  # Its state can be brought back with another number of ranks
+    RESHARD = 128  # As RESIZE, but only from a checkpoint on storage: each rank has a part of the state
+    ADAPTER = 64  # Its state is saved and restored through a trainer that the agent knows
+    IMAGE = 256  # Its CHECKPOINT and HAND_OVER are process images: it waits, and the daemon takes them
+    REPLAY = 512  # Its state is for a second run of its script
 
 
 class Opaque:
     """Why a rank cannot obey orders at boundaries. The sentence for people is in rank-K.no-BOUNDARIES.json."""
 
     NO = 0
-    TRAINS_IN_CHILD = 1  # the process that trains is not the one that was launched
-    SEVERAL_TRAIN = 2  # more than one of the rank's processes trains
-    AGENT_FAILED = 3  # the agent met what it cannot handle
+    TRAINS_IN_CHILD = 1  # The process that trains is not the one that was launched
+    SEVERAL_TRAIN = 2  # More than one of the rank's processes trains
+    AGENT_FAILED = 3  # The agent met what it cannot handle
 
 
 class Error:
@@ -165,4 +165,4 @@ class Error:
 
 EXIT_YIELDED = 75
 EXIT_FENCED = 76
-EXIT_NO_STATE = 77  # what it was ordered to restore cannot be read
+EXIT_NO_STATE = 77  # What it was ordered to restore cannot be read

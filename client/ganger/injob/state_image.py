@@ -17,7 +17,7 @@ from typing import Any
 _xxh3_64: Any
 try:
     from xxhash import xxh3_64 as _xxh3_64
-except ImportError:  # the user's environment need not have it
+except ImportError:  # The user's environment need not have it
     _xxh3_64 = None
 
 MAGIC = b"GANGERST"
@@ -153,7 +153,7 @@ def lay_out(header: dict[str, Any], data_bytes: int, digest_kind: int) -> tuple[
     encoded = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
     if len(encoded) > MAX_HEADER_BYTES:
         raise ImageError("HEADER", f"the state has {len(encoded)} bytes beside its tensors; at most {MAX_HEADER_BYTES}")
-    # filled up with blanks, so that the header's digest leaves no byte before the data unprotected
+    # Filled up with blanks, so that the header's digest leaves no byte before the data unprotected.
     encoded = encoded.ljust(aligned(len(encoded)))
     data_offset = PREAMBLE_BYTES + len(encoded)
     chunks = -(-data_bytes // CHUNK_BYTES)
@@ -276,7 +276,7 @@ def recover_arena(pid: int, name: str) -> int | None:
             if os.readlink(path) == wanted:
                 return os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
-            continue  # closed since it was listed
+            continue  # Closed since it was listed
     return None
 
 
@@ -313,7 +313,7 @@ _MADV_POPULATE_WRITE = 23
 # One call keeps the process from mapping anything else meanwhile, so from allocating too: a few milliseconds each.
 _AT_ONCE_BYTES = 16 << 20
 
-# by ctypes, as mmap.madvise keeps the interpreter's lock
+# By ctypes, as mmap.madvise keeps the interpreter's lock.
 _libc = ctypes.CDLL(None)
 
 
@@ -330,7 +330,7 @@ def leave_pages(mapping: mmap.mmap) -> None:
 
 
 def _advise(mapping: mmap.mmap, size: int, advice: int) -> None:
-    # while it lives, the mapping cannot be closed
+    # While it lives, the mapping cannot be closed.
     first = ctypes.c_ubyte.from_buffer(mapping)
     start = ctypes.addressof(first)
     for offset in range(0, size, _AT_ONCE_BYTES):

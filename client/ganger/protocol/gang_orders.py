@@ -80,8 +80,8 @@ class DesiredOrder:
     stop_sequence: int = 0
     grace_s: float = 10.0
     checkpoint_first: bool = False
-    moves_in: bool = False  # its state comes from an older epoch's arenas
-    is_by_signal: bool = False  # its script saves itself at a signal, and exits
+    moves_in: bool = False  # Its state comes from an older epoch's arenas
+    is_by_signal: bool = False  # Its script saves itself at a signal, and exits
 
     @property
     def epoch(self) -> int:
@@ -182,7 +182,7 @@ def next_order(
         return _with_switch(master, gang_slice.switch) if gang_slice is not None else master
     if gang_slice is None:
         return master
-    # it runs already: a newer order of the master only changes other fields
+    # It runs already: a newer order of the master only changes other fields.
     return _with_switch(master, _switch_of(current)) if is_new else None
 
 

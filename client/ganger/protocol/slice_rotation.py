@@ -155,7 +155,7 @@ def lead(
     own = alive.intersection(matrix.rows[position.row]) if 0 <= position.row < len(matrix.rows) else frozenset()
     switch_s = max([member.switch_s for member in reports], default=0.0)
     if own:
-        # a leaving gang stops at its next boundary or is escalated: the slice does not end before the row has started
+        # A leaving gang stops at its next boundary or is escalated: the slice does not end before the row has started.
         waits = since_order_s < START_S or any(member.blocked for member in reports)
         if since_start_s is None and waits:
             return None
@@ -164,7 +164,7 @@ def lead(
         quantum = position.quantum_s or quantum_s(matrix, switch_s)
         if elapsed < quantum:
             return _filled(position, matrix, matrices, reports, alive, elapsed)
-        # an order of the master to park is on its way to other nodes of a gang, which cannot obey a switch meanwhile
+        # An order of the master to park is on its way to other nodes of a gang, which cannot obey a switch meanwhile.
         is_torn = not own.isdisjoint(frozenset[int]().union(*[member.resting for member in reports]))
         if is_torn and elapsed < quantum + START_S:
             return None
@@ -346,7 +346,7 @@ def _next(
     )
     present = frozenset(matrix.rows[position.row]) if 0 <= position.row < len(matrix.rows) else frozenset()
     unstarted = frozenset[int]().union(*[member.unstarted for member in reports])
-    # a gang that had its devices alone until now is running, and so not new
+    # A gang that had its devices alone until now is running, and so not new.
     running = frozenset[int]().union(*[member.running for member in reports])
     new = alive & ((fresh.epochs - matrix.epochs - running) | (fresh.epochs & unstarted - present))
     row, owed = _following(fresh, regular_row, alive), max(0, position.owed - 1)
@@ -430,7 +430,7 @@ def _before_next(fresh: SliceMatrix, former: SliceMatrix, row: int) -> int:
     for step in range(1, count + 1):
         before = (row + step) % count
         own = set(former.rows[before])
-        # of equally similar rows, where a gang has several, the one nearest to the former place
+        # Of equally similar rows, where a gang has several, the one nearest to the former place.
         shared, _, after = max((len(own.intersection(now)), -abs(at - before), at) for at, now in enumerate(fresh.rows))
         if shared:
             return (after - 1) % len(fresh.rows)

@@ -111,13 +111,13 @@ def _hook() -> None:
         _script = UnmodifiedScript(_output_replay, _outside)
         os.register_at_fork(after_in_child=rank_processes.watch_after_fork)
         _script.hook()
-        # an adapter begins where the script calls a trainer that the agent knows
+        # An adapter begins where the script calls a trainer that the agent knows.
         from ganger.training.trainer_run import KNOWN, Trainers
 
         trainers = Trainers(_script.make_way, _stand_aside, _output_replay, _outside)
         for name in KNOWN:
             _after_import(name, functools.partial(trainers.hook, name))
-    except Exception as problem:  # in the middle of the user's `import torch`
+    except Exception as problem:  # In the middle of the user's `import torch`
         _stand_aside(problem)
         if _script is not None:
             _script.release_page()
@@ -188,12 +188,12 @@ class _AfterImport(MetaPathFinder):
 
             def exec_module(module: Any) -> None:
                 original(module)
-                # some loaders are those of many modules
+                # Some loaders are those of many modules.
                 if module.__name__ == name and not self._is_done:
                     self._is_done = True
                     self._action()
 
-            # a loader that takes no attribute leaves the module without its hook, and the user's import alone
+            # A loader that takes no attribute leaves the module without its hook, and the user's import alone.
             with contextlib.suppress(AttributeError):
                 loader.exec_module = exec_module
         return spec

@@ -69,7 +69,7 @@ def attach(
         rank_processes.watch()
     control = None if is_child else Control.from_environment()
     if control is not None and not control.claim():
-        # a helper process of a script: the one that trains has the page
+        # A helper process of a script: the one that trains has the page.
         control.close()
         control = None
     if control is not None:
@@ -86,7 +86,7 @@ def attach(
         try:
             job._start(control)
         except Exception as problem:
-            # a failure of the agent ends the script only where a state is to be restored
+            # A failure of the agent ends the script only where a state is to be restored.
             if control.restore is not None:
                 control.give_up_restore(f"cannot restore: {failure_text(problem)}")
             job.step_aside(problem)
@@ -143,7 +143,7 @@ class TrainingJob:
                 control.give_up_restore(f"training cannot go on from here: {'; '.join(restored.position['reasons'])}")
             self._steps = restored.position["steps"]
             self._epoch = restored.position["epoch"]
-            # of this rank, as if there had always been so many
+            # Of this rank, as if there had always been so many.
             self._samples = restored.position["samples"] * restored.world // control.world
             self._old_world = restored.position.get("old world", restored.world)
             # What is saved before the first step is what was restored: the script has made no loaders yet, registered
@@ -403,7 +403,7 @@ class TrainingJob:
             loader.go_to(self._restored.position["loaders"][number])
 
     def _set_random(self) -> None:
-        # not in attach: what the script draws before its loop (splits, weights) must come out as in the first run
+        # Not in attach: what the script draws before its loop (splits, weights) must come out as in the first run.
         if self._restored is not None and self._is_random_due:
             self._is_random_due = False
             self._restore_random(self._restored)
@@ -464,9 +464,9 @@ class TrainingJob:
             "epoch": self._epoch,
             "in loop": self._place.is_in_loop,
             "in pass": self._place.is_in_pass,
-            # needed on restore: a state parked for a pause can move to other nodes without the rank
+            # Needed on restore: a state parked for a pause can move to other nodes without the rank.
             "reasons": list(self._reasons),
-            # not the image's step: inside no_suspend steps are made that are no boundaries
+            # Not the image's step: inside no_suspend steps are made that are no boundaries.
             "steps": self.step_count,
             "samples": self._samples,
             "loaders": [loader.position() for loader in self._loaders],
@@ -481,7 +481,7 @@ def size_offer(training: TrainingObjects) -> tuple[int, str]:
     differ by rank for a reason of their own (pipelines) are found out when a state does not fit.
     """
     parts: list[tuple[str, Any]] = list(training.optimizers.items())
-    # the tensors by which the others, gradients and optimizer state, are laid out
+    # The tensors by which the others, gradients and optimizer state, are laid out.
     tensors = [(name, item) for name, item in training.objects.items() if isinstance(item, torch.Tensor)]
     for name, model in training.models.items():
         parts += [(f"{name}{path and '.'}{path}", module) for path, module in unwrapped(model).named_modules()]

@@ -162,7 +162,7 @@ class ElasticLoader:
         self._cut = cut
         self._seed = seed
         self._workers = num_workers
-        # workers are made for each pass, whose loader is new
+        # Workers are made for each pass, whose loader is new.
         self._options = {name: value for name, value in options.items() if name != "persistent_workers"}
         self._events = events
         self._pass = 0
@@ -194,7 +194,7 @@ class ElasticLoader:
         """One pass, or what is left of it. Returns whether the loader's position was changed during the pass."""
         is_resuming, self._is_resuming = self._is_resuming, False
         if not is_resuming and self._reader is not None:
-            # the loop over that pass still holds its iterator, but the script begins another pass
+            # The loop over that pass still holds its iterator, but the script begins another pass.
             self._end_pass()
         reader = self._reader = object()
         began_at = self._taken
@@ -219,7 +219,7 @@ class ElasticLoader:
             # is left early closes its generator.
             if self._reader is reader:
                 if is_resuming and not self._events.has_gone_on():
-                    # a look at the first batch before the loop
+                    # A look at the first batch before the loop.
                     self._taken, self._is_resuming = began_at, True
                     self._events.only_looked()
                 else:
@@ -234,9 +234,9 @@ class ElasticLoader:
 
     def _batches(self) -> Any:
         batches = self._cut.batches(self._seed, self._pass, self._taken)
-        # an own generator: making an iterator must not draw from the script's
+        # An own generator: making an iterator must not draw from the script's.
         own = {"generator": torch.Generator().manual_seed(mixed(self._seed, self._pass)), **self._options}
-        # without any worker random numbers would come from the script's own generators
+        # Without any worker random numbers would come from the script's own generators.
         workers = max(1, len(os.sched_getaffinity(0)) - 1) if self._workers == AUTO else self._workers
         return DataLoader(SeededDataset(self.dataset), batch_sampler=batches, num_workers=workers, **own)  # type: ignore[arg-type]
 
@@ -327,10 +327,10 @@ class LoopPosition:
         reading = self._passes.setdefault(id(loader), _Pass(steps, self._is_in_epoch))
         reading.read_at = steps
         if self.held:
-            # never two in a row without a boundary
+            # Never two in a row without a boundary.
             self._last_of = None
         elif is_last and self._is_in_epoch:
-            # the pass around the others of this step; a loader that restarts beside it does not count
+            # The pass around the others of this step; a loader that restarts beside it does not count.
             of_step = (one for one in self._passes.values() if one.is_of_epoch and one.read_at == steps)
             if reading is next(of_step, None):
                 self._last_of = loader
@@ -367,7 +367,7 @@ class LoopPosition:
             return True
         self.held = 0
         if is_after_pass:
-            # that many are training of their own
+            # That many are training of their own.
             self._has_read = False
         return False
 

@@ -93,7 +93,7 @@ class ForeignValue:
             return True
         if type(value) is not type(former):
             return False
-        # no tensors: to compare sharded ones is an operation of all ranks
+        # No tensors: to compare sharded ones is an operation of all ranks.
         is_fixed = isinstance(value, tuple) and all(isinstance(part, SCALARS) for part in (*value, *former))
         return (is_fixed or isinstance(value, (*_FIXED, *_DATES))) and bool(value == former)
 
@@ -113,7 +113,7 @@ def _content(value: Any) -> Any:
     try:
         _Pickler(sink, 4).dump(value)
     except Exception:
-        # larger, or nothing that can be written down: a lock, a connection
+        # Larger, or nothing that can be written down: a lock, a connection.
         return next(_never_same) if hasattr(value, "__next__") else None
     return sink.sum
 
@@ -140,14 +140,14 @@ def _place(file: Any) -> int | None:
         is_at_end = mode & os.O_APPEND or _tell(file) == os.fstat(file.fileno()).st_size
         return None if is_at_end else next(_never_same)
     except (OSError, ValueError):
-        return None  # without a descriptor
+        return None  # Without a descriptor
 
 
 def _tell(file: Any) -> int:
     try:
         return int(file.tell())
     except OSError:
-        return os.lseek(file.fileno(), 0, os.SEEK_CUR)  # a text that is read line by line
+        return os.lseek(file.fileno(), 0, os.SEEK_CUR)  # A text that is read line by line
 
 
 def _shown_part(item: Any) -> tuple[Any, ...] | None:
@@ -191,7 +191,7 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, item: Any) -> Any:
         content = _shown_part(item)
-        # the function stands for what cannot be written down
+        # The function stands for what cannot be written down.
         return NotImplemented if content is None else (_shown_part, content)
 
 
@@ -209,12 +209,12 @@ def settings_of_process(modules: Mapping[str, types.ModuleType]) -> dict[str, An
     }
     with open("/proc/self/status", encoding="utf-8", errors="replace") as file:
         found["its umask"] = next((line for line in file if line.startswith("Umask:")), "")
-    with contextlib.suppress(OSError):  # it was removed
+    with contextlib.suppress(OSError):  # It was removed
         found["its working directory"] = os.getcwd()
     for name, value in os.environ.items():
         if not name.startswith(_BY_LIBRARIES):
             found[f"the variable {name} of its environment"] = value
-    # a loader's workers have a handler of PyTorch's for the end of children
+    # A loader's workers have a handler of PyTorch's for the end of children.
     for number in signal.valid_signals() - {signal.SIGCHLD}:
         found[f"the handler of signal {int(number)}"] = signal.getsignal(number)
     for name in _LIMITS:
@@ -230,7 +230,7 @@ def settings_of_process(modules: Mapping[str, types.ModuleType]) -> dict[str, An
     for module in imported:
         for name, value in [] if is_own(module.__name__) else list(vars(module).items()):
             if type(value) in (bool, int, float) and not name.startswith("_"):
-                # as a text: there is one number that is not equal to itself
+                # As a text: there is one number that is not equal to itself.
                 found[f"{module.__name__}.{name}"] = repr(value)
     return found
 
@@ -238,7 +238,7 @@ def settings_of_process(modules: Mapping[str, types.ModuleType]) -> dict[str, An
 def changed_setting(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return that a setting is another one than before, as a reason; '' if none is."""
     for name in sorted(before.keys() | now.keys()):
-        # a logger or a module that was made meanwhile is made by a second run, too
+        # A logger or a module that was made meanwhile is made by a second run, too.
         is_known = name in before or name.startswith("the variable")
         if is_known and before.get(name) != now.get(name):
             return f"it changes {name} while it trains, which cannot be kept"

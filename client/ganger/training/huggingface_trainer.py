@@ -147,7 +147,7 @@ class HuggingFaceTraining(TrainerAdapter):
         self._end_skipping = end_skipping
         if self.run.is_replaying:
             methods.append((trainer, "_load_rng_state", lambda original, *_: None))
-            # what is to be skipped is skipped below, in the pass
+            # What is to be skipped is skipped below, in the pass.
             module.skip_first_batches = lambda loader, *_, **__: loader
             trainer.args.ignore_data_skip = False
         self._callback = self._make_callback()

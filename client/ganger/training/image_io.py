@@ -31,7 +31,7 @@ PIECE_BYTES = 256 << 10
 TRANSFER_BYTES = 4 << 20
 # Copies from a device that are under way at a time, where their target is not reused.
 COPIES_AHEAD = 16
-MAX_PENDING_PIECES = 512  # below IOV_MAX
+MAX_PENDING_PIECES = 512  # Below IOV_MAX
 _NONE: Mapping[int, dict[str, Any]] = MappingProxyType({})
 
 
@@ -186,7 +186,7 @@ class FileSink:
         if not len(view):
             return
         if len(view) < 64 << 10:
-            view = memoryview(bytes(view))  # staging buffers are used again before the gathered write
+            view = memoryview(bytes(view))  # Staging buffers are used again before the gathered write
         self._pending.append(view)
         self._pending_bytes += len(view)
         if len(view) >= 64 << 10 or self._pending_bytes >= 1 << 20 or len(self._pending) >= MAX_PENDING_PIECES:
@@ -263,7 +263,7 @@ def durable_shard(directory: str, rank: int, size: int, write: Callable[[int], o
     try:
         with _opened(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
             try:
-                # a full disk shows here, before half a state is written
+                # A full disk shows here, before half a state is written.
                 os.posix_fallocate(descriptor, 0, size)
             except OSError as error:
                 if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
@@ -403,7 +403,7 @@ def read_tensors(
         result[index] = _read_tensor(image, entry, destinations.get(index), device_of, digests)
         position = entry["offset"] + entry["bytes"]
     _skip(image, position, preamble.data_bytes, digests)
-    # the last bytes: with them all of the image has arrived
+    # The last bytes: with them all of the image has arrived.
     found = _read(image.source, preamble.trailer_offset, preamble.trailer_bytes)
     state_image.check_trailer(digests.trailer(), bytes(found))
     return result

@@ -129,7 +129,7 @@ class OneBatch(Loop):
 
     def _make_iterator(self, loader: Any, original: Any) -> Any:
         def one() -> Iterator[Any]:
-            with contextlib.suppress(StopIteration):  # a loader without batches
+            with contextlib.suppress(StopIteration):  # A loader without batches
                 yield self._script.kept_batch(loader, original)
 
         return one()
@@ -189,7 +189,7 @@ def skip_batches(loader: Any, iterator: Any, count: int) -> None:
     """Pass over batches: only their indices are drawn where nothing else depends on them."""
     indices = getattr(iterator, "_sampler_iter", None)
     if loader.num_workers or indices is None or isinstance(loader.dataset, IterableDataset):
-        # what workers draw for later batches follows from the earlier ones, so they make them all
+        # What workers draw for later batches follows from the earlier ones, so they make them all.
         indices = iterator
     for _ in range(count):
         next(indices)

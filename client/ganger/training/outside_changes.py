@@ -125,7 +125,7 @@ class OutsideChanges:
             "os.link": lambda given: self._written(_absolute(given[1])),
             "os.symlink": lambda given: self._written(_absolute(given[1])),
             "os.remove": lambda given: self._lost_later(_resolved(given[0], given[1])),
-            # before Python 3.11 without a descriptor
+            # Before Python 3.11 without a descriptor.
             "shutil.rmtree": lambda given: self._lost_later(_resolved(*(*given, -1)[:2])),
             "os.truncate": lambda given: self._lost_later(_resolved(given[0], -1)),
             "os.rename": self._renamed_later,
@@ -179,7 +179,7 @@ class OutsideChanges:
             act(given)
         except NotThereError:
             raise
-        except Exception as problem:  # in the middle of any line of the script
+        except Exception as problem:  # In the middle of any line of the script
             self._refuse(f"what it changes outside cannot be followed ({type(problem).__name__}: {problem})")
 
     def _refuse(self, reason: str) -> None:
@@ -201,7 +201,7 @@ class OutsideChanges:
             return
         path = _absolute(name)
         if self._is_ignored(path) or sys._getframe(2).f_globals.get("__name__") == "tempfile":
-            return  # an event of tempfile's own tells of the latter
+            return  # An event of tempfile's own tells of the latter
         if mode is None or not set(mode) & set("wax") or not opens_for_script(sys._getframe(2)):
             self._acted(f"wrote {name}", "which a second run would write again")
         elif _actor()[0] is not None:
@@ -226,7 +226,7 @@ class OutsideChanges:
             self._refuse(f"it looked for {path} after another of its ranks made {made}")
 
     def _looked_for(self, path: Any) -> None:
-        # a path is resolved through what may be links: that decides nothing
+        # A path is resolved through what may be links: that decides nothing.
         is_resolving = sys._getframe(2).f_code.co_name in ("_joinrealpath", "realpath")
         is_noted = self._is_active and not self._is_settled and not is_resolving
         if is_noted and isinstance(path, (str, os.PathLike)) and not _is_in_makedirs():
@@ -307,7 +307,7 @@ class OutsideChanges:
     def _acted(self, what: str, consequence: str = "which a second run would do again") -> None:
         actor, place = _actor()
         if actor is not None:
-            # a library acts for the script
+            # A library acts for the script.
             named = "it" if actor == "" or is_own(actor) else package_of(actor)
             self._refuse(f"{named} {what} {place}, {consequence}")
 
@@ -387,7 +387,7 @@ def _note_drawn(note: Callable[[], None]) -> None:
     @functools.wraps(original)
     def noted(size: int, /) -> bytes:
         caller = sys._getframe(1)
-        # numpy draws before it sets the seed of a generator that is given one
+        # Numpy draws before it sets the seed of a generator that is given one.
         if caller.f_code.co_name != "getrandbits" or caller.f_locals.get("k") != _NUMPY_SEED_BITS:
             note()
         return original(size)
@@ -407,7 +407,7 @@ def _actor() -> tuple[str | None, str]:
         if actor == "" and not is_ours:
             is_standard = is_standard_file(file)
             is_asking = package in _ASKS_MACHINE and is_standard
-            # it tries once where temporary files can be made
+            # It tries once where temporary files can be made.
             is_trying = name == "tempfile" and function == "_get_default_tempdir"
             if is_asking or is_trying or package in ("importlib", "zipimport", "linecache", "tokenize", "inspect"):
                 return None, ""

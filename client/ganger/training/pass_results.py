@@ -88,11 +88,11 @@ class _Results(Passes):
     def __init__(self, paths: Iterable[Path], current: Path, frames: list[Any]) -> None:
         super().__init__(paths, current, frames)
         self._results = set(self.read_elsewhere)
-        # functions that are given results, and of them those to check
+        # Functions that are given results, and of them those to check.
         self._examined: set[Any] = set()
         self._followed: set[Any] = set()
         self._pending: list[Any] = []
-        # set where a result decides whether they are
+        # Set where a result decides whether they are.
         self._guarded: set[str] = set()
         self._always: set[str] = set()
         self._seldom: set[str] = set()

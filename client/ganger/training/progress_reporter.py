@@ -52,7 +52,7 @@ class ProgressReporter:
             self._words[Word.PEAK_DEVICE_BYTES] = self._peak
         if now >= self._loss_due:
             self._loss_due = now + LOSS_EVERY_S
-            # after the first measurement: the arena gets its memory from the first step on
+            # After the first measurement: the arena gets its memory from the first step on.
             self._keeper.tend()
             if loss is not None:
                 self._look_at(loss)

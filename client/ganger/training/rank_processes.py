@@ -79,7 +79,7 @@ class _ChildTraining:
         self._stop_waiting()
         try:
             self._begin(optimizer)
-        except Exception as problem:  # in the user's optimizer.step()
+        except Exception as problem:  # In the user's optimizer.step()
             print(f"ganger: this process trains without control: {problem}", file=sys.stderr, flush=True)
 
     def _begin(self, optimizer: Any) -> None:
@@ -89,7 +89,7 @@ class _ChildTraining:
         if os.environ.get("GANGER_RESTORE"):
             message = f"cannot restore: {CHILD if is_first else SEVERAL}, and a state can only be brought back there"
             control.error(Error.STATE_UNREADABLE, message)
-            # its command may ignore how its child ended, and report success
+            # Its command may ignore how its child ended, and report success.
             pid = control.page.get(Word.PID)
             if pid and control.page.get(Word.START_TICKS) == start_ticks(pid):
                 os.kill(pid, signal.SIGTERM)
@@ -99,7 +99,7 @@ class _ChildTraining:
             return
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        # of several optimizers one: a step of each of them is one step of training
+        # Of several optimizers one: a step of each of them is one step of training.
         self._control, self._stepping = control, optimizer
         register_optimizer_step_post_hook(self._after_step)
 

@@ -47,7 +47,7 @@ class OutputReplay:
         self._streams = [(number, os.dup(number)) for number in (1, 2)]
         for number, _ in self._streams:
             os.dup2(self._log, number)
-        # with what opens the real one: only at the end, for a script may open one file for every line it writes
+        # With what opens the real one: only at the end, for a script may open one file for every line it writes.
         self._files: weakref.WeakKeyDictionary[Any, Callable[[], int]] = weakref.WeakKeyDictionary()
         self._open = builtins.open
         self._holders: list[Any] = [builtins, io]
@@ -98,7 +98,7 @@ class OutputReplay:
         if not is_diverted:
             return self._open(file, mode, **given)
         path = os.path.abspath(os.fsdecode(file))
-        # neither cut off nor new: it goes on from here, even where it was "w" or "x"
+        # Neither cut off nor new: it goes on from here, even where it was "w" or "x".
         flags = (os.O_RDWR if "+" in mode else os.O_WRONLY) | (os.O_APPEND if "a" in mode else 0) | os.O_CLOEXEC
         opened = self._open(file, mode, **{**given, "closefd": True, "opener": self._nameless})
         self._files[opened] = lambda: os.open(path, flags)
@@ -126,7 +126,7 @@ def opens_for_script(frame: types.FrameType | None) -> bool:
             break
         frame = frame.f_back
     name = frame.f_globals.get("__name__") if frame is not None else None
-    # a log is only ever written, by user code or by a library
+    # A log is only ever written, by user code or by a library.
     return package_of(name) == "logging" or is_own(name)
 
 
@@ -135,12 +135,12 @@ def _continue_in(file: Any, open_real: Callable[[], int]) -> None:
         file.flush()
         real = open_real()
     except (OSError, ValueError):
-        return  # it is not there any more: what was open would not be either
+        return  # It is not there any more: what was open would not be either
     os.lseek(real, 0, os.SEEK_END)
     os.dup2(real, file.fileno(), inheritable=False)
     os.close(real)
     if file.seekable():
-        file.seek(0, os.SEEK_END)  # forgets what was read ahead
+        file.seek(0, os.SEEK_END)  # Forgets what was read ahead
 
 
 _WRITERS = frozenset({io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom})
@@ -181,7 +181,7 @@ def _file_to_write(file: int | str) -> _FileId | None:
             return None
         status = os.stat(file)
     except OSError:
-        return None  # not open, as that of the listing itself
+        return None  # Not open, as that of the listing itself
     outlives_us = stat.S_ISREG(status.st_mode) and status.st_nlink > 0
     return (status.st_dev, status.st_ino) if outlives_us else None
 
@@ -190,7 +190,7 @@ def _descriptor_of(writer: Any) -> int:
     try:
         return int(writer.fileno()) if writer.writable() else -1
     except (OSError, ValueError, AttributeError):
-        return -1  # closed, detached, in memory, or no more
+        return -1  # Closed, detached, in memory, or no more
 
 
 # The attribute of marked directories.

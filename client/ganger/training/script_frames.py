@@ -96,7 +96,7 @@ def loops_inside_pass(begun: dict[int, frozenset[int]]) -> bool:
             if _loops_around(frame):
                 return True
         elif frame.f_code.co_flags & IS_GENERATOR:
-            # unless a for loop of its caller drives it.
+            # Unless a for loop of its caller drives it.
             is_hidden = caller is None or caller.f_lasti not in _for_loops(caller.f_code)
         elif _loops_around(frame) - begun.get(id(frame), frozenset()):
             return True

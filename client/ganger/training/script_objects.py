@@ -58,7 +58,7 @@ class Discovery:
         _note_modules(self._modules)
         schedulers = torch.optim.lr_scheduler
         _note_instances(torch.optim.Optimizer, self._optimizers)
-        # some of torch's never call LRScheduler's own
+        # Some of torch's never call LRScheduler's own.
         kinds: list[Any] = type.__subclasses__(schedulers.LRScheduler)
         kinds = [kind for kind in kinds if "__init__" in vars(kind)]
         for kind in (schedulers.LRScheduler, *kinds, schedulers.ReduceLROnPlateau):
@@ -71,7 +71,7 @@ class Discovery:
         """Whether no step can follow now: without gradients, or with no layer that trains."""
         if not torch.is_grad_enabled():
             return True
-        # a loss function has no parameters, and is never told to evaluate
+        # A loss function has no parameters, and is never told to evaluate.
         return not any(module.training for module in list(self._modules.values()) if module._parameters)
 
     @property
@@ -83,7 +83,7 @@ class Discovery:
         models, trained = self._models()
         is_untrained = any(trained.isdisjoint(map(id, model.parameters())) for model in models)
         if is_untrained or len(_alive(self._optimizers)) > 1:
-            # some of it may be dead and only not collected yet, which would be so in this run and not in the next
+            # Some of it may be dead and only not collected yet, which would be so in this run and not in the next.
             del models
             gc.collect()
             models, _ = self._models()
@@ -92,7 +92,7 @@ class Discovery:
         loose = _loose_parameters(models, optimizers)
         if loose is not None:
             named["loose"] = loose
-        # the state of a SequentialLR or ChainedScheduler has the state of those that it holds
+        # The state of a SequentialLR or ChainedScheduler has the state of those that it holds.
         inner = {id(item) for holder in schedulers for item in getattr(holder, "_schedulers", ())}
         return TrainingObjects(
             models=named,
@@ -115,7 +115,7 @@ class Discovery:
             first = min((place.get(id(parameter), len(place)) for parameter in module.parameters()), default=len(place))
             return first, type(module).__qualname__, sum(parameter.numel() for parameter in module.parameters())
 
-        # scripted ones keep theirs in C++
+        # Scripted ones keep theirs in C++
         modules = [module for module in list(self._modules.values()) if "_modules" in module.__dict__]
         modules = [module for module in modules if not isinstance(module, _Loose)]
         children = {id(child) for module in modules for child in module._modules.values() if child is not None}
@@ -173,7 +173,7 @@ def _loose_parameters(models: list[torch.nn.Module], optimizers: list[Any]) -> t
     for parameter in _parameters(optimizers):
         if id(parameter) not in owned:
             owned.add(id(parameter))
-            # as they are: an ordinary tensor that wants a gradient is one too
+            # As they are: an ordinary tensor that wants a gradient is one too.
             holder._parameters[f"parameter{len(holder._parameters)}"] = parameter
     return holder if holder._parameters else None
 
@@ -187,7 +187,7 @@ def weakly(training: TrainingObjects, tensors: Callable[[], list[torch.Tensor]])
     def living() -> TrainingObjects:
         nonlocal due
         now = time.monotonic()
-        # milliseconds: too much for every thousand steps of microseconds
+        # Milliseconds: too much for every thousand steps of microseconds.
         objects: dict[str, Any] = {}
         if now >= due:
             due = now + VARIABLES_EVERY_S

@@ -45,12 +45,12 @@ class Passes:
             self.values.update(frame.f_locals)
         self.functions: dict[str, list[Any]] = {}
         self.files: dict[str, ast.Module] = {}
-        # lines of passes, and of calls that lead to them, in each function
+        # Lines of passes, and of calls that lead to them, in each function.
         self.lines: dict[Block, set[int]] = {}
         self.now: dict[Block, int] = {}
-        # the loops whose bodies are bodies of passes; True: several passes may be read in one
+        # The loops whose bodies are bodies of passes; True: several passes may be read in one.
         self.regions: dict[Any, bool] = {}
-        # set by statements outside of a loop that read a pass
+        # Set by statements outside of a loop that read a pass.
         self.read_elsewhere: set[str] = set()
         names = [name for name in list(sys.modules) if is_own(name)]
         if len(names) > MOST_MODULES:
@@ -96,7 +96,7 @@ class Passes:
             if not is_own_file(code.co_filename):
                 package = code.co_filename.rpartition("-packages" + os.sep)[2].partition(os.sep)[0]
                 is_caller = is_found and (is_standard_file(code.co_filename) or package in _CALLERS)
-                # a generator of a library: a progress bar
+                # A generator of a library: a progress bar.
                 if not is_caller and (is_found or not is_generator):
                     raise NotHarmlessError(f"its passes are made by {package or code.co_name}")
                 continue
@@ -118,7 +118,7 @@ class Passes:
         elif around and not any(isinstance(inner, COMPREHENSIONS) for at in statements for inner in ast.walk(at)):
             self.regions[around] = True
         else:
-            # read outside of a loop, or in a comprehension: what it comes to is a result
+            # Read outside of a loop, or in a comprehension: what it comes to is a result.
             for statement in statements:
                 self.read_elsewhere.update(stored(statement))
 

@@ -185,7 +185,7 @@ def is_same(before: Any, value: Any) -> bool:
         return len(before) == len(value) and all(map(is_same, before, value))
     if isinstance(value, dict):
         return list(before) == list(value) and all(is_same(before[key], value[key]) for key in value)
-    # the same number in another type, or -0.0, is another value
+    # The same number in another type, or -0.0, is another value.
     return bool(before == value) and (not isinstance(value, float) or str(before) == str(value))
 
 
@@ -221,7 +221,7 @@ def rebuilt(value: Any, each: Callable[[Any], Any]) -> Any:
     pairs = [(key, each(item)) for key, item in value.items()]
     if kind is collections.defaultdict:
         return collections.defaultdict(value.default_factory, pairs)
-    # by way of a dict: a Counter would count the pairs
+    # By way of a dict: a Counter would count the pairs.
     return kind(dict(pairs))
 
 

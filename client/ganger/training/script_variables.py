@@ -162,7 +162,7 @@ class Variables:
         Returns the name of an object that is missing there; '' if none is."""
         done: set[str] = set()
         while True:
-            # again, as a value that is put back may hold others
+            # Again, as a value that is put back may hold others.
             scopes = [scope for scope in self._look() if scope.path not in done]
             if not scopes:
                 missing = min(saved.keys() - done, default="")
@@ -286,7 +286,7 @@ def with_inner(outer: list[Scope], packages: set[str], skipped: frozenset[int] =
             inner.is_dead = is_dead
             seen.add(id(value))
             open_.append(inner)
-        # a generator that leads to the boundary: its variables are looked at as a frame's
+        # A generator that leads to the boundary: its variables are looked at as a frame's.
         elif not (is_dead or scope.is_data or is_harmless(value) or _is_running(value)):
             scope.foreign.append((name, value))
 
@@ -302,7 +302,7 @@ def with_inner(outer: list[Scope], packages: set[str], skipped: frozenset[int] =
             else:
                 left_over.append((scope, name, value))
         if not open_:
-            # last, so that what is needed too is found by the way by which it is
+            # Last, so that what is needed too is found by the way by which it is.
             for each in left_over:
                 look(*each)
             left_over.clear()
@@ -333,13 +333,13 @@ def _inside(path: str, value: Any, packages: set[str]) -> Scope | None:
         items = [(name, item) for name, item in vars(value).items() if not name.startswith(("__", "_abc_"))]
         return Scope(path, items, lambda name, item: setattr(value, name, item))
     if isinstance(value, torch.optim.Optimizer) and is_own(kind.__module__):
-        # its state and its groups are part of the state of training
+        # Its state and its groups are part of the state of training.
         own = [(name, item) for name, item in vars(value).items() if name[0] != "_" and name not in _OF_OPTIMIZERS]
         return Scope(path, [*own, ("__class__", kind)], vars(value).__setitem__)
     if isinstance(value, (types.ModuleType, enum.Enum, *_OPAQUE)) or not hasattr(value, "__dict__"):
         return None
     if isinstance(value, torch.nn.Module):
-        # its tensors are part of the model's state
+        # Its tensors are part of the model's state.
         keys = [] if package_of(kind.__module__) == "torch" else list(vars(value))
         items = [(name, vars(value)[name]) for name in keys if not name.startswith("_") or name in _OF_METRICS]
         items += [("_modules", dict(value._modules)), ("__class__", kind)]
@@ -382,12 +382,12 @@ def _local_setter(frame: Any) -> Callable[[Any, Any], None]:
     def put(name: Any, value: Any) -> None:
         frame.f_locals[name] = value
         if sys.version_info < (3, 13) and sys.implementation.name == "cpython":
-            # until 3.13 f_locals is a copy
+            # Until 3.13 f_locals is a copy.
             ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
 
     return put
 
 
 def _is_running(value: Any) -> bool:
-    # an object that answers everything is no generator
+    # An object that answers everything is no generator.
     return isinstance(value, types.GeneratorType) and value.gi_running

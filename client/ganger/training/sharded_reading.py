@@ -40,7 +40,7 @@ class LaidOutAs:
     """A tensor of the script: a new tensor is laid out as it is, if it was so when the state was saved."""
 
     own: torch.Tensor
-    # of the script's tensor in the image's table
+    # Of the script's tensor in the image's table.
     index: int
 
 
@@ -228,7 +228,7 @@ class _Pieces:
         shape, dtype = [int(size) for size in entry["shape"]], dtype_named(entry["dtype"])
         if not shape:
             return torch.frombuffer(self._readers[number].read(entry["offset"], entry["bytes"]), dtype=dtype).view(())
-        # whole rows of the first dimension, which lie together
+        # Whole rows of the first dimension, which lie together.
         row_bytes = entry["bytes"] // shape[0]
         first, rows = int(item.storage_offsets[0]), int(item.lengths[0])
         data = self._readers[number].read(entry["offset"] + first * row_bytes, rows * row_bytes)

@@ -228,7 +228,7 @@ def _apply_model(model: torch.nn.Module, saved: dict[str, Any]) -> None:
     for path, module, leaf, tensor in _own_tensors(model):
         value = saved["tensors"][path]
         if local_part(value).data_ptr() != local_part(tensor).data_ptr():
-            # tied when saved, apart now: both get the value
+            # Tied when saved, apart now: both get the value.
             with torch.no_grad():
                 getattr(module, leaf).copy_(value)
         is_trained = isinstance(tensor, torch.nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
@@ -249,7 +249,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def _encode_optimizer(optimizer: torch.optim.Optimizer, table: TensorTable, name: str) -> Any:
     if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
-        # a format of its own
+        # A format of its own.
         return {"own": encode(optimizer.state_dict(), table, f"optimizer {name}")}
     numbers = {id(parameter): number for number, parameter in enumerate(_parameters(optimizer))}
     options = [{key: item for key, item in group.items() if key != "params"} for group in optimizer.param_groups]
@@ -289,7 +289,7 @@ def _apply_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) ->
         optimizer.load_state_dict(saved["own"])
         return
     parameters = _parameters(optimizer)
-    # not load_state_dict: it casts state to the parameter's type and so would lose bits
+    # Not load_state_dict: it casts state to the parameter's type and so would lose bits.
     optimizer.state.clear()
     for number, values in saved["state"]:
         if isinstance(number, int):

@@ -50,7 +50,7 @@ class TensorTable:
         """Return the tensor's index. Raises ValueError for a sharded one whose layout has no portable form."""
         layout = layout_of(tensor)
         tensor = local_part(tensor).detach()
-        # empty storages share the null address
+        # Empty storages share the null address.
         place = (str(tensor.device), tensor.data_ptr(), tuple(tensor.stride())) if tensor.numel() else id(tensor)
         key = (place, tensor.dtype, tuple(tensor.shape), repr(layout))
         index = self._known.get(key)
@@ -245,7 +245,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     part: Any = getattr(tensor, "_local_tensor", None)
     if part is None:
         return tensor
-    # the result of a collective that may be under way
+    # The result of a collective that may be under way.
     found: torch.Tensor = part.wait() if hasattr(part, "elem") and hasattr(part, "wait") else part
     return found
 
@@ -314,7 +314,7 @@ def block_of(
     sizes, offset = list(shape), [0] * len(shape)
     for dimension in _order_of_cuts(mesh, placements):
         cut = placements[dimension][1]
-        # as torch.chunk: the last ones may be shorter, or empty
+        # As torch.chunk: the last ones may be shorter, or empty.
         length = -(-sizes[cut] // mesh[dimension])
         start = min(sizes[cut], length * at[dimension])
         sizes[cut], offset[cut] = min(length, sizes[cut] - start), offset[cut] + start

@@ -64,7 +64,7 @@ class Arena:
                 if allocates:
                     os.posix_fallocate(self.descriptor, 0, size)
             except OSError:
-                # memory that is not there now may be there when it is needed, and is reported then
+                # Memory that is not there now may be there when it is needed, and is reported then.
                 return
             enter_pages(self._map(), size)
 
@@ -112,7 +112,7 @@ def give_free_memory_back() -> None:
         torch.cuda.empty_cache()
     try:
         ctypes.CDLL(None).malloc_trim(0)
-    except (OSError, AttributeError):  # a C library without it
+    except (OSError, AttributeError):  # A C library without it
         pass
 
 
@@ -160,7 +160,7 @@ class StateKeeper:
         self.arena: Arena | None = None if control.arena_fd is None else Arena(control.arena_fd)
         order = control.restore
         if self.arena is not None and order is not None and order.kind == "arena":
-            # long before the first byte comes
+            # Long before the first byte comes.
             self.arena.map_ahead(order.size)
 
     # -- orders
@@ -206,7 +206,7 @@ class StateKeeper:
                 kept = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=offset)
                 target.copy_(kept, non_blocking=True)
         _synchronize()
-        # not before: after a failure it is tried again
+        # Not before: after a failure it is tried again.
         self._parked = None
 
     def hand_over(self, request: StopRequest) -> None:
@@ -238,7 +238,7 @@ class StateKeeper:
                 durable_shard(directory, rank, plan.total_bytes, lambda fd: write_image(plan, FileSink(fd)))
             if frees:
                 with open(os.path.join(directory, f"rank-{rank}.shard"), "rb") as file:
-                    # private, as no tensor may be over memory that cannot be written; it stays if the file goes
+                    # Private, as no tensor may be over memory that cannot be written; it stays if the file goes.
                     shard = mmap.mmap(file.fileno(), plan.total_bytes, access=mmap.ACCESS_COPY)
                 self._parked = _Parked(step, plan, _freed(plan, captured.tensors, places), shard)
                 del captured
@@ -287,7 +287,7 @@ class StateKeeper:
             if order.kind == "arena":
                 if self.arena is None:
                     raise ImageError("TRUNCATED", "told to restore from the arena, but no arena came with the launch")
-                # mapped, and page-locked for a device, before the first byte comes
+                # Mapped, and page-locked for a device, before the first byte comes.
                 view = self.arena.view()
                 self._wait_for_arena(1)
                 return use(_not_older(open_image(ArenaSource(view, self._wait_for_arena)), order.step))
@@ -404,7 +404,7 @@ def _with_whole_storages(captured: Captured) -> tuple[Captured, tuple[int, ...]]
     for index, tensor in enumerate(tensors[: captured.live]):
         storage = tensor.untyped_storage()
         size = storage.nbytes()
-        # beside an accelerator only its memory is worth freeing; without one, host memory stands for the device's
+        # Beside an accelerator only its memory is worth freeing; without one, host memory stands for the device's.
         if size < SMALLEST_OFFLOAD_BYTES or (on_accelerator and tensor.device.type == "cpu"):
             continue
         if not storage.resizable() or (tensor.device.type == "cpu" and tensor.is_shared()):  # type: ignore[no-untyped-call]

@@ -280,7 +280,7 @@ class Trainers:
                     return None
                 if refusal:
                     control.explain("ADAPTER", refusal)
-                # the page first: what made way does not come back
+                # The page first: what made way does not come back.
                 if refusal or not control.claim() or not self._make_way():
                     control.close()
                     return None

@@ -50,7 +50,7 @@ class UnmodifiedScript(ReplayedRun):
         # The state is of a trainer that the script is still to call.
         self._is_for_adapter = False
         self._discovery = Discovery()
-        # loops
+        # Loops
         self._loops = 0
         self._alive: list[weakref.ref[Loop]] = []
         self._last: weakref.ref[Loop] | None = None
@@ -65,14 +65,14 @@ class UnmodifiedScript(ReplayedRun):
         self._variables = Variables(lambda: [(loop.number, loop.loader) for loop in self._living()])
         self._examined: weakref.ref[Loop] | None = None
         self._examined_paths: set[Path] = set()
-        # of loops whose batches are counted by `enumerate`
+        # Of loops whose batches are counted by `enumerate`.
         self._counted_paths: set[Path] = set()
-        # of passes that may be given one batch by a second run, in the order in which they were first begun
+        # Of passes that may be given one batch by a second run, in the order in which they were first begun.
         self._paths: dict[Path, None] = {}
         self._judged: set[tuple[int, Path]] = set()
         self._looked_at_values = float("-inf")
         self._boundary_loop: Loop | None = None
-        # going back
+        # Going back
         self._going_back = output_replay is not None
         self._target: dict[str, Any] = {}
         self._kept_batches: dict[int, Any] = {}
@@ -113,7 +113,7 @@ class UnmodifiedScript(ReplayedRun):
             self._control = None
 
     def _forget_in_child(self) -> None:
-        # the control looks after itself; what is at the page stays the parent's
+        # The control looks after itself; what is at the page stays the parent's.
         self._retired = True
         self._control = None
 
@@ -130,7 +130,7 @@ class UnmodifiedScript(ReplayedRun):
     def _begin(self, loader: Any, original: Any) -> Any:
         try:
             return self._begin_loop(loader, original)
-        except Exception as problem:  # no failure of the agent ends the script
+        except Exception as problem:  # No failure of the agent ends the script
             # The loader first: its own errors are for the script to handle.
             plain = None if self._going_back else original(loader)
             self.step_aside(problem)
@@ -153,7 +153,7 @@ class UnmodifiedScript(ReplayedRun):
             self._loops += not is_inner
             return self._replayed(loader, original, number)
         if self._has_stepped and (self._stepping is None or self._stepping() is None) and not is_inner:
-            # the loop that made the last step was left early: this is the first place after it
+            # The loop that made the last step was left early: this is the first place after it.
             self._boundary(None)
         self._loops += not is_inner
         return self._watched(Loop(self, loader, original, number))
@@ -180,7 +180,7 @@ class UnmodifiedScript(ReplayedRun):
 
     def _before_step(self, *_: Any) -> None:
         if self._control is None and self._is_concerned() and not self._going_back and self._last is None:
-            # no loader so far: from now on the optimizer's steps are the boundaries
+            # No loader so far: from now on the optimizer's steps are the boundaries.
             self.guarded(self._take_page)
 
     def _after_step(self, *_: Any) -> None:
@@ -284,7 +284,7 @@ class UnmodifiedScript(ReplayedRun):
         if loop.keeps_workers:
             self.note_reason("its DataLoader(persistent_workers=True) keeps random numbers in its workers")
         if loop.path not in self._examined_paths:
-            # a search of the heap: once for each loop in the script's text
+            # A search of the heap: once for each loop in the script's text.
             self._examined_paths.add(loop.path)
             if wrapper := wrapped_by(loop):
                 self.note_reason(f"its batches go through {wrapper}, whose position cannot be set")
@@ -313,7 +313,7 @@ class UnmodifiedScript(ReplayedRun):
             "ahead": 0 if loop is None else loop.ahead,
             "at creation": None if loop is None else loop.at_creation,
             "counts": [] if loop is None or loop.path not in self._counted_paths else counts(loop),
-            # where its checkpoint is for a second run of it, and not an image of its process
+            # Where its checkpoint is for a second run of it, and not an image of its process.
             "variables": self._variables.changed() if self._capabilities & Capability.REPLAY else {},
             "made": self._variables.made,
         }
@@ -324,7 +324,7 @@ class UnmodifiedScript(ReplayedRun):
         if number < 0 or number < self._target["loop"]:
             return self._watched(OneBatch(self, loader, original, number))
         if self._target["taken"] == 0:
-            # between two loops: this one has not begun
+            # Between two loops: this one has not begun.
             self.arrive()
             return self._watched(Loop(self, loader, original, number))
         return self._watched(Resumed(self, loader, original, number, self._target))
@@ -332,7 +332,7 @@ class UnmodifiedScript(ReplayedRun):
     def kept_batch(self, loader: Any, original: Any) -> Any:
         """One batch of a loader, fetched once: what finished loops are given."""
         if id(loader) not in self._kept_batches:
-            # the loader is kept too, so that its id stays its own
+            # The loader is kept too, so that its id stays its own.
             self._kept_batches[id(loader)] = (loader, next(original(loader)))
         return self._kept_batches[id(loader)][1]
 

@@ -137,7 +137,7 @@ class Cgroups:
             return ()
         processes = _processes()
         own = os.getsid(0)
-        # a pid is the tracked process only with its start time
+        # A pid is the tracked process only with its start time.
         members = {pid for pid, start in known.tracked.items() if pid in processes and processes[pid].start == start}
         sessions = {pid for pid in known.tracked if pid != own and (pid in members or pid not in processes)}
         grew = True
@@ -159,7 +159,7 @@ class Cgroups:
             controllers.signal_all(self.pids(group), signal.SIGSTOP)
 
         stop()
-        # again: the first signals miss the child of a process that is forking
+        # Again: the first signals miss the child of a process that is forking.
         return controllers.wait_until(lambda: self.frozen(group), timeout_s, stop)
 
     def thaw(self, group: str, timeout_s: float = 5.0) -> bool:
@@ -174,7 +174,7 @@ class Cgroups:
 
     def kill(self, group: str) -> None:
         """Send SIGKILL to all processes of the group, frozen or not."""
-        # stopped first: no process forks between the listing and the signal
+        # Stopped first: no process forks between the listing and the signal.
         controllers.signal_all(self.pids(group), signal.SIGSTOP)
         for _ in range(SWEEPS):
             pids = self.pids(group)

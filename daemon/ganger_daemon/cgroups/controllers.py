@@ -192,9 +192,9 @@ class Cpus(CgroupController):
             return ()
         effective = self._effective(group) or ids_in(group / "cpuset.cpus")
         if set(effective) - set(before):
-            # on kernels >= 6.2, a thread that its program pinned would keep its mask in a group that has grown
+            # On kernels >= 6.2, a thread that its program pinned would keep its mask in a group that has grown.
             set_affinity(pids_in(group), ALL_CPUS)
-        # the v2 kernel falls back to the parent's CPUs when none of ours is there: that is not pinned
+        # The v2 kernel falls back to the parent's CPUs when none of ours is there: that is not pinned.
         return effective if set(effective) <= set(cpus) else ()
 
     def _effective(self, group: Path) -> tuple[int, ...]:
@@ -221,7 +221,7 @@ class MemoryController(CgroupController):
         if self.is_v2:
             write(group / "memory.swap.max", "0")
             return write(group / "memory.max", str(wanted)) and number(read(group / "memory.max"), -1) == wanted
-        # with swap accounting, the limit of both must not be below that of memory: lift it before, lower it after
+        # With swap accounting, the limit of both must not be below that of memory: lift it before, lower it after.
         swap = group / "memory.memsw.limit_in_bytes"
         if swap.exists() and number(read(swap)) < wanted:
             write(swap, str(wanted))
@@ -275,7 +275,7 @@ class FreezeController(CgroupController):
 
     def kill(self, group: Path) -> None:
         if self.is_v2:
-            # reaches frozen processes, too
+            # Reaches frozen processes, too
             if not write(group / "cgroup.kill", "1"):
                 signal_all(pids_in(group), signal.SIGKILL)
             return

@@ -90,7 +90,7 @@ class GroupTree(Cgroups):
             return False
         for root in self._roots:
             (root / name).mkdir(parents=True, exist_ok=True)
-            # of v2: what the root hands down to it, it hands on
+            # Of v2: what the root hands down to it, it hands on.
             for controller in controllers.read(root / "cgroup.subtree_control").split():
                 controllers.write(root / name / "cgroup.subtree_control", f"+{controller}")
         return quota.set_quota(quota.root / name, cores)
@@ -164,7 +164,7 @@ class GroupTree(Cgroups):
         part = self._parts.stop
         if part is not None:
             part.kill(self._at(part.root, group))
-        # processes that only another tree of the group lists, or where no tree can kill
+        # Processes that only another tree of the group lists, or where no tree can kill.
         controllers.signal_all(self.pids(group), signal.SIGKILL)
 
     def oom_kills(self, group: str) -> int:
@@ -187,7 +187,7 @@ class GroupTree(Cgroups):
         places = [self._at(root, group) for root in self._roots]
 
         def is_gone() -> bool:
-            # one that is busy keeps no other from being removed
+            # One that is busy keeps no other from being removed.
             left = [place for place in places if not controllers.remove(place)]
             return not left
 
@@ -316,7 +316,7 @@ def _v2_roots(mount: Path, names: list[str], places: Mapping[str, str], controll
         return
     place = places.get("", "").strip("/")
     own = top / place if place else None
-    # a delegated unit is ours by agreement with the system's manager, so it comes before the top
+    # A delegated unit is ours by agreement with the system's manager, so it comes before the top.
     for base in (own if own and _is_delegated(own) else None, top, own):
         if base is not None and (not controller or _hand_down(base, names, controller)):
             yield base.joinpath(*names)
@@ -333,7 +333,7 @@ def _hand_down(base: Path, names: list[str], controller: str) -> bool:
             control = directory / "cgroup.subtree_control"
             if controller in controllers.read(control).split() or controllers.write(control, f"+{controller}"):
                 continue
-            # a group with processes of its own cannot hand down: step aside into a leaf, and try once more
+            # A group with processes of its own cannot hand down: step aside into a leaf, and try once more.
             if os.getpid() not in controllers.pids_in(directory):
                 return False
             (directory / "daemon").mkdir(exist_ok=True)

@@ -88,16 +88,16 @@ class GangCheckpoints:
         self.wanted = wanted
         self._run = run
         self._collections: dict[int, ShardCollection] = {}
-        self._described: dict[tuple[int, int], Shard] = {}  # by (agreement, rank)
+        self._described: dict[tuple[int, int], Shard] = {}  # By (agreement, rank)
         self._refused: dict[int, str] = {}
-        self._reported_refusal = 0  # the agreement whose refusal the leader has received
+        self._reported_refusal = 0  # The agreement whose refusal the leader has received
         self._lock = asyncio.Lock()
         self._retry_at = 0.0
         self._next_report_s = _FIRST_REPORT_S
         self.published: FoundCheckpoint | None = None
         self.handed: dict[int, int] = {}  # agreement -> step of its published checkpoint
         self.requested_at = time.monotonic()
-        self._served = 0  # the newest request of the master that was obeyed
+        self._served = 0  # The newest request of the master that was obeyed
         self.trouble = ""
 
     def recall(self, storage: Path | None) -> None:
@@ -106,7 +106,7 @@ class GangCheckpoints:
             return
         for name in reversed(complete(checkpoints_directory(storage, self._job_uid))):
             if name.epoch == self._epoch:
-                with suppress(ValueError):  # a manifest that its job has spoilt
+                with suppress(ValueError):  # A manifest that its job has spoilt
                     found = _published(storage, self._job_uid, name)
                     # Where storage hung, a newer one may have been published meanwhile.
                     self.published = self.published or found
@@ -148,7 +148,7 @@ class GangCheckpoints:
             return
         try:
             await self._report(ShardReport(agreement, refusal=why))
-        except Exception as error:  # as in `_report_shards`
+        except Exception as error:  # As in `_report_shards`
             self._retry_at = time.monotonic() + _RETRY_S
             log.info("refusal not reported to the leader yet", extra={"job": self._job_uid, "error": str(error)})
             return
@@ -244,7 +244,7 @@ class GangCheckpoints:
     async def _report_shards(self, agreement: int, step: int, shards: tuple[Shard, ...]) -> None:
         try:
             published = await self._report(ShardReport(agreement, step, shards))
-        except Exception as error:  # the leader may be away for a while: retried until it answers
+        except Exception as error:  # The leader may be away for a while: retried until it answers
             self._retry_at = time.monotonic() + _RETRY_S
             log.info("shards not reported to the leader yet", extra={"job": self._job_uid, "error": str(error)})
             return
@@ -319,7 +319,7 @@ def _remove(directory: Path, doomed: Collection[str]) -> tuple[str, ...]:
             os.replace(directory / name, directory / f"{_TRASH}{name}")
             removed.append(name)
         except OSError:
-            continue  # another process has removed it
+            continue  # Another process has removed it
     for path in directory.glob(f"{_TRASH}*"):
         shutil.rmtree(path, ignore_errors=True)
     return tuple(removed)

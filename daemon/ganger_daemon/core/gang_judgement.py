@@ -32,11 +32,11 @@ class Todo(IntEnum):
     """Work for the shell, in the order of the values."""
 
     LAUNCH = 1
-    VERIFY_MEMORY = 2  # look whether the device memory of the offloaded ranks is free
+    VERIFY_MEMORY = 2  # Look whether the device memory of the offloaded ranks is free
     TERMINATE = 3  # SIGTERM to main processes, kill after grace
-    KILL = 4  # everything in the group at once, frozen as it may be
-    ASK_TO_SAVE = 5  # the job's own signal to main processes, kill after its grace
-    REAP = 6  # every process gone: settle the outcome, free cgroup and cores
+    KILL = 4  # Everything in the group at once, frozen as it may be
+    ASK_TO_SAVE = 5  # The job's own signal to main processes, kill after its grace
+    REAP = 6  # Every process gone: settle the outcome, free cgroup and cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +64,10 @@ def judge(gang: GangPart, now: float) -> Judgement:
     if gang.wanted.intent is OrderIntent.STOP and not gang.wanted.asks_to_leave:
         return _stopping(gang)
     if gang.wanted.asks_to_leave or gang.asked_to_save:
-        # the other ranks save themselves, too, when one has exited
+        # The other ranks save themselves, too, when one has exited.
         return Judgement(PartPhase.STOPPING, todo=() if gang.asked_to_save else (Todo.ASK_TO_SAVE,))
     if first_failure(gang) is not None:
-        # the other ranks would wait for it in a collective: the whole gang stops
+        # The other ranks would wait for it in a collective: the whole gang stops.
         todo = () if gang.stop_signalled else (Todo.TERMINATE,)
         return Judgement(PartPhase.STOPPING, todo=todo)
     if gang.wanted.intent in (OrderIntent.PARK, OrderIntent.HAND_OVER):
@@ -97,9 +97,9 @@ def _before_launch(gang: GangPart) -> Judgement:
         outcome = PartOutcome(PartOutcomeKind.YIELDED, message="parked before it was launched")
         return Judgement(PartPhase.ENDED, outcome=outcome, todo=(Todo.REAP,))
     if gang.wanted.intent is OrderIntent.PREPARE and not gang.restores:
-        # without a state to restore there is nothing to prepare, and a script that was started would step
+        # Without a state to restore there is nothing to prepare, and a script that was started would step.
         return Judgement(PartPhase.PREPARED)
-    # parked before it was launched: it starts with the stop in its page and parks before its first step
+    # Parked before it was launched: it starts with the stop in its page and parks before its first step.
     return Judgement(PartPhase.STARTING, todo=(Todo.LAUNCH,))
 
 
@@ -127,7 +127,7 @@ def _stopping(gang: GangPart) -> Judgement:
     has_agent = any(rank.hello and not rank.opaque for rank in gang.ranks)
     saves = gang.wanted.checkpoint_first and has_agent and not (gang.refusal and _rest(gang))
     if saves and not gang.stop_signalled:
-        # the page orders CHECKPOINT; ranks leave by themselves, or the ladder ends it
+        # The page orders CHECKPOINT; ranks leave by themselves, or the ladder ends it.
         return Judgement(PartPhase.STOPPING)
     return Judgement(PartPhase.STOPPING, todo=() if gang.stop_signalled else (Todo.TERMINATE,))
 
@@ -175,7 +175,7 @@ def is_beyond(gang: GangPart) -> bool:
         return False
     if not deeper and gang.wanted.intent is not OrderIntent.HAND_OVER:
         return False
-    # a program whose image was taken before its agent had reported may have one by now
+    # A program whose image was taken before its agent had reported may have one by now.
     are_without = (rank.opaque or (gang.no_agent and not rank.hello) for rank in gang.ranks if rank.exit is None)
     return any(are_without) and reached_step(gang) is None
 
@@ -206,7 +206,7 @@ def should_freeze(gang: GangPart, now: float, lease_is_over: bool | None) -> boo
     if lease_is_over and any(must_be_frozen(rank.hello, rank.opaque) for rank in live):
         return True
     if is_to_be_taken(gang, now):
-        return gang.devices_taken  # the driver works with running processes only
+        return gang.devices_taken  # The driver works with running processes only
     # An order that it cannot carry out: it is frozen until that is reported.
     return is_parked_by_freezing(gang, now) or _rests_short(gang, now)
 
@@ -247,13 +247,13 @@ def _stood(gang: GangPart) -> int:
 
 def _preparing(gang: GangPart) -> Judgement:
     live = [rank for rank in gang.ranks if rank.exit is None]
-    # without an agent processes get their devices once they may run
+    # Without an agent processes get their devices once they may run.
     awaits_devices = gang.devices_taken and any(rank.hello and not rank.opaque for rank in gang.ranks)
     if all(rank.state == PageState.READY for rank in live) and not awaits_devices:
-        # the master commits the migration only if the step is that at which the source stopped
+        # The master commits the migration only if the step is that at which the source stopped.
         steps = {rank.reached_step for rank in live}
         return Judgement(PartPhase.READY, stop_step=steps.pop() if len(steps) == 1 else 0)
-    # the source trains on while memory is made ready here; once it stops, every page would cost it time
+    # The source trains on while memory is made ready here; once it stops, every page would cost it time.
     if gang.has_room and all(rank.hello for rank in live):
         return Judgement(PartPhase.PREPARED)
     return Judgement(PartPhase.STARTING)
@@ -268,7 +268,7 @@ def _run_phase(gang: GangPart, now: float) -> PartPhase:
         return PartPhase.RUNNING
     if gang.wanted.moves_in and all(rank.state == PageState.READY for rank in live):
         return PartPhase.READY
-    # of those that move in, only a process without an agent is opaque
+    # Of those that move in, only a process without an agent is opaque.
     if all(rank.first_step or is_opaque(gang, rank, now) for rank in live):
         return PartPhase.RUNNING
     return PartPhase.STARTING
@@ -356,13 +356,13 @@ def next_look(
     if not is_launched:
         return _WAITING_S
     if is_copying:
-        # the copying ranks need the processor, and send a packet when they are done
+        # The copying ranks need the processor, and send a packet when they are done.
         return _COPY_S
     if phase is PartPhase.STOPPING:
         return _BUSY_S if is_verifying else _FAST_S
     if is_death_awaited:
         return _BUSY_S
     if phase in (PartPhase.STARTING, PartPhase.PREPARED) or is_preparing:
-        # a script that never attaches is not polled fast for ever
+        # A script that never attaches is not polled fast for ever.
         return _BUSY_S if is_young else _WAITING_S
     return _FAST_S if is_agreeing else _SLOW_S

@@ -67,12 +67,12 @@ class Rank:
     ack_step: int = 0
     reached_sequence: int = 0
     reached_step: int = 0
-    first_step: bool = False  # a boundary passed since the present RUN order
+    first_step: bool = False  # A boundary passed since the present RUN order
     hello: bool = False
     opaque: bool = False
-    let_go: bool = False  # what it saved for the order it reached is published: it may end with EXIT_YIELDED
-    fenced: bool = False  # its epoch is over: it is to end with EXIT_FENCED
-    imaged: bool = False  # its process image is published, and the daemon ends it
+    let_go: bool = False  # What it saved for the order it reached is published: it may end with EXIT_YIELDED
+    fenced: bool = False  # Its epoch is over: it is to end with EXIT_FENCED
+    imaged: bool = False  # Its process image is published, and the daemon ends it
     exit: RankExit | None = None
 
 
@@ -85,26 +85,26 @@ class GangPart:
     launched: bool = False
     launched_at: float = 0.0
     world: int = 1
-    no_agent: bool = False  # not a Python, or the user wanted no agent: the daemon does not wait for its hello
-    restores: bool = False  # from a saved state: an agent saved it, so one will report, however late
-    has_images: bool = False  # process images can be taken of it, at a boundary or without one
-    awaits_image: bool = False  # no process is here before its image has come
-    frozen: bool = False  # every process is frozen
-    holds_still: bool = False  # the daemon has stopped the processes for a move, or restored them so
-    takes_devices: bool = False  # the devices can be taken from its processes without an agent, in place
-    devices_taken: bool = False  # they were: the processes wait for them
-    is_worked_on: bool = False  # the daemon takes or gives devices, or takes an image: the processes cannot obey
+    no_agent: bool = False  # Not a Python, or the user wanted no agent: the daemon does not wait for its hello
+    restores: bool = False  # From a saved state: an agent saved it, so one will report, however late
+    has_images: bool = False  # Process images can be taken of it, at a boundary or without one
+    awaits_image: bool = False  # No process is here before its image has come
+    frozen: bool = False  # Every process is frozen
+    holds_still: bool = False  # The daemon has stopped the processes for a move, or restored them so
+    takes_devices: bool = False  # The devices can be taken from its processes without an agent, in place
+    devices_taken: bool = False  # They were: the processes wait for them
+    is_worked_on: bool = False  # The daemon takes or gives devices, or takes an image: the processes cannot obey
     launch_failure: PartOutcome | None = None
-    has_room: bool = True  # for the state of a gang that moves in: bytes can come
-    memory_freed: bool = False  # device memory seen free since this stop
-    published_step: int | None = None  # a checkpoint of this stop is on storage
-    refusal: str = ""  # why the ordered level cannot be reached: by a rank's report, or its checkpoint failed
-    escalated: bool = False  # killed because it ignored an order
+    has_room: bool = True  # For the state of a gang that moves in: bytes can come
+    memory_freed: bool = False  # Device memory seen free since this stop
+    published_step: int | None = None  # A checkpoint of this stop is on storage
+    refusal: str = ""  # Why the ordered level cannot be reached: by a rank's report, or its checkpoint failed
+    escalated: bool = False  # Killed because it ignored an order
     out_of_memory: bool = False
-    damage: str = ""  # how its job damaged a control page: the gang is killed for it
+    damage: str = ""  # How its job damaged a control page: the gang is killed for it
     stop_signalled: bool = False  # SIGTERM sent for INTENT_STOP or after a rank's failure
-    asked_to_save: bool = False  # the signal at which the script saves itself was sent: there is no way back
-    settled: PartOutcome | None = None  # the outcome is on disk: it never changes again
+    asked_to_save: bool = False  # The signal at which the script saves itself was sent: there is no way back
+    settled: PartOutcome | None = None  # The outcome is on disk: it never changes again
 
     @property
     def ends_at_once(self) -> bool:
@@ -187,7 +187,7 @@ def first_failure(gang: GangPart) -> Rank | None:
 def _is_good(rank: Rank, ending: RankExit) -> bool:
     if _is_imaged(rank, ending):
         return True
-    # the code alone proves nothing: a job may use it for its own purposes
+    # The code alone proves nothing: a job may use it for its own purposes.
     yielded = ending.code == EXIT_YIELDED and rank.let_go
     return ending.known and ending.signal == 0 and (ending.code == 0 or yielded)
 

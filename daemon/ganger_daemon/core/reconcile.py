@@ -27,7 +27,7 @@ class Here:
 
     order: OrderKey
     ended: bool = False
-    stopping: bool = False  # already, because the desired set lacks it
+    stopping: bool = False  # Already, because the desired set lacks it
 
 
 @dataclass(frozen=True, slots=True)

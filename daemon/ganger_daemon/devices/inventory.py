@@ -19,11 +19,11 @@ from ganger_daemon.node.core_table import Core, CoreMap, housekeeping_of, parse_
 
 # Locality level by the driver's code of the closest common ancestor of two devices.
 ANCESTOR_LEVELS: Mapping[int, LocalityLevel] = {
-    0: LocalityLevel.SWITCH,  # on one board
-    10: LocalityLevel.SWITCH,  # one PCIe switch
-    20: LocalityLevel.SWITCH,  # several PCIe switches, no host bridge
-    30: LocalityLevel.SOCKET,  # one host bridge
-    40: LocalityLevel.SOCKET,  # one NUMA node
+    0: LocalityLevel.SWITCH,  # On one board
+    10: LocalityLevel.SWITCH,  # One PCIe switch
+    20: LocalityLevel.SWITCH,  # Several PCIe switches, no host bridge
+    30: LocalityLevel.SOCKET,  # One host bridge
+    40: LocalityLevel.SOCKET,  # One NUMA node
     50: LocalityLevel.NODE,
 }
 INSIDE_A_NODE = (LocalityLevel.NVLINK, LocalityLevel.SWITCH, LocalityLevel.SOCKET)
@@ -240,7 +240,7 @@ def read_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
         name, _, rest = line.partition(":")
         if name == "MemTotal":
             mebibytes = int(int(rest.split()[0]) / 1024 * MEMORY_FOR_JOBS)
-            # whole gigabytes, so that servers of one model agree however much the firmware keeps
+            # Whole gigabytes, so that servers of one model agree however much the firmware keeps.
             return max(1, mebibytes // 1024) * 2**30
     raise OSError(f"{meminfo} has no MemTotal")
 

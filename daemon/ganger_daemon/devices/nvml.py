@@ -108,11 +108,11 @@ class NvmlDevices(Devices):
         try:
             samples = self._nvml.nvmlDeviceGetProcessUtilization(self._handles[device], since_microseconds)
         except self._nvml.NVMLError:
-            # includes the one that says "success" and the one that says "not found": both mean idle
+            # Includes the one that says "success" and the one that says "not found": both mean idle.
             return {}
         return {int(sample.pid): int(sample.smUtil) for sample in samples}
 
-    # reading the server
+    # Reading the server
 
     def _whether_shared(self) -> str:
         for index, handle in enumerate(self._handles):
@@ -144,7 +144,7 @@ class NvmlDevices(Devices):
             (a, b): _int(self._ask(nvml.nvmlDeviceGetTopologyCommonAncestor, handles[a], handles[b]), 50)
             for a, b in pairs
         }
-        # no PCI path to speak of does not exclude NVLink, so every pair is asked
+        # No PCI path to speak of does not exclude NVLink, so every pair is asked.
         nvlink_index = _plain(getattr(nvml, "NVML_P2P_CAPS_INDEX_NVLINK", 2))
         works = _plain(getattr(nvml, "NVML_P2P_STATUS_OK", 0))
         nvlink = frozenset(
@@ -194,7 +194,7 @@ class NvmlDevices(Devices):
         except self._nvml.NVMLError:
             return None
 
-    # health
+    # Health
 
     def _used_memory(self, index: int) -> int:
         try:
@@ -256,7 +256,7 @@ class NvmlDevices(Devices):
             data = nvml.nvmlEventSetWait_v2(events, self._wait_ms)
         except nvml.NVMLError as error:
             if _code(error) != nvml.NVML_ERROR_TIMEOUT:
-                # a lost device makes the wait fail at once: do not spin
+                # A lost device makes the wait fail at once: do not spin.
                 self._stop.wait(self._wait_ms / 1000)
             return
         uuid = _text(self._ask(nvml.nvmlDeviceGetUUID, data.device))

@@ -248,7 +248,7 @@ class RecordedServer:
     core_map: CoreMap
     memory_bytes: int
     used_memory: tuple[int, ...]
-    timeline: tuple[tuple[float, HealthEvent], ...]  # seconds after the start, and what happens then
+    timeline: tuple[tuple[float, HealthEvent], ...]  # Seconds after the start, and what happens then
 
 
 class RecordedDevices(Devices):

@@ -141,7 +141,7 @@ class Landing:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # the pages first: unmapping holds the lock, and is quick when there is nothing left to unmap
+        # The pages first: unmapping holds the lock, and is quick when there is nothing left to unmap.
         leave_pages(self._mapping)
         self.view.release()
         self._mapping.close()

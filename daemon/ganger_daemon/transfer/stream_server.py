@@ -75,7 +75,7 @@ class ParkedArena:
 
     def progress(self) -> tuple[int, int]:
         gang = self._gang
-        # parked for another time slice only, it will resume: its arena is not the state that it moves with
+        # Parked for another time slice only, it will resume: its arena is not the state that it moves with.
         if (
             not gang.context.pages.readable
             or not gang.wanted.stop_sequence
@@ -87,7 +87,7 @@ class ParkedArena:
             size, filled = gang.parts.images.handed(self._rank, gang.wanted.stop_sequence)
             self._stop = self._stop or (gang.wanted.stop_sequence if size else 0)
             return size, filled
-        # before the rank is parked in this stop, the numbers may be those of an earlier one
+        # Before the rank is parked in this stop, the numbers may be those of an earlier one.
         if progress.ack_seq != gang.wanted.stop_sequence or progress.state not in _FILLING:
             return 0, 0
         if progress.arena_size and progress.arena_filled and not self._stop:
@@ -262,7 +262,7 @@ class StreamServer:
 
     def _answer(self, connection: socket.socket, request: StreamRequest) -> None:
         source = self._find(request)
-        # opened before the source stops: afterwards every millisecond counts
+        # Opened before the source stops: afterwards every millisecond counts.
         fd = source.open_arena()
         try:
             size = self._wait_for_size(connection, source)

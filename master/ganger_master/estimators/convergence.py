@@ -151,7 +151,7 @@ def _estimate(model: ConvergenceModel, steps: Callable[[Curve], float]) -> Steps
         return StepsLeftEstimate(value, 0.0, math.inf)
     if math.isinf(value):
         return StepsLeftEstimate(value, min([value, *map(steps, model.plausible)]), value)
-    # independent axes add up in quadrature
+    # Independent axes add up in quadrature.
     sides = [(steps(one) - value, steps(other) - value) for one, other in model.axes]
     up = math.hypot(*(max(0.0, *side) for side in sides)) if sides else 0.0
     down = math.hypot(*(max(0.0, -min(side)) for side in sides)) if sides else 0.0
@@ -168,7 +168,7 @@ def _prepared(points: Iterable[LossPoint]) -> tuple[Floats, Floats]:
     losses = np.array([sum(by_step[step]) / len(by_step[step]) for step in sorted(by_step)], float)
     if len(steps) <= MOST_POINTS:
         return steps, losses
-    # before averaging, since one outlier would spoil its whole group
+    # Before averaging, since one outlier would spoil its whole group.
     losses = without_outliers(losses)
     groups = np.array_split(np.arange(len(steps)), MOST_POINTS)
     return np.array([steps[group].mean() for group in groups]), np.array([losses[group].mean() for group in groups])
@@ -197,7 +197,7 @@ def _robust(x: Floats, y: Floats) -> tuple[Curve, float, NDArray[np.bool_], list
     kept = np.ones(len(x), bool)
     curve = _undragged(x, y)
     most_far = len(x) // 4
-    # the numbers fitted make the residuals of few points smaller than the noise
+    # The numbers fitted make the residuals of few points smaller than the noise.
     few = math.sqrt(len(x) / max(1, len(x) - _NUMBERS))
     for _ in range(_ROUNDS):
         distance = np.abs(_losses(x, curve) - y)
@@ -260,7 +260,7 @@ def _polished(x: Floats, y: Floats, start: Curve, cost: float) -> tuple[Curve, f
         return start, cost
     bounds = ([0.0, _LEAST_DENOMINATOR, 0.0], [np.inf, np.inf, max(float(y.min()), 1e-12)])
     begin = np.clip([start.b0, start.b1, start.b2], bounds[0], bounds[1])
-    # on curves that are all corner the solver's own trust region overflows; its answer is compared with the start's
+    # On curves that are all corner the solver's own trust region overflows; its answer is compared with the start's.
     with np.errstate(all="ignore"):
         found = least_squares(lambda b: _losses(x, Curve(*b)) - y, begin, bounds=bounds, max_nfev=50)
     if 2.0 * found.cost >= cost:

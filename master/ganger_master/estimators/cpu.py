@@ -79,7 +79,7 @@ class CpuModel:
         if self.shelf is not None and cores > self.shelf.begins:
             share = min(1.0, (cores - self.shelf.begins) / (self.shelf.ends - self.shelf.begins))
             return self.plateau + share * (self.shelf.rate - self.plateau)
-        # what less than a core runs is a share of what one runs
+        # What less than a core runs is a share of what one runs.
         above = max(cores, 1.0)
         if above >= self.sweet_point:
             return self.plateau * min(1.0, cores)
@@ -196,7 +196,7 @@ def _curve(cores: Floats, rates: Floats, theta: float) -> tuple[CpuModel, float]
     at_theta = max(theta, 1.0)
     meets = _CONTINUITY / scale * np.array([math.log(at_theta), at_theta - math.log(at_theta), -1.0])
     straight = _STRAIGHTNESS / scale * np.array([1.0, -1.0, 0.0])
-    # loading it takes longer than a short simulation, which only reads profiles
+    # Loading it takes longer than a short simulation, which only reads profiles.
     from scipy.optimize import nnls
 
     solution, _ = nnls(np.vstack([rows, meets, straight]), np.concatenate([np.ones(len(rates)), [0.0, 0.0]]))

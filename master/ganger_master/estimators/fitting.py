@@ -75,7 +75,7 @@ def posterior(prior: Belief, law: Callable[[Floats], Floats], measured: Floats, 
     """`law(numbers)` and `measured`: logarithms (n,); `noise`: covariance of their difference (n, n)."""
     if len(measured) == 0:
         return prior
-    # numbers the law does not use at these measurements are left alone: most of a long law, most of the time
+    # Numbers the law does not use at these measurements are left alone: most of a long law, most of the time.
     root = np.linalg.cholesky(prior.covariance)
     used = np.any(jacobian(prior, law) != 0.0, axis=0)
     moves = np.any(root[used] != 0.0, axis=0)
@@ -85,11 +85,11 @@ def posterior(prior: Belief, law: Callable[[Floats], Floats], measured: Floats, 
     def residuals(z: Floats) -> Floats:
         return np.concatenate([whiten @ (law(prior.mean + reach @ z) - measured), z])
 
-    # in units of the prior deviation every number has the same scale, and a step of one is a plausible one
+    # In units of the prior deviation every number has the same scale, and a step of one is a plausible one.
     start = np.zeros(reach.shape[1])
     if len(start) == 0:
         return prior
-    # loading it takes longer than a short simulation, which only reads profiles
+    # Loading it takes longer than a short simulation, which only reads profiles.
     from scipy.optimize import least_squares
 
     found = least_squares(

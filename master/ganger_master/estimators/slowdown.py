@@ -130,7 +130,7 @@ def learn(contention: Contention, trials: Iterable[ColocationTrial]) -> Contenti
         return np.asarray(-np.logaddexp(0.0, _CORNER * np.log(load)) / _CORNER, float)
 
     measured = np.log([speed for trial in usable for speed in trial.speeds])
-    # residents of one trial see one another's noise: a pair counts as one measurement, not two
+    # Residents of one trial see one another's noise: a pair counts as one measurement, not two.
     noise = np.diag([_NOISE**2 * len(trial.speeds) for trial in usable for _ in trial.speeds])
     return Contention(posterior(contention.belief, law, measured, noise), contention.trials + len(usable))
 
@@ -197,7 +197,7 @@ def fit_locality(points: Iterable[LocalityPoint]) -> LocalityModel:
     rows = np.array([_features(point) for point in usable])
     speeds = np.array([point.relative_speed for point in usable])
     believed = np.array([prior.across, prior.per_node, prior.per_gpu, prior.inside, prior.beyond])
-    # residual in relative speed: speed * (1 + lost) - 1, lost being linear
+    # Residual in relative speed: speed * (1 + lost) - 1, lost being linear.
     trust = _PRIOR_TRUST * np.eye(5)
     matrix = np.vstack([rows * speeds[:, None], trust])
     solution, _ = nnls(matrix, np.concatenate([1.0 - speeds, trust @ believed]))

@@ -190,7 +190,7 @@ class _Growth:
                         self._look_again(np.array([job]))
                 else:
                     self._close(move)
-            # of jobs that were closed meanwhile the heap holds an old gain: they come up once more with the new one
+            # Of jobs that were closed meanwhile the heap holds an old gain: they come up once more with the new one.
             if self._ahead[job]:
                 heapq.heapreplace(heap, (-self._ahead[job][-1][0], job))
             else:
@@ -250,7 +250,7 @@ class _Growth:
         more = np.eye(self.jobs.shapes.shape[1], dtype=np.int64)
         counts = counts.reshape(len(jobs), len(more))
         seconds = self._remaining_s(jobs, counts)
-        # rows that still go on, by position in `jobs`
+        # Rows that still go on, by position in `jobs`.
         row = np.arange(len(jobs))
         for place in range(far):
             of_row = jobs[row]
