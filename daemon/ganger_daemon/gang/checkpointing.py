@@ -171,7 +171,7 @@ class CheckpointCoordinator(OfGang):
         is_opaque: bool,
     ) -> None:
         if self._tidy_due and phase in (PartPhase.RUNNING, PartPhase.PARKED):
-            # not sooner: until they are parked or run again, the ranks may be saving
+            # Before that, the ranks may be saving.
             self._tidy_due = False
             await self._host.storage.work.run(self.keeper.tidy, storage, within_s=_WORK_S)
         found = [self._pages.progress(rank) for rank in self._part.ranks]
@@ -181,9 +181,9 @@ class CheckpointCoordinator(OfGang):
         # A checkpoint from which a rank could not be restored is of no use.
         able = reduce(and_, [progress.capabilities for progress in found])
         is_able = able & Capability.CHECKPOINT and keeps_state(Mechanism(desired.spec.mechanism), able)
-        # not before the number of the newest image is known
+        # An image needs the number of the newest one.
         is_recalled = self._recalling is None or self._recalling.done()
-        # stopped processes go on first: an image has them as they stand
+        # Stopped processes must run before: an image has them as they are.
         may_be_taken = self._images.are_possible and not self._images.is_moving
         without_agent = is_opaque and may_be_taken and is_recalled
         if runs and (is_able or without_agent):
@@ -205,7 +205,7 @@ class CheckpointCoordinator(OfGang):
         unsettled = bool(running) and not self.keeper.is_settled(running)
         waited = now - self.keeper.requested_at
         if unsettled and not self.keeper.refusal(running) and waited < ORDER_DEADLINE_S:
-            return  # one agreement at a time
+            return  # One agreement at a time
         if unsettled:
             # Before the check for room: files of the last request take up some.
             await self._host.storage.work.run(self.keeper.tidy, storage, within_s=_WORK_S)

@@ -84,7 +84,7 @@ class ControlPages:
         self._pages: dict[int, Page] = {}
         self._damage = ""
         self.written: Callable[[], None] = lambda: None  # wakes parked ranks
-        self.foreign = ""  # they are of another version of Ganger, as far as is known by no doing of the job: which
+        self.foreign = ""  # Error of pages that another version of Ganger wrote; empty if there is none
 
     def create(self, threads: Mapping[int, int], *, is_restored: bool = False, account: Account | None = None) -> None:
         """Create missing pages and open all. Idempotent, also after a crash. `threads`: of each local rank.
@@ -176,13 +176,13 @@ class ControlPages:
         self.written()
 
     def let_leave(self, sequence: int) -> None:
-        """The checkpoint of an order is published: ranks that saved for it may end."""
+        """Let ranks end whose checkpoint is published."""
         for rank in self.local:
             self[rank].let_leave(sequence)
         self.written()
 
     def go_on_after_image(self, agreement: int) -> None:
-        """The process images of an agreement are taken or given up: ranks that wait for that may go on."""
+        """Let ranks continue after their process images were taken or given up."""
         for rank in self.local:
             self[rank].set(Word.IMAGED_SEQ, agreement)
 

@@ -45,9 +45,9 @@ class Rung(IntEnum):
 class Ladder:
     """Escalation of one order that a job does not obey: after `patience` the agent prints the stacks of its threads; at
     the deadline SIGTERM; after the grace the kill. A move ends no job: at its deadline the gang reports that it did not
-    stop, and goes on. Times are seconds."""
+    stop, and continues. Times are seconds."""
 
-    since: float  # of the order, then of SIGTERM
+    since: float  # Time of the order, later of SIGTERM
     grace: float
     patience: float = 0.0
     deadline: float = 0.0
@@ -92,7 +92,7 @@ class Escalation(OfGang):
         self._ladder: Ladder | None = None
         self._pressed_at = time.monotonic()
         self.escalated = False  # killed because it ignored an order
-        self.stop_signalled = False  # SIGTERM was sent: there is no way back
+        self.stop_signalled = False  # SIGTERM was sent; it cannot be withdrawn
         self.asked_to_save_s = 0.0  # Unix seconds when the script was asked to save itself; zero before
         self.given_up = ""  # why the present order was abandoned although nothing failed
 
@@ -143,7 +143,7 @@ class Escalation(OfGang):
             log.error("gang killed", extra={"gang": self._paths.group, "cause": why})
         await self._kill()
 
-    async def press(self, facts: GangPart, now: float) -> None:
+    async def escalate(self, facts: GangPart, now: float) -> None:
         """Take the rung that is due, if the gang does not obey."""
         passed, self._pressed_at = now - self._pressed_at, now
         is_leaving = self.stop_signalled or bool(self.asked_to_save_s)

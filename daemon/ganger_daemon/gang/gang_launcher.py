@@ -26,13 +26,14 @@ from ganger_daemon.node.launchers import children_of, interpreter_of
 from ganger_daemon.node.node_context import NodeContext
 from ganger_daemon.node.process_identity import ProcessId, is_alive
 
-# The launcher's reason where it has no arena of a name.
+# The launcher's error if it has no arena of that name.
 _NO_ARENA = "NO_ARENA"
 
 
 class GangLauncher(OfGang):
-    """`key`: of the launcher, empty before the launch; `arena_bytes`: size of each rank's arena; `image_arena_bytes`:
-    of the arena for the image of a process, which is made only when one is moved."""
+    """Launcher and arenas of one gang's ranks. `key`: of the launcher, empty before the launch; `arena_bytes`: size of
+    each rank's arena; `image_arena_bytes`: of the arena for the image of a process, which is made only when one is
+    moved."""
 
     def __init__(self, context: GangContext, exits: ExitWatcher) -> None:
         super().__init__(context)
@@ -51,14 +52,14 @@ class GangLauncher(OfGang):
         return {"launcher": self.key, **sizes}
 
     def running(self) -> Launcher | None:
-        """Blocks for a moment. None when it is not there now."""
+        """Return the launcher, or None if it does not run. Blocks shortly."""
         return self._host.launchers.running(self.key) if self.key else None
 
     def lives(self) -> bool:
         return self.running() is not None
 
     def open_arena(self, rank: int) -> int:
-        """A descriptor of a rank's arena, the caller's to close. Raises OSError when no launcher has it."""
+        """Return a descriptor of a rank's arena, which the caller closes. Raises OSError if no launcher has it."""
         launcher = self.running() or self.adopt_anew()
         name = self._paths.name(rank)
         try:
@@ -132,7 +133,7 @@ class GangLauncher(OfGang):
         return self.adopt_anew() if running is None and self.key and self._paths.account is not None else running
 
     def revive(self) -> None:
-        """Blocks. Ranks live and their launcher does not: start one, so that their exits are recorded."""
+        """Start a launcher for ranks that outlived theirs, so that their exits are recorded. Blocks."""
         if self.key and self.running() is None:
             self.adopt_anew()
 
@@ -149,12 +150,12 @@ def _without_injection(environment: Mapping[str, str], host: NodeContext) -> dic
 
 
 _LOOPBACK = "127.0.0.1"
-# Between looks whether a gang that waits for its leader is wanted still.
+# Interval of checks whether a waiting gang is still desired.
 _STOP_LOOK_S = 0.2
 
 
 class GangRendezvous(OfGang):
-    """`address`: known on the leader's node, before its file is there."""
+    """Rendezvous of one gang's ranks. `address`: known on the leader's node, before its file is there."""
 
     def __init__(self, context: GangContext, images: GangImages) -> None:
         super().__init__(context)

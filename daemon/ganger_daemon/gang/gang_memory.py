@@ -96,9 +96,9 @@ class WorkingSet:
 
 
 class MemoryWatch:
-    """`is_shared`: whether other gangs use its devices, too; then the use of a device does not show this gang's part.
-    `group`: its control group. `arena_bytes`: bytes reserved for its arenas. `taken`: its devices, where they are taken
-    in place."""
+    """Device and host memory of one gang. `is_shared`: whether other gangs use its devices, too; then the use of a
+    device does not show this gang's part. `group`: its control group. `arena_bytes`: bytes reserved for its arenas.
+    `taken`: its devices, where they are taken in place."""
 
     def __init__(
         self,
@@ -122,11 +122,11 @@ class MemoryWatch:
         self._verifying_since: float | None = None
         self.freed = False
         self.trouble = ""
-        # What the ranks keep of each device of the node although all is freed; empty where that cannot be told.
+        # What the ranks keep of each device of the node although all is freed; empty if it is unknown.
         self.residue: tuple[int, ...] = ()
         # Host memory that they keep beside their arenas, with a margin; zero if unknown.
         self.kept_bytes = 0
-        self._limit_bytes = 0  # of host memory, as set last; zero: only at the launch
+        self._limit_bytes = 0  # Limit of host memory, as set last; zero: only at the launch
 
     @property
     def waiting(self) -> bool:

@@ -34,8 +34,8 @@ Mappings = Mapping[int, Mapping[str, Any]]
 
 
 class GangUnit(OfGang):
-    """`init`: of the unit; NO_PROCESS while the processes have none; `names`: by which they find their files, in a unit
-    or outside."""
+    """Unit of one gang. `init`: its first process; NO_PROCESS while the processes have no unit; `names`: names by which
+    they find their files, in a unit or outside."""
 
     def __init__(self, context: GangContext) -> None:
         super().__init__(context)

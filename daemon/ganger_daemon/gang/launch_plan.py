@@ -181,7 +181,7 @@ def arena_bytes_per_rank(desired: agent_pb2.DesiredGang, ranks: int, device_memo
 
 def bytes_ahead_per_rank(desired: agent_pb2.DesiredGang, ranks: int, arena_bytes: int) -> int:
     """Return the arena bytes that each local rank touches before its state arrives; zero where none comes from another
-    arena. Touched pages are charged, so only what is claimed may be, and to touch what no state needs takes seconds."""
+    arena. Touched pages are charged, so only what is claimed may be, and touching unused pages would take seconds."""
     if desired.restore.WhichOneof("source") != "parked" or not desired.claim.arena_bytes:
         return 0
     peak = desired.restore.parked.peak_device_bytes * desired.claim.device_mask.bit_count()
@@ -194,7 +194,7 @@ def _aligned(size: int) -> int:
 
 def image_arena_bytes(desired: agent_pb2.DesiredGang, arena_bytes: int, device_memory_bytes: int) -> int:
     """Return the size of an arena for a process image, which is memory of the host, what is offloaded there, and of the
-    devices. Only what comes is allocated."""
+    devices. Memory is allocated as bytes arrive."""
     devices = desired.claim.device_mask.bit_count() * device_memory_bytes
     return _aligned(_IMAGE_MARGIN_BYTES + 2 * (desired.claim.memory_bytes + arena_bytes + devices))
 

@@ -262,7 +262,7 @@ class LocalGang:
         if self.phase is PartPhase.PARKED and (
             self.judgement.level >= ParkLevel.OFFLOAD or self._orders.is_by_rotation
         ):
-            # before a gang that comes to its devices looks for cores
+            # Release cores before the next gang on these devices claims them.
             parts.pinning.give_up()
         if self.phase is not before:
             self._phase_changed()
@@ -271,7 +271,7 @@ class LocalGang:
         for todo in self.judgement.todo:
             await self._do(todo, facts, now)
         if parts.is_live and not self._orders.is_hindered:
-            await parts.escalation.press(self.parts.facts(), now)
+            await parts.escalation.escalate(self.parts.facts(), now)
         self._publish_observation()
 
     async def _follow_ranks(self, now: float) -> None:

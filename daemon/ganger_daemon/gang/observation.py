@@ -279,7 +279,7 @@ def _add_step_times(message: agent_pb2.ObservedGang, report: GangReport, phase: 
 MOVE = "MOVE"
 # Why an elastic job has to stay at its number of ranks.
 RESIZE = "RESIZE"
-# Why it does not share devices in turns, although it can be suspended.
+# Why it is not time-sliced although it can be suspended.
 TURNS = "TURNS"
 # An agent that offers one of these does not run its script again.
 _SAVED_OTHERWISE = Capability.ADAPTER | Capability.FIVE_LINE | Capability.IMAGE
@@ -339,8 +339,8 @@ def add_capabilities(message: agent_pb2.ObservedGang, found: GangFindings) -> No
 
 
 def _is_saved_anyway(found: GangFindings) -> bool:
-    """Return whether a job whose agent does not report can be saved all the same, and has had the time to report: a
-    script without an optimizer of PyTorch has an agent that never does."""
+    """Return whether a job whose agent does not report can be saved nevertheless. It must have had the time to report:
+    the agent of a script without an optimizer of PyTorch never does."""
     return found.parts.images.are_possible and time.monotonic() - found.facts.launched_at >= _LATEST_REPORT_S
 
 
@@ -486,7 +486,7 @@ def _add_of_agent(capabilities: job_pb2.Capabilities, found: GangFindings) -> No
 
 
 def _add_sizes(capabilities: job_pb2.Capabilities, found: GangFindings, able: int) -> None:
-    """Add whether another number of ranks can go on from the job's state. `able`: what all ranks can."""
+    """Add whether another number of ranks can resume from the job's state. `able`: what all ranks can."""
     capabilities.can_resize = bool(able & Capability.RESIZE)
     capabilities.can_reshard = bool(able & Capability.RESHARD)
     if capabilities.can_resize or capabilities.can_reshard:

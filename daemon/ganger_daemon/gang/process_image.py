@@ -68,19 +68,19 @@ class GangImages(OfGang):
         self._devices = devices
         self._exits = exits
         self._is_outside_closed = is_outside_closed
-        self._first = context.part.ranks[0]  # whose shard and arena have the image
-        self._taken: dict[int, int] = {}  # step of the newest image to storage, by agreement
-        self._left: dict[int, int] = {}  # the same, of a former daemon that has ended the processes with it
+        self._first = context.part.ranks[0]  # Rank whose shard and arena have the image
+        self._taken: dict[int, int] = {}  # Step of the newest image to storage, by agreement
+        self._left: dict[int, int] = {}  # Step by agreement of images that a former daemon took to end the processes
         self._handing: asyncio.Task[None] | None = None
-        self._handed = (0, 0, 0)  # stop sequence, size and final bytes of the image that a destination fetches
-        self._stubs: dict[int, int] = {}  # bytes that it fetches for the other ranks
-        self._requested = 0  # the stop sequence under which a destination has requested a parked process's image
-        self.hang_up: Callable[[], None] = lambda: None  # closes the job's socket, which must not be in an image
+        self._handed = (0, 0, 0)  # Stop sequence, size and final bytes of the image that a destination fetches
+        self._stubs: dict[int, int] = {}  # Bytes that a destination fetches, for each other rank
+        self._requested = 0  # Stop sequence at which a destination requested a parked process's image
+        self.hang_up: Callable[[], None] = lambda: None  # Closes the job's socket, which must not be in an image
         self.pick_up: Callable[[], None] = lambda: None
-        self._stop_sequence = 0  # of the present order
-        self.holds_still = False  # stopped by the daemon for a move, or restored so
-        self._imaged_step = 0  # both sides of a move report this one, although a child may count in the page
-        self._obstacle = ""  # why no image is possible, although its node can take images
+        self._stop_sequence = 0  # Stop sequence of the present order
+        self.holds_still = False  # Whether the daemon has stopped the processes for a move, or restored them stopped
+        self._imaged_step = 0  # Both sides of a move report this step, although a child may count in the page
+        self._obstacle = ""  # Why no image is possible, although its node can take images
         self.unit = GangUnit(context)
         self.has_ended = False
         self.awaits_agent = True
@@ -99,7 +99,7 @@ class GangImages(OfGang):
         """Take over what a former daemon noted."""
         fields = left.get("images", {})
         self.unit.recall(fields)
-        # without the daemon's consent a dump lets the process go on
+        # Without the daemon's consent a dump lets the process continue.
         self.has_ended = bool(fields.get("has_ended", False))
         self._left = {int(agreement): int(step) for agreement, step in fields.get("taken", [])}
         self.holds_still = bool(fields.get("is_stopped", False))
@@ -383,7 +383,7 @@ class GangImages(OfGang):
                         raise
                     await asyncio.sleep(_RETRY_S)
         except Exception as error:
-            # whatever it is: without a reason here it would be tried again and again, and the move would never end
+            # Record any error as a reason, or the move would be retried for ever.
             is_expected = isinstance(error, ImageRefusedError | DeviceStateLostError | OSError)
             self.trouble = f"IMAGE_REFUSED: {error if str(error) else type(error).__name__}"
             extra = {"group": self._paths.group}

@@ -106,7 +106,7 @@ class ReceivedOrders:
     async def write(self, context: GangContext) -> bool:
         """Write the order into the pages. Return whether it is the one that could not be written before.
 
-        If the disk is full, the gang's loop goes on and its next tick retries."""
+        If the disk is full, the gang's loop continues and its next tick retries."""
         try:
             await self._write(context)
         except OSError as error:
@@ -137,7 +137,8 @@ _EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Exit|Interrupt): ")
 
 
 class RankError(NamedTuple):
-    """`reason` is the control page's word (STORAGE_FULL, ...), `text` one line for the user."""
+    """Error that a rank reported. `reason`: the word on the control page (STORAGE_FULL, ...); `text`: one line for the
+    user."""
 
     rank: int
     reason: str

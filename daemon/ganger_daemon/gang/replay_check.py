@@ -1,6 +1,6 @@
-"""Check of a checkpoint that is for a second run of the script, before the ranks that saved it end. Beside each resting
-rank a second process is started from its shard. If all arrive at its place, the checkpoint is good; else it is refused,
-and the ranks go on. The second processes are killed first if the job's memory is short."""
+"""Check of a replay checkpoint, before the ranks that saved it end. Beside each parked rank a second process is started
+from its shard. If all arrive at its place, the checkpoint is good; else it is refused, and the ranks continue. The
+second processes are killed first if the job's memory is short."""
 
 from __future__ import annotations
 
