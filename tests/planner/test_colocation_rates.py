@@ -81,7 +81,7 @@ def test_rates_of_a_job_alone_count_once_it_has_warmed_up() -> None:
     assert jobs.alone(1) == ()
     jobs.go_on(2.0)
     assert jobs.alone(1) == jobs.present(1) == (10.0, 10.0)
-    assert jobs.beside(1) == frozenset()
+    assert jobs.neighbours(1) == frozenset()
     jobs.go_on(100.0)
     assert len(jobs.alone(1)) == 16
 
@@ -102,8 +102,8 @@ def test_co_located_jobs_are_measured_once_the_newcomer_has_warmed_up() -> None:
     jobs.go_on(20.0)
     assert set(jobs.alone(1)) == {10.0}, "a rate with half of the cores does not count as the rate alone"
     jobs.runs(2, 0b01, epoch=3, rate=15.0)
-    assert jobs.beside(1) == {2}
-    assert jobs.beside(2) == {1}
+    assert jobs.neighbours(1) == {2}
+    assert jobs.neighbours(2) == {1}
     jobs.go_on(30.0)
     assert jobs.present(1) == jobs.present(2) == ()
     jobs.go_on(7.0)
@@ -120,9 +120,9 @@ def test_a_job_that_is_alone_again_is_measured_alone_again() -> None:
     jobs.go_on(40.0)
     for leave in (lambda: jobs.parks(2, 0b1, epoch=2), lambda: jobs.ends(2)):
         jobs.runs(2, 0b1, epoch=2)
-        assert jobs.beside(1) == {2}
+        assert jobs.neighbours(1) == {2}
         leave()
-        assert jobs.beside(1) == frozenset()
+        assert jobs.neighbours(1) == frozenset()
     jobs.rates[1] = 12.0
     jobs.go_on(20.0)
     assert set(jobs.present(1)) == {12.0}
@@ -147,9 +147,9 @@ def test_a_gang_is_beside_every_job_on_any_of_its_devices() -> None:
     jobs.runs(1, 0b0011)
     jobs.runs(2, 0b0110)
     jobs.runs(3, 0b0100)
-    assert [jobs.beside(number) for number in (1, 2, 3)] == [{2}, {1, 3}, {2}]
+    assert [jobs.neighbours(number) for number in (1, 2, 3)] == [{2}, {1, 3}, {2}]
     jobs.keep(lambda number: number != 2, jobs.now)
-    assert [jobs.beside(number) for number in (1, 2, 3)] == [frozenset()] * 3
+    assert [jobs.neighbours(number) for number in (1, 2, 3)] == [frozenset()] * 3
 
 
 def test_a_new_job_with_the_number_of_an_old_one_starts_without_rates() -> None:
@@ -186,7 +186,7 @@ def test_rates_of_a_time_sliced_job_count_only_its_own_slices() -> None:
     run_time_sliced(jobs, 120.0)
     assert len(jobs.alone(1)) > 4
     assert set(jobs.alone(1)) == {10.0}
-    assert (jobs.beside(1), jobs.utilisation(1)) == (frozenset(), pytest.approx(0.3))
+    assert (jobs.neighbours(1), jobs.utilisation(1)) == (frozenset(), pytest.approx(0.3))
 
 
 def test_a_time_sliced_job_is_not_measured_if_the_starts_of_its_slices_are_not_reported() -> None:

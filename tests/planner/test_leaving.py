@@ -36,7 +36,7 @@ class Seen(JobRates):
 
     busy: frozenset[int] = frozenset()
     now: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
-    mates: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    co_located: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
     def alone(self, number: int) -> tuple[float, ...]:
         return STEADY
@@ -44,8 +44,8 @@ class Seen(JobRates):
     def present(self, number: int) -> tuple[float, ...]:
         return self.now.get(number, ())
 
-    def beside(self, number: int) -> frozenset[int]:
-        return self.mates.get(number, frozenset())
+    def neighbours(self, number: int) -> frozenset[int]:
+        return self.co_located.get(number, frozenset())
 
     def utilisation(self, number: int) -> float:
         return 0.9 if number in self.busy else 0.1
@@ -130,8 +130,8 @@ class InTurns(Sharing):
 
     def beside_each_other(self, rates: tuple[float, ...]) -> Seen:
         one, other = self.together
-        mates = {one: frozenset({other}), other: frozenset({one})}
-        return Seen(self.seen_by.busy, dict.fromkeys(self.together, rates), mates)
+        co_located = {one: frozenset({other}), other: frozenset({one})}
+        return Seen(self.seen_by.busy, dict.fromkeys(self.together, rates), co_located)
 
     def devices(self, number: int) -> int:
         return self.state.gangs[self.job(number).epoch].claims[0].device_mask
@@ -294,8 +294,8 @@ def test_a_planner_that_is_started_anew_parts_a_pack_on_trial_and_its_host_has_a
     before = {number: drive.state.gangs[drive.job(number).epoch].claims[0].millicores for number in drive.together}
     host, guest = drive.packed()
     # Their rates alone are lost.
-    mates = {host: frozenset({guest}), guest: frozenset({host})}
-    drive.remembered, drive.seen_by = NOTHING, Anew(frozenset(drive.numbers), {}, mates)
+    co_located = {host: frozenset({guest}), guest: frozenset({host})}
+    drive.remembered, drive.seen_by = NOTHING, Anew(frozenset(drive.numbers), {}, co_located)
     assert drive.later() == [("SUSPEND", guest)]
     drive.rests(guest)
     drive.seen_by = Anew(frozenset(drive.numbers))

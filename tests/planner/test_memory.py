@@ -278,7 +278,7 @@ def test_a_job_that_continues_unchanged_keeps_its_measurements() -> None:
     for number in (1, 2):
         seen.runs(number, 0b1, rate=seen.rates[number])
     assert (seen.alone(1), seen.alone(2), seen.utilisation(1)) == ((10.0,) * 16, (), 0.25)
-    assert (seen.beside(1), seen.beside(2)) == (frozenset({2}), frozenset({1}))
+    assert (seen.neighbours(1), seen.neighbours(2)) == (frozenset({2}), frozenset({1}))
     before = len(seen.present(2))
     assert before > 4
     seen.go_on(3.0)
@@ -286,7 +286,7 @@ def test_a_job_that_continues_unchanged_keeps_its_measurements() -> None:
     assert set(seen.present(2)) == {5.0}
     # Its device is told from all others.
     seen.ends(2)
-    assert seen.beside(1) == frozenset()
+    assert seen.neighbours(1) == frozenset()
 
 
 def test_a_job_that_moved_meanwhile_and_the_jobs_it_left_are_measured_anew() -> None:
@@ -298,7 +298,7 @@ def test_a_job_that_moved_meanwhile_and_the_jobs_it_left_are_measured_anew() -> 
     seen.runs(1, 0b1)
     seen.runs(2, 0b10, epoch=2)
     assert (seen.present(1), seen.present(2)) == ((), ())
-    assert (seen.beside(1), seen.beside(2)) == (frozenset(), frozenset())
+    assert (seen.neighbours(1), seen.neighbours(2)) == (frozenset(), frozenset())
 
 
 def test_all_that_is_measured_goes_on_where_it_was() -> None:

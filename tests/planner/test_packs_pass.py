@@ -37,7 +37,7 @@ class Seen(JobRates):
     """Each job keeps its device a third busy."""
 
     now: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
-    mates: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    co_located: Mapping[int, frozenset[int]] = field(default_factory=dict)
     # Windows in which each was measured alone.
     windows: int = 16
 
@@ -47,8 +47,8 @@ class Seen(JobRates):
     def present(self, number: int) -> tuple[float, ...]:
         return self.now.get(number, ())
 
-    def beside(self, number: int) -> frozenset[int]:
-        return self.mates.get(number, frozenset())
+    def neighbours(self, number: int) -> frozenset[int]:
+        return self.co_located.get(number, frozenset())
 
     def utilisation(self, number: int) -> float:
         return 0.3
@@ -219,7 +219,7 @@ def test_a_new_planner_separates_jobs_without_a_measured_rate_alone(tried: Tried
     guest = tried.colocations.present[0].guest
     tried.colocations = Colocations()
     seen = tried.together(SLOWER)
-    assert tried.plan(Seen(seen.now, seen.mates, windows=0)) == [("SUSPEND", guest)]
+    assert tried.plan(Seen(seen.now, seen.co_located, windows=0)) == [("SUSPEND", guest)]
     (stopped,) = told(tried, "suspend_ordered")
     assert stopped["detail"].startswith("the expected gain of its co-location is lost")
 

@@ -140,7 +140,7 @@ def plan_colocations(
         Then jobs with a time limit, and jobs of different priorities, are not co-located.
     wanted: how many of the devices that a guest would leave pending jobs want.
     """
-    view, now, seen = context.room.view, context.now, context.job_rates
+    view, now, measured = context.room.view, context.now, context.job_rates
     rests = partial(parking, in_memory=is_time_sliced)
     running = {pair[0].number: pair for pair in context.jobs.running}
     changes: list[PlanChange] = []
@@ -162,10 +162,10 @@ def plan_colocations(
     colocations = replace(colocations, present=tuple(left))
     busy = {number for colocation in left for number in colocation.numbers} | {change.number for change in changes}
     busy |= colocations.on_trial
-    changes.extend(_strangers(running, busy, seen, rests))
+    changes.extend(_strangers(running, busy, measured, rests))
     busy |= {change.number for change in changes}
     if not context.policy.has(Tune):
-        changes.extend(whole_again(running, busy, view, seen))
+        changes.extend(whole_again(running, busy, view, measured))
     trying = len(colocations.leaving) + sum([not colocation.is_kept for colocation in left])
     most = max(1, context.capacity.gpus // _DEVICES_PER_TRIAL) - trying
     if not is_oversubscribed or most <= 0:
@@ -174,7 +174,7 @@ def plan_colocations(
     berths = [
         berth
         for number, (job, gang) in running.items()
-        if number not in busy and (berth := _berth(job, gang, view, seen, is_time_sliced)) is not None
+        if number not in busy and (berth := _berth(job, gang, view, measured, is_time_sliced)) is not None
     ]
     may = _feasible(running, view, is_time_sliced)
     chosen = proposals(berths, colocations.failed, now, colocations.contention, most, may, wanted)
@@ -234,22 +234,22 @@ def parking(job: JobRecord, gang: Gang, purpose: Purpose, in_memory: bool = True
 def _strangers(
     running: Mapping[int, Holder],
     busy: Collection[int],
-    seen: JobRates,
+    measured: JobRates,
     rests: Callable[[JobRecord, Gang, Purpose], PlanChange],
 ) -> Iterator[PlanChange]:
     """Yield the changes that separate jobs whose trial is not in the state: the job that came last is parked."""
     for number, (job, gang) in running.items():
-        mates = seen.beside(number)
-        if not mates or number in busy or not mates.isdisjoint(busy) or not is_settled(job, gang):
+        co_located = measured.neighbours(number)
+        if not co_located or number in busy or not co_located.isdisjoint(busy) or not is_settled(job, gang):
             continue
-        epochs = [running[mate][1].epoch for mate in mates if mate in running]
+        epochs = [running[one][1].epoch for one in co_located if one in running]
         if gang.epoch > max(epochs, default=0):
             detail = "the expected gain of its co-location is lost"
             yield rests(job, gang, Purpose(Goal.UNPACK, detail=detail))
 
 
 def whole_again(
-    running: Mapping[int, Holder], busy: Collection[int], view: View, seen: JobRates
+    running: Mapping[int, Holder], busy: Collection[int], view: View, measured: JobRates
 ) -> Iterator[PlanChange]:
     """Yield the changes that give jobs alone on their devices the cores that belong to these, as far as free."""
     free: dict[str, tuple[int, ...]] = {}
@@ -259,7 +259,7 @@ def whole_again(
         if with_cores.isdisjoint(gang.nodes):
             continue
         # Time-sliced gangs share their cores.
-        if number in busy or seen.beside(number) or not is_settled(job, gang) or gang.node_set:
+        if number in busy or measured.neighbours(number) or not is_settled(job, gang) or gang.node_set:
             continue
         claims, shape = [], job.shape
         for claim in gang.claims:
@@ -281,14 +281,14 @@ def _judged(
     colocations: Colocations, colocation: Colocation, running: Mapping[int, Holder], context: PlanContext
 ) -> tuple[Colocations, Colocation | None, list[TrialFinding]]:
     """Return the state, the co-location if it goes on, and findings."""
-    table, view, now, seen = context.jobs, context.room.view, context.now, context.job_rates
+    table, view, now, measured = context.jobs, context.room.view, context.now, context.job_rates
     proposal, numbers = colocation.proposal, colocation.numbers
-    alone = [seen.alone(number) for number in numbers]
+    alone = [measured.alone(number) for number in numbers]
     if not all(alone):
         # One of its jobs has ended.
         return colocations, None, []
     members = {*numbers}
-    if not all(seen.beside(number) == members - {number} for number in numbers):
+    if not all(measured.neighbours(number) == members - {number} for number in numbers):
         guest = table.get(colocation.guest)
         if colocation.is_kept and guest is not None and _is_kept_out(*guest, running.get(colocation.numbers[0]), view):
             # It would stay parked while its host runs; a time-sliced job gets its share.
@@ -308,7 +308,7 @@ def _judged(
         # The master refused it, or one of its jobs was preempted meanwhile.
         return colocations.without(proposal, now), None, []
     first = -_WATCHED_WINDOWS if colocation.is_kept else 0
-    rates = {n: TrialRates(before, seen.present(n)[first:]) for n, before in zip(numbers, alone, strict=True)}
+    rates = {n: TrialRates(before, measured.present(n)[first:]) for n, before in zip(numbers, alone, strict=True)}
     if colocation.is_kept:
         if still_pays(proposal.residents, rates):
             return colocations, colocation, []
@@ -351,8 +351,8 @@ def _trial_findings(
     gain = normalised(rates.values())
     each = ", ".join([f"jobs/{number} at {normalised([rates[number]]).value:.2f}" for number in numbers])
     windows = min(len(one.after) for one in rates.values())
-    seen = f"by {windows} windows" + (", which leave open whether that pays" if is_open else "")
-    detail = f"{each} of the rate alone, {seen}; in turns they would make 1.00 together"
+    measured = f"by {windows} windows" + (", which leave open whether that pays" if is_open else "")
+    detail = f"{each} of the rate alone, {measured}; in turns they would make 1.00 together"
     return [TrialFinding(number, Goal.PACK, is_kept, gain.value, gain.deviation, detail) for number in numbers]
 
 
@@ -371,7 +371,7 @@ def is_resting(job: JobRecord, gang: Gang) -> bool:
     return parked and gang.park_level is SuspendLevel.OFFLOAD
 
 
-def _berth(job: JobRecord, gang: Gang, view: View, seen: JobRates, is_time_sliced: bool) -> Berth | None:
+def _berth(job: JobRecord, gang: Gang, view: View, measured: JobRates, is_time_sliced: bool) -> Berth | None:
     """Return a gang alone on its devices with measured rates, as a candidate; None if it is not one. With
     `is_time_sliced` only jobs that can be time-sliced are candidates: a guest has to resume on the host's devices when
     a trial ends."""
@@ -379,16 +379,16 @@ def _berth(job: JobRecord, gang: Gang, view: View, seen: JobRates, is_time_slice
         return None
     can_turn = takes_turns(job) and job.capabilities.offload
     can = can_turn if is_time_sliced else may_be_slower(job) and job.capabilities.checkpoint
-    windows = seen.alone(job.number)
+    windows = measured.alone(job.number)
     needed = job.shape.device_memory_bytes
-    if not can or len(windows) < ALONE_WINDOWS or not needed or seen.beside(job.number):
+    if not can or len(windows) < ALONE_WINDOWS or not needed or measured.neighbours(job.number):
         return None
     made = view.topology(gang.claims[0].node).configuration_set
     if not made.device_memory_bytes:
         # No two jobs are known to fit.
         return None
-    pressure = Pressure(seen.utilisation(job.number), float(needed))
-    resident = Resident(job.number, seen.signature(job.number), pressure)
+    pressure = Pressure(measured.utilisation(job.number), float(needed))
+    resident = Resident(job.number, measured.signature(job.number), pressure)
     return Berth(seat_of(gang.claims), made.device_type, made.device_memory_bytes, (resident,))
 
 

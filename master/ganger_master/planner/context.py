@@ -26,7 +26,7 @@ from ganger_master.core.commands import LINE_LIMIT, Promise
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import CoresCurve, PlanChange, StartChange, TrialFinding, claims_in
-from ganger_master.planner.device_groups import ALONE, Claims, Mates, Unit, shape_for_two
+from ganger_master.planner.device_groups import ALONE, Claims, CoLocatedJobs, Unit, shape_for_two
 from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY, Resizing
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.plan_pace import NONE_EXCLUDED, NOTED_S, ExcludedJobs, PlanPace
@@ -76,18 +76,18 @@ class PassTerms(Struct, frozen=True):
 
     shape: the shape that a pending job is placed with.
     held: what a running gang holds.
-    mates_now: the present groups of jobs that share devices.
+    co_located_now: the present groups of jobs that share devices.
     preferred: where a job without a place goes if it can, by what was measured; None: anywhere.
     """
 
     shape: Callable[[JobRecord], GangShape] = _own_shape
     held: Callable[[Gang], Claims] = held_of
-    mates_now: Callable[[], Mates] = lambda: ALONE
+    co_located_now: Callable[[], CoLocatedJobs] = lambda: ALONE
     preferred: Callable[[JobRecord], PreferredPlace | None] = _no_preference
 
     @property
-    def mates(self) -> Mates:
-        return self.mates_now()
+    def co_located(self) -> CoLocatedJobs:
+        return self.co_located_now()
 
     @property
     def has_preferred(self) -> bool:
@@ -120,7 +120,7 @@ def terms_of(policy: Policy, table: LiveTable) -> PassTerms:
     """Jobs on the same devices go together: another policy may have time-sliced or co-located them. Under a policy that
     co-locates, a job leaves memory for another one."""
     shape = shape_for_two if policy.has(Colocate) else _own_shape
-    return PassTerms(shape, mates_now=lambda: table.groups.mates)
+    return PassTerms(shape, co_located_now=lambda: table.groups.co_located)
 
 
 @dataclass(frozen=True, slots=True)

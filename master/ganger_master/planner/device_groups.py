@@ -21,7 +21,7 @@ from ganger_master.policies.job_facts import Integers
 
 # By job number: the numbers of all jobs on its devices, its own among them, ascending. Jobs alone on their devices are
 # left out.
-Mates: TypeAlias = Mapping[int, tuple[int, ...]]
+CoLocatedJobs: TypeAlias = Mapping[int, tuple[int, ...]]
 # A job with its gang.
 Holder: TypeAlias = tuple[JobRecord, Gang]
 # One job with its gang, or all jobs that share devices.
@@ -35,10 +35,10 @@ _PARK, _STOP, _PARKED = GangIntent.PARK, GangIntent.STOP, GangPhase.PARKED
 MOST_ROWS: Final = 4
 # Gangs on one device among which its host memory is divided where they name none.
 _RESIDENTS: Final = 2
-ALONE: Final[Mates] = MappingProxyType({})
+ALONE: Final[CoLocatedJobs] = MappingProxyType({})
 
 
-def mates_of(sharing: Iterable[tuple[JobRecord, Gang]]) -> Mates:
+def co_located_jobs(sharing: Iterable[tuple[JobRecord, Gang]]) -> CoLocatedJobs:
     """Return the co-located jobs among these, the jobs that may share devices with others."""
     groups: dict[int, set[int]] = {}
     occupied: dict[str, list[tuple[int, int]]] = {}
@@ -60,19 +60,19 @@ class DeviceGroups:
 
     def __init__(self, sharing: Sequence[tuple[JobRecord, Gang]], row_of: Mapping[int, int], room: int) -> None:
         gangs = {job.number: gang for job, gang in sharing}
-        self.mates = mates_of(sharing)
+        self.co_located = co_located_jobs(sharing)
         # By row: the first row of its group; -1: its devices are its own.
         self.units = np.full(room, -1)
         # By row of a job that shares devices: the GPUs that it and its co-located jobs hold together.
         self.gpus: dict[int, int] = {}
         # The GPUs that jobs hold beyond the first one of each device.
         self.doubly_held_gpus = 0
-        for number, mates in self.mates.items():
-            self.units[row_of[number]] = row_of[mates[0]]
-            if number == mates[0]:
-                held = devices_of([gangs[mate] for mate in mates])
-                self.gpus.update({row_of[mate]: len(held) for mate in mates})
-                self.doubly_held_gpus += sum([gangs[mate].devices for mate in mates]) - len(held)
+        for number, co_located in self.co_located.items():
+            self.units[row_of[number]] = row_of[co_located[0]]
+            if number == co_located[0]:
+                held = devices_of([gangs[one] for one in co_located])
+                self.gpus.update({row_of[one]: len(held) for one in co_located})
+                self.doubly_held_gpus += sum([gangs[one].devices for one in co_located]) - len(held)
 
     def with_all_gpus(self, rows: Integers, gpus: Integers) -> Integers:
         """Return `gpus`, the GPUs of these rows, where a job that shares devices counts all of its group."""
@@ -82,21 +82,21 @@ class DeviceGroups:
         return found
 
 
-def units(gangs: Iterable[tuple[JobRecord, Gang]], mates: Mates) -> list[Unit]:
+def units(gangs: Iterable[tuple[JobRecord, Gang]], co_located: CoLocatedJobs) -> list[Unit]:
     """Return the gangs as units. A unit of co-located jobs stands where the first of its jobs stood."""
-    if not mates:
+    if not co_located:
         return [(pair,) for pair in gangs]
     found: dict[int, list[tuple[JobRecord, Gang]]] = {}
     for job, gang in gangs:
-        first = mates.get(job.number, (job.number,))[0]
+        first = co_located.get(job.number, (job.number,))[0]
         found.setdefault(first, []).append((job, gang))
     return list(map(tuple, found.values()))
 
 
-def fits_beside(job: JobRecord, claims: Sequence[Claim], mates: Iterable[JobRecord], view: View) -> bool:
-    """Return whether the job's device memory fits on these devices beside co-located jobs and parked gangs. `mates`
+def fits_beside(job: JobRecord, claims: Sequence[Claim], co_located: Iterable[JobRecord], view: View) -> bool:
+    """Return whether the job's device memory fits on these devices beside parked gangs and the `co_located` jobs, which
     hold all of these devices; `parked_bytes` of the claims are the job's own."""
-    taken = sum([mate.shape.device_memory_bytes for mate in mates])
+    taken = sum([one.shape.device_memory_bytes for one in co_located])
     for claim in claims:
         slot, mask = view.slots.get(claim.node), claim.device_mask
         if slot is None:

@@ -371,7 +371,7 @@ class PreemptionCandidates:
         choice = self._choice
         may_stop = choice.facts.is_running & choice.is_chosen & choice.facts.is_preemptible
         positions = choice.line[may_stop[choice.line]]
-        found = units(self._table.gangs_at(choice.rows[positions]), self._terms.mates)
+        found = units(self._table.gangs_at(choice.rows[positions]), self._terms.co_located)
         return {unit[0][0].number: unit for unit in found}
 
     @cached_property

@@ -314,8 +314,8 @@ class OpportunisticMigration:
             return
         groups: dict[frozenset[int], list[tuple[JobRecord, Gang]]] = {}
         for job, gang in migration.running:
-            if is_shared(gang) and (mates := rates.beside(job.number)):
-                groups.setdefault(mates | {job.number}, []).append((job, gang))
+            if is_shared(gang) and (co_located := rates.neighbours(job.number)):
+                groups.setdefault(co_located | {job.number}, []).append((job, gang))
         colocations: list[MeasuredColocation] = []
         horizon_s = math.inf
         for group, pairs in groups.items():

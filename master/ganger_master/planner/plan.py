@@ -172,7 +172,7 @@ def plan(context: PlanContext) -> PlanDraft:
         found = started(few, context)
         if found is not None:
             return found
-    queue = queue_of(context, as_one=bool(context.terms.mates))
+    queue = queue_of(context, as_one=bool(context.terms.co_located))
     if queue.is_unchanged:
         return PlanDraft(next_change_s=queue.changes_at, line=queue.line)
     return carried_out(choose(queue), context)
@@ -242,7 +242,9 @@ def carried_out(
         return PlanDraft(fitting.changes, next_change_s=choice.changes_at, line=choice.queue)
     unplaced = frozenset(job.number for job in unserved if job.number in context.excluded.unplaced)
     if context.may_preempt:
-        leaving = units(table.gangs_at(rows[line[(choice.facts.is_running & ~is_chosen)[line]]]), context.terms.mates)
+        leaving = units(
+            table.gangs_at(rows[line[(choice.facts.is_running & ~is_chosen)[line]]]), context.terms.co_located
+        )
         staying = PreemptionCandidates(choice, context) if order.preempts else None
         left = fitting.make_way(unserved, leaving, going, staying)
         if left and not order.is_strict:

@@ -81,7 +81,7 @@ class JobRates:
         """Return the windows since the job's neighbours, devices or cores changed last."""
         return ()
 
-    def beside(self, number: int) -> frozenset[int]:
+    def neighbours(self, number: int) -> frozenset[int]:
         """Return the numbers of the other jobs on the job's devices."""
         return frozenset()
 
@@ -301,7 +301,7 @@ class RateRegistry(JobRates):
     def present(self, number: int) -> tuple[float, ...]:
         return self._of(number).present.rates
 
-    def beside(self, number: int) -> frozenset[int]:
+    def neighbours(self, number: int) -> frozenset[int]:
         return self._of(number).neighbours
 
     def interference(self, number: int) -> tuple[int, RatesByLoad]:

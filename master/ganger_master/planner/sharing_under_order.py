@@ -281,7 +281,7 @@ def _guests(table: LiveTable) -> list[_Guest]:
     if not table.has_sharing:
         return []
     found = []
-    for numbers in dict.fromkeys(table.groups.mates.values()):
+    for numbers in dict.fromkeys(table.groups.co_located.values()):
         known = [one for number in numbers if (one := table.get(number)) is not None]
         pairs = [(job, gang) for job, gang in known if gang is not None and gang.node_set]
         pairs.sort(key=lambda pair: (pair[1].create_time, pair[0].number))

@@ -71,7 +71,7 @@ class SizeRequests:
         # Co-located and time-sliced jobs keep their sizes.
         left_alone = (
             ~facts.is_preemptible
-            | _among(facts, table.groups.mates)
+            | _among(facts, table.groups.co_located)
             | _among(facts, excluded.not_stopped)
             | (not context.may_preempt)
         )

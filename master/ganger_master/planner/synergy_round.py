@@ -73,7 +73,7 @@ def packing_of(tuning: Tuning, context: PlanContext) -> Packing | None:
     running = {job.number: (job, gang) for job, gang in _gangs(table, choice, is_movable & choice.is_chosen)}
     is_packed = choice.is_chosen & (is_movable | ~facts.is_running)
     jobs = table.jobs_at(choice.rows[choice.line[is_packed[choice.line]]])
-    if context.terms.mates or not all(map(packable.by_gpus, jobs)):
+    if context.terms.co_located or not all(map(packable.by_gpus, jobs)):
         return None
     names = [name for slot, name in enumerate(view.nodes) if view.available[slot]]
     numbered = {name: at for at, name in enumerate(names)}

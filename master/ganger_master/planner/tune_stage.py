@@ -62,7 +62,7 @@ def plan_tuned(tuning: Tuning, context: PlanContext) -> PlanDraft:
     shares = PassTerms(
         lambda job: with_shares(terms.shape(job)) if tuning.decides_cores_of(job.shape) else terms.shape(job),
         lambda gang: least_of.get(held_of(gang), held_of(gang)),
-        terms.mates_now,
+        terms.co_located_now,
         terms.preferred,
     )
     found = plan(replace(context, terms=shares))

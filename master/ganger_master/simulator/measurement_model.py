@@ -175,7 +175,7 @@ class ModelledRates(JobRates):
         stretch = self._stretches.get(number)
         return () if stretch is None else stretch.windows(self.now)
 
-    def beside(self, number: int) -> frozenset[int]:
+    def neighbours(self, number: int) -> frozenset[int]:
         stretch = self._stretches.get(number)
         return frozenset() if stretch is None else stretch.beside
 

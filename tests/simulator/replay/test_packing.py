@@ -70,7 +70,7 @@ def naive_whole_again(
     """All jobs are examined, also on nodes without a free core."""
     free = dict(zip(view.nodes, view.millicores, strict=True))
     for number, (job, gang) in running.items():
-        if number in busy or seen.beside(number) or not is_settled(job, gang) or gang.node_set:
+        if number in busy or seen.neighbours(number) or not is_settled(job, gang) or gang.node_set:
             continue
         claims = []
         for claim in gang.claims:

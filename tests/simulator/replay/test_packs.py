@@ -134,7 +134,7 @@ def test_windows_tell_of_the_present_stretch_and_of_the_last_one_alone() -> None
     windows.trains(1, windows.now, 0.5, frozenset({2}), 1)
     windows.now += 6.0 * WINDOW_S
     assert windows.alone(1) == alone
-    assert windows.beside(1) == {2}
+    assert windows.neighbours(1) == {2}
     beside = windows.present(1)
     assert len(beside) == 5
     assert np.mean(beside) == pytest.approx(0.5, rel=0.1)

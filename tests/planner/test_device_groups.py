@@ -53,17 +53,17 @@ def of(gpus: int, **more: object) -> JobSpec:
     return replace(small(gpus), locality=Locality(LocalityLevel.NODE), **more)
 
 
-def mates(drive: Paired) -> dict[int, tuple[int, ...]]:
-    return dict(drive.table().groups.mates)
+def co_located(drive: Paired) -> dict[int, tuple[int, ...]]:
+    return dict(drive.table().groups.co_located)
 
 
 def test_jobs_on_the_same_devices_are_mates_and_other_jobs_are_not() -> None:
     drive = Paired()
     pair = drive.pair(of(2))
     alone = drive.running(of(1))
-    assert mates(drive) == dict.fromkeys(pair, pair)
+    assert co_located(drive) == dict.fromkeys(pair, pair)
     drive.ends(pair[1])
-    assert mates(drive) == {}
+    assert co_located(drive) == {}
     assert drive.state.gangs[drive.job(alone).epoch].claims[0].shared_mask == 0
 
 
@@ -73,11 +73,11 @@ def test_mates_in_an_updated_table_equal_those_in_a_new_one() -> None:
     def updated() -> dict[int, tuple[int, ...]]:
         for job in drive.state.jobs.values():
             kept.put(*drive.as_told(job))
-        found = dict(kept.groups.mates)
+        found = dict(kept.groups.co_located)
         rows, facts = kept.facts(drive.now)
         firsts = [found[number][0] if number in found else -1 for number in facts.number.tolist()]
         assert kept.groups.units[rows].tolist() == [first if first < 0 else kept.row(first) for first in firsts]
-        assert found == mates(drive)
+        assert found == co_located(drive)
         return found
 
     assert updated() == {}
