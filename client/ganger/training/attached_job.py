@@ -464,7 +464,7 @@ class TrainingJob:
             "epoch": self._epoch,
             "in loop": self._place.is_in_loop,
             "in pass": self._place.is_in_pass,
-            # Needed on restore: a state parked for a pause can move to other nodes without the rank.
+            # Needed on restore: a state at OFFLOAD can migrate to other nodes.
             "reasons": list(self._reasons),
             # Not the image's step: inside no_suspend steps are made that are no boundaries.
             "steps": self.step_count,
@@ -474,7 +474,7 @@ class TrainingJob:
 
 
 def size_offer(training: TrainingObjects) -> tuple[int, str]:
-    """Return whether another number of ranks can go on from a job's state, and from where; zero with the reason if not.
+    """Return whether another number of ranks can resume from a job's state, and from where; zero and the reason if not.
 
     Where each rank has all of the state, from that of any rank, in memory too (RESIZE). Where sharded tensors have
     their place in the whole, from the shards of all ranks, so from a checkpoint on storage (RESHARD). Models that

@@ -24,11 +24,12 @@ class ReplayedRun(ABC):
     """One process of a script under the agent. Subclasses have the trained objects, the position of the loop, and the
     reason why the script cannot be restored there."""
 
+    # Noun for messages; name of the form on the page; page of the documentation.
     what = form = documentation = ""
     # Begins the message for a state that cannot be restored.
     refusal_text = ""
     capability = 0
-    # Set with the page.
+    # Set by `attach_page`.
     _keeper: StateKeeper
     _progress: ProgressReporter
 

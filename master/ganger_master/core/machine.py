@@ -1,9 +1,10 @@
-"""One step of the machine: decide, apply, answer. What every shell (the master's writer, the simulator) calls.
+"""State machine of the master: decide a command, apply its events, return the answer. The writer and the simulator call
+it.
 
 A shell that commits several commands at once calls `advance` for each and `finish` once for all of them; `step` is both
 for one. The caller's obligations, in order: (1) make `state.take_changes()` and all history durable in one
-transaction; (2) only then send the answers and let the other effects out; (3) if that fails, refuse every caller of the
-batch and go on from `state_image.restored`.
+transaction; (2) only then send the answers and release the other effects; (3) if that fails, reject every caller of the
+batch and continue from `state_image.restored`.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def finish(state: State, now: float) -> Effects:
     turns = placement_leases.hand_out(state, now) if state.counters.restoring is None else ()
     wake = next_wake(state, now)
     if wake is not None:
-        # Never at once again: what did not follow from this instant follows from a later one.
+        # At least a millisecond later, so that a missed condition cannot loop.
         wake = max(wake, now + _TICK_S)
     wake_at = None if wake == state.wake_at else wake
     state.wake_at, dirty = wake, state.dirty
@@ -149,7 +150,7 @@ def _job_submitted(state: State, event: events.JobSubmitted) -> None:
 def _put_submitted(state: State, job: JobRecord, cause: str) -> None:
     state.counters.next_job = max(state.counters.next_job, job.number + 1)
     state.put_job(job)
-    # Nothing follows from a job that has nothing yet.
+    # A job without a gang needs no review.
     state.dirty.jobs.pop(job.number, None)
     state.history(job.create_time, job, "job_submitted", cause, gpus=job.spec.gpus, tasks=job.spec.tasks)
 
@@ -193,7 +194,7 @@ def _cores_changed(state: State, event: events.CoresChanged) -> None:
     state.history(event.time, job, "cores_changed", event.cause, event.reason, millicores=cores, repin=repin)
 
 
-# What a node takes over from the request, and what is not known of a new session.
+# Fields of a node that the request sets, and fields that a new session resets.
 _OF_SESSION: Final = ("machine_uuid", "rack", "fabric", "peer_address", "stream_address", "version", "boot_id")
 _NEW_SESSION: Final[dict[str, Any]] = {
     **dict.fromkeys(("heard", "silent", "lost"), False),
@@ -209,7 +210,7 @@ def _session_opened(state: State, event: events.SessionOpened) -> None:
         state.put_configuration_set(request.configuration_set)
     if old is not None and old.configuration_set != request.configuration_set.name:
         observation.change_hardware(state, old.name, request.configuration_set.name, event.time, event.cause)
-        # They name devices it had.
+        # They refer to devices of the former hardware.
         old = replace(old, device_faults={}, strays=())
     base = old or Node(request.node, request.machine_uuid, request.configuration_set.name, create_time=event.time)
     node = replace(
@@ -300,7 +301,7 @@ def _change_judged(state: State, event: events.ChangeJudged) -> None:
 
 def _time_passed(state: State, event: events.TimePassed) -> None:
     now = event.time
-    # The requested wake-up has come: the next one is requested anew, even if it is the same instant.
+    # This wake-up is over, so the next one is requested, even for the same time.
     state.wake_at = None
     if state.counters.restoring is not None:
         _settle_if_complete(state, now, event.cause)
@@ -322,7 +323,7 @@ def _time_passed(state: State, event: events.TimePassed) -> None:
         if now >= moves.due_at(state, number):
             moves.give_up(state, number, now, event.cause)
     if state.queue.promised and now >= state.queue.promised_at + state.settings.move_deadline_s:
-        # A planner that still keeps them repeats it more often.
+        # A live planner repeats its promises within this time.
         state.queue.promised = {}
     availability.follow(state, now, event.cause)
     placement_leases.expire(state, now, event.told)
@@ -368,15 +369,14 @@ _HANDLERS: Final[dict[type, Callable[[State, Any], None]]] = {
 }
 
 
-# A drain takes one round per gang of its nodes; what needs many more feeds itself.
+# A drain takes one round per gang of its nodes; many more rounds mean an endless cycle.
 _ROUNDS_LIMIT = 20_000
 
 
 def settle(state: State, now: float, cause: str) -> None:
-    """Draw every consequence of an event and bring the view up to date, by which the next request is judged."""
+    """Review all that an event marked as changed, and update the view, until nothing is marked."""
     dirty = state.dirty
     for _ in range(_ROUNDS_LIMIT):
-        # Most events leave nothing of the one or the other.
         if dirty.jobs:
             _review_jobs(state, now, cause)
         if dirty.sets:
@@ -404,5 +404,5 @@ def _review_jobs(state: State, now: float, cause: str) -> None:
         del dirty[number]
         if number in state.jobs:
             attempts.review(state, number, now, cause)
-            # Nothing follows for it any more, whatever it changed of itself meanwhile.
+            # It was reviewed just now: drop marks that the review itself set.
             dirty.pop(number, None)

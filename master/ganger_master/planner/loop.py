@@ -302,7 +302,7 @@ def stages_of(
     if policy.has(Migrate):
         from ganger_master.planner.migrate_stage import MigrationStage
 
-        # It plans around the stage that starts jobs, but beside one that shares devices.
+        # It contains the stage that starts jobs. A stage that shares devices runs next to it.
         migrating = MigrationStage(starting, None if memory is None else memory.moving)
     stages = list[PlanStage]()
     for spec in policy.stages:

@@ -392,7 +392,7 @@ class OpportunisticMigration:
         if chosen:
             # The end of a migration plan is an event.
             return math.inf
-        # Once the last hour has one move less.
+        # When the oldest migration of the last hour no longer counts.
         allowed_s = min(self._moved_at.values(), default=math.inf) + HOUR_S
         rests = [rested_s(proposal, self._moved_at) for proposal in proposals]
         when_s = min([rest_s if migration.now < rest_s else allowed_s for rest_s in rests], default=math.inf)

@@ -239,9 +239,9 @@ class NewcomerStage(PlanStage):
         table, now = context.jobs, context.now
         if now < self._searched_s + quantum_s / _SEARCHES:
             return []
-        rows, since_s = table.newcomers
+        positions, since_s = table.newcomers
         barred = {*context.excluded.not_started, *context.migrating}
-        newcomers = [job for job in table.jobs_at(rows[since_s + quantum_s <= now]) if job.number not in barred]
+        newcomers = [job for job in table.jobs_at(positions[since_s + quantum_s <= now]) if job.number not in barred]
         if not newcomers:
             return []
         newcomers.sort(key=lambda job: (-job.spec.priority, job.number))
