@@ -225,7 +225,7 @@ class Client:
         return self._call(self._jobs.MoveJob, request)
 
     def resize_job(self, job: str | int, gpus: int) -> job_pb2.Job:
-        """An elastic job goes on with so many GPUs. Answers when the change is durable, not when it is done."""
+        """An elastic job continues with so many GPUs. Answers when the change is durable, not when it is done."""
         return self._call(self._jobs.ResizeJob, api.ResizeJobRequest(name=self._name(job), gpus=gpus))
 
     def retune_job(self, job: str | int, cores_per_task: float) -> job_pb2.Job:
@@ -347,7 +347,8 @@ class Client:
         return self._call(self._nodes.AdoptQuarantinedGang, node_pb2.AdoptQuarantinedGangRequest(name=name)).job
 
     def settle_restore(self) -> Sequence[str]:
-        """Let a master whose database was restored go on without the nodes that have not reported; return their names.
+        """Let a master whose database was restored continue without the nodes that have not reported; return their
+        names.
 
         Raises NotRestoring."""
         return self._call(self._nodes.SettleRestore, node_pb2.SettleRestoreRequest()).missing_nodes

@@ -123,7 +123,7 @@ def daemon(
     verbose: bool,
     **settings: Any,
 ) -> None:
-    """Run the daemon of this node. SIGTERM ends the daemon only: jobs go on, and the next daemon takes them over."""
+    """Run the daemon of this node. SIGTERM ends the daemon only: jobs continue, and the next daemon takes them over."""
     from ganger.console import CommandError, ExitCode
 
     from ganger_daemon.app import DaemonError, DaemonObstacle, DaemonSettings, JsonLines, run_daemon

@@ -102,7 +102,7 @@ def backup(file: Path, config_file: Path | None, **flags: str | Path | None) -> 
 @_database_options
 @click.argument("file", type=click.Path(path_type=Path))
 def restore(file: Path, config_file: Path | None, **flags: str | Path | None) -> None:
-    """Put a copy of the database, FILE, in its place. The master must not run; jobs and daemons go on.
+    """Put a copy of the database, FILE, in its place. The master must not run; jobs and daemons continue.
 
     The former database stays beside it. At its next start the master takes what the nodes run.
     """

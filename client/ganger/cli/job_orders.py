@@ -88,7 +88,7 @@ def suspend(selection: Selection, level: str | None, is_waiting: bool, timeout: 
 @timeout_option
 @json_option
 def resume(selection: Selection, is_waiting: bool, timeout: str, as_json: bool) -> int:
-    """Let suspended jobs go on. Does not wait for devices if there are none free: see `ganger why`."""
+    """Let suspended jobs continue. Does not wait for devices if there are none free: see `ganger why`."""
     from ganger.cli import order_wait
 
     with open_client() as client:
@@ -172,7 +172,7 @@ def _command_each(
 @timeout_option
 @json_option
 def resize(job: str, gpus: int, is_waiting: bool, timeout: str, as_json: bool) -> None:
-    """Let an elastic job go on with another number of GPUs, without losing a step or a sample.
+    """Let an elastic job continue with another number of GPUs, without losing a step or a sample.
 
     One that holds no GPUs (it waits for its start, or is suspended on storage) starts with that number."""
     from ganger.cli.order_wait import can_move, check_went_on, ordered, print_job, runs_or_holds_nothing, until

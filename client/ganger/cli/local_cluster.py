@@ -216,7 +216,7 @@ class Supervisor:
 
     def _is_fenced(self, program: Program, running: Running) -> bool:
         """Return whether the program ended because another master has taken its database over. To start it again would
-        take the database back, and the two would go on so."""
+        take the database back, and the two would continue so."""
         if running.code != ExitCode.FENCED:
             return False
         if program.name not in self._resting:

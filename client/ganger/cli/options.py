@@ -246,7 +246,7 @@ def filter_options(function: Callable[..., Any], *, has_name: bool = True, has_a
 
 
 def each_of(names: Iterable[Named], act: Callable[[Named], Message]) -> tuple[list[Message], ExitCode]:
-    """Do `act` to each; report an error of one and go on with the next.
+    """Do `act` to each; report an error of one and continue with the next.
 
     Returns the answers, and the worst exit code. A master that cannot be reached ends it at once.
     """

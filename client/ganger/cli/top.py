@@ -158,7 +158,7 @@ def _draw(client: Client, is_over: Callable[[], bool]) -> None:
                     parts += [rich_table(headings, rows, width), left_out(more)]
                 live.update(Group(*parts), refresh=True)
             except (Unreachable, NotReady, DeadlineExceeded) as error:
-                # Jobs go on without a master, and so does the watch.
+                # Jobs continue without a master, and so does the watch.
                 live.update(Text(f"{error.message}; trying again", style="red"), refresh=True)
             if is_over():
                 return

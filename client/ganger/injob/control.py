@@ -262,7 +262,7 @@ class Control:
         exitcode.leave_now(EXIT_NO_STATE)
 
     def step_aside(self, why: int, message: str) -> None:
-        """Obey no order from now on, and report why (see `Opaque`); boundaries go on to publish the step."""
+        """Obey no order from now on, and report why (see `Opaque`); boundaries continue to publish the step."""
         self.explain("BOUNDARIES", message)
         if self.page.get(Word.OPAQUE) != Opaque.SEVERAL_TRAIN:
             self.page.set(Word.OPAQUE, why)
@@ -312,7 +312,8 @@ class Control:
         self._socket.send({"event": "checkpoint", "rank": self.rank, "seq": seq, "step": step}, now_ns())
 
     def checkpoint_failed(self, seq: int, error: int, message: str) -> None:
-        """The shard asked for by ``seq`` cannot be written. Training goes on, and the next request is a new attempt."""
+        """The shard asked for by ``seq`` cannot be written. Training continues, and the next request is a new
+        attempt."""
         self.error(error, message)
         self.page.set(Word.CHECKPOINT_FAILED, seq)
 

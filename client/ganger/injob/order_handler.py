@@ -63,7 +63,7 @@ class Handlers(NamedTuple):
 
     on_stop(step): let the device finish. on_offload: state to the arena, free device memory; returns the bytes freed.
     on_restore: bring it back. on_checkpoint: write this rank's shard; True: its memory is freed until on_restore, which
-    is called only if the rank is to go on. on_hand_over: state into the arena.
+    is called only if the rank is to continue. on_hand_over: state into the arena.
     on_retune(threads): 0 leaves the number as it is. by_image: CHECKPOINT and HAND_OVER are process images,
     which the daemon takes while the rank waits."""
 
@@ -206,7 +206,7 @@ class OrderHandler:
             backoff.reset()
         else:
             is_saved = self._words[Word.REACHED_SEQ] == order.seq <= self._words[Word.LEAVE_SEQ]
-            # Only once the whole checkpoint is published: a shard alone is nothing, and until then all can go on.
+            # Only once the whole checkpoint is published: a shard alone is nothing, and until then all can continue.
             if order.level == PageParkLevel.CHECKPOINT and is_saved:
                 self._leave(EXIT_YIELDED)
             backoff.until_message(self._socket)
@@ -283,7 +283,7 @@ class OrderHandler:
         return True
 
     def _bring_back_in_time(self, order: PageOrder) -> bool:
-        """Bring the state back, trying again for a while; a rank that cannot go on ends, and its gang with it."""
+        """Bring the state back, trying again for a while; a rank that cannot continue ends, and its gang with it."""
         seq, first, last = self._failed_restore
         now = now_ns()
         if seq != order.seq:

@@ -39,7 +39,7 @@ class Word:
     THREADS = 17  # D
     LEAVE_SEQ = 19  # D: highest ORDER_SEQ whose checkpoint is published: a rank that saved for it may end now
     STACKS_SEQ = 20  # D: raised to ask for the stacks of all threads, in the log
-    IMAGED_SEQ = 21  # D: agreement whose process image was taken, or given up: a rank that waits for it may go on
+    IMAGED_SEQ = 21  # D: agreement whose process image was taken, or given up: a rank that waits for it may continue
 
     # Line 3: the boundary
     ACK_SEQ = 24  # J: STOP_SEQ acked; written after ACK_STEP
@@ -74,7 +74,7 @@ class Word:
     HELLO_TIME = 49  # J: when the agent attached; 0 not yet
     THREADS_APPLIED = 50  # J
     ERROR = 51  # J: see Error; details in rank-K.error.json
-    RESIZE_DIVIDES = 52  # J: numbers of ranks it may go on with divide this; 0 any (see Capability.RESIZE)
+    RESIZE_DIVIDES = 52  # J: numbers of ranks it may continue with divide this; 0 any (see Capability.RESIZE)
     TRAINING_EPOCHS = 53  # J: of which TRAINING_EPOCH is one, from 0; 0 not reported
     OPAQUE = 54  # J, or a process that the rank started: see Opaque; once set it stays
     CHECKPOINT_FAILED = 55  # J: newest CHECKPOINT_SEQ whose shard could not be written; written after ERROR

@@ -320,7 +320,7 @@ _libc = ctypes.CDLL(None)
 def enter_pages(mapping: mmap.mmap, size: int) -> None:
     """Enter the first `size` bytes of a writable mapping into the page table, allocated if they are not there yet.
 
-    Others go on meanwhile. Kernels before 5.14 cannot do it, and memory may lack: then the faults come later."""
+    Others continue meanwhile. Kernels before 5.14 cannot do it, and memory may lack: then the faults come later."""
     _advise(mapping, size, _MADV_POPULATE_WRITE)
 
 

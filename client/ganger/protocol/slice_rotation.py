@@ -268,7 +268,7 @@ def _slices(position: SlicePosition, matrix: SliceMatrix, switch_s: float) -> It
     while True:
         row = frozenset(matrix.rows[position.row])
         member = SliceMember(position, matrix.version, True, alive, row)
-        # No order: the same row goes on.
+        # No order: the same row continues.
         following = _next(position, matrix, matrices, [member], alive, switch_s) or position
         entering = frozenset(matrix.rows[following.row]) - row
         dead_s = switch_s if entering else 0.0

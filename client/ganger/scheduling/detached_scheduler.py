@@ -77,7 +77,7 @@ class DetachedScheduler:
             self._input.write(job.encode() + b"\n")
             self._input.close()
         except BrokenPipeError:
-            # Killed just now. The job is submitted and goes on by the default scheduler.
+            # Killed just now. The job is submitted and continues by the default scheduler.
             pass
         self._output.close()
         # It outlives this process, so no wait() follows; the code keeps Popen from warning about it.

@@ -122,7 +122,7 @@ class TrainingJob:
         self._old_world = 0
         # What training drew from at the boundary is due once the script is back there.
         self._is_random_due = False
-        # Its loaders go on from here; before they may be looked into as in the first run.
+        # Its loaders continue from here; before they may be looked into as in the first run.
         self._is_back_in_loop = True
 
     def _start(self, control: Control) -> None:
@@ -162,7 +162,7 @@ class TrainingJob:
         self.step, self._untold_steps, self._tell_at_next_step = hot_path  # type: ignore[method-assign]
 
     def step_aside(self, problem: Exception) -> None:
-        """Obey no order from now on, after a failure of the agent; training goes on."""
+        """Obey no order from now on, after a failure of the agent; training continues."""
         text = failure_text(problem)
         tell(f"{text}; training goes on")
         if self._control is not None:
@@ -202,7 +202,7 @@ class TrainingJob:
         mesh: Any = None,
         **options: Any,
     ) -> ElasticLoader:
-        """A loader of this rank's share of `dataset` that goes on where training was.
+        """A loader of this rank's share of `dataset` that continues where training was.
 
         `global_batch` samples over all ranks form one step, whatever their number; ValueError if the ranks do not
         divide it. A function says how many for a number of ranks, for jobs that are to take more with more of them.
@@ -327,7 +327,7 @@ class TrainingJob:
             self._control.evaluated()
 
     def on_resize(self, callback: Callable[[int, int], None]) -> Callable[[int, int], None]:
-        """Decorator: call `callback(old_world, new_world)` when training goes on with another number of ranks."""
+        """Decorator: call `callback(old_world, new_world)` when training continues with another number of ranks."""
         if self._restored is not None and self._old_world != self.world:
             callback(self._old_world, self.world)
         return callback
@@ -345,12 +345,12 @@ class TrainingJob:
         self._tell_at_next_step()
 
     def resumed_pass(self, loader: ElasticLoader) -> None:
-        """The loader was being read at the boundary, and is about to go on."""
+        """The loader was being read at the boundary, and is about to continue."""
         self._place.resume_pass(loader)
         self._set_random()
 
     def only_looked(self) -> None:
-        """The loader that was about to go on was only looked into: what was drawn for that is not to count."""
+        """The loader that was about to continue was only looked into: what was drawn for that is not to count."""
         self._is_random_due = True
 
     def has_gone_on(self) -> bool:
@@ -370,7 +370,7 @@ class TrainingJob:
             self._progress.show(self._samples, self._waited_ns)
 
     def _offer_resize(self, control: Control, global_batch: int) -> None:
-        """Another number of ranks can go on from here: from the state of each, or from the shards of all of them."""
+        """Another number of ranks can continue from here: from the state of each, or from the shards of all of them."""
         page = control.page
         if self._reasons:
             return

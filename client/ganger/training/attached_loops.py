@@ -5,7 +5,7 @@ pass)[global_index + rank :: world]`: the state has constant size, a restart sli
 the number of ranks nor of loader workers changes which samples form a global batch. A pass may change its number of
 ranks, or its batch, at any of its samples: each is taken once all the same.
 
-A restart enters the epoch again that training was in and goes on with the pass that was being read. So the steps of a
+A restart enters the epoch again that training was in and continues with the pass that was being read. So the steps of a
 pass's last batch have their boundary when the epoch is over: before, a restart would find nothing left to read, and
 come to the end of the epoch without what the body of the loop makes.
 """
@@ -147,7 +147,7 @@ _BEFORE_RESTART = object()
 
 
 class ElasticLoader:
-    """Iterating it makes one pass. After a restart the pass that was being read goes on where it was."""
+    """Iterating it makes one pass. After a restart the pass that was being read continues where it was."""
 
     def __init__(
         self,
@@ -318,7 +318,7 @@ class LoopPosition:
         self._last_of = None
 
     def resume_pass(self, loader: object) -> None:
-        """The pass that is about to go on was being read before a restart: steps were made in it."""
+        """The pass that is about to continue was being read before a restart: steps were made in it."""
         self._passes[id(loader)] = _Pass(-1, self._is_in_epoch)
 
     def take_batch(self, loader: object, steps: int, is_last: bool) -> bool:
@@ -351,7 +351,7 @@ class LoopPosition:
 
     @property
     def is_in_pass(self) -> bool:
-        """Whether a restart is back here when a pass goes on, and not as soon as it is in its loop."""
+        """Whether a restart is back here when a pass continues, and not as soon as it is in its loop."""
         return bool(self._passes) and not self._is_between and not self._is_counting
 
     @property

@@ -52,7 +52,7 @@ _HARMLESS = (
     threading.Thread,
 )
 _FIXED = (enum.Enum, pathlib.PurePath, decimal.Decimal, fractions.Fraction, uuid.UUID, range, slice)
-# Files whose writes a second run keeps out of them, and then goes on with at their end.
+# Files whose writes a second run keeps out of them, and then continues with at their end.
 _FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedReader, io.BufferedRandom, io.FileIO)
 # Nothing shows where these are.
 _HIDDEN = ("zlib.", "_bz2.", "_lzma.", "_csv.reader", "mmap.")
@@ -99,7 +99,7 @@ class ForeignValue:
 
 
 def is_at_its_end(value: Any) -> bool:
-    """Return whether a value is a file that a second run goes on with: closed, not begun, or written at its end."""
+    """Return whether a value is a file that a second run continues with: closed, not begun, or written at its end."""
     file = _file_of(value)
     return file is not None and not _place(file)
 

@@ -136,7 +136,7 @@ class OneBatch(Loop):
 
 
 class Resumed(Loop):
-    """The loop in which the boundary was: goes on with the batch after it."""
+    """The loop in which the boundary was: continues with the batch after it."""
 
     def __init__(self, script: Script, loader: Any, original: Any, number: int, target: dict[str, Any]) -> None:
         self._target_taken = int(target["taken"])

@@ -1,9 +1,9 @@
 """Processes of a rank: training in a process that the rank started, and the process group of torch.distributed.
 
 A process behind a shell script, torchrun or a multiprocessing pool is not controlled. Stopped at a boundary of its own,
-its parent and its brothers would go on; started again, the rank's command begins at its first line; and its exit code
-reaches its parent, which may ignore it. The first optimizer step there makes the rank opaque: it is paused by freezing
-all of its processes, and offers nothing else.
+its parent and its brothers would continue; started again, the rank's command begins at its first line; and its exit
+code reaches its parent, which may ignore it. The first optimizer step there makes the rank opaque: it is paused by
+freezing all of its processes, and offers nothing else.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class OutputReplay:
         if not is_diverted:
             return self._open(file, mode, **given)
         path = os.path.abspath(os.fsdecode(file))
-        # Neither cut off nor new: it goes on from here, even where it was "w" or "x".
+        # Neither cut off nor new: it continues from here, even where it was "w" or "x".
         flags = (os.O_RDWR if "+" in mode else os.O_WRONLY) | (os.O_APPEND if "a" in mode else 0) | os.O_CLOEXEC
         opened = self._open(file, mode, **{**given, "closefd": True, "opener": self._nameless})
         self._files[opened] = lambda: os.open(path, flags)

@@ -105,7 +105,7 @@ class ReplayedRun(ABC):
             self.control.give_up_restore(f"{self.refusal_text}: {'; '.join(target['reasons'])}")
 
     def step_aside(self, problem: Exception) -> None:
-        """Let training go on without the agent, after a failure of the agent. A script under replay is ended
+        """Let training continue without the agent, after a failure of the agent. A script under replay is ended
         instead: it would train from a wrong state."""
         text = failure_text(problem)
         if self.is_replaying:

@@ -97,7 +97,8 @@ class Captured:
 
 @dataclass(frozen=True)
 class Restored:
-    """What `restore` leaves to its caller: when to set the generators, where to go on, objects not registered yet."""
+    """What `restore` leaves to its caller: when to set the generators, where to continue, objects not registered
+    yet."""
 
     step: int
     # Whose image it was, of how many ranks.

@@ -346,7 +346,7 @@ class StateKeeper:
             durable_shard(directory, self._control.rank, total, write)
 
     def _write_behind(self, directory: str, total: int, request: StopRequest) -> None:
-        """Write the arena to storage while training goes on. The control belongs to the training thread: see tend."""
+        """Write the arena to storage while training continues. The control belongs to the training thread: see tend."""
         control = self._control
 
         def write() -> None:

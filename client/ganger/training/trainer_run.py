@@ -225,7 +225,7 @@ class TrainerRun(ReplayedRun):
         return self._outside.check() or self._adapter.refusal() or self._adapter.variables.reason(is_due=is_due)
 
     def arrive(self, prepare: Callable[[dict[str, Any]], None] = lambda _: None) -> None:
-        """The trainer's loop is where it was: put the state back and go on. `prepare` is called with the place, its
+        """The trainer's loop is where it was: put the state back and continue. `prepare` is called with the place, its
         tensors included, before the values are put back."""
         restored = self.restore_objects()
         prepare(restored.position["place"])

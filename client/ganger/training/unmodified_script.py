@@ -2,7 +2,7 @@
 
 Live, every top-level loop over a DataLoader has a number. A position is (loop, batches taken). After a restart the
 script runs again from its first line: finished loops get one batch each, the batches already taken of the current loop
-are skipped, then the complete state is put back and the script goes on as if nothing had happened.
+are skipped, then the complete state is put back and the script continues as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -337,7 +337,7 @@ class UnmodifiedScript(ReplayedRun):
         return self._kept_batches[id(loader)][1]
 
     def arrive(self) -> None:
-        """The script is where it was: put the state back and go on."""
+        """The script is where it was: put the state back and continue."""
         restored = self.restore_objects()
         self._has_stepped = False
         self._going_back = False

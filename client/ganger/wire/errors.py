@@ -113,7 +113,7 @@ MessageTooLarge = _error("MessageTooLarge", _Code.RESOURCE_EXHAUSTED)
 NotSupported = _error("NotSupported", _Code.UNIMPLEMENTED)
 # The master's database was restored, and it waits for what nodes run. metadata: `nodes`, those it waits for.
 Restoring = _error("Restoring", _Code.FAILED_PRECONDITION)
-# The master does not wait for nodes after a restore: there is nothing to go on with.
+# The master does not wait for nodes after a restore: there is nothing to continue with.
 NotRestoring = _error("NotRestoring", _Code.FAILED_PRECONDITION)
 # A quarantined gang cannot be adopted as it is now; the message has the reason.
 AdoptionRefused = _error("AdoptionRefused", _Code.FAILED_PRECONDITION)

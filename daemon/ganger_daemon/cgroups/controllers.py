@@ -280,7 +280,7 @@ class FreezeController(CgroupController):
                 signal_all(pids_in(group), signal.SIGKILL)
             return
         # A frozen process acts on SIGKILL once it is thawed, before any other of its instructions. A frozen group does
-        # not fork, so each process has its signal before any goes on. A group that was not frozen in time may have
+        # not fork, so each process has its signal before any continues. A group that was not frozen in time may have
         # forked between the look and the signals: repeat until it is empty.
         for _ in range(_SWEEPS):
             self.order(group, frozen=True)

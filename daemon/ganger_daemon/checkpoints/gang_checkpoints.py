@@ -163,7 +163,7 @@ class GangCheckpoints:
         self._changed()
 
     def abandon(self, agreement: int) -> None:
-        """Give up the checkpoint of a stop whose ranks go on. If the same stop is ordered again, they save anew."""
+        """Give up the checkpoint of a stop whose ranks continue. If the same stop is ordered again, they save anew."""
         self._collections.pop(agreement, None)
         if self._refused.pop(agreement, None):
             self.trouble = ""

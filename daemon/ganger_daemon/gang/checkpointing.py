@@ -147,7 +147,7 @@ class CheckpointCoordinator(OfGang):
         """Request checkpoints that are due, report durable ones, and let saved ranks end. Called every tick.
 
         `is_whole`: no rank has ended; `is_opaque`: nothing in some rank can obey an order at a boundary. Where storage
-        is slow or hangs, the gang's loop goes on meanwhile."""
+        is slow or hangs, the gang's loop continues meanwhile."""
         storage = self._host.storage.path
         if storage is None:
             return
@@ -234,7 +234,7 @@ class CheckpointCoordinator(OfGang):
         elif without_agent:
             await self._make_durable(storage, agreement, self._step_without_agent(agreement, found), is_image=True)
         if by_image(found) and (self.keeper.refusal(agreement) or self._images.is_taken(agreement)):
-            self._pages.go_on_after_image(agreement)
+            self._pages.resume_after_image(agreement)
 
     async def receive_refusal(self, agreement: int, why: str) -> None:
         """Take the report of a member whose ranks cannot write shards; one of an earlier checkpoint is ignored."""

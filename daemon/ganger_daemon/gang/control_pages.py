@@ -181,7 +181,7 @@ class ControlPages:
             self[rank].let_leave(sequence)
         self.written()
 
-    def go_on_after_image(self, agreement: int) -> None:
+    def resume_after_image(self, agreement: int) -> None:
         """Let ranks continue after their process images were taken or given up."""
         for rank in self.local:
             self[rank].set(Word.IMAGED_SEQ, agreement)

@@ -217,7 +217,7 @@ class LocalGang:
             self._wake.clear()
 
     async def close(self) -> None:
-        """Release what the daemon holds of the gang. Ranks go on."""
+        """Release what the daemon holds of the gang. Ranks continue."""
         self.parts.incoming.cancel()
         await self.parts.boundary.close()
         if self._socket is not None:

@@ -200,7 +200,7 @@ class GangImages(OfGang):
                 self._context.write_notes()
 
         try:
-            # one that goes on does not wait for storage; one that was parked without its devices gets none back
+            # one that continues does not wait for storage; one that was parked without its devices gets none back
             keeps_devices = not self._devices.are_taken
             directory = self._empty_directory(_TO_STORAGE)
             self._dump(directory, write, goes_on=goes_on, keeps_devices=keeps_devices, stands_still=not goes_on)
@@ -328,8 +328,8 @@ class GangImages(OfGang):
         return (size, filled) if rank == self._first else (self._stubs.get(rank, 0), self._stubs.get(rank, 0))
 
     def follow(self, wanted: DesiredOrder, open_arena: Callable[[int], int]) -> None:
-        """Take the image that an order to hand over needs, once the process may be taken; or let a process go on that
-        was stopped for one. `open_arena` returns the descriptor of the arena for images, which is the caller's."""
+        """Take the image that an order to hand over needs, once the process may be taken; or let a process continue
+        that was stopped for one. `open_arena` returns the descriptor of the arena for images, which is the caller's."""
         self._stop_sequence = wanted.stop_sequence
         is_requested = wanted.intent is OrderIntent.PARK and self._requested == wanted.stop_sequence != 0
         if wanted.intent is OrderIntent.HAND_OVER or is_requested:
@@ -406,13 +406,13 @@ class GangImages(OfGang):
             size = packed_bytes(directory, self._header(step))
 
             def filled(count: int) -> None:
-                # Without an agent the process would go on if this daemon died now. The last byte waits until it is sure
-                # to stand still, so that it is restored nowhere before.
+                # Without an agent the process would continue if this daemon died now. The last byte waits until it is
+                # sure to stand still, so that it is restored nowhere before.
                 self._handed = (stop_sequence, size, count if has_agent else min(count, size - 1))
 
             with opened(open_arena(self._first)) as arena:
                 pack(directory, self._header(step), arena, filled=filled)
-            # noted first: the next daemon lets the process go on if the move is given up
+            # noted first: the next daemon lets the process continue if the move is given up
             self.holds_still = not has_agent
             self._context.write_notes()
             if not has_agent:
@@ -443,7 +443,7 @@ class GangImages(OfGang):
             page.set(Word.REACHED_SEQ, wanted.order.number)
 
     def let_run(self) -> None:
-        """Let processes go on that were stopped for a move or restored for one."""
+        """Let processes continue that were stopped for a move or restored for one."""
         if self.holds_still:
             self.holds_still = False
             for rank in self._ranks:

@@ -191,7 +191,7 @@ class GangSet:
             gang.wake()
 
     async def close(self) -> None:
-        """End all tasks. Every rank goes on."""
+        """End all tasks. Every rank continues."""
         if self._rotating is not None:
             self._rotating.cancel()
             await asyncio.gather(self._rotating, return_exceptions=True)

@@ -43,7 +43,7 @@ class StorageWait:
 
     def __init__(self) -> None:
         self._began = time.monotonic()
-        # A moment and not a passed time: a report with it does not change while the wait goes on.
+        # A moment and not a passed time: a report with it does not change while the wait continues.
         self.since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
 
     @property

@@ -1,6 +1,6 @@
 """Session with the master. A change on this node cancels the held Reconcile call, and a new one carries the complete
-observed set. Jobs and this daemon go on while the master is away: every failed call is retried. The database position
-lets a master detect that it runs on an older copy."""
+observed set. Jobs and this daemon continue while the master is away: every failed call is retried. The database
+position lets a master detect that it runs on an older copy."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ class Rotation:
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Run until cancelled. A fault of one group is logged and retried; the other groups go on meanwhile."""
+        """Run until cancelled. A fault of one group is logged and retried; the other groups continue meanwhile."""
         while True:
             self._news.clear()
             pause = _RUNNING_S

@@ -308,7 +308,7 @@ def node_rules(state: State, job: JobRecord, claims: Sequence[Claim]) -> tuple[R
 
 
 def _where_its_image_is_taken(state: State, job: JobRecord) -> Node | None:
-    """Return the node of a job that goes on by its process image; None for any other job."""
+    """Return the node of a job that continues by its process image; None for any other job."""
     gang = state.gangs.get(job.epoch) if job.capabilities.mechanism is Mechanism.IMAGE else None
     return state.nodes.get(gang.claims[0].node) if gang is not None and gang.claims else None
 

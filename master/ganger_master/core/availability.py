@@ -6,7 +6,7 @@ margin from the moment at which it took the store over. So an answer is safe if 
 or shortly before, the time at which it received the call: the lease then ends within the newer master's margin.
 
 A node that is silent for longer than any daemon without news takes no gangs until it calls: an order may not reach it.
-A node that has been silent for so long that its ranks no longer step is lost, and its jobs go on elsewhere. When at
+A node that has been silent for so long that its ranks no longer step is lost, and its jobs continue elsewhere. When at
 least half of the nodes fall silent at once, the master or its network is more likely to blame than the nodes. Then they
 are lost after twice the time, and never while no node calls at all: no node could take their jobs, and their processes
 are only paused. When the clock was set, or the master stood still and answered no call, the silence is the master's

@@ -201,7 +201,7 @@ def _desired_gang(party: Party, piece: Piece) -> DesiredGang:
         checkpoint_interval_s=max(0.0, interval),
         checkpoint_request=gang.checkpoint_request,
         repin_request=gang.repin_request,
-        # Its job goes on without a lost piece: if that comes back, it gets no grace.
+        # Its job continues without a lost piece: if that comes back, it gets no grace.
         grace_s=0.0 if piece.lost else settings.grace_s,
         checkpoint_first=gang.checkpoint_first and not piece.lost,
         # While its leader gets the same paths, no newer checkpoint is durable here.

@@ -154,7 +154,7 @@ def complete(state: State, job: JobRecord, gangs: Sequence[Gang], now: float, ca
         state=becomes,
         epoch=source.epoch if source else 0,
         next_epoch=0,
-        # Where it was moved from it goes on at once.
+        # Where it was moved from it continues at once.
         again_at=job.again_at if becomes is JobState.PENDING and source is None else 0.0,
         revision=job.revision + 1,
     )

@@ -181,7 +181,7 @@ class Capabilities(Struct, frozen=True, gc=False, omit_defaults=True):
 
     @property
     def can_move(self) -> bool:
-        """Return whether the job can go on elsewhere, if only by starting again from the files of its script."""
+        """Return whether the job can continue elsewhere, if only by starting again from the files of its script."""
         return self.can_hand_over or (self.mechanism is _SIGNAL and self.checkpoint)
 
     def without_turns(self, why: str) -> Capabilities:
@@ -340,7 +340,7 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED
 
     @property
     def saves_itself(self) -> bool:
-        """Whether its script saves itself at a signal, so that it goes on from its own files."""
+        """Whether its script saves itself at a signal, so that it continues from its own files."""
         return self.capabilities.mechanism is _SIGNAL
 
     @property

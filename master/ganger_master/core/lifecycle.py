@@ -50,7 +50,7 @@ class Act(StrEnum):
     HAND_OVER = "HAND_OVER"
     # This side is ready: commit if the other is.
     COMMIT = "COMMIT"
-    # The move is given up; the source goes on.
+    # The move is given up; the source continues.
     ABORT = "ABORT"
     # It is parked as ordered: release what the level does not keep.
     REST = "REST"
@@ -160,7 +160,7 @@ def bad_outcome(gang: Gang) -> Outcome:
 
 
 def trouble_of(gang: Gang | None) -> str:
-    """Return the troubles that its parts report, by node; empty if there are none. The gang goes on all the same."""
+    """Return the troubles that its parts report, by node; empty if there are none. The gang continues all the same."""
     if gang is None:
         return ""
     told = {piece.trouble: f"nodes/{piece.claim.node}: {piece.trouble}" for piece in gang.pieces if piece.trouble}

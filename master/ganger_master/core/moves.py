@@ -66,7 +66,7 @@ def is_known(job: JobRecord) -> bool:
 
 
 def reason_against(job: JobRecord) -> str:
-    """Return why a job can go on in no other process: by its agent, else the reasons against each mechanism."""
+    """Return why a job can continue in no other process: by its agent, else the reasons against each mechanism."""
     offered = job.capabilities
     refused = "; ".join([f"{one.mechanism.name.lower()}: {one.reason}" for one in offered.refused_mechanisms])
     otherwise = offered.missing.get("OFFLOAD", "the job offers no level that captures its state")

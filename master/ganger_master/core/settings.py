@@ -49,7 +49,7 @@ class CoreSettings:
     grace_s: float = 10.0
     # What each parked process is presumed to keep of its device at OFFLOAD while its daemon cannot measure it.
     residue_bytes: int = 1 << 30
-    # A move whose destination is not ready by then is given up; the source goes on.
+    # A move whose destination is not ready by then is given up; the source continues.
     move_deadline_s: float = 600.0
     turn_lease_s: float = 0.5
     turns_at_once: int = 256

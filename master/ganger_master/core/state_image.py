@@ -275,7 +275,7 @@ def restored(settings: CoreSettings, elements: Iterable[Element], now: float, fo
     """Return the state of stored elements.
 
     Sessions are void and free pieces unknown until each node's first report. With `former`, the state of a master that
-    has lost only what it did not store, sessions go on and the reports of time slices stand; it needs a tick with
+    has lost only what it did not store, sessions continue and the reports of time slices stand; it needs a tick with
     `looks_again`."""
     state = State(settings, now)
     stored = list(elements)

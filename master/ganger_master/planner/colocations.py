@@ -201,8 +201,8 @@ def with_refusals(
     before: Colocations, planned: Colocations, refused: Set[int], barred: Set[int] = frozenset()
 ) -> Colocations:
     """Return the state after the master refused changes of these jobs: a trial whose guest was not admitted did not
-    begin, and one whose guest was not parked goes on. `barred`: jobs for which asking again would fail, so that others
-    are tried."""
+    begin, and one whose guest was not parked continues. `barred`: jobs for which asking again would fail, so that
+    others are tried."""
     if not refused:
         return planned
     known = {colocation.numbers for colocation in before.present}
@@ -280,7 +280,7 @@ def whole_again(
 def _judged(
     colocations: Colocations, colocation: Colocation, running: Mapping[int, Holder], context: PlanContext
 ) -> tuple[Colocations, Colocation | None, list[TrialFinding]]:
-    """Return the state, the co-location if it goes on, and findings."""
+    """Return the state, the co-location if it continues, and findings."""
     table, view, now, measured = context.jobs, context.room.view, context.now, context.job_rates
     proposal, numbers = colocation.proposal, colocation.numbers
     alone = [measured.alone(number) for number in numbers]

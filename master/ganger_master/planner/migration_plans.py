@@ -101,7 +101,7 @@ def stage_of(step: MigrationStep, table: LiveTable) -> Stage:
 
 @dataclass
 class CarriedPlans:
-    """The changes to propose now, with their places taken, and the plans that go on or are given up."""
+    """The changes to propose now, with their places taken, and the plans that continue or are given up."""
 
     changes: list[PlanChange] = field(default_factory=list)
     plans: list[MigrationPlan] = field(default_factory=list)

@@ -79,7 +79,7 @@ class PlanRecorder:
     @contextmanager
     def failures(self, now: float) -> Iterator[None]:
         """Record that the loop fails in the block, at the observation recorded last or as it makes a plan. The
-        recording ends there, because other tasks of the planner may go on for a moment."""
+        recording ends there, because other tasks of the planner may continue for a moment."""
         try:
             yield
         except Exception as error:

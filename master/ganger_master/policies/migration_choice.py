@@ -278,7 +278,7 @@ def separated(terms: MigrationTerms, packs: Iterable[MeasuredColocation], horizo
     trying = Trial(terms.room)
     for pack in sorted(packs, key=lambda pack: (pack.gain - pack.residents, [one.number for one in pack.movable])):
         for one in sorted(pack.movable if pack.is_slow else (), key=lambda one: (one.move_cost, one.number)):
-            # The others go on at least as fast as all of them did, and this one by itself.
+            # The others continue at least as fast as all of them did, and this one by itself.
             saves = pack.lost * one.shape.gpus * horizon_s - one.move_cost
             claims = terms.place(one.shape) if saves > 0.0 else None
             if claims is not None and not terms.has_failed(one, claims):

@@ -250,7 +250,7 @@ class _Growth:
         more = np.eye(self.jobs.shapes.shape[1], dtype=np.int64)
         counts = counts.reshape(len(jobs), len(more))
         seconds = self._remaining_s(jobs, counts)
-        # Rows that still go on, by position in `jobs`.
+        # Rows that still continue, by position in `jobs`.
         row = np.arange(len(jobs))
         for place in range(far):
             of_row = jobs[row]

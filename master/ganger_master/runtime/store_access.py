@@ -157,7 +157,7 @@ class CommitPace:
     _last_begin: float = float("-inf")
 
     def wait_s(self, now: float) -> float:
-        """How long to go on collecting before the next commit begins; zero for now."""
+        """How long to continue collecting before the next commit begins; zero for now."""
         return max(0.0, self._last_begin + self.pause_s - now)
 
     def began(self, now: float) -> None:

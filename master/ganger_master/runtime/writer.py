@@ -104,7 +104,7 @@ class Writer:
         self.lease_streams = LeaseStreams()
         self.meter = MasterCounters()
         self.state = State(settings, clock())
-        # Set when the writer cannot go on: another master has taken the store over, or it is closed.
+        # Set when the writer cannot continue: another master has taken the store over, or it is closed.
         self.stopped = asyncio.Event()
         # Why the store refuses this master, once it does.
         self.fenced: StoreError | None = None

@@ -1,6 +1,6 @@
 """What the commands of the simulator share: their flags, and lines and progress on stderr beside the result.
 
-Help must answer at once: nothing heavy is imported. Where stderr cannot be written (a full disk), the run goes on
+Help must answer at once: nothing heavy is imported. Where stderr cannot be written (a full disk), the run continues
 without its lines.
 """
 

@@ -90,7 +90,7 @@ class StepSeries:
 
 
 class SeriesRecorder:
-    """Collects a series while time goes on; what it holds does not grow with the run."""
+    """Collects a series while time continues; what it holds does not grow with the run."""
 
     def __init__(self, start: float, value: float = 0.0, most_steps: int = MOST_STEPS) -> None:
         self._times = [start]
