@@ -96,10 +96,10 @@ class Link:
                     self._received(message)
             except grpc.aio.AioRpcError as error:
                 log.debug("relay broke off", extra={"code": error.code().name})
-            except Exception:  # the leader sends its newest message again
+            except Exception:  # The leader sends its newest message again
                 log.exception("message of the leader not taken", extra={"gang": self._newest.job_uid})
             finally:
-                # so that the request iterator, which gRPC may still read, ends
+                # So that the request iterator, which gRPC may still read, ends.
                 self._outbox.end()
             if not self._is_closed:
                 await asyncio.sleep(wait * (0.5 + random.random()))
@@ -116,7 +116,7 @@ class BoundaryExchange(OfGang):
         self._link: Link | None = None
         self.outboxes: set[Outbox] = set()
         self._newest: peer_pb2.RankPoints | None = None
-        self._last_rest: tuple[PartPhase, int] | None = None  # phase and agreement in which points were sent at rest
+        self._last_rest: tuple[PartPhase, int] | None = None  # Phase and agreement in which points were sent at rest
         self.peer_agreement = 0
 
     def begin(

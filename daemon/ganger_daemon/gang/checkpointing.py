@@ -256,7 +256,7 @@ class CheckpointCoordinator(OfGang):
             if not is_parking or await self._arrives(storage, order.stop_seq, step, found):
                 await self._make_durable(storage, order.stop_seq, step, is_image=by_image(found))
         elif without_agent or self._images.has_ended:
-            # without boundaries it is stopped wherever it is, and cannot leave by itself
+            # Without boundaries it is stopped wherever it is, and cannot leave by itself.
             step = self._step_without_agent(order.stop_seq, found)
             await self._make_durable(storage, order.stop_seq, step, is_image=True, goes_on=False)
         if self.keeper.is_settled(order.stop_seq):

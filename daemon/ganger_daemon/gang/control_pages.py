@@ -26,7 +26,7 @@ def page_order(wanted: DesiredOrder) -> PageOrder | None:
     """Return an order as the page holds it, without deadline; None for a STOP without a checkpoint, which is sent as a
     signal."""
     if wanted.intent is OrderIntent.RUN or wanted.asks_to_leave:
-        # a rank that waits at a boundary would not see the signal's flag in its loop
+        # A rank that waits at a boundary would not see the signal's flag in its loop.
         return PageOrder(wanted.order.number, PageOrderKind.RUN, 0, 0, 0)
     level = int(wanted.level) or PageParkLevel.PAUSE
     match wanted.intent:
@@ -83,7 +83,7 @@ class ControlPages:
         self.local = local
         self._pages: dict[int, Page] = {}
         self._damage = ""
-        self.written: Callable[[], None] = lambda: None  # wakes parked ranks
+        self.written: Callable[[], None] = lambda: None  # Wakes parked ranks
         self.foreign = ""  # Error of pages that another version of Ganger wrote; empty if there is none
 
     def create(self, threads: Mapping[int, int], *, is_restored: bool = False, account: Account | None = None) -> None:
@@ -211,7 +211,7 @@ class ControlPages:
         """Have every local rank with an agent print the stacks of its threads into its log. No answer comes."""
         for rank in self.local:
             if self.readable:
-                # cut, because the job may have written any number there
+                # Cut, because the job may have written any number there.
                 self[rank].set(Word.STACKS_SEQ, (self[rank].get(Word.STACKS_SEQ) + 1) & 0xFFFFFFFF)
 
     def threads(self) -> dict[int, int]:
@@ -268,5 +268,5 @@ class ControlPages:
 def _stepped(progress: PageProgress, mark: RunMark, rank: int) -> bool:
     if progress.first_step_time_ns == 0:
         return False
-    # a stop that was cancelled before it was reached leaves the time of the first step as it was
+    # A stop that was cancelled before it was reached leaves the time of the first step as it was.
     return progress.first_step_time_ns >= mark.ordered_ns or progress.step > mark.steps.get(rank, progress.step)

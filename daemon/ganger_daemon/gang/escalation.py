@@ -38,7 +38,7 @@ class Rung(IntEnum):
     DUMP = 1
     TERMINATE = 2
     KILL = 3
-    GIVE_UP = 4  # instead of TERMINATE: the order is reported as one that cannot be carried out
+    GIVE_UP = 4  # Instead of TERMINATE: the order is reported as one that cannot be carried out
 
 
 @dataclass(slots=True)
@@ -51,9 +51,9 @@ class Ladder:
     grace: float
     patience: float = 0.0
     deadline: float = 0.0
-    rung: Rung = Rung.TERMINATE  # with which a STOP begins
-    ends: bool = True  # whether processes may be ended for this order
-    extended: float = 0.0  # time spent in phases without boundaries, which moves the clock
+    rung: Rung = Rung.TERMINATE  # With which a STOP begins
+    ends: bool = True  # Whether processes may be ended for this order
+    extended: float = 0.0  # Time spent in phases without boundaries, which moves the clock
 
     def extend(self, seconds: float) -> None:
         """Add time in a phase without boundaries, within the bound."""
@@ -91,10 +91,10 @@ class Escalation(OfGang):
         self._exits = exits
         self._ladder: Ladder | None = None
         self._pressed_at = time.monotonic()
-        self.escalated = False  # killed because it ignored an order
+        self.escalated = False  # Killed because it ignored an order
         self.stop_signalled = False  # SIGTERM was sent; it cannot be withdrawn
         self.asked_to_save_s = 0.0  # Unix seconds when the script was asked to save itself; zero before
-        self.given_up = ""  # why the present order was abandoned although nothing failed
+        self.given_up = ""  # Why the present order was abandoned although nothing failed
 
     def begin(self, wanted: DesiredOrder, now: float, iteration_s: float) -> None:
         """Start the ladder of a new order. Orders to stop have a deadline; an order to run has none."""

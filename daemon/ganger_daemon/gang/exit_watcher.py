@@ -37,7 +37,7 @@ def _recorded(fields: Mapping[str, Any], process: ProcessId, page_exit_code: int
     if not fields:
         return None
     try:
-        # a record of another pid belongs to an earlier launch; after a reboot no pid is known, and any record counts
+        # A record of another pid belongs to an earlier launch; after a reboot no pid is known, and any record counts.
         if process.pid and int(fields.get("pid") or 0) not in (0, process.pid):
             return None
         code, number = fields.get("code"), fields.get("signal")

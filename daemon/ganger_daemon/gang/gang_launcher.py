@@ -66,7 +66,7 @@ class GangLauncher(OfGang):
             try:
                 return launcher.arena(name)
             except LauncherError:
-                # a launcher that other gangs had started in place of a dead one does not have these ranks yet
+                # A launcher that other gangs had started in place of a dead one does not have these ranks yet.
                 self.adopt_all(launcher)
                 return launcher.arena(name)
         except LauncherError as error:
@@ -184,7 +184,7 @@ class GangRendezvous(OfGang):
             return await self._of_leader(call, orders)
         known = read_json(paths.rendezvous)
         if known and is_alive(ProcessId(int(known.get("pid") or 0), int(known.get("start_ticks") or 0))):
-            return Rendezvous(str(known["host"]), int(known["port"]))  # a former daemon had it started
+            return Rendezvous(str(known["host"]), int(known["port"]))  # A former daemon had it started
         has_store = has_agent
         if has_store:
             try:

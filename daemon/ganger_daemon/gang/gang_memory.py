@@ -198,7 +198,7 @@ class MemoryWatch:
             self._verifying_since = now
         reported = self._stored_bytes(pages)
         if not device_mask or not self._before:
-            # no devices; or a former daemon saw the ranks before and this one cannot compare
+            # No devices; or a former daemon saw the ranks before and this one cannot compare.
             self._settle(pages, processes, device_mask)
             return
         found = compare(self._before, self._in_use(processes), reported)
@@ -403,7 +403,7 @@ def _mapped(maps: bytes) -> Iterator[FileId]:
 def _open_files(directory: str) -> Iterator[FileId]:
     for number in os.listdir(directory):
         with suppress(FileNotFoundError):
-            # no stat of any other file: on storage that hangs it would not return
+            # No stat of any other file: on storage that hangs it would not return.
             if os.readlink(f"{directory}/{number}").startswith(f"{SHARED}/"):
                 yield id_of(os.stat(f"{directory}/{number}"))
 

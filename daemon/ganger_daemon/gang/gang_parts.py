@@ -145,7 +145,7 @@ class GangParts:
         if pages.readable:
             ranks = pages.ranks(self.orders.mark)
         else:
-            # pages that were lost with the machine's memory no longer show which ranks were let go
+            # Pages that were lost with the machine's memory no longer show which ranks were let go.
             is_gone = not pages.damage()
             ranks = tuple(Rank(rank, opaque=bool(pages.foreign), let_go=is_gone) for rank in self.context.part.ranks)
         imaged = self.images.has_ended
@@ -207,7 +207,7 @@ class GangParts:
             if one.is_lost:
                 pages.spoil(stranger_text(rank, one))
         if not is_open and not pages.foreign and any(is_alive(one.process) for one in found.values()):
-            # else they went with the machine's memory, and so did the processes
+            # Else they went with the machine's memory, and so did the processes.
             pages.spoil(f"the control pages in {paths.run} were removed by its job")
         had_launches = any(paths.launch(rank).exists() for rank in ranks) or bool(pages.damage())
         if all(one.process.pid for one in found.values()) or (had_launches and not pages.readable):

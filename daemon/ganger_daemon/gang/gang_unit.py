@@ -167,7 +167,7 @@ class JobNames:
             make_links(self.directory, self.links)
             bind(str(self.files), self.temporary)
         except OSError as error:
-            # as in a container that may not mount: the job starts, and is saved in other ways
+            # As in a container that may not mount: the job starts, and is saved in other ways.
             self.directory = ""
             log.warning("no process images of a gang", extra={"group": self._paths.group, "cause": str(error)})
             return f"its directories cannot be named: {error}"
@@ -182,9 +182,9 @@ class JobNames:
         environment["GANGER_JOB_DIR"] = f"{self.directory}/job"
         environment["GANGER_SOCKET"] = f"{self.directory}/run/{self._paths.socket.name}"
         environment.setdefault("TMPDIR", self.temporary)
-        # the address of this node is not that of another one
+        # The address of this node is not that of another one.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        # for an agent, which any command may turn out to have
+        # For an agent, which any command may turn out to have.
         environment["GANGER_IMAGE"] = "1"
         return {**mapping, "env": environment, "no_io_uring": True}
 

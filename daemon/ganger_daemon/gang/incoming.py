@@ -85,7 +85,7 @@ class StateTransfers:
     def _travel(self, one: RankTransfer) -> None:
         try:
             fd = one.open_arena()
-        except Exception as error:  # the launcher may be gone: whatever the cause, the migration cannot continue
+        except Exception as error:  # The launcher may be gone: whatever the cause, the migration cannot continue
             self._fail(f"rank {one.rank}: its arena cannot be opened: {error}")
             return
         try:
@@ -156,7 +156,7 @@ class IncomingState(OfGang):
             self._transfers.cancel()
 
     def _wake_from_thread(self) -> None:
-        with suppress(RuntimeError):  # the loop has ended
+        with suppress(RuntimeError):  # The loop has ended
             self._loop.call_soon_threadsafe(self._context.wake)
 
     def _of_rank(self, rank: int, desired: agent_pb2.DesiredGang, addresses: Mapping[int, str]) -> RankTransfer:
@@ -164,9 +164,9 @@ class IncomingState(OfGang):
         open_arena, arena_bytes = launcher.open_arena, launcher.arena_bytes
         bytes_ahead = bytes_ahead_per_rank(desired, len(self._ranks), arena_bytes)
         if desired.restore.parked.is_process_image:
-            # it comes before its process, which could allocate nothing
+            # It comes before its process, which could allocate nothing.
             open_arena, arena_bytes, bytes_ahead = launcher.open_image_arena, launcher.image_arena_bytes, 0
-        # after growth several ranks restore from the image of one
+        # After growth several ranks restore from the image of one.
         source_rank = rank % max(1, len(addresses))
         source_epoch, received = desired.restore.parked.epoch, page.get(Word.ARENA_AVAILABLE)
 

@@ -119,7 +119,7 @@ class JobSocketServer:
         if self._packets_in_period == 0:
             asyncio.get_running_loop().call_later(_PERIOD_S, self._resume_reading)
         elif self._packets_in_period >= _PACKETS_PER_PERIOD:
-            # a rank that sends more waits: all gangs share this loop
+            # A rank that sends more waits: all gangs share this loop.
             asyncio.get_running_loop().remove_reader(connection)
             self._paused.add(connection)
             return

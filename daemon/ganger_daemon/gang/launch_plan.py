@@ -143,7 +143,7 @@ def restore_plan(desired: agent_pb2.DesiredGang, storage: Path | None, part: Loc
         path = storage / desired.job_uid / path
     found = verify(path, part.ranks)
     if isinstance(found, Unreadable):
-        # the token is checked last: a checkpoint that vanished with its storage is not damaged
+        # The token is checked last: a checkpoint that vanished with its storage is not damaged.
         if not found.is_lasting or not token_found(storage):
             raise LaunchRefusedError(f"checkpoint {path} cannot be read now: {found.why}")
         left = _on_storage(desired, storage)

@@ -61,12 +61,12 @@ class LocalGang:
         self._socket: JobSocketServer | None = None
         self._packets = PacketLog(desired.job)
         self._logs = LogMirror(self.context, desired.job)
-        self._parked_order = 0  # number of the order under which it was seen parked last
+        self._parked_order = 0  # Number of the order under which it was seen parked last
         self._wake = asyncio.Event()
         self._observed: bytes = b""
         self.forgotten = False
         self.judged = asyncio.Event()
-        # from the start: a desired version with this gang is answered with its state
+        # From the start: a desired version with this gang is answered with its state.
         self.observed = observe(self.report)
 
     # -- state ----------------------------------------------------------------------------------------------------
@@ -284,7 +284,7 @@ class LocalGang:
             is_parked = self.wanted.intent is OrderIntent.PARK and not self._orders.is_by_rotation
             await parts.memory.follow_limit(self.desired.claim, is_parked)
             if self._orders.is_due and await self._orders.write(self.context):
-                self._begin_escalation()  # the ranks' deadline begins only now
+                self._begin_escalation()  # The ranks' deadline begins only now
             if parts.exits.awaited:
                 await parts.exits.settle(lambda rank: pages.progress(rank).exit_code, parts.launcher.lives)
             parts.boundary.relay(self.wanted, self.phase)
@@ -321,7 +321,7 @@ class LocalGang:
             await parts.pinning.follow(self.desired, self.parts.step_rate.iteration_s)
         parts.images.follow(wanted, parts.launcher.open_image_arena)
         parts.launching.follow_arrival(parts.incoming.is_whole)
-        # frozen processes are thawed first: an image has them as they stand
+        # Frozen processes are thawed first: an image has them as they stand.
         is_opaque = gang_judgement.has_opaque_rank(self.parts.facts(), now) and not parts.freezer.frozen
         await parts.saving.tend(self.desired, self.wanted, self.phase, now, not parts.exits.exits, is_opaque)
         facts = self.parts.facts()
@@ -365,7 +365,7 @@ class LocalGang:
     async def _launch(self) -> None:
         self.parts.segments.begin()
         if not await self.parts.launching.attempt(self._orders):
-            return  # devices, cores or storage are not ready yet: retried at the next tick
+            return  # Devices, cores or storage are not ready yet: retried at the next tick
         if self.launched:
             self._write_notes()
             log.info("gang launched", extra={"job": self.desired.job, "epoch": self.desired.epoch})
@@ -380,10 +380,10 @@ class LocalGang:
             return
         facts = self.parts.facts()
         if awaits_publication(facts) and self.context.host.storage.path is not None:
-            return  # the pages are still needed
+            return  # The pages are still needed
         outcome = gang_judgement.judge(facts, time.monotonic()).outcome
         if outcome is None:
-            return  # its checkpoint can be searched only once the master has named the storage
+            return  # Its checkpoint can be searched only once the master has named the storage
         hit("before-reap")
         parts.incoming.cancel()
         await parts.exits.store(outcome, facts.published_step)

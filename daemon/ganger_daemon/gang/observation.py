@@ -81,7 +81,7 @@ class GangReport:
         facts, now = self.parts.facts(), time.monotonic()
         if self._phase is not PartPhase.STOPPING or not has_opaque_rank(facts, now) or is_to_be_taken(facts, now):
             return False
-        # a job without a hello may still be importing
+        # A job without a hello may still be importing.
         is_late = now - self.parts.orders.ordered_at > self.parts.context.host.order_patience_s
         return is_late or any(rank.opaque for rank in facts.ranks) or has_no_agent(self.parts.orders.desired.spec)
 
@@ -105,7 +105,7 @@ class GangReport:
         if is_to_rest and not parts.freezer.frozen and has_opaque_rank(facts, time.monotonic()):
             return f"this job has no boundaries: {wanted.level.name} is not possible"
         if wanted.intent in (OrderIntent.PREPARE, OrderIntent.HAND_OVER):
-            return parts.escalation.given_up  # nothing else stands in the way of a move
+            return parts.escalation.given_up  # Nothing else stands in the way of a move
         reason = parts.launching.trouble or parts.memory.trouble or parts.pinning.trouble
         return reason or parts.saving.keeper.trouble or self.parts.context.host.storage.trouble
 
@@ -154,7 +154,7 @@ def observe(report: GangReport) -> agent_pb2.ObservedGang:
     phase, level, stop_sequence, stop_step = judgement.phase, judgement.level, order.stop_sequence, judgement.stop_step
     is_sliced = bool(order.order.set_epoch) and master.intent == agent_pb2.INTENT_RUN
     if is_sliced:
-        # for the master a time-sliced gang runs, whichever slice is active
+        # For the master a time-sliced gang runs, whichever slice is active.
         if phase is not PartPhase.ENDED:
             phase, level = PartPhase.RUNNING if report.has_stepped else PartPhase.STARTING, ParkLevel.NONE
         stop_sequence = stop_step = 0
@@ -234,10 +234,10 @@ def _add_page_figures(message: agent_pb2.ObservedGang, report: GangReport) -> No
         -(-progress.peak_device_bytes // max(1, mask.bit_count()))
         for progress, mask in zip(found, context.part.device_masks, strict=True)
     ]
-    # in whole 64 MiB: a peak that creeps is no news
+    # In whole 64 MiB: a peak that creeps is no news.
     peak = max(per_device)
     if message.capabilities.offload_by:
-        # what takes its device away needs an arena, however small
+        # What takes its device away needs an arena, however small.
         peak = max(peak, parts.devices.peak_bytes, 1)
     message.peak_device_bytes = -(-peak // (64 << 20)) * (64 << 20)
     if message.phase in (agent_pb2.ObservedGang.PHASE_PARKED, agent_pb2.ObservedGang.PHASE_ENDED):
@@ -384,7 +384,7 @@ def _add_mechanism(message: agent_pb2.ObservedGang, found: GangFindings) -> None
         for name in ("CHECKPOINT", MOVE):
             capabilities.missing.pop(name, None)
         if capabilities.offload_by:
-            # a suspend without a level is to let it save itself
+            # A suspend without a level is to let it save itself.
             _withdraw_in_place(capabilities)
             capabilities.missing["OFFLOAD"] = "it saves itself at a signal"
 
@@ -415,7 +415,7 @@ def _facts_now(found: GangFindings) -> MechanismFacts:
     attached = "" if able & Capability.FIVE_LINE else "the script does not attach itself"
     is_strongest = not attached and facts.wish is Mechanism.UNSPECIFIED
     if is_strongest or any(map(is_still_looking, found.pages)):
-        # without a look at the files of reasons, in every report
+        # Without a look at the files of reasons, in every report.
         return replace(facts, attached=attached)
     adapter = replay = ""
     if not able & Capability.ADAPTER:

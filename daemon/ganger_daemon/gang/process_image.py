@@ -200,7 +200,7 @@ class GangImages(OfGang):
                 self._context.write_notes()
 
         try:
-            # one that continues does not wait for storage; one that was parked without its devices gets none back
+            # One that continues does not wait for storage; one that was parked without its devices gets none back.
             keeps_devices = not self._devices.are_taken
             directory = self._empty_directory(_TO_STORAGE)
             self._dump(directory, write, goes_on=goes_on, keeps_devices=keeps_devices, stands_still=not goes_on)
@@ -338,17 +338,17 @@ class GangImages(OfGang):
                 self._handing = asyncio.create_task(self._hand_over(wanted, open_arena))
         elif wanted.intent is OrderIntent.RUN:
             self.let_run()
-            # a daemon that died before its consent has noted an end that did not come
+            # A daemon that died before its consent has noted an end that did not come.
             if self.has_ended and not self._taken and self._exits.live():
                 self.has_ended = self._host.images.has_consent(self._paths.job / _TO_STORAGE)
-            # what stood in the way of a move that was given up may be over at the next one
+            # What stood in the way of a move that was given up may be over at the next one.
             self.trouble = self.trouble if self._handing is not None or not self._exits.processes else ""
         if self.holds_still and self._handing is None:
-            # again, for a daemon that takes over
+            # Again, for a daemon that takes over.
             if wanted.intent in _STAND_INS:
                 self._stand_in(_STAND_INS[wanted.intent], wanted)
             elif wanted.intent is OrderIntent.PARK and wanted.level is ParkLevel.CHECKPOINT:
-                # stopped as it is, it would be in its image, and stand still for ever after a restore
+                # Stopped as it is, it would be in its image, and stand still for ever after a restore.
                 self.let_run()
 
     def note_request(self, stop_sequence: int) -> None:
@@ -370,7 +370,7 @@ class GangImages(OfGang):
         is_parked = wanted.intent is OrderIntent.PARK
         if is_parked:
             self.hang_up()
-        # a parked agent closes its side of the socket a moment later; until then an image is refused
+        # A parked agent closes its side of the socket a moment later; until then an image is refused.
         deadline = time.monotonic() + (_HANG_UP_S if is_parked else 0.0)
         try:
             while self._handed[0] != wanted.stop_sequence:
@@ -412,7 +412,7 @@ class GangImages(OfGang):
 
             with opened(open_arena(self._first)) as arena:
                 pack(directory, self._header(step), arena, filled=filled)
-            # noted first: the next daemon lets the process continue if the move is given up
+            # Noted first: the next daemon lets the process continue if the move is given up.
             self.holds_still = not has_agent
             self._context.write_notes()
             if not has_agent:
@@ -421,7 +421,7 @@ class GangImages(OfGang):
             hit("image-packed")
 
         try:
-            # without an agent it gets its devices back with the order to run, as its processes are stopped until then
+            # Without an agent it gets its devices back with the order to run, as its processes are stopped until then.
             self._dump(self._empty_directory(_FOR_MOVE), write, goes_on=True, keeps_devices=has_agent)
         except BaseException:
             self._handed, self.holds_still = (0, 0, 0), False
@@ -449,7 +449,7 @@ class GangImages(OfGang):
             for rank in self._ranks:
                 self._context.pages[rank].set(Word.STATE, PageState.INIT)
             self._signal_all(signal.SIGCONT)
-            # the next daemon would end them without their grace
+            # The next daemon would end them without their grace.
             self._context.write_notes()
 
     def _signal_all(self, number: signal.Signals) -> None:
@@ -473,7 +473,7 @@ class GangImages(OfGang):
             hit("image-unpacked")
             self.unit.names.directory = facts.labels["names"]
             has_agent = bool(facts.labels.get("agent"))
-            # noted before there is a process: the next daemon finds it so
+            # Noted before there is a process: the next daemon finds it so.
             self.awaits_agent, self.holds_still = has_agent, is_moved and not has_agent
             self._imaged_step = int(facts.labels.get("step", 0))
             self._devices.expect(facts.labels, len(facts.device_pids), self._device_mask)

@@ -248,7 +248,7 @@ class RankLaunch(OfGang):
         return found, launchers.key(found, environment, account)
 
     async def _read_storage(self, desired: agent_pb2.DesiredGang) -> RestorePlan | None:
-        """Return what the ranks start from; None while it is being read: the gang's loop continues meanwhile.
+        """Return what the ranks start from; None while it is being read: the gang's loop goes on meanwhile.
 
         Kept until the launch, so that a gang that waits for cores does not read its checkpoint again and again."""
         storage = self._host.storage
@@ -448,7 +448,7 @@ class RankLaunch(OfGang):
         try:
             processes = await asyncio.to_thread(self._restore_arrived)
         except Exception as error:
-            # Record any error as a reason, or the move would be retried for ever.
+            # whatever it is: without a reason here it would be tried again and again, and the move would never end
             if not isinstance(error, LaunchRefusedError | LauncherError | OSError):
                 log.exception("image not restored", extra={"group": self._paths.group})
             self._images.trouble = str(error) or type(error).__name__
@@ -471,7 +471,7 @@ class RankLaunch(OfGang):
 
 
 def _is_image(desired: agent_pb2.DesiredGang, restore: RestorePlan) -> bool:
-    """Return whether the ranks resume from a process image, from storage or from another node."""
+    """Return whether the ranks go on from a process image, from storage or from another node."""
     return restore.kind == "image" or (restore.kind == "arena" and desired.restore.parked.is_process_image)
 
 

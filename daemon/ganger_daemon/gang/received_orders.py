@@ -42,7 +42,7 @@ class ReceivedOrders:
         self.is_due = True
         self.ordered_at = 0.0
         self.mark = RunMark()
-        self._unwritten: OrderKey | None = None  # the last order that could not be written, as logged
+        self._unwritten: OrderKey | None = None  # The last order that could not be written, as logged
 
     @property
     def is_hindered(self) -> bool:
@@ -68,14 +68,14 @@ class ReceivedOrders:
         if is_by_signal:
             wanted = by_signal(wanted)
         if wanted.ends_at_once:
-            # also for a daemon that takes over
+            # Also for a daemon that takes over.
             merged.grace.CopyFrom(duration(0.0))
             merged.checkpoint_first = False
         if not wanted.order.is_by_rotation:
             self.master_desired = merged
         if wanted.order <= self.wanted.order and is_launched:
             return None
-        # slice switches are too frequent for INFO
+        # Slice switches are too frequent for INFO.
         asked = {"intent": wanted.intent.name, "suspend_level": wanted.level.name}
         extra = {"job": desired.job, "epoch": desired.epoch, **asked}
         log.log(logging.DEBUG if wanted.order.is_by_rotation else logging.INFO, "order", extra=extra)

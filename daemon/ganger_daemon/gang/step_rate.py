@@ -47,14 +47,14 @@ class PageSample:
     samples: int
     data_wait_ns: int
     loss: float = math.nan
-    restored_step: int = 0  # step at which this attempt began
-    step_age_s: float = 0.0  # time since the last step
-    since_age_s: float | None = None  # time since the first step after the start or resume; None: none yet
-    training_epoch: int = 0  # finished passes over the data
-    training_epochs: int = 0  # planned passes over the data; 0: not reported
-    evaluated: int = 0  # mini-batches evaluated so far, by the rank that is farthest
-    evaluated_in_row: int = 0  # of these, those since its last step
-    evaluated_age_s: float | None = None  # time since the last one; None: it trains
+    restored_step: int = 0  # Step at which this attempt began
+    step_age_s: float = 0.0  # Time since the last step
+    since_age_s: float | None = None  # Time since the first step after the start or resume; None: none yet
+    training_epoch: int = 0  # Finished passes over the data
+    training_epochs: int = 0  # Planned passes over the data; 0: not reported
+    evaluated: int = 0  # Mini-batches evaluated so far, by the rank that is farthest
+    evaluated_in_row: int = 0  # Of these, those since its last step
+    evaluated_age_s: float | None = None  # Time since the last one; None: it trains
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class StepRate:
         self._pages = pages
         self._ranks = ranks
         self._look: PageSample | None = None
-        self.iteration_s = 0.0  # as last measured
+        self.iteration_s = 0.0  # As last measured
 
     @property
     def first_step_ns(self) -> int:
@@ -137,7 +137,7 @@ class StepRate:
         if not any(progress.step for progress in found):
             return None
         if any(progress.phase == PagePhase.REPLAY for progress in found):
-            self._look = None  # replayed steps are no progress
+            self._look = None  # Replayed steps are no progress
             return None
         slowest = min(found, key=lambda progress: progress.step)
         now_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
@@ -182,9 +182,9 @@ class Watched:
         self.ranks: Mapping[int, PageProgress] = {}
         self._stepped_at: float | None = None
         self._longest_pause = 0.0
-        self._window: Mapping[int, PageProgress] = {}  # counters at the begin of the window
+        self._window: Mapping[int, PageProgress] = {}  # Counters at the begin of the window
         self._window_since = since
-        self._held_back = ""  # result of the last complete window
+        self._held_back = ""  # Result of the last complete window
         self._busy_at: float | None = None
         self._busy_s = 0.0
 

@@ -1,6 +1,6 @@
 """Devices taken from the processes of one gang, and given back; and the cores that the gang is pinned to. A process
 without an agent is offloaded in place: the GPU driver copies its device memory to its host memory, and it is frozen.
-The driver keeps what it has taken when the daemon dies, so the next daemon reads it from the driver."""
+The driver keeps what it has taken when the daemon dies, so the next daemon asks the driver."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class TakenDevices(OfGang):
     the present order; `trouble`: why they are not given back yet; `lost`: why the gang can only be ended."""
 
     def __init__(self, context: GangContext, exits: ExitWatcher, limit_bytes: Callable[[], int]) -> None:
-        """`limit_bytes`: limit of the gang's host memory, arenas included; zero: no limit."""
+        """`limit_bytes`: of the gang's host memory with its arenas; zero for none."""
         super().__init__(context)
         self._limit_bytes = limit_bytes
         self._exits = exits
         self._work: asyncio.Task[None] | None = None
         self._users = 0  # images under way, which take devices and give them back themselves
         self._one_at_a_time = threading.Lock()
-        self._may_be_taken = self._host.device_state.has_driver  # Perhaps by a former daemon
+        self._may_be_taken = self._host.device_state.has_driver  # by a former daemon
         self._moved = Replacements()
         self._expected = 0  # processes that a restored image had with device state
         self._refused: tuple[int, str] = (0, "")
@@ -116,7 +116,8 @@ class TakenDevices(OfGang):
         return self._refused[1] if self._refused[0] == order else ""
 
     def residue_bytes(self) -> int:
-        """Return the bytes that taken processes keep on virtual devices: these use host memory, which stays in use."""
+        """Return the bytes that taken processes keep on virtual devices: nothing moves a process's memory from one part
+        of the machine's to another."""
         return 0 if self.is_real else sum(anonymous_bytes(pid) or 0 for pid in self.pids())
 
     # -- of an image ------------------------------------------------------------------------------------------------

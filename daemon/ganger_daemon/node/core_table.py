@@ -226,7 +226,7 @@ def _choose(
 ) -> dict[int, int]:
     """Whole cores first, best rank first; then the remainder on the fullest piece that holds it; then any pieces."""
 
-    # of declared cores that stand for one CPU, another one of the same CPU would be no change
+    # Of declared cores that stand for one CPU, another one of the same CPU would be no change.
     avoided_cpus = {cpu for core in cores if core.id in avoided for cpu in core.cpus}
 
     def rank(core: Core) -> tuple[bool, int, bool, int]:
@@ -238,7 +238,7 @@ def _choose(
     for core in whole[: amount // CORE]:
         taken[core.id] = CORE
     rest = amount - sum(taken.values())
-    # a piece of an already shared core first: it keeps whole cores whole
+    # A piece of an already shared core first: it keeps whole cores whole.
     pieces = sorted(
         (core for core in cores if core.id not in taken and free[core.id] > 0),
         key=lambda core: (rank(core)[:2], free[core.id] < min(rest, CORE), free[core.id], rank(core)),

@@ -162,7 +162,7 @@ def extents(file: BinaryIO, start: int, end: int) -> Iterator[tuple[int, int]]:
         except OSError as error:
             if error.errno != errno.ENXIO:
                 raise
-            return  # nothing but a hole follows
+            return  # Nothing but a hole follows
         if begin >= end:
             return
         start = min(end, os.lseek(file.fileno(), begin, os.SEEK_HOLE))
@@ -343,7 +343,7 @@ class GangPaths:
                 gone.append(place)
                 path.parent.rmdir()
             except OSError:
-                pass  # it is not there, or other epochs of the job live there
+                pass  # It is not there, or other epochs of the job live there
         _remove_beside(gone)
 
 
@@ -360,7 +360,7 @@ class DaemonPaths:
         self.work = state / "work"
         self.temporary = state / "tmp"
         self.launchers = run / "launchers"
-        # an entry of PYTHONPATH: no colon, which the state directory may have in its name
+        # An entry of PYTHONPATH: no colon, which the state directory may have in its name.
         self.inject = run / "inject"
 
     def prepare(self, *, are_accounts_served: bool = False) -> None:
@@ -421,7 +421,7 @@ class DaemonPaths:
             try:
                 found += [self.of(job.name, int(path.name)) for path in sorted(job.iterdir()) if path.name.isdigit()]
             except (ValueError, NotADirectoryError):
-                continue  # not ours
+                continue  # Not ours
         return tuple(found)
 
 

@@ -137,7 +137,7 @@ class GangSet:
             try:
                 await self._act(action, messages)
             except Exception:
-                # a fault of one gang must not delay the others
+                # A fault of one gang must not delay the others.
                 log.exception("desired gang not applied", extra={"action": str(action)})
         if not absent:
             self.rotation.confirm_begun()
@@ -236,7 +236,7 @@ class GangSet:
                 del self.met[first]
         uid, epoch = key
         if epoch > self._finished_epoch(uid):
-            self._ends.pop(uid, None)  # so that it comes last
+            self._ends.pop(uid, None)  # So that it comes last
             self._ends[uid] = _ended(gang)
             for old in list(self._ends)[: max(0, len(self._ends) - _FINISHED_LIMIT)]:
                 del self._ends[old]
@@ -273,7 +273,7 @@ class GangSet:
             if not _holds_devices(other, least):
                 continue
             if key[0] == gang.desired.job_uid and not gang.desired.restore.parked.alone:
-                continue  # a migration onto the same devices: the source releases them at the boundary
+                continue  # A migration onto the same devices: the source releases them at the boundary
             return other.desired.job
         return ""
 

@@ -287,7 +287,7 @@ class Launchers:
                 log.debug("launcher goes on", extra={"key": path.stem, "cause": str(error)})
 
     def close(self) -> None:
-        """Disconnect for good; launchers continue."""
+        """Disconnect for good; launchers go on."""
         with self._lock:
             self._is_closed = True
             for launcher in self._known.values():

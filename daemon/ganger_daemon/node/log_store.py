@@ -77,7 +77,7 @@ class LogStore:
             length = path.stat().st_size
         except FileNotFoundError:
             return
-        # the length first: if the copy does not come about, the reader knows how much is missing
+        # The length first: if the copy does not come about, the reader knows how much is missing.
         self._note(job_uid, rank, epoch, sealed=sealed)
         self._enforce_limit(job_uid, rank, epoch, path, length)
         directory = self._storage_directory(job_uid)
@@ -131,7 +131,7 @@ class LogStore:
                     lost += segment.dropped - inside
                     inside = segment.dropped
                 for position, data in _pieces(segment, inside):
-                    # a hole that its job made is lost, too
+                    # A hole that its job made is lost, too.
                     yield Chunk(start + position, data, lost + position - inside)
                     lost, inside = 0, position + len(data)
                 lost += max(0, segment.length - inside)
@@ -183,7 +183,7 @@ class LogStore:
         dropped = int(notes[epoch].get("dropped", 0))
         if length - dropped <= self._limit:
             return
-        # down to half, so that it is done rarely; whole pages, for the kernel frees no less
+        # Down to half, so that it is done rarely; whole pages, for the kernel frees no less.
         cut = (length - self._limit // 2) // 4096 * 4096
         if cut <= dropped or not _punch(path, dropped // 4096 * 4096, cut):
             return
@@ -213,7 +213,7 @@ def _pieces(segment: Segment, inside: int) -> Iterator[tuple[int, bytes]]:
     if segment.path is None:
         return
     with open_plain(segment.path) as file:
-        # up to the length noted when the segment was listed: what comes later belongs to the next look
+        # Up to the length noted when the segment was listed: what comes later belongs to the next look.
         for begin, end in extents(file, inside, segment.available):
             while begin < end and (data := os.pread(file.fileno(), min(CHUNK_BYTES, end - begin), begin)):
                 yield begin, data

@@ -81,7 +81,7 @@ class StorageWork:
                         result = function(*args)
                     except BaseException as caught:
                         error = caught
-            with suppress(RuntimeError):  # the loop has ended
+            with suppress(RuntimeError):  # The loop has ended
                 loop.call_soon_threadsafe(settle, result, error)
 
         threading.Thread(target=work, daemon=True, name="storage").start()
@@ -115,7 +115,7 @@ class Storage:
     _waiting: StorageWait = field(default_factory=StorageWait)
 
     def configure(self, path: str, token: str) -> None:
-        # absolute: launchers, which publish what ranks have written, stand elsewhere
+        # Absolute: launchers, which publish what ranks have written, stand elsewhere.
         self.path = self.override.absolute() if self.override else (Path(path) if path else None)
         self.token = token
         self._looked_at, self._looking = -math.inf, None

@@ -74,7 +74,7 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
     ) -> peer_pb2.Rendezvous:
         deadline = time.monotonic() + _RENDEZVOUS_S
         while True:
-            # the member's desired set may come before the leader's
+            # The member's desired set may come before the leader's.
             gang = self._gangs.find(request.job_uid, request.epoch)
             if gang is not None:
                 self._check_part(gang, context)
@@ -137,7 +137,7 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
             raise OffsetBeyondEnd(f"offset {offset} lies beyond the end of the log, {end}", end=end)
         deadline = time.monotonic() + _STREAM_S
         while time.monotonic() < deadline:
-            # read after this check, so that all bytes written before it are sent
+            # Read after this check, so that all bytes written before it are sent.
             over = not request.follow or not self._writes(request.job_uid)
             while True:
                 chunk = await asyncio.to_thread(next, logs.read(request.job_uid, request.rank, offset), None)

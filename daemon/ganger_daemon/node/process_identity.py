@@ -165,7 +165,7 @@ def _maps(pid: int, file: Path) -> bool:
         maps = Path(f"/proc/{pid}/maps").read_bytes()
     except OSError:
         return False
-    # mapped for writing: a process that only reads a page is no rank
+    # Mapped for writing: a process that only reads a page is no rank.
     ends = (b" " + bytes(file), b" " + bytes(file) + b" (deleted)")
     return any(b" rw-s " in line and line.endswith(ends) for line in maps.splitlines())
 

@@ -219,7 +219,7 @@ class Session:
             except SupersededError:
                 log.info("session superseded")
                 conversation = None
-                # a master answered: the backoff starts anew
+                # A master answered: the backoff starts anew.
                 self._wait = _FIRST_RETRY_S
             except EndpointError as error:
                 log.info("no master", extra={"error": str(error)})
@@ -280,7 +280,7 @@ class Session:
 
     async def _converse(self, stub: Any, conversation: Conversation) -> None:
         progress = asyncio.create_task(report_progress(stub, conversation.session, self._gangs))
-        conversation.reported = None  # whether the last report was received is not known
+        conversation.reported = None  # Whether the last report was received is not known
         try:
             while True:
                 request = self._request(conversation)
@@ -294,7 +294,7 @@ class Session:
                         raise SupersededError from error
                     raise
                 if answer is None:
-                    continue  # news came first
+                    continue  # News came first
                 self._wait = _FIRST_RETRY_S
                 await self._take(answer, conversation, sent_at)
                 self.connected.set()

@@ -233,7 +233,7 @@ class Rotation:
     def _ordered(self, group: LocalTimesliceGroup, former: SlicePosition) -> None:
         position = group.rotation.position
         self._note(group)
-        # a switch to another version of the matrix is worth a line
+        # A switch to another version of the matrix is worth a line.
         log.log(
             logging.DEBUG if position.version == former.version else logging.INFO,
             "row switched",

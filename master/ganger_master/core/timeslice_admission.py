@@ -322,7 +322,7 @@ def _check_row(state: State, row: Sequence[SlicedMember], held: Mapping[str, Cla
 
 
 def _check_host_memory(state: State, coming: Sequence[SlicedMember]) -> None:
-    """Check the host memory of all gangs that start or continue at once; `fit` has checked each alone."""
+    """Check the host memory of all gangs that start or go on at once; `fit` has checked each alone."""
     needed: dict[str, int] = {}
     for member in coming:
         for place, claim in enumerate(member.claims):
