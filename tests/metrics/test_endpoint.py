@@ -66,6 +66,20 @@ async def ask_for(served: Served, job: str, node: str, mask: int) -> scheduling_
     return await served.scheduling.RequestGang(request)
 
 
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
+
+
+def test_every_metric_is_on_the_page(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with serving(tmp_path, metrics="127.0.0.1:0") as served:
+            text = await asyncio.to_thread(read, served.master.metrics_url)
+        names = {family.name for family in text_string_to_metric_families(text)}
+        assert len(names) > 20
+        assert {name for name in names if not name.startswith("process_") and name not in PAGE} == set()
+
+    asyncio.run(story())
+
+
 def test_what_is_served_follows_jobs_gpus_nodes_and_verdicts(tmp_path: Path) -> None:
     async def story() -> None:
         async with serving(tmp_path, metrics="127.0.0.1:0") as served:
