@@ -107,7 +107,7 @@ def test_no_jobs_are_co_located_before_a_job_has_been_pending_for_long() -> None
     assert [kind for kind, _ in drive.plan()] == ["CORES", "MOVE"]
 
 
-@pytest.mark.parametrize(("gpus", "packs"), [(1, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize(("gpus", "colocations"), [(1, 1), (2, 2), (4, 2)])
 def test_only_as_many_jobs_are_co_located_as_free_the_missing_devices(gpus: int, colocations: int) -> None:
     drive = Colocated(jobs=4)
     drive.wait_for(gpus)
@@ -175,7 +175,7 @@ def test_a_job_with_a_time_limit_is_not_co_located() -> None:
     assert drive.plan() == []
 
 
-@pytest.mark.parametrize(("can", "packs"), [("CHECKPOINT", 1), ("OFFLOAD", 0)])
+@pytest.mark.parametrize(("can", "colocations"), [("CHECKPOINT", 1), ("OFFLOAD", 0)])
 def test_a_job_may_be_co_located_if_it_can_be_parked_at_checkpoint(can: str, colocations: int) -> None:
     drive = Colocated()
     known = Capabilities(pause=True, offload=can == "OFFLOAD", checkpoint=can == "CHECKPOINT", known=True)

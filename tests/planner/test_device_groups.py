@@ -43,7 +43,7 @@ class Paired(Packing, Planned):
         """Start two jobs on the same devices."""
         host = self.running(spec)
         guest = self.submit(spec)
-        assert self.colocation(guest, host) is None
+        assert self.pack(guest, host) is None
         self.runs(guest)
         self.now += 10.0
         return host, guest
@@ -114,7 +114,7 @@ def test_the_higher_ranked_of_two_co_located_jobs_sets_the_rank_of_both() -> Non
     host = drive.running(of(2), seconds=500.0)
     other = drive.running(of(2), seconds=100.0)
     guest = drive.submit(of(2))
-    assert drive.colocation(guest, host) is None
+    assert drive.pack(guest, host) is None
     drive.runs(guest)
     drive.submit(of(2))
     # Alone the host would be preempted, since it has the most attained service.
@@ -176,7 +176,7 @@ def test_a_job_that_cannot_be_restored_protects_the_jobs_on_its_devices() -> Non
     drive = Paired()
     host = drive.running(of(4))
     guest = drive.submit(of(4))
-    assert drive.colocation(guest, host) is None
+    assert drive.pack(guest, host) is None
     drive.runs(guest)
     known = Capabilities(pause=True, missing={"CHECKPOINT": "it has no state"}, known=True)
     drive.state.put_job(replace(drive.job(guest), capabilities=known))

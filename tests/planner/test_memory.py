@@ -240,8 +240,8 @@ def test_a_pack_on_trial_is_judged_by_the_planner_that_comes_after(rates: tuple[
     # And such a pair is left alone by the next one, too.
     known = anew(PlannerMemory(Shared(colocations=drive.colocations))).shared.colocations
     assert (
-        sum([colocation.is_kept for colocation in known.colocations]),
-        len(known.colocations),
+        sum([colocation.is_kept for colocation in known.present]),
+        len(known.present),
         len(known.failed.notes),
     ) == ((1, 1, 0) if keeps else (0, 0, 1))
 
