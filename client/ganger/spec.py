@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from ganger.cluster.resources import DIMENSIONS
 from ganger.launch_command import with_ranks
 from ganger.spec_values import (
     command_hint,
@@ -60,14 +61,15 @@ KEYS = frozenset(
         *("nodes", "cpus_per_gpu", "cpus_per_task", "memory", "gpu_memory", "locality", "tolerance", "patience"),
         *("priority", "weight", "converges", "time", "deadline", "max_failures", "scheduler", "preemptible", "movable"),
         *("checkpoint_every", "labels", "agent", "distributed", "mechanism", "must_move", "close_connections"),
-        *("signal", "grace", "requeue"),
+        *("signal", "grace", "requeue", "disk_mb_per_s", "net_mb_per_s"),
     ]
 )
 _EVERY_KEY = ", ".join(sorted(KEYS | {"array"}))
 # One of locality, tolerance and patience replaces all of them.
 UPDATE_KEYS = ("name", "priority", "time", "gpu_type", "locality", "tolerance", "patience", "memory", "cpus_per_gpu")
 _NO_LIMIT = "never"
-_ROLE_KEYS = frozenset({"name", "tasks", "gpus", "cpus", "memory"})
+_ROLE_KEYS = frozenset({"name", "tasks", "gpus", "cpus", "memory", *DIMENSIONS})
+_MAX_MB_PER_S = 1_000_000_000
 _DEFAULT_PATIENCE_S = 600.0
 # As Slurm's --signal without a time.
 _STOP_GRACE_S = 60.0
@@ -275,7 +277,7 @@ def _roles(reader: _Reader) -> tuple[list[Role], tuple[int, int]]:
     """Return the roles and the range of GPUs of an elastic job, (0, 0) for others. An elastic job gets roles for the
     fewest."""
     if reader.has("roles"):
-        for key in ("gpus", "gpus_per_task", "tasks", "cpus_per_gpu", "cpus_per_task", "memory"):
+        for key in ("gpus", "gpus_per_task", "tasks", "cpus_per_gpu", "cpus_per_task", "memory", *DIMENSIONS):
             if reader.has(key):
                 reader.complain(key, "does not go with roles: each role has its own")
         return _listed_roles(reader), (0, 0)
@@ -309,8 +311,13 @@ def _roles(reader: _Reader) -> tuple[list[Role], tuple[int, int]]:
     if gpus == 0 and not millicores:
         # Without devices there is no share to go by: a core each.
         millicores = 1_000
-    shape = TaskShape(gpus=shape_gpus, millicores=millicores, memory_bytes=memory)
+    shape = TaskShape(gpus=shape_gpus, millicores=millicores, memory_bytes=memory, **_bandwidth(reader))
     return [Role(name="worker", tasks=tasks, shape=shape)], ((gpus, most) if most else (0, 0))
+
+
+def _bandwidth(reader: _Reader) -> dict[str, int]:
+    """Return the bandwidth of one task by name, in megabytes per second."""
+    return {name: reader.read(name, whole_number(0, _MAX_MB_PER_S), 0) for name in DIMENSIONS}
 
 
 def _check_split(reader: _Reader, gpus: int, most: int, shape_gpus: int, tasks: int) -> None:
@@ -337,7 +344,7 @@ def _listed_roles(reader: _Reader) -> list[Role]:
     for index, description in enumerate(listed[:100]):
         path = f"roles[{index}]"
         if not isinstance(description, Mapping):
-            reader.complain(path, "must be a mapping of name, tasks, gpus, cpus, memory")
+            reader.complain(path, f"must be a mapping of {', '.join(sorted(_ROLE_KEYS))}")
             continue
         one = _Reader(description, {str(key): f"{path}.{key}" for key in (*description, *_ROLE_KEYS)})
         for key in sorted(str(key) for key in set(description) - _ROLE_KEYS):
@@ -349,6 +356,7 @@ def _listed_roles(reader: _Reader) -> list[Role]:
             gpus=gpus,
             millicores=one.read("cpus", parse_cores_or_auto, 0 if gpus else 1_000),
             memory_bytes=one.read("memory", parse_memory, 0),
+            **_bandwidth(one),
         )
         roles.append(Role(name=name, tasks=one.read("tasks", whole_number(1, _MAX_TASKS), 1), shape=shape))
         if name and name in seen:

@@ -13,10 +13,10 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from ganger.wire.tls import check_directory, server_credentials, tell_end
 
 from ganger_daemon.cgroups.contract import Cgroups, is_done
 from ganger_daemon.cgroups.group_tree import choose_cgroups
+from ganger_daemon.devices.inventory import with_dimensions
 from ganger_daemon.devices.virtual import VirtualSpec, choose_devices
 from ganger_daemon.gang.gang_launcher import GangLauncher
 from ganger_daemon.gang.gang_unit import sweep_names
@@ -111,6 +112,8 @@ class DaemonSettings:
     run_directory: Path | None = None
     virtual: VirtualSpec | None = None
     recorded: Path | None = None
+    # Bandwidth that the node declares, by name (`ganger.cluster.resources.DIMENSIONS`).
+    dimensions: Mapping[str, float] = field(default_factory=dict)
     cgroups: str = "auto"
     # Path of CRIU, "none", or empty: found on the path or beside the interpreter.
     criu: str = ""
@@ -155,6 +158,7 @@ class Daemon:
         settings = self._settings
         try:
             devices = choose_devices(settings.virtual, settings.recorded, node=self.node)
+            devices.inventory = with_dimensions(devices.inventory, settings.dimensions)
             gpu_cores = settings.virtual.gpu_cores if settings.virtual is not None else 0.0
             cgroups = await asyncio.to_thread(self._choose_cgroups, gpu_cores, accounts)
         except ValueError as error:

@@ -72,6 +72,16 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]
     type=Within(min=0.1),
     help="CPU time of all jobs on one declared device, together, in cores. Default: any.",
 )
+@click.option(
+    "--disk-mb-per-s",
+    type=click.IntRange(1),
+    help="Bandwidth of this node's disks that jobs may name, in megabytes (10^6) per second. Default: no limit.",
+)
+@click.option(
+    "--net-mb-per-s",
+    type=click.IntRange(1),
+    help="Bandwidth of this node's network that jobs may name, in megabytes (10^6) per second. Default: no limit.",
+)
 @click.option("--topology", help="Of declared devices: sockets x devices, for example 2x2.")
 @click.option("--recorded", type=click.Path(path_type=Path, exists=True), help="Devices from a recording.")
 @click.option(
@@ -118,6 +128,8 @@ def daemon(
     memory_bytes: int,
     gpu_memory_bytes: int,
     gpu_cores: float | None,
+    disk_mb_per_s: int | None,
+    net_mb_per_s: int | None,
     no_preload: bool,
     order_deadline: float,
     verbose: bool,
@@ -136,6 +148,8 @@ def daemon(
         settings["virtual"] = VirtualSpec(
             gpus, topology or "", cores, memory_bytes, gpu_memory_bytes or 4 << 30, gpu_cores or 0.0
         )
+    declared = {"disk_mb_per_s": disk_mb_per_s, "net_mb_per_s": net_mb_per_s}
+    settings["dimensions"] = {name: amount for name, amount in declared.items() if amount is not None}
     settings.update(preload=not no_preload, order_patience_s=order_deadline / 2, order_deadline_s=order_deadline)
     try:
         asyncio.run(run_daemon(DaemonSettings(**settings)))

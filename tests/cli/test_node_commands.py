@@ -6,6 +6,8 @@ import io
 import json
 
 import pytest
+from ganger.cli.nodes import free_bandwidth
+from ganger.cluster.resources import UNLIMITED_MB_PER_S
 from ganger.v1 import job_pb2, node_pb2, resources_pb2
 from ganger.wire import errors
 from kit.canned import Call, CannedMaster, running_job
@@ -44,6 +46,12 @@ def test_nodes_are_listed_and_drained_with_a_reason(call: Call, master: CannedMa
     assert [line.partition(":")[0] for line in others] == ["  job 1"], "no other job is on it"
     assert call("uncordon", "n1") == 0
     assert "node n1 is ready" in capsys.readouterr().out
+
+
+def test_a_node_shows_the_bandwidth_that_is_free_of_what_it_declares() -> None:
+    row = node_pb2.NodeState(free_disk_mb_per_s=200, free_net_mb_per_s=UNLIMITED_MB_PER_S - 50)
+    assert free_bandwidth(row) == "disk 200 MB/s", "the network has no limit"
+    assert free_bandwidth(node_pb2.NodeState()) == ""
 
 
 def test_a_node_that_was_never_accepted_shows_why_in_nodes_and_top(

@@ -53,6 +53,7 @@ def test_every_mistake_is_named_at_once() -> None:
         colour="red",
         gpus="two",
         memory="3Q",
+        disk_mb_per_s="fast",
         time="soon",
         priority=5_000,
         locality="moon",
@@ -68,7 +69,7 @@ def test_every_mistake_is_named_at_once() -> None:
     )
     expected = (
         "colour command gpus memory time priority locality environment scheduler directory name agent preemptible"
-        " movable weight converges"
+        " movable weight converges disk_mb_per_s"
     )
     assert set(found) == set(expected.split())
     assert "say what to run" in found["command"]

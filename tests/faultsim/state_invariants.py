@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ganger.cluster.fit import MEMORY_SHARE
-from ganger.cluster.resources import Claim
+from ganger.cluster.resources import Bandwidth, Claim, exceeds, more_bandwidth
 from ganger.cluster.topology import bits
 from ganger.job_state import JobState
 from ganger_master.core.approval import find_blocked
@@ -40,6 +40,11 @@ def _pieces(state: State) -> Iterator[str]:
         memory = sum(claim.memory_bytes + claim.arena_bytes for claim in held)
         if memory > configuration_set.free_memory_bytes:
             yield f"{name}: {memory} of {configuration_set.memory_bytes} bytes are held"
+        bandwidth: Bandwidth = ()
+        for claim in held:
+            bandwidth = more_bandwidth(bandwidth, claim.bandwidth)
+        if exceeds(bandwidth, configuration_set.bandwidth):
+            yield f"{name}: {bandwidth} of {configuration_set.bandwidth} MB/s are held"
         yield from _device_memory(state, name, configuration_set.device_memory_bytes)
         if rows.get(name) != row_of(node, state.view.topology(name), held, state.gangs.affinity_of(name)):
             yield f"{name}: its row in the view is not what its gangs hold"

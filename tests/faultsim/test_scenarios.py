@@ -1,7 +1,7 @@
 """Stories as text: commands, `----`, and exactly what they print. Blocks are separated by empty lines.
 
-node NAME TOPOLOGY [type=T] [user=U]       policy NAME | quota USER=DEVICES ...   (before nodes)
-submit GPUS [steps= cores= memory= type= within= user= priority= failures=]
+node NAME TOPOLOGY [type=T] [user=U] [disk=MB/s] [net=MB/s]       policy NAME | quota USER=DEVICES ...   (before nodes)
+submit GPUS [steps= cores= memory= type= within= user= priority= failures= disk= net=]
 told JOB KIND   cancel|resume|why|show|fails JOB           suspend JOB LEVEL              move JOB [NODE]
 backup | restore | quarantine adopt|end JOB
 cordon|uncordon|drain|reboot|silent|heard|storage|nostorage NODE     residue MEBIBYTES     run SECONDS      nodes
@@ -92,7 +92,9 @@ class _Story:
         self._settings = CoreSettings(quota_devices={user: int(count) for user, count in devices.items()})
         yield from ()
 
-    def _node(self, name: str, topology: str, type: str = "virtual", user: str = "", image: str = "") -> Iterator[str]:
+    def _node(
+        self, name: str, topology: str, type: str = "virtual", user: str = "", image: str = "", **bandwidth: str
+    ) -> Iterator[str]:
         """`image`: what takes process images there, and then its jobs are saved by them."""
         made = parse_topology(
             topology,
@@ -102,6 +104,8 @@ class _Story:
             memory_bytes=64 * _GIB,
             device_memory_bytes=_GIB,
         )
+        declared = {f"{what}_mb_per_s": float(amount) for what, amount in bandwidth.items()}
+        made = replace(made, name="-".join([made.name, *bandwidth.values()]), dimensions=declared)
         capabilities = {"switch_user": "no", "user": user} if user else {}
         capabilities |= {"image": image.replace("_", " ")} if image else {}
         daemon = self.cluster.add_node(name, made, capabilities)
@@ -121,8 +125,11 @@ class _Story:
         user: str = "",
         priority: str = "0",
         failures: str = "0",
+        disk: str = "0",
+        net: str = "0",
     ) -> Iterator[str]:
-        shape = TaskShape(1, int(cores) * 1000, int(memory) * _GIB)
+        bandwidth = (int(disk), int(net))
+        shape = TaskShape(1, int(cores) * 1000, int(memory) * _GIB, bandwidth if any(bandwidth) else ())
         spec = JobSpec(
             ("train", steps),
             (Role("worker", int(gpus), shape),),

@@ -15,7 +15,9 @@ _LINKED = replace(
 )
 _PLAIN = ConfigurationSet("plain", memory_bytes=32 * GIB, sockets=server("2x2").sockets)
 _PLAIN = replace(_PLAIN, sockets=tuple(replace(socket, device_mask=0) for socket in _PLAIN.sockets))
-SETS = (server("2x2"), server("2x2x2", cores=12, gib=96), server("4", cores=6, device_type="other"), _LINKED, _PLAIN)
+_DISK = replace(server("2x2", cores=10), name="disk", dimensions={"disk_mb_per_s": 500.0})
+_BOTH = replace(server("4", cores=6, device_type="other"), dimensions={"disk_mb_per_s": 900.0, "net_mb_per_s": 1_000.0})
+SETS = (server("2x2"), server("2x2x2", cores=12, gib=96), _BOTH, _LINKED, _PLAIN, _DISK)
 
 shapes = st.builds(
     GangShape,
@@ -29,6 +31,7 @@ shapes = st.builds(
                 gpus=st.sampled_from([0, 1, 1, 1, 2, 4]),
                 millicores=st.sampled_from([0, 0, 500, 1000, 3000]),
                 memory_bytes=st.sampled_from([0, 0, GIB, 20 * GIB]),
+                bandwidth=st.sampled_from([(), (), (200, 0), (100, 300)]),
             ),
         ),
         min_size=1,

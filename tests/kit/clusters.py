@@ -40,6 +40,7 @@ def idle_row(name: str, of: ConfigurationSet, rack: str = "", fabric: str = "", 
         available=available,
         rack=rack,
         fabric=fabric,
+        free_bandwidth=of.bandwidth,
     )
 
 
@@ -84,6 +85,7 @@ def gangs() -> st.SearchStrategy[GangShape]:
         gpus=st.sampled_from([0, 1, 1, 1, 2]),
         millicores=st.sampled_from([0, 0, 1000, 2000]),
         memory_bytes=st.sampled_from([0, 0, GIB, 20 * GIB]),
+        bandwidth=st.sampled_from([(), (), (200, 0), (100, 300)]),
     )
     roles = st.lists(st.builds(Role, st.just("role"), st.integers(1, 6), shapes), min_size=1, max_size=2)
     localities = st.builds(

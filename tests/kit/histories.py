@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kit.clusters import idle_row, parked, server
 from msgspec.structs import replace
 
-OTHER = server("4", cores=4, gib=16, device_type="other")
+OTHER = replace(server("4", cores=4, gib=16, device_type="other"), dimensions={"net_mb_per_s": 800.0})
 
 
 class History:

@@ -11,13 +11,16 @@ from operator import itemgetter
 from typing import Any
 
 from ganger.cluster.claims import PLENTY, evenly, fewest, greedily, make_claim
-from ganger.cluster.fit import demand
+from ganger.cluster.fit import Demand, demand
 from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel
 from ganger.cluster.view import LoadMode, View
 
 _WIDE = (LocalityLevel.RACK, LocalityLevel.FABRIC, LocalityLevel.CLUSTER)
-CONSTRAINTS = (Reason.GPUS, Reason.DEVICE_MEMORY, Reason.CORES, Reason.MEMORY, Reason.LOCALITY)
+CONSTRAINTS = (
+    *(Reason.GPUS, Reason.DEVICE_MEMORY, Reason.CORES, Reason.MEMORY),
+    *(Reason.DISK, Reason.NETWORK, Reason.LOCALITY),
+)
 Claims = tuple[Claim, ...]
 
 
@@ -48,7 +51,15 @@ def hosts_whole(
         level(view, slot, shape, relaxed) <= within
         and (Reason.CORES in relaxed or sum(view.millicores[slot]) >= needed.millicores)
         and (Reason.MEMORY in relaxed or view.memory[slot] >= needed.memory_bytes)
+        and all(wanted <= free for wanted, free in _bandwidths(view, slot, needed, relaxed))
     )
+
+
+def _bandwidths(view: View, slot: int, needed: Demand, relaxed: Collection[Reason]) -> list[tuple[int, int]]:
+    """What is wanted and what is free, of each dimension that the node limits."""
+    free = view.bandwidth.get(slot, ())
+    pairs = zip((Reason.DISK, Reason.NETWORK), needed.bandwidth, free, strict=False)
+    return [(wanted, left) for reason, wanted, left in pairs if reason not in relaxed]
 
 
 def hosts(view: View, shape: GangShape, widest: LocalityLevel, avoid: Collection[str] = ()) -> list[int]:
@@ -67,6 +78,8 @@ def room(view: View, slot: int, shape: GangShape, role: int, relaxed: Collection
         found = min(found, sum(view.millicores[slot]) // needed.millicores)
     if needed.memory_bytes and Reason.MEMORY not in relaxed:
         found = min(found, view.memory[slot] // needed.memory_bytes)
+    for wanted, left in _bandwidths(view, slot, needed, relaxed):
+        found = min(found, left // wanted) if wanted else found
     return found
 
 
@@ -311,8 +324,10 @@ def blocking_reasons(view: View, shape: GangShape, widest: LocalityLevel, avoid:
         return not shape.gpus or (of.devices > 0 and shape.device_type in ("", of.device_type))
 
     def lacking() -> list[Reason]:
-        alone = [one for one in CONSTRAINTS if is_enough(view, shape, widest, some, {one})]
-        short = [one for one in CONSTRAINTS if not is_enough(view, shape, widest, some, {*CONSTRAINTS} - {one})]
+        names_bandwidth = any(role.shape.bandwidth for role in shape.roles)
+        counted = [one for one in CONSTRAINTS if names_bandwidth or one not in (Reason.DISK, Reason.NETWORK)]
+        alone = [one for one in counted if is_enough(view, shape, widest, some, {one})]
+        short = [one for one in counted if not is_enough(view, shape, widest, some, {*CONSTRAINTS} - {one})]
         return alone or short or [Reason.GPUS if shape.gpus else Reason.CORES]
 
     if not any(is_typed(slot) for slot in named):
@@ -364,6 +379,16 @@ def figures(
             "needed_bytes": min((need.memory_bytes for need in needs), default=0),
             "free_bytes": sum(memory),
             "largest_free_bytes": max(memory, default=0),
+        },
+        **{
+            reason: {
+                "needed_mb_per_s": min((need.bandwidth[at] for need in needs if need.bandwidth), default=0),
+                "free_mb_per_s": sum(view.bandwidth[slot][at] for slot in beside if slot in view.bandwidth),
+                "largest_free_mb_per_s": max(
+                    (view.bandwidth[slot][at] for slot in beside if slot in view.bandwidth), default=0
+                ),
+            }
+            for at, reason in enumerate((Reason.DISK, Reason.NETWORK))
         },
         Reason.DEVICE_MEMORY: {
             "devices": shape.gpus,

@@ -16,6 +16,7 @@ from ganger_master.policies.tetris import (
     Alignment,
     Knobs,
     alignment_of,
+    placement_by,
     tetris_gangs,
     within_fairness,
 )
@@ -139,3 +140,30 @@ def test_gangs_that_are_chosen_fit_and_are_taken(kind: Alignment) -> None:
             before.take(claim)
     assert sum(mask.bit_count() for mask in room.view.free) == sum(mask.bit_count() for mask in before.free)
     assert len({job for job, _ in chosen}) == len(chosen) >= 3
+
+
+def _naming(disk: int, net: int) -> GangShape:
+    shape = gang(1, cores=1, gib=4)
+    (role,) = shape.roles
+    return replace(shape, roles=(replace(role, shape=replace(role.shape, bandwidth=(disk, net))),))
+
+
+@pytest.mark.parametrize("kind", Alignment)
+def test_a_gang_goes_where_the_bandwidth_that_it_names_is_free(kind: Alignment) -> None:
+    declares = replace(server(), name="io", dimensions={"disk_mb_per_s": 1_000.0, "net_mb_per_s": 1_000.0})
+    view = cluster(2, declares)
+    for name, free in (("s0", (900, 200)), ("s1", (200, 900))):
+        view.put(replace(view.row(name), free_bandwidth=free, version=0))
+    room, placement = CapacityIndex(view), placement_by(Knobs(alignment=kind))
+    for shape, node in ((_naming(150, 10), "s0"), (_naming(10, 150), "s1")):
+        claims = placement.place(room, PlacementRequest(shape))
+        assert claims is not None
+        assert claims[0].node == node
+
+
+def test_jobs_of_different_bandwidth_start_together_where_two_alike_would_not_fit() -> None:
+    declares = replace(server("2"), name="io", dimensions={"disk_mb_per_s": 1_000.0, "net_mb_per_s": 1_000.0})
+    reads, sends = _naming(700, 100), _naming(100, 700)
+    room = CapacityIndex(cluster(1, declares))
+    chosen = tetris_gangs(room, [reads, reads, sends], np.ones(3), np.zeros(3), Knobs(fairness=0.0))
+    assert sorted(job for job, _ in chosen) == [0, 2]

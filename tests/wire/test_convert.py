@@ -35,12 +35,15 @@ sizes = st.lists(u64, max_size=4).map(tuple)
 nodes = st.from_regex(r"[a-z][a-z0-9]{0,8}", fullmatch=True)
 words = st.text("abc-", max_size=8)
 levels = st.sampled_from(LocalityLevel)
-shapes = st.builds(TaskShape, gpus=u32, millicores=u32, memory_bytes=u64)
+bandwidths = st.just(()) | st.tuples(st.integers(1, 2**32 - 1), u32)
+shapes = st.builds(TaskShape, gpus=u32, millicores=u32, memory_bytes=u64, bandwidth=bandwidths)
 roles = st.builds(Role, words, u32, shapes)
 localities = st.builds(Locality, levels, st.none() | levels, st.integers(0, 10**6).map(float))
-claims = st.builds(Claim, nodes, masks, numbers, u64, u64, numbers, shared_mask=masks)
+claims = st.builds(Claim, nodes, masks, numbers, u64, u64, numbers, shared_mask=masks, bandwidth=bandwidths)
 rows = st.builds(
-    NodeRow, nodes, words, masks, numbers, u64, u64, st.booleans(), words, words, numbers, numbers, numbers, u32, sizes
+    NodeRow,
+    *(nodes, words, masks, numbers, u64, u64, st.booleans(), words, words, numbers, numbers, numbers, u32, sizes),
+    st.just(()) | st.tuples(u64, u64),
 )
 sets = st.builds(
     ConfigurationSet,

@@ -11,7 +11,7 @@ from ganger.cli.options import number
 from ganger.job import FINISHED
 from ganger.units import format_cores, format_duration, format_memory
 from ganger.v1.job_pb2 import MECHANISM_SIGNAL, MECHANISM_UNSPECIFIED, Job, Mechanism, Progress
-from ganger.v1.resources_pb2 import LEVEL_CLUSTER, Claim, Role
+from ganger.v1.resources_pb2 import LEVEL_CLUSTER, Claim, Role, TaskShape
 from ganger.v1.scheduling_pb2 import CoresCurve, CurvePoint
 from ganger.wire import times
 from ganger.wire.errors import ApiError
@@ -140,7 +140,13 @@ def _role(role: Role, bounds: str) -> str:
     cores = f"{format_cores(shape.millicores)} cores" if shape.millicores else "cores by measurement"
     memory = format_memory(shape.memory_bytes) if shape.memory_bytes else "a share of memory"
     gpus = "1 GPU" if shape.gpus == 1 else f"{shape.gpus} GPUs" if shape.gpus else "no GPU"
-    return f"{bounds or role.tasks} × {role.name}: {gpus}, {cores}, {memory}"
+    return f"{bounds or role.tasks} × {role.name}: {', '.join([gpus, cores, memory, *bandwidth_texts(shape)])}"
+
+
+def bandwidth_texts(of: TaskShape | Claim) -> list[str]:
+    """Return the named bandwidth as texts, "disk 500 MB/s"."""
+    pairs = (("disk", of.disk_mb_per_s), ("network", of.net_mb_per_s))
+    return [f"{name} {amount} MB/s" for name, amount in pairs if amount]
 
 
 def _wants(job: Job) -> str:
@@ -165,7 +171,7 @@ def _claim(claim: Claim, has_given_back: bool = False) -> str:
     cores = "cores: " + ", ".join(sockets) if sockets else "no cores"
     arena = f" and {format_memory(claim.arena_bytes)} for state moved off the GPUs" if claim.arena_bytes else ""
     held = f"{'GPU' if claim.device_mask.bit_count() == 1 else 'GPUs'} {job_table.devices(claim.device_mask)}; "
-    memory = f"{format_memory(claim.memory_bytes)} of memory{arena}"
+    memory = "; ".join([f"{format_memory(claim.memory_bytes)} of memory{arena}", *bandwidth_texts(claim)])
     if has_given_back:
         return f"{number(claim.node)}: {memory}; GPUs and cores are given back"
     return f"{number(claim.node)}: {held if claim.device_mask else ''}{cores}; {memory}"

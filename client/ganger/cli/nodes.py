@@ -11,13 +11,14 @@ import click
 from click.shell_completion import CompletionItem
 
 from ganger.cli.options import CompletedType, NodeType, confirm, json_option, number, open_client, yes_option
+from ganger.cluster.resources import UNLIMITED_MB_PER_S
 from ganger.console import print_json, print_line, print_pairs, print_table
 from ganger.units import format_cores, format_duration, format_memory
 
 if TYPE_CHECKING:
     from ganger.client import Client
     from ganger.v1.job_service_pb2 import Explanation
-    from ganger.v1.node_pb2 import ListNodesResponse, Node, QuarantinedGang
+    from ganger.v1.node_pb2 import ListNodesResponse, Node, NodeState, QuarantinedGang
 
 _QUARANTINE_HEADINGS = ("GANG", "JOB", "USER", "NODES", "STATE", "WHY")
 
@@ -271,6 +272,7 @@ def show(node: str, as_json: bool) -> None:
             ("free devices", (devices(message.view_entry.free_mask) or "none") if message.configuration_set else ""),
             ("free cores", " + ".join(format_cores(socket) for socket in message.view_entry.free_millicores)),
             ("free memory", format_memory(message.view_entry.free_memory_bytes) if message.configuration_set else ""),
+            ("free bandwidth", free_bandwidth(message.view_entry)),
             ("place", " ".join(filter(None, (message.rack, message.fabric)))),
             ("address", message.peer_address),
             ("faults", "\n".join(f"device {index}: {why}" for index, why in sorted(message.device_faults.items()))),
@@ -280,6 +282,14 @@ def show(node: str, as_json: bool) -> None:
             ("machine", message.machine_uuid),
         ]
     )
+
+
+def free_bandwidth(row: NodeState) -> str:
+    """Return what is free of declared bandwidth; empty where none is declared."""
+    if not row.HasField("free_disk_mb_per_s"):
+        return ""
+    free = zip(("disk", "network"), (row.free_disk_mb_per_s, row.free_net_mb_per_s), strict=True)
+    return ", ".join([f"{name} {amount} MB/s" for name, amount in free if amount < UNLIMITED_MB_PER_S // 2])
 
 
 @click.command()

@@ -72,6 +72,8 @@ class _Submission(click.Command):
 @click.option("--cpus-per-gpu", metavar="N|auto", help="Cores beside each GPU; auto (default) measures.")
 @click.option("--cpus-per-task", metavar="N|auto", help="Cores of each task.")
 @click.option("--memory", metavar="SIZE", help="Host memory of each task, e.g. 16G.")
+@click.option("--disk-mb-per-s", metavar="N", help="Disk bandwidth of each task, in megabytes (10^6) per second.")
+@click.option("--net-mb-per-s", metavar="N", help="Network bandwidth of each task, in megabytes (10^6) per second.")
 @click.option("--locality", metavar="LEVEL", help=f"How close together its GPUs should be: {_LEVELS}.")
 @click.option("--tolerance", metavar="LEVEL", help="How far apart they may be; default: as --locality, else anywhere.")
 @click.option("--patience", metavar="TIME", help="How long to wait for --locality before taking --tolerance [10m].")

@@ -18,13 +18,27 @@ from numpy.typing import NDArray
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import PLENTY
 from ganger.cluster.feasibility import Alike, Family, each
-from ganger.cluster.fit import demand
+from ganger.cluster.fit import BANDWIDTH_REASONS, bandwidth_of, demand
 from ganger.cluster.refusals import Reason, Refusal
-from ganger.cluster.resources import GangShape, LocalityLevel, accepts_type, shapes_by_type
+from ganger.cluster.resources import (
+    DIMENSIONS,
+    UNLIMITED_MB_PER_S,
+    GangShape,
+    LocalityLevel,
+    accepts_type,
+    shapes_by_type,
+)
 from ganger.cluster.search import PlacementRequest, widest_now
 from ganger.cluster.topology import bits
 
-CONSTRAINTS: Final = (Reason.GPUS, Reason.DEVICE_MEMORY, Reason.CORES, Reason.MEMORY, Reason.LOCALITY)
+CONSTRAINTS: Final = (
+    Reason.GPUS,
+    Reason.DEVICE_MEMORY,
+    Reason.CORES,
+    Reason.MEMORY,
+    *BANDWIDTH_REASONS,
+    Reason.LOCALITY,
+)
 _ALL: Final = frozenset(CONSTRAINTS)
 _OF_DEVICES: Final = frozenset({Reason.GPUS, Reason.DEVICE_MEMORY})
 _NOTHING: Final = frozenset[Reason]()
@@ -70,9 +84,12 @@ def _blockers(capacity: _Capacity) -> tuple[Refusal, ...]:
 
 
 def _lacking(capacity: _Capacity) -> tuple[Refusal, ...]:
-    reasons = [reason for reason in CONSTRAINTS if capacity.is_enough(frozenset({reason}))]
+    constraints: tuple[Reason, ...] = CONSTRAINTS
+    if not capacity.shape.names_bandwidth:
+        constraints = tuple([reason for reason in constraints if reason not in BANDWIDTH_REASONS])
+    reasons = [reason for reason in constraints if capacity.is_enough(frozenset({reason}))]
     if not reasons:
-        reasons = [reason for reason in CONSTRAINTS if not capacity.is_enough(_ALL - {reason})]
+        reasons = [reason for reason in constraints if not capacity.is_enough(_ALL - {reason})]
     return tuple(
         [capacity.refusal(reason) for reason in reasons or [Reason.GPUS if capacity.shape.gpus else Reason.CORES]]
     )
@@ -164,7 +181,11 @@ class _Capacity:
         tasks = tuple([role.tasks for role in shape.roles])
         topologies = dict.fromkeys([entry.family.topology for entry in typed])
         needs = [demand(topology.configuration_set, shape, tasks) for topology in topologies]
-        if reason is Reason.CORES:
+        if reason in BANDWIDTH_REASONS:
+            place = BANDWIDTH_REASONS.index(reason)
+            unit, needed = "mb_per_s", [need.bandwidth[place] for need in needs if need.bandwidth]
+            free_of = [(max(0, entry.bandwidth[place]), entry.slots.bit_count()) for entry in beside if entry.bandwidth]
+        elif reason is Reason.CORES:
             unit, needed = "millicores", [need.millicores for need in needs]
             free_of = [(entry.millicores, entry.slots.bit_count()) for entry in beside]
         else:
@@ -218,6 +239,8 @@ class _Capacity:
             hosts &= self._millicores >= millicores
         if Reason.MEMORY not in relaxed:
             hosts &= self._memory >= memory
+        for free, wanted in self._bandwidths(tuple([role.tasks for role in self.shape.roles]), relaxed):
+            hosts &= free >= wanted
         return hosts
 
     def _levels(self, relaxed: frozenset[Reason]) -> _Numbers:
@@ -238,7 +261,19 @@ class _Capacity:
             room = _shared_out(room, self._millicores, millicores)
         if Reason.MEMORY not in relaxed:
             room = _shared_out(room, self._memory, memory)
+        one = tuple([int(other == role) for other in range(len(shape.roles))])
+        for free, wanted in self._bandwidths(one, relaxed):
+            room = np.minimum(room, np.maximum(0, free) // wanted)
         return room
+
+    def _bandwidths(self, tasks: tuple[int, ...], relaxed: frozenset[Reason]) -> list[tuple[_Numbers, int]]:
+        """Return what is free, by entry, and what these tasks name, of each dimension that counts."""
+        wanted = bandwidth_of(self.shape, tasks)
+        return [
+            (self._bandwidth[:, at], amount)
+            for at, (reason, amount) in enumerate(zip(BANDWIDTH_REASONS, wanted, strict=False))
+            if amount and reason not in relaxed
+        ]
 
     def _hold(self, rooms: Sequence[_Numbers], counts: _Numbers) -> bool:
         """Return whether so many nodes of each entry, with room for so many tasks each, hold every role."""
@@ -293,6 +328,13 @@ class _Capacity:
         return np.array([entry.millicores for entry in self._entries], np.int64)
 
     @cached_property
+    def _bandwidth(self) -> _Numbers:
+        """Return what is free, by entry and dimension."""
+        no_limit = (UNLIMITED_MB_PER_S,) * len(DIMENSIONS)
+        found = [entry.bandwidth or no_limit for entry in self._entries]
+        return np.array(found, np.int64).reshape(len(found), len(DIMENSIONS))
+
+    @cached_property
     def _memory(self) -> _Numbers:
         return np.array([entry.memory for entry in self._entries], np.int64)
 
@@ -309,10 +351,11 @@ def _unusable(index: CapacityIndex) -> list[Alike]:
         if not view.nodes[slot]:
             continue
         kept = view.parked.get(slot, ())
-        key = (view.topologies[slot], view.free[slot], view.millicores[slot], view.memory[slot], kept)
+        bandwidth = view.bandwidth.get(slot, ())
+        key = (view.topologies[slot], view.free[slot], view.millicores[slot], view.memory[slot], kept, bandwidth)
         entry = found.get(key)
         if entry is None:
             family = Family(view.topologies[slot], view.free[slot], 0, view.device_memory_left(slot))
-            entry = found[key] = Alike(0, family, sum(view.millicores[slot]), view.memory[slot], 0)
+            entry = found[key] = Alike(0, family, sum(view.millicores[slot]), view.memory[slot], 0, bandwidth)
         entry.slots |= 1 << slot
     return list(found.values())

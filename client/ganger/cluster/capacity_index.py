@@ -27,12 +27,13 @@ from ganger.cluster.feasibility import (
     closest,
     together,
 )
-from ganger.cluster.resources import Claim, GangShape, LocalityLevel
+from ganger.cluster.resources import Bandwidth, Claim, GangShape, LocalityLevel
 from ganger.cluster.topology import Topology
 from ganger.cluster.view import View
 
-# Hardware, free devices, free cores by socket, free memory, jobs by socket, affinity, what is parked on its devices.
-_State: TypeAlias = tuple[Topology, int, tuple[int, ...], int, tuple[int, ...], int, tuple[int, ...]]
+# Hardware, free devices, free cores by socket, free memory, jobs by socket, affinity, what is parked on its devices,
+# free bandwidth.
+_State: TypeAlias = tuple[Topology, int, tuple[int, ...], int, tuple[int, ...], int, tuple[int, ...], Bandwidth]
 
 # Bounds of what is remembered, so that a room may live as long as the cluster.
 _MOST_STATES: Final = 1 << 13
@@ -225,7 +226,7 @@ class CapacityIndex:
         # By question: the first slot that may have room. No node before it had room, and none has got any since.
         self._passed_over: dict[Hashable, int] = {}
         self._by_state: dict[_State, Alike] = {}
-        self._by_key: dict[tuple[Family, int, int, int], Alike] = {}
+        self._by_key: dict[tuple[Family, int, int, int, Bandwidth], Alike] = {}
         self._family_of: dict[tuple[Topology, int, int, tuple[int, ...]], Family] = {}
         self.entries = Entries()
         # Slots whose entry changed, for the tallies to follow.
@@ -280,13 +281,13 @@ class CapacityIndex:
         self._everywhere: Slots = (1 << len(view.nodes)) - 1
 
     def _met(self, state: _State, slot: int) -> Alike:
-        topology, free, millicores, memory, socket_jobs, affinity, kept = state
+        topology, free, millicores, memory, socket_jobs, affinity, kept, bandwidth = state
         of = (topology, free, affinity, kept)
         family = self._family_of.get(of)
         if family is None:
             left = self.view.device_memory_left(slot)
             family = self._family_of[of] = Family(topology, free, affinity, left)
-        key = (family, sum(millicores), memory, sum(socket_jobs))
+        key = (family, sum(millicores), memory, sum(socket_jobs), bandwidth)
         alike = self._by_key.get(key)
         if alike is None:
             alike = self._by_key[key] = self.entries.add(*key)
@@ -306,6 +307,7 @@ class CapacityIndex:
             view.socket_jobs[slot],
             view.affinity[slot],
             kept,
+            view.bandwidth.get(slot, ()) if view.bandwidth else (),
         )
         return self._by_state.get(state) or self._met(state, slot)
 

@@ -14,7 +14,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from ganger.cluster.fit import demand, fit
-from ganger.cluster.resources import Claim, GangShape, LocalityLevel, accepts_type
+from ganger.cluster.resources import Claim, GangShape, LocalityLevel, accepts_type, exceeds
 from ganger.cluster.topology import Topology
 from ganger.cluster.view import LoadMode, View
 
@@ -50,6 +50,8 @@ def make_claim(
     )
     if mask is None or view.memory[slot] < needed.memory_bytes:
         return None
+    if needed.bandwidth and exceeds(needed.bandwidth, view.bandwidth.get(slot, ())):
+        return None
     jobs = view.socket_jobs[slot] if mode is LoadMode.SPREAD else ()
     millicores = split_cores(topology, view.millicores[slot], mask, needed.millicores, jobs)
     if millicores is None:
@@ -62,6 +64,7 @@ def make_claim(
         memory_bytes=needed.memory_bytes,
         arena_bytes=needed.arena_bytes if arena_fits else 0,
         tasks=tuple(tasks),
+        bandwidth=needed.bandwidth,
     )
 
 
@@ -195,7 +198,7 @@ def fewest(
         now = (
             count,
             *[column[slot] for column in (view.topologies, view.free, view.millicores, view.memory)],
-            *(view.socket_jobs[slot], view.group_jobs[slot], view.parked.get(slot)),
+            *(view.socket_jobs[slot], view.group_jobs[slot], view.parked.get(slot), view.bandwidth.get(slot)),
         )
         if claims and now == last:
             claim = replace(claims[-1], node=view.nodes[slot])
@@ -299,7 +302,8 @@ def is_counted(shape: GangShape) -> bool:
     if len(shape.roles) > 1 or shape.device_type or shape.nodes or shape.device_memory_bytes:
         return False
     task, locality = shape.roles[0].shape, shape.locality
-    return task.gpus > 0 and not (task.millicores or task.memory_bytes) and locality.widest is _ANYWHERE
+    named = task.millicores or task.memory_bytes or task.bandwidth
+    return task.gpus > 0 and not named and locality.widest is _ANYWHERE
 
 
 # Python 3.11 takes as long for the lookup of an enumeration member as for a call.

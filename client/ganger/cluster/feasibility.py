@@ -24,7 +24,16 @@ from numpy.typing import NDArray
 from ganger.cluster.claims import PLENTY
 from ganger.cluster.fit import Demand as Needs
 from ganger.cluster.fit import demand
-from ganger.cluster.resources import ConfigurationSet, GangShape, LocalityLevel, Role, TaskShape, accepts_type
+from ganger.cluster.resources import (
+    Bandwidth,
+    ConfigurationSet,
+    GangShape,
+    LocalityLevel,
+    Role,
+    TaskShape,
+    accepts_type,
+    exceeds,
+)
 from ganger.cluster.topology import FAR, Topology
 from ganger.cluster.view import View
 
@@ -86,14 +95,16 @@ class Family:
             return self.topology.all_mask
         return sum([1 << device for device, left in enumerate(self.left) if left >= needed_bytes])
 
-    def able(self, millicores: int, memory: int) -> Sequence[Alike]:
-        """Return the members with at least these cores and bytes."""
+    def able(self, millicores: int, memory: int, bandwidth: Bandwidth = ()) -> Sequence[Alike]:
+        """Return the members with at least these cores, bytes, and megabytes per second."""
         if self._most_millicores < millicores or self._most_memory < memory:
             return ()
         found = [alike for alike in self.members if alike.millicores >= millicores and alike.memory >= memory]
         if not found:
             self._most_millicores = max([alike.millicores for alike in self.members])
             self._most_memory = max([alike.memory for alike in self.members])
+        if any(bandwidth):
+            return [alike for alike in found if not exceeds(bandwidth, alike.bandwidth)]
         return found
 
     def flip(self, alike: Alike, slots: Slots) -> None:
@@ -114,15 +125,19 @@ class Family:
 class Alike:
     """A class of nodes that are equal for placement. Cores are summed over sockets: a task may use any of them."""
 
-    __slots__ = ("family", "jobs", "lowest_known", "memory", "millicores", "number", "slots")
+    __slots__ = ("bandwidth", "family", "jobs", "lowest_known", "memory", "millicores", "number", "slots")
 
-    def __init__(self, number: int, family: Family, millicores: int, memory: int, jobs: int) -> None:
+    def __init__(
+        self, number: int, family: Family, millicores: int, memory: int, jobs: int, bandwidth: Bandwidth = ()
+    ) -> None:
         # Counts up from 1.
         self.number = number
         self.family = family
         self.millicores = millicores
         self.memory = memory
         self.jobs = jobs
+        # Empty: no limit.
+        self.bandwidth = bandwidth
         self.slots: Slots = 0
         self.lowest_known = -1
 
@@ -143,11 +158,11 @@ class Entries:
         self.alikes: list[Alike] = []
         self._is_present = np.zeros(_FEW, np.bool_)
 
-    def add(self, family: Family, millicores: int, memory: int, jobs: int) -> Alike:
+    def add(self, family: Family, millicores: int, memory: int, jobs: int, bandwidth: Bandwidth) -> Alike:
         number = len(self.alikes) + 1
         if number == len(self._is_present):
             self._is_present = np.concatenate((self._is_present, np.zeros_like(self._is_present)))
-        alike = Alike(number, family, millicores, memory, jobs)
+        alike = Alike(number, family, millicores, memory, jobs, bandwidth)
         self.alikes.append(alike)
         return alike
 
@@ -346,6 +361,9 @@ class TaskRoom:
             room = min(room, alike.millicores // one.millicores)
         if one.memory_bytes:
             room = min(room, alike.memory // one.memory_bytes)
+        if one.bandwidth and alike.bandwidth:
+            pairs = zip(alike.bandwidth, one.bandwidth, strict=True)
+            room = min([room, *[max(0, free) // wanted for free, wanted in pairs if wanted]])
         return room
 
 

@@ -14,7 +14,16 @@ from typing import Final, TypeAlias
 from msgspec import Struct
 
 from ganger.cluster.refusals import Reason, Refusal
-from ganger.cluster.resources import Claim, ConfigurationSet, GangShape, LocalityLevel, accepts_type
+from ganger.cluster.resources import (
+    Bandwidth,
+    Claim,
+    ConfigurationSet,
+    GangShape,
+    LocalityLevel,
+    accepts_type,
+    exceeds,
+    more_bandwidth,
+)
 from ganger.cluster.topology import bits
 from ganger.cluster.view import View
 
@@ -26,15 +35,18 @@ MEMORY_SHARE: Final = 0.95
 # By node and device: bytes needed by the gangs that share the device; negative where no gang may be co-located.
 Company: TypeAlias = Mapping[str, Sequence[int]]
 _NO_COMPANY: Final[Company] = MappingProxyType({})
+# Why a node has too little, in the order of `Bandwidth`.
+BANDWIDTH_REASONS: Final = (Reason.DISK, Reason.NETWORK)
 
 
 class Demand(Struct, frozen=True, gc=False):
-    """What some tasks of a gang need on one node: devices, thousandths of cores, bytes, bytes."""
+    """What some tasks of a gang need on one node: devices, thousandths of cores, bytes, bytes, megabytes per second."""
 
     gpus: int
     millicores: int
     memory_bytes: int
     arena_bytes: int
+    bandwidth: Bandwidth = ()
 
 
 def demand(configuration_set: ConfigurationSet, shape: GangShape, tasks: Sequence[int]) -> Demand:
@@ -49,7 +61,8 @@ def demand(configuration_set: ConfigurationSet, shape: GangShape, tasks: Sequenc
         # One role that says all it needs, as most do.
         gpus = tasks[0] * task.gpus
         arena = gpus * shape.arena_bytes_per_device
-        return Demand(gpus, tasks[0] * task.millicores, tasks[0] * task.memory_bytes, arena)
+        bandwidth = task.bandwidth and bandwidth_of(shape, tasks)
+        return Demand(gpus, tasks[0] * task.millicores, tasks[0] * task.memory_bytes, arena, bandwidth)
     gpus = millicores = memory = 0
     assert len(tasks) == len(shape.roles), f"{len(tasks)} numbers of tasks for {len(shape.roles)} roles"
     for index, role in enumerate(shape.roles):
@@ -59,7 +72,16 @@ def demand(configuration_set: ConfigurationSet, shape: GangShape, tasks: Sequenc
             gpus += count * task.gpus
             millicores += count * (task.millicores or share_of_cores(configuration_set, task.gpus))
             memory += count * (task.memory_bytes or _memory_of_a_task(configuration_set, shape, task.gpus))
-    return Demand(gpus, millicores, memory, gpus * shape.arena_bytes_per_device)
+    return Demand(gpus, millicores, memory, gpus * shape.arena_bytes_per_device, bandwidth_of(shape, tasks))
+
+
+def bandwidth_of(shape: GangShape, tasks: Sequence[int]) -> Bandwidth:
+    """Return what `tasks[r]` tasks of role r name."""
+    found: Bandwidth = ()
+    for role, count in zip(shape.roles, tasks, strict=True):
+        if role.shape.bandwidth and count:
+            found = more_bandwidth(found, tuple([count * amount for amount in role.shape.bandwidth]))
+    return found
 
 
 def _memory_of_a_task(configuration_set: ConfigurationSet, shape: GangShape, gpus: int) -> int:
@@ -139,6 +161,8 @@ def _fits_at_a_glance(view: View, shape: GangShape, claims: Sequence[Claim]) -> 
             return False
         if arena and arena != count * gpus * shape.arena_bytes_per_device:
             return False
+        if (task.bandwidth or claim.bandwidth) and _bandwidth_differs(view, slot, shape, claim):
+            return False
         wanted, have = claim.millicores, view.millicores[slot]
         if len(wanted) != len(have) or sum(wanted) != count * cores or min(wanted) < 0 or any(map(gt, wanted, have)):
             return False
@@ -150,6 +174,11 @@ def _fits_at_a_glance(view: View, shape: GangShape, claims: Sequence[Claim]) -> 
 
 
 _ONE_TASK: Final = (1,)
+
+
+def _bandwidth_differs(view: View, slot: int, shape: GangShape, claim: Claim) -> bool:
+    wanted = claim.bandwidth
+    return wanted != bandwidth_of(shape, claim.tasks) or exceeds(wanted, view.bandwidth.get(slot, ()))
 
 
 def _why_not(
@@ -278,6 +307,7 @@ def _fit_node(
     wanted_memory = claim.memory_bytes + claim.arena_bytes
     if wanted_memory > memory:
         refusals.append(Refusal(Reason.MEMORY, {"needed_bytes": wanted_memory, "free_bytes": memory}, node=node))
+    refusals.extend(lacking_bandwidth(view, slot, claim.bandwidth, () if own is None else own.bandwidth))
     own_mask, own_bytes = (own.device_mask, own.parked_bytes) if own is not None else (0, ())
     # What holds a device already has found room there.
     short = mask & topology.all_mask & ~own_mask & ~view.roomy(slot, shape.device_memory_bytes, own_bytes)
@@ -316,6 +346,17 @@ def _lacking_cores(view: View, slot: int, claim: Claim, own: Claim | None) -> Re
             figures = {"needed_millicores": wanted, "free_millicores": have, "socket": socket}
             return Refusal(Reason.CORES, figures, node=claim.node)
     return None
+
+
+def lacking_bandwidth(view: View, slot: int, wanted: Bandwidth, own: Bandwidth = ()) -> list[Refusal]:
+    """Return a refusal for each dimension of which a node has too little. `own`: what counts as free."""
+    free = more_bandwidth(view.bandwidth.get(slot, ()), own) if slot in view.bandwidth else ()
+    pairs = zip(BANDWIDTH_REASONS, wanted, free, strict=True) if wanted and free else ()
+    return [
+        Refusal(reason, {"needed_mb_per_s": needed, "free_mb_per_s": max(0, left)}, node=view.nodes[slot])
+        for reason, needed, left in pairs
+        if needed > left
+    ]
 
 
 def _fit_together(
@@ -369,6 +410,8 @@ def _claim_mistake(
         return {"needed_millicores": needed.millicores, "claimed_millicores": millicores}
     if claim.memory_bytes != needed.memory_bytes and not (retune and claim.memory_bytes >= max(1, named_memory)):
         return {"needed_bytes": needed.memory_bytes, "claimed_bytes": claim.memory_bytes}
+    if claim.bandwidth != needed.bandwidth:
+        return {"needed_mb_per_s": sum(needed.bandwidth), "claimed_mb_per_s": sum(claim.bandwidth)}
     # The arena is a courtesy beside the claim: a scheduler may leave it out where it does not fit.
     if claim.arena_bytes not in (0, needed.arena_bytes):
         return {"needed_arena_bytes": needed.arena_bytes, "claimed_arena_bytes": claim.arena_bytes}

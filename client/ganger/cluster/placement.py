@@ -18,7 +18,7 @@ from ganger.cluster.claims import split_cores
 from ganger.cluster.fit import demand
 from ganger.cluster.preferences import BEST_FIT, GANDIVA
 from ganger.cluster.refusals import Reason, Refusal
-from ganger.cluster.resources import Claim, GangShape, accepts_type
+from ganger.cluster.resources import Claim, GangShape, accepts_type, exceeds, less_bandwidth, more_bandwidth
 from ganger.cluster.search import PlacementPreference, PlacementRequest
 from ganger.cluster.view import LoadMode, View
 
@@ -119,6 +119,7 @@ def beside(claim: Claim, held: Claim | None) -> Claim:
         max(0, claim.arena_bytes - held.arena_bytes),
         claim.tasks,
         claim.parked_bytes,
+        bandwidth=less_bandwidth(claim.bandwidth, held.bandwidth),
     )
 
 
@@ -184,8 +185,13 @@ def _claim(view: View, shape: GangShape, node: str, mask: int, own: Claim | None
         cores = split_cores(view.topologies[slot], free, mask, sum(own.millicores) // own.tasks[0] * tasks)
     if cores is None or memory < needed.memory_bytes:
         return None
+    free_bandwidth = view.bandwidth.get(slot, ())
+    if free_bandwidth and own is not None:
+        free_bandwidth = more_bandwidth(free_bandwidth, own.bandwidth)
+    if exceeds(needed.bandwidth, free_bandwidth):
+        return None
     arena = needed.arena_bytes if memory >= needed.memory_bytes + needed.arena_bytes else 0
-    return Claim(node, mask, cores, needed.memory_bytes, arena, (tasks,))
+    return Claim(node, mask, cores, needed.memory_bytes, arena, (tasks,), bandwidth=needed.bandwidth)
 
 
 # Every submission asks, most for one of few shapes; the answer holds as long as the idle cluster is the same.

@@ -72,6 +72,8 @@ class Reason(Enum):
     CORES = "CORES", _BLOCKER, "not enough free cores beside the devices", _CAPACITY
     MEMORY = "MEMORY", _BLOCKER, "not enough free host memory", _CAPACITY
     DEVICE_MEMORY = "DEVICE_MEMORY", _BLOCKER, "not enough memory left on the devices", _CAPACITY
+    DISK = "DISK", _BLOCKER, "not enough free disk bandwidth", _CAPACITY
+    NETWORK = "NETWORK", _BLOCKER, "not enough free network bandwidth", _CAPACITY
     LOCALITY = "LOCALITY", _BLOCKER, "free devices lie further apart than the job accepts", _CAPACITY
     DEVICE_TYPE = (
         "DEVICE_TYPE",
@@ -145,10 +147,13 @@ class Refusal(Struct, frozen=True, gc=False):
 
 
 def _figure(name: str, value: int) -> str:
-    """ "needed=8"; bytes and millicores as people count them, "needed=1.5G" and "free_cores=0.5"."""
+    """ "needed=8"; bytes, millicores and bandwidth as people count them, "needed=1.5G", "free_cores=0.5" and
+    "free=200MB/s"."""
     if name.endswith("_bytes"):
         power = max(0, min(4, (abs(value).bit_length() - 1) // 10))
         return f"{name.removesuffix('_bytes')}={value / (1 << 10 * power):.5g}{'BKMGT'[power]}"
+    if name.endswith("_mb_per_s"):
+        return f"{name.removesuffix('_mb_per_s')}={value}MB/s"
     if name.endswith("_millicores"):
         return f"{name.removesuffix('_millicores')}_cores={value / 1_000:.5g}"
     return f"{name}={value}"

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum
-from typing import Final
+from operator import add, gt
+from typing import Final, TypeAlias
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -27,6 +28,32 @@ STORED_NAMES: Final[Mapping[str, str]] = {
         "switch_s",
     )
 }
+
+
+# Dimensions beside devices, cores and memory that tasks may name and nodes may declare, in the order of `Bandwidth`.
+DIMENSIONS: Final = ("disk_mb_per_s", "net_mb_per_s")
+# Megabytes (10^6 bytes) per second of the node's disks and of its network; empty: none, or no limit.
+Bandwidth: TypeAlias = tuple[int, ...]
+# Of a dimension that a node does not declare. Never add it up over nodes.
+UNLIMITED_MB_PER_S: Final = 1 << 40
+
+
+def more_bandwidth(one: Bandwidth, other: Bandwidth) -> Bandwidth:
+    """Return the sum of two amounts, either of which may be empty."""
+    return tuple(map(add, one, other)) if one and other else one or other
+
+
+def less_bandwidth(one: Bandwidth, other: Bandwidth) -> Bandwidth:
+    """Return what the first amount has beyond the second."""
+    if not any(one):
+        return ()
+    found = tuple([max(0, own - less) for own, less in zip(one, other or (0,) * len(one), strict=True)])
+    return found if any(found) else ()
+
+
+def exceeds(wanted: Bandwidth, free: Bandwidth) -> bool:
+    """Return whether an amount is more than what is free; empty `free`: no limit."""
+    return bool(wanted and free) and any(map(gt, wanted, free))
 
 
 class LocalityLevel(IntEnum):
@@ -60,7 +87,8 @@ _UNLIMITED_BYTES: Final = 1 << 60
 class ConfigurationSet(Struct, frozen=True, gc=False):
     """Servers of identical hardware. Few and immutable.
 
-    `memory_bytes`: host memory; zero: no size is named, and it limits nothing.
+    `memory_bytes`: host memory; zero: no size is named, and it limits nothing. `dimensions`: amounts by name; those of
+    `DIMENSIONS` are counted.
     """
 
     name: str
@@ -76,6 +104,13 @@ class ConfigurationSet(Struct, frozen=True, gc=False):
     def free_memory_bytes(self) -> int:
         """Return the host memory of an idle node."""
         return self.memory_bytes or _UNLIMITED_BYTES
+
+    @property
+    def bandwidth(self) -> Bandwidth:
+        """Return what an idle node has; empty if it declares no limit."""
+        if not self.dimensions or self.dimensions.keys().isdisjoint(DIMENSIONS):
+            return ()
+        return tuple([int(self.dimensions.get(name, UNLIMITED_MB_PER_S)) for name in DIMENSIONS])
 
 
 class NodeRow(Struct, frozen=True, gc=False):
@@ -96,14 +131,18 @@ class NodeRow(Struct, frozen=True, gc=False):
     affinity: int = 0
     # Memory that parked gangs keep of each device; empty where they keep none, as nearly everywhere.
     parked_bytes: tuple[int, ...] = ()
+    # Empty where the node declares no limit.
+    free_bandwidth: Bandwidth = ()
 
 
 class TaskShape(Struct, frozen=True, gc=False):
-    """One task. Zero millicores or memory means: a share of the node in proportion to its devices."""
+    """One task. Zero millicores or memory means: a share of the node in proportion to its devices. `bandwidth`: empty
+    if the task names none, and then it is not counted."""
 
     gpus: int = 1
     millicores: int = 0
     memory_bytes: int = 0
+    bandwidth: Bandwidth = ()
 
 
 class Role(Struct, frozen=True, gc=False):
@@ -136,6 +175,7 @@ class Claim(Struct, frozen=True, gc=False, omit_defaults=True):
     shared_mask: int = 0
     # Of a gang parked at OFFLOAD: what it keeps of `memory_bytes`; no request has it.
     parked_memory_bytes: int = 0
+    bandwidth: Bandwidth = ()
 
 
 def accepts_type(wanted: str, device_type: str) -> bool:
@@ -177,3 +217,8 @@ class GangShape(Struct, frozen=True, gc=False):
     @property
     def tasks(self) -> int:
         return sum([role.tasks for role in self.roles])
+
+    @property
+    def names_bandwidth(self) -> bool:
+        """Return whether a task names disk or network bandwidth."""
+        return any(role.shape.bandwidth for role in self.roles)

@@ -261,9 +261,9 @@ def on_first_node(room: CapacityIndex, query: FeasibilityQuery, widest: Locality
 
 
 def able(family: Family, query: FeasibilityQuery) -> Sequence[Alike]:
-    """Nodes of the family with cores and memory for the whole gang."""
+    """Nodes of the family with cores, memory and bandwidth for the whole gang."""
     needed = query.whole(family.topology)
-    return family.able(needed.millicores, needed.memory_bytes)
+    return family.able(needed.millicores, needed.memory_bytes, needed.bandwidth)
 
 
 def hosts(room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel) -> list[Family]:

@@ -14,7 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ganger.cluster.columns import Columns, ColumnTable, Journal
-from ganger.cluster.resources import Claim, ConfigurationSet, NodeRow
+from ganger.cluster.resources import Bandwidth, Claim, ConfigurationSet, NodeRow, exceeds
 from ganger.cluster.topology import Topology, bits, counted_jobs
 
 
@@ -55,6 +55,8 @@ class View:
         self.parked: dict[int, tuple[int, ...]] = {}
         # Only of slots where that is not one claim each: how many hold each device.
         self.shared: dict[int, tuple[int, ...]] = {}
+        # Only of slots whose nodes declare a limit: what is free. Below zero where more is held than there is.
+        self.bandwidth: dict[int, Bandwidth] = {}
         self._in_service: list[int] = []
         self._versions: list[int] = []
         self.journal = Journal()
@@ -105,6 +107,7 @@ class View:
             slot is not None
             and all(getattr(self, name)[slot] == value for name, value in values.items())
             and (self.device_rows(slot), self.parked.get(slot, ())) == (claims, parked)
+            and self._free_bandwidth(slot) == row.free_bandwidth
         ):
             if row.version > self._versions[slot]:
                 self._versions[slot] = row.version
@@ -129,6 +132,7 @@ class View:
             getattr(self, name)[slot] = value
         self._hold(slot, claims)
         self._keep_parked(slot, parked)
+        self._limit_bandwidth(slot, row.free_bandwidth)
         self._in_service[slot] = serves
         self._versions[slot] = row.version or self.version + 1
         self.version = max(self.version, self._versions[slot])
@@ -148,6 +152,7 @@ class View:
         # Racks and fabrics are numbered by their first slot: a node that left must not count.
         self.nodes[slot] = self.racks[slot] = self.fabrics[slot] = ""
         self.parked.pop(slot, None)
+        self.bandwidth.pop(slot, None)
         self.shared.pop(slot, None)
         self._vacant.append(slot)
         self.journal.note(slot)
@@ -248,6 +253,7 @@ class View:
             device_rows=(0,) * topology.devices,
             affinity=0,
             parked_bytes=(),
+            free_bandwidth=configuration_set.bandwidth,
         )
 
     def idle(self) -> View:
@@ -275,6 +281,7 @@ class View:
         empty.group_jobs = [zeros[one.name][1] for one in sets]
         empty.affinity, empty.held = [0] * len(sets), [0] * len(sets)
         empty.parked, empty.shared = {}, {}
+        empty.bandwidth = {slot: sets[slot].bandwidth for slot in self.bandwidth}
         if everywhere_available:
             empty.available = [bool(name) for name in self.nodes]
         empty._table = ColumnTable()
@@ -335,6 +342,8 @@ class View:
             assert min(cores) >= 0, f"cores of {claim.node} are over-committed"
         memory = self.memory[slot] = self.memory[slot] - sign * (claim.memory_bytes + claim.arena_bytes)
         assert memory >= 0, f"host memory of {claim.node} is over-committed"
+        if claim.bandwidth and slot in self.bandwidth:
+            self.bandwidth[slot] = tuple(map(sub if sign > 0 else add, self.bandwidth[slot], claim.bandwidth))
         if claim.parked_bytes:
             kept = self.parked.get(slot, (0,) * topology.devices)
             changes = zip(kept, claim.parked_bytes, strict=True)
@@ -408,7 +417,19 @@ class View:
             or any(now > before for now, before in zip(row.free_millicores, self.millicores[slot], strict=True))
             or (row.rack, row.fabric) != (self.racks[slot], self.fabrics[slot])
             or slot in self.parked
+            or exceeds(row.free_bandwidth, self.bandwidth.get(slot, ()))
+            or (slot in self.bandwidth and not row.free_bandwidth)
         )
+
+    def _limit_bandwidth(self, slot: int, free: Bandwidth) -> None:
+        if free:
+            self.bandwidth[slot] = free
+        else:
+            self.bandwidth.pop(slot, None)
+
+    def _free_bandwidth(self, slot: int) -> Bandwidth:
+        free = self.bandwidth.get(slot, ())
+        return tuple([max(0, amount) for amount in free]) if free else ()
 
     def _row(self, slot: int) -> NodeRow:
         return NodeRow(
@@ -426,6 +447,7 @@ class View:
             device_rows=self.device_rows(slot),
             affinity=self.affinity[slot],
             parked_bytes=self.parked.get(slot, ()),
+            free_bandwidth=self._free_bandwidth(slot),
         )
 
     def _place(self, fabric: str, rack: str) -> int:
@@ -440,7 +462,7 @@ _EMPTY_SLOT: dict[str, object] = {
     **dict.fromkeys(("millicores", "socket_jobs", "group_jobs"), ()),
     "available": False,
 }
-_COPIED = (*_EMPTY_SLOT, "topologies", "parked", "shared", "_vacant")
+_COPIED = (*_EMPTY_SLOT, "topologies", "parked", "shared", "bandwidth", "_vacant")
 
 
 def _padded(counts: tuple[int, ...], length: int) -> tuple[int, ...]:

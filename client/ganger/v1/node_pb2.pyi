@@ -377,6 +377,8 @@ class NodeState(google.protobuf.message.Message):
     DEVICE_SLICES_FIELD_NUMBER: builtins.int
     AFFINITY_FIELD_NUMBER: builtins.int
     PARKED_BYTES_FIELD_NUMBER: builtins.int
+    FREE_DISK_MB_PER_S_FIELD_NUMBER: builtins.int
+    FREE_NET_MB_PER_S_FIELD_NUMBER: builtins.int
     node: builtins.str
     """"nodes/{node}"."""
     configuration_set: builtins.str
@@ -391,6 +393,9 @@ class NodeState(google.protobuf.message.Message):
     fabric: builtins.str
     affinity: builtins.int
     """GPU count of the jobs assigned to it: Gandiva's affinity; zero when it has none."""
+    free_disk_mb_per_s: builtins.int
+    """In 10^6 bytes per second. Unset: the node declares no limit of disk and network."""
+    free_net_mb_per_s: builtins.int
     @property
     def free_millicores(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """By socket."""
@@ -426,9 +431,21 @@ class NodeState(google.protobuf.message.Message):
         device_slices: collections.abc.Iterable[builtins.int] | None = ...,
         affinity: builtins.int = ...,
         parked_bytes: collections.abc.Iterable[builtins.int] | None = ...,
+        free_disk_mb_per_s: builtins.int | None = ...,
+        free_net_mb_per_s: builtins.int | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["affinity", b"affinity", "available", b"available", "configuration_set", b"configuration_set", "device_slices", b"device_slices", "fabric", b"fabric", "free_mask", b"free_mask", "free_memory_bytes", b"free_memory_bytes", "free_millicores", b"free_millicores", "group_jobs", b"group_jobs", "node", b"node", "parked_bytes", b"parked_bytes", "rack", b"rack", "socket_jobs", b"socket_jobs", "version", b"version"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_free_disk_mb_per_s", b"_free_disk_mb_per_s", "_free_net_mb_per_s", b"_free_net_mb_per_s", "free_disk_mb_per_s", b"free_disk_mb_per_s", "free_net_mb_per_s", b"free_net_mb_per_s"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_free_disk_mb_per_s", b"_free_disk_mb_per_s", "_free_net_mb_per_s", b"_free_net_mb_per_s", "affinity", b"affinity", "available", b"available", "configuration_set", b"configuration_set", "device_slices", b"device_slices", "fabric", b"fabric", "free_disk_mb_per_s", b"free_disk_mb_per_s", "free_mask", b"free_mask", "free_memory_bytes", b"free_memory_bytes", "free_millicores", b"free_millicores", "free_net_mb_per_s", b"free_net_mb_per_s", "group_jobs", b"group_jobs", "node", b"node", "parked_bytes", b"parked_bytes", "rack", b"rack", "socket_jobs", b"socket_jobs", "version", b"version"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__free_disk_mb_per_s: typing_extensions.TypeAlias = typing.Literal["free_disk_mb_per_s"]
+    _WhichOneofArgType__free_disk_mb_per_s: typing_extensions.TypeAlias = typing.Literal["_free_disk_mb_per_s", b"_free_disk_mb_per_s"]
+    _WhichOneofReturnType__free_net_mb_per_s: typing_extensions.TypeAlias = typing.Literal["free_net_mb_per_s"]
+    _WhichOneofArgType__free_net_mb_per_s: typing_extensions.TypeAlias = typing.Literal["_free_net_mb_per_s", b"_free_net_mb_per_s"]
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__free_disk_mb_per_s) -> _WhichOneofReturnType__free_disk_mb_per_s | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__free_net_mb_per_s) -> _WhichOneofReturnType__free_net_mb_per_s | None: ...
 
 Global___NodeState: typing_extensions.TypeAlias = NodeState
 

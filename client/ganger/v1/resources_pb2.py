@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19ganger/v1/resources.proto\x12\tganger.v1\x1a\x1egoogle/protobuf/duration.proto\"\xb9\x02\n\x10\x43onfigurationSet\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65vice_type\x18\x02 \x01(\t\x12\x0f\n\x07\x64\x65vices\x18\x03 \x01(\r\x12\x1b\n\x13\x64\x65vice_memory_bytes\x18\x04 \x01(\x04\x12&\n\x06groups\x18\x05 \x03(\x0b\x32\x16.ganger.v1.DeviceGroup\x12\"\n\x07sockets\x18\x06 \x03(\x0b\x32\x11.ganger.v1.Socket\x12\x14\n\x0cmemory_bytes\x18\x07 \x01(\x04\x12?\n\ndimensions\x18\x08 \x03(\x0b\x32+.ganger.v1.ConfigurationSet.DimensionsEntry\x1a\x31\n\x0f\x44imensionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"C\n\x0b\x44\x65viceGroup\x12\x1f\n\x05level\x18\x01 \x01(\x0e\x32\x10.ganger.v1.Level\x12\x13\n\x0b\x64\x65vice_mask\x18\x02 \x01(\x06\"1\n\x06Socket\x12\x12\n\nmillicores\x18\x01 \x01(\r\x12\x13\n\x0b\x64\x65vice_mask\x18\x02 \x01(\x06\"C\n\tTaskShape\x12\x0c\n\x04gpus\x18\x01 \x01(\r\x12\x12\n\nmillicores\x18\x02 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x04\"H\n\x04Role\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05tasks\x18\x02 \x01(\r\x12#\n\x05shape\x18\x03 \x01(\x0b\x32\x14.ganger.v1.TaskShape\"\xc0\x01\n\x05\x43laim\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65vice_mask\x18\x02 \x01(\x06\x12\x12\n\nmillicores\x18\x03 \x03(\r\x12\x14\n\x0cmemory_bytes\x18\x04 \x01(\x04\x12\x13\n\x0b\x61rena_bytes\x18\x05 \x01(\x04\x12\r\n\x05tasks\x18\x06 \x03(\r\x12\x14\n\x0cparked_bytes\x18\x07 \x03(\x04\x12\x13\n\x0bshared_mask\x18\x08 \x01(\x06\x12\x1b\n\x13parked_memory_bytes\x18\t \x01(\x04\"y\n\x08Locality\x12 \n\x06widest\x18\x01 \x01(\x0e\x32\x10.ganger.v1.Level\x12\x1e\n\x04wish\x18\x02 \x01(\x0e\x32\x10.ganger.v1.Level\x12+\n\x08patience\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xa7\x01\n\x07Refusal\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x30\n\x07\x66igures\x18\x03 \x03(\x0b\x32\x1f.ganger.v1.Refusal.FiguresEntry\x12\x0c\n\x04node\x18\x04 \x01(\t\x12\x0b\n\x03job\x18\x05 \x01(\t\x1a.\n\x0c\x46iguresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x12:\x02\x38\x01*\x99\x01\n\x05Level\x12\x15\n\x11LEVEL_UNSPECIFIED\x10\x00\x12\x10\n\x0cLEVEL_NVLINK\x10\x01\x12\x10\n\x0cLEVEL_SWITCH\x10\x02\x12\x10\n\x0cLEVEL_SOCKET\x10\x03\x12\x0e\n\nLEVEL_NODE\x10\x04\x12\x0e\n\nLEVEL_RACK\x10\x05\x12\x10\n\x0cLEVEL_FABRIC\x10\x06\x12\x11\n\rLEVEL_CLUSTER\x10\x07*O\n\x08LoadMode\x12\x19\n\x15LOAD_MODE_UNSPECIFIED\x10\x00\x12\x14\n\x10LOAD_MODE_SPREAD\x10\x01\x12\x12\n\x0eLOAD_MODE_PACK\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19ganger/v1/resources.proto\x12\tganger.v1\x1a\x1egoogle/protobuf/duration.proto\"\xb9\x02\n\x10\x43onfigurationSet\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65vice_type\x18\x02 \x01(\t\x12\x0f\n\x07\x64\x65vices\x18\x03 \x01(\r\x12\x1b\n\x13\x64\x65vice_memory_bytes\x18\x04 \x01(\x04\x12&\n\x06groups\x18\x05 \x03(\x0b\x32\x16.ganger.v1.DeviceGroup\x12\"\n\x07sockets\x18\x06 \x03(\x0b\x32\x11.ganger.v1.Socket\x12\x14\n\x0cmemory_bytes\x18\x07 \x01(\x04\x12?\n\ndimensions\x18\x08 \x03(\x0b\x32+.ganger.v1.ConfigurationSet.DimensionsEntry\x1a\x31\n\x0f\x44imensionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"C\n\x0b\x44\x65viceGroup\x12\x1f\n\x05level\x18\x01 \x01(\x0e\x32\x10.ganger.v1.Level\x12\x13\n\x0b\x64\x65vice_mask\x18\x02 \x01(\x06\"1\n\x06Socket\x12\x12\n\nmillicores\x18\x01 \x01(\r\x12\x13\n\x0b\x64\x65vice_mask\x18\x02 \x01(\x06\"p\n\tTaskShape\x12\x0c\n\x04gpus\x18\x01 \x01(\r\x12\x12\n\nmillicores\x18\x02 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x04\x12\x15\n\rdisk_mb_per_s\x18\x04 \x01(\r\x12\x14\n\x0cnet_mb_per_s\x18\x05 \x01(\r\"H\n\x04Role\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05tasks\x18\x02 \x01(\r\x12#\n\x05shape\x18\x03 \x01(\x0b\x32\x14.ganger.v1.TaskShape\"\xed\x01\n\x05\x43laim\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65vice_mask\x18\x02 \x01(\x06\x12\x12\n\nmillicores\x18\x03 \x03(\r\x12\x14\n\x0cmemory_bytes\x18\x04 \x01(\x04\x12\x13\n\x0b\x61rena_bytes\x18\x05 \x01(\x04\x12\r\n\x05tasks\x18\x06 \x03(\r\x12\x14\n\x0cparked_bytes\x18\x07 \x03(\x04\x12\x13\n\x0bshared_mask\x18\x08 \x01(\x06\x12\x1b\n\x13parked_memory_bytes\x18\t \x01(\x04\x12\x15\n\rdisk_mb_per_s\x18\n \x01(\x04\x12\x14\n\x0cnet_mb_per_s\x18\x0b \x01(\x04\"y\n\x08Locality\x12 \n\x06widest\x18\x01 \x01(\x0e\x32\x10.ganger.v1.Level\x12\x1e\n\x04wish\x18\x02 \x01(\x0e\x32\x10.ganger.v1.Level\x12+\n\x08patience\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xa7\x01\n\x07Refusal\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x30\n\x07\x66igures\x18\x03 \x03(\x0b\x32\x1f.ganger.v1.Refusal.FiguresEntry\x12\x0c\n\x04node\x18\x04 \x01(\t\x12\x0b\n\x03job\x18\x05 \x01(\t\x1a.\n\x0c\x46iguresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x12:\x02\x38\x01*\x99\x01\n\x05Level\x12\x15\n\x11LEVEL_UNSPECIFIED\x10\x00\x12\x10\n\x0cLEVEL_NVLINK\x10\x01\x12\x10\n\x0cLEVEL_SWITCH\x10\x02\x12\x10\n\x0cLEVEL_SOCKET\x10\x03\x12\x0e\n\nLEVEL_NODE\x10\x04\x12\x0e\n\nLEVEL_RACK\x10\x05\x12\x10\n\x0cLEVEL_FABRIC\x10\x06\x12\x11\n\rLEVEL_CLUSTER\x10\x07*O\n\x08LoadMode\x12\x19\n\x15LOAD_MODE_UNSPECIFIED\x10\x00\x12\x14\n\x10LOAD_MODE_SPREAD\x10\x01\x12\x12\n\x0eLOAD_MODE_PACK\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,10 +36,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CONFIGURATIONSET_DIMENSIONSENTRY']._serialized_options = b'8\001'
   _globals['_REFUSAL_FIGURESENTRY']._loaded_options = None
   _globals['_REFUSAL_FIGURESENTRY']._serialized_options = b'8\001'
-  _globals['_LEVEL']._serialized_start=1140
-  _globals['_LEVEL']._serialized_end=1293
-  _globals['_LOADMODE']._serialized_start=1295
-  _globals['_LOADMODE']._serialized_end=1374
+  _globals['_LEVEL']._serialized_start=1230
+  _globals['_LEVEL']._serialized_end=1383
+  _globals['_LOADMODE']._serialized_start=1385
+  _globals['_LOADMODE']._serialized_end=1464
   _globals['_CONFIGURATIONSET']._serialized_start=73
   _globals['_CONFIGURATIONSET']._serialized_end=386
   _globals['_CONFIGURATIONSET_DIMENSIONSENTRY']._serialized_start=337
@@ -49,15 +49,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SOCKET']._serialized_start=457
   _globals['_SOCKET']._serialized_end=506
   _globals['_TASKSHAPE']._serialized_start=508
-  _globals['_TASKSHAPE']._serialized_end=575
-  _globals['_ROLE']._serialized_start=577
-  _globals['_ROLE']._serialized_end=649
-  _globals['_CLAIM']._serialized_start=652
-  _globals['_CLAIM']._serialized_end=844
-  _globals['_LOCALITY']._serialized_start=846
-  _globals['_LOCALITY']._serialized_end=967
-  _globals['_REFUSAL']._serialized_start=970
-  _globals['_REFUSAL']._serialized_end=1137
-  _globals['_REFUSAL_FIGURESENTRY']._serialized_start=1091
-  _globals['_REFUSAL_FIGURESENTRY']._serialized_end=1137
+  _globals['_TASKSHAPE']._serialized_end=620
+  _globals['_ROLE']._serialized_start=622
+  _globals['_ROLE']._serialized_end=694
+  _globals['_CLAIM']._serialized_start=697
+  _globals['_CLAIM']._serialized_end=934
+  _globals['_LOCALITY']._serialized_start=936
+  _globals['_LOCALITY']._serialized_end=1057
+  _globals['_REFUSAL']._serialized_start=1060
+  _globals['_REFUSAL']._serialized_end=1227
+  _globals['_REFUSAL_FIGURESENTRY']._serialized_start=1181
+  _globals['_REFUSAL_FIGURESENTRY']._serialized_end=1227
 # @@protoc_insertion_point(module_scope)

@@ -121,7 +121,9 @@ class ConfigurationSet(google.protobuf.message.Message):
 
     @property
     def dimensions(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
-        """Further named dimensions (disk_bytes_per_second, network_bits_per_second, ...), larger is more."""
+        """Further named dimensions, larger is more. Those of the names disk_mb_per_s and net_mb_per_s, in 10^6 bytes per second,
+        limit what gangs may claim together; a node that does not name one has no limit of it.
+        """
 
     def __init__(
         self,
@@ -192,20 +194,28 @@ class TaskShape(google.protobuf.message.Message):
     GPUS_FIELD_NUMBER: builtins.int
     MILLICORES_FIELD_NUMBER: builtins.int
     MEMORY_BYTES_FIELD_NUMBER: builtins.int
+    DISK_MB_PER_S_FIELD_NUMBER: builtins.int
+    NET_MB_PER_S_FIELD_NUMBER: builtins.int
     gpus: builtins.int
     """Devices; zero for a task without one."""
     millicores: builtins.int
     """Cores in thousandths; zero means a share of the node in proportion to its devices."""
     memory_bytes: builtins.int
     """Host memory in bytes; zero means a share in proportion to the devices."""
+    disk_mb_per_s: builtins.int
+    """Bandwidth of the node's disks, in 10^6 bytes per second; zero: not counted."""
+    net_mb_per_s: builtins.int
+    """Bandwidth of the node's network, in 10^6 bytes per second; zero: not counted."""
     def __init__(
         self,
         *,
         gpus: builtins.int = ...,
         millicores: builtins.int = ...,
         memory_bytes: builtins.int = ...,
+        disk_mb_per_s: builtins.int = ...,
+        net_mb_per_s: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["gpus", b"gpus", "memory_bytes", b"memory_bytes", "millicores", b"millicores"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["disk_mb_per_s", b"disk_mb_per_s", "gpus", b"gpus", "memory_bytes", b"memory_bytes", "millicores", b"millicores", "net_mb_per_s", b"net_mb_per_s"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___TaskShape: typing_extensions.TypeAlias = TaskShape
@@ -252,6 +262,8 @@ class Claim(google.protobuf.message.Message):
     PARKED_BYTES_FIELD_NUMBER: builtins.int
     SHARED_MASK_FIELD_NUMBER: builtins.int
     PARKED_MEMORY_BYTES_FIELD_NUMBER: builtins.int
+    DISK_MB_PER_S_FIELD_NUMBER: builtins.int
+    NET_MB_PER_S_FIELD_NUMBER: builtins.int
     node: builtins.str
     """"nodes/{node}"."""
     device_mask: builtins.int
@@ -265,6 +277,9 @@ class Claim(google.protobuf.message.Message):
     """
     parked_memory_bytes: builtins.int
     """Of a gang parked at OFFLOAD: what it keeps of `memory_bytes`. Output only, and ignored in requests."""
+    disk_mb_per_s: builtins.int
+    """What its tasks name of the node's bandwidth, in 10^6 bytes per second."""
+    net_mb_per_s: builtins.int
     @property
     def millicores(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Cores by socket, in thousandths, in the order of the configuration set's sockets."""
@@ -293,8 +308,10 @@ class Claim(google.protobuf.message.Message):
         parked_bytes: collections.abc.Iterable[builtins.int] | None = ...,
         shared_mask: builtins.int = ...,
         parked_memory_bytes: builtins.int = ...,
+        disk_mb_per_s: builtins.int = ...,
+        net_mb_per_s: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes", b"arena_bytes", "device_mask", b"device_mask", "memory_bytes", b"memory_bytes", "millicores", b"millicores", "node", b"node", "parked_bytes", b"parked_bytes", "parked_memory_bytes", b"parked_memory_bytes", "shared_mask", b"shared_mask", "tasks", b"tasks"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arena_bytes", b"arena_bytes", "device_mask", b"device_mask", "disk_mb_per_s", b"disk_mb_per_s", "memory_bytes", b"memory_bytes", "millicores", b"millicores", "net_mb_per_s", b"net_mb_per_s", "node", b"node", "parked_bytes", b"parked_bytes", "parked_memory_bytes", b"parked_memory_bytes", "shared_mask", b"shared_mask", "tasks", b"tasks"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Claim: typing_extensions.TypeAlias = Claim

@@ -14,6 +14,8 @@ from msgspec.structs import replace
 
 from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resources import (
+    DIMENSIONS,
+    Bandwidth,
     Claim,
     ConfigurationSet,
     DeviceGroup,
@@ -108,6 +110,8 @@ def node_row_to_wire(value: NodeRow, into: node_pb2.NodeState | None = None) -> 
     message.affinity = value.affinity
     if value.parked_bytes:
         message.parked_bytes.extend(value.parked_bytes)
+    if value.free_bandwidth:
+        message.free_disk_mb_per_s, message.free_net_mb_per_s = value.free_bandwidth
     return message
 
 
@@ -127,6 +131,9 @@ def node_row_from_wire(message: node_pb2.NodeState) -> NodeRow:
         device_rows=tuple(message.device_slices),
         affinity=message.affinity,
         parked_bytes=tuple(message.parked_bytes),
+        free_bandwidth=(
+            (message.free_disk_mb_per_s, message.free_net_mb_per_s) if message.HasField("free_disk_mb_per_s") else ()
+        ),
     )
 
 
@@ -139,12 +146,20 @@ def role_to_wire(value: Role, into: resources_pb2.Role | None = None) -> resourc
     shape.gpus = value.shape.gpus
     shape.millicores = value.shape.millicores
     shape.memory_bytes = value.shape.memory_bytes
+    if value.shape.bandwidth:
+        shape.disk_mb_per_s, shape.net_mb_per_s = value.shape.bandwidth
     return message
 
 
 def role_from_wire(message: resources_pb2.Role) -> Role:
     shape = message.shape
-    return Role(message.name, message.tasks, TaskShape(shape.gpus, shape.millicores, shape.memory_bytes))
+    bandwidth = _bandwidth_from_wire(shape)
+    return Role(message.name, message.tasks, TaskShape(shape.gpus, shape.millicores, shape.memory_bytes, bandwidth))
+
+
+def _bandwidth_from_wire(message: resources_pb2.TaskShape | resources_pb2.Claim) -> Bandwidth:
+    disk, net = message.disk_mb_per_s, message.net_mb_per_s
+    return (disk, net) if disk or net else ()
 
 
 def locality_to_wire(value: Locality, into: resources_pb2.Locality | None = None) -> resources_pb2.Locality:
@@ -176,6 +191,7 @@ def claim_to_wire(value: Claim) -> resources_pb2.Claim:
         parked_bytes=value.parked_bytes,
         shared_mask=value.shared_mask,
         parked_memory_bytes=value.parked_memory_bytes,
+        **dict(zip(DIMENSIONS, value.bandwidth, strict=False)),
     )
 
 
@@ -194,6 +210,7 @@ def claim_from_wire(message: resources_pb2.Claim) -> Claim:
         # Most jobs have one role, and to iterate takes long.
         (tasks[0],) if len(tasks) == 1 else tuple(tasks),
         shared_mask=message.shared_mask,
+        bandwidth=_bandwidth_from_wire(message),
     )
 
 

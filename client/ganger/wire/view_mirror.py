@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from operator import ge
 
 from ganger.cluster.fit import fit
-from ganger.cluster.resources import Claim, GangShape, NodeRow
+from ganger.cluster.resources import Claim, GangShape, NodeRow, exceeds
 from ganger.cluster.view import LoadMode, View
 from ganger.v1 import resources_pb2, scheduling_pb2
 from ganger.wire import resource_messages as convert
@@ -116,6 +116,7 @@ class Mirror:
             view.free[slot] & claim.device_mask == claim.device_mask
             and view.memory[slot] >= claim.memory_bytes + claim.arena_bytes
             and all(map(ge, view.millicores[slot], claim.millicores))
+            and not exceeds(claim.bandwidth, view.bandwidth.get(slot, ()))
         )
 
     async def reach(self, version: int, timeout_s: float | None) -> bool:

@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import re
@@ -84,6 +85,14 @@ def named(found: ConfigurationSet) -> ConfigurationSet:
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:8]
     kind = f"{found.device_type}-x{found.devices}" if found.devices else "cpu"
     return replace(found, name=f"{kind}-{digest}")
+
+
+def with_dimensions(inventory: Inventory, dimensions: Mapping[str, float]) -> Inventory:
+    """Return the inventory of a node that declares these amounts, too, under the name of its configuration set then."""
+    if not dimensions:
+        return inventory
+    found = replace(inventory.configuration_set, dimensions={**inventory.configuration_set.dimensions, **dimensions})
+    return dataclasses.replace(inventory, configuration_set=named(found))
 
 
 def _cliques(neighbours: Sequence[int], count: int) -> list[int]:

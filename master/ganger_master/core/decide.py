@@ -173,12 +173,17 @@ def _check_hardware(state: State, node: Node, command: commands.OpenSession) -> 
 
 _DEVICES_LIMIT: Final = 64
 _BYTES_LIMIT: Final = 1 << 50
+_DIMENSIONS_LIMIT: Final = 16
+_AMOUNT_LIMIT: Final = 1e12
 
 
 def _is_possible(kind: ConfigurationSet) -> bool:
     """Return whether views can be made of a configuration set: its masks and sums must fit."""
     masks = [*(group.device_mask for group in kind.groups), *(socket.device_mask for socket in kind.sockets)]
     fits = kind.devices <= _DEVICES_LIMIT and max(kind.memory_bytes, kind.device_memory_bytes) <= _BYTES_LIMIT
+    # NaN is in no range.
+    are_amounts = all(0.0 <= amount <= _AMOUNT_LIMIT for amount in kind.dimensions.values())
+    fits = fits and are_amounts and len(kind.dimensions) <= _DIMENSIONS_LIMIT
     return bool(kind.sockets) and fits and not any(mask >> kind.devices for mask in masks)
 
 

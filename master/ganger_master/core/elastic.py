@@ -14,7 +14,7 @@ from itertools import zip_longest
 from ganger.cluster.fit import MEMORY_SHARE
 from ganger.cluster.placement import beside, resized
 from ganger.cluster.refusals import Reason, Refusal
-from ganger.cluster.resources import Claim, GangShape, LocalityLevel
+from ganger.cluster.resources import Claim, GangShape, LocalityLevel, more_bandwidth
 from ganger.job_state import JobState
 from msgspec.structs import replace
 
@@ -162,6 +162,7 @@ def _sum(one: Claim, other: Claim) -> Claim:
         millicores=tuple([own + beside for own, beside in cores]),
         memory_bytes=one.memory_bytes + other.memory_bytes,
         arena_bytes=one.arena_bytes + other.arena_bytes,
+        bandwidth=more_bandwidth(one.bandwidth, other.bandwidth),
     )
 
 
@@ -177,7 +178,7 @@ def _holding(gang: Gang, piece: Piece, taken: Claim | None) -> Piece:
     if piece.gone or piece.held is None:
         return piece
     rests = gang.rested_level is SuspendLevel.OFFLOAD
-    wanted = gang_orders.kept_offloaded(piece) if rests else piece.claim
+    wanted = gang_orders.kept_offloaded(gang, piece) if rests else piece.claim
     return replace(piece, held=beside(wanted, taken))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from ganger.cluster.resources import STORED_NAMES, Claim, LocalityLevel
+from ganger.cluster.resources import STORED_NAMES, Claim, LocalityLevel, less_bandwidth
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -203,6 +203,7 @@ class Gang(Struct, frozen=True, gc=False, omit_defaults=True):
                     memory_bytes=max(0, piece.claim.memory_bytes - (piece.held.memory_bytes if piece.held else 0)),
                     arena_bytes=0,
                     shared_mask=0,
+                    bandwidth=less_bandwidth(piece.claim.bandwidth, piece.held.bandwidth if piece.held else ()),
                 )
                 for piece in self.pieces
             ]

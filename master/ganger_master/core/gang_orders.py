@@ -152,17 +152,19 @@ def rested(gang: Gang, now: float) -> Gang:
     pieces = gang.pieces
     if gang.park_level is SuspendLevel.OFFLOAD:
         pieces = tuple(
-            piece if _has_given_up(piece) else replace(piece, held=kept_offloaded(piece)) for piece in pieces
+            piece if _has_given_up(piece) else replace(piece, held=kept_offloaded(gang, piece)) for piece in pieces
         )
     step = pieces[0].stop_step
     return replace(gang, pieces=pieces, phase=GangPhase.PARKED, rested_level=gang.park_level, stop_step=step, since=now)
 
 
-def kept_offloaded(piece: Piece) -> Claim:
+def kept_offloaded(gang: Gang, piece: Piece) -> Claim:
     cores = (0,) * len(piece.claim.millicores)
     memory = min(piece.claim.memory_bytes, piece.kept_memory_bytes or piece.claim.memory_bytes)
     kept = replace(piece.claim, device_mask=0, millicores=cores, shared_mask=0, memory_bytes=memory)
-    return replace(kept, parked_bytes=piece.residue_bytes)
+    # A time-sliced gang goes on without a request.
+    bandwidth = piece.claim.bandwidth if gang.node_set else ()
+    return replace(kept, parked_bytes=piece.residue_bytes, bandwidth=bandwidth)
 
 
 def _has_given_up(piece: Piece) -> bool:

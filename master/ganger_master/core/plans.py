@@ -355,8 +355,8 @@ def _judge_cores(state: State, job: JobRecord, change: CoresChange, proposer: st
         return Refusal(Reason.WRONG_STATE, job=job.name, detail="it is time-sliced, and its cores are, too")
     if any(piece.gone for piece in gang.pieces):
         return Refusal(Reason.WRONG_STATE, job=job.name, detail="a part of it has ended")
-    held = [(c.node, c.device_mask, c.arena_bytes, c.tasks, c.shared_mask) for c in gang.claims]
-    if [(c.node, c.device_mask, c.arena_bytes, c.tasks, c.shared_mask) for c in change.claims] != held:
+    held = [(c.node, c.device_mask, c.arena_bytes, c.tasks, c.shared_mask, c.bandwidth) for c in gang.claims]
+    if [(c.node, c.device_mask, c.arena_bytes, c.tasks, c.shared_mask, c.bandwidth) for c in change.claims] != held:
         detail = "only cores and memory may differ from what is held"
         return Refusal(Reason.CLAIM_MISMATCH, job=job.name, detail=detail)
     for old, new in zip(gang.claims, change.claims, strict=True):

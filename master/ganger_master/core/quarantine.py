@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from ganger.cluster.resources import Claim
+from ganger.cluster.resources import Claim, exceeds, more_bandwidth
 from ganger.job_state import JobState
 from msgspec.structs import replace
 
@@ -280,6 +280,11 @@ def _booking_conflict(state: State, job: JobRecord, gang: Gang) -> str:
         memory = sum([other.memory_bytes + other.arena_bytes for other in held])
         if memory + claim.memory_bytes + claim.arena_bytes > kind.free_memory_bytes:
             return f"memory of it is given to others on nodes/{claim.node}"
+        bandwidth = claim.bandwidth
+        for beside in held:
+            bandwidth = more_bandwidth(bandwidth, beside.bandwidth)
+        if claim.bandwidth and exceeds(bandwidth, kind.bandwidth):
+            return f"disk or network bandwidth of it is given to others on nodes/{claim.node}"
         device = _crowded_device(state, job, claim)
         if device is not None:
             return f"device {device} of nodes/{claim.node} has no room for it beside what others keep there"

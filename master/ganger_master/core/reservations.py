@@ -13,10 +13,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import split_cores
-from ganger.cluster.fit import demand
+from ganger.cluster.fit import demand, lacking_bandwidth
 from ganger.cluster.preferences import BEST_FIT
 from ganger.cluster.refusals import Reason, Refusal
-from ganger.cluster.resources import Claim, GangShape, LocalityLevel
+from ganger.cluster.resources import Bandwidth, Claim, GangShape, LocalityLevel, more_bandwidth
 from ganger.cluster.search import PlacementRequest, hosting
 from ganger.cluster.topology import Topology, bits
 from ganger.cluster.view import View
@@ -102,7 +102,8 @@ def _on_one_node(view: View, idle: View, shape: GangShape, closed: Collection[st
         mask = _mask(topology, idle.free[slot], int(takable[slot]), needed.gpus, shape.locality.widest)
         millicores = split_cores(topology, idle.millicores[slot], mask or 0, needed.millicores)
         if mask is not None and millicores is not None:
-            return Claim(idle.nodes[slot], mask, millicores, needed.memory_bytes, 0, everything)
+            memory, bandwidth = needed.memory_bytes, needed.bandwidth
+            return Claim(idle.nodes[slot], mask, millicores, memory, 0, everything, bandwidth=bandwidth)
     return None
 
 
@@ -140,6 +141,7 @@ class ProtectedPieces(Struct, frozen=True, gc=False):
     device_mask: int
     millicores: tuple[int, ...]
     memory_bytes: int
+    bandwidth: Bandwidth = ()
 
 
 class Protected(Struct, frozen=True, gc=False):
@@ -160,7 +162,8 @@ def protect(view: View, reservations: Iterable[Reservation]) -> Protected:
         for claim in one.claims:
             if claim.node in view and len(claim.millicores) == len(view.topology(claim.node).sockets):
                 memory_bytes = claim.memory_bytes + claim.arena_bytes
-                kept = ProtectedPieces(one.job, one.rank, claim.device_mask, claim.millicores, memory_bytes)
+                pieces = (claim.device_mask, claim.millicores, memory_bytes, claim.bandwidth)
+                kept = ProtectedPieces(one.job, one.rank, *pieces)
                 nodes[claim.node] = (*nodes.get(claim.node, ()), kept)
     return Protected(nodes)
 
@@ -185,13 +188,17 @@ def trespass(
         if slot is None:
             continue
         memory = 0
+        bandwidth: Bandwidth = ()
         millicores = [0] * len(claim.millicores)
         for kept in protected.nodes.get(claim.node, ()):
             if not _goes_first(kept.job, kept.rank, rank, job):
                 continue
             memory += kept.memory_bytes
+            bandwidth = more_bandwidth(bandwidth, kept.bandwidth)
             millicores = [have + more for have, more in zip(millicores, kept.millicores, strict=True)]
             figures = _in_the_way(view, slot, claim, kept.device_mask, millicores, memory)
+            if not figures and lacking_bandwidth(view, slot, more_bandwidth(claim.bandwidth, bandwidth)):
+                figures = {"kept_mb_per_s": sum(bandwidth)} if claim.bandwidth else {}
             if figures:
                 figures |= {"rank": rank, "first_rank": kept.rank}
                 refusals.append(Refusal(Reason.RESERVED, figures, node=claim.node, job=kept.job))

@@ -363,6 +363,8 @@ class State:
         # Where nothing is left, more may be held than there is.
         if (held.memory_bytes or held.arena_bytes) and not view.memory[slot]:
             return False
+        if any(own and left <= 0 for own, left in zip(held.bandwidth, view.bandwidth.get(slot, ()), strict=False)):
+            return False
         cores = zip(held.millicores, view.millicores[slot], strict=False)
         if any(held.millicores) and any(own and not left for own, left in cores):
             return False

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final, TypeAlias, TypeVar
 
-from ganger.cluster.resources import Claim, ConfigurationSet, NodeRow
+from ganger.cluster.resources import Bandwidth, Claim, ConfigurationSet, NodeRow, more_bandwidth
 from ganger.cluster.topology import Topology, bits
 from ganger.job_state import JobState
 from msgspec.structs import replace
@@ -402,10 +402,13 @@ def row_of(node: Node, topology: Topology, held: Sequence[Claim], affinity: int 
     used_mask = used_memory = 0
     kept_of_devices: tuple[int, ...] = ()
     free_cores = [socket.millicores for socket in configuration_set.sockets]
+    whole = configuration_set.bandwidth
+    used_bandwidth: Bandwidth = ()
     pieces = []
     for claim in held:
         used_mask |= claim.device_mask
         used_memory += claim.memory_bytes + claim.arena_bytes
+        used_bandwidth = more_bandwidth(used_bandwidth, claim.bandwidth)
         pieces.append((claim.device_mask, claim.millicores))
         if claim.parked_bytes:
             before = kept_of_devices or (0,) * topology.devices
@@ -417,6 +420,7 @@ def row_of(node: Node, topology: Topology, held: Sequence[Claim], affinity: int 
         if stray.told is not None and stray.device_mask:
             claim = stray.told.claim
             used_memory += claim.memory_bytes + claim.arena_bytes
+            used_bandwidth = more_bandwidth(used_bandwidth, claim.bandwidth)
             for index, millicores in enumerate(claim.millicores[: len(free_cores)]):
                 free_cores[index] -= millicores
     for device in node.device_faults:
@@ -436,6 +440,9 @@ def row_of(node: Node, topology: Topology, held: Sequence[Claim], affinity: int 
         device_rows=on_devices,
         affinity=affinity,
         parked_bytes=kept_of_devices,
+        free_bandwidth=tuple([max(0, all_of_it - used) for all_of_it, used in zip(whole, used_bandwidth, strict=True)])
+        if whole and used_bandwidth
+        else whole,
     )
 
 

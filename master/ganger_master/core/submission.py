@@ -11,7 +11,7 @@ from signal import Signals
 from typing import Any, Final, NamedTuple
 
 from ganger.cluster.placement import impossible
-from ganger.cluster.resources import Locality, LocalityLevel
+from ganger.cluster.resources import DIMENSIONS, Locality, LocalityLevel
 from ganger.protocol.gang_orders import Mechanism
 from ganger.units import format_cores, format_duration, format_memory
 from msgspec.structs import replace
@@ -41,6 +41,7 @@ _VARIABLE_LIMIT = 128 * 1024 - 2
 # Larger values are mistakes, and sums of them would not fit into the fields of the wire.
 _MILLICORES_LIMIT = 65_536_000
 _BYTES_LIMIT = 1 << 50
+_MB_PER_S_LIMIT = 10**9
 _ALL_BYTES_LIMIT = 1 << 60
 _SECONDS_LIMIT = 36_525 * 86_400.0
 # Of the year 9999, by Unix's clock.
@@ -257,6 +258,9 @@ def _wrong_roles(spec: JobSpec) -> Iterator[tuple[str, str]]:
             yield f"{path}[{index}].shape.millicores", f"from 0 to {_MILLICORES_LIMIT}"
         if not 0 <= shape.memory_bytes <= _BYTES_LIMIT:
             yield f"{path}[{index}].shape.memory_bytes", f"from 0 to {_BYTES_LIMIT}"
+        for name, amount in zip(DIMENSIONS, shape.bandwidth, strict=False):
+            if not 0 <= amount <= _MB_PER_S_LIMIT:
+                yield f"{path}[{index}].shape.{name}", f"from 0 to {_MB_PER_S_LIMIT}"
     if spec.nodes > max(1, tasks):
         yield "spec.nodes", "more nodes than tasks"
 

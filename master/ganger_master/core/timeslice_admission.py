@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
-from ganger.cluster.fit import MEMORY_SHARE, fit
+from ganger.cluster.fit import MEMORY_SHARE, fit, lacking_bandwidth
 from ganger.cluster.refusals import Reason, Refusal
-from ganger.cluster.resources import Claim
+from ganger.cluster.resources import Bandwidth, Claim, more_bandwidth
 from ganger.cluster.topology import bits
 from ganger.protocol.slice_rotation import SWITCHES_PER_QUANTUM
 from msgspec.structs import replace
@@ -322,8 +322,10 @@ def _check_row(state: State, row: Sequence[SlicedMember], held: Mapping[str, Cla
 
 
 def _check_host_memory(state: State, coming: Sequence[SlicedMember]) -> None:
-    """Check the host memory of all gangs that start or go on at once; `fit` has checked each alone."""
+    """Check the host memory of all gangs that start or go on at once, and the bandwidth, which each keeps in all
+    slices; `fit` has checked each alone."""
     needed: dict[str, int] = {}
+    bandwidth: dict[str, Bandwidth] = {}
     for member in coming:
         for place, claim in enumerate(member.claims):
             needed[claim.node] = needed.get(claim.node, 0) + member.memory_for(place)
@@ -331,6 +333,9 @@ def _check_host_memory(state: State, coming: Sequence[SlicedMember]) -> None:
             if needed[claim.node] > free:
                 figures = {"needed_bytes": needed[claim.node], "free_bytes": free}
                 refuse(member.job.number, Reason.MEMORY, figures, claim.node, "the states of all rows do not fit")
+            bandwidth[claim.node] = more_bandwidth(bandwidth.get(claim.node, ()), member.bandwidth_for(place))
+            for lacking in lacking_bandwidth(state.view, state.view.slots[claim.node], bandwidth[claim.node]):
+                raise MatrixRefusedError(member.job.number, lacking)
 
 
 def _check_level(state: State, member: SlicedMember, level: SuspendLevel, members: Mapping[int, SlicedMember]) -> None:

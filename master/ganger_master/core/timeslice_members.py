@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NoReturn, TypeAlias
 
 from ganger.cluster.refusals import Reason, Refusal
-from ganger.cluster.resources import Claim, LocalityLevel
+from ganger.cluster.resources import Bandwidth, Claim, LocalityLevel
 from msgspec.structs import replace
 
 from ganger_master.core import colocation, gang_orders, timeslice_groups
@@ -58,6 +58,12 @@ class SlicedMember:
         if self.is_new_there or self.gang is None:
             return claim.memory_bytes + claim.arena_bytes
         return self.gang.lacking_claims[place].memory_bytes if self.is_parked else 0
+
+    def bandwidth_for(self, place: int) -> Bandwidth:
+        """Return the same of the node's bandwidth."""
+        if self.is_new_there or self.gang is None:
+            return self.claims[place].bandwidth
+        return self.gang.lacking_claims[place].bandwidth if self.is_parked else ()
 
 
 def proposed_member(state: State, change: SliceChange, before: TimesliceGroup | None) -> SlicedMember:

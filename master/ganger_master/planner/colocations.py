@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from ganger.cluster.claims import resplit_cores
 from ganger.cluster.fit import demand
-from ganger.cluster.resources import Claim
+from ganger.cluster.resources import Claim, exceeds
 from ganger.cluster.view import View
 from ganger.job_state import JobState
 from msgspec import structs
@@ -453,7 +453,7 @@ def _beside(at: Holder, comes: Holder, view: View) -> tuple[list[Claim], list[Cl
         needed = demand(view.topology(claim.node).configuration_set, shape, tasks)
         memory = needed.memory_bytes
         left = view.memory[view.slots[claim.node]] - memory
-        if left < 0:
+        if left < 0 or exceeds(needed.bandwidth, view.bandwidth.get(view.slots[claim.node], ())):
             return None
         halves = tuple([cores // 2 for cores in claim.millicores])
         kept.append(
@@ -463,5 +463,6 @@ def _beside(at: Holder, comes: Holder, view: View) -> tuple[list[Claim], list[Cl
         )
         arena = needed.arena_bytes if needed.arena_bytes <= left else 0
         mask = claim.device_mask
-        taken.append(Claim(claim.node, mask, halves, memory, arena, tasks, shared_mask=mask))
+        bandwidth = needed.bandwidth
+        taken.append(Claim(claim.node, mask, halves, memory, arena, tasks, shared_mask=mask, bandwidth=bandwidth))
     return kept, taken

@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 from ganger.cluster.fit import memory_beside
-from ganger.cluster.resources import Claim, GangShape
+from ganger.cluster.resources import Claim, GangShape, exceeds
 from ganger.cluster.topology import bits
 from ganger.cluster.view import View
 from msgspec.structs import replace
@@ -187,5 +187,7 @@ def is_free(view: View, claims: Claims) -> bool:
         if any(want > have for want, have in zip(claim.millicores, view.millicores[slot], strict=True)):
             return False
         if claim.memory_bytes + claim.arena_bytes > view.memory[slot]:
+            return False
+        if exceeds(claim.bandwidth, view.bandwidth.get(slot, ())):
             return False
     return True

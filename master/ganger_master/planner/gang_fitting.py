@@ -14,7 +14,7 @@ from operator import add, ge
 import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex, Trial
 from ganger.cluster.claims import is_counted
-from ganger.cluster.resources import GangShape, accepts_type
+from ganger.cluster.resources import Bandwidth, GangShape, accepts_type, exceeds, more_bandwidth
 from ganger.cluster.search import PlacementRequest, widest_now
 from ganger.cluster.view import View
 from msgspec import Struct
@@ -293,6 +293,7 @@ class GangFitting:
         masks: dict[int, int] = {}
         memory: Counter[int] = Counter()
         cores: dict[int, tuple[int, ...]] = {}
+        bandwidth: dict[int, Bandwidth] = {}
         for claim in claims:
             slot = view.slots.get(claim.node)
             if slot is None:
@@ -301,10 +302,12 @@ class GangFitting:
             memory[slot] += claim.memory_bytes + claim.arena_bytes
             before = cores.get(slot, ())
             cores[slot] = tuple(map(add, before, claim.millicores)) if before else claim.millicores
+            bandwidth[slot] = more_bandwidth(bandwidth.get(slot, ()), claim.bandwidth)
         return all(
             view.free[slot] & mask == mask
             and view.memory[slot] >= memory[slot]
             and all(map(ge, view.millicores[slot], cores[slot]))
+            and not exceeds(bandwidth[slot], view.bandwidth.get(slot, ()))
             for slot, mask in masks.items()
         )
 

@@ -477,5 +477,6 @@ def _returned(job: Elastic, size: int, node: str, claims: Claims, view: View) ->
             cores = tuple([all_of_it - all_of_it * (devices - count) // devices for all_of_it in claim.millicores])
             memory = claim.memory_bytes * count // devices
             arena = claim.arena_bytes * count // devices
-            found.append(Claim(claim.node, claim.device_mask & ~stays, cores, memory, arena))
+            bandwidth = tuple([all_of_it * count // devices for all_of_it in claim.bandwidth])
+            found.append(Claim(claim.node, claim.device_mask & ~stays, cores, memory, arena, bandwidth=bandwidth))
     return tuple(found)

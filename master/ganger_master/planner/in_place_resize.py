@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from ganger.cluster.fit import gang_level
 from ganger.cluster.placement import beside, resized
-from ganger.cluster.resources import Claim, LocalityLevel
+from ganger.cluster.resources import Claim, LocalityLevel, less_bandwidth
 from ganger.cluster.view import View
 from msgspec.structs import replace
 
@@ -144,4 +144,5 @@ def _rest(own: Claim, after: Claim | None) -> Claim | None:
     memory = max(0, own.memory_bytes - after.memory_bytes)
     arena = max(0, own.arena_bytes - after.arena_bytes)
     mask = own.device_mask & ~after.device_mask
-    return Claim(own.node, mask, cores, memory, arena) if mask else None
+    bandwidth = less_bandwidth(own.bandwidth, after.bandwidth)
+    return Claim(own.node, mask, cores, memory, arena, bandwidth=bandwidth) if mask else None

@@ -15,7 +15,7 @@ from typing import Final
 from ganger.cluster.claims import split_cores
 from ganger.cluster.fit import MEMORY_SHARE, demand, share_of_memory
 from ganger.cluster.refusals import Reason
-from ganger.cluster.resources import Claim, accepts_type
+from ganger.cluster.resources import Claim, accepts_type, exceeds
 from ganger.cluster.topology import bits
 from ganger.cluster.view import View
 from ganger.job_state import JobState
@@ -347,7 +347,11 @@ class SliceMatrices:
             cores = split_cores(topology, self._free_cores(name), mask, needed.millicores)
             if cores is None or needed.memory_bytes + needed.arena_bytes > self._memory_left(name):
                 return None
-            claims.append(Claim(name, mask, cores, needed.memory_bytes, needed.arena_bytes, tasks))
+            bandwidth = needed.bandwidth
+            if exceeds(bandwidth, self._view.bandwidth.get(slot, ())):
+                return None
+            memory, arena = needed.memory_bytes, needed.arena_bytes
+            claims.append(Claim(name, mask, cores, memory, arena, tasks, bandwidth=bandwidth))
         if sum(claim.device_mask.bit_count() for claim in claims) != job.gpus:
             return None
         # Gangs whose places it may take need not be of one type.

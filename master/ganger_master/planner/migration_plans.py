@@ -159,7 +159,9 @@ def keep(trying: Trial, claims: Claims) -> None:
         mask = claim.device_mask & view.free[slot]
         cores = tuple([min(want, have) for want, have in zip(claim.millicores, view.millicores[slot], strict=True)])
         memory = min(claim.memory_bytes + claim.arena_bytes, max(0, view.memory[slot]))
-        trying.take((Claim(claim.node, mask, cores, memory),))
+        free = view.bandwidth.get(slot, ())
+        bandwidth = tuple([max(0, min(want, have)) for want, have in zip(claim.bandwidth, free, strict=False)])
+        trying.take((Claim(claim.node, mask, cores, memory, bandwidth=bandwidth),))
 
 
 def is_waiting(table: LiveTable, number: int) -> bool:

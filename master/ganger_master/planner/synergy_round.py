@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-from ganger.cluster.fit import memory_named, share_of_memory
+from ganger.cluster.fit import bandwidth_of, memory_named, share_of_memory
 from ganger.cluster.resources import Claim, LocalityLevel, accepts_type
 from ganger.cluster.view import View
 from msgspec import structs
@@ -189,7 +189,7 @@ def _starting(view: View, job: JobRecord, rows: Rows) -> CoresWish:
     claims, amounts = [], []
     for node, gpus, millicores, memory in rows:
         tasks = tuple([role.tasks for role in shape.roles]) if len(rows) == 1 else (gpus,)
-        claim = Claim(node, 0, (), 0, tasks=tasks)
+        claim = Claim(node, 0, (), 0, tasks=tasks, bandwidth=bandwidth_of(shape, tasks))
         # Room to be parked in host memory, where that leaves it its share.
         arena = gpus * shape.arena_bytes_per_device
         if memory - arena >= asked(view, shape, (claim,))[0][1]:
@@ -216,6 +216,7 @@ class _Packable:
         # Without profiles of memory each gang is packed with its share.
         has_room = not named or (not self._knows_memory and named <= shape.gpus * self._least_share)
         runs_anywhere = shape.nodes < 2 and all(accepts_type(shape.device_type, one) for one in self._types)
+        runs_anywhere = runs_anywhere and not (shape.names_bandwidth and self._view.bandwidth)
         return shape.gpus > 0 and (is_plain or _is_local(job)) and has_room and runs_anywhere
 
     def is_movable(self, job: JobRecord, gang: Gang) -> bool:

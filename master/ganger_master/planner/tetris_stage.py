@@ -8,8 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex, Trial
-from ganger.cluster.resources import GangShape
+from ganger.cluster.fit import bandwidth_of
+from ganger.cluster.resources import DIMENSIONS, UNLIMITED_MB_PER_S, GangShape
 from ganger.cluster.search import Claims, PlacementRequest
+from ganger.cluster.view import View
 
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import PlanChange, StartChange
@@ -38,7 +40,7 @@ def plan_tetris(knobs: Knobs, context: PlanContext) -> PlanDraft:
     work = np.zeros(len(facts))
     if asks:
         left = expected_s(facts) if remaining_s is None else remaining_s(facts.number)
-        work = _parts(facts, capacity).sum(axis=0) * left
+        work = (_parts(facts, capacity).sum(axis=0) + _bandwidth_parts(table, rows, room.view).sum(axis=0)) * left
     line = ranked(order, facts, now, capacity)
     line = line[table.is_waiting(rows)[line]]
     refused = [*excluded.not_started, *excluded.nodes]
@@ -47,7 +49,8 @@ def plan_tetris(knobs: Knobs, context: PlanContext) -> PlanDraft:
     jobs = [job for row in rows[waiting].tolist() if (job := table.jobs[row]) is not None]
     room.follow()
     starting = _Starting(knobs, jobs, table, room)
-    work, shares = work[waiting], _shares(facts, capacity)[waiting]
+    shares = _shares(facts, np.concatenate((_parts(facts, capacity), _bandwidth_parts(table, rows, room.view))))
+    work, shares = work[waiting], shares[waiting]
     ahead, behind = starting.overdue(np.flatnonzero(overdue[waiting]))
     starting.best(ahead, work, shares)
     with room.excluding(starting.kept):
@@ -104,9 +107,9 @@ class _Starting:
         return found is not None
 
 
-def _shares(facts: Facts, capacity: Capacity) -> Floats:
-    """Return for each job its user's largest share of any resource, by the user's weight."""
-    held = np.where(facts.is_running, _parts(facts, capacity), 0.0)
+def _shares(facts: Facts, parts: Floats) -> Floats:
+    """Return for each job its user's largest share of any resource, by the user's weight. `parts`: resources x jobs."""
+    held = np.where(facts.is_running, parts, 0.0)
     users = int(facts.user.max(initial=0)) + 1
     by_user = np.array([np.bincount(facts.user, part, users) for part in held]).max(axis=0)
     return np.asarray(by_user[facts.user] / facts.weight, float)
@@ -116,4 +119,19 @@ def _parts(facts: Facts, capacity: Capacity) -> Floats:
     """Return the parts of all GPUs, cores and memory that each gang takes (resources x jobs)."""
     amounts = np.array([facts.gpus, facts.cores, facts.memory_bytes], float)
     there_is = np.array([capacity.gpus, capacity.cores, capacity.memory_bytes])[:, None]
+    return np.asarray(np.divide(amounts, there_is, out=np.zeros_like(amounts), where=there_is > 0), float)
+
+
+def _bandwidth_parts(table: LiveTable, rows: Integers, view: View) -> Floats:
+    """Return the parts of all declared disk and network bandwidth that each gang takes; no rows where no node declares
+    any."""
+    if not view.bandwidth:
+        return np.zeros((0, len(rows)))
+    whole = [view.topologies[slot].configuration_set.bandwidth for slot in view.bandwidth if view.available[slot]]
+    declared = [[amount for amount in column if amount < UNLIMITED_MB_PER_S] for column in zip(*whole, strict=True)]
+    jobs = [table.jobs[row] for row in rows.tolist()]
+    tasks = [[] if job is None else [role.tasks for role in job.shape.roles] for job in jobs]
+    wanted = [() if job is None else bandwidth_of(job.shape, own) for job, own in zip(jobs, tasks, strict=True)]
+    amounts = np.array([one or (0,) * len(DIMENSIONS) for one in wanted], float).reshape(len(jobs), len(DIMENSIONS)).T
+    there_is = np.array([float(sum(column)) for column in declared] or [0.0] * len(DIMENSIONS))[:, None]
     return np.asarray(np.divide(amounts, there_is, out=np.zeros_like(amounts), where=there_is > 0), float)

@@ -429,7 +429,8 @@ class _Search:
         kind_of: dict[int, int] = {}
         for gang, claim in there:
             mask = claim.device_mask if widest < LocalityLevel.NODE else claim.device_mask.bit_count()
-            kind = (gang.shape, gang.price, len(gang.claims), claim.millicores, claim.memory_bytes, mask, gang.beside)
+            held = (claim.millicores, claim.memory_bytes, claim.bandwidth, mask)
+            kind = (gang.shape, gang.price, len(gang.claims), *held, gang.beside)
             kind_of[gang.number] = kinds.setdefault(kind, len(kinds))
         there.sort(key=lambda pair: (pair[0].price, kind_of[pair[0].number], pair[0].number))
         ways = cheapest_first(

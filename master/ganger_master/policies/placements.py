@@ -14,7 +14,7 @@ from ganger.cluster.claims import make_claim
 from ganger.cluster.feasibility import Alike, Family, FeasibilityQuery, GangMix, Slots, each, fragmented_gpus
 from ganger.cluster.fit import demand as needs
 from ganger.cluster.preferences import ADAPTIVE, ANYWHERE, BEST_FIT, FIRST_FIT, GANDIVA, LOCALITY, cut, least
-from ganger.cluster.resources import LocalityLevel, accepts_type
+from ganger.cluster.resources import Bandwidth, LocalityLevel, accepts_type, exceeds
 from ganger.cluster.search import (
     Claims,
     PlacementPreference,
@@ -146,13 +146,14 @@ def traffic_per_card(workers: int, servers: int) -> float:
     return workers * (servers - 1) / servers**2
 
 
-def emptiest(alike: Alike, query: FeasibilityQuery) -> tuple[int, int, int, str]:
+def emptiest(alike: Alike, query: FeasibilityQuery) -> tuple[int, int, int, str, Bandwidth]:
     """Return a sort key, emptiest first: free devices, then cores, then memory. Nodes of one key can hold the same."""
     hardware = alike.family.topology.configuration_set.name
-    return (-query.takable(alike.family).bit_count(), -alike.millicores, -alike.memory, hardware)
+    bandwidth = tuple([-amount for amount in alike.bandwidth])
+    return (-query.takable(alike.family).bit_count(), -alike.millicores, -alike.memory, hardware, bandwidth)
 
 
-def _emptiest_with_room(alike: Alike, query: FeasibilityQuery) -> tuple[int, int, int, str] | None:
+def _emptiest_with_room(alike: Alike, query: FeasibilityQuery) -> tuple[int, int, int, str, Bandwidth] | None:
     return emptiest(alike, query) if query.spread_room(alike) else None
 
 
@@ -239,12 +240,14 @@ def _all_fit(room: CapacityIndex, query: FeasibilityQuery, servers: Iterable[tup
     # From these servers on the share is smaller by a task.
     edges = sorted({number, *(tasks % number for tasks in query.everything)} - {0})
     at = 0
-    for (devices, millicores, memory, _), nodes in servers:
+    for (devices, millicores, memory, _, bandwidth), nodes in servers:
         of = room.view.topologies[next(each(nodes))].configuration_set
         end = at + nodes.bit_count()
         while at < min(end, number):
             needed = needs(of, query.shape, _share(query, number, at))
             if needed.gpus > -devices or needed.millicores > -millicores or needed.memory_bytes > -memory:
+                return False
+            if exceeds(needed.bandwidth, tuple([-amount for amount in bandwidth])):
                 return False
             if needed.gpus and not accepts_type(query.shape.device_type, of.device_type):
                 return False

@@ -1,8 +1,8 @@
 """Tetris's packing of gangs (Grandl et al., "Multi-resource Packing for Cluster Schedulers", SIGCOMM 2014, section 3).
 
-The node whose free devices, cores and memory lie best along the demand, in shares of the node: by the dot product, or
-by the cosine (Yu's report, Virginia, 2021). Of all gangs the one starts first whose place aligns best, less eps times
-its remaining work, among those furthest below their fair share.
+The node whose free devices, cores, memory and declared disk and network bandwidth lie best along the demand, in shares
+of the node: by the dot product, or by the cosine (Yu's report, Virginia, 2021). Of all gangs the one starts first whose
+place aligns best, less eps times its remaining work, among those furthest below their fair share.
 """
 
 from __future__ import annotations
@@ -12,12 +12,20 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from operator import mul
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.feasibility import Alike, Family, FeasibilityQuery, GangMix
-from ganger.cluster.resources import Claim, ConfigurationSet, GangShape, LocalityLevel
+from ganger.cluster.resources import (
+    UNLIMITED_MB_PER_S,
+    Bandwidth,
+    Claim,
+    ConfigurationSet,
+    GangShape,
+    LocalityLevel,
+)
 from ganger.cluster.search import (
     Claims,
     PlacementPreference,
@@ -32,8 +40,10 @@ from numpy.typing import NDArray
 
 from ganger_master.policies.job_facts import Floats
 
-# Of devices, cores and memory.
-_Parts: TypeAlias = tuple[float, float, float]
+# Of devices, cores and memory, and of disk and network bandwidth where the node declares them.
+_Parts: TypeAlias = tuple[float, ...]
+# Devices, cores and memory: what every node has.
+_PLAIN: Final = 3
 
 
 class Alignment(Enum):
@@ -63,7 +73,8 @@ def by_dot(alike: Alike, query: FeasibilityQuery) -> float:
 
 def at_best_by_dot(family: Family, query: FeasibilityQuery) -> float:
     """Return the least key that a node of the family can have by `by_dot`: with all cores and memory free."""
-    return -_dot((family.free / (family.topology.devices or 1), 1.0, 1.0), demanded(family, query))
+    demand = demanded(family, query)
+    return -_dot((family.free / (family.topology.devices or 1), *(1.0,) * (len(demand) - 1)), demand)
 
 
 def by_cosine(alike: Alike, query: FeasibilityQuery) -> float:
@@ -81,8 +92,9 @@ def at_best_by_cosine(family: Family, query: FeasibilityQuery) -> float:
 
 
 def available(alike: Alike) -> _Parts:
-    """Return the shares of the node's devices, cores and memory that are free."""
-    return _shares(alike.family.topology.configuration_set, alike.family.free, alike.millicores, alike.memory)
+    """Return the shares of the node's devices, cores, memory and bandwidth that are free."""
+    of = alike.family.topology.configuration_set
+    return _shares(of, alike.family.free, alike.millicores, alike.memory, alike.bandwidth)
 
 
 def demanded(family: Family, query: FeasibilityQuery) -> _Parts:
@@ -90,17 +102,27 @@ def demanded(family: Family, query: FeasibilityQuery) -> _Parts:
     needed = query.whole(family.topology)
     if needed.gpus > family.topology.devices:
         needed = query.rooms[query.by_weight[0]].needs(family.topology)
-    return _shares(family.topology.configuration_set, needed.gpus, needed.millicores, needed.memory_bytes)
+    of = family.topology.configuration_set
+    return _shares(of, needed.gpus, needed.millicores, needed.memory_bytes, needed.bandwidth)
 
 
-def _shares(of: ConfigurationSet, gpus: int, millicores: int, memory: int) -> _Parts:
+def _shares(of: ConfigurationSet, gpus: int, millicores: int, memory: int, bandwidth: Bandwidth) -> _Parts:
     cores = sum(socket.millicores for socket in of.sockets)
     # No gang on a node demands a resource that the node lacks.
-    return (gpus / (of.devices or 1), millicores / (cores or 1), memory / (of.memory_bytes or 1))
+    parts = (gpus / (of.devices or 1), millicores / (cores or 1), memory / (of.memory_bytes or 1))
+    whole = of.bandwidth
+    if not whole:
+        return parts
+    amounts = zip(bandwidth or (0,) * len(whole), whole, strict=True)
+    return (
+        *parts,
+        *[max(0, some) / (all_of_it or 1) if all_of_it < UNLIMITED_MB_PER_S else 0.0 for some, all_of_it in amounts],
+    )
 
 
 def _dot(one: _Parts, other: _Parts) -> float:
-    return one[0] * other[0] + one[1] * other[1] + one[2] * other[2]
+    found = one[0] * other[0] + one[1] * other[1] + one[2] * other[2]
+    return found if len(one) == _PLAIN else found + sum(map(mul, one[_PLAIN:], other[_PLAIN:]))
 
 
 def _placement(
@@ -202,8 +224,9 @@ def alignment_of(room: CapacityIndex, claims: Claims, kind: Alignment) -> float:
 def _aligned(room: CapacityIndex, claim: Claim, kind: Alignment) -> float:
     view, slot = room.view, room.view.slots[claim.node]
     of = view.topologies[slot].configuration_set
-    wanted = _shares(of, claim.device_mask.bit_count(), sum(claim.millicores), claim.memory_bytes)
-    free = _shares(of, view.free[slot].bit_count(), sum(view.millicores[slot]), view.memory[slot])
+    wanted = _shares(of, claim.device_mask.bit_count(), sum(claim.millicores), claim.memory_bytes, claim.bandwidth)
+    cores, bandwidth = sum(view.millicores[slot]), view.bandwidth.get(slot, ())
+    free = _shares(of, view.free[slot].bit_count(), cores, view.memory[slot], bandwidth)
     return _dot(wanted, free) if kind is Alignment.DOT else -_by_angle(wanted, free)
 
 

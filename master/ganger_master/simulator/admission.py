@@ -45,7 +45,7 @@ def specs_of(jobs: Workload, servers: Servers, ideal: bool, epoch_s: float = 0.0
     trace's clock.
     """
     largest = _largest_by_type(servers)
-    made: dict[tuple[int, int, int, int, int, int, str, str, float, float], JobSpec] = {}
+    made: dict[tuple[int, int, int, TaskShape, int, str, str, float, float], JobSpec] = {}
     nothing = [math.nan] * len(jobs)
     # Lists: reading single elements of NumPy arrays takes seconds for a hundred thousand jobs.
     columns = zip(
@@ -54,6 +54,8 @@ def specs_of(jobs: Workload, servers: Servers, ideal: bool, epoch_s: float = 0.0
         jobs.max_gpus.tolist(),
         nothing if ideal else jobs.cpus.tolist(),
         nothing if ideal else jobs.memory_bytes.tolist(),
+        nothing if ideal else jobs.disk_mb_per_s.tolist(),
+        nothing if ideal else jobs.net_mb_per_s.tolist(),
         jobs.priority.tolist(),
         [""] * len(jobs) if ideal else jobs.gpu_type.texts(),
         jobs.model.texts(),
@@ -62,16 +64,18 @@ def specs_of(jobs: Workload, servers: Servers, ideal: bool, epoch_s: float = 0.0
         strict=True,
     )
     specs = []
-    for gpus, least, most, cpus, memory, priority, device_type, model, deadline, weight in columns:
+    for gpus, least, most, cpus, memory, disk, net, priority, device_type, model, deadline, weight in columns:
         millicores = 0 if math.isnan(cpus) else int(1000 * cpus) // gpus
         each = 0 if math.isnan(memory) else int(memory) // gpus
+        bandwidth = tuple([0 if math.isnan(amount) else math.ceil(amount / gpus) for amount in (disk, net)])
+        task = TaskShape(1, millicores, each, bandwidth if any(bandwidth) else ())
         sizes = (least, most) if least < most else (0, 0)
-        key = (gpus, *sizes, millicores, each, priority, device_type, model, deadline, weight)
+        key = (gpus, *sizes, task, priority, device_type, model, deadline, weight)
         spec = made.get(key)
         if spec is None:
             spec = made[key] = JobSpec(
                 _COMMAND,
-                (Role("worker", gpus, TaskShape(1, millicores, each)),),
+                (Role("worker", gpus, task),),
                 locality=_TOGETHER if max(gpus, sizes[1]) <= largest[device_type] and not ideal else _ANYWHERE,
                 priority=priority,
                 gpus_min=sizes[0],
@@ -164,7 +168,7 @@ def acceptable(
     """
     if is_ideal:
         unknown = np.full(len(jobs), np.nan)
-        jobs = jobs.with_columns(cpus=unknown, memory_bytes=unknown)
+        jobs = jobs.with_columns(cpus=unknown, memory_bytes=unknown, disk_mb_per_s=unknown, net_mb_per_s=unknown)
     typed, changed = with_one_type(jobs, servers)
     fitting, too_large = that_fit(typed, servers)
     placed, refused = that_are_taken(fitting, servers, is_ideal)

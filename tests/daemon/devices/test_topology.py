@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from ganger.cluster.resources import ConfigurationSet, LocalityLevel
-from ganger_daemon.devices.inventory import device_type_of, groups_of, named
+from ganger.cluster.resources import UNLIMITED_MB_PER_S, ConfigurationSet, LocalityLevel
+from ganger_daemon.devices.inventory import device_type_of, groups_of, named, with_dimensions
+from ganger_daemon.devices.virtual import VirtualSpec, virtual_inventory
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -35,6 +36,14 @@ def test_sets_that_differ_have_names_that_differ() -> None:
     one = ConfigurationSet("", "h100", 8, 2**36)
     assert named(one).name == named(one).name
     assert named(one).name != named(replace(one, memory_bytes=1)).name
+
+
+def test_declared_bandwidth_makes_another_set_and_none_the_same() -> None:
+    found = virtual_inventory(VirtualSpec(2), "n1", (0, 1), 1 << 30)
+    assert with_dimensions(found, {}) is found
+    declared = with_dimensions(found, {"disk_mb_per_s": 500}).configuration_set
+    assert declared.bandwidth == (500, UNLIMITED_MB_PER_S)
+    assert declared.name != found.configuration_set.name
 
 
 @given(st.integers(0, 7).flatmap(lambda n: st.tuples(st.just(n), st.lists(LEVELS, min_size=n * n, max_size=n * n))))

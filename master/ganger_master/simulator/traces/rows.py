@@ -36,6 +36,8 @@ _NUMBERS: Mapping[str, Mapping[str, float]] = {
     "converges_s": {"converges_s": 1},
     "cpus": {"cpus": 1, "cpu_request": 1, "cpu_milli": 1e-3},
     "memory_bytes": {"memory_gb": 1e9, "memory_request_gib": 1 << 30, "memory_mib": 1 << 20},
+    "disk_mb_per_s": {"disk_mb_per_s": 1},
+    "net_mb_per_s": {"net_mb_per_s": 1},
     "deadline_s": {"deadline_s": 1, "ef_deadline_s": 1, "deadline_list_s": 1},
     "priority": {"priority": 1},
     "weight": {"weight": 1},

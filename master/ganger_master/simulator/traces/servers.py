@@ -88,6 +88,7 @@ class ServerGroup:
                 made.free_memory_bytes,
                 rack=f"{made.name}-rack-{number // self.nodes_per_rack}" if self.nodes_per_rack else "",
                 fabric=self.fabric,
+                free_bandwidth=made.bandwidth,
             )
 
 

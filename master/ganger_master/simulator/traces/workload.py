@@ -66,9 +66,9 @@ class Workload:
     `workload`, derive others by `take` and `with_columns`.
 
     `gpus` is the gang; an elastic job accepts `min_gpus`..`max_gpus`. `converges_s` is after how much of its work the
-    losses of a job say that it has converged (NaN: when it ends), whenever it is stopped. `cpus` and `memory_bytes` are
-    of the whole job. `deadline_s` is on the clock of `submit_s`. `gpu_type` may name several types, separated by "|".
-    `lines` is where a job stood in its file, 0 if it came from none.
+    losses of a job say that it has converged (NaN: when it ends), whenever it is stopped. `cpus`, `memory_bytes`,
+    `disk_mb_per_s` and `net_mb_per_s` are of the whole job. `deadline_s` is on the clock of `submit_s`. `gpu_type` may
+    name several types, separated by "|". `lines` is where a job stood in its file, 0 if it came from none.
     """
 
     job_ids: tuple[str, ...]
@@ -80,6 +80,8 @@ class Workload:
     converges_s: Floats
     cpus: Floats
     memory_bytes: Floats
+    disk_mb_per_s: Floats
+    net_mb_per_s: Floats
     deadline_s: Floats
     priority: Integers
     weight: Floats
@@ -188,6 +190,8 @@ _NUMBERS: Mapping[str, tuple[type[np.generic], float]] = {
     "converges_s": (np.float64, np.nan),
     "cpus": (np.float64, np.nan),
     "memory_bytes": (np.float64, np.nan),
+    "disk_mb_per_s": (np.float64, np.nan),
+    "net_mb_per_s": (np.float64, np.nan),
     "deadline_s": (np.float64, np.nan),
     "priority": (np.int64, 0),
     "weight": (np.float64, 1.0),
