@@ -145,7 +145,7 @@ def synergy_pass(view: View, shapes: Sequence[GangShape], facts: Facts) -> tuple
     gpus = sum([mask.bit_count() for mask in view.free])
     capacity = Capacity(gpus, float(np.inf), float(np.inf), _TOGETHER)
     settings = PlannerSettings(capacity=capacity)
-    rates = SimpleNamespace(known=Known(profiles, position_of))
+    rates = SimpleNamespace(known=Known(profiles, position_of), trials={})
     room, policy = CapacityIndex(view), policy_named(_PACKED)
     context = context_of(policy, table, room, 1e6, settings=settings, order=LAS2D, rates=rates)
     wall, cpu = time.perf_counter(), time.process_time()
