@@ -40,8 +40,8 @@ def options(rows: Workload) -> ReplayOptions:
     )
 
 
-def packs_of(replay: _Replay) -> Colocations:
-    return replay.planning.loop.memory.packing.packs
+def colocations_of(replay: _Replay) -> Colocations:
+    return replay.planning.loop.memory.packing.colocations
 
 
 def test_light_jobs_share_gpus_while_others_wait_and_all_are_done_sooner() -> None:
@@ -110,7 +110,7 @@ def test_once_the_queue_is_empty_co_located_jobs_are_separated() -> None:
         replay._settle()
     assert replay.kept >= 1
     replay.run()
-    assert packs_of(replay).packs == ()
+    assert colocations_of(replay).present == ()
     assert not replay.planning.loop.table.has_sharing
 
 

@@ -56,8 +56,8 @@ def replayed(rows: Workload, seed: int = 0) -> Judged:
     return replay
 
 
-def packs_of(replay: _Replay) -> Colocations:
-    return replay.planning.loop.memory.shared.packs
+def colocations_of(replay: _Replay) -> Colocations:
+    return replay.planning.loop.memory.shared.colocations
 
 
 def test_light_jobs_are_packed_and_the_cluster_does_more() -> None:
@@ -80,13 +80,13 @@ def test_no_guest_is_told_to_go_on_in_vain_where_many_rest_and_keep_memory() -> 
 def test_a_job_alone_on_its_gpu_again_has_its_cores_again() -> None:
     rows = jobs(*["vae"] * 8).with_columns(duration_s=[4000.0] + [600.0] * 7)
     replay = Judged(rows, SERVERS, "gandiva", ReplayOptions(), None)
-    while replay.ledger.ended < 7 or any(not pack.is_kept for pack in packs_of(replay).packs):
+    while replay.ledger.ended < 7 or any(not pack.is_kept for pack in colocations_of(replay).present):
         replay.clock.run_instant()
         replay._settle()
     assert replay.kept >= 1
     # The jobs that share it gave theirs at the end of the quantum.
     replay.clock.at(replay.clock.now + quantum_s(replay.nodes.switch_s), lambda: None)
-    while replay.clock.next_time() is not None and len(packs_of(replay).packs):
+    while replay.clock.next_time() is not None and len(colocations_of(replay).present):
         replay.clock.run_instant()
         replay._settle()
     left = replay.state.gangs[replay.state.jobs[next(iter(replay.state.jobs.live))].epoch]
@@ -151,8 +151,8 @@ def after_room_appeared(model: str, seed: int = 0) -> _Replay:
             replay.clock.run_instant()
             replay._settle()
 
-    run_until(lambda: any(pack.is_kept for pack in packs_of(replay).packs))
-    (pack,) = packs_of(replay).packs
+    run_until(lambda: any(pack.is_kept for pack in colocations_of(replay).present))
+    (pack,) = colocations_of(replay).present
     replay.send(CancelJob(next(number for number in sorted(replay.state.jobs.live) if number not in pack.numbers)))
     until = replay.clock.now + 3_000.0
     replay.clock.at(until, lambda: None)
@@ -162,7 +162,7 @@ def after_room_appeared(model: str, seed: int = 0) -> _Replay:
 
 def test_a_pack_in_which_both_are_slower_is_taken_apart_once_there_is_room_and_that_is_kept() -> None:
     replay = after_room_appeared("rhn")
-    assert packs_of(replay).packs == ()
+    assert colocations_of(replay).present == ()
     gangs = [replay.state.gangs[replay.state.jobs[number].epoch] for number in replay.state.jobs.live]
     assert len(gangs) == 4
     assert not any(claim.shared_mask for gang in gangs for claim in gang.claims)
@@ -171,4 +171,4 @@ def test_a_pack_in_which_both_are_slower_is_taken_apart_once_there_is_room_and_t
 
 def test_a_co_location_without_a_cost_stays_though_there_is_room() -> None:
     # Of the seeds by which two of them have room on one device.
-    assert len(packs_of(after_room_appeared("vae", seed=1)).packs) == 1
+    assert len(colocations_of(after_room_appeared("vae", seed=1)).present) == 1
