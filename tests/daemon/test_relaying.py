@@ -36,7 +36,7 @@ def test_a_link_is_closed_though_its_cancellation_is_swallowed() -> None:
     async def story() -> int:
         leader = Away()
         hello = peer_pb2.RankPoints(job_uid="a", epoch=1)
-        link = Link(leader, hello, lambda heard: None)  # type: ignore[arg-type]  # it has the one method that is called
+        link = Link(lambda: leader, hello, lambda heard: None)  # type: ignore[arg-type,return-value]  # its one method
         await leader.is_opening.wait()
         await link.close()
         return leader.opened
@@ -64,7 +64,34 @@ def test_a_message_that_cannot_be_taken_comes_again() -> None:
             taken.append(message.stop_sequence)
             is_done.set()
 
-        link = Link(Leader(), peer_pb2.RankPoints(), take)  # type: ignore[arg-type]  # it has the one method
+        link = Link(Leader, peer_pb2.RankPoints(), take)  # type: ignore[arg-type]  # it has the one method
+        await is_done.wait()
+        await link.close()
+        return taken
+
+    assert asyncio.run(story()) == [6]
+
+
+class Closed:
+    """A leader whose channel is closed, for its certificate was renewed: gRPC cancels the call, and not the task."""
+
+    async def RelayBoundary(self, messages: AsyncIterator[peer_pb2.RankPoints]) -> AsyncIterator[peer_pb2.RankPoints]:  # noqa: N802 - gRPC's name
+        raise asyncio.CancelledError
+        yield
+
+
+@pytest.mark.timeout(20)
+def test_a_link_goes_on_by_another_channel_when_its_own_was_closed() -> None:
+    async def story() -> list[int]:
+        taken: list[int] = []
+        is_done = asyncio.Event()
+        leaders = [Closed(), Leader(), Leader()]
+
+        def take(message: peer_pb2.RankPoints) -> None:
+            taken.append(message.stop_sequence)
+            is_done.set()
+
+        link = Link(lambda: leaders.pop(0), peer_pb2.RankPoints(), take)  # type: ignore[arg-type,return-value]
         await is_done.wait()
         await link.close()
         return taken

@@ -252,6 +252,17 @@ def test_what_is_made_of_files_is_made_anew_when_they_change_only(authority: Aut
     assert len(made) == 2
 
 
+def test_files_are_looked_at_again_once_their_rights_are_mended(authority: Authority) -> None:
+    directory, other = authority.issue("daemon", "n1"), authority.issue("daemon", "n1", to="next")
+    renewed = Renewed(directory, read_files)
+    first = renewed.current()
+    replaced(directory, other)
+    (directory / KEY).chmod(0o644)
+    assert renewed.current() is first
+    (directory / KEY).chmod(0o600)
+    assert renewed.current().certificate == (other / CERTIFICATE).read_bytes()
+
+
 def test_channels_to_daemons_show_a_renewed_certificate_and_keep_their_number(authority: Authority) -> None:
     master = authority.issue("master", "m")
 
@@ -259,6 +270,10 @@ def test_channels_to_daemons_show_a_renewed_certificate_and_keep_their_number(au
         channels = DaemonChannels("", str(master), most=2)
         first, second = channels.get("127.0.0.1:1"), channels.get("127.0.0.1:2")
         assert channels.get("127.0.0.1:1") is first
+        whole = (master / KEY).read_bytes()
+        (master / KEY).write_bytes((authority.issue("master", "m", to="next") / KEY).read_bytes())
+        assert channels.get("127.0.0.1:1") is first, "files that do not go together are not used"
+        (master / KEY).write_bytes(whole)
         replaced(master, authority.issue("master", "m", to="next"))
         renewed = channels.get("127.0.0.1:1")
         assert renewed is not first

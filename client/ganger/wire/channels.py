@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import grpc
 import grpc.aio
@@ -22,6 +23,9 @@ import grpc.aio
 from ganger.wire.endpoints import Endpoint, check_dial_address, host_of
 from ganger.wire.errors import RequestInvalid, WireVersionUnsupported
 from ganger.wire.methods import CallerRole, deadline_s, retry_service_config, served_name
+
+if TYPE_CHECKING:
+    from ganger.wire.tls import Renewed
 
 # Raised with the first change of a message after a release; `make wire` records the messages of each version.
 NEWEST_VERSION = 2
@@ -98,18 +102,24 @@ def open_channel(
 ) -> grpc.Channel:
     """A blocking channel to a server of this role. Close it. Raises EndpointError for an address that cannot be
     dialled, or a certificate that cannot be read."""
-    return cast(grpc.Channel, _opened(grpc, endpoint, options, role))
+    return cast(grpc.Channel, _opened(grpc, endpoint, options, role, _credentials(endpoint)))
 
 
 def open_aio_channel(
     endpoint: Endpoint, options: Sequence[tuple[str, int | str]] = (), role: CallerRole = CallerRole.MASTER
 ) -> grpc.aio.Channel:
     """A channel of the running event loop. Close it. Raises EndpointError as `open_channel`."""
-    return cast(grpc.aio.Channel, _opened(grpc.aio, endpoint, options, role))
+    return cast(grpc.aio.Channel, _opened(grpc.aio, endpoint, options, role, _credentials(endpoint)))
 
 
-def _opened(module: Any, endpoint: Endpoint, options: Sequence[tuple[str, int | str]], role: CallerRole) -> _Channel:
-    credentials, all_options = _credentials(endpoint), _options(endpoint, options, role)
+def _opened(
+    module: Any,
+    endpoint: Endpoint,
+    options: Sequence[tuple[str, int | str]],
+    role: CallerRole,
+    credentials: grpc.ChannelCredentials | None,
+) -> _Channel:
+    all_options = _options(endpoint, options, role)
     target = endpoint.address if endpoint.address.startswith("unix:") else f"dns:///{endpoint.address}"
     if credentials is None:
         return _Channel(module.insecure_channel(target, options=all_options), endpoint.token)
@@ -136,38 +146,47 @@ def _options(
     return (*_CLIENT_OPTIONS, ("grpc.ssl_target_name_override", expected), *options)
 
 
-# For calls under way on a channel that is replaced.
-_GRACE_S = 60.0
+# For calls under way on a channel that is replaced: some last as long as a job.
+_GRACE_S = 24 * 3600.0
 
 
 class DaemonChannels:
     """Channels of the running event loop to daemons, by address, for as long as the certificate shown there is the
-    present one. At most `most`, the oldest goes first. `tls`: directory of the certificate; empty for none."""
+    present one. `tls`: directory of the certificate; empty for none. `most`: so many, the oldest goes first."""
 
-    def __init__(self, token: str, tls: str = "", most: int = 1_024) -> None:
+    def __init__(self, token: str, tls: str = "", most: int = sys.maxsize) -> None:
         self._token, self._tls, self._most = token, tls, most
-        self._channels: dict[str, tuple[grpc.aio.Channel, tuple[int, ...]]] = {}
+        self._renewed: Renewed[grpc.ChannelCredentials] | None = None
+        self._channels: dict[str, tuple[grpc.aio.Channel, grpc.ChannelCredentials | None]] = {}
         # Kept until they are done: the loop itself keeps no task.
         self._closing: set[asyncio.Task[None]] = set()
 
     def get(self, address: str) -> grpc.aio.Channel:
-        """Return the channel to a daemon. Raises EndpointError as `open_channel`."""
-        version: tuple[int, ...] = ()
-        if self._tls:
-            from ganger.wire.tls import version_of
-
-            version = version_of(Path(self._tls))
+        """Return the channel to a daemon, for one call: the next one may need another. Raises EndpointError as
+        `open_channel`."""
+        credentials = self._credentials()
         known = self._channels.get(address)
-        if known is not None and known[1] == version:
+        if known is not None and known[1] is credentials:
             return known[0]
-        channel = open_aio_channel(Endpoint(address, self._token, self._tls), role=CallerRole.DAEMON)
+        endpoint = Endpoint(address, self._token, self._tls)
+        check_dial_address(address, has_certificate=credentials is not None)
+        channel = cast(grpc.aio.Channel, _opened(grpc.aio, endpoint, (), CallerRole.DAEMON, credentials))
         if known is not None or len(self._channels) >= self._most:
             former, _ = self._channels.pop(address if known is not None else next(iter(self._channels)))
             closing = asyncio.get_running_loop().create_task(former.close(grace=_GRACE_S))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
-        self._channels[address] = channel, version
+        self._channels[address] = channel, credentials
         return channel
+
+    def _credentials(self) -> grpc.ChannelCredentials | None:
+        if not self._tls:
+            return None
+        if self._renewed is None:
+            from ganger.wire.tls import Renewed, channel_credentials
+
+            self._renewed = Renewed(Path(self._tls), channel_credentials)
+        return self._renewed.current()
 
     async def close(self) -> None:
         """Close all of them; calls under way are cancelled."""

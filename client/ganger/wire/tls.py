@@ -93,7 +93,7 @@ def version_of(directory: Path) -> tuple[int, ...]:
         except OSError:
             found.append(0)
         else:
-            found += (status.st_ino, status.st_size, status.st_mtime_ns)
+            found += (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
     return tuple(found)
 
 

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncIterator, Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc
@@ -63,11 +64,12 @@ class Link:
 
     def __init__(
         self,
-        stub: PeerServiceAsyncStub,
+        find_stub: Callable[[], PeerServiceAsyncStub],
         hello: peer_pb2.RankPoints,
         received: Callable[[peer_pb2.RankPoints], None],
     ) -> None:
-        self._stub = stub
+        """`find_stub`: a channel is replaced when its certificate is renewed."""
+        self._find_stub = find_stub
         self._received = received
         self._newest = hello
         self._outbox = Outbox()
@@ -90,12 +92,16 @@ class Link:
         while not self._is_closed:
             self._outbox = Outbox(self._newest)
             try:
-                call = self._stub.RelayBoundary(self._outbox.messages())
+                call = self._find_stub().RelayBoundary(self._outbox.messages())
                 async for message in call:
                     wait = _RETRY_S
                     self._received(message)
             except grpc.aio.AioRpcError as error:
                 log.debug("relay broke off", extra={"code": error.code().name})
+            except asyncio.CancelledError:
+                # Where the channel was closed, gRPC cancels the call and not this task.
+                if self._is_closed or self._task.cancelling():
+                    raise
             except Exception:  # The leader sends its newest message again
                 log.exception("message of the leader not taken", extra={"gang": self._newest.job_uid})
             finally:
@@ -124,8 +130,8 @@ class BoundaryExchange(OfGang):
     ) -> None:
         """Open a member's link to the leader, once."""
         if self._link is None and not self._part.leads:
-            stub = self._context.peers.stub(leader.peer_address)
-            self._link = Link(stub, self._message(wanted, 0, ()), received)
+            find_stub = partial(self._context.peers.stub, leader.peer_address)
+            self._link = Link(find_stub, self._message(wanted, 0, ()), received)
 
     def join(self) -> Outbox:
         outbox = Outbox(self._newest)
