@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -59,6 +60,48 @@ def test_a_copy_has_all_that_was_committed_is_private_and_lies_alone(database: D
     assert copy.stat().st_mode & 0o077 == 0
     database.write(3)
     assert (entries_of(copy), entries_of(database.path)) == (40, 43)
+
+
+def test_a_copy_ends_though_the_master_commits_all_the_time(database: Database, tmp_path: Path) -> None:
+    database.write(800)
+    is_copied = threading.Event()
+
+    def commit() -> None:
+        # The store of a master is used by one thread.
+        while not is_copied.is_set():
+            database.write(1)
+
+    master = threading.Thread(target=commit)
+    master.start()
+    try:
+        done = database.command("backup", str(tmp_path / "copy.db"))
+    finally:
+        is_copied.set()
+        master.join()
+    assert done.code == 0, done.err
+    assert 840 <= entries_of(tmp_path / "copy.db") <= entries_of(database.path)
+
+
+def test_a_log_that_a_lost_database_left_is_not_taken_for_that_of_the_restored_one(
+    database: Database, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy.db"
+    database.command("backup", str(copy))
+    database.write(5)
+    # Killed: its log is not in the database yet.
+    log = database.path.with_name("ganger.db-wal").read_bytes()
+    database.store.close()
+    database.path.unlink()
+    database.path.with_name("ganger.db-wal").write_bytes(log)
+    assert database.command("restore", str(copy)).code == 0
+    assert entries_of(database.path) == 40
+    assert database.path.with_name("ganger.db.replaced-1-wal").read_bytes() == log
+
+
+def test_a_copy_is_not_put_beside_the_log_of_another_database(database: Database, tmp_path: Path) -> None:
+    (tmp_path / "copy.db-wal").write_bytes(b"")
+    done = database.command("backup", str(tmp_path / "copy.db"))
+    assert (done.code, "copy.db-wal belongs to a database" in done.err) == (4, True), done.err
 
 
 def test_a_later_copy_replaces_an_earlier_one_and_options_may_stand_before_the_command(

@@ -16,8 +16,8 @@ from ganger_master.store.sql import check_whole, explained, schema_of, url_of
 from ganger_master.store.tables import STATE, events
 
 _MAGIC: Final = b"SQLite format 3\0"
-# Pages of one step of a copy; between two the master may write.
-_PAGES: Final = 1_000
+# Files of a database's log. They belong to it alone: beside another one SQLite would take their pages for its own.
+_LOGS: Final = ("-wal", "-shm", "-journal")
 
 
 class CopyError(Exception):
@@ -44,9 +44,9 @@ def back_up(database: Path, file: Path) -> DatabaseCopy:
     """
     if not database.is_file():
         raise CopyError(f"there is no database {database}: name its master's --state-dir, or --config")
-    _check_place(file)
     if file.exists() and file.samefile(database):
         raise CopyError(f"{file} is the database itself: name another file")
+    _check_place(file)
     with _copied(database, file) as (temporary, found):
         _put(temporary, file)
     return found
@@ -73,6 +73,9 @@ def _check_place(file: Path) -> None:
         raise CopyError(f"{file} is a directory: name a file in it")
     if not file.parent.is_dir():
         raise CopyError(f"there is no directory {file.parent}: make it first")
+    logs = [path for end in _LOGS if (path := _named(file, end)).exists()]
+    if logs:
+        raise CopyError(f"{logs[0]} belongs to a database in the place of {file}: name another file")
     if file.exists() and file.stat().st_size:
         with explained(url_of(file)), file.open("rb") as existing:
             if existing.read(len(_MAGIC)) != _MAGIC:
@@ -88,7 +91,9 @@ def _copied(source: Path, target: Path) -> Iterator[tuple[Path, DatabaseCopy]]:
             # It contains environments of jobs.
             os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
             with closing(sqlite3.connect(temporary)) as written:
-                read.backup(written, pages=_PAGES)
+                # In one step: a commit between two steps would begin it anew. Of a log that is written ahead, as the
+                # master's is, a reader stops no writer.
+                read.backup(written)
                 # One file, without a log of its own beside it.
                 written.execute("PRAGMA journal_mode=DELETE").close()
             yield temporary, _checked(temporary, source)
@@ -116,16 +121,17 @@ def _checked(file: Path, source: Path) -> DatabaseCopy:
 
 
 def _move_aside(database: Path) -> Path | None:
-    """Rename a database with the files of its log, which belong to it alone. Return its new path."""
-    if not database.exists():
+    """Rename a database, and the files of its log, also where these alone are left. Return its new path."""
+    present = [end for end in (*_LOGS, "") if _named(database, end).exists()]
+    if not present:
         return None
     number = 1
-    while (aside := _named(database, f".replaced-{number}")).exists():
+    while any(_named(database, f".replaced-{number}{end}").exists() for end in (*_LOGS, "")):
         number += 1
-    for end in ("-shm", "-wal", ""):
-        if _named(database, end).exists():
-            _named(database, end).rename(_named(aside, end))
-    return aside
+    aside = _named(database, f".replaced-{number}")
+    for end in present:
+        _named(database, end).rename(_named(aside, end))
+    return aside if "" in present else None
 
 
 def _put(temporary: Path, target: Path) -> None:
