@@ -221,3 +221,20 @@ def test_a_running_job_that_cannot_be_packed_keeps_its_place() -> None:
     drive.plans()
     assert drive.place(fixed) == before
     assert gang in drive.running
+
+
+def test_a_node_that_is_removed_during_a_round_ends_the_wait_for_its_places() -> None:
+    drive, _ = two_apart("las+synergy-tune")
+    drive.plans()
+    gang = drive.add(4, locality=Locality(LocalityLevel.NODE))
+    drive.now += EVERY_S
+    moved = [number for kind, number in drive.plans() if kind == "SUSPEND"]
+    (emptied,) = {drive.place(number)[0] for number in moved}
+    for number in moved:
+        drive.rests(number)
+    view = drive.state.view.copy()
+    view.remove(emptied)
+    jobs = [(*drive.as_told(job), 0) for job in drive.state.jobs.values()]
+    drive.loop.observe(ClusterChange(view, jobs, is_whole=True), drive.now)
+    plan, _ = drive.loop.step(drive.now)
+    assert plan is None or gang not in [change.number for change in plan.changes]

@@ -109,7 +109,9 @@ class RoundDraft(NamedTuple):
 
 def plan_packed(packing: Packing, context: PlanContext) -> RoundDraft:
     """Return the changes that lead to a packing. Where the context may preempt, the jobs that have to stop do."""
-    table, view, places = context.jobs, context.room.view, packing.places
+    table, view = context.jobs, context.room.view
+    # A node may have been removed since the packing: its jobs go where they fit later.
+    places = {number: rows for number, rows in packing.places.items() if all(node in view.slots for node, *_ in rows)}
     knows_memory, trials, queue = known_of(context).knows_memory, trials_of(context), queue_of(context)
     running = {job.number: (job, gang) for job, gang in table.running}
     starting = {row[0] for number, rows in places.items() if number not in running for row in rows}
