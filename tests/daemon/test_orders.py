@@ -109,6 +109,24 @@ def test_the_working_set_of_a_gang_is_measured_by_its_control_group() -> None:
     run(story)
 
 
+def test_a_filled_arena_is_no_part_of_the_working_set() -> None:
+    async def story(made: Cluster) -> None:
+        daemon = await made.daemon("n1", cgroups="auto")
+        if not is_done(daemon.host.cgroups, "memory"):
+            pytest.skip("no control group of this machine measures memory")
+        gang = made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), pause=0.05, mode="fills its arena")
+        gang.claim.arena_bytes = 512 * MEBIBYTE
+        await made.master.want("n1", gang)
+        seen = await made.master.until("n1", 1, lambda seen: seen.working_set_bytes > 0)
+        group = daemon.gangs.all()[0].parts.context.paths.group
+        use = daemon.host.cgroups.memory_use(group)
+        assert use is not None
+        assert use.working_set >= 512 * MEBIBYTE, "the arena is memory of the group"
+        assert seen.working_set_bytes < 256 * MEBIBYTE
+
+    run(story)
+
+
 def test_a_rank_in_a_long_step_is_asked_for_its_stacks_and_gets_no_signal() -> None:
     async def story(made: Cluster) -> None:
         await made.daemon("n1", order_patience_s=0.2, order_deadline_s=300)

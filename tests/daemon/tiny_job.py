@@ -1,8 +1,8 @@
 """A job as small as a job can be: steps, a state of some bytes, and all that a framework does at a boundary.
 
 argv: number of steps (0: for ever), seconds per step, bytes of state, and how it misbehaves: "keeps" its memory when it
-is to give it up, is "deaf" to all orders, or its ranks come to their boundaries "apart". For a rank K whose directory
-has a file full-K storage is full. Prints one line per step.
+is to give it up, is "deaf" to all orders, "fills its arena" at the start, or its ranks come to their boundaries
+"apart". For a rank K whose directory has a file full-K storage is full. Prints one line per step.
 """
 
 import errno
@@ -128,6 +128,8 @@ def main():
     state = {"data": bytearray(padded(size))}
     for at in range(0, size, 4096):
         state["data"][at] = 0  # memory counts once it is written to
+    if mode == "fills its arena":
+        os.posix_fallocate(control.arena_fd, 0, os.fstat(control.arena_fd).st_size)
     control.hello(Capability.PAUSE | Capability.OFFLOAD | Capability.CHECKPOINT)
     control.handlers = handlers(control, state, mode)
     first, state["data"] = restored(control) or (0, state["data"])

@@ -11,6 +11,8 @@ import mmap
 import os
 import struct
 import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -265,19 +267,32 @@ def is_sealed(descriptor: int) -> bool:
 
 def recover_arena(pid: int, name: str) -> int | None:
     """Find the arena of a rank that another launcher started, among the rank's own descriptors; None without one."""
-    wanted = f"/memfd:{_memfd_name(name)} (deleted)"
-    try:
-        entries = os.listdir(f"/proc/{pid}/fd")
-    except OSError:
-        return None
-    for entry in entries:
-        path = f"/proc/{pid}/fd/{entry}"
-        try:
-            if os.readlink(path) == wanted:
-                return os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            continue  # Closed since it was listed
+    for path in _memfds(pid, f"{_memfd_name(name)} (deleted)"):
+        with suppress(OSError):
+            return os.open(path, os.O_RDWR | os.O_CLOEXEC)
     return None
+
+
+def allocated_arena_bytes(pids: Iterable[int]) -> int:
+    """Return the bytes allocated of the arenas that processes have open, each counted once; a process that cannot be
+    read has none. A rank from a process image has an arena of its first attempt's name, so all names count."""
+    found: dict[int, int] = {}
+    for pid in pids:
+        for path in _memfds(pid, _memfd_name("")):
+            with suppress(OSError):
+                status = os.stat(path)
+                found[status.st_ino] = status.st_blocks * 512
+    return sum(found.values())
+
+
+def _memfds(pid: int, beginning: str) -> Iterator[str]:
+    """Yield the paths in /proc of a process's memory files whose names begin so."""
+    with suppress(OSError):
+        for entry in os.listdir(f"/proc/{pid}/fd"):
+            path = f"/proc/{pid}/fd/{entry}"
+            with suppress(OSError):  # Closed since it was listed
+                if os.readlink(path).startswith(f"/memfd:{beginning}"):
+                    yield path
 
 
 def arena_variable(descriptor: int) -> str:

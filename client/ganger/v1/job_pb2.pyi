@@ -710,8 +710,8 @@ class Progress(google.protobuf.message.Message):
     """
     training_epochs: builtins.int
     working_set_bytes: builtins.int
-    """Host memory in use on the node that this report is from: without file caches that were read once. Zero: not
-    measurable.
+    """Host memory in use on the node that this report is from: without file caches that were read once, and without
+    claimed arenas. Zero: not measurable.
     """
     refault_bytes_per_s: builtins.float
     """Bytes a second of files that were read again after the kernel had dropped them from the page cache for want of

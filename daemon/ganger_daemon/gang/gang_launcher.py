@@ -12,6 +12,7 @@ from typing import Any
 from ganger.agent.v1 import agent_pb2
 from ganger.injob.launcher.client import Launcher, LauncherError
 from ganger.injob.page import page_path
+from ganger.injob.state_image import allocated_arena_bytes
 from ganger.protocol.gang_orders import OrderIntent
 from ganger.v1 import job_pb2
 
@@ -80,6 +81,16 @@ class GangLauncher(OfGang):
         except LauncherError as error:
             why = "its image is gone with the launcher that held it" if error.reason == _NO_ARENA else str(error)
             raise OSError(why) from error
+
+    def used_arena_bytes(self, claimed_bytes: int) -> int:
+        """Return the allocated bytes of the live ranks' arenas, at most what is claimed for them.
+
+        `claimed_bytes`: of the present claim. Ranks allocate by the peaks in their pages at once, and the master claims
+        as much when it receives them: until then the peaks count."""
+        is_readable = self._pages.readable
+        peaks = [self._pages.progress(rank).peak_device_bytes for rank in self._ranks] if is_readable else []
+        allocated = allocated_arena_bytes(process.pid for process in self._exits.live())
+        return min(allocated, max(claimed_bytes, sum(peaks) * 11 // 10))
 
     def drop_arenas(self) -> None:
         """Release the arenas of ended ranks. Blocks."""

@@ -72,13 +72,15 @@ def rounded_up(size: int) -> int:
 
 
 class WorkingSet:
-    """Measured memory of a gang's processes on this node. `bytes_now`: the working set as last measured; `peak_bytes`:
-    the largest so far; zero where no control group measures them. `refault_bytes_per_s`: see `MemoryUse`, over the last
+    """Measured memory of a gang's processes on this node, without their arenas, which are claimed apart. `arena_bytes`
+    returns what their arenas use of that claim. `bytes_now`: the working set as last measured; `peak_bytes`: the
+    largest so far; zero where no control group measures them. `refault_bytes_per_s`: see `MemoryUse`, over the last
     interval; None: unknown."""
 
-    def __init__(self, host: NodeContext, group: str) -> None:
+    def __init__(self, host: NodeContext, group: str, arena_bytes: Callable[[], int]) -> None:
         self._host = host
         self._group = group
+        self._arena_bytes = arena_bytes
         self._refaulted: tuple[float, int] | None = None
         self.bytes_now = self.peak_bytes = 0
         self.refault_bytes_per_s: float | None = None
@@ -88,7 +90,9 @@ class WorkingSet:
         use = self._host.cgroups.memory_use(self._group)
         if use is None:
             return
-        self.bytes_now, self.peak_bytes = use.working_set, max(self.peak_bytes, use.working_set)
+        # Read after the use: an arena that grows in between makes this sample too small, and leaves the peak as it is.
+        self.bytes_now = max(0, use.working_set - self._arena_bytes())
+        self.peak_bytes = max(self.peak_bytes, self.bytes_now)
         before, self._refaulted = self._refaulted, None if use.refaulted is None else (now, use.refaulted)
         self.refault_bytes_per_s = None
         if before is not None and self._refaulted is not None and now > before[0]:

@@ -92,7 +92,9 @@ class GangParts:
                 lambda: int(orders.desired.claim.arena_bytes),
                 devices,
             ),
-            working_set=WorkingSet(host, group),
+            working_set=WorkingSet(
+                host, group, lambda: launcher.used_arena_bytes(int(orders.desired.claim.arena_bytes))
+            ),
             segments=Segments(host, group),
             escalation=Escalation(context, exits),
             freezer=Freezer(context),

@@ -842,8 +842,8 @@ class ObservedGang(google.protobuf.message.Message):
     in_time_slices: builtins.bool
     """It is in a time-slice group."""
     working_set_bytes: builtins.int
-    """Largest working set so far of its processes on this node: memory in use without file caches that were read once.
-    Rounded up to an eighth of its power of two; zero where no control group measures it.
+    """Largest working set so far of its processes on this node: memory in use without file caches that were read once,
+    and without claimed arenas. Rounded up to an eighth of its power of two; zero where no control group measures it.
     """
     @property
     def order(self) -> Global___OrderKey:
