@@ -11,7 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -356,6 +359,36 @@ def test_a_launcher_of_another_account_is_given_nothing(tmp_path: Path) -> None:
             listener.listen(1)
         with pytest.raises(LauncherError, match=f"runs as user {STRANGER}"):
             Launcher(path)
+
+
+@pytest.mark.parametrize("line", [b'{"id": 0}\n', b" "])
+@pytest.mark.parametrize("call", [lambda one: one.info(), lambda one: one.fork_all([{}, {}])], ids=["one", "several"])
+def test_a_launcher_that_sends_but_does_not_answer_is_given_up_in_time(
+    tmp_path: Path, call: Callable[[Launcher], object], line: bytes
+) -> None:
+    path, is_over = str(tmp_path / "l.sock"), threading.Event()
+
+    def send() -> None:
+        connection, _ = listener.accept()
+        # well within the time limit of the call; the end of it all lets the test fail, not hang
+        with connection, suppress(OSError):
+            for _ in range(100):
+                connection.sendall(line)
+                if is_over.wait(0.01):
+                    return
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(path)
+        listener.listen(1)
+        sender = threading.Thread(target=send)
+        sender.start()
+        try:
+            with Launcher(path, timeout=0.2) as launcher, pytest.raises(LauncherError) as refused:
+                call(launcher)
+        finally:
+            is_over.set()
+            sender.join()
+    assert refused.value.reason == "TIMEOUT"
 
 
 def test_same_rank_is_not_started_twice(plain: Place) -> None:

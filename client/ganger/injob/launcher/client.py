@@ -117,8 +117,9 @@ class Launcher:
 
     def __init__(self, socket_path: str, timeout: float = 30.0, uid: int | None = None) -> None:
         """Raises LauncherError, also for a launcher of another user than ``uid``, which is this process's own if it is
-        not given."""
+        not given. ``timeout``: of each request, in seconds, whatever the launcher sends meanwhile."""
         self._path = socket_path
+        self._timeout = timeout
         self.uid = os.geteuid() if uid is None else uid
         self._lock = threading.Lock()
         self._received = b""
@@ -161,10 +162,13 @@ class Launcher:
         with self._lock:
             numbers = [self._send("fork", launch=dict(launch)) for launch in launches]
             answers: dict[int, dict[str, Any]] = {}
+            deadline = time.monotonic() + self._timeout
             while len(answers) < len(numbers):
-                answer = self._read()
-                if answer.get("id") in numbers:
-                    answers[answer["id"]] = answer
+                answer = self._read(deadline)
+                number = answer.get("id")
+                if number in numbers and number not in answers:
+                    answers[number] = answer
+                    deadline = time.monotonic() + self._timeout
         return [_process(_checked(answers[number])) for number in numbers]
 
     def fork_together(self, launches: Sequence[Mapping[str, Any]], store_host: str = "") -> ForkedTree:
@@ -268,9 +272,10 @@ class Launcher:
             return self._exchange(operation, **fields)
 
     def _exchange(self, operation: str, **fields: Any) -> dict[str, Any]:
+        deadline = time.monotonic() + self._timeout
         number = self._send(operation, **fields)
         while True:
-            answer = self._read()
+            answer = self._read(deadline)
             if answer.get("id") == number:
                 return _checked(answer)
 
@@ -280,16 +285,19 @@ class Launcher:
             os.close(self._descriptors.pop())  # of an answer that came too late for its caller
         data = json.dumps({"id": self._number, "op": operation, **fields}).encode() + b"\n"
         try:
+            self._connection.settimeout(self._timeout)
             self._connection.sendall(data)
         except OSError as error:
             raise LauncherError("UNREACHABLE", f"the launcher is gone: {error}") from error
         return self._number
 
-    def _read(self) -> dict[str, Any]:
-        until = time.monotonic() + (self._connection.gettimeout() or 0.0)
-        while b"\n" not in self._received:
-            if time.monotonic() > until and self._received:
-                raise LauncherError("TIMEOUT", "the launcher does not end its answer")
+    def _read(self, deadline: float) -> dict[str, Any]:
+        """Return the next answer, to whichever request. ``deadline``: as of ``time.monotonic``."""
+        while True:
+            # also with lines at hand: a launcher could send them for ever
+            self._allow_until(deadline)
+            if b"\n" in self._received:
+                break
             space = socket.CMSG_SPACE(4)
             try:
                 data, rights, _, _ = self._connection.recvmsg(1 << 16, space, socket.MSG_CMSG_CLOEXEC)
@@ -317,6 +325,13 @@ class Launcher:
         if not isinstance(message, dict):
             raise _garbled("no answer")
         return message
+
+    def _allow_until(self, deadline: float) -> None:
+        """Give the next receive the time that is left. Raises LauncherError(TIMEOUT) if none is."""
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise LauncherError("TIMEOUT", "the launcher does not answer in time")
+        self._connection.settimeout(left_s)
 
 
 def _tree(answer: Mapping[str, Any]) -> ForkedTree:
