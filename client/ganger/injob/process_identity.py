@@ -7,6 +7,8 @@ import socket
 import struct
 from typing import NamedTuple
 
+# What `user_of` returns for a process with several uids: no user's.
+MIXED_UIDS = -1
 # Files of the kernel that freeze a control group, by name: what is written to freeze it, and to thaw it.
 FREEZE_WORDS = {"cgroup.freeze": ("1", "0"), "freezer.state": ("FROZEN", "THAWED")}
 
@@ -38,13 +40,16 @@ def start_ticks(pid: int) -> int | None:
 
 
 def user_of(pid: int) -> int | None:
-    """Return the uid of a process; None if there is none, or if it has more than one."""
+    """Return the uid of a process; None if there is none; MIXED_UIDS if its real, effective, saved and file system uids
+    differ, as of a program that runs with another user's rights."""
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
             numbers = next((line.split()[1:] for line in file if line.startswith(b"Uid:")), [])
     except OSError:
         return None
-    return int(numbers[0]) if len(set(numbers)) == 1 else None
+    if not numbers:
+        return None
+    return int(numbers[0]) if len(set(numbers)) == 1 else MIXED_UIDS
 
 
 def stands_still(pid: int) -> bool:

@@ -15,7 +15,7 @@ import msgspec
 
 from ganger_daemon.core.part_facts import SIGKILL, PartOutcome, RankExit
 from ganger_daemon.node.daemon_files import GangPaths, make_directory, read_json, write_json
-from ganger_daemon.node.process_identity import ProcessId, is_alive
+from ganger_daemon.node.process_identity import NO_PROCESS, ProcessId, has_other_user, is_alive
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +94,8 @@ class ExitWatcher:
         self.is_reaped = False
 
     def watch(self, rank: int, process: ProcessId) -> None:
+        """Report the end of a rank's process. Of an account's gang, a process of another user counts as none: the
+        account's launcher may have named a pid before it was in use."""
         if self.processes.get(rank) == process:
             return
         self.processes[rank] = process
@@ -105,6 +107,13 @@ class ExitWatcher:
         if not is_alive(process):
             os.close(fd)
             self._note_dead(rank)
+            return
+        # Only now: the descriptor is of this process, and remains so.
+        if self._paths.account is not None and has_other_user(process.pid, self._paths.account.uid):
+            os.close(fd)
+            self.processes[rank] = NO_PROCESS
+            self._note_dead(rank)
+            log.warning("process of another user is no rank", extra={"group": self._paths.group, "pid": process.pid})
             return
         self._pidfds[rank] = fd
         asyncio.get_running_loop().add_reader(fd, self._died, rank)

@@ -16,7 +16,7 @@ from ganger.agent.v1 import agent_pb2
 from ganger.failpoints import hit
 from ganger.injob.launcher.client import Launcher, LauncherError
 from ganger.injob.page import page_path
-from ganger.injob.process_identity import start_ticks, user_of
+from ganger.injob.process_identity import start_ticks
 from ganger.injob.state_image import ImageError
 
 from ganger_daemon.cgroups.contract import Variant
@@ -53,6 +53,7 @@ from ganger_daemon.node.process_identity import (
     FoundProcesses,
     ProcessId,
     RankProcess,
+    has_other_user,
     holds_files_of_rank,
     parent_of,
     recognise,
@@ -404,7 +405,7 @@ class RankLaunch(OfGang):
         if self._part.pools:
             # A tracked process may run on all cores of its group.
             for rank, ids in self._context.cores_by_rank().items():
-                if rank in processes:
+                if rank in processes and self._exits.is_live(rank):
                     set_affinity((processes[rank].pid,), self._host.cores.cpus_of(ids))
 
     def _fork(
@@ -426,7 +427,7 @@ class RankLaunch(OfGang):
         account = self._paths.account
         for rank, process in found.items():
             # signals will go there
-            if account is not None and user_of(process.pid) not in (None, account.uid):
+            if account is not None and has_other_user(process.pid, account.uid):
                 raise LaunchRefusedError(f"process {process.pid} of rank {rank} does not run as {account.name}")
         return found
 

@@ -23,12 +23,11 @@ import ganger
 from ganger.injob.bootstrap import prepare_inject_directory
 from ganger.injob.launcher.client import Launcher, LauncherError, start_launcher
 from ganger.injob.launcher.process_record import startup_variables
-from ganger.injob.process_identity import user_of
 
 from ganger_daemon.node.accounts import Account
 from ganger_daemon.node.become import Becoming, start_as
 from ganger_daemon.node.owned_directories import closed_step, give_directory
-from ganger_daemon.node.process_identity import ProcessId, RankProcess, parent_of
+from ganger_daemon.node.process_identity import ProcessId, RankProcess, has_other_user, parent_of
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +91,7 @@ def children_of(launcher: Launcher) -> dict[str, RankProcess]:
         if entry["kind"] == "rank":
             process = ProcessId(int(entry["pid"]), int(entry["start_ticks"]))
             # A launcher of another account speaks for that account's processes only.
-            if is_foreign and user_of(process.pid) not in (None, launcher.uid):
+            if is_foreign and has_other_user(process.pid, launcher.uid):
                 continue
             found[str(entry["name"])] = RankProcess(process, parent_of(process.pid) in own)
     return found

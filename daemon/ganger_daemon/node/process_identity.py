@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ganger.injob.process_identity import ProcessId as ProcessId
-from ganger.injob.process_identity import start_ticks, stat_fields
+from ganger.injob.process_identity import start_ticks, stat_fields, user_of
 
 NO_PROCESS = ProcessId(0, 0)
 # What was killed is gone within milliseconds, but for one that hangs in a driver.
@@ -21,6 +21,12 @@ ENDING_S = 5.0
 
 def is_alive(process: ProcessId) -> bool:
     return process.pid > 0 and process.start_ticks > 0 and start_ticks(process.pid) == process.start_ticks
+
+
+def has_other_user(pid: int, uid: int) -> bool:
+    """Return whether a process runs as another user than this, or also as another. One that is gone does not; its pid
+    may be another process's later, so ask again where that counts."""
+    return user_of(pid) not in (None, uid)
 
 
 def send_signal(process: ProcessId, number: signal.Signals) -> bool:
