@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from ganger.injob.process_identity import start_ticks
 from ganger_daemon.gang.exit_watcher import ExitWatcher
+from ganger_daemon.gang.launch_plan import LaunchRefusedError
+from ganger_daemon.gang.replay_check import kill_first
 from ganger_daemon.node.accounts import Account
 from ganger_daemon.node.daemon_files import GangPaths
 from ganger_daemon.node.launchers import children_of
@@ -61,3 +63,16 @@ def test_a_process_with_the_uids_of_several_users_is_no_rank_of_an_account(
         assert children_of(Naming()).keys() == {"own"}  # type: ignore[arg-type]
         assert asyncio.run(watched(own)) == (own,)
         assert asyncio.run(watched(strange)) == ()
+
+
+def test_only_processes_of_the_account_are_killed_first_for_want_of_memory() -> None:
+    def score(process: ProcessId) -> str:
+        return Path(f"/proc/{process.pid}/oom_score_adj").read_text().strip()
+
+    with process_of(0, 0, 0) as roots, process_of(STRANGER, STRANGER, STRANGER) as own:
+        before = score(roots)
+        with pytest.raises(LaunchRefusedError, match=f"process {roots.pid} of rank 1 does not run as ann"):
+            kill_first({0: own, 1: roots}, ANN)
+        assert (score(own), score(roots)) == ("1000", before)
+        kill_first({1: roots}, None)
+        assert score(roots) == "1000", "jobs run as the daemon's own user"

@@ -26,6 +26,7 @@ from ganger_daemon.node.accounts import Account
 from ganger_daemon.node.become import UMASK
 from ganger_daemon.node.daemon_files import GangPaths, write_json
 from ganger_daemon.node.launchers import HASH_SEED, is_python
+from ganger_daemon.node.process_identity import ProcessId, has_other_user
 
 # A rank's share of the arena is rounded up to whole huge pages.
 _ARENA_ALIGNMENT = 2 << 20
@@ -54,6 +55,14 @@ class StateOutdatedError(LaunchRefusedError):
     """Storage has a newer checkpoint than the one it was to start from."""
 
     kind = PartOutcomeKind.STATE_OUTDATED
+
+
+def check_owner(processes: Mapping[int, ProcessId], account: Account | None) -> None:
+    """Refuse a process, by rank, that does not run as the account whose launcher has named it, before a signal or a
+    write of root reaches it. Raises LaunchRefusedError."""
+    for rank, process in processes.items():
+        if account is not None and has_other_user(process.pid, account.uid):
+            raise LaunchRefusedError(f"process {process.pid} of rank {rank} does not run as {account.name}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from ganger_daemon.gang.launch_plan import (
     RestorePlan,
     arena_bytes_per_rank,
     check_command,
+    check_owner,
     check_user,
     environment_of,
     image_arena_bytes,
@@ -53,7 +54,6 @@ from ganger_daemon.node.process_identity import (
     FoundProcesses,
     ProcessId,
     RankProcess,
-    has_other_user,
     holds_files_of_rank,
     parent_of,
     recognise,
@@ -424,11 +424,7 @@ class RankLaunch(OfGang):
             with gate_of(self._paths, groups, list(mappings.values())):
                 forked = launcher.fork_all(named)
         found = dict(zip(mappings, forked, strict=True))
-        account = self._paths.account
-        for rank, process in found.items():
-            # signals will go there
-            if account is not None and has_other_user(process.pid, account.uid):
-                raise LaunchRefusedError(f"process {process.pid} of rank {rank} does not run as {account.name}")
+        check_owner(found, self._paths.account)
         return found
 
     def _restore(

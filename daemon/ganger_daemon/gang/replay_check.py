@@ -21,8 +21,9 @@ from ganger.injob.process_identity import family
 from ganger_daemon.gang.control_pages import ControlPages
 from ganger_daemon.gang.gang_context import GangContext, OfGang
 from ganger_daemon.gang.launch_gate import gate_of, make_log
-from ganger_daemon.gang.launch_plan import for_account, free_port
+from ganger_daemon.gang.launch_plan import LaunchRefusedError, check_owner, for_account, free_port
 from ganger_daemon.gang.received_orders import summary_of
+from ganger_daemon.node.accounts import Account
 from ganger_daemon.node.daemon_files import GangPaths, read_json, remove_tree, write_json
 from ganger_daemon.node.launchers import children_of
 from ganger_daemon.node.process_identity import ProcessId, is_alive
@@ -74,7 +75,7 @@ class ReplayCheck(OfGang):
             await asyncio.to_thread(self._end)
             processes = await asyncio.to_thread(self._start, pages, step, shards)
             return await self._outcome(pages, processes, step)
-        except (LauncherError, OSError) as error:
+        except (LaunchRefusedError, LauncherError, OSError) as error:
             return f"REPLAY_REFUSED: the script cannot be started beside the ranks that are to end: {error}"
         finally:
             pages.close()
@@ -95,9 +96,7 @@ class ReplayCheck(OfGang):
         groups = self._host.cgroups.join_files(self._group)
         with gate_of(second, groups, mappings):
             found = dict(zip(self._ranks, launcher.fork_all(mappings), strict=True))
-        for process in found.values():
-            with suppress(OSError):
-                Path(f"/proc/{process.pid}/oom_score_adj").write_text(_FIRST_TO_BE_KILLED)
+        kill_first(found, account)
         return found
 
     def _mapping(self, rank: int, step: int, shards: Path) -> dict[str, Any]:
@@ -188,6 +187,16 @@ class ReplayCheck(OfGang):
 
     def _log(self, rank: int) -> Path:
         return self._second.run / f"rank-{rank}.log"
+
+
+def kill_first(processes: Mapping[int, ProcessId], account: Account | None) -> None:
+    """Have the kernel kill these processes, by rank, before others when memory is short. Raises LaunchRefusedError for
+    one that does not run as the account whose launcher has named it."""
+    for rank, process in processes.items():
+        with suppress(OSError), Path(f"/proc/{process.pid}/oom_score_adj").open("w") as score:
+            # Checked once it is open: the file is of this process, and of no later one of its pid.
+            check_owner({rank: process}, account)
+            score.write(_FIRST_TO_BE_KILLED)
 
 
 _DEVIATED = "STATE_UNSAVEABLE: run again, the script did not come back to step {}"
