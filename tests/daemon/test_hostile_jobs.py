@@ -65,6 +65,21 @@ def test_what_a_job_has_put_in_place_of_a_directory_makes_way(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_link_in_place_of_what_is_removed_goes_and_is_not_looked_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed: list[object] = []
+    elsewhere, link, scan = tmp_path / "elsewhere", tmp_path / "rendezvous.json", os.scandir
+    elsewhere.joinpath(*"123456789").mkdir(parents=True)
+    link.symlink_to(elsewhere)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "scandir", lambda path: listed.append(path) or scan(path))
+        remove_tree(link)
+    assert listed == []
+    assert list(tmp_path.iterdir()) == [elsewhere]
+    assert elsewhere.joinpath(*"123456789").is_dir()
+
+
 def test_what_a_gang_leaves_is_out_of_the_way_at_once_and_gone_soon_also_after_a_crash(tmp_path: Path) -> None:
     daemon = DaemonPaths(tmp_path / "state", tmp_path / "run")
     daemon.launchers.mkdir(parents=True)

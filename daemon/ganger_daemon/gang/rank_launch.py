@@ -301,7 +301,7 @@ class RankLaunch(OfGang):
             log.warning("group not removed", extra={"group": group})
         self._host.cores.release(group)
         # the rendezvous store ends when its file is gone
-        remove_tree(self._paths.rendezvous)
+        await asyncio.to_thread(remove_tree, self._paths.rendezvous)
         await asyncio.to_thread(self._launcher.drop_arenas)
 
     def _kill_strays(self) -> None:

@@ -16,6 +16,7 @@ import subprocess
 import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -83,15 +84,14 @@ def _clear(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """A directory with all in it, a file, or nothing; what cannot be removed stays."""
-    if _is_deep(path):
-        subprocess.run(["rm", "-rf", "--", str(path)], check=False, stderr=subprocess.DEVNULL)
-        return
-    shutil.rmtree(path, ignore_errors=True)
-    try:
-        path.unlink(missing_ok=True)
-    except OSError:
-        pass
+    """A directory with all in it, a file, or nothing; what cannot be removed stays. No link is followed. Blocks."""
+    with suppress(OSError):
+        if not stat.S_ISDIR(path.lstat().st_mode):
+            path.unlink(missing_ok=True)
+        elif _is_deep(path):
+            subprocess.run(["rm", "-rf", "--", str(path)], check=False, stderr=subprocess.DEVNULL)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_deep(path: Path) -> bool:
