@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -115,6 +116,26 @@ def test_old_checkpoints_dead_leftovers_and_trash_go_and_living_ones_stay(tmp_pa
     collect(tmp_path, CheckpointName(4, 2), [CheckpointName(1, 1), CheckpointName(3, 1)])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1-1", "3-1", "4-2", "6-2.tmp"]
     assert complete(tmp_path) == (CheckpointName(1, 1), CheckpointName(3, 1), CheckpointName(4, 2))
+
+
+def test_a_deep_tree_that_a_job_has_put_among_its_checkpoints_is_removed_with_few_descriptors(tmp_path: Path) -> None:
+    place, (soft, hard) = tmp_path / "job", resource.getrlimit(resource.RLIMIT_NOFILE)
+    make(place, 1)
+    (place / "1-1.tmp").mkdir()
+    deepest = os.open(place / "1-1.tmp", os.O_PATH)
+    for _ in range(3000):
+        os.mkdir("deeper", dir_fd=deepest)
+        above, deepest = deepest, os.open("deeper", os.O_PATH, dir_fd=deepest)
+        os.close(above)
+    os.close(deepest)
+    try:
+        few = max(map(int, os.listdir("/proc/self/fd"))) + 20
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+        assert collect(place, CheckpointName(1, 1)) == ("1-1.tmp",)
+        assert [path.name for path in place.iterdir()] == ["1-1"]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        subprocess.run(["rm", "-rf", str(place)], check=True)
 
 
 def test_abandoned_checkpoints_are_removed_unless_a_rank_still_writes_them(tmp_path: Path) -> None:

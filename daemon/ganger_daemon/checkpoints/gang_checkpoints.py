@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
 import time
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
@@ -35,6 +34,7 @@ from ganger_daemon.checkpoints.storage import (
     shard_name,
 )
 from ganger_daemon.core.part_facts import FoundCheckpoint
+from ganger_daemon.node.daemon_files import remove_tree
 
 log = logging.getLogger(__name__)
 
@@ -321,5 +321,5 @@ def _remove(directory: Path, doomed: Collection[str]) -> tuple[str, ...]:
         except OSError:
             continue  # Another process has removed it
     for path in directory.glob(f"{_TRASH}*"):
-        shutil.rmtree(path, ignore_errors=True)
+        remove_tree(path)
     return tuple(removed)
