@@ -59,15 +59,23 @@ def fill_directories(init_pid: int, directories: Sequence[str], image: Path) -> 
         target.mkdir(parents=True, exist_ok=True)
         try:
             with tarfile.TarFile(image / _tar(number), "r", copybufsize=_PIECE_BYTES) as tar:
-                tar.extractall(target, numeric_owner=True, filter=_as_it_was)
+                # Links come last: nothing is written through one.
+                members = sorted(tar, key=tarfile.TarInfo.issym)
+                tar.extractall(target, members, numeric_owner=True, filter=_as_it_was)
         except tarfile.TarError as error:
             raise ImageRefusedError(f"the image's files of {inside} cannot be restored: {error}") from error
 
 
 def _as_it_was(member: tarfile.TarInfo, target: str) -> tarfile.TarInfo:
     """Refuse what would leave the directory, and take setuid and setgid away: storage is no safer than its
-    directories. All other bits of the mode stay."""
-    return tarfile.tar_filter(member, target).replace(mode=member.mode & 0o1777, deep=False)
+    directories. All other bits of the mode stay.
+
+    Names alone are checked: `target` leads into a unit by a link of /proc, and to look at it would find the links of
+    this machine's directory of that name."""
+    names = (member.name, member.linkname) if member.islnk() else (member.name,)
+    if any(name.startswith("/") or ".." in name.split("/") for name in names):
+        raise tarfile.OutsideDestinationError(member, member.name)
+    return member.replace(mode=member.mode & 0o1777, deep=False)
 
 
 def _from_outside(init_pid: int, inside: str) -> Path:

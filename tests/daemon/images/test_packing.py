@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import tarfile
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -10,7 +12,7 @@ import pytest
 from ganger.injob import state_image
 from ganger_daemon.checkpoints.storage import describe_shard
 from ganger_daemon.images.contract import ImageFacts, ImageRefusedError, Machine, OpenFile, write_facts
-from ganger_daemon.images.packing import facts_of, pack, unpack
+from ganger_daemon.images.packing import facts_of, fill_directories, pack, unpack
 
 FACTS = ImageFacts(
     root_pid=1000,
@@ -179,3 +181,40 @@ def test_an_image_is_unpacked_while_it_arrives(tmp_path: Path) -> None:
         os.close(arriving)
     assert there == size
     assert (tmp_path / "again" / "pages-1.img").read_bytes() == pages
+
+
+def filled(tmp_path: Path, *members: tuple[str, bytes, str]) -> Path:
+    """Restore a job's directory from members: name, type, and what a link names. Return it."""
+    with tarfile.TarFile(tmp_path / "own-0.tar", "w") as tar:
+        for name, kind, linked in members:
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname, member.mode = kind, linked, 0o4755
+            tar.addfile(member)
+    directory = tmp_path / "own"
+    fill_directories(0, [str(directory)], tmp_path)
+    return directory
+
+
+def test_links_come_back_whatever_they_name_and_nothing_is_written_through_one(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    link, file, directory = tarfile.SYMTYPE, tarfile.REGTYPE, tarfile.DIRTYPE
+    made = filled(
+        tmp_path, ("d", directory, ""), ("d/l", link, str(outside)), ("m", link, str(outside)), ("n", file, "")
+    )
+    assert (made / "d" / "l").readlink() == (made / "m").readlink() == outside
+    assert (made / "n").stat().st_mode & 0o7777 == 0o755
+    hostile = tmp_path / "hostile"
+    hostile.mkdir()
+    with suppress(ImageRefusedError, OSError):
+        filled(hostile, ("x", link, str(outside)), ("x/written", file, ""))
+    assert list(outside.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "member",
+    [("../x", tarfile.REGTYPE, ""), ("/tmp/x", tarfile.REGTYPE, ""), ("x", tarfile.LNKTYPE, "../../etc/passwd")],
+)
+def test_members_outside_the_directory_are_refused(tmp_path: Path, member: tuple[str, bytes, str]) -> None:
+    with pytest.raises(ImageRefusedError, match="cannot be restored"):
+        filled(tmp_path, member)
