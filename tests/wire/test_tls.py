@@ -252,6 +252,19 @@ def test_what_is_made_of_files_is_made_anew_when_they_change_only(authority: Aut
     assert len(made) == 2
 
 
+@pytest.mark.parametrize(("role", "name"), [("daemon", "n2"), ("user", "n1"), ("master", "n1")])
+def test_the_certificate_of_another_party_is_not_taken(
+    authority: Authority, caplog: pytest.LogCaptureFixture, role: str, name: str
+) -> None:
+    directory = authority.issue("daemon", "n1")
+    renewed = Renewed(directory, read_files)
+    first = renewed.current()
+    replaced(directory, authority.issue(role, name))
+    assert renewed.current() is first
+    (said,) = [one for one in caplog.records if one.message == "certificate not renewed"]
+    assert f"is of {role} '{name}' now, and this is daemon 'n1'" in said.error  # type: ignore[attr-defined]
+
+
 def test_files_are_looked_at_again_once_their_rights_are_mended(authority: Authority) -> None:
     directory, other = authority.issue("daemon", "n1"), authority.issue("daemon", "n1", to="next")
     renewed = Renewed(directory, read_files)
@@ -307,6 +320,10 @@ def test_nothing_is_renewed_without_a_certificate_or_its_authority(authority: Au
     assert (directory / CERTIFICATE).read_bytes() == content
     with pytest.raises(CertificateError, match=r"cannot read .*cert\.pem"):
         renew(tmp_path / "authority", tmp_path / "empty", 1.0)
+    Authority(tmp_path, "other")
+    with pytest.raises(CertificateError, match="was made by another authority"):
+        renew(tmp_path / "other", directory, 1.0)
+    assert (directory / CERTIFICATE).read_bytes() == content
     (directory / CERTIFICATE).write_text("no certificate")
     with pytest.raises(CertificateError, match="is no certificate of a cluster"):
         renew(tmp_path / "authority", directory, 1.0)

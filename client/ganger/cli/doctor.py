@@ -82,7 +82,7 @@ def certificate_finding(directory: Path) -> Finding:
         end, is_soon = ends_soon(directory)
     except CredentialError as error:
         return Finding(FAIL, subject, str(error))
-    advice = "make a new one: ganger certs issue" if is_soon else ""
+    advice = "make a new one: ganger certs renew" if is_soon else ""
     return Finding(WARN if is_soon else OK, subject, f"of {identity}, until {end}", advice)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -104,12 +105,20 @@ def renew(authority: Path, directory: Path, days: float) -> tuple[CallerIdentity
     try:
         content = (directory / CERTIFICATE).read_bytes()
         identity = identity_in_pem(content)
-        names = x509.load_pem_x509_certificate(content).extensions
-        found = names.get_extension_for_class(x509.SubjectAlternativeName).value
+        former = x509.load_pem_x509_certificate(content)
+        found = former.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except OSError as error:
         raise CertificateError(f"cannot read {directory / CERTIFICATE}: {(error.strerror or '').lower()}") from error
     except (CertificateInvalid, ValueError) as error:
         raise CertificateError(f"{directory / CERTIFICATE} is no certificate of a cluster: {error}") from error
+    signer, _ = _authority(authority)
+    try:
+        former.verify_directly_issued_by(signer)
+    except (ValueError, TypeError, InvalidSignature) as error:
+        raise CertificateError(
+            f"{directory / CERTIFICATE} was made by another authority than {authority}: name that one, or issue a "
+            "certificate by this one into another directory"
+        ) from error
     hosts = [*found.get_values_for_type(x509.DNSName), *map(str, found.get_values_for_type(x509.IPAddress))]
     served = {served_name(identity.role, host) for host in hosts}
     return identity, issue(

@@ -99,7 +99,7 @@ def version_of(directory: Path) -> tuple[int, ...]:
 
 class Renewed(Generic[_T]):
     """What is made of the files of a directory, and made anew when they change. Files that cannot be used are logged,
-    and the former ones stay in use: a directory is seldom renewed at once.
+    and the former ones stay in use: a directory is seldom renewed at once. So do they beside those of another party.
 
     make: raises CredentialError; so does the first call.
     """
@@ -109,6 +109,7 @@ class Renewed(Generic[_T]):
         self._lock = threading.Lock()
         self._version = version_of(directory)
         self._made = make(directory)
+        self._identity = identity_in_pem(read_files(directory).certificate)
 
     def current(self) -> _T:
         """Look at the files. Any thread may call it."""
@@ -117,7 +118,9 @@ class Renewed(Generic[_T]):
             if version != self._version:
                 self._version = version
                 try:
-                    check_directory(self._directory)
+                    found = check_directory(self._directory)
+                    if found != self._identity:
+                        raise CredentialError(f"{self._directory} is of {found} now, and this is {self._identity}")
                     self._made = self._make(self._directory)
                 except CredentialError as error:
                     log.warning("certificate not renewed", extra={"error": str(error)})
