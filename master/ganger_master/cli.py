@@ -112,6 +112,8 @@ def restore(file: Path, config_file: Path | None, **flags: str | Path | None) ->
     settings = _settings(config_file, flags)
     with _explained():
         database = _sqlite_file(settings, "pg_restore")
+        if not settings.state_dir.is_dir():
+            raise CommandError(f"there is no {settings.state_dir}: name the master's state directory, or make it first")
         # No master may start meanwhile.
         directory = StateDirectory(settings.state_dir)
         try:

@@ -13,7 +13,7 @@ from msgspec import Struct
 from sqlalchemy import create_engine, func, select
 
 from ganger_master.store.sql import check_whole, explained, schema_of, url_of
-from ganger_master.store.tables import STATE, events
+from ganger_master.store.tables import STATE, Problem, StoreError, events
 
 _MAGIC: Final = b"SQLite format 3\0"
 # Files of a database's log. They belong to it alone: beside another one SQLite would take their pages for its own.
@@ -62,9 +62,14 @@ def restore(file: Path, database: Path) -> tuple[DatabaseCopy, Path | None]:
         raise CopyError(f"there is no file {file}: name a copy that `ganger master backup` made")
     if database.exists() and file.samefile(database):
         raise CopyError(f"{file} is the database itself: name a copy of it")
-    with _copied(file, database) as (temporary, found):
-        former = _move_aside(database)
-        _put(temporary, database)
+    try:
+        with _copied(file, database) as (temporary, found):
+            former = _move_aside(database)
+            _put(temporary, database)
+    except StoreError as error:
+        if error.problem is Problem.DAMAGED:
+            raise CopyError(f"{file} is damaged: name another copy") from error
+        raise
     return found, former
 
 
