@@ -126,7 +126,10 @@ def test_no_field_of_a_job_is_left_out() -> None:
         blockers=(Refusal(Reason.GPUS, {"needed": 2}),),
         queue_rank=4,
         sample=dataclasses.replace(
-            Sample(5, 40, 160, 9.5, 0.5, 0.1, 3.0, "rank 1 hangs", 2.5, 2.25, 0.75, (JobMetric("accuracy", 0.9, 39),)),
+            Sample(5, 40, 160, 9.5, 0.5, 0.1, 3.0, "rank 1 hangs", 2.5, 2.25, 0.75),
+            working_set_bytes=1 << 30,
+            refault_bytes_per_s=4096.0,
+            metrics=(JobMetric("accuracy", 0.9, 39),),
             training_epoch=2,
             training_epochs=9,
             evaluated=12,
