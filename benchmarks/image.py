@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,8 @@ def _launcher(directory: Path) -> Iterator[Launcher]:
             yield launcher
         finally:
             for child in launcher.list():
-                os.kill(child["pid"], signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(child["pid"], signal.SIGKILL)
             deadline = time.monotonic() + WAIT_S
             while launcher.list() and time.monotonic() < deadline:
                 time.sleep(0.01)
