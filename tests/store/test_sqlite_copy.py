@@ -121,7 +121,6 @@ def test_a_restored_database_holds_the_copy_and_the_former_one_stays_beside_it(
     copy = tmp_path / "copy.db"
     database.command("backup", str(copy))
     database.write(5)
-    os.sync()
     database.store.close()
     for number in (1, 2):
         done = database.command("restore", str(copy))
