@@ -29,8 +29,9 @@ from ganger.wire.endpoints import CredentialError, Endpoint, EndpointError, chec
 from ganger.wire.methods import CallerIdentity, CallerRole
 from ganger.wire.resource_messages import configuration_set_to_wire
 from ganger.wire.resource_names import is_node_id
+from ganger.wire.revocation import REVOKED, Revocations
 from ganger.wire.servers import Callers, bind, make_server
-from ganger.wire.tls import check_directory, server_credentials, tell_end
+from ganger.wire.tls import AUTHORITY, check_directory, server_credentials, tell_end
 
 from ganger_daemon.cgroups.contract import Cgroups, is_done
 from ganger_daemon.cgroups.group_tree import choose_cgroups
@@ -184,6 +185,7 @@ class Daemon:
             logs=LogStore(self.paths.logs, storage.shared),
             launchers=Launchers(self.paths.launchers, self.paths.inject, settings.preload, interpreter),
             cores=CoreTable(inventory.core_map),
+            revocations=self._revocations(),
             accounts=accounts,
             storage=storage,
             device_cores=gpu_cores,
@@ -217,6 +219,15 @@ class Daemon:
             why = cgroups.capabilities["cpu_quota"]
             raise ValueError(f"virtual GPUs cannot be bound to {gpu_cores:g} cores each here: no CPU quota ({why})")
         return cgroups
+
+    def _revocations(self) -> Revocations | None:
+        """Return the list of revoked certificates that the master has sent. Raises DaemonError."""
+        if self._settings.tls is None:
+            return None
+        try:
+            return Revocations(self.paths.state / REVOKED, self._settings.tls / AUTHORITY)
+        except CredentialError as error:
+            raise DaemonError(str(error), DaemonObstacle.STATE) from error
 
     async def stop(self) -> None:
         """Ends this daemon only: ranks, their launchers and their groups stay."""
@@ -366,7 +377,7 @@ class Daemon:
     async def _listen(self, token: str, known: dict[str, object]) -> None:
         host = self._settings.listen_host
         tls = self._settings.tls
-        server = make_server(token, by_role=tls is not None)
+        server = make_server(token, revocations=self.host.revocations)
         # Callers with the token count as an operator: the token names no node.
         callers = Callers(CallerIdentity(CallerRole.OPERATOR, own_user()), by_role=tls is not None)
         peer_pb2_grpc.add_PeerServiceServicer_to_server(PeerServicer(self.host, self.gangs, callers), server)
@@ -377,7 +388,14 @@ class Daemon:
                 _port_of(known.get("peer_address")),
             )
             self._stream = _first_that_works(
-                lambda port: StreamServer(partial(find_parked, self.gangs), token, host, port, tls=self._tls),
+                lambda port: StreamServer(
+                    partial(find_parked, self.gangs),
+                    token,
+                    host,
+                    port,
+                    tls=self._tls,
+                    revocations=self.host.revocations,
+                ),
                 _port_of(known.get("stream_address")),
             )
         except (EndpointError, OSError) as error:

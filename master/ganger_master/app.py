@@ -21,6 +21,7 @@ from ganger import __version__
 from ganger.failpoints import Failpoints
 from ganger.wire.endpoints import EndpointError, is_loopback
 from ganger.wire.methods import CallerRole
+from ganger.wire.revocation import Revocations
 from ganger.wire.tls import Renewed, check_directory, server_context, tell_end
 
 from ganger_master.config import Config
@@ -227,6 +228,7 @@ class Master:
             captures=config.state_dir / recorder.DIRECTORY,
             limits=UserLimits(config.requests_per_user, config.changes_per_user, config.streams_per_user),
             tls=config.tls,
+            revocations=None if config.tls is None else Revocations.beside(config.tls),
             more_handlers=self._more_handlers,
         )
         self.address, self.local_address = self._server.address, self._server.local_address

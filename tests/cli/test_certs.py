@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from ganger.console import ExitCode
+from ganger.wire.certificate_authority import serial_in
 from ganger.wire.methods import CallerIdentity, CallerRole
+from ganger.wire.revocation import REVOKED, Revocations
 from ganger.wire.tls import check_directory
 from kit.shell import Done, Shell
 
@@ -66,3 +69,60 @@ def test_an_authority_is_not_made_twice_and_none_is_not_used(authority: str, tmp
     words = ("--role", "user", "--name", "a", "--out", str(tmp_path / "out"))
     none = certs("issue", str(tmp_path / "nowhere"), *words)
     assert (none.code, "`ganger certs init" in none.err) == (ExitCode.REFUSED, True)
+
+
+def issued(authority: str, tmp_path: Path, role: str, name: str, out: str) -> str:
+    """Issue a certificate to a directory of this name; return its serial number as it is listed."""
+    hosts = ("--host", "h") if role in ("master", "daemon") else ()
+    words = ("--role", role, "--name", name, *hosts, "--out", str(tmp_path / out))
+    assert certs("issue", authority, *words).code == ExitCode.OK
+    return f"{serial_in(tmp_path / out):x}"
+
+
+def states(authority: str) -> dict[str, str]:
+    found = json.loads(certs("list", authority, "--json").out)
+    return {one["serial"]: f"{one['role']} {one['name']} {one['state']}" for one in found}
+
+
+def test_certificates_are_listed_and_revoked_by_serial_number_by_name_and_by_their_files(
+    authority: str, tmp_path: Path
+) -> None:
+    first, second = (issued(authority, tmp_path, "user", "ann", out) for out in ("a", "b"))
+    bob, node, master = (
+        issued(authority, tmp_path, role, name, name)
+        for role, name in (("user", "bob"), ("daemon", "n1"), ("master", "m"))
+    )
+    assert states(authority)[first] == "user ann valid"
+    done = certs("revoke", authority, bob, "--to", str(tmp_path / "m"))
+    assert (done.code, done.out) == (ExitCode.OK, f"revoked {bob}\n")
+    assert Revocations.beside(tmp_path / "m").current().serials == {int(bob, 16)}
+    done = certs("revoke", authority, "user/ann", str(tmp_path / "n1"))
+    assert (done.code, "copy" in done.err) == (ExitCode.OK, True)
+    ended = {serial for serial, state in states(authority).items() if state.endswith(" revoked")}
+    assert ended == {first, second, bob, node}
+    assert states(authority)[master] == "master m valid"
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ("user/nn", "no certificate 'user/nn' is on record"),
+        ("77", "no certificate '77' is on record"),
+        (".", "cannot read cert.pem: no such file"),
+    ],
+)
+def test_what_cannot_be_revoked_is_said(authority: str, named: str, said: str) -> None:
+    done = certs("revoke", authority, named)
+    assert (done.code, said in done.err) == (ExitCode.REFUSED, True), done
+    assert not (Path(authority) / REVOKED).exists()
+
+
+def test_a_list_is_written_only_beside_a_certificate(authority: str, tmp_path: Path) -> None:
+    serial = issued(authority, tmp_path, "user", "ann", "ann")
+    done = certs("revoke", authority, serial, "--to", str(tmp_path / "nowhere"))
+    assert (done.code, "there is no certificate in" in done.err) == (ExitCode.REFUSED, True), done
+
+
+def test_an_authority_without_certificates_says_so(authority: str) -> None:
+    done = certs("list", authority)
+    assert (done.code, done.err) == (ExitCode.OK, f"no certificate is on record in {authority}\n")

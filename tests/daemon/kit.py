@@ -22,6 +22,7 @@ from ganger.injob.process_identity import user_of
 from ganger.v1 import job_pb2, resources_pb2
 from ganger.wire.endpoints import ensure_token, write_endpoint
 from ganger.wire.errors import SessionSuperseded
+from ganger.wire.revocation import Revocations
 from ganger.wire.servers import bind, make_server
 from ganger.wire.tls import server_credentials
 from ganger_daemon.app import Daemon, DaemonSettings
@@ -75,6 +76,7 @@ class FakeMaster(agent_pb2_grpc.AgentServiceServicer):
         self.progress: dict[int, job_pb2.Progress] = {}
         self.lost_after: float | None = None
         self.logs_kept: float | None = None
+        self.revocation_list = b""
 
     def book(self, node: str) -> NodeBook:
         return self.nodes.setdefault(node, NodeBook())
@@ -120,6 +122,7 @@ class FakeMaster(agent_pb2_grpc.AgentServiceServicer):
                 except TimeoutError:
                     break
             return agent_pb2.ReconcileResponse(
+                revocation_list=b"" if request.revocation_number else self.revocation_list,
                 desired_version=book.version,
                 changed=book.version != request.desired_version,
                 gangs=book.wanted() if book.version != request.desired_version else [],
@@ -205,7 +208,7 @@ class Cluster:
     async def start(self) -> None:
         token, token_file = ensure_token(self.directory / "master")
         own = self.authority and self.authority.issue("master", "m")
-        self._server = make_server(token, by_role=own is not None)
+        self._server = make_server(token, revocations=None if own is None else Revocations.beside(own))
         agent_pb2_grpc.add_AgentServiceServicer_to_server(self.master, self._server)
         self.address = bind(self._server, "127.0.0.1:0", server_credentials(own) if own else None)
         await self._server.start()

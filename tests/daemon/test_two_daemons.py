@@ -6,8 +6,10 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 import uuid
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -23,6 +25,7 @@ from ganger.wire.errors import reason_of
 from ganger.wire.methods import CallerRole
 from ganger_daemon.core.gang_judgement import PartPhase
 from ganger_daemon.gang.boundary_relay import BoundaryExchange
+from ganger_daemon.transfer.state_stream import StreamError, parse_line, read_line, to_daemon
 
 pytestmark = pytest.mark.system
 
@@ -115,6 +118,37 @@ async def runs_on_two(made: Cluster, **steps: int) -> dict[str, agent_pb2.Desire
     for node in placement:
         await made.master.until(node, 1, in_phase(Observed.PHASE_RUNNING))
     return gangs
+
+
+def test_a_daemon_answers_no_daemon_whose_certificate_the_master_has_told_it_is_revoked() -> None:
+    async def story(made: Cluster) -> None:
+        assert made.authority is not None
+        daemon = await made.daemon("n1")
+        stolen = made.authority.issue("daemon", "n2")
+        uid = str(uuid.uuid4())
+        await made.master.want("n1", made.gang({"n1": [0]}, "n1", uid=uid))
+        await made.master.until("n1", 1, in_phase(Observed.PHASE_RUNNING))
+        request = peer_pb2.GetRendezvousRequest(job_uid=uid, epoch=1)
+        async with open_aio_channel(Endpoint(daemon.peer_address, tls=str(stolen)), role=CallerRole.DAEMON) as channel:
+            stub: Any = peer_pb2_grpc.PeerServiceStub(channel)
+            assert await refusal(stub.GetRendezvous(request)) == "NODE_NOT_YOURS"
+            made.master.revocation_list = made.authority.revoke(stolen)
+            await made.master.want(
+                "n1", with_changes(made.gang({"n1": [0]}, "n1", uid=uid), 2, intent=PARK, level=PAUSE)
+            )
+            await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED))
+            assert await refusal(stub.GetRendezvous(request)) == "CERTIFICATE_REVOKED"
+        with pytest.raises(StreamError, match="the certificate of daemon 'n2' was revoked"):
+            await asyncio.to_thread(asks_for_state, daemon.stream_address, stolen)
+
+    run(story, certified=True)
+
+
+def asks_for_state(address: str, certificate: Path) -> None:
+    host, _, port = address.rpartition(":")
+    with to_daemon(socket.create_connection((host, int(port)), 5.0), host, str(certificate)) as connection:
+        found = parse_line(read_line(connection))
+        raise StreamError(str(found.get("error")))
 
 
 def test_a_daemon_answers_only_daemons_that_have_a_part_in_the_gang() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from ganger.wire.certificate_authority import AUTHORITY_KEY, issue, make_authority
+from ganger.wire.certificate_authority import AUTHORITY_KEY, issue, make_authority, revoke, serial_in
 from ganger.wire.methods import CallerIdentity, CallerRole
 from ganger.wire.tls import AUTHORITY, CERTIFICATE
 
@@ -32,6 +32,10 @@ class Authority:
             serves = identity.role in (CallerRole.MASTER, CallerRole.DAEMON)
             issue(self._own, identity, (HOSTS if hosts is None else hosts) if serves else (), days, out)
         return out
+
+    def revoke(self, directory: Path) -> bytes:
+        """Revoke the certificate in a directory; return the list, with those that were revoked before."""
+        return revoke(self._own, [serial_in(directory)]).read_bytes()
 
     def leave_out(self, directory: Path, name: str) -> None:
         """Replace a certificate by one without this DNS name."""

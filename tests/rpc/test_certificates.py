@@ -15,13 +15,16 @@ from ganger.agent.v1 import agent_pb2, peer_pb2, peer_pb2_grpc
 from ganger.client import Client
 from ganger.scheduling.host import SchedulerHost
 from ganger.v1 import array_pb2, job_pb2, job_service_pb2, node_pb2, resources_pb2, scheduling_pb2
-from ganger.wire import errors
+from ganger.wire import errors, revocation
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint, read_endpoint
 from ganger.wire.errors import from_rpc_error
 from ganger.wire.methods import METHODS, CallerIdentity, CallerRole
+from ganger.wire.revocation import REVOKED, Revocations
 from ganger.wire.servers import bind, make_server
 from ganger.wire.tls import read_files, server_credentials
+from ganger_master.app import Master, StartError
+from ganger_master.config import Config
 from kit.certified import Authority
 from rpc.certified import CertifiedMaster, serving_certified
 from rpc.kit import Served, Speaker, spec_of
@@ -379,6 +382,61 @@ async def placed(certified: CertifiedMaster, node: Speaker) -> agent_pb2.Desired
     return gang
 
 
+def test_a_revoked_certificate_calls_nothing_and_its_open_streams_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(revocation, "_LOOK_S", 0.0)
+
+    async def story(certified: CertifiedMaster) -> None:
+        ann, bob = certified.calls("user", "ann"), certified.calls("user", "bob")
+        watch = ann.scheduling.WatchView(scheduling_pb2.WatchViewRequest())
+        verdicts = ann.scheduling.RequestGangs()
+        answers = aiter(verdicts)
+        await anext(aiter(watch))
+        job = await ann.submit()
+        request = scheduling_pb2.GangRequests(requests=[scheduling_pb2.GangRequest(job=job.name)])
+        await verdicts.write(request)
+        assert (await anext(answers)).verdicts
+        list_of = certified.authority.revoke(certified.authority.issue("user", "ann"))
+        (certified.authority.issue("master", "m") / REVOKED).write_bytes(list_of)
+        assert await reason(ann.jobs.ListJobs(job_service_pb2.ListJobsRequest())) == "CERTIFICATE_REVOKED"
+        await verdicts.write(request)
+        assert await reason_at_end(answers) == "CERTIFICATE_REVOKED"
+        # It ends with the next message.
+        await bob.submit()
+        node = Speaker(certified.calls("daemon", "n1"), "n1")
+        await node.join()
+        assert await reason_at_end(watch) == "CERTIFICATE_REVOKED"
+        assert await reason(bob.jobs.ListJobs(job_service_pb2.ListJobsRequest())) == ""
+        answer = await node.reconcile(max_wait_seconds=0.1)
+        assert answer.revocation_list == list_of
+
+    told(tmp_path, story)
+
+
+async def reason_at_end(call: Any) -> str:
+    """Read a stream to its end; of the refusal there, if there is one."""
+    async with asyncio.timeout(20.0):
+        try:
+            async for _ in call:
+                pass
+        except grpc.RpcError as error:
+            return from_rpc_error(error).reason
+    return ""
+
+
+def test_a_master_does_not_start_with_a_list_of_revoked_certificates_that_it_cannot_use(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    certificate = authority.issue("master", "m")
+    (certificate / REVOKED).write_text("nonsense")
+
+    async def start() -> None:
+        await Master(Config(state_dir=tmp_path / "state", listen="127.0.0.1:0", tls=certificate)).start()
+
+    with pytest.raises(StartError, match=r"cannot use .*revoked.pem: it is no list"):
+        asyncio.run(start())
+
+
 def test_job_schedulers_of_another_machine_place_everybodys_jobs(tmp_path: Path) -> None:
     async def story(certified: CertifiedMaster) -> None:
         node = Speaker(certified.calls("daemon", "n1"), "n1")
@@ -486,7 +544,7 @@ class OneLine(peer_pb2_grpc.PeerServiceServicer):
 def test_logs_come_from_daemons_to_their_user_through_the_master_only(tmp_path: Path) -> None:
     async def story(certified: CertifiedMaster) -> None:
         directory = certified.authority.issue("daemon", "n1")
-        server = make_server(by_role=True)
+        server = make_server(revocations=Revocations.beside(directory))
         peer_pb2_grpc.add_PeerServiceServicer_to_server(OneLine(), server)
         address = bind(server, "127.0.0.1:0", server_credentials(directory))
         await server.start()
@@ -511,7 +569,7 @@ def test_logs_come_from_daemons_to_their_user_through_the_master_only(tmp_path: 
 def test_a_daemon_whose_certificate_has_ended_is_named_where_its_logs_are_missed(tmp_path: Path) -> None:
     async def story(certified: CertifiedMaster) -> None:
         ended = certified.authority.issue("daemon", "n1", days=-60.0 / 86_400.0, to="ended")
-        server = make_server(by_role=True)
+        server = make_server(revocations=Revocations.beside(ended))
         address = bind(server, "127.0.0.1:0", server_credentials(ended))
         await server.start()
         try:

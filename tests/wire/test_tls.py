@@ -17,6 +17,7 @@ from ganger.wire.certificate_authority import CertificateError, issue, make_auth
 from ganger.wire.channels import DaemonChannels, open_channel
 from ganger.wire.endpoints import Endpoint, EndpointError, check_dial_address, check_listen_address, find_endpoint
 from ganger.wire.methods import CallerIdentity, CallerRole
+from ganger.wire.revocation import Revocations
 from ganger.wire.servers import bind, make_server
 from ganger.wire.tls import (
     AUTHORITY,
@@ -185,7 +186,7 @@ def served(certificate: Path, story: Callable[[str], str]) -> str:
     """What `story` says of a server with this certificate; it blocks, so it has a thread."""
 
     async def run() -> str:
-        server = make_server(by_role=True)
+        server = make_server(revocations=Revocations.beside(certificate))
         address = bind(server, "127.0.0.1:0", server_credentials(certificate))
         await server.start()
         try:

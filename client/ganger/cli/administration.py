@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from ganger.cli.options import json_option, open_client
-from ganger.console import CommandError, Directory, Within, print_json
+from ganger.console import CommandError, Directory, Within, print_json, print_table
 from ganger.units import format_memory, parse_memory
+
+if TYPE_CHECKING:
+    from ganger.wire.certificate_authority import IssuedCertificate
 
 _ROLES = ("master", "daemon", "user", "operator", "scheduler", "planner")
 _MOST_S = 3600
@@ -92,6 +98,77 @@ def renew(directory: Path, certificate: Path, days: float) -> None:
     except certificates.CertificateError as error:
         raise CommandError(str(error)) from error
     click.echo(f"renewed {certificate} of {identity}, until {end:%Y-%m-%d %H:%M} UTC")
+
+
+@certs.command("list")
+@click.argument("directory", type=Directory())
+@json_option
+def list_issued(directory: Path, as_json: bool) -> None:
+    """List the certificates that the authority in DIRECTORY has issued."""
+    from ganger.wire import certificate_authority as certificates
+
+    try:
+        found = certificates.issued_certificates(directory)
+    except certificates.CertificateError as error:
+        raise CommandError(str(error)) from error
+    now = datetime.now(UTC)
+    rows = []
+    for one in found:
+        state = "revoked" if one.is_revoked else "expired" if one.end < now else "valid"
+        rows.append((f"{one.serial:x}", str(one.identity.role), one.identity.name, f"{one.end:%Y-%m-%d %H:%M}", state))
+    if as_json:
+        print_json([dict(zip(("serial", "role", "name", "until", "state"), row, strict=True)) for row in rows])
+        return
+    headings = ("SERIAL", "ROLE", "NAME", "UNTIL (UTC)", "STATE")
+    print_table(headings, rows, f"no certificate is on record in {directory}")
+
+
+@certs.command()
+@click.argument("directory", type=Directory())
+@click.argument("certificates", nargs=-1, required=True, metavar="CERTIFICATE...")
+@click.option("--to", type=Directory(), help="Where the master has its certificate: it gets the list at once.")
+def revoke(directory: Path, certificates: tuple[str, ...], to: Path | None) -> None:
+    """Revoke certificates by the authority in DIRECTORY.
+
+    CERTIFICATE is a serial number as `ganger certs list` shows it, ROLE/NAME for all of a role and name, or a directory
+    with a cert.pem. The list is revoked.pem in DIRECTORY. A master that finds it beside its own certificate refuses
+    what is on it within a second, and hands it to the daemons.
+    """
+    from ganger.wire import certificate_authority as authority
+
+    try:
+        issued = authority.issued_certificates(directory)
+        serials = [serial for named in certificates for serial in _serials(named, issued)]
+        path = authority.revoke(directory, serials)
+        if to is not None:
+            authority.publish(path, to)
+    except authority.CertificateError as error:
+        raise CommandError(str(error)) from error
+    click.echo(f"revoked {', '.join(f'{serial:x}' for serial in dict.fromkeys(serials))}")
+    if to is None:
+        click.echo(f"copy {path} into the directory of the master's certificate: it takes effect there", err=True)
+
+
+def _serials(named: str, issued: Sequence[IssuedCertificate]) -> list[int]:
+    """Return the certificates that are meant. Raises CommandError."""
+    from ganger.wire import certificate_authority as authority
+
+    if os.path.isdir(named):
+        try:
+            return [authority.serial_in(Path(named))]
+        except authority.CertificateError as error:
+            raise CommandError(str(error)) from error
+    role, is_identity, name = named.partition("/")
+    if is_identity:
+        found = [one.serial for one in issued if (one.identity.role, one.identity.name) == (role, name)]
+    else:
+        found = [one.serial for one in issued if f"{one.serial:x}" == named.lower()]
+    if not found:
+        raise CommandError(
+            f"no certificate {named!r} is on record: `ganger certs list` shows those that are; for another one name the"
+            " directory with its cert.pem"
+        )
+    return found
 
 
 @click.command()

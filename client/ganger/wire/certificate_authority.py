@@ -10,7 +10,8 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
@@ -21,13 +22,18 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from ganger.wire.endpoints import CredentialError
 from ganger.wire.errors import CertificateInvalid
 from ganger.wire.methods import CallerIdentity, CallerRole, served_name
+from ganger.wire.revocation import REVOKED, parse_list
 from ganger.wire.tls import AUTHORITY, CERTIFICATE, KEY, identity_in_pem
 
 AUTHORITY_KEY: Final = "ca-key.pem"
+# In the directory of the authority: each certificate that it has issued, by serial number.
+_ISSUED: Final = "issued"
 AUTHORITY_DAYS: Final = 3650
 _SERVERS: Final = (CallerRole.MASTER, CallerRole.DAEMON)
+_PEM: Final = serialization.Encoding.PEM
 # Clocks of machines differ.
 _BEFORE: Final = timedelta(minutes=5)
 _HOST = re.compile(
@@ -50,7 +56,7 @@ def make_authority(directory: Path) -> Path:
         .add_extension(usage, critical=True)
         .sign(key, hashes.SHA256())
     )
-    _write(directory, {AUTHORITY_KEY: _pem_of(key), AUTHORITY: certificate.public_bytes(serialization.Encoding.PEM)})
+    _write(directory, {AUTHORITY_KEY: _pem_of(key), AUTHORITY: certificate.public_bytes(_PEM)})
     return directory / AUTHORITY
 
 
@@ -93,9 +99,10 @@ def issue(
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signing_key.public_key()), critical=False)
         .sign(signing_key, hashes.SHA256())
     )
-    pem = serialization.Encoding.PEM
-    files = {KEY: _pem_of(key), CERTIFICATE: certificate.public_bytes(pem), AUTHORITY: signer.public_bytes(pem)}
-    _write(out, files, replaces=replaces)
+    shown = certificate.public_bytes(_PEM)
+    # First what must not be missed: a certificate that is not on record cannot be revoked by its name.
+    _write(authority / _ISSUED, {f"{certificate.serial_number:x}.pem": shown})
+    _write(out, {KEY: _pem_of(key), CERTIFICATE: shown, AUTHORITY: signer.public_bytes(_PEM)}, replaces=replaces)
     return certificate.not_valid_after_utc
 
 
@@ -124,6 +131,94 @@ def renew(authority: Path, directory: Path, days: float) -> tuple[CallerIdentity
     return identity, issue(
         authority, identity, [host for host in hosts if host not in served], days, directory, replaces=True
     )
+
+
+@dataclass(frozen=True, slots=True)
+class IssuedCertificate:
+    identity: CallerIdentity
+    serial: int
+    end: datetime
+    is_revoked: bool
+
+
+def issued_certificates(authority: Path) -> list[IssuedCertificate]:
+    """Return what the authority in a directory has issued, the latest end last. Raises CertificateError."""
+    signer, _ = _authority(authority)
+    revoked = {one.serial_number for one in _revoked(authority, signer)[1]}
+    found = []
+    try:
+        for path in (authority / _ISSUED).glob("*.pem"):
+            content = path.read_bytes()
+            one = x509.load_pem_x509_certificate(content)
+            serial = one.serial_number
+            found.append(
+                IssuedCertificate(identity_in_pem(content), serial, one.not_valid_after_utc, serial in revoked)
+            )
+    except OSError as error:
+        raise CertificateError(f"cannot read {error.filename}: {(error.strerror or '').lower()}") from error
+    except (CertificateInvalid, ValueError) as error:
+        raise CertificateError(f"{path} is no certificate of a cluster: {error}") from error
+    return sorted(found, key=lambda one: (one.end, one.serial))
+
+
+def revoke(authority: Path, serials: Iterable[int]) -> Path:
+    """Add certificates to the list of revoked ones in the directory of the authority; return its path. Raises
+    CertificateError.
+
+    A certificate that has ended stays on it: clocks of machines differ, and the list is short.
+    """
+    signer, key = _authority(authority)
+    now = datetime.now(UTC)
+    number, former = _revoked(authority, signer)
+    known = {one.serial_number for one in former}
+    builder = (
+        x509.CertificateRevocationListBuilder()
+        .issuer_name(signer.subject)
+        .last_update(now - _BEFORE)
+        # The list in use is the one with the highest number, however old it is.
+        .next_update(signer.not_valid_after_utc)
+        # By the clock: a list made from a backup of this directory comes after those made since.
+        .add_extension(x509.CRLNumber(max(number + 1, int(now.timestamp() * 1_000))), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()), critical=False)
+    )
+    for serial in dict.fromkeys(serials):
+        if serial not in known:
+            made = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(now).build()
+            former.append(made)
+    for one in former:
+        builder = builder.add_revoked_certificate(one)
+    _write(authority, {REVOKED: builder.sign(key, hashes.SHA256()).public_bytes(_PEM)}, replaces=True)
+    return authority / REVOKED
+
+
+def publish(revoked: Path, directory: Path) -> None:
+    """Write the list of revoked certificates into a directory with a certificate. Raises CertificateError."""
+    if not (directory / CERTIFICATE).is_file():
+        raise CertificateError(f"there is no certificate in {directory}: name the directory of the master's")
+    _write(directory, {REVOKED: revoked.read_bytes()}, replaces=True)
+
+
+def serial_in(directory: Path) -> int:
+    """Return the serial number of the certificate in a directory. Raises CertificateError."""
+    try:
+        return x509.load_pem_x509_certificate((directory / CERTIFICATE).read_bytes()).serial_number
+    except OSError as error:
+        raise CertificateError(f"cannot read {directory / CERTIFICATE}: {(error.strerror or '').lower()}") from error
+    except ValueError as error:
+        raise CertificateError(f"{directory / CERTIFICATE} is no certificate: {error}") from error
+
+
+def _revoked(directory: Path, signer: x509.Certificate) -> tuple[int, list[x509.RevokedCertificate]]:
+    """Return the number of the list in the directory of the authority, and what is on it."""
+    try:
+        content = (directory / REVOKED).read_bytes()
+        return parse_list(content, [signer]).number, list(x509.load_pem_x509_crl(content))
+    except FileNotFoundError:
+        return 0, []
+    except OSError as error:
+        raise CertificateError(f"cannot read {error.filename}: {(error.strerror or '').lower()}") from error
+    except CredentialError as error:
+        raise CertificateError(f"cannot use {directory / REVOKED}: {error}") from error
 
 
 def _authority(directory: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
@@ -179,9 +274,7 @@ def _general_name(host: str) -> x509.GeneralName:
 
 
 def _pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
+    return key.private_bytes(_PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
 
 
 def _write(directory: Path, files: dict[str, bytes], *, replaces: bool = False) -> None:
@@ -193,7 +286,7 @@ def _write(directory: Path, files: dict[str, bytes], *, replaces: bool = False) 
         if taken and not replaces:
             raise CertificateError(f"{directory / taken[0]} is there already: choose another directory, or remove it")
         for name, content in files.items():
-            mode = 0o644 if name in (CERTIFICATE, AUTHORITY) else 0o600
+            mode = 0o600 if name in (KEY, AUTHORITY_KEY) else 0o644
             temporary = directory / f".{name}.{os.getpid()}"
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
             written.append((temporary, directory / name))

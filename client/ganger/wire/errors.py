@@ -105,6 +105,7 @@ RoleNotPermitted = _error("RoleNotPermitted", _Code.PERMISSION_DENIED)
 NodeNotYours = _error("NodeNotYours", _Code.PERMISSION_DENIED)
 # A certificate of the right authority that names no role.
 CertificateInvalid = _error("CertificateInvalid", _Code.UNAUTHENTICATED)
+CertificateRevoked = _error("CertificateRevoked", _Code.UNAUTHENTICATED)
 TokenInvalid = _error("TokenInvalid", _Code.UNAUTHENTICATED)
 QueueFull = _error("QueueFull", _Code.RESOURCE_EXHAUSTED)
 # A user has, or requests, more than each user may have. metadata: `limit`.

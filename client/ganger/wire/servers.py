@@ -14,7 +14,7 @@ import os
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc
@@ -40,6 +40,7 @@ from ganger.wire.errors import (
     to_trailing_metadata,
 )
 from ganger.wire.methods import CallerIdentity, check_call, check_local_call, largest_bytes
+from ganger.wire.revocation import Revocations, ShownCertificate, read_certificate
 
 log = logging.getLogger(__name__)
 
@@ -68,17 +69,17 @@ def make_server(
     token: str = "",
     options: Sequence[tuple[str, int]] = (),
     *,
-    by_role: bool = False,
+    revocations: Revocations | None = None,
     more_interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = (),
 ) -> grpc.aio.Server:
     """Return a grpc.aio server with our options and interceptors. `token`: what callers must send, "" for none.
 
-    `by_role`: a caller with a certificate may call the methods of its role, one with the token those for callers on
-    this machine, and any other caller none. `more_interceptors` come last: they meet permitted callers only. A later
-    option of the same name wins."""
+    `revocations`: with it, a caller with a certificate that is not on its list may call the methods of its role, one
+    with the token those for callers on this machine, and any other caller none. `more_interceptors` come last: they
+    meet permitted callers only. A later option of the same name wins."""
     interceptors: list[grpc.aio.ServerInterceptor[Any, Any]] = [ErrorInterceptor()]
-    if by_role:
-        interceptors.append(RoleInterceptor(token))
+    if revocations is not None:
+        interceptors.append(RoleInterceptor(token, revocations))
     elif token:
         interceptors.append(TokenInterceptor(token))
     interceptors.extend(more_interceptors)
@@ -185,15 +186,32 @@ class TokenInterceptor(WrappingInterceptor):
 
 
 class RoleInterceptor(TokenInterceptor):
-    """Lets callers with a certificate do what is for its role, and those with the token what is for this machine."""
+    """Lets callers with a certificate do what is for its role, and those with the token what is for this machine.
+    A certificate that is revoked, or ends, while a stream is open ends it with the next message."""
+
+    def __init__(self, token: str, revocations: Revocations) -> None:
+        super().__init__(token)
+        self._revocations = revocations
+
+    def _wrap(self, method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
+        wrapped = super()._wrap(method, handler)
+        is_stream = wrapped.request_streaming or wrapped.response_streaming
+        return _checked(wrapped, self._check_certificate) if is_stream else wrapped
 
     def _check(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        caller = identity_in(context)
+        caller = self._check_certificate(context)
         if caller is not None:
             check_call(method, caller)
             return
         super()._check(method, context)
         check_local_call(method)
+
+    def _check_certificate(self, context: grpc.aio.ServicerContext[Any, Any]) -> CallerIdentity | None:
+        shown = _certificate_in(context)
+        if shown is None:
+            return None
+        self._revocations.check(shown)
+        return shown.identity
 
 
 class Callers:
@@ -209,19 +227,16 @@ class Callers:
 
 def identity_in(context: grpc.aio.ServicerContext[Any, Any]) -> CallerIdentity | None:
     """Return the identity in the caller's certificate; None without TLS. Raises CertificateInvalid."""
+    shown = _certificate_in(context)
+    return None if shown is None else shown.identity
+
+
+def _certificate_in(context: grpc.aio.ServicerContext[Any, Any]) -> ShownCertificate | None:
     found = context.auth_context()
     if _SSL not in found.get("transport_security_type", ()):
         return None
     # Not its "peer_uri": that ends at a NUL, so a forged URI would pass for a valid identity.
-    return _identity_of(*found.get("x509_pem_cert", ()))
-
-
-@lru_cache(4_096)
-def _identity_of(certificate: bytes) -> CallerIdentity:
-    # Loaded here: only servers with certificates come by.
-    from ganger.wire.tls import identity_in_pem
-
-    return identity_in_pem(certificate)
+    return read_certificate(*found.get("x509_pem_cert", ()))
 
 
 async def _abort(method: str, context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:
@@ -305,6 +320,30 @@ def guarded(
             await refuse(context, error)
 
     return rebuilt(handler, stream if inspect.isasyncgenfunction(behaviour) else answer, reader)
+
+
+def _checked(
+    handler: grpc.RpcMethodHandler[Any, Any], check: Callable[[grpc.aio.ServicerContext[Any, Any]], object]
+) -> grpc.RpcMethodHandler[Any, Any]:
+    """Return the handler of a stream that checks at each message, either way."""
+    behaviour = behaviour_of(handler)
+
+    def received(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        return each(requests, context) if handler.request_streaming else requests
+
+    async def each(messages: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        async for message in messages:
+            check(context)
+            yield message
+
+    async def answer(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        return await behaviour(received(requests, context), context)
+
+    async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        async for response in each(behaviour(received(request, context), context), context):
+            yield response
+
+    return rebuilt(handler, stream if inspect.isasyncgenfunction(behaviour) else answer)
 
 
 def rebuilt(

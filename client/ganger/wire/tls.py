@@ -141,11 +141,6 @@ def server_context(directory: Path) -> ssl.SSLContext:
     return context
 
 
-def identity_at(connection: ssl.SSLSocket | ssl.SSLObject) -> CallerIdentity:
-    """Return the identity of the peer. Raises CertificateInvalid."""
-    return _identity_in(connection.getpeercert())
-
-
 def identity_in_pem(certificate: bytes) -> CallerIdentity:
     """Return the identity in a verified certificate. Raises CertificateInvalid."""
     from cryptography import x509

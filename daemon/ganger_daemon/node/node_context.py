@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import grpc
 from ganger.agent.v1 import peer_pb2, peer_pb2_grpc
 from ganger.wire.channels import DaemonChannels
+from ganger.wire.revocation import Revocations
 
 from ganger_daemon.cgroups.contract import Cgroups, is_done
 from ganger_daemon.checkpoints import storage as layout
@@ -234,6 +235,8 @@ class NodeContext:
     logs: LogStore
     launchers: Launchers
     cores: CoreTable
+    # Of certificates; None where the token guards all links.
+    revocations: Revocations | None = None
     accounts: Accounts = field(default_factory=Accounts)
     storage: Storage = field(default_factory=Storage)
     # None until the master has answered once: an adopted gang keeps the lease it has.

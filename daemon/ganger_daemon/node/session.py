@@ -27,7 +27,7 @@ from ganger.wire.channels import (
     common_version,
     open_aio_channel,
 )
-from ganger.wire.endpoints import Endpoint, EndpointError
+from ganger.wire.endpoints import CredentialError, Endpoint, EndpointError
 from ganger.wire.errors import WireVersionUnsupported, from_rpc_error, reason_of
 from ganger.wire.times import duration, seconds, timestamp
 from ganger.wire.tls import trouble_with
@@ -55,7 +55,8 @@ _FIELD_BYTES = 16
 _LASTING = frozenset(
     {
         "NODE_NAME_TAKEN", "STORAGE_MISMATCH", "CONFIGURATION_SET_MISMATCH", "NAME_INVALID", "TOKEN_INVALID",
-        "CERTIFICATE_INVALID", "ROLE_NOT_PERMITTED", "NODE_NOT_YOURS", "WIRE_VERSION_UNSUPPORTED",
+        "CERTIFICATE_INVALID", "CERTIFICATE_REVOKED", "ROLE_NOT_PERMITTED", "NODE_NOT_YOURS",
+        "WIRE_VERSION_UNSUPPORTED",
     }
 )  # fmt: skip
 
@@ -326,6 +327,7 @@ class Session:
             slices=report.rows if changed else [],
             missing_specs=sorted(conversation.missing),
             finished=self._gangs.finished if changed and conversation.reports_finished else [],
+            revocation_number=self._host.revocations.current().number if self._host.revocations is not None else 0,
         )
 
     def _max_wait(self, conversation: Conversation) -> float:
@@ -358,6 +360,11 @@ class Session:
 
     async def _take(self, answer: agent_pb2.ReconcileResponse, conversation: Conversation, sent_at_ns: int) -> None:
         acknowledged = frozenset(answer.acknowledged_epochs)
+        if answer.revocation_list and self._host.revocations is not None:
+            try:
+                self._host.revocations.accept(answer.revocation_list)
+            except CredentialError as error:
+                log.warning("revoked certificates not taken", extra={"error": str(error)})
         conversation.describe = frozenset(answer.describe_epochs)
         if answer.changed:
             self._seen.note(conversation.store, answer.desired_version, answer.gangs)

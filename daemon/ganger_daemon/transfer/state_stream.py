@@ -19,9 +19,10 @@ from typing import Annotated, Any
 import msgspec
 from ganger.injob.state_image import enter_pages, leave_pages
 from ganger.wire.endpoints import EndpointError
-from ganger.wire.errors import CertificateInvalid
+from ganger.wire.errors import CertificateInvalid, CertificateRevoked
 from ganger.wire.methods import CallerRole
-from ganger.wire.tls import client_context, identity_at
+from ganger.wire.revocation import Revocations, read_certificate
+from ganger.wire.tls import client_context
 
 MAX_LINE_BYTES = 4096
 
@@ -115,12 +116,15 @@ def to_daemon(connection: socket.socket, host: str, tls: str) -> ssl.SSLSocket:
     return guarded
 
 
-def check_daemon(connection: ssl.SSLSocket) -> None:
-    """Check after the handshake that the peer is a daemon. Raises StreamError."""
+def check_daemon(connection: ssl.SSLSocket, revocations: Revocations | None = None) -> None:
+    """Check after the handshake that the peer is a daemon, whose certificate is not revoked. Raises StreamError."""
     try:
-        identity = identity_at(connection)
-    except CertificateInvalid as error:
+        shown = read_certificate(ssl.DER_cert_to_PEM_cert(connection.getpeercert(True) or b"").encode())
+        if revocations is not None:
+            revocations.check(shown)
+    except (CertificateInvalid, CertificateRevoked) as error:
         raise StreamError(error.message, retry=False) from error
+    identity = shown.identity
     if identity.role is not CallerRole.DAEMON:
         raise StreamError(f"states travel between daemons only, and this is {identity}", retry=False)
 

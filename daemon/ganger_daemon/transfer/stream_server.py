@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 from ganger.agent.v1 import agent_pb2
 from ganger.failpoints import hit
 from ganger.injob.page_layout import PageState
+from ganger.wire.revocation import Revocations
 from ganger.wire.tls import Renewed, server_context
 
 from ganger_daemon.core.gang_judgement import PartPhase
@@ -123,8 +124,8 @@ class Source(Protocol):
 
 class StreamServer:
     """Listens on (host, port); `port` 0 takes a free one. `find` returns the state to serve, or raises StreamError.
-    `tls`: the directory of its certificate, which goes before the token. Raises EndpointError for one that does not
-    do."""
+    `tls`: the directory of its certificate, which goes before the token, and `revocations`: what goes with it. Raises
+    EndpointError for one that does not do."""
 
     def __init__(
         self,
@@ -134,10 +135,12 @@ class StreamServer:
         port: int = 0,
         wait_s: float = 3600.0,
         tls: str = "",
+        revocations: Revocations | None = None,
     ) -> None:
         self._find = find
         self._token = token
         self._wait_s = wait_s
+        self._revocations = revocations
         self._contexts = Renewed(Path(tls), server_context) if tls else None
         self._host = host
         self._closing = threading.Event()
@@ -227,7 +230,7 @@ class StreamServer:
             if isinstance(connection, ssl.SSLSocket):
                 connection.do_handshake()
                 try:
-                    check_daemon(connection)
+                    check_daemon(connection, self._revocations)
                 except StreamError as error:
                     log.warning("state stream refused", extra={"error": str(error)})
                     raise

@@ -13,6 +13,7 @@ from ganger.wire import errors, times
 from ganger.wire import resource_names as names
 from ganger.wire.channels import MAX_MESSAGE_BYTES, SUPPORTED_VERSIONS, UNSTATED_VERSIONS, WireVersions, common_version
 from ganger.wire.methods import CallerIdentity, CallerRole
+from ganger.wire.revocation import Revocations
 from ganger.wire.servers import Callers
 from msgspec.structs import replace
 
@@ -34,9 +35,21 @@ _LONGEST_CONCERN: Final = 500
 _JITTER: Final = 0.8
 
 
+# Of the fields around a list of revoked certificates in a message.
+_FRAME_BYTES: Final = 64
+
+
 class AgentService(agent_pb2_grpc.AgentServiceServicer):
-    def __init__(self, writer: Writer, progress: ProgressBoard, callers: Callers, refusals: SessionRefusals) -> None:
+    def __init__(
+        self,
+        writer: Writer,
+        progress: ProgressBoard,
+        callers: Callers,
+        refusals: SessionRefusals,
+        revocations: Revocations | None = None,
+    ) -> None:
         self._writer = writer
+        self._revocations = revocations
         self._refusals = refusals
         self._callers = callers
         self._progress = progress
@@ -126,12 +139,20 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             # The lease counts from the sending of the call; a newer master waits from when it took the store over.
             await self._writer.ownership.confirm(received_at)
             response = await self._answer(node, request)
+            self._add_revocations(request, response)
         finally:
             if self._newest.get(node) is call:
                 del self._newest[node]
         self._answered_at[request.session] = asyncio.get_running_loop().time()
         self._asked[request.session] = tuple(response.describe_epochs)
         return response
+
+    def _add_revocations(self, request: agent_pb2.ReconcileRequest, response: agent_pb2.ReconcileResponse) -> None:
+        if self._revocations is not None:
+            known = self._revocations.current()
+            has_room = response.ByteSize() + len(known.pem) < MAX_MESSAGE_BYTES - _FRAME_BYTES
+            if known.number > request.revocation_number and has_room:
+                response.revocation_list = known.pem
 
     async def _answer(self, node: str, request: agent_pb2.ReconcileRequest) -> agent_pb2.ReconcileResponse:
         """Return the answer. Raises MessageTooLarge for a set that no message holds; then the node counts as silent."""

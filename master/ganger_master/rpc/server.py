@@ -22,6 +22,7 @@ from ganger.v1 import (
     scheduling_pb2_grpc,
 )
 from ganger.wire.methods import CallerIdentity, CallerRole
+from ganger.wire.revocation import Revocations
 from ganger.wire.servers import Callers, bind, make_server
 from ganger.wire.tls import server_credentials
 from grpc_health.v1 import _async as aio_health
@@ -55,7 +56,8 @@ _SERVICES: Final = (
 
 class MasterServer:
     """Serves a writer. `address` is where, with the port that was chosen, and `local_address` where the token does;
-    `tls`: the directory of the certificate, if there is one; `captures`: where recordings go."""
+    `tls`: the directory of the certificate, if there is one, and `revocations`: what goes with it; `captures`: where
+    recordings go."""
 
     def __init__(
         self,
@@ -67,6 +69,7 @@ class MasterServer:
         captures: Path,
         limits: UserLimits,
         tls: Path | None = None,
+        revocations: Revocations | None = None,
         more_handlers: Sequence[grpc.GenericRpcHandler[Any, Any]] = (),
     ) -> None:
         refusals = SessionRefusals(writer.now)
@@ -76,14 +79,14 @@ class MasterServer:
         self._health: Any = aio_health.HealthServicer()
         self._limits = limits
         limiter = LimitInterceptor(limits, callers)
-        self._server = make_server(token, _OPTIONS, by_role=tls is not None, more_interceptors=(limiter,))
+        self._server = make_server(token, _OPTIONS, revocations=revocations, more_interceptors=(limiter,))
         job_service_pb2_grpc.add_JobServiceServicer_to_server(
             JobService(writer, shown, self._logs, callers, limits), self._server
         )
         scheduling_pb2_grpc.add_SchedulingServiceServicer_to_server(
             SchedulingService(writer, shown, progress, callers, limits), self._server
         )
-        self.agents = AgentService(writer, progress, callers, refusals)
+        self.agents = AgentService(writer, progress, callers, refusals, revocations)
         node_pb2_grpc.add_NodeServiceServicer_to_server(
             NodeService(writer, shown, callers, self.agents.is_held, captures), self._server
         )

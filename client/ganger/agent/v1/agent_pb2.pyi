@@ -290,6 +290,7 @@ class ReconcileRequest(google.protobuf.message.Message):
     MISSING_SPECS_FIELD_NUMBER: builtins.int
     HAS_MORE_FIELD_NUMBER: builtins.int
     FINISHED_FIELD_NUMBER: builtins.int
+    REVOCATION_NUMBER_FIELD_NUMBER: builtins.int
     session: builtins.str
     observation: builtins.int
     """Raised with every change of the observed set."""
@@ -302,6 +303,8 @@ class ReconcileRequest(google.protobuf.message.Message):
     """The observed set does not fit into one message: the next call of the same observation has more of `gangs`. Answered
     at once and without a desired set; the set counts, whole, with the call that has this unset.
     """
+    revocation_number: builtins.int
+    """Number of the list of revoked certificates that this daemon has; zero: none."""
     @property
     def gangs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ObservedGang]: ...
     @property
@@ -335,10 +338,11 @@ class ReconcileRequest(google.protobuf.message.Message):
         missing_specs: collections.abc.Iterable[builtins.int] | None = ...,
         has_more: builtins.bool = ...,
         finished: collections.abc.Iterable[Global___FinishedGang] | None = ...,
+        revocation_number: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["max_wait", b"max_wait"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["changed", b"changed", "desired_version", b"desired_version", "device_faults", b"device_faults", "finished", b"finished", "gangs", b"gangs", "has_more", b"has_more", "max_wait", b"max_wait", "missing_specs", b"missing_specs", "observation", b"observation", "session", b"session", "slices", b"slices", "storage_proved", b"storage_proved"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["changed", b"changed", "desired_version", b"desired_version", "device_faults", b"device_faults", "finished", b"finished", "gangs", b"gangs", "has_more", b"has_more", "max_wait", b"max_wait", "missing_specs", b"missing_specs", "observation", b"observation", "revocation_number", b"revocation_number", "session", b"session", "slices", b"slices", "storage_proved", b"storage_proved"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ReconcileRequest: typing_extensions.TypeAlias = ReconcileRequest
@@ -355,11 +359,14 @@ class ReconcileResponse(google.protobuf.message.Message):
     SLICES_FIELD_NUMBER: builtins.int
     LATER_SPECS_FIELD_NUMBER: builtins.int
     DESCRIBE_EPOCHS_FIELD_NUMBER: builtins.int
+    REVOCATION_LIST_FIELD_NUMBER: builtins.int
     desired_version: builtins.int
     changed: builtins.bool
     """False: `gangs` and `slices` are empty and the desired set stands."""
     observation: builtins.int
     """Epochs the master confirms for the lease."""
+    revocation_list: builtins.bytes
+    """A newer list of revoked certificates than the daemon has, in PEM form, signed by the authority of the cluster."""
     @property
     def gangs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DesiredGang]: ...
     @property
@@ -396,8 +403,9 @@ class ReconcileResponse(google.protobuf.message.Message):
         slices: collections.abc.Iterable[Global___DesiredSlices] | None = ...,
         later_specs: collections.abc.Iterable[builtins.int] | None = ...,
         describe_epochs: collections.abc.Iterable[builtins.int] | None = ...,
+        revocation_list: builtins.bytes = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["acknowledged_epochs", b"acknowledged_epochs", "changed", b"changed", "describe_epochs", b"describe_epochs", "desired_version", b"desired_version", "gangs", b"gangs", "later_specs", b"later_specs", "observation", b"observation", "slices", b"slices"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["acknowledged_epochs", b"acknowledged_epochs", "changed", b"changed", "describe_epochs", b"describe_epochs", "desired_version", b"desired_version", "gangs", b"gangs", "later_specs", b"later_specs", "observation", b"observation", "revocation_list", b"revocation_list", "slices", b"slices"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ReconcileResponse: typing_extensions.TypeAlias = ReconcileResponse

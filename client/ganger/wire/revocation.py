@@ -1,0 +1,195 @@
+"""Revoked certificates: the list that an authority signs (RFC 5280), and the check of each call and message against it.
+
+gRPC looks at a certificate once, at the handshake, and knows no list. So servers look at the caller's certificate at
+each call and at each message of a stream: one that was revoked, or has ended meanwhile, is refused there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ganger.wire.endpoints import CredentialError
+from ganger.wire.errors import CertificateInvalid, CertificateRevoked
+from ganger.wire.methods import CallerIdentity
+from ganger.wire.tls import AUTHORITY, identity_in_pem
+
+if TYPE_CHECKING:
+    from cryptography.x509 import Certificate
+
+log = logging.getLogger(__name__)
+
+# Beside ca.pem.
+REVOKED: Final = "revoked.pem"
+
+# Some 25,000 certificates: a list travels to daemons in one message.
+_MOST_BYTES: Final = 1 << 20
+_LOOK_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class RevocationList:
+    """`number`: a later list of an authority has a higher one; zero: there is no list. `pem`: as it was signed."""
+
+    number: int = 0
+    serials: frozenset[int] = frozenset()
+    pem: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class ShownCertificate:
+    """What a verified certificate says. `end`: seconds since 1970, when it ends."""
+
+    identity: CallerIdentity
+    serial: int
+    end: float
+
+
+def parse_list(pem: bytes, authorities: Iterable[Certificate]) -> RevocationList:
+    """Read a list in PEM form that one of the authorities has signed. Raises CredentialError."""
+    from cryptography import x509
+    from cryptography.exceptions import UnsupportedAlgorithm
+
+    try:
+        found = x509.load_pem_x509_crl(pem)
+        signed = any(_is_signed_by(found, authority) for authority in authorities)
+        serials = frozenset(one.serial_number for one in found)
+        try:
+            number = found.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
+        except x509.ExtensionNotFound:
+            number = int(found.last_update_utc.timestamp())
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise CredentialError(f"it is no list of revoked certificates in PEM form ({error})") from error
+    if not signed:
+        raise CredentialError("it was not signed by the authority of this cluster")
+    return RevocationList(number, serials, pem)
+
+
+def _is_signed_by(found: object, authority: Certificate) -> bool:
+    from cryptography import x509
+
+    assert isinstance(found, x509.CertificateRevocationList)
+    key = authority.public_key()
+    try:
+        return found.issuer == authority.subject and found.is_signature_valid(key)  # type: ignore[arg-type]
+    except TypeError:
+        # A key of a kind that signs no certificates.
+        return False
+
+
+class Revocations:
+    """The list in a file, read anew within a second when the file changes. A file that cannot be used, and one that is
+    older than what is known, is logged, and what is known stays in use.
+
+    file: the list; there may be none. authority: ca.pem. Raises CredentialError for a list that cannot be used.
+    """
+
+    def __init__(self, file: Path, authority: Path) -> None:
+        self._file, self._authority = file, authority
+        self._lock = threading.Lock()
+        self._version = self._file_version()
+        self._known = RevocationList()
+        self._known = self._read()
+        self._looked = time.monotonic()
+
+    @classmethod
+    def beside(cls, directory: Path) -> Revocations:
+        """Return those of a directory of certificates: revoked.pem beside ca.pem. Raises CredentialError."""
+        return cls(directory / REVOKED, directory / AUTHORITY)
+
+    def current(self) -> RevocationList:
+        """Return the list in use. Any thread may call it."""
+        if time.monotonic() - self._looked >= _LOOK_S:
+            with self._lock:
+                self._looked = time.monotonic()
+                if (version := self._file_version()) != self._version:
+                    self._version = version
+                    try:
+                        self._take(self._read())
+                    except CredentialError as error:
+                        log.warning("revoked certificates not read", extra={"error": str(error)})
+        return self._known
+
+    def accept(self, pem: bytes) -> None:
+        """Take a newer list and keep it in the file. Raises CredentialError, also where it cannot be kept: it is in
+        use even then."""
+        found = parse_list(pem, self._authorities())
+        with self._lock:
+            if found.number <= self._known.number:
+                return
+            self._take(found)
+            temporary = self._file.with_name(f".{self._file.name}.{os.getpid()}")
+            try:
+                temporary.write_bytes(pem)
+                temporary.replace(self._file)
+            except OSError as error:
+                raise CredentialError(f"cannot write {self._file}: {(error.strerror or '').lower()}") from error
+            finally:
+                with contextlib.suppress(OSError):
+                    temporary.unlink(missing_ok=True)
+            self._version = self._file_version()
+
+    def check(self, shown: ShownCertificate) -> None:
+        """Check the certificate of a caller. Raises CertificateRevoked, and CertificateInvalid for one that has ended
+        since the connection was made."""
+        if shown.serial in self.current().serials:
+            raise CertificateRevoked(f"the certificate of {shown.identity} was revoked: ask an operator for another")
+        if shown.end < time.time():
+            moment = datetime.fromtimestamp(shown.end, UTC)
+            raise CertificateInvalid(
+                f"the certificate of {shown.identity} expired on {moment:%Y-%m-%d %H:%M UTC}: it needs a new one"
+            )
+
+    def _take(self, found: RevocationList) -> None:
+        if found.number < self._known.number:
+            raise CredentialError(f"{self._file} is older than the list in use: it has number {found.number}")
+        if found.serials != self._known.serials:
+            log.info("revoked certificates", extra={"certificates": len(found.serials), "number": found.number})
+        self._known = found
+
+    def _read(self) -> RevocationList:
+        try:
+            with self._file.open("rb") as file:
+                pem = file.read(_MOST_BYTES)
+        except FileNotFoundError:
+            return self._known
+        except OSError as error:
+            raise CredentialError(f"cannot read {self._file}: {(error.strerror or str(error)).lower()}") from error
+        try:
+            return parse_list(pem, self._authorities())
+        except CredentialError as error:
+            raise CredentialError(f"cannot use {self._file}: {error}") from error
+
+    def _authorities(self) -> list[Certificate]:
+        from cryptography import x509
+
+        try:
+            return x509.load_pem_x509_certificates(self._authority.read_bytes())
+        except (OSError, ValueError) as error:
+            raise CredentialError(f"cannot read {self._authority}: {error}") from error
+
+    def _file_version(self) -> tuple[int, ...]:
+        try:
+            status = self._file.stat()
+        except OSError:
+            return ()
+        return (status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(4_096)
+def read_certificate(certificate: bytes) -> ShownCertificate:
+    """Return what a verified certificate, in PEM form, says. Raises CertificateInvalid."""
+    from cryptography import x509
+
+    identity = identity_in_pem(certificate)
+    found = x509.load_pem_x509_certificate(certificate)
+    return ShownCertificate(identity, found.serial_number, found.not_valid_after_utc.timestamp())
