@@ -29,6 +29,7 @@ from ganger_master.core.commands import NoteEnds, OpenStore
 from ganger_master.core.settings import CoreSettings, as_settings
 from ganger_master.decision_log import recorder
 from ganger_master.policies import live_policy_named
+from ganger_master.rpc import audit
 from ganger_master.rpc.access import UserLimits
 from ganger_master.rpc.server import MasterServer
 from ganger_master.runtime import process_setup, store_access
@@ -226,6 +227,7 @@ class Master:
             token=self.token,
             listen=config.listen,
             captures=config.state_dir / recorder.DIRECTORY,
+            audit=audit.AuditLog(config.state_dir / audit.FILE),
             limits=UserLimits(config.requests_per_user, config.changes_per_user, config.streams_per_user),
             tls=config.tls,
             revocations=None if config.tls is None else Revocations.beside(config.tls),

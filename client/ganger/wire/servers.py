@@ -70,14 +70,15 @@ def make_server(
     options: Sequence[tuple[str, int]] = (),
     *,
     revocations: Revocations | None = None,
+    first_interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = (),
     more_interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = (),
 ) -> grpc.aio.Server:
     """Return a grpc.aio server with our options and interceptors. `token`: what callers must send, "" for none.
 
     `revocations`: with it, a caller with a certificate that is not on its list may call the methods of its role, one
-    with the token those for callers on this machine, and any other caller none. `more_interceptors` come last: they
-    meet permitted callers only. A later option of the same name wins."""
-    interceptors: list[grpc.aio.ServerInterceptor[Any, Any]] = [ErrorInterceptor()]
+    with the token those for callers on this machine, and any other caller none. `first_interceptors` meet all
+    callers, `more_interceptors` come last and meet permitted ones only. A later option of the same name wins."""
+    interceptors: list[grpc.aio.ServerInterceptor[Any, Any]] = [ErrorInterceptor(), *first_interceptors]
     if revocations is not None:
         interceptors.append(RoleInterceptor(token, revocations))
     elif token:

@@ -32,6 +32,7 @@ from grpc_reflection.v1alpha import reflection
 from ganger_master.rpc.access import LimitInterceptor, UserLimits
 from ganger_master.rpc.agent_service import AgentService
 from ganger_master.rpc.answer_messages import SessionRefusals, VisibleState, owner
+from ganger_master.rpc.audit import AuditInterceptor, AuditLog
 from ganger_master.rpc.job_service import JobService
 from ganger_master.rpc.log_proxy import LogProxy
 from ganger_master.rpc.node_service import NodeService
@@ -57,7 +58,7 @@ _SERVICES: Final = (
 class MasterServer:
     """Serves a writer. `address` is where, with the port that was chosen, and `local_address` where the token does;
     `tls`: the directory of the certificate, if there is one, and `revocations`: what goes with it; `captures`: where
-    recordings go."""
+    recordings go; `audit`: where calls are recorded."""
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class MasterServer:
         token: str,
         listen: str,
         captures: Path,
+        audit: AuditLog,
         limits: UserLimits,
         tls: Path | None = None,
         revocations: Revocations | None = None,
@@ -79,7 +81,14 @@ class MasterServer:
         self._health: Any = aio_health.HealthServicer()
         self._limits = limits
         limiter = LimitInterceptor(limits, callers)
-        self._server = make_server(token, _OPTIONS, revocations=revocations, more_interceptors=(limiter,))
+        self._audit = audit
+        self._server = make_server(
+            token,
+            _OPTIONS,
+            revocations=revocations,
+            first_interceptors=(AuditInterceptor(audit, callers),),
+            more_interceptors=(limiter,),
+        )
         job_service_pb2_grpc.add_JobServiceServicer_to_server(
             JobService(writer, shown, self._logs, callers, limits), self._server
         )
@@ -111,3 +120,4 @@ class MasterServer:
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
         await self._logs.close()
+        self._audit.close()

@@ -1,0 +1,163 @@
+"""The audit log: calls that change jobs, nodes or the cluster, readings of a job's log, and refused callers.
+
+One JSON object a line, in the state directory, readable by the master's account only. A line is with the kernel before
+the caller has its answer, so it outlives the master, but not the machine. Calls of job schedulers and daemons, and
+what only reads, are not recorded: there are thousands a second.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+import msgspec
+from ganger.wire.errors import ApiError, reason_of
+from ganger.wire.servers import Callers, WrappingInterceptor, behaviour_of, identity_in, rebuilt
+
+from ganger_master.rpc.access import Bucket
+
+log = logging.getLogger(__name__)
+
+FILE: Final = "audit.jsonl"
+
+_LARGEST_BYTES: Final = 64 << 20
+_FORMER_FILES: Final = 8
+_SERVICES: Final = ("/ganger.v1.JobService/", "/ganger.v1.NodeService/")
+_READS: Final = ("Get", "List", "Watch", "Explain")
+_REFUSALS: Final = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
+# Refused callers a second, and at once: a flood of them must not push out what others did.
+_REFUSED_RATE: Final = 10.0
+_REFUSED_BURST: Final = 1_000.0
+_LONGEST: Final = 200
+
+
+class AuditRecord(msgspec.Struct, omit_defaults=True):
+    """`source`: address of the caller. `subject`: name of the job, array, node or gang. `result`: OK, or the reason of
+    the refusal. `left_out`: refused callers since the last record that were not recorded, for they were too many."""
+
+    time: str
+    caller: str
+    source: str
+    method: str
+    subject: str
+    result: str
+    left_out: int = 0
+
+
+class AuditLog:
+    """Appends records to a file, and starts another one when it is large; the last eight are kept. A record that cannot
+    be written is reported in the master's own log, and holds nothing up."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = -1
+        self._size = 0
+        self._is_failing = False
+
+    def append(self, record: AuditRecord) -> None:
+        line = msgspec.json.encode(record) + b"\n"
+        try:
+            if self._file < 0:
+                self._open()
+            if self._size + len(line) > _LARGEST_BYTES:
+                self.close()
+                self._rotate()
+                self._open()
+            self._size += os.write(self._file, line)
+        except OSError as error:
+            if not self._is_failing:
+                log.error("audit log not written", extra={"file": str(self._path), "error": error.strerror})
+            self._is_failing = True
+        else:
+            self._is_failing = False
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _open(self) -> None:
+        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._size = os.fstat(self._file).st_size
+
+    def _rotate(self) -> None:
+        for number in range(_FORMER_FILES - 1, 0, -1):
+            with suppress(FileNotFoundError):
+                self._former(number).replace(self._former(number + 1))
+        self._path.replace(self._former(1))
+
+    def _former(self, number: int) -> Path:
+        return self._path.with_name(f"{self._path.name}.{number}")
+
+
+class AuditInterceptor(WrappingInterceptor):
+    """Records calls once they are answered, refused ones too. It comes before the one that refuses callers.
+
+    steady: a steady clock, in seconds.
+    """
+
+    def __init__(self, records: AuditLog, callers: Callers, steady: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._records = records
+        self._callers = callers
+        self._steady = steady
+        self._refused = Bucket(_REFUSED_RATE, _REFUSED_BURST)
+        self._left_out = 0
+
+    def _wrap(self, method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
+        behaviour = behaviour_of(handler)
+        name = method.rpartition("/")[2]
+        is_recorded = method.startswith(_SERVICES) and not name.startswith(_READS)
+
+        def note(context: Any, request: Any, response: Any, error: Exception | None) -> None:
+            is_refused = isinstance(error, ApiError) and error.code in _REFUSALS
+            if is_refused and self._refused.take(self._steady()):
+                self._left_out += 1
+            elif is_refused or is_recorded:
+                result = "OK" if error is None else reason_of(error) if isinstance(error, ApiError) else "INTERNAL"
+                subject = str(getattr(response, "name", "") or getattr(request, "name", ""))
+                self._record(context, name, subject, result, is_known=error is None or not _is_unknown(error))
+
+        async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            try:
+                response = await behaviour(request, context)
+            except Exception as error:
+                note(context, request, None, error)
+                raise
+            note(context, request, response, None)
+            return response
+
+        async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+            try:
+                async for response in behaviour(request, context):
+                    yield response
+            except Exception as error:
+                note(context, request, None, error)
+                raise
+            note(context, request, None, None)
+
+        return rebuilt(handler, stream if inspect.isasyncgenfunction(behaviour) else answer)
+
+    def _record(self, context: Any, method: str, subject: str, result: str, *, is_known: bool) -> None:
+        try:
+            # Without a certificate, the token is what makes a caller the operator of this machine.
+            identity = self._callers.of(context) if is_known else identity_in(context)
+            caller = "" if identity is None else f"{identity.role}/{identity.name}"
+        except ApiError:
+            caller = ""
+        left_out, self._left_out = self._left_out, 0
+        moment = datetime.now(UTC).isoformat(timespec="milliseconds")
+        source = str(context.peer()).rpartition(":")[0].partition(":")[2]
+        self._records.append(AuditRecord(moment, caller, source, method, subject[:_LONGEST], result, left_out))
+
+
+def _is_unknown(error: Exception) -> bool:
+    return isinstance(error, ApiError) and error.code is grpc.StatusCode.UNAUTHENTICATED
