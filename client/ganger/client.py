@@ -229,7 +229,8 @@ class Client:
         return self._call(self._jobs.ResizeJob, api.ResizeJobRequest(name=self._name(job), gpus=gpus))
 
     def retune_job(self, job: str | int, cores_per_task: float) -> job_pb2.Job:
-        """Changes the cores of each task, live. Thread counts follow, so results may differ in their last bits."""
+        """Changes the cores of each task, live, and for good; 0 leaves them to the scheduler again. Thread counts
+        follow, so results may differ in their last bits."""
         request = api.RetuneJobRequest(name=self._name(job), millicores=round(cores_per_task * 1_000))
         return self._call(self._jobs.RetuneJob, request)
 

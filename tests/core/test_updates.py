@@ -16,6 +16,7 @@ from ganger_master.core.commands import (
     CancelJob,
     RequestGang,
     ResumeJob,
+    RetuneJob,
     SubmitArray,
     SubmitJob,
     SuspendJob,
@@ -484,3 +485,40 @@ def test_an_update_that_would_end_members_of_an_array_is_refused_for_all_unless_
     assert [drive.job(one).spec.time_limit_s for one in (first, second, third)] == [None] * 3
     answer = drive.step(UpdateArray(1, Update(time_limit_s=600.0), may_end=True))
     assert answer == UpdateAnswer(1, 3, ())
+
+
+def named_cores(drive: Drive, number: int) -> list[int]:
+    return [role.shape.millicores for role in drive.job(number).spec.roles]
+
+
+def test_a_job_names_the_cores_that_its_user_gave_it_while_it_ran() -> None:
+    drive = Drive()
+    number = running(drive)
+    submitted = drive.job(number).spec
+    assert drive.step(RetuneJob(number, 3_500, user="ann")) == JobAnswer(number)
+    assert named_cores(drive, number) == [3_500]
+    assert [entry.kind for entry in drive.told[-2:]] == ["job_updated", "cores_changed"]
+    assert drive.job(number).submitted_spec == submitted, "a repeated submission is still recognised"
+    held = drive.state.gangs[drive.job(number).epoch].claims
+    assert drive.step(RetuneJob(number, 0, user="ann")) == JobAnswer(number)
+    assert named_cores(drive, number) == [0]
+    assert drive.state.gangs[drive.job(number).epoch].claims == held, "the scheduler decides when to change them"
+
+
+def test_neither_cores_that_do_not_fit_nor_a_repin_change_what_a_job_names() -> None:
+    drive = Drive()
+    number = running(drive)
+    before = named_cores(drive, number)
+    assert isinstance(drive.step(RetuneJob(number, 1_000_000)), Refused)
+    assert drive.step(RetuneJob(number, repin=True)) == JobAnswer(number)
+    assert named_cores(drive, number) == before
+
+
+def test_the_cores_of_a_job_without_gpus_cannot_be_left_to_the_scheduler() -> None:
+    drive = Drive()
+    number = drive.submit(replace(job_of(1), roles=(Role("worker", 2, TaskShape(0, 1_000, GIB)),)))
+    drive.start(number)
+    drive.runs(number)
+    assert isinstance(drive.step(RetuneJob(number, 0)), Refused)
+    assert drive.step(RetuneJob(number, 500)) == JobAnswer(number)
+    assert named_cores(drive, number) == [500]

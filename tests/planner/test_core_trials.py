@@ -12,7 +12,7 @@ import pytest
 from core.drive import GIB, job_of
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger_master.core.answers import PlanAnswer
-from ganger_master.core.commands import ProposePlan
+from ganger_master.core.commands import ProposePlan, RetuneJob
 from ganger_master.core.job_model import Capabilities, JobSpec
 from ganger_master.planner.context import context_of
 from ganger_master.planner.job_table import LiveTable
@@ -189,6 +189,22 @@ def test_trials_of_cores_take_no_memory_from_a_running_job_that_uses_little_of_i
     assert len(drive.changes) > 2, "cores were tried"
     (after,) = drive.state.gangs[drive.job(number).epoch].claims
     assert after.memory_bytes == before.memory_bytes
+
+
+def test_cores_that_a_user_sets_hold_until_the_user_leaves_them_to_the_scheduler_again() -> None:
+    drive = Profiled("ganger")
+    (role,) = job_of(1, 0).roles
+    unnamed = structs.replace(role, shape=structs.replace(role.shape, millicores=0))
+    number = drive.add(needs(8), structs.replace(job_of(1, 0), roles=(unnamed,)))
+    drive.spend(100)
+    drive.step(RetuneJob(number, 2_000, user="ann"))
+    planned = len(drive.changes)
+    drive.spend(300)
+    assert drive.cores(number) == 2
+    assert drive.changes[planned:] == []
+    drive.step(RetuneJob(number, 0, user="ann"))
+    drive.spend(400)
+    assert drive.cores(number) > 2
 
 
 def test_the_next_job_of_a_series_starts_with_the_curve_of_the_last_one() -> None:

@@ -23,7 +23,6 @@ from ganger.cli.options import (
     timeout_s,
 )
 from ganger.console import CommandError, ExitCode, print_json
-from ganger.units import parse_cores
 
 if TYPE_CHECKING:
     from ganger.client import Client
@@ -193,12 +192,18 @@ def resize(job: str, gpus: int, is_waiting: bool, timeout: str, as_json: bool) -
 
 @click.command()
 @click.argument("job", type=JobType())
-@click.option("--cores", required=True, metavar="N", help="Cores of each task, e.g. 4 or 0.5.")
+@click.option(
+    "--cores", required=True, metavar="N|auto", help="Cores of each task, e.g. 4 or 0.5; auto measures again."
+)
 @json_option
 def retune(job: str, cores: str, as_json: bool) -> None:
-    """Give a running job other numbers of cores, live. Its thread counts follow."""
+    """Give a running job other numbers of cores, live. Its thread counts follow.
+
+    The job keeps them, as if it had been submitted with them, until `--cores auto` leaves them to the scheduler."""
+    from ganger.spec_values import parse_cores_or_auto
+
     try:
-        millicores = parse_cores(cores)
+        millicores = parse_cores_or_auto(cores)
     except ValueError as error:
         raise click.UsageError(f"--cores: {error}") from error
     _change_cores(job, lambda client: client.retune_job(job, millicores / 1_000), as_json)

@@ -558,7 +558,7 @@ class RetuneJobRequest(google.protobuf.message.Message):
     IS_REPIN_FIELD_NUMBER: builtins.int
     name: builtins.str
     millicores: builtins.int
-    """Cores per task in thousandths."""
+    """Cores per task in thousandths, which the job names from now on; zero leaves them to the scheduler."""
     is_repin: builtins.bool
     """True: only move the job to other cores of the same number (threads do not change)."""
     def __init__(

@@ -104,7 +104,8 @@ class MoveJob(Struct, frozen=True, gc=False):
 
 
 class RetuneJob(Struct, frozen=True, gc=False):
-    """Millicores per task; `repin` asks for other cores of the same number."""
+    """The job names `millicores` for each task from now on, and gets them; zero leaves them to the scheduler again.
+    `repin` asks for other cores of the same number instead."""
 
     number: int
     millicores: int = 0

@@ -18,7 +18,7 @@ from ganger_master.core.commands import Command
 from ganger_master.core.elastic import check_resize, check_size, place_resized, rests_without_devices
 from ganger_master.core.events import Decision, Event
 from ganger_master.core.gang_model import GangIntent
-from ganger_master.core.job_model import SuspendLevel
+from ganger_master.core.job_model import SuspendLevel, Update
 from ganger_master.core.node_model import Node
 from ganger_master.core.placement_leases import release_gang, request_gang
 from ganger_master.core.plans import propose_plan
@@ -98,14 +98,21 @@ def _retune(state: State, command: commands.RetuneJob, now: float) -> Decision:
         raise busy(job, "a part of it has ended")
     if gang.epoch in state.gangs.set_of and not command.repin:
         raise busy(job, "it takes turns with others on its devices, and so do its cores")
-    claims = gang.claims
-    if not command.repin:
+    if command.repin:
+        return (events.CoresChanged(now, _user(command), job.number, gang.claims, True),), JobAnswer(job.number)
+    spec = submission.with_cores(job.spec, command.millicores)
+    named = events.JobUpdated(now, _user(command), job.number, spec, Update(), "")
+    happened: tuple[Event, ...] = () if spec == job.spec else (named,)
+    if command.millicores:
         claims = tuple([_with_cores(state, claim, command.millicores * sum(claim.tasks)) for claim in gang.claims])
         refusals = judge_change(state, job, claims, holding=gang.claims, retune=True, arena=per_device(gang))
-        if command.millicores <= 0 or refusals:
-            text = refusals[0].message if refusals else "cores per task must be more than zero"
-            raise RefusedError("CORES_REFUSED", f"{job.name}: {text}", {"job": job.name})
-    return (events.CoresChanged(now, _user(command), job.number, claims, command.repin),), JobAnswer(job.number)
+        if refusals:
+            raise RefusedError("CORES_REFUSED", f"{job.name}: {refusals[0].message}", {"job": job.name})
+        happened = (*happened, events.CoresChanged(now, _user(command), job.number, claims, False))
+    elif not spec.gpus:
+        text = f"{job.name} has no GPUs, so no cores are measured for it: give a number of cores"
+        raise RefusedError("CORES_REFUSED", text, {"job": job.name})
+    return happened, JobAnswer(job.number)
 
 
 def _resize(state: State, command: commands.ResizeJob, now: float) -> Decision:

@@ -442,6 +442,15 @@ def _changed(spec: JobSpec, wanted: Update) -> JobSpec:
     return replace(spec, roles=(replace(spec.roles[0], shape=shape), *spec.roles[1:]))
 
 
+def with_cores(spec: JobSpec, millicores: int) -> JobSpec:
+    """Return the spec with these cores named for each task; zero leaves those of tasks with GPUs to the scheduler."""
+    roles = [
+        replace(role, shape=replace(role.shape, millicores=millicores)) if millicores or role.shape.gpus else role
+        for role in spec.roles
+    ]
+    return replace(spec, roles=tuple(roles))
+
+
 def _wrong_update(spec: JobSpec, wanted: Update) -> Iterator[tuple[str, str]]:
     if wanted == Update():
         yield "update", "must say what to change"
