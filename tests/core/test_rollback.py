@@ -10,11 +10,13 @@ import pytest
 from core.drive import ALL_LEVELS, GIB, Drive, job_of
 from ganger.cluster.resources import Claim
 from ganger.job_state import JobState
-from ganger_master.core.answers import JobAnswer, Refused
+from ganger_master.core.answers import Done, JobAnswer, Refused
 from ganger_master.core.commands import (
     AdoptQuarantined,
+    CancelJob,
     EndQuarantined,
     FinishedGang,
+    Marks,
     NoteEnds,
     ObservedGang,
     OpenStore,
@@ -23,6 +25,7 @@ from ganger_master.core.explain import explain
 from ganger_master.core.gang_model import Gang, GangIntent, ObservedPhase, Outcome, OutcomeKind, Restore, StoredOrder
 from ganger_master.core.job_model import Checkpoint, SuspendLevel
 from ganger_master.core.node_model import Stray
+from ganger_master.core.preconditions import no_job
 from ganger_master.core.settings import CoreSettings
 from hypothesis import given
 from hypothesis import strategies as st
@@ -396,3 +399,34 @@ def test_a_part_of_an_ended_quarantine_keeps_its_devices_while_it_lives() -> Non
     assert drive.state.rows["n1"].free_mask == 0b1100
     drive.observe("n1")
     assert drive.state.rows["n1"].free_mask == 0b1111
+
+
+def refused_text(drive: Drive, number: int) -> str:
+    answer = drive.step(CancelJob(number))
+    assert isinstance(answer, Refused)
+    assert answer.reason == "JOB_NOT_FOUND"
+    return answer.message
+
+
+def test_a_job_that_the_copy_lacks_is_said_to_be_in_quarantine_where_it_is_and_not_to_have_ended() -> None:
+    drive, gang = Drive(nodes=3, settings=settings()), spread()
+    assert "there is no jobs/7" in refused_text(drive, 7)
+    restored(drive, [gang])
+    there = "jobs/7 is not in the database, but its gang of epoch 9 is on n1, n2"
+    end = "`ganger nodes quarantine end uid-late-9`"
+    assert refused_text(drive, 7).startswith(f"{there}, in quarantine: ")
+    assert refused_text(drive, 7).endswith(f"ends it by {end}")
+    assert drive.step(EndQuarantined("uid-late", 9)) == Done()
+    assert refused_text(drive, 7) == f"{there}, where it is being ended"
+    for node in NODES:
+        drive.observe(node)
+    assert "the copy that was restored is older than the job" in refused_text(drive, 7)
+    assert "older than the job" in refused_text(drive, 3), "it was submitted after the backup, and never ran"
+    assert "there is no jobs/8" in refused_text(drive, 8)
+    assert drive.submit(job_of(1)) == 8
+
+
+def test_while_nodes_have_not_reported_it_is_open_whether_a_job_that_the_copy_lacks_runs() -> None:
+    drive = Drive(nodes=3, settings=settings())
+    drive.step(OpenStore("store", marks=Marks("store", next_job=4), is_restored=True))
+    assert "Whether it runs is known once all nodes have reported" in no_job(drive.state, 3).refused.message

@@ -152,6 +152,8 @@ def test_a_restored_master_takes_what_runs_and_runs_nothing_twice(tmp_path: Path
         free = free_devices(shell)
         assert free == 12 - (2 + 1 + 1 + 1 + 1)
         names = {str(gang["job"]): str(gang["name"]).rpartition("/")[2] for gang in gangs}
+        for command in ("show", "why", "cancel"):
+            assert typed(names[since.other.name], 2)[-1] in shell.try_(command, since.other.id).err
         shell(*typed(names[since.starts.name], 1))
         since.running(since.starts)
         assert pids(since.starts) == before[since.starts.name]

@@ -147,6 +147,8 @@ class Counters(Struct):
     store: str = ""
     # Epochs [first, end) that were given after this copy was made, or by another master: ascending.
     skipped_epochs: tuple[tuple[int, int], ...] = ()
+    # The same of numbers of jobs.
+    skipped_jobs: tuple[tuple[int, int], ...] = ()
     restoring: PendingRestore | None = None
 
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from ganger.cluster.resources import Claim
 from ganger.job_state import JobState
 
+from ganger_master.core import quarantine
 from ganger_master.core.answers import RefusedError
 from ganger_master.core.approval import closed_to_image, find_place, judge_change
 from ganger_master.core.colocation import has_arenas
@@ -20,20 +21,22 @@ def find_job(state: State, number: int) -> JobRecord:
     """Raises RefusedError, as all functions here that return what a command needs."""
     job = state.jobs.get(number)
     if job is None:
-        raise no_job(number, state.counters.next_job, state.jobs)
+        raise no_job(state, number)
     return job
 
 
-def no_job(number: int, next_job: int, jobs: Mapping[int, JobRecord]) -> RefusedError:
-    """Return the refusal for a number without a job: never given, forgotten, or an array."""
+def no_job(state: State, number: int) -> RefusedError:
+    """Return the refusal for a number without a job: never given, forgotten, an array, or lost by a restore."""
     text = f"there is no jobs/{number}: `ganger queue --all` lists what there is"
-    members = members_of(jobs, number)
+    members = members_of(state.jobs, number)
     if members:
         shown = next(f"{number}_{job.spec.array.index}" for job in members if job.spec.array is not None)
         text = f"{number} is an array of jobs: name a member, for example {shown}; `ganger show {number}` lists them"
         return RefusedError("JOB_NOT_FOUND", text, {"array": f"arrays/{number}"})
-    if 0 < number < next_job:
-        text = f"jobs/{number} has ended and is no longer kept: `ganger history {number}` says what became of it"
+    # One that is not durable yet is in the state only.
+    if 0 < number < state.counters.next_job and number not in state.jobs:
+        ended = f"jobs/{number} has ended and is no longer kept: `ganger history {number}` says what became of it"
+        text = quarantine.unknown_job(state, number) or ended
     return RefusedError("JOB_NOT_FOUND", text, {"job": f"jobs/{number}"})
 
 

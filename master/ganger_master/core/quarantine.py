@@ -27,21 +27,29 @@ from ganger_master.core.state import State
 
 # More ranges are joined, the oldest first. Epochs between them then count as skipped, too, and are not stopped.
 _RANGES_MOST: Final = 64
+# Nodes that a refusal names.
+_NAMED: Final = 8
 _SETTLED: Final = (ObservedPhase.RUNNING, ObservedPhase.PARKED)
 
 
 def note_ids(state: State, next_epoch: int, next_job: int) -> None:
-    """Give no id below these again, `next_epoch` of gangs and `next_job` of jobs; note skipped epochs."""
+    """Give no id below these again, `next_epoch` of gangs and `next_job` of jobs; note those that are skipped."""
     counters = state.counters
+    counters.skipped_jobs = _with_range(counters.skipped_jobs, counters.next_job, next_job)
+    counters.skipped_epochs = _with_range(counters.skipped_epochs, counters.next_epoch, next_epoch)
     counters.next_job = max(counters.next_job, next_job)
-    if next_epoch <= counters.next_epoch:
-        return
-    skipped = [*counters.skipped_epochs, (counters.next_epoch, next_epoch)]
-    if len(skipped) > 1 and skipped[-2][1] == skipped[-1][0]:
-        skipped[-2:] = [(skipped[-2][0], next_epoch)]
-    if len(skipped) > _RANGES_MOST:
-        skipped[:2] = [(skipped[0][0], skipped[1][1])]
-    counters.skipped_epochs, counters.next_epoch = tuple(skipped), next_epoch
+    counters.next_epoch = max(counters.next_epoch, next_epoch)
+
+
+def _with_range(known: tuple[tuple[int, int], ...], first: int, end: int) -> tuple[tuple[int, int], ...]:
+    if end <= first:
+        return known
+    ranges = [*known, (first, end)]
+    if len(ranges) > 1 and ranges[-2][1] == ranges[-1][0]:
+        ranges[-2:] = [(ranges[-2][0], end)]
+    if len(ranges) > _RANGES_MOST:
+        ranges[:2] = [(ranges[0][0], ranges[1][1])]
+    return tuple(ranges)
 
 
 def is_skipped(state: State, epoch: int) -> bool:
@@ -77,6 +85,33 @@ def quarantined_parts(state: State, uid: str, epoch: int) -> dict[str, Stray]:
             if _is_gang(stray, uid, epoch) and stray.quarantined:
                 parts[name] = stray
     return parts
+
+
+def unknown_job(state: State, number: int) -> str:
+    """Return what is known of a job whose number was given but that the database lacks: a gang of it that is in
+    quarantine, or that it is lost by a restore; empty if it has just ended here."""
+    there = {name for names in state.nodes.strays_of.values() for name in names}
+    strays = [(name, one) for name in sorted(there) for one in state.nodes[name].strays if one.job == number]
+    found = next((one for _, one in strays if one.holds_back), None)
+    if found is not None:
+        gang = f"{found.uid}-{found.epoch}"
+        nodes = ", ".join([name for name, one in strays if _is_gang(one, found.uid, found.epoch)][:_NAMED])
+        text = f"jobs/{number} is not in the database, but its gang of epoch {found.epoch} is on {nodes}"
+        if found.is_ordered:
+            return f"{text}, where it is being ended"
+        return (
+            f"{text}, in quarantine: an operator makes it a job by `ganger nodes quarantine adopt {gang}`, or ends it "
+            f"by `ganger nodes quarantine end {gang}`"
+        )
+    if not any(first <= number < end for first, end in state.counters.skipped_jobs):
+        return ""
+    text = (
+        f"jobs/{number} is not in the database: the copy that was restored is older than the job, or the job has ended "
+        f"since; `ganger history {number}` shows what is recorded of it"
+    )
+    if state.counters.restoring is not None:
+        text += ". Whether it runs is known once all nodes have reported: `ganger nodes` names those that have not"
+    return text
 
 
 def live_epochs(state: State, uid: str) -> dict[int, list[str]]:

@@ -275,8 +275,7 @@ class VisibleState:
         return job
 
     def not_found(self, number: int) -> errors.ApiError:
-        committed = self._writer.committed
-        return error_of(no_job(number, committed.counters.next_job, committed.jobs).refused)
+        return error_of(no_job(self._writer.state, number).refused)
 
     def node_named(self, node: str) -> Node:
         found = self._writer.committed.nodes.get(node)
