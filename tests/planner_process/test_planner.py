@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -12,7 +13,7 @@ import pytest
 from ganger.agent.v1 import agent_pb2
 from ganger.cluster.resources import Role, TaskShape
 from ganger.scheduling.host import SchedulerHost
-from ganger.v1 import job_pb2, job_service_pb2, scheduling_pb2
+from ganger.v1 import job_pb2, job_service_pb2, node_pb2, scheduling_pb2
 from ganger.wire import times
 from ganger.wire.endpoints import Endpoint
 from ganger_master.core.commands import CHANGES_LIMIT, SubmitJob
@@ -289,6 +290,41 @@ def test_the_first_delta_is_everything_in_parts_and_the_next_ones_are_what_chang
         stream.cancel()
 
     on_a_master(tmp_path, story)
+
+
+def test_while_the_master_settles_a_restore_one_line_is_logged_at_its_start_and_one_at_its_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ganger_master.planner_process.run")
+    tries: list[float] = []
+
+    async def restored() -> None:
+        # A copy of the database has a node and a pending job.
+        async with serving(tmp_path, planner=False, policy="las") as served:
+            await Speaker(served, "n1").join()
+            await served.submit(spec_of(1))
+        async with serving(tmp_path, planner=False, policy="las", restored=True) as served:
+            endpoint = Endpoint(served.master.address, served.master.token)
+
+            def find() -> Endpoint:
+                tries.append(0.0)
+                return endpoint
+
+            task = asyncio.create_task(Planner(find).run())
+            await until(lambda: len(tries) > 4)
+            assert said(caplog) == [("planning", ""), ("master is away", "RESTORING")]
+            await served.nodes.SettleRestore(node_pb2.SettleRestoreRequest())
+            await until(lambda: len(said(caplog)) > 2)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(restored())
+    assert said(caplog) == [("planning", ""), ("master is away", "RESTORING"), ("planning", "")]
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    """What the planner logged, with the reasons."""
+    return [(one.message, getattr(one, "reason", "")) for one in caplog.records if one.name.endswith("process.run")]
 
 
 def test_a_reload_of_the_master_is_told_as_a_new_beginning(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from ganger.wire import resource_names as names
 from ganger.wire import times
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint, EndpointError
+from ganger.wire.errors import Restoring
 from ganger.wire.view_mirror import Mirror
 
 from ganger_master.core.answers import ChangeAnswer
@@ -97,6 +98,8 @@ class Planner:
         self._recorder = PlanRecorder(record_to)
         # Set when a decision was made since the last note.
         self._decided = asyncio.Event()
+        # Why no plan was answered last, as the log has it; empty: plans are answered.
+        self._away = ""
         self._start_over()
 
     def _start_over(self) -> None:
@@ -124,7 +127,7 @@ class Planner:
             try:
                 await self._serve()
             except (grpc.aio.AioRpcError, EndpointError, OSError) as error:
-                log.info("master is away", extra={"reason": await why_away(error, self._find)})
+                self._note_away(await why_away(error, self._find))
             except TimeoutError:
                 log.warning("approvals were missed: requesting the whole state anew")
             except NoPlannerError:
@@ -134,6 +137,21 @@ class Planner:
                 raise
             attempt = 0 if loop.time() - started > _HEALTHY_S else attempt + 1
             await asyncio.sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
+
+    def _note_away(self, reason: str) -> None:
+        """Log once that the master is away or answers no plan, however many attempts follow."""
+        if reason != self._away:
+            log.info("master is away", extra={"reason": reason})
+        self._away = reason
+
+    def _note_planning(self, policy: Policy) -> None:
+        log.info("planning", extra={"policy": policy.name, "plan_every_seconds": self._interval_s})
+        self._away = ""
+
+    @property
+    def _interval_s(self) -> float:
+        """The shortest time between two plans that preempt, in seconds."""
+        return self._mirror.plan_every_s if self._plan_every_s is None else self._plan_every_s
 
     async def _serve(self) -> None:
         if self._loop is not None:
@@ -173,7 +191,6 @@ class Planner:
         """Return the loop for the policy, which continues from the last connection, or from an earlier planner's
         note."""
         policy = self._policy()
-        every_s = self._mirror.plan_every_s if self._plan_every_s is None else self._plan_every_s
         if not self._has_recalled:
             self._has_recalled = True
             create_times = {job.number: job.create_time for job, _, _ in change.jobs if not job.state.is_finished}
@@ -181,11 +198,13 @@ class Planner:
             if self._memory is not None:
                 self._rates.recall(self._memory.rates)
                 log.info("going on from a note", extra={"jobs": len(self._memory.rates.jobs)})
-        log.info("planning", extra={"policy": policy.name, "plan_every_seconds": every_s})
+        if self._away != Restoring.reason:
+            # Of a master that settles a restore only an answered plan shows that it is done.
+            self._note_planning(policy)
         now = self._mirror.now
-        self._recorder.begin(now, policy.name, every_s, self._trial_pace, self._memory)
+        self._recorder.begin(now, policy.name, self._interval_s, self._trial_pace, self._memory)
         with self._recorder.failures(now):
-            return live_loop(policy, every_s, self._rates, self._memory)
+            return live_loop(policy, self._interval_s, self._rates, self._memory)
 
     async def _known_loop(self) -> PlannerLoop:
         await self._news.wait()
@@ -231,6 +250,8 @@ class Planner:
         for part in parts_of(plan):
             verdict = await scheduling.ProposePlan(self._message(loop.policy, part))
             answers += map(_answer_of, part.changes, verdict.verdicts)
+        if self._away:
+            self._note_planning(loop.policy)
         revisions = {answer.number: answer.revision for answer in answers if answer.approved}
         if revisions or plan.findings:
             self._decided.set()
