@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Ganger needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "no venv module: apt-get install python3-venv" >&2; exit 1; }
 	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . --group dev --group examples
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[server]' --group dev --group examples
 	@test "$$(id -u)" != 0 || tools/fetch_criu.sh $(VENV)/criu $(BIN)/criu || echo "without CRIU there are no images of processes; make criu tries again" >&2
 	@touch $@
 
@@ -94,7 +94,7 @@ gpu: ## what Ganger does on this machine's GPU, as docs/measurements/gpu-NAME (e
 	@$(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(GPU_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/parent.pth
 	@$(GPU_VENV)/bin/python -c 'import torch' 2>/dev/null || $(if $(WHEELS),PIP_NO_INDEX=1 PIP_FIND_LINKS=$(abspath $(WHEELS))) $(PYTHON) -m pip --python $(GPU_VENV)/bin/python install --quiet torch
 	@$(GPU_VENV)/bin/python -c 'import torch; assert torch.cuda.is_available()' || { echo "PyTorch of $(PYTHON) sees no GPU. Try: make gpu PYTHON=..." >&2; exit 1; }
-	@$(if $(WHEELS),PIP_NO_INDEX=1 PIP_FIND_LINKS=$(abspath $(WHEELS))) $(PYTHON) -m pip --python $(GPU_VENV)/bin/python install --quiet --editable .
+	@$(if $(WHEELS),PIP_NO_INDEX=1 PIP_FIND_LINKS=$(abspath $(WHEELS))) $(PYTHON) -m pip --python $(GPU_VENV)/bin/python install --quiet --editable '.[server]'
 	@$(GPU_VENV)/bin/python -c 'import cuda.bindings.driver' 2>/dev/null || $(if $(WHEELS),PIP_NO_INDEX=1 PIP_FIND_LINKS=$(abspath $(WHEELS))) $(PYTHON) -m pip --python $(GPU_VENV)/bin/python install --quiet --editable '.[gpu]' || echo "without cuda-bindings: nothing of the driver's checkpoint calls" >&2
 	@tools/fetch_criu.sh $(GPU_VENV)/criu $(GPU_VENV)/bin/criu || echo "without CRIU: no images of processes" >&2
 	@$(GPU_VENV)/bin/python -m benchmarks.gpu_page $(if $(QUICK),--quick)

@@ -1,4 +1,5 @@
-"""Commands whose code is in the repository and in no installed package: `ganger bench` and `ganger demo`.
+"""Commands that need more than a plain installation, and those whose code is in the repository alone: `ganger bench`
+and `ganger demo`.
 
 A benchmark of the entry-point group "ganger.benches" is a function without required arguments that returns one object:
 name, ok, figures, limits; or name and skipped, with the reason. What machine it ran on is added here. One that takes
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,31 +27,47 @@ from ganger.console import ExitCode, print_table
 # Packages that an editable install of a checkout puts on the path.
 _PACKAGES = ("benchmarks", "examples", "experiments")
 _GROUP = "ganger.benches"
+# Modules of the extra `ganger[server]`, which a login node does without.
+_SERVER = frozenset(
+    ("alembic", "grpc_health", "grpc_reflection", "prometheus_client", "psutil", "pynvml", "scipy", "sqlalchemy")
+)
 
 
-def is_of_a_checkout(error: ModuleNotFoundError) -> bool:
-    """Return whether a module is lacking because there is no checkout."""
-    return error.name is not None and error.name.partition(".")[0] in _PACKAGES
+def lacking(command: str, error: ModuleNotFoundError) -> click.ClickException:
+    """Return what a command lacks, as installed. Raises the error itself for a module that is not to be expected."""
+    package = (error.name or "").partition(".")[0]
+    if package in _PACKAGES:
+        return click.ClickException(
+            f"`ganger {command}` needs a checkout of Ganger's repository: run `make setup` there, or"
+            " `pip install --editable '.[server]'`"
+        )
+    if package in _SERVER:
+        return click.ClickException(
+            f"`ganger {command}` needs what master and daemon need, and {package} is not installed:"
+            " `pip install 'ganger[server]'`"
+        )
+    raise error
 
 
-def needs_checkout(command: str) -> click.ClickException:
-    """Return the error of a command that cannot run as installed."""
-    return click.ClickException(
-        f"`ganger {command}` needs a checkout of Ganger's repository: run `make setup` there, or"
-        " `pip install --editable .`"
-    )
+def require_server() -> None:
+    """Raise ModuleNotFoundError unless what master and daemon need is installed: before their processes are started."""
+    for package in sorted(_SERVER):
+        if find_spec(package) is None:
+            raise ModuleNotFoundError(name=package)
 
 
-def unavailable(command: str) -> click.Command:
-    """Return a command of that name which takes any arguments and fails with `needs_checkout`."""
+def unavailable(command: str, error: ModuleNotFoundError) -> click.Command:
+    """Return a command of that name which takes any arguments and fails with what it lacks. Raises the error itself
+    for a module that is not to be expected."""
+    why = lacking(command, error)
 
     def refuse(arguments: tuple[str, ...]) -> None:
-        raise needs_checkout(command)
+        raise why
 
     anything = click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED)
     takes_all = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
     return click.Command(
-        command, params=[anything], callback=refuse, short_help="Needs a checkout.", context_settings=takes_all
+        command, params=[anything], callback=refuse, short_help="Needs more packages.", context_settings=takes_all
     )
 
 
@@ -67,9 +85,7 @@ def bench(name: str | None, is_list: bool, as_json: bool, quick: bool, only: str
     try:
         from benchmarks.machine import machine, processor_ticks
     except ModuleNotFoundError as error:
-        if not is_of_a_checkout(error):
-            raise
-        raise needs_checkout("bench") from None
+        raise lacking("bench", error) from None
 
     found = {point.name: point for point in entry_points(group=_GROUP)}
     if is_list:
@@ -141,9 +157,7 @@ def demo(report: Path, seed: int | None, everything: bool, examples: Path | None
         from examples.demo.report import checks_of, is_ok, print_tables, write_report
         from examples.demo.undisturbed_run import Alone
     except ModuleNotFoundError as error:
-        if not is_of_a_checkout(error):
-            raise
-        raise needs_checkout("demo") from None
+        raise lacking("demo", error) from None
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)

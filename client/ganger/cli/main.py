@@ -82,6 +82,10 @@ class _Commands(click.Group):
             return super().invoke(context)
         except BrokenPipeError as error:
             raise _ClosedPipe from error
+        except ModuleNotFoundError as error:
+            from ganger.cli.checkout import lacking
+
+            raise lacking(context.invoked_subcommand or "", error) from error
 
     def list_commands(self, context: click.Context) -> list[str]:
         return [*COMMANDS, *sorted(set(_added()) - set(COMMANDS))]
@@ -98,11 +102,9 @@ class _Commands(click.Group):
             try:
                 command = getattr(import_module(module), attribute)
             except ModuleNotFoundError as error:
-                from ganger.cli.checkout import is_of_a_checkout, unavailable
+                from ganger.cli.checkout import unavailable
 
-                if not is_of_a_checkout(error):
-                    raise
-                command = unavailable(name)
+                command = unavailable(name, error)
         else:
             return None
         assert isinstance(command, click.Command), f"{name} is not a click command"

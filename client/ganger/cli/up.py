@@ -18,6 +18,7 @@ import click
 from click.core import ParameterSource
 
 from ganger.cli import local_cluster as cluster
+from ganger.cli.checkout import require_server
 from ganger.console import CommandError, Directory
 
 _READY_S = 60.0
@@ -59,6 +60,7 @@ def up(
 
     Runs until ctrl-C. Without GPUs it makes two nodes of four virtual ones.
     """
+    require_server()
     directory = _state_directory(state_dir)
     if detach:
         _detach(directory)
