@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import grpc
 from ganger import __version__
 from ganger.agent.v1 import agent_pb2, peer_pb2_grpc
+from ganger.service_unit import ServiceManager
 from ganger.wire.endpoints import CredentialError, Endpoint, EndpointError, check_listen_address, find_endpoint
 from ganger.wire.methods import CallerIdentity, CallerRole
 from ganger.wire.resource_messages import configuration_set_to_wire
@@ -539,6 +540,7 @@ async def run_daemon(settings: DaemonSettings) -> None:
     over = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, over.set)
+    manager = ServiceManager()
     daemon = Daemon(settings)
     starting = asyncio.ensure_future(daemon.start())
     stopped = asyncio.ensure_future(over.wait())
@@ -549,7 +551,8 @@ async def run_daemon(settings: DaemonSettings) -> None:
     else:
         starting.result()
         print(f"daemon {daemon.node} ready: peers {daemon.peer_address}, stream {daemon.stream_address}", flush=True)
-        await stopped
+        async with manager.told():
+            await stopped
     await daemon.stop()
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import grpc
 from ganger import __version__
 from ganger.failpoints import Failpoints
+from ganger.service_unit import ServiceManager
 from ganger.wire.endpoints import EndpointError, is_loopback
 from ganger.wire.methods import CallerRole
 from ganger.wire.revocation import Revocations
@@ -375,6 +376,7 @@ async def run(config: Config, say: Callable[[str], None]) -> bool:
     """Run a master until SIGTERM or SIGINT. Return False if it failed; its log has the reason.
 
     Raises StartError, and FencedError."""
+    manager = ServiceManager()
     master = Master(config)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -388,7 +390,8 @@ async def run(config: Config, say: Callable[[str], None]) -> bool:
     asked = asyncio.create_task(stop.wait())
     failed = asyncio.create_task(master.writer.stopped.wait())
     try:
-        await asyncio.wait({asked, failed}, return_when=asyncio.FIRST_COMPLETED)
+        async with manager.told():
+            await asyncio.wait({asked, failed}, return_when=asyncio.FIRST_COMPLETED)
         if master.writer.fenced is not None:
             raise FencedError(str(master.writer.fenced))
         return stop.is_set()

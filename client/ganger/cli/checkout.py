@@ -41,6 +41,8 @@ def lacking(command: str, error: ModuleNotFoundError) -> click.ClickException:
             f"`ganger {command}` needs a checkout of Ganger's repository: run `make setup` there, or"
             " `pip install --editable '.[server]'`"
         )
+    if package == "asyncssh":
+        return click.ClickException(f"`ganger {command}` needs asyncssh: `pip install 'ganger[ssh]'`")
     if package in _SERVER:
         return click.ClickException(
             f"`ganger {command}` needs what master and daemon need, and {package} is not installed:"

@@ -43,6 +43,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "top": ("ganger.cli.top", "top", "Watch nodes and jobs, live."),
     "history": ("ganger.cli.history", "history", "Print what happened to a job, and why."),
     "events": ("ganger.cli.history", "events", "List what happened, event by event."),
+    "cluster": ("ganger.cli.cluster", "cluster", "Add machines as nodes, and remove them, by ssh."),
+    "unit": ("ganger.cli.cluster", "unit", "Print a systemd unit of master or daemon."),
     "doctor": ("ganger.cli.doctor", "doctor", "Check this machine and the cluster, and say what to mend."),
     "record": ("ganger.cli.administration", "record", "Write down every decision of the master for some time."),
     "certs": ("ganger.cli.administration", "certs", "Make certificates for a cluster of several machines."),

@@ -1,0 +1,303 @@
+"""`ganger cluster add`, `cluster remove`: machines become nodes, and none again, by ssh. `ganger unit`: a unit file."""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from ganger.cli.options import confirm, open_client, yes_option
+from ganger.console import CommandError, Directory, Within
+
+if TYPE_CHECKING:
+    from ganger.client import Client
+    from ganger.remote_node import NodePlaces, RemoteNode
+
+_AT_ONCE: Final = 16
+_LOOK_S: Final = 0.2
+_FORGET_S: Final = 60.0
+_PATH = click.Path()
+
+
+def _remote_options(command: Any) -> Any:
+    """The options that say how machines are reached and where Ganger lies on them."""
+    for option in (
+        click.option("--state-dir", "state", type=_PATH, help="Of the daemon.  [default: /var/lib/ganger/daemon]"),
+        click.option("--tls", "certificates", type=_PATH, help="Of its certificate.  [default: /etc/ganger/tls]"),
+        click.option("--python", default="", help="Interpreter there that has Ganger already; nothing is installed."),
+        click.option("--prefix", type=_PATH, help="Where to install Ganger there.  [default: /opt/ganger]"),
+        click.option("--identity", "key", type=click.Path(path_type=Path, exists=True), help="Key for ssh."),
+        click.option("--port", type=click.IntRange(1, 65535), help="Port of ssh."),
+        click.argument("hosts", nargs=-1, required=True, metavar="[USER@]HOST..."),
+    ):
+        command = option(command)
+    return command
+
+
+@click.group()
+def cluster() -> None:
+    """Add machines as nodes, and remove them, by ssh."""
+
+
+@cluster.command()
+@click.option(
+    "--authority", type=Directory(), required=True, help="Directory of `ganger certs init`; makes their certificates."
+)
+@click.option("--master-address", metavar="HOST:PORT", help="Where nodes dial the master. Default: as we do.")
+@click.option("--storage", type=_PATH, help="Where the nodes see the cluster's storage.")
+@click.option("--wheel", type=click.Path(path_type=Path, exists=True), help="Install this, not from the package index.")
+@click.option("--days", type=Within(min=0.0001, max=3650.0), default=365.0, help="How long a certificate lasts.")
+@click.option("--timeout", "timeout_s", type=Within(min=1.0), default=60.0, help="Seconds for a daemon to be ready.")
+@click.option("--flag", "flags", multiple=True, help="Another option of `ganger daemon`, such as --flag=--rack=R1.")
+@_remote_options
+def add(
+    hosts: tuple[str, ...],
+    authority: Path,
+    master_address: str | None,
+    storage: str | None,
+    wheel: Path | None,
+    days: float,
+    timeout_s: float,
+    flags: tuple[str, ...],
+    port: int | None,
+    key: Path | None,
+    **where: Any,
+) -> None:
+    """Make machines nodes: install Ganger, issue a certificate, start the daemon, and wait until it is ready.
+
+    HOST is the name that nodes and master dial, and its first part names the node. Connects as ssh does, and needs root
+    there, or sudo without a password. The same command again repairs or upgrades a node; its jobs go on.
+    """
+    from ganger import __version__
+    from ganger.remote_node import connected
+
+    places = _places(where)
+    with open_client() as client:
+        address = _address_for_nodes(client, master_address, hosts)
+
+        async def one(destination: str, say: Callable[[str], None]) -> None:
+            host = destination.rpartition("@")[2]
+            node = _node_name(host)
+            async with connected(destination, places, port, key) as machine:
+                await machine.probe()
+                say(await machine.install(__version__, wheel))
+                with tempfile.TemporaryDirectory() as directory:
+                    _issue(authority, node, host, days, Path(directory) / "tls")
+                    await machine.write_certificate(Path(directory) / "tls")
+                own = ["--state-dir", places.state, "--tls", places.certificates, "--node", node]
+                seen = ["--storage", storage] if storage is not None else []
+                before = await asyncio.to_thread(_last_session, client, node)
+                say(await machine.start([*own, "--master", address, "--listen", host, *seen, *flags]))
+                say(await _ready(client, machine, node, before, timeout_s))
+
+        _for_each(hosts, one)
+
+
+@cluster.command()
+@click.option("--authority", type=Directory(), help="Revoke their certificates by it, too.")
+@yes_option
+@_remote_options
+def remove(
+    hosts: tuple[str, ...], authority: Path | None, is_sure: bool, port: int | None, key: Path | None, **where: Any
+) -> None:
+    """Make machines no nodes any more: stop the daemon, remove what `cluster add` made, forget the node.
+
+    Drain the node first: one on which jobs have something is refused.
+    """
+    from ganger.remote_node import connected
+
+    places = _places(where)
+    with open_client() as client:
+        confirm(f"remove {', '.join(hosts)}?", is_sure)
+        for destination in hosts:
+            _close(client, _node_name(destination.rpartition("@")[2]))
+
+        async def one(destination: str, say: Callable[[str], None]) -> None:
+            node = _node_name(destination.rpartition("@")[2])
+            async with connected(destination, places, port, key) as machine:
+                await machine.probe()
+                await machine.remove()
+            say("stopped, and what was made there is gone")
+            await _forget(client, node)
+            say("forgotten by the master")
+
+        _for_each(hosts, one)
+    if authority is not None:
+        _revoke(authority, [_node_name(each.rpartition("@")[2]) for each in hosts])
+
+
+@click.command()
+@click.argument("program", type=click.Choice(("master", "daemon")))
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED)
+@click.option("--user", help="Account that the master runs as.  [default: yours]")
+def unit(program: Any, flags: tuple[str, ...], user: str | None) -> None:
+    """Print a systemd unit of a program with these FLAGS, after "--".
+
+    \b
+    ganger unit master -- --state-dir /var/lib/ganger/master --storage /shared/ganger \\
+        > /etc/systemd/system/ganger-master.service
+    """
+    from ganger.service_unit import unit_text
+
+    writable = [value for name, value in pairwise(flags) if name in ("--state-dir", "--storage")]
+    relative = [path for path in writable if not path.startswith("/")]
+    if relative:
+        raise click.UsageError(f"{relative[0]}: a unit needs absolute paths")
+    command = (sys.executable, "-m", "ganger.cli.main", program, *flags)
+    click.echo(unit_text(program, command, user=user or getpass.getuser(), writable=writable), nl=False)
+
+
+def _places(where: dict[str, Any]) -> NodePlaces:
+    from ganger.remote_node import NodePlaces
+
+    return NodePlaces(**{name: value for name, value in where.items() if value})
+
+
+def _node_name(host: str) -> str:
+    """Return the name of the node on a host: of an address all of it. Raises click.UsageError."""
+    from ganger.wire.resource_names import is_node_id
+
+    name = host if host.replace(".", "").isdigit() else host.partition(".")[0].lower()
+    if not is_node_id(name):
+        raise click.UsageError(f"{host!r} gives no name for a node: name the machine by a host name or an IPv4 address")
+    return name
+
+
+def _address_for_nodes(client: Client, named: str | None, hosts: Sequence[str]) -> str:
+    """Return where nodes dial the master. Raises CommandError."""
+    from ganger.wire.endpoints import is_loopback
+
+    if not client.endpoint.tls:
+        raise CommandError(
+            "nodes on other machines need a master with a certificate, and an operator's here: see `ganger certs` and"
+            " GANGER_TLS"
+        )
+    address = named or client.endpoint.address
+    if is_loopback(address) and not all(is_loopback(f"{host.rpartition('@')[2]}:0") for host in hosts):
+        raise CommandError(f"nodes cannot dial {address}: name the master's address with --master-address")
+    return address
+
+
+def _issue(authority: Path, node: str, host: str, days: float, out: Path) -> None:
+    from ganger.remote_node import RemoteNodeError
+    from ganger.wire.certificate_authority import CertificateError, issue
+    from ganger.wire.methods import CallerIdentity, CallerRole
+
+    try:
+        issue(authority, CallerIdentity(CallerRole.DAEMON, node), (host,), days, out)
+    except CertificateError as error:
+        raise RemoteNodeError(f"{host}: {error}") from error
+
+
+def _last_session(client: Client, node: str) -> float:
+    """Return when the master last heard of a node, in seconds since 1970; zero: never."""
+    from ganger.wire.errors import NodeNotFound
+
+    try:
+        found = client.get_node(node)
+    except NodeNotFound:
+        return 0.0
+    return float(found.last_seen_time.ToMicroseconds()) / 1e6
+
+
+async def _ready(client: Client, machine: RemoteNode, node: str, before: float, timeout_s: float) -> str:
+    """Wait for the first heartbeat. Raises RemoteNodeError with the end of the daemon's log."""
+    from ganger.remote_node import RemoteNodeError
+    from ganger.v1.node_pb2 import Node
+    from ganger.wire.errors import NodeNotFound
+
+    began, why = time.monotonic(), "the master has not heard of it"
+    while time.monotonic() - began < timeout_s:
+        try:
+            found = await asyncio.to_thread(client.get_node, node)
+        except NodeNotFound:
+            pass
+        else:
+            seen = float(found.last_seen_time.ToMicroseconds()) / 1e6
+            if seen > before and found.state in (Node.STATE_READY, Node.STATE_CORDONED):
+                return f"nodes/{node} is ready after {time.monotonic() - began:.1f} s"
+            why = found.state_reason or why
+        await asyncio.sleep(_LOOK_S)
+    said = await machine.last_words()
+    raise RemoteNodeError(f"{machine.host}: the daemon is not ready after {timeout_s:g} s: {why}; its log ends: {said}")
+
+
+def _for_each(hosts: Sequence[str], one: Callable[[str, Callable[[str], None]], Coroutine[Any, Any, None]]) -> None:
+    """Do all machines at once, and raise CommandError at the end for those that failed."""
+    from ganger.remote_node import RemoteNodeError
+
+    async def all_of_them() -> list[str]:
+        room = asyncio.Semaphore(_AT_ONCE)
+
+        async def guarded(destination: str) -> str:
+            def say(text: str) -> None:
+                click.echo(f"{destination.rpartition('@')[2]}: {text}")
+
+            async with room:
+                try:
+                    await one(destination, say)
+                except RemoteNodeError as error:
+                    return str(error)
+            return ""
+
+        return [why for why in await asyncio.gather(*map(guarded, dict.fromkeys(hosts))) if why]
+
+    if failed := asyncio.run(all_of_them()):
+        raise CommandError("\n".join(failed))
+
+
+def _close(client: Client, node: str) -> None:
+    """Give a node no new jobs. Raises CommandError while jobs have something on it."""
+    from ganger.wire.errors import NodeNotFound
+
+    try:
+        found = client.cordon_node(node, "it is removed")
+    except NodeNotFound:
+        return
+    if any(found.view_entry.socket_jobs) or found.quarantined:
+        raise CommandError(
+            f"nodes/{node} has jobs, and gets no new ones: `ganger drain {node}` moves them off, then remove it"
+        )
+
+
+async def _forget(client: Client, node: str) -> None:
+    """Let the master forget a node whose daemon was stopped. It does so once the node has been silent for some time."""
+    from ganger.wire.errors import NodeAlive, NodeNotFound
+
+    end = time.monotonic() + _FORGET_S
+    while True:
+        try:
+            await asyncio.to_thread(client.declare_node_lost, node)
+            await asyncio.to_thread(client.remove_node, node)
+        except NodeNotFound:
+            return
+        except NodeAlive:
+            if time.monotonic() >= end:
+                raise
+            await asyncio.sleep(1.0)
+        else:
+            return
+
+
+def _revoke(authority: Path, nodes: Sequence[str]) -> None:
+    from ganger.wire import certificate_authority as certificates
+    from ganger.wire.methods import CallerRole
+
+    try:
+        found = [
+            one.serial
+            for one in certificates.issued_certificates(authority)
+            if one.identity.role is CallerRole.DAEMON and one.identity.name in nodes
+        ]
+        path = certificates.revoke(authority, found)
+    except certificates.CertificateError as error:
+        raise CommandError(str(error)) from error
+    click.echo(f"revoked {len(found)} on {path}: copy it into the directory of the master's certificate")
