@@ -191,7 +191,8 @@ def _starts(
     state = directory / "cluster"
     samples: list[dict[str, Any]] = []
     began = time.perf_counter()
-    with _program("up", "--state-dir", str(state), "--nodes", "1", "--virtual-gpus", "4", "--policy", policy):
+    one_node = ("--nodes", "1", "--virtual-gpus", "4", "--policy", policy)
+    with _program("up", "--state-dir", str(state), *one_node, "--cancel-jobs"):
         endpoint = _endpoint_in(state)
         with open_channel(endpoint) as channel:
             _wait_for_a_node(channel)

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from ganger.protocol.os_errors import os_reason
 from ganger.rank_command import FlagParser, RankCommand, python_words, whole
 
 _SWITCHES: Final = (
@@ -168,7 +169,7 @@ def _from_file(given: Mapping[str, Any], environment: Mapping[str, str], directo
         with open(path, encoding="utf-8") as file:
             content = json.load(file) if path.endswith(".json") else yaml.safe_load(file)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"accelerate launch --config_file {path}: cannot be read: {error}") from None
+        raise ValueError(f"accelerate launch --config_file {path}: cannot be read: {os_reason(error)}") from None
     if not isinstance(content, dict):
         raise ValueError(f"accelerate launch --config_file {path}: is no mapping")
     return _flattened(content, path)

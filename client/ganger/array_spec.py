@@ -13,6 +13,7 @@ from typing import Any
 
 from ganger.spec import make_spec
 from ganger.spec_values import whole_number
+from ganger.units import counted
 from ganger.v1.array_pb2 import ArrayMember, StopRule
 from ganger.v1.job_service_pb2 import CreateArrayRequest
 from ganger.wire.errors import SpecInvalid, Violation
@@ -144,7 +145,7 @@ def _grid(value: Any) -> list[ArrayMember]:
         named.append([(_name(name), _text(name, one)) for one in values])
     size = math.prod(map(len, named))
     if size > MEMBERS_LIMIT:
-        raise ValueError(f"makes {size} jobs, more than {MEMBERS_LIMIT}")
+        raise ValueError(f"makes {counted(size, 'job')}, more than {MEMBERS_LIMIT}")
     combined = itertools.product(*named)
     return [ArrayMember(index=index, parameters=dict(pairs)) for index, pairs in enumerate(combined)]
 

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from ganger.protocol.os_errors import os_failure, os_reason
+
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
@@ -61,16 +63,27 @@ class Within(click.FloatRange):
         return number
 
 
-class Directory(click.Path):
-    """A path that is not empty: an empty one, often of an unset variable, would mean the current directory."""
+class Directory(click.ParamType):  # type: ignore[type-arg]  # generic only in new clicks
+    """The path of a directory, which need not be there. An empty one, often of an unset variable, would mean the
+    current directory. `may_hang`: it is not looked at, because storage that does not answer would hold the program."""
 
-    def __init__(self, file_okay: bool = True) -> None:
-        super().__init__(file_okay=file_okay, path_type=Path)
+    name = "directory"
 
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+    def __init__(self, may_hang: bool = False) -> None:
+        self._may_hang = may_hang
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Path:
+        path = Path(value)
         if value == "":
             self.fail("no directory is named", parameter, context)
-        return super().convert(value, parameter, context)
+        if not self._may_hang and os.path.exists(path) and not os.path.isdir(path):
+            self.fail(f"{value} is a file: name a directory", parameter, context)
+        return path
+
+    def shell_complete(self, context: click.Context, parameter: click.Parameter, text: str) -> list[Any]:
+        from click.shell_completion import CompletionItem
+
+        return [CompletionItem(text, type="dir")]
 
 
 # Control codes, which move the cursor, colour, or rename the window; ends of lines that are none; marks that turn the
@@ -364,7 +377,7 @@ def report(error: BaseException) -> int:
         return ExitCode.OK
     if isinstance(error, OSError) and error.strerror and (error.filename or error.errno == errno.ENOSPC):
         # The machine's state, not our bug: a directory that is a file, a disk that is full, missing rights.
-        _say(f"{error.filename or 'the disk'}: {error.strerror.lower()}")
+        _say(os_failure(error) if error.filename else f"the disk: {os_reason(error)}")
         return ExitCode.NOT_PERMITTED if isinstance(error, PermissionError) else ExitCode.REFUSED
     if isinstance(error, CommandError):
         _say(str(error))
@@ -430,7 +443,7 @@ def _report_bug(error: BaseException) -> int:
             file.writelines(traceback.format_exception(error))
         where = f"details are in {path}"
     except OSError as failure:
-        where = f"no details could be written to {path} ({failure.strerror})"
+        where = f"no details could be written to {path} ({os_reason(failure)})"
     _say(f"this is a bug in ganger ({type(error).__name__}), number {number}: {where}")
     return ExitCode.BUG
 

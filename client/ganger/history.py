@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from ganger.units import format_duration
+from ganger.units import counted, format_duration
 
 
 class HistoryEvent(NamedTuple):
@@ -122,14 +122,13 @@ def summary(totals: Totals) -> str:
         if seconds >= 0.0005
     ]
     if totals.moves:
-        word = "move" if totals.moves == 1 else "moves"
-        parts.append(f"{totals.moves} {word}, {_brief(totals.move_pauses_ms)} standing still for them")
+        parts.append(f"{counted(totals.moves, 'move')}, {_brief(totals.move_pauses_ms)} standing still for them")
     if totals.suspensions:
-        parts.append(f"suspended {totals.suspensions} times" if totals.suspensions > 1 else "suspended once")
+        parts.append(f"suspended {counted(totals.suspensions, 'time')}" if totals.suspensions > 1 else "suspended once")
     if totals.checkpoints:
-        parts.append(f"{totals.checkpoints} checkpoint{'s' if totals.checkpoints > 1 else ''}")
+        parts.append(counted(totals.checkpoints, "checkpoint"))
     if totals.failures:
-        parts.append(f"{totals.failures} failed attempt{'s' if totals.failures > 1 else ''}")
+        parts.append(counted(totals.failures, "failed attempt"))
     return "; ".join(parts)
 
 
@@ -143,8 +142,8 @@ def _sentence_of(times: _JobTimes, event: HistoryEvent) -> str:
 def _submitted(times: _JobTimes, event: HistoryEvent) -> str:
     times.enter(event.time, "waited")
     gpus, tasks = event.figures.get("gpus", "0"), event.figures.get("tasks", "1")
-    size = f"{gpus} GPU{'' if gpus == '1' else 's'}" + (f" in {tasks} tasks" if tasks not in ("1", gpus) else "")
-    return f"submitted{_by(event)}: {size if gpus != '0' else f'{tasks} tasks without GPUs'}"
+    size = counted(gpus, "GPU") + (f" in {tasks} tasks" if tasks not in ("1", gpus) else "")
+    return f"submitted{_by(event)}: {size if gpus != '0' else counted(tasks, 'task') + ' without GPUs'}"
 
 
 def _approved(times: _JobTimes, event: HistoryEvent) -> str:
@@ -216,9 +215,8 @@ def _resize_begun(times: _JobTimes, event: HistoryEvent) -> str:
     times.moving_since = event.time
     figures = event.figures
     why = f": {event.message}" if event.message else ""
-    return (
-        f"goes from {figures.get('devices', '?')} GPUs to {figures.get('becomes', '?')}{_by(event)}{_for(event)}{why}"
-    )
+    becomes = counted(figures.get("becomes", "?"), "GPU")
+    return f"goes from {figures.get('devices', '?')} to {becomes}{_by(event)}{_for(event)}{why}"
 
 
 def _given_up(times: _JobTimes, event: HistoryEvent) -> str:
@@ -245,7 +243,11 @@ def _updated(times: _JobTimes, event: HistoryEvent) -> str:
 
 def _cores(times: _JobTimes, event: HistoryEvent) -> str:
     cores = float(event.figures.get("millicores", "0") or 0) / 1_000
-    what = f"put on other cores, {cores:g} in all" if event.figures.get("repin") == "1" else f"given {cores:g} cores"
+    what = (
+        f"put on other cores, {cores:g} in all"
+        if event.figures.get("repin") == "1"
+        else f"given {counted(cores, 'core', 'g')}"
+    )
     return f"{what}{_by(event)}{f': {event.message}' if event.message else ''}"
 
 
@@ -302,7 +304,8 @@ def _array_submitted(times: _JobTimes, event: HistoryEvent) -> str:
     figures = event.figures
     limit = f", {figures['at_once']} at once" if figures.get("at_once") != figures.get("members") else ""
     rule = f", stop rule {figures['rule']}" if figures.get("rule", "none") != "none" else ""
-    return f"submitted{_by(event)}: {figures.get('members')} jobs of {figures.get('gpus_each')} GPUs each{limit}{rule}"
+    jobs, gpus = counted(figures.get("members", "?"), "job"), counted(figures.get("gpus_each", "?"), "GPU")
+    return f"submitted{_by(event)}: {jobs} of {gpus} each{limit}{rule}"
 
 
 def _member_ended(times: _JobTimes, event: HistoryEvent) -> str:
@@ -322,7 +325,9 @@ def _member_ended(times: _JobTimes, event: HistoryEvent) -> str:
 def _mode_changed(times: _JobTimes, event: HistoryEvent) -> str:
     if event.figures.get("of") == "0":
         return f"{event.message}: there is no GPU now"
-    return f"{event.message}: {event.figures.get('held', '?')} of {event.figures.get('of', '?')} GPUs are held"
+    return (
+        f"{event.message}: {event.figures.get('held', '?')} of {counted(event.figures.get('of', '?'), 'GPU')} are held"
+    )
 
 
 def _plainly(times: _JobTimes, event: HistoryEvent) -> str:
@@ -342,7 +347,7 @@ _SENTENCES: dict[str, Callable[[_JobTimes, HistoryEvent], str]] = {
     "move_committed": _move_committed,
     "move_done": lambda times, event: f"moved: it stood still for {_pause(times, event)}, and lost no step",
     "move_aborted": _given_up,
-    "size_chosen": lambda _, event: f"is to start with {event.figures.get('becomes', '?')} GPUs{_by(event)}",
+    "size_chosen": lambda _, event: f"is to start with {counted(event.figures.get('becomes', '?'), 'GPU')}{_by(event)}",
     "resize_begun": _resize_begun,
     "resize_committed": _move_committed,
     "resize_done": lambda times, event: f"resized: it stood still for {_pause(times, event)}, and lost no step",

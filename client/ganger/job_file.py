@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ganger.protocol.os_errors import os_reason
 from ganger.spec_values import shortened
 from ganger.wire.errors import SpecInvalid
 
@@ -16,7 +17,7 @@ def load_job_file(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecInvalid(f"cannot read the job file {path}: {getattr(error, 'strerror', None) or error}") from error
+        raise SpecInvalid(f"cannot read the job file {path}: {os_reason(error)}") from error
     if path.suffix == ".toml":
         description = _parse_toml(path, text)
     elif path.suffix in (".yaml", ".yml"):

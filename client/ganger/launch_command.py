@@ -15,6 +15,7 @@ from typing import Any, Final
 from ganger.accelerate_command import from_accelerate
 from ganger.rank_command import RankCommand, from_torchrun, python_beside
 from ganger.spec_values import parse_command, parse_gpus, whole_number
+from ganger.units import counted
 
 # With one of these only a shell knows what the line means.
 _SHELL_SIGNS: Final = re.compile(r"[;&|<>()$`\\*?\[\]{}~#!\n]")
@@ -179,9 +180,9 @@ def _request(found: RankCommand, description: Mapping[str, Any]) -> dict[str, An
     if gpus < 0:
         return changes | {"gpus": ranks * per_task, "gpus_per_task": per_task}
     if gpus % ranks:
-        raise _MisfitError("gpus", f"{_starts(found)}, which cannot share {gpus} GPUs: say {ranks}")
+        raise _MisfitError("gpus", f"{_starts(found)}, which cannot share {counted(gpus, 'GPU')}: say {ranks}")
     if description.get("gpus_per_task") is not None and per_task != gpus // ranks:
-        raise _MisfitError("gpus_per_task", f"{_starts(found)} on {gpus} GPUs: {gpus // ranks} to a task")
+        raise _MisfitError("gpus_per_task", f"{_starts(found)} on {counted(gpus, 'GPU')}: {gpus // ranks} to a task")
     return changes | {"gpus_per_task": gpus // ranks}
 
 
@@ -195,7 +196,7 @@ def _ranks(found: RankCommand, gpus: int, per_task: int) -> int:
         return found.per_node * found.nodes[0]
     nodes = gpus // (per_task * found.per_node)
     if not found.nodes[0] <= nodes <= found.nodes[1] or gpus % (per_task * found.per_node):
-        raise _MisfitError("gpus", f"{_starts(found)}: not on {gpus} GPUs")
+        raise _MisfitError("gpus", f"{_starts(found)}: not on {counted(gpus, 'GPU')}")
     return found.per_node * nodes
 
 
@@ -214,14 +215,14 @@ def _elastic_request(found: RankCommand, gpus: int, most: int, per_task: int) ->
     if gpus < 0:
         return {"gpus": f"{least}:{largest}", "gpus_per_task": per_task}
     if found.per_node and (gpus < least or most > largest):
-        raise _MisfitError("gpus", f"{_starts(found)}: a range from {least} to {largest} GPUs")
+        raise _MisfitError("gpus", f"{_starts(found)}: a range from {least} to {counted(largest, 'GPU')}")
     return {"gpus_per_task": per_task}
 
 
 def _starts(found: RankCommand) -> str:
     least, most = found.nodes
-    nodes = f"{least} to {most} nodes" if found.is_elastic else "one node" if least == 1 else f"{least} nodes"
-    count = f"{found.per_node} processes" if found.per_node != 1 else "one process"
+    nodes = f"{least} to {counted(most, 'node')}" if found.is_elastic else counted(least, "node")
+    count = counted(found.per_node, "process")
     return f"{found.program} starts {count if found.per_node else 'a process for each GPU'} on {nodes}"
 
 

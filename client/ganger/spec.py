@@ -39,7 +39,7 @@ from ganger.spec_values import (
     parse_weight,
     whole_number,
 )
-from ganger.units import parse_duration, parse_memory
+from ganger.units import counted, parse_duration, parse_memory
 from ganger.v1.job_pb2 import (
     MECHANISM_ADAPTER,
     MECHANISM_IMAGE,
@@ -325,7 +325,9 @@ def _check_split(reader: _Reader, gpus: int, most: int, shape_gpus: int, tasks: 
     if gpus % shape_gpus:
         reader.complain("gpus_per_task", f"{gpus} GPUs cannot be shared out by {shape_gpus} to a task")
     elif tasks and tasks != gpus // shape_gpus:
-        reader.complain("tasks", f"{gpus} GPUs, {shape_gpus} to a task, make {gpus // shape_gpus} tasks, not {tasks}")
+        reader.complain(
+            "tasks", f"{gpus} GPUs, {shape_gpus} to a task, make {counted(gpus // shape_gpus, 'task')}, not {tasks}"
+        )
     if most and reader.has("tasks"):
         reader.complain("tasks", "does not go with a range of GPUs: say how many a task has (--gpus-per-task)")
     if most % shape_gpus:

@@ -130,12 +130,14 @@ def command_hint(command: Sequence[str], directory: str) -> str:
     if _is_program(word, directory):
         return ""
     # Unlike the methods of Path these do not raise where a word is longer than a name can be.
+    if os.path.isdir(path):
+        return f"{word} is a directory: name the program that the job is to run"
     if not os.path.isfile(path):
         first, *more = word.split() or [""]
         is_line = any(sign in word for sign in _SHELL_SIGNS) or (more and _is_program(first, directory))
         if len(command) == 1 and is_line:
             return f"{word!r} is one word, and no shell runs it: write it as several, or --wrap {shlex.quote(word)}"
-        return _missing_file(path) if len(command) == 1 and not os.path.exists(path) else ""
+        return _missing_file(command, path) if not os.path.exists(path) else ""
     if path.suffix in _JOB_FILES:
         return f"{word} is a job file, not a program: submit it with --file {word}"
     if os.access(path, os.X_OK):
@@ -143,18 +145,22 @@ def command_hint(command: Sequence[str], directory: str) -> str:
         return f"{word} is not in PATH: write {shlex.join([f'./{word}', *command[1:]])}"
     runner = {".py": "python", ".sh": "bash", ".bash": "bash", ".sbatch": "bash", ".slurm": "bash"}.get(path.suffix)
     if runner is None:
-        return ""
+        return f"{word} is not a program that can be executed: write `chmod +x {word}`, or name its interpreter first"
     line = shlex.join([runner, *command])
     slurm = ", and give what its #SBATCH lines ask for as flags" if path.suffix in _BATCH_SCRIPTS else ""
     return f"{word} is not a program that can be executed: write {line}{slurm}"
 
 
-def _missing_file(path: Path) -> str:
-    """Return what to write instead of a missing file whose name is that of a job file or a batch script, or nothing."""
+def _missing_file(command: Sequence[str], path: Path) -> str:
+    """Return what to write instead of a missing file whose name is that of a job file or a batch script, or whose path
+    begins in the working directory, which is the same on all nodes; or nothing."""
     import difflib
 
     # A suffix may be mistyped as well as a name.
-    if not difflib.get_close_matches(path.suffix, (*_JOB_FILES, *_BATCH_SCRIPTS), 1, 0.8):
+    word, *more = command
+    is_script = not more and difflib.get_close_matches(path.suffix, (*_JOB_FILES, *_BATCH_SCRIPTS), 1, 0.8)
+    # A member of an array puts its value into braces.
+    if not is_script and ("/" not in word or word.startswith("/") or "{" in word):
         return ""
     try:
         present = [entry.name for entry in itertools.islice(path.parent.iterdir(), _NAMES_MOST)]
@@ -162,6 +168,8 @@ def _missing_file(path: Path) -> str:
         present = []
     alike = difflib.get_close_matches(path.name, present, 1)
     instead = f"; {alike[0]} is there" if alike else ""
+    if not is_script:
+        return f"there is no file {path}{instead or ': correct its name, or --directory'}"
     return f"there is no file {path}{instead}; a job file is submitted with --file, a script with its interpreter"
 
 

@@ -106,3 +106,13 @@ def format_ranges(numbers: Iterable[int]) -> str:
         else:
             ranges.append([number])
     return ",".join("-".join(map(str, one)) for one in ranges)
+
+
+def counted(count: float | str, noun: str, spec: str = "") -> str:
+    """ "1 job", "2 jobs", "0.5 cores": a number, or the text of one, with its noun. `spec`: as in f-strings."""
+    shown = f"{count:{spec}}"
+    if shown == "1":
+        return f"{shown} {noun}"
+    if noun.endswith("ry"):
+        return f"{shown} {noun[:-1]}ies"
+    return f"{shown} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"

@@ -10,6 +10,7 @@ import os
 import platform
 import signal
 import socket
+import stat
 import sys
 import time
 import uuid
@@ -25,8 +26,10 @@ from typing import Any, TypeVar
 import grpc
 from ganger import __version__
 from ganger.agent.v1 import agent_pb2, peer_pb2_grpc
+from ganger.protocol.os_errors import os_reason
 from ganger.service_unit import ServiceManager
-from ganger.wire.endpoints import CredentialError, Endpoint, EndpointError, check_listen_address, find_endpoint
+from ganger.units import counted
+from ganger.wire.endpoints import CredentialError, Endpoint, EndpointError, check_listen_host, find_endpoint
 from ganger.wire.methods import CallerIdentity, CallerRole
 from ganger.wire.resource_messages import configuration_set_to_wire
 from ganger.wire.resource_names import is_node_id
@@ -66,6 +69,7 @@ from ganger_daemon.node.node_context import (
     NodeContext,
     PeerCalls,
     Storage,
+    StorageHungError,
 )
 from ganger_daemon.node.peer_service import PeerServicer
 from ganger_daemon.node.session import Session
@@ -84,6 +88,7 @@ _LAUNCHERS_BYTES = 16 << 30
 # Longest wait for launchers that were told to end.
 _LAUNCHERS_END_S = 0.5
 _LOCK_TRIES, _LOCK_RETRY_S = 3, 0.01
+_STORAGE_PATIENCE_S = 2.0
 # Interval of removing old logs.
 _SWEEP_S = 3600.0
 
@@ -158,6 +163,8 @@ class Daemon:
         known = self._claim_directories(accounts)
         self.paths.sweep()
         settings = self._settings
+        storage = Storage(override=settings.storage)
+        await check_storage(storage, str(known.get("storage", "")))
         try:
             devices = choose_devices(settings.virtual, settings.recorded, node=self.node)
             devices.inventory = with_dimensions(devices.inventory, settings.dimensions)
@@ -171,7 +178,6 @@ class Daemon:
             images = ProcessImages("not of jobs that run as their users' accounts (--accounts)")
         else:
             images = await asyncio.to_thread(choose_images, settings.criu, device_state)
-        storage = Storage(override=settings.storage)
         storage.configure(str(known.get("storage", "")), str(known.get("storage_token", "")))
         self.host = NodeContext(
             node=self.node,
@@ -218,7 +224,9 @@ class Daemon:
         cgroups = choose_cgroups(self.paths.own_name, only=settings.cgroups, quotas=quotas, fences=fences)
         if gpu_cores and not is_done(cgroups, "cpu_quota"):
             why = cgroups.capabilities["cpu_quota"]
-            raise ValueError(f"virtual GPUs cannot be bound to {gpu_cores:g} cores each here: no CPU quota ({why})")
+            raise ValueError(
+                f"virtual GPUs cannot be bound to {counted(gpu_cores, 'core', 'g')} each here: no CPU quota ({why})"
+            )
         return cgroups
 
     def _revocations(self) -> Revocations | None:
@@ -305,7 +313,7 @@ class Daemon:
             try:
                 write_json(path, known, durable=True)
             except OSError as error:
-                raise DaemonError(f"cannot write {path}: {error.strerror}", _obstacle_of(error)) from error
+                raise DaemonError(f"cannot write {path}: {os_reason(error)}", _obstacle_of(error)) from error
         self._machine_uuid = str(known["machine_uuid"])
         return known
 
@@ -316,7 +324,7 @@ class Daemon:
         try:
             lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise DaemonError(f"cannot use {path}: {error.strerror}", _obstacle_of(error)) from error
+            raise DaemonError(f"cannot use {path}: {os_reason(error)}", _obstacle_of(error)) from error
         try:
             _lock(lock)
         except OSError as error:
@@ -335,14 +343,13 @@ class Daemon:
         """Raises DaemonError unless it is this node's, and does; and where one is needed and there is none."""
         tls = self._settings.tls
         try:
-            check_listen_address(f"{self._settings.listen_host}:0", has_certificates=tls is not None)
+            check_listen_host(self._settings.listen_host, has_certificates=tls is not None)
             if tls is None:
                 return
             identity = check_directory(tls, (CallerRole.DAEMON,))
             tell_end(tls)
         except EndpointError as error:
-            denied = isinstance(error, CredentialError)
-            raise DaemonError(str(error), DaemonObstacle.RIGHTS if denied else DaemonObstacle.SETTING) from error
+            raise DaemonError(str(error), _obstacle_of(error)) from error
         if identity.name != self.node:
             raise DaemonError(
                 f"the certificate in {tls} is of nodes/{identity.name}, this daemon is nodes/{self.node}:"
@@ -367,9 +374,7 @@ class Daemon:
                 return self._find_master()
             except EndpointError as error:
                 if error.found:
-                    obstacle = _obstacle_of(error)
-                    wrong = DaemonObstacle.SETTING if obstacle is DaemonObstacle.STATE else obstacle
-                    raise DaemonError(str(error), wrong) from error
+                    raise DaemonError(str(error), _obstacle_of(error)) from error
                 if not is_logged:
                     log.info("waiting for the master", extra={"error": str(error)})
                     is_logged = True
@@ -399,7 +404,7 @@ class Daemon:
                 ),
                 _port_of(known.get("stream_address")),
             )
-        except (EndpointError, OSError) as error:
+        except EndpointError as error:
             raise DaemonError(str(error)) from error
         await server.start()
         self._server = server
@@ -505,6 +510,26 @@ class Daemon:
             await asyncio.sleep(_SWEEP_S)
 
 
+async def check_storage(storage: Storage, former: str) -> None:
+    """Raise DaemonError where --storage names no directory. What this daemon has used before may be away for a while,
+    and what hangs is there."""
+    path = storage.override
+    if path is None or str(path.absolute()) == former:
+        return
+    try:
+        is_directory = stat.S_ISDIR((await storage.work.run(path.stat, within_s=_STORAGE_PATIENCE_S)).st_mode)
+        why = "" if is_directory else "it is not a directory"
+    except StorageHungError:
+        return
+    except OSError as error:
+        why = os_reason(error)
+    if why:
+        raise DaemonError(
+            f"--storage {path}: {why}; mount the cluster's storage there, or name where this node sees it",
+            DaemonObstacle.SETTING,
+        )
+
+
 def _lock(file: int) -> None:
     """Raises OSError if another daemon has the lock. One that starts may look at it for a moment."""
     for _ in range(_LOCK_TRIES):
@@ -516,8 +541,9 @@ def _lock(file: int) -> None:
 
 
 def _obstacle_of(error: BaseException) -> DaemonObstacle:
-    denied = isinstance(error, PermissionError) or isinstance(error.__cause__, PermissionError)
-    return DaemonObstacle.RIGHTS if denied else DaemonObstacle.STATE
+    if isinstance(error, CredentialError | PermissionError) or isinstance(error.__cause__, PermissionError):
+        return DaemonObstacle.RIGHTS
+    return DaemonObstacle.SETTING if isinstance(error, EndpointError) else DaemonObstacle.STATE
 
 
 def _port_of(address: object) -> int:
@@ -529,7 +555,7 @@ def _first_that_works(make: Callable[[int], T], port: int) -> T:
     if port:
         try:
             return make(port)
-        except (EndpointError, OSError):
+        except EndpointError:
             pass  # another process has taken the port
     return make(0)
 

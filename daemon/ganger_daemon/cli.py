@@ -106,7 +106,7 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]
 )
 @click.option("--rack", default="", help="Network place: rack.")
 @click.option("--fabric", default="", help="Network place: fabric.")
-@click.option("--storage", type=Directory(), help="Where this node sees the cluster's storage.")
+@click.option("--storage", type=Directory(may_hang=True), help="Where this node sees the cluster's storage.")
 @click.option(
     "--no-preload",
     is_flag=True,

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
+from ganger.protocol.os_errors import os_reason
+
 from ganger_daemon.cgroups.group_tree import choose_cgroups
 from ganger_daemon.devices.virtual import choose_devices
 from ganger_daemon.images.contract import CAPABILITY
@@ -83,7 +85,7 @@ def _storage(storage: Path) -> Iterator[Found]:
             probe.unlink()
         usage = shutil.disk_usage(storage)
     except OSError as error:
-        yield "FAIL", subject, f"cannot be written: {error.strerror}", "mount it here, for the daemon's user to write"
+        yield "FAIL", subject, f"cannot be written: {os_reason(error)}", "mount it here, for the daemon's user to write"
         return
     free = f"{usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB are free"
     if usage.free < _LEAST_FREE_SHARE * usage.total:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -106,6 +107,8 @@ def restore(file: Path, config_file: Path | None, **flags: str | Path | None) ->
 
     The former database stays beside it. At its next start the master takes what the nodes run.
     """
+    from ganger.cli.local_cluster import read_up_file
+
     from ganger_master.runtime.state_directory import StateDirectory
     from ganger_master.store.sqlite_copy import restore as put_in_place
 
@@ -114,6 +117,9 @@ def restore(file: Path, config_file: Path | None, **flags: str | Path | None) ->
         database = _sqlite_file(settings, "pg_restore")
         if not settings.state_dir.is_dir():
             raise CommandError(f"there is no {settings.state_dir}: name the master's state directory, or make it first")
+        if read_up_file(settings.state_dir)[1]:
+            flag = f" --state-dir {shlex.quote(str(settings.state_dir))}"
+            raise CommandError(f"`ganger up` runs a cluster in {settings.state_dir}: stop it with `ganger down{flag}`")
         # No master may start meanwhile.
         directory = StateDirectory(settings.state_dir)
         try:
@@ -133,6 +139,8 @@ def _sqlite_file(settings: Config, instead: str) -> Path:
 
 
 def _settings(config_file: Path | None, flags: dict[str, Any]) -> Config:
+    from ganger.protocol.os_errors import os_reason
+
     from ganger_master import config
 
     text = ""
@@ -140,7 +148,7 @@ def _settings(config_file: Path | None, flags: dict[str, Any]) -> Config:
         try:
             text = config_file.read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise click.UsageError(f"cannot read {config_file}: {error}") from error
+            raise click.UsageError(f"cannot read {config_file}: {os_reason(error)}") from error
     given = {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
     try:
         return config.load(given, os.environ, text, str(config_file or "config"))

@@ -23,7 +23,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import ConfigurationSet, NodeRow
 from ganger.job_state import JobState
-from ganger.wire.endpoints import EndpointError
+from ganger.wire.endpoints import EndpointError, why_not_listening
 from ganger.wire.tls import Renewed
 from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
@@ -240,8 +240,7 @@ class MetricsServer:
         try:
             self._http = _bound(host.strip("[]"), int(port), contexts)
         except OSError as error:
-            text = f"cannot serve metrics on {listen}: {error.strerror or error}; choose another --metrics HOST:PORT"
-            raise EndpointError(text) from error
+            raise EndpointError(f"metrics: {why_not_listening(listen, error)}") from error
         self._http.set_app(_answering(make_wsgi_app(registry)))
         self.url = f"{'http' if contexts is None else 'https'}://{host}:{self._http.server_port}/metrics"
         self._thread = threading.Thread(target=self._http.serve_forever, name="metrics", daemon=True)

@@ -31,6 +31,14 @@ WHOLE = {"cgroup": "v2", "cpuset": "v2", "memory": "v2", "freeze": "v2", "image"
             ["memory: a job may use more memory than it has asked for (no controller)"],
         ),
         ({"cpuset": "affinity: no controller"}, ["cpuset: a job may leave its cores (no controller)"]),
+        # One cause of several lacks is said once.
+        (
+            {"cpuset": "affinity: no group /a: denied", "memory": "none: no group /b: denied", "freeze": "signals"},
+            [
+                "cpuset, memory, freeze: a job may leave its cores; a job may use more memory than it has asked for;"
+                " a job that does not obey is stopped process by process (no group /a: denied)"
+            ],
+        ),
         ({"image": "none: no CRIU found"}, ["image: only programs that write checkpoints", "(no CRIU found)"]),
         ({"devices": "none", "devices_reason": "no driver"}, ["devices: no job with GPUs runs here (no driver)"]),
         ({"gpu_state": "none: driver 535"}, ["gpu_state: programs without an agent keep their GPU memory"]),

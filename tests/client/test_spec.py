@@ -442,13 +442,36 @@ def test_an_executable_file_without_a_slash_is_refused_with_what_to_write(tmp_pa
         assert found["command"] == f"{name} is not in PATH: write ./{name} --lr 0.1"
 
 
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        (".", ". is a directory: name the program that the job is to run"),
+        ("src", "src is a directory: name the program that the job is to run"),
+        ("./plain", "./plain is not a program that can be executed: write `chmod +x ./plain`, or name its interpreter"),
+        ("plain", "plain is not a program that can be executed: write `chmod +x plain`, or name its interpreter first"),
+        ("bin/plan", "/bin/plan: correct its name, or --directory"),
+        ("./plian", "/plian; plain is there"),
+    ],
+)
+def test_a_command_that_cannot_run_is_refused_where_that_is_known(tmp_path: Path, word: str, hint: str) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "plain").touch()
+    assert hint in wrong(command=[word, "-v"], directory=str(tmp_path))["command"]
+
+
+@pytest.mark.parametrize("word", ["/opt/of-nodes/python", "python-of-nodes", "./{program}"])
+def test_a_program_that_nodes_may_have_is_no_mistake(tmp_path: Path, word: str) -> None:
+    assert list(spec(command=[word], directory=str(tmp_path)).command) == [word]
+
+
 @pytest.mark.parametrize("name", ["jbo.yaml", "no/job.yml", "job.tmol", "train.sbtach", "train.slurm"])
 def test_a_job_file_that_is_not_there_is_no_command(tmp_path: Path, name: str) -> None:
     found = wrong(command=[name], directory=str(tmp_path))
     assert found["command"] == (
         f"there is no file {tmp_path / name}; a job file is submitted with --file, a script with its interpreter"
     )
-    assert list(spec(command=[name, "x"], directory=str(tmp_path)).command) == [name, "x"]
+    if "/" not in name:
+        assert list(spec(command=[name, "x"], directory=str(tmp_path)).command) == [name, "x"]
 
 
 def test_a_mistyped_job_file_is_refused_with_the_name_of_the_one_that_is_there(tmp_path: Path) -> None:

@@ -252,6 +252,14 @@ def test_impossible_gang_is_told_the_largest_that_would_fit() -> None:
     assert impossible(view, gang(9)) is not None
 
 
+@pytest.mark.parametrize("lack", [{"gib": 1 << 20}, {"cores": 10_000}, {"device_gib": 7}, {"arena_gib": 3}, {}])
+def test_an_impossible_gang_names_each_figure_once(lack: dict[str, int]) -> None:
+    refusal = impossible(cluster(2), gang(9, **lack))  # type: ignore[arg-type]
+    assert refusal is not None
+    names = [word.partition("=")[0] for word in refusal.message.split() if "=" in word]
+    assert len(names) == len(set(names)) > 1, refusal.message
+
+
 @pytest.mark.parametrize(
     ("previous", "held", "mode"),
     [

@@ -12,7 +12,7 @@ from ganger_master.core.gang_model import GangIntent, GangPhase, ObservedPhase
 from ganger_master.core.job_model import SuspendLevel
 from msgspec.structs import replace
 
-FULL = "STORAGE_FULL: rank 0: [Errno 28] No space left on device: '/storage/u/checkpoints/7-1.tmp'"
+FULL = "STORAGE_FULL: rank 0: /storage/u/checkpoints/7-1.tmp: no space left on device"
 
 
 def running(nodes: int = 1) -> tuple[Drive, int, int]:

@@ -15,7 +15,7 @@ from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.plan_changes import PlanChange, ResumeChange, SuspendChange
 from msgspec.structs import replace
 
-FULL = "STORAGE_FULL: rank 0: [Errno 28] No space left on device: '/storage/u/checkpoints/7-1.tmp'"
+FULL = "STORAGE_FULL: rank 0: /storage/u/checkpoints/7-1.tmp: no space left on device"
 
 
 def planned(drive: Drive, kind: Callable[..., PlanChange], number: int, *level: SuspendLevel) -> ChangeAnswer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import tempfile
@@ -9,9 +10,44 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from ganger_daemon.app import DaemonError, DaemonObstacle, check_storage
+from ganger_daemon.node import node_context
 from ganger_daemon.node.daemon_files import DaemonPaths, DirectoryError, choose_run_directory, path_trouble
 
 STRANGER = 12345
+
+
+@pytest.mark.parametrize(
+    ("name", "former", "reason"),
+    [
+        ("typo", "", "no such file or directory; mount the cluster's storage there"),
+        ("plain", "", "it is not a directory"),
+        ("plain/below", "", "not a directory"),
+        ("typo", "typo", ""),
+        ("there", "", ""),
+    ],
+)
+def test_storage_is_refused_at_the_start_where_it_was_never_a_directory(
+    tmp_path: Path, name: str, former: str, reason: str
+) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "plain").touch()
+    storage = node_context.Storage(override=tmp_path / name)
+    known = str(tmp_path / former) if former else ""
+    if not reason:
+        asyncio.run(check_storage(storage, known))
+        return
+    with pytest.raises(DaemonError, match=reason) as refused:
+        asyncio.run(check_storage(storage, known))
+    assert refused.value.obstacle is DaemonObstacle.SETTING
+
+
+def test_storage_that_hangs_at_the_start_is_waited_for(tmp_path: Path) -> None:
+    class Hung(node_context.StorageWork):
+        async def run(self, *_: object, within_s: float) -> object:  # type: ignore[override]
+            raise node_context.StorageHungError(f"{within_s} s")
+
+    asyncio.run(check_storage(node_context.Storage(override=tmp_path / "typo", work=Hung()), ""))
 
 
 @pytest.fixture

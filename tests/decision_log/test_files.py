@@ -116,9 +116,9 @@ def test_elements_with_fields_that_a_former_version_recorded_are_read_without_th
 
 def test_other_files_are_no_recordings(tmp_path: Path) -> None:
     assert "is no recording, or damaged" in problem_of(tmp_path / "text", b"job_id,submit_time_s\n1,2\n")
-    with pytest.raises(RecordingUnreadable, match="No such file"):
+    with pytest.raises(RecordingUnreadable, match="no such file"):
         rerun_of(tmp_path / "missing")
-    with pytest.raises(RecordingUnreadable, match="Is a directory"):
+    with pytest.raises(RecordingUnreadable, match="is a directory"):
         rerun_of(tmp_path)
 
 

@@ -207,4 +207,4 @@ def test_a_difference_is_printed_also_for_a_job_of_which_nothing_is_recorded(
 
 def test_a_file_that_is_none_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["replay", str(tmp_path / "missing")]) == 2
-    assert "No such file" in capsys.readouterr().err
+    assert "no such file" in capsys.readouterr().err

@@ -369,7 +369,7 @@ def test_the_command_makes_the_directory_of_recordings_or_reports_why_it_cannot(
     (tmp_path / "file").touch()
     wanted = tmp_path / "file" / "records"
     assert run(["planner", "run", "--record", str(wanted)]) == 2
-    assert f"--record: cannot write to {wanted}: Not a directory" in capsys.readouterr().err
+    assert f"--record: cannot write to {wanted}: not a directory" in capsys.readouterr().err
     wanted = tmp_path / "missing" / "records"
     assert run(["planner", "run", "--master", "127.0.0.1:1", "--record", str(wanted)]) == 0
     assert list(wanted.iterdir()) == []

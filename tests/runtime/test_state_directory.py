@@ -57,6 +57,10 @@ def test_storage_that_cannot_be_used_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StartError, match="cannot use storage"):
         storage_token(tmp_path / "file" / "storage")
+    with pytest.raises(StartError, match=r"there is no directory .*/typo; mount it or make it") as refused:
+        storage_token(tmp_path / "typo" / "storage")
+    assert refused.value.obstacle is MasterObstacle.SETTING
+    assert not (tmp_path / "typo").exists()
 
 
 def test_missing_rights_are_told_apart_wherever_they_hide() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import threading
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from ganger.injob.process_identity import start_ticks
 from ganger_master.runtime.state_directory import StateDirectory
 from ganger_master.store.sql import SqlStore
 from ganger_master.store.tables import HistoryEntry, StoreBatch, StoreError
@@ -160,6 +162,11 @@ def _of_a_running_master(database: Database, copy: Path) -> None:
     database.held = StateDirectory(database.state)
 
 
+def _of_a_running_cluster(database: Database, copy: Path) -> None:
+    own = {"name": "up", "pid": os.getpid(), "start_ticks": start_ticks(os.getpid())}
+    (database.state / "up.json").write_text(json.dumps({"ready": True, "processes": [own]}))
+
+
 def _damage(database: Database, copy: Path) -> None:
     with copy.open("r+b") as file:
         file.seek(5 * 4096)
@@ -189,6 +196,7 @@ def _newer(database: Database, copy: Path) -> None:
     ("spoil", "reason"),
     [
         (_of_a_running_master, "another master"),
+        (_of_a_running_cluster, "runs a cluster"),
         (_damage, "damaged"),
         (_cut, "damaged"),
         (_as_text, "damaged"),

@@ -108,7 +108,7 @@ def test_all_mistakes_of_a_file_are_named_with_their_paths(
         ("job.toml", "gpus = \n", "is not TOML: Invalid value (at line 1"),
         ("job.yaml", "- a\n- list\n", "must be a mapping"),
         ("job.json", "{}", "must end in .yaml, .yml or .toml"),
-        ("job.yaml", None, "No such file or directory"),
+        ("job.yaml", None, "no such file or directory"),
     ],
 )
 def test_a_file_that_is_no_description_is_told_with_the_place(
@@ -196,7 +196,7 @@ def test_no_master_at_the_address_is_said_with_what_to_do(cluster: Cluster, tmp_
 def test_a_command_that_is_not_there_fails_its_job_by_name(shell: Shell) -> None:
     _, job = ended(shell, "--", "no-such-command-anywhere")
     assert job["state"] == "FAILED"
-    assert "cannot execute 'no-such-command-anywhere': No such file or directory" in str(job["failure"])
+    assert "cannot execute 'no-such-command-anywhere': no such file or directory" in str(job["failure"])
     assert (job["failures"], job["preemptions"]) == (1, 0), "another try would meet the same"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from pathlib import Path
@@ -69,6 +70,17 @@ def test_a_broken_endpoint_file_is_named(tmp_path: Path, text: str) -> None:
         endpoints.read_endpoint(tmp_path)
 
 
+def test_an_endpoint_file_of_another_user_is_a_matter_of_rights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(endpoints.CredentialError, match=r"cannot read .*endpoint.json: permission denied"):
+        endpoints.read_endpoint(tmp_path)
+
+
 @pytest.mark.parametrize("address", ["0.0.0.0:1", "10.0.0.1:1", "[::]:1", "example.org:1"])
 def test_listening_to_the_network_is_refused_without_certificates(address: str) -> None:
     with pytest.raises(EndpointError, match="certificates"):
@@ -79,6 +91,22 @@ def test_listening_to_the_network_is_refused_without_certificates(address: str) 
 @pytest.mark.parametrize("address", ["127.0.0.1:0", "localhost:1", "[::1]:1", "unix:/tmp/s"])
 def test_listening_to_this_machine_is_allowed(address: str) -> None:
     endpoints.check_listen_address(address)
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        ("127.0.0.1:7071", "an IPv4 address without a port: 127.0.0.1;"),
+        ("unix:/run/s", "an IPv4 address alone"),
+        ("::1", "an IPv4 address alone"),
+        ("", "an IPv4 address alone"),
+        ("10.0.0.1", "without certificates"),
+    ],
+)
+def test_a_daemon_listens_at_a_host_and_takes_no_other_form(host: str, reason: str) -> None:
+    with pytest.raises(EndpointError, match=reason):
+        endpoints.check_listen_host(host)
+    endpoints.check_listen_host("localhost")
 
 
 @pytest.mark.parametrize("address", ["unix:", "host", "127.0.0.1:99999", "unix:/" + "x" * 120])

@@ -50,6 +50,25 @@ def test_a_port_in_use_is_said(capfd: pytest.CaptureFixture[str]) -> None:
     in_loop(body)
 
 
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("no-such-host.invalid:7070", "the host name no-such-host.invalid is not known"),
+        ("192.0.2.1:7070", "192.0.2.1 is not an address of this machine"),
+        ("unix:/proc/s", "cannot listen on unix:/proc/s"),
+    ],
+)
+def test_an_address_where_none_can_listen_is_refused_with_the_reason(address: str, reason: str) -> None:
+    async def body() -> None:
+        server = make_server()
+        credentials = None if address.startswith("unix:") else grpc.ssl_server_credentials([(b"key", b"certificate")])
+        with pytest.raises(EndpointError, match=reason):
+            bind(server, address, credentials)
+        await server.stop(None)
+
+    in_loop(body)
+
+
 def test_a_socket_is_its_owners_alone_and_not_taken_over(tmp_path: Path) -> None:
     async def body() -> None:
         address = f"unix:{tmp_path}/deep/s"

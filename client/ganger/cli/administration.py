@@ -13,7 +13,8 @@ import click
 
 from ganger.cli.options import json_option, open_client
 from ganger.console import CommandError, Directory, Within, print_json, print_table
-from ganger.units import format_memory, parse_memory
+from ganger.protocol.os_errors import os_reason
+from ganger.units import counted, format_memory, parse_memory
 
 if TYPE_CHECKING:
     from ganger.wire.certificate_authority import IssuedCertificate
@@ -216,7 +217,7 @@ def record(seconds: float, out: Path | None, most: str | None, with_environment:
         return
     took, size = times.seconds(found.duration), format_memory(found.size_bytes)
     print(path)
-    click.echo(f"{found.commands:,} commands in {took:.1f} s, {size}: {found.end_reason}", err=True)
+    click.echo(f"{counted(found.commands, 'command', ',')} in {took:.1f} s, {size}: {found.end_reason}", err=True)
 
 
 def _copied(recorded: Path, out: Path) -> Path:
@@ -227,6 +228,6 @@ def _copied(recorded: Path, out: Path) -> Path:
             with os.fdopen(descriptor, "wb") as target:
                 shutil.copyfileobj(source, target)
     except OSError as error:
-        text = f"cannot copy {recorded} to {out}: {error.strerror}; it is on the master's machine"
-        raise CommandError(text) from error
+        why = os_reason(error)
+        raise CommandError(f"cannot copy {recorded} to {out}: {why}; it is on the master's machine") from error
     return out

@@ -13,6 +13,8 @@ import click
 
 from ganger.cli.options import json_option, number, open_client
 from ganger.console import CommandError, Directory, ExitCode, print_json, print_line
+from ganger.protocol.os_errors import os_failure
+from ganger.units import counted
 
 if TYPE_CHECKING:
     from ganger.v1.node_pb2 import Cluster, Node
@@ -53,7 +55,7 @@ def doctor(storage: Path | None, tls: Path | None, criu: str, as_json: bool) -> 
                 print_line(f"      -> {finding.advice}")
     failed = sum([finding.level == FAIL for finding in findings])
     if failed:
-        raise CommandError(f"{failed} of {len(findings)} findings must be mended", ExitCode.REFUSED)
+        raise CommandError(f"{failed} of {counted(len(findings), 'finding')} must be mended", ExitCode.REFUSED)
     if not as_json:
         warned = sum([finding.level == WARN for finding in findings])
         print(f"nothing must be mended; {warned} of {len(findings)} could be better", file=sys.stderr)
@@ -112,23 +114,30 @@ _CAPABILITIES: Final = (
 
 
 def capability_findings(subject: str, capabilities: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield what a node lacks, by what its daemon reports (`Node.capabilities`); one finding if it lacks nothing."""
-    lacks = False
+    """Yield what a node lacks, by what its daemon reports (`Node.capabilities`): one finding for all that one advice
+    mends, and one if it lacks nothing."""
+    lacks: dict[str, list[tuple[str, str, str]]] = {}
     has_gpus = capabilities.get("devices") not in (None, "none", "virtual")
     for name, missing, meaning, advice in _CAPABILITIES:
         value = capabilities.get(name, "")
         if not value.startswith(missing) or (name == "gpu_state" and not has_gpus):
             continue
-        lacks = True
         why = capabilities.get(f"{name}_reason") or value.partition(": ")[2]
         if name == "image" and capabilities.get("switch_user") == "accounts":
             advice = ""  # that is the price of it
-        yield Finding(WARN, subject, f"{name}: {meaning}" + (f" ({why})" if why else ""), advice)
+        lacks.setdefault(advice or name, []).append((name, meaning, why))
         if name == "cgroup":
             # The rest of it follows.
             capabilities = {
                 key: text for key, text in capabilities.items() if key not in ("cpuset", "memory", "freeze")
             }
+    for advice, found in lacks.items():
+        names, meanings, causes = zip(*found, strict=True)
+        # The system's reason alone: it is the same for the directory of each.
+        causes = tuple({why.rpartition(": ")[2]: why for why in reversed(causes) if why}.values())[::-1]
+        cause = f" ({'; '.join(causes)})" if causes else ""
+        text = f"{', '.join(names)}: {'; '.join(meanings)}{cause}"
+        yield Finding(WARN, subject, text, "" if advice in names else advice)
     if not lacks:
         yield Finding(OK, subject, f"cgroup {capabilities.get('cgroup', '?')}, image {capabilities.get('image', '?')}")
 
@@ -144,7 +153,7 @@ def _of_the_cluster() -> Iterator[Finding]:
     except (EndpointError, ApiError, OSError) as error:
         is_named = click.get_current_context().find_root().obj or os.environ.get("GANGER_MASTER")
         # Else there may be none yet.
-        yield Finding(FAIL if is_named else WARN, "master", str(error))
+        yield Finding(FAIL if is_named else WARN, "master", os_failure(error))
         return
     yield from cluster_findings(cluster, __version__, len(nodes))
     for node in sorted(nodes, key=lambda one: one.name):
@@ -153,7 +162,8 @@ def _of_the_cluster() -> Iterator[Finding]:
 
 def cluster_findings(cluster: Cluster, own_version: str, nodes: int) -> Iterator[Finding]:
     """Yield what is to be said of a master by `GetCluster`. `nodes`: how many it knows."""
-    found = f"version {cluster.version}, policy {cluster.policy}, {nodes} nodes, {cluster.devices} GPUs"
+    holds = f"{counted(nodes, 'node')}, {counted(cluster.devices, 'GPU')}"
+    found = f"version {cluster.version}, policy {cluster.policy}, {holds}"
     if cluster.version != own_version:
         yield Finding(WARN, "master", f"{found}; here is version {own_version}", "install the same version")
     else:
@@ -187,7 +197,7 @@ def node_findings(node: Node) -> Iterator[Finding]:
     faults = [f"GPU {device}: {fault}" for device, fault in sorted(node.device_faults.items())]
     findings += [Finding(FAIL, name, fault, "mend or replace it; until then no job gets it") for fault in faults]
     if node.launch_failures:
-        found = f"{node.launch_failures} jobs in a row did not start here: {node.launch_failure}"
+        found = f"{counted(node.launch_failures, 'job')} in a row did not start here: {node.launch_failure}"
         findings.append(Finding(FAIL, name, found, f"mend the cause, then: ganger uncordon {name}"))
     if node.quarantined:
         found = "gangs run here that the master did not start: " + " ".join(number(gang) for gang in node.quarantined)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ganger.cli import job_table
 from ganger.cli.options import number
 from ganger.job import FINISHED
-from ganger.units import format_cores, format_duration, format_memory
+from ganger.units import counted, format_cores, format_duration, format_memory
 from ganger.v1.job_pb2 import MECHANISM_SIGNAL, MECHANISM_UNSPECIFIED, Job, Mechanism, Progress
 from ganger.v1.resources_pb2 import LEVEL_CLUSTER, Claim, Role, TaskShape
 from ganger.v1.scheduling_pb2 import CoresCurve, CurvePoint
@@ -137,9 +137,9 @@ def _failure(job: Job) -> str:
 
 def _role(role: Role, bounds: str) -> str:
     shape = role.shape
-    cores = f"{format_cores(shape.millicores)} cores" if shape.millicores else "cores by measurement"
+    cores = counted(format_cores(shape.millicores), "core") if shape.millicores else "cores by measurement"
     memory = format_memory(shape.memory_bytes) if shape.memory_bytes else "a share of memory"
-    gpus = "1 GPU" if shape.gpus == 1 else f"{shape.gpus} GPUs" if shape.gpus else "no GPU"
+    gpus = counted(shape.gpus, "GPU") if shape.gpus else "no GPU"
     return f"{bounds or role.tasks} × {role.name}: {', '.join([gpus, cores, memory, *bandwidth_texts(shape)])}"
 
 

@@ -23,6 +23,7 @@ from ganger.cli.options import (
     timeout_s,
 )
 from ganger.console import CommandError, ExitCode, print_json
+from ganger.units import counted
 
 if TYPE_CHECKING:
     from ganger.client import Client
@@ -183,11 +184,11 @@ def resize(job: str, gpus: int, is_waiting: bool, timeout: str, as_json: bool) -
         else:
             before, message = ordered(client, job, timeout, can_move, resize_now)
             if before.gang.claims:
-                message = until(client, message, runs_or_holds_nothing, timeout, f"running on {gpus} GPUs")
+                message = until(client, message, runs_or_holds_nothing, timeout, f"running on {counted(gpus, 'GPU')}")
                 check_went_on(client, before, message, "with as many GPUs as before: the change")
     print_job(message, as_json)
     if not as_json and not message.gang.claims and message.state in (message.STATE_PENDING, message.STATE_SUSPENDED):
-        print(f"  it starts with {gpus} GPUs", flush=True)
+        print(f"  it starts with {counted(gpus, 'GPU')}", flush=True)
 
 
 @click.command()

@@ -14,7 +14,7 @@ from ganger.cli.options import number
 from ganger.console import bounded
 from ganger.history import HistoryEvent, sentence
 from ganger.job import FINISHED
-from ganger.units import format_duration, format_ranges
+from ganger.units import counted, format_duration, format_ranges
 from ganger.v1 import array_pb2, job_pb2, job_service_pb2, resources_pb2
 from ganger.wire import times
 
@@ -218,7 +218,7 @@ def efficiency(job: job_pb2.Job) -> str:
     whole = times.unix_s(job.end_time) - times.unix_s(job.create_time)
     parts = [f"ran {format_duration(run)} of {format_duration(max(run, whole))} since its submission"]
     if job.progress.step:
-        parts.append(f"{job.progress.step} steps, {job.progress.step / run:.3g}/s")
+        parts.append(f"{counted(job.progress.step, 'step')}, {job.progress.step / run:.3g}/s")
     if job.progress.data_wait_share:
         parts.append(f"waited for data {job.progress.data_wait_share:.0%} of the last attempt")
     if gpus(job.spec):
@@ -251,7 +251,7 @@ def _cause(job: job_pb2.Job, blocker: resources_pb2.Refusal) -> str:
     if blocker.reason != "GPUS" or not {"needed", "free"} <= figures.keys():
         return blocker.message
     needed, free, largest = figures["needed"], figures["free"], figures.get("largest_free", 0)
-    parts = [f"{needed} GPU{'s' if needed > 1 else ''} wanted", f"{free} free"]
+    parts = [f"{counted(needed, 'GPU')} wanted", f"{free} free"]
     if 0 < largest < needed <= free:
         parts[-1] += f" of which {largest} together"
     if figures.get("draining"):

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from ganger.cli.options import number
 from ganger.console import CommandError, ExitCode
 from ganger.injob.process_identity import start_ticks
+from ganger.protocol.os_errors import os_failure
 from ganger.wire.endpoints import remove_endpoint
 
 if TYPE_CHECKING:
@@ -209,7 +210,7 @@ class Supervisor:
             try:
                 self._start(program)
             except OSError as error:
-                self._say(f"{program.name} cannot be started, and is tried again: {error}")
+                self._say(f"{program.name} cannot be started, and is tried again: {os_failure(error)}")
         if not self._is_noted:
             with contextlib.suppress(OSError):
                 self._note()
@@ -369,7 +370,7 @@ def wait_until_ready(settings: LocalClusterSettings, check_alive: Callable[[], N
                 waits_for = ", ".join(sorted(map(number, missing)))
         except EndpointError as error:
             if error.found:
-                raise CommandError(str(error)) from error
+                raise
         except (ApiError, grpc.RpcError):
             # Not there yet.
             pass

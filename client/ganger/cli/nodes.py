@@ -13,7 +13,7 @@ from click.shell_completion import CompletionItem
 from ganger.cli.options import CompletedType, NodeType, confirm, json_option, number, open_client, yes_option
 from ganger.cluster.resources import UNLIMITED_MB_PER_S
 from ganger.console import print_json, print_line, print_pairs, print_table
-from ganger.units import format_cores, format_duration, format_memory
+from ganger.units import counted, format_cores, format_duration, format_memory
 
 if TYPE_CHECKING:
     from ganger.client import Client
@@ -345,7 +345,7 @@ def reason_text(node: Node) -> str:
     faults = len(node.device_faults)
     reasons = (
         node.state_reason,
-        f"{faults} devices out of service" if faults else "",
+        f"{counted(faults, 'device')} out of service" if faults else "",
         f"{len(node.quarantined)} unknown gangs quarantined" if node.quarantined else "",
         launches_text(node),
     )

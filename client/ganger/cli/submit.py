@@ -22,6 +22,7 @@ from ganger.cli.options import (
     pairs,
 )
 from ganger.console import CommandError, ExitCode, print_json, print_line, report
+from ganger.units import counted
 
 if TYPE_CHECKING:
     from ganger.client import Client
@@ -209,7 +210,7 @@ def _submit_array(request: CreateArrayRequest, request_id: str | None, dry_run: 
     if as_json:
         print_json(array)
         return 0
-    print(f"submitted array {number(array.name)} of {array.size} jobs", flush=True)
+    print(f"submitted array {number(array.name)} of {counted(array.size, 'job')}", flush=True)
     if sys.stdout.isatty():
         print(f"  ganger show {number(array.name)}    ganger queue", file=sys.stderr)
     return 0
@@ -358,7 +359,7 @@ def _print_updated(message: Job | UpdateArrayResponse, given: dict[str, str]) ->
         place = f", place {message.queue_rank} in the queue" if message.queue_rank else ""
         print_line(f"{job_sentence(message)}{place}{what}")
         return
-    print_line(f"array {number(message.array.name)}: {_jobs(message.updated)} updated{what}")
+    print_line(f"array {number(message.array.name)}: {counted(message.updated, 'job')} updated{what}")
 
 
 def _refused(message: Job | UpdateArrayResponse) -> str:
@@ -370,9 +371,5 @@ def _refused(message: Job | UpdateArrayResponse) -> str:
     lines = [f"  {one.reason}: {one.message}" for one in message.refused[:_NAMED]]
     if len(message.refused) > _NAMED:
         lines.append(f"  and {len(message.refused) - _NAMED} more")
-    heading = f"{_jobs(len(message.refused))} of array {number(message.array.name)} refused"
+    heading = f"{counted(len(message.refused), 'job')} of array {number(message.array.name)} refused"
     return "\n".join([f"{heading}:", *lines])
-
-
-def _jobs(count: int) -> str:
-    return f"{count} job" if count == 1 else f"{count} jobs"

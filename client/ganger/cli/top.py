@@ -19,7 +19,7 @@ import click
 
 from ganger.cli.options import json_option, number, open_client
 from ganger.console import Within, aligned, plain, print_json, rich_table
-from ganger.units import format_cores, format_duration, format_memory
+from ganger.units import counted, format_cores, format_duration, format_memory
 
 if TYPE_CHECKING:
     from ganger.client import Client
@@ -200,7 +200,7 @@ def picture(client: Client, lines: int, changes: RecentChanges | None = None) ->
     room = max(1, lines - len(nodes_shown) - 5 - others)
     every = cluster.jobs_holding + cluster.jobs_pending + cluster.jobs_suspended
     headline = (
-        f"{cluster.devices_held} of {cluster.devices} GPUs held   {cluster.jobs_holding} holding"
+        f"{cluster.devices_held} of {counted(cluster.devices, 'GPU')} held   {cluster.jobs_holding} holding"
         f"  {cluster.jobs_pending} pending  {cluster.jobs_suspended} suspended   policy {cluster.policy}"
         f"{_mode(cluster)}   {time.strftime('%H:%M:%S')}"
     )

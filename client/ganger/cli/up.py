@@ -20,6 +20,7 @@ from click.core import ParameterSource
 from ganger.cli import local_cluster as cluster
 from ganger.cli.checkout import require_server
 from ganger.console import CommandError, Directory
+from ganger.units import counted
 
 _READY_S = 60.0
 _WATCH_S = 0.5
@@ -32,8 +33,8 @@ _WATCH_S = 0.5
 @click.option("--virtual-gpu-cores", metavar="C", help="CPU time of all jobs on one virtual GPU, together, in cores.")
 @click.option("--virtual-memory", metavar="SIZE", help="Host memory each node may give away, e.g. 16G.")
 @click.option("--topology", metavar="AxB", help="Groups of virtual GPUs, e.g. 2x2: two sockets of two.")
-@click.option("--state-dir", type=Directory(file_okay=False), help="Where all state and logs are kept.")
-@click.option("--storage", type=Directory(file_okay=False), help="Where checkpoints are kept.")
+@click.option("--state-dir", type=Directory(), help="Where all state and logs are kept.")
+@click.option("--storage", type=Directory(), help="Where checkpoints are kept.")
 @click.option("--listen", metavar="ADDRESS", help="Address of the master: 127.0.0.1:PORT or unix:PATH.")
 @click.option("--metrics", metavar="HOST:PORT", help="Where the master serves metrics for Prometheus.")
 @click.option("--policy", metavar="NAME", help="Which jobs go first; default: ganger.")
@@ -90,7 +91,7 @@ def up(
 @click.command()
 @click.option(
     "--state-dir",
-    type=Directory(file_okay=False),
+    type=Directory(),
     help="As given to `ganger up`. Default: that of --master or $GANGER_MASTER, if one is given.",
 )
 @click.option("--cancel-jobs", is_flag=True, help="Cancel all jobs first; else they go on without us.")
@@ -185,8 +186,8 @@ def _settle_jobs(directory: Path, cancel_jobs: bool, command: str) -> None:
             if not cancel_jobs:
                 held = sum(job.state == Job.STATE_HOLDING for job in live)
                 if held:
-                    jobs, them = ("1 job goes", "it") if held == 1 else (f"{held} jobs go", "them")
-                    message = f"{jobs} on without a scheduler; `{command}` takes {them} up again"
+                    goes, them = ("goes", "it") if held == 1 else ("go", "them")
+                    message = f"{counted(held, 'job')} {goes} on without a scheduler; `{command}` takes {them} up again"
                     click.echo(f"{message}, and `ganger down --cancel-jobs` after that ends {them}", err=True)
                 return
             for job in live:
@@ -228,8 +229,8 @@ def _alone(directory: Path) -> Iterator[None]:
 def _welcome(settings: cluster.LocalClusterSettings, address: str) -> str:
     directory = settings.state_directory
     virtual = settings.flags["virtual_gpus"]
-    devices = "this machine's GPUs" if virtual is None else f"{virtual} virtual GPUs each"
-    nodes = "1 node" if settings.nodes == 1 else f"{settings.nodes} nodes"
+    devices = "this machine's GPUs" if virtual is None else f"{counted(str(virtual), 'virtual GPU')} each"
+    nodes = counted(settings.nodes, "node")
     export = "" if not _state_flag(directory) else f"  export GANGER_MASTER={shlex.quote(str(directory))}\n"
     return (
         f"ganger is up: {nodes}, {devices}; master at {address}\n"

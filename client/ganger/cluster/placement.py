@@ -232,9 +232,14 @@ def _judge(idle: View, shape: GangShape) -> Refusal | None:
             {"needed_bytes": shape.device_memory_bytes, "largest_bytes": largest},
             detail="no device has so much memory",
         )
+    kind = why.reason.name.lower()
+    # The sentence leaves units out of names, so that of a task would stand there twice.
+    of_task = {
+        f"{kind}_{name}" if name.endswith(("_bytes", "_mb_per_s")) else name: why.figures[name] for name in why.figures
+    }
     return Refusal(
         Reason.GANG_IMPOSSIBLE,
-        {**why.figures, "needed": shape.tasks * each, "largest": tasks * each},
+        {**of_task, "needed": shape.tasks * each, "largest": tasks * each},
         detail=f"not even the idle cluster could hold it ({why.detail or why.reason.meaning}); "
         f"the largest that fits has {tasks * each} {what}",
     )

@@ -39,6 +39,7 @@ from ganger.injob.page_layout import (
     PageState,
     Word,
 )
+from ganger.protocol.os_errors import os_reason
 
 _LOOK_EVERY_S = 1.0
 
@@ -137,7 +138,7 @@ class Control:
         try:
             page = Page.open(path)
         except OSError as error:
-            raise PageError(f"GANGER_PAGE names {path}, which cannot be opened: {error.strerror}") from error
+            raise PageError(f"GANGER_PAGE names {path}, which cannot be opened: {os_reason(error)}") from error
         arena_value = os.environ.get(state_image.VARIABLE, "")
         arena_fd = state_image.inherited_arena(arena_value, is_restored=bool(page.get(Word.FLAGS) & Flag.RESTORED))
         if arena_value and arena_fd is None:
@@ -299,7 +300,7 @@ class Control:
                 json.dump(content, file)
             os.replace(temporary, path)
         except OSError as problem:
-            print(f"ganger: cannot write {path}: {problem.strerror}", file=sys.stderr)
+            print(f"ganger: cannot write {path}: {os_reason(problem)}", file=sys.stderr)
 
     def note(self, message: str, **facts: Any) -> None:
         """Tell the daemon something for its log."""
@@ -459,7 +460,7 @@ def _read_restore(path: str, own_rank: int) -> RestoreOrder | None:
         directory = str(content["path"]) if kind == "checkpoint" else ""
         rank = int(content.get("rank", own_rank))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PageError(f"GANGER_RESTORE names {path}, which cannot be read: {error!r}") from error
+        raise PageError(f"GANGER_RESTORE names {path}, which cannot be read: {os_reason(error)}") from error
     if kind not in ("checkpoint", "arena"):
         raise PageError(f"{path} asks to restore from {kind!r}: this Ganger knows checkpoint and arena")
     return RestoreOrder(kind, directory, step, size, rank)

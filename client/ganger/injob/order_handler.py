@@ -25,6 +25,7 @@ from ganger.injob.page_layout import (
     PageState,
     Word,
 )
+from ganger.protocol.os_errors import os_failure, os_reason
 from ganger.protocol.stop_rules import BoundaryDecision, decide
 
 # No order has this number, so the hot path comes here at its next boundary whatever the page says.
@@ -478,7 +479,7 @@ class OrderHandler:
                 is_full = problem.errno in (errno.ENOSPC, errno.EDQUOT)
                 error = Error.STORAGE_FULL if is_full else Error.STORAGE_FAILED
             error = getattr(problem, "ganger_error", error)
-            self._failure = (error, str(problem) or type(problem).__name__)
+            self._failure = (error, os_failure(problem))
             self._report(error, "".join(traceback.format_exception(type(problem), problem, problem.__traceback__)))
             return False
         return True
@@ -490,7 +491,7 @@ class OrderHandler:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as problem:
-            self._report(Error.STORAGE_FAILED, f"the details of order {name} cannot be read: {problem}")
+            self._report(Error.STORAGE_FAILED, f"the details of order {name} cannot be read: {os_reason(problem)}")
             return {}
         return content if isinstance(content, dict) else {}
 

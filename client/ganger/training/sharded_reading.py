@@ -27,6 +27,7 @@ from ganger.training.state_codec import (
     placement_as_json,
     placements_of,
 )
+from ganger.units import counted
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -169,7 +170,7 @@ def reshard(own: OpenImage, tensors: Mapping[int, torch.Tensor], shard: Callable
 def _all_shards(own: OpenImage, shard: Callable[[int], OpenImage] | None) -> Iterator[OpenImage]:
     if shard is None:
         way = "only from a checkpoint on storage can another number of ranks take it over"
-        raise ValueError(f"the state is sharded over {own.header['world']} ranks, and {way}")
+        raise ValueError(f"the state is sharded over {counted(own.header['world'], 'rank')}, and {way}")
     for rank in range(int(own.header["world"])):
         image = shard(rank)
         if (image.step, image.header["world"], image.header["rank"]) != (own.step, own.header["world"], rank):

@@ -23,6 +23,7 @@ import torch
 from ganger.injob.control import Control, Handlers, StopRequest
 from ganger.injob.page_layout import Error, PageState, Word
 from ganger.injob.state_image import ImageError, enter_pages
+from ganger.protocol.os_errors import os_failure
 from ganger.training.image_io import (
     TRANSFER_BYTES,
     ArenaSink,
@@ -294,7 +295,7 @@ class StateKeeper:
             with opened_shard(order.path, order.rank) as image:
                 return use(_not_older(image, order.step))
         except (ImageError, StateMismatchError, ArenaTooSmallError, OSError) as error:
-            self._control.give_up_restore(f"cannot restore: {error}")
+            self._control.give_up_restore(f"cannot restore: {os_failure(error)}")
 
     def _wait_for_arena(self, needed_bytes: int) -> None:
         while self._page.get(Word.ARENA_AVAILABLE) < needed_bytes:
@@ -381,7 +382,7 @@ def _reported() -> Iterator[None]:
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         kind = Error.STORAGE_FULL if full else Error.STORAGE_FAILED
-        raise CannotKeepError(kind, f"cannot write the checkpoint: {error}") from error
+        raise CannotKeepError(kind, f"cannot write the checkpoint: {os_failure(error)}") from error
 
 
 def _synchronize() -> None:

@@ -22,6 +22,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from ganger.protocol.os_errors import os_failure, os_reason
+from ganger.units import counted
 from ganger.wire.endpoints import CredentialError
 from ganger.wire.errors import CertificateInvalid
 from ganger.wire.methods import CallerIdentity, CallerRole, served_name
@@ -76,11 +78,11 @@ def issue(
     replaced. Raises CertificateError."""
     serves = identity.role in _SERVERS
     check_hosts(identity.role, hosts)
-    signer, signing_key = _authority(authority)
+    signer, signing_key = _authority(authority, f"`ganger certs init {authority}` makes one")
     if (left := signer.not_valid_after_utc - datetime.now(UTC)) < timedelta(days=days):
         raise CertificateError(
-            f"the authority {authority / AUTHORITY} itself ends in {max(0, left.days)} days: take fewer --days, or make"
-            " a new one"
+            f"the authority {authority / AUTHORITY} itself ends in {counted(max(0, left.days), 'day')}: take fewer"
+            " --days, or make a new one"
         )
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, identity.name)])
@@ -115,10 +117,10 @@ def renew(authority: Path, directory: Path, days: float) -> tuple[CallerIdentity
         former = x509.load_pem_x509_certificate(content)
         found = former.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except OSError as error:
-        raise CertificateError(f"cannot read {directory / CERTIFICATE}: {(error.strerror or '').lower()}") from error
+        raise CertificateError(f"cannot read {directory / CERTIFICATE}: {os_reason(error)}") from error
     except (CertificateInvalid, ValueError) as error:
         raise CertificateError(f"{directory / CERTIFICATE} is no certificate of a cluster: {error}") from error
-    signer, _ = _authority(authority)
+    signer, _ = _authority(authority, f"name the directory of the one that made {directory / CERTIFICATE}")
     try:
         former.verify_directly_issued_by(signer)
     except (ValueError, TypeError, InvalidSignature) as error:
@@ -155,7 +157,7 @@ def issued_certificates(authority: Path) -> list[IssuedCertificate]:
                 IssuedCertificate(identity_in_pem(content), serial, one.not_valid_after_utc, serial in revoked)
             )
     except OSError as error:
-        raise CertificateError(f"cannot read {error.filename}: {(error.strerror or '').lower()}") from error
+        raise CertificateError(f"cannot read {os_failure(error)}") from error
     except (CertificateInvalid, ValueError) as error:
         raise CertificateError(f"{path} is no certificate of a cluster: {error}") from error
     return sorted(found, key=lambda one: (one.end, one.serial))
@@ -203,7 +205,7 @@ def serial_in(directory: Path) -> int:
     try:
         return x509.load_pem_x509_certificate((directory / CERTIFICATE).read_bytes()).serial_number
     except OSError as error:
-        raise CertificateError(f"cannot read {directory / CERTIFICATE}: {(error.strerror or '').lower()}") from error
+        raise CertificateError(f"cannot read {directory / CERTIFICATE}: {os_reason(error)}") from error
     except ValueError as error:
         raise CertificateError(f"{directory / CERTIFICATE} is no certificate: {error}") from error
 
@@ -216,22 +218,23 @@ def _revoked(directory: Path, signer: x509.Certificate) -> tuple[int, list[x509.
     except FileNotFoundError:
         return 0, []
     except OSError as error:
-        raise CertificateError(f"cannot read {error.filename}: {(error.strerror or '').lower()}") from error
+        raise CertificateError(f"cannot read {os_failure(error)}") from error
     except CredentialError as error:
         raise CertificateError(f"cannot use {directory / REVOKED}: {error}") from error
 
 
-def _authority(directory: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+def _authority(
+    directory: Path, advice: str = "name the directory of the cluster's"
+) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    """Return an authority and its key. `advice`: what to do where there is none. Raises CertificateError."""
     try:
         certificate = x509.load_pem_x509_certificate((directory / AUTHORITY).read_bytes())
         key = serialization.load_pem_private_key((directory / AUTHORITY_KEY).read_bytes(), None)
     except FileNotFoundError as error:
-        raise CertificateError(
-            f"there is no authority in {directory} ({error.filename} is missing): `ganger certs init {directory}` makes"
-            " one"
-        ) from error
+        missing = f"there is no authority in {directory} ({error.filename} is missing)"
+        raise CertificateError(f"{missing}: {advice}") from error
     except OSError as error:
-        raise CertificateError(f"cannot read {error.filename}: {(error.strerror or '').lower()}") from error
+        raise CertificateError(f"cannot read {os_failure(error)}") from error
     except (ValueError, TypeError) as error:
         raise CertificateError(f"{directory} holds no authority that can be used: {error}") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
@@ -295,7 +298,7 @@ def _write(directory: Path, files: dict[str, bytes], *, replaces: bool = False) 
         for temporary, path in written:
             temporary.rename(path)
     except OSError as error:
-        raise CertificateError(f"cannot write into {directory}: {(error.strerror or str(error)).lower()}") from error
+        raise CertificateError(f"cannot write into {directory}: {os_reason(error)}") from error
     finally:
         for temporary, _ in written:
             temporary.unlink(missing_ok=True)

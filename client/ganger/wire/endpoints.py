@@ -7,11 +7,14 @@ clients dial no other.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+
+from ganger.protocol.os_errors import os_reason
 
 ENDPOINT_FILE = "endpoint.json"
 TOKEN_FILE = "token"
@@ -31,7 +34,7 @@ class EndpointError(Exception):
 
 
 class CredentialError(EndpointError):
-    """A token or a certificate that cannot be used: a server would reject it."""
+    """A token or a certificate that cannot be used, which a server would reject; or files that may not be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,8 @@ def read_endpoint(directory: Path) -> Endpoint:
             f"no master has written {path}: is it running, and is this its --state-dir?", found=False
         ) from error
     except OSError as error:
-        raise EndpointError(f"cannot read {path}: {error.strerror}") from error
+        kind = CredentialError if isinstance(error, PermissionError) else EndpointError
+        raise kind(f"cannot read {path}: {os_reason(error)}") from error
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise EndpointError(f"{path} is not an endpoint file ({error}): restart the master to rewrite it") from error
     check_address(address)
@@ -139,7 +143,7 @@ def read_token(path: Path) -> str:
     except PermissionError as error:
         raise CredentialError(f"may not read the token {path}: the cluster belongs to another user") from error
     except OSError as error:
-        raise CredentialError(f"cannot read the token {path}: {error.strerror}") from error
+        raise CredentialError(f"cannot read the token {path}: {os_reason(error)}") from error
     if mode & 0o077:
         raise CredentialError(
             f"the token {path} can be read by others (mode {mode:04o}): chmod 600 it, or delete it and restart"
@@ -183,6 +187,36 @@ def check_listen_address(address: str, *, has_certificates: bool = False) -> Non
         )
 
 
+def check_listen_host(host: str, *, has_certificates: bool = False) -> None:
+    """Check a host to listen at, at any free port. Raises EndpointError as `check_listen_address`, and for text that is
+    more than a host name or an IPv4 address."""
+    if not host or any(sign in host for sign in ":/[] "):
+        port = host.rpartition(":")[2]
+        hint = f"without a port: {host.rpartition(':')[0]}" if port.isdigit() and host.count(":") == 1 else "alone"
+        raise EndpointError(
+            f"--listen {host!r}: give a host name or an IPv4 address {hint}; the daemon takes free ports"
+        )
+    check_listen_address(f"{host}:0", has_certificates=has_certificates)
+
+
+def why_not_listening(address: str, error: OSError) -> str:
+    """Return what is wrong with an address to listen at, "HOST:PORT", and what to do."""
+    import socket
+
+    host, _, port = address.rpartition(":")
+    if isinstance(error, socket.gaierror):
+        why = f"the host name {host} is not known; give a name or address of this machine"
+    elif error.errno == errno.EADDRNOTAVAIL:
+        why = f"{host} is not an address of this machine; give one of its own"
+    elif error.errno == errno.EADDRINUSE:
+        why = f"in use; stop the program that has port {port}, or give another port"
+    elif error.errno in (errno.EACCES, errno.EPERM):
+        why = f"port {port} is not permitted; give one above 1023"
+    else:
+        why = f"{os_reason(error)}; give another address"
+    return f"cannot listen on {address}: {why}"
+
+
 def host_of(address: str) -> str:
     """The host in "HOST:PORT", that of an IPv6 address without its brackets."""
     return address.rpartition(":")[0].strip("[]")
@@ -202,7 +236,7 @@ def is_loopback(address: str) -> bool:
     loopback."""
     import ipaddress
 
-    host = address.rpartition(":")[0].strip("[]")
+    host = host_of(address)
     if host == "localhost":
         return True
     try:
@@ -233,7 +267,7 @@ def prepare_socket(address: str) -> None:
             path.unlink(missing_ok=True)
             return
         except OSError as error:
-            raise EndpointError(f"cannot tell whether {path} is in use: {error}") from error
+            raise EndpointError(f"cannot tell whether {path} is in use: {os_reason(error)}") from error
     raise EndpointError(f"{address} is in use by another server: stop it or listen elsewhere")
 
 

@@ -11,6 +11,7 @@ import hmac
 import inspect
 import logging
 import os
+import socket
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -29,7 +30,7 @@ from ganger.wire.channels import (
     common_version,
     read_versions,
 )
-from ganger.wire.endpoints import EndpointError, check_listen_address, prepare_socket
+from ganger.wire.endpoints import EndpointError, check_listen_address, host_of, prepare_socket, why_not_listening
 from ganger.wire.errors import (
     ApiError,
     Internal,
@@ -89,7 +90,7 @@ def make_server(
 
 def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None) -> str:
     """Makes `server` listen on "unix:PATH" or "HOST:PORT" and returns the address, with the port chosen for port 0.
-    Raises EndpointError for an address in use, and without certificates for one that other machines could reach."""
+    Raises EndpointError for one where it cannot, and without certificates for one that other machines could reach."""
     check_listen_address(address, has_certificates=credentials is not None)
     prepare_socket(address)
     # The socket must never exist with more rights than these, not even until a chmod.
@@ -99,16 +100,36 @@ def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredenti
             port = server.add_insecure_port(address)
         else:
             port = server.add_secure_port(address, credentials)
-    except RuntimeError as error:
-        raise EndpointError(f"cannot listen on {address}: in use or not permitted; choose another address") from error
+    except RuntimeError:
+        port = 0
     finally:
         if mask is not None:
             os.umask(mask)
-    if address.startswith("unix:"):
-        return address
     if port == 0:
-        raise EndpointError(f"cannot listen on {address}: in use or not permitted; choose another address")
-    return f"{address.rpartition(':')[0]}:{port}"
+        raise EndpointError(_why_not_bound(address))
+    return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+
+
+def _why_not_bound(address: str) -> str:
+    """Return why a server cannot listen: gRPC gives no reason, so a plain socket tries the same address."""
+    path = address.removeprefix("unix:")
+    try:
+        if path != address:
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.bind(path)
+                os.unlink(path)
+        else:
+            places = socket.getaddrinfo(
+                host_of(address), address.rpartition(":")[2], type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
+            for family, kind, _, _, place in places:
+                with socket.socket(family, kind) as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(place)
+                    probe.listen()
+    except OSError as error:
+        return why_not_listening(address, error)
+    return f"cannot listen on {address}: it was in use until now; try again"
 
 
 if TYPE_CHECKING:

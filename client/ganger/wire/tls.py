@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import grpc
 
+from ganger.protocol.os_errors import os_reason
 from ganger.wire.endpoints import CredentialError, Endpoint, host_of
 from ganger.wire.errors import CertificateInvalid
 from ganger.wire.methods import CallerIdentity, CallerRole, identity_of, is_served_name, served_name
@@ -239,7 +240,7 @@ def _read(path: Path) -> bytes:
             " issue` writes them"
         ) from error
     except OSError as error:
-        raise CredentialError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
+        raise CredentialError(f"cannot read {path}: {os_reason(error)}") from error
     if path.name == KEY and mode & 0o077:
         raise CredentialError(f"the key {path} can be read by others (mode {mode:04o}): chmod 600 it")
     if not content.strip():
@@ -268,7 +269,7 @@ def _loaded(context: ssl.SSLContext, directory: Path) -> ssl.SSLContext:
             why = f"cannot read {directory / CERTIFICATE} and {directory / KEY} as certificate and key in PEM form"
         raise CredentialError(why) from error
     except OSError as error:
-        raise CredentialError(f"cannot read the certificate in {directory}: {error.strerror}") from error
+        raise CredentialError(f"cannot read the certificate in {directory}: {os_reason(error)}") from error
     return context
 
 

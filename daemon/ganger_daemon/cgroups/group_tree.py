@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from ganger.protocol.os_errors import os_reason
+
 from ganger_daemon.cgroups import controllers
 from ganger_daemon.cgroups.contract import GROUP_NAME, Cgroups, Variant, checked
 from ganger_daemon.cgroups.controllers import (
@@ -351,7 +353,7 @@ def _works(part: CgroupController, why: list[str]) -> bool:
     try:
         scratch.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        why.append(f"cannot make a group under {part.root}: {error.strerror}")
+        why.append(f"cannot make a group under {part.root}: {os_reason(error)}")
         return False
     try:
         if part.works(scratch):

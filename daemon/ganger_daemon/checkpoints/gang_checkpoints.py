@@ -16,6 +16,7 @@ from typing import Any
 
 from ganger.failpoints import hit
 from ganger.injob.state_image import ImageError
+from ganger.protocol.os_errors import os_failure
 
 from ganger_daemon.checkpoints import storage as layout
 from ganger_daemon.checkpoints.storage import (
@@ -203,7 +204,10 @@ class GangCheckpoints:
                 self._refuse(agreement, f"{error.reason}: the checkpoint at step {step} cannot be published: {error}")
                 return
             except (OSError, ValueError) as error:
-                former, self.trouble = self.trouble, f"the checkpoint at step {step} is not published yet: {error}"
+                former, self.trouble = (
+                    self.trouble,
+                    f"the checkpoint at step {step} is not published yet: {os_failure(error)}",
+                )
                 self._retry_at = time.monotonic() + _RETRY_S
                 if former != self.trouble:
                     self._changed()
@@ -234,7 +238,7 @@ class GangCheckpoints:
             try:
                 described = await self._run(_describe_either, tmp / file, final / file)
             except (OSError, ImageError) as error:
-                self._refuse(agreement, f"STORAGE_FAILED: shard of rank {rank} is unreadable: {error}")
+                self._refuse(agreement, f"STORAGE_FAILED: shard of rank {rank} is unreadable: {os_failure(error)}")
                 return None
             self._described[agreement, rank] = replace(described, rank=rank)
         found = tuple(self._described[agreement, rank] for rank in ranks)

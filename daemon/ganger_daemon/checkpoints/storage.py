@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 from ganger.injob import state_image
+from ganger.protocol.os_errors import os_reason
 
 from ganger_daemon.core.part_facts import FoundCheckpoint
 from ganger_daemon.node.accounts import Account
@@ -359,7 +360,7 @@ def verify(directory: Path, ranks: tuple[int, ...] | None = None) -> Manifest | 
             if why := _trouble_with(directory / file, entry, manifest, is_read=rank in wanted):
                 return Unreadable(f"{file} {why}")
     except OSError as error:
-        return Unreadable(f"{error.filename or directory}: {error.strerror}", error.errno in _LASTING)
+        return Unreadable(f"{error.filename or directory}: {os_reason(error)}", error.errno in _LASTING)
     except ValueError as error:
         return Unreadable(str(error))
     return manifest

@@ -8,6 +8,7 @@ from enum import IntEnum
 
 from ganger.injob.page_layout import EXIT_FENCED, EXIT_NO_STATE, EXIT_YIELDED, Capability
 from ganger.protocol.gang_orders import DesiredOrder, Mechanism, OrderIntent
+from ganger.units import counted
 
 
 class PartOutcomeKind(IntEnum):
@@ -270,7 +271,7 @@ def _candidates(facts: MechanismFacts) -> tuple[Mechanism, ...]:
 
 def _reason_against(facts: MechanismFacts, mechanism: Mechanism) -> str | None:
     if mechanism is Mechanism.IMAGE and facts.nodes > 1:
-        return f"its ranks are on {facts.nodes} nodes, and an image is of one"
+        return f"its ranks are on {counted(facts.nodes, 'node')}, and an image is of one"
     reasons = {
         Mechanism.ATTACHED: facts.attached,
         Mechanism.ADAPTER: facts.adapter,

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ganger.cluster.resources import ConfigurationSet, LocalityLevel, Socket
+from ganger.protocol.os_errors import os_reason
+from ganger.units import counted
 
 from ganger_daemon.devices.contract import (
     MAX_DEVICES,
@@ -178,7 +180,9 @@ def parse_topology(text: str, gpus: int) -> tuple[int, int, int]:
     sockets, switches, devices = (parts[0], 0, parts[1]) if len(parts) == 2 else (parts[0], parts[1], parts[2])
     described = sockets * max(1, switches) * devices
     if described != gpus:
-        raise ValueError(f"topology {text!r} has {described} devices but {gpus} are declared; make them agree")
+        raise ValueError(
+            f"topology {text!r} has {counted(described, 'device')} but {gpus} are declared; make them agree"
+        )
     return sockets, switches, devices
 
 
@@ -188,8 +192,8 @@ def virtual_inventory(spec: VirtualSpec, node: str, cpus: tuple[int, ...], memor
         raise ValueError(f"{spec.gpus} devices cannot be declared; a node has 0 to {MAX_DEVICES}")
     if spec.gpus * spec.gpu_cores > len(cpus):
         raise ValueError(
-            f"{spec.gpus} devices of {spec.gpu_cores:g} cores each cannot be told apart on {len(cpus)} CPUs; declare"
-            " fewer devices, or less for each"
+            f"{spec.gpus} devices of {spec.gpu_cores:g} cores each cannot be told apart on {len(cpus)} CPUs;"
+            " declare fewer devices, or less for each"
         )
     sockets, switches, per_group = parse_topology(spec.topology, spec.gpus)
     core_map = declared_cores(spec.cores or max(len(cpus), sockets), sockets, cpus)
@@ -301,7 +305,7 @@ def read_recording(path: Path) -> RecordedServer:
     except OSError as error:
         known = ", ".join(sorted(found.stem for found in FIXTURES.glob("*.json")))
         raise ValueError(
-            f"cannot read the recorded server {path}: {error.strerror}; those that come along: {known}"
+            f"cannot read the recorded server {path}: {os_reason(error)}; those that come along: {known}"
         ) from error
     except ValueError as error:
         raise ValueError(f"{path} is no recorded server: {error}") from error

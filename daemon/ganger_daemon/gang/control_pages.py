@@ -13,6 +13,7 @@ from ganger.injob.page import Page, PageMismatchError, PageOrder, PageProgress, 
 from ganger.injob.page_access import PageError
 from ganger.injob.page_layout import VERSION, Capability, Flag, PageOrderKind, PageParkLevel, Word
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
+from ganger.protocol.os_errors import os_failure
 from ganger.protocol.stop_rules import RelayedPoint, expired
 
 from ganger_daemon.checkpoints.storage import unfinished_template
@@ -118,7 +119,7 @@ class ControlPages:
         except FileNotFoundError:
             return False
         except OSError as error:
-            self.spoil(f"control page {error.filename} cannot be opened: {error.strerror}")
+            self.spoil(f"a control page cannot be opened: {os_failure(error)}")
             return False
         except PageMismatchError as error:
             if version == VERSION:

@@ -16,6 +16,7 @@ from typing import Any
 from ganger.failpoints import hit
 from ganger.injob.launcher.client import Launcher, LauncherError
 from ganger.injob.launcher.namespaces import LINKS, Unit, bind, make_links, unbind
+from ganger.protocol.os_errors import os_failure
 
 from ganger_daemon.devices.contract import VIRTUAL_DRIVER
 from ganger_daemon.gang.gang_context import GangContext, OfGang
@@ -170,7 +171,7 @@ class JobNames:
             # As in a container that may not mount: the job starts, and is saved in other ways.
             self.directory = ""
             log.warning("no process images of a gang", extra={"group": self._paths.group, "cause": str(error)})
-            return f"its directories cannot be named: {error}"
+            return f"its directories cannot be named: {os_failure(error)}"
         return ""
 
     def give(self, mapping: dict[str, Any]) -> dict[str, Any]:

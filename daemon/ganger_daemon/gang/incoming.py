@@ -15,6 +15,7 @@ from functools import partial
 from ganger.agent.v1 import agent_pb2
 from ganger.injob.page_layout import PageState, Word
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
+from ganger.protocol.os_errors import os_failure
 
 from ganger_daemon.gang.gang_context import GangContext, OfGang
 from ganger_daemon.gang.gang_launcher import GangLauncher
@@ -86,7 +87,7 @@ class StateTransfers:
         try:
             fd = one.open_arena()
         except Exception as error:  # The launcher may be gone: whatever the cause, the migration cannot continue
-            self._fail(f"rank {one.rank}: its arena cannot be opened: {error}")
+            self._fail(f"rank {one.rank}: its arena cannot be opened: {os_failure(error)}")
             return
         try:
             if one.bytes_ahead:
@@ -99,7 +100,7 @@ class StateTransfers:
                 fetch(one.address, one.request, landing, one.available, self._cancelled, tls=one.tls)
         except (StreamError, OSError, ValueError) as error:
             if not self._cancelled.is_set():
-                self._fail(f"rank {one.rank}: {error}")
+                self._fail(f"rank {one.rank}: {os_failure(error)}")
             return
         else:
             with self._lock:

@@ -15,6 +15,7 @@ from ganger.agent.v1 import agent_pb2
 from ganger.injob.launcher.process_record import TaskPlace, rank_environment, torchrun_environment
 from ganger.injob.page import page_path
 from ganger.injob.page_layout import VERSION
+from ganger.units import counted
 from ganger.v1 import job_pb2
 from ganger.wire.resource_names import parse_job_name, parse_node_name
 
@@ -159,7 +160,7 @@ def restore_plan(desired: agent_pb2.DesiredGang, storage: Path | None, part: Loc
         raise StateUnreadableError(f"checkpoint {path} cannot be restored: {found.why}", left)
     may_differ = desired.spec.gpus_max > 0
     if found.step < desired.restore.step or not (found.world == part.world or may_differ):
-        is_of = f"is of step {found.step} and {found.world} ranks"
+        is_of = f"is of step {found.step} and {counted(found.world, 'rank')}"
         text = f"checkpoint {path} {is_of}, not of {desired.restore.step} and {part.world}"
         raise StateUnreadableError(text, _on_storage(desired, storage))
     kind = "checkpoint" if facts_of(path / shard_name(0)) is None else "image"

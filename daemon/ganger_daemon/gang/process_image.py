@@ -22,6 +22,7 @@ from ganger.injob.page import PageProgress
 from ganger.injob.page_layout import Capability, PageState, Word
 from ganger.injob.process_identity import ProcessId
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
+from ganger.protocol.os_errors import os_failure
 from ganger.v1 import job_pb2
 
 from ganger_daemon.checkpoints.storage import directories, shard_name
@@ -168,7 +169,9 @@ class GangImages(OfGang):
             return f"IMAGE_REFUSED: {error}"
         except OSError as error:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            return f"STORAGE_{'FULL' if is_full else 'FAILED'}: its process image cannot be written: {error}"
+            return (
+                f"STORAGE_{'FULL' if is_full else 'FAILED'}: its process image cannot be written: {os_failure(error)}"
+            )
         self._taken = {agreement: step}
         return ""
 
@@ -385,7 +388,7 @@ class GangImages(OfGang):
         except Exception as error:
             # Record any error as a reason, or the move would be retried for ever.
             is_expected = isinstance(error, ImageRefusedError | DeviceStateLostError | OSError)
-            self.trouble = f"IMAGE_REFUSED: {error if str(error) else type(error).__name__}"
+            self.trouble = f"IMAGE_REFUSED: {os_failure(error)}"
             extra = {"group": self._paths.group}
             log.warning("no image for a move: %s", error, extra=extra, exc_info=None if is_expected else error)
         finally:

@@ -18,6 +18,8 @@ from ganger.injob.launcher.client import Launcher, LauncherError
 from ganger.injob.page import page_path
 from ganger.injob.process_identity import start_ticks
 from ganger.injob.state_image import ImageError
+from ganger.protocol.os_errors import os_failure
+from ganger.units import counted
 
 from ganger_daemon.cgroups.contract import Variant
 from ganger_daemon.cgroups.controllers import set_affinity
@@ -349,7 +351,9 @@ class RankLaunch(OfGang):
         # daemons of one machine may share a root
         pool = f"{self._host.node}-devices-{device_mask:x}"
         if not self._host.cgroups.make_pool(pool, cores):
-            raise LaunchRefusedError(f"no CPU quota of {cores:g} cores: {self._host.cgroups.capabilities['cpu_quota']}")
+            raise LaunchRefusedError(
+                f"no CPU quota of {counted(cores, 'core', 'g')}: {self._host.cgroups.capabilities['cpu_quota']}"
+            )
         return pool
 
     def _fork_all(
@@ -448,7 +452,7 @@ class RankLaunch(OfGang):
             # whatever it is: without a reason here it would be tried again and again, and the move would never end
             if not isinstance(error, LaunchRefusedError | LauncherError | OSError):
                 log.exception("image not restored", extra={"group": self._paths.group})
-            self._images.trouble = str(error) or type(error).__name__
+            self._images.trouble = os_failure(error)
         else:
             self.awaits_image = False
             self._watch(processes)
@@ -478,4 +482,4 @@ def _outcome_of(error: Exception) -> PartOutcome:
     # The exit code shows the master that the command is at fault, and not the node.
     is_command = isinstance(error, LauncherError) and error.reason == "COMMAND"
     exit_code = _NOT_EXECUTED if is_command else 0
-    return PartOutcome(kind, exit_code, message=str(error) or type(error).__name__, found=found)
+    return PartOutcome(kind, exit_code, message=os_failure(error), found=found)

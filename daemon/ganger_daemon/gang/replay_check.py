@@ -17,6 +17,7 @@ from ganger.injob.launcher.client import Launcher, LauncherError
 from ganger.injob.page import PageOrder, page_path
 from ganger.injob.page_layout import PageOrderKind, PageState
 from ganger.injob.process_identity import family
+from ganger.protocol.os_errors import os_failure
 
 from ganger_daemon.gang.control_pages import ControlPages
 from ganger_daemon.gang.gang_context import GangContext, OfGang
@@ -76,7 +77,7 @@ class ReplayCheck(OfGang):
             processes = await asyncio.to_thread(self._start, pages, step, shards)
             return await self._outcome(pages, processes, step)
         except (LaunchRefusedError, LauncherError, OSError) as error:
-            return f"REPLAY_REFUSED: the script cannot be started beside the ranks that are to end: {error}"
+            return f"REPLAY_REFUSED: the script cannot be started beside the ranks that are to end: {os_failure(error)}"
         finally:
             pages.close()
             await asyncio.to_thread(self._end)

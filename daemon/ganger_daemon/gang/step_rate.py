@@ -14,7 +14,7 @@ from statistics import median
 import psutil
 from ganger.injob.page import PageProgress
 from ganger.injob.page_layout import PagePhase
-from ganger.units import format_duration
+from ganger.units import counted, format_duration
 
 from ganger_daemon.gang.control_pages import ControlPages
 from ganger_daemon.node.node_context import NodeContext
@@ -239,7 +239,7 @@ def _held_back(steps: Mapping[int, int], waits: Mapping[int, float]) -> str:
     rank = min(steps, key=lambda one: (steps[one], one))
     usual = median([count for other, count in steps.items() if other != rank])
     if steps[rank] < _FEWER_STEPS * usual:
-        return f"rank {rank} makes {steps[rank]} steps while the others make {usual:g}"
+        return f"rank {rank} makes {counted(steps[rank], 'step')} while the others make {usual:g}"
     rank = max(waits, key=lambda one: (waits[one], -one))
     others = median([share for other, share in waits.items() if other != rank])
     if waits[rank] - others > _MORE_WAITING:

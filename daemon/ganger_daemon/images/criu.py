@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 from ganger.injob.process_identity import family
+from ganger.protocol.os_errors import os_failure
 
 from ganger_daemon.images.contract import (
     PID_FILE,
@@ -86,7 +87,7 @@ class CriuImages(ProcessImages):
             closes = self._check(proc, unit, root, request.is_outside_closed)
             pids = pids_outside(unit.root_pid)
         except OSError as error:
-            raise ImageRefusedError(f"the job's processes are gone: {error}") from error
+            raise ImageRefusedError(f"the job's processes are gone: {os_failure(error)}") from error
         _await_no_tracer(pids.values())
         holders = self._devices.save(tuple(pids.values()))
         try:
@@ -220,7 +221,7 @@ class CriuImages(ProcessImages):
             os.close(image)
             code = 1 if process is None else process.wait()
         if code:
-            text = reason_of(_text(directory / DUMP_LOG)) or _text(directory / _ERRORS).strip()[-300:]
+            text = reason_of(_text(directory / DUMP_LOG)) or _end(_text(directory / _ERRORS))
             raise ImageRefusedError(text or f"criu dump ended with code {code}")
 
 
@@ -274,13 +275,13 @@ def choose_images(setting: str = "", devices: DeviceState | None = None) -> Proc
     code, text = _output([program, "--version"])
     match = re.search(r"Version: *([\d.]+)", text)
     if code or match is None:
-        return ProcessImages(f"{program} --version answers {text.strip()[-200:]!r}")
+        return ProcessImages(f"{program} --version answers {_end(text) or 'nothing'}")
     if int(match.group(1).split(".")[0]) < LEAST_VERSION:
         return ProcessImages(f"{program} is CRIU {match.group(1)}; {LEAST_VERSION} is the oldest that will do")
     code, text = _output([program, "check"])
     if code:
         is_root = os.geteuid() == 0
-        why = reason_of(text) or text.strip()[-200:]
+        why = reason_of(text) or _end(text)
         return ProcessImages(why if is_root else f"the daemon is not root ({why})")
     return CriuImages(program, match.group(1), devices)
 
@@ -289,8 +290,13 @@ def _output(command: Sequence[str]) -> tuple[int, str]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, errors="replace", check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return 1, str(error)
+        return 1, os_failure(error)
     return done.returncode, done.stdout + done.stderr
+
+
+def _end(text: str) -> str:
+    """Return the end of an output, on one line."""
+    return " ".join(text.split())[-200:]
 
 
 def _text(path: Path) -> str:

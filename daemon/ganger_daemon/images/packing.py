@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 from ganger.injob import state_image
+from ganger.protocol.os_errors import os_failure
 
 from ganger_daemon.images.contract import FACTS, SHARED_MEMORY, ImageFacts, ImageRefusedError, read_facts, write_facts
 
@@ -44,7 +45,7 @@ def pack_directories(init_pid: int, directories: Sequence[str], image: Path, sha
                     with suppress(FileNotFoundError) if is_shared else nullcontext():
                         tar.add(source / name, name, recursive=not is_shared)
         except (OSError, tarfile.TarError) as error:
-            raise ImageRefusedError(f"the files in {inside} cannot be saved: {error}") from error
+            raise ImageRefusedError(f"the files in {inside} cannot be saved: {os_failure(error)}") from error
 
 
 def _with_parents(directory: Path, paths: Collection[str]) -> list[str]:

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ganger.protocol.os_errors import os_reason
+
 _T = TypeVar("_T")
 
 # Of the accounts of people, in Debian, Fedora and SUSE (UID_MIN of login.defs); what is below is the system's.
@@ -114,7 +116,7 @@ def read_map(path: Path) -> dict[str, str]:
     try:
         status, text = path.stat(), path.read_text()
     except (OSError, UnicodeError) as error:
-        raise ValueError(f"--accounts {path}: it cannot be read: {error}") from error
+        raise ValueError(f"--accounts {path}: it cannot be read: {os_reason(error)}") from error
     if status.st_uid != 0 or status.st_mode & 0o022:
         raise ValueError(f"--accounts {path}: others than root may write to it (chown root, chmod 644)")
     found: dict[str, str] = {}

@@ -20,6 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ganger.protocol.os_errors import os_failure, os_reason
+
 from ganger_daemon.node.accounts import Account
 from ganger_daemon.node.owned_directories import closed_step, give_directory
 
@@ -69,7 +71,7 @@ def write_hint(path: Path, fields: Any) -> None:
     try:
         write_json(path, fields)
     except OSError as error:
-        log.warning("note not written", extra={"path": str(path), "error": str(error)})
+        log.warning("note not written", extra={"path": str(path), "error": os_failure(error)})
 
 
 def _clear(path: Path) -> None:
@@ -204,7 +206,7 @@ def path_trouble(path: Path) -> str:
         except FileNotFoundError:
             return ""
         except OSError as error:
-            return f"{step} cannot be looked at: {error.strerror}"
+            return f"{step} cannot be looked at: {os_reason(error)}"
         if status.st_uid not in (0, os.geteuid()):
             return f"{step} belongs to {_user(status.st_uid)}"
         if stat.S_ISLNK(status.st_mode):
@@ -431,7 +433,7 @@ def make_private(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         raise DirectoryError(
-            f"cannot make {path}: {error.strerror}; choose another with --state-dir or --run-dir"
+            f"cannot make {path}: {os_reason(error)}; choose another with --state-dir or --run-dir"
         ) from error
 
 

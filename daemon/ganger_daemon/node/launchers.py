@@ -23,6 +23,7 @@ import ganger
 from ganger.injob.bootstrap import prepare_inject_directory
 from ganger.injob.launcher.client import Launcher, LauncherError, start_launcher
 from ganger.injob.launcher.process_record import startup_variables
+from ganger.protocol.os_errors import os_failure
 
 from ganger_daemon.node.accounts import Account
 from ganger_daemon.node.become import Becoming, start_as
@@ -351,7 +352,9 @@ def _make_place(directory: Path, account: Account) -> None:
     try:
         give_directory(directory, str(account.uid), account, 0o700, is_its=True)
     except OSError as error:
-        raise LauncherError("NOT_STARTED", f"no directory for launchers of {account.name}: {error}") from error
+        raise LauncherError(
+            "NOT_STARTED", f"no directory for launchers of {account.name}: {os_failure(error)}"
+        ) from error
 
 
 def _travels(name: str) -> bool:

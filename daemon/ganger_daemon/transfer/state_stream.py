@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 import msgspec
 from ganger.injob.state_image import enter_pages, leave_pages
+from ganger.protocol.os_errors import os_failure
 from ganger.wire.endpoints import EndpointError
 from ganger.wire.errors import CertificateInvalid, CertificateRevoked
 from ganger.wire.methods import CallerRole
@@ -199,7 +200,8 @@ def fetch(
         try:
             return leg.travel(address, msgspec.structs.replace(request, offset=offset))
         except (StreamError, EndpointError, OSError, KeyError, ValueError) as error:
-            why = str(error) if isinstance(error, StreamError) else f"the state stream from {address} broke: {error}"
+            broke = f"the state stream from {address} broke: {os_failure(error)}"
+            why = str(error) if isinstance(error, StreamError) else broke
             if cancelled.is_set():
                 raise StreamError("the transfer was cancelled", retry=False) from error
             left = attempts if leg.offset > offset else left - 1

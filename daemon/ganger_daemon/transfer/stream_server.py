@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 from ganger.agent.v1 import agent_pb2
 from ganger.failpoints import hit
 from ganger.injob.page_layout import PageState
+from ganger.wire.endpoints import EndpointError, why_not_listening
 from ganger.wire.revocation import Revocations
 from ganger.wire.tls import Renewed, server_context
 
@@ -125,7 +126,7 @@ class Source(Protocol):
 class StreamServer:
     """Listens on (host, port); `port` 0 takes a free one. `find` returns the state to serve, or raises StreamError.
     `tls`: the directory of its certificate, which goes before the token, and `revocations`: what goes with it. Raises
-    EndpointError for one that does not do."""
+    EndpointError for one that does not do, and for an address at which it cannot listen."""
 
     def __init__(
         self,
@@ -145,7 +146,10 @@ class StreamServer:
         self._host = host
         self._closing = threading.Event()
         self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        self._socket = socket.create_server((host, port), backlog=128)
+        try:
+            self._socket = socket.create_server((host, port), backlog=128)
+        except OSError as error:
+            raise EndpointError(why_not_listening(f"{host}:{port}", error)) from error
         self._socket.settimeout(0.5)
         self._thread = threading.Thread(target=self._accept, name="state-stream", daemon=True)
         self._workers: set[threading.Thread] = set()

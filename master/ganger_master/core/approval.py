@@ -20,6 +20,7 @@ from ganger.cluster.resources import Claim, GangShape, LocalityLevel, NodeRow
 from ganger.cluster.search import PlacementRequest
 from ganger.cluster.view import View
 from ganger.protocol.gang_orders import Mechanism
+from ganger.units import counted
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -257,9 +258,9 @@ def rules(state: State, job: JobRecord, gpus: int | None = None) -> tuple[Refusa
         return ()
     figures = {"needed": needed, "held": held, "limit": limit}
     if needed > limit:
-        detail = f"it needs {needed} GPUs and the whole quota of user {job.user!r} is {limit}"
+        detail = f"it needs {counted(needed, 'GPU')} and the whole quota of user {job.user!r} is {limit}"
     else:
-        detail = f"user {job.user!r} holds {held} of the {limit} GPUs of its quota: {_holders(state, job)}"
+        detail = f"user {job.user!r} holds {held} of the {counted(limit, 'GPU')} of its quota: {_holders(state, job)}"
     return (Refusal(Reason.QUOTA, figures, detail=detail),)
 
 

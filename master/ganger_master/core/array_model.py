@@ -27,6 +27,7 @@ from enum import StrEnum
 from statistics import median
 from typing import Final, TypeAlias
 
+from ganger.units import counted
 from msgspec import Struct, field
 
 # The members of array n are the jobs n + 1 to n + size, in the order in which they were given.
@@ -189,7 +190,8 @@ def _below_median(rule: StopRule, records: Sequence[Value], others: Sequence[Seq
     if min(_key(rule, value) for value in records) <= middle:
         return ""
     shown = -middle if rule.maximise else middle
-    return f"its best value is worse than {shown:.6g}, the median of the running means of {len(others)} others"
+    of = counted(len(others), "other")
+    return f"its best value is worse than {shown:.6g}, the median of the running means of {of}"
 
 
 def _key(rule: StopRule, value: Value) -> float:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from ganger.job_state import JobState
+from ganger.units import counted
 from msgspec.structs import replace
 
 from ganger_master.core import answers, commands, ending, events
@@ -286,7 +287,9 @@ def _wrong_commands(spec: JobSpec, members: Sequence[tuple[int, Mapping[str, str
             return [("spec.command", "must name a program to run, with the parameters put in")]
         total += length + shared
     if total > _BYTES_LIMIT:
-        text = f"{len(members)} members with command and environment are {total} bytes, at most {_BYTES_LIMIT}"
+        text = (
+            f"{counted(len(members), 'member')} with command and environment are {total} bytes, at most {_BYTES_LIMIT}"
+        )
         return [("members", f"{text}: put large values into a file")]
     return []
 

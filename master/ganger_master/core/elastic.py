@@ -16,6 +16,7 @@ from ganger.cluster.placement import beside, resized
 from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel, more_bandwidth
 from ganger.job_state import JobState
+from ganger.units import counted
 from msgspec.structs import replace
 
 from ganger_master.core import gang_orders
@@ -217,9 +218,11 @@ def check_resize(state: State, job: JobRecord, gpus: int) -> Gang:
         text = f"{job.name} cannot be resized: {why}"
         raise RefusedError("LEVEL_UNAVAILABLE", text, {"job": job.name, "level": "RESIZE"})
     if not tasks_divide(job, gpus):
-        raise _refused(job, f"{gpus} GPUs do not divide its global batch ({capabilities.resize_divides} samples)")
+        raise _refused(
+            job, f"{gpus} GPUs do not divide its global batch ({counted(capabilities.resize_divides, 'sample')})"
+        )
     if gpus == gang.devices:
-        raise _refused(job, f"it has {gpus} GPUs")
+        raise _refused(job, f"it has {counted(gpus, 'GPU')}")
     if any(claim.shared_mask for claim in gang.claims):
         raise _refused(job, "it shares its GPUs with another job")
     if gang.phase is GangPhase.PARKED and gang.rested_level is not SuspendLevel.OFFLOAD:
@@ -243,7 +246,9 @@ def check_size(job: JobRecord, gpus: int) -> None:
     if job.is_bound:
         raise _refused(job, "its checkpoint cannot be brought back with another number of GPUs")
     if job.checkpoint is not None and not tasks_divide(job, gpus):
-        raise _refused(job, f"{gpus} GPUs do not divide its global batch ({job.capabilities.resize_divides} samples)")
+        raise _refused(
+            job, f"{gpus} GPUs do not divide its global batch ({counted(job.capabilities.resize_divides, 'sample')})"
+        )
 
 
 def choose_size(state: State, event: SizeChosen) -> None:
@@ -293,7 +298,7 @@ def place_resized(state: State, job: JobRecord, gang: Gang, gpus: int) -> tuple[
     shape = job.shape_for(gpus)
     claims = resized(state.view, shape, gang.claims)
     if claims is None:
-        raise _refused(job, f"there is no room for {gpus} GPUs (`ganger nodes` shows what is free)")
+        raise _refused(job, f"there is no room for {counted(gpus, 'GPU')} (`ganger nodes` shows what is free)")
     refusals = judge_resize(state, job, gang, claims)
     if refusals:
         raise _refused(job, refusals[0].message)

@@ -13,6 +13,7 @@ from ganger.cluster.resources import Claim, GangShape
 from ganger.cluster.search import PlacementRequest, widest_now
 from ganger.cluster.view import View
 from ganger.job_state import JobState
+from ganger.units import counted
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -205,7 +206,7 @@ def _held_back(array: Membership) -> Refusal:
 
 def _failing(state: State, job: JobRecord) -> Refusal:
     delay = ending.delay_after(state.settings, job.failed_in_row)
-    failed = f"its last {job.failed_in_row} attempts failed ({job.reason})"
+    failed = f"its last {counted(job.failed_in_row, 'attempt')} failed ({job.reason})"
     return Refusal(Reason.FAILING, detail=f"{failed}, so it is tried again {delay:.0f} s after the last")
 
 

@@ -11,6 +11,7 @@ from typing import Final
 
 from ganger.cluster.resources import Claim, exceeds, more_bandwidth
 from ganger.job_state import JobState
+from ganger.units import counted
 from msgspec.structs import replace
 
 from ganger_master.core import commands, events, gang_orders
@@ -299,7 +300,7 @@ def _hardware_mismatch(state: State, claims: Sequence[Claim]) -> str:
 def _booking_conflict(state: State, job: JobRecord, gang: Gang) -> str:
     """Return why the pieces of a gang (less than its claims if it is parked) cannot be booked; empty if they can."""
     if not job.spec.accepts(gang.devices):
-        return f"it has {gang.devices} devices, which {job.name} does not accept"
+        return f"it has {counted(gang.devices, 'device')}, which {job.name} does not accept"
     for claim in [piece.held for piece in gang.pieces if piece.held is not None]:
         kind = state.nodes.configuration_sets[state.nodes[claim.node].configuration_set]
         held = state.gangs.held_on(claim.node)

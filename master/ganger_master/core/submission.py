@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 from ganger.cluster.placement import impossible
 from ganger.cluster.resources import DIMENSIONS, Locality, LocalityLevel
 from ganger.protocol.gang_orders import Mechanism
-from ganger.units import format_cores, format_duration, format_memory
+from ganger.units import counted, format_cores, format_duration, format_memory
 from msgspec.structs import replace
 
 from ganger_master.core import answers, commands, ending, events
@@ -82,12 +82,12 @@ def check_room(state: State, spec: JobSpec, user: str, jobs: int = 1) -> None:
     limit = limit_of(state.settings.quota_devices, user)
     if limit is None or spec.gpus <= limit:
         return
-    text = (
-        f"the job needs {spec.gpus} GPUs and the quota of user {user!r} is {limit}: ask for {limit} or fewer,"
-        " or have an operator raise the quota"
+    quota = (
+        f"the quota of user {user!r} is {limit}: ask for {limit} or fewer, or"
         if limit
-        else f"the job needs {spec.gpus} GPUs and user {user!r} may hold none: have an operator raise the quota"
+        else f"user {user!r} may hold none:"
     )
+    text = f"the job needs {counted(spec.gpus, 'GPU')} and {quota} have an operator raise the quota"
     raise RefusedError("QUOTA_EXCEEDED", text, {"user": user, "needed": str(spec.gpus), "limit": str(limit)})
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Final
 
 import msgspec
+from ganger.protocol.os_errors import os_reason
 
 from ganger_master.decision_log.recording import FORMATS, End, Header, Line, LineError, decode_line, encode_line
 from ganger_master.runtime.store_access import StoreThread
@@ -169,7 +170,7 @@ class LineWriter:
         except Exception as error:
             self._problem = error
             if isinstance(error, OSError | RecordingError):
-                log.warning("recording failed", extra={"reason": getattr(error, "strerror", "") or str(error)})
+                log.warning("recording failed", extra={"reason": os_reason(error)})
             else:
                 log.exception("recording failed")
             self._file.discard()
@@ -228,7 +229,7 @@ def read_lines(path: Path) -> Iterator[Line]:
     except zlib.error as error:
         raise RecordingUnreadable(f"{path} is damaged: {error}") from error
     except OSError as error:
-        raise RecordingUnreadable(f"cannot read {path}: {error.strerror or error}") from error
+        raise RecordingUnreadable(f"cannot read {path}: {os_reason(error)}") from error
 
 
 def _lines(file: IO[bytes], path: Path) -> Iterator[Line]:

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
+from ganger.protocol.os_errors import os_reason
+
 from ganger_master.core.answers import Answer
 from ganger_master.core.commands import Command
 from ganger_master.core.events import Effects, Event
@@ -293,5 +295,5 @@ def _explained(error: BaseException, directory: Path) -> str:
     if isinstance(error, RecordingError):
         return str(error)
     if isinstance(error, OSError):
-        return f"cannot record into {directory}: {error.strerror or error}"
+        return f"cannot record into {directory}: {os_reason(error)}"
     return f"cannot record: {failure_of(error)} (see the master's log)"

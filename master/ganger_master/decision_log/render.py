@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from ganger.units import format_cores, format_memory, format_ranges
+from ganger.units import counted, format_cores, format_memory, format_ranges
 from msgspec import Struct
 
 from ganger_master.core.answers import ChangeAnswer
@@ -127,7 +127,9 @@ class DecisionReport:
 
     def text(self) -> Iterator[str]:
         began, commands = self.header.began, sum(self._commands.values())
-        done = f"{self.last_s - began:.1f} s, {commands:,} commands, {self._batches:,} batches"
+        done = (
+            f"{self.last_s - began:.1f} s, {counted(commands, 'command', ',')}, {counted(self._batches, 'batch', ',')}"
+        )
         yield f"recorded {_by(self.header)}: {done} ({self.end_reason})"
         yield from agreement(self.differences, began)
         if self.history is not None:
@@ -210,7 +212,8 @@ def counterfactual_lines(other: Counterfactual, began: float, only: int | None =
     name = other.policy.name
     differences = [one for one in other.differences if only is None or one.job == only]
     if other.passes:
-        yield f"{name} plans for all jobs at once: {other.passes:,} plans on the recorded states, where they change:"
+        plans = counted(other.passes, "plan", ",")
+        yield f"{name} plans for all jobs at once: {plans} on the recorded states, where they change:"
         for planned in other.planned:
             if only is None or only in planned.starts or only in planned.stops:
                 yield f"  {_at(planned.time, began):>10}  {_planned(planned)}"
@@ -243,14 +246,20 @@ def _details(moment: Moment) -> Iterator[str]:
 
 def _place(place: RequestedPlace) -> str:
     gpus = f"GPUs {format_ranges(place.gpus)}" if place.gpus else "no GPU"
-    return f"{place.node} {gpus}, {format_cores(place.millicores)} cores, {format_memory(place.memory_bytes)}"
+    return (
+        f"{place.node} {gpus}, {counted(format_cores(place.millicores), 'core')}, {format_memory(place.memory_bytes)}"
+    )
 
 
 def _free(free: Free) -> str:
-    gpus = f"GPUs {format_ranges(free.gpus_free)} of {free.gpus}" if free.gpus_free else f"none of {free.gpus} GPUs"
+    gpus = (
+        f"GPUs {format_ranges(free.gpus_free)} of {free.gpus}"
+        if free.gpus_free
+        else f"none of {counted(free.gpus, 'GPU')}"
+    )
     held = ", ".join(f"{one.job} has {one.gpus}" for one in free.held)
     closed = "" if free.takes_gangs else " (takes no gangs)"
-    room = f"{format_cores(free.free_millicores)} cores, {format_memory(free.free_memory_bytes)}"
+    room = f"{counted(format_cores(free.free_millicores), 'core')}, {format_memory(free.free_memory_bytes)}"
     return f"free on {free.node}{closed}: {gpus}, {room}" + (f"; {held}" if held else "")
 
 
@@ -336,7 +345,8 @@ class PlanReport:
 
     def text(self) -> Iterator[str]:
         began = self.header.began
-        done = f"{self.last_s - began:.1f} s, {self._rerun.observations:,} observations, {self.plans:,} plans"
+        plans = counted(self.plans, "plan", ",")
+        done = f"{self.last_s - began:.1f} s, {self._rerun.observations:,} observations, {plans}"
         yield f"planner recorded {_by(self.header)}: {done} ({self.end_reason})"
         yield from agreement(self.differences, began, "plan")
         if self.differences:

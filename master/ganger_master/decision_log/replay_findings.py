@@ -14,6 +14,7 @@ from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.refusals import Refusal
 from ganger.cluster.resources import Claim
 from ganger.job_state import JobState
+from ganger.units import counted
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -259,7 +260,7 @@ def _bits(mask: int) -> tuple[int, ...]:
 
 
 def _free_in_all(state: State) -> str:
-    return f"{state.nodes.free_devices} of {state.nodes.devices} GPUs free in all"
+    return f"{state.nodes.free_devices} of {counted(state.nodes.devices, 'GPU')} free in all"
 
 
 def _stands(state: State, job: JobRecord, now: float) -> str:

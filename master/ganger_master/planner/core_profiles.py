@@ -17,6 +17,7 @@ from typing import Final, TypeAlias
 import numpy as np
 from ganger.cluster.resources import Claim
 from ganger.cluster.view import View
+from ganger.units import counted
 
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
@@ -329,7 +330,9 @@ class ProfiledCores:
         rates = ", ".join([f"{point.rate:.3g} with {point.cores:g}" for point in points])
         curve = f"steps/s by cores for each GPU: {rates}" if points else ""
         return (
-            curve if self.trial is None else f"a trial of {self.trial.millicores / 1000:g} cores for each GPU; {curve}"
+            curve
+            if self.trial is None
+            else f"a trial of {counted(self.trial.millicores / 1000, 'core', 'g')} for each GPU; {curve}"
         )
 
     def _concluded(self, is_last: bool = False) -> ProfiledCores | None:

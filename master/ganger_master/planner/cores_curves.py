@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 from ganger.cluster.resources import Claim
-from ganger.units import format_cores, format_duration, format_memory
+from ganger.units import counted, format_cores, format_duration, format_memory
 from msgspec import structs
 
 from ganger_master.core.commands import PROMISES_LIMIT
@@ -203,7 +203,8 @@ def _measured(curve: CoresCurve) -> Iterator[str]:
     if curve.fitted:
         high = f"{curve.sweet_high:g}" if curve.sweet_high else "more than was tried"
         bounds = f"between {curve.sweet_low:g} and {high} with 95 % confidence"
-        yield f"the curve is flat from {curve.sweet_point:g} cores ({bounds}), and at most {curve.fit_error:.1%} off"
+        flat = f"the curve is flat from {counted(curve.sweet_point, 'core', 'g')} ({bounds})"
+        yield f"{flat}, and at most {curve.fit_error:.1%} off"
     for other in curve.others:
         if other.enough_millicores:
             yield f"in {other.phase} it needs {_cores(other.enough_millicores)} for each GPU"
@@ -213,4 +214,4 @@ def _measured(curve: CoresCurve) -> Iterator[str]:
 
 
 def _cores(millicores: int) -> str:
-    return f"{format_cores(millicores)} core{'s' * (millicores != 1000)}"
+    return counted(format_cores(millicores), "core")

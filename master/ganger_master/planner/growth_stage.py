@@ -17,6 +17,7 @@ from ganger.cluster.resources import Claim, GangShape
 from ganger.cluster.search import PlacementRequest
 from ganger.cluster.topology import bits
 from ganger.cluster.view import View
+from ganger.units import counted
 
 from ganger_master.core.elastic import tasks_divide
 from ganger_master.core.gang_model import Gang, GangPhase
@@ -227,7 +228,7 @@ def _cut(pair: tuple[JobRecord, Gang], gpus: int, view: View, pending: int) -> t
     if claims is None:
         return None
     purpose = Purpose(Goal.GIVE_BACK, pending)
-    return _change(job, claims, f"from {gang.devices} GPUs to {gpus}", purpose), given_back(gang, claims)
+    return _change(job, claims, f"from {counted(gang.devices, 'GPU')} to {gpus}", purpose), given_back(gang, claims)
 
 
 # -- growing
@@ -260,7 +261,7 @@ def _judged(
         claims = _claims(job, gang, trial.fewer, view)
         if claims is not None:
             gain = "not measured" if math.isnan(judged.gain.value) else f"{judged.gain.value:.2f} times as fast"
-            text = f"{gain} with {trial.more} GPUs, {trial.fewer} will do"
+            text = f"{gain} with {counted(trial.more, 'GPU')}, {trial.fewer} will do"
             changes.append(_change(job, claims, text, Purpose(Goal.GIVE_BACK)))
     return tuple(changes), tuple(findings), replace(growing, trials=trials, failed=failed)
 

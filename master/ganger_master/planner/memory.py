@@ -16,6 +16,7 @@ from typing import Final, get_origin
 
 import msgspec
 import numpy as np
+from ganger.units import counted
 
 from ganger_master.planner.growth_stage import GrowthTrials
 from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY, Resizing
@@ -108,7 +109,7 @@ def recalled(
     if found.policy != policy:
         return Unusable(f"it is of policy {found.policy}")
     if found.time_s > now + _CLOCKS_S:
-        return Unusable(f"it is of {found.time_s - now:.0f} seconds from now: clocks were set back")
+        return Unusable(f"it is of {counted(found.time_s - now, 'second', '.0f')} from now: clocks were set back")
     try:
         memory = unpacked(found.memory)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

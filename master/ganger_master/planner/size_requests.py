@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from ganger.cluster.resources import GangShape
 from ganger.cluster.search import Claims
+from ganger.units import counted
 
 from ganger_master.core.elastic import devices_of
 from ganger_master.core.gang_model import Gang
@@ -124,7 +125,7 @@ class SizeRequests:
         """Return the resize to these claims, with the estimates that it rests on."""
         job, before, gpus = self.jobs[at], int(self.facts.gpus[at]), devices_of(claims)
         belief = self.beliefs[at]
-        text = f"from {before} GPUs to {gpus}"
+        text = f"from {counted(before, 'GPU')} to {gpus}"
         if belief.speed is not None:
             speed = allreduce_speeds([belief.speed], np.ones(1), self.gpus_per_node)
             now, then = speed(np.zeros(2, np.int64), np.array([[before], [gpus]])).tolist()

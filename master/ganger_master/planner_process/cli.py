@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
+from ganger.console import Directory
 
 
 @click.group()
@@ -27,7 +28,7 @@ def planner() -> None:
 @click.option(
     "--record",
     "record_to",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=Directory(),
     metavar="DIR",
     help="Record observations and plans in DIR.",
 )
@@ -75,13 +76,14 @@ def _make_directory(record_to: Path) -> None:
     """Make the directory of recordings, and check that a file can be made in it. Raises click.UsageError."""
     import tempfile
 
+    from ganger.protocol.os_errors import os_reason
+
     try:
         record_to.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=record_to):
             pass
     except OSError as error:
-        reason = error.strerror or error
-        raise click.UsageError(f"--record: cannot write to {record_to}: {reason}") from error
+        raise click.UsageError(f"--record: cannot write to {record_to}: {os_reason(error)}") from error
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
+from ganger.units import counted
 from ganger.v1 import array_pb2, job_pb2
 from ganger.wire import errors
 from ganger.wire.errors import ApiError, UserLimit
@@ -143,13 +144,17 @@ class UserLimits:
         """Count requests of a caller. Raises UserLimit where they are too many."""
         user = self._user(caller)
         if user is not None and (wait_s := user.requests.take(self._steady(), count)):
-            raise self._exceeded(caller, wait_s, f"{self._requests} requests", "requests_per_user", self._requests)
+            raise self._exceeded(
+                caller, wait_s, counted(self._requests, "request"), "requests_per_user", self._requests
+            )
 
     def charge_changes(self, caller: CallerIdentity, count: int = 1) -> None:
         """Count changes of jobs, each of which is an entry of the history. Raises UserLimit where they are too many."""
         user = self._user(caller)
         if user is not None and (wait_s := user.changes.take(self._steady(), count)):
-            raise self._exceeded(caller, wait_s, f"{self._changes} changes of jobs", "changes_per_user", self._changes)
+            raise self._exceeded(
+                caller, wait_s, f"{counted(self._changes, 'change')} of jobs", "changes_per_user", self._changes
+            )
 
     @contextmanager
     def stream(self, caller: CallerIdentity) -> Iterator[None]:

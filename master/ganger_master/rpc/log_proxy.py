@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import grpc
 from ganger.agent.v1 import peer_pb2, peer_pb2_grpc
+from ganger.units import counted
 from ganger.v1 import job_service_pb2
 from ganger.wire import errors
 from ganger.wire.channels import DaemonChannels
@@ -199,8 +200,8 @@ class LogProxy:
         kept = self._writer.state.settings.logs_kept_s
         if kept is not None and job.state.is_finished and (ago := self._writer.now() - job.end_time) > kept:
             raise errors.LogNotKept(
-                f"nothing is left of what {job.name} has written: it ended {ago / 86400.0:.0f} days ago, and logs are "
-                f"kept for {kept / 86400.0:g} (logs_kept of the master)"
+                f"nothing is left of what {job.name} has written: it ended {counted(ago / 86400.0, 'day', '.0f')} ago, "
+                f"and logs are kept for {kept / 86400.0:g} (logs_kept of the master)"
             )
 
     async def _trouble_with(self, node: str) -> str:

@@ -29,6 +29,7 @@ from typing import Final
 
 import msgspec
 from ganger.job_state import JobState
+from ganger.protocol.os_errors import os_failure, os_reason
 from ganger.wire import endpoints
 
 from ganger_master.core.commands import Marks, RecordedEnd
@@ -67,14 +68,14 @@ class StateDirectory:
             path.chmod(0o700)
             self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise StartError(f"cannot use state directory {path}: {error.strerror}", obstacle_of(error)) from error
+            raise StartError(f"cannot use state directory {path}: {os_reason(error)}", obstacle_of(error)) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             holder = os.pread(self._lock, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(self._lock)
             raise StartError(
-                f"another master (pid {holder}) uses {path}: stop it, or give this one another --state-dir"
+                f"another master (pid {holder}) uses {path}: stop it, or name another --state-dir"
             ) from error
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
@@ -86,7 +87,7 @@ class StateDirectory:
         try:
             return endpoints.ensure_token(self.path)[0]
         except (endpoints.EndpointError, OSError) as error:
-            raise StartError(str(error), obstacle_of(error)) from error
+            raise StartError(os_failure(error), obstacle_of(error)) from error
 
     def write_endpoint(self, address: str) -> None:
         """Tells clients on this machine where the master listens; call it once requests are served."""
@@ -103,12 +104,17 @@ def storage_token(storage: Path) -> str:
     """The content of the storage's token file, made if it is not there. Raises StartError if it cannot be used."""
     path = storage / STORAGE_TOKEN
     try:
-        storage.mkdir(mode=0o700, parents=True, exist_ok=True)
+        storage.mkdir(mode=0o700, exist_ok=True)
         if not path.exists():
             _write_new(path, secrets.token_hex(16) + "\n")
         token = path.read_text().strip()
+    except FileNotFoundError as error:
+        raise StartError(
+            f"--storage {storage}: there is no directory {storage.parent}; mount it or make it, or correct the path",
+            MasterObstacle.SETTING,
+        ) from error
     except OSError as error:
-        raise StartError(f"cannot use storage {storage}: {error.strerror}", obstacle_of(error)) from error
+        raise StartError(f"cannot use storage {storage}: {os_reason(error)}", obstacle_of(error)) from error
     if not token:
         raise StartError(f"{path} is empty: delete it if no other cluster uses this storage")
     return token
@@ -116,7 +122,8 @@ def storage_token(storage: Path) -> str:
 
 def obstacle_of(error: BaseException) -> MasterObstacle:
     """RIGHTS where missing rights are behind an error, else STATE."""
-    denied = isinstance(error, PermissionError) or isinstance(error.__cause__, PermissionError)
+    rights = (PermissionError, endpoints.CredentialError)
+    denied = isinstance(error, rights) or isinstance(error.__cause__, PermissionError)
     return MasterObstacle.RIGHTS if denied else MasterObstacle.STATE
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from ganger.units import counted
 
 from ganger_master.policies.fairness import QUANTUM_S
 from ganger_master.simulator.admission import acceptable, strangers_among
@@ -26,7 +27,6 @@ from ganger_master.simulator.traces.rows import (
     RowFindingKind,
     TraceError,
     rows_of,
-    several,
     shown,
 )
 from ganger_master.simulator.traces.servers import Servers
@@ -274,9 +274,9 @@ def notes(source: Material, is_ideal: bool) -> list[str]:
     lines = []
     left_out = rows_of(source.findings, RowFindingKind.SKIPPED)
     if left_out or source.apart:
-        kept = several(source.rows - left_out - source.apart, "job")
+        kept = counted(source.rows - left_out - source.apart, "job", ",")
         chosen = f", {source.apart:,} not asked for" if source.apart else ""
-        lines.append(f"{several(source.rows, 'row')}: {kept}, {left_out:,} left out{chosen}")
+        lines.append(f"{counted(source.rows, 'row', ',')}: {kept}, {left_out:,} left out{chosen}")
     words = {RowFindingKind.SKIPPED: "left out", RowFindingKind.CHANGED: "changed", RowFindingKind.MISTAKE: "mistake"}
     lines += [f"{words[finding.kind]}: {finding}" for finding in source.findings]
     if source.ignored_columns:
@@ -284,7 +284,7 @@ def notes(source: Material, is_ideal: bool) -> list[str]:
     unnamed = sum(not model for model in source.jobs.model.texts())
     # Ideal replays do not depend on models.
     if unnamed and not is_ideal:
-        lines.append(f"changed: models are drawn for {several(unnamed, 'job')} of unknown model")
+        lines.append(f"changed: models are drawn for {counted(unnamed, 'job', ',')} of unknown model")
     return [f"{source.trace}: {line}" for line in lines]
 
 
@@ -292,9 +292,9 @@ def cluster_in_words(servers: Servers) -> str:
     kinds = sorted({group.configuration_set.device_type for group in servers.groups if group.configuration_set.devices})
     types = "" if kinds == ["gpu"] else f" ({', '.join(kinds)})"
     parts = (
-        several(servers.nodes, "node"),
-        several(servers.gpus, "GPU") + types,
-        several(servers.millicores // 1000, "core"),
+        counted(servers.nodes, "node", ","),
+        counted(servers.gpus, "GPU", ",") + types,
+        counted(servers.millicores // 1000, "core", ","),
     )
     return ", ".join(parts)
 
@@ -306,7 +306,9 @@ def options_in_words(options: ReplayOptions) -> str:
         costs = ", ".join(f"{name.removesuffix('_s')} {seconds:g}s" for name, seconds in asdict(options.costs).items())
         words = f"costs: {costs}; stops at most every {options.plan_every_s:g}s"
     if options.moves_per_hour is not None:
-        words += f"; at most {options.moves_per_hour:g} moves of a node in an hour that no pending job needs"
+        words += (
+            f"; at most {counted(options.moves_per_hour, 'move', 'g')} of a node in an hour that no pending job needs"
+        )
     if options.rates == "profiles":
         words += f"; rates by published profiles, known {options.profile_s:g}s after submission"
     return words if options.round_s is None else f"{words}; rounds of {options.round_s:g}s"

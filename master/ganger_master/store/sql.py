@@ -22,6 +22,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from ganger.protocol.os_errors import os_reason
 from msgspec.structs import astuple
 from sqlalchemy import Connection, Dialect, Engine, create_engine, delete, event, func, insert, select, update
 from sqlalchemy.engine import URL, make_url
@@ -338,7 +339,7 @@ def _cause_of(error: BaseException) -> str:
     if isinstance(error, DBAPIError) and error.orig is not None:
         return str(error.orig).strip()
     if isinstance(error, OSError):
-        return error.strerror or str(error)
+        return os_reason(error)
     return str(error).strip()
 
 

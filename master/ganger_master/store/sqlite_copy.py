@@ -9,6 +9,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Final
 
+from ganger.units import counted
 from msgspec import Struct
 from sqlalchemy import create_engine, func, select
 
@@ -32,7 +33,8 @@ class DatabaseCopy(Struct, frozen=True):
     size_bytes: int
 
     def __str__(self) -> str:
-        return f"{self.jobs} jobs, {self.history} entries of history, {self.size_bytes} bytes, whole"
+        rows = f"{counted(self.jobs, 'job')}, {counted(self.history, 'entry')} of history"
+        return f"{rows}, {counted(self.size_bytes, 'byte')}, whole"
 
 
 def back_up(database: Path, file: Path) -> DatabaseCopy:

@@ -45,7 +45,7 @@ def test_a_program_beside_the_interpreter_is_found(tmp_path: Path, monkeypatch: 
         ("3.17.1", "true", "CRIU 3.17.1; 4 is the oldest that will do"),
         ("", "true", "--version answers"),
         ("4.2", "echo 'Error (criu/cr-check.c:1): PTRACE_SEIZE is not there'; exit 1", "may not be traced"),
-        ("4.2", "echo something else; exit 1", "something else"),
+        ("4.2", "echo something; echo else; exit 1", "something else"),
     ],
 )
 def test_an_unsuitable_program_gives_the_reason(tmp_path: Path, version: str, check: str, reason: str) -> None:
@@ -55,7 +55,7 @@ def test_an_unsuitable_program_gives_the_reason(tmp_path: Path, version: str, ch
 
 
 def test_a_program_that_is_not_there_gives_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "No such file" in choose_images(str(tmp_path / "criu")).unavailable
+    assert "no such file" in choose_images(str(tmp_path / "criu")).unavailable
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
     assert "no CRIU found" in choose_images().unavailable

@@ -184,8 +184,8 @@ def test_a_bad_trace_is_refused_with_its_lines(said: Said, tmp_path: Path, text:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nowhere.csv", *ONE_NODE], "nowhere.csv: cannot be read: No such file"),
-        (["/", *ONE_NODE], "/: cannot be read: Is a directory"),
+        (["nowhere.csv", *ONE_NODE], "nowhere.csv: cannot be read: no such file"),
+        (["/", *ONE_NODE], "/: cannot be read: is a directory"),
         (["/dev/zero", *ONE_NODE], "zero: line 1"),
         (["example"], "name the cluster: --nodes N --gpus-per-node G, or --cluster FILE"),
         (["example", "--nodes", "3"], "--gpus-per-node: is needed"),
@@ -231,7 +231,7 @@ def test_a_bad_trace_is_refused_with_its_lines(said: Said, tmp_path: Path, text:
         (["example", *ONE_NODE, "--quotas", "ann=1,bob=1,ann=2"], "'ann' twice: give each user one number"),
         (["example", *ONE_NODE, "--quotas", "*=1", "--quotas", "*=2"], "'*' twice: give each user one number"),
         (["example", *ONE_NODE, "--quotas", "*=0"], "more GPUs than the 0 of its user's quota"),
-        (["example", *ONE_NODE, "--csv", "/etc/hostname"], "/etc/hostname: not a directory"),
+        (["example", *ONE_NODE, "--csv", "/etc/hostname"], "/etc/hostname is a file: name a directory"),
         (["example", *ONE_NODE, "--csv", "/proc/nothing"], "/proc/nothing: no such file"),
     ],
 )  # fmt: skip
@@ -310,7 +310,7 @@ def test_a_file_that_may_not_be_read_is_not_permitted(said: Said, trace: Path) -
     trace.chmod(0)
     code, _, err = said("simulate", trace, *ONE_NODE, "-p", "fifo")
     assert code == 6
-    assert "trace.csv: cannot be read: Permission denied" in err
+    assert "trace.csv: cannot be read: permission denied" in err
 
 
 def test_files_are_written_and_say_the_same_as_the_screen(said: Said, trace: Path, tmp_path: Path) -> None:

@@ -239,7 +239,7 @@ def test_the_first_lines_are_named_whatever_the_order_they_were_noted_in() -> No
 
 
 def test_missing_file_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="cannot be read: No such file"):
+    with pytest.raises(TraceError, match="cannot be read: no such file"):
         read_trace(tmp_path / "none.csv")
 
 

@@ -12,6 +12,7 @@ from typing import Any, Callable
 
 from ganger.injob.launcher.process_record import LaunchError, shortened
 from ganger.injob.process_identity import peer_of
+from ganger.protocol.os_errors import os_failure
 
 _REQUEST_LIMIT = 4 << 20  # bytes of one request: an environment and an argument vector fit many times over
 
@@ -97,7 +98,7 @@ class LauncherCallers:
             message = shortened(f"cannot be read: {error!r}")
             self.reply(caller, number, error={"reason": "INVALID_REQUEST", "message": message})
         except OSError as error:
-            self.reply(caller, number, error={"reason": "SYSTEM", "message": shortened(str(error))})
+            self.reply(caller, number, error={"reason": "SYSTEM", "message": shortened(os_failure(error))})
 
     def _hang_up(self, caller: Caller) -> None:
         descriptor = caller.connection.fileno()

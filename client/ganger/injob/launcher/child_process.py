@@ -40,6 +40,7 @@ from ganger.injob.page_access import PageError
 from ganger.injob.page_layout import Word
 from ganger.injob.process_identity import peer_of, start_ticks
 from ganger.injob.state_image import VARIABLE, arena_variable
+from ganger.protocol.os_errors import os_failure, os_reason
 
 _interrupted = False
 
@@ -228,7 +229,7 @@ def start(launch: Launch, may_fork: bool, arena: int | None, write_end: int) -> 
     except LaunchError as error:
         problem = error
     except (OSError, ValueError) as error:
-        problem = LaunchError("SYSTEM", f"cannot be started: {error}")
+        problem = LaunchError("SYSTEM", f"cannot be started: {os_failure(error)}")
     os.write(write_end, json.dumps({"reason": problem.reason, "message": str(problem)}).encode())
     os._exit(127)
 
@@ -257,7 +258,7 @@ def restore(launch: Launch, command: Sequence[str], files: Mapping[int, str], wr
                 os.close(opened)
         os.execv(command[0], list(command))
     except (OSError, ValueError, LaunchError) as error:
-        text = shortened(f"{command[0]} cannot be started: {error}")
+        text = shortened(f"{command[0]} cannot be started: {os_reason(error)}")
         os.write(write_end, json.dumps({"reason": "RESTORE", "message": text}).encode())
     os._exit(127)
 
@@ -271,7 +272,7 @@ def enter(launch: Launch) -> int | None:
     try:
         return _pass_gate(launch)
     except (OSError, ValueError, AttributeError, IndexError, struct.error) as error:
-        raise LaunchError("GATE", f"the daemon does not let it in: {error}") from error
+        raise LaunchError("GATE", f"the daemon does not let it in: {os_failure(error)}") from error
 
 
 def _pass_gate(launch: Launch) -> int:
@@ -324,8 +325,7 @@ def _execute(launch: Launch, environment: Mapping[str, str]) -> NoReturn:
         os.execvpe(launch.argv[0], list(launch.argv), dict(environment))
     except (OSError, ValueError) as error:
         # a null byte, or characters that no file system encodes, are no OSError
-        why = error.strerror if isinstance(error, OSError) else error
-        raise LaunchError("COMMAND", f"cannot execute {launch.argv[0][:200]!r}: {why}") from error
+        raise LaunchError("COMMAND", f"cannot execute {launch.argv[0][:200]!r}: {os_reason(error)}") from error
 
 
 def _adopt_environment(environment: Mapping[str, str], command: PythonCommand) -> None:
@@ -375,7 +375,7 @@ def fill_page(path: str, pid: int) -> None:
     try:
         page = Page.open(path)
     except (OSError, PageError) as error:
-        raise LaunchError("PAGE", f"cannot open the control page {path}: {error}") from error
+        raise LaunchError("PAGE", f"cannot open the control page {path}: {os_reason(error)}") from error
     page.set(Word.START_TICKS, start_ticks(pid) or 0)
     page.set(Word.PID, pid)
     page.close()
@@ -405,7 +405,7 @@ def _attempt(reason: str, what: str, action: Callable[[], object]) -> None:
     try:
         action()
     except (OSError, ValueError, AttributeError) as error:
-        raise LaunchError(reason, f"{what}: {error}") from error
+        raise LaunchError(reason, f"{what}: {os_failure(error)}") from error
 
 
 def run_store(directory: str, host: str, listener: socket.socket) -> NoReturn:

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, Callable, NamedTuple
 from ganger.injob.launcher.process_record import LAUNCHER_BLAS_THREADS
 from ganger.injob.process_identity import ProcessId, peer_of
 from ganger.injob.state_image import is_sealed
+from ganger.protocol.os_errors import os_failure, os_reason
 
 # Most bytes of an answer: the list of all ranks of a node fits many times over.
 _ANSWER_BYTES = 16 << 20
@@ -132,7 +133,7 @@ class Launcher:
             peer = peer_of(self._connection)
         except OSError as error:
             self._connection.close()
-            raise LauncherError("UNREACHABLE", f"no launcher at {socket_path}: {error}") from error
+            raise LauncherError("UNREACHABLE", f"no launcher at {socket_path}: {os_reason(error)}") from error
         # It is about to be given the environments of jobs.
         if peer.uid != self.uid:
             self._connection.close()
@@ -288,7 +289,7 @@ class Launcher:
             self._connection.settimeout(self._timeout)
             self._connection.sendall(data)
         except OSError as error:
-            raise LauncherError("UNREACHABLE", f"the launcher is gone: {error}") from error
+            raise LauncherError("UNREACHABLE", f"the launcher is gone: {os_reason(error)}") from error
         return self._number
 
     def _read(self, deadline: float) -> dict[str, Any]:
@@ -304,7 +305,7 @@ class Launcher:
             except socket.timeout as error:  # TimeoutError itself from Python 3.10 on
                 raise LauncherError("TIMEOUT", "the launcher does not answer in time") from error
             except OSError as error:
-                raise LauncherError("UNREACHABLE", f"the launcher is gone: {error}") from error
+                raise LauncherError("UNREACHABLE", f"the launcher is gone: {os_reason(error)}") from error
             if not data:
                 raise LauncherError("UNREACHABLE", "the launcher is gone")
             for _, kind, content in rights:
@@ -374,4 +375,4 @@ def _tail(path: str) -> str:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 2000))
             return file.read().decode(errors="replace").strip() or "its log is empty"
     except OSError as error:
-        return str(error)
+        return os_failure(error)

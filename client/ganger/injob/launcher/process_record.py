@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from ganger.injob.page import Page
 from ganger.injob.page_access import PageError
+from ganger.protocol.os_errors import os_failure, os_reason
 
 # Variables an interpreter or a library reads once, when it starts: a forked child could not honour a different value.
 _STARTUP_PREFIXES = ("PYTHON", "LD_", "MALLOC_", "TORCH_", "PYTORCH_", "KMP_", "GOMP_", "OMP_", "MKL_", "OPENBLAS_")
@@ -346,7 +347,7 @@ def publish(temporary: str, final: str, manifest: Mapping[str, Any]) -> None:
         try:
             size = os.stat(path).st_size
         except OSError as error:
-            raise LaunchError("PUBLISH_FAILED", f"{path} is named in the manifest: {error.strerror}") from error
+            raise LaunchError("PUBLISH_FAILED", f"{path} is named in the manifest: {os_reason(error)}") from error
         if isinstance(facts, Mapping) and facts.get("bytes", size) != size:
             raise LaunchError("PUBLISH_FAILED", f"{path} has {size} bytes, the manifest says {facts['bytes']}")
     try:
@@ -355,4 +356,4 @@ def publish(temporary: str, final: str, manifest: Mapping[str, Any]) -> None:
         sync_directory(os.path.dirname(os.path.abspath(final)))
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise LaunchError("STORAGE_FULL" if full else "STORAGE_FAILED", str(error)) from error
+        raise LaunchError("STORAGE_FULL" if full else "STORAGE_FAILED", os_failure(error)) from error

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from ganger.protocol.os_errors import os_reason
 from numpy.typing import NDArray
 
 from ganger_master.simulator.traces.rows import (
@@ -151,7 +152,7 @@ def read_trace(
         with io.BufferedReader(_Watched(path, progress), _BUFFER_BYTES) as stream:
             return read_stream(stream, path.name, wanted)
     except OSError as error:
-        what = f"cannot be read: {error.strerror or error}"
+        what = f"cannot be read: {os_reason(error)}"
         raise TraceError(str(path), [RowFinding(RowFindingKind.MISTAKE, what, 0)]) from error
 
 

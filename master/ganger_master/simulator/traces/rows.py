@@ -12,6 +12,7 @@ from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
+from ganger.units import counted
 
 from ganger_master.simulator.traces.workload import Integers
 
@@ -125,7 +126,7 @@ class RowFinding:
         if not self.rows:
             return what
         if not self.lines:
-            return f"{what} ({several(self.rows, 'row')})"
+            return f"{what} ({counted(self.rows, 'row', ',')})"
         more = f" and {self.rows - len(self.lines):,} more" if self.rows > len(self.lines) else ""
         named = ", ".join(map(str, self.lines))
         return f"line{'s' if len(self.lines) > 1 else ''} {named}{more}: {what}"
@@ -169,7 +170,3 @@ def shown(text: str) -> str:
 
 def rows_of(findings: Iterable[RowFinding], kind: RowFindingKind) -> int:
     return sum(finding.rows for finding in findings if finding.kind is kind)
-
-
-def several(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"

@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 from ganger.cluster.resources import ConfigurationSet, NodeRow, Socket
 from ganger.cluster.topology import parse_topology
 from ganger.cluster.view import LoadMode, View
-from ganger.units import parse_cores, parse_memory
+from ganger.protocol.os_errors import os_reason
+from ganger.units import counted, parse_cores, parse_memory
 from msgspec.structs import replace
 
 Value = TypeVar("Value")
@@ -152,7 +153,7 @@ def servers_from_file(path: Path) -> Servers:
         with path.open("rb") as file:
             text = file.read(_MOST_FILE_BYTES + 1)
     except OSError as error:
-        raise ServersFileError([f"{path}: cannot be read: {error.strerror or error}"]) from error
+        raise ServersFileError([f"{path}: cannot be read: {os_reason(error)}"]) from error
     if len(text) > _MOST_FILE_BYTES:
         raise ServersFileError([f"{path}: longer than {_MOST_FILE_BYTES:,} bytes: this is no description of a cluster"])
     description = _parsed(path, text)
@@ -218,7 +219,7 @@ def _checked(groups: list[ServerGroup], problems: list[str]) -> Servers:
     ]
     servers = Servers(tuple(groups))
     if servers.nodes > _MOST_NODES:
-        problems.append(f"servers: {servers.nodes:,} nodes together, at most {_MOST_NODES:,}")
+        problems.append(f"servers: {counted(servers.nodes, 'node', ',')} together, at most {_MOST_NODES:,}")
     if groups and not servers.gpus and not problems:
         problems.append("servers: none of them has a GPU")
     if problems:
@@ -285,7 +286,9 @@ def _group(reader: _Reader, default_name: str) -> ServerGroup | None:
         else:
             made = replace(made, dimensions=dimensions)
             if made.devices != gpus:
-                reader.complain("topology", f"{topology} has {made.devices} GPUs, but gpus_per_node is {gpus}")
+                reader.complain(
+                    "topology", f"{topology} has {counted(made.devices, 'GPU')}, but gpus_per_node is {gpus}"
+                )
     elif topology != "0":
         reader.complain("topology", "a server without GPUs has none")
     return None if reader.problems else ServerGroup(made, nodes, nodes_per_rack, fabric)
