@@ -18,12 +18,18 @@ def load_job_file(path: Path) -> dict[str, Any]:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise SpecInvalid(f"cannot read the job file {path}: {os_reason(error)}") from error
-    if path.suffix == ".toml":
-        description = _parse_toml(path, text)
-    elif path.suffix in (".yaml", ".yml"):
-        description = _parse_yaml(path, text)
-    else:
+    is_toml = path.suffix == ".toml"
+    if not is_toml and path.suffix not in (".yaml", ".yml"):
         raise SpecInvalid(f"the job file {path} must end in .yaml, .yml or .toml")
+    try:
+        if is_toml:
+            import tomllib
+
+            description: Any = tomllib.loads(text)
+        else:
+            description = read_yaml(text)
+    except (ValueError, RecursionError) as error:
+        raise SpecInvalid(f"the job file {path} is not {'TOML' if is_toml else 'YAML'}: {error}") from error
     if not isinstance(description, dict):
         raise SpecInvalid(f"the job file {path} must be a mapping, for example `command: [python, train.py]`")
     if wrong := [key for key in description if not isinstance(key, str)]:
@@ -34,16 +40,8 @@ def load_job_file(path: Path) -> dict[str, Any]:
     return description
 
 
-def _parse_toml(path: Path, text: str) -> Any:
-    import tomllib
-
-    try:
-        return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise SpecInvalid(f"the job file {path} is not TOML: {error}") from error
-
-
-def _parse_yaml(path: Path, text: str) -> Any:
+def read_yaml(text: str) -> Any:
+    """Return what a YAML text holds. Raises ValueError: why it is no YAML, and where."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -74,8 +72,6 @@ def _parse_yaml(path: Path, text: str) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" (at line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""
-        why = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise SpecInvalid(f"the job file {path} is not YAML: {why}{where}") from error
-    except (ValueError, RecursionError) as error:
-        # A date that is none, a number of thousands of digits, brackets without end.
-        raise SpecInvalid(f"the job file {path} cannot be read: {error}") from error
+        raise ValueError(f"{getattr(error, 'problem', None) or str(error).splitlines()[0]}{where}") from error
+    except RecursionError as error:
+        raise ValueError(f"brackets without end: {error}") from error

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import make_claim
-from ganger.cluster.feasibility import GangMix, demand_of_shapes, fragmented_gpus
+from ganger.cluster.feasibility import demand_of_shapes, fragmented_gpus
 from ganger.cluster.fit import demand
 from ganger.cluster.resources import Claim, GangShape, Locality, LocalityLevel, Role, TaskShape
 from ganger.cluster.search import PlacementRequest
@@ -17,15 +17,15 @@ from ganger.cluster.view import LoadMode, View
 from ganger_master.policies.placements import PLACEMENTS, placement_named, traffic_per_card, traffic_per_server_task
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.busy import SETS, shapes, views
+from kit.busy import shapes, views
 from kit.clusters import GIB, cluster, gang, server
 from msgspec.structs import replace
 
 Claims = tuple[Claim, ...]
 
 
-def place(view: View, shape: GangShape, name: str, demand: GangMix | None = None) -> Claims | None:
-    return PLACEMENTS[name].place(CapacityIndex(view.copy()), PlacementRequest(shape, demand=demand))
+def place(view: View, shape: GangShape, name: str) -> Claims | None:
+    return PLACEMENTS[name].place(CapacityIndex(view.copy()), PlacementRequest(shape))
 
 
 def everything(shape: GangShape) -> tuple[int, ...]:
@@ -71,9 +71,10 @@ def alignment(view: View, slot: int, shape: GangShape, is_cosine: bool) -> float
     return -(dot / lengths if lengths else 0.0) if is_cosine else -dot
 
 
-def growth(view: View, slot: int, shape: GangShape, claim: Claim, seen: GangMix) -> float:
+def growth(view: View, slot: int, shape: GangShape, claim: Claim) -> float:
     if not shape.gpus:
         return 0.0
+    seen = demand_of_shapes((shape,), view.sets.values())
     of = view.topologies[slot].configuration_set
     free, cores, memory = view.free[slot].bit_count(), sum(view.millicores[slot]), view.memory[slot]
     gpus = claim.device_mask.bit_count()
@@ -91,11 +92,6 @@ def level(view: View, slot: int, claim: Claim) -> int:
     return int(view.topologies[slot].level(claim.device_mask))
 
 
-# Kinds of gangs that are asked for.
-SEEN: GangMix = demand_of_shapes(
-    [gang(1), gang(1, cores=2), gang(2, device_type="other"), gang(4, gib=8), gang(8)], SETS
-)
-
 RULES: dict[str, Callable[[View, int, GangShape, Claim], tuple[float, ...]]] = {
     "first-fit": lambda view, slot, shape, claim: (),
     "best-fit": lambda view, slot, shape, claim: left_over(view, slot, shape, claim),
@@ -106,7 +102,7 @@ RULES: dict[str, Callable[[View, int, GangShape, Claim], tuple[float, ...]]] = {
     "tetris": lambda view, slot, shape, claim: (alignment(view, slot, shape, False),),
     "tetris-cos": lambda view, slot, shape, claim: (alignment(view, slot, shape, True),),
     "fgd": lambda view, slot, shape, claim: (
-        growth(view, slot, shape, claim, SEEN),
+        growth(view, slot, shape, claim),
         *left_over(view, slot, shape, claim),
     ),
 }
@@ -129,7 +125,7 @@ def test_single_node_is_the_first_of_the_best_when_all_are_looked_at(name: str, 
         key = RULES[name](view, slot, shape, claim)
         if best is None or is_smaller(key, best[0]):
             best = (key, claim)
-    found = place(view, shape, name, SEEN)
+    found = place(view, shape, name)
     if best is not None:
         assert found == (best[1],)
     else:
@@ -277,17 +273,6 @@ def test_adaptive_keeps_jobs_apart_under_light_load_and_nodes_whole_under_heavy_
     assert placed[LoadMode.PACK] == [("s0", 0b0001), ("s0", 0b0010), ("s0", 0b0100), ("s0", 0b1000)]
 
 
-def test_fgd_leaves_the_hole_that_others_ask_for() -> None:
-    """Nine of ten gangs want two GPUs: a single one goes where an odd one is left, though best fit would go elsewhere
-    had it two nodes with three free."""
-    view = cluster(2, server("4", cores=16))
-    view.put(replace(view.row("s0"), free_mask=0b0011, version=98))
-    view.put(replace(view.row("s1"), free_mask=0b0111, version=99))
-    seen = demand_of_shapes([gang(2)] * 9 + [gang(1)], view.sets.values())
-    assert [claim.node for claim in place(view, gang(1), "fgd", seen) or ()] == ["s1"]
-    assert [claim.node for claim in place(view, gang(1), "best-fit") or ()] == ["s0"]
-
-
 def test_fgd_breaks_less_than_best_fit_on_a_cluster_that_fills_up() -> None:
     mixed = [gang(gpus) for gpus in (4, 1, 2, 1, 2, 8, 1, 4, 2, 1) * 6]
     seen = demand_of_shapes(mixed, cluster(1).sets.values())
@@ -296,7 +281,7 @@ def test_fgd_breaks_less_than_best_fit_on_a_cluster_that_fills_up() -> None:
         room = CapacityIndex(cluster(16, server("2x2x2", cores=16)))
         held = []
         for number, shape in enumerate(mixed):
-            found = PLACEMENTS[name].place(room, PlacementRequest(shape, demand=seen))
+            found = PLACEMENTS[name].place(room, PlacementRequest(shape))
             if found is not None:
                 room.take(found)
                 held.append(found)

@@ -12,11 +12,12 @@ from ganger_daemon.node.accounts import (
     AccountRefusedError,
     Accounts,
     choose_accounts,
+    closed_step,
+    give_directory,
     read_map,
     refusal_of,
     seen_by,
 )
-from ganger_daemon.node.owned_directories import closed_step, give_directory
 from kit.accounts import STRANGER, needs_a_stranger
 
 STRANGERS = Account("stranger", STRANGER, STRANGER, (STRANGER,), "/")

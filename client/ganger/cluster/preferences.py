@@ -28,7 +28,7 @@ import numpy as np
 
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import FreeDevices, evenly, greedily, make_claim
-from ganger.cluster.feasibility import Alike, Family, FeasibilityQuery, GangMix
+from ganger.cluster.feasibility import Alike, Family, FeasibilityQuery
 from ganger.cluster.resources import Claim, LocalityLevel
 from ganger.cluster.search import (
     Claims,
@@ -51,9 +51,7 @@ from ganger.cluster.view import LoadMode
 
 
 def _one_or_several(single: Single, spread: SpreadSearch) -> Search:
-    def search(
-        room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, demand: GangMix | None
-    ) -> Iterator[Claims]:
+    def search(room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel) -> Iterator[Claims]:
         return either(on_one_node(room, query, widest, single), over_nodes(room, query, widest, spread))
 
     return search
@@ -63,9 +61,7 @@ def alike_good(alike: Alike, query: FeasibilityQuery) -> int:
     return 0
 
 
-def _first_fit(
-    room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, demand: GangMix | None
-) -> Iterator[Claims]:
+def _first_fit(room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel) -> Iterator[Claims]:
     return either(on_first_node(room, query, widest), over_nodes(room, query, widest, _FIRST_FIT_SPREAD))
 
 
@@ -110,9 +106,7 @@ def level_then_most(family: Family, query: FeasibilityQuery) -> tuple[int, ...]:
     return (query.level[family], -query.takable(family).bit_count())
 
 
-def _anywhere(
-    room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, demand: GangMix | None
-) -> Iterator[Claims]:
+def _anywhere(room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel) -> Iterator[Claims]:
     if query.gpus > room.free_devices:
         return
     if widest <= LocalityLevel.NODE or query.tasks == 1 or query.shape.nodes == 1:
@@ -216,9 +210,7 @@ def _cores(alike: Alike) -> int:
 
 
 def _by_mode(spread: Search, pack: Search) -> Search:
-    return lambda room, query, widest, demand: (pack if room.view.mode is LoadMode.PACK else spread)(
-        room, query, widest, demand
-    )
+    return lambda room, query, widest: (pack if room.view.mode is LoadMode.PACK else spread)(room, query, widest)
 
 
 ADAPTIVE = PlacementPreference(

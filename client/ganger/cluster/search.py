@@ -24,7 +24,6 @@ from ganger.cluster.feasibility import (
     CapacityTotals,
     Family,
     FeasibilityQuery,
-    GangMix,
     Slots,
     each,
     each_from_last,
@@ -34,7 +33,7 @@ from ganger.cluster.view import LoadMode, View
 
 Claims: TypeAlias = tuple[Claim, ...]
 # Candidates for a gang, the best first, within the widest level that it accepts now.
-Search: TypeAlias = Callable[[CapacityIndex, FeasibilityQuery, LocalityLevel, GangMix | None], Iterator[Claims]]
+Search: TypeAlias = Callable[[CapacityIndex, FeasibilityQuery, LocalityLevel], Iterator[Claims]]
 _NOWHERE: Final = frozenset[str]()
 
 
@@ -43,7 +42,7 @@ class PlacementRequest(Struct, frozen=True, gc=False):
 
     `parked`: where its state is parked, which is the first candidate if it is free still, the memory kept there being
     the job's own. `reserved_nodes` are tried next, then all others. `avoid`: nodes not to use; `only`: the nodes to use
-    (None: all). `limit`: the most candidates. `demand`: kinds of gangs that will be requested; some preferences use it.
+    (None: all). `limit`: the most candidates.
     """
 
     shape: GangShape
@@ -53,7 +52,6 @@ class PlacementRequest(Struct, frozen=True, gc=False):
     avoid: frozenset[str] = _NOWHERE
     only: frozenset[str] | None = None
     limit: int = 1
-    demand: GangMix | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +102,8 @@ class PlacementPreference:
         shape = request.shape
         widest = widest_now(shape, request.waited_s)
         if "," not in shape.device_type:
-            return self.search(index, index.query(shape), widest, request.demand)
-        return chain.from_iterable(
-            self.search(index, index.query(one), widest, request.demand) for one in shapes_by_type(shape)
-        )
+            return self.search(index, index.query(shape), widest)
+        return chain.from_iterable(self.search(index, index.query(one), widest) for one in shapes_by_type(shape))
 
 
 def widest_now(shape: GangShape, waited_s: float) -> LocalityLevel:

@@ -18,9 +18,8 @@ from ganger.injob import state_image
 from ganger.protocol.os_errors import os_reason
 
 from ganger_daemon.core.part_facts import FoundCheckpoint
-from ganger_daemon.node.accounts import Account
+from ganger_daemon.node.accounts import Account, give_directory
 from ganger_daemon.node.daemon_files import open_plain, read_plain
-from ganger_daemon.node.owned_directories import give_directory
 
 MANIFEST = "MANIFEST.json"
 MANIFEST_FORMAT = 1

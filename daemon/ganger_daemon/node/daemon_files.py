@@ -22,8 +22,7 @@ from typing import Any, BinaryIO
 
 from ganger.protocol.os_errors import os_failure, os_reason
 
-from ganger_daemon.node.accounts import Account
-from ganger_daemon.node.owned_directories import closed_step, give_directory
+from ganger_daemon.node.accounts import Account, closed_step, give_directory
 
 log = logging.getLogger(__name__)
 

@@ -55,11 +55,6 @@ def _not_in(gang: Gang, *phases: ObservedPhase) -> Piece | None:
     return next((piece for piece in gang.pieces if piece.phase not in phases), None)
 
 
-def can_hand_over(job: JobRecord) -> bool:
-    """Return whether a job's state can be captured, carried elsewhere, and restored in another process."""
-    return job.capabilities.can_hand_over
-
-
 def is_known(job: JobRecord) -> bool:
     """Return whether its ranks have reported what they offer, so that no agent may still report more."""
     return job.capabilities.known and not job.capabilities.presumed

@@ -20,7 +20,6 @@ from msgspec import structs
 from ganger_master.core.colocation import has_arenas
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, SuspendLevel
-from ganger_master.core.moves import can_hand_over
 from ganger_master.core.plan_changes import (
     CoresChange,
     Goal,
@@ -406,7 +405,7 @@ def _feasible(running: Mapping[int, Holder], view: View, is_time_sliced: bool) -
 
     def may(host: Berth, guest: Berth) -> bool:
         there, comes = host.residents[0].number, guest.residents[0].number
-        if not can_hand_over(running[comes][0]) or not sliced_with(there) <= {there, comes}:
+        if not running[comes][0].capabilities.can_hand_over or not sliced_with(there) <= {there, comes}:
             return False
         if not is_time_sliced and running[there][0].spec.priority != running[comes][0].spec.priority:
             return False

@@ -25,7 +25,6 @@ from ganger_master.core.colocation import has_arenas
 from ganger_master.core.commands import CHANGES_LIMIT, CLAIMS_LIMIT
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, SuspendLevel
-from ganger_master.core.moves import can_hand_over
 from ganger_master.core.plan_changes import Goal, PlanChange, Purpose, SliceChange
 from ganger_master.planner.context import PlanOutcome, held_alone
 from ganger_master.planner.device_groups import MOST_ROWS, Claims, seat_of, takes_turns, thin
@@ -185,7 +184,7 @@ class SliceMatrices:
         if may_go_on and self._fits_memory(there):
             return there
         # A job that a plan parked returns to its own devices. One that its user resumed need not wait for them.
-        best = self._best(job) if job.state is JobState.PENDING and can_hand_over(job) else None
+        best = self._best(job) if job.state is JobState.PENDING and job.capabilities.can_hand_over else None
         if best is not None:
             return replace(best, gang=gang)
         if may_go_on:

@@ -17,7 +17,6 @@ from msgspec.structs import replace as replace_of
 
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, SuspendLevel
-from ganger_master.core.moves import can_hand_over
 from ganger_master.core.plan_changes import (
     Goal,
     MoveChange,
@@ -111,7 +110,7 @@ def bring_back(migration: MigrationContext, pairs: Sequence[tuple[JobRecord, Gan
             migration.trying.take(own)
             continue
         request = PlacementRequest(job.shape, math.inf)
-        claims = migration.placement.place(migration.room, request) if can_hand_over(job) else None
+        claims = migration.placement.place(migration.room, request) if job.capabilities.can_hand_over else None
         if claims is not None:
             migration.changes.append(MoveChange(job.number, job.revision, claims, purpose=purpose))
             migration.trying.take(claims)

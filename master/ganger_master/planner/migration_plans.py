@@ -23,7 +23,6 @@ from ganger_master.core.commands import Promise
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.gang_orders import same_place
 from ganger_master.core.job_model import JobRecord, SuspendLevel
-from ganger_master.core.moves import can_hand_over
 from ganger_master.core.plan_changes import Goal, MoveChange, PlanChange, Purpose, StartChange, SuspendChange
 from ganger_master.planner.context import PlanContext, PlanDraft, held_alone
 from ganger_master.planner.device_groups import is_free, is_shared
@@ -442,7 +441,7 @@ def _can_move(job: JobRecord, gang: Gang) -> bool:
     if job.next_epoch or job.ending is not None or not job.spec.preemptible or not job.capabilities.known:
         return False
     # Moving a time-sliced gang makes no room: the rest of its group keeps the devices.
-    return can_hand_over(job) and not gang.node_set
+    return job.capabilities.can_hand_over and not gang.node_set
 
 
 def goes_alone(job: JobRecord, gang: Gang) -> bool:

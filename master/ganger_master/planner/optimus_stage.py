@@ -15,7 +15,7 @@ from functools import partial
 
 import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex, Trial
-from ganger.cluster.feasibility import FeasibilityQuery, GangMix
+from ganger.cluster.feasibility import FeasibilityQuery
 from ganger.cluster.resources import GangShape, LocalityLevel, shapes_by_type
 from ganger.cluster.search import Claims, PlacementRequest
 from msgspec.structs import replace as replace_of
@@ -262,10 +262,8 @@ def _yielding(placement: PlacementPreference, least: Mapping[GangShape, int]) ->
     # A gang that accepts several device types is searched for with one after the other.
     least = {one: tasks for shape, tasks in least.items() for one in shapes_by_type(shape)}
 
-    def search(
-        room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, demand: GangMix | None
-    ) -> Iterator[Claims]:
-        found = next(placement.search(room, query, widest, demand), None)
+    def search(room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel) -> Iterator[Claims]:
+        found = next(placement.search(room, query, widest), None)
         if found is not None or query.shape not in least:
             return iter(() if found is None else (found,))
         # Where a gang fits, one with fewer tasks does.
@@ -273,7 +271,7 @@ def _yielding(placement: PlacementPreference, least: Mapping[GangShape, int]) ->
         while fits + 1 < too_many:
             tasks = (fits + too_many) // 2
             shape = replace_of(query.shape, roles=(replace_of(query.shape.roles[0], tasks=tasks),))
-            smaller = next(placement.search(room, room.query(shape), widest, demand), None)
+            smaller = next(placement.search(room, room.query(shape), widest), None)
             if smaller is None:
                 too_many = tasks
             else:

@@ -21,7 +21,6 @@ from ganger.job_state import JobState
 
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, SuspendLevel
-from ganger_master.core.moves import can_hand_over
 from ganger_master.core.plan_changes import (
     Goal,
     MoveChange,
@@ -303,7 +302,7 @@ class _Filling:
                 self._change(StartChange(job.number, job.revision, gang.claims), gang.lacking_claims)
                 continue
             shape = thin(job.shape, self.least_memory)
-            is_bound = gang is not None and not can_hand_over(job)
+            is_bound = gang is not None and not job.capabilities.can_hand_over
             claims = None if shape in vain or is_bound else self._placement.place(self._room, PlacementRequest(shape))
             if claims is None:
                 if not is_bound:
@@ -334,7 +333,9 @@ class _Filling:
                 self._change(ResumeChange(job.number, job.revision), own)
                 continue
             shape = thin(job.shape, self.least_memory)
-            claims = self._placement.place(self._room, PlacementRequest(shape)) if can_hand_over(job) else None
+            claims = (
+                self._placement.place(self._room, PlacementRequest(shape)) if job.capabilities.can_hand_over else None
+            )
             if claims is None:
                 stranded.append((job, gang))
             else:

@@ -22,7 +22,6 @@ from ganger.cluster.view import View
 
 from ganger_master.core.gang_model import Gang, GangIntent
 from ganger_master.core.job_model import JobRecord, SuspendLevel
-from ganger_master.core.moves import can_hand_over
 from ganger_master.core.plan_changes import Goal, MoveChange, PlanChange, Purpose, SuspendChange, TrialFinding
 from ganger_master.planner.colocations import Colocations, is_settled, plan_colocations, with_refusals
 from ganger_master.planner.context import PlanContext, PlanOutcome, PlanStage
@@ -184,7 +183,7 @@ def _separate(colocations: Colocations, context: PlanContext) -> tuple[tuple[Pla
     changes, left = [], []
     for colocation in colocations.present:
         found, claims = table.pair(colocation.guest), None
-        if colocation.is_kept and found is not None and is_settled(*found) and can_hand_over(found[0]):
+        if colocation.is_kept and found is not None and is_settled(*found) and found[0].capabilities.can_hand_over:
             shape = as_held(found[0].shape, found[1])
             claims = context.policy.placement.place(room, PlacementRequest(shape, math.inf))
         if found is None or claims is None:

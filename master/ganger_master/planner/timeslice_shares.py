@@ -15,7 +15,6 @@ from ganger.cluster.view import View
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.gang_orders import same_place
 from ganger_master.core.job_model import JobRecord, SuspendLevel
-from ganger_master.core.moves import can_hand_over
 from ganger_master.core.plan_changes import NO_PURPOSE, Goal, PlanChange, Purpose, SuspendChange, claims_in
 from ganger_master.planner.colocations import is_settled
 from ganger_master.planner.device_groups import Claims, seat_of
@@ -125,7 +124,7 @@ def may_go(job: JobRecord, gang: Gang) -> bool:
 
 def can_go(job: JobRecord, gang: Gang) -> bool:
     """Return whether the job can be moved at all."""
-    return gang.phase is GangPhase.RUNNING and not job.next_epoch and can_hand_over(job)
+    return gang.phase is GangPhase.RUNNING and not job.next_epoch and job.capabilities.can_hand_over
 
 
 def _kind(job: JobRecord, gang: Gang, view: View) -> _Kind:

@@ -37,7 +37,7 @@ from ganger_master.policies.tetris import TETRIS, TETRIS_COS
 
 # Hardware, free devices, free cores and memory of a node.
 _State: TypeAlias = tuple[Topology, int, int, int]
-# Demands remembered at once: a cluster's own, or each gang's where no demand is given.
+# Demands remembered at once, each of one kind of gang.
 _MOST_DEMANDS: Final = 1 << 10
 
 
@@ -114,13 +114,11 @@ class FragmentationGrowth:
         ]
 
 
-def search(
-    room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, demand: GangMix | None
-) -> Iterator[Claims]:
+def search(room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel) -> Iterator[Claims]:
     if not query.gpus:
         # Without devices it leaves no fragments.
-        return BEST_FIT.search(room, query, widest, None)
-    growth = _growth(demand if demand is not None else query.own_kind)
+        return BEST_FIT.search(room, query, widest)
+    growth = _growth(query.own_kind)
     growth.foresee([alike for family in hosts(room, query, widest) for alike in able(family, query)], query)
     return either(on_one_node(room, query, widest, growth.single), over_nodes(room, query, widest, growth.spread))
 
@@ -173,9 +171,7 @@ def by_card(workers: int, servers: int) -> tuple[float, int]:
 # i mod k, for the smallest k at which all fit. Where all tasks of a server share one network card, more than two
 # servers are better: `optimus-cards` takes the k with the least traffic per card.
 def _placement(name: str, summary: str, cost: Callable[[int, int], tuple[float, int]]) -> PlacementPreference:
-    def search(
-        room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, demand: GangMix | None
-    ) -> Iterator[Claims]:
+    def search(room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel) -> Iterator[Claims]:
         shape = query.shape
         single = on_one_node(room, query, widest, _SINGLE)
         if shape.nodes == 1 or query.tasks == 1 or widest < LocalityLevel.RACK:

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex
-from ganger.cluster.feasibility import Alike, Family, FeasibilityQuery, GangMix
+from ganger.cluster.feasibility import Alike, Family, FeasibilityQuery
 from ganger.cluster.resources import (
     UNLIMITED_MB_PER_S,
     Bandwidth,
@@ -137,9 +137,7 @@ def _placement(
 
     single, spread = Single(at_best, key), SpreadSearch(score)
 
-    def search(
-        room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, demand: GangMix | None
-    ) -> Iterator[Claims]:
+    def search(room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel) -> Iterator[Claims]:
         return either(on_one_node(room, query, widest, single), over_nodes(room, query, widest, spread))
 
     return PlacementPreference(name, summary, search)

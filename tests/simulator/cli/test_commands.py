@@ -289,7 +289,7 @@ def test_a_quota_of_a_user_without_jobs_is_a_mistake(said: Said, trace: Path, tm
     [
         ("servers: 3", "c.yaml: a cluster is a mapping with a list `servers`"),
         ("servers: [{nodes: -1, gpus_per_node: many, colour: red}]", "c.yaml: servers[0].colour: there is no such key"),
-        ("{[", "c.yaml: line 1: not readable as YAML"),
+        ("{[", "c.yaml: not readable as YAML"),
         ("servers: [{nodes: 1, gpus_per_node: 0}]", "none of them has a GPU"),
         ("servers: &a [*a]", "c.yaml: servers[0]: not a mapping"),
         ("servers: [{nodes: &a [*a], gpus_per_node: 1}]", "servers[0].nodes: one value is wanted here, not a list"),

@@ -107,11 +107,14 @@ def test_flags_are_called_by_their_names() -> None:
     [
         (
             "servers: [",
-            "cluster.yaml: line 1: not readable as YAML: expected the node content, but found '<stream end>'",
+            "cluster.yaml: not readable as YAML: expected the node content, but found '<stream end>'",
         ),
-        ("servers:\n\t- {nodes: 1}", "cluster.yaml: line 2: not readable as YAML: found character '\\t'"),
-        ("servers:\n- {nodes: 1, gpus_per_node: 1, nodes: 2}", "line 2: not readable as YAML: nodes is given twice"),
-        ("servers: []\nservers: []", "line 2: not readable as YAML: servers is given twice"),
+        ("servers:\n\t- {nodes: 1}", "cluster.yaml: not readable as YAML: found character '\\t'"),
+        (
+            "servers:\n- {nodes: 1, gpus_per_node: 1, nodes: 2}",
+            "not readable as YAML: nodes is given twice (at line 2,",
+        ),
+        ("servers: []\nservers: []", "not readable as YAML: servers is given twice (at line 2,"),
         ("\xff", "a mapping with a list `servers`"),
         ("[]", "a mapping with a list `servers`"),
         ("servers: []", "a mapping with a list `servers`"),

@@ -156,39 +156,17 @@ def servers_from_file(path: Path) -> Servers:
         raise ServersFileError([f"{path}: cannot be read: {os_reason(error)}"]) from error
     if len(text) > _MOST_FILE_BYTES:
         raise ServersFileError([f"{path}: longer than {_MOST_FILE_BYTES:,} bytes: this is no description of a cluster"])
-    description = _parsed(path, text)
+    # Most clusters are described by a few flags.
+    from ganger.job_file import read_yaml
+
+    try:
+        description = read_yaml(text.decode())
+    except ValueError as error:
+        raise ServersFileError([f"{path}: not readable as YAML: {os_reason(error)}"]) from error
     try:
         return servers_from_description(description)
     except ServersFileError as error:
         raise ServersFileError([f"{path}: {problem}" for problem in error.problems]) from None
-
-
-def _parsed(path: Path, text: bytes) -> object:
-    """Return what a YAML text holds. ServersFileError if it is no YAML, or gives a key twice."""
-    # Most clusters are described by a few flags.
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        """Rejects a key that is given twice, of which YAML would silently take the last."""
-
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            seen: set[str] = set()
-            for key, _ in node.value:
-                if isinstance(key, yaml.ScalarNode):
-                    if key.value in seen:
-                        raise yaml.MarkedYAMLError(problem=f"{key.value} is given twice", problem_mark=key.start_mark)
-                    seen.add(key.value)
-            return super().construct_mapping(node, deep)
-
-    try:
-        return yaml.load(text.decode(), Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f" line {mark.line + 1}:" if mark is not None else ""
-        raise ServersFileError([f"{path}:{where} not readable as YAML: {error.problem}"]) from error
-    # A date that is none is a ValueError, too many brackets a RecursionError.
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ServersFileError([f"{path}: not readable as YAML: {' '.join(str(error).split())}"]) from error
 
 
 def servers_from_description(description: object) -> Servers:
