@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 from ganger_master.estimators.fitting import Floats
-from ganger_master.estimators.speed import ServerSpeed, UpdateMode, features
+
+from experiments.server_speed import ServerSpeed, UpdateMode, features
 
 # Samples of a new job; more gain little (Optimus: ten for an error below 10 %).
 FIRST_POINTS = 8

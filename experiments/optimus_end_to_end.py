@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from ganger_master.estimators.speed import UpdateMode
 from ganger_master.policies.job_facts import Floats
 from ganger_master.simulator.report.figures import Interval, interval, paired_ratio
 
@@ -39,6 +38,7 @@ from experiments.parameter_server_slots import (
     simulated,
     tetris,
 )
+from experiments.server_speed import UpdateMode
 
 _JOBS, _SERVERS, _ARRIVALS_S = 60, 13, 12_000.0
 _SERVER = (16.0, 2.0, 48.0)

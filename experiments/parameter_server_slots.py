@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
-from ganger_master.estimators.speed import ServerPoint, ServerSpeed, UpdateMode, fit_server_speed
 from ganger_master.policies.job_facts import Flags, Floats, Integers
-from ganger_master.policies.optimus_sizes import allocated, growing, server_speeds
+from ganger_master.policies.optimus_sizes import allocated, growing
 from ganger_master.policies.tetris import Knobs, within_fairness
 
 from experiments.optimus_spread import TaskSpread, spread
+from experiments.server_speed import ServerPoint, ServerSpeed, UpdateMode, fit_server_speed, server_speeds
 from experiments.tetris_pass import aligned, scores
 
 INTERVAL_S = 600.0

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 
 import numpy as np
 from ganger_master.estimators.fitting import fit_error
-from ganger_master.estimators.speed import ServerPoint, UpdateMode, fit_server_speed
 from ganger_master.simulator.report.figures import Interval, interval
 
 from experiments.experiment import CoreUse, Experiment, MeasuredRows, Row, Setting
 from experiments.first_placements import first_placements
+from experiments.server_speed import ServerPoint, UpdateMode, fit_server_speed
 
 _FILE = "profile_ps_speed_dl2.csv"
 _MODELS = ("resnet-50", "inception-bn", "seq2seq", "cnn-text-classification")

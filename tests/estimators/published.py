@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 from ganger_master.estimators.cpu import CpuPoint
 from ganger_master.estimators.slowdown import ColocationTrial, Pressure
-from ganger_master.estimators.speed import ServerPoint, StepPoint
+from ganger_master.estimators.speed import StepPoint
+
+from experiments.server_speed import ServerPoint
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 TRACES = SHARED / "traces"

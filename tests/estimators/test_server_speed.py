@@ -8,15 +8,9 @@ import numpy as np
 import pytest
 from estimators.published import server_points
 from ganger_master.estimators.fitting import FitError, fit_error
-from ganger_master.estimators.speed import (
-    ServerPoint,
-    ServerSpeed,
-    UpdateMode,
-    features,
-    fit_server_speed,
-)
 
 from experiments.first_placements import first_placements
+from experiments.server_speed import ServerPoint, ServerSpeed, UpdateMode, features, fit_server_speed
 
 # MAPE in percent of the dossier (section 3a.2): all rows, median of fits on 8 random rows.
 TABLE = {

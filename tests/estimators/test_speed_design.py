@@ -6,9 +6,9 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from ganger_master.estimators.speed import ServerSpeed, UpdateMode
 
 from experiments.first_placements import d_optimal, first_placements
+from experiments.server_speed import ServerSpeed, UpdateMode
 
 GRID = [(p, w) for p in range(1, 9) for w in range(1, 9)]
 

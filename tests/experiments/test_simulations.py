@@ -8,7 +8,6 @@ from itertools import product
 
 import numpy as np
 import pytest
-from ganger_master.estimators.speed import ServerPoint, UpdateMode
 from ganger_master.policies.order_registry import ORDERS
 from ganger_master.policies.tunings import Gangs, Pieces, Profiles, Tuning, TuningNodes, gangs, pieces, proportionally
 from ganger_master.policies.tunings.catalogue import PROPORTIONAL
@@ -20,6 +19,7 @@ from kit.ideal import IdealJob, ideal
 from experiments import parameter_server_slots as slots
 from experiments import t4_jobs
 from experiments.rounds import RoundJobs, ends, through_rounds
+from experiments.server_speed import ServerPoint, UpdateMode
 from experiments.t4_workloads import least
 
 # --- rounds

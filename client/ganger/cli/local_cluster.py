@@ -318,13 +318,14 @@ def last_command_of(state_directory: Path) -> str:
         return ""
 
 
-def stop_started(started: Sequence[Started], timeout_s: float = 3 * _STOP_S) -> None:
+def stop_started(started: Sequence[Started]) -> None:
     """Stops processes that are not our children: the supervisor alone if it lives, as it stops the others."""
     chosen = [each for each in started if each.name == "up"] or sorted(started, key=lambda each: each.name == "master")
     for each in chosen:
         if is_alive(each):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(each.pid, signal.SIGTERM)
+    timeout_s = 3 * _STOP_S
     deadline = time.monotonic() + timeout_s
     while left := [each for each in started if is_alive(each)]:
         if time.monotonic() > deadline:

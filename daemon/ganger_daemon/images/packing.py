@@ -87,9 +87,9 @@ def _tar(number: int) -> str:
     return f"own-{number}.tar"
 
 
-def packed_bytes(directory: Path, fields: Mapping[str, Any], *, has_files: bool = True) -> int:
+def packed_bytes(directory: Path, fields: Mapping[str, Any]) -> int:
     """Return the size of an image's directory once it is packed. Raises as `pack`."""
-    return _lay_out(directory, fields, has_files)[2].total_bytes
+    return _lay_out(directory, fields, True)[2].total_bytes
 
 
 def _lay_out(

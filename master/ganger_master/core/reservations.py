@@ -25,6 +25,8 @@ from msgspec.structs import replace
 
 # A gang is kept a place after so many refusals, or so long a wait.
 CONFLICTS_BEFORE = 3
+# Jobs that places are kept for at once.
+_MOST_RESERVED = 8
 # The first of the nodes that may do nearly always does.
 _NODES_TRIED = 8
 _SPREADS_TRIED = 4
@@ -55,13 +57,13 @@ def begins_at(conflicts: int, since: float, after_s: float) -> float:
     return since if conflicts >= CONFLICTS_BEFORE else since + after_s
 
 
-def reserve(view: View, wanting: Sequence[ReservationRequest], limit: int = 8) -> tuple[Reservation, ...]:
-    """Return places for the first `limit` jobs in rank order, disjoint, each whole or absent."""
+def reserve(view: View, wanting: Sequence[ReservationRequest]) -> tuple[Reservation, ...]:
+    """Return places for the first jobs in rank order, disjoint, each whole or absent."""
     found: list[Reservation] = []
     if not wanting:
         return ()
     idle = view.vacant()
-    for one in sorted(wanting, key=lambda wanted: (wanted.rank, wanted.job))[:limit]:
+    for one in sorted(wanting, key=lambda wanted: (wanted.rank, wanted.job))[:_MOST_RESERVED]:
         claims = _place(view, idle, replace(one.shape, arena_bytes_per_device=0), one.closed)
         if claims is not None:
             for claim in claims:

@@ -1,14 +1,7 @@
-"""Speed of data-parallel training: seconds of a step with all-reduce, and steps per second over parameter servers.
+"""Speed of data-parallel training with all-reduce: seconds of a step (Pollux, OSDI 2021, section 3.2).
 
-**All-reduce** (Pollux, OSDI 2021, section 3.2): computing takes a + b*m; summing gradients nothing on one GPU, al +
-bl*(n - 2) within a node, an + bn*(n - 2) across nodes. T = (T_compute^gamma + T_sync^gamma)^(1/gamma).
-
-**Parameter servers** (Optimus, EuroSys 2018, section 3.2), with p servers, w workers, global batch M and all t >= 0
-
-    synchronous   1 / (t0*M/w + t1 + t2*w/p + t3*w + t4*p + t5/p)
-    asynchronous  w / (t0 + t1*w/p + t2*w + t3*p)
-
-t5 is an addition: servers apply one summed update per step, each to its part of the model.
+Computing takes a + b*m; summing gradients nothing on one GPU, al + bl*(n - 2) within a node, an + bn*(n - 2) across
+nodes. T = (T_compute^gamma + T_sync^gamma)^(1/gamma).
 """
 
 from __future__ import annotations
@@ -16,10 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from ganger_master.estimators.fitting import NOT_FITTED, Belief, FitError, Floats, fit_error, is_usable, posterior
 
@@ -121,92 +112,3 @@ def _model(numbers: Floats) -> AllReduceModel:
     fixed, sample, local, local_more, across, across_more = (math.exp(min(n, 300.0)) for n in numbers[:6].tolist())
     overlap = 1.0 + (MOST_OVERLAP - 1.0) / (1.0 + math.exp(-max(min(float(numbers[6]), 30.0), -30.0)))
     return AllReduceModel(fixed, sample, local, local_more, across, across_more, overlap)
-
-
-class UpdateMode(Enum):
-    """Whether a step waits for every worker."""
-
-    SYNCHRONOUS = "synchronous"
-    ASYNCHRONOUS = "asynchronous"
-
-
-# Where fewer points than coefficients were measured, the rest is drawn towards a third of the step time each for
-# computation, overhead and transfer, as weakly as a point measured with this relative trust.
-_PRIOR_TRUST = 0.02
-_PRIOR_SHARE = {
-    UpdateMode.SYNCHRONOUS: (1 / 3, 1 / 3, 1 / 3, 0.01, 0.01, 0.0),
-    UpdateMode.ASYNCHRONOUS: (2 / 3, 1 / 3, 0.01, 0.01),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class ServerPoint:
-    """A measurement: `steps_per_second` of the whole job (asynchronous: of all workers together), all > 0."""
-
-    servers: int
-    workers: int
-    steps_per_second: float
-
-
-@dataclass(frozen=True, slots=True)
-class ServerSpeed:
-    """The fitted coefficients in seconds; `error` on the points used."""
-
-    mode: UpdateMode
-    coefficients: tuple[float, ...]
-    batch: float = 1.0
-    error: FitError = NOT_FITTED
-
-    def steps_per_second(self, servers: int, workers: int) -> float:
-        """Return the steps/s of a job; zero without a server or a worker."""
-        return float(self.all_steps_per_second(servers, workers))
-
-    def all_steps_per_second(self, servers: ArrayLike, workers: ArrayLike) -> Floats:
-        """Return `steps_per_second` for arrays of one shape."""
-        p, w = np.broadcast_arrays(np.asarray(servers, float), np.asarray(workers, float))
-        runs = (p >= 1.0) & (w >= 1.0)
-        seconds = features(self.mode, np.where(runs, p, 1.0), np.where(runs, w, 1.0), self.batch) @ self.coefficients
-        with np.errstate(divide="ignore"):
-            rates = np.where(self.mode is UpdateMode.ASYNCHRONOUS, w, 1.0) / seconds
-        return np.asarray(np.where(runs, rates, 0.0), float)
-
-
-def features(mode: UpdateMode, servers: ArrayLike, workers: ArrayLike, batch: float = 1.0) -> Floats:
-    """Return what multiplies each coefficient in the seconds of a step; shape of the inputs plus one last axis."""
-    p, w = np.broadcast_arrays(np.asarray(servers, float), np.asarray(workers, float))
-    if mode is UpdateMode.ASYNCHRONOUS:
-        return np.stack([np.ones_like(p), w / p, w, p], axis=-1)
-    return np.stack([batch / w, np.ones_like(p), w / p, w, p, 1.0 / p], axis=-1)
-
-
-def fit_server_speed(points: Iterable[ServerPoint], mode: UpdateMode, batch: float = 1.0) -> ServerSpeed | None:
-    """Return the coefficients of least relative error; None if no point is usable (speeds must be finite and above
-    zero, counts at least one: the published file has failed runs with speed 0).
-
-    With fewer points than coefficients, those that no point determines follow a weak prior. Speeds far from the points
-    are guesses.
-    """
-    if not is_usable(batch):
-        raise ValueError(f"batch {batch} must be finite and above zero")
-    usable = [p for p in points if is_usable(p.steps_per_second) and p.servers >= 1 and p.workers >= 1]
-    if not usable:
-        return None
-    model = ServerSpeed(mode, _solve(usable, mode, batch), batch)
-    predicted = [model.steps_per_second(point.servers, point.workers) for point in usable]
-    return replace(model, error=fit_error(predicted, [point.steps_per_second for point in usable]))
-
-
-def _solve(points: Sequence[ServerPoint], mode: UpdateMode, batch: float) -> tuple[float, ...]:
-    p = np.array([point.servers for point in points])
-    w = np.array([point.workers for point in points])
-    rates = np.array([point.steps_per_second for point in points])
-    per_step = rates / w if mode is UpdateMode.ASYNCHRONOUS else rates
-    rows = features(mode, p, w, batch) * per_step[:, None]
-    # Scaled so that a coefficient of one is a whole step at the middle of the measurements.
-    scale = 1.0 / np.exp(np.mean(np.log(rows), axis=0))
-    wish = np.array(_PRIOR_SHARE[mode])
-    matrix = np.vstack([rows * scale, _PRIOR_TRUST * np.eye(len(scale))])
-    from scipy.optimize import nnls
-
-    solution, _ = nnls(matrix, np.concatenate([np.ones(len(points)), _PRIOR_TRUST * wish]))
-    return tuple(float(value) for value in solution * scale)

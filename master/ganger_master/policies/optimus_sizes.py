@@ -18,7 +18,7 @@ import numpy as np
 
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
-from ganger_master.estimators.speed import AllReduceModel, ServerSpeed, UpdateMode
+from ganger_master.estimators.speed import AllReduceModel
 from ganger_master.policies.job_facts import Flags, Floats, Integers
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ YOUNG = 0.95
 LEAST_GAIN = 0.01
 # What adds up to the whole by rounding fits: relative to the capacity.
 _ROUNDING = 1e-9
+# Numbers of GPUs with which a new job is tried, at most.
+_FIRST_SIZES = 8
 # Moves looked ahead at once for many jobs, and for few: a look costs about as much for one as for hundreds.
 _FAR, _NEAR, _MANY = 64, 8, 64
 
@@ -75,26 +77,6 @@ def growing(
         np.full(needs.shape[:2], np.iinfo(np.int64).max) if most is None else np.asarray(most, np.int64),
         np.ones(needs.shape[:2], np.int64) if least is None else np.asarray(least, np.int64),
     )
-
-
-def server_speeds(models: Sequence[ServerSpeed]) -> Speed:
-    """Return the speeds, in steps/s, of jobs that train over parameter servers. Kinds of tasks: servers, workers."""
-    rows = np.zeros((len(models), 6))
-    for row, model in zip(rows, models, strict=True):
-        t = model.coefficients
-        if model.mode is UpdateMode.ASYNCHRONOUS:
-            row[1:5] = t
-        else:
-            row[:] = t
-            row[0] *= model.batch
-    is_asynchronous = np.array([model.mode is UpdateMode.ASYNCHRONOUS for model in models], bool)
-
-    def speed(jobs: Integers, counts: Integers) -> Floats:
-        p, w, t = counts[:, 0].astype(float), counts[:, 1].astype(float), rows[jobs].T
-        seconds = t[0] / w + t[1] + t[2] * (w / p) + t[3] * w + t[4] * p + t[5] / p
-        return np.asarray(np.where(is_asynchronous[jobs], w, 1.0) / seconds, float)
-
-    return speed
 
 
 def allreduce_speeds(models: Sequence[AllReduceModel], batch: Sequence[float] | Floats, gpus_per_node: int) -> Speed:
@@ -309,10 +291,10 @@ def steps_left(whole: StepsLeftEstimate | None, steps_done: float, epoch_steps: 
     return max(epoch_steps, whole.value - steps_done), not whole.is_known
 
 
-def first_sizes(least: int, most: int, each: int = 1, count: int = 8) -> Sequence[int]:
+def first_sizes(least: int, most: int, each: int = 1) -> Sequence[int]:
     """Return the numbers of GPUs with which a new job is tried: from its least to its most, each next one larger by
     about the same factor, whole tasks of `each`."""
     if least >= most:
         return (least,)
-    factor = (most / least) ** (1.0 / (count - 1))
-    return sorted({min(most, max(least, round(least * factor**place / each) * each)) for place in range(count)})
+    factor = (most / least) ** (1.0 / (_FIRST_SIZES - 1))
+    return sorted({min(most, max(least, round(least * factor**place / each) * each)) for place in range(_FIRST_SIZES)})

@@ -258,12 +258,12 @@ def interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
     return Interval(mean, factor * float(np.std(values, ddof=1)) / math.sqrt(len(values)), len(values))
 
 
-def paired_ratio(ours: Sequence[float], theirs: Sequence[float], confidence: float = 0.95) -> Interval:
+def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
     """Return how many times ours is theirs, seed by seed: the interval of the ratios, since runs of one seed share
     their jobs and vary together. Raises ValueError for different numbers of runs, or theirs not above zero."""
     if len(ours) != len(theirs) or any(not value > 0 for value in theirs):
         raise ValueError("ratios need two runs of each seed, the second above zero")
-    return interval([one / other for one, other in zip(ours, theirs, strict=True)], confidence)
+    return interval([one / other for one, other in zip(ours, theirs, strict=True)])
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
