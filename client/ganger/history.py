@@ -215,8 +215,8 @@ def _resize_begun(times: _JobTimes, event: HistoryEvent) -> str:
     times.moving_since = event.time
     figures = event.figures
     why = f": {event.message}" if event.message else ""
-    becomes = counted(figures.get("becomes", "?"), "GPU")
-    return f"goes from {figures.get('devices', '?')} to {becomes}{_by(event)}{_for(event)}{why}"
+    before = counted(figures.get("devices", "?"), "GPU")
+    return f"goes from {before} to {figures.get('becomes', '?')}{_by(event)}{_for(event)}{why}"
 
 
 def _given_up(times: _JobTimes, event: HistoryEvent) -> str:

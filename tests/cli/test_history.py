@@ -187,7 +187,7 @@ def test_the_story_of_an_array_is_that_of_its_members_ends() -> None:
         ]
     )  # fmt: skip
     assert [chapter.text for chapter in chapters] == [
-        "submitted by user:ann: 2 jobs of 1 GPUs each, 1 at once, stop rule halving by loss",
+        "submitted by user:ann: 2 jobs of 1 GPU each, 1 at once, stop rule halving by loss",
         "7_0 (lr=0.1) stopped, ran 8.50 s; loss=0.5; halving: ...",
         "7_1 succeeded before its first step",
         "7_2 failed before its first step; no file",

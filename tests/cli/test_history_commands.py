@@ -132,7 +132,7 @@ def test_history_prints_sentences_and_totals(call: Call, master: CannedMaster, c
     assert call("history", "1") == 0
     *lines, sums = capsys.readouterr().out.splitlines()
     assert [line[25:] for line in lines] == [
-        "submitted by user:ann: 1 tasks without GPUs",
+        "submitted by user:ann: 1 task without GPUs",
         "got its gang on ? by user:ann",
         "runs, after 1.00 s",
         "succeeded",

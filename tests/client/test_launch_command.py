@@ -39,7 +39,7 @@ def complaint(command: str | list[str], **more: Any) -> tuple[str, str]:
     [
         ("torchrun --nproc-per-node 2 train.py --lr 1", ["python", "-u", "train.py", "--lr", "1"]),
         ("torchrun --nproc_per_node=2 -m pkg.train -x", ["python", "-u", "-m", "pkg.train", "-x"]),
-        ("torchrun --nproc-per-node 2 --no-python ./run.sh a", ["./run.sh", "a"]),
+        ("torchrun --nproc-per-node 2 --no-python run-of-nodes a", ["run-of-nodes", "a"]),
         ("python -m torch.distributed.run --nproc-per-node=2 train.py", ["python", "-u", "train.py"]),
         ("/env/bin/python3.11 -X dev -m torch.distributed.run --nproc-per-node=2 train.py", None),
         ("python /env/bin/torchrun --standalone --nproc-per-node=2 train.py", ["python", "-u", "train.py"]),
@@ -111,7 +111,7 @@ def test_a_range_of_nodes_makes_an_elastic_job() -> None:
 @pytest.mark.parametrize(
     ("command", "given", "field", "part"),
     [
-        ("torchrun --nproc-per-node 4 t.py", {"gpus": 2}, "gpus", "4 processes on one node, which cannot share 2 GPUs"),
+        ("torchrun --nproc-per-node 4 t.py", {"gpus": 2}, "gpus", "4 processes on 1 node, which cannot share 2 GPUs"),
         ("torchrun --nproc-per-node 4 t.py", {"gpus": "2:8"}, "gpus", "a range of nodes"),
         ("torchrun --nnodes 1:2 --nproc-per-node 2 t.py", {"gpus": "2:8"}, "gpus", "a range from 2 to 4 GPUs"),
         ("torchrun --nproc-per-node 4 t.py", {"tasks": 2, "gpus": 4}, "tasks", "each a task"),

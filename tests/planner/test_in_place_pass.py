@@ -265,7 +265,7 @@ def test_by_reports_the_job_with_most_left_grows_and_a_new_job_has_its_least_unt
     drive.trains(35)
     (change,) = drive.changes()
     assert (change.kind, change.number, devices_of(change.claims)) == ("RESIZE", late, 3)
-    assert change.reason.startswith("from 1 GPUs to 3: 10 steps/s with 1, ")
+    assert change.reason.startswith("from 1 GPU to 3: 10 steps/s with 1, ")
     assert change.reason.endswith(" foreseen left")
     drive.goes_on(late)
     drive.trains(30)

@@ -37,7 +37,7 @@ def test_the_job_with_more_to_gain_grows_and_gives_back_what_a_newcomer_needs(tm
         shown = json.loads(long.shell("show", long.id, "--json"))
         assert int(shown["progress"]["training_epochs"]) == 200
         told = long.shell("history", long.id)
-        assert "from 1 GPUs to 3: " in told, told
+        assert "from 1 GPU to 3: " in told, told
         newcomer = Training.submit(cluster, "newcomer", "1:4", "--step-seconds", "0.2", "--epochs", "30")
         have(2, 1, 1, of=(long, brief, newcomer))
         for training in (brief, newcomer):

@@ -181,10 +181,14 @@ def check_listen_address(address: str, *, has_certificates: bool = False) -> Non
     certificates."""
     check_address(address)
     if not address.startswith("unix:") and not has_certificates and not is_loopback(address):
-        raise EndpointError(
-            f"refuse to listen on {address} without certificates: others on the network could take over jobs;"
-            " listen on 127.0.0.1:PORT or unix:PATH, or give --tls DIR (`ganger certs`)"
-        )
+        raise EndpointError(_exposed(address, "127.0.0.1:PORT or unix:PATH"))
+
+
+def _exposed(place: str, instead: str) -> str:
+    return (
+        f"refuse to listen on {place} without certificates: others on the network could take over jobs;"
+        f" listen on {instead}, or give --tls DIR (`ganger certs`)"
+    )
 
 
 def check_listen_host(host: str, *, has_certificates: bool = False) -> None:
@@ -196,7 +200,8 @@ def check_listen_host(host: str, *, has_certificates: bool = False) -> None:
         raise EndpointError(
             f"--listen {host!r}: give a host name or an IPv4 address {hint}; the daemon takes free ports"
         )
-    check_listen_address(f"{host}:0", has_certificates=has_certificates)
+    if not has_certificates and not is_loopback(f"{host}:0"):
+        raise EndpointError(_exposed(host, "127.0.0.1"))
 
 
 def why_not_listening(address: str, error: OSError) -> str:
