@@ -163,7 +163,7 @@ def test_a_disk_that_is_full_ends_the_recording_and_leaves_nothing(
         ended.set()
 
     try:
-        with pytest.raises(RecordingError, match=r"cannot record into .*: File too large"):
+        with pytest.raises(RecordingError, match=r"cannot record into .*: file too large"):
             told(tmp_path, story)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
