@@ -232,7 +232,7 @@ def test_a_port_in_use_keeps_the_master_from_starting_and_is_named(tmp_path: Pat
         with socket.create_server(("127.0.0.1", 0)) as taken:
             address = f"127.0.0.1:{taken.getsockname()[1]}"
             with pytest.raises(
-                StartError, match=f"cannot serve metrics on {address}: Address already in use"
+                StartError, match=f"metrics: cannot listen on {address}: in use"
             ) as failed:
                 async with serving(tmp_path, metrics=address):
                     pass
@@ -266,7 +266,7 @@ def test_the_program_says_where_it_serves_them_and_why_it_cannot(tmp_path: Path)
             assert samples_of(read(url))["ganger_master_ready"] == 1
             address = url.removeprefix("http://").removesuffix("/metrics")
             _, said = (second := start("second", address)).communicate(timeout=30)
-            assert f"cannot serve metrics on {address}: Address already in use" in said
+            assert f"metrics: cannot listen on {address}: in use" in said
             assert (second.returncode, "Traceback" in said) == (ExitCode.REFUSED, False)
         finally:
             first.send_signal(signal.SIGTERM)
