@@ -12,7 +12,7 @@ from ganger_master.core.commands import DrainNode, MoveJob, ObservedGang, Resume
 from ganger_master.core.events import JobSuspended
 from ganger_master.core.gang_model import Gang, GangIntent, ObservedPhase, Outcome, OutcomeKind, Restore
 from ganger_master.core.job_model import Capabilities, Checkpoint, RefusedMechanism, SuspendLevel
-from ganger_master.core.moves import can_hand_over, due_at
+from ganger_master.core.moves import due_at
 from msgspec.structs import replace
 
 SIGNAL = Capabilities(pause=True, checkpoint=True, known=True, mechanism=Mechanism.SIGNAL)
@@ -115,7 +115,7 @@ def test_a_move_has_the_grace_of_the_script_beyond_its_deadline() -> None:
 def test_no_planner_moves_a_script_that_would_start_again() -> None:
     cluster, number, _ = running()
     assert cluster.job(number).capabilities.can_move
-    assert not can_hand_over(cluster.job(number))
+    assert not cluster.job(number).capabilities.can_hand_over
 
 
 def test_a_drain_moves_a_script_that_saves_itself() -> None:

@@ -11,7 +11,6 @@ from ganger_master.core.answers import JobAnswer, Refused
 from ganger_master.core.commands import MoveJob, SuspendJob
 from ganger_master.core.gang_model import GangIntent, ObservedPhase, Outcome, OutcomeKind
 from ganger_master.core.job_model import Capabilities, JobRecord, SuspendLevel
-from ganger_master.core.moves import can_hand_over
 from msgspec import json
 from msgspec.structs import replace
 
@@ -74,7 +73,7 @@ def test_after_a_move_that_failed_at_its_state_neither_move_nor_checkpoint_is_of
     drive.runs(number)
     offered = drive.job(number).capabilities
     assert (offered.pause, offered.offload, offered.checkpoint, offered.resize) == (True, True, False, False)
-    assert not can_hand_over(drive.job(number))
+    assert not drive.job(number).capabilities.can_hand_over
     assert "a move failed at it once" in refused(drive, number, SuspendLevel.CHECKPOINT)
     answer = drive.step(MoveJob(number))
     assert isinstance(answer, Refused)
@@ -130,7 +129,7 @@ def test_a_source_whose_state_could_not_be_captured_is_not_moved_again() -> None
     trouble = "STATE_UNSAVEABLE: rank 0: sharded tensors are not supported yet"
     drive.observe("n1", replace(drive.report(gang, ObservedPhase.STOPPING), trouble=trouble))
     drive.runs(number)
-    assert not can_hand_over(drive.job(number))
+    assert not drive.job(number).capabilities.can_hand_over
 
 
 def test_nothing_is_withdrawn_of_what_was_never_offered() -> None:

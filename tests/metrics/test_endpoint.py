@@ -231,9 +231,7 @@ def test_a_port_in_use_keeps_the_master_from_starting_and_is_named(tmp_path: Pat
     async def story() -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             address = f"127.0.0.1:{taken.getsockname()[1]}"
-            with pytest.raises(
-                StartError, match=f"metrics: cannot listen on {address}: in use"
-            ) as failed:
+            with pytest.raises(StartError, match=f"metrics: cannot listen on {address}: in use") as failed:
                 async with serving(tmp_path, metrics=address):
                     pass
             assert failed.value.obstacle is MasterObstacle.STATE

@@ -103,7 +103,7 @@ def test_cores_go_from_jobs_that_cannot_use_them_to_jobs_that_can() -> None:
     # The other jobs leave at least the seven cores that the hungry one can use.
     assert [drive.cores(number) for number in (idle, modest, fair)] == [1, 2, 4]
     assert drive.cores(hungry) >= 7
-    assert any("a trial of 1 cores for each GPU; steps/s by cores for each GPU: " in reason for reason in drive.reasons)
+    assert any("a trial of 1 core for each GPU; steps/s by cores for each GPU: " in reason for reason in drive.reasons)
     # Complete profiles need no more trials.
     changes = len(drive.changes)
     drive.spend(300)

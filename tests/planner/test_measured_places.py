@@ -167,7 +167,11 @@ def test_a_gang_is_kept_from_nodes_with_more_devices_in_use_than_are_harmless(
     assert harmless_load(rates) == load
 
 
-GAINS_MUCH, GAINS_LITTLE, GAINS_NOTHING = {"old": 1.0, "new": 3.0}, {"old": 4.0, "new": 5.0}, {"old": 4.0, "new": 4.1}
+GAINED_MUCH, GAINED_LITTLE, GAINED_NOTHING = (
+    {"old": 1.0, "new": 3.0},
+    {"old": 4.0, "new": 5.0},
+    {"old": 4.0, "new": 4.1},
+)
 
 
 @pytest.mark.parametrize(
@@ -175,19 +179,19 @@ GAINS_MUCH, GAINS_LITTLE, GAINS_NOTHING = {"old": 1.0, "new": 3.0}, {"old": 4.0,
     [
         ({}, True, []),
         ({"new": 3.0}, True, []),
-        (GAINS_NOTHING, False, []),
-        (GAINS_NOTHING, True, []),
-        (GAINS_LITTLE, False, ["new", "old"]),
-        (GAINS_MUCH, False, ["new", "old"]),
-        (GAINS_LITTLE, True, ["old", "new"]),
-        (GAINS_MUCH, True, ["new", "old"]),
+        (GAINED_NOTHING, False, []),
+        (GAINED_NOTHING, True, []),
+        (GAINED_LITTLE, False, ["new", "old"]),
+        (GAINED_MUCH, False, ["new", "old"]),
+        (GAINED_LITTLE, True, ["old", "new"]),
+        (GAINED_MUCH, True, ["new", "old"]),
     ],
 )
 def test_once_devices_are_scarce_the_fast_ones_are_left_to_programs_that_gain_much(
     own: Mapping[str, float], is_scarce: bool, types: list[str]
 ) -> None:
-    assert list(types_by_gain(own, [GAINS_MUCH, GAINS_LITTLE, {"new": 1.0}], is_scarce=is_scarce)) == types
+    assert list(types_by_gain(own, [GAINED_MUCH, GAINED_LITTLE, {"new": 1.0}], is_scarce=is_scarce)) == types
 
 
 def test_the_only_known_program_takes_the_fastest_type() -> None:
-    assert list(types_by_gain(GAINS_LITTLE, [GAINS_LITTLE], is_scarce=True)) == ["new", "old"]
+    assert list(types_by_gain(GAINED_LITTLE, [GAINED_LITTLE], is_scarce=True)) == ["new", "old"]
