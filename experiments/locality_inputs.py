@@ -26,7 +26,7 @@ from typing import TypeAlias
 
 import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex
-from ganger.cluster.feasibility import Family, FeasibilityQuery, GangMix
+from ganger.cluster.feasibility import Family, FeasibilityQuery
 from ganger.cluster.placement import choose_mode
 from ganger.cluster.preferences import GANDIVA, apart, line_then_least, line_then_most, packed
 from ganger.cluster.resources import Claim, GangShape, Locality, LocalityLevel, NodeRow, Role, TaskShape
@@ -52,9 +52,7 @@ _LIGHT, _HEAVY, _CHANGES = 0.25, 0.75, 300
 _SLOWDOWNS = {"tensorflow": 0.12, "cntk": 0.40}
 
 
-def _by_load(
-    index: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, demand: GangMix | None
-) -> Iterator[Claims]:
+def _by_load(index: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel) -> Iterator[Claims]:
     """Algorithm 1 without its classes of servers, as if all servers had jobs of one size."""
     mode = index.view.mode
     if mode is LoadMode.SPREAD:

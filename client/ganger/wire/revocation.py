@@ -18,6 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from ganger.protocol.os_errors import os_reason
 from ganger.wire.endpoints import CredentialError
 from ganger.wire.errors import CertificateInvalid, CertificateRevoked
 from ganger.wire.methods import CallerIdentity
@@ -132,7 +133,7 @@ class Revocations:
                 temporary.write_bytes(pem)
                 temporary.replace(self._file)
             except OSError as error:
-                raise CredentialError(f"cannot write {self._file}: {(error.strerror or '').lower()}") from error
+                raise CredentialError(f"cannot write {self._file}: {os_reason(error)}") from error
             finally:
                 with contextlib.suppress(OSError):
                     temporary.unlink(missing_ok=True)
@@ -163,7 +164,7 @@ class Revocations:
         except FileNotFoundError:
             return self._known
         except OSError as error:
-            raise CredentialError(f"cannot read {self._file}: {(error.strerror or str(error)).lower()}") from error
+            raise CredentialError(f"cannot read {self._file}: {os_reason(error)}") from error
         try:
             return parse_list(pem, self._authorities())
         except CredentialError as error:
@@ -175,7 +176,7 @@ class Revocations:
         try:
             return x509.load_pem_x509_certificates(self._authority.read_bytes())
         except (OSError, ValueError) as error:
-            raise CredentialError(f"cannot read {self._authority}: {error}") from error
+            raise CredentialError(f"cannot read {self._authority}: {os_reason(error)}") from error
 
     def _file_version(self) -> tuple[int, ...]:
         try:

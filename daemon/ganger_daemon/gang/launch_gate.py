@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from ganger.injob.process_identity import peer_of, user_of
+from ganger.protocol.os_errors import os_failure
 
 from ganger_daemon.node.accounts import Account
 from ganger_daemon.node.daemon_files import GangPaths
@@ -90,7 +91,7 @@ class LaunchGate:
         except (OSError, LookupError, ValueError, AttributeError, RecursionError) as error:
             log.warning("process not let into its gang", extra={"gate": str(self._place), "error": str(error)})
             with suppress(OSError):
-                connection.send(json.dumps({"error": str(error)[:500]}).encode())
+                connection.send(json.dumps({"error": os_failure(error)[:500]}).encode())
 
     def _let_in(self, connection: socket.socket) -> None:
         peer = peer_of(connection)

@@ -200,7 +200,7 @@ class RankLaunch(OfGang):
         try:
             await storage.work.run(give_storage, storage.shared, self._paths.job_uid, account, within_s=_READING_S)
         except OSError as error:
-            why = f"its directory on storage cannot be given to account {account.name}: {error}"
+            why = f"its directory on storage cannot be given to account {account.name}: {os_failure(error)}"
             raise LaunchRefusedError(why) from error
 
     async def _launch(

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import BinaryIO
 
 from ganger.injob.launcher.namespaces import separate
+from ganger.protocol.os_errors import os_reason
 
 from ganger_daemon.node.accounts import Account
 
@@ -90,5 +91,5 @@ def main() -> None:
         become(account)
         os.execve(command[0], command, fields["environment"])
     except (OSError, ValueError) as error:
-        print(f"{command[0]} cannot be started as {account.name}: {error}", file=sys.stderr)
+        print(f"{command[0]} cannot be started as {account.name}: {os_reason(error)}", file=sys.stderr)
     os._exit(_CANNOT)
