@@ -48,6 +48,7 @@ from ganger_daemon.images.contract import CAPABILITY, ProcessImages
 from ganger_daemon.images.criu import choose_images, cpu_flags
 from ganger_daemon.images.driver import choose_device_state
 from ganger_daemon.node.accounts import Account, Accounts, choose_accounts
+from ganger_daemon.node.certificate_renewal import keep_renewed
 from ganger_daemon.node.core_table import CoreTable
 from ganger_daemon.node.daemon_files import (
     LOCK,
@@ -215,7 +216,12 @@ class Daemon:
             self.host.launchers.warm_up()
         await self._listen(endpoint.token, known)
         self._write_node()
-        self._tasks = [asyncio.create_task(work) for work in (self._hold_session(), self._tend(), self._sweep_logs())]
+        self._work()
+
+    def _work(self) -> None:
+        """Begin what goes on until the daemon is stopped."""
+        work = (self._hold_session(), self._tend(), self._sweep_logs(), self._keep_certificate())
+        self._tasks = [asyncio.create_task(one) for one in work]
 
     def _choose_cgroups(self, gpu_cores: float, accounts: Accounts) -> Cgroups:
         settings = self._settings
@@ -497,6 +503,10 @@ class Daemon:
         await asyncio.wait((task,), timeout=_REVIVE_S)
         if task.done():
             task.result()
+
+    async def _keep_certificate(self) -> None:
+        if self._settings.tls is not None:
+            await keep_renewed(self._settings.tls, self._find_master)
 
     async def _sweep_logs(self) -> None:
         while True:

@@ -182,6 +182,8 @@ class Master:
         self.token = self._directory.token()
         if config.tls is not None:
             _check_certificate(config.tls)
+        if config.authority is not None:
+            _check_authority(config.authority)
         try:
             is_planned = live_policy_named(config.policy).is_planned
         except (KeyError, ValueError) as error:
@@ -231,6 +233,7 @@ class Master:
             audit=audit.AuditLog(config.state_dir / audit.FILE),
             limits=UserLimits(config.requests_per_user, config.changes_per_user, config.streams_per_user),
             tls=config.tls,
+            authority=config.authority,
             revocations=None if config.tls is None else Revocations.beside(config.tls),
             more_handlers=self._more_handlers,
         )
@@ -353,6 +356,16 @@ def _check_certificate(directory: Path) -> None:
         tell_end(directory)
     except EndpointError as error:
         raise StartError(str(error), MasterObstacle.RIGHTS) from error
+
+
+def _check_authority(directory: Path) -> None:
+    """Raises StartError unless the directory holds an authority and its key."""
+    from ganger.wire.certificate_authority import CertificateError, issued_certificates
+
+    try:
+        issued_certificates(directory)
+    except CertificateError as error:
+        raise StartError(f"--authority: {error}", MasterObstacle.RIGHTS) from error
 
 
 def _obstacle_of(error: StoreError | EndpointError) -> MasterObstacle:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 @click.option("--state-dir", type=Directory(), help="Directory of this master; made if missing.")
 @click.option("--listen", metavar="ADDRESS", help="unix:/PATH or HOST:PORT; default: loopback, a free port.")
 @click.option("--tls", type=Directory(), help="Certificate of this master (`ganger certs`): needed beyond loopback.")
+@click.option("--authority", type=Directory(), help="Authority (`ganger certs`) to renew daemons' certificates with.")
 @click.option("--metrics", metavar="HOST:PORT", help="Serve metrics for Prometheus there; default: nowhere.")
 @click.option("--database-url", metavar="URL", help="SQLAlchemy URL; default: SQLite in the state directory.")
 @click.option("--storage", type=Directory(), help="Directory all nodes see; default: in --state-dir.")

@@ -57,6 +57,8 @@ class Config:
     listen: str = "127.0.0.1:0"
     # Directory of the master's certificate; with one it may listen anywhere.
     tls: Path | None = None
+    # Directory of the authority (`ganger certs init`): daemons get new certificates from this master before theirs end.
+    authority: Path | None = None
     # HOST:PORT that Prometheus scrapes; beyond loopback only with a certificate. Empty: no endpoint.
     metrics: str = ""
     database_url: str = ""
@@ -284,7 +286,7 @@ def _boolean_of(name: str, value: object) -> bool:
 _NAMES: Final = frozenset(one.name for one in fields(Config))
 
 _PARSERS: Final[Mapping[str, Callable[[str, object], object]]] = {
-    **dict.fromkeys(("state_dir", "storage", "tls"), _path_of),
+    **dict.fromkeys(("state_dir", "storage", "tls", "authority"), _path_of),
     **dict.fromkeys(_COUNTS, _count_of),
     **dict.fromkeys(("residue_bytes", "spec_bytes_per_user"), lambda name, value: units.parse_memory(value)),
     **dict.fromkeys(("scheduler_host", "planner", "restored"), _boolean_of),

@@ -141,6 +141,7 @@ TABLE = """
 /ganger.agent.v1.AgentService/CreateSession  ---VTRRRR+NRRR
 /ganger.agent.v1.AgentService/Reconcile      ---VTRRRR+NRRR
 /ganger.agent.v1.AgentService/ReportProgress ---VTRRRR+NRRR
+/ganger.agent.v1.AgentService/RenewCertificate ---VTRRRR++RRR
 /grpc.health.v1.Health/Check                 ---+++++++++++
 /grpc.health.v1.Health/List                  ---+++++++++++
 /grpc.health.v1.Health/Watch                 ---+++++++++++

@@ -68,7 +68,7 @@ def test_all_mistakes_are_reported_together() -> None:
         "--state-dir",
     ):
         assert word in text
-    assert "known are changes_per_user, checkpoint_interval, checkpoints_kept, database_url, events_kept, " in text, (
+    assert "known are authority, changes_per_user, checkpoint_interval, checkpoints_kept, database_url, " in text, (
         "as the documentation calls them"
     )
     assert load({"state_dir": "/s"}, {}, "finished_jobs_limit = 7\n").finished_jobs_limit == 7

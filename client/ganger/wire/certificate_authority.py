@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 from cryptography import x509
@@ -28,7 +29,7 @@ from ganger.wire.endpoints import CredentialError
 from ganger.wire.errors import CertificateInvalid
 from ganger.wire.methods import CallerIdentity, CallerRole, served_name
 from ganger.wire.revocation import REVOKED, parse_list
-from ganger.wire.tls import AUTHORITY, CERTIFICATE, KEY, identity_in_pem
+from ganger.wire.tls import AUTHORITY, CERTIFICATE, KEY, check_directory, identity_in_pem
 
 AUTHORITY_KEY: Final = "ca-key.pem"
 # In the directory of the authority: each certificate that it has issued, by serial number.
@@ -85,27 +86,96 @@ def issue(
             " --days, or make a new one"
         )
     key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, identity.name)])
-    purposes = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if serves else [])]
     names = [
         x509.UniformResourceIdentifier(identity.uri),
         *(_general_name(host) for host in hosts),
         *(x509.DNSName(served_name(identity.role, host)) for host in hosts),
     ]
-    certificate = (
-        _builder(name, signer.subject, key.public_key(), days)
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    purposes = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if serves else [])]
+    extensions = (x509.SubjectAlternativeName(names), x509.ExtendedKeyUsage(purposes))
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, identity.name)])
+    certificate = _builder(subject, signer.subject, key.public_key(), days)
+    shown = _signed(authority, certificate, extensions, signing_key)
+    files = {KEY: _pem_of(key), CERTIFICATE: shown, AUTHORITY: signer.public_bytes(_PEM)}
+    _write(out, files, replaces=replaces)
+    return x509.load_pem_x509_certificate(shown).not_valid_after_utc
+
+
+def _signed(
+    authority: Path,
+    builder: x509.CertificateBuilder,
+    extensions: Iterable[x509.ExtensionType],
+    key: ec.EllipticCurvePrivateKey,
+) -> bytes:
+    """Sign a certificate of a party, and record it. Raises CertificateError."""
+    for extension in extensions:
+        builder = builder.add_extension(extension, critical=False)
+    made = (
+        builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage("digital_signature"), critical=True)
-        .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signing_key.public_key()), critical=False)
-        .sign(signing_key, hashes.SHA256())
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
     )
-    shown = certificate.public_bytes(_PEM)
-    # First what must not be missed: a certificate that is not on record cannot be revoked by its name.
-    _write(authority / _ISSUED, {f"{certificate.serial_number:x}.pem": shown})
-    _write(out, {KEY: _pem_of(key), CERTIFICATE: shown, AUTHORITY: signer.public_bytes(_PEM)}, replaces=replaces)
-    return certificate.not_valid_after_utc
+    shown = made.public_bytes(_PEM)
+    # A certificate that is not on record cannot be revoked by its name.
+    _write(authority / _ISSUED, {f"{made.serial_number:x}.pem": shown})
+    return shown
+
+
+def renewal_time(certificate: bytes) -> tuple[datetime, datetime]:
+    """Return when a certificate, in PEM form, is due to be renewed, and when it ends: a third of its life later. Raises
+    ValueError."""
+    found = x509.load_pem_x509_certificate(certificate)
+    begin, end = found.not_valid_before_utc + _BEFORE, found.not_valid_after_utc
+    return end - (end - begin) / 3, end
+
+
+def request_renewal() -> tuple[bytes, bytes]:
+    """Return a new key and a request for a certificate of it (RFC 2986), in PEM form. The names are those of the
+    certificate with which the request comes."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).sign(key, hashes.SHA256())
+    return _pem_of(key), request.public_bytes(_PEM)
+
+
+def answer_renewal(authority: Path, certificate: bytes, request: bytes) -> bytes:
+    """Return a certificate of the same names and length of life as a verified one, for the key of the request. Raises
+    CertificateError, also for one that is not due."""
+    try:
+        asked = x509.load_pem_x509_csr(request)
+        key = asked.public_key()
+        if not (asked.is_signature_valid and isinstance(key, ec.EllipticCurvePublicKey)):
+            raise CertificateError("the request is not signed with an elliptic-curve key of its own")
+    except (ValueError, TypeError) as error:
+        raise CertificateError(f"it is no request for a certificate in PEM form: {error}") from error
+    if (due := renewal_time(certificate)[0]) > datetime.now(UTC):
+        raise CertificateError(f"the certificate is not due before {due:%Y-%m-%d %H:%M} UTC")
+    former = x509.load_pem_x509_certificate(certificate)
+    signer, signing_key = _authority(authority)
+    life = former.not_valid_after_utc - former.not_valid_before_utc - _BEFORE
+    left = signer.not_valid_after_utc - datetime.now(UTC)
+    if left <= timedelta(0):
+        raise CertificateError(f"the authority {authority / AUTHORITY} itself has ended")
+    kept = [
+        former.extensions.get_extension_for_class(kind).value
+        for kind in (x509.SubjectAlternativeName, x509.ExtendedKeyUsage)
+    ]
+    days = min(life, left) / timedelta(days=1)
+    return _signed(authority, _builder(former.subject, signer.subject, key, days), kept, signing_key)
+
+
+def replace_files(directory: Path, key: bytes, certificate: bytes) -> None:
+    """Put a renewed certificate and its key in the place of the former ones, once they have been tried. Raises
+    CertificateError."""
+    with TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as tried:
+        try:
+            authority = (directory / AUTHORITY).read_bytes()
+            files = {KEY: key, CERTIFICATE: certificate}
+            _write(Path(tried), {**files, AUTHORITY: authority})
+            check_directory(Path(tried))
+        except (OSError, CredentialError) as error:
+            raise CertificateError(f"the renewed certificate does not do: {error}") from error
+        _write(directory, files, replaces=True)
 
 
 def renew(authority: Path, directory: Path, days: float) -> tuple[CallerIdentity, datetime]:

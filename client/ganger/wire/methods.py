@@ -119,6 +119,8 @@ METHODS: dict[str, Method] = {
         # Answers when the recording has ended: an hour at most, and what the file then takes.
         Method(f"{_NODES}/RecordDecisions", _OPERATORS, 61 * 60.0, is_idempotent=False),
         Method(f"{_AGENTS}/CreateSession", _DAEMONS, largest_bytes=_MIB),
+        # Each call makes a certificate.
+        Method(f"{_AGENTS}/RenewCertificate", _DAEMONS, is_idempotent=False),
         # Held up to max_wait; the daemon itself calls again, and only its newest call counts.
         Method(f"{_AGENTS}/Reconcile", _DAEMONS, 120.0, is_idempotent=False, largest_bytes=4 * _MIB),
         Method(

@@ -253,6 +253,12 @@ def identity_in(context: grpc.aio.ServicerContext[Any, Any]) -> CallerIdentity |
     return None if shown is None else shown.identity
 
 
+def certificate_of(context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
+    """Return the caller's verified certificate in PEM form; empty without TLS."""
+    found = context.auth_context()
+    return b"".join(found.get("x509_pem_cert", ())) if _SSL in found.get("transport_security_type", ()) else b""
+
+
 def _certificate_in(context: grpc.aio.ServicerContext[Any, Any]) -> ShownCertificate | None:
     found = context.auth_context()
     if _SSL not in found.get("transport_security_type", ()):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import random
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, Final
 
 from ganger.agent.v1 import agent_pb2, agent_pb2_grpc
@@ -14,7 +16,7 @@ from ganger.wire import resource_names as names
 from ganger.wire.channels import MAX_MESSAGE_BYTES, SUPPORTED_VERSIONS, UNSTATED_VERSIONS, WireVersions, common_version
 from ganger.wire.methods import CallerIdentity, CallerRole
 from ganger.wire.revocation import Revocations
-from ganger.wire.servers import Callers
+from ganger.wire.servers import Callers, certificate_of
 from msgspec.structs import replace
 
 from ganger_master.core import commands
@@ -35,6 +37,8 @@ _LONGEST_CONCERN: Final = 500
 _JITTER: Final = 0.8
 
 
+log = logging.getLogger(__name__)
+
 # Of the fields around a list of revoked certificates in a message.
 _FRAME_BYTES: Final = 64
 
@@ -47,8 +51,11 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         callers: Callers,
         refusals: SessionRefusals,
         revocations: Revocations | None = None,
+        authority: Path | None = None,
     ) -> None:
+        """`authority`: directory of the authority that renews certificates, if this master has it."""
         self._writer = writer
+        self._authority = authority
         self._revocations = revocations
         self._refusals = refusals
         self._callers = callers
@@ -180,6 +187,21 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             desired or DesiredSet(), request.observation, request.desired_version, request.missing_specs
         )
         return desired, message
+
+    async def RenewCertificate(
+        self, request: agent_pb2.RenewCertificateRequest, context: Any
+    ) -> agent_pb2.RenewCertificateResponse:
+        from ganger.wire.certificate_authority import CertificateError, answer_renewal
+
+        certificate = certificate_of(context)
+        if self._authority is None or not certificate:
+            raise errors.NotSupported("this master renews no certificates: it was started without --authority")
+        try:
+            answer = await asyncio.to_thread(answer_renewal, self._authority, certificate, request.signing_request)
+        except CertificateError as error:
+            raise errors.RequestInvalid(str(error)) from error
+        log.info("certificate renewed", extra={"node": self._callers.of(context).name})
+        return agent_pb2.RenewCertificateResponse(certificate=answer)
 
     async def ReportProgress(
         self, request_iterator: AsyncIterator[agent_pb2.ProgressReport], context: Any

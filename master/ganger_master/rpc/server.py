@@ -57,8 +57,8 @@ _SERVICES: Final = (
 
 class MasterServer:
     """Serves a writer. `address` is where, with the port that was chosen, and `local_address` where the token does;
-    `tls`: the directory of the certificate, if there is one, and `revocations`: what goes with it; `captures`: where
-    recordings go; `audit`: where calls are recorded."""
+    `tls`: the directory of the certificate, if there is one, and `revocations`: what goes with it; `authority`: the
+    directory of the one that renews certificates; `captures`: where recordings go; `audit`: the log of calls."""
 
     def __init__(
         self,
@@ -72,6 +72,7 @@ class MasterServer:
         limits: UserLimits,
         tls: Path | None = None,
         revocations: Revocations | None = None,
+        authority: Path | None = None,
         more_handlers: Sequence[grpc.GenericRpcHandler[Any, Any]] = (),
     ) -> None:
         refusals = SessionRefusals(writer.now)
@@ -95,7 +96,7 @@ class MasterServer:
         scheduling_pb2_grpc.add_SchedulingServiceServicer_to_server(
             SchedulingService(writer, shown, progress, callers, limits), self._server
         )
-        self.agents = AgentService(writer, progress, callers, refusals, revocations)
+        self.agents = AgentService(writer, progress, callers, refusals, revocations, authority)
         node_pb2_grpc.add_NodeServiceServicer_to_server(
             NodeService(writer, shown, callers, self.agents.is_held, captures), self._server
         )

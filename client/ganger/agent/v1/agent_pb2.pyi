@@ -258,6 +258,40 @@ class Session(google.protobuf.message.Message):
 Global___Session: typing_extensions.TypeAlias = Session
 
 @typing.final
+class RenewCertificateRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SIGNING_REQUEST_FIELD_NUMBER: builtins.int
+    signing_request: builtins.bytes
+    """PKCS #10, in PEM form. Its names do not count."""
+    def __init__(
+        self,
+        *,
+        signing_request: builtins.bytes = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["signing_request", b"signing_request"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___RenewCertificateRequest: typing_extensions.TypeAlias = RenewCertificateRequest
+
+@typing.final
+class RenewCertificateResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CERTIFICATE_FIELD_NUMBER: builtins.int
+    certificate: builtins.bytes
+    """In PEM form."""
+    def __init__(
+        self,
+        *,
+        certificate: builtins.bytes = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["certificate", b"certificate"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___RenewCertificateResponse: typing_extensions.TypeAlias = RenewCertificateResponse
+
+@typing.final
 class ReconcileRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

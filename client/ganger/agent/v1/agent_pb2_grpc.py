@@ -46,6 +46,11 @@ class AgentServiceStub(object):
                 request_serializer=ganger_dot_agent_dot_v1_dot_agent__pb2.ReconcileRequest.SerializeToString,
                 response_deserializer=ganger_dot_agent_dot_v1_dot_agent__pb2.ReconcileResponse.FromString,
                 _registered_method=True)
+        self.RenewCertificate = channel.unary_unary(
+                '/ganger.agent.v1.AgentService/RenewCertificate',
+                request_serializer=ganger_dot_agent_dot_v1_dot_agent__pb2.RenewCertificateRequest.SerializeToString,
+                response_deserializer=ganger_dot_agent_dot_v1_dot_agent__pb2.RenewCertificateResponse.FromString,
+                _registered_method=True)
         self.ReportProgress = channel.stream_unary(
                 '/ganger.agent.v1.AgentService/ReportProgress',
                 request_serializer=ganger_dot_agent_dot_v1_dot_agent__pb2.ProgressReport.SerializeToString,
@@ -76,6 +81,14 @@ class AgentServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RenewCertificate(self, request, context):
+        """A certificate of the same names for another key, where the master has the authority's. Errors: UNIMPLEMENTED/
+        NOT_SUPPORTED (it has not), INVALID_ARGUMENT/REQUEST_INVALID (the request, or the certificate is not due).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReportProgress(self, request_iterator, context):
         """One batch per node every 1-10 s; lossy. Errors: ABORTED/SESSION_SUPERSEDED.
         """
@@ -95,6 +108,11 @@ def add_AgentServiceServicer_to_server(servicer, server):
                     servicer.Reconcile,
                     request_deserializer=ganger_dot_agent_dot_v1_dot_agent__pb2.ReconcileRequest.FromString,
                     response_serializer=ganger_dot_agent_dot_v1_dot_agent__pb2.ReconcileResponse.SerializeToString,
+            ),
+            'RenewCertificate': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenewCertificate,
+                    request_deserializer=ganger_dot_agent_dot_v1_dot_agent__pb2.RenewCertificateRequest.FromString,
+                    response_serializer=ganger_dot_agent_dot_v1_dot_agent__pb2.RenewCertificateResponse.SerializeToString,
             ),
             'ReportProgress': grpc.stream_unary_rpc_method_handler(
                     servicer.ReportProgress,

@@ -39,6 +39,10 @@ class AgentServiceStub:
     """Observed up, desired down. Held up to max_wait while nothing changed. The master answers only the newest call of a
     session. Errors: ABORTED/SESSION_SUPERSEDED (open a new session, keep what runs), UNAVAILABLE/NOT_READY.
     """
+    RenewCertificate: grpc.UnaryUnaryMultiCallable[ganger.agent.v1.agent_pb2.RenewCertificateRequest, ganger.agent.v1.agent_pb2.RenewCertificateResponse]
+    """A certificate of the same names for another key, where the master has the authority's. Errors: UNIMPLEMENTED/
+    NOT_SUPPORTED (it has not), INVALID_ARGUMENT/REQUEST_INVALID (the request, or the certificate is not due).
+    """
     ReportProgress: grpc.StreamUnaryMultiCallable[ganger.agent.v1.agent_pb2.ProgressReport, ganger.agent.v1.agent_pb2.ReportProgressResponse]
     """One batch per node every 1-10 s; lossy. Errors: ABORTED/SESSION_SUPERSEDED."""
 
@@ -58,6 +62,10 @@ class AgentServiceAsyncStub(AgentServiceStub):
     Reconcile: grpc.aio.UnaryUnaryMultiCallable[ganger.agent.v1.agent_pb2.ReconcileRequest, ganger.agent.v1.agent_pb2.ReconcileResponse]  # type: ignore[assignment]
     """Observed up, desired down. Held up to max_wait while nothing changed. The master answers only the newest call of a
     session. Errors: ABORTED/SESSION_SUPERSEDED (open a new session, keep what runs), UNAVAILABLE/NOT_READY.
+    """
+    RenewCertificate: grpc.aio.UnaryUnaryMultiCallable[ganger.agent.v1.agent_pb2.RenewCertificateRequest, ganger.agent.v1.agent_pb2.RenewCertificateResponse]  # type: ignore[assignment]
+    """A certificate of the same names for another key, where the master has the authority's. Errors: UNIMPLEMENTED/
+    NOT_SUPPORTED (it has not), INVALID_ARGUMENT/REQUEST_INVALID (the request, or the certificate is not due).
     """
     ReportProgress: grpc.aio.StreamUnaryMultiCallable[ganger.agent.v1.agent_pb2.ProgressReport, ganger.agent.v1.agent_pb2.ReportProgressResponse]  # type: ignore[assignment]
     """One batch per node every 1-10 s; lossy. Errors: ABORTED/SESSION_SUPERSEDED."""
@@ -87,6 +95,16 @@ class AgentServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[ganger.agent.v1.agent_pb2.ReconcileResponse, collections.abc.Awaitable[ganger.agent.v1.agent_pb2.ReconcileResponse]]:
         """Observed up, desired down. Held up to max_wait while nothing changed. The master answers only the newest call of a
         session. Errors: ABORTED/SESSION_SUPERSEDED (open a new session, keep what runs), UNAVAILABLE/NOT_READY.
+        """
+
+    @abc.abstractmethod
+    def RenewCertificate(
+        self,
+        request: ganger.agent.v1.agent_pb2.RenewCertificateRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[ganger.agent.v1.agent_pb2.RenewCertificateResponse, collections.abc.Awaitable[ganger.agent.v1.agent_pb2.RenewCertificateResponse]]:
+        """A certificate of the same names for another key, where the master has the authority's. Errors: UNIMPLEMENTED/
+        NOT_SUPPORTED (it has not), INVALID_ARGUMENT/REQUEST_INVALID (the request, or the certificate is not due).
         """
 
     @abc.abstractmethod

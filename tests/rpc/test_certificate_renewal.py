@@ -1,0 +1,136 @@
+"""A daemon's certificate is renewed by the master before it ends, for the same names and another key."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from cryptography import x509
+from ganger.agent.v1 import agent_pb2
+from ganger.wire import certificate_authority
+from ganger.wire.certificate_authority import CertificateError, issued_certificates, replace_files, request_renewal
+from ganger.wire.endpoints import Endpoint
+from ganger.wire.errors import from_rpc_error
+from ganger.wire.tls import CERTIFICATE, KEY, check_directory
+from ganger_daemon.node.certificate_renewal import keep_renewed
+from kit.certified import Authority
+from rpc.certified import CertifiedMaster, serving_certified
+from rpc.kit import Speaker, until
+
+
+@pytest.fixture(autouse=True)
+def due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Certificates of a minute are due at once: they seem to have lived for the five minutes that clocks may differ."""
+    monkeypatch.setattr(certificate_authority, "_BEFORE", timedelta(0))
+
+
+def told(tmp_path: Path, story: Callable[[CertifiedMaster], Awaitable[None]], **more: Any) -> None:
+    async def run() -> None:
+        async with serving_certified(tmp_path, **more) as certified:
+            await story(certified)
+
+    asyncio.run(run())
+
+
+def minute(certified: CertifiedMaster, monkeypatch: pytest.MonkeyPatch, name: str = "n1") -> Path:
+    with monkeypatch.context() as patch:
+        patch.setattr(certificate_authority, "_BEFORE", timedelta(minutes=5))
+        return certified.authority.issue("daemon", name, days=1 / 1440, to=f"minute-{name}")
+
+
+def read(directory: Path) -> x509.Certificate:
+    return x509.load_pem_x509_certificate((directory / CERTIFICATE).read_bytes())
+
+
+def names_of(certificate: x509.Certificate) -> x509.SubjectAlternativeName:
+    return certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+
+
+def test_a_certificate_is_renewed_before_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(certified: CertifiedMaster) -> None:
+        directory = minute(certified, monkeypatch)
+        former, key = read(directory), (directory / KEY).read_bytes()
+        kept = asyncio.ensure_future(
+            keep_renewed(directory, lambda: Endpoint(certified.master.address, tls=str(directory)))
+        )
+        await until(lambda: read(directory).serial_number != former.serial_number)
+        kept.cancel()
+        renewed = read(directory)
+        assert names_of(renewed) == names_of(former)
+        assert renewed.not_valid_after_utc > former.not_valid_after_utc
+        assert (directory / KEY).read_bytes() != key
+        check_directory(directory)
+        await Speaker(certified.with_certificate(directory), "n1").join()
+        assert renewed.serial_number in {one.serial for one in issued_certificates(tmp_path / "authority")}
+        assert sorted(path.name for path in directory.iterdir()) == ["ca.pem", "cert.pem", "key.pem"]
+
+    told(tmp_path, story, authority=tmp_path / "authority")
+
+
+def test_a_master_without_the_authority_renews_nothing_and_the_daemon_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story(certified: CertifiedMaster) -> None:
+        directory = minute(certified, monkeypatch)
+        before = read(directory)
+        asked: list[Endpoint] = []
+
+        def master() -> Endpoint:
+            asked.append(Endpoint(certified.master.address, tls=str(directory)))
+            return asked[-1]
+
+        kept = asyncio.ensure_future(keep_renewed(directory, master))
+        await until(lambda: len(asked) >= 3)
+        kept.cancel()
+        with suppress(asyncio.CancelledError):
+            await kept
+        assert read(directory) == before
+
+    with caplog.at_level(logging.WARNING, "ganger_daemon"):
+        told(tmp_path, story)
+    (said,) = [one for one in caplog.records if one.message == "certificate not renewed"]
+    assert "NOT_SUPPORTED: this master renews no certificates" in said.error  # type: ignore[attr-defined]
+
+
+def test_what_is_no_request_and_a_certificate_that_is_not_due_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(certified: CertifiedMaster) -> None:
+        short, _ = certified.with_certificate(minute(certified, monkeypatch)), None
+        whole = request_renewal()[1]
+        for request in (b"", b"nonsense", whole[:-60] + b"A" * 30 + whole[-30:]):
+            assert "no request" in await refusal(short, request) or "not signed" in await refusal(short, request)
+        monkeypatch.setattr(certificate_authority, "_BEFORE", timedelta(minutes=5))
+        long = certified.calls("daemon", "n2")
+        assert "the certificate is not due before" in await refusal(long, whole)
+
+    told(tmp_path, story, authority=tmp_path / "authority")
+
+
+async def refusal(served: Any, request: bytes) -> str:
+    with pytest.raises(grpc.RpcError) as failed:
+        await served.agents.RenewCertificate(agent_pb2.RenewCertificateRequest(signing_request=request))
+    error = from_rpc_error(failed.value)
+    assert error.reason == "REQUEST_INVALID"
+    return error.message
+
+
+def test_a_certificate_that_does_not_fit_its_key_changes_nothing(tmp_path: Path) -> None:
+    directory = Authority(tmp_path).issue("daemon", "n1")
+    other = Authority(tmp_path, "other").issue("daemon", "n1")
+    before = (directory / KEY).read_bytes(), (directory / CERTIFICATE).read_bytes()
+    for key, certificate in (
+        (request_renewal()[0], before[1]),
+        ((other / KEY).read_bytes(), (other / CERTIFICATE).read_bytes()),
+        (before[0], b"nonsense"),
+    ):
+        with pytest.raises(CertificateError, match="the renewed certificate does not do"):
+            replace_files(directory, key, certificate)
+        assert ((directory / KEY).read_bytes(), (directory / CERTIFICATE).read_bytes()) == before
