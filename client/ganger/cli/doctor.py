@@ -45,20 +45,25 @@ def doctor(storage: Path | None, tls: Path | None, criu: str, as_json: bool) -> 
 
     Prints what was found and what to do. Ends with 4 if anything is marked FAIL.
     """
-    findings = [*_of_this_machine(storage, tls, criu), *_of_the_cluster()]
+    found = findings(storage, tls, criu)
     if as_json:
-        print_json([finding._asdict() for finding in findings])
+        print_json([finding._asdict() for finding in found])
     else:
-        for finding in findings:
+        for finding in found:
             print_line(f"{finding.level:4}  {finding.subject}: {finding.found}")
             if finding.advice:
                 print_line(f"      -> {finding.advice}")
-    failed = sum([finding.level == FAIL for finding in findings])
+    failed = sum([finding.level == FAIL for finding in found])
     if failed:
-        raise CommandError(f"{failed} of {counted(len(findings), 'finding')} must be mended", ExitCode.REFUSED)
+        raise CommandError(f"{failed} of {counted(len(found), 'finding')} must be mended", ExitCode.REFUSED)
     if not as_json:
-        warned = sum([finding.level == WARN for finding in findings])
-        print(f"nothing must be mended; {warned} of {len(findings)} could be better", file=sys.stderr)
+        warned = sum([finding.level == WARN for finding in found])
+        print(f"nothing must be mended; {warned} of {len(found)} could be better", file=sys.stderr)
+
+
+def findings(storage: Path | None, tls: Path | None, criu: str) -> list[Finding]:
+    """Return what was found of this machine, the master and its nodes; arguments as the options of `doctor`."""
+    return [*_of_this_machine(storage, tls, criu), *_of_the_cluster()]
 
 
 def _of_this_machine(storage: Path | None, tls: Path | None, criu: str) -> Iterator[Finding]:

@@ -46,6 +46,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "cluster": ("ganger.cli.cluster", "cluster", "Add machines as nodes, and remove them, by ssh."),
     "unit": ("ganger.cli.cluster", "unit", "Print a systemd unit of master or daemon."),
     "doctor": ("ganger.cli.doctor", "doctor", "Check this machine and the cluster, and say what to mend."),
+    "support-bundle": ("ganger.cli.support_bundle", "support_bundle", "Write what helps others to help, in one file."),
     "record": ("ganger.cli.administration", "record", "Write down every decision of the master for some time."),
     "certs": ("ganger.cli.administration", "certs", "Make certificates for a cluster of several machines."),
     "demo": ("ganger.cli.checkout", "demo", "Show real jobs being paused, moved and re-pinned, with proof."),
