@@ -448,6 +448,22 @@ def test_version_speaks_of_both_sides(call: Call, capsys: Output) -> None:
     assert json.loads(capsys.readouterr().out)["master"] == "9.9"
 
 
+def test_version_names_the_nodes_whose_daemons_have_another_version_than_the_master(
+    call: Call, master: CannedMaster, capsys: Output
+) -> None:
+    versions = {"n1": "9.9", "n2": "9.8", "n3": "9.9", "n4": "9.8", "n5": ""}
+    nodes = [node_pb2.Node(name=f"nodes/{name}", version=version) for name, version in versions.items()]
+    master.nodes = node_pb2.ListNodesResponse(nodes=nodes)
+    assert call("version") == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "master 9.9",
+        "daemon 9.8 on 2 nodes (n2 n4)",
+        "daemon 9.9 on 2 nodes",
+    ]
+    assert call("version", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["daemons"] == {"n1": "9.9", "n2": "9.8", "n3": "9.9", "n4": "9.8"}
+
+
 def test_a_line_that_is_wrapped_runs_with_the_shell(call: Call, master: CannedMaster, capsys: Output) -> None:
     assert call("submit", "--gpus", "2", "--wrap", "./prepare && python train.py") == 0
     assert list(master.requests[-1].spec.command) == ["sh", "-c", "./prepare && python train.py"]

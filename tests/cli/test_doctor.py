@@ -109,6 +109,18 @@ def test_the_command_ends_with_4_if_anything_must_be_mended(
     assert {one["level"] for one in json.loads(capsys.readouterr().out)} <= {OK, WARN}
 
 
+def test_a_daemon_of_another_version_than_the_masters_is_named(
+    call: Call, master: CannedMaster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    versions = {"n1": "9.9", "n2": "9.8"}
+    nodes = [Node(name=f"nodes/{name}", state=Node.STATE_READY, version=of) for name, of in versions.items()]
+    master.nodes = node_pb2.ListNodesResponse(nodes=nodes)
+    assert call("doctor") == 0
+    said = capsys.readouterr().out
+    assert said.count("its daemon has version") == 1
+    assert "WARN  n2: its daemon has version 9.8, the master 9.9" in said
+
+
 def test_a_named_master_that_does_not_answer_must_be_mended(
     call: Call, master: CannedMaster, capsys: pytest.CaptureFixture[str]
 ) -> None:

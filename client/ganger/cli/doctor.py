@@ -163,6 +163,10 @@ def _of_the_cluster() -> Iterator[Finding]:
     yield from cluster_findings(cluster, __version__, len(nodes))
     for node in sorted(nodes, key=lambda one: one.name):
         yield from node_findings(node)
+        if node.version and node.version != cluster.version:
+            found = f"its daemon has version {node.version}, the master {cluster.version}"
+            advice = "install the master's version there, and restart the daemon: jobs go on"
+            yield Finding(WARN, number(node.name), found, advice)
 
 
 def cluster_findings(cluster: Cluster, own_version: str, nodes: int) -> Iterator[Finding]:

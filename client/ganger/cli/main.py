@@ -52,7 +52,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "demo": ("ganger.cli.checkout", "demo", "Show real jobs being paused, moved and re-pinned, with proof."),
     "bench": ("ganger.cli.checkout", "bench", "Run a benchmark."),
     "completion": ("ganger.cli.main", "completion", "Print the completion script of a shell."),
-    "version": ("ganger.cli.main", "version", "Print versions of client and master."),
+    "version": ("ganger.cli.main", "version", "Print versions of client, master and daemons."),
 }
 # Help for the commands of our own programs, so that --help imports none of them.
 _ADDED_HELP = {
@@ -163,23 +163,29 @@ def ganger(context: click.Context, master: str | None) -> None:
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def version(as_json: bool) -> None:
-    """Print versions of client and master."""
+    """Print versions of client, master and daemons."""
     from ganger import __version__
-    from ganger.cli.options import open_client
+    from ganger.cli.options import number, open_client
     from ganger.console import print_json
+    from ganger.units import counted
     from ganger.wire.endpoints import EndpointError
     from ganger.wire.errors import ApiError
 
     try:
         with open_client() as client:
-            theirs, why = client.get_cluster().version, ""
+            theirs, nodes, why = client.get_cluster().version, list(client.list_nodes().nodes), ""
     except (ApiError, EndpointError) as error:
         # Users look up the version just when something does not work.
-        theirs, why = "", str(error).partition("\n")[0]
+        theirs, nodes, why = "", [], str(error).partition("\n")[0]
+    daemons = {number(node.name): node.version for node in nodes if node.version}
     if as_json:
-        print_json({"client": __version__, "master": theirs or None})
-    else:
-        print(f"client {__version__}\nmaster {theirs or f'unknown ({why})'}")
+        print_json({"client": __version__, "master": theirs or None, "daemons": daemons})
+        return
+    print(f"client {__version__}\nmaster {theirs or f'unknown ({why})'}")
+    for each in sorted(set(daemons.values())):
+        found = [name for name, of in daemons.items() if of == each]
+        named = "" if each == theirs else f" ({' '.join(found)})"
+        print(f"daemon {each} on {counted(len(found), 'node')}{named}")
 
 
 @click.command()

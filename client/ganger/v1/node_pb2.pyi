@@ -297,6 +297,7 @@ class Node(google.protobuf.message.Message):
     LAUNCH_FAILURES_FIELD_NUMBER: builtins.int
     LAUNCH_FAILURE_FIELD_NUMBER: builtins.int
     REFUSAL_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
     name: builtins.str
     """"nodes/{node}"."""
     machine_uuid: builtins.str
@@ -314,6 +315,8 @@ class Node(google.protobuf.message.Message):
     launch_failure: builtins.str
     refusal: builtins.str
     """The reason with which CreateSession refuses its daemon, as `state_reason` explains; empty while it does not."""
+    version: builtins.str
+    """Of its daemon."""
     @property
     def view_entry(self) -> Global___NodeState: ...
     @property
@@ -349,10 +352,11 @@ class Node(google.protobuf.message.Message):
         launch_failures: builtins.int = ...,
         launch_failure: builtins.str = ...,
         refusal: builtins.str = ...,
+        version: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["last_seen_time", b"last_seen_time", "view_entry", b"view_entry"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "configuration_set", b"configuration_set", "device_faults", b"device_faults", "fabric", b"fabric", "last_seen_time", b"last_seen_time", "launch_failure", b"launch_failure", "launch_failures", b"launch_failures", "machine_uuid", b"machine_uuid", "name", b"name", "peer_address", b"peer_address", "quarantined", b"quarantined", "rack", b"rack", "refusal", b"refusal", "state", b"state", "state_reason", b"state_reason", "view_entry", b"view_entry"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "configuration_set", b"configuration_set", "device_faults", b"device_faults", "fabric", b"fabric", "last_seen_time", b"last_seen_time", "launch_failure", b"launch_failure", "launch_failures", b"launch_failures", "machine_uuid", b"machine_uuid", "name", b"name", "peer_address", b"peer_address", "quarantined", b"quarantined", "rack", b"rack", "refusal", b"refusal", "state", b"state", "state_reason", b"state_reason", "version", b"version", "view_entry", b"view_entry"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Node: typing_extensions.TypeAlias = Node

@@ -351,6 +351,7 @@ class VisibleState:
             view_entry=None if row is None else convert.node_row_to_wire(row),
             capabilities=dict(node.capabilities),
             peer_address=node.peer_address,
+            version=node.version,
             last_seen_time=None if seen is None else times.timestamp(seen),
             device_faults=dict(node.device_faults),
             quarantined=[f"{stray.uid} epoch {stray.epoch}" for stray in node.strays if stray.quarantined],
