@@ -109,6 +109,58 @@ def test_the_working_set_of_a_gang_is_measured_by_its_control_group() -> None:
     run(story)
 
 
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_trial_of_less_memory_slows_a_job_that_reads_a_file_again_and_no_other(reads: bool) -> None:
+    async def story(made: Cluster) -> None:
+        daemon = await made.daemon("n1", cgroups="auto")
+        if not is_done(daemon.host.cgroups, "memory"):
+            pytest.skip("no control group of this machine limits memory")
+        data = made.directory / "data"
+        with data.open("wb") as file:
+            for _ in range(384):
+                file.write(os.urandom(MEBIBYTE))
+            os.fsync(file.fileno())
+            # Not in the page cache of this process's own group.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        mode = f"reads {data}" if reads else ""
+        gang = made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), pause=0.02, mode=mode)
+        await made.master.want("n1", gang)
+
+        async def rates(count: int, is_tried: bool) -> list[float]:
+            """Return the rates in so many reports, with a trial in effect or without one."""
+            found: dict[float, float] = {}
+
+            def is_enough() -> bool:
+                seen = made.master.progress.get(1)
+                if seen is not None and (seen.trial_memory_bytes > 0) == is_tried and seen.steps_per_s:
+                    found[seen.time.ToNanoseconds()] = seen.steps_per_s
+                # The interval in which it came into effect, or ended, was half of each.
+                return len(found) > count
+
+            await until(is_enough, 60)
+            return sorted(list(found.values())[1:])
+
+        await until(lambda: 1 in made.master.progress and made.master.progress[1].used_memory_bytes > 0, 30)
+        used = 384 * MEBIBYTE if reads else 0
+        await until(lambda: made.master.progress[1].used_memory_bytes >= used, 60)
+        before = made.master.progress[1]
+        assert 64 * MEBIBYTE <= before.least_memory_bytes <= 256 * MEBIBYTE
+        full = await rates(3, is_tried=False)
+        await made.master.want("n1", with_changes(gang, 1, trial_memory_bytes=MEBIBYTE))
+        less = await rates(3, is_tried=True)
+        # No less than it needs without caches of files.
+        assert 64 * MEBIBYTE <= made.master.progress[1].trial_memory_bytes <= 256 * MEBIBYTE
+        await made.master.want("n1", with_changes(gang, 1, trial_memory_bytes=0))
+        again = await rates(3, is_tried=False)
+        if reads:
+            assert less[1] < 0.8 * full[1]
+            assert again[-1] > less[1]
+        else:
+            assert less[-1] > 0.8 * full[1]
+
+    run(story)
+
+
 def test_a_filled_arena_is_no_part_of_the_working_set() -> None:
     async def story(made: Cluster) -> None:
         daemon = await made.daemon("n1", cgroups="auto")

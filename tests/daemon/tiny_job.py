@@ -138,6 +138,10 @@ def main():
     misbehave(control, mode)
     while steps == 0 or control.step < steps:
         time.sleep(pause * (1 + control.rank) if mode == "apart" else pause)
+        if mode.startswith("reads "):
+            with open(mode[6:], "rb", buffering=0) as file:
+                while file.read(1 << 20):
+                    pass
         at = control.step % max(1, size - 8)
         state["data"][at] = (state["data"][at] + control.step) % 256
         digest = xxhash.xxh3_64_hexdigest(state["data"])

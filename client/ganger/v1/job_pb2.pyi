@@ -687,6 +687,9 @@ class Progress(google.protobuf.message.Message):
     EVALUATION_FIELD_NUMBER: builtins.int
     WORKING_SET_BYTES_FIELD_NUMBER: builtins.int
     REFAULT_BYTES_PER_S_FIELD_NUMBER: builtins.int
+    USED_MEMORY_BYTES_FIELD_NUMBER: builtins.int
+    LEAST_MEMORY_BYTES_FIELD_NUMBER: builtins.int
+    TRIAL_MEMORY_BYTES_FIELD_NUMBER: builtins.int
     step: builtins.int
     samples: builtins.int
     steps_per_s: builtins.float
@@ -717,6 +720,14 @@ class Progress(google.protobuf.message.Message):
     """Bytes a second of files that were read again after the kernel had dropped them from the page cache for want of
     memory, over the last report interval, on the same node. Unset: not measurable.
     """
+    used_memory_bytes: builtins.int
+    """Host memory of its processes on the same node without claimed arenas, all file caches included; and the most so far
+    that they needed without file caches, with a margin: a trial of memory leaves them that. Zero: not measurable, or no
+    control group of the node can hold file caches back.
+    """
+    least_memory_bytes: builtins.int
+    trial_memory_bytes: builtins.int
+    """What they are held to at the moment for a trial of memory, without claimed arenas; zero: no trial is in effect."""
     @property
     def time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
     @property
@@ -756,10 +767,13 @@ class Progress(google.protobuf.message.Message):
         evaluation: Global___Evaluation | None = ...,
         working_set_bytes: builtins.int = ...,
         refault_bytes_per_s: builtins.float | None = ...,
+        used_memory_bytes: builtins.int = ...,
+        least_memory_bytes: builtins.int = ...,
+        trial_memory_bytes: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_device_utilization", b"_device_utilization", "_refault_bytes_per_s", b"_refault_bytes_per_s", "device_utilization", b"device_utilization", "evaluation", b"evaluation", "first_step_time", b"first_step_time", "refault_bytes_per_s", b"refault_bytes_per_s", "step_time", b"step_time", "time", b"time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_device_utilization", b"_device_utilization", "_refault_bytes_per_s", b"_refault_bytes_per_s", "data_wait_share", b"data_wait_share", "device_utilization", b"device_utilization", "evaluation", b"evaluation", "first_step_time", b"first_step_time", "loss", b"loss", "metrics", b"metrics", "refault_bytes_per_s", b"refault_bytes_per_s", "samples", b"samples", "stall_reason", b"stall_reason", "step", b"step", "step_time", b"step_time", "steps_per_s", b"steps_per_s", "time", b"time", "training_epoch", b"training_epoch", "training_epochs", b"training_epochs", "working_set_bytes", b"working_set_bytes"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_device_utilization", b"_device_utilization", "_refault_bytes_per_s", b"_refault_bytes_per_s", "data_wait_share", b"data_wait_share", "device_utilization", b"device_utilization", "evaluation", b"evaluation", "first_step_time", b"first_step_time", "least_memory_bytes", b"least_memory_bytes", "loss", b"loss", "metrics", b"metrics", "refault_bytes_per_s", b"refault_bytes_per_s", "samples", b"samples", "stall_reason", b"stall_reason", "step", b"step", "step_time", b"step_time", "steps_per_s", b"steps_per_s", "time", b"time", "training_epoch", b"training_epoch", "training_epochs", b"training_epochs", "trial_memory_bytes", b"trial_memory_bytes", "used_memory_bytes", b"used_memory_bytes", "working_set_bytes", b"working_set_bytes"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__device_utilization: typing_extensions.TypeAlias = typing.Literal["device_utilization"]
     _WhichOneofArgType__device_utilization: typing_extensions.TypeAlias = typing.Literal["_device_utilization", b"_device_utilization"]

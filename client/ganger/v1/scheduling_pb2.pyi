@@ -499,6 +499,9 @@ class CoresCurve(google.protobuf.message.Message):
     LOST_FIELD_NUMBER: builtins.int
     PHASE_FIELD_NUMBER: builtins.int
     OTHER_PHASES_FIELD_NUMBER: builtins.int
+    MEMORY_POINTS_FIELD_NUMBER: builtins.int
+    ENOUGH_MEMORY_BYTES_FIELD_NUMBER: builtins.int
+    TRIAL_MEMORY_BYTES_FIELD_NUMBER: builtins.int
     job: builtins.str
     sweet_point: builtins.float
     """Cores for each GPU from which more do not help, and its bounds: it lies between them with 95 % confidence. The upper
@@ -514,6 +517,12 @@ class CoresCurve(google.protobuf.message.Message):
     """Cores for each GPU, in thousandths, that are under trial; zero: none."""
     phase: builtins.str
     """What the job did when it was measured: "training" or "evaluation"."""
+    enough_memory_bytes: builtins.int
+    """Least host memory for each GPU that cost it nothing; zero where it was not measured."""
+    trial_memory_bytes: builtins.int
+    """Host memory for each GPU that is under trial: the daemon holds file caches back above it, and the job keeps what it
+    claims. Zero: none.
+    """
     @property
     def points(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CurvePoint]:
         """By cores, ascending; at most 64."""
@@ -532,6 +541,10 @@ class CoresCurve(google.protobuf.message.Message):
     def other_phases(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CoresCurve]:
         """Those of its other phases; they have none."""
 
+    @property
+    def memory_points(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CurvePoint]:
+        """Rates with less host memory for each GPU, by memory, ascending; at most 64. The last one is with all that it had."""
+
     def __init__(
         self,
         *,
@@ -548,10 +561,13 @@ class CoresCurve(google.protobuf.message.Message):
         lost: google.protobuf.duration_pb2.Duration | None = ...,
         phase: builtins.str = ...,
         other_phases: collections.abc.Iterable[Global___CoresCurve] | None = ...,
+        memory_points: collections.abc.Iterable[Global___CurvePoint] | None = ...,
+        enough_memory_bytes: builtins.int = ...,
+        trial_memory_bytes: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["lost", b"lost", "tried", b"tried"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["enough_millicores", b"enough_millicores", "fit_error", b"fit_error", "fitted", b"fitted", "job", b"job", "lost", b"lost", "other_phases", b"other_phases", "phase", b"phase", "points", b"points", "sweet_point", b"sweet_point", "sweet_point_high", b"sweet_point_high", "sweet_point_low", b"sweet_point_low", "trial_millicores", b"trial_millicores", "tried", b"tried"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["enough_memory_bytes", b"enough_memory_bytes", "enough_millicores", b"enough_millicores", "fit_error", b"fit_error", "fitted", b"fitted", "job", b"job", "lost", b"lost", "memory_points", b"memory_points", "other_phases", b"other_phases", "phase", b"phase", "points", b"points", "sweet_point", b"sweet_point", "sweet_point_high", b"sweet_point_high", "sweet_point_low", b"sweet_point_low", "trial_memory_bytes", b"trial_memory_bytes", "trial_millicores", b"trial_millicores", "tried", b"tried"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___CoresCurve: typing_extensions.TypeAlias = CoresCurve
@@ -563,18 +579,22 @@ class CurvePoint(google.protobuf.message.Message):
     CORES_FIELD_NUMBER: builtins.int
     STEPS_PER_S_FIELD_NUMBER: builtins.int
     IS_INHERITED_FIELD_NUMBER: builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: builtins.int
     cores: builtins.float
     steps_per_s: builtins.float
     is_inherited: builtins.bool
     """Of an earlier job of the same series, scaled to this job's rates."""
+    memory_bytes: builtins.int
+    """Host memory for each GPU; zero: all that it had."""
     def __init__(
         self,
         *,
         cores: builtins.float = ...,
         steps_per_s: builtins.float = ...,
         is_inherited: builtins.bool = ...,
+        memory_bytes: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cores", b"cores", "is_inherited", b"is_inherited", "steps_per_s", b"steps_per_s"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cores", b"cores", "is_inherited", b"is_inherited", "memory_bytes", b"memory_bytes", "steps_per_s", b"steps_per_s"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___CurvePoint: typing_extensions.TypeAlias = CurvePoint

@@ -208,10 +208,14 @@ class Cpus(CgroupController):
 
 class MemoryUse(NamedTuple):
     """Memory of a group in bytes. `working_set`: what is in use, without file caches that were read once; `refaulted`:
-    of files, what the kernel has read again so far after it had dropped it for want of memory; None: not counted."""
+    of files, what the kernel has read again so far after it had dropped it for want of memory; None: not counted.
+    `used`: all of it; `least`: all but file caches that no process has mapped; zero where `hold_caches` cannot hold
+    these back."""
 
     working_set: int
     refaulted: int | None
+    used: int = 0
+    least: int = 0
 
 
 class MemoryController(CgroupController):
@@ -230,25 +234,48 @@ class MemoryController(CgroupController):
             write(swap, str(wanted))
         return is_set and number(read(group / "memory.limit_in_bytes"), -1) == wanted
 
+    def hold_caches(self, group: Path, memory_bytes: int, limit_bytes: int) -> bool:
+        """Hold as in `Cgroups.hold_caches`."""
+        page = os.sysconf("SC_PAGE_SIZE")
+        if self.is_v2:
+            wanted = str(max(page, memory_bytes // page * page)) if memory_bytes else "max"
+            return write(group / "memory.high", wanted)
+        # v1 reclaims only at the limit. There a process that needs more than caches have would be killed; so it waits,
+        # for the caller to raise the limit again.
+        oom = group / "memory.oom_control"
+        if memory_bytes and write(oom, "1") and self.set_limit(group, memory_bytes):
+            return True
+        is_lifted = self.set_limit(group, limit_bytes)
+        return write(oom, "0") and is_lifted and not memory_bytes
+
     def unreclaimable(self, group: Path) -> int:
         """Bytes as in `Cgroups.unreclaimable_bytes`."""
-        usage = number(read(group / ("memory.current" if self.is_v2 else "memory.usage_in_bytes")))
-        found, cache, shared = keyed(read(group / "memory.stat")), "total_cache", "total_shmem"
-        if self.is_v2:
-            cache, shared = "file", "shmem"
-        return max(0, usage - max(0, found.get(cache, 0) - found.get(shared, 0)))
+        return max(0, self._usage(group) - max(0, self._caches(keyed(read(group / "memory.stat")))))
 
     def use(self, group: Path) -> MemoryUse:
         """Use as in `Cgroups.memory_use`."""
-        usage = number(read(group / ("memory.current" if self.is_v2 else "memory.usage_in_bytes")))
+        usage = self._usage(group)
         found, prefix = keyed(read(group / "memory.stat")), "" if self.is_v2 else "total_"
         # Older kernels count pages of files only, under the shorter name.
         names = (f"{prefix}workingset_refault_file", f"{prefix}workingset_refault")
         refaults = next((found[name] for name in names if name in found), None)
+        mapped = "file_mapped" if self.is_v2 else "total_mapped_file"
+        can_hold = (group / ("memory.high" if self.is_v2 else "memory.oom_control")).exists()
         return MemoryUse(
             max(0, usage - found.get(f"{prefix}inactive_file", 0)),
             None if refaults is None else refaults * os.sysconf("SC_PAGE_SIZE"),
+            usage,
+            # What is mapped, as libraries are, is in use at every moment.
+            max(0, usage - max(0, self._caches(found) - found.get(mapped, 0))) if can_hold else 0,
         )
+
+    def _usage(self, group: Path) -> int:
+        return number(read(group / ("memory.current" if self.is_v2 else "memory.usage_in_bytes")))
+
+    def _caches(self, stat: Mapping[str, int]) -> int:
+        """Return the bytes of caches of files on disk."""
+        cache, shared = ("file", "shmem") if self.is_v2 else ("total_cache", "total_shmem")
+        return stat.get(cache, 0) - stat.get(shared, 0)
 
     def oom_kills(self, group: Path) -> int:
         return keyed(read(group / ("memory.events" if self.is_v2 else "memory.oom_control"))).get("oom_kill", 0)

@@ -138,6 +138,10 @@ class GroupTree(Cgroups):
         part = self._parts.memory
         return part is not None and part.set_limit(self._at(part.root, group), memory_bytes)
 
+    def hold_caches(self, group: str, memory_bytes: int, limit_bytes: int) -> bool:
+        part = self._parts.memory
+        return part is not None and part.hold_caches(self._at(part.root, group), memory_bytes, limit_bytes)
+
     def set_process_limit(self, group: str, most: int) -> bool:
         part = self._parts.processes
         return part is not None and part.set_limit(self._at(part.root, group), most)

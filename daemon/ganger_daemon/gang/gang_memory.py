@@ -32,6 +32,9 @@ _SAMPLE_S = 0.02
 _MEBIBYTE = 1 << 20
 # Margin beside a quarter of the use; what is reported is rounded up to a multiple of it.
 _MARGIN_BYTES = 64 << 20
+# The longest trial of memory, which the planner ends within ten minutes, and the interval between looks at it.
+_TRIAL_MOST_S = 900.0
+_TRIAL_LOOK_S = 0.25
 # Drivers free memory a little later than they report; after this the delay is reported as trouble.
 _TROUBLE_S = 5.0
 
@@ -71,18 +74,25 @@ def rounded_up(size: int) -> int:
     return -(-size // step) * step
 
 
+def with_margin(least_bytes: int) -> int:
+    """Return the memory that a trial leaves a group which needs this much without file caches: room to grow a little
+    between two looks."""
+    return least_bytes + max(_MARGIN_BYTES, least_bytes // 8)
+
+
 class WorkingSet:
     """Measured memory of a gang's processes on this node, without their arenas, which are claimed apart. `arena_bytes`
     returns what their arenas use of that claim. `bytes_now`: the working set as last measured; `peak_bytes`: the
     largest so far; zero where no control group measures them. `refault_bytes_per_s`: see `MemoryUse`, over the last
-    interval; None: unknown."""
+    interval; None: unknown. `used_bytes`: with all file caches; `least_bytes`: the most so far that they
+    needed without these, with a margin; zero where there can be no trial of memory."""
 
     def __init__(self, host: NodeContext, group: str, arena_bytes: Callable[[], int]) -> None:
         self._host = host
         self._group = group
         self._arena_bytes = arena_bytes
         self._refaulted: tuple[float, int] | None = None
-        self.bytes_now = self.peak_bytes = 0
+        self.bytes_now = self.peak_bytes = self.used_bytes = self.least_bytes = 0
         self.refault_bytes_per_s: float | None = None
 
     def measure(self, now: float) -> None:
@@ -91,12 +101,63 @@ class WorkingSet:
         if use is None:
             return
         # Read after the use: an arena that grows in between makes this sample too small, and leaves the peak as it is.
-        self.bytes_now = max(0, use.working_set - self._arena_bytes())
+        arenas = self._arena_bytes()
+        self.bytes_now = max(0, use.working_set - arenas)
+        self.used_bytes = max(0, use.used - arenas)
+        if use.least:
+            self.least_bytes = max(self.least_bytes, with_margin(use.least) - arenas)
         self.peak_bytes = max(self.peak_bytes, self.bytes_now)
         before, self._refaulted = self._refaulted, None if use.refaulted is None else (now, use.refaulted)
         self.refault_bytes_per_s = None
         if before is not None and self._refaulted is not None and now > before[0]:
             self.refault_bytes_per_s = max(0, self._refaulted[1] - before[1]) / (now - before[0])
+
+
+class MemoryTrial:
+    """A trial of less memory for a gang's processes: their file caches are held back, and what is claimed stays theirs.
+    It ends by itself if nothing ends it. `asked_bytes`: what the processes are to have, without arenas; zero: no trial.
+    `bytes_now`: what they have by it; zero: none is in effect."""
+
+    def __init__(self, host: NodeContext, group: str, arena_bytes: Callable[[], int]) -> None:
+        self._host, self._group, self._arena_bytes = host, group, arena_bytes
+        self.asked_bytes = self.bytes_now = 0
+        self._began_s = self._looked_s = 0.0
+        # What holds for the group, with its limit; a former daemon may have left a trial.
+        self._held: tuple[int, int] | None = None
+
+    def ask(self, memory_bytes: int) -> None:
+        """Begin a trial, change it or, with zero, end it."""
+        if memory_bytes != self.asked_bytes:
+            self.asked_bytes, self._began_s, self._looked_s = memory_bytes, time.monotonic(), 0.0
+
+    async def follow(self, limit_bytes: int, is_running: bool, now: float) -> None:
+        """Hold caches as asked while the gang runs. `limit_bytes`: limit of its memory; zero: none. `now`: seconds of a
+        monotonic clock."""
+        if not limit_bytes:
+            return
+        held, limit = self._held or (0, 0)
+        if not (self.asked_bytes and is_running and now < self._began_s + _TRIAL_MOST_S):
+            if held or self._held is None:
+                await self._hold(0, limit_bytes)
+            return
+        if now < self._looked_s + _TRIAL_LOOK_S and limit == limit_bytes:
+            return
+        self._looked_s = now
+        use = self._host.cgroups.memory_use(self._group)
+        least = with_margin(use.least) if use is not None and use.least else limit_bytes
+        wanted = max(self.asked_bytes + self._arena_bytes(), least)
+        if wanted >= limit_bytes:
+            wanted = 0
+        # Processes that need more get it; what they free is not taken from them within the same trial.
+        if wanted > held or not wanted or limit != limit_bytes:
+            await self._hold(wanted, limit_bytes)
+
+    async def _hold(self, memory_bytes: int, limit_bytes: int) -> None:
+        if (memory_bytes, limit_bytes) == self._held:
+            return
+        is_done = await asyncio.to_thread(self._host.cgroups.hold_caches, self._group, memory_bytes, limit_bytes)
+        self._held = (memory_bytes, limit_bytes)
+        self.bytes_now = max(0, memory_bytes - self._arena_bytes()) if is_done else 0
 
 
 class MemoryWatch:
@@ -130,7 +191,7 @@ class MemoryWatch:
         self.residue: tuple[int, ...] = ()
         # Host memory that they keep beside their arenas, with a margin; zero if unknown.
         self.kept_bytes = 0
-        self._limit_bytes = 0  # Limit of host memory, as set last; zero: only at the launch
+        self.limit_bytes = 0  # Limit of host memory, as set last; zero: only at the launch
 
     @property
     def waiting(self) -> bool:
@@ -168,8 +229,8 @@ class MemoryWatch:
         is_smaller = is_parked and self.kept_bytes > 0
         own_bytes = min(self.kept_bytes, claim.memory_bytes) if is_smaller else claim.memory_bytes
         limit_bytes = own_bytes + claim.arena_bytes
-        if limit_bytes != self._limit_bytes:
-            self._limit_bytes = limit_bytes
+        if limit_bytes != self.limit_bytes:
+            self.limit_bytes = limit_bytes
             await asyncio.to_thread(self._host.cgroups.set_memory_limit, self._group, limit_bytes)
 
     def begin(self) -> None:

@@ -18,7 +18,7 @@ from ganger_daemon.gang.escalation import Escalation, Freezer
 from ganger_daemon.gang.exit_watcher import ExitWatcher
 from ganger_daemon.gang.gang_context import GangContext, from_json, order_key, to_json, with_spec_of
 from ganger_daemon.gang.gang_launcher import GangLauncher
-from ganger_daemon.gang.gang_memory import MemoryWatch, Segments, WorkingSet, memory_limit_bytes
+from ganger_daemon.gang.gang_memory import MemoryTrial, MemoryWatch, Segments, WorkingSet, memory_limit_bytes
 from ganger_daemon.gang.incoming import IncomingState
 from ganger_daemon.gang.launch_plan import has_no_agent
 from ganger_daemon.gang.process_image import GangImages
@@ -48,6 +48,7 @@ class GangParts:
     pinning: CorePinning
     memory: MemoryWatch
     working_set: WorkingSet
+    memory_trial: MemoryTrial
     segments: Segments
     escalation: Escalation
     freezer: Freezer
@@ -68,6 +69,10 @@ class GangParts:
         exits = ExitWatcher(context.paths, context.wake)
         launcher = GangLauncher(context, exits)
         devices = TakenDevices(context, exits, lambda: memory_limit_bytes(orders.desired.claim))
+
+        def used_arena_bytes() -> int:
+            return launcher.used_arena_bytes(int(orders.desired.claim.arena_bytes))
+
         images = GangImages(context, exits, devices, is_outside_closed=desired.spec.closes_connections)
         launching = RankLaunch(context, exits, launcher, images, blocked_by, cores_kept_by)
         saving = CheckpointCoordinator(context, desired, launcher.publisher, images)
@@ -92,9 +97,8 @@ class GangParts:
                 lambda: int(orders.desired.claim.arena_bytes),
                 devices,
             ),
-            working_set=WorkingSet(
-                host, group, lambda: launcher.used_arena_bytes(int(orders.desired.claim.arena_bytes))
-            ),
+            working_set=WorkingSet(host, group, used_arena_bytes),
+            memory_trial=MemoryTrial(host, group, used_arena_bytes),
             segments=Segments(host, group),
             escalation=Escalation(context, exits),
             freezer=Freezer(context),

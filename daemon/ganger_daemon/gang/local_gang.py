@@ -149,6 +149,12 @@ class LocalGang:
         if self.parts.saving.want(paths) and self.launched:
             self._write_notes()
 
+    def try_memory(self, memory_bytes: int) -> None:
+        """Begin a trial of so much memory for its processes here, or with zero end it."""
+        if memory_bytes != self.parts.memory_trial.asked_bytes:
+            self.parts.memory_trial.ask(memory_bytes)
+            self.wake()
+
     def apply_order(self, desired: agent_pb2.DesiredGang) -> None:
         """Take a newer order. Returns at once; the loop carries it out."""
         orders, parts, pages = self._orders, self.parts, self.context.pages
@@ -283,6 +289,8 @@ class LocalGang:
             await self._begin_attending()
             is_parked = self.wanted.intent is OrderIntent.PARK and not self._orders.is_by_rotation
             await parts.memory.follow_limit(self.desired.claim, is_parked)
+            is_running = self.wanted.intent is OrderIntent.RUN and self.phase is PartPhase.RUNNING
+            await parts.memory_trial.follow(parts.memory.limit_bytes, is_running, now)
             if self._orders.is_due and await self._orders.write(self.context):
                 self._begin_escalation()  # The ranks' deadline begins only now
             if parts.exits.awaited:

@@ -118,6 +118,7 @@ class GangSet:
                 continue
             if here is not None:
                 here.set_kept_checkpoints(message.kept_checkpoints)
+                here.try_memory(message.trial_memory_bytes)
             if here is not None and self.rotation.governs(here, one):
                 # The rotation applies it when the gang's slice begins or ends.
                 here.set_master_desired(message)

@@ -98,6 +98,8 @@ def batch(session: str, gangs: GangSet) -> agent_pb2.ProgressReport:
             if utilization is not None:
                 progress.device_utilization = utilization
             progress.working_set_bytes = memory.bytes_now
+            progress.used_memory_bytes, progress.least_memory_bytes = memory.used_bytes, memory.least_bytes
+            progress.trial_memory_bytes = gang.parts.memory_trial.bytes_now
             if memory.refault_bytes_per_s is not None:
                 progress.refault_bytes_per_s = memory.refault_bytes_per_s
             progress.step, progress.samples, progress.loss = look.step, look.samples, look.loss

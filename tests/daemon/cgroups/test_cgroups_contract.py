@@ -163,6 +163,7 @@ def test_a_group_that_does_not_exist_answers_quietly(cgroups: Cgroups) -> None:
     assert cgroups.oom_kills(missing) == 0
     assert cgroups.unreclaimable_bytes(missing) == 0
     assert cgroups.memory_use(missing) in (None, MemoryUse(0, None))
+    assert not cgroups.hold_caches(missing, MEBIBYTE, 2 * MEBIBYTE)
     assert cgroups.cpu_s(missing) == 0.0
     assert not cgroups.frozen(missing)
     cgroups.kill(missing)
@@ -210,6 +211,50 @@ def test_files_that_the_page_cache_has_no_room_for_are_counted_as_read_again(cgr
     fits, again, _, twice = refaulted
     assert again == fits
     assert twice - fits >= 32 * MEBIBYTE
+
+
+def test_file_caches_are_held_back_and_a_process_that_needs_more_memory_is_not_killed(
+    cgroups: Cgroups, tmp_path: Path
+) -> None:
+    limit = 512 * MEBIBYTE
+    if not enforced(cgroups, "memory"):
+        assert not cgroups.hold_caches(GROUP, 64 * MEBIBYTE, limit)
+        pytest.skip("no memory controller in this variant")
+
+    def used() -> int:
+        use = cgroups.memory_use(GROUP)
+        assert use is not None
+        return use.used
+
+    data = tmp_path / "data"
+    with data.open("wb") as file:
+        file.write(bytes(128 * MEBIBYTE))
+        os.fsync(file.fileno())
+        # Not in the page cache of this process's own group.
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    assert cgroups.set_memory_limit(GROUP, limit)
+    with member_of(cgroups, GROUP) as member:
+        assert member.do(f"hold {16 * MEBIBYTE}")
+        assert member.do(f"read {data}")
+        assert used() >= 128 * MEBIBYTE
+        found = cgroups.memory_use(GROUP)
+        assert found is not None
+        assert 16 * MEBIBYTE <= found.least <= 64 * MEBIBYTE
+        assert cgroups.hold_caches(GROUP, 64 * MEBIBYTE, limit)
+        eventually(lambda: used() <= 65 * MEBIBYTE)
+        assert member.do(f"read {data}")
+        assert used() <= 65 * MEBIBYTE
+        # More than it is held to: it goes on, at the latest when it is held no longer.
+        member.tell(f"hold {160 * MEBIBYTE}")
+        eventually(lambda: used() >= 60 * MEBIBYTE)
+        assert cgroups.hold_caches(GROUP, 0, limit)
+        eventually(lambda: used() >= 160 * MEBIBYTE)
+        assert not member.gone
+        assert cgroups.oom_kills(GROUP) == 0
+        # The limit is as it was, and so is what becomes of a process that passes it.
+        member.tell(f"hold {640 * MEBIBYTE}")
+        eventually(lambda: member.gone)
+        assert cgroups.oom_kills(GROUP) == 1
 
 
 def test_a_memory_limit_can_be_raised_and_lowered(cgroups: Cgroups) -> None:

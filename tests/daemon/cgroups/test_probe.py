@@ -49,12 +49,19 @@ def test_v2_pins_and_limits_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (mount / "ganger/n1/job-1/cpu.stat").write_text("usage_usec 1500000\n")
     assert cgroups.oom_kills("job-1") == 2
     assert cgroups.unreclaimable_bytes("job-1") == 4096
-    assert cgroups.memory_use("job-1") == MemoryUse(4096, None)
+    assert cgroups.memory_use("job-1") == MemoryUse(4096, None, used=4096)
     stat = mount / "ganger/n1/job-1/memory.stat"
     stat.write_text("active_file 900\ninactive_file 1000\nworkingset_refault 7\n")
-    assert cgroups.memory_use("job-1") == MemoryUse(3096, 7 * 4096)
+    assert cgroups.memory_use("job-1") == MemoryUse(3096, 7 * 4096, used=4096)
     stat.write_text("inactive_file 5000\nworkingset_refault_anon 9\nworkingset_refault_file 2\n")
-    assert cgroups.memory_use("job-1") == MemoryUse(0, 2 * 4096)
+    assert cgroups.memory_use("job-1") == MemoryUse(0, 2 * 4096, used=4096)
+    stat.write_text("file 3500\nshmem 500\nfile_mapped 1000\n")
+    (mount / "ganger/n1/job-1/memory.high").write_text("max\n")
+    assert cgroups.memory_use("job-1") == MemoryUse(4096, None, used=4096, least=2096), "all but unmapped file caches"
+    for held, written in ((50 * MEBIBYTE + 7, str(50 * MEBIBYTE)), (0, "max")):
+        assert cgroups.hold_caches("job-1", held, 100 * MEBIBYTE)
+        assert (mount / "ganger/n1/job-1/memory.high").read_text().strip() == written
+        assert (mount / "ganger/n1/job-1/memory.max").read_text().strip() == str(100 * MEBIBYTE)
     assert cgroups.cpu_s("job-1") == 1.5
     assert cgroups.join_files("job-1") == (str(mount / "ganger/n1/job-1/cgroup.procs"),)
 

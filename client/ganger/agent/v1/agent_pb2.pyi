@@ -630,6 +630,7 @@ class DesiredGang(google.protobuf.message.Message):
     CHECKPOINT_FIRST_FIELD_NUMBER: builtins.int
     KEPT_CHECKPOINTS_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
+    TRIAL_MEMORY_BYTES_FIELD_NUMBER: builtins.int
     job: builtins.str
     job_uid: builtins.str
     epoch: builtins.int
@@ -649,6 +650,10 @@ class DesiredGang(google.protobuf.message.Message):
     """For INTENT_STOP: let ranks reach a boundary and publish a checkpoint first."""
     attempt: builtins.int
     """How many times the job was started, this time included; a move or a resize is no new start."""
+    trial_memory_bytes: builtins.int
+    """A trial of memory: while the gang runs, file caches of its processes here are held back above this, as far as nothing
+    else of theirs needs the memory. The claim stays. Ended by the daemon after 15 minutes. Zero: none.
+    """
     @property
     def order(self) -> Global___OrderKey: ...
     @property
@@ -704,10 +709,11 @@ class DesiredGang(google.protobuf.message.Message):
         checkpoint_first: builtins.bool = ...,
         kept_checkpoints: collections.abc.Iterable[builtins.str] | None = ...,
         attempt: builtins.int = ...,
+        trial_memory_bytes: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoint_interval", b"checkpoint_interval", "claim", b"claim", "grace", b"grace", "order", b"order", "restore", b"restore", "spec", b"spec"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "checkpoint_first", b"checkpoint_first", "checkpoint_interval", b"checkpoint_interval", "checkpoint_request", b"checkpoint_request", "claim", b"claim", "epoch", b"epoch", "grace", b"grace", "intent", b"intent", "job", b"job", "job_uid", b"job_uid", "kept_checkpoints", b"kept_checkpoints", "level", b"level", "members", b"members", "order", b"order", "repin_request", b"repin_request", "restore", b"restore", "spec", b"spec", "stop_sequence", b"stop_sequence", "threads", b"threads", "user", b"user"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "checkpoint_first", b"checkpoint_first", "checkpoint_interval", b"checkpoint_interval", "checkpoint_request", b"checkpoint_request", "claim", b"claim", "epoch", b"epoch", "grace", b"grace", "intent", b"intent", "job", b"job", "job_uid", b"job_uid", "kept_checkpoints", b"kept_checkpoints", "level", b"level", "members", b"members", "order", b"order", "repin_request", b"repin_request", "restore", b"restore", "spec", b"spec", "stop_sequence", b"stop_sequence", "threads", b"threads", "trial_memory_bytes", b"trial_memory_bytes", "user", b"user"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___DesiredGang: typing_extensions.TypeAlias = DesiredGang
