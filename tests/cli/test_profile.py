@@ -45,6 +45,21 @@ def test_the_profile_has_the_points_with_the_fit_a_plot_and_the_reason(
     assert lines[-1] == REASON
 
 
+def test_the_profile_has_the_rates_with_less_page_cache_and_why_of_cores_the_reason_for_the_memory(
+    call: Call, master: CannedMaster, capsys: Output
+) -> None:
+    curve = measured(master)
+    master.explanation.memory_reason = "Of host memory it holds 16G on n1."
+    for gib, rate, inherited in ((2, 5.0, False), (16, 30.0, True)):
+        curve.memory_points.add(cores=3, steps_per_s=rate, is_inherited=inherited, memory_bytes=gib << 30)
+    assert call("profile", "1") == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    at = lines.index(["MEMORY", "STEPS/S", "CORES", "SOURCE"])
+    assert lines[at + 1 : at + 3] == [["2G", "5", "3", "this", "job"], ["16G", "30", "3", "series"]]
+    assert call("why", "--cpus", "1") == 0
+    assert capsys.readouterr().out == f"{REASON} Of host memory it holds 16G on n1.\n"
+
+
 @pytest.mark.parametrize(
     ("working_set", "refaults_per_s", "line"),
     [

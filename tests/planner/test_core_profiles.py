@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 from ganger_master.estimators.cpu import CpuPoint, fit_cpu
-from ganger_master.planner.core_profiles import CoreProfile, CoresTrial, conclude, next_cores
+from ganger_master.planner.core_profiles import CoreProfile
+from ganger_master.planner.core_trials import CoresTrial, conclude, next_cores
 from ganger_master.policies.trials import ProgressSample, RateWindows, TrialPace
 from ganger_master.policies.tunings import Known, TuningNodes, known_gangs
 from ganger_master.policies.tunings.catalogue import predicted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ganger_master.planner.core_profiles import EVALUATION, TRAINING
+from ganger_master.planner.core_trials import EVALUATION, TRAINING
 from ganger_master.planner.cores_curves import curve_of
 from ganger_master.planner.rate_registry import ProgressReport
 from hypothesis import given, settings

@@ -229,6 +229,12 @@ def rate_rows(curve: CoresCurve) -> Iterator[tuple[str, ...]]:
         yield f"{point.cores:g}", f"{point.steps_per_s:.4g}", text, "series" if point.is_inherited else "this job"
 
 
+def memory_rows(curve: CoresCurve) -> Iterator[tuple[str, ...]]:
+    for point in curve.memory_points:
+        source = "series" if point.is_inherited else "this job"
+        yield format_memory(point.memory_bytes), f"{point.steps_per_s:.4g}", f"{point.cores:g}", source
+
+
 def plot(curve: CoresCurve) -> list[str]:
     """Return lines with rates over cores: `*` measured, `o` inherited from the series, `.` fitted, `|` theta."""
     every: list[CurvePoint] = [*curve.points, *curve.fitted]

@@ -189,7 +189,9 @@ def _print(one: Job | Array, more: list[Any]) -> None:
 
 @click.command()
 @click.argument("job", type=JobType())
-@click.option("--cpus", is_flag=True, help="Why it has the CPU cores that it has; `ganger profile` has the figures.")
+@click.option(
+    "--cpus", is_flag=True, help="Why it has its CPU cores and host memory; `ganger profile` has the figures."
+)
 @json_option
 def why(job: str, cpus: bool, as_json: bool) -> None:
     """Print why a job waits or is suspended, and when it may start."""
@@ -206,7 +208,7 @@ def why(job: str, cpus: bool, as_json: bool) -> None:
         print_json(answer)
         return
     if cpus:
-        print_line(answer.cores_reason or _NO_REASON)
+        print_line(" ".join(filter(None, (answer.cores_reason or _NO_REASON, answer.memory_reason))))
         return
     rank = f", place {answer.job.queue_rank} in the queue" if answer.job.queue_rank else ""
     where = f" on {job_table.place(answer.job)}" if answer.job.state == Job.STATE_HOLDING else ""
@@ -249,7 +251,7 @@ def why(job: str, cpus: bool, as_json: bool) -> None:
 def profile(job: str, as_json: bool) -> None:
     """Show the measured rates of a job by CPU cores, the fitted curve, and the number of cores chosen by it; and the
     host memory that it was measured to use."""
-    from ganger.cli.job_details import memory_text, plot, rate_rows
+    from ganger.cli.job_details import memory_rows, memory_text, plot, rate_rows
 
     with open_client() as client:
         answer = client.explain_job(job)
@@ -267,6 +269,9 @@ def profile(job: str, as_json: bool) -> None:
         for line in plot(one) if one.points else []:
             print_line(line)
         print_line("")
+        if one.memory_points:
+            print_table(("MEMORY", "STEPS/S", "CORES", "SOURCE"), list(memory_rows(one)), "")
+            print_line("")
     print_line(answer.cores_reason or _NO_REASON)
     if answer.memory_reason:
         print_line(answer.memory_reason)

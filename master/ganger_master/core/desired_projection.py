@@ -60,6 +60,8 @@ class DesiredGang(Struct, frozen=True, gc=False):
     kept_checkpoints: tuple[str, ...] = ()
     # How many times the job was started, this time included.
     attempt: int = 1
+    # What its processes on the node are held to for a trial of memory; zero: none.
+    trial_memory_bytes: int = 0
     # The daemon has not reported that it launched this epoch. Not a change of the desired state.
     needs_spec: bool = True
 
@@ -114,6 +116,8 @@ class Party(Struct, eq=False, gc=False):
     nodes: Sequence[Node | None]
     # The one whose arenas it starts from.
     source: Party | None
+    # Of each of its GPUs, under trial; zero: none.
+    trial_memory_bytes: int = 0
     _members: tuple[GangMember, ...] | None = None
 
     @property
@@ -166,7 +170,8 @@ class DesiredProjection(dict[str, DesiredSet]):
         return self.get(node, _NOTHING)
 
     def forget_gang(self, epoch: int) -> None:
-        """Forget what the orders of a gang are made of: it is gone, or its spec, checkpoints or addresses changed."""
+        """Forget what the orders of a gang are made of: it is gone, or its spec, checkpoints, addresses or trial
+        changed."""
         self.parties.pop(epoch, None)
 
     def forget_node(self, name: str) -> None:
@@ -207,6 +212,7 @@ def _desired_gang(party: Party, piece: Piece) -> DesiredGang:
         # While its leader gets the same paths, no newer checkpoint is durable here.
         kept_checkpoints=tuple(checkpoints) if party.members[0].node == piece.claim.node else (),
         attempt=1 + job.failures + job.preemptions,
+        trial_memory_bytes=party.trial_memory_bytes * piece.claim.device_mask.bit_count(),
         needs_spec=waits or piece.phase is ObservedPhase.NONE,
     )
 

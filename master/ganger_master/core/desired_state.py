@@ -102,7 +102,10 @@ def party_of(state: State, gang: Gang) -> Party:
     source = party_of(state, parked) if parked is not None else None
     if known is None or known.gang is not gang or known.source is not source:
         nodes = [state.nodes.get(piece.claim.node) for piece in gang.pieces]
-        known = Party(gang, state.jobs[gang.job], state.settings, nodes, source)
+        job = state.jobs[gang.job]
+        curve = state.cores_curves.get(job.number) if job.epoch == gang.epoch else None
+        tried = 0 if curve is None else curve.trial_memory_bytes
+        known = Party(gang, job, state.settings, nodes, source, tried)
         state.desired.parties[gang.epoch] = known
     return known
 

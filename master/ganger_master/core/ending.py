@@ -218,12 +218,14 @@ def fail(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> No
 
 
 def _had_less_than_its_share(state: State, job: JobRecord, gang: Gang) -> bool:
-    """Return whether a gang held less host memory than its share, by the job's measured working set."""
+    """Return whether a gang held less host memory than its share, by what the job was measured to need."""
+    curve = state.cores_curves.get(job.number)
+    is_measured = job.working_set_bytes or (curve is not None and curve.enough_memory_bytes)
     whole = replace(job.shape, task_memory_bytes=0)
     return any(
         claim.memory_bytes < demand(state.view.topology(claim.node).configuration_set, whole, claim.tasks).memory_bytes
         for claim in gang.claims
-        if job.working_set_bytes and claim.node in state.view.slots
+        if is_measured and claim.node in state.view.slots
     )
 
 

@@ -260,7 +260,7 @@ class PlacesPromised(Event, frozen=True, gc=False):
 
 
 class CoresMeasured(Event, frozen=True, gc=False):
-    """The planner measured jobs with several numbers of cores. Volatile: it repeats the curves."""
+    """The planner measured jobs with several amounts of cores or memory. Volatile: it repeats the curves."""
 
     curves: tuple[CoresCurve, ...]
 

@@ -287,7 +287,16 @@ def _places_promised(state: State, event: events.PlacesPromised) -> None:
 
 
 def _cores_measured(state: State, event: events.CoresMeasured) -> None:
-    state.cores_curves.update({curve.number: curve for curve in event.curves if curve.number in state.jobs})
+    for curve in event.curves:
+        job, before = state.jobs.get(curve.number), state.cores_curves.get(curve.number)
+        if job is None:
+            continue
+        state.cores_curves[curve.number] = curve
+        gang = state.gangs.get(job.epoch)
+        if gang is not None and curve.trial_memory_bytes != (before.trial_memory_bytes if before else 0):
+            # The daemons of its nodes begin or end the trial of memory.
+            state.desired.forget_gang(gang.epoch)
+            state.dirty.wants.update(dict.fromkeys(gang.nodes))
 
 
 def _change_judged(state: State, event: events.ChangeJudged) -> None:

@@ -90,11 +90,13 @@ class TrialFinding(Struct, frozen=True, gc=False):
 
 
 class CurvePoint(Struct, frozen=True, gc=False):
-    """A rate in steps/s with this number of CPU cores for each GPU. is_inherited: of an earlier job of the series."""
+    """A rate in steps/s with this number of CPU cores for each GPU. is_inherited: of an earlier job of the series.
+    memory_bytes: of host memory for each GPU; zero: all that the job had."""
 
     cores: float
     rate: float
     is_inherited: bool = False
+    memory_bytes: int = 0
 
 
 # Most points of a curve, and of its fit.
@@ -109,7 +111,9 @@ class CoresCurve(Struct, frozen=True, gc=False):
     one is zero where the rate still rises at the most cores measured. fit_error: largest relative deviation of the
     curve from a point. enough_millicores: the fewest with 99 % of the best rate by the curve; zero without one.
     trial_millicores: under trial; zero: none. tried_s, lost_s: time in ended trials, and how much less the job would
-    have needed for the same steps. phase: what the job did; others: the curves of its other phases.
+    have needed for the same steps. phase: what the job did; others: the curves of its other phases. memory_points: with
+    less memory for each GPU, by memory, the last one with all that it had. enough_memory_bytes: the least of these that
+    cost nothing; zero: not measured. trial_memory_bytes: for each GPU, under trial by its daemons; zero: none.
     """
 
     number: int
@@ -125,6 +129,9 @@ class CoresCurve(Struct, frozen=True, gc=False):
     lost_s: float = 0.0
     phase: str = ""
     others: tuple[CoresCurve, ...] = ()
+    memory_points: tuple[CurvePoint, ...] = ()
+    enough_memory_bytes: int = 0
+    trial_memory_bytes: int = 0
 
 
 class _JobChange(Struct, frozen=True, gc=False):

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from ganger_master.core.commands import Observe, ObservedGang, ObservedSlices, RecordedEnd
 from ganger_master.core.desired_projection import GangMember, Party, Projected
-from ganger_master.core.desired_state import project
+from ganger_master.core.desired_state import party_of, project
 from ganger_master.core.events import Dirty
 from ganger_master.core.gang_model import Gang, TimesliceGroup
 from ganger_master.core.job_model import JobRecord, Request
@@ -260,8 +260,9 @@ def _restore_sent(state: State, told: SentMembers) -> None:
     gang = state.gangs[told.epoch]
     job, settings = state.jobs[gang.job], state.settings
     nodes = [None] * len(gang.pieces)
-    source = None if told.source is None else Party(gang, job, settings, nodes, None, told.source)
-    party = Party(gang, job, settings, nodes, source, told.members)
+    source = None if told.source is None else Party(gang, job, settings, nodes, None, _members=told.source)
+    tried = party_of(state, gang).trial_memory_bytes
+    party = Party(gang, job, settings, nodes, source, tried, told.members)
     state.desired.projected[told.node][told.epoch] = Projected(party, state.gangs.places_on[told.node][told.epoch])
     before = state.desired[told.node]
     wanted = tuple(state.desired.projected[told.node].values())

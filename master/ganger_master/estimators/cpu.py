@@ -36,10 +36,12 @@ _MOST_THETAS = 128
 
 @dataclass(frozen=True, slots=True)
 class CpuPoint:
-    """A measurement: `cores` per GPU (> 0), `rate` in any unit per second (> 0)."""
+    """A measurement: `cores` per GPU (> 0), `rate` in any unit per second (> 0). `memory_bytes`: of host memory per
+    GPU; infinite: all that the job had."""
 
     cores: float
     rate: float
+    memory_bytes: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
-"""Measured rates of jobs by number of cores, as the planner reports them to the master, and in words: why a job has the
-cores and the host memory that it has. The master decides nothing from them.
+"""Measured rates of jobs by cores and memory, as the planner reports them to the master, and in words: why a job has
+the cores and the host memory that it has. The master decides nothing from them, but daemons get their trials of memory.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import WHOLE_SHARE, JobRecord
 from ganger_master.core.plan_changes import CURVE_POINTS, CoresCurve, CurvePoint
 from ganger_master.core.state import State
-from ganger_master.estimators.cpu import sweet_point_bounds
-from ganger_master.planner.core_profiles import CoreProfile, ProfiledCores
+from ganger_master.estimators.cpu import CpuPoint, sweet_point_bounds
+from ganger_master.estimators.page_cache import enough_memory
+from ganger_master.planner.core_profiles import CoreProfile
+from ganger_master.planner.core_trials import ProfiledCores
 from ganger_master.planner.device_groups import shares_devices
 from ganger_master.policies import Tune
 from ganger_master.policies.tunings import ENOUGH
@@ -28,9 +30,11 @@ from ganger_master.policies.tunings import ENOUGH
 def curve_of(number: int, cores: ProfiledCores) -> CoresCurve:
     """Return the curve of a job in its present phase, with those of its other phases."""
     others = [_curve(number, phase, profile) for phase, profile in sorted(cores.others.items()) if profile.points]
+    trial, found = cores.trial, _curve(number, cores.phase, cores.profile)
     return structs.replace(
-        _curve(number, cores.phase, cores.profile),
-        trial_millicores=0 if cores.trial is None else cores.trial.millicores,
+        found,
+        trial_millicores=0 if trial is None or trial.memory_bytes else trial.millicores,
+        trial_memory_bytes=0 if trial is None else trial.memory_bytes,
         tried_s=cores.tried_s,
         lost_s=cores.lost_s,
         others=tuple(others),
@@ -41,9 +45,12 @@ def _curve(number: int, phase: str, profile: CoreProfile) -> CoresCurve:
     own = {point.cores for point in profile.own}
     points = sorted(profile.points, key=lambda point: point.cores)[:CURVE_POINTS]
     shown = tuple([CurvePoint(point.cores, point.rate, point.cores not in own) for point in points])
-    model = profile.model
+    model, memory = profile.model, profile.memory_points[-CURVE_POINTS:]
+    by_memory = tuple([_memory_point(one, profile) for one in memory])
+    enough_memory_bytes = int(enough_memory(memory)) if memory else 0
     if model is None:
-        return CoresCurve(number, shown, phase=phase)
+        found = CoresCurve(number, shown, phase=phase)
+        return structs.replace(found, memory_points=by_memory, enough_memory_bytes=enough_memory_bytes)
     low, high = sweet_point_bounds(profile.points)
     most = max(points[-1].cores, model.knee)
     # Cores are given whole.
@@ -61,7 +68,13 @@ def _curve(number: int, phase: str, profile: CoreProfile) -> CoresCurve:
         model.error.worst,
         round(1000 * enough),
         phase=phase,
+        memory_points=by_memory,
+        enough_memory_bytes=enough_memory_bytes,
     )
+
+
+def _memory_point(point: CpuPoint, profile: CoreProfile) -> CurvePoint:
+    return CurvePoint(point.cores, point.rate, point not in profile.own, int(point.memory_bytes))
 
 
 class CurveNews:
@@ -107,7 +120,25 @@ def explain_memory(state: State, number: int) -> str:
     gang = state.gangs.get(job.epoch)
     held = [] if gang is None else [piece.held for piece in gang.pieces if piece.held is not None]
     texts = [f"{format_memory(claim.memory_bytes)} on {claim.node}" for claim in held]
-    return f"Of host memory it holds {' and '.join(texts) or 'nothing now'}: {_memory_reason(job)}."
+    sentences = [f"Of host memory it holds {' and '.join(texts) or 'nothing now'}: {_memory_reason(job)}."]
+    curve, tune = state.cores_curves.get(number), state.policy.stage(Tune)
+    if curve is not None and curve.trial_memory_bytes:
+        tried = format_memory(curve.trial_memory_bytes)
+        sentences.append(f"File caches beyond {tried} for each GPU are held back now, as a trial.")
+    if curve is not None and curve.memory_points:
+        sentences.append(_by_memory(curve))
+    elif tune is not None and tune.tuning.by_profiles and held:
+        sentences.append(
+            "Less page cache was not tried: not yet, no control group can hold it back, or it uses too little."
+        )
+    return " ".join(sentences)
+
+
+def _by_memory(curve: CoresCurve) -> str:
+    rates = ", ".join([f"{one.rate:.3g} with {format_memory(one.memory_bytes)}" for one in curve.memory_points])
+    held, enough = curve.memory_points[-1].memory_bytes, curve.enough_memory_bytes
+    loss = "with any less it is slower" if enough >= held else f"{format_memory(enough)} are enough"
+    return f"Steps/s by host memory for each GPU, page cache included: {rates}; {loss}."
 
 
 def _memory_reason(job: JobRecord) -> str:

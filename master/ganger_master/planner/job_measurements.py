@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 from ganger_master.core.job_model import JobRecord
 from ganger_master.estimators.convergence import LossPoint, StepsLeftEstimate, fit_convergence, steps_to_convergence
 from ganger_master.estimators.speed import AllReduceModel, StepPoint, fit_allreduce
-from ganger_master.planner.core_profiles import ProfiledCores
+from ganger_master.planner.core_trials import ProfiledCores
 from ganger_master.policies.optimus_sizes import NOTHING, OptimusEstimate, steps_left
 from ganger_master.policies.trials import NO_WINDOWS, ProgressSample, RateWindows, TrialPace
 

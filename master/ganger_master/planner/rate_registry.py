@@ -19,7 +19,8 @@ from ganger_master.core.gang_model import Gang, GangIntent
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import CoresCurve
 from ganger_master.estimators.cpu import CpuPoint
-from ganger_master.planner.core_profiles import CoreProfile, ProfiledCores, curves_of, next_trials
+from ganger_master.planner.core_profiles import CoreProfile, curves_of
+from ganger_master.planner.core_trials import NO_MEMORY, MemorySample, ProfiledCores, next_trials
 from ganger_master.planner.cores_curves import CurveNews
 from ganger_master.planner.job_measurements import (
     AttainedTime,
@@ -50,6 +51,7 @@ class ProgressReport:
     passes, passes_in_all: Passes over the data done, and in total; zero if not reported.
     evaluated, evaluated_in_row, evaluated_s: Mini-batches evaluated so far, those since the last step, and when the
     last one was done; NaN: the job trains.
+    memory: Host memory on the node that the report is from.
     """
 
     step: int
@@ -62,6 +64,7 @@ class ProgressReport:
     evaluated: int = 0
     evaluated_in_row: int = 0
     evaluated_s: float = math.nan
+    memory: MemorySample = NO_MEMORY
 
     @property
     def evaluates(self) -> bool:
@@ -214,7 +217,9 @@ class RateRegistry(JobRates):
             self._news.note(number)
         running = gang if _is_running(job, gang) else None
         known.is_elastic = job.spec.is_elastic
+        limits = known.cores.memory_limits
         known.cores = known.cores.put(job, running, now, self._pace)
+        self._is_stale = self._is_stale or known.cores.memory_limits != limits
         run = RunCondition() if running is None else _run_of(running)
         if run != known.run:
             self._change(number, known, run, max(now, job.running_since), now)
@@ -239,12 +244,13 @@ class RateRegistry(JobRates):
             return False
         sample = ProgressSample(report.time_s, report.step, report.since_s)
         in_row = report.evaluated_in_row if report.evaluates else None
-        cores = job.cores.in_phase(report.step, in_row, now, pace, self._of_series(job))
+        cores = job.cores.with_memory(report.memory, now, pace)
+        cores = cores.in_phase(report.step, in_row, now, pace, self._of_series(job))
         # It has other curves now, by which the cores are divided anew.
         self._is_stale = self._is_stale or cores.phase != job.cores.phase
         own = ProgressSample(report.evaluated_s, report.evaluated) if report.evaluates else sample
         self._put_cores(number, job, cores.after(own, now, pace) if cores.is_in(report.evaluates) else cores)
-        if report.evaluates:
+        if report.evaluates or cores.is_short_of_memory(now):
             job.interrupt_windows()
             return False
         # The last step of an earlier time slice, or a report that does not show which slice it belongs to, is ignored.
@@ -336,8 +342,9 @@ class RateRegistry(JobRates):
     @property
     def known(self) -> Known:
         if self._is_stale:
-            profiles = [(number, job.cores.profile) for number, job in sorted(self._jobs.items())]
-            self._known, self._is_stale = curves_of(profiles), False
+            jobs = [(number, job.cores) for number, job in sorted(self._jobs.items())]
+            self._known = curves_of([(number, cores.profile, cores.memory_limits) for number, cores in jobs])
+            self._is_stale = False
         return self._known
 
     @property
@@ -381,7 +388,7 @@ class RateRegistry(JobRates):
             self._is_stale = True
             key = series_key(job.signature, job.device_type, cores.phase)
             self._series.pop(key, None)
-            self._series[key] = cores.profile.points
+            self._series[key] = cores.profile.all_points
             if len(self._series) > _MOST_SERIES:
                 del self._series[next(iter(self._series))]
         if cores.profile is not job.cores.profile or cores.trial is not job.cores.trial:

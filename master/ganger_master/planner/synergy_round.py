@@ -85,7 +85,10 @@ def packing_of(tuning: Tuning, context: PlanContext) -> Packing | None:
     present = [_place_of(running[job.number][1], numbered) if job.number in running else None for job in jobs]
     kinds: list[Hashable] = list(zip(gangs.profile.tolist(), gpus.tolist(), is_local.tolist(), strict=True))
     packed = tuning.place(gangs, nodes)
-    if not (len(packed) or leaving or table.going) or (all(present) and not _is_faster(gangs, packed, present, known)):
+    is_unknown = np.array([not known.knows_memory_of(job.number) for job in jobs], bool)
+    if not (len(packed) or leaving or table.going):
+        return None
+    if all(present) and not _is_faster(gangs, packed, present, is_unknown):
         return None
     places = {
         job.number: tuple([(names[node], count, *some) for (node, count), some in zip(*place, strict=True)])
@@ -95,7 +98,7 @@ def packing_of(tuning: Tuning, context: PlanContext) -> Packing | None:
     stays = {
         number
         for number, (job, gang) in running.items()
-        if number in places and _staying(view, job, gang, places[number], known.knows_memory) is not None
+        if number in places and _staying(view, job, gang, places[number], known) is not None
     }
     return Packing(places, frozenset({*[job.number for job, _ in leaving], *running} - stays))
 
@@ -112,7 +115,7 @@ def plan_packed(packing: Packing, context: PlanContext) -> RoundDraft:
     table, view = context.jobs, context.room.view
     # A node may have been removed since the packing: its jobs go where they fit later.
     places = {number: rows for number, rows in packing.places.items() if all(node in view.slots for node, *_ in rows)}
-    knows_memory, trials, queue = known_of(context).knows_memory, trials_of(context), queue_of(context)
+    known, trials, queue = known_of(context), trials_of(context), queue_of(context)
     running = {job.number: (job, gang) for job, gang in table.running}
     starting = {row[0] for number, rows in places.items() if number not in running for row in rows}
     stays: list[CoresWish] = []
@@ -121,7 +124,7 @@ def plan_packed(packing: Packing, context: PlanContext) -> RoundDraft:
         if is_tuned(view, job, gang):
             # A trial of cores lasts while no job starts beside it.
             tried = None if any(claim.node in starting for claim in gang.claims) else trials.get(number)
-            wish = _staying(view, job, gang, places[number], knows_memory, tried)
+            wish = _staying(view, job, gang, places[number], known, tried)
             stays.extend([] if wish is None else [wish])
     waiting = table.jobs_at(queue.rows[queue.waiting])
     starts = [_starting(view, job, places[job.number]) for job in waiting if job.number in places]
@@ -142,8 +145,9 @@ def plan_packed(packing: Packing, context: PlanContext) -> RoundDraft:
 _LEAST_GAIN = 0.05
 
 
-def _is_faster(gangs: Gangs, packed: Pieces, present: Sequence[Place | None], known: Known) -> bool:
-    """Return whether the gangs, all of which run, would be so much faster with the packing, on average."""
+def _is_faster(gangs: Gangs, packed: Pieces, present: Sequence[Place | None], is_unknown: Flags) -> bool:
+    """Return whether the gangs, all of which run, would be so much faster with the packing, on average. `is_unknown`:
+    which gangs have no profile of memory."""
     rows = [
         (gang, node, gpus, millicores / 1000, memory)
         for gang, place in enumerate(present)
@@ -152,8 +156,10 @@ def _is_faster(gangs: Gangs, packed: Pieces, present: Sequence[Place | None], kn
     ]
     columns = [np.array(column) for column in zip(*rows, strict=True)]
     there = pieces(*columns[:3]).given(*columns[3:])
-    if not known.knows_memory:
-        packed, there = (one.given(one.cores, np.full(len(one), np.inf)) for one in (packed, there))
+    if is_unknown.any():
+        packed, there = (
+            one.given(one.cores, np.where(is_unknown[one.gang], np.inf, one.memory_bytes)) for one in (packed, there)
+        )
     now = np.maximum(rates(gangs, there), 1e-9)
     return float(np.mean(rates(gangs, packed) / now)) > 1.0 + _LEAST_GAIN
 
@@ -169,14 +175,14 @@ def _gangs(table: LiveTable, choice: ChosenJobs, among: Flags) -> list[tuple[Job
 
 
 def _staying(
-    view: View, job: JobRecord, gang: Gang, rows: Rows, knows_memory: bool, tried: int | None = None
+    view: View, job: JobRecord, gang: Gang, rows: Rows, known: Known, tried: int | None = None
 ) -> CoresWish | None:
     """Return the wish of a gang that stays; None if it cannot continue there with these amounts. `tried`: millicores
     for each GPU, of a trial. Without a profile of memory it keeps what it has, as all of that may be in use."""
     by_node = {row[0]: row for row in rows}
     if {claim.node: claim.device_mask.bit_count() for claim in gang.claims} != {row[0]: row[1] for row in rows}:
         return None
-    wanted = []
+    wanted, knows_memory = [], known.knows_memory_of(job.number)
     for claim in gang.claims:
         _, gpus, millicores, memory = by_node[claim.node]
         memory = memory - claim.arena_bytes if knows_memory else claim.memory_bytes
@@ -205,7 +211,7 @@ class _Packable:
     """Which jobs a packing may place: it counts GPUs, cores and memory of nodes, and splits gangs by single GPUs."""
 
     def __init__(self, view: View, known: Known) -> None:
-        self._view, self._knows_memory = view, known.knows_memory
+        self._view, self._known = view, known
         slots = [slot for slot, _ in enumerate(view.nodes) if view.available[slot]]
         sets = {one.name: one for slot in slots if (one := view.topologies[slot].configuration_set).devices}
         self._types = {one.device_type for one in sets.values()}
@@ -216,7 +222,9 @@ class _Packable:
         is_plain = len(shape.roles) == 1 and shape.roles[0].shape.gpus == 1
         named = memory_named(shape, [role.tasks for role in shape.roles])
         # Without profiles of memory each gang is packed with its share.
-        has_room = not named or (not self._knows_memory and named <= shape.gpus * self._least_share)
+        has_room = not named or (
+            not self._known.knows_memory_of(job.number) and named <= shape.gpus * self._least_share
+        )
         runs_anywhere = shape.nodes < 2 and all(accepts_type(shape.device_type, one) for one in self._types)
         runs_anywhere = runs_anywhere and not (shape.names_bandwidth and self._view.bandwidth)
         return shape.gpus > 0 and (is_plain or _is_local(job)) and has_room and runs_anywhere

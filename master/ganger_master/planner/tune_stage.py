@@ -150,7 +150,8 @@ def _wishes(
     for at, (job, claims) in enumerate(gangs):
         is_start = job.number in starts
         # Where profiles cover memory, the tuning weighs what a job that may be co-located later would leave unused.
-        shape = job.shape if known.knows_memory else shape_of(job)
+        knows_memory = known.knows_memory_of(job.number)
+        shape = job.shape if knows_memory else shape_of(job)
         share = asked(view, shape, claims)
         got = [given.get((at, names[claim.node])) for claim in claims]
         amounts = tuple([some or mine for some, mine in zip(got, share, strict=True)])
@@ -161,7 +162,7 @@ def _wishes(
         if tried is not None and starts_on.isdisjoint([claim.node for claim in claims]):
             gpus = [claim.device_mask.bit_count() for claim in claims]
             amounts = tuple([(tried * count, memory) for count, (_, memory) in zip(gpus, amounts, strict=True)])
-        if not (is_start or known.knows_memory):
+        if not (is_start or knows_memory):
             # Without a memory profile it may use all that it has.
             amounts = tuple([(cores, own.memory_bytes) for (cores, _), own in zip(amounts, claims, strict=True)])
         wish = wish_of(view, job, shape, claims, amounts, is_start)

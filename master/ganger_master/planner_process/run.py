@@ -33,6 +33,7 @@ from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import CoresChange, PlanChange, StartChange
 from ganger_master.decision_log.recording import failure_of
 from ganger_master.planner.context import ClusterChange, Plan, PlanVerdict, ProgressReports, parts_of
+from ganger_master.planner.core_trials import MemorySample
 from ganger_master.planner.loop import PlannerLoop, live_loop, measures_jobs
 from ganger_master.planner.memory import PlannerMemory, Unusable, noted, packed, recalled
 from ganger_master.planner.rate_registry import ProgressReport, RateRegistry
@@ -493,6 +494,7 @@ def progress_from_wire(progress: job_pb2.Progress) -> ProgressReport:
         progress.evaluation.batches,
         progress.evaluation.batches_in_row,
         times.unix_s(progress.evaluation.time) if progress.HasField("evaluation") else nan,
+        MemorySample(progress.used_memory_bytes, progress.least_memory_bytes, progress.trial_memory_bytes),
     )
 
 

@@ -195,7 +195,7 @@ def observed_gang_from_wire(message: agent_pb2.ObservedGang) -> commands.Observe
 
 _DESIRED: Final = (
     "uid:job_uid epoch stop_sequence user threads checkpoint_request repin_request checkpoint_first kept_checkpoints"
-    " attempt"
+    " attempt trial_memory_bytes"
 )
 
 

@@ -271,7 +271,6 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             concern=progress.stall_reason[:_LONGEST_CONCERN],
             step_time=times.unix_s(progress.step_time),
             since_time=times.unix_s(progress.first_step_time),
-            working_set_bytes=progress.working_set_bytes,
             refault_bytes_per_s=progress.refault_bytes_per_s if progress.HasField("refault_bytes_per_s") else None,
             device_use=_share(progress.device_utilization) if has_use else None,
             metrics=metrics_from_wire(progress),

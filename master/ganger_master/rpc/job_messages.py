@@ -441,7 +441,10 @@ def _kept_progress_to_wire(progress: JobProgress) -> job_pb2.Progress:
     )
 
 
-SAMPLE: Final = "step samples steps_per_second:steps_per_s loss training_epoch training_epochs"
+SAMPLE: Final = (
+    "step samples steps_per_second:steps_per_s loss training_epoch training_epochs working_set_bytes used_memory_bytes"
+    " least_memory_bytes trial_memory_bytes"
+)
 EVALUATED: Final = "evaluated:batches evaluated_in_row:batches_in_row"
 
 
@@ -449,7 +452,7 @@ def progress_to_wire(sample: Sample) -> job_pb2.Progress:
     message = job_pb2.Progress(
         **plain(sample, SAMPLE),
         **plain(sample, "data_wait_share concern:stall_reason device_use:device_utilization"),
-        **plain(sample, "working_set_bytes refault_bytes_per_s"),
+        **plain(sample, "refault_bytes_per_s"),
         time=times.timestamp(sample.time),
         step_time=times.timestamp(sample.step_time) if sample.step_time else None,
         first_step_time=times.timestamp(sample.since_time) if sample.since_time else None,

@@ -288,6 +288,8 @@ def finding_to_wire(finding: TrialFinding) -> scheduling_pb2.Finding:
     )
 
 
+_AMOUNT_MOST: Final = 1 << 50
+_AMOUNTS: Final = "enough_millicores trial_millicores enough_memory_bytes trial_memory_bytes"
 _CURVE: Final = "sweet_point sweet_low:sweet_point_low sweet_high:sweet_point_high fit_error"
 
 
@@ -296,7 +298,8 @@ def curve_to_wire(curve: CoresCurve) -> scheduling_pb2.CoresCurve:
         job=names.job_name(curve.number),
         points=map(_point_to_wire, curve.points),
         fitted=map(_point_to_wire, curve.fitted),
-        **plain(curve, f"{_CURVE} enough_millicores trial_millicores phase"),
+        **plain(curve, f"{_CURVE} {_AMOUNTS} phase"),
+        memory_points=map(_point_to_wire, curve.memory_points),
         tried=times.duration(curve.tried_s),
         lost=times.duration(curve.lost_s),
         other_phases=map(curve_to_wire, curve.others),
@@ -304,7 +307,7 @@ def curve_to_wire(curve: CoresCurve) -> scheduling_pb2.CoresCurve:
 
 
 def _point_to_wire(point: CurvePoint) -> scheduling_pb2.CurvePoint:
-    return scheduling_pb2.CurvePoint(cores=point.cores, steps_per_s=point.rate, is_inherited=point.is_inherited)
+    return scheduling_pb2.CurvePoint(**plain(point, "cores rate:steps_per_s is_inherited memory_bytes"))
 
 
 def _claims_in(message: scheduling_pb2.Change) -> int:
@@ -382,16 +385,18 @@ def _curve_from_wire(message: scheduling_pb2.CoresCurve, is_outer: bool = True) 
         tuple([_point_from_wire(one) for one in message.points[:CURVE_POINTS]]),
         tuple([_point_from_wire(one) for one in message.fitted[:CURVE_POINTS]]),
         **plain(message, _CURVE, _finite),
-        **plain(message, "enough_millicores trial_millicores"),
+        **plain(message, _AMOUNTS, lambda amount: min(amount, _AMOUNT_MOST)),
         tried_s=max(0.0, times.seconds(message.tried)),
         lost_s=max(0.0, times.seconds(message.lost)),
         phase=message.phase[:_POLICY_MOST],
         others=tuple([_curve_from_wire(one, is_outer=False) for one in others]),
+        memory_points=tuple([_point_from_wire(one) for one in message.memory_points[:CURVE_POINTS]]),
     )
 
 
 def _point_from_wire(message: scheduling_pb2.CurvePoint) -> CurvePoint:
-    return CurvePoint(_finite(message.cores), _finite(message.steps_per_s), message.is_inherited)
+    rate = _finite(message.steps_per_s)
+    return CurvePoint(_finite(message.cores), rate, message.is_inherited, min(message.memory_bytes, _AMOUNT_MOST))
 
 
 def _finite(number: float) -> float:

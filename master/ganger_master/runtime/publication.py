@@ -331,6 +331,10 @@ class Sample:
     # Host memory in use on that node, and bytes of files read again there for want of page cache; None: not measurable.
     working_set_bytes: int = 0
     refault_bytes_per_s: float | None = None
+    # As in `Progress` of job.proto.
+    used_memory_bytes: int = 0
+    least_memory_bytes: int = 0
+    trial_memory_bytes: int = 0
     # Metrics that the job reported by name; only the daemon of its first rank reports them.
     metrics: tuple[JobMetric, ...] = ()
     # Completed and planned epochs of training; zero: not reported.

@@ -35,6 +35,7 @@ def main() -> None:
     )
     parser.add_argument("--homesick", action="store_true", help="take three times as long where it did not begin")
     parser.add_argument("--close-knit", action="store_true", help="take three times as long on several nodes")
+    parser.add_argument("--reads", default="", help="a file that a slow step reads as a whole")
     parser.add_argument("--fail-at", type=int, default=-1)
     parser.add_argument("--state-megabytes", type=int, default=0)
     options = parser.parse_args()
@@ -69,6 +70,7 @@ def main() -> None:
             waits = slower * (options.waits + 0.1 * int(os.environ.get("RANK", "0")))
             with device_lock(options.record) if options.jealous and is_slow else nullcontext():
                 compute(options.computes if is_slow else 0.0)
+                read(options.reads if is_slow else "")
                 time.sleep(waits if is_slow else options.step_seconds)
             with open(record, "a") as out:
                 out.write(f"{job.step_count + 1} {float(loss).hex()} {os.getpid()}\n")
@@ -87,6 +89,13 @@ def compute(seconds: float) -> None:
     until = time.thread_time() + seconds
     while time.thread_time() < until:
         pass
+
+
+def read(path: str) -> None:
+    if path:
+        with open(path, "rb", buffering=0) as file:
+            while file.read(1 << 20):
+                pass
 
 
 @contextmanager

@@ -337,12 +337,20 @@ def limits(gpus: int, nodes: TuningNodes) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Known:
-    """Profiles of jobs. `position`: maps numbers of jobs to positions in `profiles`; -1: not measured yet. Without
-    `knows_memory` the profiles depend on cores alone, and each job uses its share of memory fully and no more."""
+    """Profiles of jobs. `position`: maps numbers of jobs to positions in `profiles`; -1: not measured yet.
+    `knows_memory`: whether profiles cover memory, all of them or each. One that does not depends on cores alone, and
+    its jobs use their share of memory fully and no more."""
 
     profiles: Profiles
     position: Callable[[Integers], Integers]
-    knows_memory: bool = True
+    knows_memory: bool | Flags = True
+
+    def knows_memory_of(self, number: int) -> bool:
+        """Return whether the profile of a job covers memory."""
+        if isinstance(self.knows_memory, bool):
+            return self.knows_memory
+        at = int(self.position(np.array([number], np.int64))[0])
+        return at >= 0 and bool(self.knows_memory[at])
 
 
 NOTHING = Known(
@@ -354,14 +362,29 @@ def known_gangs(known: Known, numbers: Integers, gpus: Integers, is_local: Flags
     """Return gangs by the numbers of their jobs. A job that is not measured uses its proportional share fully and no
     more, so that is what it is given."""
     position = known.position(numbers)
-    profiles = known.profiles
-    if not known.knows_memory:
+    profiles, knows = known.profiles, known.knows_memory
+    if not isinstance(knows, bool) and not knows[position[position >= 0]].any():
+        knows = False
+    if knows is False:
         # All memory up to the largest share of any node.
         profiles = Profiles(profiles.cores, np.array([_share_of_memory(nodes)]), profiles.rates[:, :, -1:])
+    elif knows is not True:
+        profiles = _with_ramps(profiles, ~knows, nodes)
     if (position < 0).any():
         profiles = _with_shares(profiles, nodes)
         position = np.where(position < 0, len(profiles.rates) - 1, position)
     return gangs(gpus, position, profiles, is_local=is_local)
+
+
+def _with_ramps(profiles: Profiles, is_unknown: Flags, nodes: TuningNodes) -> Profiles:
+    """Return the profiles where those without memory rise up to the largest share of any node."""
+    share = _share_of_memory(nodes)
+    memory = np.unique(np.append(profiles.memory_bytes, share))
+    count = np.arange(len(profiles.rates))
+    rates = profiles.at(count[:, None, None], profiles.cores[None, :, None], memory[None, None, :])
+    most = profiles.rates[is_unknown][:, :, -1:]
+    rates[is_unknown] = most * np.minimum(memory / share, 1.0)
+    return Profiles(profiles.cores, memory, rates)
 
 
 def _with_shares(profiles: Profiles, nodes: TuningNodes) -> Profiles:

@@ -87,6 +87,16 @@ def tune(gangs: Gangs, nodes: TuningNodes, placed: Pieces) -> Pieces:
     return placed.given(cores, proportionally(nodes, placed).memory_bytes)
 
 
+def tune_asked(gangs: Gangs, nodes: TuningNodes, placed: Pieces) -> Pieces:
+    """Tune as the predictor, and give no more memory than a gang was shown to use, where that is less than its
+    share."""
+    found = tune(gangs, nodes, placed)
+    if len(gangs.profiles.memory_bytes) < 2:
+        return found
+    wanted = placed.gpus * demands(gangs, nodes).memory_bytes[placed.gang]
+    return found.given(found.cores, np.minimum(found.memory_bytes, wanted))
+
+
 def shared_out(curves: Sequence[Floats], capacity: float) -> list[float]:
     """Return the cores for each curve. Entry i of a curve is the value of i + 1 cores; the last is the sweet point.
     Each curve gets at least one core, or an equal part where there are fewer. Cores without a use are left over. Ties
@@ -136,7 +146,7 @@ def _curve(gangs: Gangs, placed: Pieces, row: int, capacity: float) -> Floats:
 
 
 PREDICTOR = Tuning("predictor", tune)
-AUTO = Tuning("auto", tune, keeps_requests=True)
+AUTO = Tuning("auto", tune_asked, keeps_requests=True)
 
 TUNINGS = {
     tuning.name: tuning
