@@ -338,7 +338,7 @@ def test_a_job_whose_checkpoint_finds_no_room_runs_on_and_says_why(cluster: Clus
     with small_disk(checkpoints, "1m") as filler:
         fill(filler)
         said = refused(shell, 4, "suspend", run.id, "--level", "checkpoint")
-        assert re.search(r"is (starting|running): STORAGE_FULL: rank 0: .*No space left on device; .* bytes free", said)
+        assert re.search(r"is (starting|running): STORAGE_FULL: rank 0: .*no space left on device; .* bytes free", said)
         assert "STORAGE_FULL" in shell("show", run.id)
         assert "STORAGE_FULL" in shell("why", run.id)
         assert "suspend_refused" in shell("events", run.id)
@@ -367,7 +367,7 @@ def test_a_node_whose_disk_is_full_fails_no_job_that_can_run_elsewhere(tmp_path:
                 assert done.code == 0, shell("events") + shell("why", number) + shell("nodes")
             (bad,) = [node for node in shell.json("nodes")["nodes"] if node["name"] == "nodes/n0"]
             assert bad["launch_failures"] > 0
-            assert "No space left on device" in shell("nodes")
+            assert "no space left on device" in shell("nodes")
             filler.unlink()
             assert shell.try_("wait", shell.submit("--gpus", "8", "--", "true"), "--timeout", "60").code == 0
         assert "failed" not in shell("nodes")

@@ -122,8 +122,7 @@ def storage_token(storage: Path) -> str:
 
 def obstacle_of(error: BaseException) -> MasterObstacle:
     """RIGHTS where missing rights are behind an error, else STATE."""
-    rights = (PermissionError, endpoints.CredentialError)
-    denied = isinstance(error, rights) or isinstance(error.__cause__, PermissionError)
+    denied = isinstance(error, PermissionError) or isinstance(error.__cause__, PermissionError)
     return MasterObstacle.RIGHTS if denied else MasterObstacle.STATE
 
 
