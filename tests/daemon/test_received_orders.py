@@ -7,9 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from ganger.agent.v1 import agent_pb2
 from ganger_daemon.gang import received_orders
-from ganger_daemon.gang.received_orders import ReceivedOrders
+from ganger_daemon.gang.received_orders import ReceivedOrders, summary_of
 
 
 def desired_gang(master_sequence: int, intent: agent_pb2.Intent) -> agent_pb2.DesiredGang:
@@ -51,3 +52,16 @@ def test_an_order_that_comes_while_another_is_written_is_written_next(tmp_path: 
     asyncio.run(story())
     assert written == [1, 2]
     assert not orders.is_due
+
+
+@pytest.mark.parametrize(
+    ("message", "summary"),
+    [
+        ("", "it did not say why"),
+        ("Traceback ...\n  File ...\nValueError: no such layer\n", "no such layer"),
+        ("OSError: [Errno 28] No space left on device: '/s/1.tmp'", "/s/1.tmp: no space left on device"),
+        ("OSError: [Errno 28] No space left on device", "no space left on device"),
+    ],
+)
+def test_a_traceback_is_summed_up_in_its_last_line_without_the_number_of_an_error(message: str, summary: str) -> None:
+    assert summary_of(message) == summary

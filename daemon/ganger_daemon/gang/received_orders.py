@@ -134,6 +134,7 @@ class ReceivedOrders:
 _LIMIT = 1000
 _REASON_LIMIT = 500
 _EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Exit|Interrupt): ")
+_OF_SYSTEM = re.compile(r"\[Errno \d+\] (.+?)(?:: '(.+)')?")
 
 
 class RankError(NamedTuple):
@@ -219,9 +220,14 @@ def error_of(paths: GangPaths, rank: int, order: str, since_ns: int = 0) -> Rank
 
 
 def summary_of(message: str) -> str:
-    """Return the last line of a message or traceback, without the name of the exception."""
+    """Return the last line of a message or traceback, without the name of the exception; an error of the system as
+    `os_failure` has it."""
     lines = [line for line in message.splitlines() if line.strip()]
-    return _EXCEPTION.sub("", lines[-1]) if lines else "it did not say why"
+    text = _EXCEPTION.sub("", lines[-1]) if lines else "it did not say why"
+    if found := _OF_SYSTEM.fullmatch(text):
+        reason = found[1][:1].lower() + found[1][1:]
+        return f"{found[2]}: {reason}" if found[2] else reason
+    return text
 
 
 def _time_of(path: Path) -> int:
