@@ -26,7 +26,8 @@ from typing import Any, TypeVar
 import grpc
 from ganger import __version__
 from ganger.agent.v1 import agent_pb2, peer_pb2_grpc
-from ganger.protocol.os_errors import os_reason
+from ganger.injob.launcher.namespaces import share_links
+from ganger.protocol.os_errors import os_failure, os_reason
 from ganger.service_unit import ServiceManager
 from ganger.units import counted
 from ganger.wire.endpoints import CredentialError, Endpoint, EndpointError, check_listen_host, find_endpoint
@@ -46,7 +47,7 @@ from ganger_daemon.gang.gang_unit import sweep_names
 from ganger_daemon.gang.launch_plan import own_user
 from ganger_daemon.images.contract import CAPABILITY, ProcessImages
 from ganger_daemon.images.criu import choose_images, cpu_flags
-from ganger_daemon.images.driver import choose_device_state
+from ganger_daemon.images.driver import DeviceState, choose_device_state
 from ganger_daemon.node.accounts import Account, Accounts, choose_accounts
 from ganger_daemon.node.certificate_renewal import keep_renewed
 from ganger_daemon.node.core_table import CoreTable
@@ -175,10 +176,7 @@ class Daemon:
             raise DaemonError(str(error), DaemonObstacle.SETTING) from error
         inventory = devices.inventory
         device_state = await asyncio.to_thread(choose_device_state, inventory.driver)
-        if accounts.are_switched:
-            images = ProcessImages("not of jobs that run as their users' accounts (--accounts)")
-        else:
-            images = await asyncio.to_thread(choose_images, settings.criu, device_state)
+        images = await self._choose_images(accounts, device_state)
         storage.configure(str(known.get("storage", "")), str(known.get("storage_token", "")))
         self.host = NodeContext(
             node=self.node,
@@ -284,6 +282,15 @@ class Daemon:
             return accounts, await asyncio.to_thread(interpreter_for_accounts)
         except ValueError as error:
             raise DaemonError(str(error), DaemonObstacle.SETTING) from error
+
+    async def _choose_images(self, accounts: Accounts, devices: DeviceState) -> ProcessImages:
+        if accounts.are_switched:
+            try:
+                await asyncio.to_thread(share_links)
+            except OSError as error:
+                return ProcessImages(f"jobs of other accounts would not see their names: {os_failure(error)}")
+        choose = partial(choose_images, are_accounts_switched=accounts.are_switched)
+        return await asyncio.to_thread(choose, self._settings.criu, devices)
 
     def _claim_directories(self, accounts: Accounts) -> dict[str, Any]:
         """Lock the state and run directories for this daemon, and return the fields of node.json.
@@ -481,7 +488,9 @@ class Daemon:
                 for gang in self.gangs.all():
                     if gang.parts.exits.live():
                         await self._revive(gang.parts.launcher)
-                self.host.launchers.let_go({gang.parts.launcher.key for gang in self.gangs.all()})
+                used = {gang.parts.launcher.key for gang in self.gangs.all()}
+                # it holds images that are moved
+                self.host.launchers.let_go(used | {self.host.launchers.restorer_key})
                 for event in self.host.devices.take_events():
                     log.warning("device event", extra={"device": event.device, "event": event.message})
                 if self.host.devices.faults() != faults:

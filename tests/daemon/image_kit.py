@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,7 @@ async def begun(
 
     `kind`: one of PROGRAMS, or any other name for a program with an agent; `program`: it, if not that of the kind;
     `spec`: further fields of the job's spec."""
-    command = [sys.executable, "-u", "-c", program or PROGRAMS[kind]]
+    command = [made.python, "-u", "-c", program or PROGRAMS[kind]]
     gang = made.gang({"n1": list(ranks)}, "n1", uid=uid, command=command)
     gang.spec.environment.update(environment or {})
     for name, value in spec.items():
@@ -252,3 +252,60 @@ async def until_nothing_is_left(uid: str) -> None:
 def holding_shared_memory(uid: str) -> str:
     """Return the begin of a program that holds a file in shared memory, named as PyTorch names its own."""
     return f"held = open('/dev/shm/torch_{uid}', 'wb'); held.write(b'held'); held.flush()\n"
+
+
+async def saves_while_its_daemon_dies(made: Cluster, kind: str, point: str) -> None:
+    """Suspend a program on its image, while its daemon dies at a failpoint, and let it go on from there. Nothing is
+    lost, and nothing left."""
+    uid = str(uuid.uuid4())
+    await made.daemon_process("n1", point, cgroups="auto")
+    await made.until_session("n1")
+    gang = await begun(made, kind, uid, holding_shared_memory(uid) + PROGRAMS[kind])
+    dies = asyncio.ensure_future(replaced(made, "n1", cgroups="auto"))
+    parked = await saved(made, "n1", gang)
+    await dies
+    before = counts(made, "n1", uid)
+    await ended(made, "n1", gang)
+    await until_nothing_is_left(uid)
+    gang = from_image(made, gang, parked, "n1", 2)
+    await made.master.want("n1", gang)
+    await goes_on(made, "n1", uid, 2)
+    assert one_after_the_other(before, counts(made, "n1", uid, 2))
+    await ended(made, "n1", gang)
+    await until_nothing_is_left(uid)
+
+
+async def moves_while_a_daemon_dies(made: Cluster, kind: str, point: str, victim: str) -> None:
+    """Move a program by its image, while the daemon of a node dies at a failpoint. It never runs twice, and nothing is
+    left."""
+    may_be_lost = (kind, point) == ("opaque", "image-packed")
+    uid = str(uuid.uuid4())
+    for node in ("n1", "n2"):
+        await made.daemon_process(node, point if node == victim else "", cgroups="auto")
+    await asyncio.gather(made.until_session("n1"), made.until_session("n2"))
+    gang = await begun(made, kind, uid, holding_shared_memory(uid) + PROGRAMS[kind])
+    dies = asyncio.ensure_future(replaced(made, victim, cgroups="auto"))
+    new = await expected(made, gang)
+    await handed_over(made, gang)
+    await dies
+    await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED), patience=60)
+    arrived = await made.master.until(
+        "n2", 2, lambda seen: bool(seen.trouble) or seen.phase == Observed.PHASE_READY, patience=60
+    )
+    if arrived.trouble:
+        # it went on without the daemon, so what had been sent of it is of another moment
+        assert may_be_lost, arrived.trouble
+        await ended(made, "n2", new)
+        await made.master.want("n1", with_changes(gang, 3))
+        await goes_on(made, "n1", uid)
+        assert one_after_the_other(counts(made, "n1", uid, 1))
+        assert counts(made, "n2", uid, 2) == []
+    else:
+        before = counts(made, "n1", uid, 1)
+        await made.master.want("n2", with_changes(new, 2, intent=Intents.INTENT_RUN))
+        await goes_on(made, "n2", uid, 2)
+        assert counts(made, "n1", uid, 1) == before
+        assert one_after_the_other(before, counts(made, "n2", uid, 2))
+        await ended(made, "n2", new)
+    await ended(made, "n1", gang)
+    await until_nothing_is_left(uid)

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+import sysconfig
 import tempfile
 import time
 import uuid
@@ -203,6 +204,9 @@ class Cluster:
         self.daemons: dict[str, Daemon] = {}
         self.processes: dict[str, asyncio.subprocess.Process] = {}
         self.pids: set[int] = set()
+        # Accounts of the daemons; of all jobs: their user, the Python of their commands, and where they run.
+        self.accounts = "own"
+        self.user, self.python, self.place = "", sys.executable, directory
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
@@ -230,6 +234,7 @@ class Cluster:
             "virtual": VirtualSpec(4, "2x2", 4, 8 << 30, 1 << 28),
             "cgroups": "none",
             "preload": False,
+            "accounts": self.accounts,
         }
         if self.authority is not None:
             values |= {"master": self.address, "tls": self.authority.issue("daemon", node)}
@@ -255,7 +260,7 @@ class Cluster:
                 "--master", str(self.directory / "master"), "--node", node,
                 "--run-dir", str(self.directory / f"r-{node}"),
                 "--virtual-gpus", "4", "--virtual-cores", "4", "--virtual-memory", "8G", "--virtual-gpu-memory", "256M",
-                "--topology", "2x2", "--cgroups", cgroups, "--no-preload",
+                "--topology", "2x2", "--cgroups", cgroups, "--no-preload", "--accounts", self.accounts,
                 env=environment,
                 stderr=said,
                 stdout=asyncio.subprocess.DEVNULL,
@@ -307,13 +312,16 @@ class Cluster:
             ),
             members=[self.member(other, numbers) for other, numbers in placement.items()],
             spec=job_pb2.JobSpec(
-                command=command or [sys.executable, str(TINY_JOB), str(steps), str(pause), str(size), mode],
-                working_directory=str(self.directory),
+                command=command or [self.python, str(TINY_JOB), str(steps), str(pause), str(size), mode],
+                working_directory=str(self.place),
                 environment={"PATH": os.environ["PATH"]},
                 roles=[resources_pb2.Role(name="worker", tasks=len(ranks), shape=resources_pb2.TaskShape(gpus=1))],
             ),
             threads=1,
+            user=self.user,
         )
+        if self.python != sys.executable:
+            gang.spec.environment["PYTHONPATH"] = sysconfig.get_path("purelib")
         for name, value in changes.items():
             field_value = getattr(gang, name)
             if hasattr(field_value, "CopyFrom"):

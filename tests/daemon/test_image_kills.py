@@ -13,7 +13,6 @@ import pytest
 from daemon.image_kit import (
     CHECKPOINT,
     PAUSE,
-    PROGRAMS,
     begun,
     counts,
     ended,
@@ -21,17 +20,17 @@ from daemon.image_kit import (
     from_image,
     goes_on,
     handed_over,
-    holding_shared_memory,
     kinds_at_points,
     moved_in,
+    moves_while_a_daemon_dies,
     needs_images,
     one_after_the_other,
     opaque,
     prepared,
     processes_of,
     programs,
-    replaced,
     saved,
+    saves_while_its_daemon_dies,
     until,
     until_nothing_is_left,
 )
@@ -56,25 +55,7 @@ def test_every_failpoint_of_images_is_tried() -> None:
 
 @pytest.mark.parametrize(("kind", "point"), kinds_at_points(SAVE_POINTS))
 def test_a_daemon_that_dies_while_it_saves_an_image_loses_nothing(kind: str, point: str) -> None:
-    async def story(made: Cluster) -> None:
-        uid = str(uuid.uuid4())
-        await made.daemon_process("n1", point, cgroups="auto")
-        await made.until_session("n1")
-        gang = await begun(made, kind, uid, holding_shared_memory(uid) + PROGRAMS[kind])
-        dies = asyncio.ensure_future(replaced(made, "n1", cgroups="auto"))
-        parked = await saved(made, "n1", gang)
-        await dies
-        before = counts(made, "n1", uid)
-        await ended(made, "n1", gang)
-        await until_nothing_is_left(uid)
-        gang = from_image(made, gang, parked, "n1", 2)
-        await made.master.want("n1", gang)
-        await goes_on(made, "n1", uid, 2)
-        assert one_after_the_other(before, counts(made, "n1", uid, 2))
-        await ended(made, "n1", gang)
-        await until_nothing_is_left(uid)
-
-    run(story)
+    run(lambda made: saves_while_its_daemon_dies(made, kind, point))
 
 
 @pytest.mark.parametrize("criu_dies", [False, True])
@@ -118,42 +99,7 @@ def test_a_daemon_that_dies_after_its_consent_loses_nothing(
 
 @pytest.mark.parametrize(("kind", "place"), kinds_at_points(MOVE_POINTS))
 def test_a_move_in_which_a_daemon_dies_never_runs_the_job_twice(kind: str, place: tuple[str, str]) -> None:
-    point, victim = place
-    may_be_lost = (kind, point) == ("opaque", "image-packed")
-
-    async def story(made: Cluster) -> None:
-        uid = str(uuid.uuid4())
-        for node in ("n1", "n2"):
-            await made.daemon_process(node, point if node == victim else "", cgroups="auto")
-        await asyncio.gather(made.until_session("n1"), made.until_session("n2"))
-        gang = await begun(made, kind, uid, holding_shared_memory(uid) + PROGRAMS[kind])
-        dies = asyncio.ensure_future(replaced(made, victim, cgroups="auto"))
-        new = await expected(made, gang)
-        await handed_over(made, gang)
-        await dies
-        await made.master.until("n1", 1, in_phase(Observed.PHASE_PARKED), patience=60)
-        arrived = await made.master.until(
-            "n2", 2, lambda seen: bool(seen.trouble) or seen.phase == Observed.PHASE_READY, patience=60
-        )
-        if arrived.trouble:
-            # it went on without the daemon, so what had been sent of it is of another moment
-            assert may_be_lost, arrived.trouble
-            await ended(made, "n2", new)
-            await made.master.want("n1", with_changes(gang, 3))
-            await goes_on(made, "n1", uid)
-            assert one_after_the_other(counts(made, "n1", uid, 1))
-            assert counts(made, "n2", uid, 2) == []
-        else:
-            before = counts(made, "n1", uid, 1)
-            await made.master.want("n2", with_changes(new, 2, intent=Intents.INTENT_RUN))
-            await goes_on(made, "n2", uid, 2)
-            assert counts(made, "n1", uid, 1) == before
-            assert one_after_the_other(before, counts(made, "n2", uid, 2))
-            await ended(made, "n2", new)
-        await ended(made, "n1", gang)
-        await until_nothing_is_left(uid)
-
-    run(story)
+    run(lambda made: moves_while_a_daemon_dies(made, kind, *place))
 
 
 def test_a_launcher_that_dies_before_it_has_recorded_what_it_restored_leaves_nothing(tmp_path: Path) -> None:

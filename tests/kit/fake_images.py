@@ -31,6 +31,7 @@ from ganger_daemon.images.contract import (
 )
 from ganger_daemon.images.packing import fill_directories, pack_directories
 from ganger_daemon.images.process_tree import UnitProc, pid_inside
+from ganger_daemon.node.accounts import Account
 
 STEP_LOCK = "step.lock"
 _PROGRAM = "program.img"
@@ -73,7 +74,7 @@ class FakeImages(ProcessImages):
             labels=unit.labels,
         )
         try:
-            pack_directories(unit.init_pid, unit.own_directories, directory, [file.path for file in facts.files])
+            pack_directories(unit, directory, [file.path for file in facts.files])
             write_facts(directory, facts)
             request.meanwhile()
         except BaseException:
@@ -85,10 +86,12 @@ class FakeImages(ProcessImages):
     def has_consent(self, directory: Path) -> bool:
         return False
 
-    def fill(self, init_pid: int, directory: Path) -> None:
+    def fill(self, init_pid: int, directory: Path, account: Account | None = None) -> None:
         fill_directories(init_pid, read_facts(directory).own_directories, directory)
 
-    def restore_arguments(self, directory: Path, files: Mapping[str, int], *, is_stopped: bool = False) -> list[str]:
+    def restore_arguments(
+        self, directory: Path, files: Mapping[str, int], *, is_stopped: bool = False, account: Account | None = None
+    ) -> list[str]:
         return [sys.executable, "-P", __file__, str(directory), json.dumps(dict(files)), str(int(is_stopped))]
 
     def restore_failure(self, directory: Path) -> str:

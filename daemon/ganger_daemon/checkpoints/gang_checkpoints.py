@@ -20,6 +20,8 @@ from ganger.protocol.os_errors import os_failure
 
 from ganger_daemon.checkpoints import storage as layout
 from ganger_daemon.checkpoints.storage import (
+    CHECKPOINTS,
+    PLACES,
     CheckpointName,
     Shard,
     ShardCollection,
@@ -28,10 +30,10 @@ from ganger_daemon.checkpoints.storage import (
     complete,
     describe_shard,
     directories,
+    every,
     found_checkpoint,
     manifest,
     parse_unfinished,
-    read_manifest,
     shard_name,
 )
 from ganger_daemon.core.part_facts import FoundCheckpoint
@@ -105,10 +107,10 @@ class GangCheckpoints:
         """Find the newest checkpoint of this epoch on storage, after a restart of the daemon."""
         if storage is None or not self._leads:
             return
-        for name in reversed(complete(checkpoints_directory(storage, self._job_uid))):
+        for name, place in reversed(every(storage, self._job_uid)):
             if name.epoch == self._epoch:
                 with suppress(ValueError):  # A manifest that its job has spoilt
-                    found = _published(storage, self._job_uid, name)
+                    found = found_checkpoint(storage, self._job_uid, name, place)
                     # Where storage hung, a newer one may have been published meanwhile.
                     self.published = self.published or found
                     return
@@ -117,7 +119,8 @@ class GangCheckpoints:
         """Remove checkpoints that are neither among the newest nor wanted by the master. Blocks."""
         if self._leads and self.published is not None and self.wanted is not None:
             newest = CheckpointName(self.published.step, self.published.epoch)
-            collect(checkpoints_directory(storage, self._job_uid), newest, self.wanted)
+            for place in PLACES:
+                collect(checkpoints_directory(storage, self._job_uid, place), newest, self.wanted)
 
     def due(self, now: float, interval_s: float, request: int) -> bool:
         """Return whether to request a checkpoint now: the master raised its counter `request`, or the interval is over
@@ -172,15 +175,17 @@ class GangCheckpoints:
 
     def tidy(self, storage: Path) -> None:
         """Remove the files of checkpoints that were given up. Blocks."""
-        if self._leads:
-            collect_abandoned(checkpoints_directory(storage, self._job_uid), self._epoch)
+        for place in PLACES if self._leads else ():
+            collect_abandoned(checkpoints_directory(storage, self._job_uid, place), self._epoch)
 
-    async def durable(self, storage: Path, agreement: int, step: int, ranks: tuple[int, ...]) -> None:
+    async def durable(
+        self, storage: Path, agreement: int, step: int, ranks: tuple[int, ...], place: str = CHECKPOINTS
+    ) -> None:
         """All local shards of an agreement are durable: describe them, then report or gather them. Idempotent."""
         if agreement in self.handed or agreement in self._refused or time.monotonic() < self._retry_at:
             return
         async with self._lock:
-            tmp, final = directories(storage, self._job_uid, self._epoch, step)
+            tmp, final = directories(storage, self._job_uid, self._epoch, step, place)
             shards = await self._describe(tmp, final, agreement, ranks)
             if shards is None:
                 self._retry_at = time.monotonic() + _RETRY_S
@@ -188,13 +193,16 @@ class GangCheckpoints:
             if not self._leads:
                 await self._report_shards(agreement, step, shards)
                 return
-        await self.gather(storage, agreement, step, shards)
+        await self.gather(storage, agreement, step, shards, place)
 
-    async def gather(self, storage: Path, agreement: int, step: int, shards: tuple[Shard, ...]) -> None:
+    async def gather(
+        self, storage: Path, agreement: int, step: int, shards: tuple[Shard, ...], place: str = CHECKPOINTS
+    ) -> None:
         """Leader's side: add shards of some ranks, and publish once all are there."""
         assert self._leads, "only the leader gathers shards"
         async with self._lock:
-            collection = self._collections.get(agreement, ShardCollection(self._world, step)).add(step, shards)
+            collection = self._collections.get(agreement, ShardCollection(self._world, step, place=place))
+            collection = collection.add(step, shards)
             self._collections = {agreement: collection}
             if not collection.complete or agreement in self.handed or agreement in self._refused:
                 return
@@ -218,13 +226,13 @@ class GangCheckpoints:
         self._changed()
 
     def _publish_now(self, storage: Path, collection: ShardCollection) -> None:
-        tmp, final = directories(storage, self._job_uid, self._epoch, collection.step)
+        tmp, final = directories(storage, self._job_uid, self._epoch, collection.step, collection.place)
         if not (final.exists() and not tmp.exists()):
             hit("mid-fsync")
             self._publish(tmp, final, manifest(collection, self._job_uid, self._epoch, time.time()))
             hit("after-rename")
         name = CheckpointName(collection.step, self._epoch)
-        self.published = _published(storage, self._job_uid, name)
+        self.published = found_checkpoint(storage, self._job_uid, name, collection.place)
         log.info("checkpoint published", extra={"job": self._job_uid, "checkpoint": str(name)})
         self.prune(storage)
 
@@ -264,10 +272,6 @@ class GangCheckpoints:
 
 def _describe_either(unfinished: Path, published: Path) -> Shard:
     return describe_shard(unfinished if unfinished.exists() else published)
-
-
-def _published(storage: Path, job_uid: str, name: CheckpointName) -> FoundCheckpoint:
-    return found_checkpoint(name, read_manifest(checkpoints_directory(storage, job_uid) / str(name)))
 
 
 # -- retention

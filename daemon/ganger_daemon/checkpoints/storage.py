@@ -9,7 +9,8 @@ import heapq
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,7 +26,10 @@ MANIFEST = "MANIFEST.json"
 MANIFEST_FORMAT = 1
 # Enough for tens of thousands of shards; a job may have written a larger file.
 _MANIFEST_MOST_BYTES = 16 << 20
-_CHECKPOINTS, _LOGS = "checkpoints", "logs"
+CHECKPOINTS, IMAGES = PLACES = ("checkpoints", "images")
+"""Directories of a job's checkpoints: what its ranks write, and process images of a job that runs as an account, which
+only this process's user can have written."""
+_LOGS = "logs"
 _FINAL = re.compile(r"^(\d+)-(\d+)$")
 _UNFINISHED = re.compile(r"^(\d+|\{step\})-(\d+)\.tmp$")
 
@@ -39,16 +43,17 @@ class CheckpointName:
         return f"{self.step}-{self.epoch}"
 
 
-def checkpoints_directory(storage: Path, job_uid: str) -> Path:
-    return storage / job_uid / _CHECKPOINTS
+def checkpoints_directory(storage: Path, job_uid: str, place: str = CHECKPOINTS) -> Path:
+    return storage / job_uid / place
 
 
 def give_storage(storage: Path, job_uid: str, account: Account) -> None:
-    """Make a job's directories on storage for an account: its checkpoints are that account's, its logs this process's.
-    Idempotent. Raises OSError, also where a server squashes root and lets it give nothing away."""
-    give_directory(storage, f"{job_uid}/{_LOGS}", account, 0o700, is_its=False)
-    _give_former(storage / job_uid / _CHECKPOINTS, account)
-    give_directory(storage, f"{job_uid}/{_CHECKPOINTS}", account, 0o700, is_its=True)
+    """Make a job's directories on storage for an account: its checkpoints are that account's, its logs and images this
+    process's. Idempotent. Raises OSError, also where a server squashes root and lets it give nothing away."""
+    for name in (_LOGS, IMAGES):
+        give_directory(storage, f"{job_uid}/{name}", account, 0o700, is_its=False)
+    _give_former(storage / job_uid / CHECKPOINTS, account)
+    give_directory(storage, f"{job_uid}/{CHECKPOINTS}", account, 0o700, is_its=True)
 
 
 def _give_former(directory: Path, account: Account) -> None:
@@ -193,11 +198,12 @@ class ShardReport:
 
 @dataclass(frozen=True, slots=True)
 class ShardCollection:
-    """Shards of one agreement, collected until every rank has reported its own."""
+    """Shards of one agreement, collected until every rank has reported its own. `place`: one of PLACES."""
 
     world: int
     step: int
     shards: Mapping[int, Shard] = field(default_factory=dict)
+    place: str = CHECKPOINTS
 
     def add(self, step: int, shards: tuple[Shard, ...]) -> ShardCollection:
         """Return the collection with these shards added. Shards of a newer step replace those of an older one."""
@@ -205,7 +211,7 @@ class ShardCollection:
             return self
         known = dict(self.shards) if step == self.step else {}
         known.update({shard.rank: shard for shard in shards if 0 <= shard.rank < self.world})
-        return ShardCollection(self.world, step, known)
+        return replace(self, step=step, shards=known)
 
     @property
     def complete(self) -> bool:
@@ -234,9 +240,9 @@ def manifest(collection: ShardCollection, job_uid: str, epoch: int, time_s: floa
     }
 
 
-def directories(storage: Path, job_uid: str, epoch: int, step: int) -> tuple[Path, Path]:
-    """Return the directory that ranks write to, and its final name."""
-    parent = checkpoints_directory(storage, job_uid)
+def directories(storage: Path, job_uid: str, epoch: int, step: int, place: str = CHECKPOINTS) -> tuple[Path, Path]:
+    """Return the directory that shards are written to, and its final name."""
+    parent = checkpoints_directory(storage, job_uid, place)
     final = parent / str(CheckpointName(step, epoch))
     return final.with_name(final.name + ".tmp"), final
 
@@ -313,23 +319,27 @@ def newest_found(storage: Path, job_uid: str, before_epoch: int) -> tuple[FoundC
     """Return the complete checkpoints of attempts before `before_epoch`, newest first, at most 16. Blocks.
 
     Those that cannot be read are left out."""
-    directory = checkpoints_directory(storage, job_uid)
     try:
-        names = [name for name in complete(directory) if name.epoch < before_epoch]
+        names = [one for one in every(storage, job_uid) if one[0].epoch < before_epoch]
     except OSError:
         return ()
     found = []
-    for name in heapq.nlargest(_MOST, names, key=lambda name: (name.epoch, name.step)):
-        try:
-            one = read_manifest(directory / str(name))
-        except (OSError, ValueError):
-            continue
-        found.append(found_checkpoint(name, one))
+    for name, place in heapq.nlargest(_MOST, names, key=lambda one: (one[0].epoch, one[0].step)):
+        with suppress(OSError, ValueError):
+            found.append(found_checkpoint(storage, job_uid, name, place))
     return tuple(found)
 
 
-def found_checkpoint(name: CheckpointName, manifest: Manifest) -> FoundCheckpoint:
-    return FoundCheckpoint(name.step, name.epoch, f"checkpoints/{name}", manifest.size_bytes, manifest.time)
+def every(storage: Path, job_uid: str) -> list[tuple[CheckpointName, str]]:
+    """Return a job's published checkpoints with their places, oldest first. Raises OSError."""
+    found = [(name, place) for place in PLACES for name in complete(checkpoints_directory(storage, job_uid, place))]
+    return sorted(found)
+
+
+def found_checkpoint(storage: Path, job_uid: str, name: CheckpointName, place: str) -> FoundCheckpoint:
+    """Return what a published checkpoint's manifest says. Raises OSError and ValueError."""
+    one = read_manifest(checkpoints_directory(storage, job_uid, place) / str(name))
+    return FoundCheckpoint(name.step, name.epoch, f"{place}/{name}", one.size_bytes, one.time)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from ganger.protocol.gang_orders import DesiredOrder, Mechanism, OrderIntent
 from ganger.wire.times import seconds
 
 from ganger_daemon.checkpoints.gang_checkpoints import GangCheckpoints, StorageError
-from ganger_daemon.checkpoints.storage import CheckpointName, ShardReport, directories, parse_final
+from ganger_daemon.checkpoints.storage import CHECKPOINTS, IMAGES, CheckpointName, ShardReport, directories, parse_final
 from ganger_daemon.core.gang_judgement import PartPhase
 from ganger_daemon.core.part_facts import PartOutcome, PartOutcomeKind, keeps_state
 from ganger_daemon.gang.control_pages import page_order, write_details
@@ -293,11 +293,13 @@ class CheckpointCoordinator(OfGang):
             await self.keeper.refuse(agreement, refusal)
         if refusal:
             return
-        await self.keeper.durable(storage, agreement, step, self._part.ranks)
+        place = self._images.place if is_image else CHECKPOINTS
+        await self.keeper.durable(storage, agreement, step, self._part.ranks, place)
 
     def _publish(self, tmp: Path, final: Path, manifest: dict[str, Any]) -> None:
-        """Blocks. The launcher publishes, as the job's user; without one this daemon does."""
-        launcher = self._launcher()
+        """Blocks. The launcher publishes, as the job's user; without one this daemon does, and what is its own."""
+        is_own = self._paths.account is not None and final.parent.name == IMAGES
+        launcher = None if is_own else self._launcher()
         hit("before-rename")
         try:
             (publish if launcher is None else launcher.publish)(str(tmp), str(final), manifest)

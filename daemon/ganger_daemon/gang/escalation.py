@@ -7,6 +7,7 @@ import asyncio
 import logging
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -185,10 +186,12 @@ class Escalation(OfGang):
 
 
 class Freezer(OfGang):
-    """The lease of one gang's local ranks, and their freezing where no agent obeys it."""
+    """The lease of one gang's local ranks, and their freezing where no agent obeys it. `hold_still`: returns whether
+    they are stopped for another reason."""
 
-    def __init__(self, context: GangContext) -> None:
+    def __init__(self, context: GangContext, hold_still: Callable[[], bool]) -> None:
         super().__init__(context)
+        self._hold_still = hold_still
         self.frozen = False
         self._doubtful = False
         self._extended_to_ns = -1
@@ -213,13 +216,13 @@ class Freezer(OfGang):
     def recall(self) -> None:
         """Read from the process group whether it is frozen; by its launcher's signals, where that may not freeze it."""
         self.frozen = self._host.cgroups.frozen(self._group)
-        if self._paths.account is not None and not self.frozen:
+        if self._paths.account is not None and not self.frozen and not self._hold_still():
             pids = self._host.cgroups.pids(self._group)
             self.frozen = bool(pids) and all(map(stands_still, pids))
 
     def _thaw(self, group: str) -> bool:
         done = self._host.cgroups.thaw(group)
-        if self._paths.account is not None:
+        if self._paths.account is not None and not self._hold_still():
             signal_all(self._host.cgroups.pids(group), signal.SIGCONT)
         return done
 

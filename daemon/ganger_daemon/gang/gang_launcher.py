@@ -45,12 +45,24 @@ class GangLauncher(OfGang):
 
     def recall(self, left: Mapping[str, Any]) -> None:
         self.key = str(left.get("launcher", ""))
+        self._paths.are_restored = self.is_restorer
         self.arena_bytes = int(left.get("arena_bytes", 0))
         self.image_arena_bytes = int(left.get("image_arena_bytes", 0))
 
     def journal(self) -> dict[str, Any]:
         sizes = {"arena_bytes": self.arena_bytes, "image_arena_bytes": self.image_arena_bytes}
         return {"launcher": self.key, **sizes}
+
+    @property
+    def is_restorer(self) -> bool:
+        """Whether ranks of an account were restored from an image, which this daemon's own launcher does."""
+        return self._paths.account is not None and self._host.launchers.is_own(self.key)
+
+    def become_restorer(self) -> Launcher:
+        """Return the launcher that restores an account's ranks, theirs from now on. Blocks. Raises LauncherError."""
+        self.key, launcher = self._host.launchers.restorer()
+        self._paths.are_restored = True
+        return launcher
 
     def running(self) -> Launcher | None:
         """Return the launcher, or None if it does not run. Blocks shortly."""
@@ -74,9 +86,14 @@ class GangLauncher(OfGang):
             raise OSError(str(error)) from error
 
     def open_image_arena(self, rank: int, *, is_made: bool = True) -> int:
-        """A descriptor of the arena for a rank's process image; `is_made`: made if there is none. Raises OSError."""
-        launcher = self.running() or self.adopt_anew()
+        """A descriptor of the arena for a rank's process image; `is_made`: made if there is none. Raises OSError.
+
+        The launcher of an account could write into its arenas."""
         try:
+            if self._paths.account is not None:
+                launcher = self._host.launchers.restorer()[1]
+            else:
+                launcher = self.running() or self.adopt_anew()
             return launcher.arena(image_arena_name(self._paths, rank), self.image_arena_bytes if is_made else 0)
         except LauncherError as error:
             why = "its image is gone with the launcher that held it" if error.reason == _NO_ARENA else str(error)
@@ -94,34 +111,34 @@ class GangLauncher(OfGang):
 
     def drop_arenas(self) -> None:
         """Release the arenas of ended ranks. Blocks."""
-        launcher = self.running()
-        if launcher is None:
-            return
-        with suppress(LauncherError):
-            for rank in self._part.ranks:
-                launcher.drop_arena(self._paths.name(rank))
-                launcher.drop_arena(image_arena_name(self._paths, rank))
+        own = self._host.launchers.running_restorer() if self._paths.account is not None else None
+        for launcher in filter(None, (self.running(), own)):
+            with suppress(LauncherError):
+                for rank in self._part.ranks:
+                    launcher.drop_arena(self._paths.name(rank))
+                    launcher.drop_arena(image_arena_name(self._paths, rank))
 
     def adopt_anew(self) -> Launcher:
         """The launcher died: a new one takes over its ranks, and finds their arenas by their descriptors."""
-        fields = read_json(self._paths.launch(self._part.ranks[0]))
-        environment = {str(name): str(value) for name, value in fields.get("env", {}).items()}
-        command, account = tuple(fields.get("argv", ["python"])), self._paths.account
-        launchers, directory = self._host.launchers, str(fields.get("cwd", "/"))
-        look = partial(interpreter_of, command, environment, directory, launchers.interpreter)
         try:
-            launcher = launchers.get(
-                self.key, seen_by(account, look), _without_injection(environment, self._host), account
-            )
+            launcher = self.become_restorer() if self.is_restorer else self._start_anew()
         except LauncherError as error:
             raise OSError(str(error)) from error
         self.adopt_all(launcher)
         return launcher
 
+    def _start_anew(self) -> Launcher:
+        fields = read_json(self._paths.launch(self._part.ranks[0]))
+        environment = {str(name): str(value) for name, value in fields.get("env", {}).items()}
+        command, account = tuple(fields.get("argv", ["python"])), self._paths.account
+        launchers, directory = self._host.launchers, str(fields.get("cwd", "/"))
+        look = partial(interpreter_of, command, environment, directory, launchers.interpreter)
+        return launchers.get(self.key, seen_by(account, look), _without_injection(environment, self._host), account)
+
     def adopt_all(self, launcher: Launcher) -> None:
         """Register the live ranks with a launcher that does not have them. Blocks."""
         known = children_of(launcher)
-        is_own = self._paths.account is None
+        is_own = self._paths.account is None or self.is_restorer
         for rank, process in self._exits.processes.items():
             name = self._paths.name(rank)
             if name in known or not is_alive(process):

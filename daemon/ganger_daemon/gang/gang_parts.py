@@ -101,7 +101,7 @@ class GangParts:
             memory_trial=MemoryTrial(host, group, used_arena_bytes),
             segments=Segments(host, group),
             escalation=Escalation(context, exits),
-            freezer=Freezer(context),
+            freezer=Freezer(context, lambda: images.holds_still),
             step_rate=StepRate(context.pages, ranks),
             utilization=UtilizationMeter(host, group, desired.claim.device_mask),
             stall_watch=StallWatch(context.pages, ranks),

@@ -4,24 +4,30 @@ that starts removes those of dead ones, too."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import itertools
 import logging
 import os
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ganger.failpoints import hit
-from ganger.injob.launcher.client import Launcher, LauncherError
+from ganger.injob.launcher.client import ForkedTree, Launcher, LauncherError
 from ganger.injob.launcher.namespaces import LINKS, Unit, bind, make_links, unbind
+from ganger.injob.process_identity import family
 from ganger.protocol.os_errors import os_failure
 
 from ganger_daemon.devices.contract import VIRTUAL_DRIVER
 from ganger_daemon.gang.gang_context import GangContext, OfGang
 from ganger_daemon.images.contract import PID_FILE, ImageFacts, ImageRefusedError
 from ganger_daemon.images.criu import PORT_IN_USE
+from ganger_daemon.images.process_tree import foreign_process
+from ganger_daemon.node.accounts import give_directory, seen_by
 from ganger_daemon.node.daemon_files import LOCK, GangPaths, make_directory, remove_tree
 from ganger_daemon.node.process_identity import ENDING_S, NO_PROCESS, ProcessId, end
 
@@ -81,16 +87,30 @@ class GangUnit(OfGang):
             launches = [({**mapping, "init": self.init.pid}, pids[rank]) for rank, mapping in mappings.items()]
             try:
                 found = self._restore(launcher, launches, directory, self._replaced(mappings, facts), is_stopped)
+                self._check(found, is_stopped)
             except ImageRefusedError as error:
                 # Virtual nodes share a machine, and so its ports.
                 is_shared = PORT_IN_USE in str(error) and self._host.inventory.driver == VIRTUAL_DRIVER
                 if is_shared and not has_network:
                     has_network = True
-                elif is_moved or not cut_back(facts, str(error)):
+                elif is_moved or not seen_by(self._paths.account, partial(cut_back, facts, str(error))):
                     raise
             else:
                 hit("image-restored")
-                return dict(zip(mappings, found, strict=True))
+                return dict(zip(mappings, found.ranks, strict=True))
+
+    def _check(self, found: ForkedTree, is_stopped: bool) -> None:
+        """Let processes of an account run, which were restored stopped, unless they are to wait. Raises
+        ImageRefusedError for one that has more than the account's rights, and ends them all."""
+        account = self._paths.account
+        if account is None:
+            return
+        if why := foreign_process(found.root.pid, account):
+            self._end()
+            raise ImageRefusedError(f"{why}, once it was restored")
+        for pid in () if is_stopped else family(found.root.pid):
+            with suppress(OSError):
+                os.kill(pid, signal.SIGCONT)
 
     def _end(self) -> None:
         if not end(self.init, ENDING_S):
@@ -99,7 +119,7 @@ class GangUnit(OfGang):
     def _make(self, launcher: Launcher, procs: Sequence[str], has_network: bool) -> None:
         self._end()
         names = self.names
-        make_directory(names.files)
+        names.make_files()
         unit = Unit(self._paths.group, names.directory, names.links, [(str(names.files), names.temporary)], has_network)
         self.init = launcher.make_unit({**unit._asdict(), "cgroup_procs": list(procs)})
         self._context.write_notes()
@@ -111,14 +131,15 @@ class GangUnit(OfGang):
         directory: Path,
         replaced: Mapping[str, str],
         is_stopped: bool,
-    ) -> Sequence[ProcessId]:
-        images = self._host.images
-        images.fill(self.init.pid, directory)
+    ) -> ForkedTree:
+        images, account = self._host.images, self._paths.account
+        images.fill(self.init.pid, directory, account)
         numbers = dict(zip(replaced, itertools.count(_FIRST_DESCRIPTOR), strict=False))
-        command = images.restore_arguments(directory, numbers, is_stopped=is_stopped)
+        stands_still = is_stopped or account is not None
+        command = images.restore_arguments(directory, numbers, is_stopped=stands_still, account=account)
         opened = {number: replaced[path] for path, number in numbers.items()}
         try:
-            return launcher.restore(launches, command, opened, str(directory / PID_FILE)).ranks
+            return launcher.restore(launches, command, opened, str(directory / PID_FILE))
         except LauncherError as error:
             why = images.restore_failure(directory) if error.reason == "RESTORE" else ""
             raise ImageRefusedError(why or str(error)) from error
@@ -160,19 +181,30 @@ class JobNames:
         self.files = temporary / paths.group
         self.shared: dict[str, int] = {}
 
-    def make(self) -> str:
-        """Make names for processes that start here. Return why that cannot be done; empty if it is done. Blocks."""
+    def make(self, launcher_pid: int) -> str:
+        """Make names for processes that a launcher starts here. Return why that cannot be done; empty if it is done.
+        Blocks."""
         self.directory = f"{LINKS}/{self._paths.group}"
         try:
-            make_directory(self.files)
+            self.make_files()
             make_links(self.directory, self.links)
             bind(str(self.files), self.temporary)
+            # An account's launcher has mounts of its own.
+            if not os.path.samefile(self.files, f"/proc/{launcher_pid}/root{self.temporary}"):
+                raise OSError(errno.ENOENT, f"its launcher does not see {self.temporary}")
         except OSError as error:
             # As in a container that may not mount: the job starts, and is saved in other ways.
             self.directory = ""
             log.warning("no process images of a gang", extra={"group": self._paths.group, "cause": str(error)})
             return f"its directories cannot be named: {os_failure(error)}"
         return ""
+
+    def make_files(self) -> None:
+        """Make the directory with the temporary files. Raises OSError."""
+        if self._paths.account is None:
+            make_directory(self.files)
+        else:
+            give_directory(self.files.parent, self.files.name, self._paths.account, 0o700, is_its=True)
 
     def give(self, mapping: dict[str, Any]) -> dict[str, Any]:
         """Return a launcher's request for a rank that finds its files by names; without names the request itself."""
@@ -182,6 +214,8 @@ class JobNames:
         environment["GANGER_PAGE"] = str(self.page(Path(mapping["page"])))
         environment["GANGER_JOB_DIR"] = f"{self.directory}/job"
         environment["GANGER_SOCKET"] = f"{self.directory}/run/{self._paths.socket.name}"
+        if "GANGER_ORDERS" in environment:
+            environment["GANGER_ORDERS"] = f"{self.directory}/run/{self._paths.orders.name}"
         environment.setdefault("TMPDIR", self.temporary)
         # The address of this node is not that of another one.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -196,7 +230,7 @@ class JobNames:
     @property
     def links(self) -> dict[str, str]:
         """Where the names lead now."""
-        return {"run": str(self._paths.run), "job": str(self._paths.job)}
+        return {"run": str(self._paths.run), "job": str(self._paths.work)}
 
     @property
     def temporary(self) -> str:
@@ -205,7 +239,8 @@ class JobNames:
 
     def remove(self) -> None:
         """Remove the names that were made here, the temporary files, and those in shared memory. Blocks."""
-        for path, inode in self.shared.items():
+        # Those of an account are in mounts of its own, which end with its launchers.
+        for path, inode in self.shared.items() if self._paths.account is None else ():
             with suppress(OSError):
                 if os.path.basename(path).startswith(_OF_LIBRARIES) and os.lstat(path).st_ino == inode:
                     os.unlink(path)

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ganger.injob.launcher.rank_tree import tree_name
 from ganger.injob.process_identity import peer_of, user_of
 from ganger.protocol.os_errors import os_failure
 
@@ -104,7 +105,7 @@ class LaunchGate:
             raise PermissionError(f"process {peer.pid} is none of {self._account.name}'s any more")
         for path in self._groups:
             _write(path, peer.pid)
-        output = os.open(place, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+        output = _open_log(place, peer.pid)
         try:
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", output))]
             connection.sendmsg([b"{}"], rights)
@@ -113,14 +114,17 @@ class LaunchGate:
 
 
 def gate_of(
-    paths: GangPaths, groups: Sequence[str], launches: Sequence[Mapping[str, Any]]
+    paths: GangPaths, groups: Sequence[str], launches: Sequence[Mapping[str, Any]], *, has_parent: bool = False
 ) -> AbstractContextManager[object]:
     """Return the context in which these launches, of an account's launcher, enter control groups; without effect where
-    they run as the daemon's own user."""
+    they run as the daemon's own user. `has_parent`: the processes have one parent, which comes, too."""
     if paths.account is None:
         return nullcontext()
     logs = {str(one["name"]): Path(one["log"]) for one in launches}
     visits = len(launches) + sum(1 for one in launches if one["arena"] and one["touched_bytes"])
+    if has_parent:
+        logs[tree_name(str(launches[0]["name"]))] = Path(launches[0]["log"])
+        visits += 1
     return LaunchGate(paths.gate, paths.account, groups, logs, visits)
 
 
@@ -128,6 +132,22 @@ def make_log(path: Path, account: Account) -> None:
     """Make a log that an account may write to, in a directory of this process. Raises OSError."""
     path.touch(mode=0o600)
     os.chown(path, account.uid, account.gid)
+
+
+def _open_log(place: Path, pid: int) -> int:
+    """Open a log as a process sees it: with a file of other mounts, it can have no process image. What the process sees
+    in its place is not opened."""
+    flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+    found = [os.open(place, flags)]
+    try:
+        with suppress(OSError):
+            found.append(os.open(f"/proc/{pid}/root{place}", flags))
+        is_seen = os.path.samestat(os.fstat(found[0]), os.fstat(found[-1]))
+        chosen = found[-1] if is_seen else found[0]
+        return os.open(f"/proc/self/fd/{chosen}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+    finally:
+        for one in found:
+            os.close(one)
 
 
 def _write(path: str, pid: int) -> None:

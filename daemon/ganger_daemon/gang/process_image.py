@@ -10,8 +10,8 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
 from ganger.protocol.os_errors import os_failure
 from ganger.v1 import job_pb2
 
-from ganger_daemon.checkpoints.storage import directories, shard_name
+from ganger_daemon.checkpoints.storage import CHECKPOINTS, IMAGES, directories, shard_name
 from ganger_daemon.gang.exit_watcher import ExitWatcher
 from ganger_daemon.gang.gang_context import GangContext, OfGang
 from ganger_daemon.gang.gang_unit import GangUnit, Mappings
@@ -139,10 +139,16 @@ class GangImages(OfGang):
             return f"the daemon's run directory is in {SHARED_MEMORY}, which is another one for a restored process"
         return self._obstacle or self._host.images.unavailable
 
-    def make_names(self, desired: agent_pb2.DesiredGang) -> None:
-        """Make the names by which the ranks find their files, where images are possible. Blocks."""
+    @property
+    def place(self) -> str:
+        """Where the images are on storage: an account's have to be out of its reach."""
+        return CHECKPOINTS if self._paths.account is None else IMAGES
+
+    def make_names(self, desired: agent_pb2.DesiredGang, launcher_pid: int) -> None:
+        """Make the names by which the ranks that a launcher starts find their files, where images are possible.
+        Blocks."""
         if not self.why_not(desired):
-            self._obstacle = self.unit.names.make()
+            self._obstacle = self.unit.names.make(launcher_pid)
 
     # -- images to storage ----------------------------------------------------------------------------------------
 
@@ -178,7 +184,7 @@ class GangImages(OfGang):
     def _take(self, storage: Path, agreement: int, step: int, goes_on: bool, lives: bool) -> None:
         if self._is_taken_by_former(agreement):
             return
-        tmp, final = directories(storage, self._paths.job_uid, self._paths.epoch, step)
+        tmp, final = directories(storage, self._paths.job_uid, self._paths.epoch, step, self.place)
         shard = tmp / shard_name(self._first)
         # A former daemon may have taken it; but that of a process that went on without a consent is of another moment.
         if (shard.exists() or final.exists()) and (goes_on or not lives):
@@ -237,7 +243,7 @@ class GangImages(OfGang):
         """Dump the processes into an empty directory, `use` it while they stand still or afterwards, and remove it. An
         image to storage may still be written when another one is taken for a move, so each has its own directory."""
         try:
-            with self._devices.in_use():
+            with self._devices.in_use(), self._thawed():
                 unit = self._unit()
                 request = DumpRequest(
                     unit,
@@ -259,6 +265,22 @@ class GangImages(OfGang):
         finally:
             remove_tree(directory)
 
+    @contextmanager
+    def _thawed(self) -> Iterator[None]:
+        """Let the frozen processes of an account be stopped instead: CRIU, which runs as the account, may not thaw
+        them, and the image is restored stopped anyway."""
+        group, cgroups = self._paths.group, self._host.cgroups
+        if self._paths.account is None or not cgroups.freezer_file(group) or not cgroups.frozen(group):
+            yield
+            return
+        self._signal_all(signal.SIGSTOP)
+        cgroups.thaw(group)
+        try:
+            yield
+        finally:
+            cgroups.freeze(group)
+            self._signal_all(signal.SIGCONT)
+
     def _note_shared(self, facts: ImageFacts) -> None:
         if facts.shared_files.items() - self.unit.names.shared.items():
             self.unit.names.shared |= facts.shared_files
@@ -274,11 +296,12 @@ class GangImages(OfGang):
         }
         members = () if self.unit.init.pid else tuple(self._host.cgroups.pids(self._paths.group))
         ranks = {rank: self._exits.processes[rank].pid for rank in self._ranks} if len(self._ranks) > 1 else {}
-        is_frozen = self._host.cgroups.frozen(self._paths.group)
+        account = self._paths.account
+        is_frozen = account is None and self._host.cgroups.frozen(self._paths.group)
         freezer = self._host.cgroups.freezer_file(self._paths.group) if is_frozen else ""
         own = (SHARED_MEMORY, self.unit.names.temporary)
         place = str(Path(freezer).parent) if freezer else ""
-        return UnitProcesses(self.unit.init.pid, self._root(), own, labels, members, place, ranks)
+        return UnitProcesses(self.unit.init.pid, self._root(), own, labels, members, place, ranks, account)
 
     @property
     def _device_mask(self) -> int:
@@ -473,6 +496,8 @@ class GangImages(OfGang):
         directory = self._empty_directory(_FOR_MOVE)
         try:
             facts = unpack(source, directory)
+            if why := facts.foreign(self._paths.account):
+                raise ImageRefusedError(why)
             hit("image-unpacked")
             self.unit.names.directory = facts.labels["names"]
             has_agent = bool(facts.labels.get("agent"))

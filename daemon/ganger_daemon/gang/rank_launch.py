@@ -224,15 +224,15 @@ class RankLaunch(OfGang):
             files = await asyncio.to_thread(self._make_group, desired)
         # not before: while the kernel waits, no group can be made
         hastened = asyncio.ensure_future(asyncio.to_thread(host.cgroups.hasten))
-        interpreter, self._launcher.key = await asyncio.to_thread(
-            seen_by, account, partial(self._seek_interpreter, desired, environment, account)
-        )
         device_memory = host.inventory.configuration_set.device_memory_bytes
         self._launcher.arena_bytes = arena_bytes_per_rank(desired, len(self._part.ranks), device_memory)
         self._launcher.image_arena_bytes = image_arena_bytes(desired, self._launcher.arena_bytes, device_memory)
-        launcher = await asyncio.to_thread(host.launchers.get, self._launcher.key, interpreter, environment, account)
+        if is_image and account is not None:
+            launcher = await asyncio.to_thread(self._launcher.become_restorer)
+        else:
+            launcher = await asyncio.to_thread(self._get_launcher, desired, environment, account)
         if not is_image:
-            await asyncio.to_thread(self._images.make_names, desired)
+            await asyncio.to_thread(self._images.make_names, desired, launcher.pid)
         rendezvous = await self.rendezvous.meet(desired, launcher, orders, is_image=is_image)
         # without this note, a daemon that finds the ranks would know neither their cores nor their arenas
         self._context.write_notes()
@@ -242,13 +242,18 @@ class RankLaunch(OfGang):
         await hastened
         return processes
 
-    def _seek_interpreter(
+    def _get_launcher(
         self, desired: agent_pb2.DesiredGang, environment: Mapping[str, str], account: Account | None
-    ) -> tuple[str, str]:
-        """Return the interpreter of the command and the key of its launcher."""
+    ) -> Launcher:
+        """Return the launcher of the command's interpreter. Raises LauncherError."""
         launchers, spec = self._host.launchers, desired.spec
-        found = interpreter_of(tuple(spec.command), environment, spec.working_directory, launchers.interpreter)
-        return found, launchers.key(found, environment, account)
+
+        def seek() -> tuple[str, str]:
+            found = interpreter_of(tuple(spec.command), environment, spec.working_directory, launchers.interpreter)
+            return found, launchers.key(found, environment, account)
+
+        interpreter, self._launcher.key = seen_by(account, seek)
+        return launchers.get(self._launcher.key, interpreter, environment, account)
 
     async def _read_storage(self, desired: agent_pb2.DesiredGang) -> RestorePlan | None:
         """Return what the ranks start from; None while it is being read: the gang's loop goes on meanwhile.
@@ -392,7 +397,10 @@ class RankLaunch(OfGang):
         if mappings and is_image and restore.kind != "image":
             self.awaits_image = True
         elif mappings and is_image:
-            with open_plain(Path(restore.path) / shard_name(self._part.ranks[0]), is_jobs_directory=True) as shard:
+            path = Path(restore.path)
+            if self._images.place != path.parent.name and self._paths.account is not None:
+                raise LaunchRefusedError(f"{path} is a process image that its job may have written")
+            with open_plain(path / shard_name(self._part.ranks[0]), is_jobs_directory=True) as shard:
                 processes |= self._restore(launcher, mappings, shard.fileno(), is_moved=False)
         else:
             processes |= self._fork(launcher, mappings, desired, rendezvous)
@@ -421,11 +429,12 @@ class RankLaunch(OfGang):
     ) -> dict[int, ProcessId]:
         named = [self._images.unit.names.give(one) for one in mappings.values()]
         has_siblings = len(self._part.ranks) > 1
-        if has_siblings and self._images.are_possible and len(mappings) == len(self._part.ranks):
-            forked = launcher.fork_together(named, rendezvous.host if rendezvous.store else "").ranks
-        else:
-            groups = self._host.cgroups.join_files(self._paths.group)
-            with gate_of(self._paths, groups, list(mappings.values())):
+        have_parent = has_siblings and self._images.are_possible and len(mappings) == len(self._part.ranks)
+        groups = self._host.cgroups.join_files(self._paths.group)
+        with gate_of(self._paths, groups, list(mappings.values()), has_parent=have_parent):
+            if have_parent:
+                forked = launcher.fork_together(named, rendezvous.host if rendezvous.store else "").ranks
+            else:
                 forked = launcher.fork_all(named)
         found = dict(zip(mappings, forked, strict=True))
         check_owner(found, self._paths.account)
@@ -435,6 +444,12 @@ class RankLaunch(OfGang):
         self, launcher: Launcher, mappings: Mapping[int, dict[str, Any]], source: int, *, is_moved: bool
     ) -> dict[int, ProcessId]:
         procs = self._host.cgroups.join_files(self._paths.group)
+        if self._launcher.is_restorer:
+            freezer = self._host.cgroups.freezer_file(self._paths.group)
+            ours = {"cgroup_procs": list(procs), "freezer": freezer}
+            mappings = {
+                rank: {**one, **ours, "exit_path": str(self._paths.exit(rank))} for rank, one in mappings.items()
+            }
         try:
             return self._images.restore(launcher, mappings, source, procs=procs, is_moved=is_moved)
         except (ImageRefusedError, ImageError) as error:

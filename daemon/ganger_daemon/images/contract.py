@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from ganger_daemon.node.accounts import Account
+
 FACTS = "facts.json"
 PID_FILE = "pid"
 """In the image's directory, the id that the restored root has in its unit: written by the restore."""
@@ -31,7 +33,8 @@ class UnitProcesses(msgspec.Struct, frozen=True):
     travel with the image; outside a unit, of those in /dev/shm the ones that the processes hold. `labels`: what the
     daemon wants to know at the restore. `members`: processes that the daemon knows to be the job's. `freezer`:
     directory of the control group in which they are frozen, and stay so; empty if they run. `ranks`: of processes that
-    are ranks below the root; none where the root is the only rank."""
+    are ranks below the root; none where the root is the only rank. `account`: that they run as; None: this process's
+    user."""
 
     init_pid: int
     root_pid: int
@@ -40,6 +43,12 @@ class UnitProcesses(msgspec.Struct, frozen=True):
     members: tuple[int, ...] = ()
     freezer: str = ""
     ranks: dict[int, int] = {}
+    account: Account | None = None
+
+    @property
+    def sight(self) -> int:
+        """Process whose root directory is that of these processes; 0: it is this process's own, too."""
+        return self.init_pid or (self.root_pid if self.account is not None else 0)
 
 
 class ImagedRank(msgspec.Struct, frozen=True):
@@ -80,7 +89,8 @@ class ImageFacts(msgspec.Struct, frozen=True):
     """What a restore needs to know. `root_pid`: inside the unit. `logs`: the files behind descriptors 1 and 2 of the
     ranks, once each. `ranks`: empty where the root is the only one. `files`: all others, also those mapped as code;
     `own_directories` as in the unit; `is_outside_closed`: the restored processes find their TCP connections closed;
-    `device_pids`: inside the unit, the processes whose device state is in the image. `shared_files`: outside a unit,
+    `device_pids`: inside the unit, the processes whose device state is in the image. `owner`: uid and gid of all
+    processes, of root in images of earlier versions. `shared_files`: outside a unit,
     their files in /dev/shm with the inodes."""
 
     root_pid: int
@@ -95,6 +105,15 @@ class ImageFacts(msgspec.Struct, frozen=True):
     labels: dict[str, str] = {}
     ranks: tuple[ImagedRank, ...] = ()
     shared_files: dict[str, int] = {}
+    owner: tuple[int, int] = (0, 0)
+
+    def foreign(self, account: Account | None) -> str:
+        """Return why the processes cannot run as an account, or as root for None; empty if they do."""
+        uid, gid = (0, 0) if account is None else (account.uid, account.gid)
+        if self.owner == (uid, gid):
+            return ""
+        name = "root" if account is None else account.name
+        return f"it is of uid {self.owner[0]} and gid {self.owner[1]}, and the job runs here as {name} ({uid}, {gid})"
 
 
 class DumpRequest(NamedTuple):
@@ -135,15 +154,18 @@ class ProcessImages:
         had."""
         return False
 
-    def fill(self, init_pid: int, directory: Path) -> None:
-        """Put the files of the unit's own directories into a new unit, before the restore. Raises ImageRefusedError
-        and OSError."""
+    def fill(self, init_pid: int, directory: Path, account: Account | None = None) -> None:
+        """Put the files of the unit's own directories into a new unit, before the restore. `account`: that restores the
+        image; None: this process's user. Raises ImageRefusedError and OSError."""
         raise ImageRefusedError(self.unavailable)
 
-    def restore_arguments(self, directory: Path, files: Mapping[str, int], *, is_stopped: bool = False) -> list[str]:
-        """Return the command that restores an image, for a process inside a new unit, whose sibling the restored
-        root becomes. `files`: paths as in the image's facts, and the descriptors of that process that replace them.
-        `is_stopped`: the processes stand still until they get SIGCONT."""
+    def restore_arguments(
+        self, directory: Path, files: Mapping[str, int], *, is_stopped: bool = False, account: Account | None = None
+    ) -> list[str]:
+        """Return the command that restores an image, for a process inside a new unit and in this directory, whose
+        sibling the restored root becomes. `files`: paths as in the image's facts, and the descriptors of that process
+        that replace them. `is_stopped`: the processes stand still until they get SIGCONT. `account`: that the command
+        takes on, with no rights beyond that but to choose process ids; None: it stays this process's user's."""
         raise ImageRefusedError(self.unavailable)
 
     def restore_failure(self, directory: Path) -> str:

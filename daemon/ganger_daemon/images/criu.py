@@ -22,6 +22,7 @@ from ganger.protocol.os_errors import os_failure
 
 from ganger_daemon.images.contract import (
     PID_FILE,
+    SHARED_MEMORY,
     DeviceStateLostError,
     DumpRequest,
     ImagedRank,
@@ -35,10 +36,12 @@ from ganger_daemon.images.contract import (
     write_facts,
 )
 from ganger_daemon.images.driver import DeviceState
-from ganger_daemon.images.packing import fill_directories, image_files, pack_directories
+from ganger_daemon.images.packing import fill_directories, from_outside, image_files, pack_directories
 from ganger_daemon.images.process_tree import (
     UnitProc,
+    foreign_process,
     loose_files,
+    open_mounts,
     pid_inside,
     pids_outside,
     shared_files,
@@ -46,6 +49,7 @@ from ganger_daemon.images.process_tree import (
     tracer_of,
 )
 from ganger_daemon.images.timers import mend_timers
+from ganger_daemon.node.accounts import Account, seen_by
 
 LEAST_VERSION = 4
 PROBE_S = 20.0
@@ -63,6 +67,11 @@ _SCRIPT_TEXT = f"""#!/bin/sh
 : > {_DUMPED}
 exec flock -s {_CONSENT} grep -q yes {_CONSENT}
 """
+# Of CRIU for an account: to choose process ids, and to restore TCP connections; for a dump also to stop processes, to
+# read their filters of system calls, and to look at the names of logs, in directories that are closed to the account. A
+# restore, which opens files by their names, has no rights on files beyond the account's.
+_TO_RESTORE = ("checkpoint_restore", "net_admin")
+_TO_DUMP = (*_TO_RESTORE, "sys_ptrace", "sys_admin", "dac_read_search")
 _COMMON = ("--file-locks", "--manage-cgroups=ignore", "--link-remap", "-v2")
 
 
@@ -109,18 +118,21 @@ class CriuImages(ProcessImages):
         """`root`: as in its unit; `closes`: TCP connections are closed; `device_pids`: in the unit, of the processes
         whose device state is in the image."""
         unit, directory = request.unit, request.directory
-        proc = UnitProc(unit.init_pid or None)
+        proc, memory = UnitProc(unit.init_pid or None), from_outside(unit.sight, SHARED_MEMORY)
+
+        def in_memory(tree: tuple[int, ...]) -> tuple[dict[str, int], Sequence[str]]:
+            shared = shared_files(proc, tree, memory)
+            return shared, loose_files(proc, root, tree, shared, memory)
 
         def while_frozen() -> None:
             # Again: a connection may have been opened meanwhile.
             if why := proc.connections(proc.tree(root), "the driver left it open").refusal(closes):
                 raise ImageRefusedError(why)
+            _check_account(unit)
             mend_timers(directory)
             facts = self._facts(proc, root, unit, closes)
-            tree = proc.tree(root)
-            shared = {} if unit.init_pid else shared_files(proc, tree)
-            loose = () if unit.init_pid else loose_files(proc, root, tree, shared)
-            pack_directories(unit.init_pid, unit.own_directories, directory, (*shared, *loose))
+            shared, loose = ({}, ()) if unit.init_pid else seen_by(unit.account, lambda: in_memory(proc.tree(root)))
+            pack_directories(unit, directory, (*shared, *loose))
             size = sum(file.stat().st_size for file in image_files(directory))
             facts = msgspec.structs.replace(facts, device_pids=device_pids, size_bytes=size, shared_files=shared)
             write_facts(directory, facts)
@@ -130,26 +142,33 @@ class CriuImages(ProcessImages):
         arguments += ["--ghost-limit", _GHOST_LIMIT, "--action-script", f"./{_SCRIPT}"]
         arguments += ["--leave-running"] if request.goes_on else []
         arguments += ["--freeze-cgroup", unit.freezer] if unit.freezer else []
-        with shared_names(proc, () if unit.init_pid else proc.tree(root)):
-            self._run(unit.init_pid, arguments, directory, while_frozen)
+        with shared_names(proc, () if unit.init_pid else proc.tree(root), memory, unit.account):
+            self._run(unit, arguments, directory, while_frozen)
         return read_facts(directory)
 
     def has_consent(self, directory: Path) -> bool:
         return _text(directory / _CONSENT) == _YES
 
-    def fill(self, init_pid: int, directory: Path) -> None:
+    def fill(self, init_pid: int, directory: Path, account: Account | None = None) -> None:
         if why := read_facts(directory).machine.obstacle(self._machine):
             raise ImageRefusedError(why)
         # CRIU writes no file that is there already.
         (directory / PID_FILE).unlink(missing_ok=True)
         fill_directories(init_pid, read_facts(directory).own_directories, directory)
+        if account is not None:
+            # The directories above are closed to the account: nothing of its own gets there.
+            for path in (directory, *directory.iterdir()):
+                os.chown(path, account.uid, account.gid)
 
-    def restore_arguments(self, directory: Path, files: Mapping[str, int], *, is_stopped: bool = False) -> list[str]:
+    def restore_arguments(
+        self, directory: Path, files: Mapping[str, int], *, is_stopped: bool = False, account: Account | None = None
+    ) -> list[str]:
         given = [option for path, fd in files.items() for option in ("--inherit-fd", f"fd[{fd}]:{path.lstrip('/')}")]
         options = _options(read_facts(directory).is_outside_closed)
-        placed = ["-D", str(directory), "-o", RESTORE_LOG, "--pidfile", str(directory / PID_FILE)]
+        placed = ["-D", ".", "-o", RESTORE_LOG, "--pidfile", PID_FILE]
         placed += ["--restore-detached", "--restore-sibling", *(["--leave-stopped"] if is_stopped else [])]
-        return [self.program, "restore", *placed, *options, *given]
+        return [*as_account(account, _TO_RESTORE), self.program, "restore", *_unprivileged(account), *placed, *options,
+                *given]  # fmt: skip
 
     def restore_failure(self, directory: Path) -> str:
         return reason_of(_text(directory / RESTORE_LOG)) or "CRIU failed without naming an error"
@@ -162,6 +181,7 @@ class CriuImages(ProcessImages):
         for pid in proc.pids() if unit.init_pid else sorted({*family(root), *unit.members}):
             if pid not in tree:
                 raise ImageRefusedError(f"process {pid} ({proc.name(pid)}) has left the job's process tree")
+        _check_account(unit)
         for pid in tree:
             # CRIU takes the kernel's notice of it to its restore for a fault
             if signal.SIGCONT in proc.waiting_signals(pid):
@@ -189,26 +209,41 @@ class CriuImages(ProcessImages):
             is_outside_closed=closes,
             labels=unit.labels,
             ranks=tuple(ranks),
+            owner=(os.geteuid(), os.getegid()) if unit.account is None else (unit.account.uid, unit.account.gid),
         )
 
-    def _run(self, init_pid: int, arguments: Sequence[str], directory: Path, while_frozen: Callable[[], None]) -> None:
+    def _run(
+        self, unit: UnitProcesses, arguments: Sequence[str], directory: Path, while_frozen: Callable[[], None]
+    ) -> None:
         """Run a dump, inside a unit where there is one. `while_frozen` is called once all is written but the processes
         are frozen; if it raises, they go on. Raises ImageRefusedError, OSError, and what `while_frozen` raises."""
+        account, mounts = unit.account, tuple[int, ...]()
         # CRIU runs it in the image's directory.
         (directory / _SCRIPT).write_text(_SCRIPT_TEXT)
-        (directory / _SCRIPT).chmod(0o700)
+        (directory / _SCRIPT).chmod(0o755)
         (directory / _DUMPED).unlink(missing_ok=True)
+        enter = ["nsenter", "-t", str(unit.init_pid), "-m", "-p", "-i", "-n"] if unit.init_pid else []
+        if account is not None and not unit.init_pid:
+            mounts = (open_mounts(unit.root_pid),)
+            enter = ["nsenter", f"--mount=/proc/self/fd/{mounts[0]}"]
         image = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         consent = os.open(directory / _CONSENT, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         fcntl.flock(consent, fcntl.LOCK_EX)
         # The image's directory by descriptor: the unit need not see it under its path.
-        inside = [self.program, *arguments, "-D", f"/proc/self/fd/{image}"]
-        enter = ["nsenter", "-t", str(init_pid), "-m", "-p", "-i", "-n"] if init_pid else []
+        inside = [self.program, *arguments, *_unprivileged(account), "-D", f"/proc/self/fd/{image}"]
         process = None
         try:
             with (directory / _ERRORS).open("wb") as errors:
+                if account is not None:
+                    os.fchown(image, account.uid, account.gid)
+                    os.fchown(consent, account.uid, account.gid)
                 process = subprocess.Popen(
-                    [*enter, *inside], pass_fds=(image,), stdin=subprocess.DEVNULL, stdout=errors, stderr=errors
+                    [*enter, *as_account(account, _TO_DUMP), *inside],
+                    env=None if account is None else {"PATH": os.environ.get("PATH", os.defpath)},
+                    pass_fds=(image, *mounts),
+                    stdin=subprocess.DEVNULL,
+                    stdout=errors,
+                    stderr=errors,
                 )
             while process.poll() is None and not (directory / _DUMPED).exists():
                 time.sleep(_POLL_S)
@@ -217,12 +252,34 @@ class CriuImages(ProcessImages):
                 os.write(consent, _YES.encode())
         finally:
             # Without the lock the script goes on: it ends the processes only where it finds a yes.
-            os.close(consent)
-            os.close(image)
+            for one in (consent, image, *mounts):
+                os.close(one)
             code = 1 if process is None else process.wait()
         if code:
             text = reason_of(_text(directory / DUMP_LOG)) or _end(_text(directory / _ERRORS))
             raise ImageRefusedError(text or f"criu dump ended with code {code}")
+
+
+def as_account(account: Account | None, capabilities: Sequence[str]) -> list[str]:
+    """Return the words before a command that runs as an account, with no capabilities but these; none without one.
+
+    What it does by path is then what the account may do: a job can put no link in its way."""
+    if account is None:
+        return []
+    kept = ",".join(["-all", *(f"+{name}" for name in capabilities)])
+    ids = ["--reuid", str(account.uid), "--regid", str(account.gid), "--groups", ",".join(map(str, account.groups))]
+    program = shutil.which("setpriv") or "setpriv"
+    return [program, *ids, "--inh-caps", kept, "--ambient-caps", kept, "--no-new-privs"]
+
+
+def _unprivileged(account: Account | None) -> tuple[str, ...]:
+    return () if account is None else ("--unprivileged",)
+
+
+def _check_account(unit: UnitProcesses) -> None:
+    """Raises ImageRefusedError for a process that an image of the account must not have."""
+    if unit.account is not None and (why := foreign_process(unit.root_pid, unit.account)):
+        raise ImageRefusedError(why)
 
 
 def _await_no_tracer(pids: Iterable[int]) -> None:
@@ -261,15 +318,23 @@ def cpu_flags() -> tuple[str, ...]:
     return ()
 
 
-def choose_images(setting: str = "", devices: DeviceState | None = None) -> ProcessImages:
+# An account that has nothing, by which CRIU is tried.
+_NO_ACCOUNT = Account("none", 65534, 65534, (65534,), "/")
+
+
+def choose_images(
+    setting: str = "", devices: DeviceState | None = None, *, are_accounts_switched: bool = False
+) -> ProcessImages:
     """Find and probe CRIU. `setting`: its path, "none", or empty: on the path, else beside this interpreter. `devices`:
-    what saves state on GPUs, if any. Blocks for a second at most, where the kernel answers."""
+    what saves state on GPUs, if any. `are_accounts_switched`: it is to run as other accounts. Blocks for a second at
+    most, where the kernel answers."""
     if setting == "none":
         return ProcessImages("not wanted")
     program = setting or shutil.which("criu") or shutil.which("criu", path=str(Path(sys.executable).parent)) or ""
     if not program:
         return ProcessImages("no CRIU found; make criu fetches it, or give --criu its path")
-    missing = next((tool for tool in ("nsenter", "flock") if shutil.which(tool) is None), "")
+    tools = ("nsenter", "flock", *(("setpriv",) if are_accounts_switched else ()))
+    missing = next((tool for tool in tools if shutil.which(tool) is None), "")
     if missing:
         return ProcessImages(f"no {missing} on the path (Debian: util-linux)")
     code, text = _output([program, "--version"])
@@ -278,7 +343,8 @@ def choose_images(setting: str = "", devices: DeviceState | None = None) -> Proc
         return ProcessImages(f"{program} --version answers {_end(text) or 'nothing'}")
     if int(match.group(1).split(".")[0]) < LEAST_VERSION:
         return ProcessImages(f"{program} is CRIU {match.group(1)}; {LEAST_VERSION} is the oldest that will do")
-    code, text = _output([program, "check"])
+    account = _NO_ACCOUNT if are_accounts_switched else None
+    code, text = _output([*as_account(account, _TO_DUMP), program, "check", *_unprivileged(account)])
     if code:
         is_root = os.geteuid() == 0
         why = reason_of(text) or _end(text)

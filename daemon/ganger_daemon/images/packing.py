@@ -9,14 +9,24 @@ import os
 import tarfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 from ganger.injob import state_image
 from ganger.protocol.os_errors import os_failure
 
-from ganger_daemon.images.contract import FACTS, SHARED_MEMORY, ImageFacts, ImageRefusedError, read_facts, write_facts
+from ganger_daemon.images.contract import (
+    FACTS,
+    SHARED_MEMORY,
+    ImageFacts,
+    ImageRefusedError,
+    UnitProcesses,
+    read_facts,
+    write_facts,
+)
+from ganger_daemon.node.accounts import seen_by
 
 FIELD = "process_image"
 # A piece stays in the processor's cache between its digest and its copy.
@@ -29,34 +39,40 @@ def image_files(directory: Path) -> tuple[Path, ...]:
     return tuple(sorted(path for path in directory.iterdir() if path.suffix in (".img", ".tar")))
 
 
-def pack_directories(init_pid: int, directories: Sequence[str], image: Path, shared: Collection[str]) -> None:
-    """Write the directories of a job into an image. Sockets are left out. Raises ImageRefusedError.
+def pack_directories(unit: UnitProcesses, image: Path, shared: Collection[str]) -> None:
+    """Write the directories of a job into an image, with its account's rights on files. Sockets are left out. Raises
+    ImageRefusedError.
 
-    `init_pid`: of the job's unit; without one, 0, other jobs use /dev/shm, too, and only the paths `shared` are
-    taken, each by itself, with the directories above them."""
-    for number, inside in enumerate(directories):
-        source = _from_outside(init_pid, inside)
-        is_shared = inside == SHARED_MEMORY and not init_pid
+    `shared`: without a unit other jobs use /dev/shm, too, and only these paths are taken, each by itself, with the
+    directories above them."""
+    for number, inside in enumerate(unit.own_directories):
+        source = from_outside(unit.sight, inside)
+        is_shared = inside == SHARED_MEMORY and not unit.init_pid
         try:
-            names = _with_parents(source, shared) if is_shared else sorted(os.listdir(source))
-            with tarfile.TarFile(image / _tar(number), "w", copybufsize=_PIECE_BYTES) as tar:
-                for name in names:
-                    # of shared ones some may be another job's, which has removed it
-                    with suppress(FileNotFoundError) if is_shared else nullcontext():
-                        tar.add(source / name, name, recursive=not is_shared)
+            with (image / _tar(number)).open("wb") as file:
+                seen_by(unit.account, partial(_write_tar, file, source, shared if is_shared else None))
         except (OSError, tarfile.TarError) as error:
             raise ImageRefusedError(f"the files in {inside} cannot be saved: {os_failure(error)}") from error
 
 
-def _with_parents(directory: Path, paths: Collection[str]) -> list[str]:
-    names = [Path(path).relative_to(directory) for path in paths if Path(path).is_relative_to(directory)]
+def _write_tar(file: BinaryIO, source: Path, shared: Collection[str] | None) -> None:
+    names = sorted(os.listdir(source)) if shared is None else _with_parents(shared)
+    with tarfile.TarFile(fileobj=file, mode="w", copybufsize=_PIECE_BYTES) as tar:
+        for name in names:
+            # of shared ones some may be another job's, which has removed it
+            with nullcontext() if shared is None else suppress(FileNotFoundError):
+                tar.add(source / name, name, recursive=shared is None)
+
+
+def _with_parents(paths: Collection[str]) -> list[str]:
+    names = [Path(path).relative_to(SHARED_MEMORY) for path in paths if Path(path).is_relative_to(SHARED_MEMORY)]
     return sorted({str(one) for name in names for one in (name, *name.parents[:-1])})
 
 
 def fill_directories(init_pid: int, directories: Sequence[str], image: Path) -> None:
     """Write the files of an image into a new unit's directories. Raises OSError and ImageRefusedError."""
     for number, inside in enumerate(directories):
-        target = _from_outside(init_pid, inside)
+        target = from_outside(init_pid, inside)
         target.mkdir(parents=True, exist_ok=True)
         try:
             with tarfile.TarFile(image / _tar(number), "r", copybufsize=_PIECE_BYTES) as tar:
@@ -79,8 +95,9 @@ def _as_it_was(member: tarfile.TarInfo, target: str) -> tarfile.TarInfo:
     return member.replace(mode=member.mode & 0o1777, deep=False)
 
 
-def _from_outside(init_pid: int, inside: str) -> Path:
-    return Path(f"/proc/{init_pid}/root{inside}" if init_pid else inside)
+def from_outside(pid: int, inside: str) -> Path:
+    """Return the path here of what a process has at a path; 0: this process."""
+    return Path(f"/proc/{pid}/root{inside}" if pid else inside)
 
 
 def _tar(number: int) -> str:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ganger.injob.process_identity import start_ticks
@@ -23,6 +24,7 @@ from ganger_daemon.images.connections import (
     unsavable,
 )
 from ganger_daemon.images.contract import SHARED_MEMORY, ImageRefusedError, OpenFile
+from ganger_daemon.node.accounts import Account, seen_by
 
 _DELETED = " (deleted)"
 _INIT = 1
@@ -202,39 +204,102 @@ def _target(link: Path) -> str:
         return ""
 
 
-def shared_files(proc: UnitProc, pids: Collection[int]) -> dict[str, int]:
-    """Return the files in shared memory that belong to these processes, outside a unit, with their inodes.
+# What an account's process has of its own only in a user namespace, where it may mount, and change its root directory.
+_NAMESPACES = ("user", "mnt", "pid", "ipc", "net", "uts", "cgroup")
+_CAPABILITIES = ("CapInh", "CapPrm", "CapEff", "CapAmb")
+
+
+def foreign_process(root_pid: int, account: Account) -> str:
+    """Return why a tree is not of an account's processes alone, without further rights and namespaces of their own;
+    empty if it is. `root_pid`: as seen here."""
+    proc = UnitProc(None)
+    own = {"user": _namespace("self", "user")} | {one: _namespace(root_pid, one) for one in _NAMESPACES[1:]}
+    for pid in proc.tree(root_pid):
+        status = proc.status(pid)
+        if not status or status.get("State", "").startswith("Z"):
+            continue
+        ids = {*map(int, status["Uid"].split())}, {*map(int, status["Gid"].split())}
+        groups = {*map(int, status.get("Groups", "").split())}
+        rights = any(int(status.get(name, "0"), 16) for name in _CAPABILITIES)
+        text = f"process {pid} ({proc.name(pid)})"
+        if ids != ({account.uid}, {account.gid}) or not groups <= {*account.groups}:
+            return f"{text} does not run as {account.name}, with its groups"
+        if rights or status.get("NoNewPrivs") != "1":
+            return f"{text} has rights that {account.name} has not"
+        if other := next((one for one in _NAMESPACES if _namespace(pid, one) != own[one]), ""):
+            return f"{text} has a namespace of its own ({other})"
+    return ""
+
+
+def _namespace(pid: int | str, kind: str) -> int:
+    try:
+        return os.stat(f"/proc/{pid}/ns/{kind}").st_ino
+    except OSError:
+        return 0
+
+
+# Of ioctl: the user namespace that a namespace belongs to.
+_NS_GET_USERNS = 0xB701
+
+
+def open_mounts(pid: int) -> int:
+    """Return a descriptor of a process's mount namespace, which root has made. Raises ImageRefusedError for another:
+    programs in it would be the job's."""
+    found = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        owner = fcntl.ioctl(found, _NS_GET_USERNS)
+        is_roots = os.fstat(owner).st_ino == _namespace("self", "user")
+        os.close(owner)
+        if not is_roots:
+            raise ImageRefusedError(f"process {pid} has a namespace of its own (mnt)")
+    except BaseException:
+        os.close(found)
+        raise
+    return found
+
+
+def shared_files(proc: UnitProc, pids: Collection[int], place: Path = Path(SHARED_MEMORY)) -> dict[str, int]:
+    """Return the files in shared memory that belong to these processes, outside a unit, with their inodes. `place`: of
+    their shared memory, as seen here.
 
     A process may hold one under a name that is gone, as a semaphore of `multiprocessing`: each other name counts, also
     one that CRIU has given it. Batches of PyTorch's sharing strategy `file_system` need not be held by any process: on
     their way they are only a name in a pipe."""
-    held = set(proc.held_inodes(pids, SHARED_MEMORY, _device_of(SHARED_MEMORY)))
+    held = set(proc.held_inodes(pids, SHARED_MEMORY, _device_of(place)))
     own = tuple(f"{_BATCH}{pid}_" for pid in pids)
     found: dict[str, int] = {}
-    for top, _, names in os.walk(SHARED_MEMORY):
+    for top, _, names in os.walk(place):
         for name in names:
             path = f"{top}/{name}"
             with suppress(OSError):
                 inode = os.lstat(path).st_ino
                 if inode in held or name.startswith(own):
-                    found[path] = inode
+                    found[_inside(path, place)] = inode
     return found
 
 
-def loose_files(proc: UnitProc, root: int, pids: Collection[int], held: Collection[str]) -> list[str]:
+def _inside(path: str, place: Path) -> str:
+    return SHARED_MEMORY + path.removeprefix(str(place))
+
+
+def loose_files(
+    proc: UnitProc, root: int, pids: Collection[int], held: Collection[str], place: Path = Path(SHARED_MEMORY)
+) -> list[str]:
     """Return the files, directories and links in shared memory that the users of these processes have made or changed
     since `root` started, and that no process holds. Outside a unit.
 
     Which job made one is not known: some may be of another job of the same user. In this job's image they do no harm.
-    `held`: paths that the processes hold. Raises ImageRefusedError where there is too much."""
+    `held`: paths that the processes hold; `place`: of their shared memory, as seen here. Raises ImageRefusedError where
+    there is too much."""
     users = {int(user) for pid in pids for user in proc.status(pid).get("Uid", "").split()}
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - (start_ticks(root) or 0) / os.sysconf("SC_CLK_TCK")
     begun, found = time.time() - age, dict[str, os.stat_result]()
-    for top, directories, names in os.walk(SHARED_MEMORY):
+    for top, directories, names in os.walk(place):
         for name in (*directories, *names):
-            path = f"{top}/{name}"
+            seen = f"{top}/{name}"
+            path = _inside(seen, place)
             with suppress(OSError):
-                status = os.lstat(path)
+                status = os.lstat(seen)
                 is_new = status.st_uid in users and status.st_ctime >= begun
                 if (
                     is_new
@@ -245,7 +310,7 @@ def loose_files(proc: UnitProc, root: int, pids: Collection[int], held: Collecti
                     found[path] = status
     if found:
         others = set(proc.pids()) - set(pids)
-        of_others = set(proc.held_inodes(others, SHARED_MEMORY, _device_of(SHARED_MEMORY)))
+        of_others = set(proc.held_inodes(others, SHARED_MEMORY, _device_of(place)))
         found = {path: status for path, status in found.items() if status.st_ino not in of_others}
     size = sum(status.st_size for status in found.values())
     if size > LOOSE_LIMIT_BYTES:
@@ -258,30 +323,37 @@ def loose_files(proc: UnitProc, root: int, pids: Collection[int], held: Collecti
 
 
 @contextmanager
-def shared_names(proc: UnitProc, pids: Collection[int]) -> Iterator[None]:
-    """Let CRIU give new names to files in shared memory that these processes hold under names that are gone.
+def shared_names(
+    proc: UnitProc, pids: Collection[int], place: Path = Path(SHARED_MEMORY), account: Account | None = None
+) -> Iterator[None]:
+    """Let CRIU give new names to files in shared memory that these processes hold under names that are gone. `place`:
+    of it, as seen here; `account`: with whose rights it is changed.
 
     It numbers them in each process tree alone, so trees outside of units take turns. It removes them where the
     processes run on, and neither where it ends them nor when it is killed. Raises ImageRefusedError."""
-    if not any(True for _ in proc.held_inodes(pids, SHARED_MEMORY, _device_of(SHARED_MEMORY), has_other_name=True)):
+    if not any(True for _ in proc.held_inodes(pids, SHARED_MEMORY, _device_of(place), has_other_name=True)):
         yield
         return
-    directory = os.open(SHARED_MEMORY, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    directory = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         _lock(directory)
-        before = _given_names()
+        before = _given_names(directory)
         try:
             yield
         finally:
-            for name in _given_names() - before:
-                with suppress(OSError):
-                    os.unlink(f"{SHARED_MEMORY}/{name}")
+            seen_by(account, partial(_remove_names, directory, before))
     finally:
         os.close(directory)
 
 
-def _given_names() -> set[str]:
-    return {name for name in _names(Path(SHARED_MEMORY)) if name.startswith(_GIVEN)}
+def _given_names(directory: int) -> set[str]:
+    return {name for name in os.listdir(directory) if name.startswith(_GIVEN)}
+
+
+def _remove_names(directory: int, but: Collection[str]) -> None:
+    for name in _given_names(directory) - {*but}:
+        with suppress(OSError):
+            os.unlink(name, dir_fd=directory)
 
 
 def _lock(directory: int) -> None:
@@ -295,7 +367,7 @@ def _lock(directory: int) -> None:
             time.sleep(_TURN_LOOK_S)
 
 
-def _device_of(path: str) -> int:
+def _device_of(path: Path) -> int:
     try:
         return os.stat(path).st_dev
     except OSError:

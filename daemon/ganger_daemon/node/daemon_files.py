@@ -262,6 +262,8 @@ class GangPaths:
         self.job, self.run, self.job_uid, self.epoch = job, run, job_uid, epoch
         self._work, self._given = work or job, given
         self.account: Account | None = None
+        # Whether this process's own launcher records the ends of an account's ranks.
+        self.are_restored = False
         self.gang = job / "gang.json"
         self.wanted = job / "wanted.json"
         self.local = job / "local.json"
@@ -319,7 +321,7 @@ class GangPaths:
         return self.orders.parent / f"rank-{rank}.restore.json"
 
     def exit(self, rank: int) -> Path:
-        return self.work / f"rank-{rank}.exit.json"
+        return (self.job if self.are_restored else self.work) / f"rank-{rank}.exit.json"
 
     def error(self, rank: int) -> Path:
         return self.work / f"rank-{rank}.error.json"

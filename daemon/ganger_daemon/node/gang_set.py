@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -71,7 +72,8 @@ class GangSet:
                 continue
             try:
                 gang = self._make(desired)
-                gang.adopt(children.get(gang.context.paths.uid, {}))
+                # an account's ranks may have been restored by a launcher of this process's user
+                gang.adopt(children.get(gang.context.paths.uid, {}) | children.get(os.geteuid(), {}))
             except (DesiredInvalidError, ValueError) as error:
                 log.warning("gang cannot be adopted", extra={"path": str(paths.job), "error": str(error)})
                 continue

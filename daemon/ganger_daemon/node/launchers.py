@@ -50,6 +50,8 @@ _MOST_LAUNCHERS = 1_000
 __all__ = ["LauncherError", "Launchers", "interpreter_of", "is_python"]
 
 _PARTS = ("injob", "protocol", "training")
+# In the place of a path, so that the launcher has a name that no job's has.
+_OF_RESTORER = ":restorer"
 
 
 def code_of(package: Path | None = None) -> str:
@@ -182,6 +184,26 @@ class Launchers:
     def socket_path(self, key: str) -> Path:
         return self._directory / f"{key}.sock"
 
+    @staticmethod
+    def is_own(key: str) -> bool:
+        """Return whether a launcher is this process's user's."""
+        return bool(key) and "/" not in key
+
+    @property
+    def restorer_key(self) -> str:
+        """Name of the launcher that restores the images of accounts."""
+        return self.key(sys.executable, {"PYTHONPATH": _OF_RESTORER})
+
+    def restorer(self) -> tuple[str, Launcher]:
+        """Return the launcher that restores the images of accounts, and its name: nothing of a user's runs in it.
+        Raises LauncherError."""
+        key = self.restorer_key
+        return key, self.get(key, sys.executable, {}, preload=False)
+
+    def running_restorer(self) -> Launcher | None:
+        """Return the launcher that restores the images of accounts, if it runs."""
+        return self.running(self.restorer_key)
+
     def running(self, key: str) -> Launcher | None:
         """A launcher that answers now, or None. Starts nothing."""
         launcher = self._connected(key)
@@ -294,10 +316,16 @@ class Launchers:
             self._known.clear()
 
     def get(
-        self, key: str, interpreter: str, environment: Mapping[str, str], account: Account | None = None
+        self,
+        key: str,
+        interpreter: str,
+        environment: Mapping[str, str],
+        account: Account | None = None,
+        *,
+        preload: bool = True,
     ) -> Launcher:
-        """A launcher that answers, started if need be: by an account's own program where one is given. Raises
-        LauncherError when none can be started."""
+        """A launcher that answers, started if need be: by an account's own program where one is given. `preload`:
+        false for one that starts no scripts. Raises LauncherError when none can be started."""
         with self._lock:
             starting = self._starting.setdefault(key, threading.Lock())
         with starting:
@@ -330,7 +358,7 @@ class Launchers:
                 # Beside the directory of an account, which could lead it elsewhere.
                 log=str(self._directory / f"{key.replace('/', '-')}.log"),
                 idle_s=_IDLE_S,
-                preload=self._preload,
+                preload=self._preload and preload,
                 uid=None if account is None else account.uid,
                 start=None if account is None else start,
             )

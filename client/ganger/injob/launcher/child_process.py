@@ -242,11 +242,15 @@ def start_executed(content: Mapping[str, Any], write_end: int, arena: int | None
     start(parse_launch(content), False, arena, write_end)
 
 
-def restore(launch: Launch, command: Sequence[str], files: Mapping[int, str], write_end: int) -> NoReturn:
-    """Execute the program that restores a process image as this process's sibling. ``files``: what it is to open for
-    the image, by descriptor. Write a failure to begin into ``write_end``."""
+def restore(
+    launch: Launch, command: Sequence[str], directory: str, files: Mapping[int, str], write_end: int
+) -> NoReturn:
+    """Execute the program that restores a process image as this process's sibling, in the image's ``directory``.
+    ``files``: what it is to open for the image, by descriptor. Write a failure to begin into ``write_end``."""
     try:
         enter_unit(launch.init)
+        # Where the command is another account's, it may not go through the directories above.
+        os.chdir(directory)
         enter_cgroups(launch.cgroup_procs)
         if launch.cores is not None:
             os.sched_setaffinity(0, launch.cores)
@@ -273,6 +277,13 @@ def enter(launch: Launch) -> int | None:
         return _pass_gate(launch)
     except (OSError, ValueError, AttributeError, IndexError, struct.error) as error:
         raise LaunchError("GATE", f"the daemon does not let it in: {os_failure(error)}") from error
+
+
+def enter_alone(launch: Launch) -> None:
+    """Put this process, which writes no log, into its cgroups. Raises LaunchError."""
+    log = enter(launch)
+    if log is not None:
+        os.close(log)
 
 
 def _pass_gate(launch: Launch) -> int:
@@ -373,7 +384,8 @@ def _use_threads(launch: Launch, environment: Mapping[str, str]) -> None:
 def fill_page(path: str, pid: int) -> None:
     """Name the process of a rank in its control page, by the pid that it has outside a unit. Raises LaunchError."""
     try:
-        page = Page.open(path)
+        # never mapped: the launcher may be root's, and a job can cut its page
+        page = Page.open(path, mapped=False)
     except (OSError, PageError) as error:
         raise LaunchError("PAGE", f"cannot open the control page {path}: {os_reason(error)}") from error
     page.set(Word.START_TICKS, start_ticks(pid) or 0)
@@ -413,7 +425,9 @@ def run_store(directory: str, host: str, listener: socket.socket) -> NoReturn:
     os.setsid()
     try:
         if not directory:
-            refuse_io_uring()  # it is part of process images
+            # It is part of process images, and the launcher's log is of this node.
+            refuse_io_uring()
+            _redirect(os.devnull)
         serve_store(directory, host, listener)
     except BaseException as error:
         print(f"ganger launcher: no rendezvous store in {directory}: {error!r}", file=sys.stderr)

@@ -24,7 +24,7 @@ LINKS = "/run/ganger-unit"
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID, CLONE_NEWNET = 0x00020000, 0x08000000, 0x20000000, 0x40000000
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 UNIT_FLAGS = CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWPID
-_MS_BIND, _MS_REC, _MS_SLAVE, _MS_NOSUID, _MS_NODEV = 0x1000, 0x4000, 1 << 19, 2, 4
+_MS_BIND, _MS_REC, _MS_SLAVE, _MS_SHARED, _MS_NOSUID, _MS_NODEV = 0x1000, 0x4000, 1 << 19, 1 << 20, 2, 4
 _MNT_DETACH = 2
 _LOOK_EVERY_S = 1.0
 # A unit without processes ends after this long: nothing was started in it.
@@ -56,7 +56,8 @@ def make_links(directory: str, links: Mapping[str, str]) -> None:
 
     A job finds its page, its socket and its temporary files by these names. They stay the same when it is restored, and
     lead elsewhere."""
-    os.makedirs(directory, mode=0o755, exist_ok=True)
+    os.makedirs(directory, exist_ok=True)
+    os.chmod(directory, 0o755)  # whatever the umask is: jobs of other accounts go through
     for name, target in links.items():
         # Replaced in one step: a daemon that takes over a launch names the directories of processes that run.
         new = os.path.join(directory, f".{name}.new")
@@ -92,9 +93,9 @@ def _mount_all(unit: Unit) -> None:
     # What the machine mounts later is seen in the unit; nothing of the unit is seen outside.
     _mount("none", "/", "", _MS_REC | _MS_SLAVE)
     _mount("ganger-shm", "/dev/shm", "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=1777")
-    _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV)
+    _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV, "hidepid=2")
     os.makedirs(LINKS, mode=0o755, exist_ok=True)
-    _mount("ganger-unit", LINKS, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=755,size=1m")
+    _mount("ganger-unit", LINKS, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=711,size=1m")
     make_links(unit.directory, unit.links)
     for source, place in unit.binds:
         bind(source, place)
@@ -109,6 +110,18 @@ def separate() -> None:
     _mount("none", "/", "", _MS_REC | _MS_SLAVE)
     _mount("ganger-shm", "/dev/shm", "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=1777")
     _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV, "hidepid=2")
+
+
+def share_links() -> None:
+    """Let processes with mounts of their own (see `separate`) see what is bound below `LINKS` later, and no process but
+    root list it. Idempotent. Raises OSError."""
+    os.makedirs(LINKS, mode=0o711, exist_ok=True)
+    os.chmod(LINKS, 0o711)
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
+        is_mount = any(line.split()[4] == LINKS for line in mounts)
+    if not is_mount:
+        _mount(LINKS, LINKS, "", _MS_BIND | _MS_REC)
+    _mount("none", LINKS, "", _MS_SHARED)
 
 
 def _switch_loopback_on() -> None:

@@ -23,6 +23,11 @@ _IDLE = "import signal\nwhile True: signal.pause()"
 _EXIT_CODE_FIELD = 49  # of `stat_fields`, whose first is the third of /proc/PID/stat
 
 
+def tree_name(first: str) -> str:
+    """Return the launcher's name of the parent of ranks, by the name of the first of them."""
+    return f"{first}/root"
+
+
 class TreeRequest(NamedTuple):
     """Ranks to start below one parent. ``port``: of the rendezvous store, 0 without one."""
 
@@ -40,7 +45,7 @@ class TreeRequest(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{self.launches[0].name}/root"
+        return tree_name(self.launches[0].name)
 
 
 class TreeMember(NamedTuple):

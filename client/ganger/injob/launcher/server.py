@@ -190,7 +190,7 @@ class LauncherServer:
     ) -> Callable[[list[int]], NoReturn]:
         members = tree_members(wanted, arenas, write_ends, self._may_fork, host, listener)
         self._become_child(keep=[report, *(one for member in members for one in member.descriptors)])
-        enter = partial(child_process.enter_cgroups, wanted.launches[0].cgroup_procs)
+        enter = partial(child_process.enter_alone, wanted.launches[0]._replace(name=wanted.name))
         return lambda foreign: be_root(members, len(wanted.launches), enter, report, foreign)
 
     def _gather(self, reply: Reply, wanted: TreeRequest, root: LauncherChild, report: int, ends: list[int]) -> None:
@@ -244,7 +244,8 @@ class LauncherServer:
             pid = fork_in(launch.init, os.fork)
         if pid == 0:
             self._become_child(keep=[write_end])
-            raise ChildTask(lambda: child_process.restore(launch, wanted.command, wanted.files, write_end))
+            place = os.path.dirname(wanted.pid_file)
+            raise ChildTask(lambda: child_process.restore(launch, wanted.command, place, wanted.files, write_end))
         os.close(write_end)
         new = self._children.add(LauncherChild(f"{launch.name}/restore", "helper", pid))
 
