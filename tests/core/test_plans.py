@@ -8,9 +8,10 @@ from ganger.cluster.refusals import Reason
 from ganger.cluster.resources import Claim
 from ganger.job_state import JobState
 from ganger_master.core.answers import PlanAnswer
-from ganger_master.core.commands import ProposePlan
+from ganger_master.core.commands import Promise, ProposePlan
 from ganger_master.core.plan_changes import PlanChange, StartChange
 from ganger_master.core.settings import CoreSettings
+from msgspec.structs import replace
 
 
 def two_places(drive: Drive, *numbers: int) -> list[tuple[Claim, ...]]:
@@ -51,6 +52,34 @@ def test_of_two_changes_for_the_same_devices_the_first_gets_them() -> None:
     numbers = [drive.submit(job_of(2)), drive.submit(job_of(2))]
     place = drive.places(numbers[0])[0]
     assert propose(drive, start(drive, numbers[0], place), start(drive, numbers[1], place)) == [True, False]
+
+
+def test_a_plan_is_judged_by_the_places_that_it_keeps_not_by_those_of_the_plan_before() -> None:
+    drive = Drive()
+    large, small = drive.submit(job_of(4)), drive.submit(job_of(2))
+    kept = Promise(large, drive.places(large)[0])
+    drive.step(ProposePlan((), promises=(kept,)))
+    begin = start(drive, small, drive.places(small)[0])
+
+    def verdict(promises: tuple[Promise, ...] | None) -> list[Reason]:
+        answer = drive.step(ProposePlan((begin,), promises=promises))
+        assert isinstance(answer, PlanAnswer)
+        return [refusal.reason for refusal in answer.verdicts[0].refusals]
+
+    assert verdict(None) == [Reason.RESERVED], "they stand"
+    assert verdict((kept,)) == [Reason.RESERVED]
+    assert verdict(()) == [], "the place that is kept no longer is free for this plan, too"
+
+
+def test_a_place_that_is_kept_for_a_job_which_the_plan_starts_is_not_counted_twice() -> None:
+    drive = Drive()
+    first, second = drive.submit(job_of(2)), drive.submit(job_of(2))
+    one, other = two_places(drive, first, second)
+    # Together they have the node's cores.
+    ((kept,), (left,)) = (one, other)
+    kept, left = replace(kept, millicores=(8_000, 4_000)), replace(left, millicores=(0, 4_000))
+    drive.step(ProposePlan((), promises=(Promise(first, (kept,)),)))
+    assert propose(drive, start(drive, first, (kept,)), start(drive, second, (left,))) == [True, True]
 
 
 def test_memory_is_not_promised_twice() -> None:

@@ -23,19 +23,21 @@ def claims(arena: bool = True) -> st.SearchStrategy[Claim]:
     return st.builds(Claim, st.just("s0"), masks, CORES, MEMORY, arenas, st.just((1,)))
 
 
-def naive_may(view: View, kept: list[ProtectedPieces], claim: Claim, rank: int, job: str) -> bool:
-    """What is left of the free pieces, with all that is kept for those ahead left alone."""
+def naive_may(view: View, kept: list[ProtectedPieces], claim: Claim, own: Claim | None, rank: int, job: str) -> bool:
+    """What is left of the free pieces, with all that is kept for those ahead left alone. It has its own ones."""
+    have = own or Claim("s0", 0, (0, 0), 0)
     row = view.row("s0")
     ahead = [one for one in kept if one.job != job and (rank == 0 or one.rank < rank)]
     if not ahead:
         return True
-    if any(one.device_mask & claim.device_mask for one in ahead):
+    if any(one.device_mask & claim.device_mask & ~have.device_mask for one in ahead):
         return False
-    for socket, wanted in enumerate(claim.millicores):
-        if wanted and wanted + sum(one.millicores[socket] for one in ahead) > row.free_millicores[socket]:
+    for socket, (wanted, got) in enumerate(zip(claim.millicores, have.millicores, strict=True)):
+        more = wanted - got
+        if more > 0 and more + sum(one.millicores[socket] for one in ahead) > row.free_millicores[socket]:
             return False
-    memory = claim.memory_bytes + claim.arena_bytes
-    return not memory or memory + sum(one.memory_bytes for one in ahead) <= row.free_memory_bytes
+    memory = claim.memory_bytes + claim.arena_bytes - have.memory_bytes - have.arena_bytes
+    return memory <= 0 or memory + sum(one.memory_bytes for one in ahead) <= row.free_memory_bytes
 
 
 @settings(max_examples=150)
@@ -43,22 +45,23 @@ def naive_may(view: View, kept: list[ProtectedPieces], claim: Claim, rank: int, 
     held=claims(arena=False),
     kept=st.lists(st.tuples(JOBS, st.integers(1, 3), claims()), max_size=4),
     claim=claims(),
+    own=st.none() | claims(),
     rank=st.integers(0, 4),
     job=JOBS,
 )
 def test_pieces_are_refused_exactly_where_they_are_kept_for_others_ahead(
-    held: Claim, kept: list[tuple[str, int, Claim]], claim: Claim, rank: int, job: str
+    held: Claim, kept: list[tuple[str, int, Claim]], claim: Claim, own: Claim | None, rank: int, job: str
 ) -> None:
     view = cluster(1)
     view.take(held)
     protected = protect(view, [Reservation(of, its_rank, (pieces,)) for of, its_rank, pieces in kept])
-    refusals = trespass(view, protected, [claim], rank=rank, job=job)
+    refusals = trespass(view, protected, [claim], rank=rank, job=job, holding=[own] if own else [])
     # What is kept counts with its arena.
     naive = [
         ProtectedPieces(of, its_rank, p.device_mask, p.millicores, p.memory_bytes + p.arena_bytes)
         for of, its_rank, p in kept
     ]
-    assert (not refusals) == naive_may(view, naive, claim, rank, job)
+    assert (not refusals) == naive_may(view, naive, claim, own, rank, job)
     for refusal in refusals:
         assert (refusal.reason, refusal.node) == (Reason.RESERVED, "s0")
         assert refusal.job != job

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from core.drive import GIB, job_of
 from ganger.cluster.capacity_index import CapacityIndex
+from ganger.cluster.resources import Claim
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import ProposePlan, RetuneJob
 from ganger_master.core.job_model import Capabilities, JobSpec
@@ -18,6 +19,7 @@ from ganger_master.planner.context import context_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import plan_by
 from ganger_master.planner.rate_registry import ProgressReport, RateRegistry
+from ganger_master.planner.tune_stage import CoresWish, fitted
 from ganger_master.policies import live_policy_named
 from ganger_master.policies.trials import TrialPace
 from hypothesis import given, settings
@@ -305,3 +307,22 @@ def test_all_changes_fit_and_without_profiles_every_job_has_its_share_again(
     drive.measured = RateRegistry(replace(PACE, share=0.0))
     drive.plan()
     assert [drive.cores(number) for number in started] == [4.0] * len(started)
+
+
+@pytest.mark.parametrize(("kept_on", "starts"), [((), True), (("n1",), False), (("n2",), True)])
+def test_what_a_job_gives_back_on_a_node_with_a_kept_place_starts_no_other_job(
+    kept_on: tuple[str, ...], starts: bool
+) -> None:
+    drive = Planned()
+    number, newcomer = drive.running(job_of(1)), drive.submit(job_of(1))
+    view, job = drive.state.view.copy(), drive.job(number)
+    held = drive.state.gangs[job.epoch].claims
+    # Nothing but devices and memory is free beside it, as where the rest is kept.
+    view.take(Claim("n1", 0, view.millicores[0], 0))
+    fewer = CoresWish(job, held, ((500, held[0].memory_bytes),), ((0, 0),))
+    start = CoresWish(
+        drive.job(newcomer), (Claim("n1", 0, (), 0, tasks=(1,)),), ((1_000, GIB),), ((1, GIB),), gpus=(1,)
+    )
+    found = fitted(view, [fewer], [start], kept_on)
+    assert [change.kind for change in found.changes] == ["CORES"] + ["START"] * starts
+    assert found.held_back is not starts

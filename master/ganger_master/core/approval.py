@@ -87,7 +87,7 @@ def approve(
     for index, claims in enumerate(candidates[:MOST_CANDIDATES]):
         refusals = fit(view, shape, claims, holding=holding, retune=retune, company=company or {})
         if not refusals and protected is not NOTHING:
-            refusals = trespass(view, protected, claims, rank=rank, job=job)
+            refusals = trespass(view, protected, claims, rank=rank, job=job, holding=holding)
         if not refusals:
             return CandidateApproval(index, tuple(claims), gang_level(view, claims))
         for refusal in refusals:
@@ -197,7 +197,7 @@ def judge_change(
     company = colocation.company_of(state, job, claims, agreed_only)
     refusals = fit(state.view, shape, claims, holding=tuple(holding), retune=retune, company=company)
     if not refusals and state.queue.promised:
-        refusals = trespass(state.view, _promised(state, job), claims, job=job.name)
+        refusals = trespass(state.view, _promised(state, job), claims, job=job.name, holding=holding)
     return refusals
 
 

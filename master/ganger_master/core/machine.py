@@ -31,6 +31,7 @@ from ganger_master.core import (
     moves,
     observation,
     placement_leases,
+    plans,
     quarantine,
     restore_settlement,
     rollback,
@@ -281,8 +282,7 @@ def _jobs_ranked(state: State, event: events.JobsRanked) -> None:
 
 
 def _places_promised(state: State, event: events.PlacesPromised) -> None:
-    promised = {one.number: one.claims for one in event.promises if one.number in state.jobs}
-    state.queue.promised = {number: claims for number, claims in promised.items() if state.jobs[number].is_waiting}
+    state.queue.promised = plans.kept_places(state, event.promises)
     state.queue.promised_at = event.time
 
 

@@ -59,7 +59,7 @@ def propose_plan(state: State, command: commands.ProposePlan, now: float) -> Dec
     numbers = [change.number for change in command.changes]
     if len(set(numbers)) != len(numbers):
         raise RefusedError("PLAN_INVALID", "one change per job")
-    trial = _Trial(state)
+    trial = _Trial(state, command.promises)
     happening: list[Event] = []
     verdicts: dict[int, answers.ChangeAnswer] = {}
     for group in _groups(command.changes):
@@ -80,6 +80,12 @@ def propose_plan(state: State, command: commands.ProposePlan, now: float) -> Dec
     if line is not None:
         happening.append(events.JobsRanked(now, command.proposer, line))
     return tuple(happening), answers.PlanAnswer(ordered, state.view.version)
+
+
+def kept_places(state: State, promises: Sequence[commands.Promise]) -> dict[int, tuple[Claim, ...]]:
+    """Return the places that a planner keeps, by the number of the job; those of waiting jobs count."""
+    known = [(state.jobs.get(one.number), one.claims) for one in promises]
+    return {job.number: claims for job, claims in known if job is not None and job.is_waiting}
 
 
 def _too_long(plan: commands.ProposePlan) -> str:
@@ -152,10 +158,15 @@ def _judge_rows(trial: _Trial, group: Sequence[PlanChange], proposer: str, now: 
 
 class _Trial:
     """The state as it will be once the changes approved so far have happened, as far as the next ones can see it: what
-    is free, and the users' shares. The state itself until that differs, then a shallow copy: only for judging."""
+    is free, what is kept, and the users' shares. The state itself until that differs, then a shallow copy: only for
+    judging. `promises`: the places that the plan keeps, which replace those of the last one; None: these stand."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, promises: Sequence[commands.Promise] | None) -> None:
         self._state = self._real = state
+        # Places of jobs that the plan starts: they are taken, so they are kept no longer.
+        self._released: list[tuple[int, tuple[Claim, ...]]] = []
+        if promises is not None and (promises or state.queue.promised):
+            self._keep(kept_places(state, promises))
         self._given_and_taken: list[tuple[tuple[Claim, ...], tuple[Claim, ...]]] = []
         # The part of that which shares devices with other gangs.
         self._joined: list[Claim] = []
@@ -173,9 +184,9 @@ class _Trial:
         self._look()
         return self._state
 
-    def mark(self) -> tuple[int, int, int]:
+    def mark(self) -> tuple[int, int, int, int]:
         self._look()
-        return len(self._given_and_taken), len(self._settings), len(self._joined)
+        return len(self._given_and_taken), len(self._settings), len(self._joined), len(self._released)
 
     def happen(self, event: Event) -> None:
         # A stop takes nothing, and what it gives back counts only once that is free.
@@ -199,6 +210,9 @@ class _Trial:
         match event:
             case events.GangApproved(number=number, claims=claims) | events.StartOffered(number=number, claims=claims):
                 self._use_share(self._state.jobs[number], devices_of(claims))
+                if kept := self._state.queue.promised.get(number):
+                    self._released.append((number, kept))
+                    self._keep({other: one for other, one in self._state.queue.promised.items() if other != number})
             case events.ResizeBegun(number=number, claims=claims):
                 job = self._state.jobs[number]
                 self._resized.extend([*self._state.gangs[job.epoch].claims, *claims])
@@ -209,12 +223,21 @@ class _Trial:
                     self._use_share(self._state.jobs[number], devices_of(claims))
 
     def _differ(self) -> None:
-        if self._state is self._real:
-            self._state = copy.copy(self._real)
+        if self._state.view is self._real.view:
+            self._state = copy.copy(self._state)
             self._state.view = self._real.view.copy()
 
-    def undo(self, mark: tuple[int, int, int]) -> None:
+    def _keep(self, promised: dict[int, tuple[Claim, ...]]) -> None:
+        if self._state is self._real:
+            self._state = copy.copy(self._real)
+        self._state.queue = copy.copy(self._real.queue)
+        self._state.queue.promised = promised
+
+    def undo(self, mark: tuple[int, int, int, int]) -> None:
         self._unapplied.clear()
+        if len(self._released) > mark[3]:
+            self._keep({**self._state.queue.promised, **dict(self._released[mark[3] :])})
+            del self._released[mark[3] :]
         for given, taken in reversed(self._given_and_taken[mark[0] :]):
             self._exchange(taken, given)
         del self._given_and_taken[mark[0] :], self._settings[mark[1] :], self._joined[mark[2] :]

@@ -16,7 +16,7 @@ from ganger.cluster.claims import split_cores
 from ganger.cluster.fit import demand, lacking_bandwidth
 from ganger.cluster.preferences import BEST_FIT
 from ganger.cluster.refusals import Reason, Refusal
-from ganger.cluster.resources import Bandwidth, Claim, GangShape, LocalityLevel, more_bandwidth
+from ganger.cluster.resources import Bandwidth, Claim, GangShape, LocalityLevel, less_bandwidth, more_bandwidth
 from ganger.cluster.search import PlacementRequest, hosting
 from ganger.cluster.topology import Topology, bits
 from ganger.cluster.view import View
@@ -171,9 +171,17 @@ def protect(view: View, reservations: Iterable[Reservation]) -> Protected:
 
 
 def trespass(
-    view: View, protected: Protected, claims: Sequence[Claim], *, rank: int = 0, job: str = ""
+    view: View,
+    protected: Protected,
+    claims: Sequence[Claim],
+    *,
+    rank: int = 0,
+    job: str = "",
+    holding: Sequence[Claim] = (),
 ) -> tuple[Refusal, ...]:
-    """Return why a job of this rank (0: behind all) may not have these claims, which fit; empty if it may."""
+    """Return why a job of this rank (0: behind all) may not have these claims, which fit; empty if it may.
+
+    `holding`: pieces that the job has already, and gives up for these. What the claims have beyond them counts."""
     if protected.everything is not None and _goes_first(*protected.everything, rank, job):
         first, its_rank = protected.everything
         return (
@@ -185,10 +193,12 @@ def trespass(
             ),
         )
     refusals: list[Refusal] = []
-    for claim in claims if protected.nodes else ():
-        slot = view.slots.get(claim.node)
+    own = {claim.node: claim for claim in holding}
+    for whole in claims if protected.nodes else ():
+        slot = view.slots.get(whole.node)
         if slot is None:
             continue
+        claim = beyond(whole, own.get(whole.node))
         memory = 0
         bandwidth: Bandwidth = ()
         millicores = [0] * len(claim.millicores)
@@ -206,6 +216,23 @@ def trespass(
                 refusals.append(Refusal(Reason.RESERVED, figures, node=claim.node, job=kept.job))
                 break
     return tuple(refusals)
+
+
+def beyond(claim: Claim, held: Claim | None) -> Claim:
+    """Return what a claim has beyond what its job holds there."""
+    if held is None:
+        return claim
+    # Without cores where it is parked.
+    cores = held.millicores or (0,) * len(claim.millicores)
+    memory_bytes = claim.memory_bytes + claim.arena_bytes - held.memory_bytes - held.arena_bytes
+    return replace(
+        claim,
+        device_mask=claim.device_mask & ~held.device_mask,
+        millicores=tuple([max(0, want - have) for want, have in zip(claim.millicores, cores, strict=True)]),
+        memory_bytes=max(0, memory_bytes),
+        arena_bytes=0,
+        bandwidth=less_bandwidth(claim.bandwidth, held.bandwidth),
+    )
 
 
 def _goes_first(job: str, its_rank: int, rank: int, own: str) -> bool:

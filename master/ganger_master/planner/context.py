@@ -294,6 +294,7 @@ class PlanContext:
     resizing: resizes under way, whose next worlds hold devices, too.
     draft, findings: the plan so far, and findings of earlier trials.
     reservations: places to be kept for pending jobs; None: no stage keeps any.
+    kept_on: nodes with places that are kept for pending jobs: what running jobs give back there is for these first.
     migrating: numbers of jobs of migration plans under way.
     is_giving: running jobs are about to return devices to pending ones.
     again_s: when the next plan is due without any event, beside the draft's own time.
@@ -318,6 +319,7 @@ class PlanContext:
     draft: PlanDraft = NOTHING_TO_DO
     findings: list[TrialFinding] = field(default_factory=list)
     reservations: tuple[Promise, ...] | None = None
+    kept_on: frozenset[str] = frozenset()
     migrating: frozenset[int] = frozenset()
     is_giving: bool = False
     again_s: float = math.inf

@@ -231,7 +231,8 @@ class _Pass:
         self._take_starts(found)
         if makes_holes:
             self._make_room.make(found)
-            if may_preempt:
+            if may_preempt or len(migration.plans) > known:
+                # Neither starts nor cores are planned into the places that are kept from now on.
                 migration.trying.undo(mark)
                 self._keep_for(migration.plans[known:])
                 found = inner(self._within(may_preempt))
@@ -304,7 +305,8 @@ class _Pass:
         if numbers:
             not_stopped = frozenset((*excluded.not_stopped, *numbers))
             excluded = replace(excluded.resting(numbers), not_stopped=not_stopped)
-        return replace(context, excluded=excluded, may_preempt=may_preempt)
+        kept_on = {claim.node for plan in self._migration.plans if plan.waiting for claim in plan.place}
+        return replace(context, excluded=excluded, may_preempt=may_preempt, kept_on=frozenset(kept_on))
 
     def _keep_for(self, plans: Iterable[MigrationPlan]) -> None:
         """Take the places that new migration plans need, after the index was reset to before them."""

@@ -129,7 +129,7 @@ def plan_packed(packing: Packing, context: PlanContext) -> RoundDraft:
     waiting = table.jobs_at(queue.rows[queue.waiting])
     starts = [_starting(view, job, places[job.number]) for job in waiting if job.number in places]
     starts.sort(key=lambda wish: wish.job.number)
-    tuned = fitted(view, stays, starts)
+    tuned = fitted(view, stays, starts, context.kept_on)
     stops = [
         SuspendChange(number, running[number][0].revision, level=SuspendLevel.CHECKPOINT)
         for number in sorted(packing.stopped & running.keys() if context.may_preempt else ())

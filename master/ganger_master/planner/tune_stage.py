@@ -7,7 +7,7 @@ requested memory is guaranteed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -53,7 +53,9 @@ def plan_tuned(tuning: Tuning, context: PlanContext) -> PlanDraft:
     running = [pair for pair in table.running if is_tuned(view, *pair) and tuning.decides_cores_of(pair[0].shape)]
     placing = running if table.has_waiting else []
     lent = [(gang.claims, least_claims(view, job.shape, gang.claims)) for job, gang in placing]
-    lent = [(held, least) for held, least in lent if held != least]
+    lent = [
+        (held, least) for held, least in lent if held != least and context.kept_on.isdisjoint(one.node for one in held)
+    ]
     least_of = dict(lent)
     lending = Trial(room)
     for held, least in lent:
@@ -74,7 +76,8 @@ def plan_tuned(tuning: Tuning, context: PlanContext) -> PlanDraft:
     starts = {change.number: change.claims for change in found.changes if isinstance(change, StartChange)}
     gangs = [(job, gang.claims) for job, gang in running if job.number not in stopped]
     newcomers = [(job, starts[number]) for number in sorted(starts) if (job := table.jobs[table.row(number)])]
-    tuned = fitted(view, *_wishes(tuning, view, gangs, newcomers, known_of(context), trials_of(context), terms.shape))
+    wishes = _wishes(tuning, view, gangs, newcomers, known_of(context), trials_of(context), terms.shape)
+    tuned = fitted(view, *wishes, context.kept_on)
     return replace(found, changes=(*stops, *tuned.changes), waits=found.waits or tuned.held_back)
 
 
@@ -111,7 +114,7 @@ class TuneStage(PlanStage):
             cores = [min(amount[0], limit[0]) for amount, limit in zip(wish.amounts, most, strict=True)]
             memory = [claim.memory_bytes for claim in wish.claims]
             wishes[at] = replace(wish, amounts=tuple(zip(cores, memory, strict=True)))
-        return tuple(fitted(view, wishes, ()).changes)
+        return tuple(fitted(view, wishes, (), context.kept_on).changes)
 
 
 def is_tuned(view: View, job: JobRecord, gang: Gang) -> bool:
@@ -333,9 +336,12 @@ class Fitted:
     held_back: bool = False
 
 
-def fitted(view: View, running: Sequence[CoresWish], starting: Sequence[CoresWish]) -> Fitted:
-    """Return changes in an order in which they fit. `view` is left unchanged."""
-    free = _Free(view)
+def fitted(
+    view: View, running: Sequence[CoresWish], starting: Sequence[CoresWish], kept_on: Collection[str] = ()
+) -> Fitted:
+    """Return changes in an order in which they fit. `view` is left unchanged. On nodes of `kept_on` nothing is made of
+    what running gangs give back in this plan: it is kept for other jobs first."""
+    free = _Free(view, kept_on)
     found = Fitted()
     growing = []
     for wish in running:
@@ -385,8 +391,8 @@ class _Node:
 
 
 class _Free:
-    def __init__(self, view: View) -> None:
-        self._view = view
+    def __init__(self, view: View, kept_on: Collection[str]) -> None:
+        self._view, self._kept_on = view, kept_on
         self._nodes: dict[str, _Node] = {}
 
     def retuned(self, claim: Claim, millicores: int, memory_bytes: int) -> Claim:
@@ -399,13 +405,18 @@ class _Free:
         if wanted != held:
             split = resplit_cores(claim.millicores, node.millicores, wanted)
             node.millicores = [
-                have + old - new for have, old, new in zip(node.millicores, claim.millicores, split, strict=True)
+                have + self._given_back(claim.node, old - new)
+                for have, old, new in zip(node.millicores, claim.millicores, split, strict=True)
             ]
         else:
             split = claim.millicores
         memory = min(memory_bytes, claim.memory_bytes + node.memory)
-        node.memory += claim.memory_bytes - memory
+        node.memory += self._given_back(claim.node, claim.memory_bytes - memory)
         return structs.replace(claim, millicores=split, memory_bytes=memory)
+
+    def _given_back(self, node: str, amount: int) -> int:
+        """Return how much more other gangs may have; `amount`: what a gang gives back, below zero what it takes."""
+        return min(0, amount) if node in self._kept_on else amount
 
     def place(self, wish: CoresWish) -> Claims | None:
         """Return the claims with the wished amounts, as far as free, and take them; None if that is too little."""
