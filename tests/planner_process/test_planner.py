@@ -18,7 +18,8 @@ from ganger.wire import times
 from ganger.wire.endpoints import Endpoint
 from ganger_master.core.commands import CHANGES_LIMIT, SubmitJob
 from ganger_master.core.job_model import JobSpec
-from ganger_master.planner.context import ClusterChange
+from ganger_master.planner.context import ClusterChange, PlanContext
+from ganger_master.planner.order_stage import OrderStage
 from ganger_master.planner_process.run import ClusterMirror, NoPlannerError, Planner
 from rpc.kit import Served, Speaker, serving, spec_of, until
 
@@ -290,6 +291,27 @@ def test_the_first_delta_is_everything_in_parts_and_the_next_ones_are_what_chang
         stream.cancel()
 
     on_a_master(tmp_path, story)
+
+
+def test_a_plan_that_fails_is_logged_and_the_next_one_starts_the_job(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, errors = OrderStage.plan, [ZeroDivisionError("a bug")]
+
+    def failing(stage: OrderStage, context: PlanContext) -> None:
+        if errors and context.jobs.has_waiting:
+            raise errors.pop()
+        plan(stage, context)
+
+    monkeypatch.setattr(OrderStage, "plan", failing)
+
+    async def story(served: Served, node: Speaker) -> None:
+        async with planning(served):
+            await served.submit(spec_of(1))
+            await until(lambda: state_of(served, 1) == "HOLDING")
+
+    on_a_master(tmp_path, story)
+    assert ("plan failed: the next one goes on without it", "ZeroDivisionError: a bug") in said(caplog)
 
 
 def test_while_the_master_settles_a_restore_one_line_is_logged_at_its_start_and_one_at_its_end(

@@ -58,6 +58,8 @@ class CapacityIndex:
         # Of the view's changes, how many there were when it was last followed.
         self._followed: int = view.journal.changes
         self._only = only if only is None else frozenset(only)
+        # Trials that have changed the index, in the order in which they began to.
+        self._open: list[Trial] = []
         self._build()
 
     @classmethod
@@ -74,12 +76,19 @@ class CapacityIndex:
         """Take the claims of one gang. The caller has them from a placement, or has checked them with `fit`.
 
         `affinity`: the affinity to give idle nodes, if it differs from the gang's number of devices, as it does when
-        claims that were given back are restored.
+        claims that were given back are restored. Raises AssertionError, and takes nothing, where a device is held.
         """
         claims = tuple(claims)
         gpus = affinity or sum([claim.device_mask.bit_count() for claim in claims])
-        for claim in claims:
-            self.view.take(claim, gpus)
+        taken = 0
+        try:
+            for claim in claims:
+                self.view.take(claim, gpus)
+                taken += 1
+        except Exception:
+            for claim in reversed(claims[:taken]):
+                self.view.give(claim)
+            raise
         self._all_changed([self.view.slots[claim.node] for claim in claims])
 
     def give(self, claims: Iterable[Claim]) -> None:
@@ -92,6 +101,15 @@ class CapacityIndex:
             if claim.node in view.slots:
                 changed.append(view.slots[claim.node])
         self._all_changed(changed)
+
+    @contextmanager
+    def tentative(self) -> Iterator[None]:
+        """Undo all trials at the end of the block, however it ends: index and view are as before it."""
+        try:
+            yield
+        finally:
+            while self._open:
+                self._open[-1].undo()
 
     def follow(self) -> None:
         """Follows what others did to the view meanwhile."""
@@ -370,7 +388,8 @@ Step: TypeAlias = tuple[Claims, tuple[int, ...] | None]
 
 
 class Trial:
-    """The one tentative change of a capacity index. The index shows all of it at once."""
+    """The one tentative change of a capacity index. The index shows all of it at once, and undoes what is left of it at
+    the end of `CapacityIndex.tentative`."""
 
     def __init__(self, room: CapacityIndex) -> None:
         self.room = room
@@ -383,7 +402,7 @@ class Trial:
 
     def take(self, claims: Claims) -> None:
         self.room.take(claims)
-        self._done.append((claims, None))
+        self._note((claims, None))
 
     def give(self, claims: Iterable[Claim]) -> None:
         """Give claims back; those of nodes that left are ignored."""
@@ -391,11 +410,18 @@ class Trial:
         there = tuple([claim for claim in claims if claim.node in view])
         affinities = tuple([view.affinity[view.slots[claim.node]] for claim in there])
         self.room.give(there)
-        self._done.append((there, affinities))
+        self._note((there, affinities))
+
+    def _note(self, step: Step) -> None:
+        if not self._done:
+            self.room._open.append(self)
+        self._done.append(step)
 
     def undo(self, mark: int = 0) -> list[Step]:
         """Restore the index at a mark, or before the trial. Return what was undone, for `redo`."""
         undone = self._done[mark:]
+        if undone and not mark:
+            self.room._open.remove(self)
         while len(self._done) > mark:
             claims, affinities = self._done.pop()
             if affinities is None:

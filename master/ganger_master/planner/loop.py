@@ -170,7 +170,9 @@ class PlannerLoop:
 
     def step(self, now: float) -> tuple[Plan | None, float]:
         """Return (plan, infinity) if a plan is due, else (None, time): when the next plan is due if no event comes
-        before, in Unix seconds; infinite if only an event can bring it. An empty plan has a verdict, too."""
+        before, in Unix seconds; infinite if only an event can bring it. An empty plan has a verdict, too.
+
+        Raises what a stage raises. Nothing of that plan is left then, and a later step makes the next one."""
         assert self._open is None, "the last plan has no verdict yet"
         next_s = self.next_s(now)
         if next_s > now or self._cluster is None:
@@ -180,12 +182,18 @@ class PlannerLoop:
             return None, self.next_s(now)
         context = self._context(now)
         self._is_news = False
-        if not self.settings.line_limit and all(stage.is_idle(context) for stage in self._stages):
-            self._pace = self._pace.passed_over(now)
-            return None, self.next_s(now)
-        for stage in self._stages:
-            stage.plan(context)
-        plan = self._plan_of(context)
+        try:
+            with context.room.tentative():
+                if not self.settings.line_limit and all(stage.is_idle(context) for stage in self._stages):
+                    self._pace = self._pace.passed_over(now)
+                    return None, self.next_s(now)
+                for stage in self._stages:
+                    stage.plan(context)
+                plan = self._plan_of(context)
+        except Exception:
+            # As after a plan with a refused change: the next ones come later and later.
+            self._pace = self._pace.after(now, AnsweredPlan(is_refused=True, waits=True))
+            raise
         self._open = plan, context
         return plan, math.inf
 

@@ -60,6 +60,8 @@ _PROGRESS_S: Final = 0.5
 _REACH_S: Final = 10.0
 # Job schedulers answer the leases of a plan one after the other; the next plan waits no longer for a slow one.
 _OFFERED_S: Final = 0.5
+# Plans that fail in a row before the planner ends, and another one begins without its note.
+_FAILED_MOST: Final = 3
 # Longest sleep, because clocks may be set.
 _LONGEST_SLEEP_S: Final = 60.0
 # Seconds between notes of measurements; decisions are noted at once. `_NOTE_REST`: notes take a fiftieth of a core.
@@ -228,13 +230,22 @@ class Planner:
 
     async def _plan_for_ever(self, scheduling: Any) -> None:
         loop = await self._known_loop()
+        failed = 0
         while True:
             self._news.clear()
             began = time.perf_counter()
             now = self._mirror.now
-            with self._recorder.failures(now):
-                plan, next_s = loop.step(now)
+            try:
+                with self._recorder.failures(now):
+                    plan, next_s = loop.step(now)
+            except Exception as error:
+                failed += 1
+                if failed >= _FAILED_MOST:
+                    raise
+                log.exception("plan failed: the next one goes on without it", extra={"reason": failure_of(error)})
+                continue
             if plan is not None:
+                failed = 0
                 self._recorder.plan(now, plan)
                 await self._propose(scheduling, loop, plan, time.perf_counter() - began)
                 continue
