@@ -139,20 +139,20 @@ def test_no_job_of_a_round_is_slower_than_with_its_share(jobs: list[tuple[int, f
             assert cores >= min(4.0, drive.uses.get(number, 4.0)) - 0.001
 
 
-def two_apart(policy: str) -> tuple[Rounds, list[int]]:
-    """Two jobs of one GPU on each of two nodes, of which nothing but two GPUs each is free."""
+def two_apart(policy: str, left: int = 2, **fields: object) -> tuple[Rounds, list[int]]:
+    """So many jobs of one GPU on each of two nodes, whose other GPUs are free."""
     drive = Rounds(policy, nodes=2)
-    small = [drive.add() for _ in range(8)]
+    small = [drive.add(**fields) for _ in range(8)]  # type: ignore[arg-type]
     drive.plans()
     drive.all_begin()
     by_node: dict[str, list[int]] = {}
     for number in small:
         by_node.setdefault(drive.place(number)[0], []).append(number)
-    for number in [one for numbers in by_node.values() for one in numbers[2:]]:
+    for number in [one for numbers in by_node.values() for one in numbers[left:]]:
         node = drive.place(number)[0]
         drive.step(CancelJob(number))
         drive.seen_without(node, number)
-    return drive, [one for numbers in by_node.values() for one in numbers[:2]]
+    return drive, [one for numbers in by_node.values() for one in numbers[:left]]
 
 
 @pytest.mark.parametrize("policy", ["las+synergy-tune", "las+synergy-greedy", "fifo+synergy-opt"])
@@ -238,3 +238,53 @@ def test_a_node_that_is_removed_during_a_round_ends_the_wait_for_its_places() ->
     drive.loop.observe(ClusterChange(view, jobs, is_whole=True), drive.now)
     plan, _ = drive.loop.step(drive.now)
     assert plan is None or gang not in [change.number for change in plan.changes]
+
+
+# Jobs that the packing cannot place, as it splits gangs by single GPUs: of two roles; on two nodes; of wider tasks.
+UNPACKABLE = {
+    "roles": ({"roles": (Role("worker", 2, TaskShape(1)), Role("server", 1, TaskShape(0, 0, GIB)))}, 2),
+    "nodes": ({"roles": (Role("worker", 2, TaskShape(1)),), "nodes": 2}, 1),
+    "wide tasks": ({"roles": (Role("worker", 2, TaskShape(2)),)}, 0),
+    "a whole node": ({"roles": (Role("worker", 1, TaskShape(4)),)}, 2),
+}
+
+
+@pytest.mark.parametrize(("fields", "restarts"), UNPACKABLE.values(), ids=list(UNPACKABLE))
+@pytest.mark.parametrize("policy", ["las+synergy-tune", "las+synergy-greedy", "fifo+synergy-opt"])
+def test_a_round_has_a_place_for_a_job_that_cannot_be_packed_and_packs_the_others_around_it(
+    policy: str, fields: dict[str, object], restarts: int
+) -> None:
+    drive, small = two_apart(policy)
+    drive.plans()
+    odd = drive.submit(JobSpec(("train",), gpu_memory_bytes=GIB, **fields))  # type: ignore[arg-type]
+    others = [drive.add(2, locality=Locality(LocalityLevel.NODE))] if drive.job(odd).gpus == 2 else []
+    drive.now += EVERY_S
+    moved = [number for kind, number in drive.plans() if kind == "SUSPEND"]
+    assert len(moved) <= restarts
+    for number in moved:
+        drive.rests(number)
+    drive.plans()
+    waiting = {*small, odd, *others}.difference(drive.running)
+    assert odd not in waiting
+    # It gives whole demands only, and the server has some of a node's memory.
+    assert len(waiting) <= (policy == "las+synergy-greedy")
+
+
+def test_a_job_that_fits_nowhere_keeps_no_round_from_the_others() -> None:
+    # One job on each node is never stopped.
+    drive, fixed = two_apart("las+synergy-tune", 1, preemptible=False)
+    jobs = [drive.add() for _ in range(6)]
+    drive.now += EVERY_S
+    drive.plans()
+    drive.all_begin()
+    odd = drive.submit(JobSpec(("train",), (Role("worker", 1, TaskShape(4)),), gpu_memory_bytes=GIB))
+    first = {number for number in jobs if drive.place(number)[0] == "n1"}
+    drive.uses |= {number: 7.0 if number in first else 1.0 for number in jobs}
+    drive.now += EVERY_S
+    moved = {number for kind, number in drive.plans() if kind == "SUSPEND"}
+    assert (len(moved & first), len(moved - first)) == (1, 1)
+    for number in sorted(moved):
+        drive.rests(number)
+    drive.plans()
+    assert drive.running == sorted([*fixed, *jobs])
+    assert drive.job(odd).state is JobState.PENDING

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
+from ganger.cluster.capacity_index import Trial
 from ganger.cluster.fit import bandwidth_of, memory_named, share_of_memory
 from ganger.cluster.resources import Claim, LocalityLevel, accepts_type
+from ganger.cluster.search import PlacementRequest
 from ganger.cluster.view import View
 from msgspec import structs
 
@@ -34,6 +37,7 @@ from ganger_master.planner.tune_stage import (
     trials_of,
     whole,
     wish_of,
+    with_shares,
 )
 from ganger_master.policies.job_facts import Flags
 from ganger_master.policies.tunings import Gangs, Known, Pieces, Tuning, TuningNodes, known_gangs, pieces, rates
@@ -53,15 +57,18 @@ _MOST_MATCHED = 1024
 
 
 class Packing(NamedTuple):
-    """`places`: by job number. `stopped`: numbers of running jobs that have to stop for it."""
+    """`places`: by job number. `apart`: places of pending jobs that cannot be packed. `stopped`: numbers of running
+    jobs that have to stop for it."""
 
     places: Mapping[int, Rows]
+    apart: Mapping[int, Claims]
     stopped: frozenset[int]
 
 
 def packing_of(tuning: Tuning, context: PlanContext) -> Packing | None:
     """Return where the tuning places the jobs that the order chooses. Running jobs that cannot be packed keep what they
-    have. None: that holds for a chosen job that does not run, or jobs share devices, or the packing gains nothing."""
+    have. Pending ones have places of the policy's placement, around which the others are packed; where it finds none,
+    the order chooses without them. None: jobs share devices, or the packing gains nothing."""
     assert tuning.place is not None, f"{tuning.name} places no job"
     table, view, known = context.jobs, context.room.view, known_of(context)
     choice = choose(queue_of(context))
@@ -72,13 +79,22 @@ def packing_of(tuning: Tuning, context: PlanContext) -> Packing | None:
     leaving = _gangs(table, choice, may_stop & ~choice.is_chosen)
     running = {job.number: (job, gang) for job, gang in _gangs(table, choice, is_movable & choice.is_chosen)}
     is_packed = choice.is_chosen & (is_movable | ~facts.is_running)
-    jobs = table.jobs_at(choice.rows[choice.line[is_packed[choice.line]]])
-    if context.terms.co_located or not all(map(packable.by_gpus, jobs)):
+    chosen = table.jobs_at(choice.rows[choice.line[is_packed[choice.line]]])
+    if context.terms.co_located:
         return None
+    jobs = [job for job in chosen if packable.by_gpus(job)]
     names = [name for slot, name in enumerate(view.nodes) if view.available[slot]]
     numbered = {name: at for at, name in enumerate(names)}
-    held = [_with_arenas(gang) for _, gang in (*running.values(), *leaving, *table.going)]
-    nodes = nodes_of(view, numbered, held, ())
+    held = [gang for _, gang in (*running.values(), *leaving, *table.going)]
+    if len(jobs) == len(chosen):
+        apart = _Apart({}, nodes_of(view, numbered, list(map(_with_arenas, held)), ()))
+    else:
+        others = [job for job in chosen if not packable.by_gpus(job)]
+        apart = _set_apart(context, others, held, numbered)
+        if len(apart.claims) < len(others):
+            unplaced = frozenset([job.number for job in others if job.number not in apart.claims])
+            return packing_of(tuning, replace(context, excluded=context.excluded.resting(unplaced)))
+    nodes = apart.nodes
     gpus = np.array([job.gpus for job in jobs], np.int64)
     is_local = np.array([_is_local(job) for job in jobs], bool)
     gangs = known_gangs(known, np.array([job.number for job in jobs], np.int64), gpus, is_local, nodes)
@@ -88,7 +104,7 @@ def packing_of(tuning: Tuning, context: PlanContext) -> Packing | None:
     is_unknown = np.array([not known.knows_memory_of(job.number) for job in jobs], bool)
     if not (len(packed) or leaving or table.going):
         return None
-    if all(present) and not _is_faster(gangs, packed, present, is_unknown):
+    if all(present) and not apart.needs_room and not _is_faster(gangs, packed, present, is_unknown):
         return None
     places = {
         job.number: tuple([(names[node], count, *some) for (node, count), some in zip(*place, strict=True)])
@@ -98,9 +114,49 @@ def packing_of(tuning: Tuning, context: PlanContext) -> Packing | None:
     stays = {
         number
         for number, (job, gang) in running.items()
-        if number in places and _staying(view, job, gang, places[number], known) is not None
+        if number in places
+        and _staying(view, job, gang, places[number], known) is not None
+        and not apart.has_devices_of(gang)
     }
-    return Packing(places, frozenset({*[job.number for job, _ in leaving], *running} - stays))
+    return Packing(places, apart.claims, frozenset({*[job.number for job, _ in leaving], *running} - stays))
+
+
+class _Apart(NamedTuple):
+    """Places of jobs that cannot be packed, by number, and what they leave to the packing. `needs_room`: some of them
+    are free only once running gangs leave."""
+
+    claims: Mapping[int, Claims]
+    nodes: TuningNodes
+    needs_room: bool = False
+
+    def has_devices_of(self, gang: Gang) -> bool:
+        own = {claim.node: claim.device_mask for claim in gang.claims}
+        return any(claim.device_mask & own.get(claim.node, 0) for one in self.claims.values() for claim in one)
+
+
+def _set_apart(
+    context: PlanContext, jobs: Sequence[JobRecord], stoppable: Sequence[Gang], numbered: dict[str, int]
+) -> _Apart:
+    """Place each of the jobs where it fits now, else where it would fit without the gangs that the round may stop."""
+    room, found = context.room, dict[int, Claims]()
+    room.follow()
+    trying = Trial(room)
+
+    def place(job: JobRecord) -> bool:
+        request = PlacementRequest(with_shares(context.terms.shape(job)), max(0.0, context.now - job.pending_since))
+        claims = context.policy.placement.place(room, request)
+        if claims is not None:
+            trying.take(claims)
+            found[job.number] = claims
+        return claims is not None
+
+    left = [job for job in jobs if not place(job)]
+    for gang in stoppable:
+        trying.give(held_alone(gang))
+    makes_room_for = [job for job in left if place(job)]
+    nodes = nodes_of(room.view, numbered, (), ())
+    trying.undo()
+    return _Apart(found, nodes, bool(makes_room_for))
 
 
 class RoundDraft(NamedTuple):
@@ -115,11 +171,13 @@ def plan_packed(packing: Packing, context: PlanContext) -> RoundDraft:
     table, view = context.jobs, context.room.view
     # A node may have been removed since the packing: its jobs go where they fit later.
     places = {number: rows for number, rows in packing.places.items() if all(node in view.slots for node, *_ in rows)}
+    apart = {number: at for number, at in packing.apart.items() if all(claim.node in view.slots for claim in at)}
     known, trials, queue = known_of(context), trials_of(context), queue_of(context)
     running = {job.number: (job, gang) for job, gang in table.running}
     starting = {row[0] for number, rows in places.items() if number not in running for row in rows}
     stays: list[CoresWish] = []
-    for number in sorted(places.keys() & running.keys()):
+    stops_now = packing.stopped if context.may_preempt else frozenset[int]()
+    for number in sorted((places.keys() & running.keys()) - stops_now):
         job, gang = running[number]
         if is_tuned(view, job, gang):
             # A trial of cores lasts while no job starts beside it.
@@ -128,15 +186,20 @@ def plan_packed(packing: Packing, context: PlanContext) -> RoundDraft:
             stays.extend([] if wish is None else [wish])
     waiting = table.jobs_at(queue.rows[queue.waiting])
     starts = [_starting(view, job, places[job.number]) for job in waiting if job.number in places]
+    starts += [_starting_apart(view, job, apart[job.number]) for job in waiting if job.number in apart]
     starts.sort(key=lambda wish: wish.job.number)
     tuned = fitted(view, stays, starts, context.kept_on)
     stops = [
         SuspendChange(number, running[number][0].revision, level=SuspendLevel.CHECKPOINT)
-        for number in sorted(packing.stopped & running.keys() if context.may_preempt else ())
+        for number in sorted(stops_now & running.keys())
     ]
     started = {change.number for change in tuned.changes if isinstance(change, StartChange)}
     returning = [job.number for job, _ in table.going]
-    unsettled = places.keys() & {*returning, *[change.number for change in stops], *[one.job.number for one in starts]}
+    unsettled = (places.keys() | apart.keys()) & {
+        *returning,
+        *[change.number for change in stops],
+        *[one.job.number for one in starts],
+    }
     draft = PlanDraft((*stops, *tuned.changes), len(unsettled) > len(started), queue.changes_at, queue.line)
     return RoundDraft(draft, frozenset(unsettled - started))
 
@@ -205,6 +268,11 @@ def _starting(view: View, job: JobRecord, rows: Rows) -> CoresWish:
         claims.append(claim)
         amounts.append((millicores, memory))
     return wish_of(view, job, shape, tuple(claims), tuple(amounts), is_start=True, gpus=tuple([row[1] for row in rows]))
+
+
+def _starting_apart(view: View, job: JobRecord, claims: Claims) -> CoresWish:
+    amounts = tuple([(sum(claim.millicores), claim.memory_bytes) for claim in claims])
+    return wish_of(view, job, job.shape, claims, amounts, is_start=True)
 
 
 class _Packable:
