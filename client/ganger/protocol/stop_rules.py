@@ -95,8 +95,9 @@ class RelayedPoint(NamedTuple):
 
 
 def merge_point(known: RelayedPoint, received: RelayedPoint) -> RelayedPoint:
-    """Return the newer state of a rank. Its points arrive in the order it wrote them, so of two acks at one step the
-    last received is newer; their numbers do not show it, since checkpoints and stops are counted apart."""
+    """Return the newer state of a rank. Its points are taken in the order it wrote them, so of two acks at one step the
+    last received is newer; their numbers do not show it, since checkpoints and stops are counted apart. The caller
+    drops messages that come out of order."""
     assert known.rank == received.rank, "points of different ranks never merge"
     newer = received if received.ack_sequence and received.ack_step >= known.ack_step else known
     step = max(known.step, received.step, known.ack_step, received.ack_step)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from ganger.agent.v1 import agent_pb2, peer_pb2
 from ganger.injob.page_layout import CHECKPOINT_BIT
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
 from ganger.protocol.stop_rules import RelayedPoint, merge_points
+from ganger.wire.errors import from_rpc_error
 
 from ganger_daemon.core.gang_judgement import PartPhase
 from ganger_daemon.gang.checkpointing import CheckpointCoordinator
@@ -60,26 +62,39 @@ class Outbox:
 
 
 class Link:
-    """Member's side: keeps a stream to the leader open for as long as the gang lives here."""
+    """Member's side: keeps a stream to the leader open for as long as the gang lives here, and on the leader's node."""
 
     def __init__(
         self,
         find_stub: Callable[[], PeerServiceAsyncStub],
         hello: peer_pb2.RankPoints,
         received: Callable[[peer_pb2.RankPoints], None],
+        leader_ended: Callable[[], None],
     ) -> None:
-        """`find_stub`: a channel is replaced when its certificate is renewed."""
+        """`find_stub`: a channel is replaced when its certificate is renewed. `leader_ended`: called once the leader's
+        daemon has forgotten its part of the gang, for that has ended."""
         self._find_stub = find_stub
         self._received = received
-        self._newest = hello
+        self._leader_ended = leader_ended
+        self._sequence = 0
+        self._sent = hello
+        self._newest = self._numbered(hello)
         self._outbox = Outbox()
         self._is_closed = False
         self._task = asyncio.create_task(self._keep())
 
     def send(self, message: peer_pb2.RankPoints) -> None:
-        if message != self._newest:
-            self._newest = message
-            self._outbox.put(message)
+        if message != self._sent:
+            self._sent, self._newest = message, self._numbered(message)
+            self._outbox.put(self._newest)
+
+    def _numbered(self, message: peer_pb2.RankPoints) -> peer_pb2.RankPoints:
+        """Return the message with a number above those of all before, also of a daemon before this one: a gang does
+        not survive a boot."""
+        self._sequence = max(self._sequence + 1, time.clock_gettime_ns(time.CLOCK_BOOTTIME))
+        numbered = peer_pb2.RankPoints(sequence=self._sequence)
+        numbered.MergeFrom(message)
+        return numbered
 
     async def close(self) -> None:
         self._is_closed = True
@@ -97,6 +112,9 @@ class Link:
                     wait = _RETRY_S
                     self._received(message)
             except grpc.aio.AioRpcError as error:
+                if "ended" in from_rpc_error(error).metadata:
+                    self._leader_ended()
+                    return
                 log.debug("relay broke off", extra={"code": error.code().name})
             except asyncio.CancelledError:
                 # Where the channel was closed, gRPC cancels the call and not this task.
@@ -124,6 +142,8 @@ class BoundaryExchange(OfGang):
         self._newest: peer_pb2.RankPoints | None = None
         self._last_rest: tuple[PartPhase, int] | None = None  # Phase and agreement in which points were sent at rest
         self.peer_agreement = 0
+        # By rank of another node: the number of the newest message of its node.
+        self._sequences: dict[int, int] = {}
 
     def begin(
         self, leader: agent_pb2.Member, wanted: DesiredOrder, received: Callable[[peer_pb2.RankPoints], None]
@@ -131,7 +151,8 @@ class BoundaryExchange(OfGang):
         """Open a member's link to the leader, once."""
         if self._link is None and not self._part.leads:
             find_stub = partial(self._context.peers.stub, leader.peer_address)
-            self._link = Link(find_stub, self._message(wanted, 0, ()), received)
+            ended = peer_pb2.RankPoints(points=[peer_pb2.RankPoint(rank=rank, done=True) for rank in leader.ranks])
+            self._link = Link(find_stub, self._message(wanted, 0, ()), received, partial(received, ended))
 
     def join(self) -> Outbox:
         outbox = Outbox(self._newest)
@@ -139,12 +160,17 @@ class BoundaryExchange(OfGang):
         return outbox
 
     async def close(self) -> None:
+        # A member calls again, and is told that this part has ended.
+        for outbox in self.outboxes:
+            outbox.end()
         if self._link is not None:
             await self._link.close()
 
     def receive(self, received: peer_pb2.RankPoints) -> bool:
         """Mirror the points of another daemon, and request here a checkpoint that the leader has requested. Return
-        whether the peer has begun another agreement."""
+        whether the peer has begun another agreement. A message that was sent before the newest one is dropped."""
+        if self._is_late(received):
+            return False
         points = [
             RelayedPoint(point.rank, point.step, point.ack_sequence, point.ack_step, point.done)
             for point in received.points
@@ -159,6 +185,15 @@ class BoundaryExchange(OfGang):
             return False
         self.peer_agreement = agreement
         return True
+
+    def _is_late(self, received: peer_pb2.RankPoints) -> bool:
+        if not received.sequence:
+            return False
+        ranks = [point.rank for point in received.points]
+        if any(received.sequence < self._sequences.get(rank, 0) for rank in ranks):
+            return True
+        self._sequences.update(dict.fromkeys(ranks, received.sequence))
+        return False
 
     def in_flight(self, wanted: DesiredOrder, phase: PartPhase) -> int:
         """Return the agreement that is not settled yet; 0 while there is none, and for a gang on one node."""

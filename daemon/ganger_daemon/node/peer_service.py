@@ -161,6 +161,8 @@ class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
             return gang
         if self._gangs.newest_epoch(job_uid) > epoch:
             raise EpochStale(f"epoch {epoch} is over: the job has a newer one here")
+        if self._gangs.is_finished(job_uid, epoch):
+            raise GangNotFound(f"epoch {epoch} of {job_uid} has ended on this node", ended=True)
         raise GangNotFound(f"epoch {epoch} of {job_uid} is not on this node")
 
     def _check_part(self, gang: LocalGang, context: grpc.aio.ServicerContext[Any, Any]) -> None:

@@ -29,9 +29,14 @@ class RankPoints(google.protobuf.message.Message):
     ORDER_FIELD_NUMBER: builtins.int
     STOP_SEQUENCE_FIELD_NUMBER: builtins.int
     POINTS_FIELD_NUMBER: builtins.int
+    SEQUENCE_FIELD_NUMBER: builtins.int
     job_uid: builtins.str
     epoch: builtins.int
     stop_sequence: builtins.int
+    sequence: builtins.int
+    """Of a member's message: rises with every message of that node, also over its streams. One that comes after a newer
+    one, from a stream that has broken, is dropped. Zero from a leader.
+    """
     @property
     def order(self) -> ganger.agent.v1.agent_pb2.OrderKey: ...
     @property
@@ -44,10 +49,11 @@ class RankPoints(google.protobuf.message.Message):
         order: ganger.agent.v1.agent_pb2.OrderKey | None = ...,
         stop_sequence: builtins.int = ...,
         points: collections.abc.Iterable[Global___RankPoint] | None = ...,
+        sequence: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["order", b"order"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["epoch", b"epoch", "job_uid", b"job_uid", "order", b"order", "points", b"points", "stop_sequence", b"stop_sequence"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["epoch", b"epoch", "job_uid", b"job_uid", "order", b"order", "points", b"points", "sequence", b"sequence", "stop_sequence", b"stop_sequence"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___RankPoints: typing_extensions.TypeAlias = RankPoints

@@ -67,7 +67,8 @@ class PeerServiceServicer(object):
 
     def RelayBoundary(self, request_iterator, context):
         """Steps and acks of one gang while a stop is undecided. A member opens it to the leader; both ends send the ranks they
-        know, again whenever one changed. Errors: NOT_FOUND/GANG_NOT_FOUND, ABORTED/EPOCH_STALE.
+        know, again whenever one changed. Errors: NOT_FOUND/GANG_NOT_FOUND (metadata "ended": the part there has ended and
+        is forgotten), ABORTED/EPOCH_STALE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

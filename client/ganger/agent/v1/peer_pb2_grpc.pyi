@@ -28,7 +28,8 @@ class PeerServiceStub:
     def __new__(cls, channel: grpc.aio.Channel) -> PeerServiceAsyncStub: ...
     RelayBoundary: grpc.StreamStreamMultiCallable[ganger.agent.v1.peer_pb2.RankPoints, ganger.agent.v1.peer_pb2.RankPoints]
     """Steps and acks of one gang while a stop is undecided. A member opens it to the leader; both ends send the ranks they
-    know, again whenever one changed. Errors: NOT_FOUND/GANG_NOT_FOUND, ABORTED/EPOCH_STALE.
+    know, again whenever one changed. Errors: NOT_FOUND/GANG_NOT_FOUND (metadata "ended": the part there has ended and
+    is forgotten), ABORTED/EPOCH_STALE.
     """
     GetRendezvous: grpc.UnaryUnaryMultiCallable[ganger.agent.v1.peer_pb2.GetRendezvousRequest, ganger.agent.v1.peer_pb2.Rendezvous]
     """Where the rendezvous store of an epoch listens; waits until it does. Only the leader's daemon answers.
@@ -54,7 +55,8 @@ class PeerServiceAsyncStub(PeerServiceStub):
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
     RelayBoundary: grpc.aio.StreamStreamMultiCallable[ganger.agent.v1.peer_pb2.RankPoints, ganger.agent.v1.peer_pb2.RankPoints]  # type: ignore[assignment]
     """Steps and acks of one gang while a stop is undecided. A member opens it to the leader; both ends send the ranks they
-    know, again whenever one changed. Errors: NOT_FOUND/GANG_NOT_FOUND, ABORTED/EPOCH_STALE.
+    know, again whenever one changed. Errors: NOT_FOUND/GANG_NOT_FOUND (metadata "ended": the part there has ended and
+    is forgotten), ABORTED/EPOCH_STALE.
     """
     GetRendezvous: grpc.aio.UnaryUnaryMultiCallable[ganger.agent.v1.peer_pb2.GetRendezvousRequest, ganger.agent.v1.peer_pb2.Rendezvous]  # type: ignore[assignment]
     """Where the rendezvous store of an epoch listens; waits until it does. Only the leader's daemon answers.
@@ -83,7 +85,8 @@ class PeerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[ganger.agent.v1.peer_pb2.RankPoints], collections.abc.AsyncIterator[ganger.agent.v1.peer_pb2.RankPoints]]:
         """Steps and acks of one gang while a stop is undecided. A member opens it to the leader; both ends send the ranks they
-        know, again whenever one changed. Errors: NOT_FOUND/GANG_NOT_FOUND, ABORTED/EPOCH_STALE.
+        know, again whenever one changed. Errors: NOT_FOUND/GANG_NOT_FOUND (metadata "ended": the part there has ended and
+        is forgotten), ABORTED/EPOCH_STALE.
         """
 
     @abc.abstractmethod
