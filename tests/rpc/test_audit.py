@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from ganger.v1 import job_service_pb2, node_pb2
+from ganger.v1 import job_pb2, job_service_pb2, node_pb2
 from ganger.wire import revocation
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint
 from ganger.wire.revocation import REVOKED
 from ganger_master.rpc import audit
 from ganger_master.rpc.audit import AuditLog, AuditRecord
+from ganger_master.rpc.log_proxy import LogProxy
 from rpc.certified import CertifiedMaster, serving_certified
+from rpc.kit import WAIT_S, until
 
 
 def records(directory: Path) -> list[dict[str, Any]]:
@@ -80,8 +84,8 @@ def test_a_revoked_certificate_is_recorded_by_its_name(tmp_path: Path, monkeypat
 def test_a_flood_of_refused_callers_does_not_push_out_what_others_did(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(audit, "_REFUSED_BURST", 3.0)
-    monkeypatch.setattr(audit, "_REFUSED_RATE", 1e-9)
+    monkeypatch.setattr(audit, "_FAILED_BURST", 3.0)
+    monkeypatch.setattr(audit, "_FAILED_RATE", 1e-9)
 
     async def story(certified: CertifiedMaster) -> None:
         bob = certified.calls("user", "bob")
@@ -95,9 +99,79 @@ def test_a_flood_of_refused_callers_does_not_push_out_what_others_did(
     run(tmp_path, story)
 
 
-def run(tmp_path: Path, story: Any) -> None:
+def test_a_user_above_its_limit_does_not_push_out_what_others_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit, "_FAILED_BURST", 3.0)
+    monkeypatch.setattr(audit, "_FAILED_RATE", 1e-9)
+
+    async def story(certified: CertifiedMaster) -> None:
+        bob, ann = certified.calls("user", "bob"), certified.calls("user", "ann")
+        for _ in range(30):
+            await tried(bob.jobs.CancelJob(job_service_pb2.CancelJobRequest(name="jobs/none")))
+        job = (await ann.submit()).name
+        found = records(tmp_path / "state")
+        assert [one["caller"] for one in found] == ["user/bob"] * 3 + ["user/ann"]
+        assert (found[-1]["subject"], found[-1]["left_out"]) == (job, 27)
+
+    run(tmp_path, story, changes_per_user=1)
+
+
+def test_a_call_is_recorded_although_the_caller_hangs_up_before_its_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(certified: CertifiedMaster) -> None:
+        ann = certified.calls("user", "ann")
+        job = (await ann.submit()).name
+        done, submit = asyncio.Event(), certified.master.writer.submit
+
+        async def without_an_end(command: Any) -> None:
+            await submit(command)
+            done.set()
+            await asyncio.Event().wait()
+
+        call = job_service_pb2.CancelJobRequest(name=job)
+        with monkeypatch.context() as patch:
+            patch.setattr(certified.master.writer, "submit", without_an_end)
+            asked = ann.jobs.CancelJob(call)
+            await asyncio.wait(
+                {asyncio.ensure_future(asked.code()), asyncio.ensure_future(done.wait())},
+                timeout=WAIT_S,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            asked.cancel()
+        await until(lambda: len(records(tmp_path / "state")) == 2)
+        found = await ann.jobs.GetJob(job_service_pb2.GetJobRequest(name=job))
+        assert found.state == job_pb2.Job.STATE_CANCELLED
+        assert said(tmp_path / "state")[1:] == [("user/ann", "CancelJob", job, "CANCELLED")]
+
+    run(tmp_path, story)
+
+
+def test_the_reading_of_a_log_is_recorded_although_the_reader_hangs_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def read(*_: Any, **__: Any) -> AsyncIterator[job_service_pb2.LogChunk]:
+        yield job_service_pb2.LogChunk(data=b"secret")
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(LogProxy, "read", read)
+
+    async def story(certified: CertifiedMaster) -> None:
+        ann = certified.calls("user", "ann")
+        job = (await ann.submit()).name
+        call = ann.jobs.ReadLog(job_service_pb2.ReadLogRequest(name=job, follow=True))
+        assert (await call.read()).data == b"secret"
+        call.cancel()
+        await until(lambda: len(records(tmp_path / "state")) == 2)
+        assert said(tmp_path / "state")[1:] == [("user/ann", "ReadLog", job, "CANCELLED")]
+
+    run(tmp_path, story)
+
+
+def run(tmp_path: Path, story: Any, **more: int) -> None:
     async def inside() -> None:
-        async with serving_certified(tmp_path) as certified:
+        async with serving_certified(tmp_path, **more) as certified:
             await story(certified)
 
     asyncio.run(inside())
@@ -142,3 +216,29 @@ def test_a_record_that_cannot_be_written_is_reported_once_and_holds_nothing_up(
         full.append(record(2))
         full.close()
     assert [one.message for one in caplog.records] == ["audit log not written"]
+
+
+def test_records_go_on_in_the_same_file_where_no_other_can_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(audit, "_LARGEST_BYTES", 300)
+    monkeypatch.setattr(audit, "_FORMER_FILES", 1)
+    (tmp_path / f"{audit.FILE}.1" / "in the way").mkdir(parents=True)
+    kept = AuditLog(tmp_path / audit.FILE)
+    for number in range(5):
+        kept.append(record(number))
+    kept.close()
+    assert subjects(tmp_path / audit.FILE) == [f"jobs/{number}" for number in range(5)]
+    assert "audit log not rotated" in caplog.messages
+
+
+def test_a_record_that_a_full_disk_cuts_short_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = AuditLog(tmp_path / audit.FILE)
+    kept.append(record(1))
+    with monkeypatch.context() as patch:
+        write = os.write
+        patch.setattr(os, "write", lambda file, content: write(file, content[:20]))
+        kept.append(record(2))
+    kept.append(record(3))
+    kept.close()
+    assert subjects(tmp_path / audit.FILE) == ["jobs/1", "jobs/3"]

@@ -7,6 +7,7 @@ what only reads, are not recorded: there are thousands a second.
 
 from __future__ import annotations
 
+import errno
 import inspect
 import logging
 import os
@@ -19,6 +20,7 @@ from typing import Any, Final
 
 import grpc
 import msgspec
+from ganger.protocol.os_errors import os_failure, os_reason
 from ganger.wire.errors import ApiError, reason_of
 from ganger.wire.servers import Callers, WrappingInterceptor, behaviour_of, identity_in, rebuilt
 
@@ -33,15 +35,16 @@ _FORMER_FILES: Final = 8
 _SERVICES: Final = ("/ganger.v1.JobService/", "/ganger.v1.NodeService/")
 _READS: Final = ("Get", "List", "Watch", "Explain")
 _REFUSALS: Final = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
-# Refused callers a second, and at once: a flood of them must not push out what others did.
-_REFUSED_RATE: Final = 10.0
-_REFUSED_BURST: Final = 1_000.0
+# Failed calls a second, and at once: a flood of them must not push out what others did.
+_FAILED_RATE: Final = 10.0
+_FAILED_BURST: Final = 1_000.0
 _LONGEST: Final = 200
 
 
 class AuditRecord(msgspec.Struct, omit_defaults=True):
-    """`source`: address of the caller. `subject`: name of the job, array, node or gang. `result`: OK, or the reason of
-    the refusal. `left_out`: refused callers since the last record that were not recorded, for they were too many."""
+    """`source`: address of the caller. `subject`: name of the job, array, node or gang. `result`: OK, the reason
+    of the refusal, or CANCELLED: the caller hung up before the end, and what it ordered may be done all the same.
+    `left_out`: failed calls since the last record that were not recorded, for they were too many."""
 
     time: str
     caller: str
@@ -68,16 +71,22 @@ class AuditLog:
             if self._file < 0:
                 self._open()
             if self._size + len(line) > _LARGEST_BYTES:
-                self.close()
                 self._rotate()
-                self._open()
-            self._size += os.write(self._file, line)
+            self._write(line)
         except OSError as error:
             if not self._is_failing:
-                log.error("audit log not written", extra={"file": str(self._path), "error": error.strerror})
+                log.error("audit log not written", extra={"file": str(self._path), "error": os_reason(error)})
             self._is_failing = True
         else:
             self._is_failing = False
+
+    def _write(self, line: bytes) -> None:
+        written = os.write(self._file, line)
+        if written < len(line):
+            # The disk is full. The next record must not go on in the middle of this one.
+            os.ftruncate(self._file, os.fstat(self._file).st_size - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._size += written
 
     def close(self) -> None:
         if self._file >= 0:
@@ -89,10 +98,18 @@ class AuditLog:
         self._size = os.fstat(self._file).st_size
 
     def _rotate(self) -> None:
-        for number in range(_FORMER_FILES - 1, 0, -1):
-            with suppress(FileNotFoundError):
-                self._former(number).replace(self._former(number + 1))
-        self._path.replace(self._former(1))
+        """Start another file. Where that fails, this one goes on for as long again, rather than losing records."""
+        try:
+            for number in range(_FORMER_FILES - 1, 0, -1):
+                with suppress(FileNotFoundError):
+                    self._former(number).replace(self._former(number + 1))
+            self._path.replace(self._former(1))
+        except OSError as error:
+            log.error("audit log not rotated", extra={"file": str(self._path), "error": os_failure(error)})
+            self._size = 0
+            return
+        self.close()
+        self._open()
 
     def _former(self, number: int) -> Path:
         return self._path.with_name(f"{self._path.name}.{number}")
@@ -109,7 +126,7 @@ class AuditInterceptor(WrappingInterceptor):
         self._records = records
         self._callers = callers
         self._steady = steady
-        self._refused = Bucket(_REFUSED_RATE, _REFUSED_BURST)
+        self._failed = Bucket(_FAILED_RATE, _FAILED_BURST)
         self._left_out = 0
 
     def _wrap(self, method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
@@ -117,19 +134,20 @@ class AuditInterceptor(WrappingInterceptor):
         name = method.rpartition("/")[2]
         is_recorded = method.startswith(_SERVICES) and not name.startswith(_READS)
 
-        def note(context: Any, request: Any, response: Any, error: Exception | None) -> None:
-            is_refused = isinstance(error, ApiError) and error.code in _REFUSALS
-            if is_refused and self._refused.take(self._steady()):
+        def note(context: Any, request: Any, response: Any, error: BaseException | None) -> None:
+            if not is_recorded and not (isinstance(error, ApiError) and error.code in _REFUSALS):
+                return
+            if isinstance(error, Exception) and self._failed.take(self._steady()):
                 self._left_out += 1
-            elif is_refused or is_recorded:
-                result = "OK" if error is None else reason_of(error) if isinstance(error, ApiError) else "INTERNAL"
-                subject = str(getattr(response, "name", "") or getattr(request, "name", ""))
-                self._record(context, name, subject, result, is_known=error is None or not _is_unknown(error))
+                return
+            subject = str(getattr(response, "name", "") or getattr(request, "name", ""))
+            self._record(context, name, subject, _result(error), is_known=error is None or not _is_unknown(error))
 
         async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             try:
                 response = await behaviour(request, context)
-            except Exception as error:
+            # A caller that hangs up cancels the call, and what it ordered may be done all the same.
+            except BaseException as error:
                 note(context, request, None, error)
                 raise
             note(context, request, response, None)
@@ -139,7 +157,7 @@ class AuditInterceptor(WrappingInterceptor):
             try:
                 async for response in behaviour(request, context):
                     yield response
-            except Exception as error:
+            except BaseException as error:
                 note(context, request, None, error)
                 raise
             note(context, request, None, None)
@@ -159,5 +177,13 @@ class AuditInterceptor(WrappingInterceptor):
         self._records.append(AuditRecord(moment, caller, source, method, subject[:_LONGEST], result, left_out))
 
 
-def _is_unknown(error: Exception) -> bool:
+def _result(error: BaseException | None) -> str:
+    if error is None:
+        return "OK"
+    if isinstance(error, ApiError):
+        return reason_of(error)
+    return "INTERNAL" if isinstance(error, Exception) else "CANCELLED"
+
+
+def _is_unknown(error: BaseException) -> bool:
     return isinstance(error, ApiError) and error.code is grpc.StatusCode.UNAUTHENTICATED
