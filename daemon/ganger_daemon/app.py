@@ -237,10 +237,17 @@ class Daemon:
         """Return the list of revoked certificates that the master has sent. Raises DaemonError."""
         if self._settings.tls is None:
             return None
+        kept = self.paths.state / REVOKED
         try:
-            return Revocations(self.paths.state / REVOKED, self._settings.tls / AUTHORITY)
-        except CredentialError as error:
-            raise DaemonError(str(error), DaemonObstacle.STATE) from error
+            try:
+                return Revocations(kept, self._settings.tls / AUTHORITY)
+            except CredentialError as error:
+                # Of a former authority, or the machine went down. The master sends its own with the first heartbeat.
+                log.warning("revoked certificates not read", extra={"error": str(error)})
+                kept.unlink(missing_ok=True)
+                return Revocations(kept, self._settings.tls / AUTHORITY)
+        except (CredentialError, OSError) as error:
+            raise DaemonError(os_failure(error), DaemonObstacle.STATE) from error
 
     async def stop(self) -> None:
         """Ends this daemon only: ranks, their launchers and their groups stay."""

@@ -95,7 +95,7 @@ def test_certificates_are_listed_and_revoked_by_serial_number_by_name_and_by_the
     assert states(authority)[first] == "user ann valid"
     done = certs("revoke", authority, bob, "--to", str(tmp_path / "m"))
     assert (done.code, done.out) == (ExitCode.OK, f"revoked {bob}\n")
-    assert Revocations.beside(tmp_path / "m").current().serials == {int(bob, 16)}
+    assert {serial for _, serial in Revocations.beside(tmp_path / "m").current().serials} == {int(bob, 16)}
     done = certs("revoke", authority, "user/ann", str(tmp_path / "n1"))
     assert (done.code, "copy" in done.err) == (ExitCode.OK, True)
     ended = {serial for serial, state in states(authority).items() if state.endswith(" revoked")}

@@ -6,12 +6,14 @@ import time
 from pathlib import Path
 
 import pytest
+from cryptography import x509
 from ganger.wire import revocation
+from ganger.wire.certificate_authority import publish
 from ganger.wire.endpoints import CredentialError
 from ganger.wire.errors import CertificateInvalid, CertificateRevoked
 from ganger.wire.methods import CallerIdentity, CallerRole
 from ganger.wire.revocation import REVOKED, Revocations, ShownCertificate, read_certificate
-from ganger.wire.tls import CERTIFICATE
+from ganger.wire.tls import AUTHORITY, CERTIFICATE
 from kit.certified import Authority
 
 
@@ -48,7 +50,7 @@ def test_a_renewed_certificate_is_not_the_revoked_one(authority: Authority) -> N
 
 def test_a_certificate_that_ends_while_a_connection_lasts_is_refused(authority: Authority) -> None:
     used = Revocations.beside(authority.issue("master", "m"))
-    ended = ShownCertificate(CallerIdentity(CallerRole.USER, "ann"), 1, time.time() - 1.0)
+    ended = ShownCertificate(CallerIdentity(CallerRole.USER, "ann"), (b"", 1), time.time() - 1.0)
     with pytest.raises(CertificateInvalid, match="the certificate of user 'ann' expired on"):
         used.check(ended)
 
@@ -72,13 +74,20 @@ def test_a_list_that_cannot_be_used_is_refused_at_the_start_and_ignored_later(
     master, ann = authority.issue("master", "m"), authority.issue("user", "ann")
     foreign = Authority(tmp_path, "other").revoke(ann)
     (master / REVOKED).write_bytes(authority.revoke(ann))
+    whole = (master / REVOKED).read_bytes()
     used = Revocations.beside(master)
-    for content, why in ((foreign, "was not signed by the authority"), (b"nonsense", "in PEM form"), (b"", "in PEM")):
+    for content, why in (
+        (foreign, "was not signed by the authority"),
+        (b"nonsense", "in PEM form"),
+        (b"", "in PEM"),
+        (whole[:300], "in PEM"),
+        (whole + whole[:300], "written to its end"),
+    ):
         (master / REVOKED).write_bytes(content)
         with pytest.raises(CredentialError, match=why):
             Revocations.beside(master)
         assert used.current().serials == {shown(ann).serial}
-    assert len([one for one in caplog.records if one.message == "revoked certificates not read"]) == 3
+    assert len([one for one in caplog.records if one.message == "revoked certificates not read"]) == 5
 
 
 def test_a_list_that_is_taken_away_leaves_what_is_known(authority: Authority) -> None:
@@ -100,3 +109,51 @@ def test_a_list_that_was_sent_is_kept_and_an_older_or_foreign_one_is_not(authori
         used.accept(Authority(tmp_path, "other").revoke(ann))
     assert used.current().pem == second == file.read_bytes()
     assert Revocations(file, daemon / "ca.pem").current().serials == {shown(ann).serial, shown(bob).serial}
+
+
+def test_with_two_authorities_in_use_each_has_its_list_and_none_revokes_for_the_other(
+    authority: Authority, tmp_path: Path
+) -> None:
+    other = Authority(tmp_path, "other")
+    master, ann, bob = authority.issue("master", "m"), authority.issue("user", "ann"), other.issue("user", "bob")
+    both = [(tmp_path / name / AUTHORITY).read_bytes() for name in ("authority", "other")]
+    (master / AUTHORITY).write_bytes(b"".join(both))
+    authority.revoke(ann)
+    publish(tmp_path / "authority" / REVOKED, master)
+    used = Revocations.beside(master)
+    other.revoke(bob)
+    publish(tmp_path / "other" / REVOKED, master)
+    for known in (used, Revocations.beside(master)):
+        for revoked in (ann, bob):
+            with pytest.raises(CertificateRevoked):
+                known.check(shown(revoked))
+    daemon = Revocations(tmp_path / "kept.pem", master / AUTHORITY)
+    daemon.accept(used.current().pem)
+    assert daemon.current() == used.current()
+
+
+def test_a_serial_number_on_the_list_of_another_authority_does_not_count(authority: Authority) -> None:
+    master, ann = authority.issue("master", "m"), authority.issue("user", "ann")
+    (master / REVOKED).write_bytes(authority.revoke(ann))
+    used, found = Revocations.beside(master), shown(ann)
+    used.check(ShownCertificate(found.identity, (b"another authority", found.serial[1]), found.end))
+
+
+@pytest.mark.parametrize("number", [0, 1 << 63, 1 << 150])
+def test_a_list_with_a_number_that_no_message_holds_is_refused(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    master, ann = authority.issue("master", "m"), authority.issue("user", "ann")
+    monkeypatch.setattr(x509, "CRLNumber", lambda _, made=x509.CRLNumber: made(number))
+    content = authority.revoke(ann)
+    monkeypatch.undo()
+    (master / REVOKED).write_bytes(content)
+    with pytest.raises(CredentialError, match=f"is {number}: make it with one from 1"):
+        Revocations.beside(master)
+
+
+def test_a_list_that_is_too_large_for_a_message_is_refused_by_its_size(authority: Authority) -> None:
+    master = authority.issue("master", "m")
+    (master / REVOKED).write_bytes(b"x" * (2 << 20))
+    with pytest.raises(CredentialError, match="is larger than 1048576 bytes"):
+        Revocations.beside(master)

@@ -28,7 +28,7 @@ from ganger.units import counted
 from ganger.wire.endpoints import CredentialError
 from ganger.wire.errors import CertificateInvalid
 from ganger.wire.methods import CallerIdentity, CallerRole, served_name
-from ganger.wire.revocation import REVOKED, parse_list
+from ganger.wire.revocation import REVOKED, parse_list, parse_lists
 from ganger.wire.tls import AUTHORITY, CERTIFICATE, KEY, check_directory, identity_in_pem
 
 AUTHORITY_KEY: Final = "ca-key.pem"
@@ -267,7 +267,17 @@ def publish(revoked: Path, directory: Path) -> None:
     """Write the list of revoked certificates into a directory with a certificate. Raises CertificateError."""
     if not (directory / CERTIFICATE).is_file():
         raise CertificateError(f"there is no certificate in {directory}: name the directory of the master's")
-    _write(directory, {REVOKED: revoked.read_bytes()}, replaces=True)
+    try:
+        content, there = revoked.read_bytes(), directory / REVOKED
+        trusted = x509.load_pem_x509_certificates((directory / AUTHORITY).read_bytes())
+        lists = parse_lists(there.read_bytes(), trusted) if there.exists() else {}
+        # While two authorities are in use the list of the other one stays.
+        lists |= parse_lists(content, trusted)
+    except (OSError, ValueError) as error:
+        raise CertificateError(f"cannot read {os_failure(error)}") from error
+    except CredentialError as error:
+        raise CertificateError(f"cannot write the list into {directory}: {error}") from error
+    _write(directory, {REVOKED: b"".join(one.pem for one in lists.values())}, replaces=True)
 
 
 def serial_in(directory: Path) -> int:

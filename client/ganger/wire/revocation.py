@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -37,13 +37,23 @@ _MOST_BYTES: Final = 1 << 20
 _LOOK_S: Final = 1.0
 
 
+# What is unique about a certificate: the name of its authority in DER form, and the serial number that it has there.
+IssuerSerial = tuple[bytes, int]
+
+# Numbers travel as 64 bits, and zero stands for no list.
+_MOST_NUMBER: Final = 1 << 63
+_LAST_LINE: Final = b"-----END X509 CRL-----"
+
+
 @dataclass(frozen=True, slots=True)
 class RevocationList:
-    """`number`: a later list of an authority has a higher one; zero: there is no list. `pem`: as it was signed."""
+    """`number`: a later list of an authority has a higher one; zero: there is no list. `pem`: as it was signed.
+    `authority`: the public key of the one that has signed it."""
 
     number: int = 0
-    serials: frozenset[int] = frozenset()
+    serials: frozenset[IssuerSerial] = frozenset()
     pem: bytes = b""
+    authority: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,28 +61,58 @@ class ShownCertificate:
     """What a verified certificate says. `end`: seconds since 1970, when it ends."""
 
     identity: CallerIdentity
-    serial: int
+    serial: IssuerSerial
     end: float
 
 
+class ForeignListError(CredentialError):
+    """A list that no authority of the cluster has signed."""
+
+
+def parse_lists(pem: bytes, authorities: Sequence[Certificate]) -> dict[bytes, RevocationList]:
+    """Return the lists in a file, by authority: with two authorities in use, each has a list of its own. One of an
+    authority that is not in use is left out. Raises CredentialError, and ForeignListError where none is left."""
+    *lists, rest = pem.split(_LAST_LINE)
+    if not lists or b"-----BEGIN" in rest:
+        raise CredentialError("it is no list of revoked certificates in PEM form, or was not written to its end")
+    found: dict[bytes, RevocationList] = {}
+    foreign: ForeignListError | None = None
+    for each in lists:
+        try:
+            one = parse_list(each.lstrip() + _LAST_LINE + b"\n", authorities)
+        except ForeignListError as error:
+            foreign = error
+        else:
+            if one.authority not in found or found[one.authority].number < one.number:
+                found[one.authority] = one
+    if foreign is not None and not found:
+        raise foreign
+    return found
+
+
 def parse_list(pem: bytes, authorities: Iterable[Certificate]) -> RevocationList:
-    """Read a list in PEM form that one of the authorities has signed. Raises CredentialError."""
+    """Read a list in PEM form that one of the authorities has signed. Raises CredentialError, and ForeignListError."""
     from cryptography import x509
     from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
     try:
         found = x509.load_pem_x509_crl(pem)
-        signed = any(_is_signed_by(found, authority) for authority in authorities)
-        serials = frozenset(one.serial_number for one in found)
+        signer = next((authority for authority in authorities if _is_signed_by(found, authority)), None)
+        issuer = found.issuer.public_bytes()
+        serials = frozenset((issuer, one.serial_number) for one in found)
         try:
             number = found.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
         except x509.ExtensionNotFound:
             number = int(found.last_update_utc.timestamp())
     except (ValueError, UnsupportedAlgorithm) as error:
         raise CredentialError(f"it is no list of revoked certificates in PEM form ({error})") from error
-    if not signed:
-        raise CredentialError("it was not signed by the authority of this cluster")
-    return RevocationList(number, serials, pem)
+    if signer is None:
+        raise ForeignListError("it was not signed by the authority of this cluster")
+    if not 0 < number < _MOST_NUMBER:
+        raise CredentialError(f"its number (CRL number) is {number}: make it with one from 1 to 2^63 - 1")
+    key = signer.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    return RevocationList(number, serials, pem, key)
 
 
 def _is_signed_by(found: object, authority: Certificate) -> bool:
@@ -88,8 +128,9 @@ def _is_signed_by(found: object, authority: Certificate) -> bool:
 
 
 class Revocations:
-    """The list in a file, read anew within a second when the file changes. A file that cannot be used, and one that is
-    older than what is known, is logged, and what is known stays in use.
+    """The lists in a file, read anew within a second when the file changes. A file that cannot be used, and one that is
+    older than what is known, is logged, and what is known stays in use. So does the list of an authority of which the
+    file has none.
 
     file: the list; there may be none. authority: ca.pem. Raises CredentialError for a list that cannot be used.
     """
@@ -98,8 +139,9 @@ class Revocations:
         self._file, self._authority = file, authority
         self._lock = threading.Lock()
         self._version = self._file_version()
+        self._lists: dict[bytes, RevocationList] = {}
         self._known = RevocationList()
-        self._known = self._read()
+        self._take(self._read())
         self._looked = time.monotonic()
 
     @classmethod
@@ -123,14 +165,15 @@ class Revocations:
     def accept(self, pem: bytes) -> None:
         """Take a newer list and keep it in the file. Raises CredentialError, also where it cannot be kept: it is in
         use even then."""
-        found = parse_list(pem, self._authorities())
+        found = parse_lists(pem, self._authorities())
         with self._lock:
-            if found.number <= self._known.number:
+            newer = {key: one for key, one in found.items() if one.number > self._number_of(key)}
+            if not newer:
                 return
-            self._take(found)
+            self._take(newer)
             temporary = self._file.with_name(f".{self._file.name}.{os.getpid()}")
             try:
-                temporary.write_bytes(pem)
+                temporary.write_bytes(self._known.pem)
                 temporary.replace(self._file)
             except OSError as error:
                 raise CredentialError(f"cannot write {self._file}: {os_reason(error)}") from error
@@ -150,25 +193,37 @@ class Revocations:
                 f"the certificate of {shown.identity} expired on {moment:%Y-%m-%d %H:%M UTC}: it needs a new one"
             )
 
-    def _take(self, found: RevocationList) -> None:
-        if found.number < self._known.number:
-            raise CredentialError(f"{self._file} is older than the list in use: it has number {found.number}")
-        if found.serials != self._known.serials:
-            log.info("revoked certificates", extra={"certificates": len(found.serials), "number": found.number})
-        self._known = found
+    def _take(self, found: Mapping[bytes, RevocationList]) -> None:
+        older = [one for key, one in found.items() if one.number < self._number_of(key)]
+        self._lists.update({key: one for key, one in found.items() if one not in older})
+        lists = self._lists.values()
+        serials = frozenset(serial for one in lists for serial in one.serials)
+        number = max((one.number for one in lists), default=0)
+        if serials != self._known.serials:
+            log.info("revoked certificates", extra={"certificates": len(serials), "number": number})
+        self._known = RevocationList(number, serials, b"".join(one.pem for one in lists))
+        if older:
+            raise CredentialError(f"{self._file} is older than the list in use: it has number {older[0].number}")
 
-    def _read(self) -> RevocationList:
+    def _number_of(self, authority: bytes) -> int:
+        return self._lists[authority].number if authority in self._lists else 0
+
+    def _read(self) -> dict[bytes, RevocationList]:
         try:
             with self._file.open("rb") as file:
-                pem = file.read(_MOST_BYTES)
+                pem = file.read(_MOST_BYTES + 1)
         except FileNotFoundError:
-            return self._known
+            return {}
         except OSError as error:
             raise CredentialError(f"cannot read {self._file}: {os_reason(error)}") from error
+        if len(pem) > _MOST_BYTES:
+            raise CredentialError(
+                f"cannot use {self._file}: it is larger than {_MOST_BYTES} bytes: take a new authority"
+            )
         try:
-            return parse_list(pem, self._authorities())
+            return parse_lists(pem, self._authorities())
         except CredentialError as error:
-            raise CredentialError(f"cannot use {self._file}: {error}") from error
+            raise type(error)(f"cannot use {self._file}: {error}") from error
 
     def _authorities(self) -> list[Certificate]:
         from cryptography import x509
@@ -193,4 +248,6 @@ def read_certificate(certificate: bytes) -> ShownCertificate:
 
     identity = identity_in_pem(certificate)
     found = x509.load_pem_x509_certificate(certificate)
-    return ShownCertificate(identity, found.serial_number, found.not_valid_after_utc.timestamp())
+    return ShownCertificate(
+        identity, (found.issuer.public_bytes(), found.serial_number), found.not_valid_after_utc.timestamp()
+    )
