@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from cryptography import x509
 from ganger.console import ExitCode
-from ganger.wire.certificate_authority import serial_in
+from ganger.wire.certificate_authority import revoke, serial_in
 from ganger.wire.methods import CallerIdentity, CallerRole
 from ganger.wire.revocation import REVOKED, Revocations
 from ganger.wire.tls import check_directory
@@ -115,6 +117,20 @@ def test_what_cannot_be_revoked_is_said(authority: str, named: str, said: str) -
     done = certs("revoke", authority, named)
     assert (done.code, said in done.err) == (ExitCode.REFUSED, True), done
     assert not (Path(authority) / REVOKED).exists()
+
+
+def test_a_revocation_of_one_certificate_names_another_one_of_the_same_party(authority: str, tmp_path: Path) -> None:
+    stolen, renewed = (issued(authority, tmp_path, "daemon", "n1", out) for out in ("a", "b"))
+    done = certs("revoke", authority, stolen)
+    assert "daemon 'n1' has 1 other certificate still in use: if the key was stolen" in done.err, done
+    assert "still in use" not in certs("revoke", authority, renewed).err
+
+
+def test_revocations_at_once_are_all_on_the_list(authority: str) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda serial: revoke(Path(authority), [serial]), range(1, 9)))
+    listed = x509.load_pem_x509_crl((Path(authority) / REVOKED).read_bytes())
+    assert {one.serial_number for one in listed} == set(range(1, 9))
 
 
 def test_a_list_is_written_only_beside_a_certificate(authority: str, tmp_path: Path) -> None:

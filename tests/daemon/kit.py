@@ -78,6 +78,8 @@ class FakeMaster(agent_pb2_grpc.AgentServiceServicer):
         self.lost_after: float | None = None
         self.logs_kept: float | None = None
         self.revocation_list = b""
+        # Of the next heartbeat.
+        self.refusal: Exception | None = None
 
     def book(self, node: str) -> NodeBook:
         return self.nodes.setdefault(node, NodeBook())
@@ -99,6 +101,9 @@ class FakeMaster(agent_pb2_grpc.AgentServiceServicer):
     async def Reconcile(  # noqa: N802
         self, request: agent_pb2.ReconcileRequest, context: Any
     ) -> agent_pb2.ReconcileResponse:
+        refusal, self.refusal = self.refusal, None
+        if refusal is not None:
+            raise refusal
         book = next((book for book in self.nodes.values() if book.session == request.session), None)
         if book is None:
             raise SessionSuperseded("another session")

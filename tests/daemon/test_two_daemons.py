@@ -14,18 +14,21 @@ from typing import Any
 
 import grpc
 import pytest
-from daemon.kit import Cluster, Intents, Observed, in_phase, log_of, run, with_changes
+from daemon.kit import PATIENCE, Cluster, Intents, Observed, in_phase, log_of, run, with_changes
 from ganger.agent.v1 import agent_pb2, peer_pb2, peer_pb2_grpc
 from ganger.injob.launcher.client import Launcher
 from ganger.protocol.gang_orders import DesiredOrder
 from ganger.v1 import job_pb2
+from ganger.wire.certificate_authority import renew
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint
-from ganger.wire.errors import reason_of
+from ganger.wire.errors import CertificateInvalid, reason_of
 from ganger.wire.methods import CallerRole
+from ganger.wire.revocation import REVOKED
 from ganger_daemon.core.gang_judgement import PartPhase
 from ganger_daemon.gang.boundary_relay import BoundaryExchange
 from ganger_daemon.transfer.state_stream import StreamError, parse_line, read_line, to_daemon
+from kit.certified import Authority
 
 pytestmark = pytest.mark.system
 
@@ -140,6 +143,37 @@ def test_a_daemon_answers_no_daemon_whose_certificate_the_master_has_told_it_is_
             assert await refusal(stub.GetRendezvous(request)) == "CERTIFICATE_REVOKED"
         with pytest.raises(StreamError, match="the certificate of daemon 'n2' was revoked"):
             await asyncio.to_thread(asks_for_state, daemon.stream_address, stolen)
+
+    run(story, certified=True)
+
+
+def test_a_list_of_a_former_authority_keeps_no_daemon_from_starting() -> None:
+    async def story(made: Cluster) -> None:
+        former = Authority(made.directory, "former")
+        kept = made.directory / "n1" / REVOKED
+        kept.parent.mkdir()
+        kept.write_bytes(former.revoke(former.issue("user", "ann")))
+        await made.daemon("n1")
+        assert not kept.exists()
+
+    run(story, certified=True)
+
+
+def test_a_daemon_whose_certificate_ended_but_was_renewed_dials_the_master_at_once() -> None:
+    async def story(made: Cluster) -> None:
+        assert made.authority is not None
+        await made.daemon("n1")
+        await made.until_session("n1")
+        renew(made.directory / "authority", made.authority.issue("daemon", "n1"), 1.0)
+        made.master.refusal = CertificateInvalid("it has ended")
+        async with asyncio.timeout(PATIENCE):
+            while made.master.refusal is not None:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        before = made.master.book("n1").reports
+        # One that was not renewed dials after 5 s at the earliest.
+        async with asyncio.timeout(4.0):
+            while made.master.book("n1").reports == before:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
     run(story, certified=True)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -15,7 +17,14 @@ import pytest
 from cryptography import x509
 from ganger.agent.v1 import agent_pb2
 from ganger.wire import certificate_authority
-from ganger.wire.certificate_authority import CertificateError, issued_certificates, replace_files, request_renewal
+from ganger.wire.certificate_authority import (
+    CertificateError,
+    answer_renewal,
+    issued_certificates,
+    renew,
+    replace_files,
+    request_renewal,
+)
 from ganger.wire.endpoints import Endpoint
 from ganger.wire.errors import from_rpc_error
 from ganger.wire.tls import CERTIFICATE, KEY, check_directory
@@ -132,5 +141,39 @@ def test_a_certificate_that_does_not_fit_its_key_changes_nothing(tmp_path: Path)
         (before[0], b"nonsense"),
     ):
         with pytest.raises(CertificateError, match="the renewed certificate does not do"):
-            replace_files(directory, key, certificate)
+            replace_files(directory, before[1], key, certificate)
         assert ((directory / KEY).read_bytes(), (directory / CERTIFICATE).read_bytes()) == before
+
+
+def test_an_operators_certificate_stays_although_a_renewed_one_arrives_after_it(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    directory, renewed = authority.issue("daemon", "n1"), authority.issue("daemon", "n1", to="renewed")
+    former = (directory / CERTIFICATE).read_bytes()
+    renew(tmp_path / "authority", directory, 1.0)
+    before = (directory / KEY).read_bytes(), (directory / CERTIFICATE).read_bytes()
+    with pytest.raises(CertificateError, match="has another certificate meanwhile"):
+        replace_files(directory, former, (renewed / KEY).read_bytes(), (renewed / CERTIFICATE).read_bytes())
+    assert ((directory / KEY).read_bytes(), (directory / CERTIFICATE).read_bytes()) == before
+
+
+def test_a_disk_that_is_full_is_an_error_of_the_renewal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = Authority(tmp_path).issue("daemon", "n1")
+    certificate, key = (directory / CERTIFICATE).read_bytes(), (directory / KEY).read_bytes()
+
+    def full(**_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path))
+
+    monkeypatch.setattr(certificate_authority, "TemporaryDirectory", full)
+    with pytest.raises(CertificateError, match="no space left on device"):
+        replace_files(directory, certificate, key, certificate)
+
+
+def test_a_certificate_of_another_authority_is_not_renewed_into_one_of_this(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Authority(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(certificate_authority, "_BEFORE", timedelta(minutes=5))
+        foreign = Authority(tmp_path, "other").issue("daemon", "n1", days=1 / 1440)
+    with pytest.raises(CertificateError, match="was made by another authority than"):
+        answer_renewal(tmp_path / "authority", (foreign / CERTIFICATE).read_bytes(), request_renewal()[1])

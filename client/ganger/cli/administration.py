@@ -146,8 +146,26 @@ def revoke(directory: Path, certificates: tuple[str, ...], to: Path | None) -> N
     except authority.CertificateError as error:
         raise CommandError(str(error)) from error
     click.echo(f"revoked {', '.join(f'{serial:x}' for serial in dict.fromkeys(serials))}")
+    _name_others(directory, frozenset(serials), issued)
     if to is None:
         click.echo(f"copy {path} into the directory of the master's certificate: it takes effect there", err=True)
+
+
+def _name_others(directory: Path, revoked: frozenset[int], issued: Sequence[IssuedCertificate]) -> None:
+    """Print which certificates of the same parties are left: a stolen one may have been renewed by the thief."""
+    parties = dict.fromkeys(one.identity for one in issued if one.serial in revoked)
+    now = datetime.now(UTC)
+    for party in parties:
+        left = [
+            one for one in issued
+            if one.identity == party and one.serial not in revoked and not one.is_revoked and one.end > now
+        ]  # fmt: skip
+        if left:
+            click.echo(
+                f"{party} has {counted(len(left), 'other certificate')} still in use: if the key was stolen, revoke"
+                f" all of them by `ganger certs revoke {directory} {party.role}/{party.name}`",
+                err=True,
+            )
 
 
 def _serials(named: str, issued: Sequence[IssuedCertificate]) -> list[int]:

@@ -7,10 +7,12 @@ certificates that are not valid for servers. A directory with such files is refu
 
 from __future__ import annotations
 
+import fcntl
 import ipaddress
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -37,6 +39,8 @@ _ISSUED: Final = "issued"
 AUTHORITY_DAYS: Final = 3650
 _SERVERS: Final = (CallerRole.MASTER, CallerRole.DAEMON)
 _PEM: Final = serialization.Encoding.PEM
+# What a renewed certificate has of the former one.
+_KEPT: Final = (x509.SubjectAlternativeName, x509.ExtendedKeyUsage)
 # Clocks of machines differ.
 _BEFORE: Final = timedelta(minutes=5)
 _HOST = re.compile(
@@ -97,7 +101,8 @@ def issue(
     certificate = _builder(subject, signer.subject, key.public_key(), days)
     shown = _signed(authority, certificate, extensions, signing_key)
     files = {KEY: _pem_of(key), CERTIFICATE: shown, AUTHORITY: signer.public_bytes(_PEM)}
-    _write(out, files, replaces=replaces)
+    with _locked(out) if replaces else nullcontext():
+        _write(out, files, replaces=replaces)
     return x509.load_pem_x509_certificate(shown).not_valid_after_utc
 
 
@@ -152,30 +157,50 @@ def answer_renewal(authority: Path, certificate: bytes, request: bytes) -> bytes
         raise CertificateError(f"the certificate is not due before {due:%Y-%m-%d %H:%M} UTC")
     former = x509.load_pem_x509_certificate(certificate)
     signer, signing_key = _authority(authority)
+    if not _is_made_by(former, signer):
+        # Else a certificate of an authority that is taken out of ca.pem would live on under this one.
+        raise CertificateError(f"the certificate was made by another authority than {authority}: issue one by this one")
     life = former.not_valid_after_utc - former.not_valid_before_utc - _BEFORE
     left = signer.not_valid_after_utc - datetime.now(UTC)
     if left <= timedelta(0):
         raise CertificateError(f"the authority {authority / AUTHORITY} itself has ended")
-    kept = [
-        former.extensions.get_extension_for_class(kind).value
-        for kind in (x509.SubjectAlternativeName, x509.ExtendedKeyUsage)
-    ]
+    kept = [one.value for one in former.extensions if isinstance(one.value, _KEPT)]
     days = min(life, left) / timedelta(days=1)
     return _signed(authority, _builder(former.subject, signer.subject, key, days), kept, signing_key)
 
 
-def replace_files(directory: Path, key: bytes, certificate: bytes) -> None:
+def replace_files(directory: Path, former: bytes, key: bytes, certificate: bytes) -> None:
     """Put a renewed certificate and its key in the place of the former ones, once they have been tried. Raises
-    CertificateError."""
-    with TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as tried:
-        try:
+    CertificateError, also where `former` is no longer the certificate there: what an operator has put there stays."""
+    try:
+        with TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as tried:
             authority = (directory / AUTHORITY).read_bytes()
             files = {KEY: key, CERTIFICATE: certificate}
             _write(Path(tried), {**files, AUTHORITY: authority})
             check_directory(Path(tried))
-        except (OSError, CredentialError) as error:
-            raise CertificateError(f"the renewed certificate does not do: {error}") from error
-        _write(directory, files, replaces=True)
+        with _locked(directory):
+            if (directory / CERTIFICATE).read_bytes() != former:
+                raise CertificateError(f"{directory} has another certificate meanwhile: it stays")
+            _write(directory, files, replaces=True)
+    except CredentialError as error:
+        raise CertificateError(f"the renewed certificate does not do: {error}") from error
+    except OSError as error:
+        raise CertificateError(f"cannot write {os_failure(error)}") from error
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Keep other programs that change several files of a directory, or one by its content, waiting. Raises
+    CertificateError."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise CertificateError(f"cannot lock {os_failure(error)}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def renew(authority: Path, directory: Path, days: float) -> tuple[CallerIdentity, datetime]:
@@ -191,18 +216,24 @@ def renew(authority: Path, directory: Path, days: float) -> tuple[CallerIdentity
     except (CertificateInvalid, ValueError) as error:
         raise CertificateError(f"{directory / CERTIFICATE} is no certificate of a cluster: {error}") from error
     signer, _ = _authority(authority, f"name the directory of the one that made {directory / CERTIFICATE}")
-    try:
-        former.verify_directly_issued_by(signer)
-    except (ValueError, TypeError, InvalidSignature) as error:
+    if not _is_made_by(former, signer):
         raise CertificateError(
             f"{directory / CERTIFICATE} was made by another authority than {authority}: name that one, or issue a "
             "certificate by this one into another directory"
-        ) from error
+        )
     hosts = [*found.get_values_for_type(x509.DNSName), *map(str, found.get_values_for_type(x509.IPAddress))]
     served = {served_name(identity.role, host) for host in hosts}
     return identity, issue(
         authority, identity, [host for host in hosts if host not in served], days, directory, replaces=True
     )
+
+
+def _is_made_by(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +270,12 @@ def revoke(authority: Path, serials: Iterable[int]) -> Path:
 
     A certificate that has ended stays on it: clocks of machines differ, and the list is short.
     """
+    # Two at once would each leave out what the other one adds.
+    with _locked(authority):
+        return _add_revoked(authority, serials)
+
+
+def _add_revoked(authority: Path, serials: Iterable[int]) -> Path:
     signer, key = _authority(authority)
     now = datetime.now(UTC)
     number, former = _revoked(authority, signer)
@@ -375,6 +412,9 @@ def _write(directory: Path, files: dict[str, bytes], *, replaces: bool = False) 
             written.append((temporary, directory / name))
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content)
+                # Else a machine that goes down now may come up with an empty file in the place of this one.
+                file.flush()
+                os.fsync(file.fileno())
         for temporary, path in written:
             temporary.rename(path)
     except OSError as error:

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import grpc
 from ganger.agent.v1 import agent_pb2, agent_pb2_grpc
+from ganger.protocol.os_errors import os_failure
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint, EndpointError
 from ganger.wire.errors import from_rpc_error, reason_of
@@ -65,14 +66,17 @@ def _times(directory: Path) -> tuple[float, float]:
 async def _renew(directory: Path, find_master: Callable[[], Endpoint]) -> None:
     from ganger.wire.certificate_authority import CertificateError, replace_files, request_renewal
 
-    key, request = await asyncio.to_thread(request_renewal)
     try:
+        former = await asyncio.to_thread((directory / CERTIFICATE).read_bytes)
+        key, request = await asyncio.to_thread(request_renewal)
         async with open_aio_channel(find_master()) as channel:
             stub: Any = agent_pb2_grpc.AgentServiceStub(channel)
             answer = await stub.RenewCertificate(agent_pb2.RenewCertificateRequest(signing_request=request))
-        await asyncio.to_thread(replace_files, directory, key, answer.certificate)
+        await asyncio.to_thread(replace_files, directory, former, key, answer.certificate)
     except grpc.aio.AioRpcError as error:
         raise RenewalError(f"{reason_of(error)}: {from_rpc_error(error).message}") from error
     except (EndpointError, CertificateError) as error:
         raise RenewalError(str(error)) from error
+    except OSError as error:
+        raise RenewalError(os_failure(error)) from error
     log.info("certificate renewed", extra={"file": str(directory / CERTIFICATE)})

@@ -30,7 +30,7 @@ from ganger.wire.channels import (
 from ganger.wire.endpoints import CredentialError, Endpoint, EndpointError
 from ganger.wire.errors import WireVersionUnsupported, from_rpc_error, reason_of
 from ganger.wire.times import duration, seconds, timestamp
-from ganger.wire.tls import trouble_with
+from ganger.wire.tls import trouble_with, version_of
 from google.protobuf import json_format
 
 from ganger_daemon.gang.observation import add_metrics
@@ -212,8 +212,10 @@ class Session:
         self._wait = _FIRST_RETRY_S
         while True:
             endpoint: Endpoint | None = None
+            shown: tuple[int, ...] = ()
             try:
                 endpoint = self._find_master()
+                shown = version_of(Path(endpoint.tls))
                 async with open_aio_channel(endpoint) as channel:
                     stub: Any = agent_pb2_grpc.AgentServiceStub(channel)
                     if conversation is None:
@@ -231,14 +233,18 @@ class Session:
                 self._wait = _LASTING_RETRY_S
             except grpc.aio.AioRpcError as error:
                 reason = reason_of(from_rpc_error(error))
-                level = logging.ERROR if reason in _LASTING else logging.INFO
+                # A connection shows the certificate with which it was made: one that was renewed since then is dialled
+                # with at once.
+                is_renewed = endpoint is not None and bool(endpoint.tls) and version_of(Path(endpoint.tls)) != shown
+                is_lasting = reason in _LASTING and not is_renewed
+                level = logging.ERROR if is_lasting else logging.INFO
                 trouble = ""
                 if reason == "UNREACHABLE" and endpoint is not None and endpoint.tls:
                     # gRPC does not report what is wrong with the certificates of either end
                     trouble = await asyncio.to_thread(trouble_with, endpoint)
                 level = logging.ERROR if trouble else level
                 log.log(level, "master not reached", extra={"reason": reason, "error": trouble or error.details()})
-                if reason in _LASTING:
+                if is_lasting:
                     self._wait = _LASTING_RETRY_S
             self.connected.clear()
             await self._pause(endpoint)
