@@ -106,8 +106,15 @@ class RemoteNode:
         if there == version and wheel is None:
             return f"Ganger {there} is there"
         prefix = shlex.quote(places.prefix)
+        taken = shlex.quote(
+            f"{places.prefix} is there, and `cluster add` did not make it: name another --prefix, or use its Python"
+            " with --python"
+        )
         await self._run(
-            "make an environment", f"{shlex.quote(self._python)} -m venv {prefix} && touch {prefix}/{_MADE}"
+            "make an environment",
+            f"if ! test -e {prefix}/{_MADE}; then"
+            f' if test -n "$(ls -A {prefix} 2>/dev/null)"; then echo {taken} >&2; exit 1; fi;'
+            f" mkdir -p {prefix} && touch {prefix}/{_MADE} || exit 1; fi; {shlex.quote(self._python)} -m venv {prefix}",
         )
         wanted = f"ganger[server]=={version}"
         if wheel is not None:
@@ -132,14 +139,23 @@ class RemoteNode:
         for name, mode in ((AUTHORITY, 0o644), (KEY, 0o600), (CERTIFICATE, 0o644)):
             await self.write(f"{self.places.certificates}/{name}", (directory / name).read_bytes(), mode)
 
+    async def stop(self) -> None:
+        """Stop the daemon, if one runs there. Its jobs go on."""
+        if self.has_systemd:
+            await self._run("stop the daemon", f"test ! -e {_UNIT} || systemctl stop {DAEMON_UNIT}")
+        await self._stop_process()
+
     async def start(self, flags: Sequence[str]) -> str:
-        """Start the daemon with these options, in the place of one that runs there; return how.
+        """Start the daemon with these options, where none runs; return how.
 
         Under systemd it is started at boot, too; elsewhere it is a process of its own, until the machine goes down.
         """
         places = self.places
         command = (places.interpreter, "-m", "ganger.cli.main", "daemon", *flags)
-        await self._run("make directories", f"mkdir -p -m 0711 {shlex.quote(places.state)}")
+        state = shlex.quote(places.state)
+        await self._run(
+            "make directories", f"test -d {state} || {{ mkdir -p -m 0711 {state} && touch {state}/{_MADE}; }}"
+        )
         if self.has_systemd:
             await self.write(_UNIT, unit_text("daemon", command).encode(), 0o644)
             await self._run(
@@ -148,7 +164,6 @@ class RemoteNode:
                 f" {DAEMON_UNIT}",
             )
             return f"started {DAEMON_UNIT}"
-        await self._stop_process()
         log = shlex.quote(places.log)
         await self._run(
             "start the daemon", f"cd / && {{ setsid nohup {shlex.join(command)} >>{log} 2>&1 </dev/null & }}; sleep 0.1"
@@ -163,22 +178,23 @@ class RemoteNode:
         return await self._run("read the daemon's log", f"{log} 2>/dev/null || true")
 
     async def remove(self) -> None:
-        """Stop the daemon and remove what was made: unit, certificate, state, and the installation unless it was there
-        before."""
+        """Stop the daemon and remove what was made: unit, certificate, and state and installation unless they were
+        there before."""
         places = self.places
+        await self.stop()
         if self.has_systemd:
             await self._run(
-                "stop the daemon",
-                f"systemctl disable --quiet --now {DAEMON_UNIT} 2>/dev/null; rm -f {_UNIT} && systemctl daemon-reload",
+                "remove the unit",
+                f"systemctl disable --quiet {DAEMON_UNIT} 2>/dev/null; rm -f {_UNIT} && systemctl daemon-reload",
             )
-        await self._stop_process()
-        prefix = shlex.quote(places.prefix)
-        own = shlex.join((places.certificates, places.state))
-        node = shlex.quote(f"{places.state}/node.json")
+        prefix, state, tls = map(shlex.quote, (places.prefix, places.state, places.certificates))
+        own = shlex.join(f"{places.certificates}/{name}" for name in (AUTHORITY, KEY, CERTIFICATE))
         await self._run(
             "remove what was made",
-            f'run=$(sed -n \'s/.*"run_directory": *"\\([^"]*\\)".*/\\1/p\' {node} 2>/dev/null);'
-            f' rm -rf {own} ${{run:+"$run"}}; test ! -e {prefix}/{_MADE} || rm -rf {prefix}',
+            f"rm -f {own} && {{ rmdir {tls} 2>/dev/null || true; }};"
+            f" if test -e {state}/{_MADE}; then"
+            f' run=$(sed -n \'s/.*"run_directory": *"\\([^"]*\\)".*/\\1/p\' {state}/node.json 2>/dev/null);'
+            f' rm -rf {state} ${{run:+"$run"}}; fi; test ! -e {prefix}/{_MADE} || rm -rf {prefix}',
         )
 
     async def write(self, path: str, content: bytes, mode: int) -> None:
@@ -216,15 +232,16 @@ class RemoteNode:
             why = "no answer in time" if isinstance(error, TimeoutError) else str(error)
             raise RemoteNodeError(f"{self.host}: cannot {step}: {why}") from error
         if done.exit_status != 0:
-            said = (_text(done.stderr) or _text(done.stdout)).strip()[-_LONGEST:]
+            said = _text(done.stderr) or _text(done.stdout)
             raise RemoteNodeError(f"{self.host}: cannot {step}: {said or f'exit code {done.exit_status}'}")
-        return _text(done.stdout).strip()
+        return _text(done.stdout)
 
 
 def _text(output: object) -> str:
-    """What a machine printed: nothing of it may steer a terminal."""
-    text = output.decode(errors="replace") if isinstance(output, bytes) else str(output or "")
-    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
+    """The end of what a machine printed: nothing of it may steer a terminal, or fill it."""
+    text = output[-4 * _LONGEST :].decode(errors="replace") if isinstance(output, bytes) else str(output or "")
+    shown = "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
+    return shown.strip()[-_LONGEST:]
 
 
 @asynccontextmanager

@@ -88,15 +88,16 @@ def unit_text(program: Program, command: Sequence[str], *, user: str = "", writa
 
 
 def _command_line(command: Sequence[str]) -> str:
-    return " ".join(map(_word, command))
+    # "$" names a variable in commands, and only there.
+    return " ".join(_word(word).replace("$", "$$") for word in command)
 
 
 def _word(text: str) -> str:
-    # "%" and "$" have meanings of their own in units, and double quotes are read as in C.
-    escaped = text.replace("%", "%%").replace("$", "$$")
+    # "%" has a meaning of its own in units, double quotes are read as in C, and a line ends where it ends.
+    escaped = text.replace("%", "%%")
     if shlex.quote(text) == text:
         return escaped
-    return '"' + escaped.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return '"' + escaped.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
 
 
 class ServiceManager:

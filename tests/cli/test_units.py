@@ -38,6 +38,7 @@ def test_systemd_takes_the_unit_of_a_program(program: str, tmp_path: Path) -> No
         ("100%", "100%%"),
         ("$HOME", '"$$HOME"'),
         ('a"b\\', '"a\\"b\\\\"'),
+        ("a\nUser=root", '"a\\nUser=root"'),
     ],
 )
 def test_words_of_a_command_are_written_as_units_have_them(word: str, written: str) -> None:
@@ -53,9 +54,27 @@ def test_jobs_outlive_the_unit_of_a_daemon_and_the_master_writes_into_its_direct
     assert f"ExecStart={sys.executable} -m ganger.cli.main master --state-dir /m --storage /s" in master.splitlines()
 
 
+@pytest.mark.parametrize(
+    ("flags", "writable"),
+    [
+        (("--state-dir=/m", "--storage=/s"), "/m /s"),
+        (("--state-dir", "/m", "--authority", "/etc/ganger/ca"), "/m /etc/ganger/ca"),
+        (("--state-dir", "/a b/100%/$x"), '"/a b/100%%/$x"'),
+    ],
+)
+def test_a_master_writes_into_all_its_directories_however_they_are_named(flags: tuple[str, ...], writable: str) -> None:
+    assert f"ReadWritePaths={writable}\n" in unit("master", "--", *flags)
+
+
+def test_a_unit_of_a_master_names_where_it_writes() -> None:
+    done = Shell("unused:1").try_("unit", "master", "--", "--storage", "/s")
+    assert (done.code, "name the master's --state-dir" in done.err) == (ExitCode.USAGE, True), done
+
+
 def test_a_unit_has_absolute_paths() -> None:
-    done = Shell("unused:1").try_("unit", "daemon", "--", "--state-dir", "here")
-    assert (done.code, "a unit needs absolute paths" in done.err) == (ExitCode.USAGE, True), done
+    for flags in (("--state-dir", "here"), ("--state-dir=here",), ("--tls", "certs/m")):
+        done = Shell("unused:1").try_("unit", "daemon", "--", *flags)
+        assert (done.code, "a unit needs absolute paths" in done.err) == (ExitCode.USAGE, True), done
 
 
 @pytest.mark.parametrize("is_abstract", [False, True])

@@ -99,6 +99,11 @@ def test_a_machine_becomes_a_node_is_repaired_beside_its_jobs_and_is_removed(ope
     refused = operator.remove()
     assert (refused.returncode, f"`ganger drain {HOST}` moves them off" in refused.stderr) == (4, True), refused
 
+    # The daemon that runs there does not pass for one that does not start.
+    failed = operator.add("--flag=--virtual-gpus=900", "--timeout", "3")
+    assert (failed.returncode, "is not ready after 3 s" in failed.stderr) == (4, True), failed
+    assert operator.add().returncode == 0
+
     former = operator.daemon()
     again = operator.add()
     assert again.returncode == 0, again
@@ -115,7 +120,7 @@ def test_a_machine_becomes_a_node_is_repaired_beside_its_jobs_and_is_removed(ope
     assert not any(path.exists() for path in (Path(run), operator.node / "state", operator.node / "tls"))
     assert json.loads(operator("nodes", "--json"))["nodes"] == []
     listed = json.loads(operator("certs", "list", operator.ca, "--json"))
-    assert [one["state"] for one in listed if one["role"] == "daemon"] == ["revoked", "revoked"]
+    assert [one["state"] for one in listed if one["role"] == "daemon"] == ["revoked"] * 4
 
 
 def test_what_keeps_a_machine_from_becoming_a_node_is_said(operator: Operator) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import getpass
+import posixpath
 import sys
 import tempfile
 import time
@@ -16,6 +17,7 @@ import click
 
 from ganger.cli.options import confirm, open_client, yes_option
 from ganger.console import CommandError, Directory, Within
+from ganger.protocol.os_errors import os_failure
 
 if TYPE_CHECKING:
     from ganger.client import Client
@@ -27,13 +29,32 @@ _FORGET_S: Final = 60.0
 _PATH = click.Path()
 
 
+def _directory(_context: click.Context, _parameter: click.Parameter, path: str | None) -> str | None:
+    """Return a directory on another machine, that the daemon has for itself. Raises click.BadParameter."""
+    if path is None:
+        return None
+    found = posixpath.normpath(path)
+    if not found.startswith("/") or not found.strip("/") or not found.isprintable():
+        raise click.BadParameter(f"{path!r}: name an absolute path, of a directory that is the daemon's alone")
+    return found
+
+
+# Of master and daemon. The master writes what it issues into the authority's.
+_WRITTEN: Final = ("--state-dir", "--storage", "--authority")
+_DIRECTORIES: Final = (*_WRITTEN, "--tls")
+
+
 def _remote_options(command: Any) -> Any:
     """The options that say how machines are reached and where Ganger lies on them."""
     for option in (
-        click.option("--state-dir", "state", type=_PATH, help="Of the daemon.  [default: /var/lib/ganger/daemon]"),
-        click.option("--tls", "certificates", type=_PATH, help="Of its certificate.  [default: /etc/ganger/tls]"),
+        click.option(
+            "--state-dir", "state", callback=_directory, help="Of the daemon.  [default: /var/lib/ganger/daemon]"
+        ),
+        click.option(
+            "--tls", "certificates", callback=_directory, help="Of its certificate.  [default: /etc/ganger/tls]"
+        ),
         click.option("--python", default="", help="Interpreter there that has Ganger already; nothing is installed."),
-        click.option("--prefix", type=_PATH, help="Where to install Ganger there.  [default: /opt/ganger]"),
+        click.option("--prefix", callback=_directory, help="Where to install Ganger there.  [default: /opt/ganger]"),
         click.option("--identity", "key", type=click.Path(path_type=Path, exists=True), help="Key for ssh."),
         click.option("--port", type=click.IntRange(1, 65535), help="Port of ssh."),
         click.argument("hosts", nargs=-1, required=True, metavar="[USER@]HOST..."),
@@ -79,13 +100,12 @@ def add(
     from ganger import __version__
     from ganger.remote_node import connected
 
-    places = _places(where)
+    places, nodes = _places(where), _node_names(hosts)
     with open_client() as client:
         address = _address_for_nodes(client, master_address, hosts)
 
         async def one(destination: str, say: Callable[[str], None]) -> None:
-            host = destination.rpartition("@")[2]
-            node = _node_name(host)
+            host, node = destination.rpartition("@")[2], nodes[destination]
             async with connected(destination, places, port, key) as machine:
                 await machine.probe()
                 say(await machine.install(__version__, wheel))
@@ -94,6 +114,8 @@ def add(
                     await machine.write_certificate(Path(directory) / "tls")
                 own = ["--state-dir", places.state, "--tls", places.certificates, "--node", node]
                 seen = ["--storage", storage] if storage is not None else []
+                # Stopped first: else its last heartbeat would pass for the new one's first.
+                await machine.stop()
                 before = await asyncio.to_thread(_last_session, client, node)
                 say(await machine.start([*own, "--master", address, "--listen", host, *seen, *flags]))
                 say(await _ready(client, machine, node, before, timeout_s))
@@ -114,24 +136,24 @@ def remove(
     """
     from ganger.remote_node import connected
 
-    places = _places(where)
+    places, nodes = _places(where), _node_names(hosts)
     with open_client() as client:
         confirm(f"remove {', '.join(hosts)}?", is_sure)
-        for destination in hosts:
-            _close(client, _node_name(destination.rpartition("@")[2]))
+        for node in nodes.values():
+            _close(client, node)
+        # First: a machine that is not reached any more is the one whose certificate matters.
+        if authority is not None:
+            _revoke(authority, tuple(nodes.values()))
 
         async def one(destination: str, say: Callable[[str], None]) -> None:
-            node = _node_name(destination.rpartition("@")[2])
             async with connected(destination, places, port, key) as machine:
                 await machine.probe()
                 await machine.remove()
             say("stopped, and what was made there is gone")
-            await _forget(client, node)
+            await _forget(client, nodes[destination])
             say("forgotten by the master")
 
         _for_each(hosts, one)
-    if authority is not None:
-        _revoke(authority, [_node_name(each.rpartition("@")[2]) for each in hosts])
 
 
 @click.command()
@@ -147,12 +169,22 @@ def unit(program: Any, flags: tuple[str, ...], user: str | None) -> None:
     """
     from ganger.service_unit import unit_text
 
-    writable = [value for name, value in pairwise(flags) if name in ("--state-dir", "--storage")]
-    relative = [path for path in writable if not path.startswith("/")]
+    named = _directories(flags)
+    relative = [path for _, path in named if not path.startswith("/")]
     if relative:
         raise click.UsageError(f"{relative[0]}: a unit needs absolute paths")
+    writable = [path for name, path in named if name in _WRITTEN]
+    if program == "master" and "--state-dir" not in dict(named):
+        raise click.UsageError("name the master's --state-dir: it may write into the directories that it is given only")
     command = (sys.executable, "-m", "ganger.cli.main", program, *flags)
     click.echo(unit_text(program, command, user=user or getpass.getuser(), writable=writable), nl=False)
+
+
+def _directories(flags: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the options among these that are directories, with their values, in both forms: apart, and by "="."""
+    apart = list(pairwise([*flags, ""]))
+    found = [(name, value) if name in _DIRECTORIES else tuple(name.split("=", 1)) for name, value in apart]
+    return [(one[0], one[1]) for one in found if len(one) == 2 and one[0] in _DIRECTORIES]
 
 
 def _places(where: dict[str, Any]) -> NodePlaces:
@@ -169,6 +201,17 @@ def _node_name(host: str) -> str:
     if not is_node_id(name):
         raise click.UsageError(f"{host!r} gives no name for a node: name the machine by a host name or an IPv4 address")
     return name
+
+
+def _node_names(hosts: Sequence[str]) -> dict[str, str]:
+    """Return the name of each host's node. Raises click.UsageError, also for two of one name."""
+    found: dict[str, str] = {}
+    for destination in dict.fromkeys(hosts):
+        node = _node_name(destination.rpartition("@")[2])
+        if node in found.values():
+            raise click.UsageError(f"two of the hosts would be nodes/{node}: the first part of a name names the node")
+        found[destination] = node
+    return found
 
 
 def _address_for_nodes(client: Client, named: str | None, hosts: Sequence[str]) -> str:
@@ -233,6 +276,7 @@ async def _ready(client: Client, machine: RemoteNode, node: str, before: float, 
 def _for_each(hosts: Sequence[str], one: Callable[[str, Callable[[str], None]], Coroutine[Any, Any, None]]) -> None:
     """Do all machines at once, and raise CommandError at the end for those that failed."""
     from ganger.remote_node import RemoteNodeError
+    from ganger.wire.errors import ApiError
 
     async def all_of_them() -> list[str]:
         room = asyncio.Semaphore(_AT_ONCE)
@@ -246,6 +290,11 @@ def _for_each(hosts: Sequence[str], one: Callable[[str, Callable[[str], None]], 
                     await one(destination, say)
                 except RemoteNodeError as error:
                     return str(error)
+                # The master refused something: the other machines go on.
+                except ApiError as error:
+                    return f"{destination.rpartition('@')[2]}: {error.message}"
+                except OSError as error:
+                    return f"{destination.rpartition('@')[2]}: {os_failure(error)}"
             return ""
 
         return [why for why in await asyncio.gather(*map(guarded, dict.fromkeys(hosts))) if why]
