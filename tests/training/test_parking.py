@@ -274,6 +274,33 @@ def test_a_checkpoint_is_taken_while_training_goes_on(tmp_path: Path, arena_byte
     assert verify_image(tmp_path / f"saved-{step}/rank-0.shard").step == step
 
 
+WRITES_LATE = """
+import threading
+from ganger.training import state_keeper
+write = state_keeper.StateKeeper._write_arena
+
+def write_late(*arguments):
+    threading.main_thread().join()
+    write(*arguments)
+
+state_keeper.StateKeeper._write_arena = write_late
+"""
+
+
+def test_a_checkpoint_that_is_written_when_training_has_ended_is_reported(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(WRITES_LATE + FORMS["attached"])
+    directory = tmp_path / "going-on"
+    (directory / "orders").mkdir(parents=True)
+    (directory / "orders/checkpoint-5.json").write_text(f'{{"checkpoint": "{tmp_path}/saved-{{step}}"}}')
+    rank = Rank(directory, path, arena_bytes=ARENA_BYTES, order=PageOrderKind.WAIT)
+    wait_until(lambda: rank.page.get(Word.STATE) == PageState.READY, "ready")
+    rank.page.request_checkpoint(5)
+    rank.order(2, PageOrderKind.RUN)
+    assert rank.end() == 0, rank.output()
+    assert rank.page.get(Word.CHECKPOINT_DONE) == 5 | CHECKPOINT_BIT
+
+
 @pytest.mark.parametrize("arena_bytes", [0, ARENA_BYTES], ids=["no arena", "arena"])
 def test_a_checkpoint_that_fails_while_training_goes_on_is_reported_by_its_number(
     tmp_path: Path, arena_bytes: int

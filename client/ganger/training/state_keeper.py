@@ -7,6 +7,7 @@ times as much.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import errno
@@ -358,11 +359,17 @@ class StateKeeper:
                 self._finished = lambda: control.checkpoint_failed(request.seq, word, message)
             else:
                 self._finished = lambda: control.checkpoint_durable(request.seq, request.step)
+            # Training has ended: no boundary will report it, and the control is free.
+            if not threading.main_thread().is_alive():
+                self.tend()
 
         self._writer = threading.Thread(target=write, name="ganger-checkpoint")
         self._writer.start()
+        # Training may end between the two.
+        atexit.register(self._wait_for_writer)
 
     def _wait_for_writer(self) -> None:
+        atexit.unregister(self._wait_for_writer)
         if self._writer is not None:
             self._writer.join()
             self._writer = None
