@@ -1,4 +1,4 @@
-"""A machine that is reached by ssh and made a node, or none any more: what is installed there, and its daemon's unit.
+"""A machine that is reached by ssh and made a node, or removed: what is installed there, and its daemon's unit.
 
 Every step can be repeated: a machine on which one failed is added by the same command again. All commands there are for
 the POSIX shell, as root or by `sudo -n`; files travel on their standard input.
@@ -36,8 +36,10 @@ for each in python3 python3.14 python3.13 python3.12 python3.11; do
     fi
 done
 """
-# Says of a directory that it was made here and may be removed.
+# Marks a directory that was made here and may be removed.
 _MADE: Final = ".made-by-ganger"
+_MADE_UNIT: Final = "# Made by ganger cluster add."
+_FOREIGN_UNIT: Final = shlex.quote(f"{_UNIT} is there, and `cluster add` did not make it: remove it first")
 _LONGEST: Final = 400
 
 
@@ -157,7 +159,11 @@ class RemoteNode:
             "make directories", f"test -d {state} || {{ mkdir -p -m 0711 {state} && touch {state}/{_MADE}; }}"
         )
         if self.has_systemd:
-            await self.write(_UNIT, unit_text("daemon", command).encode(), 0o644)
+            await self._run(
+                "write the unit",
+                f"test ! -e {_UNIT} || grep -q '^{_MADE_UNIT}$' {_UNIT} || {{ echo {_FOREIGN_UNIT} >&2; exit 1; }}",
+            )
+            await self.write(_UNIT, f"{_MADE_UNIT}\n{unit_text('daemon', command)}".encode(), 0o644)
             await self._run(
                 "start the daemon",
                 f"systemctl daemon-reload && systemctl enable --quiet {DAEMON_UNIT} && systemctl restart --no-block"
@@ -170,7 +176,7 @@ class RemoteNode:
         )
         return "started the daemon; there is no systemd, so start it after a reboot by the same command"
 
-    async def last_words(self) -> str:
+    async def log_end(self) -> str:
         """Return the end of the daemon's log."""
         log = f"journalctl --no-pager -o cat -n 3 -u {DAEMON_UNIT}"
         if not self.has_systemd:
@@ -185,7 +191,8 @@ class RemoteNode:
         if self.has_systemd:
             await self._run(
                 "remove the unit",
-                f"systemctl disable --quiet {DAEMON_UNIT} 2>/dev/null; rm -f {_UNIT} && systemctl daemon-reload",
+                f"grep -q '^{_MADE_UNIT}$' {_UNIT} 2>/dev/null || exit 0;"
+                f" systemctl disable --quiet {DAEMON_UNIT} 2>/dev/null; rm -f {_UNIT} && systemctl daemon-reload",
             )
         prefix, state, tls = map(shlex.quote, (places.prefix, places.state, places.certificates))
         own = shlex.join(f"{places.certificates}/{name}" for name in (AUTHORITY, KEY, CERTIFICATE))
@@ -194,7 +201,9 @@ class RemoteNode:
             f"rm -f {own} && {{ rmdir {tls} 2>/dev/null || true; }};"
             f" if test -e {state}/{_MADE}; then"
             f' run=$(sed -n \'s/.*"run_directory": *"\\([^"]*\\)".*/\\1/p\' {state}/node.json 2>/dev/null);'
-            f' rm -rf {state} ${{run:+"$run"}}; fi; test ! -e {prefix}/{_MADE} || rm -rf {prefix}',
+            # One that an option of the daemon named may hold more.
+            f' case "$run" in */../*) ;; /run/ganger/*|/dev/shm/ganger*) rm -rf "$run" ;; esac;'
+            f" rm -rf {state}; fi; test ! -e {prefix}/{_MADE} || rm -rf {prefix}",
         )
 
     async def write(self, path: str, content: bytes, mode: int) -> None:

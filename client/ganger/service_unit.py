@@ -1,7 +1,7 @@
-"""systemd: units of master and daemon, and what a program that runs as one says to the service manager.
+"""systemd: units of master and daemon, and notifications from a program that runs as one.
 
-The manager listens on the socket in $NOTIFY_SOCKET (sd_notify(3)): it hears that a program is ready, and then, at
-least once in $WATCHDOG_USEC, that its loop turns. Without these variables nothing is said.
+A program sends to the socket in $NOTIFY_SOCKET that it is ready, and then, at least once in $WATCHDOG_USEC, that its
+loop turns (sd_notify(3)). Without these variables it sends nothing.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ OOMScoreAdjust=-900
 # The master needs its directories, the network, and nothing else of the machine. Its children end with it.
 _MASTER = """\
 User={user}
+ExecStartPre=+{prepare}
 UMask=0077
 NoNewPrivileges=yes
 CapabilityBoundingSet=
@@ -70,6 +71,8 @@ LockPersonality=yes
 SystemCallFilter=@system-service
 OOMScoreAdjust=-500
 """
+# Only what is there can be made writable. What is missing is made for the master alone.
+_PREPARE: Final = 'user=$1; shift; for each; do test -d "$each" || install -d -o "$user" -m 0700 "$each"; done'
 _INSTALL = """
 [Install]
 WantedBy=multi-user.target
@@ -83,8 +86,10 @@ def unit_text(program: Program, command: Sequence[str], *, user: str = "", writa
     the directories it writes into.
     """
     common = _COMMON.format(program=program, command=_command_line(command), lasting=_LASTING_EXIT_CODES)
-    own = _DAEMON if program == "daemon" else _MASTER.format(user=user, writable=" ".join(map(_word, writable)))
-    return common + own + _INSTALL
+    if program == "daemon":
+        return common + _DAEMON + _INSTALL
+    prepare = _command_line(("/bin/sh", "-c", _PREPARE, "sh", user, *writable))
+    return common + _MASTER.format(user=user, prepare=prepare, writable=" ".join(map(_word, writable))) + _INSTALL
 
 
 def _command_line(command: Sequence[str]) -> str:
@@ -111,9 +116,9 @@ class ServiceManager:
         self._period_s = int(period) / 1e6 if is_meant and period.isdecimal() else 0.0
 
     @asynccontextmanager
-    async def told(self) -> AsyncIterator[None]:
-        """Tell the manager, while this context lasts, that this program is ready and that its loop turns."""
-        self._tell("READY=1")
+    async def notified(self) -> AsyncIterator[None]:
+        """Notify the manager, while this context lasts, that this program is ready and that its loop turns."""
+        self._notify("READY=1")
         beating = asyncio.ensure_future(self._beat())
         try:
             yield
@@ -121,14 +126,14 @@ class ServiceManager:
             beating.cancel()
             with suppress(asyncio.CancelledError):
                 await beating
-            self._tell("STOPPING=1")
+            self._notify("STOPPING=1")
 
     async def _beat(self) -> None:
         while self._period_s:
-            self._tell("WATCHDOG=1")
+            self._notify("WATCHDOG=1")
             await asyncio.sleep(self._period_s / 3)
 
-    def _tell(self, state: str) -> None:
+    def _notify(self, state: str) -> None:
         if self._path[:1] not in ("/", "@"):
             return
         address = "\0" + self._path[1:] if self._path.startswith("@") else self._path

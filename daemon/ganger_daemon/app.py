@@ -603,7 +603,7 @@ async def run_daemon(settings: DaemonSettings) -> None:
     else:
         starting.result()
         print(f"daemon {daemon.node} ready: peers {daemon.peer_address}, stream {daemon.stream_address}", flush=True)
-        async with manager.told():
+        async with manager.notified():
             await stopped
     await daemon.stop()
 

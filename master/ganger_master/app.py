@@ -403,7 +403,7 @@ async def run(config: Config, say: Callable[[str], None]) -> bool:
     asked = asyncio.create_task(stop.wait())
     failed = asyncio.create_task(master.writer.stopped.wait())
     try:
-        async with manager.told():
+        async with manager.notified():
             await asyncio.wait({asked, failed}, return_when=asyncio.FIRST_COMPLETED)
         if master.writer.fenced is not None:
             raise FencedError(str(master.writer.fenced))

@@ -54,12 +54,6 @@ def test_a_node_is_told_what_it_lacks_what_that_means_and_why(lacks: Mapping[str
     assert all(part in finding.found for part in said), finding
 
 
-def test_images_that_jobs_of_accounts_lack_are_nothing_to_mend() -> None:
-    for switches, advice in (("no", "install CRIU 4 or newer, and run the daemon as root"), ("accounts", "")):
-        (finding,) = capability_findings("n1", {**WHOLE, "switch_user": switches, "image": "none: why"})
-        assert (finding.level, finding.advice) == (WARN, advice)
-
-
 @pytest.mark.parametrize(
     ("node", "level", "found", "advice"),
     [

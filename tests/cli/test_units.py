@@ -89,7 +89,7 @@ def test_a_service_says_when_it_is_ready_that_it_lives_and_when_it_ends(
         monkeypatch.setenv("WATCHDOG_USEC", "30000")
 
         async def serve() -> list[bytes]:
-            async with ServiceManager().told():
+            async with ServiceManager().notified():
                 return [await asyncio.to_thread(manager.recv, 99) for _ in range(4)]
 
         assert asyncio.run(serve()) == [b"READY=1", *[b"WATCHDOG=1"] * 3]

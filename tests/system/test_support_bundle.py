@@ -13,7 +13,7 @@ from kit.up import NO_PRELOAD, Up
 
 pytestmark = pytest.mark.system
 
-SCRIPT = "import sys; print('s3cret-out', flush=True); sys.exit('s3cret-err ' + sys.argv[1])"
+SCRIPT = "import sys; print('s3cret-out', flush=True); raise ValueError('s3cret-err ' + sys.argv[1])"
 
 
 def parts_of(bundle: Path) -> dict[str, str]:

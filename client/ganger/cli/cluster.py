@@ -1,4 +1,4 @@
-"""`ganger cluster add`, `cluster remove`: machines become nodes, and none again, by ssh. `ganger unit`: a unit file."""
+"""`ganger cluster add` and `cluster remove`: nodes of a cluster, by ssh. `ganger unit`: a unit file."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import click
 from ganger.cli.options import confirm, open_client, yes_option
 from ganger.console import CommandError, Directory, Within
 from ganger.protocol.os_errors import os_failure
+from ganger.wire.tls import AUTHORITY
 
 if TYPE_CHECKING:
     from ganger.client import Client
@@ -109,13 +110,15 @@ def add(
             async with connected(destination, places, port, key) as machine:
                 await machine.probe()
                 say(await machine.install(__version__, wheel))
-                with tempfile.TemporaryDirectory() as directory:
-                    _issue(authority, node, host, days, Path(directory) / "tls")
-                    await machine.write_certificate(Path(directory) / "tls")
                 own = ["--state-dir", places.state, "--tls", places.certificates, "--node", node]
                 seen = ["--storage", storage] if storage is not None else []
-                # Stopped first: else its last heartbeat would pass for the new one's first.
+                # Stopped first: else its last heartbeat would pass for the new one's first, and it might renew its
+                # certificate meanwhile.
                 await machine.stop()
+                with tempfile.TemporaryDirectory() as directory:
+                    _issue(authority, node, host, days, Path(directory) / "tls")
+                    _trust(Path(directory) / "tls" / AUTHORITY, Path(client.endpoint.tls) / AUTHORITY)
+                    await machine.write_certificate(Path(directory) / "tls")
                 before = await asyncio.to_thread(_last_session, client, node)
                 say(await machine.start([*own, "--master", address, "--listen", host, *seen, *flags]))
                 say(await _ready(client, machine, node, before, timeout_s))
@@ -130,7 +133,7 @@ def add(
 def remove(
     hosts: tuple[str, ...], authority: Path | None, is_sure: bool, port: int | None, key: Path | None, **where: Any
 ) -> None:
-    """Make machines no nodes any more: stop the daemon, remove what `cluster add` made, forget the node.
+    """Remove nodes from the cluster: stop the daemon, remove what `cluster add` made, forget the node.
 
     Drain the node first: one on which jobs have something is refused.
     """
@@ -174,6 +177,8 @@ def unit(program: Any, flags: tuple[str, ...], user: str | None) -> None:
     if relative:
         raise click.UsageError(f"{relative[0]}: a unit needs absolute paths")
     writable = [path for name, path in named if name in _WRITTEN]
+    if program == "daemon" and user is not None:
+        raise click.UsageError("--user is for masters: a daemon runs as root, and jobs as --accounts says")
     if program == "master" and "--state-dir" not in dict(named):
         raise click.UsageError("name the master's --state-dir: it may write into the directories that it is given only")
     command = (sys.executable, "-m", "ganger.cli.main", program, *flags)
@@ -240,6 +245,13 @@ def _issue(authority: Path, node: str, host: str, days: float, out: Path) -> Non
         raise RemoteNodeError(f"{host}: {error}") from error
 
 
+def _trust(node: Path, own: Path) -> None:
+    """Let a node trust what the operator trusts, too: in a change of authority the master's certificate is of another
+    one than the node's new one."""
+    made, known = node.read_bytes(), own.read_bytes()
+    node.write_bytes(known if made.strip() in known else known.rstrip() + b"\n" + made)
+
+
 def _last_session(client: Client, node: str) -> float:
     """Return when the master last heard of a node, in seconds since 1970; zero: never."""
     from ganger.wire.errors import NodeNotFound
@@ -269,7 +281,7 @@ async def _ready(client: Client, machine: RemoteNode, node: str, before: float, 
                 return f"nodes/{node} is ready after {time.monotonic() - began:.1f} s"
             why = found.state_reason or why
         await asyncio.sleep(_LOOK_S)
-    said = await machine.last_words()
+    said = await machine.log_end()
     raise RemoteNodeError(f"{machine.host}: the daemon is not ready after {timeout_s:g} s: {why}; its log ends: {said}")
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import click
 
+from ganger.cli.checkout import require_server
 from ganger.cli.options import json_option, number, open_client
 from ganger.console import CommandError, Directory, ExitCode, print_json, print_line
 from ganger.protocol.os_errors import os_failure
@@ -67,9 +68,13 @@ def findings(storage: Path | None, tls: Path | None, criu: str) -> list[Finding]
 
 
 def _of_this_machine(storage: Path | None, tls: Path | None, criu: str) -> Iterator[Finding]:
-    checks = entry_points(group=ENTRY_POINTS)
+    try:
+        require_server()
+        checks = tuple(entry_points(group=ENTRY_POINTS))
+    except ModuleNotFoundError:
+        checks = ()
     if not checks:
-        yield Finding(OK, "this machine", "it is no node: the daemon is not installed here")
+        yield Finding(OK, "this machine", "it is no node: what a daemon needs is not installed here")
     for check in checks:
         capabilities, findings = check.load()(storage, criu)
         yield from capability_findings("this machine", capabilities)
@@ -128,8 +133,6 @@ def capability_findings(subject: str, capabilities: Mapping[str, str]) -> Iterat
         if not value.startswith(missing) or (name == "gpu_state" and not has_gpus):
             continue
         why = capabilities.get(f"{name}_reason") or value.partition(": ")[2]
-        if name == "image" and capabilities.get("switch_user") == "accounts":
-            advice = ""  # that is the price of it
         lacks.setdefault(advice or name, []).append((name, meaning, why))
         if name == "cgroup":
             # The rest of it follows.

@@ -35,18 +35,23 @@ _EVENTS: Final = 20_000
 _JOBS: Final = 5_000
 _LOG_LINES: Final = 20_000
 _LOG_S: Final = 30.0
-# Of a job's description, what scheduling looks at.
+# Of a job, what scheduling looks at and what it decided; of its events, no text: that of a failure may be the job's.
+_JOB: Final = frozenset({
+    "name", "uid", "user", "state", "revision", "gang", "suspended_level", "create_time", "start_time", "end_time",
+    "failures", "preemptions", "blockers", "queue_rank", "run_duration", "running_since_time",
+})  # fmt: skip
 _SPEC: Final = frozenset({
     "roles", "device_type", "locality", "nodes", "priority", "time_limit", "gpu_memory_bytes", "max_failures",
     "preemptible", "gpus_min", "gpus_max", "deadline", "movable", "weight", "mechanism", "checkpoint_interval",
 })  # fmt: skip
-_NOT_OF_JOBS: Final = frozenset({"spec", "array"})
+_EVENT: Final = frozenset({"sequence", "time", "subject", "kind", "cause"})
+_QUARANTINED: Final = frozenset({"name", "job", "job_known", "epoch", "parts", "reason", "user", "adoption_refusal"})
 
 
 @click.command("support-bundle")
 @click.argument("file", type=click.Path(path_type=Path), required=False)
 def support_bundle(file: Path | None) -> None:
-    """Write what is known of this machine and the cluster into FILE, a .tar.gz,.
+    """Write what is known of this machine and the cluster into FILE (.tar.gz).
 
     It has the findings of `ganger doctor`, versions, nodes, the queue, the history, and the logs of Ganger's systemd
     units here. Of jobs it has what was requested and what happened, not what they run: no command, environment or
@@ -88,15 +93,23 @@ _TAKEN: Final[dict[str, Callable[[Client], Any]]] = {
     "cluster": lambda client: plain(client.get_cluster()),
     "nodes": lambda client: plain(client.list_nodes()),
     "jobs": lambda client: [_of_job(job) for job in client.list_jobs(limit=_JOBS)],
-    "events": lambda client: [plain(event) for event in islice(client.list_events(), _EVENTS)],
-    "quarantined": lambda client: [plain(gang) for gang in client.list_quarantined_gangs()],
+    "events": lambda client: [_of_event(event) for event in islice(client.list_events(), _EVENTS)],
+    "quarantined": lambda client: [_only(plain(gang), _QUARANTINED) for gang in client.list_quarantined_gangs()],
 }
 
 
 def _of_job(job: Message) -> dict[str, Any]:
     shown = plain(job)
-    spec = {name: value for name, value in shown["spec"].items() if name in _SPEC}
-    return {name: value for name, value in shown.items() if name not in _NOT_OF_JOBS} | {"spec": spec}
+    return _only(shown, _JOB) | {"spec": _only(shown["spec"], _SPEC)}
+
+
+def _of_event(event: Message) -> dict[str, Any]:
+    shown = plain(event)
+    return shown if shown["subject"].startswith("nodes/") else _only(shown, _EVENT)
+
+
+def _only(values: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name in names}
 
 
 def _machine() -> dict[str, Any]:

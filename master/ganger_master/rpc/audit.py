@@ -1,8 +1,8 @@
 """The audit log: calls that change jobs, nodes or the cluster, readings of a job's log, and refused callers.
 
 One JSON object a line, in the state directory, readable by the master's account only. A line is with the kernel before
-the caller has its answer, so it outlives the master, but not the machine. Calls of job schedulers and daemons, and
-what only reads, are not recorded: there are thousands a second.
+the caller has its answer, so it outlives the master, but not the machine; that of a log is written when its reading
+ends. Calls of job schedulers and daemons, and what only reads, are not recorded: there are thousands a second.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import unquote
 
 import grpc
 import msgspec
@@ -173,7 +174,8 @@ class AuditInterceptor(WrappingInterceptor):
             caller = ""
         left_out, self._left_out = self._left_out, 0
         moment = datetime.now(UTC).isoformat(timespec="milliseconds")
-        source = str(context.peer()).rpartition(":")[0].partition(":")[2]
+        # "ipv4:10.0.0.1:7" or "ipv6:%5B::1%5D:7".
+        source = unquote(str(context.peer())).rpartition(":")[0].partition(":")[2].strip("[]")
         self._records.append(AuditRecord(moment, caller, source, method, subject[:_LONGEST], result, left_out))
 
 
