@@ -242,7 +242,7 @@ class Daemon:
             try:
                 return Revocations(kept, self._settings.tls / AUTHORITY)
             except CredentialError as error:
-                # Of a former authority, or the machine went down. The master sends its own with the first heartbeat.
+                # The machine went down, or the disk is damaged. The master sends its own with the first heartbeat.
                 log.warning("revoked certificates not read", extra={"error": str(error)})
                 kept.unlink(missing_ok=True)
                 return Revocations(kept, self._settings.tls / AUTHORITY)

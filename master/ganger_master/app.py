@@ -360,10 +360,10 @@ def _check_certificate(directory: Path) -> None:
 
 def _check_authority(directory: Path) -> None:
     """Raises StartError unless the directory holds an authority and its key."""
-    from ganger.wire.certificate_authority import CertificateError, issued_certificates
+    from ganger.wire.certificate_authority import CertificateError, read_authority
 
     try:
-        issued_certificates(directory)
+        read_authority(directory)
     except CertificateError as error:
         raise StartError(f"--authority: {error}", MasterObstacle.RIGHTS) from error
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from cryptography import x509
 from ganger.console import ExitCode
+from ganger.wire import certificate_authority
 from ganger.wire.certificate_authority import revoke, serial_in
 from ganger.wire.methods import CallerIdentity, CallerRole
 from ganger.wire.revocation import REVOKED, Revocations
@@ -78,7 +81,7 @@ def issued(authority: str, tmp_path: Path, role: str, name: str, out: str) -> st
     hosts = ("--host", "h") if role in ("master", "daemon") else ()
     words = ("--role", role, "--name", name, *hosts, "--out", str(tmp_path / out))
     assert certs("issue", authority, *words).code == ExitCode.OK
-    return f"{serial_in(tmp_path / out):x}"
+    return f"{serial_in(Path(authority), tmp_path / out):x}"
 
 
 def states(authority: str) -> dict[str, str]:
@@ -108,7 +111,8 @@ def test_certificates_are_listed_and_revoked_by_serial_number_by_name_and_by_the
 @pytest.mark.parametrize(
     ("named", "said"),
     [
-        ("user/nn", "no certificate 'user/nn' is on record"),
+        ("user/nn", "no certificate of user 'nn' is on record"),
+        ("users/ann", "no certificate 'users/ann' is on record"),
         ("77", "no certificate '77' is on record"),
         (".", "cannot read cert.pem: no such file"),
     ],
@@ -124,6 +128,48 @@ def test_a_revocation_of_one_certificate_names_another_one_of_the_same_party(aut
     done = certs("revoke", authority, stolen)
     assert "daemon 'n1' has 1 other certificate still in use: if the key was stolen" in done.err, done
     assert "still in use" not in certs("revoke", authority, renewed).err
+
+
+def test_a_certificate_of_another_authority_is_not_revoked_by_this_one(authority: str, tmp_path: Path) -> None:
+    assert certs("init", str(tmp_path / "other")).code == ExitCode.OK
+    issued(str(tmp_path / "other"), tmp_path, "user", "ann", "ann")
+    done = certs("revoke", authority, str(tmp_path / "ann"))
+    assert (done.code, "was made by another authority" in done.err) == (ExitCode.REFUSED, True), done
+    assert not (Path(authority) / REVOKED).exists()
+
+
+def test_a_record_that_cannot_be_read_is_named_and_the_others_are_revoked(authority: str, tmp_path: Path) -> None:
+    broken, ann = (issued(authority, tmp_path, "user", name, name) for name in ("bob", "ann"))
+    (Path(authority) / "issued" / f"{broken}.pem").write_text("nonsense")
+    for named in (ann, "user/ann", broken):
+        done = certs("revoke", authority, named)
+        assert (done.code, f"{broken}.pem is no certificate of a cluster" in done.err) == (ExitCode.OK, True), done
+    listed = certs("list", authority, "--json")
+    assert f"{broken}.pem is no certificate of a cluster" in listed.err
+    assert [one["state"] for one in json.loads(listed.out)] == ["revoked"]
+    assert certs("revoke", authority, "user/bob").code == ExitCode.REFUSED
+
+
+def test_a_renewal_while_a_name_is_revoked_is_revoked_too(
+    authority: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A renewal that holds the lock when the revocation begins records its certificate before the lock is free."""
+    issued(authority, tmp_path, "daemon", "n1", "a")
+    late = issued(authority, tmp_path, "daemon", "n1", "b")
+    record = Path(authority) / "issued" / f"{late}.pem"
+    content = record.read_bytes()
+    record.unlink()
+    locked = certificate_authority._locked
+
+    @contextmanager
+    def locked_after_a_renewal(directory: Path) -> Iterator[None]:
+        record.write_bytes(content)
+        with locked(directory):
+            yield
+
+    monkeypatch.setattr(certificate_authority, "_locked", locked_after_a_renewal)
+    done = revoke(Path(authority), [CallerIdentity(CallerRole.DAEMON, "n1")])
+    assert int(late, 16) in done.serials
 
 
 def test_revocations_at_once_are_all_on_the_list(authority: str) -> None:

@@ -128,7 +128,7 @@ class FakeMaster(agent_pb2_grpc.AgentServiceServicer):
                 except TimeoutError:
                     break
             return agent_pb2.ReconcileResponse(
-                revocation_list=b"" if request.revocation_number else self.revocation_list,
+                revocation_list=b"" if request.revocation_digest else self.revocation_list,
                 desired_version=book.version,
                 changed=book.version != request.desired_version,
                 gangs=book.wanted() if book.version != request.desired_version else [],

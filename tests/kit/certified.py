@@ -35,7 +35,7 @@ class Authority:
 
     def revoke(self, directory: Path) -> bytes:
         """Revoke the certificate in a directory; return the list, with those that were revoked before."""
-        return revoke(self._own, [serial_in(directory)]).read_bytes()
+        return revoke(self._own, [serial_in(self._own, directory)]).path.read_bytes()
 
     def leave_out(self, directory: Path, name: str) -> None:
         """Replace a certificate by one without this DNS name."""

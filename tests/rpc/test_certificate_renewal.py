@@ -77,7 +77,7 @@ def test_a_certificate_is_renewed_before_it_ends(tmp_path: Path, monkeypatch: py
         assert (directory / KEY).read_bytes() != key
         check_directory(directory)
         await Speaker(certified.with_certificate(directory), "n1").join()
-        assert renewed.serial_number in {one.serial for one in issued_certificates(tmp_path / "authority")}
+        assert renewed.serial_number in {one.serial for one in issued_certificates(tmp_path / "authority")[0]}
         assert sorted(path.name for path in directory.iterdir()) == ["ca.pem", "cert.pem", "key.pem"]
 
     told(tmp_path, story, authority=tmp_path / "authority")

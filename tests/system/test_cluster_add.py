@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from ganger.injob.process_identity import start_ticks
+from ganger.wire.revocation import Revocations
 from kit.certified import Authority
 from kit.leftovers import remove_leftovers
 from kit.ssh import SshServer
@@ -114,13 +115,17 @@ def test_a_machine_becomes_a_node_is_repaired_beside_its_jobs_and_is_removed(ope
     operator("cancel", job)
     operator.try_("wait", job)
     run = json.loads((operator.node / "state" / "node.json").read_text())["run_directory"]
-    daemon, removed = operator.daemon(), operator.remove("--authority", operator.ca)
+    daemon, removed = (
+        operator.daemon(),
+        operator.remove("--authority", operator.ca, "--to", str(operator.authority.issue("master", "m"))),
+    )
     assert (removed.returncode, removed.stderr) == (0, ""), removed
     assert start_ticks(daemon) is None
     assert not any(path.exists() for path in (Path(run), operator.node / "state", operator.node / "tls"))
     assert json.loads(operator("nodes", "--json"))["nodes"] == []
     listed = json.loads(operator("certs", "list", operator.ca, "--json"))
     assert [one["state"] for one in listed if one["role"] == "daemon"] == ["revoked"] * 4
+    assert len(Revocations.beside(operator.authority.issue("master", "m")).current().serials) == 4
 
 
 def test_what_keeps_a_machine_from_becoming_a_node_is_said(operator: Operator) -> None:

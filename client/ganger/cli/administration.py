@@ -17,7 +17,7 @@ from ganger.protocol.os_errors import os_reason
 from ganger.units import counted, format_memory, parse_memory
 
 if TYPE_CHECKING:
-    from ganger.wire.certificate_authority import IssuedCertificate
+    from ganger.wire.methods import CallerIdentity
 
 _ROLES = ("master", "daemon", "user", "operator", "scheduler", "planner")
 _MOST_S = 3600
@@ -109,9 +109,11 @@ def list_issued(directory: Path, as_json: bool) -> None:
     from ganger.wire import certificate_authority as certificates
 
     try:
-        found = certificates.issued_certificates(directory)
+        found, problems = certificates.issued_certificates(directory)
     except certificates.CertificateError as error:
         raise CommandError(str(error)) from error
+    for problem in problems:
+        click.echo(problem, err=True)
     now = datetime.now(UTC)
     rows = []
     for one in found:
@@ -135,59 +137,56 @@ def revoke(directory: Path, certificates: tuple[str, ...], to: Path | None) -> N
     with a cert.pem. The list is revoked.pem in DIRECTORY. A master that finds it beside its own certificate refuses
     what is on it within a second, and hands it to the daemons.
     """
+    revoke_certificates(directory, [_certificate(directory, named) for named in certificates], to)
+
+
+def revoke_certificates(directory: Path, certificates: Sequence[int | CallerIdentity], to: Path | None) -> None:
+    """Revoke certificates by the authority in `directory`, by serial number or identity, and print what is revoked and
+    what is left to do. `to`: directory of the master's certificate, if it is here. Raises CommandError."""
     from ganger.wire import certificate_authority as authority
 
     try:
-        issued = authority.issued_certificates(directory)
-        serials = [serial for named in certificates for serial in _serials(named, issued)]
-        path = authority.revoke(directory, serials)
+        done = authority.revoke(directory, certificates)
+        click.echo(f"revoked {', '.join(f'{serial:x}' for serial in done.serials)}")
         if to is not None:
-            authority.publish(path, to)
+            authority.publish(done.path, to)
     except authority.CertificateError as error:
         raise CommandError(str(error)) from error
-    click.echo(f"revoked {', '.join(f'{serial:x}' for serial in dict.fromkeys(serials))}")
-    _name_others(directory, frozenset(serials), issued)
-    if to is None:
-        click.echo(f"copy {path} into the directory of the master's certificate: it takes effect there", err=True)
-
-
-def _name_others(directory: Path, revoked: frozenset[int], issued: Sequence[IssuedCertificate]) -> None:
-    """Print which certificates of the same parties are left: a stolen one may have been renewed by the thief."""
-    parties = dict.fromkeys(one.identity for one in issued if one.serial in revoked)
-    now = datetime.now(UTC)
-    for party in parties:
-        left = [
-            one for one in issued
-            if one.identity == party and one.serial not in revoked and not one.is_revoked and one.end > now
-        ]  # fmt: skip
-        if left:
-            click.echo(
-                f"{party} has {counted(len(left), 'other certificate')} still in use: if the key was stolen, revoke"
-                f" all of them by `ganger certs revoke {directory} {party.role}/{party.name}`",
-                err=True,
-            )
-
-
-def _serials(named: str, issued: Sequence[IssuedCertificate]) -> list[int]:
-    """Return the certificates that are meant. Raises CommandError."""
-    from ganger.wire import certificate_authority as authority
-
-    if os.path.isdir(named):
-        try:
-            return [authority.serial_in(Path(named))]
-        except authority.CertificateError as error:
-            raise CommandError(str(error)) from error
-    role, is_identity, name = named.partition("/")
-    if is_identity:
-        found = [one.serial for one in issued if (one.identity.role, one.identity.name) == (role, name)]
-    else:
-        found = [one.serial for one in issued if f"{one.serial:x}" == named.lower()]
-    if not found:
-        raise CommandError(
-            f"no certificate {named!r} is on record: `ganger certs list` shows those that are; for another one name the"
-            " directory with its cert.pem"
+    # A stolen certificate may have been renewed by the thief.
+    for party in dict.fromkeys(one.identity for one in done.others):
+        left = [one for one in done.others if one.identity == party]
+        click.echo(
+            f"{party} has {counted(len(left), 'other certificate')} still in use: if the key was stolen, revoke"
+            f" all of them by `ganger certs revoke {directory} {party.role}/{party.name}`",
+            err=True,
         )
-    return found
+    for problem in done.problems:
+        click.echo(f"{problem}: if it was of the same party, revoke its serial number, the file's name", err=True)
+    if to is None:
+        click.echo(f"copy {done.path} into the directory of the master's certificate: it takes effect there", err=True)
+
+
+def _certificate(directory: Path, named: str) -> int | CallerIdentity:
+    """Return the certificate that is meant, or the identity of several. Raises CommandError."""
+    from ganger.wire import certificate_authority as authority
+    from ganger.wire.methods import CallerIdentity, CallerRole
+
+    role, is_identity, name = named.partition("/")
+    try:
+        if os.path.isdir(named):
+            return authority.serial_in(directory, Path(named))
+        if is_identity:
+            return CallerIdentity(CallerRole(role), name)
+        if authority.is_on_record(directory, serial := int(named, 16)):
+            return serial
+    except authority.CertificateError as error:
+        raise CommandError(str(error)) from error
+    except ValueError:
+        pass
+    raise CommandError(
+        f"no certificate {named!r} is on record: `ganger certs list` shows those that are; for another one name the"
+        " directory with its cert.pem"
+    )
 
 
 @click.command()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from ganger.cli.administration import revoke_certificates
 from ganger.cli.options import confirm, open_client, yes_option
 from ganger.console import CommandError, Directory, Within
 from ganger.protocol.os_errors import os_failure
@@ -128,17 +129,27 @@ def add(
 
 @cluster.command()
 @click.option("--authority", type=Directory(), help="Revoke their certificates by it, too.")
+@click.option("--to", type=Directory(), help="Where the master has its certificate: it gets the list of revoked ones.")
 @yes_option
 @_remote_options
 def remove(
-    hosts: tuple[str, ...], authority: Path | None, is_sure: bool, port: int | None, key: Path | None, **where: Any
+    hosts: tuple[str, ...],
+    authority: Path | None,
+    to: Path | None,
+    is_sure: bool,
+    port: int | None,
+    key: Path | None,
+    **where: Any,
 ) -> None:
     """Remove nodes from the cluster: stop the daemon, remove what `cluster add` made, forget the node.
 
     Drain the node first: one on which jobs have something is refused.
     """
     from ganger.remote_node import connected
+    from ganger.wire.methods import CallerIdentity, CallerRole
 
+    if to is not None and authority is None:
+        raise click.UsageError("--to is for the list of revoked certificates: name the --authority that writes it")
     places, nodes = _places(where), _node_names(hosts)
     with open_client() as client:
         confirm(f"remove {', '.join(hosts)}?", is_sure)
@@ -146,7 +157,7 @@ def remove(
             _close(client, node)
         # First: a machine that is not reached any more is the one whose certificate matters.
         if authority is not None:
-            _revoke(authority, tuple(nodes.values()))
+            revoke_certificates(authority, [CallerIdentity(CallerRole.DAEMON, node) for node in nodes.values()], to)
 
         async def one(destination: str, say: Callable[[str], None]) -> None:
             async with connected(destination, places, port, key) as machine:
@@ -346,19 +357,3 @@ async def _forget(client: Client, node: str) -> None:
             await asyncio.sleep(1.0)
         else:
             return
-
-
-def _revoke(authority: Path, nodes: Sequence[str]) -> None:
-    from ganger.wire import certificate_authority as certificates
-    from ganger.wire.methods import CallerRole
-
-    try:
-        found = [
-            one.serial
-            for one in certificates.issued_certificates(authority)
-            if one.identity.role is CallerRole.DAEMON and one.identity.name in nodes
-        ]
-        path = certificates.revoke(authority, found)
-    except certificates.CertificateError as error:
-        raise CommandError(str(error)) from error
-    click.echo(f"revoked {len(found)} on {path}: copy it into the directory of the master's certificate")

@@ -30,7 +30,7 @@ from ganger.units import counted
 from ganger.wire.endpoints import CredentialError
 from ganger.wire.errors import CertificateInvalid
 from ganger.wire.methods import CallerIdentity, CallerRole, served_name
-from ganger.wire.revocation import REVOKED, parse_list, parse_lists
+from ganger.wire.revocation import REVOKED, newest_lists, parse_list, parse_lists
 from ganger.wire.tls import AUTHORITY, CERTIFICATE, KEY, check_directory, identity_in_pem
 
 AUTHORITY_KEY: Final = "ca-key.pem"
@@ -83,7 +83,7 @@ def issue(
     replaced. Raises CertificateError."""
     serves = identity.role in _SERVERS
     check_hosts(identity.role, hosts)
-    signer, signing_key = _authority(authority, f"`ganger certs init {authority}` makes one")
+    signer, signing_key = read_authority(authority, f"`ganger certs init {authority}` makes one")
     if (left := signer.not_valid_after_utc - datetime.now(UTC)) < timedelta(days=days):
         raise CertificateError(
             f"the authority {authority / AUTHORITY} itself ends in {counted(max(0, left.days), 'day')}: take fewer"
@@ -145,7 +145,7 @@ def request_renewal() -> tuple[bytes, bytes]:
 
 def answer_renewal(authority: Path, certificate: bytes, request: bytes) -> bytes:
     """Return a certificate of the same names and length of life as a verified one, for the key of the request. Raises
-    CertificateError, also for one that is not due."""
+    CertificateError, also for one that is not due, or on the list of revoked ones in the directory of the authority."""
     try:
         asked = x509.load_pem_x509_csr(request)
         key = asked.public_key()
@@ -156,7 +156,7 @@ def answer_renewal(authority: Path, certificate: bytes, request: bytes) -> bytes
     if (due := renewal_time(certificate)[0]) > datetime.now(UTC):
         raise CertificateError(f"the certificate is not due before {due:%Y-%m-%d %H:%M} UTC")
     former = x509.load_pem_x509_certificate(certificate)
-    signer, signing_key = _authority(authority)
+    signer, signing_key = read_authority(authority)
     if not _is_made_by(former, signer):
         # Else a certificate of an authority that is taken out of ca.pem would live on under this one.
         raise CertificateError(f"the certificate was made by another authority than {authority}: issue one by this one")
@@ -166,7 +166,11 @@ def answer_renewal(authority: Path, certificate: bytes, request: bytes) -> bytes
         raise CertificateError(f"the authority {authority / AUTHORITY} itself has ended")
     kept = [one.value for one in former.extensions if isinstance(one.value, _KEPT)]
     days = min(life, left) / timedelta(days=1)
-    return _signed(authority, _builder(former.subject, signer.subject, key, days), kept, signing_key)
+    # A revocation by name finds the new certificate on record, or is found here.
+    with _locked(authority):
+        if former.serial_number in {one.serial_number for one in _revoked(authority, signer)[1]}:
+            raise CertificateError("the certificate was revoked: ask an operator for another")
+        return _signed(authority, _builder(former.subject, signer.subject, key, days), kept, signing_key)
 
 
 def replace_files(directory: Path, former: bytes, key: bytes, certificate: bytes) -> None:
@@ -215,7 +219,7 @@ def renew(authority: Path, directory: Path, days: float) -> tuple[CallerIdentity
         raise CertificateError(f"cannot read {directory / CERTIFICATE}: {os_reason(error)}") from error
     except (CertificateInvalid, ValueError) as error:
         raise CertificateError(f"{directory / CERTIFICATE} is no certificate of a cluster: {error}") from error
-    signer, _ = _authority(authority, f"name the directory of the one that made {directory / CERTIFICATE}")
+    signer, _ = read_authority(authority, f"name the directory of the one that made {directory / CERTIFICATE}")
     if not _is_made_by(former, signer):
         raise CertificateError(
             f"{directory / CERTIFICATE} was made by another authority than {authority}: name that one, or issue a "
@@ -244,39 +248,71 @@ class IssuedCertificate:
     is_revoked: bool
 
 
-def issued_certificates(authority: Path) -> list[IssuedCertificate]:
-    """Return what the authority in a directory has issued, the latest end last. Raises CertificateError."""
-    signer, _ = _authority(authority)
+def issued_certificates(authority: Path) -> tuple[list[IssuedCertificate], list[str]]:
+    """Return what the authority in a directory has issued, the latest end last, and why other records of it cannot be
+    read. Raises CertificateError."""
+    signer, _ = read_authority(authority)
     revoked = {one.serial_number for one in _revoked(authority, signer)[1]}
-    found = []
-    try:
-        for path in (authority / _ISSUED).glob("*.pem"):
+    found, problems = [], []
+    for path in sorted((authority / _ISSUED).glob("*.pem")):
+        try:
             content = path.read_bytes()
-            one = x509.load_pem_x509_certificate(content)
-            serial = one.serial_number
-            found.append(
-                IssuedCertificate(identity_in_pem(content), serial, one.not_valid_after_utc, serial in revoked)
-            )
-    except OSError as error:
-        raise CertificateError(f"cannot read {os_failure(error)}") from error
-    except (CertificateInvalid, ValueError) as error:
-        raise CertificateError(f"{path} is no certificate of a cluster: {error}") from error
-    return sorted(found, key=lambda one: (one.end, one.serial))
+            one, identity = x509.load_pem_x509_certificate(content), identity_in_pem(content)
+        except OSError as error:
+            problems.append(f"cannot read {path}: {os_reason(error)}")
+        except (CertificateInvalid, ValueError) as error:
+            problems.append(f"{path} is no certificate of a cluster: {error}")
+        else:
+            is_revoked = one.serial_number in revoked
+            found.append(IssuedCertificate(identity, one.serial_number, one.not_valid_after_utc, is_revoked))
+    return sorted(found, key=lambda one: (one.end, one.serial)), problems
 
 
-def revoke(authority: Path, serials: Iterable[int]) -> Path:
-    """Add certificates to the list of revoked ones in the directory of the authority; return its path. Raises
-    CertificateError.
+def is_on_record(authority: Path, serial: int) -> bool:
+    """Return whether the authority in a directory has recorded a certificate of this serial number. Raises
+    CertificateError."""
+    read_authority(authority)
+    return os.path.exists(authority / _ISSUED / f"{serial:x}.pem")
+
+
+@dataclass(frozen=True, slots=True)
+class Revocation:
+    """`path`: the list. `serials`: what was to be revoked. `others`: certificates in use of the same parties.
+    `problems`: why records of certificates cannot be read, which may be of the same parties."""
+
+    path: Path
+    serials: tuple[int, ...]
+    others: tuple[IssuedCertificate, ...]
+    problems: tuple[str, ...]
+
+
+def revoke(authority: Path, certificates: Iterable[int | CallerIdentity]) -> Revocation:
+    """Add certificates to the list of revoked ones in the directory of the authority: of a serial number, or all on
+    record of an identity. Raises CertificateError, also for an identity of which none is on record.
 
     A certificate that has ended stays on it: clocks of machines differ, and the list is short.
     """
-    # Two at once would each leave out what the other one adds.
+    # Two at once would each leave out what the other one adds, and a renewal would be left out of its identity's.
     with _locked(authority):
-        return _add_revoked(authority, serials)
+        issued, problems = issued_certificates(authority)
+        serials: list[int] = []
+        for named in certificates:
+            found = [one.serial for one in issued if one.identity == named]
+            if isinstance(named, CallerIdentity) and not found:
+                why = f"no certificate of {named} is on record: `ganger certs list {authority}` shows those that are"
+                raise CertificateError("; ".join([why, *problems]))
+            serials += found if isinstance(named, CallerIdentity) else [named]
+        path = _add_revoked(authority, serials)
+    parties, now = {one.identity for one in issued if one.serial in serials}, datetime.now(UTC)
+    others = [
+        one for one in issued
+        if one.identity in parties and one.serial not in serials and not one.is_revoked and one.end > now
+    ]  # fmt: skip
+    return Revocation(path, tuple(dict.fromkeys(serials)), tuple(others), tuple(problems))
 
 
 def _add_revoked(authority: Path, serials: Iterable[int]) -> Path:
-    signer, key = _authority(authority)
+    signer, key = read_authority(authority)
     now = datetime.now(UTC)
     number, former = _revoked(authority, signer)
     known = {one.serial_number for one in former}
@@ -301,46 +337,74 @@ def _add_revoked(authority: Path, serials: Iterable[int]) -> Path:
 
 
 def publish(revoked: Path, directory: Path) -> None:
-    """Write the list of revoked certificates into a directory with a certificate. Raises CertificateError."""
+    """Add the list of revoked certificates to those in a directory with a certificate. Raises CertificateError, also
+    where a list with a higher number there lacks a certificate of this one.
+
+    Of each authority the list with the highest number stays, and none of an authority that ca.pem there does not have.
+    """
     if not (directory / CERTIFICATE).is_file():
         raise CertificateError(f"there is no certificate in {directory}: name the directory of the master's")
-    try:
-        content, there = revoked.read_bytes(), directory / REVOKED
-        trusted = x509.load_pem_x509_certificates((directory / AUTHORITY).read_bytes())
-        lists = parse_lists(there.read_bytes(), trusted) if there.exists() else {}
-        # While two authorities are in use the list of the other one stays.
-        lists |= parse_lists(content, trusted)
-    except (OSError, ValueError) as error:
-        raise CertificateError(f"cannot read {os_failure(error)}") from error
-    except CredentialError as error:
-        raise CertificateError(f"cannot write the list into {directory}: {error}") from error
-    _write(directory, {REVOKED: b"".join(one.pem for one in lists.values())}, replaces=True)
+    there = directory / REVOKED
+    with _locked(directory):
+        try:
+            trusted = x509.load_pem_x509_certificates((directory / AUTHORITY).read_bytes())
+            former = parse_lists(there.read_bytes(), trusted) if there.exists() else {}
+        except (OSError, ValueError) as error:
+            raise CertificateError(f"cannot read {os_failure(error)}") from error
+        except CredentialError as error:
+            raise CertificateError(f"cannot use {there}: {error}: remove it, and write each list anew") from error
+        try:
+            added = parse_lists(revoked.read_bytes(), trusted)
+        except OSError as error:
+            raise CertificateError(f"cannot read {os_failure(error)}") from error
+        except CredentialError as error:
+            raise CertificateError(f"cannot use {revoked}: {error}") from error
+        if not added:
+            raise CertificateError(
+                f"no authority in {directory / AUTHORITY} has signed {revoked}: the master ignores it"
+            )
+        lists = newest_lists(former, added)
+        if lacking := [key for key, one in added.items() if not one.serials <= lists[key].serials]:
+            raise CertificateError(
+                f"{there} has a list with a higher number, {lists[lacking[0]].number}, that lacks certificates of"
+                f" {revoked}: was the authority restored from a backup, or this machine's clock set back?"
+            )
+        _write(directory, {REVOKED: b"".join(one.pem for one in lists.values())}, replaces=True)
 
 
-def serial_in(directory: Path) -> int:
-    """Return the serial number of the certificate in a directory. Raises CertificateError."""
+def serial_in(authority: Path, directory: Path) -> int:
+    """Return the serial number of the certificate in a directory, which the authority in another one has made. Raises
+    CertificateError."""
     try:
-        return x509.load_pem_x509_certificate((directory / CERTIFICATE).read_bytes()).serial_number
+        found = x509.load_pem_x509_certificate((directory / CERTIFICATE).read_bytes())
     except OSError as error:
         raise CertificateError(f"cannot read {directory / CERTIFICATE}: {os_reason(error)}") from error
     except ValueError as error:
         raise CertificateError(f"{directory / CERTIFICATE} is no certificate: {error}") from error
+    if not _is_made_by(found, read_authority(authority)[0]):
+        raise CertificateError(
+            f"{directory / CERTIFICATE} was made by another authority than {authority}: name that one"
+        )
+    return found.serial_number
 
 
 def _revoked(directory: Path, signer: x509.Certificate) -> tuple[int, list[x509.RevokedCertificate]]:
     """Return the number of the list in the directory of the authority, and what is on it."""
     try:
         content = (directory / REVOKED).read_bytes()
-        return parse_list(content, [signer]).number, list(x509.load_pem_x509_crl(content))
+        found = parse_list(content, [signer])
     except FileNotFoundError:
         return 0, []
     except OSError as error:
         raise CertificateError(f"cannot read {os_failure(error)}") from error
     except CredentialError as error:
         raise CertificateError(f"cannot use {directory / REVOKED}: {error}") from error
+    if found is None:
+        raise CertificateError(f"cannot use {directory / REVOKED}: it is of another authority than {directory}")
+    return found[1].number, list(x509.load_pem_x509_crl(content))
 
 
-def _authority(
+def read_authority(
     directory: Path, advice: str = "name the directory of the cluster's"
 ) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     """Return an authority and its key. `advice`: what to do where there is none. Raises CertificateError."""

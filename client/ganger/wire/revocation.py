@@ -11,10 +11,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -40,20 +41,28 @@ _LOOK_S: Final = 1.0
 # What is unique about a certificate: the name of its authority in DER form, and the serial number that it has there.
 IssuerSerial = tuple[bytes, int]
 
-# Numbers travel as 64 bits, and zero stands for no list.
-_MOST_NUMBER: Final = 1 << 63
 _LAST_LINE: Final = b"-----END X509 CRL-----"
 
 
 @dataclass(frozen=True, slots=True)
 class RevocationList:
-    """`number`: a later list of an authority has a higher one; zero: there is no list. `pem`: as it was signed.
-    `authority`: the public key of the one that has signed it."""
+    """`number`: a later list of an authority has a higher one. `pem`: as it was signed."""
 
-    number: int = 0
+    number: int
+    serials: frozenset[IssuerSerial]
+    pem: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RevokedCertificates:
+    """The lists of all authorities in one. `digest`: of `pem`, which has them one after the other; empty: no list."""
+
     serials: frozenset[IssuerSerial] = frozenset()
     pem: bytes = b""
-    authority: bytes = b""
+
+    @property
+    def digest(self) -> bytes:
+        return sha256(self.pem).digest() if self.pem else b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,33 +74,34 @@ class ShownCertificate:
     end: float
 
 
-class ForeignListError(CredentialError):
-    """A list that no authority of the cluster has signed."""
+# By the public key of the authority that has signed it.
+ListOfAuthority = dict[bytes, RevocationList]
 
 
-def parse_lists(pem: bytes, authorities: Sequence[Certificate]) -> dict[bytes, RevocationList]:
-    """Return the lists in a file, by authority: with two authorities in use, each has a list of its own. One of an
-    authority that is not in use is left out. Raises CredentialError, and ForeignListError where none is left."""
+def parse_lists(pem: bytes, authorities: Sequence[Certificate]) -> ListOfAuthority:
+    """Return the lists in a file, of each authority that with the highest number: with two authorities in use, each has
+    a list of its own. One that none of the authorities has signed is left out. Raises CredentialError."""
     *lists, rest = pem.split(_LAST_LINE)
     if not lists or b"-----BEGIN" in rest:
         raise CredentialError("it is no list of revoked certificates in PEM form, or was not written to its end")
-    found: dict[bytes, RevocationList] = {}
-    foreign: ForeignListError | None = None
+    found: ListOfAuthority = {}
     for each in lists:
-        try:
-            one = parse_list(each.lstrip() + _LAST_LINE + b"\n", authorities)
-        except ForeignListError as error:
-            foreign = error
+        if (one := parse_list(each.lstrip() + _LAST_LINE + b"\n", authorities)) is None:
+            log.warning("a list in %s is of no authority in %s: it is left out", REVOKED, AUTHORITY)
         else:
-            if one.authority not in found or found[one.authority].number < one.number:
-                found[one.authority] = one
-    if foreign is not None and not found:
-        raise foreign
+            found = newest_lists(found, {one[0]: one[1]})
     return found
 
 
-def parse_list(pem: bytes, authorities: Iterable[Certificate]) -> RevocationList:
-    """Read a list in PEM form that one of the authorities has signed. Raises CredentialError, and ForeignListError."""
+def newest_lists(former: ListOfAuthority, later: ListOfAuthority) -> ListOfAuthority:
+    """Return of each authority the list with the highest number, of two with the same one the later."""
+    older = {key for key, one in later.items() if key in former and one.number < former[key].number}
+    return {**former, **{key: one for key, one in later.items() if key not in older}}
+
+
+def parse_list(pem: bytes, authorities: Iterable[Certificate]) -> tuple[bytes, RevocationList] | None:
+    """Return the key of the authority that has signed a list in PEM form, and the list; None where none of the
+    authorities has. Raises CredentialError."""
     from cryptography import x509
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
@@ -108,11 +118,9 @@ def parse_list(pem: bytes, authorities: Iterable[Certificate]) -> RevocationList
     except (ValueError, UnsupportedAlgorithm) as error:
         raise CredentialError(f"it is no list of revoked certificates in PEM form ({error})") from error
     if signer is None:
-        raise ForeignListError("it was not signed by the authority of this cluster")
-    if not 0 < number < _MOST_NUMBER:
-        raise CredentialError(f"its number (CRL number) is {number}: make it with one from 1 to 2^63 - 1")
+        return None
     key = signer.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-    return RevocationList(number, serials, pem, key)
+    return key, RevocationList(number, serials, pem)
 
 
 def _is_signed_by(found: object, authority: Certificate) -> bool:
@@ -128,9 +136,9 @@ def _is_signed_by(found: object, authority: Certificate) -> bool:
 
 
 class Revocations:
-    """The lists in a file, read anew within a second when the file changes. A file that cannot be used, and one that is
-    older than what is known, is logged, and what is known stays in use. So does the list of an authority of which the
-    file has none.
+    """The lists in a file, read anew within a second when it, or ca.pem, changes. A file that cannot be used, and one
+    that is older than what is known, is logged, and what is known stays in use. So does the list of an authority of
+    which the file has none.
 
     file: the list; there may be none. authority: ca.pem. Raises CredentialError for a list that cannot be used.
     """
@@ -139,8 +147,10 @@ class Revocations:
         self._file, self._authority = file, authority
         self._lock = threading.Lock()
         self._version = self._file_version()
-        self._lists: dict[bytes, RevocationList] = {}
-        self._known = RevocationList()
+        self._lists: ListOfAuthority = {}
+        self._known = RevokedCertificates()
+        # Of what was sent last, since the files changed.
+        self._sent_digest = b""
         self._take(self._read())
         self._looked = time.monotonic()
 
@@ -149,28 +159,34 @@ class Revocations:
         """Return those of a directory of certificates: revoked.pem beside ca.pem. Raises CredentialError."""
         return cls(directory / REVOKED, directory / AUTHORITY)
 
-    def current(self) -> RevocationList:
-        """Return the list in use. Any thread may call it."""
+    def current(self) -> RevokedCertificates:
+        """Return what is in use. Any thread may call it."""
         if time.monotonic() - self._looked >= _LOOK_S:
             with self._lock:
                 self._looked = time.monotonic()
                 if (version := self._file_version()) != self._version:
-                    self._version = version
+                    self._version, self._sent_digest = version, b""
                     try:
                         self._take(self._read())
                     except CredentialError as error:
                         log.warning("revoked certificates not read", extra={"error": str(error)})
         return self._known
 
+    def stated_digest(self) -> bytes:
+        """Return the digest that keeps the sender of lists from sending the same ones again: of those sent last, for
+        some of them may be left out here, else of those in use."""
+        known = self.current()
+        return self._sent_digest or known.digest
+
     def accept(self, pem: bytes) -> None:
-        """Take a newer list and keep it in the file. Raises CredentialError, also where it cannot be kept: it is in
-        use even then."""
-        found = parse_lists(pem, self._authorities())
+        """Take newer lists and keep them in the file. Raises CredentialError, also where they cannot be kept: they are
+        in use even then."""
         with self._lock:
-            newer = {key: one for key, one in found.items() if one.number > self._number_of(key)}
-            if not newer:
+            self._sent_digest = sha256(pem).digest()
+            newest = newest_lists(self._lists, parse_lists(pem, self._authorities()))
+            if newest == self._lists:
                 return
-            self._take(newer)
+            self._take(newest)
             temporary = self._file.with_name(f".{self._file.name}.{os.getpid()}")
             try:
                 temporary.write_bytes(self._known.pem)
@@ -193,22 +209,19 @@ class Revocations:
                 f"the certificate of {shown.identity} expired on {moment:%Y-%m-%d %H:%M UTC}: it needs a new one"
             )
 
-    def _take(self, found: Mapping[bytes, RevocationList]) -> None:
-        older = [one for key, one in found.items() if one.number < self._number_of(key)]
-        self._lists.update({key: one for key, one in found.items() if one not in older})
-        lists = self._lists.values()
+    def _take(self, found: ListOfAuthority) -> None:
+        former, self._lists = self._lists, newest_lists(self._lists, found)
+        # In one order, so that master and daemons with the same lists have the same digest.
+        lists = [self._lists[key] for key in sorted(self._lists)]
         serials = frozenset(serial for one in lists for serial in one.serials)
-        number = max((one.number for one in lists), default=0)
         if serials != self._known.serials:
-            log.info("revoked certificates", extra={"certificates": len(serials), "number": number})
-        self._known = RevocationList(number, serials, b"".join(one.pem for one in lists))
-        if older:
-            raise CredentialError(f"{self._file} is older than the list in use: it has number {older[0].number}")
+            log.info("revoked certificates", extra={"certificates": len(serials)})
+        self._known = RevokedCertificates(serials, b"".join(one.pem for one in lists))
+        for key, one in found.items():
+            if key in former and one.number < former[key].number:
+                raise CredentialError(f"{self._file} is older than the list in use: it has number {one.number}")
 
-    def _number_of(self, authority: bytes) -> int:
-        return self._lists[authority].number if authority in self._lists else 0
-
-    def _read(self) -> dict[bytes, RevocationList]:
+    def _read(self) -> ListOfAuthority:
         try:
             with self._file.open("rb") as file:
                 pem = file.read(_MOST_BYTES + 1)
@@ -223,7 +236,9 @@ class Revocations:
         try:
             return parse_lists(pem, self._authorities())
         except CredentialError as error:
-            raise type(error)(f"cannot use {self._file}: {error}") from error
+            raise CredentialError(
+                f"cannot use {self._file}: {error}: copy the one in the directory of the authority there again"
+            ) from error
 
     def _authorities(self) -> list[Certificate]:
         from cryptography import x509
@@ -234,11 +249,13 @@ class Revocations:
             raise CredentialError(f"cannot read {self._authority}: {os_reason(error)}") from error
 
     def _file_version(self) -> tuple[int, ...]:
-        try:
-            status = self._file.stat()
-        except OSError:
-            return ()
-        return (status.st_ino, status.st_size, status.st_mtime_ns)
+        """Return what changes with the file, and with ca.pem: it decides which lists count."""
+        found: list[int] = []
+        for path in (self._file, self._authority):
+            with contextlib.suppress(OSError):
+                status = path.stat()
+                found += (status.st_ino, status.st_size, status.st_mtime_ns)
+        return tuple(found)
 
 
 @lru_cache(4_096)

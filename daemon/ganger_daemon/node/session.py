@@ -335,7 +335,7 @@ class Session:
             slices=report.rows if changed else [],
             missing_specs=sorted(conversation.missing),
             finished=self._gangs.finished if changed and conversation.reports_finished else [],
-            revocation_number=self._host.revocations.current().number if self._host.revocations is not None else 0,
+            revocation_digest=self._host.revocations.stated_digest() if self._host.revocations is not None else b"",
         )
 
     def _max_wait(self, conversation: Conversation) -> float:

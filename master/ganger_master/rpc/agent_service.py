@@ -158,7 +158,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         if self._revocations is not None:
             known = self._revocations.current()
             has_room = response.ByteSize() + len(known.pem) < MAX_MESSAGE_BYTES - _FRAME_BYTES
-            if known.number > request.revocation_number and has_room:
+            if known.pem and known.digest != request.revocation_digest and has_room:
                 response.revocation_list = known.pem
 
     async def _answer(self, node: str, request: agent_pb2.ReconcileRequest) -> agent_pb2.ReconcileResponse:
@@ -196,11 +196,12 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         certificate = certificate_of(context)
         if self._authority is None or not certificate:
             raise errors.NotSupported("this master renews no certificates: it was started without --authority")
+        node = self._callers.of(context).name
         try:
             answer = await asyncio.to_thread(answer_renewal, self._authority, certificate, request.signing_request)
         except CertificateError as error:
             raise errors.RequestInvalid(str(error)) from error
-        log.info("certificate renewed", extra={"node": self._callers.of(context).name})
+        log.info("certificate renewed", extra={"node": node})
         return agent_pb2.RenewCertificateResponse(certificate=answer)
 
     async def ReportProgress(

@@ -324,7 +324,7 @@ class ReconcileRequest(google.protobuf.message.Message):
     MISSING_SPECS_FIELD_NUMBER: builtins.int
     HAS_MORE_FIELD_NUMBER: builtins.int
     FINISHED_FIELD_NUMBER: builtins.int
-    REVOCATION_NUMBER_FIELD_NUMBER: builtins.int
+    REVOCATION_DIGEST_FIELD_NUMBER: builtins.int
     session: builtins.str
     observation: builtins.int
     """Raised with every change of the observed set."""
@@ -337,8 +337,8 @@ class ReconcileRequest(google.protobuf.message.Message):
     """The observed set does not fit into one message: the next call of the same observation has more of `gangs`. Answered
     at once and without a desired set; the set counts, whole, with the call that has this unset.
     """
-    revocation_number: builtins.int
-    """Number of the list of revoked certificates that this daemon has; zero: none."""
+    revocation_digest: builtins.bytes
+    """SHA-256 of the newest `revocation_list` that this daemon was sent; empty: none."""
     @property
     def gangs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ObservedGang]: ...
     @property
@@ -372,11 +372,11 @@ class ReconcileRequest(google.protobuf.message.Message):
         missing_specs: collections.abc.Iterable[builtins.int] | None = ...,
         has_more: builtins.bool = ...,
         finished: collections.abc.Iterable[Global___FinishedGang] | None = ...,
-        revocation_number: builtins.int = ...,
+        revocation_digest: builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["max_wait", b"max_wait"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["changed", b"changed", "desired_version", b"desired_version", "device_faults", b"device_faults", "finished", b"finished", "gangs", b"gangs", "has_more", b"has_more", "max_wait", b"max_wait", "missing_specs", b"missing_specs", "observation", b"observation", "revocation_number", b"revocation_number", "session", b"session", "slices", b"slices", "storage_proved", b"storage_proved"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["changed", b"changed", "desired_version", b"desired_version", "device_faults", b"device_faults", "finished", b"finished", "gangs", b"gangs", "has_more", b"has_more", "max_wait", b"max_wait", "missing_specs", b"missing_specs", "observation", b"observation", "revocation_digest", b"revocation_digest", "session", b"session", "slices", b"slices", "storage_proved", b"storage_proved"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ReconcileRequest: typing_extensions.TypeAlias = ReconcileRequest
@@ -400,7 +400,9 @@ class ReconcileResponse(google.protobuf.message.Message):
     observation: builtins.int
     """Epochs the master confirms for the lease."""
     revocation_list: builtins.bytes
-    """A newer list of revoked certificates than the daemon has, in PEM form, signed by the authority of the cluster."""
+    """Lists of revoked certificates, one of each authority of the cluster, in PEM form and signed by it. Set if the daemon
+    states another digest than theirs. It keeps of each authority the list with the highest number.
+    """
     @property
     def gangs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DesiredGang]: ...
     @property

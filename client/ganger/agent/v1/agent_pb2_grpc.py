@@ -83,7 +83,8 @@ class AgentServiceServicer(object):
 
     def RenewCertificate(self, request, context):
         """A certificate of the same names for another key, where the master has the authority's. Errors: UNIMPLEMENTED/
-        NOT_SUPPORTED (it has not), INVALID_ARGUMENT/REQUEST_INVALID (the request, or the certificate is not due).
+        NOT_SUPPORTED (it has not), INVALID_ARGUMENT/REQUEST_INVALID (the request, or the certificate is not due, or revoked),
+        RESOURCE_EXHAUSTED/USER_LIMIT (six in an hour).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -41,7 +41,8 @@ class AgentServiceStub:
     """
     RenewCertificate: grpc.UnaryUnaryMultiCallable[ganger.agent.v1.agent_pb2.RenewCertificateRequest, ganger.agent.v1.agent_pb2.RenewCertificateResponse]
     """A certificate of the same names for another key, where the master has the authority's. Errors: UNIMPLEMENTED/
-    NOT_SUPPORTED (it has not), INVALID_ARGUMENT/REQUEST_INVALID (the request, or the certificate is not due).
+    NOT_SUPPORTED (it has not), INVALID_ARGUMENT/REQUEST_INVALID (the request, or the certificate is not due, or revoked),
+    RESOURCE_EXHAUSTED/USER_LIMIT (six in an hour).
     """
     ReportProgress: grpc.StreamUnaryMultiCallable[ganger.agent.v1.agent_pb2.ProgressReport, ganger.agent.v1.agent_pb2.ReportProgressResponse]
     """One batch per node every 1-10 s; lossy. Errors: ABORTED/SESSION_SUPERSEDED."""
@@ -65,7 +66,8 @@ class AgentServiceAsyncStub(AgentServiceStub):
     """
     RenewCertificate: grpc.aio.UnaryUnaryMultiCallable[ganger.agent.v1.agent_pb2.RenewCertificateRequest, ganger.agent.v1.agent_pb2.RenewCertificateResponse]  # type: ignore[assignment]
     """A certificate of the same names for another key, where the master has the authority's. Errors: UNIMPLEMENTED/
-    NOT_SUPPORTED (it has not), INVALID_ARGUMENT/REQUEST_INVALID (the request, or the certificate is not due).
+    NOT_SUPPORTED (it has not), INVALID_ARGUMENT/REQUEST_INVALID (the request, or the certificate is not due, or revoked),
+    RESOURCE_EXHAUSTED/USER_LIMIT (six in an hour).
     """
     ReportProgress: grpc.aio.StreamUnaryMultiCallable[ganger.agent.v1.agent_pb2.ProgressReport, ganger.agent.v1.agent_pb2.ReportProgressResponse]  # type: ignore[assignment]
     """One batch per node every 1-10 s; lossy. Errors: ABORTED/SESSION_SUPERSEDED."""
@@ -104,7 +106,8 @@ class AgentServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[ganger.agent.v1.agent_pb2.RenewCertificateResponse, collections.abc.Awaitable[ganger.agent.v1.agent_pb2.RenewCertificateResponse]]:
         """A certificate of the same names for another key, where the master has the authority's. Errors: UNIMPLEMENTED/
-        NOT_SUPPORTED (it has not), INVALID_ARGUMENT/REQUEST_INVALID (the request, or the certificate is not due).
+        NOT_SUPPORTED (it has not), INVALID_ARGUMENT/REQUEST_INVALID (the request, or the certificate is not due, or revoked),
+        RESOURCE_EXHAUSTED/USER_LIMIT (six in an hour).
         """
 
     @abc.abstractmethod
