@@ -26,9 +26,10 @@ from ganger.wire.certificate_authority import (
     request_renewal,
 )
 from ganger.wire.endpoints import Endpoint
-from ganger.wire.errors import from_rpc_error
+from ganger.wire.errors import UserLimit, from_rpc_error
 from ganger.wire.tls import CERTIFICATE, KEY, check_directory
 from ganger_daemon.node.certificate_renewal import keep_renewed
+from ganger_master.rpc.access import RENEWALS_PER_HOUR, RenewalLimit
 from kit.certified import Authority
 from rpc.certified import CertifiedMaster, serving_certified
 from rpc.kit import Speaker, until
@@ -177,3 +178,65 @@ def test_a_certificate_of_another_authority_is_not_renewed_into_one_of_this(
         foreign = Authority(tmp_path, "other").issue("daemon", "n1", days=1 / 1440)
     with pytest.raises(CertificateError, match="was made by another authority than"):
         answer_renewal(tmp_path / "authority", (foreign / CERTIFICATE).read_bytes(), request_renewal()[1])
+
+
+def test_a_revoked_certificate_is_not_renewed_although_the_master_does_not_have_the_list_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(certified: CertifiedMaster) -> None:
+        stolen = minute(certified, monkeypatch)
+        thief = certified.with_certificate(stolen)
+        await thief.agents.RenewCertificate(agent_pb2.RenewCertificateRequest(signing_request=request_renewal()[1]))
+        certified.authority.revoke(stolen)
+        assert "was revoked" in await refusal(thief, request_renewal()[1])
+
+    told(tmp_path, story, authority=tmp_path / "authority")
+
+
+def test_a_certificate_is_renewed_a_few_times_an_hour_and_refusals_do_not_count() -> None:
+    moment = [1_000_000.0]
+    limit = RenewalLimit(lambda: moment[0])
+
+    def renew_one(node: str, *, fails: bool = False) -> None:
+        with limit.counted(node):
+            if fails:
+                raise CertificateError("not due")
+
+    for _ in range(RENEWALS_PER_HOUR):
+        with pytest.raises(CertificateError):
+            renew_one("n1", fails=True)
+        moment[0] += 60.0
+        renew_one("n1")
+    with pytest.raises(UserLimit, match="nodes/n1 was renewed 6 times in an hour: the next time at 14:47:40 UTC"):
+        renew_one("n1")
+    renew_one("n2")
+    moment[0] = 1_000_060.0 + 3_600.0
+    renew_one("n1")
+    with pytest.raises(UserLimit):
+        renew_one("n1")
+
+
+def test_a_daemon_that_renews_again_and_again_leaves_a_few_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(certified: CertifiedMaster) -> None:
+        daemon = certified.with_certificate(minute(certified, monkeypatch))
+        request = agent_pb2.RenewCertificateRequest(signing_request=request_renewal()[1])
+        before = len(issued_certificates(tmp_path / "authority")[0])
+        calls = [daemon.agents.RenewCertificate(request) for _ in range(RENEWALS_PER_HOUR + 4)]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        refused = [from_rpc_error(one).reason for one in answers if isinstance(one, grpc.RpcError)]
+        assert refused == ["USER_LIMIT"] * 4
+        assert len(issued_certificates(tmp_path / "authority")[0]) == before + RENEWALS_PER_HOUR
+
+    told(tmp_path, story, authority=tmp_path / "authority")
+
+
+def test_a_master_starts_although_a_record_of_the_authority_cannot_be_read(tmp_path: Path) -> None:
+    async def story(certified: CertifiedMaster) -> None:
+        assert certified.master.address
+
+    broken = tmp_path / "authority" / "issued"
+    broken.mkdir(parents=True)
+    (broken / "1.pem").write_text("nonsense")
+    told(tmp_path, story, authority=tmp_path / "authority")

@@ -2,7 +2,7 @@
 
 They read all fields of their own jobs, and of other jobs only what a queue listing shows. Limits on requests and
 changes per second and on open streams protect the service of all users, far above what people and their scripts do.
-Operators and the master's own programs have no limits.
+Operators and the master's own programs have no limits. A daemon has its certificate renewed a few times an hour.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, Final
 
 import grpc
@@ -48,6 +49,11 @@ _PROGRESS: Final = _fields(
 )
 _MEMBERSHIP: Final = _fields(array_pb2.ArrayMembership, "array member size max_concurrent held")
 _ARRAY: Final = _fields(array_pb2.Array, "name display_name user size max_concurrent create_time end_time states gpus")
+
+
+_HOUR_S: Final = 3600.0
+# Of one node's certificate. One that lasts for a quarter of an hour needs so many.
+RENEWALS_PER_HOUR: Final = 6
 
 
 def check_jobs(caller: CallerIdentity, jobs: VisibleState, numbers: Iterable[int]) -> None:
@@ -190,6 +196,35 @@ class UserLimits:
     def _exceeded(caller: CallerIdentity, wait_s: float, what: str, setting: str, limit: int) -> ApiError:
         text = f"user {caller.name} has used up {what} a second ({setting}): try again in {wait_s:.1f} s"
         return UserLimit(text, limit=limit)
+
+
+class RenewalLimit:
+    """How often the certificate of each node was renewed in the last hour: each renewal is a file for good."""
+
+    def __init__(self, now: Callable[[], float] = time.time) -> None:
+        self._now = now
+        self._renewed: dict[str, list[float]] = {}
+
+    @contextmanager
+    def counted(self, node: str) -> Iterator[None]:
+        """Count a renewal, unless the context ends with an error. Raises UserLimit where there were too many."""
+        now = self._now()
+        recent = self._renewed[node] = [one for one in self._renewed.get(node, ()) if 0.0 <= now - one < _HOUR_S]
+        if len(recent) >= RENEWALS_PER_HOUR:
+            again = datetime.fromtimestamp(recent[0] + _HOUR_S, UTC)
+            raise UserLimit(
+                f"the certificate of nodes/{node} was renewed {RENEWALS_PER_HOUR} times in an hour: the next time at"
+                f" {again:%H:%M:%S} UTC; let certificates last longer (--days)",
+                limit=RENEWALS_PER_HOUR,
+            )
+        recent.append(now)
+        try:
+            yield
+        except Exception:
+            # A cancelled call counts: its file is written nevertheless.
+            with suppress(ValueError):
+                self._renewed[node].remove(now)
+            raise
 
 
 class LimitInterceptor(WrappingInterceptor):

@@ -26,6 +26,7 @@ from ganger_master.core.arrays import has_climbed, report_of, rule_of
 from ganger_master.core.desired_projection import DesiredSet
 from ganger_master.core.job_model import JobRecord
 from ganger_master.rpc import agent_messages
+from ganger_master.rpc.access import RenewalLimit
 from ganger_master.rpc.agent_messages import ObservedParts
 from ganger_master.rpc.answer_messages import SessionRefusals, expect
 from ganger_master.rpc.job_messages import EVALUATED, SAMPLE, metrics_from_wire, plain
@@ -56,6 +57,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         """`authority`: directory of the authority that renews certificates, if this master has it."""
         self._writer = writer
         self._authority = authority
+        self._renewals = RenewalLimit()
         self._revocations = revocations
         self._refusals = refusals
         self._callers = callers
@@ -198,7 +200,8 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             raise errors.NotSupported("this master renews no certificates: it was started without --authority")
         node = self._callers.of(context).name
         try:
-            answer = await asyncio.to_thread(answer_renewal, self._authority, certificate, request.signing_request)
+            with self._renewals.counted(node):
+                answer = await asyncio.to_thread(answer_renewal, self._authority, certificate, request.signing_request)
         except CertificateError as error:
             raise errors.RequestInvalid(str(error)) from error
         log.info("certificate renewed", extra={"node": node})
