@@ -113,8 +113,8 @@ def test_the_working_set_of_a_gang_is_measured_by_its_control_group() -> None:
 def test_a_trial_of_less_memory_slows_a_job_that_reads_a_file_again_and_no_other(reads: bool) -> None:
     async def story(made: Cluster) -> None:
         daemon = await made.daemon("n1", cgroups="auto")
-        if not is_done(daemon.host.cgroups, "memory"):
-            pytest.skip("no control group of this machine limits memory")
+        if daemon.host.cgroups.capabilities["memory"] != "v2":
+            pytest.skip("no control group of this machine holds file caches back")
         data = made.directory / "data"
         with data.open("wb") as file:
             for _ in range(384):

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ganger_daemon.cgroups.contract import is_done
 from ganger_daemon.cgroups.group_tree import choose_cgroups
 from kit.cluster import Cluster
 from kit.waiting import eventually
@@ -33,10 +32,10 @@ def rates_of(run: Run) -> dict[int, float]:
 
 def test_a_job_that_reads_a_file_again_is_measured_with_less_page_cache_and_keeps_its_memory(tmp_path: Path) -> None:
     cgroups = choose_cgroups(f"ganger-test-{os.getpid()}/probe")
-    can_try = is_done(cgroups, "memory")
+    can_try = cgroups.capabilities["memory"] == "v2"
     cgroups.tidy()
     if not can_try:
-        pytest.skip("no control group of this machine limits memory")
+        pytest.skip("no control group of this machine holds file caches back")
     data = tmp_path / "data"
     with data.open("wb") as file:
         for _ in range(FILE_MEBIBYTES):

@@ -107,10 +107,11 @@ class Cgroups:
         """Limit the memory of a group. Return False when the limit is not enforced."""
         return False
 
-    def hold_caches(self, group: str, memory_bytes: int, limit_bytes: int) -> bool:
+    def hold_caches(self, group: str, memory_bytes: int) -> bool:
         """Let the kernel reclaim file caches of a group so that it uses no more than `memory_bytes`; zero: no longer.
-        No process is killed for it. `limit_bytes`: the group's limit. Return False if that is not possible here."""
-        return False
+        No process is killed or blocked for it: one that needs more is slowed down. Return False where it failed, or is
+        not possible."""
+        return not memory_bytes
 
     def set_process_limit(self, group: str, most: int) -> bool:
         """Limit the processes and threads of a group. Return False where the limit is not enforced."""

@@ -236,19 +236,14 @@ class MemoryController(CgroupController):
             write(swap, str(wanted))
         return is_set and number(read(group / "memory.limit_in_bytes"), -1) == wanted
 
-    def hold_caches(self, group: Path, memory_bytes: int, limit_bytes: int) -> bool:
+    def hold_caches(self, group: Path, memory_bytes: int) -> bool:
         """Hold as in `Cgroups.hold_caches`."""
+        if not self.is_v2:
+            # v1 reclaims only at the limit. There a process that needs more is killed or, without the kernel's killer,
+            # blocked until the limit is raised: for good, if the daemon was killed.
+            return not memory_bytes
         page = os.sysconf("SC_PAGE_SIZE")
-        if self.is_v2:
-            wanted = str(max(page, memory_bytes // page * page)) if memory_bytes else "max"
-            return write(group / "memory.high", wanted)
-        # v1 reclaims only at the limit. There a process that needs more than caches have would be killed; so it waits,
-        # for the caller to raise the limit again.
-        oom = group / "memory.oom_control"
-        if memory_bytes and write(oom, "1") and self.set_limit(group, memory_bytes):
-            return True
-        is_lifted = self.set_limit(group, limit_bytes)
-        return write(oom, "0") and is_lifted and not memory_bytes
+        return write(group / "memory.high", str(max(page, memory_bytes // page * page)) if memory_bytes else "max")
 
     def unreclaimable(self, group: Path) -> int:
         """Bytes as in `Cgroups.unreclaimable_bytes`."""
@@ -261,14 +256,13 @@ class MemoryController(CgroupController):
         # Older kernels count pages of files only, under the shorter name.
         names = (f"{prefix}workingset_refault_file", f"{prefix}workingset_refault")
         refaults = next((found[name] for name in names if name in found), None)
-        mapped = "file_mapped" if self.is_v2 else "total_mapped_file"
-        can_hold = (group / ("memory.high" if self.is_v2 else "memory.oom_control")).exists()
+        can_hold = self.is_v2 and (group / "memory.high").exists()
         return MemoryUse(
             max(0, usage - found.get(f"{prefix}inactive_file", 0)),
             None if refaults is None else refaults * os.sysconf("SC_PAGE_SIZE"),
             usage,
             # What is mapped, as libraries are, is in use at every moment.
-            max(0, usage - max(0, self._caches(found) - found.get(mapped, 0))) if can_hold else 0,
+            max(0, usage - max(0, self._caches(found) - found.get("file_mapped", 0))) if can_hold else 0,
         )
 
     def _usage(self, group: Path) -> int:

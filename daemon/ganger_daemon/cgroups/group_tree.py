@@ -138,9 +138,9 @@ class GroupTree(Cgroups):
         part = self._parts.memory
         return part is not None and part.set_limit(self._at(part.root, group), memory_bytes)
 
-    def hold_caches(self, group: str, memory_bytes: int, limit_bytes: int) -> bool:
+    def hold_caches(self, group: str, memory_bytes: int) -> bool:
         part = self._parts.memory
-        return part is not None and part.hold_caches(self._at(part.root, group), memory_bytes, limit_bytes)
+        return not memory_bytes if part is None else part.hold_caches(self._at(part.root, group), memory_bytes)
 
     def set_process_limit(self, group: str, most: int) -> bool:
         part = self._parts.processes

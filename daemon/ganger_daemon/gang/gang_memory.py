@@ -115,49 +115,57 @@ class WorkingSet:
 
 class MemoryTrial:
     """A trial of less memory for a gang's processes: their file caches are held back, and what is claimed stays theirs.
-    It ends by itself if nothing ends it. `asked_bytes`: what the processes are to have, without arenas; zero: no trial.
-    `bytes_now`: what they have by it; zero: none is in effect."""
+    It ends when the gang does not run, when this daemon stops, and 15 minutes after it was asked for. `asked_bytes`:
+    what the processes are to have, without arenas; zero: no trial. `bytes_now`: what they have by it; zero: none is in
+    effect."""
 
     def __init__(self, host: NodeContext, group: str, arena_bytes: Callable[[], int]) -> None:
         self._host, self._group, self._arena_bytes = host, group, arena_bytes
         self.asked_bytes = self.bytes_now = 0
         self._began_s = self._looked_s = 0.0
-        # What holds for the group, with its limit; a former daemon may have left a trial.
-        self._held: tuple[int, int] | None = None
+        # What the group is held to; zero: nothing; None: unknown, as a former daemon may have left a trial.
+        self._held_bytes: int | None = None
+        self._write: asyncio.Task[bool] | None = None
 
     def ask(self, memory_bytes: int) -> None:
-        """Begin a trial, change it or, with zero, end it."""
+        """Begin a trial, replace it by another one or, with zero, end it."""
         if memory_bytes != self.asked_bytes:
             self.asked_bytes, self._began_s, self._looked_s = memory_bytes, time.monotonic(), 0.0
 
     async def follow(self, limit_bytes: int, is_running: bool, now: float) -> None:
-        """Hold caches as asked while the gang runs. `limit_bytes`: limit of its memory; zero: none. `now`: seconds of a
-        monotonic clock."""
-        if not limit_bytes:
+        """Hold caches as asked while the gang runs, else hold none. `limit_bytes`: limit of its memory; zero: none.
+        `now`: seconds of a monotonic clock."""
+        if not (self.asked_bytes and limit_bytes and is_running and now < self._began_s + _TRIAL_MOST_S):
+            await self.lift()
             return
-        held, limit = self._held or (0, 0)
-        if not (self.asked_bytes and is_running and now < self._began_s + _TRIAL_MOST_S):
-            if held or self._held is None:
-                await self._hold(0, limit_bytes)
-            return
-        if now < self._looked_s + _TRIAL_LOOK_S and limit == limit_bytes:
+        if now < self._looked_s + _TRIAL_LOOK_S:
             return
         self._looked_s = now
         use = self._host.cgroups.memory_use(self._group)
         least = with_margin(use.least) if use is not None and use.least else limit_bytes
         wanted = max(self.asked_bytes + self._arena_bytes(), least)
         if wanted >= limit_bytes:
-            wanted = 0
+            await self.lift()
         # Processes that need more get it; what they free is not taken from them within the same trial.
-        if wanted > held or not wanted or limit != limit_bytes:
-            await self._hold(wanted, limit_bytes)
+        elif wanted > (self._held_bytes or 0):
+            await self._hold(wanted)
 
-    async def _hold(self, memory_bytes: int, limit_bytes: int) -> None:
-        if (memory_bytes, limit_bytes) == self._held:
-            return
-        is_done = await asyncio.to_thread(self._host.cgroups.hold_caches, self._group, memory_bytes, limit_bytes)
-        self._held = (memory_bytes, limit_bytes)
-        self.bytes_now = max(0, memory_bytes - self._arena_bytes()) if is_done else 0
+    async def lift(self) -> None:
+        """Hold caches back no longer, also those of a former daemon. What fails is repeated at the next call."""
+        if self._held_bytes != 0:
+            await self._hold(0)
+
+    async def _hold(self, memory_bytes: int) -> None:
+        if self._write is not None:
+            # The caller of the last one may have been cancelled, and its thread goes on.
+            await asyncio.wait([self._write])
+        self._held_bytes = None
+        self._write = asyncio.create_task(
+            asyncio.to_thread(self._host.cgroups.hold_caches, self._group, memory_bytes), name="hold caches"
+        )
+        is_done = await asyncio.shield(self._write)
+        self._held_bytes = memory_bytes if is_done else None
+        self.bytes_now = max(0, memory_bytes - self._arena_bytes()) if is_done and memory_bytes else 0
 
 
 class MemoryWatch:

@@ -225,6 +225,8 @@ class LocalGang:
     async def close(self) -> None:
         """Release what the daemon holds of the gang. Ranks continue."""
         self.parts.incoming.cancel()
+        # Without a daemon, a job that needs more memory would be slowed down by a trial.
+        await self.parts.memory_trial.lift()
         await self.parts.boundary.close()
         if self._socket is not None:
             self._socket.close()
@@ -285,12 +287,13 @@ class LocalGang:
         parts, pages = self.parts, self.context.pages
         if damage := pages.damage() or parts.devices.lost:
             await parts.escalation.abandon(damage)
+        # Damaged pages do not show that the gang runs; then nothing holds its memory back.
+        is_running = pages.readable and self.wanted.intent is OrderIntent.RUN and self.phase is PartPhase.RUNNING
+        await parts.memory_trial.follow(parts.memory.limit_bytes, is_running, now)
         if pages.readable:
             await self._begin_attending()
             is_parked = self.wanted.intent is OrderIntent.PARK and not self._orders.is_by_rotation
             await parts.memory.follow_limit(self.desired.claim, is_parked)
-            is_running = self.wanted.intent is OrderIntent.RUN and self.phase is PartPhase.RUNNING
-            await parts.memory_trial.follow(parts.memory.limit_bytes, is_running, now)
             if self._orders.is_due and await self._orders.write(self.context):
                 self._begin_escalation()  # The ranks' deadline begins only now
             if parts.exits.awaited:

@@ -59,7 +59,7 @@ def test_v2_pins_and_limits_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (mount / "ganger/n1/job-1/memory.high").write_text("max\n")
     assert cgroups.memory_use("job-1") == MemoryUse(4096, None, used=4096, least=2096), "all but unmapped file caches"
     for held, written in ((50 * MEBIBYTE + 7, str(50 * MEBIBYTE)), (0, "max")):
-        assert cgroups.hold_caches("job-1", held, 100 * MEBIBYTE)
+        assert cgroups.hold_caches("job-1", held)
         assert (mount / "ganger/n1/job-1/memory.high").read_text().strip() == written
         assert (mount / "ganger/n1/job-1/memory.max").read_text().strip() == str(100 * MEBIBYTE)
     assert cgroups.cpu_s("job-1") == 1.5

@@ -654,7 +654,7 @@ class DesiredGang(google.protobuf.message.Message):
     """How many times the job was started, this time included; a move or a resize is no new start."""
     trial_memory_bytes: builtins.int
     """A trial of memory: while the gang runs, file caches of its processes here are held back above this, as far as nothing
-    else of theirs needs the memory. The claim stays. Ended by the daemon after 15 minutes. Zero: none.
+    else of theirs needs the memory. The claim stays. A daemon ends it 15 minutes after it has received it. Zero: none.
     """
     @property
     def order(self) -> Global___OrderKey: ...
