@@ -288,3 +288,15 @@ def test_a_job_that_fits_nowhere_keeps_no_round_from_the_others() -> None:
     drive.plans()
     assert drive.running == sorted([*fixed, *jobs])
     assert drive.job(odd).state is JobState.PENDING
+
+
+def test_a_round_is_made_however_many_jobs_that_fit_nowhere_go_first() -> None:
+    # One job on each node is never stopped.
+    drive, fixed = two_apart("fifo+synergy-tune", 1, preemptible=False)
+    spec = JobSpec(("train",), (Role("worker", 1, TaskShape(4)),), gpu_memory_bytes=GIB)
+    for _ in range(1100):
+        drive.submit(spec)
+    job = drive.add()
+    drive.now += EVERY_S
+    assert drive.plans() == [("START", job)]
+    assert drive.running == sorted([*fixed, job])

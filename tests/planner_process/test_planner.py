@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
 from ganger.agent.v1 import agent_pb2
@@ -19,6 +20,7 @@ from ganger.wire.endpoints import Endpoint
 from ganger_master.core.commands import CHANGES_LIMIT, SubmitJob
 from ganger_master.core.job_model import JobSpec
 from ganger_master.planner.context import ClusterChange, PlanContext
+from ganger_master.planner.loop import PlannerLoop
 from ganger_master.planner.order_stage import OrderStage
 from ganger_master.planner_process.run import ClusterMirror, NoPlannerError, Planner
 from rpc.kit import Served, Speaker, serving, spec_of, until
@@ -312,6 +314,32 @@ def test_a_plan_that_fails_is_logged_and_the_next_one_starts_the_job(
 
     on_a_master(tmp_path, story)
     assert ("plan failed: the next one goes on without it", "ZeroDivisionError: a bug") in said(caplog)
+
+
+def test_a_planner_ends_after_failures_in_a_row_and_not_after_as_many_with_idle_passes_between() -> None:
+    def passes_before_the_end(fails: Sequence[bool]) -> int:
+        left = list(fails)
+
+        class Loop:
+            def step(self, now: float) -> tuple[None, float]:
+                if not left:
+                    raise asyncio.CancelledError
+                if left.pop(0):
+                    raise ZeroDivisionError("a bug")
+                return None, now
+
+        async def told() -> None:
+            planner = Planner(lambda: Endpoint("nowhere"))
+            planner._loop = cast(PlannerLoop, Loop())
+            planner._news.set()
+            await planner._plan_for_ever(None)
+
+        with pytest.raises((ZeroDivisionError, asyncio.CancelledError)):
+            asyncio.run(told())
+        return len(fails) - len(left)
+
+    assert passes_before_the_end([True] * 5) == 3
+    assert passes_before_the_end([True, False] * 5) == 10
 
 
 def test_while_the_master_settles_a_restore_one_line_is_logged_at_its_start_and_one_at_its_end(

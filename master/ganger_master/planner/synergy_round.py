@@ -69,6 +69,17 @@ def packing_of(tuning: Tuning, context: PlanContext) -> Packing | None:
     """Return where the tuning places the jobs that the order chooses. Running jobs that cannot be packed keep what they
     have. Pending ones have places of the policy's placement, around which the others are packed; where it finds none,
     the order chooses without them. None: jobs share devices, or the packing gains nothing."""
+    found = _packed(tuning, context)
+    # Each pass leaves out at least one more pending job, so there are at most as many passes as jobs.
+    while isinstance(found, frozenset):
+        context = replace(context, excluded=context.excluded.resting(found))
+        found = _packed(tuning, context)
+    return found
+
+
+def _packed(tuning: Tuning, context: PlanContext) -> Packing | frozenset[int] | None:
+    """Return `packing_of` of the jobs that the order chooses, or the numbers of the pending ones among them for which
+    the policy's placement finds no place."""
     assert tuning.place is not None, f"{tuning.name} places no job"
     table, view, known = context.jobs, context.room.view, known_of(context)
     choice = choose(queue_of(context))
@@ -92,8 +103,7 @@ def packing_of(tuning: Tuning, context: PlanContext) -> Packing | None:
         others = [job for job in chosen if not packable.by_gpus(job)]
         apart = _set_apart(context, others, held, numbered)
         if len(apart.claims) < len(others):
-            unplaced = frozenset([job.number for job in others if job.number not in apart.claims])
-            return packing_of(tuning, replace(context, excluded=context.excluded.resting(unplaced)))
+            return frozenset([job.number for job in others if job.number not in apart.claims])
     nodes = apart.nodes
     gpus = np.array([job.gpus for job in jobs], np.int64)
     is_local = np.array([_is_local(job) for job in jobs], bool)

@@ -60,7 +60,7 @@ _PROGRESS_S: Final = 0.5
 _REACH_S: Final = 10.0
 # Job schedulers answer the leases of a plan one after the other; the next plan waits no longer for a slow one.
 _OFFERED_S: Final = 0.5
-# Plans that fail in a row before the planner ends, and another one begins without its note.
+# Passes that fail in a row before the planner ends, and another one begins without its note.
 _FAILED_MOST: Final = 3
 # Longest sleep, because clocks may be set.
 _LONGEST_SLEEP_S: Final = 60.0
@@ -244,8 +244,8 @@ class Planner:
                     raise
                 log.exception("plan failed: the next one goes on without it", extra={"reason": failure_of(error)})
                 continue
+            failed = 0
             if plan is not None:
-                failed = 0
                 self._recorder.plan(now, plan)
                 await self._propose(scheduling, loop, plan, time.perf_counter() - began)
                 continue
