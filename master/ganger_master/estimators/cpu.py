@@ -18,6 +18,8 @@ from numpy.typing import ArrayLike
 
 from ganger_master.estimators.fitting import NOT_FITTED, FitError, Floats, fit_error, is_usable
 
+# A smaller gain or loss of a trial cannot be told from noise within a minute.
+LEAST_DIFFERENCE: Final = 0.02
 # Sweet points are tried this far apart; finer than a core cannot be allocated to a rank anyway.
 THETA_STEP = 0.5
 # Rates closer than this, relative, are the same (Synergy's fixed threshold).

@@ -12,10 +12,8 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from ganger_master.estimators.cpu import CpuPoint
+from ganger_master.estimators.cpu import LEAST_DIFFERENCE, CpuPoint
 
-# A smaller loss cannot be told from noise within a minute.
-LEAST_LOSS: Final = 0.02
 # Amounts closer than this part of what is used are not told apart.
 _RESOLUTION: Final = 1 / 16
 # Speed at which a cache that was emptied is filled again: a network file system, or one disk.
@@ -24,7 +22,7 @@ REFILL_BYTES_PER_S: Final = 100e6
 
 def is_full_rate(point: CpuPoint, points: Sequence[CpuPoint]) -> bool:
     """Return whether a point is as fast as the one of most memory, which is the last."""
-    return point.rate >= (1.0 - LEAST_LOSS) * points[-1].rate
+    return point.rate >= (1.0 - LEAST_DIFFERENCE) * points[-1].rate
 
 
 def enough_memory(points: Sequence[CpuPoint]) -> float:

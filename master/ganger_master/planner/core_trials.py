@@ -21,8 +21,8 @@ from msgspec import Struct
 
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import WHOLE_SHARE, JobRecord
-from ganger_master.estimators.cpu import CpuPoint, next_probe, sweet_point_bracket
-from ganger_master.estimators.page_cache import LEAST_LOSS, REFILL_BYTES_PER_S, next_memory
+from ganger_master.estimators.cpu import LEAST_DIFFERENCE, CpuPoint, next_probe, sweet_point_bracket
+from ganger_master.estimators.page_cache import REFILL_BYTES_PER_S, next_memory
 from ganger_master.planner.core_profiles import CoreProfile, MemoryLimits
 from ganger_master.planner.device_groups import shares_devices
 from ganger_master.policies.trials import (
@@ -45,9 +45,6 @@ _PHASE_BATCHES: Final = 2
 # Points of earlier jobs of a series, by phase.
 OfSeries: TypeAlias = "Callable[[str], tuple[CpuPoint, ...]]"
 
-
-# A smaller gain cannot be told from noise within a minute.
-LEAST_GAIN: Final = 0.02
 # The budget for trials of a job that has run for less is that of an hour.
 _FIRST_S: Final = 3600.0
 # A trial that has not got its cores by then ends.
@@ -106,7 +103,7 @@ def conclude(trial: CoresTrial, after: tuple[float, ...], is_last: bool = False)
     """Return the point that a trial has measured; None while it is inconclusive. `after`: windows with the cores under
     trial, in steps/s. `is_last`: no window will follow, so an inconclusive gain or loss counts as none."""
     is_more = trial.millicores > trial.held
-    threshold = 1.0 + (LEAST_GAIN if is_more else -LEAST_GAIN)
+    threshold = 1.0 + (LEAST_DIFFERENCE if is_more else -LEAST_DIFFERENCE)
     verdict = judge([TrialRates(trial.before, after)], threshold).verdict
     if verdict is TrialVerdict.MEASURE and not (is_last and len(after) >= FIRST_WINDOWS):
         return None
@@ -361,7 +358,7 @@ class ProfiledCores:
         is_measured = self._is_granted(trial) and self.windows.rates
         slowdown = max(0.0, 1.0 - self.windows.rate / median(trial.before)) if is_measured else 0.0
         refill_s = 0.0
-        if trial.memory_bytes and slowdown > LEAST_LOSS:
+        if trial.memory_bytes and slowdown > LEAST_DIFFERENCE:
             refill_s = max(0, trial.used_bytes - trial.memory_bytes) * sum(self.gpus) / REFILL_BYTES_PER_S
         # While a cache fills, its hits and so the rate rise in a line.
         lost_s = self.lost_s + (took_s + refill_s / 2) * slowdown

@@ -181,7 +181,7 @@ class TrialPace:
         window_steps: Least number of steps of a window.
         most_s: Longest duration of a trial.
         share: Largest share of its running time, and of its first hour, that a job spends in trials.
-        cost: Largest share of its running time, and of its first hour, that trials of cores may cost a job in work.
+        cost: Largest share of its running time, and of its first hour, that trials may cost a job in work.
     """
 
     warm_s: float = 30.0
