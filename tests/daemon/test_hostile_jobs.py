@@ -96,6 +96,22 @@ def test_what_a_gang_leaves_is_out_of_the_way_at_once_and_gone_soon_also_after_a
     eventually(lambda: list(daemon.run.iterdir()) == [daemon.launchers], what="the rest of it removed")
 
 
+def test_what_is_being_removed_is_not_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon = DaemonPaths(tmp_path / "state", tmp_path / "run")
+    job = daemon.of(str(uuid.uuid4()), 1).job
+    job.mkdir(parents=True)
+    (daemon.jobs / ".gone-before" / "1").mkdir(parents=True)
+    iterdir = Path.iterdir
+
+    def looked_into(path: Path) -> object:
+        if path.name == ".gone-before":
+            raise FileNotFoundError(path)
+        return iterdir(path)
+
+    monkeypatch.setattr(Path, "iterdir", looked_into)
+    assert [gang.job for gang in daemon.existing()] == [job]
+
+
 @needs_a_stranger
 def test_packets_of_another_account_at_the_job_socket_are_ignored() -> None:
     async def story(path: Path) -> list[object]:

@@ -420,7 +420,8 @@ class DaemonPaths:
     def existing(self) -> tuple[GangPaths, ...]:
         """Every gang with something here, in a fixed order."""
         found: list[GangPaths] = []
-        for job in sorted(self.jobs.iterdir()):
+        # What is renamed is being removed: it may go while it is listed.
+        for job in sorted(path for path in self.jobs.iterdir() if not path.name.startswith(_GONE)):
             try:
                 found += [self.of(job.name, int(path.name)) for path in sorted(job.iterdir()) if path.name.isdigit()]
             except (ValueError, NotADirectoryError):
