@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 
 from hypothesis import HealthCheck, settings
@@ -15,7 +16,11 @@ settings.load_profile("ganger")
 
 
 def pytest_runtest_teardown() -> None:
-    """No rank outlives its test: pytest would wait for it at its end."""
+    """No rank outlives its test: pytest would wait for it at its end. Nor does the log of a service that a command
+    started in this process: its stream is closed, and whatever logs later would print that."""
+    for handler in logging.root.handlers[:]:
+        if type(handler) is logging.StreamHandler:
+            logging.root.removeHandler(handler)
     harness = sys.modules.get("training.harness")
     if harness is not None:
         harness.end_all()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -33,8 +32,6 @@ class Shell:
 
     def try_(self, *arguments: str) -> Done:
         written = (io.BytesIO(), io.BytesIO())
-        # A service logs to the stream that it has at its start, which is gone after this.
-        handlers, level = logging.root.handlers[:], logging.root.level
         out, err = (io.TextIOWrapper(raw, write_through=True) for raw in written)
         with redirect_stdout(out), redirect_stderr(err):
             try:
@@ -42,8 +39,6 @@ class Shell:
             except SystemExit as exit_:
                 code = exit_.code if isinstance(exit_.code, int) else 1
             sys.stdout.flush()
-        logging.root.handlers[:] = handlers
-        logging.root.setLevel(level)
         texts = [raw.getvalue().decode(errors="replace") for raw in written]
         return Done(arguments, code, *texts)
 
