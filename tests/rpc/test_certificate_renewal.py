@@ -113,7 +113,7 @@ def test_what_is_no_request_and_a_certificate_that_is_not_due_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story(certified: CertifiedMaster) -> None:
-        short, _ = certified.with_certificate(minute(certified, monkeypatch)), None
+        short = certified.with_certificate(minute(certified, monkeypatch))
         whole = request_renewal()[1]
         for request in (b"", b"nonsense", whole[:-60] + b"A" * 30 + whole[-30:]):
             assert "no request" in await refusal(short, request) or "not signed" in await refusal(short, request)
