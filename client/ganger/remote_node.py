@@ -39,6 +39,8 @@ done
 # Marks a directory that was made here and may be removed.
 _MADE: Final = ".made-by-ganger"
 _MADE_UNIT: Final = "# Made by ganger cluster add."
+# Jobs run as accounts that go through what is made, whatever root's own umask is.
+_OPEN: Final = "umask 022;"
 _FOREIGN_UNIT: Final = shlex.quote(f"{_UNIT} is there, and `cluster add` did not make it: remove it first")
 _LONGEST: Final = 400
 
@@ -114,7 +116,7 @@ class RemoteNode:
         )
         await self._run(
             "make an environment",
-            f"if ! test -e {prefix}/{_MADE}; then"
+            f"{_OPEN} if ! test -e {prefix}/{_MADE}; then"
             f' if test -n "$(ls -A {prefix} 2>/dev/null)"; then echo {taken} >&2; exit 1; fi;'
             f" mkdir -p {prefix} && touch {prefix}/{_MADE} || exit 1; fi; {shlex.quote(self._python)} -m venv {prefix}",
         )
@@ -125,15 +127,15 @@ class RemoteNode:
             wanted = f"{uploaded}[server]"
         await self._run(
             "install Ganger",
-            f"{prefix}/bin/python -m pip install --quiet --disable-pip-version-check --upgrade {shlex.quote(wanted)}",
+            f"{_OPEN} {prefix}/bin/python -m pip install --quiet --disable-pip-version-check --upgrade"
+            f" {shlex.quote(wanted)}",
             timeout_s=_INSTALL_S,
         )
         # The same version may be another build of a checkout.
         if wheel is not None:
             again = f"--force-reinstall --no-deps {shlex.quote(wanted)}"
-            await self._run(
-                "install Ganger", f"{prefix}/bin/python -m pip install --quiet {again}", timeout_s=_INSTALL_S
-            )
+            again = f"{_OPEN} {prefix}/bin/python -m pip install --quiet {again}"
+            await self._run("install Ganger", again, timeout_s=_INSTALL_S)
         return f"installed Ganger {await self._version()}"
 
     async def write_certificate(self, directory: Path) -> None:
@@ -156,7 +158,7 @@ class RemoteNode:
         command = (places.interpreter, "-m", "ganger.cli.main", "daemon", *flags)
         state = shlex.quote(places.state)
         await self._run(
-            "make directories", f"test -d {state} || {{ mkdir -p -m 0711 {state} && touch {state}/{_MADE}; }}"
+            "make directories", f"{_OPEN} test -d {state} || {{ mkdir -p -m 0711 {state} && touch {state}/{_MADE}; }}"
         )
         if self.has_systemd:
             await self._run(
@@ -207,11 +209,11 @@ class RemoteNode:
         )
 
     async def write(self, path: str, content: bytes, mode: int) -> None:
-        """Put a file in its place, whole, with the directories that it needs (0700)."""
+        """Put a file in its place, whole, with the directories that it needs: its own one is closed (0700)."""
         target = shlex.quote(path)
         directory = shlex.quote(str(PurePosixPath(path).parent))
         script = (
-            f"umask 077 && mkdir -p {directory} && cat >{target}.new && chmod {mode:04o} {target}.new"
+            f"{_OPEN} mkdir -p -m 0700 {directory} && umask 077 && cat >{target}.new && chmod {mode:04o} {target}.new"
             f" && mv {target}.new {target}"
         )
         await self._run(f"write {path}", script, content)
