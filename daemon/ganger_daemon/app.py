@@ -133,8 +133,9 @@ class DaemonSettings:
     # Directory of the daemon's certificate: with it all links are mutual TLS, and `listen_host` may be any.
     tls: Path | None = None
     preload: bool = True
-    # Accounts that jobs run as: "own" (the daemon's), "system" (those of their users), or the path of a map file.
-    accounts: str = "own"
+    # Accounts that jobs run as: "own" (the daemon's), "system" (those of their users), the path of a map file, or
+    # empty: "system" for root with certificates, else "own".
+    accounts: str = ""
     order_patience_s: float = ORDER_PATIENCE_S
     order_deadline_s: float = ORDER_DEADLINE_S
 
@@ -281,7 +282,7 @@ class Daemon:
     async def _choose_accounts(self) -> tuple[Accounts, str]:
         """Return the accounts that jobs run as, and the Python for their commands that are none. Raises DaemonError."""
         try:
-            accounts = choose_accounts(self._settings.accounts)
+            accounts = choose_accounts(self._settings.accounts, has_certificates=self._settings.tls is not None)
             if not accounts.are_switched:
                 return accounts, sys.executable
             # launchers of other accounts may leave calls unanswered, each of which keeps a thread

@@ -98,11 +98,10 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]
 @click.option(
     "--accounts",
     metavar="own|system|FILE",
-    default="own",
-    show_default=True,
+    default="",
     envvar="GANGER_DAEMON_ACCOUNTS",
     help="Run jobs as the daemon's own user, as the accounts of their users, or as those that a file maps them to "
-    "(root only).  [env: GANGER_DAEMON_ACCOUNTS]",
+    "(root only). Default: system for root with --tls, else own.  [env: GANGER_DAEMON_ACCOUNTS]",
 )
 @click.option("--rack", default="", help="Network place: rack.")
 @click.option("--fabric", default="", help="Network place: fabric.")

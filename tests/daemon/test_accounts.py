@@ -62,6 +62,36 @@ def test_without_switching_every_job_is_of_the_daemons_own_user() -> None:
     assert not Accounts().are_switched
 
 
+@pytest.mark.parametrize(
+    ("setting", "uid", "has_certificates", "are_switched", "is_warned"),
+    [
+        ("", 0, True, True, False),
+        ("", 0, False, False, False),
+        ("", 1000, True, False, False),
+        ("", 1000, False, False, False),
+        ("system", 0, False, True, False),
+        ("own", 0, True, False, True),
+        ("own", 0, False, False, False),
+        ("own", 1000, True, False, False),
+    ],
+)
+def test_jobs_run_as_their_users_where_root_has_certificates_that_name_them(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    setting: str,
+    uid: int,
+    has_certificates: bool,
+    are_switched: bool,
+    is_warned: bool,
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: uid)
+    assert choose_accounts(setting, has_certificates=has_certificates).are_switched is are_switched
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["--accounts own: jobs of all users run as root, and can read this node's key and each other"] * (
+        is_warned
+    )
+
+
 @needs_a_stranger
 def test_a_map_file_is_roots_and_has_a_user_and_an_account_in_each_line(tmp_path: Path) -> None:
     path = tmp_path / "accounts"

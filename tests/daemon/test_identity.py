@@ -64,6 +64,26 @@ def test_a_job_runs_as_its_user_with_the_accounts_groups_home_and_umask_and_gain
     run(story)
 
 
+@pytest.mark.parametrize("certified", [True, False])
+def test_a_daemon_of_root_with_certificates_runs_jobs_as_their_users_unless_it_is_told_otherwise(
+    certified: bool,
+) -> None:
+    async def story(these: Accounted) -> None:
+        await these.daemon(accounts="")
+        request = these.made.master.book("n1").request
+        assert request is not None
+        assert request.capabilities["switch_user"] == ("accounts" if certified else "no")
+        gang = these.gang(these.ann, 1, ["/bin/sh", "-c", "id -u"])
+        if not certified:
+            gang.user = "root"
+        await these.made.master.want("n1", gang)
+        assert (await these.phase(1, Observed.PHASE_ENDED)).outcome.kind == agent_pb2.Outcome.KIND_DONE
+        ran_as = str(these.ann.uid if certified else 0)
+        assert log_of(these.made.directory, "n1", gang.job_uid, 0, 1) == [ran_as]
+
+    run(story, certified=certified)
+
+
 @pytest.mark.parametrize("user", ["no-such-user", "root", "daemon"])
 def test_a_user_without_an_account_that_may_run_jobs_is_refused_by_name(user: str) -> None:
     async def story(these: Accounted) -> None:
@@ -83,7 +103,8 @@ def test_a_user_without_an_account_that_may_run_jobs_is_refused_by_name(user: st
 def test_a_node_whose_directories_accounts_cannot_reach_does_not_start_with_accounts() -> None:
     async def story(these: Accounted) -> None:
         these.made.directory.chmod(0o700)
-        with pytest.raises(DaemonError, match=r"cannot reach .*: /tmp/gd\w+ is closed to other accounts \(mode 0700\)"):
+        said = r"/tmp/gd\w+ is closed to other accounts \(mode 0700\); .* \(--accounts own\)"
+        with pytest.raises(DaemonError, match=said):
             await these.daemon()
         these.made.directory.chmod(0o711)
         shared = Path("/dev/shm") / these.made.directory.name

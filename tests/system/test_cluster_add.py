@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,12 +15,14 @@ from pathlib import Path
 import pytest
 from ganger.injob.process_identity import start_ticks
 from ganger.wire.revocation import Revocations
+from ganger_daemon.node.accounts import Account
+from kit.accounts import made_accounts, makes_accounts
 from kit.certified import Authority
 from kit.leftovers import remove_leftovers
 from kit.ssh import SshServer
 from kit.waiting import eventually
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, makes_accounts]
 
 GANGER = (sys.executable, "-m", "ganger.cli.main")
 HOST = "127.0.0.1"
@@ -27,10 +31,12 @@ FLAGS = ("--flag=--virtual-gpus=2", "--flag=--no-preload", "--flag=--criu=none")
 
 @dataclass
 class Operator:
-    """Commands of an operator with a certificate. `node`: where the directories of the node are."""
+    """Commands of an operator with a certificate, whose jobs run as `account`. `node`: where the directories of the
+    node are."""
 
     directory: Path
     ssh: SshServer
+    account: Account
     address: str = ""
     authority: Authority = field(init=False)
 
@@ -41,7 +47,7 @@ class Operator:
         self.where = (HOST, *self.ssh.options, *where)
 
     def try_(self, *words: str) -> subprocess.CompletedProcess[str]:
-        certificate = str(self.authority.issue("operator", "olga"))
+        certificate = str(self.authority.issue("operator", self.account.name))
         own = {"HOME": str(self.ssh.home), "GANGER_MASTER": self.address, "GANGER_TLS": certificate}
         environment = {**os.environ, **own}
         return subprocess.run(
@@ -70,12 +76,21 @@ class Operator:
 
 
 @pytest.fixture
-def operator(tmp_path: Path) -> Iterator[Operator]:
+def directory() -> Iterator[Path]:
+    # Not below pytest's own, which is closed to the accounts of jobs.
+    made = Path(tempfile.mkdtemp(prefix="ga", dir="/tmp"))
+    made.chmod(0o711)
+    yield made
+    shutil.rmtree(made, ignore_errors=True)
+
+
+@pytest.fixture
+def operator(directory: Path) -> Iterator[Operator]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GANGER_")}
-    with SshServer(tmp_path / "ssh", environment) as ssh:
-        made = Operator(tmp_path, ssh)
+    with made_accounts(1) as (account,), SshServer(directory / "ssh", environment) as ssh:
+        made = Operator(directory, ssh, account)
         certificate = made.authority.issue("master", "m")
-        words = ("--state-dir", str(tmp_path / "master"), "--listen", f"{HOST}:0", "--tls", str(certificate))
+        words = ("--state-dir", str(directory / "master"), "--listen", f"{HOST}:0", "--tls", str(certificate))
         with subprocess.Popen((*GANGER, "master", *words), stdout=subprocess.PIPE, text=True) as master:
             assert master.stdout is not None
             try:
@@ -94,8 +109,10 @@ def test_a_machine_becomes_a_node_is_repaired_beside_its_jobs_and_is_removed(ope
     added = operator.add()
     assert (added.returncode, added.stderr) == (0, ""), added
     assert f"{HOST}: nodes/{HOST} is ready after " in added.stdout
-    job = json.loads(operator("submit", "--json", "--gpus", "1", "--", "sleep", "300"))["name"].removeprefix("jobs/")
+    words = ("--gpus", "1", "--directory", "/", "--", "/bin/sh", "-c", "id -un; sleep 300")
+    job = json.loads(operator("submit", "--json", *words))["name"].removeprefix("jobs/")
     eventually(lambda: operator.phase(job) == "RUNNING", what="the job runs", within_seconds=60.0)
+    eventually(lambda: operator("logs", job) == f"{operator.account.name}\n", what="it runs as its user's account")
 
     refused = operator.remove()
     assert (refused.returncode, f"`ganger drain {HOST}` moves them off" in refused.stderr) == (4, True), refused

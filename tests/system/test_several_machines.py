@@ -48,6 +48,8 @@ class CertifiedCluster(Cluster):
                 *(*machine.prefix, *daemon.argv),
                 *("--master", self.address, "--listen", machine.address),
                 *("--tls", str(self.authority.issue("daemon", name, (machine.address,)))),
+                # Users of most tests have no accounts.
+                *(() if "--accounts" in self.daemon_options else ("--accounts", "own")),
             ]
 
     def try_(self, user: str, *arguments: str, tls: Path | None = None) -> subprocess.CompletedProcess[str]:

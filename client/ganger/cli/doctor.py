@@ -116,7 +116,7 @@ _CAPABILITIES: Final = (
         "switch_user",
         "shared",
         "jobs of all users run as the daemon's user: they can read its key and each other's files",
-        "run the daemon as root with --accounts system, or trust all users of the node",
+        "run the daemon as root and without --accounts own, or trust all users of the node",
     ),
     ("gpu_state", "none", "programs without an agent keep their GPU memory while they are stopped", ""),
     ("devices", "none", "no job with GPUs runs here", "install the NVIDIA driver, or try --virtual-gpus"),

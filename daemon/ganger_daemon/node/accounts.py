@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import os
 import platform
 import pwd
@@ -20,6 +21,8 @@ from typing import Any, TypeVar
 
 from ganger.protocol.os_errors import os_reason
 
+log = logging.getLogger(__name__)
+
 _T = TypeVar("_T")
 
 # Of the accounts of people, in Debian, Fedora and SUSE (UID_MIN of login.defs); what is below is the system's.
@@ -27,6 +30,8 @@ LEAST_UID = 1000
 _NO_SHELLS = ("nologin", "false", "sync", "halt", "shutdown")
 # Values of --accounts; anything else names a map file.
 OWN, SYSTEM = "own", "system"
+# Ends the reasons why a daemon does not start with accounts: it may have chosen them by itself.
+OR_ALL_AS_ROOT = f"or let jobs of all users run as root (--accounts {OWN})"
 # In a map file: the user may run nothing here.
 _REFUSED = "-"
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -108,10 +113,16 @@ def refusal_of(entry: pwd.struct_passwd) -> str:
     return ""
 
 
-def choose_accounts(setting: str) -> Accounts:
-    """Return the accounts of a daemon. `setting`: OWN, SYSTEM or the path of a map file. Raises ValueError for a file
-    that cannot be used, and for a daemon that may not switch users."""
-    if setting in ("", OWN):
+def choose_accounts(setting: str, *, has_certificates: bool = False) -> Accounts:
+    """Return the accounts of a daemon. `setting`: OWN, SYSTEM, the path of a map file, or empty: SYSTEM for root where
+    certificates name the users, else OWN. Raises ValueError for a file that cannot be used, and for a daemon that may
+    not switch users."""
+    is_of_several_users = has_certificates and os.geteuid() == 0
+    if not setting:
+        setting = SYSTEM if is_of_several_users else OWN
+    if setting == OWN:
+        if is_of_several_users:
+            log.warning("--accounts own: jobs of all users run as root, and can read this node's key and each other")
         return Accounts()
     if os.geteuid() != 0:
         raise ValueError(f"--accounts {setting}: only a daemon of root runs jobs as other accounts; leave it out")

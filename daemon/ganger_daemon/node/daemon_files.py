@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from ganger.protocol.os_errors import os_failure, os_reason
 
-from ganger_daemon.node.accounts import Account, closed_step, give_directory
+from ganger_daemon.node.accounts import OR_ALL_AS_ROOT, Account, closed_step, give_directory
 
 log = logging.getLogger(__name__)
 
@@ -398,14 +398,18 @@ class DaemonPaths:
         if self.run.resolve().is_relative_to(_SHARED_MEMORY):
             raise DirectoryNameError(
                 f"run directory {self.run} is in {_SHARED_MEMORY}, which jobs of other accounts have of their own:"
-                " choose another --run-dir"
+                f" choose another --run-dir, {OR_ALL_AS_ROOT}"
             )
         for path, flag in ((self.work, "--state-dir"), (self.launchers, "--run-dir")):
             if why := closed_step(path):
-                raise DirectoryNameError(f"jobs of other accounts cannot reach {path}: {why}; choose another {flag}")
+                raise DirectoryNameError(
+                    f"jobs of other accounts cannot reach {path}: {why}; choose another {flag}, {OR_ALL_AS_ROOT}"
+                )
         package = Path(__file__).parent
         if why := closed_step(package):
-            raise DirectoryNameError(f"jobs of other accounts cannot read {package}: {why}; install Ganger elsewhere")
+            raise DirectoryNameError(
+                f"jobs of other accounts cannot read {package}: {why}; install Ganger elsewhere, {OR_ALL_AS_ROOT}"
+            )
 
     def sweep(self) -> None:
         """Remove directories that a former daemon had renamed and not removed."""

@@ -25,7 +25,7 @@ from ganger.injob.launcher.client import Launcher, LauncherError, start_launcher
 from ganger.injob.launcher.process_record import startup_variables
 from ganger.protocol.os_errors import os_failure
 
-from ganger_daemon.node.accounts import Account, closed_step, give_directory
+from ganger_daemon.node.accounts import OR_ALL_AS_ROOT, Account, closed_step, give_directory
 from ganger_daemon.node.become import Becoming, start_as
 from ganger_daemon.node.process_identity import ProcessId, RankProcess, has_other_user, parent_of
 
@@ -142,7 +142,7 @@ def interpreter_for_accounts() -> str:
             return path
     raise ValueError(
         f"jobs of other accounts need a Python that they can execute: {closed_step(Path(sys.executable))}, and there is"
-        " no python3 of the system"
+        f" no python3 of the system: install one, {OR_ALL_AS_ROOT}"
     )
 
 
