@@ -1,4 +1,4 @@
-"""The store in plain memory: the contract without a database, for the simulator and for tests."""
+"""The store in plain memory: the contract without a database, for tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ganger_master.store.tables import COLUMNS, STATE, HistoryEntry, StoreBatch,
 
 
 class MemoryStore:
-    """See `contract.Store`. What was committed stays for as long as the object lives, across `close` and `open`."""
+    """See `tables.Store`. What was committed stays for as long as the object lives, across `close` and `open`."""
 
     def __init__(self) -> None:
         self._rows: dict[str, dict[str, StoredRow]] = {name: {} for name in STATE}
