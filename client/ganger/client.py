@@ -98,7 +98,7 @@ class Client:
         check_size(request, "/ganger.v1.JobService/CreateJob", "put large environment values and arguments into files")
         if not spec.scheduler:
             return Job(self, self._submitted(self._jobs.CreateJob, request))
-        from ganger.scheduling.detached_scheduler import DetachedScheduler
+        from ganger.scheduling.cli import DetachedScheduler
 
         with DetachedScheduler(spec.scheduler, self._master) as scheduler:
             message = self._submitted(self._jobs.CreateJob, request)

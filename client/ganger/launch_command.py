@@ -12,8 +12,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from ganger.accelerate_command import from_accelerate
-from ganger.rank_command import RankCommand, from_torchrun, python_beside
+from ganger.rank_command import RankCommand, from_accelerate, from_torchrun, python_beside
 from ganger.spec_values import parse_command, parse_gpus, whole_number
 from ganger.units import counted
 

@@ -1,17 +1,20 @@
-"""What each rank runs, as found in the command line of `torchrun` (torch.distributed.run, torch.distributed.launch).
+"""What each rank runs, as found in the command lines of `torchrun` (torch.distributed.run, torch.distributed.launch) and
+`accelerate launch` with its configuration file. `launch_command` has the request that follows.
 
-`accelerate launch` is taken apart in `accelerate_command`; `launch_command` has the request that follows.
-"""
+Variables of accelerate are those that it sets for its processes (accelerate.utils.launch)."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn
+
+from ganger.protocol.os_errors import os_reason
 
 
 @dataclass(frozen=True)
@@ -197,3 +200,242 @@ def _nodes(text: str) -> tuple[int, int]:
     if found[0] > found[1]:
         raise ValueError(f"--nnodes {text}: a range goes from fewer to more nodes")
     return found
+
+
+_ACCELERATE_SWITCHES: Final = (
+    *("cpu", "multi_gpu", "use_deepspeed", "use_fsdp", "use_parallelism_config", "no_python", "debug", "quiet"),
+    *("dynamo_use_fullgraph", "dynamo_use_dynamic", "dynamo_use_regional_compilation", "same_network"),
+    *("enable_cpu_affinity", "use_megatron_lm", "tpu", "tpu_cluster", "tpu_use_sudo", "fp8_use_autocast_during_eval"),
+)
+_ACCELERATE_VALUES: Final = (
+    *("config_file", "mixed_precision", "num_processes", "num_machines", "num_cpu_threads_per_process"),
+    *("dynamo_backend", "dynamo_mode", "gpu_ids", "machine_rank", "main_process_ip", "main_process_port", "tee"),
+    *("log_dir", "role", "rdzv_backend", "rdzv_conf", "max_restarts", "monitor_interval", "mpirun_hostfile"),
+    *("main_training_function", "vm", "env", "aws_access_key_id", "aws_secret_access_key"),
+    *("deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter", "deepspeed_multinode_launcher"),
+)
+_ACCELERATE_REPLACED: Final = frozenset(
+    [
+        *("machine_rank", "main_process_ip", "main_process_port", "tee", "log_dir", "rdzv_backend", "rdzv_conf"),
+        *("monitor_interval", "same_network", "enable_cpu_affinity", "deepspeed_hostfile"),
+        *("deepspeed_exclusion_filter", "deepspeed_inclusion_filter", "deepspeed_multinode_launcher"),
+    ]
+)
+_ACCELERATE_REFUSED: Final = {
+    "tpu": "there are no TPUs",
+    "tpu_cluster": "there are no TPUs",
+    "vm": "there are no TPUs",
+    "mpirun_hostfile": "ranks are started by Ganger, not by mpirun",
+    "use_megatron_lm": "Megatron-LM starts and numbers its ranks by itself",
+    "aws_access_key_id": "jobs do not run on SageMaker",
+    "aws_secret_access_key": "jobs do not run on SageMaker",
+}
+# Flag, its default, and the variable where the name is another one; None: not set unless given.
+_FSDP: Final = (
+    *(("fsdp_version", "1"), ("fsdp_sharding_strategy", "FULL_SHARD"), ("fsdp_reshard_after_forward", "true")),
+    *(("fsdp_offload_params", "false"), ("fsdp_min_num_params", "100000000"), ("fsdp_auto_wrap_policy", None)),
+    *(("fsdp_transformer_layer_cls_to_wrap", None), ("fsdp_backward_prefetch", None), ("fsdp_state_dict_type", None)),
+    *(("fsdp_forward_prefetch", "false"), ("fsdp_use_orig_params", "true")),
+    *(("fsdp_cpu_ram_efficient_loading", "true"), ("fsdp_sync_module_states", "true")),
+    *(("fsdp_activation_checkpointing", "false"), ("fsdp_activation_checkpointing_offload", "false")),
+    ("fsdp_ignored_modules", None),
+)
+_FSDP_NAMES: Final = {"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
+# Values that accelerate writes in small letters.
+_SMALL: Final = frozenset(
+    [
+        *("fsdp_reshard_after_forward", "fsdp_offload_params", "fsdp_forward_prefetch", "fsdp_use_orig_params"),
+        *("fsdp_cpu_ram_efficient_loading", "fsdp_sync_module_states", "fsdp_activation_checkpointing"),
+        *("fsdp_activation_checkpointing_offload", "gradient_clipping", "offload_optimizer_device"),
+        *("offload_param_device", "zero3_init_flag", "zero3_save_16bit_model"),
+    ]
+)
+_DEEPSPEED: Final = {
+    "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
+    "offload_optimizer_device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+    "offload_optimizer_nvme_path": "",
+    "offload_param_device": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+    "offload_param_nvme_path": "",
+    "zero3_init_flag": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
+    "zero3_save_16bit_model": "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
+    "deepspeed_config_file": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
+    "deepspeed_moe_layer_cls_names": "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
+}
+_FP8: Final = {
+    "fp8_backend": None,
+    "fp8_use_autocast_during_eval": "False",
+    "fp8_margin": "0",
+    "fp8_interval": "1",
+    "fp8_format": "HYBRID",
+    "fp8_amax_history_len": "1024",
+    "fp8_amax_compute_algo": "most_recent",
+    "fp8_opt_level": "O2",
+    "fp8_enable_fsdp_float8_all_gather": "true",
+    "fp8_pad_inner_dim": "true",
+}
+_PARALLELISM: Final = {
+    "dp_replicate_size": "1",
+    "dp_shard_size": "1",
+    "tp_size": "1",
+    "cp_size": "1",
+    "cp_backend": "torch",
+    "cp_comm_strategy": "allgather",
+    "sp_size": "1",
+    "sp_backend": "deepspeed",
+}
+_SEVERAL: Final = ("MULTI_GPU", "DEEPSPEED", "FSDP")
+_PRECISIONS: Final = ("no", "fp16", "bf16", "fp8")
+
+
+def from_accelerate(words: Sequence[str], python: str, environment: Mapping[str, str], directory: str) -> RankCommand:
+    """Return what each rank of `accelerate launch WORDS` runs. `environment`: of the job; `directory`: where it runs.
+
+    Raises ValueError for flags that are none, or that Ganger has no equal of, and for a configuration file that cannot
+    be read."""
+    parser = _accelerate_parser()
+    given = parser.given(words)
+    values = {**_from_file(given, environment, directory), **given}
+    for key, why in _ACCELERATE_REFUSED.items():
+        if values.get(key):
+            raise ValueError(f"accelerate launch {parser.options[key]}: Ganger has no equal of it: {why}")
+    if str(values.get("gpu_ids") or "all") != "all":
+        raise ValueError("accelerate launch --gpu_ids: a job has the GPUs that it is given: say how many (--gpus)")
+    if values.get("role", "default") != "default":
+        raise ValueError("accelerate launch --role: all ranks have the role default")
+    nodes = whole(values.get("num_machines") or 1, "--num_machines", 1)
+    ranks = values.get("num_processes")
+    per_node = 0 if ranks is None else whole(ranks, "--num_processes", 1)
+    if per_node % nodes:
+        raise ValueError(f"--num_processes {ranks} cannot be shared out over --num_machines {nodes}")
+    is_on_cpu = bool(values.get("cpu") or values.get("use_cpu"))
+    script, arguments = str(values["training_script"]), list(map(str, values["training_script_args"]))
+    is_module, has_python = bool(values.get("module")), not values.get("no_python")
+    if is_module and not has_python:
+        raise ValueError("accelerate launch: --no_python and --module do not go together")
+    command = python_words(python, script, arguments, is_module=is_module) if has_python else (script, *arguments)
+    return RankCommand(
+        program="accelerate launch",
+        command=command,
+        environment=_variables(values, is_on_cpu),
+        per_node=per_node // nodes or (1 if is_on_cpu else 0),
+        nodes=(nodes, nodes),
+        is_on_cpu=is_on_cpu,
+        max_restarts=whole(values.get("max_restarts") or 0, "--max_restarts", 0),
+        replaced=parser.named([key for key in given if key in _ACCELERATE_REPLACED]),
+    )
+
+
+def _accelerate_parser() -> FlagParser:
+    parser = FlagParser("accelerate launch")
+    for name in _ACCELERATE_SWITCHES:
+        parser.flag(name, is_switch=True)
+    parser.flag("module", "-m", is_switch=True)
+    parallelism = [f"parallelism_config_{name}" for name in _PARALLELISM]
+    fp8 = [name for name in _FP8 if name not in _ACCELERATE_SWITCHES]
+    for name in (*_ACCELERATE_VALUES, *(flag for flag, _ in _FSDP), *_DEEPSPEED, *fp8, *parallelism):
+        parser.flag(name)
+    parser.script()
+    return parser
+
+
+def _from_file(given: Mapping[str, Any], environment: Mapping[str, str], directory: str) -> dict[str, Any]:
+    """Return the values of the configuration file by the names of flags: of the one that is named, else of the user's
+    own, which `accelerate config` writes, if it is there."""
+    path = given.get("config_file")
+    if path is None:
+        cache = environment.get("XDG_CACHE_HOME") or os.path.join(environment.get("HOME", ""), ".cache")
+        home = environment.get("HF_HOME") or os.path.join(cache, "huggingface")
+        found = [os.path.join(home, "accelerate", f"default_config.{end}") for end in ("yaml", "json")]
+        path = next((one for one in found if os.path.isfile(one)), None)
+        if path is None or given.get("cpu"):
+            return {}
+    path = os.path.join(directory, os.path.expanduser(str(path)))
+    import yaml  # Only here: most commands have no such file
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file) if path.endswith(".json") else yaml.safe_load(file)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"accelerate launch --config_file {path}: cannot be read: {os_reason(error)}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"accelerate launch --config_file {path}: is no mapping")
+    return _flattened(content, path)
+
+
+def _flattened(content: Mapping[str, Any], path: str) -> dict[str, Any]:
+    if str(content.get("compute_environment", "LOCAL_MACHINE")) != "LOCAL_MACHINE":
+        raise ValueError(f"{path}: compute_environment {content['compute_environment']}: Ganger has no equal of it")
+    kind = str(content.get("distributed_type", "NO")).rpartition(".")[2].upper()
+    known = {"NO": "", "MULTI_CPU": "use_cpu", "MULTI_GPU": "multi_gpu", "DEEPSPEED": "use_deepspeed"}
+    known |= {"FSDP": "use_fsdp", "XLA": "tpu", "TPU": "tpu", "MEGATRON_LM": "use_megatron_lm"}
+    if kind not in known:
+        raise ValueError(f"{path}: distributed_type {kind}: Ganger has no equal of it")
+    values: dict[str, Any] = {known[kind]: True} if known[kind] else {}
+    if kind == "NO":
+        values["num_processes"] = 1
+    if isinstance(content.get("dynamo_backend"), str):
+        values["dynamo_backend"] = content["dynamo_backend"]
+    for name, value in content.items():
+        prefix = {"fsdp_config": "fsdp_", "fp8_config": "fp8_", "dynamo_config": "dynamo_"}.get(name, "")
+        if isinstance(value, Mapping):
+            values |= {f"{prefix}{str(key).removeprefix(prefix)}": item for key, item in value.items()}
+            if name == "parallelism_config" and value:
+                values["use_parallelism_config"] = True
+            if name == "deepspeed_config":
+                values["deepspeed_fields"] = ",".join(map(str, value))
+        elif value is not None and name not in ("compute_environment", "distributed_type"):
+            values.setdefault(name, value)
+    if values.get("num_processes") == -1:
+        raise ValueError(f"{path}: has no num_processes: give --num_processes")
+    return values
+
+
+def _variables(values: Mapping[str, Any], is_on_cpu: bool) -> dict[str, str]:
+    """Return the variables that accelerate sets for its processes."""
+    precision = str(values.get("mixed_precision") or "no").lower()
+    if precision not in _PRECISIONS:
+        raise ValueError(f"--mixed_precision {precision}: there are {', '.join(_PRECISIONS)}")
+    found = {
+        "ACCELERATE_MIXED_PRECISION": precision,
+        "ACCELERATE_DYNAMO_BACKEND": str(values.get("dynamo_backend") or "no").upper(),
+        "ACCELERATE_DYNAMO_MODE": str(values.get("dynamo_mode") or "default"),
+    }
+    for switch in ("use_fullgraph", "use_dynamic", "use_regional_compilation"):
+        found[f"ACCELERATE_DYNAMO_{switch.upper()}"] = str(bool(values.get(f"dynamo_{switch}")))
+    if is_on_cpu:
+        found["ACCELERATE_USE_CPU"] = "True"
+    if values.get("debug"):
+        found["ACCELERATE_DEBUG_MODE"] = "true"
+    if values.get("num_cpu_threads_per_process"):
+        found["OMP_NUM_THREADS"] = str(values["num_cpu_threads_per_process"])
+    if precision == "fp8":
+        found |= _named(values, _FP8.items(), lambda name: f"ACCELERATE_{name.upper()}")
+    if not is_on_cpu:
+        found |= _of_plugins(values, precision)
+    return found
+
+
+def _of_plugins(values: Mapping[str, Any], precision: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    if values.get("use_fsdp"):
+        found["ACCELERATE_USE_FSDP"] = "true"
+        found |= _named(values, _FSDP, lambda name: _FSDP_NAMES.get(name, name.upper()))
+    if values.get("use_deepspeed"):
+        fields = [text for text in (values.get("deepspeed_fields"),) if text]
+        fields += ["mixed_precision"] if values.get("deepspeed_fields") and precision != "no" else []
+        found["ACCELERATE_USE_DEEPSPEED"] = "true"
+        found["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(fields).lower()
+        known = [(name, None) for name, variable in _DEEPSPEED.items() if variable]
+        found |= _named(values, known, lambda name: _DEEPSPEED[name])
+    if values.get("use_parallelism_config"):
+        found["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+        sizes = [(f"parallelism_config_{name}", default) for name, default in _PARALLELISM.items()]
+        found |= _named(values, sizes, str.upper)
+    return found
+
+
+def _named(values: Mapping[str, Any], flags: Any, variable: Callable[[str], str]) -> dict[str, str]:
+    given = {name: str(value) for name, default in flags if (value := values.get(name, default)) is not None}
+    return {variable(name): text.lower() if name in _SMALL else text for name, text in given.items()}

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ganger.accelerate_command import from_accelerate
 from ganger.launch_command import replaced_flags
-from ganger.rank_command import from_torchrun
+from ganger.rank_command import from_accelerate, from_torchrun
 from ganger.spec import make_spec
 from ganger.v1.job_pb2 import JobSpec
 from ganger.wire.errors import SpecInvalid

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ganger.job_file import load_job_file
-from ganger.spec import make_spec
+from ganger.spec import load_job_file, make_spec
 from ganger.v1.job_pb2 import JobSpec
 from ganger.v1.resources_pb2 import LEVEL_CLUSTER, LEVEL_NODE, LEVEL_RACK, LEVEL_UNSPECIFIED
 from ganger.wire import times

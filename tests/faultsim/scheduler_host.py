@@ -10,9 +10,8 @@ from collections.abc import Callable
 from faultsim.engine import Engine
 from faultsim.faults import Network
 from faultsim.master_process import SimMaster
-from ganger.scheduling import JobScheduler, Proposal
+from ganger.scheduling import DefaultScheduler, JobScheduler, Proposal
 from ganger.scheduling import PlacementLease as Offer
-from ganger.scheduling.job_scheduler import DefaultScheduler
 from ganger_master.core.answers import Answer, Rejected
 from ganger_master.core.commands import ClaimTurns, RequestGang
 from ganger_master.core.queue import GrantedLease

@@ -16,8 +16,7 @@ from ganger.cluster.resources import Claim, Locality, LocalityLevel, Role, TaskS
 from ganger.cluster.topology import parse_topology
 from ganger.cluster.view import View
 from ganger.job_state import JobState
-from ganger.scheduling import JobScheduler, PlacementLease, Proposal
-from ganger.scheduling.job_scheduler import DefaultScheduler
+from ganger.scheduling import DefaultScheduler, JobScheduler, PlacementLease, Proposal
 from ganger_master.core.commands import ResumeJob, SuspendJob
 from ganger_master.core.job_model import JobSpec, SuspendLevel
 from ganger_master.core.settings import CoreSettings

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from ganger.agent.v1 import agent_pb2
 from ganger.cluster.view import View
+from ganger.scheduling import DefaultScheduler
 from ganger.scheduling.host import _lease_of
-from ganger.scheduling.job_scheduler import DefaultScheduler
 from ganger.v1 import job_pb2, job_service_pb2, scheduling_pb2
 from ganger.wire import resource_messages as convert
 from rpc.kit import Served, Speaker, configuration_set, serving, spec_of

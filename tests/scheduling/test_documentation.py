@@ -11,9 +11,8 @@ import pytest
 from click.testing import CliRunner
 from ganger.cluster.placement import candidates
 from ganger.cluster.refusals import Reason, Refusal
-from ganger.scheduling import JobScheduler, PlacementLease
+from ganger.scheduling import DefaultScheduler, JobScheduler, PlacementLease
 from ganger.scheduling.cli import scheduler
-from ganger.scheduling.job_scheduler import DefaultScheduler
 from kit.clusters import cluster, gang
 from msgspec.structs import replace as moved
 

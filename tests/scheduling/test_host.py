@@ -16,13 +16,11 @@ from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resources import Claim, NodeRow
 from ganger.cluster.topology import parse_topology
 from ganger.cluster.view import View
-from ganger.scheduling import JobScheduler, PlacementLease, Proposal
-from ganger.scheduling.host import SchedulerHost
-from ganger.scheduling.job_scheduler import DefaultScheduler
+from ganger.scheduling import DefaultScheduler, JobScheduler, PlacementLease, Proposal
+from ganger.scheduling.host import Mirror, SchedulerHost
 from ganger.v1 import job_pb2, job_service_pb2, scheduling_pb2
 from ganger.wire import resource_messages as convert
 from ganger.wire.endpoints import Endpoint
-from ganger.wire.view_mirror import Mirror
 from rpc.kit import Served, Speaker, serving, spec_of
 
 pytestmark = pytest.mark.system

@@ -140,9 +140,8 @@ def submit(
     Flags win over the job file. The working directory and the part of the environment a training script needs are
     captured; --env adds to it.
     """
-    from ganger.job_file import load_job_file
     from ganger.launch_command import replaced_flags
-    from ganger.spec import make_spec
+    from ganger.spec import load_job_file, make_spec
 
     description = load_job_file(file) if file else {}
     origins = _merge(description, flags)

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import grpc
 import grpc.aio
+from ganger.scheduling.host import Mirror
 from ganger.scheduling.program import first_end, why_away
 from ganger.v1 import job_pb2, scheduling_pb2, scheduling_pb2_grpc
 from ganger.wire import resource_messages as convert
@@ -25,7 +26,6 @@ from ganger.wire import times
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint, EndpointError
 from ganger.wire.errors import Restoring
-from ganger.wire.view_mirror import Mirror
 
 from ganger_master.core.answers import ChangeAnswer
 from ganger_master.core.gang_model import Gang

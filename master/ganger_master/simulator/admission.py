@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 from ganger.cluster.placement import impossible
 from ganger.cluster.resources import Locality, LocalityLevel, Role, Socket, TaskShape
-from ganger.scheduling.job_scheduler import DefaultScheduler, PlacementLease, Proposal
+from ganger.scheduling import DefaultScheduler, PlacementLease, Proposal
 from msgspec import structs
 
 from ganger_master.core import answers

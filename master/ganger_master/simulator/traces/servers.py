@@ -157,7 +157,7 @@ def servers_from_file(path: Path) -> Servers:
     if len(text) > _MOST_FILE_BYTES:
         raise ServersFileError([f"{path}: longer than {_MOST_FILE_BYTES:,} bytes: this is no description of a cluster"])
     # Most clusters are described by a few flags.
-    from ganger.job_file import read_yaml
+    from ganger.spec import read_yaml
 
     try:
         description = read_yaml(text.decode())
