@@ -76,7 +76,7 @@ if sys.argv[1] == "attached":
 else:
     turn, back = os.pipe(), os.pipe()
     if os.fork() == 0:
-        from ganger.injob.bootstrap import arm
+        from ganger.injob.interpreter import arm
         arm()
         loop = make_loop()
         loop()

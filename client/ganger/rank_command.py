@@ -1,5 +1,5 @@
-"""What each rank runs, as found in the command lines of `torchrun` (torch.distributed.run, torch.distributed.launch) and
-`accelerate launch` with its configuration file. `launch_command` has the request that follows.
+"""What each rank runs, as found in the command lines of `torchrun` (torch.distributed.run, torch.distributed.launch)
+and of `accelerate launch`, with its configuration file. `launch_command` has the request that follows.
 
 Variables of accelerate are those that it sets for its processes (accelerate.utils.launch)."""
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from ganger.cli.doctor import FAIL, OK, WARN, capability_findings, cluster_findings, node_findings
+from ganger.cli.diagnosis import FAIL, OK, WARN, capability_findings, cluster_findings, node_findings
 from ganger.v1 import node_pb2
 from ganger_daemon import node_checks
 from kit.canned import Call, CannedMaster

@@ -1,8 +1,8 @@
 """What the scheduler of one job decides: which gangs to request while the job has a placement lease.
 
-Write your own by deriving from `JobScheduler`; see docs/how-to/job-schedulers.md. Decisions are pure: a lease and a view
-in, a proposal out. The host around them (`host`) sends and receives, and keeps the view fresh. Jobs without a scheduler
-of their own have Gandiva's Algorithm 1 with device type, tolerance and waiting time."""
+Write your own by deriving from `JobScheduler`; see docs/how-to/job-schedulers.md. Decisions are pure: a lease and a
+view in, a proposal out. The host around them (`host`) sends and receives, and keeps the view fresh. Jobs without a
+scheduler of their own have Gandiva's Algorithm 1 with device type, tolerance and waiting time."""
 
 from __future__ import annotations
 
