@@ -13,7 +13,7 @@ from typing import Any
 
 from ganger.spec import make_spec
 from ganger.spec_values import whole_number
-from ganger.units import counted
+from ganger.text import counted
 from ganger.v1.array_pb2 import ArrayMember, StopRule
 from ganger.v1.job_service_pb2 import CreateArrayRequest
 from ganger.wire.errors import SpecInvalid, Violation

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from ganger.protocol.os_errors import os_failure, os_reason
+from ganger.text import os_failure, os_reason
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from ganger.units import counted, format_duration
+from ganger.text import counted, format_duration
 
 
 class HistoryEvent(NamedTuple):

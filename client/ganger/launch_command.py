@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from ganger.rank_command import RankCommand, from_accelerate, from_torchrun, python_beside
 from ganger.spec_values import parse_command, parse_gpus, whole_number
-from ganger.units import counted
+from ganger.text import counted
 
 # With one of these only a shell knows what the line means.
 _SHELL_SIGNS: Final = re.compile(r"[;&|<>()$`\\*?\[\]{}~#!\n]")

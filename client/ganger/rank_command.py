@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn
 
-from ganger.protocol.os_errors import os_reason
+from ganger.text import os_reason
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from ganger.cluster.resources import DIMENSIONS
 from ganger.launch_command import with_ranks
-from ganger.protocol.os_errors import os_reason
 from ganger.spec_values import (
     command_hint,
     level_text,
@@ -42,7 +41,7 @@ from ganger.spec_values import (
     shortened,
     whole_number,
 )
-from ganger.units import counted, parse_duration, parse_memory
+from ganger.text import counted, os_reason, parse_duration, parse_memory
 from ganger.v1.job_pb2 import (
     MECHANISM_ADAPTER,
     MECHANISM_IMAGE,

@@ -19,7 +19,7 @@ from datetime import date, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from ganger.units import parse_cores, parse_duration
+from ganger.text import parse_cores, parse_duration
 from ganger.v1.job_pb2 import JobSpec, Mechanism
 from ganger.v1.resources_pb2 import Level
 from ganger.wire import times

@@ -27,9 +27,8 @@ import grpc
 from ganger import __version__
 from ganger.agent.v1 import agent_pb2, peer_pb2_grpc
 from ganger.injob.launcher.namespaces import share_links
-from ganger.protocol.os_errors import os_failure, os_reason
 from ganger.service_unit import ServiceManager
-from ganger.units import counted
+from ganger.text import counted, os_failure, os_reason
 from ganger.wire.endpoints import CredentialError, Endpoint, EndpointError, check_listen_host, find_endpoint
 from ganger.wire.methods import CallerIdentity, CallerRole
 from ganger.wire.resource_messages import configuration_set_to_wire

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 from ganger.console import Directory, Within
-from ganger.units import parse_memory
+from ganger.text import parse_memory
 
 
 class Bytes(click.ParamType):  # type: ignore[type-arg]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from ganger.protocol.os_errors import os_reason
+from ganger.text import os_reason
 
 from ganger_daemon.cgroups.group_tree import choose_cgroups
 from ganger_daemon.devices.virtual import choose_devices

@@ -140,7 +140,7 @@ def _sqlite_file(settings: Config, instead: str) -> Path:
 
 
 def _settings(config_file: Path | None, flags: dict[str, Any]) -> Config:
-    from ganger.protocol.os_errors import os_reason
+    from ganger.text import os_reason
 
     from ganger_master import config
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Final
 
-from ganger import units
+from ganger.text import parse_duration as parse_finite_duration
+from ganger.text import parse_memory
 from ganger.wire.endpoints import EndpointError, check_address, check_listen_address, is_loopback
 
 from ganger_master.core.settings import DEFAULT_POLICY, quotas_of
@@ -121,7 +122,7 @@ def parse_duration(text: str) -> float | None:
     if text == "never":
         return None
     try:
-        return units.parse_duration(text)
+        return parse_finite_duration(text)
     except ValueError:
         raise ValueError(f"{text!r} is no duration: write for example 30s, 10m, 2h or 1d") from None
 
@@ -288,7 +289,7 @@ _NAMES: Final = frozenset(one.name for one in fields(Config))
 _PARSERS: Final[Mapping[str, Callable[[str, object], object]]] = {
     **dict.fromkeys(("state_dir", "storage", "tls", "authority"), _path_of),
     **dict.fromkeys(_COUNTS, _count_of),
-    **dict.fromkeys(("residue_bytes", "spec_bytes_per_user"), lambda name, value: units.parse_memory(value)),
+    **dict.fromkeys(("residue_bytes", "spec_bytes_per_user"), lambda name, value: parse_memory(value)),
     **dict.fromkeys(("scheduler_host", "planner", "restored"), _boolean_of),
     "plan_every_s": _plan_interval_of,
     "quantum_s": _quantum_of,

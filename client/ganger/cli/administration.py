@@ -13,8 +13,7 @@ import click
 
 from ganger.cli.options import json_option, open_client
 from ganger.console import CommandError, Directory, Within, print_json, print_table
-from ganger.protocol.os_errors import os_reason
-from ganger.units import counted, format_memory, parse_memory
+from ganger.text import counted, format_memory, os_reason, parse_memory
 
 if TYPE_CHECKING:
     from ganger.wire.methods import CallerIdentity

@@ -18,7 +18,7 @@ import click
 from ganger.cli.administration import revoke_certificates
 from ganger.cli.options import confirm, open_client, yes_option
 from ganger.console import CommandError, Directory, Within
-from ganger.protocol.os_errors import os_failure
+from ganger.text import os_failure
 from ganger.wire.tls import AUTHORITY
 
 if TYPE_CHECKING:

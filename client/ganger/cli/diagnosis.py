@@ -27,8 +27,7 @@ import click
 from ganger.cli.checkout import require_server
 from ganger.cli.options import json_option, number, open_client
 from ganger.console import CommandError, Directory, ExitCode, plain, print_json, print_line
-from ganger.protocol.os_errors import os_failure
-from ganger.units import counted
+from ganger.text import counted, os_failure
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message

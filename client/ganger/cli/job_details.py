@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ganger.cli import job_table
 from ganger.cli.options import number
 from ganger.job import FINISHED
-from ganger.units import counted, format_cores, format_duration, format_memory
+from ganger.text import counted, format_cores, format_duration, format_memory
 from ganger.v1.job_pb2 import MECHANISM_SIGNAL, MECHANISM_UNSPECIFIED, Job, Mechanism, Progress
 from ganger.v1.resources_pb2 import LEVEL_CLUSTER, Claim, Role, TaskShape
 from ganger.v1.scheduling_pb2 import CoresCurve, CurvePoint

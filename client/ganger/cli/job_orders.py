@@ -23,7 +23,7 @@ from ganger.cli.options import (
     timeout_s,
 )
 from ganger.console import CommandError, ExitCode, print_json
-from ganger.units import counted
+from ganger.text import counted
 
 if TYPE_CHECKING:
     from ganger.client import Client

@@ -14,7 +14,7 @@ from ganger.cli.options import number
 from ganger.console import bounded
 from ganger.history import HistoryEvent, sentence
 from ganger.job import FINISHED
-from ganger.units import counted, format_duration, format_ranges
+from ganger.text import counted, format_duration, format_ranges
 from ganger.v1 import array_pb2, job_pb2, job_service_pb2, resources_pb2
 from ganger.wire import times
 

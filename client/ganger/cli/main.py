@@ -167,7 +167,7 @@ def version(as_json: bool) -> None:
     from ganger import __version__
     from ganger.cli.options import number, open_client
     from ganger.console import print_json
-    from ganger.units import counted
+    from ganger.text import counted
     from ganger.wire.endpoints import EndpointError
     from ganger.wire.errors import ApiError
 

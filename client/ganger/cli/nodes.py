@@ -13,7 +13,7 @@ from click.shell_completion import CompletionItem
 from ganger.cli.options import CompletedType, NodeType, confirm, json_option, number, open_client, yes_option
 from ganger.cluster.resources import UNLIMITED_MB_PER_S
 from ganger.console import print_json, print_line, print_pairs, print_table
-from ganger.units import counted, format_cores, format_duration, format_memory
+from ganger.text import counted, format_cores, format_duration, format_memory
 
 if TYPE_CHECKING:
     from ganger.client import Client

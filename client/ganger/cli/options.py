@@ -16,7 +16,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from ganger.console import CommandError, ExitCode, print_json, report
-from ganger.units import parse_duration
+from ganger.text import parse_duration
 
 if TYPE_CHECKING:
     from ganger.client import Client

@@ -12,7 +12,7 @@ from ganger.cli.job_table import called, cores, devices_in, job_sentence, place,
 from ganger.cli.options import number, timeout_s
 from ganger.console import CommandError, print_json, print_line
 from ganger.job import FINISHED
-from ganger.units import format_duration
+from ganger.text import format_duration
 from ganger.v1.job_pb2 import (
     MECHANISM_IMAGE,
     MECHANISM_SIGNAL,

@@ -25,7 +25,7 @@ from ganger.cli.options import (
     pairs,
 )
 from ganger.console import plain, print_json, print_line, print_pairs, print_table
-from ganger.units import format_duration
+from ganger.text import format_duration
 
 if TYPE_CHECKING:
     from ganger.v1.array_pb2 import Array

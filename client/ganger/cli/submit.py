@@ -22,7 +22,7 @@ from ganger.cli.options import (
     pairs,
 )
 from ganger.console import CommandError, ExitCode, print_json, print_line, report
-from ganger.units import counted
+from ganger.text import counted
 
 if TYPE_CHECKING:
     from ganger.client import Client

@@ -19,7 +19,7 @@ import click
 
 from ganger.cli.options import json_option, number, open_client
 from ganger.console import Within, aligned, plain, print_json, rich_table
-from ganger.units import counted, format_cores, format_duration, format_memory
+from ganger.text import counted, format_cores, format_duration, format_memory
 
 if TYPE_CHECKING:
     from ganger.client import Client

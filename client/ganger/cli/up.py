@@ -20,7 +20,7 @@ from click.core import ParameterSource
 from ganger.cli import local_cluster as cluster
 from ganger.cli.checkout import require_server
 from ganger.console import CommandError, Directory
-from ganger.units import counted
+from ganger.text import counted
 
 _READY_S = 60.0
 _WATCH_S = 0.5

@@ -38,7 +38,7 @@ from ganger.injob.page_layout import (
     PageState,
     Word,
 )
-from ganger.protocol.os_errors import os_reason
+from ganger.text import os_reason
 
 _LOOK_EVERY_S = 1.0
 

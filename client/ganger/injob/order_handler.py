@@ -25,8 +25,8 @@ from ganger.injob.page_layout import (
     PageState,
     Word,
 )
-from ganger.protocol.os_errors import os_failure, os_reason
 from ganger.protocol.stop_rules import BoundaryDecision, decide
+from ganger.text import os_failure, os_reason
 
 # No order has this number, so the hot path comes here at its next boundary whatever the page says.
 FIRST_LOOK = -1

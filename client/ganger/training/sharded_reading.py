@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ganger.text import counted
 from ganger.training.image_io import OpenImage, PieceReader
 from ganger.training.state_codec import (
     TAG,
@@ -27,7 +28,6 @@ from ganger.training.state_codec import (
     placement_as_json,
     placements_of,
 )
-from ganger.units import counted
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata

@@ -24,7 +24,7 @@ import torch
 from ganger.injob.control import Control, Handlers, StopRequest
 from ganger.injob.page_layout import Error, PageState, Word
 from ganger.injob.state_image import ImageError, enter_pages
-from ganger.protocol.os_errors import os_failure
+from ganger.text import os_failure
 from ganger.training.image_io import (
     TRANSFER_BYTES,
     ArenaSink,

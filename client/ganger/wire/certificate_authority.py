@@ -25,8 +25,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from ganger.protocol.os_errors import os_failure, os_reason
-from ganger.units import counted
+from ganger.text import counted, os_failure, os_reason
 from ganger.wire.endpoints import CredentialError
 from ganger.wire.errors import CertificateInvalid
 from ganger.wire.methods import CallerIdentity, CallerRole, served_name

@@ -14,7 +14,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from ganger.protocol.os_errors import os_reason
+from ganger.text import os_reason
 
 ENDPOINT_FILE = "endpoint.json"
 TOKEN_FILE = "token"

@@ -19,7 +19,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ganger.protocol.os_errors import os_reason
+from ganger.text import os_reason
 from ganger.wire.endpoints import CredentialError
 from ganger.wire.errors import CertificateInvalid, CertificateRevoked
 from ganger.wire.methods import CallerIdentity

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import grpc
 
-from ganger.protocol.os_errors import os_reason
+from ganger.text import os_reason
 from ganger.wire.endpoints import CredentialError, Endpoint, host_of
 from ganger.wire.errors import CertificateInvalid
 from ganger.wire.methods import CallerIdentity, CallerRole, identity_of, is_served_name, served_name

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from ganger.protocol.os_errors import os_reason
+from ganger.text import os_reason
 
 from ganger_daemon.cgroups import controllers
 from ganger_daemon.cgroups.contract import GROUP_NAME, Cgroups, Variant, checked

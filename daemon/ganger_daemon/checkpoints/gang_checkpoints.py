@@ -16,7 +16,7 @@ from typing import Any
 
 from ganger.failpoints import hit
 from ganger.injob.state_image import ImageError
-from ganger.protocol.os_errors import os_failure
+from ganger.text import os_failure
 
 from ganger_daemon.checkpoints import storage as layout
 from ganger_daemon.checkpoints.storage import (

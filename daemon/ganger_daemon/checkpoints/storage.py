@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 from ganger.injob import state_image
-from ganger.protocol.os_errors import os_reason
+from ganger.text import os_reason
 
 from ganger_daemon.core.part_facts import FoundCheckpoint
 from ganger_daemon.node.accounts import Account, give_directory

@@ -8,7 +8,7 @@ from enum import IntEnum
 
 from ganger.injob.page_layout import EXIT_FENCED, EXIT_NO_STATE, EXIT_YIELDED, Capability
 from ganger.protocol.gang_orders import DesiredOrder, Mechanism, OrderIntent
-from ganger.units import counted
+from ganger.text import counted
 
 
 class PartOutcomeKind(IntEnum):

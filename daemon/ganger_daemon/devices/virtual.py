@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ganger.cluster.resources import ConfigurationSet, LocalityLevel, Socket
-from ganger.protocol.os_errors import os_reason
-from ganger.units import counted
+from ganger.text import counted, os_reason
 
 from ganger_daemon.devices.contract import (
     MAX_DEVICES,

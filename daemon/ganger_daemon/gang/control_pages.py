@@ -13,8 +13,8 @@ from ganger.injob.page import Page, PageMismatchError, PageOrder, PageProgress, 
 from ganger.injob.page_access import PageError
 from ganger.injob.page_layout import VERSION, Capability, Flag, PageOrderKind, PageParkLevel, Word
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
-from ganger.protocol.os_errors import os_failure
 from ganger.protocol.stop_rules import RelayedPoint, expired
+from ganger.text import os_failure
 
 from ganger_daemon.checkpoints.storage import unfinished_template
 from ganger_daemon.core.part_facts import Rank

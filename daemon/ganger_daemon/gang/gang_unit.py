@@ -20,7 +20,7 @@ from ganger.failpoints import hit
 from ganger.injob.launcher.client import ForkedTree, Launcher, LauncherError
 from ganger.injob.launcher.namespaces import LINKS, Unit, bind, make_links, unbind
 from ganger.injob.process_identity import family
-from ganger.protocol.os_errors import os_failure
+from ganger.text import os_failure
 
 from ganger_daemon.devices.contract import VIRTUAL_DRIVER
 from ganger_daemon.gang.gang_context import GangContext, OfGang

@@ -15,7 +15,7 @@ from functools import partial
 from ganger.agent.v1 import agent_pb2
 from ganger.injob.page_layout import PageState, Word
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent
-from ganger.protocol.os_errors import os_failure
+from ganger.text import os_failure
 
 from ganger_daemon.gang.gang_context import GangContext, OfGang
 from ganger_daemon.gang.gang_launcher import GangLauncher

@@ -20,7 +20,7 @@ from typing import Any
 
 from ganger.injob.launcher.rank_tree import tree_name
 from ganger.injob.process_identity import peer_of, user_of
-from ganger.protocol.os_errors import os_failure
+from ganger.text import os_failure
 
 from ganger_daemon.node.accounts import Account
 from ganger_daemon.node.daemon_files import GangPaths

@@ -15,7 +15,7 @@ from ganger.agent.v1 import agent_pb2
 from ganger.injob.launcher.process_record import TaskPlace, rank_environment, torchrun_environment
 from ganger.injob.page import page_path
 from ganger.injob.page_layout import VERSION
-from ganger.units import counted
+from ganger.text import counted
 from ganger.v1 import job_pb2
 from ganger.wire.resource_names import parse_job_name, parse_node_name
 

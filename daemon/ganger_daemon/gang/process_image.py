@@ -22,7 +22,7 @@ from ganger.injob.page import PageProgress
 from ganger.injob.page_layout import Capability, PageState, Word
 from ganger.injob.process_identity import ProcessId
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
-from ganger.protocol.os_errors import os_failure
+from ganger.text import os_failure
 from ganger.v1 import job_pb2
 
 from ganger_daemon.checkpoints.storage import CHECKPOINTS, IMAGES, directories, shard_name

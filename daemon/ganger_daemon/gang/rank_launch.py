@@ -18,8 +18,7 @@ from ganger.injob.launcher.client import Launcher, LauncherError
 from ganger.injob.page import page_path
 from ganger.injob.process_identity import start_ticks
 from ganger.injob.state_image import ImageError
-from ganger.protocol.os_errors import os_failure
-from ganger.units import counted
+from ganger.text import counted, os_failure
 
 from ganger_daemon.cgroups.contract import Variant
 from ganger_daemon.cgroups.controllers import set_affinity

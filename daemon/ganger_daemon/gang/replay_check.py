@@ -17,7 +17,7 @@ from ganger.injob.launcher.client import Launcher, LauncherError
 from ganger.injob.page import PageOrder, page_path
 from ganger.injob.page_layout import PageOrderKind, PageState
 from ganger.injob.process_identity import family
-from ganger.protocol.os_errors import os_failure
+from ganger.text import os_failure
 
 from ganger_daemon.gang.control_pages import ControlPages
 from ganger_daemon.gang.gang_context import GangContext, OfGang

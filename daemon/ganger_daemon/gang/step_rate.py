@@ -14,7 +14,7 @@ from statistics import median
 import psutil
 from ganger.injob.page import PageProgress
 from ganger.injob.page_layout import PagePhase
-from ganger.units import counted, format_duration
+from ganger.text import counted, format_duration
 
 from ganger_daemon.gang.control_pages import ControlPages
 from ganger_daemon.node.node_context import NodeContext

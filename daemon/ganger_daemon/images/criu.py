@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 from ganger.injob.process_identity import family
-from ganger.protocol.os_errors import os_failure
+from ganger.text import os_failure
 
 from ganger_daemon.images.contract import (
     PID_FILE,

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 from ganger.injob import state_image
-from ganger.protocol.os_errors import os_failure
+from ganger.text import os_failure
 
 from ganger_daemon.images.contract import (
     FACTS,

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ganger.protocol.os_errors import os_reason
+from ganger.text import os_reason
 
 log = logging.getLogger(__name__)
 

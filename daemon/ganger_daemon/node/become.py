@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import BinaryIO
 
 from ganger.injob.launcher.namespaces import separate
-from ganger.protocol.os_errors import os_reason
+from ganger.text import os_reason
 
 from ganger_daemon.node.accounts import Account
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import grpc
 from ganger.agent.v1 import agent_pb2, agent_pb2_grpc
-from ganger.protocol.os_errors import os_failure
+from ganger.text import os_failure
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint, EndpointError
 from ganger.wire.errors import from_rpc_error, reason_of

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ganger.protocol.os_errors import os_failure, os_reason
+from ganger.text import os_failure, os_reason
 
 from ganger_daemon.node.accounts import OR_ALL_AS_ROOT, Account, closed_step, give_directory
 

@@ -23,7 +23,7 @@ import ganger
 from ganger.injob.interpreter import prepare_inject_directory
 from ganger.injob.launcher.client import Launcher, LauncherError, start_launcher
 from ganger.injob.launcher.process_record import startup_variables
-from ganger.protocol.os_errors import os_failure
+from ganger.text import os_failure
 
 from ganger_daemon.node.accounts import OR_ALL_AS_ROOT, Account, closed_step, give_directory
 from ganger_daemon.node.become import Becoming, start_as

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import msgspec
 from ganger.injob.state_image import enter_pages, leave_pages
-from ganger.protocol.os_errors import os_failure
+from ganger.text import os_failure
 from ganger.wire.endpoints import EndpointError
 from ganger.wire.errors import CertificateInvalid, CertificateRevoked
 from ganger.wire.methods import CallerRole

@@ -20,7 +20,7 @@ from ganger.cluster.resources import Claim, GangShape, LocalityLevel, NodeRow
 from ganger.cluster.search import PlacementRequest
 from ganger.cluster.view import View
 from ganger.protocol.gang_orders import Mechanism
-from ganger.units import counted
+from ganger.text import counted
 from msgspec import Struct
 from msgspec.structs import replace
 

@@ -27,7 +27,7 @@ from enum import StrEnum
 from statistics import median
 from typing import Final, TypeAlias
 
-from ganger.units import counted
+from ganger.text import counted
 from msgspec import Struct, field
 
 # The members of array n are the jobs n + 1 to n + size, in the order in which they were given.

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from ganger.job_state import JobState
-from ganger.units import counted
+from ganger.text import counted
 from msgspec.structs import replace
 
 from ganger_master.core import answers, commands, ending, events

@@ -16,7 +16,7 @@ from ganger.cluster.placement import beside, resized
 from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resources import Claim, GangShape, LocalityLevel, more_bandwidth
 from ganger.job_state import JobState
-from ganger.units import counted
+from ganger.text import counted
 from msgspec.structs import replace
 
 from ganger_master.core import gang_orders

@@ -13,7 +13,7 @@ from ganger.cluster.resources import Claim, GangShape
 from ganger.cluster.search import PlacementRequest, widest_now
 from ganger.cluster.view import View
 from ganger.job_state import JobState
-from ganger.units import counted
+from ganger.text import counted
 from msgspec import Struct
 from msgspec.structs import replace
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from ganger.cluster.resources import Claim, exceeds, more_bandwidth
 from ganger.job_state import JobState
-from ganger.units import counted
+from ganger.text import counted
 from msgspec.structs import replace
 
 from ganger_master.core import commands, events, gang_orders

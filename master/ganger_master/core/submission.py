@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 from ganger.cluster.placement import impossible
 from ganger.cluster.resources import DIMENSIONS, Locality, LocalityLevel
 from ganger.protocol.gang_orders import Mechanism
-from ganger.units import counted, format_cores, format_duration, format_memory
+from ganger.text import counted, format_cores, format_duration, format_memory
 from msgspec.structs import replace
 
 from ganger_master.core import answers, commands, ending, events

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Final
 
 import msgspec
-from ganger.protocol.os_errors import os_reason
+from ganger.text import os_reason
 
 from ganger_master.decision_log.recording import FORMATS, End, Header, Line, LineError, decode_line, encode_line
 from ganger_master.runtime.store_access import StoreThread

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
-from ganger.protocol.os_errors import os_reason
+from ganger.text import os_reason
 
 from ganger_master.core.answers import Answer
 from ganger_master.core.commands import Command

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from ganger.units import counted, format_cores, format_memory, format_ranges
+from ganger.text import counted, format_cores, format_memory, format_ranges
 from msgspec import Struct
 
 from ganger_master.core.answers import ChangeAnswer

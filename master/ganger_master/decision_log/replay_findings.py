@@ -14,7 +14,7 @@ from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.refusals import Refusal
 from ganger.cluster.resources import Claim
 from ganger.job_state import JobState
-from ganger.units import counted
+from ganger.text import counted
 from msgspec import Struct
 from msgspec.structs import replace
 

@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 
 from ganger.cluster.resources import Claim
 from ganger.cluster.view import View
-from ganger.units import counted
+from ganger.text import counted
 from msgspec import Struct
 
 from ganger_master.core.gang_model import Gang

@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 from ganger.cluster.resources import Claim
-from ganger.units import counted, format_cores, format_duration, format_memory
+from ganger.text import counted, format_cores, format_duration, format_memory
 from msgspec import structs
 
 from ganger_master.core.commands import PROMISES_LIMIT

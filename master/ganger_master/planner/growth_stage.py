@@ -17,7 +17,7 @@ from ganger.cluster.resources import Claim, GangShape
 from ganger.cluster.search import PlacementRequest
 from ganger.cluster.topology import bits
 from ganger.cluster.view import View
-from ganger.units import counted
+from ganger.text import counted
 
 from ganger_master.core.elastic import tasks_divide
 from ganger_master.core.gang_model import Gang, GangPhase

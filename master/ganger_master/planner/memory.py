@@ -16,7 +16,7 @@ from typing import Final, get_origin
 
 import msgspec
 import numpy as np
-from ganger.units import counted
+from ganger.text import counted
 
 from ganger_master.planner.growth_stage import GrowthTrials
 from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY, Resizing

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from ganger.cluster.resources import GangShape
 from ganger.cluster.search import Claims
-from ganger.units import counted
+from ganger.text import counted
 
 from ganger_master.core.elastic import devices_of
 from ganger_master.core.gang_model import Gang

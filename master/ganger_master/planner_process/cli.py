@@ -76,7 +76,7 @@ def _make_directory(record_to: Path) -> None:
     """Make the directory of recordings, and check that a file can be made in it. Raises click.UsageError."""
     import tempfile
 
-    from ganger.protocol.os_errors import os_reason
+    from ganger.text import os_reason
 
     try:
         record_to.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 import grpc
-from ganger.units import counted
+from ganger.text import counted
 from ganger.v1 import array_pb2, job_pb2
 from ganger.wire import errors
 from ganger.wire.errors import ApiError, UserLimit

@@ -21,7 +21,7 @@ from urllib.parse import unquote
 
 import grpc
 import msgspec
-from ganger.protocol.os_errors import os_failure, os_reason
+from ganger.text import os_failure, os_reason
 from ganger.wire.errors import ApiError, reason_of
 from ganger.wire.servers import Callers, WrappingInterceptor, behaviour_of, identity_in, rebuilt
 

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import grpc
 from ganger.agent.v1 import peer_pb2, peer_pb2_grpc
-from ganger.units import counted
+from ganger.text import counted
 from ganger.v1 import job_service_pb2
 from ganger.wire import errors
 from ganger.wire.channels import DaemonChannels

@@ -29,7 +29,7 @@ from typing import Final
 
 import msgspec
 from ganger.job_state import JobState
-from ganger.protocol.os_errors import os_failure, os_reason
+from ganger.text import os_failure, os_reason
 from ganger.wire import endpoints
 
 from ganger_master.core.commands import Marks, RecordedEnd

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import click
 from ganger.console import Directory, Within
-from ganger.units import parse_duration
+from ganger.text import parse_duration
 
 from ganger_master.core.settings import quotas_of
 

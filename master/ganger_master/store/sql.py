@@ -22,7 +22,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from ganger.protocol.os_errors import os_reason
+from ganger.text import os_reason
 from msgspec.structs import astuple
 from sqlalchemy import Connection, Dialect, Engine, create_engine, delete, event, func, insert, select, update
 from sqlalchemy.engine import URL, make_url

@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Final
 
-from ganger.units import counted
+from ganger.text import counted
 from msgspec import Struct
 from sqlalchemy import create_engine, func, select
 

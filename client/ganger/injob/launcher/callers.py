@@ -12,7 +12,7 @@ from typing import Any, Callable
 
 from ganger.injob.launcher.process_record import LaunchError, shortened
 from ganger.injob.process_identity import peer_of
-from ganger.protocol.os_errors import os_failure
+from ganger.text import os_failure
 
 _REQUEST_LIMIT = 4 << 20  # bytes of one request: an environment and an argument vector fit many times over
 

@@ -40,7 +40,7 @@ from ganger.injob.page_access import PageError
 from ganger.injob.page_layout import Word
 from ganger.injob.process_identity import peer_of, start_ticks
 from ganger.injob.state_image import VARIABLE, arena_variable
-from ganger.protocol.os_errors import os_failure, os_reason
+from ganger.text import os_failure, os_reason
 
 _interrupted = False
 

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Callable, NamedTuple
 from ganger.injob.launcher.process_record import LAUNCHER_BLAS_THREADS
 from ganger.injob.process_identity import ProcessId, peer_of
 from ganger.injob.state_image import is_sealed
-from ganger.protocol.os_errors import os_failure, os_reason
+from ganger.text import os_failure, os_reason
 
 # Most bytes of an answer: the list of all ranks of a node fits many times over.
 _ANSWER_BYTES = 16 << 20

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ganger.injob.page import Page
 from ganger.injob.page_access import PageError
-from ganger.protocol.os_errors import os_failure, os_reason
+from ganger.text import os_failure, os_reason
 
 # Variables an interpreter or a library reads once, when it starts: a forked child could not honour a different value.
 _STARTUP_PREFIXES = ("PYTHON", "LD_", "MALLOC_", "TORCH_", "PYTORCH_", "KMP_", "GOMP_", "OMP_", "MKL_", "OPENBLAS_")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from ganger.units import format_duration, format_memory
+from ganger.text import format_duration, format_memory
 
 from ganger_master.policies.orders import SLACK_S
 from ganger_master.simulator.report.outcomes import Outcomes, Run, StepSeries

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from ganger.protocol.os_errors import os_reason
+from ganger.text import os_reason
 from numpy.typing import NDArray
 
 from ganger_master.simulator.traces.rows import (

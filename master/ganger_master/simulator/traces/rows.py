@@ -12,7 +12,7 @@ from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
-from ganger.units import counted
+from ganger.text import counted
 
 from ganger_master.simulator.traces.workload import Integers
 

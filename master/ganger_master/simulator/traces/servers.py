@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 from ganger.cluster.resources import ConfigurationSet, NodeRow, Socket
 from ganger.cluster.topology import parse_topology
 from ganger.cluster.view import LoadMode, View
-from ganger.protocol.os_errors import os_reason
-from ganger.units import counted, parse_cores, parse_memory
+from ganger.text import counted, os_reason, parse_cores, parse_memory
 from msgspec.structs import replace
 
 Value = TypeVar("Value")

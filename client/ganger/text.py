@@ -1,7 +1,9 @@
-"""What people write for amounts, "16G", "2h30m", "1.5" cores, as numbers, and numbers as what people read."""
+"""Amounts as people write them ("16G", "2h30m", "1.5" cores), as numbers; and numbers, counts and errors of the system
+as people read them. In ranks, in programs and in commands."""
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterable
 
@@ -31,7 +33,7 @@ def parse_memory(text: object) -> int:
 
 def parse_duration(text: object) -> float:
     """Seconds of "2h30m", "90s", "1d", "1-12:00:00", "12:30:00", or a plain number of seconds. Raises ValueError."""
-    seconds = -1.0 if isinstance(text, bool) or not isinstance(text, str | int | float) else _parsed_s(text)
+    seconds = -1.0 if isinstance(text, bool) or not isinstance(text, (str, int, float)) else _parsed_s(text)
     # Not a comparison the other way round: NaN is refused too.
     if not 0 <= seconds <= _MAX_S:
         raise ValueError(f"{text!r} is not a duration: write for example 90s, 2h30m or 1d, at most a century")
@@ -60,7 +62,7 @@ def _parsed_s(text: str | int | float) -> float:
 def parse_cores(text: object) -> int:
     """Millicores of a number of cores, "2" or "0.5". Raises ValueError."""
     try:
-        cores = float(text) if isinstance(text, str | int | float) else -1.0
+        cores = float(text) if isinstance(text, (str, int, float)) else -1.0
     except (ValueError, OverflowError):
         cores = -1.0
     if not 0.001 <= cores <= 65_536:
@@ -116,3 +118,20 @@ def counted(count: float | str, noun: str, spec: str = "") -> str:
     if noun.endswith("ry"):
         return f"{shown} {noun[:-1]}ies"
     return f"{shown} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
+
+
+def os_reason(error: Exception) -> str:
+    """Return why the system refused something, without the error's number. `error`: an OSError, or the
+    UnicodeDecodeError of a file that is no text; of any other error the text."""
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not UTF-8 text"
+    if isinstance(error, OSError) and error.strerror:
+        is_taken = error.errno == errno.EEXIST
+        return "there is a file of this name" if is_taken else error.strerror[:1].lower() + error.strerror[1:]
+    return str(error) or type(error).__name__
+
+
+def os_failure(error: Exception) -> str:
+    """Return "PATH: reason" for an error that names a path, else the reason alone."""
+    path = getattr(error, "filename", None)
+    return os_reason(error) if path is None else f"{path}: {os_reason(error)}"
