@@ -49,15 +49,14 @@ from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.optimus_stage import plan_optimus
 from ganger_master.planner.synergy_round import packing_of, plan_packed
 from ganger_master.policies import policy_named
-from ganger_master.policies.job_facts import Capacity, Facts, Integers
 from ganger_master.policies.optimus_sizes import OptimusEstimate
 from ganger_master.policies.order_registry import FIFO_BACKFILL, LAS2D
-from ganger_master.policies.orders import JobOrder, chosen, ranked
+from ganger_master.policies.orders import Capacity, Facts, Integers, JobOrder, chosen, ranked
 from ganger_master.policies.placements import PLACEMENTS, PlacementPreference
 from ganger_master.policies.tunings import Known, profiles_of
 from ganger_master.policies.tunings.synergy import SYNERGY_TUNE
 from ganger_master.runtime.process_setup import settled
-from ganger_master.simulator.traces.profiles import elasticflow_speeds, synergy_profiles
+from ganger_master.simulator.traces.workload import elasticflow_speeds, synergy_profiles
 from msgspec.structs import fields
 
 from benchmarks.bench_report import AtMost, report

@@ -24,9 +24,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from ganger_master.estimators.cpu import CpuModel, CpuPoint, fit_cpu
-from ganger_master.policies.job_facts import Floats
+from ganger_master.estimators.cores_and_memory import CpuModel, CpuPoint, fit_cpu
 from ganger_master.policies.order_registry import FIFO
+from ganger_master.policies.orders import Floats
 from ganger_master.policies.tunings import Gangs, Pieces, Profiles, Tuning, TuningNodes, gangs
 from ganger_master.policies.tunings.catalogue import PREDICTOR, PROPORTIONAL, predicted
 from ganger_master.policies.tunings.exact import EXACT

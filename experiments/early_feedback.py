@@ -28,7 +28,7 @@ from itertools import product
 
 import numpy as np
 from ganger_master.policies.fairness import QUANTUM_S
-from ganger_master.policies.job_facts import Floats
+from ganger_master.policies.orders import Floats
 from ganger_master.simulator.inputs import ReplayOptions, SwitchCosts
 from ganger_master.simulator.report.figures import interval, paired_ratio
 from ganger_master.simulator.run import simulate

@@ -19,9 +19,8 @@ from ganger_master.simulator.inputs import ReplayOptions, SwitchCosts
 from ganger_master.simulator.report.figures import interval
 from ganger_master.simulator.report.outcomes import Run
 from ganger_master.simulator.run import simulate
-from ganger_master.simulator.traces.profiles import elasticflow_speeds
 from ganger_master.simulator.traces.servers import servers_from_flags
-from ganger_master.simulator.traces.workload import workload
+from ganger_master.simulator.traces.workload import elasticflow_speeds, workload
 
 from experiments.experiment import CoreUse, Experiment, MeasuredRows, Row, Setting
 

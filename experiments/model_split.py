@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from ganger_master.simulator.traces.profiles import ModelClass, synergy_profiles
+from ganger_master.simulator.traces.workload import ModelClass, synergy_profiles
 
 # Synergy's default split of jobs over image, language and speech (OSDI 2022, section 5; runner.py).
 SYNERGY_SPLIT: Mapping[ModelClass, float] = {ModelClass.IMAGE: 20.0, ModelClass.LANGUAGE: 70.0, ModelClass.SPEECH: 10.0}

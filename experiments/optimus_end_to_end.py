@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from ganger_master.policies.job_facts import Floats
+from ganger_master.policies.orders import Floats
 from ganger_master.simulator.report.figures import Interval, interval, paired_ratio
 
 from experiments.experiment import CoreUse, Experiment, MeasuredRows, Row, Setting

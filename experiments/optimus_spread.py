@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
-from ganger_master.policies.job_facts import Flags, Floats, Integers
+from ganger_master.policies.orders import Flags, Floats, Integers
 
 # What adds up to the whole by rounding fits: relative to what is free.
 _ROUNDING = 1e-9

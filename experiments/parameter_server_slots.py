@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
-from ganger_master.policies.job_facts import Flags, Floats, Integers
 from ganger_master.policies.optimus_sizes import allocated, growing
+from ganger_master.policies.orders import Flags, Floats, Integers
 from ganger_master.policies.tetris import Knobs, within_fairness
 
 from experiments.optimus_spread import TaskSpread, spread

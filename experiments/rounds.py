@@ -12,8 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from ganger_master.policies.job_facts import Capacity, Facts, Floats, Integers
-from ganger_master.policies.orders import JobOrder, ranked
+from ganger_master.policies.orders import Capacity, Facts, Floats, Integers, JobOrder, ranked
 from ganger_master.policies.tunings import (
     Gangs,
     Pieces,

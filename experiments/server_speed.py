@@ -15,8 +15,8 @@ from enum import Enum
 
 import numpy as np
 from ganger_master.estimators.fitting import NOT_FITTED, FitError, Floats, fit_error, is_usable
-from ganger_master.policies.job_facts import Integers
 from ganger_master.policies.optimus_sizes import Speed
+from ganger_master.policies.orders import Integers
 from numpy.typing import ArrayLike
 
 

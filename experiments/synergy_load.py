@@ -28,12 +28,12 @@ from ganger_master.policies.tunings.catalogue import PROPORTIONAL
 from ganger_master.policies.tunings.exact import EXACT
 from ganger_master.policies.tunings.synergy import SYNERGY_TUNE
 from ganger_master.simulator.report.figures import Interval, interval, paired_ratio
-from ganger_master.simulator.traces.profiles import synergy_profiles
 from ganger_master.simulator.traces.workload import (
     SINGLE_GPU,
     Workload,
     offered_load,
     scaled_to_load,
+    synergy_profiles,
     synthetic,
     workload,
 )

@@ -19,9 +19,8 @@ from pathlib import Path
 import numpy as np
 from ganger_master.simulator.inputs import FREE, ReplayOptions
 from ganger_master.simulator.run import simulate
-from ganger_master.simulator.traces.profiles import synergy_profiles
 from ganger_master.simulator.traces.servers import servers_from_flags
-from ganger_master.simulator.traces.workload import Workload, workload
+from ganger_master.simulator.traces.workload import Workload, synergy_profiles, workload
 
 from experiments.experiment import CoreUse, Experiment, MeasuredRows, Row, Setting
 from experiments.paper_claims import claims

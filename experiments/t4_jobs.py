@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
-from ganger_master.policies.job_facts import Floats
+from ganger_master.policies.orders import Floats
 from scipy.interpolate import LinearNDInterpolator
 
 SERVERS, GPUS_PER_SERVER = 16, 4

@@ -31,10 +31,9 @@ from typing import Any
 
 import numpy as np
 from ganger_master.estimators.speed import AllReduceModel, StepPoint, fit_allreduce
-from ganger_master.policies.job_facts import Capacity, Facts, Floats, Integers
 from ganger_master.policies.optimus_sizes import allocated, growing
 from ganger_master.policies.order_registry import Queues, tiresias
-from ganger_master.policies.orders import JobOrder, ranked, selected
+from ganger_master.policies.orders import Capacity, Facts, Floats, Integers, JobOrder, ranked, selected
 from msgspec.structs import fields
 from numpy.typing import NDArray
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
-from ganger_master.policies.job_facts import Floats
+from ganger_master.policies.orders import Floats
 from ganger_master.policies.tetris import Alignment
 from numpy.typing import NDArray
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-from ganger_master.policies.job_facts import Floats
+from ganger_master.policies.orders import Floats
 from ganger_master.simulator.inputs import FREE, ReplayOptions
 from ganger_master.simulator.report.figures import interval
 from ganger_master.simulator.run import simulate

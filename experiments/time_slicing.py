@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
-from ganger_master.policies.job_facts import Floats, Integers
+from ganger_master.policies.orders import Floats, Integers
 from ganger_master.simulator.inputs import FREE, ReplayOptions
 from ganger_master.simulator.report.figures import interval, paired_ratio
 from ganger_master.simulator.run import simulate

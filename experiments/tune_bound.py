@@ -17,8 +17,7 @@ from ganger_master.policies.tunings import Gangs, TuningNodes, gangs, profiles_o
 from ganger_master.policies.tunings.catalogue import TUNINGS
 from ganger_master.policies.tunings.synergy import upper_bound
 from ganger_master.simulator.report.figures import interval
-from ganger_master.simulator.traces.profiles import ModelClass, synergy_profiles
-from ganger_master.simulator.traces.workload import MULTI_GPU, SINGLE_GPU, synthetic
+from ganger_master.simulator.traces.workload import MULTI_GPU, SINGLE_GPU, ModelClass, synergy_profiles, synthetic
 
 from experiments.experiment import CoreUse, Experiment, MeasuredRows, Row, Setting
 from experiments.model_split import models_by_split

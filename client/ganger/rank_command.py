@@ -1,7 +1,8 @@
 """What each rank runs, as found in the command lines of `torchrun` (torch.distributed.run, torch.distributed.launch)
 and of `accelerate launch`, with its configuration file. `launch_command` has the request that follows.
 
-Variables of accelerate are those that it sets for its processes (accelerate.utils.launch)."""
+Variables of accelerate are those that it sets for its processes (accelerate.utils.launch).
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Amounts as people write them ("16G", "2h30m", "1.5" cores), as numbers; and numbers, counts and errors of the system
-as people read them. In ranks, in programs and in commands."""
+"""Amounts as people write them ("16G", "2h30m", "1.5" cores), as numbers; and numbers, counts and errors of the
+system as people read them. In ranks, in programs and in commands."""
 
 from __future__ import annotations
 

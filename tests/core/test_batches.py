@@ -5,7 +5,7 @@ from __future__ import annotations
 from faultsim.state_invariants import violations
 from ganger.cluster.resources import Claim, Role, TaskShape
 from ganger.cluster.topology import Topology, innermost_groups, parse_topology
-from ganger_master.core import approval, commands, desired_state, machine
+from ganger_master.core import approval, commands, gang_orders, machine
 from ganger_master.core.answers import Approved, SessionAnswer
 from ganger_master.core.job_model import JobSpec
 from ganger_master.core.node_model import Node
@@ -63,10 +63,10 @@ def test_batches_of_any_size_end_in_the_same_state(ends: set[int]) -> None:
     }
     for state in (alone, together):
         for name, node in state.nodes.items():
-            remembered = desired_state.project(state, node).gangs
+            remembered = gang_orders.project_node(state, node).gangs
             state.desired.parties.clear()
             state.desired.projected.clear()
-            assert desired_state.project(state, node).gangs == remembered == state.desired[name].gangs
+            assert gang_orders.project_node(state, node).gangs == remembered == state.desired[name].gangs
 
 
 @settings(max_examples=50)

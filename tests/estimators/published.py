@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from ganger_master.estimators.cpu import CpuPoint
+from ganger_master.estimators.cores_and_memory import CpuPoint
 from ganger_master.estimators.slowdown import ColocationTrial, Pressure
 from ganger_master.estimators.speed import StepPoint
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from estimators.published import GRID, SYNERGY, synergy_points
-from ganger_master.estimators.cpu import (
+from ganger_master.estimators.cores_and_memory import (
     CpuModel,
     CpuPoint,
     Shelf,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from estimators.published import GRID, SYNERGY
-from ganger_master.estimators.cpu import CpuModel, CpuPoint, fit_cpu, most_telling, next_probe
+from ganger_master.estimators.cores_and_memory import CpuModel, CpuPoint, fit_cpu, most_telling, next_probe
 from ganger_master.estimators.fitting import fit_error
 
 # Mean error in percent after the sequential design, and the probes it may take.

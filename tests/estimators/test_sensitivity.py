@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from estimators.published import GRID, SYNERGY
-from ganger_master.estimators.cpu import MOST_POINTS, CpuPoint, SensitivityMatrix, averaged, next_cores
+from ganger_master.estimators.cores_and_memory import MOST_POINTS, CpuPoint, SensitivityMatrix, averaged, next_cores
 from ganger_master.estimators.fitting import fit_error
 from hypothesis import given
 from hypothesis import strategies as st

@@ -21,7 +21,7 @@ from ganger_master.planner.migration_plans import MigrationMemory
 from ganger_master.planner.rate_registry import ProgressReport, RateRegistry
 from ganger_master.planner.sharing_stage import NOTHING, plan_shared
 from ganger_master.policies import policy_named
-from ganger_master.policies.job_facts import Capacity
+from ganger_master.policies.orders import Capacity
 from ganger_master.rpc.planner_messages import live_job_from_wire, live_job_to_wire
 
 _GIB = 1 << 30

@@ -29,8 +29,7 @@ from ganger_master.core.settings import CoreSettings
 from ganger_master.planner.context import PlannerSettings, context_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.plan import plan
-from ganger_master.policies.job_facts import Capacity
-from ganger_master.policies.orders import ranked
+from ganger_master.policies.orders import Capacity, ranked
 from msgspec.structs import replace
 
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))

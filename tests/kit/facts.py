@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from ganger_master.policies.job_facts import Capacity, Facts
+from ganger_master.policies.orders import Capacity, Facts
 from hypothesis import strategies as st
 from msgspec.structs import fields
 

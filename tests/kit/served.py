@@ -11,8 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ganger_master.policies.job_facts import Facts
-from ganger_master.policies.orders import JobOrder, next_change_s, ranked, selected
+from ganger_master.policies.orders import Facts, JobOrder, next_change_s, ranked, selected
 from kit.facts import capacity_of, facts_of
 
 # Work that counts as done: rounding of sums of seconds.

@@ -23,8 +23,8 @@ from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.optimus_stage import _yielding
 from ganger_master.planner.plan import plan
 from ganger_master.policies import policy_named
-from ganger_master.policies.job_facts import Capacity
 from ganger_master.policies.order_registry import ORDERS
+from ganger_master.policies.orders import Capacity
 from ganger_master.policies.placements import PLACEMENTS, PlacementPreference
 from hypothesis import given, settings
 from hypothesis import strategies as st

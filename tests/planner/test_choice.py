@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from ganger_master.planner.plan import RankedQueue, choose
-from ganger_master.policies.job_facts import Facts
 from ganger_master.policies.order_registry import ORDERS
-from ganger_master.policies.orders import JobOrder, ranks, with_aging
+from ganger_master.policies.orders import Facts, JobOrder, ranks, with_aging
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.facts import capacity_of, facts_of, live_jobs

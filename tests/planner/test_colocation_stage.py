@@ -22,8 +22,8 @@ from ganger_master.planner.plan_pace import NONE_EXCLUDED, ExcludedJobs, PlanPac
 from ganger_master.planner.rate_registry import JobRates
 from ganger_master.planner.sharing_under_order import OrderColocation, plan_under_order
 from ganger_master.policies import policy_named
-from ganger_master.policies.colocation_choice import LEAST_SPEED
-from ganger_master.policies.job_facts import Capacity
+from ganger_master.policies.orders import Capacity
+from ganger_master.policies.trials import LEAST_SPEED
 from ganger_master.rpc.planner_messages import live_job_from_wire, live_job_to_wire
 from msgspec.structs import replace
 from planner.test_packs_pass import SLOWER, STEADY

@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 import pytest
-from ganger_master.estimators.cpu import CpuPoint, fit_cpu
+from ganger_master.estimators.cores_and_memory import CpuPoint, fit_cpu
 from ganger_master.planner.core_profiles import CoreProfile
-from ganger_master.planner.core_trials import CoresTrial, conclude, next_cores
+from ganger_master.planner.resource_trials import ResourceTrial, conclude, next_cores
 from ganger_master.policies.trials import ProgressSample, RateWindows, TrialPace
 from ganger_master.policies.tunings import Known, TuningNodes, known_gangs
 from ganger_master.policies.tunings.catalogue import predicted
@@ -140,21 +140,21 @@ def rates(mean: float, windows: int, seed: int = 1) -> tuple[float, ...]:
     ],
 )
 def test_a_gain_or_loss_below_significance_counts_as_none(tried: int, after: float, expected: float) -> None:
-    trial = CoresTrial(tried, 2_000, rates(10.0, 64), 0.0)
+    trial = ResourceTrial(tried, 2_000, rates(10.0, 64), 0.0)
     point = conclude(trial, rates(after, 64, seed=2))
     assert point is not None
     assert (point.cores, point.rate) == (tried / 1000, pytest.approx(expected, rel=0.02))
 
 
 def test_too_few_windows_conclude_nothing() -> None:
-    trial = CoresTrial(4_000, 2_000, rates(10.0, 8), 0.0)
+    trial = ResourceTrial(4_000, 2_000, rates(10.0, 8), 0.0)
     assert conclude(trial, rates(20.0, 3)) is None
     assert conclude(trial, rates(20.0, 3), is_last=True) is None
 
 
 @pytest.mark.parametrize(("tried", "expected"), [(4_000, 10.0), (1_000, 10.1)])
 def test_a_trial_that_ends_inconclusive_shows_no_gain_but_may_show_a_loss(tried: int, expected: float) -> None:
-    trial = CoresTrial(tried, 2_000, (9.0, 10.0, 11.0, 10.0), 0.0)
+    trial = ResourceTrial(tried, 2_000, (9.0, 10.0, 11.0, 10.0), 0.0)
     after = (9.1, 10.1, 11.1, 10.1)
     assert conclude(trial, after) is None
     assert conclude(trial, after, is_last=True) == CpuPoint(tried / 1000, expected)

@@ -15,7 +15,7 @@ from ganger_master.planner.cores_curves import explain_cores
 from ganger_master.planner.loop import live_loop
 from ganger_master.rpc.planner_messages import curve_to_wire, plan_from_wire
 from msgspec import structs
-from planner.test_core_trials import Profiled, needs
+from planner.test_resource_trials import Profiled, needs
 
 
 def unasked() -> JobSpec:

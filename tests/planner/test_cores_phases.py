@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ganger_master.planner.core_trials import EVALUATION, TRAINING
 from ganger_master.planner.cores_curves import curve_of
 from ganger_master.planner.rate_registry import ProgressReport
+from ganger_master.planner.resource_trials import EVALUATION, TRAINING
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner.test_core_trials import Curve, Profiled, needs
+from planner.test_resource_trials import Curve, Profiled, needs
 
 # Mini-batches a second while it has enough cores; a report comes each second.
 TRAIN, EVALUATE = needs(2), needs(9)

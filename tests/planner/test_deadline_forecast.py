@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 from ganger_master.planner.job_forecasts import Advice, DeadlineVerdict, Newcomer, advice, spans
-from ganger_master.policies.job_facts import Facts
 from ganger_master.policies.order_registry import EDF
+from ganger_master.policies.orders import Facts
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.facts import capacity_of, facts_of

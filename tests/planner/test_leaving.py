@@ -21,7 +21,7 @@ from ganger_master.planner.context import PlanContext, PlannerSettings, context_
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.rate_registry import JobRates
 from ganger_master.planner.sharing_stage import NOTHING, follow, plan_shared
-from ganger_master.policies.job_facts import Capacity
+from ganger_master.policies.orders import Capacity
 from ganger_master.rpc.planner_messages import live_job_from_wire, live_job_to_wire
 from msgspec.structs import replace
 from planner.test_matrices import POLICY, Sharing

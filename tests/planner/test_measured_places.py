@@ -14,8 +14,8 @@ from ganger_master.core.job_model import JobRecord
 from ganger_master.planner.context import context_of
 from ganger_master.planner.job_measurements import SeriesRates
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.measured_places import harmless_load, types_by_gain
 from ganger_master.planner.migrate_stage import plan_moves
+from ganger_master.planner.migration_outcomes import harmless_load, types_by_gain
 from ganger_master.planner.migration_plans import MigrationMemory
 from ganger_master.planner.plan import plan
 from ganger_master.planner.rate_registry import JobRates

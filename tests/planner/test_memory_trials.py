@@ -11,17 +11,16 @@ import pytest
 from core.drive import GIB, job_of
 from ganger_master.core.job_model import WHOLE_SHARE, JobSpec
 from ganger_master.core.plan_changes import CoresCurve
-from ganger_master.estimators.cpu import CpuPoint
-from ganger_master.estimators.page_cache import enough_memory, next_memory
+from ganger_master.estimators.cores_and_memory import CpuPoint, enough_memory, next_memory
 from ganger_master.planner.core_profiles import CoreProfile, curves_of
-from ganger_master.planner.core_trials import MemorySample
 from ganger_master.planner.cores_curves import explain_memory
 from ganger_master.planner.rate_registry import ProgressReport
+from ganger_master.planner.resource_trials import MemorySample
 from ganger_master.policies.tunings import TuningNodes, demands, known_gangs, pieces, rates
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
-from planner.test_core_trials import Profiled, needs
+from planner.test_resource_trials import Profiled, needs
 
 # Part of the full rate, by bytes of memory.
 ByMemory = Callable[[float], float]

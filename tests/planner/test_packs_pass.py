@@ -19,8 +19,8 @@ from ganger_master.planner.context import PlannerSettings, context_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.rate_registry import JobRates
 from ganger_master.policies import policy_named
-from ganger_master.policies.colocation_choice import ALONE_WINDOWS
-from ganger_master.policies.job_facts import Capacity
+from ganger_master.policies.orders import Capacity
+from ganger_master.policies.trials import ALONE_WINDOWS
 from ganger_master.rpc.planner_messages import live_job_from_wire, live_job_to_wire
 from msgspec.structs import replace
 

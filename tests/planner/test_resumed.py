@@ -19,8 +19,7 @@ from ganger_master.planner.context import PlannerSettings, context_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import plan_by
 from ganger_master.policies import NAMES, ShareByTimeSlices, live_policy_named, policy_named
-from ganger_master.policies.job_facts import Capacity
-from ganger_master.policies.orders import WEEK_S
+from ganger_master.policies.orders import WEEK_S, Capacity
 
 LIVE = [
     name

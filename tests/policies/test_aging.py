@@ -7,9 +7,8 @@ from functools import partial
 from unittest.mock import patch
 
 import pytest
-from ganger_master.policies.job_facts import Facts
 from ganger_master.policies.order_registry import ORDERS, tiresias
-from ganger_master.policies.orders import Aging, JobOrder, next_change_s, ranked, with_aging
+from ganger_master.policies.orders import Aging, Facts, JobOrder, next_change_s, ranked, with_aging
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.facts import capacity_of, facts_of, live_jobs

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from ganger_master.policies import fairness
 from ganger_master.policies.fairness import DRF, filled
-from ganger_master.policies.job_facts import Facts
-from ganger_master.policies.orders import ranked, selected
+from ganger_master.policies.orders import Facts, ranked, selected
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from kit.facts import capacity_of, facts_of, live_jobs, rows

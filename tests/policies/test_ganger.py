@@ -10,9 +10,8 @@ from ganger_master.planner.context import PlannerSettings
 from ganger_master.planner.loop import PlannerLoop
 from ganger_master.planner.plan_pace import PlanPace
 from ganger_master.policies import policy_named
-from ganger_master.policies.job_facts import Facts
 from ganger_master.policies.order_registry import FIRST_S, GANGER_ALONE, SWITCH_S
-from ganger_master.policies.orders import ranked
+from ganger_master.policies.orders import Facts, ranked
 from hypothesis import given
 from kit.facts import capacity_of, facts_of, live_jobs, rows
 from msgspec.structs import replace

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from estimators.published import server_points
 from ganger_master.estimators.speed import AllReduceModel
-from ganger_master.policies.job_facts import Floats, Integers
 from ganger_master.policies.optimus_sizes import YOUNG, ElasticJobs, allocated, allreduce_speeds, growing
+from ganger_master.policies.orders import Floats, Integers
 from hypothesis import given
 from hypothesis import strategies as st
 

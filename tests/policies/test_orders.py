@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ganger_master.policies.job_facts import Facts, ServiceHistory
 from ganger_master.policies.order_registry import ORDERS, summary, tiresias, tiresias_gittins
-from ganger_master.policies.orders import JobOrder, next_change_s, ranked, with_aging
+from ganger_master.policies.orders import Facts, JobOrder, ServiceHistory, next_change_s, ranked, with_aging
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.facts import capacity_of, facts_of, live_jobs, rows

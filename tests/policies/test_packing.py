@@ -12,20 +12,23 @@ import numpy as np
 import pytest
 from estimators.published import GANDIVA, TRACES, needs
 from ganger_master.estimators.slowdown import UNKNOWN_DEVICE, Contention, Pressure, forecast, learn, shared_speeds
-from ganger_master.policies.colocation_choice import (
+from ganger_master.policies.fairness import Seat
+from ganger_master.policies.trials import (
     ALONE_WINDOWS,
+    MOST_WINDOWS,
     Berth,
     ColocationProposal,
+    FailedTrials,
     Pair,
     Resident,
+    TrialRates,
+    TrialVerdict,
     judge_colocation,
     lesson,
     pair_of,
     proposals,
     still_pays,
 )
-from ganger_master.policies.fairness import Seat
-from ganger_master.policies.trials import MOST_WINDOWS, FailedTrials, TrialRates, TrialVerdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

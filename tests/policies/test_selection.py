@@ -7,9 +7,8 @@ from random import Random
 
 import numpy as np
 import pytest
-from ganger_master.policies.job_facts import Facts
 from ganger_master.policies.order_registry import FIFO, FIFO_BACKFILL, LAS
-from ganger_master.policies.orders import JobOrder, chosen, ranked, selected, with_aging
+from ganger_master.policies.orders import Facts, JobOrder, chosen, ranked, selected, with_aging
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.facts import capacity_of, facts_of, live_jobs

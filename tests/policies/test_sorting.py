@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from ganger_master.policies.job_facts import behind, sorted_by
+from ganger_master.policies.orders import behind, sorted_by
 from hypothesis import given
 from hypothesis import strategies as st
 

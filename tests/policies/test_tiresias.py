@@ -7,9 +7,17 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from ganger_master.policies.job_facts import NO_HISTORY, Facts, Floats, ServiceHistory
 from ganger_master.policies.order_registry import SRSF, Queues, tiresias, tiresias_gittins
-from ganger_master.policies.orders import SLACK_S, JobOrder, next_change_s, ranked
+from ganger_master.policies.orders import (
+    NO_HISTORY,
+    SLACK_S,
+    Facts,
+    Floats,
+    JobOrder,
+    ServiceHistory,
+    next_change_s,
+    ranked,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.facts import capacity_of, facts_of, live_jobs, rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from estimators.published import synergy_points
-from ganger_master.estimators.cpu import CpuModel, SensitivityMatrix, fit_cpu
+from ganger_master.estimators.cores_and_memory import CpuModel, SensitivityMatrix, fit_cpu
 from ganger_master.policies.tunings import (
     ENOUGH,
     Gangs,

@@ -13,7 +13,7 @@ import pytest
 from estimators.published import DATA, needs
 from ganger_master.policies.tunings import gangs, pieces, rates
 from ganger_master.policies.tunings.catalogue import TUNINGS
-from ganger_master.simulator.traces.profiles import synergy_profiles
+from ganger_master.simulator.traces.workload import synergy_profiles
 from policies.tune_cases import GB, NAMES, SYNERGY, servers
 
 ROUND_S = 300.0

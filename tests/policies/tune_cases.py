@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 from ganger_master.policies.tunings import Gangs, Pieces, Profiles, TuningNodes, gangs, profiles_of
-from ganger_master.simulator.traces.profiles import synergy_profiles
+from ganger_master.simulator.traces.workload import synergy_profiles
 from hypothesis import strategies as st
 
 GB = 1e9

@@ -14,10 +14,17 @@ from typing import Final
 import numpy as np
 from ganger_master.simulator.admission import acceptable
 from ganger_master.simulator.inputs import ReplayOptions
-from ganger_master.simulator.traces.profiles import with_models
 from ganger_master.simulator.traces.reader import read_trace
 from ganger_master.simulator.traces.servers import Servers, servers_from_description, servers_from_flags
-from ganger_master.simulator.traces.workload import MULTI_GPU, Labels, Workload, scaled_to_load, synthetic, with_sizes
+from ganger_master.simulator.traces.workload import (
+    MULTI_GPU,
+    Labels,
+    Workload,
+    scaled_to_load,
+    synthetic,
+    with_models,
+    with_sizes,
+)
 
 SEED: Final = 1
 # Gangs of up to two servers.

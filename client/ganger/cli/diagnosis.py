@@ -2,8 +2,9 @@
 afar, in one archive, without secrets (`ganger support-bundle`).
 
 What the archive takes is named here; nothing is copied and then blacked out. Commands, environments, working
-directories, parameters and outputs of jobs are the users', keys, tokens and certificates the cluster's: none of them is
-taken."""
+directories, parameters and outputs of jobs are the users', keys, tokens and certificates the cluster's: none of them
+is taken.
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ that it can shadow nothing else.
 
 The exit code is kept in the rank's page for the case that no launcher is there to see it. Python does not tell exit
 handlers the code, so the ways out are watched: uncaught exceptions, sys.exit, exit, quit and os._exit. A SystemExit
-that the script raises itself is seen only where we ran its first line, and taken for 0 elsewhere."""
+that the script raises itself is seen only where we ran its first line, and taken for 0 elsewhere.
+"""
 
 from __future__ import annotations
 

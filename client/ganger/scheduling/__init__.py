@@ -2,7 +2,8 @@
 
 Write your own by deriving from `JobScheduler`; see docs/how-to/job-schedulers.md. Decisions are pure: a lease and a
 view in, a proposal out. The host around them (`host`) sends and receives, and keeps the view fresh. Jobs without a
-scheduler of their own have Gandiva's Algorithm 1 with device type, tolerance and waiting time."""
+scheduler of their own have Gandiva's Algorithm 1 with device type, tolerance and waiting time.
+"""
 
 from __future__ import annotations
 

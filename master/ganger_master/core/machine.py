@@ -23,7 +23,6 @@ from ganger_master.core import (
     attempts,
     availability,
     colocation,
-    desired_state,
     elastic,
     ending,
     events,
@@ -73,7 +72,7 @@ def advance(state: State, command: Command, now: float) -> tuple[Answer, tuple[E
 def finish(state: State, now: float) -> Effects:
     """Return the effects of all events since the last call; call it before `state.take_changes`."""
     _note_mode(state, now)
-    nodes = tuple(desired_state.refresh(state))
+    nodes = tuple(gang_orders.project_touched(state))
     turns = placement_leases.hand_out(state, now) if state.counters.restoring is None else ()
     wake = next_wake(state, now)
     if wake is not None:

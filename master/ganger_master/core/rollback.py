@@ -14,9 +14,9 @@ from msgspec.structs import replace
 from ganger_master.core import commands, events, quarantine
 from ganger_master.core.answers import Done, RefusedError
 from ganger_master.core.commands import FinishedGang, Marks, Observe, ObservedGang
-from ganger_master.core.desired_state import undescribed
 from ganger_master.core.events import Decision
 from ganger_master.core.gang_model import ObservedPhase
+from ganger_master.core.gang_orders import undescribed
 from ganger_master.core.node_model import Counters, PendingRestore
 from ganger_master.core.state import RestoreReport, State
 

@@ -19,9 +19,9 @@ from msgspec.structs import replace
 
 from ganger_master.core.commands import Observe, ObservedGang, ObservedSlices, RecordedEnd
 from ganger_master.core.desired_projection import GangMember, Party, Projected
-from ganger_master.core.desired_state import party_of, project
 from ganger_master.core.events import Dirty
 from ganger_master.core.gang_model import Gang, TimesliceGroup
+from ganger_master.core.gang_orders import party_of, project_node
 from ganger_master.core.job_model import JobRecord, Request
 from ganger_master.core.node_model import Counters, Element, Node
 from ganger_master.core.plan_changes import CoresCurve
@@ -179,7 +179,7 @@ def state_of(image: Image) -> State:
     # Jobs that joined the queue have discarded it.
     state.queue.blocked = image.blocked
     for name, version in image.desired.items():
-        state.desired[name] = project(state, state.nodes[name], version)
+        state.desired[name] = project_node(state, state.nodes[name], version)
     for told in image.told:
         _restore_sent(state, told)
     for name, said in image.last_said:
@@ -304,7 +304,7 @@ def restored(settings: CoreSettings, elements: Iterable[Element], now: float, fo
     for name in sorted(state.nodes):
         node = state.nodes[name]
         state.refresh_row(name)
-        state.desired[name] = project(state, node, state.counters.desired_version)
+        state.desired[name] = project_node(state, node, state.counters.desired_version)
     if former is not None:
         for (_, name), rows in former.gangs.rows_seen.items():
             state.gangs.note_rows(name, rows)

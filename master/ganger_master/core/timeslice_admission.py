@@ -24,7 +24,7 @@ from ganger_master.core.gang_model import TimesliceGroup
 from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.plan_changes import PlanChange, SliceChange
 from ganger_master.core.state import State
-from ganger_master.core.timeslice_members import (
+from ganger_master.core.timeslice_groups import (
     Claims,
     MatrixRefusedError,
     SlicedMember,

@@ -41,19 +41,24 @@ from ganger_master.planner.device_groups import (
     takes_turns,
 )
 from ganger_master.policies import Tune
-from ganger_master.policies.colocation_choice import (
+from ganger_master.policies.make_room import overlap
+from ganger_master.policies.trials import (
     ALONE_WINDOWS,
+    FIRST_WINDOWS,
     Berth,
     ColocationProposal,
+    FailedTrials,
+    Judged,
     Pair,
     Resident,
+    TrialRates,
+    TrialVerdict,
     judge_colocation,
     lesson,
+    normalised,
     proposals,
     still_pays,
 )
-from ganger_master.policies.make_room import overlap
-from ganger_master.policies.trials import FIRST_WINDOWS, FailedTrials, Judged, TrialRates, TrialVerdict, normalised
 
 if TYPE_CHECKING:
     from ganger_master.planner.rate_registry import JobRates

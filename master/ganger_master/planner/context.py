@@ -31,8 +31,7 @@ from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY, Resizing
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.plan_pace import NONE_EXCLUDED, NOTED_S, ExcludedJobs, PlanPace
 from ganger_master.policies import Colocate, Policy
-from ganger_master.policies.job_facts import Capacity, Floats, Integers
-from ganger_master.policies.orders import JobOrder
+from ganger_master.policies.orders import Capacity, Floats, Integers, JobOrder
 
 if TYPE_CHECKING:
     # Most policies measure no job, and what measures is slow to import.

@@ -13,9 +13,8 @@ from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ganger_master.estimators.cpu import CpuModel, CpuPoint, fit_cpu
-from ganger_master.estimators.page_cache import is_full_rate
-from ganger_master.policies.job_facts import Integers
+from ganger_master.estimators.cores_and_memory import CpuModel, CpuPoint, fit_cpu, is_full_rate
+from ganger_master.policies.orders import Integers
 from ganger_master.policies.tunings import NOTHING, Known, Profiles
 
 # A relative deviation above this from a measured or predicted rate shows that the job has changed, or differs from the

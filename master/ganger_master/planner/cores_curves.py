@@ -18,16 +18,15 @@ from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import WHOLE_SHARE, JobRecord
 from ganger_master.core.plan_changes import CURVE_POINTS, CoresCurve, CurvePoint
 from ganger_master.core.state import State
-from ganger_master.estimators.cpu import CpuPoint, sweet_point_bounds
-from ganger_master.estimators.page_cache import enough_memory
+from ganger_master.estimators.cores_and_memory import CpuPoint, enough_memory, sweet_point_bounds
 from ganger_master.planner.core_profiles import CoreProfile
-from ganger_master.planner.core_trials import ProfiledCores
 from ganger_master.planner.device_groups import shares_devices
+from ganger_master.planner.resource_trials import ProfiledResources
 from ganger_master.policies import Tune
 from ganger_master.policies.tunings import ENOUGH
 
 
-def curve_of(number: int, cores: ProfiledCores) -> CoresCurve:
+def curve_of(number: int, cores: ProfiledResources) -> CoresCurve:
     """Return the curve of a job in its present phase, with those of its other phases."""
     others = [_curve(number, phase, profile) for phase, profile in sorted(cores.others.items()) if profile.points]
     trial, found = cores.trial, _curve(number, cores.phase, cores.profile)
@@ -87,7 +86,7 @@ class CurveNews:
         """Note that the measurements of a job have changed."""
         self._numbers[number] = None
 
-    def taken(self, cores_of: Callable[[int], ProfiledCores | None]) -> tuple[CoresCurve, ...]:
+    def taken(self, cores_of: Callable[[int], ProfiledResources | None]) -> tuple[CoresCurve, ...]:
         """Return the curves to report now, as many as fit into a plan, and note that they are. `cores_of`: of a live
         job by number."""
         numbers = list(self._numbers)[:PROMISES_LIMIT]

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.policies.fairness import Seat
-from ganger_master.policies.job_facts import Integers
+from ganger_master.policies.orders import Integers
 
 # By job number: the numbers of all jobs on its devices, its own among them, ascending. Jobs alone on their devices are
 # left out.

@@ -26,8 +26,8 @@ from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.plan_changes import PlanChange, StartChange, SuspendChange
 from ganger_master.planner.context import PlanContext, held_by_all, held_of
 from ganger_master.planner.device_groups import Claims, Unit, units
-from ganger_master.policies.job_facts import Facts, Flags, Integers
 from ganger_master.policies.make_room import Movable, Movables, RoomPlan, no_further, room_for
+from ganger_master.policies.orders import Facts, Flags, Integers
 
 _NOWHERE: frozenset[str] = frozenset()
 # So many jobs that wait for devices to be returned have their places kept, first job first.

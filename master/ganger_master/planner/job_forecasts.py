@@ -18,9 +18,8 @@ from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.planner.context import capacity_of
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.policies.job_facts import Capacity, Facts, Flags, Floats, Integers
 from ganger_master.policies.order_registry import AHEAD, deadline_groups
-from ganger_master.policies.orders import SLACK_S
+from ganger_master.policies.orders import SLACK_S, Capacity, Facts, Flags, Floats, Integers
 
 
 class DeadlineVerdict(Enum):

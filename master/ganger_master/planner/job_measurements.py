@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 from ganger_master.core.job_model import JobRecord
 from ganger_master.estimators.convergence import LossPoint, StepsLeftEstimate, fit_convergence, steps_to_convergence
 from ganger_master.estimators.speed import AllReduceModel, StepPoint, fit_allreduce
-from ganger_master.planner.core_trials import ProfiledCores
+from ganger_master.planner.resource_trials import ProfiledResources
 from ganger_master.policies.optimus_sizes import NOTHING, OptimusEstimate, steps_left
 from ganger_master.policies.trials import NO_WINDOWS, ProgressSample, RateWindows, TrialPace
 
@@ -263,7 +263,7 @@ class MeasuredJob:
 
     create_time: float
     signature: int
-    cores: ProfiledCores
+    cores: ProfiledResources
     run: RunCondition = field(default_factory=RunCondition)
     neighbours: frozenset[int] = frozenset()
     load: int = 0

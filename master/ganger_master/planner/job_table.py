@@ -20,8 +20,7 @@ from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, JobSpec, SuspendLevel
 from ganger_master.planner.device_groups import DeviceGroups, returns_devices, shares_devices
 from ganger_master.policies.fairness import QuotaUse
-from ganger_master.policies.job_facts import Facts, Flags, Floats, Integers, RecentServices, ServiceHistory
-from ganger_master.policies.orders import JobOrder
+from ganger_master.policies.orders import Facts, Flags, Floats, Integers, JobOrder, RecentServices, ServiceHistory
 
 if TYPE_CHECKING:
     from ganger_master.estimators.run_time import ServiceMemory

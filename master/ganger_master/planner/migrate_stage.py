@@ -29,8 +29,7 @@ from ganger_master.core.plan_changes import (
 from ganger_master.planner.context import NOTHING_TO_DO, PlanContext, PlanDraft, PlanOutcome, PlanStage
 from ganger_master.planner.device_groups import is_free, shares_devices
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.planner.measured_places import MeasuredPlaces
-from ganger_master.planner.migration_outcomes import MigrationOutcomes
+from ganger_master.planner.migration_outcomes import MeasuredPlaces, MigrationOutcomes
 from ganger_master.planner.migration_plans import (
     MOST_AT_ONCE,
     MigrationContext,

@@ -30,8 +30,7 @@ from ganger_master.planner.in_place_resize import Resizing, can_change, claims_o
 from ganger_master.planner.migration_plans import move_costs
 from ganger_master.planner.plan import carried_out
 from ganger_master.planner.size_requests import SizeRequests, without_growth
-from ganger_master.policies.job_facts import Capacity, Flags, Integers
-from ganger_master.policies.orders import guarded, ranked
+from ganger_master.policies.orders import Capacity, Flags, Integers, guarded, ranked
 from ganger_master.policies.placements import PlacementPreference
 
 

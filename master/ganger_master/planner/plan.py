@@ -22,8 +22,19 @@ from ganger_master.planner.context import NOTHING_TO_DO, PlanContext, PlanDraft
 from ganger_master.planner.device_groups import units
 from ganger_master.planner.gang_fitting import ChosenJobs, GangFitting, PreemptionCandidates
 from ganger_master.planner.plan_pace import NONE_EXCLUDED, ExcludedJobs
-from ganger_master.policies.job_facts import Facts, Flags, Integers, behind, sorted_by
-from ganger_master.policies.orders import JobOrder, guarded, next_change_s, ranked, ranks, selected
+from ganger_master.policies.orders import (
+    Facts,
+    Flags,
+    Integers,
+    JobOrder,
+    behind,
+    guarded,
+    next_change_s,
+    ranked,
+    ranks,
+    selected,
+    sorted_by,
+)
 
 # Up to so many jobs that do not run, checking each of them is cheaper than ranking all jobs.
 _FEW_NEWCOMERS = 4

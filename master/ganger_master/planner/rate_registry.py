@@ -18,9 +18,8 @@ from ganger.job_state import JobState
 from ganger_master.core.gang_model import Gang, GangIntent
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import CoresCurve
-from ganger_master.estimators.cpu import CpuPoint
+from ganger_master.estimators.cores_and_memory import CpuPoint
 from ganger_master.planner.core_profiles import CoreProfile, curves_of
-from ganger_master.planner.core_trials import NO_MEMORY, MemorySample, ProfiledCores, next_trials
 from ganger_master.planner.cores_curves import CurveNews
 from ganger_master.planner.job_measurements import (
     AttainedTime,
@@ -32,6 +31,7 @@ from ganger_master.planner.job_measurements import (
     SeriesRates,
     optimus_estimate,
 )
+from ganger_master.planner.resource_trials import NO_MEMORY, MemorySample, ProfiledResources, next_trials
 from ganger_master.policies.optimus_sizes import Believed, nothing_believed
 from ganger_master.policies.trials import ProgressSample, RateWindows, TrialPace
 from ganger_master.policies.tunings import NOTHING, Known
@@ -208,7 +208,7 @@ class RateRegistry(JobRates):
         is_new = number not in self._jobs or known.create_time != job.create_time
         if is_new:
             self.forget(number, now)
-            known = self._jobs[number] = MeasuredJob(job.create_time, signature, ProfiledCores(CoreProfile()))
+            known = self._jobs[number] = MeasuredJob(job.create_time, signature, ProfiledResources(CoreProfile()))
         # A job that waits between two runs keeps what it was measured with.
         if is_new or device_type not in ("", known.device_type):
             known.device_type = device_type or known.device_type
@@ -299,7 +299,7 @@ class RateRegistry(JobRates):
     # -- measurements --------------------------------------------------------------------------------------------------
 
     def _of(self, number: int) -> MeasuredJob:
-        return self._jobs.get(number) or MeasuredJob(0.0, 0, ProfiledCores(CoreProfile()))
+        return self._jobs.get(number) or MeasuredJob(0.0, 0, ProfiledResources(CoreProfile()))
 
     def alone(self, number: int) -> tuple[float, ...]:
         return self._of(number).baseline.rates
@@ -383,7 +383,7 @@ class RateRegistry(JobRates):
         self._occupy(number, old.devices, run.devices)
         self._update({number} | self._on({**old.devices, **run.devices}), now)
 
-    def _put_cores(self, number: int, job: MeasuredJob, cores: ProfiledCores) -> None:
+    def _put_cores(self, number: int, job: MeasuredJob, cores: ProfiledResources) -> None:
         if cores.profile != job.cores.profile:
             self._is_stale = True
             key = series_key(job.signature, job.device_type, cores.phase)

@@ -29,7 +29,7 @@ from ganger_master.planner.device_groups import as_held, devices_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.matrices import SliceMatrices, SliceQuantum, least_memory
 from ganger_master.policies import Tune
-from ganger_master.policies.colocation_choice import Berth
+from ganger_master.policies.trials import Berth
 
 # Intervals between two passes, as multiples of the interval between plans that preempt: during a trial, after a pass
 # with changes, and after one without. By default 1, 5 and 10 minutes.

@@ -17,7 +17,6 @@ from ganger_master.core.plan_changes import Goal, Purpose, ResizeChange
 from ganger_master.planner.context import PlanContext
 from ganger_master.planner.in_place_resize import can_change, sizes_of
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.policies.job_facts import Capacity, Facts, Flags, Floats, Integers
 from ganger_master.policies.optimus_sizes import (
     NOTHING,
     Believed,
@@ -27,6 +26,7 @@ from ganger_master.policies.optimus_sizes import (
     growing,
     nothing_believed,
 )
+from ganger_master.policies.orders import Capacity, Facts, Flags, Floats, Integers
 
 
 @dataclass(frozen=True, eq=False)

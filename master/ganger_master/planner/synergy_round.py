@@ -39,7 +39,7 @@ from ganger_master.planner.tune_stage import (
     wish_of,
     with_shares,
 )
-from ganger_master.policies.job_facts import Flags
+from ganger_master.policies.orders import Flags
 from ganger_master.policies.tunings import Gangs, Known, Pieces, Tuning, TuningNodes, known_gangs, pieces, rates
 
 # (node, GPUs there) of a gang, by node.

@@ -18,9 +18,8 @@ from ganger_master.core.plan_changes import PlanChange, StartChange
 from ganger_master.planner.context import PlanContext, PlanDraft, held_by_all
 from ganger_master.planner.gang_fitting import nodes_for
 from ganger_master.planner.job_table import LiveTable
-from ganger_master.policies.job_facts import Capacity, Facts, Floats, Integers
 from ganger_master.policies.order_registry import expected_s
-from ganger_master.policies.orders import guarded, next_change_s, ranked
+from ganger_master.policies.orders import Capacity, Facts, Floats, Integers, guarded, next_change_s, ranked
 from ganger_master.policies.placements import PlacementPreference
 from ganger_master.policies.tetris import Knobs, placement_by, tetris_gangs
 

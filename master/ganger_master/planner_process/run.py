@@ -33,10 +33,10 @@ from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import CoresChange, PlanChange, StartChange
 from ganger_master.decision_log.recording import failure_of
 from ganger_master.planner.context import ClusterChange, Plan, PlanVerdict, ProgressReports, parts_of
-from ganger_master.planner.core_trials import MemorySample
 from ganger_master.planner.loop import PlannerLoop, live_loop, measures_jobs
 from ganger_master.planner.memory import PlannerMemory, Unusable, noted, packed, recalled
 from ganger_master.planner.rate_registry import ProgressReport, RateRegistry
+from ganger_master.planner.resource_trials import MemorySample
 from ganger_master.planner_process.plan_recorder import PlanRecorder
 from ganger_master.policies import Policy, live_policy_named
 from ganger_master.policies.trials import TrialPace

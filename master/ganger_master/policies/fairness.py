@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.state_indexes import Shares, limit_of
-from ganger_master.policies.job_facts import Capacity, Facts, Flags, Floats, Integers, sorted_by
-from ganger_master.policies.orders import JobOrder
+from ganger_master.policies.orders import Capacity, Facts, Flags, Floats, Integers, JobOrder, sorted_by
 
 # Shares are rounded to this many decimals, so that rounding errors of sums decide no tie.
 _DECIMALS = 9

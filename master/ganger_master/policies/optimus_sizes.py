@@ -19,7 +19,7 @@ import numpy as np
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.estimators.speed import AllReduceModel
-from ganger_master.policies.job_facts import Flags, Floats, Integers
+from ganger_master.policies.orders import Flags, Floats, Integers
 
 if TYPE_CHECKING:
     from ganger_master.estimators.convergence import StepsLeftEstimate

@@ -11,8 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ganger_master.policies.fairness import DRF
-from ganger_master.policies.job_facts import NO_HISTORY, Capacity, Facts, Floats, Integers, ServiceHistory
-from ganger_master.policies.orders import SLACK_S, JobOrder, as_decimals
+from ganger_master.policies.orders import (
+    NO_HISTORY,
+    SLACK_S,
+    Capacity,
+    Facts,
+    Floats,
+    Integers,
+    JobOrder,
+    ServiceHistory,
+    as_decimals,
+)
 
 # Seconds in which GPUs are idle when one job replaces another.
 SWITCH_S = 13.0

@@ -38,7 +38,7 @@ from ganger.cluster.search import (
 )
 from numpy.typing import NDArray
 
-from ganger_master.policies.job_facts import Floats
+from ganger_master.policies.orders import Floats
 
 # Of devices, cores and memory, and of disk and network bandwidth where the node declares them.
 _Parts: TypeAlias = tuple[float, ...]

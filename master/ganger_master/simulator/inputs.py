@@ -19,7 +19,6 @@ from ganger.text import counted
 
 from ganger_master.policies.fairness import QUANTUM_S
 from ganger_master.simulator.admission import acceptable, strangers_among
-from ganger_master.simulator.traces.profiles import gavel_speeds, synergy_profiles, with_iterations, with_models
 from ganger_master.simulator.traces.reader import Reading, RowFilter, read_stream, read_trace
 from ganger_master.simulator.traces.rows import (
     RowFinding,
@@ -33,11 +32,15 @@ from ganger_master.simulator.traces.servers import Servers
 from ganger_master.simulator.traces.workload import (
     Floats,
     Workload,
+    gavel_speeds,
     sample,
     scaled_to_load,
+    synergy_profiles,
     synthetic,
     with_durations,
+    with_iterations,
     with_loads,
+    with_models,
     with_sizes,
 )
 

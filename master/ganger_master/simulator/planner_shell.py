@@ -16,8 +16,8 @@ from ganger_master.planner.loop import PlannerLoop
 from ganger_master.planner.plan_pace import EventPace, PlanPace, RoundPace
 from ganger_master.policies import Grow, Policy, ResizeByOptimus
 from ganger_master.policies.fairness import quantum_s
-from ganger_master.policies.job_facts import Capacity, Flags, Floats, Integers
 from ganger_master.policies.optimus_sizes import nothing_believed
+from ganger_master.policies.orders import Capacity, Flags, Floats, Integers
 from ganger_master.simulator.inputs import ReplayOptions
 from ganger_master.simulator.node_model import NodeModel
 from ganger_master.simulator.time_slices import EPOCH_S, Clock

@@ -36,9 +36,8 @@ from ganger_master.simulator.node_model import NodeModel
 from ganger_master.simulator.planner_shell import Planning
 from ganger_master.simulator.report.outcomes import Ledger, Meters, Run
 from ganger_master.simulator.time_slices import EPOCH_S, Clock, instant, round_start, rounds_until
-from ganger_master.simulator.traces.profiles import with_models
 from ganger_master.simulator.traces.servers import Servers
-from ganger_master.simulator.traces.workload import Workload, offered_load
+from ganger_master.simulator.traces.workload import Workload, offered_load, with_models
 from ganger_master.simulator.true_rates import Footprints, Scaling, TrueRates, Work, without_arenas
 
 if TYPE_CHECKING:

@@ -41,10 +41,9 @@ from msgspec import structs
 
 from ganger_master.core.gang_model import Gang
 from ganger_master.estimators.slowdown import UNKNOWN_JOB, LocalityModel, LocalityPoint, Pressure, fit_locality
-from ganger_master.policies.job_facts import Flags, Floats, Integers
-from ganger_master.simulator.traces.profiles import elasticflow_speeds, gavel_speeds, synergy_profiles
+from ganger_master.policies.orders import Flags, Floats, Integers
 from ganger_master.simulator.traces.servers import ServerGroup, Servers
-from ganger_master.simulator.traces.workload import Workload
+from ganger_master.simulator.traces.workload import Workload, elasticflow_speeds, gavel_speeds, synergy_profiles
 
 if TYPE_CHECKING:
     from ganger_master.policies.tunings import Known

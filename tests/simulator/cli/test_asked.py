@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ganger_master.simulator.inputs import Load, TraceSelection, jobs_at, material, with_drawn_run_times, with_run_times
-from ganger_master.simulator.traces.profiles import gavel_speeds, synergy_profiles
 from ganger_master.simulator.traces.reader import RowFilter
 from ganger_master.simulator.traces.servers import servers_from_flags
-from ganger_master.simulator.traces.workload import offered_load, workload
+from ganger_master.simulator.traces.workload import gavel_speeds, offered_load, synergy_profiles, workload
 
 SERVERS = servers_from_flags(nodes=9, gpus_per_node=8)
 TRACES = Path(__file__).resolve().parents[4] / "shared" / "traces"

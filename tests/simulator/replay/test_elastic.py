@@ -11,9 +11,8 @@ from ganger_master.simulator.inputs import ReplayOptions, SwitchCosts
 from ganger_master.simulator.measurement_model import Losses
 from ganger_master.simulator.run import _Replay, simulate
 from ganger_master.simulator.time_slices import INSTANT_S
-from ganger_master.simulator.traces.profiles import elasticflow_speeds
 from ganger_master.simulator.traces.servers import servers_from_flags
-from ganger_master.simulator.traces.workload import Workload, workload
+from ganger_master.simulator.traces.workload import Workload, elasticflow_speeds, workload
 from ganger_master.simulator.true_rates import Scaling
 from hypothesis import given, settings
 from hypothesis import strategies as some

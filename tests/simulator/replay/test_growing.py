@@ -10,9 +10,8 @@ from faultsim.state_invariants import violations
 from ganger_master.simulator.inputs import ReplayOptions, SwitchCosts
 from ganger_master.simulator.report.outcomes import Outcomes
 from ganger_master.simulator.run import _Replay, simulate
-from ganger_master.simulator.traces.profiles import elasticflow_speeds
 from ganger_master.simulator.traces.servers import Servers, servers_from_flags
-from ganger_master.simulator.traces.workload import Workload, workload
+from ganger_master.simulator.traces.workload import Workload, elasticflow_speeds, workload
 from hypothesis import given, settings
 from hypothesis import strategies as some
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from ganger_master.policies.job_facts import Floats
+from ganger_master.policies.orders import Floats
 from ganger_master.simulator.inputs import FREE, ReplayOptions
 from ganger_master.simulator.run import simulate
 from ganger_master.simulator.traces.reader import read_trace

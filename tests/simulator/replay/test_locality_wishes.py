@@ -8,7 +8,7 @@ from unittest.mock import patch
 import numpy as np
 from ganger.cluster.resources import Locality
 from ganger_master.estimators.slowdown import measured_loss
-from ganger_master.planner import measured_places
+from ganger_master.planner import migration_outcomes
 from ganger_master.simulator import admission
 from ganger_master.simulator.inputs import ReplayOptions
 from ganger_master.simulator.report.outcomes import Outcomes
@@ -34,7 +34,7 @@ def run(models: Sequence[str], load: float, seed: int, learns: bool) -> tuple[Ou
         return loss if learns else None
 
     # A replay demands one server for jobs that fit into one.
-    with patch.object(admission, "_TOGETHER", Locality()), patch.object(measured_places, "measured_loss", counted):
+    with patch.object(admission, "_TOGETHER", Locality()), patch.object(migration_outcomes, "measured_loss", counted):
         outcomes = simulate(jobs, FOUR_SERVERS, "ganger", ReplayOptions(rates="profiles", seed=seed)).outcomes
     assert outcomes.finished.all()
     return outcomes, found

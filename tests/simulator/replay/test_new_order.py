@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from ganger_master import policies
 from ganger_master.policies import StartByRank, policy_named
-from ganger_master.policies.job_facts import Capacity, Facts
 from ganger_master.policies.order_registry import ORDERS
-from ganger_master.policies.orders import JobOrder
+from ganger_master.policies.orders import Capacity, Facts, JobOrder
 from ganger_master.simulator.inputs import ReplayOptions
 from ganger_master.simulator.run import simulate
 from ganger_master.simulator.traces.servers import servers_from_flags

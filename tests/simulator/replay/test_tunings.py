@@ -16,9 +16,8 @@ from ganger_master.simulator import run as replay
 from ganger_master.simulator.inputs import FREE, ReplayOptions, SwitchCosts
 from ganger_master.simulator.report.outcomes import Run
 from ganger_master.simulator.run import simulate
-from ganger_master.simulator.traces.profiles import synergy_profiles
 from ganger_master.simulator.traces.servers import servers_from_flags
-from ganger_master.simulator.traces.workload import Workload, workload
+from ganger_master.simulator.traces.workload import Workload, synergy_profiles, workload
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

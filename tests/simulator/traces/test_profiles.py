@@ -9,14 +9,15 @@ import math
 from pathlib import Path
 
 import pytest
-from ganger_master.simulator.traces.profiles import (
+from ganger_master.simulator.traces.workload import (
     ModelClass,
+    Workload,
     gavel_speeds,
     synergy_profiles,
     with_iterations,
     with_models,
+    workload,
 )
-from ganger_master.simulator.traces.workload import Workload, workload
 
 from experiments.model_split import SYNERGY_SPLIT, models_by_split
 

@@ -14,9 +14,8 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from ganger.cluster.resources import GangShape
 
-from ganger_master.estimators.cpu import SensitivityMatrix
-from ganger_master.policies.job_facts import Flags, Floats, Integers
-from ganger_master.policies.orders import chosen
+from ganger_master.estimators.cores_and_memory import SensitivityMatrix
+from ganger_master.policies.orders import Flags, Floats, Integers, chosen
 
 # Sums of shares may miss the whole by rounding, and amounts their grid: relative.
 ROUNDING = 1e-9

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ganger_master.estimators.cpu import CpuModel
-from ganger_master.policies.job_facts import Floats
+from ganger_master.estimators.cores_and_memory import CpuModel
+from ganger_master.policies.orders import Floats
 from ganger_master.policies.tunings import (
     ENOUGH,
     ROUNDING,

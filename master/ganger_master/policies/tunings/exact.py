@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ganger_master.policies.job_facts import Floats, Integers
+from ganger_master.policies.orders import Floats, Integers
 from ganger_master.policies.tunings import (
     ROUNDING,
     Gangs,

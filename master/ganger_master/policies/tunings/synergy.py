@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ganger_master.policies.job_facts import Floats, Integers
+from ganger_master.policies.orders import Floats, Integers
 from ganger_master.policies.tunings import (
     ROUNDING,
     AmountOptions,

@@ -21,8 +21,14 @@ from msgspec import Struct
 
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import WHOLE_SHARE, JobRecord
-from ganger_master.estimators.cpu import LEAST_DIFFERENCE, CpuPoint, next_probe, sweet_point_bracket
-from ganger_master.estimators.page_cache import REFILL_BYTES_PER_S, next_memory
+from ganger_master.estimators.cores_and_memory import (
+    LEAST_DIFFERENCE,
+    REFILL_BYTES_PER_S,
+    CpuPoint,
+    next_memory,
+    next_probe,
+    sweet_point_bracket,
+)
 from ganger_master.planner.core_profiles import CoreProfile, MemoryLimits
 from ganger_master.planner.device_groups import shares_devices
 from ganger_master.policies.trials import (
@@ -54,7 +60,7 @@ _FAR: Final = 1.25
 
 
 @dataclass(frozen=True, slots=True)
-class CoresTrial:
+class ResourceTrial:
     """A trial of `millicores` per GPU by a job that had `held` per GPU. `before` are the windows with the held cores,
     in steps/s. `memory_bytes`: per GPU, in a trial of less memory with the held cores; zero: all of it. `used_bytes`:
     what was used of it before, per GPU."""
@@ -99,7 +105,7 @@ def _check(profile: CoreProfile, held: float, available: int) -> int | None:
     return max(within_reach, key=lambda cores: abs(log(cores / held)), default=None)
 
 
-def conclude(trial: CoresTrial, after: tuple[float, ...], is_last: bool = False) -> CpuPoint | None:
+def conclude(trial: ResourceTrial, after: tuple[float, ...], is_last: bool = False) -> CpuPoint | None:
     """Return the point that a trial has measured; None while it is inconclusive. `after`: windows with the cores under
     trial, in steps/s. `is_last`: no window will follow, so an inconclusive gain or loss counts as none."""
     is_more = trial.millicores > trial.held
@@ -127,7 +133,7 @@ _Running: TypeAlias = tuple[int, tuple[tuple[int, ...], ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class ProfiledCores:
+class ProfiledResources:
     """Profile and trial of one job. `millicores` are per GPU, of the claim with the fewest, and zero while the job does
     not run. `ended_s` is when its last trial ended, `tried_s` the time spent in ended trials, and `lost_s` how much of
     it the job would have needed less for the same steps without them. `memory_bytes` is the claimed host memory per GPU
@@ -140,7 +146,7 @@ class ProfiledCores:
     gpus: tuple[int, ...] = ()
     millicores: int = 0
     windows: RateWindows = NO_WINDOWS
-    trial: CoresTrial | None = None
+    trial: ResourceTrial | None = None
     phase: str = TRAINING
     phase_since_s: float = -math.inf
     # The step at the last report of an evaluation, and profiles of the other phases.
@@ -157,7 +163,7 @@ class ProfiledCores:
     # When its caches should be full again after the last trial of memory.
     refilled_s: float = -math.inf
 
-    def put(self, job: JobRecord, running: Gang | None, now: float, pace: TrialPace) -> ProfiledCores:
+    def put(self, job: JobRecord, running: Gang | None, now: float, pace: TrialPace) -> ProfiledResources:
         """Return it for a job as it is now, with its gang while that runs."""
         # A job without an agent neither reports steps nor adapts its threads.
         has_agent = job.capabilities.checkpoint or job.capabilities.offload
@@ -195,7 +201,7 @@ class ProfiledCores:
 
     def in_phase(
         self, step: int, evaluated_in_row: int | None, now: float, pace: TrialPace, of_series: OfSeries
-    ) -> ProfiledCores:
+    ) -> ProfiledResources:
         """Return it in the phase that a report shows: with the curve of that phase, measured anew.
 
         A phase begins with its second mini-batch, and no sooner than the last one has settled: neither a single batch
@@ -221,7 +227,7 @@ class ProfiledCores:
             found, phase=phase, phase_since_s=now, last_step=step, others=others, profile=profile, windows=windows
         )
 
-    def on_device(self, of_series: OfSeries) -> ProfiledCores:
+    def on_device(self, of_series: OfSeries) -> ProfiledResources:
         """Return it on devices of another type: points of its own count as those of an earlier job, whose curve is
         scaled to the rates there."""
         inherited = of_series(self.phase) or self.profile.all_points
@@ -230,7 +236,7 @@ class ProfiledCores:
         }
         return replace(self, profile=CoreProfile(inherited=inherited), others=others)
 
-    def with_memory(self, sample: MemorySample, now: float, pace: TrialPace) -> ProfiledCores:
+    def with_memory(self, sample: MemorySample, now: float, pace: TrialPace) -> ProfiledResources:
         """Return it after a report of its memory. Where a trial has come into effect or ended, rates are measured
         anew, and the longer after it the more of a cache that the job needs has to be filled again."""
         if sample == self.memory:
@@ -247,7 +253,7 @@ class ProfiledCores:
         """Return whether a trial of memory slows it, or has just done so."""
         return self.memory.tried > 0 or now < self.refilled_s
 
-    def after(self, sample: ProgressSample, now: float, pace: TrialPace) -> ProfiledCores:
+    def after(self, sample: ProgressSample, now: float, pace: TrialPace) -> ProfiledResources:
         """Return it after one more report; a full window may add a point or conclude the trial."""
         windows = self.windows.after(sample, now, pace)
         if windows is self.windows:
@@ -265,7 +271,7 @@ class ProfiledCores:
         concluded = found._concluded()
         return found if concluded is None else concluded._ended(now)
 
-    def without_late_trial(self, now: float, pace: TrialPace) -> ProfiledCores:
+    def without_late_trial(self, now: float, pace: TrialPace) -> ProfiledResources:
         """Return it without a trial that has lasted too long, or whose cores other jobs need."""
         if self.trial is None:
             return self
@@ -275,10 +281,10 @@ class ProfiledCores:
         found = (self._concluded(is_last=True) or self)._ended(now)
         return found if is_granted or not self.trial.memory_bytes else replace(found, lacks_memory_trials=True)
 
-    def _is_granted(self, trial: CoresTrial) -> bool:
+    def _is_granted(self, trial: ResourceTrial) -> bool:
         return self.millicores == trial.millicores and (not trial.memory_bytes or self.memory.tried > 0)
 
-    def next_trial(self, view: View, running_s: float, now: float, pace: TrialPace) -> CoresTrial | None:
+    def next_trial(self, view: View, running_s: float, now: float, pace: TrialPace) -> ResourceTrial | None:
         """Return the trial to begin now; None if there is none."""
         if not self.can_try or self.trial is not None or self.memory.tried or not self.windows.is_enough:
             return None
@@ -292,10 +298,10 @@ class ProfiledCores:
         ]
         cores, left_s = next_cores(self.profile, self.millicores, min(free)), pace.cost * budget_s - self.lost_s
         if cores is not None and self._cost_s(cores, pace) <= left_s:
-            return CoresTrial(1000 * cores, self.millicores, self.windows.rates, now)
+            return ResourceTrial(1000 * cores, self.millicores, self.windows.rates, now)
         return self._memory_trial(left_s, now)
 
-    def _memory_trial(self, left_s: float, now: float) -> CoresTrial | None:
+    def _memory_trial(self, left_s: float, now: float) -> ResourceTrial | None:
         """Return a trial of less memory that costs at most so many seconds of work, should its caches have to be filled
         again; None if there is none. What a series has shown is not tried again, and gangs of several nodes are not
         tried."""
@@ -310,7 +316,7 @@ class ProfiledCores:
         found = next_memory(points, used, least, max(0.0, left_s) * REFILL_BYTES_PER_S / gpus)
         if found is None:
             return None
-        return CoresTrial(self.millicores, self.millicores, self.windows.rates, now, int(found), used)
+        return ResourceTrial(self.millicores, self.millicores, self.windows.rates, now, int(found), used)
 
     def _cost_s(self, cores: int, pace: TrialPace) -> float:
         """Return the work that a trial of this many cores for each GPU is expected to cost, in seconds at the present
@@ -332,7 +338,7 @@ class ProfiledCores:
             return curve
         return f"a trial of {counted(self.trial.millicores / 1000, 'core', 'g')} for each GPU; {curve}"
 
-    def _concluded(self, is_last: bool = False) -> ProfiledCores | None:
+    def _concluded(self, is_last: bool = False) -> ProfiledResources | None:
         """Return it with the point of its trial; None while that is inconclusive or the job lacks its cores."""
         trial = self.trial
         if trial is None or not self._is_granted(trial):
@@ -348,10 +354,10 @@ class ProfiledCores:
             return self
         return replace(self, profile=self.profile.with_memory(CpuPoint(point.cores, rate, held), self.memory_bytes))
 
-    def _with_point(self, point: CpuPoint) -> ProfiledCores:
+    def _with_point(self, point: CpuPoint) -> ProfiledResources:
         return replace(self, profile=self.profile.with_point(point)) if point.rate > 0.0 else self
 
-    def _ended(self, now: float) -> ProfiledCores:
+    def _ended(self, now: float) -> ProfiledResources:
         trial = self.trial
         assert trial is not None, "there is a trial"
         took_s = max(0.0, now - trial.began_s)
@@ -375,8 +381,8 @@ class ProfiledCores:
 
 
 def next_trials(
-    jobs: Mapping[int, ProfiledCores], view: View, running_s: Mapping[int, float], now: float, pace: TrialPace
-) -> Iterator[tuple[int, ProfiledCores]]:
+    jobs: Mapping[int, ProfiledResources], view: View, running_s: Mapping[int, float], now: float, pace: TrialPace
+) -> Iterator[tuple[int, ProfiledResources]]:
     """Yield the jobs, by number, whose trial ends or begins now. A node has at most one trial at a time. `jobs` and
     `running_s`, total running times of those that the tuning decides on, are by number; `view` has the free cores of
     the jobs' nodes."""

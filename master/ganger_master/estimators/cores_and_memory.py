@@ -1,7 +1,13 @@
-"""How fast a job runs with so many cores for its GPU, and at which numbers of cores to measure it.
+"""How fast a job runs with so many cores, or so much host memory for its file caches, for each of its GPUs; and at
+which amounts to measure it.
 
 S(C) = P0*log C + P1*C below the sweet point theta, P2 from theta on (Xiao et al., "Scheduling CPU for GPU-based deep
 learning jobs", SoCC 2018 poster). A `Shelf` is a second knee, as in Synergy's profiles of AlexNet and ShuffleNet.
+
+Caches of a kernel keep what was used last. A loop over more data than fits finds nothing of it there, a random order
+finds as large a part as fits. So no shape of the curve over memory is assumed: an amount counts as the largest
+measured one below. Synergy (OSDI 2022, section 3) derives this curve from a cache of fixed hits instead, which a job
+would have to use.
 """
 
 from __future__ import annotations
@@ -350,3 +356,39 @@ def _moved(points: Sequence[CpuPoint], most_cores: int) -> float:
     was, now = before.rates(cores), after.rates(cores)
     ratio = np.divide(now, was, out=np.full(len(cores), np.inf), where=was > 0.0)
     return float(np.max(np.abs(ratio - 1.0)))
+
+
+# Amounts closer than this part of what is used are not told apart.
+_RESOLUTION: Final = 1 / 16
+# Speed at which a cache that was emptied is filled again: a network file system, or one disk.
+REFILL_BYTES_PER_S: Final = 100e6
+
+
+def is_full_rate(point: CpuPoint, points: Sequence[CpuPoint]) -> bool:
+    """Return whether a point is as fast as the one of most memory, which is the last."""
+    return point.rate >= (1.0 - LEAST_DIFFERENCE) * points[-1].rate
+
+
+def enough_memory(points: Sequence[CpuPoint]) -> float:
+    """Return the least measured memory from which on no point is slower; infinite without points. `points`: by memory,
+    ascending, the last one with all that the job had."""
+    enough = math.inf
+    for point in reversed(points):
+        if not is_full_rate(point, points):
+            break
+        enough = point.memory_bytes
+    return enough
+
+
+def next_memory(points: Sequence[CpuPoint], used: float, least: float, affordable: float) -> float | None:
+    """Return the memory to measure next; None: enough is known, or no more is affordable.
+
+    The least is tried first: a job that loses nothing with it needs no other trial. Else the middle between what costs
+    something and what costs nothing. All arguments are in bytes for each GPU. `points`: as above. `used`: what the job
+    uses with all its caches; `least`: what it needs without any; `affordable`: how much of a cache that it may need
+    may be emptied.
+    """
+    high = min(used, enough_memory(points))
+    low = max([point.memory_bytes for point in points if point.memory_bytes < high], default=0.0)
+    wanted = max(least, (low + high) / 2 if low else 0.0, high - affordable)
+    return wanted if high - wanted >= _RESOLUTION * used > 0.0 else None
