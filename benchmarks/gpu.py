@@ -19,7 +19,7 @@ from typing import Any
 
 from ganger.injob.page import Page
 from ganger.v1 import job_pb2, resources_pb2, scheduling_pb2
-from ganger_daemon.devices.contract import Device
+from ganger_daemon.devices.inventory import Device
 from ganger_daemon.devices.nvml import NoDriverError, NvmlDevices
 
 from benchmarks import gpu_process

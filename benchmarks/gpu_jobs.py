@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from ganger_daemon.devices.contract import UNREADABLE
+from ganger_daemon.devices.inventory import UNREADABLE
 from ganger_daemon.devices.nvml import NoDriverError, NvmlDevices
 from ganger_daemon.node.process_identity import anonymous_bytes
 

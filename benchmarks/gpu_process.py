@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ganger_daemon.devices.contract import UNREADABLE
+from ganger_daemon.devices.inventory import UNREADABLE
 from ganger_daemon.devices.nvml import NoDriverError, NvmlDevices
 from ganger_daemon.images.criu import errors_of
 from ganger_daemon.images.driver import LOCK_S, CudaBindings, DriverCallError

@@ -33,7 +33,7 @@ from ganger_master.policies import live_policy_named
 from ganger_master.rpc import audit
 from ganger_master.rpc.access import UserLimits
 from ganger_master.rpc.server import MasterServer
-from ganger_master.runtime import process_setup, store_access
+from ganger_master.runtime import process_setup
 from ganger_master.runtime import state_directory as retention
 from ganger_master.runtime.publication import ProgressBoard
 from ganger_master.runtime.state_directory import (
@@ -46,6 +46,7 @@ from ganger_master.runtime.state_directory import (
     storage_token,
 )
 from ganger_master.runtime.writer import Writer
+from ganger_master.store import tables
 from ganger_master.store.sql import SqlStore
 from ganger_master.store.tables import Problem, Store, StoreError
 
@@ -216,7 +217,7 @@ class Master:
             uuid.uuid4().hex, beside.marks(), must_have_marks=not config.database_url, is_restored=config.restored
         )
         store = self._given_store or SqlStore(config.database)
-        writer = Writer(store, settings, time.time, Failpoints(store_access.FAILPOINTS), beside=beside, opens=opens)
+        writer = Writer(store, settings, time.time, Failpoints(tables.FAILPOINTS), beside=beside, opens=opens)
         await writer.start()
         self._writer = writer
         _check_storage(writer.state.counters.storage_token, settings)

@@ -21,7 +21,7 @@ from ganger.failpoints import VARIABLE
 from ganger.v1 import job_service_pb2, job_service_pb2_grpc
 from ganger.wire.channels import open_channel
 from ganger.wire.endpoints import read_endpoint
-from ganger_master.runtime import store_access
+from ganger_master.store import tables
 from rpc.kit import spec_of
 from rpc.processes import MasterProcess, master_process, wait_until_dead
 
@@ -104,9 +104,7 @@ def test_kill_in_a_storm_of_submissions_loses_none_that_was_acknowledged(tmp_pat
         assert master.end(signal.SIGTERM)[0] == 0
 
 
-@pytest.mark.parametrize(
-    "name", [store_access.BEFORE_COMMIT, store_access.AFTER_COMMIT, store_access.COMMIT_BEFORE_REPLY]
-)
+@pytest.mark.parametrize("name", [tables.BEFORE_COMMIT, tables.AFTER_COMMIT, tables.COMMIT_BEFORE_REPLY])
 def test_kill_around_a_commit_never_loses_an_answer(tmp_path: Path, name: str) -> None:
     with master_process(tmp_path) as master:
         # The first start commits the counters; let the storm begin before the count is reached.

@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 import pytest
-from ganger_master.runtime.store_access import StoreThread
+from ganger_master.store.tables import StoreThread
 
 
 @pytest.fixture

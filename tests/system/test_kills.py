@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 from ganger.failpoints import OF_DAEMON, OF_IMAGES
-from ganger_master.runtime import store_access
+from ganger_master.store import tables
 from kit.cluster import Cluster
 from kit.waiting import eventually
 from system.harness import Run
@@ -83,7 +83,7 @@ def went_back_to(run: Run, rank: int) -> set[int]:
 
 def test_every_failpoint_of_every_service_is_in_the_table() -> None:
     # those of process images: tests/daemon/test_image_kills
-    assert {place.failpoint for place in PLACES} == (OF_DAEMON - OF_IMAGES) | store_access.FAILPOINTS
+    assert {place.failpoint for place in PLACES} == (OF_DAEMON - OF_IMAGES) | tables.FAILPOINTS
 
 
 def test_every_place_and_party_is_tried_or_senseless_for_a_reason_that_is_needed() -> None:

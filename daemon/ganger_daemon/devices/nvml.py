@@ -15,8 +15,11 @@ from typing import Any
 from ganger.cluster.topology import bits
 
 from ganger_daemon.devices import inventory
-from ganger_daemon.devices.contract import MAX_DEVICES, UNREADABLE, Device, Devices
 from ganger_daemon.devices.inventory import (
+    MAX_DEVICES,
+    UNREADABLE,
+    Device,
+    Devices,
     GpuServer,
     ecc_event,
     inventory_of,

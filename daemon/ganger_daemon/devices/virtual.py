@@ -16,18 +16,16 @@ from typing import Any
 from ganger.cluster.resources import ConfigurationSet, LocalityLevel, Socket
 from ganger.text import counted, os_reason
 
-from ganger_daemon.devices.contract import (
+from ganger_daemon.devices.inventory import (
     MAX_DEVICES,
     UNREADABLE,
     VIRTUAL_DRIVER,
     Device,
     Devices,
+    GpuServer,
     HealthEvent,
     HealthKind,
     Inventory,
-)
-from ganger_daemon.devices.inventory import (
-    GpuServer,
     ecc_event,
     groups_of,
     inventory_of,

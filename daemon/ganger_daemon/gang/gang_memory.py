@@ -19,7 +19,7 @@ from ganger.cluster.topology import bits
 from ganger.injob.page_layout import PageState
 from ganger.v1 import resources_pb2
 
-from ganger_daemon.devices.contract import UNREADABLE
+from ganger_daemon.devices.inventory import UNREADABLE
 from ganger_daemon.gang.control_pages import ControlPages
 from ganger_daemon.gang.gang_context import LocalPart
 from ganger_daemon.gang.taken_devices import TakenDevices

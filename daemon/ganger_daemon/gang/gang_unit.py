@@ -22,7 +22,7 @@ from ganger.injob.launcher.namespaces import LINKS, Unit, bind, make_links, unbi
 from ganger.injob.process_identity import family
 from ganger.text import os_failure
 
-from ganger_daemon.devices.contract import VIRTUAL_DRIVER
+from ganger_daemon.devices.inventory import VIRTUAL_DRIVER
 from ganger_daemon.gang.gang_context import GangContext, OfGang
 from ganger_daemon.images.contract import PID_FILE, ImageFacts, ImageRefusedError
 from ganger_daemon.images.criu import PORT_IN_USE

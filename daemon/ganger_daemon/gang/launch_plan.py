@@ -23,8 +23,7 @@ from ganger_daemon.checkpoints.storage import Unreadable, newest_found, parse_fi
 from ganger_daemon.core.part_facts import FoundCheckpoint, PartOutcomeKind
 from ganger_daemon.gang.gang_context import GangContext, LocalPart
 from ganger_daemon.images.packing import facts_of
-from ganger_daemon.node.accounts import Account
-from ganger_daemon.node.become import UMASK
+from ganger_daemon.node.accounts import UMASK, Account
 from ganger_daemon.node.daemon_files import GangPaths, write_json
 from ganger_daemon.node.launchers import HASH_SEED, is_python
 from ganger_daemon.node.process_identity import ProcessId, has_other_user

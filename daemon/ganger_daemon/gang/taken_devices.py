@@ -22,7 +22,7 @@ from ganger_daemon.cgroups.contract import SWEEPS
 from ganger_daemon.cgroups.controllers import set_affinity
 from ganger_daemon.core.gang_judgement import has_opaque_rank, is_to_be_taken
 from ganger_daemon.core.part_facts import GangPart
-from ganger_daemon.devices.contract import UNREADABLE, VIRTUAL_DRIVER
+from ganger_daemon.devices.inventory import UNREADABLE, VIRTUAL_DRIVER
 from ganger_daemon.gang.exit_watcher import ExitWatcher
 from ganger_daemon.gang.gang_context import GangContext, OfGang, threads_by_rank
 from ganger_daemon.images.contract import DeviceStateLostError, ImageRefusedError

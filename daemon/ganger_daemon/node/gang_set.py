@@ -14,9 +14,7 @@ from ganger.agent.v1 import agent_pb2
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, ParkLevel
 from google.protobuf import json_format
 
-from ganger_daemon.core.gang_judgement import PartPhase
-from ganger_daemon.core.part_facts import PartOutcome, PartOutcomeKind
-from ganger_daemon.core.reconcile import (
+from ganger_daemon.core.gang_judgement import (
     Absence,
     Action,
     Forget,
@@ -24,11 +22,13 @@ from ganger_daemon.core.reconcile import (
     Here,
     Obey,
     Observed,
+    PartPhase,
     ReportGone,
     Start,
     StopAbsent,
     reconcile,
 )
+from ganger_daemon.core.part_facts import PartOutcome, PartOutcomeKind
 from ganger_daemon.gang.gang_context import DesiredInvalidError, recall, wanted_of
 from ganger_daemon.gang.local_gang import LocalGang
 from ganger_daemon.node.daemon_files import read_json, write_json

@@ -25,8 +25,7 @@ from ganger.injob.launcher.client import Launcher, LauncherError, start_launcher
 from ganger.injob.launcher.process_record import startup_variables
 from ganger.text import os_failure
 
-from ganger_daemon.node.accounts import OR_ALL_AS_ROOT, Account, closed_step, give_directory
-from ganger_daemon.node.become import Becoming, start_as
+from ganger_daemon.node.accounts import OR_ALL_AS_ROOT, Account, Becoming, closed_step, give_directory, start_as
 from ganger_daemon.node.process_identity import ProcessId, RankProcess, has_other_user, parent_of
 
 log = logging.getLogger(__name__)

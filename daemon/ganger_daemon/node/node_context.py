@@ -21,7 +21,7 @@ from ganger.wire.revocation import Revocations
 from ganger_daemon.cgroups.contract import Cgroups, is_done
 from ganger_daemon.checkpoints import storage as layout
 from ganger_daemon.checkpoints.storage import ShardReport, shard_name
-from ganger_daemon.devices.contract import Devices, Inventory
+from ganger_daemon.devices.inventory import Devices, Inventory
 from ganger_daemon.images.contract import ProcessImages
 from ganger_daemon.images.driver import DeviceState
 from ganger_daemon.node.accounts import Accounts

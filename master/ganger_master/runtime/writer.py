@@ -31,11 +31,19 @@ from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 from ganger_master.core.state_image import restored
 from ganger_master.decision_log.recorder import AttachedRecording, DecisionRecording
-from ganger_master.runtime import store_access
 from ganger_master.runtime.publication import CommittedState, LeaseStreams, MasterCounters, Publication, publication_of
 from ganger_master.runtime.state_directory import DatabaseMarks
-from ganger_master.runtime.store_access import CommitPace, Ownership, StoreThread
-from ganger_master.store.tables import Codec, HistoryEntry, Problem, Store, StoreError
+from ganger_master.store import tables
+from ganger_master.store.tables import (
+    Codec,
+    CommitPace,
+    HistoryEntry,
+    Ownership,
+    Problem,
+    Store,
+    StoreError,
+    StoreThread,
+)
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -119,7 +127,7 @@ class Writer:
         self._steady = steady
         self._looked = ClockReading(clock(), steady())
         self._next_look: asyncio.TimerHandle | None = None
-        self._failpoints = failpoints_of_process or Failpoints(store_access.FAILPOINTS, "")
+        self._failpoints = failpoints_of_process or Failpoints(tables.FAILPOINTS, "")
         self._thread = StoreThread("store")
         self._codec = Codec()
         self._pace = CommitPace()
@@ -306,20 +314,20 @@ class Writer:
         self._pace.ended(len(sealed.callers), seconds)
         self.meter.committed(seconds, len(sealed.callers))
         if sealed.callers:
-            self._failpoints.passing(store_access.COMMIT_BEFORE_REPLY)
+            self._failpoints.passing(tables.COMMIT_BEFORE_REPLY)
         self._let_out(sealed)
         self._seal_soon()
 
     def _write(self, sealed: _Sealed) -> None:
-        self._failpoints.passing(store_access.BEFORE_COMMIT)
+        self._failpoints.passing(tables.BEFORE_COMMIT)
         if sealed.commits_a_move:
-            self._failpoints.passing(store_access.BEFORE_MOVE_COMMIT)
+            self._failpoints.passing(tables.BEFORE_MOVE_COMMIT)
         sealed.commit()
         if self._beside is not None:
             self._beside.note(sealed.publication.puts.values())
-        self._failpoints.passing(store_access.AFTER_COMMIT)
+        self._failpoints.passing(tables.AFTER_COMMIT)
         if sealed.commits_a_move:
-            self._failpoints.passing(store_access.AFTER_MOVE_COMMIT)
+            self._failpoints.passing(tables.AFTER_MOVE_COMMIT)
 
     def _let_out(self, sealed: _Sealed) -> None:
         # Publish before answering: a caller that reads after its answer must find the change.
@@ -442,7 +450,7 @@ class Writer:
     async def _load(self, former: State | None = None) -> None:
         codec = Codec()
         elements = await self._thread.ask(lambda: codec.elements(self._store.load()))
-        self._failpoints.passing(store_access.MID_LOAD)
+        self._failpoints.passing(tables.MID_LOAD)
         state = restored(self._settings, elements, self.now(), former)
         self.state, self._codec, self._open, self._told = state, codec, _Batch(), 0
         # From the state, not from the store: a restart voids sessions.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, OrderKey
-from ganger_daemon.core.reconcile import (
+from ganger_daemon.core.gang_judgement import (
     Forget,
     GangId,
     Here,

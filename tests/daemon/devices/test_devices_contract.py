@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from daemon.devices.fake_pynvml import FakeNvml
 from ganger.cluster.resources import LocalityLevel
-from ganger_daemon.devices.contract import MAX_DEVICES, UNREADABLE, Devices
+from ganger_daemon.devices.inventory import MAX_DEVICES, UNREADABLE, Devices
 from ganger_daemon.devices.nvml import NvmlDevices
 from ganger_daemon.devices.virtual import (
     FIXTURES,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from daemon.devices.fake_pynvml import FakeNvml, NVMLError
 from ganger.cluster.resources import LocalityLevel
-from ganger_daemon.devices.contract import UNREADABLE, HealthKind
+from ganger_daemon.devices.inventory import UNREADABLE, HealthKind
 from ganger_daemon.devices.nvml import NoDriverError, NvmlDevices
 from kit.waiting import eventually
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from ganger.cluster.resources import LocalityLevel
-from ganger_daemon.devices.contract import UNREADABLE, HealthKind
+from ganger_daemon.devices.inventory import UNREADABLE, HealthKind
 from ganger_daemon.devices.virtual import FIXTURES, RecordedDevices, read_recording
 
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 from daemon.devices.fake_pynvml import FakeNvml
-from ganger_daemon.devices.contract import Devices
+from ganger_daemon.devices.inventory import Devices
 from ganger_daemon.devices.nvml import NvmlDevices
 from ganger_daemon.devices.virtual import VirtualDevices, VirtualSpec
 from ganger_daemon.gang.control_pages import ControlPages
