@@ -12,7 +12,7 @@ GUARDS := class_names function_length import_circles page_width person_words uni
 # Hundreds of programs are started in a run of the tests: each would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test retest explore chaos postgresql criu adapters check guards docs bench programs gpu anchors protos wire clean
+.PHONY: help setup demo test retest explore fuzz chaos postgresql criu adapters check guards docs bench programs gpu anchors protos wire clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -43,6 +43,10 @@ retest: $(STAMP) ## only the tests that failed the last time
 
 explore: $(STAMP) ## the property tests with new random examples (five minutes)
 	@$(BIN)/python -m pytest -q -m "hypothesis and not chaos" --hypothesis-profile explore
+
+fuzz: $(STAMP) ## a million inputs for all decoders of what users, jobs, nodes and files send (ten minutes)
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --group fuzz
+	@PYTHONPATH=tests $(BIN)/python -m fuzzing
 
 chaos: $(STAMP) ## the whole matrix of kills, storms and slow stories (an hour and a half)
 	@$(BIN)/python -m pytest -q -m chaos --timeout 1800 --hypothesis-profile explore

@@ -218,6 +218,13 @@ def _single(value: Any, field: Any) -> Any:
     return value
 
 
+def enum_text(kind: Any, number: int) -> str:
+    """Return the short name of a value of an enum of the wire in lower case; its number where a newer program has added
+    it. `kind`: the enum, such as Job.State."""
+    known = kind.DESCRIPTOR.values_by_number.get(number)
+    return f"unknown ({number})" if known is None else short_enum(known.name, kind.DESCRIPTOR.name).lower()
+
+
 def short_enum(name: str, enum: str) -> str:
     """ "STATE_PENDING" of enum State is "PENDING", "SUSPEND_LEVEL_OFFLOAD" of SuspendLevel is "OFFLOAD"."""
     prefix = "".join(f"_{letter}" if letter.isupper() else letter.upper() for letter in enum).lstrip("_") + "_"
@@ -316,7 +323,7 @@ def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
 
 def aligned(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """The table as plain text."""
-    table = [headings, *(tuple(map(visible, row)) for row in rows)]
+    table = [tuple(map(visible, row)) for row in (headings, *rows)]
     widths = _widths(table)
     return "\n".join(
         "  ".join(cell + " " * (width - cells(cell)) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -345,7 +352,7 @@ def rich_table(headings: Sequence[str], rows: Sequence[Sequence[str]], width: in
     from rich.table import Table
     from rich.text import Text
 
-    rows = [tuple(map(visible, row)) for row in rows]
+    headings, *rows = [tuple(map(visible, row)) for row in (headings, *rows)]
     table = Table(box=None, pad_edge=False, header_style="bold", expand=False)
     for heading, column in zip(headings, fitted(_widths([headings, *rows]), width), strict=True):
         table.add_column(heading, no_wrap=True, overflow="ellipsis", min_width=column, max_width=column)

@@ -448,7 +448,7 @@ def load_job_file(path: Path) -> dict[str, Any]:
         raise SpecInvalid(f"the job file {path}: the key {shortened(wrong[0])} is no text: write a key of a job")
     directory = description.get("directory", ".")
     if isinstance(directory, str) and "\0" not in directory:
-        description["directory"] = str((path.resolve().parent / Path(directory).expanduser()).resolve())
+        description["directory"] = os.path.realpath(path.resolve().parent / os.path.expanduser(directory))
     return description
 
 

@@ -181,8 +181,9 @@ def _is_program(word: str, directory: str) -> bool:
 
 
 def parse_directory(value: object) -> str:
-    path = Path(parse_text(value)).expanduser().absolute()
-    if not path.is_dir():
+    # Unlike the methods of Path these do not raise for a name that is too long, or `~` of a user that there is not.
+    path = Path(os.path.expanduser(parse_text(value))).absolute()
+    if not os.path.isdir(path):
         raise ValueError(f"{path} is not a directory here")
     return str(path)
 

@@ -13,6 +13,7 @@ _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)", re.IGNORECASE)
 _MAX_BYTES = 1 << 50
 # A century: longer durations are typing errors.
 _MAX_S = 36_525 * 86_400.0
+_MOST_CHARACTERS = 100
 _S_BY_UNIT = {"d": 86_400, "h": 3_600, "m": 60, "s": 1, "ms": 0.001}
 _DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|d|h|m|s)")
 _CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d{2})(?::(\d{2}))?")
@@ -25,10 +26,9 @@ def parse_memory(text: object) -> int:
         raise ValueError(f"{text!r} is not an amount of memory: write for example 512M or 16G")
     number, prefix, suffix = float(match[1]), match[2].upper(), match[3].upper()
     factor = _DECIMAL_BYTES[f"{prefix}B"] if prefix and suffix == "B" else _BYTES[prefix]
-    count = round(number * factor)
-    if count > _MAX_BYTES:
+    if number * factor > _MAX_BYTES:
         raise ValueError(f"{text!r} is more memory than there is: at most 1024T")
-    return count
+    return round(number * factor)
 
 
 def parse_duration(text: object) -> float:
@@ -45,6 +45,9 @@ def _parsed_s(text: str | int | float) -> float:
     if not isinstance(text, str):
         return float(min(text, 2 * _MAX_S))
     plain = text.strip().lower()
+    # A search for parts in digits without end takes the square of their number.
+    if len(plain) > _MOST_CHARACTERS:
+        return -1.0
     if re.fullmatch(r"\d+(\.\d+)?", plain):
         return float(plain)
     if clock := _CLOCK.fullmatch(plain):

@@ -138,7 +138,7 @@ def load(
     raw: dict[str, object] = {}
     try:
         raw.update(tomllib.loads(file_text))
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         problems.append(f"{file_name}: {error}")
     for name in (name.removesuffix("_s") for name in sorted(_NAMES)):
         if (text := environment.get(PREFIX + name.upper())) is not None:

@@ -27,7 +27,7 @@ import click
 
 from ganger.cli.checkout import require_server
 from ganger.cli.options import json_option, number, open_client
-from ganger.console import CommandError, Directory, ExitCode, plain, print_json, print_line
+from ganger.console import CommandError, Directory, ExitCode, enum_text, plain, print_json, print_line
 from ganger.text import counted, os_failure
 
 if TYPE_CHECKING:
@@ -205,11 +205,11 @@ def cluster_findings(cluster: Cluster, own_version: str, nodes: int) -> Iterator
 
 
 _STATES: Final = {
-    "STATE_UNKNOWN": (WARN, "the master has not heard of it since its start", "start its daemon"),
-    "STATE_CORDONED": (WARN, "it gets no new jobs", "ganger uncordon {node}"),
-    "STATE_DRAINING": (WARN, "its jobs move off, and it gets no new ones", "ganger uncordon {node}"),
-    "STATE_LOST": (FAIL, "it is lost", "start its daemon, or: ganger nodes remove {node}"),
-    "STATE_SILENT": (FAIL, "its daemon does not call", "start its daemon, or look at its network"),
+    "unknown": (WARN, "the master has not heard of it since its start", "start its daemon"),
+    "cordoned": (WARN, "it gets no new jobs", "ganger uncordon {node}"),
+    "draining": (WARN, "its jobs move off, and it gets no new ones", "ganger uncordon {node}"),
+    "lost": (FAIL, "it is lost", "start its daemon, or: ganger nodes remove {node}"),
+    "silent": (FAIL, "its daemon does not call", "start its daemon, or look at its network"),
 }
 
 
@@ -217,7 +217,7 @@ def node_findings(node: Node) -> Iterator[Finding]:
     """Yield what is to be said of a node, one finding at least."""
     name = number(node.name)
     findings: list[Finding] = []
-    state = _STATES.get(type(node).State.Name(node.state))
+    state = _STATES.get(enum_text(node.State, node.state))
     if state is not None:
         level, found, advice = state
         reason = f": {node.state_reason}" if node.state_reason else ""

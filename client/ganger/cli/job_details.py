@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ganger.cli import job_table
 from ganger.cli.options import number
+from ganger.console import enum_text
 from ganger.job import FINISHED
 from ganger.text import counted, format_cores, format_duration, format_memory
 from ganger.v1.job_pb2 import MECHANISM_SIGNAL, MECHANISM_UNSPECIFIED, Job, Mechanism, Progress
@@ -111,18 +112,19 @@ def _reported(job: Job) -> str:
 
 
 def _mechanism(job: Job) -> str:
-    def name_of(mechanism: Mechanism.ValueType) -> str:
-        return Mechanism.Name(mechanism).removeprefix("MECHANISM_").lower()
-
     if not job.HasField("capabilities"):
         return ""
     spec, used = job.spec, job.capabilities.mechanism
-    text = "not known yet" if used == MECHANISM_UNSPECIFIED else name_of(used)
+    text = "not known yet" if used == MECHANISM_UNSPECIFIED else enum_text(Mechanism, used)
     if used == MECHANISM_SIGNAL:
         text += f": SIG{spec.stop_signal}, then at most {format_duration(times.seconds(spec.stop_grace))} to exit"
     if spec.mechanism:
-        text += " (--mechanism)" if spec.mechanism == used else f" ({name_of(spec.mechanism)} was asked for)"
-    refused = [f"not {name_of(one.mechanism)}: {one.reason}" for one in job.capabilities.refused_mechanisms]
+        text += (
+            " (--mechanism)" if spec.mechanism == used else f" ({enum_text(Mechanism, spec.mechanism)} was asked for)"
+        )
+    refused = [
+        f"not {enum_text(Mechanism, one.mechanism)}: {one.reason}" for one in job.capabilities.refused_mechanisms
+    ]
     return "\n".join([text, *refused])
 
 

@@ -11,7 +11,7 @@ from typing import Final
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from ganger.cli.options import number
-from ganger.console import bounded
+from ganger.console import bounded, enum_text
 from ganger.history import HistoryEvent, sentence
 from ganger.job import FINISHED
 from ganger.text import counted, format_duration, format_ranges
@@ -29,12 +29,12 @@ def state_text(job: job_pb2.Job) -> str:
             return "waiting for its turn"
         if job.gang.phase == job_pb2.Gang.PHASE_RUNNING and job.gang.slice_state == job_pb2.Gang.SLICE_STATE_ACTIVE:
             return "running, in turn"
-        phase = job_pb2.Gang.Phase.Name(job.gang.phase).removeprefix("PHASE_").lower()
+        phase = enum_text(job_pb2.Gang.Phase, job.gang.phase)
         if phase == "parked" and job.gang.move_claims:
             return "moving" if devices_in(job.gang.move_claims) == devices_in(job.gang.claims) else "resizing"
         level = level_text(job.gang.parked_level)
         return f"parked({level})" if phase == "parked" and level else phase if phase != "unspecified" else "holding"
-    state = job_pb2.Job.State.Name(job.state).removeprefix("STATE_").lower()
+    state = enum_text(job_pb2.Job.State, job.state)
     if job.state == job_pb2.Job.STATE_SUSPENDED:
         if job.gang.phase == job_pb2.Gang.PHASE_STOPPING:
             return "stopping"
@@ -67,11 +67,11 @@ def called(job: job_pb2.Job) -> str:
 
 
 def level_text(level: job_pb2.SuspendLevel.ValueType) -> str:
-    return "" if level == 0 else job_pb2.SuspendLevel.Name(level).removeprefix("SUSPEND_LEVEL_").lower()
+    return "" if level == 0 else enum_text(job_pb2.SuspendLevel, level)
 
 
 def locality_text(level: resources_pb2.Level.ValueType) -> str:
-    return "" if level == 0 else resources_pb2.Level.Name(level).removeprefix("LEVEL_").lower()
+    return "" if level == 0 else enum_text(resources_pb2.Level, level)
 
 
 def gpus(spec: job_pb2.JobSpec) -> int:
@@ -360,7 +360,7 @@ def array_elapsed(array: array_pb2.Array) -> str:
 
 def rule_text(rule: array_pb2.StopRule) -> str:
     """ "halving by accuracy, more is better, from step 100 on, by 2"."""
-    kind = array_pb2.StopRule.Kind.Name(rule.kind).removeprefix("KIND_").lower()
+    kind = enum_text(array_pb2.StopRule.Kind, rule.kind)
     goal = "more" if rule.higher_is_better else "less"
     parts = [f"{kind} by {rule.metric}, {goal} is better, from {rule.resource} {rule.first_rung:g} on"]
     if kind in ("halving", "asha"):

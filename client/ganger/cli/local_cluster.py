@@ -297,7 +297,7 @@ def read_up_file(state_directory: Path) -> tuple[bool, tuple[Started, ...]]:
             for each in content["processes"]
         ]
         is_ready = bool(content["ready"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False, ()
     return is_ready, tuple(each for each in processes if is_alive(each))
 
@@ -306,7 +306,7 @@ def command_of(state_directory: Path) -> str:
     """Return the command line that started the cluster that runs there."""
     try:
         return str(json.loads((state_directory / UP_FILE).read_text())["command"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "ganger up"
 
 

@@ -12,7 +12,7 @@ from click.shell_completion import CompletionItem
 
 from ganger.cli.options import CompletedType, NodeType, confirm, json_option, number, open_client, yes_option
 from ganger.cluster.resources import UNLIMITED_MB_PER_S
-from ganger.console import print_json, print_line, print_pairs, print_table
+from ganger.console import enum_text, print_json, print_line, print_pairs, print_table
 from ganger.text import counted, format_cores, format_duration, format_memory
 
 if TYPE_CHECKING:
@@ -353,7 +353,7 @@ def reason_text(node: Node) -> str:
 
 
 def state_text(node: Node) -> str:
-    return node.State.Name(node.state).removeprefix("STATE_").lower()
+    return enum_text(node.State, node.state)
 
 
 def launches_text(node: Node) -> str:

@@ -155,7 +155,7 @@ def decode(encoded: Any, tensor: Callable[[int], Any]) -> Any:
         raise ValueError(f"unknown tag {tag!r} in the state tree; it was written by a newer ganger")
     try:
         return decoder(encoded, tensor)
-    except (KeyError, TypeError, IndexError) as error:
+    except (KeyError, TypeError, IndexError, OverflowError, RuntimeError, SyntaxError) as error:
         raise ValueError(f"malformed {tag} in the state tree: {error!r}") from error
 
 

@@ -105,7 +105,7 @@ def read_endpoint(directory: Path) -> Endpoint:
     except OSError as error:
         kind = CredentialError if isinstance(error, PermissionError) else EndpointError
         raise kind(f"cannot read {path}: {os_reason(error)}") from error
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise EndpointError(f"{path} is not an endpoint file ({error}): restart the master to rewrite it") from error
     check_address(address)
     return Endpoint(address, read_token(directory / token_file) if token_file else "")

@@ -115,7 +115,7 @@ def parse_list(pem: bytes, authorities: Iterable[Certificate]) -> tuple[bytes, R
             number = found.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
         except x509.ExtensionNotFound:
             number = int(found.last_update_utc.timestamp())
-    except (ValueError, UnsupportedAlgorithm) as error:
+    except (ValueError, x509.InvalidVersion, UnsupportedAlgorithm) as error:
         raise CredentialError(f"it is no list of revoked certificates in PEM form ({error})") from error
     if signer is None:
         return None
@@ -265,6 +265,9 @@ def read_certificate(certificate: bytes) -> ShownCertificate:
 
     identity = identity_in_pem(certificate)
     found = x509.load_pem_x509_certificate(certificate)
-    return ShownCertificate(
-        identity, (found.issuer.public_bytes(), found.serial_number), found.not_valid_after_utc.timestamp()
-    )
+    try:
+        issued = found.issuer.public_bytes(), found.serial_number
+        ends_s = found.not_valid_after_utc.timestamp()
+    except ValueError as error:
+        raise CertificateInvalid(f"the certificate cannot be read: {error}") from error
+    return ShownCertificate(identity, issued, ends_s)

@@ -151,7 +151,7 @@ def identity_in_pem(certificate: bytes) -> CallerIdentity:
         found = names.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
         return identity_of([])
-    except (ValueError, x509.DuplicateExtension, x509.UnsupportedGeneralNameType) as error:
+    except (ValueError, x509.InvalidVersion, x509.DuplicateExtension, x509.UnsupportedGeneralNameType) as error:
         raise CertificateInvalid(f"the certificate cannot be read: {error}") from error
     return identity_of(found.get_values_for_type(x509.UniformResourceIdentifier))
 

@@ -126,7 +126,7 @@ def read_manifest(directory: Path) -> Manifest:
     content = read_plain(directory / MANIFEST, _MANIFEST_MOST_BYTES, is_jobs_directory=True)
     try:
         found = msgspec.json.decode(content, type=Manifest)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{MANIFEST} is not a manifest: {error}") from error
     if found.format > MANIFEST_FORMAT:
         raise ValueError(f"{MANIFEST} has format {found.format}; this Ganger reads formats up to {MANIFEST_FORMAT}")
@@ -304,7 +304,7 @@ def describe_shard(path: Path) -> Shard:
 def _header_of(encoded: bytes) -> _Header:
     try:
         return msgspec.json.decode(encoded, type=_Header)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise state_image.ImageError("HEADER", f"the image's header cannot be read: {error}") from error
 
 

@@ -304,11 +304,11 @@ def read_recording(path: Path) -> RecordedServer:
         raise ValueError(
             f"cannot read the recorded server {path}: {os_reason(error)}; those that come along: {known}"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no recorded server: {error}") from error
     try:
         return _recording_of(content)
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ValueError(f"{path} is no recorded server of format {FORMAT}: {error!r}") from error
 
 

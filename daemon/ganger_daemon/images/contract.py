@@ -182,5 +182,5 @@ def read_facts(directory: Path) -> ImageFacts:
     content = (directory / FACTS).read_bytes()
     try:
         return msgspec.json.decode(content, type=ImageFacts)
-    except msgspec.MsgspecError as error:
+    except (ValueError, RecursionError) as error:
         raise ImageRefusedError(f"the image's {FACTS} cannot be read: {error}") from error

@@ -226,7 +226,7 @@ def _facts_in(header: Mapping[str, Any]) -> ImageFacts:
         raise ImageRefusedError("this state was saved by a script or its agent; it is no image of processes")
     try:
         return msgspec.convert(header[FIELD], ImageFacts)
-    except msgspec.ValidationError as error:
+    except (ValueError, RecursionError) as error:
         raise ImageRefusedError(f"the facts of the process image cannot be read: {error}") from error
 
 

@@ -258,7 +258,7 @@ def _check_format(data: bytes, path: Path) -> None:
     """Raise RecordingUnreadable for other formats, of which only the header's `format` field is assumed."""
     try:
         header = msgspec.json.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (ValueError, RecursionError):
         header = None
     if not isinstance(header, dict) or header.get("line") != "recording":
         raise RecordingUnreadable(f"{path} is no recording of Ganger")

@@ -167,7 +167,7 @@ def decode_line(data: bytes) -> Line:
     """Return a line from its JSON. Raises LineError."""
     try:
         line: Line = _decode_line(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise LineError(str(error)) from error
     return line
 
@@ -225,7 +225,7 @@ def decoded(value: Raw, kind: type[Any]) -> Any:
     """Return the value of a kind from its JSON. Raises LineError."""
     try:
         return msgspec.json.decode(value, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise LineError(f"{kind.__name__}: {error}") from error
 
 
@@ -238,7 +238,7 @@ def unpack(value: bytes, kind: type[Any]) -> Any:
     """Return the value of a kind from `pack`. Raises LineError."""
     try:
         return msgspec.msgpack.decode(value, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise LineError(f"{kind.__name__}: {error}") from error
 
 

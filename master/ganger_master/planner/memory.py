@@ -82,7 +82,7 @@ def packed(memory: PlannerMemory) -> bytes:
 
 
 def unpacked(packet: bytes) -> PlannerMemory:
-    """Return the state of `packed`. Raises msgspec.DecodeError for one of another version."""
+    """Return the state of `packed`. Raises ValueError or RecursionError for one of another version."""
     return _decoder().decode(packet)
 
 
@@ -98,7 +98,7 @@ def recalled(
     there is no such job."""
     try:
         found = msgspec.msgpack.decode(note, type=_Note)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         return Unusable(f"it is damaged: {error}")
     if found.magic != _MAGIC or not isfinite(found.time_s):
         return Unusable("it is no note of a planner")
@@ -112,7 +112,7 @@ def recalled(
         return Unusable(f"it is of {counted(found.time_s - now, 'second', '.0f')} from now: clocks were set back")
     try:
         memory = unpacked(found.memory)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         return Unusable(f"it is damaged: {error}")
     for number, known in memory.rates.jobs.items():
         live = create_time(number)

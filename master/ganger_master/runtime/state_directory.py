@@ -168,7 +168,7 @@ class DatabaseMarks:
         """Return the marks; None where there is no file, or one that cannot be read."""
         try:
             return msgspec.json.decode(self._marks.read_bytes(), type=Marks)
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, ValueError, RecursionError):
             return None
 
     def ends(self, uids: Collection[str]) -> dict[str, RecordedEnd]:

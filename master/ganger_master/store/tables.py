@@ -291,7 +291,7 @@ def _body(value: Element | JobSpec) -> str:
 def _value_of(row: StoredRow) -> Element | JobSpec:
     try:
         value: Element | JobSpec = _DECODERS[row.table].decode(str(row.columns["body"]))
-    except msgspec.MsgspecError as error:
+    except (ValueError, RecursionError) as error:
         raise StoreError(Problem.DAMAGED, f"row {row.key!r} of {row.table} cannot be read: {error}") from error
     return value
 

@@ -117,7 +117,7 @@ def read_pids(report: int) -> list[int]:
     """Return what `be_root` has written. Raises LaunchError."""
     try:
         answer = json.loads(os.read(report, 1 << 16))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise LaunchError("CHILD_DIED", "the parent of the ranks was killed as it was started") from None
     if "reason" in answer:
         raise LaunchError(answer["reason"], answer["message"])
