@@ -69,7 +69,7 @@ def test_an_executed_rank_has_its_agent_whatever_the_state_directory_is_called()
     async def story(made: Cluster) -> None:
         odd = made.directory / "runs: 10% of 'all' #1?"
         await made.daemon("n1", state_directory=odd)
-        script = "import sys; print('armed', 'ganger.injob.interpreter' in sys.modules)"
+        script = "import sys; print('armed', 'ganger.injob.bootstrap' in sys.modules)"
         gang = made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), command=[sys.executable, "-X", "dev", "-c", script])
         await made.master.want("n1", gang)
         await made.master.until("n1", 1, in_phase(Observed.PHASE_ENDED))

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ganger.injob.interpreter import prepare_inject_directory
+from ganger.injob.bootstrap import prepare_inject_directory
 from ganger.injob.launcher.client import Launcher, start_launcher
 from ganger.injob.launcher.process_record import rank_environment
 from ganger.injob.page import Page, page_path

@@ -255,7 +255,7 @@ def test_a_rank_whose_state_never_comes_back_ends(
 
     monkeypatch.setattr(order_handler, "_RESTORE_AGAIN_NS", 1_000_000)
     monkeypatch.setattr(order_handler, "_RESTORE_PATIENCE_NS", 20_000_000)
-    monkeypatch.setattr(order_handler.interpreter, "leave_now", leave)
+    monkeypatch.setattr(order_handler.bootstrap, "leave_now", leave)
     attempts = _parked_with_a_state_that_fails(page, control, failures=1 << 30)
     with meanwhile(lambda: _run_when_offloaded(page)), pytest.raises(SystemExit) as ending:
         control.boundary()

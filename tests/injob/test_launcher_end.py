@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import psutil
 import pytest
-from ganger.injob.interpreter import prepare_inject_directory
+from ganger.injob.bootstrap import prepare_inject_directory
 from ganger.injob.launcher.client import Launcher, LauncherError, start_launcher
 from ganger.injob.launcher.starter import begin, make_starter
 from ganger.injob.page import now_ns

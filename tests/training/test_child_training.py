@@ -94,7 +94,7 @@ def test_a_child_that_trains_does_not_begin_anew_where_a_state_is_to_be_brought_
 
 def _started_by_a_command(tmp_path: Path, text: str, **options: object) -> Rank:
     """A rank that is no Python of ours, but for what starts it: its child gets the agent by sitecustomize."""
-    from ganger.injob.interpreter import prepare_inject_directory
+    from ganger.injob.bootstrap import prepare_inject_directory
 
     (tmp_path / "train.py").write_text(text)
     (tmp_path / "command.py").write_text(

@@ -36,7 +36,7 @@ def test_attach_refuses_a_page_of_another_version_naming_both(tmp_path: Path, ot
 
 
 def test_a_script_that_asks_for_nothing_runs_without_control_and_says_so(other: dict[str, str]) -> None:
-    code = "from ganger.injob.interpreter import arm; arm(); print('trained')"
+    code = "from ganger.injob.bootstrap import arm; arm(); print('trained')"
     done = subprocess.run([sys.executable, "-c", code], env=other, capture_output=True, text=True, check=True)
     assert done.stdout == "trained\n"
     assert done.stderr.startswith("ganger: this process runs without control: ")

@@ -22,7 +22,7 @@ import traceback
 import weakref
 from typing import Any, Callable, NamedTuple, NoReturn
 
-from ganger.injob import interpreter, state_image
+from ganger.injob import bootstrap, state_image
 from ganger.injob.job_socket import JobSocketClient
 from ganger.injob.order_handler import FIRST_LOOK, Handlers, Known, OrderHandler, StopRequest
 from ganger.injob.page import GangPages, Page, now_ns
@@ -259,7 +259,7 @@ class Control:
     def give_up_restore(self, message: str) -> NoReturn:
         """Report that the state assigned to this rank cannot be brought back, and end the process: EXIT_NO_STATE."""
         self.error(Error.STATE_UNREADABLE, message)
-        interpreter.leave_now(EXIT_NO_STATE)
+        bootstrap.leave_now(EXIT_NO_STATE)
 
     def step_aside(self, why: int, message: str) -> None:
         """Obey no order from now on, and report why (see `Opaque`); boundaries continue to publish the step."""
@@ -331,7 +331,7 @@ class Control:
 
     def _at_exit(self) -> None:
         # A rank that fails has not finished: the others must not believe that training ended here.
-        if not interpreter.has_failed() and self.step > 0:
+        if not bootstrap.has_failed() and self.step > 0:
             self.finish()
         self.page.set(Word.STATE, PageState.EXITING)
         self._socket.close()

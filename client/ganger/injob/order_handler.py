@@ -9,7 +9,7 @@ import os
 import traceback
 from typing import Any, Callable, NamedTuple, NoReturn
 
-from ganger.injob import interpreter
+from ganger.injob import bootstrap
 from ganger.injob.job_socket import Backoff, JobSocketClient
 from ganger.injob.page import GangPages, Page, PageOrder, now_ns
 from ganger.injob.page_layout import (
@@ -499,4 +499,4 @@ class OrderHandler:
         self._words[Word.STATE] = PageState.EXITING
         self._words[Word.EXIT_CODE] = code + 1
         self._socket.close()
-        interpreter.leave_now(code)
+        bootstrap.leave_now(code)

@@ -147,14 +147,14 @@ def _ended_too_early() -> None:
     """A script that ends before it is back where it was has lost its way: that must not look like success."""
     if _output_replay is None or not _output_replay.active:
         return
-    from ganger.injob import interpreter
+    from ganger.injob import bootstrap
     from ganger.injob.page_layout import EXIT_NO_STATE
 
     _output_replay.give_up()
     print("ganger: the script ended before it came back to its position; the lines above are from its replay log. "
           "Attach it (ganger.attach) to restart without a replay", file=sys.stderr)  # fmt: skip
-    if not interpreter.has_failed():
-        interpreter.leave_now(EXIT_NO_STATE)
+    if not bootstrap.has_failed():
+        bootstrap.leave_now(EXIT_NO_STATE)
 
 
 def _after_import(name: str, action: Callable[[], None]) -> None:

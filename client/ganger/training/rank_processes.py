@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any, Callable
 from urllib.parse import urlparse
 
-from ganger.injob import interpreter
+from ganger.injob import bootstrap
 from ganger.injob.control import Control
 from ganger.injob.page import Page
 from ganger.injob.page_access import PageError
@@ -93,7 +93,7 @@ class _ChildTraining:
             pid = control.page.get(Word.PID)
             if pid and control.page.get(Word.START_TICKS) == start_ticks(pid):
                 os.kill(pid, signal.SIGTERM)
-            interpreter.leave_now(EXIT_NO_STATE)
+            bootstrap.leave_now(EXIT_NO_STATE)
         if not is_first:
             control.close()
             return

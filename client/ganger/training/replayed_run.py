@@ -7,7 +7,7 @@ from typing import Any, Callable, NoReturn
 
 import torch
 
-from ganger.injob import interpreter
+from ganger.injob import bootstrap
 from ganger.injob.control import Control, StopRequest, failure_text
 from ganger.injob.page_layout import EXIT_NO_STATE, Capability, Error, Opaque, PagePhase
 from ganger.training.outside_changes import OutsideChanges
@@ -132,7 +132,7 @@ class ReplayedRun(ABC):
         tell(message)
         if self._control is not None:
             self._control.give_up_restore(message)
-        interpreter.leave_now(EXIT_NO_STATE)
+        bootstrap.leave_now(EXIT_NO_STATE)
 
     # -- what can be kept
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import ganger
-from ganger.injob.interpreter import prepare_inject_directory
+from ganger.injob.bootstrap import prepare_inject_directory
 from ganger.injob.launcher.client import Launcher, LauncherError, start_launcher
 from ganger.injob.launcher.process_record import startup_variables
 from ganger.text import os_failure

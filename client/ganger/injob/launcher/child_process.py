@@ -23,7 +23,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, BinaryIO, Callable, NoReturn, cast
 
-from ganger.injob import interpreter
+from ganger.injob import bootstrap
 from ganger.injob.launcher.namespaces import Unit, be_init, enter_unit, refuse_io_uring
 from ganger.injob.launcher.preload import sets_library_variables
 from ganger.injob.launcher.process_record import (
@@ -67,7 +67,7 @@ def run_as_main(command: PythonCommand, argv: Sequence[str]) -> NoReturn:
         else:
             _run_script(command.script, main)
     except SystemExit as leaving:
-        interpreter.set_code(interpreter.code_of(leaving.code))
+        bootstrap.set_code(bootstrap.code_of(leaving.code))
         raise
     except BaseException as problem:
         _fail(problem)
@@ -322,7 +322,7 @@ def run(launch: Launch, may_fork: bool, arena: int | None, settled: Callable[[],
         _execute(launch, environment)
     _adopt_environment(environment, command)
     _use_threads(launch, environment)
-    from ganger.injob.interpreter import arm
+    from ganger.injob.bootstrap import arm
 
     arm()
     settled()

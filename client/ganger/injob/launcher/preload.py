@@ -26,7 +26,7 @@ PRELOADED = (
     "multiprocessing.connection",
     "multiprocessing.queues",
     "multiprocessing.reduction",
-    "ganger.injob.interpreter",
+    "ganger.injob.bootstrap",
     "ganger.injob.control",
     "ganger.training.agent",
     "ganger.training.attached_job",

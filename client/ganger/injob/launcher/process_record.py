@@ -234,7 +234,7 @@ def rank_environment(
 ) -> dict[str, str]:
     """Return the whole environment of one rank on top of what the user's shell had (``base``).
 
-    ``inject``: a directory of `ganger.injob.interpreter`. ``restore``: the path of a restore file, or empty.
+    ``inject``: a directory of `ganger.injob.bootstrap`. ``restore``: the path of a restore file, or empty.
     ``threads``: 0 leaves the number to the program. ``job``: variables about the job and its gang."""
     # The job keeps the variables that the master sets for members of an array and a daemon for virtual devices; all
     # others of that prefix are set here.

@@ -2,7 +2,7 @@
 
 `arm` is called once per interpreter, by the launcher's child or by sitecustomize. That is in a directory which stands
 first on PYTHONPATH of every rank; it has two names only, `ganger` (a link to this package) and `sitecustomize.py`, so
-that it can shadow nothing else.
+that it can shadow nothing else. The directory of a daemon before an upgrade imports `arm` by this module's name.
 
 The exit code is kept in the rank's page for the case that no launcher is there to see it. Python does not tell exit
 handlers the code, so the ways out are watched: uncaught exceptions, sys.exit, exit, quit and os._exit. A SystemExit
@@ -79,7 +79,7 @@ def _load_the_next_one():
 
 if os.environ.get("GANGER_PAGE"):
     try:
-        from ganger.injob.interpreter import arm
+        from ganger.injob.bootstrap import arm
     except ImportError as problem:
         print("ganger: the agent cannot be loaded:", problem, file=sys.stderr)
     else:
