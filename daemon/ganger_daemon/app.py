@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import json
 import logging
 import os
 import platform
 import signal
 import socket
-import stat
 import sys
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import grpc
 from ganger import __version__
 from ganger.agent.v1 import agent_pb2, peer_pb2_grpc
 from ganger.injob.launcher.namespaces import share_links
 from ganger.service_unit import ServiceManager
-from ganger.text import counted, os_failure, os_reason
+from ganger.text import counted, os_failure
 from ganger.wire.endpoints import CredentialError, Endpoint, EndpointError, check_listen_host, find_endpoint
 from ganger.wire.methods import CallerIdentity, CallerRole
 from ganger.wire.resource_messages import configuration_set_to_wire
@@ -39,6 +33,13 @@ from ganger.wire.tls import AUTHORITY, check_directory, server_credentials, tell
 
 from ganger_daemon.cgroups.contract import Cgroups, is_done
 from ganger_daemon.cgroups.group_tree import choose_cgroups
+from ganger_daemon.claimed_directories import (
+    ClaimedDirectories,
+    DaemonError,
+    DaemonObstacle,
+    check_storage,
+    obstacle_of,
+)
 from ganger_daemon.devices.inventory import with_dimensions
 from ganger_daemon.devices.virtual import VirtualSpec, choose_devices
 from ganger_daemon.gang.gang_launcher import GangLauncher
@@ -51,13 +52,6 @@ from ganger_daemon.node.accounts import Account, Accounts, choose_accounts
 from ganger_daemon.node.certificate_renewal import keep_renewed
 from ganger_daemon.node.core_table import CoreTable
 from ganger_daemon.node.daemon_files import (
-    LOCK,
-    DaemonPaths,
-    DirectoryError,
-    DirectoryNameError,
-    choose_run_directory,
-    make_private,
-    read_json,
     write_json,
 )
 from ganger_daemon.node.gang_set import GangSet
@@ -70,7 +64,6 @@ from ganger_daemon.node.node_context import (
     NodeContext,
     PeerCalls,
     Storage,
-    StorageHungError,
 )
 from ganger_daemon.node.peer_service import PeerServicer
 from ganger_daemon.node.session import Session
@@ -88,26 +81,8 @@ _OF_USER = "user-"
 _LAUNCHERS_BYTES = 16 << 30
 # Longest wait for launchers that were told to end.
 _LAUNCHERS_END_S = 0.5
-_LOCK_TRIES, _LOCK_RETRY_S = 3, 0.01
-_STORAGE_PATIENCE_S = 2.0
 # Interval of removing old logs.
 _SWEEP_S = 3600.0
-
-
-class DaemonObstacle(Enum):
-    """Kind of obstacle that keeps a daemon from starting."""
-
-    SETTING = "a setting cannot be used"
-    STATE = "something is in use"
-    RIGHTS = "a right is missing"
-
-
-class DaemonError(Exception):
-    """The daemon cannot start; the message says why and what to do."""
-
-    def __init__(self, message: str, obstacle: DaemonObstacle = DaemonObstacle.STATE) -> None:
-        super().__init__(message)
-        self.obstacle = obstacle
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +125,8 @@ class Daemon:
                 f"{self.node!r} cannot name a node: give --node a name of letters, digits, '-', '.' or '_'",
                 DaemonObstacle.SETTING,
             )
-        self._state = settings.state_directory.absolute()
+        self._claimed = ClaimedDirectories(settings.state_directory.absolute(), self.node)
         self._tls = str(settings.tls or "")
-        self._locks: list[int] = []
         self._server: grpc.aio.Server | None = None
         self._stream: StreamServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -162,7 +136,8 @@ class Daemon:
         """Raises DaemonError."""
         self._check_certificate()
         accounts, interpreter = await self._choose_accounts()
-        known = self._claim_directories(accounts)
+        known = self._claimed.claim(self._settings.run_directory, are_accounts_served=accounts.are_switched)
+        self.paths = self._claimed.paths
         self.paths.sweep()
         settings = self._settings
         storage = Storage(override=settings.storage)
@@ -269,9 +244,7 @@ class Daemon:
                     await asyncio.to_thread(self.host.cgroups.destroy, group, _LAUNCHERS_END_S)
             # goes only if no gang is left: their groups lie below
             self.host.cgroups.tidy()
-        for lock in self._locks:
-            os.close(lock)
-        self._locks.clear()
+        self._claimed.release()
 
     @property
     def stream_address(self) -> str:
@@ -299,66 +272,6 @@ class Daemon:
         choose = partial(choose_images, are_accounts_switched=accounts.are_switched)
         return await asyncio.to_thread(choose, self._settings.criu, devices)
 
-    def _claim_directories(self, accounts: Accounts) -> dict[str, Any]:
-        """Lock the state and run directories for this daemon, and return the fields of node.json.
-
-        Raises DaemonError."""
-        try:
-            make_private(self._state)
-            self._take_lock(self._state, "--state-dir")
-            known = self._claim_state()
-            run = self._settings.run_directory or choose_run_directory(self._state, known)
-            self.paths = DaemonPaths(self._state, run.absolute(), self._machine_uuid)
-            self.paths.prepare(are_accounts_served=accounts.are_switched)
-            self._take_lock(self.paths.run, "--run-dir")
-        except DirectoryError as error:
-            named = isinstance(error, DirectoryNameError)
-            raise DaemonError(str(error), DaemonObstacle.SETTING if named else _obstacle_of(error)) from error
-        return known
-
-    def _claim_state(self) -> dict[str, Any]:
-        """Return the fields of node.json. The first start writes the machine UUID there, before it makes anything
-        that is named after it. Raises DaemonError."""
-        path = self._state / "node.json"
-        known = read_json(path)
-        former = str(known.get("node") or self.node)
-        if former != self.node:
-            # Its gangs belong to that node: under this name they would not be adopted, and their devices be given away.
-            raise DaemonError(
-                f"{self._state} is that of node {former}, whose jobs may still run: give --node {former}, or, once"
-                " they have ended, another --state-dir"
-            )
-        if not known.get("machine_uuid"):
-            known |= {"node": self.node, "machine_uuid": str(uuid.uuid4())}
-            try:
-                write_json(path, known, durable=True)
-            except OSError as error:
-                raise DaemonError(f"cannot write {path}: {os_reason(error)}", _obstacle_of(error)) from error
-        self._machine_uuid = str(known["machine_uuid"])
-        return known
-
-    def _take_lock(self, directory: Path, flag: str) -> None:
-        """Lock a directory for this daemon: two daemons with one would take each other's gangs, sockets and launchers
-        for their own. `flag`: the option that names it. Raises DaemonError."""
-        path = directory / LOCK
-        try:
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise DaemonError(f"cannot use {path}: {os_reason(error)}", _obstacle_of(error)) from error
-        try:
-            _lock(lock)
-        except OSError as error:
-            owner = os.pread(lock, 32, 0).decode(errors="replace").strip()
-            os.close(lock)
-            raise DaemonError(
-                f"another daemon (pid {owner or 'unknown'}) uses {directory}: stop it or choose another {flag}"
-            ) from error
-        self._locks.append(lock)
-        # For the message of the next daemon only: a full disk is no reason not to start.
-        with suppress(OSError):
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-
     def _check_certificate(self) -> None:
         """Raises DaemonError unless it is this node's, and does; and where one is needed and there is none."""
         tls = self._settings.tls
@@ -369,7 +282,7 @@ class Daemon:
             identity = check_directory(tls, (CallerRole.DAEMON,))
             tell_end(tls)
         except EndpointError as error:
-            raise DaemonError(str(error), _obstacle_of(error)) from error
+            raise DaemonError(str(error), obstacle_of(error)) from error
         if identity.name != self.node:
             raise DaemonError(
                 f"the certificate in {tls} is of nodes/{identity.name}, this daemon is nodes/{self.node}:"
@@ -394,7 +307,7 @@ class Daemon:
                 return self._find_master()
             except EndpointError as error:
                 if error.found:
-                    raise DaemonError(str(error), _obstacle_of(error)) from error
+                    raise DaemonError(str(error), obstacle_of(error)) from error
                 if not is_logged:
                     log.info("waiting for the master", extra={"error": str(error)})
                     is_logged = True
@@ -433,7 +346,7 @@ class Daemon:
     def _write_node(self) -> None:
         fields = {
             "node": self.node,
-            "machine_uuid": self._machine_uuid,
+            "machine_uuid": self._claimed.machine_uuid,
             "run_directory": str(self.paths.run),
             "cgroup": self.paths.own_name,
             "peer_address": self.peer_address,
@@ -457,7 +370,7 @@ class Daemon:
         }
         return agent_pb2.CreateSessionRequest(
             node=self.host.name,
-            machine_uuid=self._machine_uuid,
+            machine_uuid=self._claimed.machine_uuid,
             boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
             configuration_set=configuration_set_to_wire(self.host.inventory.configuration_set),
             rack=self._settings.rack,
@@ -536,42 +449,6 @@ class Daemon:
             await asyncio.sleep(_SWEEP_S)
 
 
-async def check_storage(storage: Storage, former: str) -> None:
-    """Raise DaemonError where --storage names no directory. What this daemon has used before may be away for a while,
-    and what hangs is there."""
-    path = storage.override
-    if path is None or str(path.absolute()) == former:
-        return
-    try:
-        is_directory = stat.S_ISDIR((await storage.work.run(path.stat, within_s=_STORAGE_PATIENCE_S)).st_mode)
-        why = "" if is_directory else "it is not a directory"
-    except StorageHungError:
-        return
-    except OSError as error:
-        why = os_reason(error)
-    if why:
-        raise DaemonError(
-            f"--storage {path}: {why}; mount the cluster's storage there, or name where this node sees it",
-            DaemonObstacle.SETTING,
-        )
-
-
-def _lock(file: int) -> None:
-    """Raises OSError if another daemon has the lock. One that starts may look at it for a moment."""
-    for _ in range(_LOCK_TRIES):
-        try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(_LOCK_RETRY_S)
-    return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _obstacle_of(error: BaseException) -> DaemonObstacle:
-    if isinstance(error, CredentialError | PermissionError) or isinstance(error.__cause__, PermissionError):
-        return DaemonObstacle.RIGHTS
-    return DaemonObstacle.SETTING if isinstance(error, EndpointError) else DaemonObstacle.STATE
-
-
 def _port_of(address: object) -> int:
     _, _, port = str(address or "").rpartition(":")
     return int(port) if port.isdigit() else 0
@@ -606,20 +483,3 @@ async def run_daemon(settings: DaemonSettings) -> None:
         async with manager.notified():
             await stopped
     await daemon.stop()
-
-
-class JsonLines(logging.Formatter):
-    """One JSON object a line: time, level, event, and the fields of `extra`."""
-
-    _KNOWN = frozenset(vars(logging.makeLogRecord({})))
-
-    def format(self, record: logging.LogRecord) -> str:
-        fields = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
-            "level": record.levelname,
-            "event": record.getMessage(),
-        }
-        fields |= {key: value for key, value in vars(record).items() if key not in {*self._KNOWN, "message"}}
-        if record.exc_info:
-            fields["exception"] = self.formatException(record.exc_info)
-        return json.dumps(fields, default=str)

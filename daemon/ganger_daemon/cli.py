@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -137,10 +139,11 @@ def daemon(
     """Run the daemon of this node. SIGTERM ends the daemon only: jobs continue, and the next daemon takes them over."""
     from ganger.console import CommandError, ExitCode
 
-    from ganger_daemon.app import DaemonError, DaemonObstacle, DaemonSettings, JsonLines, run_daemon
+    from ganger_daemon.app import DaemonSettings, run_daemon
+    from ganger_daemon.claimed_directories import DaemonError, DaemonObstacle
     from ganger_daemon.devices.virtual import VirtualSpec
 
-    _start_logging(JsonLines(), verbose)
+    _start_logging(verbose)
     if gpus is not None:
         if topology == "":
             raise click.UsageError("--topology: '' is none; leave it out for one group of all devices")
@@ -161,9 +164,26 @@ def daemon(
         raise CommandError(str(error), codes[error.obstacle]) from error
 
 
-def _start_logging(formatter: logging.Formatter, verbose: bool) -> None:
+def _start_logging(verbose: bool) -> None:
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(formatter)
+    handler.setFormatter(JsonLines())
     logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[handler])
     for noisy in ("asyncio", "grpc"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: time, level, event, and the fields of `extra`."""
+
+    _KNOWN = frozenset(vars(logging.makeLogRecord({})))
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname,
+            "event": record.getMessage(),
+        }
+        fields |= {key: value for key, value in vars(record).items() if key not in {*self._KNOWN, "message"}}
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, default=str)

@@ -20,7 +20,7 @@ from ganger.injob.page import Page, page_path
 from ganger.injob.page_layout import MAGIC, VERSION, Word
 from ganger.injob.process_identity import start_ticks
 from ganger.v1 import job_pb2
-from ganger_daemon.app import DaemonError
+from ganger_daemon.claimed_directories import DaemonError
 from ganger_daemon.node.process_identity import (
     NO_PROCESS,
     FoundProcesses,

@@ -8,7 +8,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from ganger_daemon.app import Daemon, DaemonError, DaemonObstacle, DaemonSettings
+from ganger_daemon.app import Daemon, DaemonSettings
+from ganger_daemon.claimed_directories import DaemonError, DaemonObstacle
 from ganger_daemon.devices.virtual import VirtualSpec
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from ganger.wire.endpoints import ensure_token, write_endpoint
-from ganger_daemon.app import Daemon, DaemonError, DaemonObstacle, DaemonSettings
+from ganger_daemon.app import Daemon, DaemonSettings
+from ganger_daemon.claimed_directories import DaemonError, DaemonObstacle
 from ganger_daemon.devices.virtual import VirtualSpec
 from kit.certified import Authority
 

@@ -20,8 +20,8 @@ from ganger.injob.launcher.client import Launcher
 from ganger.injob.launcher.namespaces import LINKS
 from ganger.injob.process_identity import stands_still, start_ticks, user_of
 from ganger.v1 import job_pb2
-from ganger_daemon.app import DaemonError
 from ganger_daemon.cgroups.contract import Variant
+from ganger_daemon.claimed_directories import DaemonError
 from ganger_daemon.node import node_context
 from ganger_daemon.node.launchers import children_of
 from kit.accounts import makes_accounts

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from ganger.wire.endpoints import ensure_token, write_endpoint
 from ganger_daemon import app
-from ganger_daemon.app import Daemon, DaemonError, DaemonSettings
+from ganger_daemon.app import Daemon, DaemonSettings
 from ganger_daemon.cgroups.contract import Cgroups
+from ganger_daemon.claimed_directories import DaemonError
 from ganger_daemon.devices.virtual import VirtualSpec
 
 

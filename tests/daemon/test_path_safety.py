@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from ganger_daemon.app import DaemonError, DaemonObstacle, check_storage
+from ganger_daemon.claimed_directories import DaemonError, DaemonObstacle, check_storage
 from ganger_daemon.node import node_context
 from ganger_daemon.node.daemon_files import DaemonPaths, DirectoryError, choose_run_directory, path_trouble
 
