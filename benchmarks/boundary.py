@@ -76,13 +76,14 @@ if sys.argv[1] == "attached":
 else:
     turn, back = os.pipe(), os.pipe()
     if os.fork() == 0:
-        from ganger.injob.interpreter import arm
+        from ganger.injob.bootstrap import arm
         arm()
         loop = make_loop()
         loop()
         while os.read(turn[0], 1) == b"t":
             os.write(back[1], (repr(loop()) + "\\n").encode())
         os._exit(0)
+    os.close(back[1])  # so that the child's death ends the wait for its answer
     loop, answers, differences = make_loop(), os.fdopen(back[0]), []
     loop()
     for _ in range(ROUNDS):
