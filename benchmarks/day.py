@@ -38,6 +38,7 @@ from benchmarks.day_jobs import (
     ELASTIC_BATCH,
     ELASTIC_MODEL,
     GPUS,
+    MEMORY_MIB,
     PROGRAM,
     UTILISATION,
     DayJob,
@@ -261,7 +262,7 @@ def _has_quota() -> bool:
 def _submit(cluster: BenchCluster, job: DayJob) -> str:
     gpus = f"{job.gpus}:{job.most_gpus}" if job.is_elastic else str(job.gpus)
     cores = () if job.is_data_bound else ("--cpus-per-gpu", "1")
-    wants = ("--name", job.name, "--gpus", gpus, *cores, "--memory", "512M", "--gpu-memory", _MEMORY_OF_JOB)
+    wants = ("--name", job.name, "--gpus", gpus, *cores, "--memory", f"{MEMORY_MIB}M", "--gpu-memory", _MEMORY_OF_JOB)
     # As the simulator has it: all on one node.
     how = ("--locality", "node", "--distributed", "--directory", str(cluster.directory), "--json", "--")
     command = (sys.executable, str(cluster.directory / f"{job.model}.py"), f"{job.name}.json")

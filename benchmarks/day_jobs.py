@@ -31,6 +31,8 @@ GPUS = 8
 UTILISATION = {"resnet50": 0.940, "vae": 0.087, "resnext50": 0.989, "superres": 0.141}
 _CPU_S = {"vae": 0.006, "superres": 0.006}
 ELASTIC_MODEL, ELASTIC_BATCH = "resnet50", 256
+# Host memory that a job asks for, for each GPU, in MiB.
+MEMORY_MIB = 512
 
 PROGRAM = """
 import fcntl, hashlib, json, math, operator, os, sys, time
@@ -246,10 +248,10 @@ class DayRun:
 def simulator_trace(jobs: Iterable[DayJob], submit_s: Mapping[str, float], alone_s: Mapping[str, float]) -> str:
     """Return the CSV file that `ganger simulate` reads. By name: `submit_s`, when each was submitted; `alone_s`, its
     run time with its own GPUs, from its first step to its end."""
-    lines = ["job_id,submit_time_s,gpus,duration_s,model,batch_size,min_gpus,max_gpus"]
+    lines = ["job_id,submit_time_s,gpus,duration_s,memory_mib,model,batch_size,min_gpus,max_gpus"]
     for job in jobs:
         batch = ELASTIC_BATCH if job.model == ELASTIC_MODEL else ""
         sizes = f"{job.gpus},{job.most_gpus}" if job.is_elastic else ","
         times = f"{submit_s[job.name]:.3f},{job.gpus},{alone_s[job.name]:.3f}"
-        lines.append(f"{job.name},{times},{job.model},{batch},{sizes}")
+        lines.append(f"{job.name},{times},{MEMORY_MIB * job.gpus},{job.model},{batch},{sizes}")
     return "\n".join(lines) + "\n"

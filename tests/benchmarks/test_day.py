@@ -73,6 +73,7 @@ def test_the_trace_for_the_simulator_has_sizes_models_and_the_time_alone() -> No
     )
     first, second = csv.DictReader(io.StringIO(trace))
     assert (first["submit_time_s"], first["gpus"], first["duration_s"]) == ("1.500", "2", "13.250")
+    assert (first["memory_mib"], second["memory_mib"]) == ("1024", "1024")
     assert (first["model"], first["batch_size"], first["min_gpus"], first["max_gpus"]) == ("resnet50", "256", "2", "4")
     assert (second["model"], second["batch_size"], second["min_gpus"], second["max_gpus"]) == ("vae", "", "", "")
 

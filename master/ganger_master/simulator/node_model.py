@@ -130,7 +130,13 @@ class NodeModel:
                 self._fetch(followed)
 
     def follow_groups(self) -> None:
-        """Apply the current matrices of the time-slice groups whose gangs have changed."""
+        """Apply the current matrices of the time-slice groups whose gangs or matrices have changed."""
+        sets, known = self._state.gangs.set_on, self._groups
+        for node in self._state.dirty.wants:
+            # The core makes a new matrix also where no gang of the group changes, such as after one has left it.
+            number = sets.get(node, 0)
+            if number in known and self._state.gangs.sets[number].newest.version not in known[number].matrices:
+                self._touched[number] = None
         while self._touched:
             number = next(iter(self._touched))
             del self._touched[number]

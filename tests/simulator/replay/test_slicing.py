@@ -99,3 +99,31 @@ class _Counted(_Replay):
     def send(self, command: object) -> object:  # type: ignore[override]
         self.plans += isinstance(command, ProposePlan)
         return super().send(command)  # type: ignore[arg-type]
+
+
+class _Watched(_Replay):
+    """Compares what modelled nodes know with what the core wants of them."""
+
+    matrices = 0
+
+    def _settle(self) -> None:
+        super()._settle()
+        for number, group in self.state.gangs.sets.items():
+            if group.coming is not None and number in self.nodes._groups:
+                self.matrices += 1
+                assert group.coming.version in self.nodes._groups[number].matrices, f"at {self.clock.now}"
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_modelled_nodes_know_each_new_matrix_at_once(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    crowd = workload(
+        [str(job) for job in range(60)],
+        np.sort(draw.uniform(0.0, 600.0, 60)),
+        draw.choice([1, 1, 2, 4], 60),
+        np.exp(draw.normal(3.5, 1.0, 60)),
+    )
+    options = ReplayOptions(quantum_s=20.0, plan_every_s=5.0)
+    replay = _Watched(crowd, cluster(2), "gandiva", options, None)
+    replay.run()
+    assert replay.matrices > 10
