@@ -172,7 +172,7 @@ class Shard(google.protobuf.message.Message):
     file: builtins.str
     size_bytes: builtins.int
     digest: builtins.str
-    """xxh3_128 (or sha256 where the job has no xxhash), "algorithm:hex"."""
+    """xxh3_64 (or crc32 where the job has no xxhash), "algorithm:hex"."""
     device_model: builtins.str
     """Name of the accelerators its state was on; empty without any."""
     header_digest: builtins.str
