@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 import grpc
 
 from ganger.job import FINISHED, Job, suspend_level
-from ganger.v1 import array_pb2, job_pb2, node_pb2, resources_pb2
+from ganger.v1 import array_pb2, job_pb2, node_pb2, resources_pb2, usage_pb2
 from ganger.v1 import job_service_pb2 as api
 from ganger.v1.job_service_pb2_grpc import JobServiceStub
 from ganger.v1.node_pb2_grpc import NodeServiceStub
@@ -286,6 +286,12 @@ class Client:
             if events:
                 after = events[-1].sequence
             yield events or []
+
+    def get_usage(self, since: float | None = None) -> usage_pb2.Usage:
+        """Return the GPU-seconds that users and teams have used, from the day of `since` (Unix seconds) on; None: of
+        all days that the master keeps."""
+        request = usage_pb2.GetUsageRequest(since_time=None if since is None else times.timestamp(since))
+        return self._call(self._jobs.GetUsage, request)
 
     def _name(self, job: str | int) -> str:
         """Return a name like "jobs/11" for 11, "jobs/11" or "7_3". The last, member 3 of array 7, takes a call to the

@@ -27,7 +27,8 @@ from ganger.wire.tls import Renewed, check_directory, server_context, tell_end
 
 from ganger_master.config import Config
 from ganger_master.core.commands import NoteEnds, OpenStore
-from ganger_master.core.settings import CoreSettings, as_settings
+from ganger_master.core.settings import CoreSettings
+from ganger_master.core.teams import limits_of
 from ganger_master.decision_log import recorder
 from ganger_master.policies import live_policy_named
 from ganger_master.rpc import audit
@@ -336,7 +337,9 @@ def _core_settings(config: Config) -> CoreSettings:
     same = {name: getattr(config, name) for name in names}
     own = {"storage": str(config.storage_path), "storage_token": storage_token(config.storage_path)}
     return CoreSettings(
-        **{**same, **own}, finished_bytes_limit=_FINISHED_BYTES, quota_devices=as_settings(config.quotas)
+        **{**same, **own},
+        finished_bytes_limit=_FINISHED_BYTES,
+        quota_devices=limits_of(config.quotas, config.teams),
     )
 
 

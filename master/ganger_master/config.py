@@ -18,6 +18,7 @@ from ganger.text import parse_memory
 from ganger.wire.endpoints import EndpointError, check_address, check_listen_address, is_loopback
 
 from ganger_master.core.settings import DEFAULT_POLICY, quotas_of
+from ganger_master.core.teams import Team, teams_of
 from ganger_master.policies import live_policy_named
 
 PREFIX: Final = "GANGER_MASTER_"
@@ -34,6 +35,7 @@ _NEVER: Final = ("lost_after_s", "quantum_s", "logs_kept_s", "checkpoints_kept_s
 # A job that is preempted at every plan makes no progress.
 _LEAST_PLAN_EVERY_S: Final = 1.0
 _LEAST_QUANTUM_S: Final = 0.5
+_LEAST_HALF_LIFE_S: Final = 60.0
 # One per second.
 _MOST_MOVES_PER_HOUR: Final = 3600.0
 
@@ -93,6 +95,10 @@ class Config:
     streams_per_user: int = 500
     # GPUs that a user may hold at once; "*": each user without an entry. No entry, no limit.
     quotas: Mapping[str, int] = field(default_factory=dict)
+    # Teams by name, with their users, weights and limits.
+    teams: Mapping[str, Team] = field(default_factory=dict)
+    # Age at which a GPU-second of use counts half.
+    usage_half_life_s: float = 7 * 86400.0
     residue_bytes: int = 1 << 30
     scheduler_host: bool = True
     # Start the planner where the policy needs one.
@@ -207,6 +213,13 @@ def _plan_interval_of(name: str, value: object) -> float:
     return seconds
 
 
+def _half_life_of(name: str, value: object) -> float:
+    seconds = _duration_of(name, value)
+    if not seconds or seconds < _LEAST_HALF_LIFE_S:
+        raise ValueError(f"usage_half_life: {value!r} is too short, at least {_LEAST_HALF_LIFE_S:g} s")
+    return seconds
+
+
 def _quantum_of(name: str, value: object) -> float | None:
     seconds = _duration_of(name, value)
     if seconds is not None and seconds < _LEAST_QUANTUM_S:
@@ -295,6 +308,8 @@ _PARSERS: Final[Mapping[str, Callable[[str, object], object]]] = {
     "quantum_s": _quantum_of,
     "moves_per_hour": _moves_of,
     "quotas": lambda name, value: quotas_of(value),
+    "teams": lambda name, value: teams_of(value),
+    "usage_half_life_s": _half_life_of,
     "log_level": _log_level_of,
     "database_url": _text_of,
     "policy": _policy_of,

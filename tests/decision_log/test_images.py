@@ -20,6 +20,10 @@ from kit.clusters import idle_row, server
 DERIVED = {
     *(
         "policy",
+        "teams",
+        "counts_use",
+        "_running",
+        "_by_user",
         "configuration_sets",
         "epochs_of",
         "places_on",

@@ -13,11 +13,11 @@ from ganger_master.core.desired_projection import DesiredProjection, DesiredSet
 from ganger_master.core.events import Unstored
 from ganger_master.core.queue import JobQueue, LeaseTable
 from ganger_master.core.state import State
-from ganger_master.core.state_indexes import GangIndex, JobIndex, NodeIndex
+from ganger_master.core.state_indexes import GangIndex, JobIndex, NodeIndex, UsageIndex
 from msgspec import Struct
 from msgspec.structs import replace
 
-PARTS: Final = (DesiredProjection, GangIndex, JobIndex, JobQueue, LeaseTable, NodeIndex, Unstored)
+PARTS: Final = (DesiredProjection, GangIndex, JobIndex, JobQueue, LeaseTable, NodeIndex, Unstored, UsageIndex)
 # What a master forgets: heartbeats, refusals and offers with their times; the next batch's work; what is for speed
 # alone (`parties`, `projected`, `kept`, `blocked`); and that it was started.
 VOLATILE: Final = frozenset(

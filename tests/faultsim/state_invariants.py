@@ -17,12 +17,25 @@ from ganger_master.core.queue import is_lack
 from ganger_master.core.state import State
 from ganger_master.core.state_indexes import row_of
 from ganger_master.core.timeslice_groups import is_free_of_turns, members
+from ganger_master.core.usage import running_microgpus
 from msgspec.structs import replace
 
 
 def violations(state: State) -> list[str]:
     """One sentence per broken rule; empty when all hold."""
-    return [*_pieces(state), *_gangs(state), *_sets(state), *_jobs(state), *_derived(state)]
+    return [*_pieces(state), *_gangs(state), *_sets(state), *_jobs(state), *_derived(state), *_use(state)]
+
+
+def _use(state: State) -> Iterator[str]:
+    """The use of each user grows by what its running jobs use, and by nothing else."""
+    running: Counter[str] = Counter()
+    for job in state.jobs.values():
+        running[job.user] += running_microgpus(state, job)
+    for user in sorted({*running, *state.usage}) if state.counts_use else ():
+        usage = state.usage.get(user)
+        counted = 0.0 if usage is None else usage.gpus
+        if counted != running[user] / 1e6:
+            yield f"user {user!r} uses {running[user] / 1e6:g} GPUs, and {counted:g} are counted"
 
 
 def _pieces(state: State) -> Iterator[str]:

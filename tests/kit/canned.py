@@ -12,7 +12,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ganger.v1 import array_pb2, job_pb2, job_service_pb2, job_service_pb2_grpc, node_pb2, node_pb2_grpc, resources_pb2
+from ganger.v1 import (
+    array_pb2,
+    job_pb2,
+    job_service_pb2,
+    job_service_pb2_grpc,
+    node_pb2,
+    node_pb2_grpc,
+    resources_pb2,
+    usage_pb2,
+)
 from ganger.wire import endpoints, times
 from ganger.wire.errors import JobNotFound, OffsetBeyondEnd
 from ganger.wire.servers import bind, make_server
@@ -34,6 +43,7 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
         self.quarantined: list[node_pb2.QuarantinedGang] = []
         self.refused_adoption: Exception | None = None
         self.explanation = job_service_pb2.Explanation()
+        self.usage = usage_pb2.Usage()
         self.requests: list[Any] = []
         self.failing: Exception | None = None
         # What a retune does to the jobs, and a cancel beside ending one.
@@ -95,6 +105,10 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
     async def CreateArray(self, request: Any, context: Any) -> array_pb2.Array:
         self._taken(request)
         return array_pb2.Array(name="arrays/1", size=len(request.members))
+
+    async def GetUsage(self, request: Any, context: Any) -> usage_pb2.Usage:
+        self._taken(request)
+        return self.usage
 
     async def GetArray(self, request: Any, context: Any) -> array_pb2.Array:
         self._taken(request)

@@ -18,6 +18,7 @@ from ganger_master.core.gang_model import Gang, ObservedPhase
 from ganger_master.core.job_model import Capabilities, JobRecord, JobSpec, SuspendLevel
 from ganger_master.core.plan_changes import StartChange, SuspendChange
 from ganger_master.core.settings import CoreSettings
+from ganger_master.core.teams import Team, limits_of
 from ganger_master.planner.context import PlanDraft, capacity_of, context_of
 from ganger_master.planner.gang_fitting import nodes_for
 from ganger_master.planner.job_table import LiveTable
@@ -30,13 +31,21 @@ from kit.clusters import cluster, gang, idle_row, server
 from msgspec.structs import replace
 
 NO_QUOTAS: dict[str, int] = {}
+NO_TEAMS: dict[str, Team] = {}
 
 
 class Planned(Drive):
     """A state that a planner looks after."""
 
-    def __init__(self, nodes: int = 1, policy: str = "las", quotas: Mapping[str, int] = NO_QUOTAS) -> None:
-        super().__init__(nodes, CoreSettings(policy=policy, quota_devices=quotas))
+    def __init__(
+        self,
+        nodes: int = 1,
+        policy: str = "las",
+        quotas: Mapping[str, int] = NO_QUOTAS,
+        teams: Mapping[str, Team] = NO_TEAMS,
+    ) -> None:
+        limits = {**quotas, **limits_of({}, teams)}
+        super().__init__(nodes, CoreSettings(policy=policy, quota_devices=limits, teams=teams))
         self.policy = policy_named(policy)
 
     def as_told(self, job: JobRecord) -> tuple[JobRecord, Gang | None]:
@@ -49,7 +58,7 @@ class Planned(Drive):
         return told, gang
 
     def found(self, kept_out: ExcludedJobs = NONE_EXCLUDED, may_stop: bool = True) -> PlanDraft:
-        table = LiveTable(quotas=self.state.settings.quota_devices)
+        table = LiveTable(quotas=self.state.settings.quota_devices, teams=self.state.settings.teams)
         for job in self.state.jobs.values():
             table.put(*self.as_told(job))
         view = self.state.view.copy()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from core.drive import job_of
 from ganger.cluster.refusals import Reason
@@ -11,6 +13,7 @@ from ganger_master.core.commands import CancelJob
 from ganger_master.core.explain import explain, reported_blockers
 from ganger_master.core.gang_model import Gang, GangPhase, GangRole, Piece
 from ganger_master.core.job_model import JobRecord, JobSpec
+from ganger_master.core.teams import Team, TeamIndex, limits_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.policies.fairness import QuotaUse
 from hypothesis import given
@@ -145,3 +148,43 @@ def test_the_jobs_of_a_line_start_that_fit_beside_those_before_them(
             held[job.user] = held.get(job.user, 0) + job.gpus
     assert quotas.beyond(jobs) == set(beyond)
     assert quotas.are_contested == (quotas.beyond([job for job in jobs if job.number not in quotas.kept_out]) != set())
+
+
+@given(
+    some.integers(0, 6),
+    some.dictionaries(some.sampled_from(["ann", "bob"]), some.integers(0, 6)),
+    some.lists(some.tuples(some.sampled_from(["ann", "bob", "cat"]), some.integers(1, 3)), max_size=12),
+)
+def test_the_limits_of_users_and_of_their_team_hold_together(
+    of_team: int, quotas: dict[str, int], line: list[tuple[str, int]]
+) -> None:
+    teams = {"vision": Team(("ann", "bob"), gpus=of_team)}
+    use = QuotaUse(limits_of(quotas, teams), TeamIndex(teams))
+    jobs = [
+        JobRecord(number, "uid", user, JobSpec(("train",), (Role("worker", gpus, TaskShape(gpus=1)),)), 1.0)
+        for number, (user, gpus) in enumerate(line, 1)
+    ]
+    for job in jobs:
+        use.put(job, None, True)
+    held: Counter[str] = Counter()
+    beyond = set()
+    limits = {**quotas, "vision": of_team}
+    for job in jobs:
+        owners = [job.user] if job.user == "cat" else [job.user, "vision"]
+        if any(held[owner] + job.gpus > limits.get(owner, 1 << 30) for owner in owners):
+            beyond.add(job.number)
+        else:
+            held.update(dict.fromkeys(owners, job.gpus))
+    assert use.beyond(jobs) == beyond
+    assert use.kept_out == {job.number for job in jobs if use.beyond([job])}
+    assert use.are_contested == bool(use.beyond([job for job in jobs if job.number not in use.kept_out]))
+
+
+def test_a_job_is_let_in_when_another_user_of_its_team_returns_devices() -> None:
+    drive = Planned(teams={"vision": Team(("ann", "bob"), gpus=3)})
+    first = drive.running(job_of(2), user="ann")
+    second = drive.submit(job_of(2), "bob")
+    assert drive.found().changes == ()
+    drive.step(CancelJob(first))
+    drive.seen_without("n1", first)
+    assert drive.proposed() == [("START", second)]

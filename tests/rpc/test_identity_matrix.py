@@ -115,6 +115,7 @@ TABLE = """
 /ganger.v1.JobService/ListArrays             ---VT++++RR++R
 /ganger.v1.JobService/CancelArray            ---VT++J+RRRRR
 /ganger.v1.JobService/UpdateArray            ---VT++J+RRRRR
+/ganger.v1.JobService/GetUsage               ---VT++++RR++R
 /ganger.v1.SchedulingService/GetView         ---VT++++RR++R
 /ganger.v1.SchedulingService/WatchView       ---VT++++RR++R
 /ganger.v1.SchedulingService/WatchLeases     ---VT++J+RR+RR

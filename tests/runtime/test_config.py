@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from ganger_master.config import PREFIX, Config, ConfigError, load, parse_duration
+from ganger_master.core.teams import Team
 from ganger_master.policies import Colocate, Grow, Migrate, StartByRank, Tune, policy_named
 
 
@@ -128,6 +129,20 @@ def test_quotas_are_a_table_or_pairs() -> None:
         load({"state_dir": "/s"}, {}, "quotas = 7\n")
     with pytest.raises(ConfigError, match="quotas: 'alice' twice: give each user one number"):
         load({"state_dir": "/s", "quotas": "alice=8,bob=1,alice =8"}, {})
+
+
+def test_teams_are_tables_of_the_file_or_toml_of_the_variable() -> None:
+    told = {"vision": Team(("ann", "bob"), 2.0, 16)}
+    file = '[teams.vision]\nusers = ["ann", "bob"]\nweight = 2\ngpus = 16\n'
+    assert load({"state_dir": "/s"}, {}, file).teams == told
+    variable = 'vision = {users = ["ann", "bob"], weight = 2, gpus = 16}'
+    assert load({"state_dir": "/s"}, {"GANGER_MASTER_TEAMS": variable}).teams == told
+    with pytest.raises(ConfigError, match="teams: 'vision' needs users"):
+        load({"state_dir": "/s"}, {}, "[teams.vision]\ngpus = 16\n")
+    assert load({"state_dir": "/s"}, {}, 'usage_half_life = "14d"\n').usage_half_life_s == 14 * 86_400.0
+    for wrong in ("never", "1s"):
+        with pytest.raises(ConfigError, match="usage_half_life"):
+            load({"state_dir": "/s"}, {}, f'usage_half_life = "{wrong}"\n')
 
 
 @pytest.mark.parametrize("listen", ["nowhere", "127.0.0.1:99999", "0.0.0.0:0", "unix:relative", "unix:/" + "x" * 200])

@@ -40,6 +40,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "cordon": ("ganger.cli.nodes", "cordon", "Give a node no new jobs."),
     "uncordon": ("ganger.cli.nodes", "uncordon", "Undo drain and cordon."),
     "lost": ("ganger.cli.nodes", "lost", "Vouch that a node is down."),
+    "usage": ("ganger.cli.usage", "usage", "Show what users and teams have used, and their shares."),
     "top": ("ganger.cli.top", "top", "Watch nodes and jobs, live."),
     "history": ("ganger.cli.history", "history", "Print what happened to a job, and why."),
     "events": ("ganger.cli.history", "events", "List what happened, event by event."),

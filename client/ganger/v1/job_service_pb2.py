@@ -26,10 +26,11 @@ from ganger.v1 import array_pb2 as ganger_dot_v1_dot_array__pb2
 from ganger.v1 import job_pb2 as ganger_dot_v1_dot_job__pb2
 from ganger.v1 import resources_pb2 as ganger_dot_v1_dot_resources__pb2
 from ganger.v1 import scheduling_pb2 as ganger_dot_v1_dot_scheduling__pb2
+from ganger.v1 import usage_pb2 as ganger_dot_v1_dot_usage__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bganger/v1/job_service.proto\x12\tganger.v1\x1a\x15ganger/v1/array.proto\x1a\x13ganger/v1/job.proto\x1a\x19ganger/v1/resources.proto\x1a\x1aganger/v1/scheduling.proto\x1a\x1egoogle/protobuf/duration.proto\"H\n\x10\x43reateJobRequest\x12 \n\x04spec\x18\x01 \x01(\x0b\x32\x12.ganger.v1.JobSpec\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"\xae\x01\n\x12\x43reateArrayRequest\x12 \n\x04spec\x18\x01 \x01(\x0b\x32\x12.ganger.v1.JobSpec\x12\'\n\x07members\x18\x02 \x03(\x0b\x32\x16.ganger.v1.ArrayMember\x12\x16\n\x0emax_concurrent\x18\x03 \x01(\r\x12!\n\x04rule\x18\x04 \x01(\x0b\x32\x13.ganger.v1.StopRule\x12\x12\n\nrequest_id\x18\x05 \x01(\t\"\x1f\n\x0fGetArrayRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"V\n\x11ListArraysRequest\x12\x0c\n\x04live\x18\x01 \x01(\x08\x12\x0c\n\x04user\x18\x02 \x01(\t\x12\x11\n\tpage_size\x18\x03 \x01(\r\x12\x12\n\npage_token\x18\x04 \x01(\t\"O\n\x12ListArraysResponse\x12 \n\x06\x61rrays\x18\x01 \x03(\x0b\x32\x10.ganger.v1.Array\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"2\n\x12\x43\x61ncelArrayRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x1d\n\rGetJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x91\x02\n\x0fListJobsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\x12$\n\x06states\x18\x03 \x03(\x0e\x32\x14.ganger.v1.Job.State\x12\x0c\n\x04user\x18\x04 \x01(\t\x12\r\n\x05\x61rray\x18\x05 \x01(\t\x12\x17\n\x0fwithout_members\x18\x06 \x01(\x08\x12\x14\n\x0c\x64isplay_name\x18\x07 \x01(\t\x12\x36\n\x06labels\x18\x08 \x03(\x0b\x32&.ganger.v1.ListJobsRequest.LabelsEntry\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"I\n\x10ListJobsResponse\x12\x1c\n\x04jobs\x18\x01 \x03(\x0b\x32\x0e.ganger.v1.Job\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"7\n\x0fWatchJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x61\x66ter_revision\x18\x02 \x01(\x04\"0\n\x10\x43\x61ncelJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xbf\x02\n\tJobUpdate\x12\x19\n\x0c\x64isplay_name\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x15\n\x08priority\x18\x02 \x01(\x11H\x01\x88\x01\x01\x12-\n\ntime_limit\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x0b\x64\x65vice_type\x18\x04 \x01(\tH\x02\x88\x01\x01\x12%\n\x08locality\x18\x05 \x01(\x0b\x32\x13.ganger.v1.Locality\x12\x19\n\x0cmemory_bytes\x18\x06 \x01(\x04H\x03\x88\x01\x01\x12\x1f\n\x12millicores_per_gpu\x18\x07 \x01(\rH\x04\x88\x01\x01\x42\x0f\n\r_display_nameB\x0b\n\t_priorityB\x0e\n\x0c_device_typeB\x0f\n\r_memory_bytesB\x15\n\x13_millicores_per_gpu\"k\n\x10UpdateJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x06update\x18\x02 \x01(\x0b\x32\x14.ganger.v1.JobUpdate\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x0f\n\x07may_end\x18\x04 \x01(\x08\"m\n\x12UpdateArrayRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x06update\x18\x02 \x01(\x0b\x32\x14.ganger.v1.JobUpdate\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x0f\n\x07may_end\x18\x04 \x01(\x08\"r\n\x13UpdateArrayResponse\x12\x1f\n\x05\x61rray\x18\x01 \x01(\x0b\x32\x10.ganger.v1.Array\x12\x0f\n\x07updated\x18\x02 \x01(\r\x12)\n\x07refused\x18\x03 \x03(\x0b\x32\x18.ganger.v1.RefusedUpdate\"=\n\rRefusedUpdate\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"I\n\x11SuspendJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12&\n\x05level\x18\x02 \x01(\x0e\x32\x17.ganger.v1.SuspendLevel\" \n\x10ResumeJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"-\n\x0eMoveJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05nodes\x18\x02 \x03(\t\"F\n\x10RetuneJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nmillicores\x18\x02 \x01(\r\x12\x10\n\x08is_repin\x18\x03 \x01(\x08\".\n\x10ResizeJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04gpus\x18\x02 \x01(\r\"L\n\x0eReadLogRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\x12\x12\x0e\n\x06\x66ollow\x18\x04 \x01(\x08\"<\n\x08LogChunk\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x12\n\nlost_bytes\x18\x03 \x01(\x04\"!\n\x11\x45xplainJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x9a\x03\n\x0b\x45xplanation\x12\x1b\n\x03job\x18\x01 \x01(\x0b\x32\x0e.ganger.v1.Job\x12$\n\x08\x62lockers\x18\x02 \x03(\x0b\x32\x12.ganger.v1.Refusal\x12\x12\n\nassumption\x18\x05 \x01(\t\x12\x17\n\x0f\x64\x65\x61\x64line_advice\x18\x06 \x01(\t\x12.\n\x0bstart_after\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0cstart_before\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0fmigration_steps\x18\t \x03(\x0b\x32\x18.ganger.v1.MigrationStep\x12\x16\n\x0ereserved_nodes\x18\n \x03(\t\x12\x14\n\x0c\x63ores_reason\x18\r \x01(\t\x12*\n\x0b\x63ores_curve\x18\x0e \x01(\x0b\x32\x15.ganger.v1.CoresCurve\x12\x15\n\rmemory_reason\x18\x0f \x01(\tJ\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05J\x04\x08\x07\x10\x08J\x04\x08\x08\x10\t\"\x8d\x01\n\rMigrationStep\x12\x0b\n\x03job\x18\x01 \x01(\t\x12#\n\x07purpose\x18\x02 \x01(\x0b\x32\x12.ganger.v1.Purpose\x12\x12\n\nfrom_nodes\x18\x03 \x03(\t\x12\x10\n\x08to_nodes\x18\x04 \x03(\t\x12$\n\x05phase\x18\x05 \x01(\x0e\x32\x15.ganger.v1.Gang.Phase\"O\n\x11ListEventsRequest\x12\x0f\n\x07subject\x18\x01 \x01(\t\x12\x16\n\x0e\x61\x66ter_sequence\x18\x02 \x01(\x04\x12\x11\n\tpage_size\x18\x03 \x01(\r\"M\n\x12ListEventsResponse\x12 \n\x06\x65vents\x18\x01 \x03(\x0b\x32\x10.ganger.v1.Event\x12\x15\n\rnext_sequence\x18\x02 \x01(\x04\x32\xac\t\n\nJobService\x12\x38\n\tCreateJob\x12\x1b.ganger.v1.CreateJobRequest\x1a\x0e.ganger.v1.Job\x12\x32\n\x06GetJob\x12\x18.ganger.v1.GetJobRequest\x1a\x0e.ganger.v1.Job\x12\x43\n\x08ListJobs\x12\x1a.ganger.v1.ListJobsRequest\x1a\x1b.ganger.v1.ListJobsResponse\x12\x38\n\x08WatchJob\x12\x1a.ganger.v1.WatchJobRequest\x1a\x0e.ganger.v1.Job0\x01\x12\x38\n\tCancelJob\x12\x1b.ganger.v1.CancelJobRequest\x1a\x0e.ganger.v1.Job\x12\x38\n\tUpdateJob\x12\x1b.ganger.v1.UpdateJobRequest\x1a\x0e.ganger.v1.Job\x12:\n\nSuspendJob\x12\x1c.ganger.v1.SuspendJobRequest\x1a\x0e.ganger.v1.Job\x12\x38\n\tResumeJob\x12\x1b.ganger.v1.ResumeJobRequest\x1a\x0e.ganger.v1.Job\x12\x34\n\x07MoveJob\x12\x19.ganger.v1.MoveJobRequest\x1a\x0e.ganger.v1.Job\x12\x38\n\tRetuneJob\x12\x1b.ganger.v1.RetuneJobRequest\x1a\x0e.ganger.v1.Job\x12\x38\n\tResizeJob\x12\x1b.ganger.v1.ResizeJobRequest\x1a\x0e.ganger.v1.Job\x12;\n\x07ReadLog\x12\x19.ganger.v1.ReadLogRequest\x1a\x13.ganger.v1.LogChunk0\x01\x12\x42\n\nExplainJob\x12\x1c.ganger.v1.ExplainJobRequest\x1a\x16.ganger.v1.Explanation\x12I\n\nListEvents\x12\x1c.ganger.v1.ListEventsRequest\x1a\x1d.ganger.v1.ListEventsResponse\x12>\n\x0b\x43reateArray\x12\x1d.ganger.v1.CreateArrayRequest\x1a\x10.ganger.v1.Array\x12\x38\n\x08GetArray\x12\x1a.ganger.v1.GetArrayRequest\x1a\x10.ganger.v1.Array\x12I\n\nListArrays\x12\x1c.ganger.v1.ListArraysRequest\x1a\x1d.ganger.v1.ListArraysResponse\x12>\n\x0b\x43\x61ncelArray\x12\x1d.ganger.v1.CancelArrayRequest\x1a\x10.ganger.v1.Array\x12L\n\x0bUpdateArray\x12\x1d.ganger.v1.UpdateArrayRequest\x1a\x1e.ganger.v1.UpdateArrayResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bganger/v1/job_service.proto\x12\tganger.v1\x1a\x15ganger/v1/array.proto\x1a\x13ganger/v1/job.proto\x1a\x19ganger/v1/resources.proto\x1a\x1aganger/v1/scheduling.proto\x1a\x15ganger/v1/usage.proto\x1a\x1egoogle/protobuf/duration.proto\"H\n\x10\x43reateJobRequest\x12 \n\x04spec\x18\x01 \x01(\x0b\x32\x12.ganger.v1.JobSpec\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"\xae\x01\n\x12\x43reateArrayRequest\x12 \n\x04spec\x18\x01 \x01(\x0b\x32\x12.ganger.v1.JobSpec\x12\'\n\x07members\x18\x02 \x03(\x0b\x32\x16.ganger.v1.ArrayMember\x12\x16\n\x0emax_concurrent\x18\x03 \x01(\r\x12!\n\x04rule\x18\x04 \x01(\x0b\x32\x13.ganger.v1.StopRule\x12\x12\n\nrequest_id\x18\x05 \x01(\t\"\x1f\n\x0fGetArrayRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"V\n\x11ListArraysRequest\x12\x0c\n\x04live\x18\x01 \x01(\x08\x12\x0c\n\x04user\x18\x02 \x01(\t\x12\x11\n\tpage_size\x18\x03 \x01(\r\x12\x12\n\npage_token\x18\x04 \x01(\t\"O\n\x12ListArraysResponse\x12 \n\x06\x61rrays\x18\x01 \x03(\x0b\x32\x10.ganger.v1.Array\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"2\n\x12\x43\x61ncelArrayRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x1d\n\rGetJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x91\x02\n\x0fListJobsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\x12$\n\x06states\x18\x03 \x03(\x0e\x32\x14.ganger.v1.Job.State\x12\x0c\n\x04user\x18\x04 \x01(\t\x12\r\n\x05\x61rray\x18\x05 \x01(\t\x12\x17\n\x0fwithout_members\x18\x06 \x01(\x08\x12\x14\n\x0c\x64isplay_name\x18\x07 \x01(\t\x12\x36\n\x06labels\x18\x08 \x03(\x0b\x32&.ganger.v1.ListJobsRequest.LabelsEntry\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"I\n\x10ListJobsResponse\x12\x1c\n\x04jobs\x18\x01 \x03(\x0b\x32\x0e.ganger.v1.Job\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"7\n\x0fWatchJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x61\x66ter_revision\x18\x02 \x01(\x04\"0\n\x10\x43\x61ncelJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xbf\x02\n\tJobUpdate\x12\x19\n\x0c\x64isplay_name\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x15\n\x08priority\x18\x02 \x01(\x11H\x01\x88\x01\x01\x12-\n\ntime_limit\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x0b\x64\x65vice_type\x18\x04 \x01(\tH\x02\x88\x01\x01\x12%\n\x08locality\x18\x05 \x01(\x0b\x32\x13.ganger.v1.Locality\x12\x19\n\x0cmemory_bytes\x18\x06 \x01(\x04H\x03\x88\x01\x01\x12\x1f\n\x12millicores_per_gpu\x18\x07 \x01(\rH\x04\x88\x01\x01\x42\x0f\n\r_display_nameB\x0b\n\t_priorityB\x0e\n\x0c_device_typeB\x0f\n\r_memory_bytesB\x15\n\x13_millicores_per_gpu\"k\n\x10UpdateJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x06update\x18\x02 \x01(\x0b\x32\x14.ganger.v1.JobUpdate\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x0f\n\x07may_end\x18\x04 \x01(\x08\"m\n\x12UpdateArrayRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x06update\x18\x02 \x01(\x0b\x32\x14.ganger.v1.JobUpdate\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x0f\n\x07may_end\x18\x04 \x01(\x08\"r\n\x13UpdateArrayResponse\x12\x1f\n\x05\x61rray\x18\x01 \x01(\x0b\x32\x10.ganger.v1.Array\x12\x0f\n\x07updated\x18\x02 \x01(\r\x12)\n\x07refused\x18\x03 \x03(\x0b\x32\x18.ganger.v1.RefusedUpdate\"=\n\rRefusedUpdate\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"I\n\x11SuspendJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12&\n\x05level\x18\x02 \x01(\x0e\x32\x17.ganger.v1.SuspendLevel\" \n\x10ResumeJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"-\n\x0eMoveJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05nodes\x18\x02 \x03(\t\"F\n\x10RetuneJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nmillicores\x18\x02 \x01(\r\x12\x10\n\x08is_repin\x18\x03 \x01(\x08\".\n\x10ResizeJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04gpus\x18\x02 \x01(\r\"L\n\x0eReadLogRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\x12\x12\x0e\n\x06\x66ollow\x18\x04 \x01(\x08\"<\n\x08LogChunk\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x12\n\nlost_bytes\x18\x03 \x01(\x04\"!\n\x11\x45xplainJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x9a\x03\n\x0b\x45xplanation\x12\x1b\n\x03job\x18\x01 \x01(\x0b\x32\x0e.ganger.v1.Job\x12$\n\x08\x62lockers\x18\x02 \x03(\x0b\x32\x12.ganger.v1.Refusal\x12\x12\n\nassumption\x18\x05 \x01(\t\x12\x17\n\x0f\x64\x65\x61\x64line_advice\x18\x06 \x01(\t\x12.\n\x0bstart_after\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0cstart_before\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0fmigration_steps\x18\t \x03(\x0b\x32\x18.ganger.v1.MigrationStep\x12\x16\n\x0ereserved_nodes\x18\n \x03(\t\x12\x14\n\x0c\x63ores_reason\x18\r \x01(\t\x12*\n\x0b\x63ores_curve\x18\x0e \x01(\x0b\x32\x15.ganger.v1.CoresCurve\x12\x15\n\rmemory_reason\x18\x0f \x01(\tJ\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05J\x04\x08\x07\x10\x08J\x04\x08\x08\x10\t\"\x8d\x01\n\rMigrationStep\x12\x0b\n\x03job\x18\x01 \x01(\t\x12#\n\x07purpose\x18\x02 \x01(\x0b\x32\x12.ganger.v1.Purpose\x12\x12\n\nfrom_nodes\x18\x03 \x03(\t\x12\x10\n\x08to_nodes\x18\x04 \x03(\t\x12$\n\x05phase\x18\x05 \x01(\x0e\x32\x15.ganger.v1.Gang.Phase\"O\n\x11ListEventsRequest\x12\x0f\n\x07subject\x18\x01 \x01(\t\x12\x16\n\x0e\x61\x66ter_sequence\x18\x02 \x01(\x04\x12\x11\n\tpage_size\x18\x03 \x01(\r\"M\n\x12ListEventsResponse\x12 \n\x06\x65vents\x18\x01 \x03(\x0b\x32\x10.ganger.v1.Event\x12\x15\n\rnext_sequence\x18\x02 \x01(\x04\x32\xe6\t\n\nJobService\x12\x38\n\tCreateJob\x12\x1b.ganger.v1.CreateJobRequest\x1a\x0e.ganger.v1.Job\x12\x32\n\x06GetJob\x12\x18.ganger.v1.GetJobRequest\x1a\x0e.ganger.v1.Job\x12\x43\n\x08ListJobs\x12\x1a.ganger.v1.ListJobsRequest\x1a\x1b.ganger.v1.ListJobsResponse\x12\x38\n\x08WatchJob\x12\x1a.ganger.v1.WatchJobRequest\x1a\x0e.ganger.v1.Job0\x01\x12\x38\n\tCancelJob\x12\x1b.ganger.v1.CancelJobRequest\x1a\x0e.ganger.v1.Job\x12\x38\n\tUpdateJob\x12\x1b.ganger.v1.UpdateJobRequest\x1a\x0e.ganger.v1.Job\x12:\n\nSuspendJob\x12\x1c.ganger.v1.SuspendJobRequest\x1a\x0e.ganger.v1.Job\x12\x38\n\tResumeJob\x12\x1b.ganger.v1.ResumeJobRequest\x1a\x0e.ganger.v1.Job\x12\x34\n\x07MoveJob\x12\x19.ganger.v1.MoveJobRequest\x1a\x0e.ganger.v1.Job\x12\x38\n\tRetuneJob\x12\x1b.ganger.v1.RetuneJobRequest\x1a\x0e.ganger.v1.Job\x12\x38\n\tResizeJob\x12\x1b.ganger.v1.ResizeJobRequest\x1a\x0e.ganger.v1.Job\x12;\n\x07ReadLog\x12\x19.ganger.v1.ReadLogRequest\x1a\x13.ganger.v1.LogChunk0\x01\x12\x42\n\nExplainJob\x12\x1c.ganger.v1.ExplainJobRequest\x1a\x16.ganger.v1.Explanation\x12I\n\nListEvents\x12\x1c.ganger.v1.ListEventsRequest\x1a\x1d.ganger.v1.ListEventsResponse\x12>\n\x0b\x43reateArray\x12\x1d.ganger.v1.CreateArrayRequest\x1a\x10.ganger.v1.Array\x12\x38\n\x08GetArray\x12\x1a.ganger.v1.GetArrayRequest\x1a\x10.ganger.v1.Array\x12I\n\nListArrays\x12\x1c.ganger.v1.ListArraysRequest\x1a\x1d.ganger.v1.ListArraysResponse\x12>\n\x0b\x43\x61ncelArray\x12\x1d.ganger.v1.CancelArrayRequest\x1a\x10.ganger.v1.Array\x12L\n\x0bUpdateArray\x12\x1d.ganger.v1.UpdateArrayRequest\x1a\x1e.ganger.v1.UpdateArrayResponse\x12\x38\n\x08GetUsage\x12\x1a.ganger.v1.GetUsageRequest\x1a\x10.ganger.v1.Usageb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,64 +39,64 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_LISTJOBSREQUEST_LABELSENTRY']._loaded_options = None
   _globals['_LISTJOBSREQUEST_LABELSENTRY']._serialized_options = b'8\001'
-  _globals['_CREATEJOBREQUEST']._serialized_start=173
-  _globals['_CREATEJOBREQUEST']._serialized_end=245
-  _globals['_CREATEARRAYREQUEST']._serialized_start=248
-  _globals['_CREATEARRAYREQUEST']._serialized_end=422
-  _globals['_GETARRAYREQUEST']._serialized_start=424
-  _globals['_GETARRAYREQUEST']._serialized_end=455
-  _globals['_LISTARRAYSREQUEST']._serialized_start=457
-  _globals['_LISTARRAYSREQUEST']._serialized_end=543
-  _globals['_LISTARRAYSRESPONSE']._serialized_start=545
-  _globals['_LISTARRAYSRESPONSE']._serialized_end=624
-  _globals['_CANCELARRAYREQUEST']._serialized_start=626
-  _globals['_CANCELARRAYREQUEST']._serialized_end=676
-  _globals['_GETJOBREQUEST']._serialized_start=678
-  _globals['_GETJOBREQUEST']._serialized_end=707
-  _globals['_LISTJOBSREQUEST']._serialized_start=710
-  _globals['_LISTJOBSREQUEST']._serialized_end=983
-  _globals['_LISTJOBSREQUEST_LABELSENTRY']._serialized_start=938
-  _globals['_LISTJOBSREQUEST_LABELSENTRY']._serialized_end=983
-  _globals['_LISTJOBSRESPONSE']._serialized_start=985
-  _globals['_LISTJOBSRESPONSE']._serialized_end=1058
-  _globals['_WATCHJOBREQUEST']._serialized_start=1060
-  _globals['_WATCHJOBREQUEST']._serialized_end=1115
-  _globals['_CANCELJOBREQUEST']._serialized_start=1117
-  _globals['_CANCELJOBREQUEST']._serialized_end=1165
-  _globals['_JOBUPDATE']._serialized_start=1168
-  _globals['_JOBUPDATE']._serialized_end=1487
-  _globals['_UPDATEJOBREQUEST']._serialized_start=1489
-  _globals['_UPDATEJOBREQUEST']._serialized_end=1596
-  _globals['_UPDATEARRAYREQUEST']._serialized_start=1598
-  _globals['_UPDATEARRAYREQUEST']._serialized_end=1707
-  _globals['_UPDATEARRAYRESPONSE']._serialized_start=1709
-  _globals['_UPDATEARRAYRESPONSE']._serialized_end=1823
-  _globals['_REFUSEDUPDATE']._serialized_start=1825
-  _globals['_REFUSEDUPDATE']._serialized_end=1886
-  _globals['_SUSPENDJOBREQUEST']._serialized_start=1888
-  _globals['_SUSPENDJOBREQUEST']._serialized_end=1961
-  _globals['_RESUMEJOBREQUEST']._serialized_start=1963
-  _globals['_RESUMEJOBREQUEST']._serialized_end=1995
-  _globals['_MOVEJOBREQUEST']._serialized_start=1997
-  _globals['_MOVEJOBREQUEST']._serialized_end=2042
-  _globals['_RETUNEJOBREQUEST']._serialized_start=2044
-  _globals['_RETUNEJOBREQUEST']._serialized_end=2114
-  _globals['_RESIZEJOBREQUEST']._serialized_start=2116
-  _globals['_RESIZEJOBREQUEST']._serialized_end=2162
-  _globals['_READLOGREQUEST']._serialized_start=2164
-  _globals['_READLOGREQUEST']._serialized_end=2240
-  _globals['_LOGCHUNK']._serialized_start=2242
-  _globals['_LOGCHUNK']._serialized_end=2302
-  _globals['_EXPLAINJOBREQUEST']._serialized_start=2304
-  _globals['_EXPLAINJOBREQUEST']._serialized_end=2337
-  _globals['_EXPLANATION']._serialized_start=2340
-  _globals['_EXPLANATION']._serialized_end=2750
-  _globals['_MIGRATIONSTEP']._serialized_start=2753
-  _globals['_MIGRATIONSTEP']._serialized_end=2894
-  _globals['_LISTEVENTSREQUEST']._serialized_start=2896
-  _globals['_LISTEVENTSREQUEST']._serialized_end=2975
-  _globals['_LISTEVENTSRESPONSE']._serialized_start=2977
-  _globals['_LISTEVENTSRESPONSE']._serialized_end=3054
-  _globals['_JOBSERVICE']._serialized_start=3057
-  _globals['_JOBSERVICE']._serialized_end=4253
+  _globals['_CREATEJOBREQUEST']._serialized_start=196
+  _globals['_CREATEJOBREQUEST']._serialized_end=268
+  _globals['_CREATEARRAYREQUEST']._serialized_start=271
+  _globals['_CREATEARRAYREQUEST']._serialized_end=445
+  _globals['_GETARRAYREQUEST']._serialized_start=447
+  _globals['_GETARRAYREQUEST']._serialized_end=478
+  _globals['_LISTARRAYSREQUEST']._serialized_start=480
+  _globals['_LISTARRAYSREQUEST']._serialized_end=566
+  _globals['_LISTARRAYSRESPONSE']._serialized_start=568
+  _globals['_LISTARRAYSRESPONSE']._serialized_end=647
+  _globals['_CANCELARRAYREQUEST']._serialized_start=649
+  _globals['_CANCELARRAYREQUEST']._serialized_end=699
+  _globals['_GETJOBREQUEST']._serialized_start=701
+  _globals['_GETJOBREQUEST']._serialized_end=730
+  _globals['_LISTJOBSREQUEST']._serialized_start=733
+  _globals['_LISTJOBSREQUEST']._serialized_end=1006
+  _globals['_LISTJOBSREQUEST_LABELSENTRY']._serialized_start=961
+  _globals['_LISTJOBSREQUEST_LABELSENTRY']._serialized_end=1006
+  _globals['_LISTJOBSRESPONSE']._serialized_start=1008
+  _globals['_LISTJOBSRESPONSE']._serialized_end=1081
+  _globals['_WATCHJOBREQUEST']._serialized_start=1083
+  _globals['_WATCHJOBREQUEST']._serialized_end=1138
+  _globals['_CANCELJOBREQUEST']._serialized_start=1140
+  _globals['_CANCELJOBREQUEST']._serialized_end=1188
+  _globals['_JOBUPDATE']._serialized_start=1191
+  _globals['_JOBUPDATE']._serialized_end=1510
+  _globals['_UPDATEJOBREQUEST']._serialized_start=1512
+  _globals['_UPDATEJOBREQUEST']._serialized_end=1619
+  _globals['_UPDATEARRAYREQUEST']._serialized_start=1621
+  _globals['_UPDATEARRAYREQUEST']._serialized_end=1730
+  _globals['_UPDATEARRAYRESPONSE']._serialized_start=1732
+  _globals['_UPDATEARRAYRESPONSE']._serialized_end=1846
+  _globals['_REFUSEDUPDATE']._serialized_start=1848
+  _globals['_REFUSEDUPDATE']._serialized_end=1909
+  _globals['_SUSPENDJOBREQUEST']._serialized_start=1911
+  _globals['_SUSPENDJOBREQUEST']._serialized_end=1984
+  _globals['_RESUMEJOBREQUEST']._serialized_start=1986
+  _globals['_RESUMEJOBREQUEST']._serialized_end=2018
+  _globals['_MOVEJOBREQUEST']._serialized_start=2020
+  _globals['_MOVEJOBREQUEST']._serialized_end=2065
+  _globals['_RETUNEJOBREQUEST']._serialized_start=2067
+  _globals['_RETUNEJOBREQUEST']._serialized_end=2137
+  _globals['_RESIZEJOBREQUEST']._serialized_start=2139
+  _globals['_RESIZEJOBREQUEST']._serialized_end=2185
+  _globals['_READLOGREQUEST']._serialized_start=2187
+  _globals['_READLOGREQUEST']._serialized_end=2263
+  _globals['_LOGCHUNK']._serialized_start=2265
+  _globals['_LOGCHUNK']._serialized_end=2325
+  _globals['_EXPLAINJOBREQUEST']._serialized_start=2327
+  _globals['_EXPLAINJOBREQUEST']._serialized_end=2360
+  _globals['_EXPLANATION']._serialized_start=2363
+  _globals['_EXPLANATION']._serialized_end=2773
+  _globals['_MIGRATIONSTEP']._serialized_start=2776
+  _globals['_MIGRATIONSTEP']._serialized_end=2917
+  _globals['_LISTEVENTSREQUEST']._serialized_start=2919
+  _globals['_LISTEVENTSREQUEST']._serialized_end=2998
+  _globals['_LISTEVENTSRESPONSE']._serialized_start=3000
+  _globals['_LISTEVENTSRESPONSE']._serialized_end=3077
+  _globals['_JOBSERVICE']._serialized_start=3080
+  _globals['_JOBSERVICE']._serialized_end=4334
 # @@protoc_insertion_point(module_scope)

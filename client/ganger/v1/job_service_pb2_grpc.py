@@ -6,6 +6,7 @@ import warnings
 from ganger.v1 import array_pb2 as ganger_dot_v1_dot_array__pb2
 from ganger.v1 import job_pb2 as ganger_dot_v1_dot_job__pb2
 from ganger.v1 import job_service_pb2 as ganger_dot_v1_dot_job__service__pb2
+from ganger.v1 import usage_pb2 as ganger_dot_v1_dot_usage__pb2
 
 GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
@@ -130,6 +131,11 @@ class JobServiceStub(object):
                 '/ganger.v1.JobService/UpdateArray',
                 request_serializer=ganger_dot_v1_dot_job__service__pb2.UpdateArrayRequest.SerializeToString,
                 response_deserializer=ganger_dot_v1_dot_job__service__pb2.UpdateArrayResponse.FromString,
+                _registered_method=True)
+        self.GetUsage = channel.unary_unary(
+                '/ganger.v1.JobService/GetUsage',
+                request_serializer=ganger_dot_v1_dot_usage__pb2.GetUsageRequest.SerializeToString,
+                response_deserializer=ganger_dot_v1_dot_usage__pb2.Usage.FromString,
                 _registered_method=True)
 
 
@@ -294,6 +300,13 @@ class JobServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetUsage(self, request, context):
+        """GPU-seconds that users and teams have used, and their shares.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_JobServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -391,6 +404,11 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.UpdateArray,
                     request_deserializer=ganger_dot_v1_dot_job__service__pb2.UpdateArrayRequest.FromString,
                     response_serializer=ganger_dot_v1_dot_job__service__pb2.UpdateArrayResponse.SerializeToString,
+            ),
+            'GetUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetUsage,
+                    request_deserializer=ganger_dot_v1_dot_usage__pb2.GetUsageRequest.FromString,
+                    response_serializer=ganger_dot_v1_dot_usage__pb2.Usage.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(

@@ -17,6 +17,7 @@ import collections.abc
 import ganger.v1.array_pb2
 import ganger.v1.job_pb2
 import ganger.v1.job_service_pb2
+import ganger.v1.usage_pb2
 import grpc
 import grpc.aio
 import typing
@@ -109,6 +110,8 @@ class JobServiceStub:
     update itself, or impossible, refuses it as a whole.
     Errors: NOT_FOUND/ARRAY_NOT_FOUND, and of UpdateJob all but UPDATE_REFUSED.
     """
+    GetUsage: grpc.UnaryUnaryMultiCallable[ganger.v1.usage_pb2.GetUsageRequest, ganger.v1.usage_pb2.Usage]
+    """GPU-seconds that users and teams have used, and their shares."""
 
 @typing.type_check_only
 class JobServiceAsyncStub(JobServiceStub):
@@ -186,6 +189,8 @@ class JobServiceAsyncStub(JobServiceStub):
     update itself, or impossible, refuses it as a whole.
     Errors: NOT_FOUND/ARRAY_NOT_FOUND, and of UpdateJob all but UPDATE_REFUSED.
     """
+    GetUsage: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.usage_pb2.GetUsageRequest, ganger.v1.usage_pb2.Usage]  # type: ignore[assignment]
+    """GPU-seconds that users and teams have used, and their shares."""
 
 class JobServiceServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
@@ -374,5 +379,13 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         update itself, or impossible, refuses it as a whole.
         Errors: NOT_FOUND/ARRAY_NOT_FOUND, and of UpdateJob all but UPDATE_REFUSED.
         """
+
+    @abc.abstractmethod
+    def GetUsage(
+        self,
+        request: ganger.v1.usage_pb2.GetUsageRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[ganger.v1.usage_pb2.Usage, collections.abc.Awaitable[ganger.v1.usage_pb2.Usage]]:
+        """GPU-seconds that users and teams have used, and their shares."""
 
 def add_JobServiceServicer_to_server(servicer: JobServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -8,6 +8,7 @@ import collections.abc
 import ganger.v1.job_pb2
 import ganger.v1.node_pb2
 import ganger.v1.resources_pb2
+import ganger.v1.usage_pb2
 import google.protobuf.descriptor
 import google.protobuf.duration_pb2
 import google.protobuf.internal.containers
@@ -1118,6 +1119,9 @@ class ClusterDelta(google.protobuf.message.Message):
     MIGRATIONS_PER_HOUR_FIELD_NUMBER: builtins.int
     CHANGING_NODE_SETS_FIELD_NUMBER: builtins.int
     QUOTAS_FIELD_NUMBER: builtins.int
+    TEAMS_FIELD_NUMBER: builtins.int
+    USAGE_HALF_LIFE_FIELD_NUMBER: builtins.int
+    USAGE_FIELD_NUMBER: builtins.int
     has_more: builtins.bool
     """More of the same moment follows: what was sent so far is incomplete."""
     policy: builtins.str
@@ -1158,7 +1162,17 @@ class ClusterDelta(google.protobuf.message.Message):
 
     @property
     def quotas(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """GPUs that a user may hold at once; "": each user without an entry. Sent with the whole view."""
+        """GPUs that a user may hold at once; "": each user without an entry; "team:NAME": all users of a team together. Sent
+        with the whole view, as are the teams, without which use gives no job precedence.
+        """
+
+    @property
+    def teams(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ganger.v1.usage_pb2.Team]: ...
+    @property
+    def usage_half_life(self) -> google.protobuf.duration_pb2.Duration: ...
+    @property
+    def usage(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ganger.v1.usage_pb2.DecayedUse]:
+        """Of users whose use is another than the last one sent or what follows from it; with teams only."""
 
     def __init__(
         self,
@@ -1175,10 +1189,13 @@ class ClusterDelta(google.protobuf.message.Message):
         migrations_per_hour: builtins.float | None = ...,
         changing_node_sets: collections.abc.Iterable[builtins.str] | None = ...,
         quotas: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        teams: collections.abc.Iterable[ganger.v1.usage_pb2.Team] | None = ...,
+        usage_half_life: google.protobuf.duration_pb2.Duration | None = ...,
+        usage: collections.abc.Iterable[ganger.v1.usage_pb2.DecayedUse] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_migrations_per_hour", b"_migrations_per_hour", "migrations_per_hour", b"migrations_per_hour", "plan_interval", b"plan_interval", "quantum", b"quantum", "time", b"time", "view", b"view"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_migrations_per_hour", b"_migrations_per_hour", "migrations_per_hour", b"migrations_per_hour", "plan_interval", b"plan_interval", "quantum", b"quantum", "time", b"time", "usage_half_life", b"usage_half_life", "view", b"view"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_migrations_per_hour", b"_migrations_per_hour", "changing_node_sets", b"changing_node_sets", "draining_nodes", b"draining_nodes", "has_more", b"has_more", "jobs", b"jobs", "migrations_per_hour", b"migrations_per_hour", "plan_interval", b"plan_interval", "policy", b"policy", "quantum", b"quantum", "quotas", b"quotas", "removed_jobs", b"removed_jobs", "time", b"time", "view", b"view"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_migrations_per_hour", b"_migrations_per_hour", "changing_node_sets", b"changing_node_sets", "draining_nodes", b"draining_nodes", "has_more", b"has_more", "jobs", b"jobs", "migrations_per_hour", b"migrations_per_hour", "plan_interval", b"plan_interval", "policy", b"policy", "quantum", b"quantum", "quotas", b"quotas", "removed_jobs", b"removed_jobs", "teams", b"teams", "time", b"time", "usage", b"usage", "usage_half_life", b"usage_half_life", "view", b"view"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__migrations_per_hour: typing_extensions.TypeAlias = typing.Literal["migrations_per_hour"]
     _WhichOneofArgType__migrations_per_hour: typing_extensions.TypeAlias = typing.Literal["_migrations_per_hour", b"_migrations_per_hour"]

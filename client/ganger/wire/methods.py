@@ -88,6 +88,7 @@ METHODS: dict[str, Method] = {
         Method(f"{_JOBS}/ListArrays", _READERS),
         Method(f"{_JOBS}/CancelArray", _PEOPLE),
         Method(f"{_JOBS}/UpdateArray", _PEOPLE),
+        Method(f"{_JOBS}/GetUsage", _READERS),
         Method(f"{_SCHEDULING}/GetView", _READERS),
         Method(f"{_SCHEDULING}/WatchView", _READERS, _STREAM_S, is_stream=True),
         Method(f"{_SCHEDULING}/WatchLeases", _SCHEDULERS, None, is_stream=True),

@@ -39,7 +39,7 @@ from ganger_master.core.reservations import (
     trespass,
 )
 from ganger_master.core.state import State
-from ganger_master.core.state_indexes import limit_of
+from ganger_master.core.teams import limit_of, owner_in_words
 
 # The capability of a node with the instructions that programs may use there, in words.
 _PROCESSOR: Final = "processor"
@@ -243,38 +243,37 @@ _PATIENT = 1e12
 
 
 def rules(state: State, job: JobRecord, gpus: int | None = None) -> tuple[Refusal, ...]:
-    """Return what keeps the job from any place: a gang of it that runs already, or its user's quota. `gpus`: devices to
-    judge by; by default those that the job requests."""
+    """Return what keeps the job from any place: a gang of it that runs already, or the limit of its user or team.
+    `gpus`: devices to judge by; by default those that the job requests."""
     if job.uid in state.nodes.strays_of:
         return (_quarantined(state, job),)
     quotas = state.settings.quota_devices
-    if not quotas:
-        return ()
-    limit = limit_of(quotas, job.user)
-    if limit is None:
-        return ()
-    held, needed = state.jobs.shares.beside(job.number, job.user), job.gpus if gpus is None else gpus
-    if held + needed <= limit:
-        return ()
-    figures = {"needed": needed, "held": held, "limit": limit}
-    if needed > limit:
-        detail = f"it needs {counted(needed, 'GPU')} and the whole quota of user {job.user!r} is {limit}"
-    else:
-        detail = f"user {job.user!r} holds {held} of the {counted(limit, 'GPU')} of its quota: {_holders(state, job)}"
-    return (Refusal(Reason.QUOTA, figures, detail=detail),)
+    needed = job.gpus if gpus is None else gpus
+    for owner in state.teams.owners(job.user) if quotas else ():
+        limit, held = limit_of(quotas, owner), state.jobs.shares.beside(job.number, owner)
+        if limit is None or held + needed <= limit:
+            continue
+        figures = {"needed": needed, "held": held, "limit": limit}
+        shown = owner_in_words(owner)
+        if needed > limit:
+            detail = f"it needs {counted(needed, 'GPU')} and the whole quota of {shown} is {limit}"
+        else:
+            detail = f"{shown} holds {held} of the {counted(limit, 'GPU')} of its quota: {_holders(state, job, owner)}"
+        return (Refusal(Reason.QUOTA, figures, detail=detail),)
+    return ()
 
 
 def is_beyond_quota(state: State, job: JobRecord) -> bool:
-    """Return whether the job needs more devices than its user may ever hold, so that it can never start."""
-    limit = limit_of(state.settings.quota_devices, job.user)
-    return limit is not None and job.gpus > limit
+    """Return whether the job needs more devices than its user or team may ever hold, so that it can never start."""
+    limits = [limit_of(state.settings.quota_devices, owner) for owner in state.teams.owners(job.user)]
+    return any(limit is not None and job.gpus > limit for limit in limits)
 
 
-def _holders(state: State, job: JobRecord) -> str:
-    """Name the jobs that hold most of the share of the job's user: "jobs/3 (4), jobs/1 (2), 5 more jobs"."""
+def _holders(state: State, job: JobRecord, owner: str) -> str:
+    """Name the jobs that hold most of the share of a job's user or team: "jobs/3 (4), jobs/1 (2), 5 more jobs"."""
     shares = state.jobs.shares
-    told = [f"jobs/{number} ({devices})" for number, devices in shares.largest(job.user, _HOLDERS_SHOWN, job.number)]
-    more = shares.jobs_of(job.user) - bool(shares.of(job.number)) - len(told)
+    told = [f"jobs/{number} ({devices})" for number, devices in shares.largest(owner, _HOLDERS_SHOWN, job.number)]
+    more = shares.jobs_of(owner) - bool(shares.of(job.number)) - len(told)
     return ", ".join([*told, f"{more} more jobs"] if more else told)
 
 

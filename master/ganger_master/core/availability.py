@@ -28,7 +28,7 @@ from ganger.cluster.resources import Claim, LocalityLevel
 from ganger.job_state import JobState
 from msgspec.structs import replace
 
-from ganger_master.core import approval, attempts, moves, observation
+from ganger_master.core import approval, attempts, moves, observation, usage
 from ganger_master.core.colocation import has_arenas
 from ganger_master.core.commands import Tick
 from ganger_master.core.events import JobSuspended, MoveBegun, NodeAnswered, NodeLost
@@ -203,6 +203,7 @@ def _move_times(state: State, set_by: float) -> None:
         job = state.jobs[number]
         names = ("pending_since", "running_since", "again_at")
         state.put_job(replace(job, **{name: moved(getattr(job, name)) for name in names}))
+    usage.set_clock(state, set_by)
     for gang in list(state.gangs.values()):
         state.put_gang(replace(gang, since=moved(gang.since), refused_at=moved(gang.refused_at)))
 

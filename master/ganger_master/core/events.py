@@ -22,6 +22,7 @@ from ganger_master.core.gang_model import Gang, TimesliceGroup
 from ganger_master.core.job_model import JobRecord, JobSpec, Request, SuspendLevel, Update
 from ganger_master.core.node_model import Counters, Element, Node
 from ganger_master.core.plan_changes import NO_PURPOSE, CoresCurve, Purpose, TrialFinding
+from ganger_master.core.usage_model import UserUsage
 
 
 class Event(Struct, frozen=True, gc=False):
@@ -326,6 +327,7 @@ ELEMENT_TYPES: Final[Mapping[str, type[Element]]] = {
     "request": Request,
     "gang": Gang,
     "node_set": TimesliceGroup,
+    "user_usage": UserUsage,
     "counters": Counters,
 }
 
@@ -388,6 +390,8 @@ class Dirty:
     sets: dict[int, None] = field(default_factory=dict)
     # Numbers of arrays of which a member may have ended.
     arrays: dict[int, None] = field(default_factory=dict)
+    # Numbers of jobs that may use other GPUs than before.
+    usage: dict[int, None] = field(default_factory=dict)
     # Nodes whose desired state may have changed.
     wants: dict[str, None] = field(default_factory=dict)
     news: dict[int, None] = field(default_factory=dict)

@@ -36,6 +36,7 @@ from ganger_master.core import (
     rollback,
     submission,
     timeslice_groups,
+    usage,
 )
 from ganger_master.core.answers import Answer
 from ganger_master.core.commands import Command
@@ -401,6 +402,8 @@ def settle(state: State, now: float, cause: str) -> None:
         if state.nodes.draining and state.counters.restoring is None:
             availability.follow_drains(state, now)
         if not (dirty.jobs or dirty.rows or dirty.sets):
+            if dirty.usage:
+                usage.follow(state, now)
             return
     raise AssertionError("the state does not come to rest")
 

@@ -11,6 +11,7 @@ from msgspec import Struct, field
 
 from ganger_master.core.gang_model import Gang, ObservedPhase, Outcome, StoredOrder, TimesliceGroup
 from ganger_master.core.job_model import JobRecord, Request, SuspendLevel
+from ganger_master.core.usage_model import UserUsage
 
 
 class NodeState(StrEnum):
@@ -152,4 +153,4 @@ class Counters(Struct):
     restoring: PendingRestore | None = None
 
 
-Element: TypeAlias = JobRecord | Request | Gang | Node | TimesliceGroup | ConfigurationSet | Counters
+Element: TypeAlias = JobRecord | Request | Gang | Node | TimesliceGroup | ConfigurationSet | UserUsage | Counters

@@ -43,7 +43,7 @@ from ganger_master.core.plan_changes import (
 )
 from ganger_master.core.preconditions import check_move, check_suspend, unfinished
 from ganger_master.core.state import State
-from ganger_master.core.state_indexes import limit_of
+from ganger_master.core.teams import limit_of
 from ganger_master.core.timeslice_admission import judge_rows
 
 # The events of a change, or why it is refused; those of a group, and refusals by job.
@@ -278,10 +278,11 @@ class _Trial:
 
     def _use_share(self, job: JobRecord, devices: int) -> None:
         quotas = self._state.settings.quota_devices
-        limit = limit_of(quotas, job.user)
-        if limit is not None:
+        owners = self._state.teams.owners(job.user)
+        limits = {owner: limit for owner in owners if (limit := limit_of(quotas, owner)) is not None}
+        if limits:
             self._differ()
-            left = {**quotas, job.user: max(0, limit - devices)}
+            left = {**quotas, **{owner: max(0, limit - devices) for owner, limit in limits.items()}}
             self._settings.append(replace(self._state.settings, quota_devices=left))
             self._state.settings = self._settings[-1]
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from ganger_master.core.teams import Team
+
 # Of a cluster and of a replay for which no policy is named.
 DEFAULT_POLICY: Final = "ganger"
 
@@ -77,11 +79,12 @@ class CoreSettings:
     spec_bytes_per_user: int = 256 * 1024 * 1024
     # Request ids of finished jobs that are kept no longer: about 60 MB. Beyond these the oldest are forgotten early.
     former_requests_limit: int = 250_000
-    # Devices a user may hold at once; "": users that are not named. Absent: no limit.
+    # Devices that an owner (`teams`) may hold at once; "": users that are not named. Absent: no limit.
     quota_devices: Mapping[str, int] = field(default_factory=dict)
-
-
-ALL_OTHER_USERS: Final = "*"
+    # By name; without any, use gives no job precedence.
+    teams: Mapping[str, Team] = field(default_factory=dict)
+    # Age at which a GPU-second of use counts half.
+    usage_half_life_s: float = 7 * 86400.0
 
 
 def quotas_of(value: object) -> dict[str, int]:
@@ -101,11 +104,6 @@ def quotas_of(value: object) -> dict[str, int]:
             f"quotas: {_named(wrong)}: write USER=GPUS, a number from 0 on, and *=GPUS for every other user"
         )
     return {user: int(str(gpus)) for user, gpus in value.items()}
-
-
-def as_settings(quotas: Mapping[str, int]) -> dict[str, int]:
-    """Return quotas as `CoreSettings.quota_devices` has them: the empty name stands for all other users."""
-    return {"" if user == ALL_OTHER_USERS else user: gpus for user, gpus in quotas.items()}
 
 
 def _named(users: list[str]) -> str:

@@ -25,7 +25,9 @@ from ganger_master.core.node_model import Counters, Node
 from ganger_master.core.plan_changes import CoresCurve
 from ganger_master.core.queue import Blocked, JobQueue, LeaseTable, Place
 from ganger_master.core.settings import CoreSettings
-from ganger_master.core.state_indexes import GangIndex, JobIndex, NodeIndex, list_if, row_of
+from ganger_master.core.state_indexes import GangIndex, JobIndex, NodeIndex, UsageIndex, list_if, row_of
+from ganger_master.core.teams import TeamIndex
+from ganger_master.core.usage_model import UserUsage
 from ganger_master.policies import policy_named
 
 
@@ -49,10 +51,14 @@ class State:
     def __init__(self, settings: CoreSettings, now: float = 0.0, is_stored: bool = True) -> None:
         self.settings = settings
         self.policy = policy_named(settings.policy)
+        self.teams = TeamIndex(settings.teams)
         self.started = now
-        self.jobs = JobIndex()
+        self.jobs = JobIndex(self.teams)
         self.gangs = GangIndex()
         self.nodes = NodeIndex()
+        self.usage = UsageIndex()
+        # Without teams, no decision depends on use.
+        self.counts_use = is_stored or bool(settings.teams)
         self.counters = Counters(storage_token=settings.storage_token)
         self.view = View()
         self.desired = DesiredProjection()
@@ -85,6 +91,8 @@ class State:
             self._renew_job(job.number)
         if self.settings.quota_devices:
             self._charge(job.number)
+        if self.counts_use and (old is None or old.running_since != job.running_since):
+            self.dirty.usage[job.number] = None
         if self.unstored.is_kept:
             self.unstored.put(("job", str(job.number)), job)
         dirty = self.dirty
@@ -111,6 +119,8 @@ class State:
                 self._charge(gang.job)
             self._place(gang)
             return
+        if self.counts_use and (old.node_set != gang.node_set or old.claims != gang.claims):
+            dirty.usage[gang.job] = None
         for before, piece in zip(old.pieces, gang.pieces, strict=True):
             dirty.wants[piece.claim.node] = None
             if piece.held is before.held or piece.held == before.held:
@@ -134,6 +144,8 @@ class State:
             self.dirty.wants[node] = None
             if piece.held is not None:
                 self.dirty.rows[node] = None
+            if self.counts_use:
+                self.dirty.usage.update(dict.fromkeys(self.gangs.sharing_on(node)))
 
     def forget_job(self, number: int) -> None:
         """Delete a job that has ended and has no gang anywhere."""
@@ -143,6 +155,14 @@ class State:
         self.unstored.remove(("job", str(number)))
         self.queue.forget_refusals(number)
         self.cores_curves.pop(number, None)
+
+    def put_usage(self, usage: UserUsage) -> None:
+        self.usage[usage.user] = usage
+        self.unstored.put(("user_usage", usage.user), usage)
+
+    def forget_usage(self, user: str) -> None:
+        del self.usage[user]
+        self.unstored.remove(("user_usage", user))
 
     def put_request(self, request: Request) -> None:
         self.forget_request(request.user, request.request_id)
@@ -160,7 +180,7 @@ class State:
             self.jobs.shares.charge(number, job.user, self.charged_for(job))
 
     def charged_for(self, job: JobRecord) -> int:
-        """Return the devices of a job that count towards its user's quota, from the approval of its gang until that is
+        """Return the devices of a job that count towards limits, from the approval of its gang until that is
         gone. A job that is about to have more devices counts with those."""
         if job.state.is_finished or job.epoch not in self.gangs:
             return 0
@@ -421,6 +441,9 @@ class State:
 
     def _renew_set(self, *node_sets: TimesliceGroup) -> None:
         for node_set in node_sets:
+            if self.counts_use:
+                there = [self.gangs[epoch].job for row in node_set.rows for epoch in row if epoch in self.gangs]
+                self.dirty.usage.update(dict.fromkeys(there))
             for node in node_set.nodes:
                 self.dirty.wants[node] = None
 

@@ -17,6 +17,7 @@ from ganger.cluster.view import LoadMode, ViewImage, image_of_view, view_of_imag
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from ganger_master.core import usage
 from ganger_master.core.commands import Observe, ObservedGang, ObservedSlices, RecordedEnd
 from ganger_master.core.desired_projection import GangMember, Party, Projected
 from ganger_master.core.events import Dirty
@@ -28,6 +29,7 @@ from ganger_master.core.plan_changes import CoresCurve
 from ganger_master.core.queue import Blocked, GrantedLease, ReservedPlaces
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
+from ganger_master.core.usage_model import UserUsage
 
 
 class SentMembers(Struct, frozen=True, gc=False):
@@ -54,6 +56,7 @@ class Image(Struct, frozen=True, gc=False):
     # With the node that reported it.
     rows_seen: tuple[tuple[str, ObservedSlices], ...] = ()
     former: tuple[Request, ...] = ()
+    usage: tuple[UserUsage, ...] = ()
     devices: int = 0
     free_devices: int = 0
     # Numbers of the jobs that their request ids mean.
@@ -118,13 +121,13 @@ _SETS = _paths(
     "jobs.finished jobs.running_limited jobs.moving jobs.backing_off queue.resuming nodes.draining nodes.choosy"
     " nodes.unheard"
 )
-_VALUES = ("nodes", "jobs", "gangs", "gangs.sets", "jobs.former")
+_VALUES = ("nodes", "jobs", "gangs", "gangs.sets", "jobs.former", "usage")
 
 
 def image_of(state: State) -> Image:
     """Return a state as plain values. Call between batches: after `take_changes`, before the next command."""
     dirty = state.dirty
-    open_ends = (dirty.jobs, dirty.rows, dirty.arenas, dirty.sets, dirty.wants, state.unstored.history)
+    open_ends = (dirty.jobs, dirty.rows, dirty.arenas, dirty.sets, dirty.wants, dirty.usage, state.unstored.history)
     assert not any(open_ends), "an image of a state in mid-batch"
     parts: dict[str, object] = {_field(path): attrgetter(path)(state) for path in _SAME}
     parts.update({_field(path): dict(attrgetter(path)(state)) for path in _MAPPINGS})
@@ -175,6 +178,7 @@ def state_of(image: Image) -> State:
         state.jobs.former[request.user, request.request_id] = request
     for turn in image.turns:
         state.leases.put(turn)
+    state.usage.update({usage.user: usage for usage in image.usage})
     _index(state)
     # Jobs that joined the queue have discarded it.
     state.queue.blocked = image.blocked
@@ -187,6 +191,7 @@ def state_of(image: Image) -> State:
         state.gangs.last_reports[name, said.epoch] = (said, gang, state.jobs[gang.job])
     state.take_changes()
     state.dirty = Dirty()
+    usage.restore(state, image.started)
     return state
 
 
@@ -308,8 +313,10 @@ def restored(settings: CoreSettings, elements: Iterable[Element], now: float, fo
     if former is not None:
         for (_, name), rows in former.gangs.rows_seen.items():
             state.gangs.note_rows(name, rows)
+    state.usage.update({one.user: one for one in of(UserUsage)})
     state.take_changes()
     state.dirty = Dirty()
+    usage.restore(state, now)
     return state
 
 

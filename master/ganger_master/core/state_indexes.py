@@ -19,6 +19,8 @@ from ganger_master.core.commands import ObservedGang, ObservedSlices
 from ganger_master.core.gang_model import Gang, TimesliceGroup
 from ganger_master.core.job_model import JobRecord, JobSpec, Request, bytes_of
 from ganger_master.core.node_model import Node
+from ganger_master.core.teams import NO_TEAMS, TeamIndex, owner_in_words
+from ganger_master.core.usage_model import UserUsage
 
 # Bytes of a job beside its command, environment and parameters.
 _JOB_BYTES: Final = 1_024
@@ -89,58 +91,94 @@ class Holdings:
                 del counts[job.user]
 
 
-def limit_of(quotas: Mapping[str, int], user: str) -> int | None:
-    """Return the devices that a user may hold at once; None: any number. `quotas`: `CoreSettings.quota_devices`."""
-    return quotas.get(user, quotas.get(""))
-
-
 class Shares:
-    """Devices by user, of jobs that are charged for them."""
+    """Devices by owner (`teams`), of jobs that are charged for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, teams: TeamIndex = NO_TEAMS) -> None:
         self.held: dict[str, int] = {}
-        # By job: its user and how many it is charged for.
-        self._charged: dict[int, tuple[str, int]] = {}
+        self._teams = teams
+        # By job: its owners and how many it is charged for.
+        self._charged: dict[int, tuple[tuple[str, ...], int]] = {}
         self._jobs_of: dict[str, set[int]] = {}
 
     def charge(self, number: int, user: str, devices: int) -> None:
         """The job holds so many from now on; none takes it off the books."""
-        was_user, was = self._charged.pop(number, (user, 0))
-        self._add(was_user, -was)
-        if was:
-            self._jobs_of[was_user].remove(number)
-            if not self._jobs_of[was_user]:
-                del self._jobs_of[was_user]
+        owners, was = self._charged.pop(number, ((), 0))
+        for owner in owners:
+            self._add(owner, -was)
+            self._jobs_of[owner].remove(number)
+            if not self._jobs_of[owner]:
+                del self._jobs_of[owner]
         if devices:
-            self._charged[number] = user, devices
-            self._jobs_of.setdefault(user, set()).add(number)
-            self._add(user, devices)
+            owners = self._teams.owners(user)
+            self._charged[number] = owners, devices
+            for owner in owners:
+                self._jobs_of.setdefault(owner, set()).add(number)
+                self._add(owner, devices)
 
     def of(self, number: int) -> int:
         """What a job is charged for."""
-        return self._charged.get(number, ("", 0))[1]
+        return self._charged.get(number, ((), 0))[1]
 
-    def beside(self, number: int, user: str) -> int:
-        """What the user's jobs hold, one left out."""
-        owner, own = self._charged.get(number, ("", 0))
-        return self.held.get(user, 0) - (own if owner == user else 0)
+    def beside(self, number: int, owner: str) -> int:
+        """What the owner's jobs hold, one left out."""
+        owners, own = self._charged.get(number, ((), 0))
+        return self.held.get(owner, 0) - (own if owner in owners else 0)
 
-    def largest(self, user: str, most: int, beside: int = 0) -> list[tuple[int, int]]:
-        """Return (number, devices) of the user's jobs that hold most, largest first. `beside`: a job to leave out."""
-        numbers = self._jobs_of.get(user, set()) - {beside}
+    def largest(self, owner: str, most: int, beside: int = 0) -> list[tuple[int, int]]:
+        """Return (number, devices) of the owner's jobs that hold most, largest first. `beside`: a job to leave out."""
+        numbers = self._jobs_of.get(owner, set()) - {beside}
         return heapq.nsmallest(most, [(number, self.of(number)) for number in numbers], lambda one: (-one[1], one[0]))
 
-    def jobs_of(self, user: str) -> int:
-        """Return how many of the user's jobs hold devices."""
-        return len(self._jobs_of.get(user, ()))
+    def jobs_of(self, owner: str) -> int:
+        """Return how many of the owner's jobs hold devices."""
+        return len(self._jobs_of.get(owner, ()))
 
-    def _add(self, user: str, devices: int) -> None:
-        left = self.held.get(user, 0) + devices
-        assert left >= 0, f"user {user!r} holds {left} devices"
+    def _add(self, owner: str, devices: int) -> None:
+        left = self.held.get(owner, 0) + devices
+        assert left >= 0, f"{owner_in_words(owner)} holds {left} devices"
         if left:
-            self.held[user] = left
+            self.held[owner] = left
         else:
-            self.held.pop(user, None)
+            self.held.pop(owner, None)
+
+
+class UsageIndex(dict[str, UserUsage]):
+    """The use of GPUs by user, and what the running jobs add to it, in millionths of a GPU: integers add up exactly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._running: dict[int, tuple[str, int]] = {}
+        self._by_user: dict[str, int] = {}
+
+    def put_running(self, number: int, user: str, microgpus: int) -> bool:
+        """The job uses so many millionths of a GPU from now on; return whether that is news."""
+        before = self._running.get(number, ("", 0))[1]
+        if microgpus == before:
+            return False
+        if microgpus:
+            self._running[number] = user, microgpus
+        else:
+            del self._running[number]
+        left = self._by_user.get(user, 0) + microgpus - before
+        if left:
+            self._by_user[user] = left
+        else:
+            self._by_user.pop(user, None)
+        return True
+
+    def user_of(self, number: int) -> str:
+        """Return the user of a running job; empty for any other job."""
+        return self._running.get(number, ("", 0))[0]
+
+    def gpus_of(self, user: str) -> float:
+        """Return the GPUs that the user's running jobs use."""
+        return self._by_user.get(user, 0) / 1e6
+
+    @property
+    def users_running(self) -> Iterable[str]:
+        """Return the users of running jobs."""
+        return self._by_user.keys()
 
 
 # To look up a member of an enumeration takes Python 3.11 as long as a call, and this one is compared all the time.
@@ -158,7 +196,7 @@ class JobIndex(dict[int, JobRecord]):
     gave devices back there, and when; for the history of the job that gets them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, teams: TeamIndex = NO_TEAMS) -> None:
         super().__init__()
         self.requests: dict[tuple[str, str], int] = {}
         self.former: dict[tuple[str, str], Request] = {}
@@ -167,7 +205,7 @@ class JobIndex(dict[int, JobRecord]):
         self.running_limited: dict[int, None] = {}
         self.moving: dict[int, None] = {}
         self.backing_off: dict[int, None] = {}
-        self.shares = Shares()
+        self.shares = Shares(teams)
         self.holdings = Holdings()
         self.left_by: dict[str, tuple[int, float]] = {}
 
@@ -231,6 +269,11 @@ class GangIndex(dict[int, Gang]):
         """Return what the gangs of a node hold there, by epoch."""
         held = [self[epoch].pieces[place].held for epoch, place in self.places_on.get(node, {}).items()]
         return [claim for claim in held if claim is not None]
+
+    def sharing_on(self, node: str) -> list[int]:
+        """Return the jobs whose gangs share devices of a node, by epoch."""
+        places = self.places_on.get(node, {}).items()
+        return [gang.job for epoch, place in places if (gang := self[epoch]).pieces[place].claim.shared_mask]
 
     def living_on(self, node: str) -> list[Gang]:
         """Return the gangs that may have something on a node, by epoch. What was there when it was lost is gone."""

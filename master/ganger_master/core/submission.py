@@ -22,7 +22,7 @@ from ganger_master.core.events import Decision
 from ganger_master.core.job_model import JobRecord, JobSpec, Submitted, Update, Updated, bytes_of
 from ganger_master.core.preconditions import array_members, find_job, has_ended, unfinished
 from ganger_master.core.state import State
-from ganger_master.core.state_indexes import limit_of
+from ganger_master.core.teams import limit_of, owner_in_words
 
 _TASKS_LIMIT = 10_000
 _COMMAND_LIMIT = 1_000
@@ -78,17 +78,16 @@ def check_room(state: State, spec: JobSpec, user: str, jobs: int = 1) -> None:
     if len(state.queue.waiting) + jobs > state.settings.jobs_waiting_limit:
         raise RefusedError("QUEUE_FULL", f"{len(state.queue.waiting)} jobs wait already; cancel some or try later")
     check_possible(state, spec)
-    # A job beyond its user's quota would never start.
-    limit = limit_of(state.settings.quota_devices, user)
-    if limit is None or spec.gpus <= limit:
-        return
-    quota = (
-        f"the quota of user {user!r} is {limit}: ask for {limit} or fewer, or"
-        if limit
-        else f"user {user!r} may hold none:"
-    )
-    text = f"the job needs {counted(spec.gpus, 'GPU')} and {quota} have an operator raise the quota"
-    raise RefusedError("QUOTA_EXCEEDED", text, {"user": user, "needed": str(spec.gpus), "limit": str(limit)})
+    # A job beyond the quota of its user or team would never start.
+    for owner in state.teams.owners(user):
+        limit = limit_of(state.settings.quota_devices, owner)
+        if limit is None or spec.gpus <= limit:
+            continue
+        shown = owner_in_words(owner)
+        quota = f"the quota of {shown} is {limit}: ask for {limit} or fewer, or" if limit else f"{shown} may hold none:"
+        text = f"the job needs {counted(spec.gpus, 'GPU')} and {quota} have an operator raise the quota"
+        figures = {"user": user, "needed": str(spec.gpus), "limit": str(limit)}
+        raise RefusedError("QUOTA_EXCEEDED", text, figures | ({} if owner == user else {"team": state.teams.of(user)}))
 
 
 def check_share(state: State, user: str, jobs: int, size_bytes: int) -> None:

@@ -395,7 +395,7 @@ def jobs_of(command: Command) -> Iterator[int]:
 
 
 def _table_of(state: State) -> LiveTable:
-    table = LiveTable(quotas=state.settings.quota_devices)
+    table = LiveTable(quotas=state.settings.quota_devices, teams=state.settings.teams)
     for job in state.jobs.values():
         table.put(job, state.gangs.get(job.epoch))
     return table

@@ -26,6 +26,7 @@ from ganger_master.core.commands import LINE_LIMIT, Promise
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import CoresCurve, PlanChange, StartChange, TrialFinding, claims_in
+from ganger_master.core.teams import Team
 from ganger_master.planner.device_groups import ALONE, Claims, CoLocatedJobs, Unit, shape_for_two
 from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY, Resizing
 from ganger_master.planner.job_table import LiveTable
@@ -153,7 +154,7 @@ class ClusterChange(Struct, frozen=True, gc=False):
     jobs: changed jobs with their gangs, and the signature of each one's series.
     forgotten: numbers of jobs that the master has dropped.
     view: the cluster's nodes; one object as long as `is_whole` is false.
-    quotas: as `Settings.quota_devices`; read with `is_whole`.
+    quotas, teams: as `CoreSettings.quota_devices` and `teams`; read with `is_whole`.
     draining: names of nodes to be emptied.
     changing: numbers of time-slice groups whose last change some of their nodes have not acknowledged.
     quantum_s: seconds of a time slice; None: no time slicing.
@@ -166,6 +167,7 @@ class ClusterChange(Struct, frozen=True, gc=False):
     forgotten: Sequence[int] = ()
     is_whole: bool = False
     quotas: Mapping[str, int] = {}
+    teams: Mapping[str, Team] = {}
     draining: tuple[str, ...] = ()
     changing: frozenset[int] = frozenset()
     quantum_s: float | None = None

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from ganger_master.core.ending import is_backing_off
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, JobSpec, SuspendLevel
+from ganger_master.core.teams import Team, TeamIndex
 from ganger_master.planner.device_groups import DeviceGroups, returns_devices, shares_devices
 from ganger_master.policies.fairness import QuotaUse
 from ganger_master.policies.orders import Facts, Flags, Floats, Integers, JobOrder, RecentServices, ServiceHistory
@@ -30,6 +31,7 @@ _RUN, _PARK, _PARKED = GangIntent.RUN, GangIntent.PARK, GangPhase.PARKED
 _PENDING, _HOLDING, _SUSPENDED = JobState.PENDING, JobState.HOLDING, JobState.SUSPENDED
 
 _NO_QUOTAS: Final[Mapping[str, int]] = MappingProxyType({})
+_NO_TEAMS: Final[Mapping[str, Team]] = MappingProxyType({})
 _FIRST_ROOM = 64
 _NEVER: Final = math.inf
 # In place of the code of its node: a gang on several nodes, and no gang that is to run.
@@ -40,11 +42,13 @@ class LiveTable:
     """One row per live job. `positions` are rows; a row is reused once its job has ended.
 
     learns: the order reads service indices or expected remaining times.
-    quotas: as `Settings.quota_devices`. A pending job that would exceed its user's quota is left out of the table's
-        views until other jobs of that user have returned devices.
+    quotas, teams: as `CoreSettings.quota_devices` and `teams`. A pending job that would exceed a limit of its user or
+        team is left out of the table's views until other jobs of these have returned devices.
     """
 
-    def __init__(self, learns: bool = True, quotas: Mapping[str, int] = _NO_QUOTAS) -> None:
+    def __init__(
+        self, learns: bool = True, quotas: Mapping[str, int] = _NO_QUOTAS, teams: Mapping[str, Team] = _NO_TEAMS
+    ) -> None:
         self.jobs: list[JobRecord | None] = []
         # The gang that a job holds or returns; None while it has none.
         self.gangs: list[Gang | None] = []
@@ -71,7 +75,7 @@ class LiveTable:
         self._groups: DeviceGroups | None = None
         self._unknown = _unknown(_FIRST_ROOM)
         # None: no user has a quota.
-        self.quotas = QuotaUse(quotas) if quotas else None
+        self.quotas = QuotaUse(quotas, TeamIndex(teams)) if quotas else None
         # Run times by kind of job, with the rows of live jobs; the jobs that ended last.
         self.memory = _memory() if learns else None
         self._services = RecentServices()

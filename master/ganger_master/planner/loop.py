@@ -118,7 +118,7 @@ class PlannerLoop:
     def _follow(self, change: ClusterChange, now: float) -> None:
         self._is_news = True
         if change.is_whole:
-            self.table, self._lacks_curves = LiveTable(self.learns, change.quotas), True
+            self.table, self._lacks_curves = LiveTable(self.learns, change.quotas, change.teams), True
         if self._room is None or self._room.view is not change.view:
             self._room = CapacityIndex(change.view)
         table, rates, has_notes = self.table, self._rates, self._refused.has_notes

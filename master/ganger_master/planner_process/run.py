@@ -46,6 +46,7 @@ from ganger_master.rpc.planner_messages import (
     finding_to_wire,
     live_job_from_wire,
     promise_to_wire,
+    teams_from_wire,
 )
 
 log = logging.getLogger(__name__)
@@ -447,6 +448,7 @@ class ClusterMirror:
             forgotten,
             is_whole=is_whole,
             quotas=dict(first.quotas),
+            teams=teams_from_wire(first.teams, first.quotas),
             draining=tuple([names.parse_node_name(node) for node in first.draining_nodes]),
             changing=frozenset(map(names.parse_node_set_name, first.changing_node_sets)),
             quantum_s=times.seconds(first.quantum) if first.HasField("quantum") else None,

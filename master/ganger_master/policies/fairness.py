@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
-from ganger_master.core.state_indexes import Shares, limit_of
+from ganger_master.core.state_indexes import Shares
+from ganger_master.core.teams import NO_TEAMS, TeamIndex, limit_of
 from ganger_master.policies.orders import Capacity, Facts, Flags, Floats, Integers, JobOrder, sorted_by
 
 # Shares are rounded to this many decimals, so that rounding errors of sums decide no tie.
@@ -241,62 +242,73 @@ _ANY_NUMBER: Final = 1 << 60
 
 
 class QuotaUse:
-    """Quota use by user. `limits`: as `core.settings.Settings.quota_devices`."""
+    """Use of the limits of users and teams. `limits`: as `core.settings.CoreSettings.quota_devices`."""
 
-    def __init__(self, limits: Mapping[str, int]) -> None:
+    def __init__(self, limits: Mapping[str, int], teams: TeamIndex = NO_TEAMS) -> None:
         self._limits = limits
-        self._shares = Shares()
-        # GPUs of pending jobs, by user and job number.
-        self._asked: dict[str, dict[int, int]] = {}
-        # Numbers of pending jobs that would exceed their user's quota.
+        self._teams = teams
+        self._shares = Shares(teams)
+        # GPUs of pending jobs by job number, with their users: of all users that share a limit together.
+        self._asked: dict[str, dict[int, tuple[int, str]]] = {}
+        # Numbers of pending jobs that would exceed a limit.
         self.kept_out: set[int] = set()
 
     def put(self, job: JobRecord, gang: Gang | None, waits: bool) -> list[int]:
-        """Record a job as it is now. Return the numbers of its user's jobs that are kept out or let in by that; its own
-        one if it is kept out."""
+        """Record a job as it is now. Return the numbers of the jobs that are kept out or let in by that; its own one if
+        it is kept out."""
         number, user = job.number, job.user
-        asked, before = self._asked.setdefault(user, {}), self._free(user)
+        owners = self._teams.owners(user)
+        # A team's limit concerns the jobs of all its users.
+        asked, before = self._asked.setdefault(owners[-1], {}), self._free(owners)
         self._shares.charge(number, user, 0 if gang is None else job.gpus)
         self.kept_out.discard(number)
         if waits:
-            asked[number] = job.gpus
+            asked[number] = job.gpus, user
         else:
             asked.pop(number, None)
-        look = asked if self._free(user) != before else [number] if waits else []
-        changed = [one for one in look if (asked[one] > self._left(one, user)) != (one in self.kept_out)]
+        look = asked if self._free(owners) != before else [number] if waits else []
+        changed = [one for one in look if self._is_beyond(one, *asked[one]) != (one in self.kept_out)]
         self.kept_out.symmetric_difference_update(changed)
         return changed
 
     def left(self, job: JobRecord) -> int:
-        """Return the GPUs that its user's quota leaves to a job, including those that it has."""
-        return self._left(job.number, job.user)
+        """Return the GPUs that the limits of its user and team leave to a job, including those that it has."""
+        return min(self._free(self._teams.owners(job.user))) + self._shares.of(job.number)
 
     @property
     def are_contested(self) -> bool:
-        """Return whether for some user each of several pending jobs could start, but not all of them."""
-        return any(
-            sum([gpus for number, gpus in asked.items() if number not in self.kept_out]) > self._free(user)
-            for user, asked in self._asked.items()
-        )
+        """Return whether under some limit each of several pending jobs could start, but not all of them."""
+        for asked in self._asked.values():
+            wanted: dict[str, int] = {}
+            for number, (gpus, user) in asked.items():
+                for owner in self._teams.owners(user) if number not in self.kept_out else ():
+                    wanted[owner] = wanted.get(owner, 0) + gpus
+            if any(gpus > self._free_of(owner) for owner, gpus in wanted.items()):
+                return True
+        return False
 
     def beyond(self, line: Iterable[JobRecord]) -> frozenset[int]:
-        """Return the numbers of the jobs in `line` (pending, first job first) that would exceed their user's quota once
-        the jobs before them have started."""
+        """Return the numbers of the jobs in `line` (pending, first job first) that would exceed a limit once the jobs
+        before them have started."""
         free: dict[str, int] = {}
         found = []
         for job in line:
-            left = free.setdefault(job.user, self._free(job.user))
+            owners = self._teams.owners(job.user)
+            left = {owner: free.setdefault(owner, self._free_of(owner)) for owner in owners}
             # The devices where it is parked count already.
             more = job.gpus - self._shares.of(job.number)
-            if more > left:
+            if more > min(left.values()):
                 found.append(job.number)
             else:
-                free[job.user] = left - more
+                free.update({owner: gpus - more for owner, gpus in left.items()})
         return frozenset(found)
 
-    def _free(self, user: str) -> int:
-        limit = limit_of(self._limits, user)
-        return _ANY_NUMBER if limit is None else limit - self._shares.held.get(user, 0)
+    def _is_beyond(self, number: int, gpus: int, user: str) -> bool:
+        return gpus > min(self._free(self._teams.owners(user))) + self._shares.of(number)
 
-    def _left(self, number: int, user: str) -> int:
-        return self._free(user) + self._shares.of(number)
+    def _free(self, owners: tuple[str, ...]) -> tuple[int, ...]:
+        return tuple([self._free_of(owner) for owner in owners])
+
+    def _free_of(self, owner: str) -> int:
+        limit = limit_of(self._limits, owner)
+        return _ANY_NUMBER if limit is None else limit - self._shares.held.get(owner, 0)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar
 
 import grpc
-from ganger.v1 import array_pb2, job_pb2, job_service_pb2, node_pb2, scheduling_pb2
+from ganger.v1 import array_pb2, job_pb2, job_service_pb2, node_pb2, scheduling_pb2, usage_pb2
 from ganger.wire import errors, times
 from ganger.wire import resource_messages as convert
 from ganger.wire import resource_names as names
@@ -34,6 +34,7 @@ from ganger_master.core.job_model import JobRecord
 from ganger_master.core.node_model import Node, NodeState
 from ganger_master.core.preconditions import array_members, no_job
 from ganger_master.core.timeslice_groups import has_turn
+from ganger_master.core.usage import TeamReport
 from ganger_master.rpc import job_messages
 from ganger_master.rpc.job_messages import rule_from_wire, rule_to_wire
 from ganger_master.runtime.publication import ProgressBoard, Sample
@@ -116,6 +117,37 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def usage_to_wire(reports: Sequence[TeamReport], since: float, half_life_s: float) -> usage_pb2.Usage:
+    """Return the message of the use of teams. `since`: the beginning of its first day, in Unix seconds."""
+    message = usage_pb2.Usage(since_time=times.timestamp(since), half_life=times.duration(half_life_s))
+    for team in reports:
+        users = [
+            usage_pb2.UserUsage(
+                user=user.user,
+                gpu_seconds=user.gpu_s,
+                used_share=user.used,
+                running_gpus=user.running,
+                gpus_limit=_sendable(user.limit),
+            )
+            for user in team.users
+        ]
+        message.teams.add(
+            team=team.team,
+            weight=team.weight,
+            share=team.share,
+            used_share=team.used,
+            gpus_limit=_sendable(team.limit),
+            users=users,
+        )
+    return message
+
+
+def _sendable(limit: int | None) -> int | None:
+    return None if limit is None else min(limit, GPUS_MOST)
+
+
+# More GPUs than any cluster has; a limit may be any number.
+GPUS_MOST: Final = 1 << 60
 _NODES_MOST: Final = 1_000
 _TEXT_MOST: Final = 500
 # A refused daemon tries again within 15 s. One that does not is stopped: its refusal is out of date.

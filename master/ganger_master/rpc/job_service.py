@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any, Final
 
 import msgspec
-from ganger.v1 import array_pb2, job_pb2, job_service_pb2, job_service_pb2_grpc
+from ganger.v1 import array_pb2, job_pb2, job_service_pb2, job_service_pb2_grpc, usage_pb2
 from ganger.wire import errors, times
 from ganger.wire import resource_messages as convert
 from ganger.wire import resource_names as names
@@ -20,6 +20,8 @@ from ganger_master.core.answers import ArrayAnswer, JobAnswer, UpdateAnswer
 from ganger_master.core.events import cut
 from ganger_master.core.explain import Explanation, explain, kept_for, making_room_for
 from ganger_master.core.job_model import JobRecord, members_of
+from ganger_master.core.usage import report
+from ganger_master.core.usage_model import DAY_S, DAYS_KEPT
 from ganger_master.planner.cores_curves import explain_cores, explain_memory
 from ganger_master.planner.job_forecasts import deadline_advice, start_forecast
 from ganger_master.policies import ShareByTimeSlices
@@ -35,6 +37,7 @@ from ganger_master.rpc.answer_messages import (
     expect,
     page_token,
     place_of,
+    usage_to_wire,
 )
 from ganger_master.rpc.log_proxy import LogProxy
 from ganger_master.rpc.planner_messages import REASON_MOST, curve_to_wire, on_the_way_to_wire
@@ -284,6 +287,14 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         # Elements do not change, the view is a copy: to weigh all jobs may take as long as many calls do.
         pairs = [(one, committed.gangs.get(one.epoch)) for one in committed.jobs.values()]
         return await asyncio.to_thread(deadline_advice, pairs, number, state.view.copy(), self._writer.now())
+
+    async def GetUsage(self, request: usage_pb2.GetUsageRequest, context: Any) -> usage_pb2.Usage:
+        state, now = self._writer.state, self._writer.now()
+        first = (int(now // DAY_S) - DAYS_KEPT + 1) * DAY_S
+        asked = times.unix_s(request.since_time) if request.HasField("since_time") else 0.0
+        since = max(first, min(asked, now) // DAY_S * DAY_S)
+        found = report(state, self._writer.committed.usage.values(), since, now)
+        return usage_to_wire(found, since, state.settings.usage_half_life_s)
 
     async def ListEvents(
         self, request: job_service_pb2.ListEventsRequest, context: Any

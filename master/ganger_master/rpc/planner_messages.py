@@ -8,13 +8,13 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final, TypeAlias, TypedDict, assert_never
 
 from ganger.cluster.resources import LocalityLevel, Role
 from ganger.job_state import JobState
-from ganger.v1 import job_service_pb2, scheduling_pb2
+from ganger.v1 import job_service_pb2, scheduling_pb2, usage_pb2
 from ganger.wire import errors, times
 from ganger.wire import resource_messages as convert
 from ganger.wire import resource_names as names
@@ -41,6 +41,7 @@ from ganger_master.core.plan_changes import (
     SuspendChange,
     TrialFinding,
 )
+from ganger_master.core.teams import Team, team_owner
 from ganger_master.rpc import job_messages
 from ganger_master.rpc.job_messages import plain
 
@@ -51,6 +52,18 @@ _PHASES: Final = {number: phase for phase, number in job_messages.PHASES.items()
 # A number; the expression reads each sign once. A word longer than _LONGEST_NUMBER is not one.
 _NUMBER: Final = re.compile(r"[+-]?(?:\d++(?:\.\d*+)?|\.\d++)(?:e[+-]?\d++)?", re.ASCII | re.IGNORECASE)
 _LONGEST_NUMBER: Final = 64
+
+
+def teams_to_wire(teams: Mapping[str, Team]) -> list[usage_pb2.Team]:
+    return [usage_pb2.Team(name=name, users=team.users, weight=team.weight) for name, team in teams.items()]
+
+
+def teams_from_wire(messages: Iterable[usage_pb2.Team], limits: Mapping[str, int]) -> dict[str, Team]:
+    """Return teams by name. `limits`: as `CoreSettings.quota_devices`, with those of teams."""
+    return {
+        message.name: Team(tuple(message.users), message.weight, limits.get(team_owner(message.name)))
+        for message in messages
+    }
 
 
 # Times of a job that are set: in the record, in the message, and how each is made of the other.

@@ -24,9 +24,17 @@ from ganger_master.core.plan_changes import SliceChange, StartChange, claims_in
 from ganger_master.core.queue import GrantedLease
 from ganger_master.rpc import job_messages
 from ganger_master.rpc.access import UserLimits, check_jobs
-from ganger_master.rpc.answer_messages import PageRoom, VisibleState, change_verdict_of, expect, in_messages, verdict_of
+from ganger_master.rpc.answer_messages import (
+    GPUS_MOST,
+    PageRoom,
+    VisibleState,
+    change_verdict_of,
+    expect,
+    in_messages,
+    verdict_of,
+)
 from ganger_master.rpc.job_service import STREAM_S
-from ganger_master.rpc.planner_messages import live_job_to_wire, plan_from_wire
+from ganger_master.rpc.planner_messages import live_job_to_wire, plan_from_wire, teams_to_wire
 from ganger_master.runtime.publication import ProgressBoard, comes
 from ganger_master.runtime.writer import Writer
 
@@ -36,7 +44,6 @@ _CLAIMS_MOST: Final = 4_096
 # The others are left out: the decisive blocker comes first.
 _BLOCKERS_MOST: Final = 16
 _SCHEDULER_MOST: Final = 200
-_QUOTA_MOST: Final = 1 << 60
 _REQUESTS_MOST: Final = 1_000
 # Requests that are judged before other calls are served, and answered together.
 _JUDGED_AT_ONCE: Final = 128
@@ -127,7 +134,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                 shown = set(committed.rows) if removed else shown.union(row.node for row in rows)
                 settings = self._writer.state.settings
                 quantum = settings.quantum_s
-                quotas = {user: min(gpus, _QUOTA_MOST) for user, gpus in settings.quota_devices.items()}
+                quotas = {owner: min(gpus, GPUS_MOST) for owner, gpus in settings.quota_devices.items()}
                 delta = scheduling_pb2.ClusterDelta(
                     view=self._view_delta(committed.view_version, sent, removed),
                     removed_jobs=[names.job_name(number) for number in forgotten],
@@ -141,6 +148,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                     quantum=None if quantum is None else times.duration(quantum),
                     migrations_per_hour=settings.moves_per_hour,
                     quotas=None if sent else quotas,
+                    teams=[] if sent else teams_to_wire(settings.teams),
                 )
                 sent = committed.view_version
                 delta.view.nodes.extend(await _messages(rows))

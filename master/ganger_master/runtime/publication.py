@@ -33,6 +33,7 @@ from ganger_master.core.job_model import JobMetric, JobRecord
 from ganger_master.core.node_model import Counters, Element, Node
 from ganger_master.core.queue import GrantedLease
 from ganger_master.core.state import State
+from ganger_master.core.usage_model import UserUsage
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,7 @@ class CommittedState:
         self.nodes: dict[str, Node] = {}
         self.sets: dict[int, TimesliceGroup] = {}
         self.configuration_sets: dict[str, ConfigurationSet] = {}
+        self.usage: dict[str, UserUsage] = {}
         self.counters = Counters()
         self.desired: dict[str, DesiredSet] = {}
         # In the order of their versions, so that what is newer than a version is the end of it.
@@ -131,6 +133,7 @@ class CommittedState:
             (self.jobs, state.jobs),
             (self.gangs, state.gangs),
             (self.sets, state.gangs.sets),
+            (self.usage, state.usage),
             (self.desired, {name: state.desired.of(name) for name in nodes}),
             (self.rows, {}),
         )
@@ -238,6 +241,8 @@ class CommittedState:
                 return self.nodes, key
             case "configuration_set":
                 return self.configuration_sets, key
+            case "user_usage":
+                return self.usage, key
             case _:
                 # No reader needs the ids of requests.
                 return {}, key

@@ -21,10 +21,9 @@ from ganger_master.core.commands import Command, RequestGang
 from ganger_master.core.job_model import JobSpec
 from ganger_master.core.placement_leases import ASIDE
 from ganger_master.core.queue import GrantedLease as Lease
-from ganger_master.core.settings import ALL_OTHER_USERS, as_settings
 from ganger_master.core.state import State
-from ganger_master.core.state_indexes import limit_of
 from ganger_master.core.submission import violations_of
+from ganger_master.core.teams import ALL_OTHER_USERS, ANY_USER, Team, TeamIndex, limit_of, limits_of
 from ganger_master.simulator.traces.rows import RowFinding, RowFindingCounts, RowFindingKind
 from ganger_master.simulator.traces.servers import ServerGroup, Servers
 from ganger_master.simulator.traces.workload import Labels, Workload
@@ -121,50 +120,70 @@ def devices_only(servers: Servers) -> Servers:
     return Servers(tuple(groups))
 
 
+_NO_QUOTAS: Final[Mapping[str, int]] = MappingProxyType({})
+_NO_TEAMS: Final[Mapping[str, Team]] = MappingProxyType({})
 # Maximum number of users named in an error.
 _SHOWN_USERS = 8
 
 
-def strangers_among(quotas: Mapping[str, int], jobs: Workload) -> RowFinding | None:
-    """Return a mistake if quotas name users without jobs: a name is mistyped, or another trace is meant."""
+def strangers_among(
+    quotas: Mapping[str, int], jobs: Workload, teams: Mapping[str, Team] = _NO_TEAMS
+) -> RowFinding | None:
+    """Return a mistake if quotas name users without jobs, or teams only such users: a name is mistyped, or another
+    trace is meant."""
     users = set(users_of(jobs)) - {""}
     strangers = sorted(quotas.keys() - users - {ALL_OTHER_USERS})
-    if not strangers:
-        return None
-    names = ", ".join(map(repr, strangers[:_SHOWN_USERS]))
     there = f"it has jobs of {', '.join(sorted(users)[:_SHOWN_USERS])}{', ...' if len(users) > _SHOWN_USERS else ''}"
-    if not users:
-        there = "its jobs name no user: all of them together are bounded by *=GPUS"
-    return RowFinding(RowFindingKind.MISTAKE, f"it has no job of {names}, named by --quotas; {there}", 0)
+    if strangers:
+        names = ", ".join(map(repr, strangers[:_SHOWN_USERS]))
+        if not users:
+            there = "its jobs name no user: all of them together are bounded by *=GPUS"
+        return RowFinding(RowFindingKind.MISTAKE, f"it has no job of {names}, named by --quotas; {there}", 0)
+    idle = [name for name, team in teams.items() if not users.intersection(team.users) and "*" not in team.users]
+    if not idle:
+        return None
+    names = ", ".join(map(repr, idle[:_SHOWN_USERS]))
+    return RowFinding(RowFindingKind.MISTAKE, f"it has no job of the teams {names}, named by --teams; {there}", 0)
 
 
-def within_quotas(jobs: Workload, quotas: Mapping[str, int]) -> tuple[Workload, tuple[RowFinding, ...]]:
-    """Return the jobs whose gang fits their user's quota, and findings on skipped jobs and jobs without a user."""
-    users, limits = users_of(jobs), as_settings(quotas)
-    bounds = [limit_of(limits, user) for user in users]
-    limit = np.array([np.inf if bound is None else bound for bound in bounds], float)
-    fits = np.asarray(jobs.gpus <= limit)
-    tally = RowFindingCounts()
-    for bound in np.unique(limit[~fits]).tolist():
-        what = f"needs more GPUs than the {bound:,.0f} of its user's quota"
-        tally.note(RowFindingKind.SKIPPED, what, jobs.lines[~fits & (limit == bound)])
-    without_user = fits & (np.array(users, object) == "")
-    shared = f"all such jobs together have {ALL_OTHER_USERS}={limits['']}" if "" in limits else "no quota bounds it"
+def within_quotas(
+    jobs: Workload, quotas: Mapping[str, int], teams: Mapping[str, Team] = _NO_TEAMS
+) -> tuple[Workload, tuple[RowFinding, ...]]:
+    """Return the jobs whose gang fits the quotas of their user and team, and findings on skipped jobs and jobs without
+    a user."""
+    users, limits, index = users_of(jobs), limits_of(quotas, teams), TeamIndex(teams)
+    tally, kept = RowFindingCounts(), np.ones(len(jobs), bool)
+    # Of each job its user's limit, then its team's.
+    for place, whose in enumerate(("user's", "team's")):
+        owners = [index.owners(user)[place : place + 1] for user in users]
+        bounds = [limit_of(limits, one[0]) if one else None for one in owners]
+        limit = np.array([np.inf if bound is None else bound for bound in bounds], float)
+        skipped = kept & ~np.asarray(jobs.gpus <= limit)
+        for bound in np.unique(limit[skipped]).tolist():
+            what = f"needs more GPUs than the {bound:,.0f} of its {whose} quota"
+            tally.note(RowFindingKind.SKIPPED, what, jobs.lines[skipped & (limit == bound)])
+        kept &= ~skipped
+    without_user = kept & (np.array(users, object) == "")
+    any_user = limits.get(ANY_USER)
+    shared = "no quota bounds it" if any_user is None else f"all such jobs together have {ALL_OTHER_USERS}={any_user}"
     tally.note(RowFindingKind.CHANGED, f"names no user: {shared}", jobs.lines[without_user])
-    return jobs if fits.all() else jobs.take(fits), tally.findings()
+    return jobs if kept.all() else jobs.take(kept), tally.findings()
 
 
-_NO_QUOTAS: Final[Mapping[str, int]] = MappingProxyType({})
 # Type of GPUs for which the cluster names none.
 _UNNAMED = "gpu"
 
 
 def acceptable(
-    jobs: Workload, servers: Servers, is_ideal: bool, quotas: Mapping[str, int] = _NO_QUOTAS
+    jobs: Workload,
+    servers: Servers,
+    is_ideal: bool,
+    quotas: Mapping[str, int] = _NO_QUOTAS,
+    teams: Mapping[str, Team] = _NO_TEAMS,
 ) -> tuple[Workload, tuple[RowFinding, ...]]:
     """Return the jobs that the master would accept and can start, and findings on changed and skipped jobs.
 
-    `is_ideal`: servers have devices only, and jobs request nothing else. `quotas`: as in `ReplayOptions`.
+    `is_ideal`: servers have devices only, and jobs request nothing else. `quotas`, `teams`: as in `ReplayOptions`.
     """
     if is_ideal:
         unknown = np.full(len(jobs), np.nan)
@@ -172,7 +191,7 @@ def acceptable(
     typed, changed = with_one_type(jobs, servers)
     fitting, too_large = that_fit(typed, servers)
     placed, refused = that_are_taken(fitting, servers, is_ideal)
-    bounded, beyond = within_quotas(placed, quotas) if quotas else (placed, ())
+    bounded, beyond = within_quotas(placed, quotas, teams) if quotas or teams else (placed, ())
     return bounded, (*changed, *too_large, *refused, *beyond)
 
 

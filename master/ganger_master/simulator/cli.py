@@ -255,6 +255,7 @@ class _Experiment:
             seed=seed,
             rates=flags["rates"],
             quotas=flags["quotas"],
+            **(flags["teams"] or {}),
             **named,
         )
 
@@ -274,6 +275,7 @@ class _Experiment:
             flags["ideal"],
             flags["elastic"],
             flags["quotas"],
+            (flags["teams"] or {}).get("teams", {}),
         )
         with _explained(), ProgressBar(f"reading {Path(self._trace).name}", flags["progress"], "MB", 1e-6) as meter:
             source = material(self._trace, self._servers, part, meter)
@@ -295,13 +297,13 @@ class _Experiment:
             raise click.UsageError(f"{source.trace}: {error}") from error
 
     def headline(self, source: Material, *loads: Load) -> list[tuple[str, str]]:
-        from ganger_master.simulator.inputs import cluster_in_words, options_in_words, quotas_if_any
+        from ganger_master.simulator.inputs import cluster_in_words, limits_if_any, options_in_words
 
         return [
             ("trace", f"{source.trace}, load {', '.join(map(str, loads))}"),
             ("cluster", cluster_in_words(source.servers)),
             ("switching", options_in_words(self.options(0))),
-            *quotas_if_any(self.options(0)),
+            *limits_if_any(self.options(0)),
         ]
 
     def save(self, runs: Sequence[tuple[Load, Run, Figures]]) -> None:

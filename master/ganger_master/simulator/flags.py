@@ -10,6 +10,7 @@ import math
 import os
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,9 +21,10 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import click
 from ganger.console import Directory, Within
-from ganger.text import parse_duration
+from ganger.text import os_failure, parse_duration
 
 from ganger_master.core.settings import quotas_of
+from ganger_master.core.teams import teams_of
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -121,6 +123,22 @@ def _quotas(value: Any) -> dict[str, int]:
         raise ValueError(str(error).removeprefix("quotas: ")) from error
 
 
+def _teams(value: Any) -> dict[str, Any]:
+    """Return the options of a replay that a settings file gives: its teams, and the half-life of use."""
+    try:
+        table = tomllib.loads(Path(value).read_text())
+    except OSError as error:
+        raise ValueError(os_failure(error)) from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{value}: {error}") from error
+    if "teams" not in table:
+        raise ValueError(f"{value} has no table [teams.NAME]")
+    found: dict[str, Any] = {"teams": teams_of(table["teams"])}
+    if "usage_half_life" in table:
+        found["usage_half_life_s"] = _positive_time(str(table["usage_half_life"]))
+    return found
+
+
 def _all_quotas(context: click.Context, parameter: click.Parameter, values: tuple[dict[str, int], ...]) -> Any:
     found: dict[str, int] = {}
     for quotas in values:
@@ -203,6 +221,13 @@ _SHARED: tuple[tuple[str, Any, str | None, str, dict[str, Any]], ...] = (
         "USER=GPUS,...",
         "GPUs that a user may hold at once, as for a master; *=GPUS: every other user.",
         {"multiple": True, "callback": _all_quotas},
+    ),
+    (
+        "--teams",
+        Parsed(_teams),
+        "FILE",
+        "A master's settings file, of which [teams] and usage_half_life count: weights and limits of teams.",
+        {},
     ),
     (
         "--cost costs",

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from ganger.text import counted
 
+from ganger_master.core.teams import Team
 from ganger_master.policies.fairness import QUANTUM_S
 from ganger_master.simulator.admission import acceptable, strangers_among
 from ganger_master.simulator.traces.reader import Reading, RowFilter, read_stream, read_trace
@@ -57,7 +58,7 @@ class TraceSelection:
 
     `draws_durations`: jobs without a known run time get a random one; otherwise they are left out. `is_ideal`: jobs
     need devices only. `elastic`: maximum size of a job as a multiple of the GPUs in the trace, for jobs with one size.
-    `quotas`: as in `ReplayOptions`.
+    `quotas`, `teams`: as in `ReplayOptions`.
     """
 
     wanted: RowFilter = field(default_factory=RowFilter)
@@ -67,6 +68,7 @@ class TraceSelection:
     is_ideal: bool = False
     elastic: float | None = None
     quotas: Mapping[str, int] = field(default_factory=dict)
+    teams: Mapping[str, Team] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -117,9 +119,9 @@ def material(
     """
     reading = _read(trace, part.wanted, progress)
     name = "standard input" if trace == STANDARD_INPUT else Path(trace).name
-    if strangers := strangers_among(part.quotas, reading.workload):
+    if strangers := strangers_among(part.quotas, reading.workload, part.teams):
         raise TraceError(name, [strangers])
-    taken, refused = acceptable(reading.workload, servers, part.is_ideal, part.quotas)
+    taken, refused = acceptable(reading.workload, servers, part.is_ideal, part.quotas, part.teams)
     jobs, untimed = with_run_times(taken, part.draws_durations)
     findings = (*reading.findings, *refused, *untimed)
     if not len(jobs):
@@ -250,6 +252,8 @@ class ReplayOptions:
     `moves_per_hour`: opportunistic migrations per node; None: the planner decides.
     `quotas`: GPUs that a user may hold at once; "*": each user without an entry. Jobs without a user count as one such
     user together.
+    `teams`: by name, as in the settings of a master; the use of each user begins at zero.
+    `usage_half_life_s`: age at which a GPU-second of use counts half.
     """
 
     ideal: bool = False
@@ -263,6 +267,8 @@ class ReplayOptions:
     profile_s: float = 480.0
     moves_per_hour: float | None = None
     quotas: Mapping[str, int] = field(default_factory=dict)
+    teams: Mapping[str, Team] = field(default_factory=dict)
+    usage_half_life_s: float = 7 * 86_400.0
 
     def __post_init__(self) -> None:
         if self.ideal and self.rates != "recorded":
@@ -317,9 +323,19 @@ def options_in_words(options: ReplayOptions) -> str:
     return words if options.round_s is None else f"{words}; rounds of {options.round_s:g}s"
 
 
-def quotas_if_any(options: ReplayOptions) -> list[tuple[str, str]]:
-    """Return the row of the quotas, if there are any."""
-    return [("quotas", ", ".join(f"{user}={gpus}" for user, gpus in options.quotas.items()))] if options.quotas else []
+def limits_if_any(options: ReplayOptions) -> list[tuple[str, str]]:
+    """Return the rows of the quotas and of the teams, if there are any."""
+    rows = []
+    if options.quotas:
+        rows.append(("quotas", ", ".join(f"{user}={gpus}" for user, gpus in options.quotas.items())))
+    if options.teams:
+        limits = {name: f", {counted(team.gpus or 0, 'GPU')}" for name, team in options.teams.items()}
+        teams = [
+            f"{name} (weight {team.weight:g}{'' if team.gpus is None else limits[name]})"
+            for name, team in options.teams.items()
+        ]
+        rows.append(("teams", f"{', '.join(teams)}; half-life {options.usage_half_life_s:g}s"))
+    return rows
 
 
 def about(source: Material, options: ReplayOptions) -> dict[str, Any]:

@@ -80,10 +80,11 @@ class Planning:
         """The loop, made once the servers are there."""
         if self._made is None:
             # Where no job is elastic, none grows.
+            settings = self._state.settings
             policy = self._replay.policy if self._grows else self._replay.policy.without(Grow)
             self._made = PlannerLoop(policy, self._settings(), self._rates)
             self._made.observe(
-                ClusterChange(self._state.view, is_whole=True, quotas=self._state.settings.quota_devices),
+                ClusterChange(self._state.view, is_whole=True, quotas=settings.quota_devices, teams=settings.teams),
                 self._clock.now,
             )
         return self._made

@@ -45,6 +45,7 @@ from ganger_master.core.gang_model import Gang, TimesliceGroup
 from ganger_master.core.job_model import JobRecord, JobSpec, Request
 from ganger_master.core.node_model import Counters, Element, Node
 from ganger_master.core.settings import CoreSettings
+from ganger_master.core.usage_model import UserUsage
 
 Cell = int | float | str | None
 Row = tuple[Cell, ...]
@@ -189,6 +190,8 @@ _STATE_TABLES: Final = (
     _state_table("gangs", _integer("epoch"), _integer("job"), _text("role", 16), _text("phase", 16)),
     # Nodes on which gangs are time-sliced, with their matrices.
     _state_table("node_sets"),
+    # GPU-seconds of users.
+    _state_table("user_usages"),
 )
 
 events = Table(
@@ -310,6 +313,8 @@ def _order(element: Element) -> tuple[int, int, str]:
             return 4, element.epoch, ""
         case TimesliceGroup():
             return 5, element.number, ""
+        case UserUsage():
+            return 6, 0, element.user
 
 
 def _entry(history: HistoryRow) -> HistoryEntry:

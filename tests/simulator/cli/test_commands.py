@@ -273,6 +273,32 @@ def test_quotas_are_given_as_to_a_master_and_jobs_that_can_never_run_are_left_ou
     assert [run["makespan_s"] for load in json.loads(out)["loads"] for run in load["runs"]] == [200.0]
 
 
+def test_teams_come_from_a_master_s_settings_file(said: Said, tmp_path: Path) -> None:
+    path, settings = tmp_path / "owned.csv", tmp_path / "master.toml"
+    path.write_text(OWNED)
+    flags = ["simulate", path, "--nodes", "1", "--gpus-per-node", "8", "-p", "las", "--cost", "start=0"]
+    settings.write_text('policy = "las"\nusage_half_life = "1d"\n[teams.a]\nusers = ["ann", "bob"]\ngpus = 1\n')
+    code, out, err = said(*flags, "--teams", settings, "--json")
+    found = json.loads(out)
+    assert (code, found["jobs"], found["makespan_s"]) == (0, 4, 300.0), "a3 needs two GPUs, the others come in turn"
+    assert found["options"]["teams"] == {"a": {"users": ["ann", "bob"], "weight": 1.0, "gpus": 1}}
+    assert found["options"]["usage_half_life_s"] == 86_400.0
+    assert "left out: line 4: needs more GPUs than the 1 of its team's quota" in err
+    _, out, _ = said(*flags, "--teams", settings)
+    assert "teams                      a (weight 1, 1 GPU); half-life 86400s" in out
+    for text, words in (
+        ("policy = 7", "has no table [teams.NAME]"),
+        ("[teams.a]", "'a' needs users"),
+        ("= broken", "master.toml: "),
+        ('[teams.a]\nusers = ["eve"]', "it has no job of the teams 'a', named by --teams; it has jobs of ann, bob"),
+    ):
+        settings.write_text(text)
+        code, out, err = said(*flags, "--teams", settings)
+        assert (code, out) == (2, "")
+        assert words in err
+    assert said(*flags, "--teams", tmp_path / "none")[0] == 2
+
+
 def test_a_quota_of_a_user_without_jobs_is_a_mistake(said: Said, trace: Path, tmp_path: Path) -> None:
     path = tmp_path / "owned.csv"
     path.write_text(OWNED)

@@ -1,0 +1,172 @@
+"""The use of GPUs by users and teams: what running gangs add to it, and what is reported of it.
+
+The rows of users are durable. How much each job adds follows from its gang, so a restart computes it anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from ganger.cluster.topology import bits
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ganger_master.core.gang_model import Gang
+from ganger_master.core.job_model import JobRecord
+from ganger_master.core.state import State
+from ganger_master.core.teams import ALL_OTHER_USERS, NO_TEAM, limit_of, team_owner
+from ganger_master.core.usage_model import DAY_S, UserUsage, decayed_at, gpu_s_since, used_until, with_gpus
+
+_MILLION: Final = 1_000_000
+
+
+def running_microgpus(state: State, job: JobRecord) -> int:
+    """Return the GPUs that a job uses now, in millionths: those of its gang while it runs. A time-sliced gang uses the
+    part of them that is its part of the time; a device of several co-located gangs counts in equal parts."""
+    gang = state.gangs.get(job.epoch)
+    if not job.running_since or gang is None:
+        return 0
+    gpus = sum([_gpus_on(state, gang, place) for place in range(len(gang.pieces))])
+    return round(_MILLION * gpus * _slice_share(state, gang))
+
+
+def _gpus_on(state: State, gang: Gang, place: int) -> float:
+    claim = gang.pieces[place].claim
+    if not claim.shared_mask:
+        return float(claim.device_mask.bit_count())
+    beside = [
+        state.gangs[epoch].pieces[at].claim.device_mask
+        for epoch, at in state.gangs.places_on.get(claim.node, {}).items()
+        if epoch != gang.epoch and _runs(state, state.gangs[epoch])
+    ]
+    return sum([1.0 / (1 + sum([mask >> device & 1 for mask in beside])) for device in bits(claim.device_mask)])
+
+
+def _runs(state: State, gang: Gang) -> bool:
+    job = state.jobs.get(gang.job)
+    return job is not None and job.epoch == gang.epoch and bool(job.running_since)
+
+
+def _slice_share(state: State, gang: Gang) -> float:
+    group = state.gangs.sets.get(gang.node_set)
+    slices = () if group is None else group.active.rows
+    own = sum([gang.epoch in epochs for epochs in slices])
+    # Until the matrix with the gang is the active one, it has its devices alone.
+    return own / len(slices) if own else 1.0
+
+
+def follow(state: State, now: float) -> None:
+    """Bring the use of users up to date with the jobs that may have started or stopped running."""
+    changed: dict[str, None] = {}
+    for number in _with_company(state, state.dirty.usage):
+        job = state.jobs.get(number)
+        user = state.usage.user_of(number) if job is None else job.user
+        if state.usage.put_running(number, user, 0 if job is None else running_microgpus(state, job)):
+            changed[user] = None
+            if state.settings.teams:
+                # The planner of a cluster with teams follows their use.
+                state.dirty.news[number] = None
+    state.dirty.usage.clear()
+    for user in changed:
+        if user not in state.usage:
+            _forget_empty(state, now)
+        _put(state, user, now)
+
+
+def _put(state: State, user: str, now: float) -> None:
+    usage = state.usage.get(user) or UserUsage(user, now)
+    state.put_usage(with_gpus(usage, state.usage.gpus_of(user), now, state.settings.usage_half_life_s))
+
+
+def _forget_empty(state: State, now: float) -> None:
+    """Forget the users of whose use nothing is left."""
+    for usage in list(state.usage.values()):
+        if used_until(usage, now, state.settings.usage_half_life_s).is_empty:
+            state.forget_usage(usage.user)
+
+
+def _with_company(state: State, numbers: Iterable[int]) -> list[int]:
+    """Return the jobs with those that share devices or time slices with them, in order."""
+    found = set(numbers)
+    for number in list(found):
+        job = state.jobs.get(number)
+        for gang in state.gangs.of_job(number) if job is not None else ():
+            for piece in gang.pieces:
+                found.update(state.gangs.sharing_on(piece.claim.node))
+            group = state.gangs.sets.get(gang.node_set)
+            for epoch in () if group is None else group.active.epochs:
+                if epoch in state.gangs:
+                    found.add(state.gangs[epoch].job)
+    return sorted(found)
+
+
+def restore(state: State, now: float) -> None:
+    """Find out anew what each running job uses, after a restart. Rows change only where they did not follow the jobs,
+    as in a database of a version without them."""
+    for number, job in state.jobs.items():
+        state.usage.put_running(number, job.user, running_microgpus(state, job))
+    for user in sorted({*state.usage, *state.usage.users_running}):
+        usage = state.usage.get(user)
+        if usage is None or usage.gpus != state.usage.gpus_of(user):
+            _put(state, user, now)
+
+
+def set_clock(state: State, set_by: float) -> None:
+    """Continue after the clock was set forward by so many seconds."""
+    for usage in list(state.usage.values()):
+        state.put_usage(replace(usage, time=usage.time + set_by))
+
+
+class UserReport(Struct, frozen=True, gc=False):
+    """The use of one user. gpu_s: GPU-seconds since the first day of the report. used: part of the decayed use of all
+    users. running: GPUs of running gangs. limit: most GPUs held at once; None: any number."""
+
+    user: str
+    gpu_s: float
+    used: float
+    running: float
+    limit: int | None
+
+
+class TeamReport(Struct, frozen=True, gc=False):
+    """The use of one team; the name of those without a team is empty. share: its part of the
+    weights of all teams. Else as `UserReport`."""
+
+    team: str
+    weight: float
+    share: float
+    used: float
+    limit: int | None
+    users: tuple[UserReport, ...]
+
+
+def report(state: State, usages: Iterable[UserUsage], since: float, now: float) -> tuple[TeamReport, ...]:
+    """Return the use of all teams since the beginning of a day; teams first in the order of the settings.
+
+    `usages`: the rows of users. `since`: Unix seconds in that day (UTC)."""
+    half_life_s, teams, limits = state.settings.usage_half_life_s, state.teams, state.settings.quota_devices
+    known = {usage.user: usage for usage in usages}
+    decayed = {user: decayed_at(usage, now, half_life_s) for user, usage in known.items()}
+    whole = sum(decayed.values())
+    named = [user for name in teams for user in teams[name].users if user != ALL_OTHER_USERS]
+    by_team: dict[str, list[str]] = {name: [] for name in teams}
+    for user in sorted({*known, *named}):
+        by_team.setdefault(teams.of(user), []).append(user)
+    weights = sum([teams[name].weight for name in by_team])
+    day = int(since // DAY_S)
+
+    def user_report(user: str) -> UserReport:
+        usage = known.get(user) or UserUsage(user, now)
+        gpu_s = gpu_s_since(used_until(usage, now, half_life_s), day)
+        part = decayed.get(user, 0.0) / whole if whole else 0.0
+        return UserReport(user, gpu_s, part, usage.gpus, limit_of(limits, user))
+
+    found = []
+    for name, users in by_team.items():
+        reports = tuple([user_report(user) for user in users])
+        weight = teams[name].weight
+        used = sum([one.used for one in reports])
+        limit = None if name == NO_TEAM else limit_of(limits, team_owner(name))
+        found.append(TeamReport(name, weight, weight / weights, used, limit, reports))
+    return tuple(found)
