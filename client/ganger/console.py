@@ -42,6 +42,8 @@ class ExitCode(IntEnum):
     BUG = 7
     # Of a master whose database another master has taken over. A restart would take the database back.
     FENCED = 8
+    # Of a master whose lease another one has taken. Started again, it stands by.
+    LEASE_LOST = 9
     INTERRUPTED = 130
 
 

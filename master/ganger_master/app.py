@@ -1,12 +1,16 @@
 """The master as a whole: starts and stops its directory, store, writer, server and child processes. These are the
 default host of job schedulers and the planner, and are started again when they die.
+
+Where the database has leases, the master serves at once and refuses all calls until it leads.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -27,6 +31,7 @@ from ganger.wire.tls import Renewed, check_directory, server_context, tell_end
 
 from ganger_master.config import Config
 from ganger_master.core.commands import NoteEnds, OpenStore
+from ganger_master.core.leader_lease import Candidate, LeaderLease, read_again_s
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.teams import limits_of
 from ganger_master.decision_log import recorder
@@ -162,6 +167,9 @@ class Master:
         # The process that places jobs.
         self._children: list[SupervisedProcess] = []
         self._housekeeping: list[asyncio.Task[None]] = []
+        # Whether the policy needs a planner, and whether other masters may lead with this database.
+        self._is_planned = False
+        self.has_stand_bys = False
 
     @property
     def writer(self) -> Writer:
@@ -191,15 +199,88 @@ class Master:
         except (KeyError, ValueError) as error:
             raise StartError(str(error.args[0]), MasterObstacle.SETTING) from error
         beside = self._beside = DatabaseMarks(config.database_path or config.state_dir / "database")
-        writer = await self._open_store(beside)
+        writer = self._make_writer(beside)
+        self._is_planned = is_planned
+        if not self.has_stand_bys:
+            await self._open(writer)
         if config.metrics:
             self._metrics = self._serve_metrics(config.metrics)
             self.metrics_url = self._metrics.url
         await self._serve(writer)
         self._directory.write_endpoint(self.local_address)
+        if not self.has_stand_bys:
+            await self._lead(writer, beside)
+
+    @property
+    def leads(self) -> bool:
+        """Whether it has started to answer calls."""
+        return bool(self._housekeeping)
+
+    async def stand_by(self, on_leader: Callable[[str], None]) -> None:
+        """Wait until this master may lead, and lead. Return at once if it does already. `on_leader` is called with the
+        address of each master that leads meanwhile; empty if that is not known. Raises StartError."""
+        if self.leads:
+            return
+        writer, beside = self.writer, self._beside
+        assert beside is not None, "the master has started"
+        lease_s = self.config.leader_lease_s
+        candidate = Candidate(f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex}", self.address, lease_s)
+        try:
+            known: str | None = None
+            while (other := await self._leader(writer, candidate, is_first=known is None)) is not None:
+                if other.address != known:
+                    on_leader(other.address)
+                    log.info("standing by", extra={"leader": other.address, "term": other.term})
+                    known = other.address
+                await asyncio.sleep(read_again_s(other, lease_s))
+            await self._open(writer)
+        except StoreError as error:
+            raise StartError(str(error), _obstacle_of(error)) from error
+        await self._lead(writer, beside)
+
+    async def _leader(self, writer: Writer, candidate: Candidate, *, is_first: bool) -> LeaderLease | None:
+        """Return the lease of another master; None once this one has taken it. Raises StoreError, of a database that is
+        not reached only at first."""
+        while True:
+            try:
+                return await writer.open(candidate)
+            except StoreError as error:
+                if is_first or error.problem is Problem.NEWER:
+                    raise
+                log.warning("lease of the leader not read", extra={"error": str(error)})
+            await asyncio.sleep(candidate.lease_s)
+
+    def _make_writer(self, beside: DatabaseMarks) -> Writer:
+        """Return a writer whose store is not open. Raises StoreError."""
+        config, settings = self.config, _core_settings(self.config)
+        store = self._given_store or SqlStore(config.database)
+        self.has_stand_bys = store.has_leases
+        opens = OpenStore(
+            uuid.uuid4().hex,
+            beside.marks(),
+            # A master that leads for the first time has no file beside the database.
+            must_have_marks=not config.database_url and not store.has_leases,
+            is_restored=config.restored,
+        )
+        writer = Writer(store, settings, time.time, Failpoints(tables.FAILPOINTS), beside=beside, opens=opens)
+        if self.has_stand_bys:
+            writer.ownership.stand_by(None)
+        self._writer = writer
+        return writer
+
+    async def _open(self, writer: Writer) -> None:
+        """Take the database over, unless that is done, and start the writer on it. Raises StoreError and StartError."""
+        await writer.start()
+        _check_storage(writer.state.counters.storage_token, _core_settings(self.config))
+
+    async def _lead(self, writer: Writer, beside: DatabaseMarks) -> None:
+        """Do what only the master that leads does, beside answering calls."""
+        config = self.config
+        assert self._server is not None, "it serves"
+        await self._server.lead()
         if config.scheduler_host:
             self._children.append(SupervisedProcess(_child_command("ganger.scheduling.host", config.state_dir)))
-        if is_planned and config.planner:
+        if self._is_planned and config.planner:
             # What it remembers lies beside the master's own files. Policy and pace it hears from the master.
             note = ("--note", str(config.state_dir / "planner.note"))
             command = _child_command("ganger_master.planner_process.cli", config.state_dir, *note)
@@ -210,19 +291,6 @@ class Master:
         work = (self._keep_house(), self._keep_storage(), self._note_ends(beside), self._follow_restore(beside))
         self._housekeeping = [loop.create_task(one) for one in work]
         log.info("master ready", extra={"address": self.address, "jobs": len(writer.committed.jobs)})
-
-    async def _open_store(self, beside: DatabaseMarks) -> Writer:
-        """Take the database over and start the writer on it. Raises StoreError and StartError."""
-        config, settings = self.config, _core_settings(self.config)
-        opens = OpenStore(
-            uuid.uuid4().hex, beside.marks(), must_have_marks=not config.database_url, is_restored=config.restored
-        )
-        store = self._given_store or SqlStore(config.database)
-        writer = Writer(store, settings, time.time, Failpoints(tables.FAILPOINTS), beside=beside, opens=opens)
-        await writer.start()
-        self._writer = writer
-        _check_storage(writer.state.counters.storage_token, settings)
-        return writer
 
     async def _serve(self, writer: Writer) -> None:
         config = self.config
@@ -236,6 +304,7 @@ class Master:
             limits=UserLimits(config.requests_per_user, config.changes_per_user, config.streams_per_user),
             tls=config.tls,
             authority=config.authority,
+            has_stand_bys=self.has_stand_bys,
             revocations=None if config.tls is None else Revocations.beside(config.tls),
             more_handlers=self._more_handlers,
         )
@@ -386,7 +455,12 @@ def _obstacle_of(error: StoreError | EndpointError) -> MasterObstacle:
 
 
 class FencedError(Exception):
-    """Another master has taken the store over; the text is for a person."""
+    """Another master has taken the store over; the text is for a person. `may_stand_by`: a master that is started again
+    waits until it may lead."""
+
+    def __init__(self, message: str, *, may_stand_by: bool) -> None:
+        super().__init__(message)
+        self.may_stand_by = may_stand_by
 
 
 async def run(config: Config, say: Callable[[str], None]) -> bool:
@@ -400,19 +474,27 @@ async def run(config: Config, say: Callable[[str], None]) -> bool:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     await master.start()
-    process_setup.settle()
-    say(f"ganger master ready at {master.address}")
-    if master.metrics_url:
-        say(f"metrics at {master.metrics_url}")
     asked = asyncio.create_task(stop.wait())
     failed = asyncio.create_task(master.writer.stopped.wait())
+    leading = asyncio.create_task(
+        master.stand_by(lambda leader: say(f"ganger master stands by at {master.address}: {leader or 'another'} leads"))
+    )
     try:
         async with manager.notified():
-            await asyncio.wait({asked, failed}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({asked, failed, leading}, return_when=asyncio.FIRST_COMPLETED)
+            if leading.done():
+                leading.result()
+                process_setup.settle()
+                say(f"ganger master ready at {master.address}")
+                if master.metrics_url:
+                    say(f"metrics at {master.metrics_url}")
+                await asyncio.wait({asked, failed}, return_when=asyncio.FIRST_COMPLETED)
         if master.writer.fenced is not None:
-            raise FencedError(str(master.writer.fenced))
+            advice = "started again, it stands by" if master.has_stand_bys else "let one master run on a database"
+            raise FencedError(f"{master.writer.fenced}; {advice}", may_stand_by=master.has_stand_bys)
         return stop.is_set()
     finally:
-        asked.cancel()
-        failed.cancel()
+        for task in (asked, failed, leading):
+            task.cancel()
+        await asyncio.gather(leading, return_exceptions=True)
         await master.stop()

@@ -70,7 +70,8 @@ def master(context: click.Context, /, config_file: Path | None, **flags: str | P
         try:
             was_asked = asyncio.run(app.run(settings, lambda line: click.echo(line)))
         except app.FencedError as error:
-            raise CommandError(str(error), ExitCode.FENCED) from error
+            code = ExitCode.LEASE_LOST if error.may_stand_by else ExitCode.FENCED
+            raise CommandError(str(error), code) from error
     if not was_asked:
         raise CommandError("the master could not go on: see its log", ExitCode.BUG)
 

@@ -36,6 +36,8 @@ _NEVER: Final = ("lost_after_s", "quantum_s", "logs_kept_s", "checkpoints_kept_s
 _LEAST_PLAN_EVERY_S: Final = 1.0
 _LEAST_QUANTUM_S: Final = 0.5
 _LEAST_HALF_LIFE_S: Final = 60.0
+# Below it a busy machine or database loses the lease of a healthy leader.
+_LEAST_LEADER_LEASE_S: Final = 0.5
 # One per second.
 _MOST_MOVES_PER_HOUR: Final = 3600.0
 
@@ -65,6 +67,8 @@ class Config:
     # HOST:PORT that Prometheus scrapes; beyond loopback only with a certificate. Empty: no endpoint.
     metrics: str = ""
     database_url: str = ""
+    # PostgreSQL: a stand-by leads once the leader has not renewed its lease for so long.
+    leader_lease_s: float = 2.0
     storage: Path | None = None
     lost_after_s: float | None = 600.0
     policy: str = DEFAULT_POLICY
@@ -220,6 +224,13 @@ def _half_life_of(name: str, value: object) -> float:
     return seconds
 
 
+def _leader_lease_of(name: str, value: object) -> float:
+    seconds = _duration_of(name, value)
+    if not seconds or seconds < _LEAST_LEADER_LEASE_S:
+        raise ValueError(f"leader_lease: {value!r} is too short, at least {_LEAST_LEADER_LEASE_S:g} s")
+    return seconds
+
+
 def _quantum_of(name: str, value: object) -> float | None:
     seconds = _duration_of(name, value)
     if seconds is not None and seconds < _LEAST_QUANTUM_S:
@@ -306,6 +317,7 @@ _PARSERS: Final[Mapping[str, Callable[[str, object], object]]] = {
     **dict.fromkeys(("scheduler_host", "planner", "restored"), _boolean_of),
     "plan_every_s": _plan_interval_of,
     "quantum_s": _quantum_of,
+    "leader_lease_s": _leader_lease_of,
     "moves_per_hour": _moves_of,
     "quotas": lambda name, value: quotas_of(value),
     "teams": lambda name, value: teams_of(value),

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+from ganger_master.core.leader_lease import Candidate, LeaderLease
 from ganger_master.store.tables import COLUMNS, STATE, HistoryEntry, StoreBatch, StoredRow
 
 
@@ -16,7 +17,9 @@ class MemoryStore:
         self._rows: dict[str, dict[str, StoredRow]] = {name: {} for name in STATE}
         self._history: list[HistoryEntry] = []
 
-    def open(self) -> None:
+    has_leases = False
+
+    def open(self, candidate: Candidate | None = None) -> LeaderLease | None:
         return None
 
     def load(self) -> Iterator[StoredRow]:

@@ -49,10 +49,10 @@ class ApiError(Exception):
         return "\n  ".join(lines)
 
 
-def _error(name: str, code: grpc.StatusCode) -> type[ApiError]:
+def _error(name: str, code: grpc.StatusCode, kind: type[ApiError] = ApiError) -> type[ApiError]:
     """Return the class of an error. Its reason is the name as it is in the protos, "JOB_NOT_FOUND" of JobNotFound."""
     reason = re.sub(r"(?<!^)(?=[A-Z])", "_", name).upper()
-    made = type(name, (ApiError,), {"code": code, "reason": reason, "__module__": __name__})
+    made = type(name, (kind,), {"code": code, "reason": reason, "__module__": __name__})
     ApiError._by_reason[reason] = made
     return made
 
@@ -119,6 +119,8 @@ NotRestoring = _error("NotRestoring", _Code.FAILED_PRECONDITION)
 # A quarantined gang cannot be adopted as it is now; the message has the reason.
 AdoptionRefused = _error("AdoptionRefused", _Code.FAILED_PRECONDITION)
 NotReady = _error("NotReady", _Code.UNAVAILABLE)
+# The master stands by, or has lost its lease. metadata: `leader`, the address of the master that leads, if it is known.
+NotLeader = _error("NotLeader", _Code.UNAVAILABLE, NotReady)
 # Our bug. metadata["id"] finds it in the server's log.
 Internal = _error("Internal", _Code.INTERNAL)
 # No server answers at the address. Made by the client; never sent.

@@ -34,6 +34,7 @@ from ganger_master.rpc.agent_service import AgentService
 from ganger_master.rpc.answer_messages import SessionRefusals, VisibleState, owner
 from ganger_master.rpc.audit import AuditInterceptor, AuditLog
 from ganger_master.rpc.job_service import JobService
+from ganger_master.rpc.leader_interceptor import LeaderInterceptor
 from ganger_master.rpc.log_proxy import LogProxy
 from ganger_master.rpc.node_service import NodeService
 from ganger_master.rpc.scheduling_service import SchedulingService
@@ -58,7 +59,8 @@ _SERVICES: Final = (
 class MasterServer:
     """Serves a writer. `address` is where, with the port that was chosen, and `local_address` where the token does;
     `tls`: the directory of the certificate, if there is one, and `revocations`: what goes with it; `authority`: the
-    directory of the one that renews certificates; `captures`: where recordings go; `audit`: the log of calls."""
+    directory of the one that renews certificates; `captures`: where recordings go; `audit`: the log of calls;
+    `has_stand_bys`: other masters may lead, so that calls are answered only while this one does."""
 
     def __init__(
         self,
@@ -73,6 +75,7 @@ class MasterServer:
         tls: Path | None = None,
         revocations: Revocations | None = None,
         authority: Path | None = None,
+        has_stand_bys: bool = False,
         more_handlers: Sequence[grpc.GenericRpcHandler[Any, Any]] = (),
     ) -> None:
         refusals = SessionRefusals(writer.now)
@@ -82,12 +85,14 @@ class MasterServer:
         self._health: Any = aio_health.HealthServicer()
         self._limits = limits
         limiter = LimitInterceptor(limits, callers)
+        leader_first = (LeaderInterceptor(writer.ownership.refusal),) if has_stand_bys else ()
         self._audit = audit
         self._server = make_server(
             token,
             _OPTIONS,
             revocations=revocations,
-            first_interceptors=(AuditInterceptor(audit, callers),),
+            # Its refusals are in no audit log: callers of a stand-by try again elsewhere, many times.
+            first_interceptors=(*leader_first, AuditInterceptor(audit, callers)),
             more_interceptors=(limiter,),
         )
         job_service_pb2_grpc.add_JobServiceServicer_to_server(
@@ -112,7 +117,13 @@ class MasterServer:
             self.local_address = bind(self._server, _LOCAL)
 
     async def start(self) -> None:
+        """Accept calls. Until `lead`, health is NOT_SERVING."""
+        for service in ("", *_SERVICES):
+            await self._health.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._server.start()
+
+    async def lead(self) -> None:
+        """Report by health that this master answers."""
         for service in ("", *_SERVICES):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
 

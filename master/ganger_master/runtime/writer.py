@@ -26,11 +26,13 @@ from ganger_master.core.answers import Answer
 from ganger_master.core.availability import ClockReading, noticed
 from ganger_master.core.commands import Command, OpenStore, Tick
 from ganger_master.core.events import Effects
+from ganger_master.core.leader_lease import Candidate, LeaderLease
 from ganger_master.core.queue import GrantedLease
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 from ganger_master.core.state_image import restored
 from ganger_master.decision_log.recorder import AttachedRecording, DecisionRecording
+from ganger_master.runtime.leadership import Ownership
 from ganger_master.runtime.publication import CommittedState, LeaseStreams, MasterCounters, Publication, publication_of
 from ganger_master.runtime.state_directory import DatabaseMarks
 from ganger_master.store import tables
@@ -38,7 +40,6 @@ from ganger_master.store.tables import (
     Codec,
     CommitPace,
     HistoryEntry,
-    Ownership,
     Problem,
     Store,
     StoreError,
@@ -141,6 +142,7 @@ class Writer:
         # The newest placement lease that was sent.
         self._told = 0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_open = False
         # Whether it accepts commands: not while it reads the store, also after an error.
         self.is_ready = False
         # The reason that callers get while it is not ready.
@@ -152,14 +154,31 @@ class Writer:
         self._recording = AttachedRecording()
         self._failed_commits = 0
 
+    async def open(self, candidate: Candidate | None = None) -> LeaderLease | None:
+        """Take the store over. With a candidate only if it may lead; otherwise return the lease of the master that
+        leads, for this one to stand by. Raises StoreError."""
+        began_at = self._steady()
+        other = await self._thread.ask(self._store.open, candidate)
+        if candidate is not None:
+            self.ownership.stand_by(other)
+            if other is None:
+                self.ownership.hold(candidate.lease_s, began_at)
+        self._is_open = other is None
+        return other
+
     async def start(self) -> None:
-        """Open the store and load everything. Raises StoreError."""
-        await self._thread.ask(self._store.open)
+        """Load everything, from the store that `open` has taken over, or that it takes over itself. Raises
+        StoreError."""
+        if not self._is_open:
+            await self.open()
         await self._load()
+        self.ownership.lead()
         self._look_often()
 
     async def close(self) -> None:
-        """Commit what is accepted, then close the store."""
+        """Commit what is accepted, then close the store. Once: a second call does nothing."""
+        if self._is_closing:
+            return
         self._is_closing = True
         while self.is_ready and (self._committing or self._open.is_touched):
             await self._idle.wait()
@@ -424,6 +443,7 @@ class Writer:
         if self.fenced is None:
             log.critical("fenced", extra={"error": str(error)})
         self.fenced = error
+        self.ownership.lose()
         self.is_ready = False
         self.stopped.set()
 

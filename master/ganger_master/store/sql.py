@@ -1,5 +1,7 @@
 """The store on a SQL database: SQLite in WAL mode with synchronous=FULL by default, PostgreSQL by its SQLAlchemy URL.
 
+On SQLite a master that opens the store takes it over. On PostgreSQL masters may stand by (`store.lease_row`).
+
 A commit is one transaction, and a statement for each table that changes, whatever the number of its rows. The driver
 lets the interpreter go for each statement, and beside a busy event loop it gets it back only a moment later, so a
 statement for each row would wait as often as there are rows. (One statement for the whole batch, by a view and
@@ -12,7 +14,7 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -29,6 +31,15 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
+from ganger_master.core.leader_lease import Candidate, LeaderLease
+from ganger_master.store.lease_row import (
+    check_term,
+    end_commits,
+    give_back_lease,
+    is_held_up,
+    renew_lease,
+    take_lease,
+)
 from ganger_master.store.tables import (
     COLUMNS,
     STATE,
@@ -45,9 +56,17 @@ from ganger_master.store.tables import (
 _MIGRATIONS = Path(__file__).with_name("migrations")
 
 
+# Of PostgreSQL's advisory lock that one of several masters holds while it changes the schema.
+_SCHEMA_LOCK: Final = 0x67616E676572
+# The first schema with leases: a master of an older one knows of no stand-by.
+_LEASE_SCHEMA: Final = "0006"
+
+
 def upgrade(engine: Engine) -> None:
     """Update the schema, if need be, in one transaction where the database can. Raises StoreError."""
     with engine.begin() as connection:
+        if engine.dialect.name == "postgresql":
+            connection.execute(select(func.pg_advisory_xact_lock(_SCHEMA_LOCK)))
         if schema_of(connection) != ScriptDirectory.from_config(_config(None)).get_current_head():
             command.upgrade(_config(connection), "head")
 
@@ -128,6 +147,8 @@ def _text(verb: str, name: str, rows: int, dialect: Dialect) -> str:
 
 _ROWS_PER_FETCH: Final = 1_000
 _BUSY_MS: Final = 5_000
+# libpq: waits for a database server that does not answer, in seconds and milliseconds. The system would wait minutes.
+_LIBPQ_WAITS: Final = {"connect_timeout": "5", "tcp_user_timeout": "5000"}
 _SQLITE_ARGUMENTS: Final = {"timeout": _BUSY_MS / 1000, "cached_statements": _STATEMENTS_KEPT}
 
 
@@ -139,9 +160,14 @@ class SqlStore:
         self._engine = _engine_for(self._url)
         self._connection: Connection | None = None
         self._generation = 0
+        # Seconds of the lease; None without one.
+        self._lease_s: float | None = None
+        self.has_leases = self._engine.dialect.name == "postgresql"
 
-    def open(self) -> None:
+    def open(self, candidate: Candidate | None = None) -> LeaderLease | None:
         with explained(self._url):
+            if candidate is not None and self.has_leases:
+                return self._open_by_lease(candidate)
             _create_file(self._url)
             if self._engine.dialect.name == "sqlite":
                 with self._engine.connect() as connection:
@@ -150,6 +176,28 @@ class SqlStore:
             connection = self._open_connection()
             with connection.begin():
                 self._generation = _take_over(connection)
+        return None
+
+    def _open_by_lease(self, candidate: Candidate) -> LeaderLease | None:
+        with self._engine.connect() as connection:
+            # Raises for a newer schema. The schema of a running leader that is older stays until the lease is taken.
+            schema = schema_of(connection)
+        if schema is None or schema < _LEASE_SCHEMA:
+            upgrade(self._engine)
+        try:
+            with self._engine.begin() as connection:
+                taken = take_lease(connection, candidate)
+        except DBAPIError as error:
+            if not is_held_up(error):
+                raise
+            with self._engine.begin() as connection:
+                end_commits(connection)
+                taken = take_lease(connection, candidate)
+        if isinstance(taken, LeaderLease):
+            return taken
+        self._generation, self._lease_s = taken, candidate.lease_s
+        upgrade(self._engine)
+        return None
 
     def load(self) -> Iterator[StoredRow]:
         with explained(self._url), self._engine.connect() as connection:
@@ -189,8 +237,12 @@ class SqlStore:
 
     def check_owner(self) -> None:
         # On its own connection: that of the commits may be in the middle of a transaction.
-        with explained(self._url), self._engine.connect() as connection:
-            if connection.execute(_GENERATION).scalar() != self._generation:
+        with explained(self._url), self._engine.begin() as connection:
+            if self._lease_s is not None:
+                is_ours = renew_lease(connection, self._generation, self._lease_s)
+            else:
+                is_ours = connection.execute(_GENERATION).scalar() == self._generation
+            if not is_ours:
                 raise self._fenced()
 
     def history(self, subject: str, after_sequence: int, limit: int) -> Sequence[HistoryEntry]:
@@ -222,6 +274,11 @@ class SqlStore:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+        if self._lease_s is not None:
+            # A stand-by that cannot be told so waits for its end.
+            with suppress(SQLAlchemyError), self._engine.begin() as connection:
+                give_back_lease(connection, self._generation)
+            self._lease_s = None
         self._engine.dispose()
 
     def _open_connection(self) -> Connection:
@@ -235,6 +292,10 @@ class SqlStore:
     def _check_generation(self, connection: Connection) -> None:
         """Take the write lock, so that no other master begins to write before the transaction ends. Raises StoreError
         if one has."""
+        if self.has_leases:
+            if not check_term(connection, self._generation):
+                raise self._fenced()
+            return
         # Changing nothing would do, but an update also takes the row's lock where locks are rows'.
         text = f"UPDATE {writer.name} SET id = id WHERE generation = {self._generation}"
         if connection.exec_driver_sql(text).rowcount != 1:
@@ -263,6 +324,8 @@ def _commit(connection: Any, generation: int, statements: Sequence[Statement]) -
 
 def _take_over(connection: Connection) -> int:
     """Raise the generation and return it, so that a former master's commits are refused from now on."""
+    # Where commits only share the row's lock, an update alone would not wait for them. SQLite has no such lock.
+    connection.execute(_GENERATION.with_for_update())
     if connection.execute(update(writer).values(generation=writer.c.generation + 1)).rowcount == 0:
         connection.execute(insert(writer).values(id=1, generation=1))
     return int(connection.execute(_GENERATION).scalar_one())
@@ -272,7 +335,9 @@ def _engine_for(url: str | URL) -> Engine:
     try:
         parsed = make_url(url)
         if parsed.get_backend_name() != "sqlite":
-            return create_engine(parsed, pool_pre_ping=True)
+            waits = _LIBPQ_WAITS if parsed.get_driver_name().startswith("psycopg") else {}
+            arguments = {name: value for name, value in waits.items() if name not in parsed.query}
+            return create_engine(parsed, pool_pre_ping=True, connect_args=arguments)
         # One file handle per use: a pool would keep handles of a file that was replaced.
         engine = create_engine(parsed, poolclass=NullPool, connect_args=_SQLITE_ARGUMENTS)
     except ImportError as error:

@@ -1,6 +1,5 @@
 """What the master's writer asks of a store, and how it gets at one: its tables, with the core's elements as their
-rows; the thread that may block on the disk, the check that this master owns its database, the pause between commits,
-and the failpoints around them.
+rows; the thread that may block on the disk, the pause between commits, and the failpoints around them.
 
 A store keeps *elements*, each one row of a state table (the truth), and the *history* of what happened, for a while.
 It promises that a batch is durable and whole when `commit` returns, and that nothing of it is there when `commit`
@@ -20,8 +19,6 @@ would slow a single caller down, so the pause follows the size of the last batch
 from __future__ import annotations
 
 import asyncio
-import logging
-import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,17 +31,15 @@ from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 from ganger.cluster.resources import ConfigurationSet
-from ganger.wire.errors import NotReady
 from msgspec import Struct, field
 from msgspec.structs import replace
 from sqlalchemy import BigInteger, Column, Double, Index, Integer, MetaData, String, Table, Text
 
-from ganger_master.core.availability import covers
 from ganger_master.core.events import ELEMENT_TYPES, HistoryRow
 from ganger_master.core.gang_model import Gang, TimesliceGroup
 from ganger_master.core.job_model import JobRecord, JobSpec, Request
+from ganger_master.core.leader_lease import Candidate, LeaderLease
 from ganger_master.core.node_model import Counters, Element, Node
-from ganger_master.core.settings import CoreSettings
 from ganger_master.core.usage_model import UserUsage
 
 Cell = int | float | str | None
@@ -60,7 +55,7 @@ class Problem(Enum):
     FULL = "the disk is full: free some space; nothing accepted was lost"
     NEWER = "a newer ganger wrote it: start that version, or restore the backup made before its upgrade"
     UNREADABLE = "it cannot be read or written: check its path, its permissions and its disk"
-    FENCED = "another master has taken it over: this one ends; let one master run on a database"
+    FENCED = "another master has taken it over: this one ends"
     DAMAGED = "put a backup in its place (`ganger master restore`)"
 
 
@@ -108,8 +103,14 @@ class Store(Protocol):
     """Called from one thread at a time, except `history`, `check_owner` and `prepare`: those may run beside the
     others."""
 
-    def open(self) -> None:
-        """Brings the schema up to date and takes the store over from any former master. Raises StoreError."""
+    # Whether masters may stand by: the store knows which of them leads by a lease.
+    has_leases: bool
+
+    def open(self, candidate: Candidate | None = None) -> LeaderLease | None:
+        """Bring the schema up to date and take the store over from any former master. Raises StoreError.
+
+        With a candidate, only if it may take the lease. Otherwise return the lease of the master that leads, and change
+        nothing."""
 
     def load(self) -> Iterator[StoredRow]:
         """Every element, table by table in the order of `STATE`, in no order within one. Raises StoreError."""
@@ -121,7 +122,8 @@ class Store(Protocol):
         """Does of `commit` what needs no disk; what is left of it, to be called in the order of the batches."""
 
     def check_owner(self) -> None:
-        """Return if no other master has taken the store over since `open`. Reads one row. Raises StoreError."""
+        """Return if no other master has taken the store over since `open`, and renew the lease, if this master has
+        one. Touches one row. Raises StoreError."""
 
     def history(self, subject: str, after_sequence: int, limit: int) -> Sequence[HistoryEntry]:
         """Oldest first; subject "" means all. Raises StoreError."""
@@ -132,7 +134,8 @@ class Store(Protocol):
     def compact(self, before_time: float, limit: int) -> int:
         """Forgets at most `limit` entries of history older than a time; returns how many went."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give the lease back, if this master has one, so that a stand-by need not wait for its end."""
 
 
 metadata = MetaData(
@@ -145,9 +148,16 @@ metadata = MetaData(
 
 _KEY_LENGTH: Final = 255
 
-# One row: which master may write. A commit under an older generation is refused.
+# One row: which master may write. A commit under an older generation, the term of its master, is refused. Where there
+# are leases: that of the master that leads; its expiry is in Unix seconds of the database's clock.
 writer = Table(
-    "writer", metadata, Column("id", Integer, primary_key=True), Column("generation", BigInteger, nullable=False)
+    "writer",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("generation", BigInteger, nullable=False),
+    Column("holder", String(_KEY_LENGTH)),
+    Column("address", String(_KEY_LENGTH)),
+    Column("expiry", Double),
 )
 
 
@@ -385,63 +395,6 @@ class StoreThread:
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             work()
-
-
-log = logging.getLogger(__name__)
-
-
-class Ownership:
-    """Ownership of a store, for one event loop. `clock` counts seconds, is never set, and runs on while the machine
-    sleeps. `on_fenced` is called when another master has taken the store over.
-
-    Checks have a thread of their own, so that they do not wait behind commits, nor commits behind them."""
-
-    def __init__(
-        self, store: Store, settings: CoreSettings, clock: Callable[[], float], on_fenced: Callable[[StoreError], None]
-    ) -> None:
-        self.now = clock
-        self._store = store
-        self._settings = settings
-        self._on_fenced = on_fenced
-        self._thread = StoreThread("ownership")
-        self._verified_at = -math.inf
-        self._check: asyncio.Task[StoreError | None] | None = None
-
-    async def confirm(self, received_at: float) -> None:
-        """Return once a call received then (`now`) may be answered. Raises NotReady if the store is another master's,
-        or cannot be read."""
-        while not covers(self._settings, self._verified_at, received_at):
-            problem = await asyncio.shield(self.check())
-            if problem is not None:
-                raise NotReady(f"not answered: {problem}") from problem
-
-    def check(self) -> asyncio.Task[StoreError | None]:
-        """Return the check that is under way, or a new one. Its result is the error; None if this master owns the
-        store."""
-        if self._check is None:
-            self._check = asyncio.get_running_loop().create_task(self._verify())
-        return self._check
-
-    def close(self) -> None:
-        """End without waiting for a check that hangs."""
-        if self._check is not None:
-            self._check.cancel()
-        self._thread.end()
-
-    async def _verify(self) -> StoreError | None:
-        began_at = self.now()
-        try:
-            await self._thread.ask(self._store.check_owner)
-        except StoreError as error:
-            if error.problem is Problem.FENCED:
-                self._on_fenced(error)
-            else:
-                log.warning("ownership of the store not verified", extra={"error": str(error)})
-            return error
-        finally:
-            self._check = None
-        self._verified_at = began_at
-        return None
 
 
 _SHORTEST_S: Final = 0.003

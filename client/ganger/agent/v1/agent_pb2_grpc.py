@@ -67,7 +67,8 @@ class AgentServiceServicer(object):
         """Opens a session; older sessions of this node are void. Gangs that run keep running.
         Errors: FAILED_PRECONDITION/{NODE_NAME_TAKEN (another machine holds a live session), STORAGE_MISMATCH,
         WIRE_VERSION_UNSUPPORTED (no version in common; metadata "caller" and "server": both ranges)},
-        INVALID_ARGUMENT/{CONFIGURATION_SET_MISMATCH, NAME_INVALID}, UNAUTHENTICATED/TOKEN_INVALID, UNAVAILABLE/NOT_READY.
+        INVALID_ARGUMENT/{CONFIGURATION_SET_MISMATCH, NAME_INVALID}, UNAUTHENTICATED/TOKEN_INVALID, UNAVAILABLE/{NOT_READY,
+        NOT_LEADER (another master leads)}.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -75,7 +76,7 @@ class AgentServiceServicer(object):
 
     def Reconcile(self, request, context):
         """Observed up, desired down. Held up to max_wait while nothing changed. The master answers only the newest call of a
-        session. Errors: ABORTED/SESSION_SUPERSEDED (open a new session, keep what runs), UNAVAILABLE/NOT_READY.
+        session. Errors: ABORTED/SESSION_SUPERSEDED (open a new session, keep what runs), UNAVAILABLE/{NOT_READY, NOT_LEADER}.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

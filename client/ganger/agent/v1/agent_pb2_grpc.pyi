@@ -33,11 +33,12 @@ class AgentServiceStub:
     """Opens a session; older sessions of this node are void. Gangs that run keep running.
     Errors: FAILED_PRECONDITION/{NODE_NAME_TAKEN (another machine holds a live session), STORAGE_MISMATCH,
     WIRE_VERSION_UNSUPPORTED (no version in common; metadata "caller" and "server": both ranges)},
-    INVALID_ARGUMENT/{CONFIGURATION_SET_MISMATCH, NAME_INVALID}, UNAUTHENTICATED/TOKEN_INVALID, UNAVAILABLE/NOT_READY.
+    INVALID_ARGUMENT/{CONFIGURATION_SET_MISMATCH, NAME_INVALID}, UNAUTHENTICATED/TOKEN_INVALID, UNAVAILABLE/{NOT_READY,
+    NOT_LEADER (another master leads)}.
     """
     Reconcile: grpc.UnaryUnaryMultiCallable[ganger.agent.v1.agent_pb2.ReconcileRequest, ganger.agent.v1.agent_pb2.ReconcileResponse]
     """Observed up, desired down. Held up to max_wait while nothing changed. The master answers only the newest call of a
-    session. Errors: ABORTED/SESSION_SUPERSEDED (open a new session, keep what runs), UNAVAILABLE/NOT_READY.
+    session. Errors: ABORTED/SESSION_SUPERSEDED (open a new session, keep what runs), UNAVAILABLE/{NOT_READY, NOT_LEADER}.
     """
     RenewCertificate: grpc.UnaryUnaryMultiCallable[ganger.agent.v1.agent_pb2.RenewCertificateRequest, ganger.agent.v1.agent_pb2.RenewCertificateResponse]
     """A certificate of the same names for another key, where the master has the authority's. Errors: UNIMPLEMENTED/
@@ -58,11 +59,12 @@ class AgentServiceAsyncStub(AgentServiceStub):
     """Opens a session; older sessions of this node are void. Gangs that run keep running.
     Errors: FAILED_PRECONDITION/{NODE_NAME_TAKEN (another machine holds a live session), STORAGE_MISMATCH,
     WIRE_VERSION_UNSUPPORTED (no version in common; metadata "caller" and "server": both ranges)},
-    INVALID_ARGUMENT/{CONFIGURATION_SET_MISMATCH, NAME_INVALID}, UNAUTHENTICATED/TOKEN_INVALID, UNAVAILABLE/NOT_READY.
+    INVALID_ARGUMENT/{CONFIGURATION_SET_MISMATCH, NAME_INVALID}, UNAUTHENTICATED/TOKEN_INVALID, UNAVAILABLE/{NOT_READY,
+    NOT_LEADER (another master leads)}.
     """
     Reconcile: grpc.aio.UnaryUnaryMultiCallable[ganger.agent.v1.agent_pb2.ReconcileRequest, ganger.agent.v1.agent_pb2.ReconcileResponse]  # type: ignore[assignment]
     """Observed up, desired down. Held up to max_wait while nothing changed. The master answers only the newest call of a
-    session. Errors: ABORTED/SESSION_SUPERSEDED (open a new session, keep what runs), UNAVAILABLE/NOT_READY.
+    session. Errors: ABORTED/SESSION_SUPERSEDED (open a new session, keep what runs), UNAVAILABLE/{NOT_READY, NOT_LEADER}.
     """
     RenewCertificate: grpc.aio.UnaryUnaryMultiCallable[ganger.agent.v1.agent_pb2.RenewCertificateRequest, ganger.agent.v1.agent_pb2.RenewCertificateResponse]  # type: ignore[assignment]
     """A certificate of the same names for another key, where the master has the authority's. Errors: UNIMPLEMENTED/
@@ -86,7 +88,8 @@ class AgentServiceServicer(metaclass=abc.ABCMeta):
         """Opens a session; older sessions of this node are void. Gangs that run keep running.
         Errors: FAILED_PRECONDITION/{NODE_NAME_TAKEN (another machine holds a live session), STORAGE_MISMATCH,
         WIRE_VERSION_UNSUPPORTED (no version in common; metadata "caller" and "server": both ranges)},
-        INVALID_ARGUMENT/{CONFIGURATION_SET_MISMATCH, NAME_INVALID}, UNAUTHENTICATED/TOKEN_INVALID, UNAVAILABLE/NOT_READY.
+        INVALID_ARGUMENT/{CONFIGURATION_SET_MISMATCH, NAME_INVALID}, UNAUTHENTICATED/TOKEN_INVALID, UNAVAILABLE/{NOT_READY,
+        NOT_LEADER (another master leads)}.
         """
 
     @abc.abstractmethod
@@ -96,7 +99,7 @@ class AgentServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[ganger.agent.v1.agent_pb2.ReconcileResponse, collections.abc.Awaitable[ganger.agent.v1.agent_pb2.ReconcileResponse]]:
         """Observed up, desired down. Held up to max_wait while nothing changed. The master answers only the newest call of a
-        session. Errors: ABORTED/SESSION_SUPERSEDED (open a new session, keep what runs), UNAVAILABLE/NOT_READY.
+        session. Errors: ABORTED/SESSION_SUPERSEDED (open a new session, keep what runs), UNAVAILABLE/{NOT_READY, NOT_LEADER}.
         """
 
     @abc.abstractmethod

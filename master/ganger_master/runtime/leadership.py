@@ -1,0 +1,120 @@
+"""Whether this master may answer: its ownership of the store, and the lease by which one of several masters leads."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable
+
+from ganger.wire.errors import ApiError, NotLeader, NotReady
+
+from ganger_master.core.availability import covers
+from ganger_master.core.leader_lease import LeaderLease, is_held, renewal_interval_s
+from ganger_master.core.settings import CoreSettings
+from ganger_master.store.tables import Problem, Store, StoreError, StoreThread
+
+log = logging.getLogger(__name__)
+
+
+class Ownership:
+    """Ownership of a store, for one event loop. `clock` counts seconds, is never set, and runs on while the machine
+    sleeps. `on_fenced` is called when another master has taken the store over.
+
+    With a lease, each check renews it, and the master answers nothing while it may have expired. Checks have a thread
+    of their own, so that they do not wait behind commits, nor commits behind them."""
+
+    def __init__(
+        self, store: Store, settings: CoreSettings, clock: Callable[[], float], on_fenced: Callable[[StoreError], None]
+    ) -> None:
+        self.now = clock
+        self._store = store
+        self._settings = settings
+        self._on_fenced = on_fenced
+        self._thread = StoreThread("ownership")
+        self._verified_at = -math.inf
+        self._check: asyncio.Task[StoreError | None] | None = None
+        # Seconds of the lease; None without one.
+        self._lease_s: float | None = None
+        self._renewal: asyncio.TimerHandle | None = None
+        # Why this master does not lead, and the address of the one that does; empty if it leads, or needs no lease.
+        self._away = self._leader = ""
+
+    def stand_by(self, leader: LeaderLease | None) -> None:
+        """Answer nothing: this master does not lead. `leader`: the lease of the one that does, if it is known."""
+        self._leader = ""
+        if leader is None:
+            self._away = "this master does not lead yet: try again"
+        elif leader.left_s > 0.0 and leader.address:
+            self._leader = leader.address
+            self._away = f"this master stands by; the one at {leader.address} leads"
+        else:
+            self._away = "this master stands by, and the lease of the one that led has expired: try again"
+
+    def hold(self, lease_s: float, taken_at: float) -> None:
+        """Renew a lease from now on. `taken_at`: when it was requested, by the clock of this object."""
+        self._lease_s, self._verified_at = lease_s, taken_at
+        self._renew_later(lease_s)
+
+    def lead(self) -> None:
+        """Answer calls from now on, while the lease lasts."""
+        self._away = self._leader = ""
+
+    def lose(self) -> None:
+        """Answer nothing any more: another master has taken the store over."""
+        if self._lease_s is not None:
+            self._away = "this master led until another one took its lease: ask that one"
+
+    def refusal(self) -> ApiError | None:
+        """Return why this master may answer no call now; None if it may."""
+        if self._away:
+            return NotLeader(self._away, leader=self._leader) if self._leader else NotLeader(self._away)
+        if self._lease_s is None or is_held(self._verified_at, self.now(), self._lease_s):
+            return None
+        return NotLeader("this master could not renew its lease: another one may lead")
+
+    def _renew_later(self, lease_s: float) -> None:
+        def renew() -> None:
+            self.check()
+            self._renew_later(lease_s)
+
+        self._renewal = asyncio.get_running_loop().call_later(renewal_interval_s(lease_s), renew)
+
+    async def confirm(self, received_at: float) -> None:
+        """Return once a call received then (`now`) may be answered. Raises NotReady if the store is another master's,
+        or cannot be read."""
+        while not covers(self._settings, self._verified_at, received_at):
+            problem = await asyncio.shield(self.check())
+            if problem is not None:
+                raise NotReady(f"not answered: {problem}") from problem
+
+    def check(self) -> asyncio.Task[StoreError | None]:
+        """Return the check that is under way, or a new one. Its result is the error; None if this master owns the
+        store."""
+        if self._check is None:
+            self._check = asyncio.get_running_loop().create_task(self._verify())
+        return self._check
+
+    def close(self) -> None:
+        """End without waiting for a check that hangs."""
+        if self._renewal is not None:
+            self._renewal.cancel()
+        if self._check is not None:
+            self._check.cancel()
+        self._thread.end()
+
+    async def _verify(self) -> StoreError | None:
+        began_at = self.now()
+        try:
+            await self._thread.ask(self._store.check_owner)
+        except StoreError as error:
+            if error.problem is Problem.FENCED:
+                self.lose()
+                self._on_fenced(error)
+            else:
+                log.warning("ownership of the store not verified", extra={"error": str(error)})
+            return error
+        finally:
+            self._check = None
+        self._verified_at = began_at
+        return None
