@@ -50,7 +50,8 @@ _PUBLISH_S = 60.0
 class Client:
     """Talks to one master: `master` is an address or a directory holding endpoint.json (default: $GANGER_MASTER, else
     the cluster of `ganger up`). On another machine it asks for a certificate: $GANGER_TLS names the directory, or
-    `Endpoint(address, tls=directory)`. `patience_s` is how long streams try to find a master that went away.
+    `Endpoint(address, tls=directory)`. Of several masters, "HOST:PORT,HOST:PORT", it talks to the one that leads.
+    `patience_s` is how long streams try to find a master that went away.
     Thread-safe. Raises EndpointError if no master can be named."""
 
     def __init__(self, master: str | Endpoint | None = None, *, patience_s: float = 60.0) -> None:
@@ -440,7 +441,8 @@ class Client:
     def _find_again(self) -> None:
         """Read the endpoint again: a restarted master may listen at another address, which it writes to its
         directory."""
-        if isinstance(self._master, Endpoint):
+        if isinstance(self._master, Endpoint) or self.endpoint.masters is not None:
+            # The channel to a list of masters finds the one that leads.
             return
         with self._lock:
             try:
@@ -455,7 +457,7 @@ class Client:
 
     def _explained(self, error: ApiError) -> ApiError:
         if isinstance(error, Unreachable):
-            address = self.endpoint.address
+            address = str(self.endpoint.masters or self.endpoint.address)
             if self.endpoint.tls:
                 # gRPC does not report what is wrong with certificates.
                 from ganger.wire.tls import trouble_with
@@ -470,7 +472,8 @@ class Client:
                 hint = f"or does it ask for a certificate? Name the directory of yours by ${TLS_VARIABLE}"
             return Unreachable(f"no master answers at {address} ({cause}): is it running? {hint}")
         if isinstance(error, DeadlineExceeded):
-            return DeadlineExceeded(f"the master at {self.endpoint.address} did not answer in time: try again")
+            place = self.endpoint.masters or self.endpoint.address
+            return DeadlineExceeded(f"the master at {place} did not answer in time: try again")
         if isinstance(error, MessageTooLarge) and "larger than max" in error.message:
             return MessageTooLarge(f"the message is larger than {MAX_MESSAGE_BYTES} bytes: ask for or send less")
         return error

@@ -39,6 +39,7 @@ from ganger.wire import times
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint, EndpointError, find_endpoint
 from ganger.wire.errors import JobNotFound, from_rpc_error
+from ganger.wire.masters import note_failure
 
 
 @dataclass(slots=True, eq=False)
@@ -203,6 +204,8 @@ class SchedulerHost:
         name: str = "",
     ) -> None:
         self._find = find
+        # The master of the last connection.
+        self._endpoint: Endpoint | None = None
         self._make_scheduler = make_scheduler
         self._jobs = tuple(jobs)
         self._name = name or f"{'run' if jobs else 'default'}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -227,6 +230,7 @@ class SchedulerHost:
             try:
                 await self._serve()
             except (grpc.aio.AioRpcError, EndpointError, OSError) as error:
+                note_failure(self._endpoint, error)
                 if isinstance(error, grpc.aio.AioRpcError) and isinstance(from_rpc_error(error), JobNotFound):
                     raise from_rpc_error(error) from error
                 log.info("master is away: %s", await why_away(error, self._find))
@@ -242,7 +246,8 @@ class SchedulerHost:
         self.mirror.forget()
         self._unsent.clear()
         self._sent.clear()
-        async with open_aio_channel(self._find()) as channel:
+        self._endpoint = self._find()
+        async with open_aio_channel(self._endpoint) as channel:
             scheduling = scheduling_pb2_grpc.SchedulingServiceStub(channel)
             stop = asyncio.Event()
             parts: list[Coroutine[Any, Any, object]]

@@ -96,12 +96,32 @@ _CLIENT_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.service_config_disable_resolution", 1),
 )
 
+# To one of several masters. One that hangs is left within two seconds. (`keepalive_timeout_ms` alone has no effect on a
+# peer that hangs, as of gRPC 1.85.) Another one is tried at once, rather than the same one again.
+_LISTED_OPTIONS: tuple[tuple[str, int | str], ...] = (
+    ("grpc.keepalive_time_ms", 1_000),
+    ("grpc.keepalive_timeout_ms", 1_000),
+    ("grpc.http2.ping_timeout_ms", 1_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.enable_retries", 0),
+)
+
 
 def open_channel(
     endpoint: Endpoint, options: Sequence[tuple[str, int | str]] = (), role: CallerRole = CallerRole.MASTER
 ) -> grpc.Channel:
     """A blocking channel to a server of this role. Close it. Raises EndpointError for an address that cannot be
-    dialled, or a certificate that cannot be read."""
+    dialled, or a certificate that cannot be read. Where the endpoint is of a list of masters, calls go to the one that
+    leads, also after another one has taken over."""
+    if endpoint.masters is not None:
+        from ganger.wire.masters import LeaderChannel
+
+        return cast(
+            grpc.Channel,
+            LeaderChannel(
+                endpoint.masters, lambda one: _opened(grpc, one, options, CallerRole.MASTER, _credentials(one))
+            ),
+        )
     return cast(grpc.Channel, _opened(grpc, endpoint, options, role, _credentials(endpoint)))
 
 
@@ -139,11 +159,13 @@ def _credentials(endpoint: Endpoint) -> grpc.ChannelCredentials | None:
 def _options(
     endpoint: Endpoint, options: Sequence[tuple[str, int | str]], role: CallerRole
 ) -> tuple[tuple[str, int | str], ...]:
-    if not endpoint.tls or endpoint.address.startswith("unix:"):
-        return (*_CLIENT_OPTIONS, *options)
-    # The certificate has to state the role, too: certificates of other roles name the same host.
-    expected = served_name(role, host_of(endpoint.address))
-    return (*_CLIENT_OPTIONS, ("grpc.ssl_target_name_override", expected), *options)
+    if endpoint.masters is not None:
+        options = (*_LISTED_OPTIONS, *options)
+    if endpoint.tls and not endpoint.address.startswith("unix:"):
+        # The certificate has to state the role, too: certificates of other roles name the same host.
+        options = (("grpc.ssl_target_name_override", served_name(role, host_of(endpoint.address))), *options)
+    # A later option of the same name wins.
+    return tuple(dict((*_CLIENT_OPTIONS, *options)).items())
 
 
 # For calls under way on a channel that is replaced: some last as long as a job.

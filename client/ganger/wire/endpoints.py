@@ -3,6 +3,10 @@
 An address is "unix:PATH" or "HOST:PORT". A server that starts writes STATE_DIR/endpoint.json {"address", "token_file"};
 clients on the same machine read it. Without certificates (`ganger.wire.tls`) a server listens on this machine only, and
 clients dial no other.
+
+Of several masters of one cluster one leads. A list of them is a text of addresses, or of state directories, separated
+by commas. All connections of a process to the same list share what was found: a master that did not answer is left
+alone for a while, and a stand-by names the leader.
 """
 
 from __future__ import annotations
@@ -11,7 +15,11 @@ import errno
 import json
 import os
 import stat
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 
 from ganger.text import os_reason
@@ -21,6 +29,8 @@ TOKEN_FILE = "token"
 MASTER_VARIABLE = "GANGER_MASTER"
 TOKEN_VARIABLE = "GANGER_TOKEN"
 TLS_VARIABLE = "GANGER_TLS"
+# A master that has not answered is called again only if no other one is left, for so long.
+_LEFT_ALONE_S = 2.0
 # sockaddr_un holds 108 bytes, the last one a NUL.
 _MAX_SOCKET_PATH_BYTES = 107
 
@@ -44,6 +54,8 @@ class Endpoint:
     address: str
     token: str = ""
     tls: str = ""
+    # The list that it is of; None where one master was named.
+    masters: MasterList | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         guard = f"tls={self.tls!r}" if self.tls else f"token={'set' if self.token else 'none'}"
@@ -60,8 +72,11 @@ def find_endpoint(master: str | None = None, tls: str | None = None) -> Endpoint
     """The master to talk to: `master` (an address or a directory that holds endpoint.json), else $GANGER_MASTER, else
     the default state directory. HOST:PORT is dialled with the certificate in the directory `tls`, else $GANGER_TLS, if
     there is one. Otherwise the token of a bare address is $GANGER_TOKEN, or that of an endpoint.json beside the socket
-    or in the default state directory that names the same address. Raises EndpointError."""
+    or in the default state directory that names the same address. Of several, separated by commas, it is the one that
+    leads as far as this process has found out (`MasterList`). Raises EndpointError."""
     wanted = master or os.environ.get(MASTER_VARIABLE) or ""
+    if "," in wanted and not Path(wanted).expanduser().exists():
+        return master_list(_parts_of(wanted), tls).endpoint()
     if not wanted:
         directory = default_state_directory()
         if not (directory / ENDPOINT_FILE).exists():
@@ -88,6 +103,94 @@ def find_endpoint(master: str | None = None, tls: str | None = None) -> Endpoint
                     token = known.token
                     break
     return Endpoint(wanted, token)
+
+
+def _parts_of(masters: str) -> tuple[str, ...]:
+    """Return the masters that a list names. Raises EndpointError for a list with a gap."""
+    parts = tuple(part.strip() for part in masters.split(","))
+    if not all(parts):
+        raise EndpointError(f"{masters!r} is not a list of masters: give HOST:PORT,HOST:PORT")
+    return parts
+
+
+def next_master(count: int, current: int, unreachable: Collection[int], leader: int | None = None) -> int:
+    """Return which of `count` masters to call after `current` did not lead, or did not answer.
+
+    unreachable: those that did not answer lately.
+    leader: the one that a stand-by has named, if it is in the list.
+
+    A stand-by names the former leader until that one's lease expires. So a leader that did not answer is not called,
+    and the stand-by is called again where it is the only master that answers.
+    """
+    if leader is not None and leader != current and leader not in unreachable:
+        return leader
+    following = [(current + step) % count for step in range(1, count + 1)]
+    return next((number for number in following if number not in unreachable), following[0])
+
+
+class MasterList:
+    """The masters of a list, and the one to call now. Thread-safe. `parts`: addresses or state directories; `tls`: as
+    in `find_endpoint`."""
+
+    def __init__(self, parts: tuple[str, ...], tls: str | None = None, clock: Callable[[], float] = time.monotonic):
+        self._parts = parts
+        self._tls = tls
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._current = 0
+        # When each did not answer, by its number.
+        self._unanswered: dict[int, float] = {}
+
+    def endpoint(self) -> Endpoint:
+        """Return the master to call now. Raises EndpointError if none can be named."""
+        problem: EndpointError | None = None
+        with self._lock:
+            numbers = [(self._current + step) % len(self._parts) for step in range(len(self._parts))]
+        for number in numbers:
+            try:
+                found = replace(find_endpoint(self._parts[number], self._tls), masters=self)
+                with self._lock:
+                    self._current = number
+                return found
+            except EndpointError as error:
+                # The directory of a master that does not run names no address.
+                if error.found:
+                    raise
+                problem = problem or error
+        assert problem is not None, "a list has masters"
+        raise problem
+
+    def note(self, tried: Endpoint, leader: str = "", *, has_answered: bool) -> None:
+        """Choose the master to call next, after a call to `tried`, which does not lead or has not answered. `leader`:
+        the address that it has named; empty if none."""
+        number = self._number_of(tried.address)
+        with self._lock:
+            # Another call may have found out before.
+            if number is None or number != self._current:
+                return
+            now = self._clock()
+            if not has_answered:
+                self._unanswered[number] = now
+            unreachable = {one for one, since in self._unanswered.items() if now - since < _LEFT_ALONE_S}
+            self._current = next_master(len(self._parts), number, unreachable, self._number_of(leader))
+
+    def _number_of(self, address: str) -> int | None:
+        for number, part in enumerate(self._parts):
+            try:
+                if address and address in (part, find_endpoint(part, self._tls).address):
+                    return number
+            except EndpointError:
+                continue
+        return None
+
+    def __str__(self) -> str:
+        return ",".join(self._parts)
+
+
+@lru_cache(maxsize=64)
+def master_list(parts: tuple[str, ...], tls: str | None) -> MasterList:
+    """Return the list of these masters, one for the whole process."""
+    return MasterList(parts, tls)
 
 
 def read_endpoint(directory: Path) -> Endpoint:

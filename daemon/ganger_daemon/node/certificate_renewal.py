@@ -19,6 +19,7 @@ from ganger.text import os_failure
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint, EndpointError
 from ganger.wire.errors import from_rpc_error, reason_of
+from ganger.wire.masters import note_failure
 from ganger.wire.tls import CERTIFICATE
 
 log = logging.getLogger(__name__)
@@ -66,14 +67,17 @@ def _times(directory: Path) -> tuple[float, float]:
 async def _renew(directory: Path, find_master: Callable[[], Endpoint]) -> None:
     from ganger.wire.certificate_authority import CertificateError, replace_files, request_renewal
 
+    endpoint: Endpoint | None = None
     try:
         former = await asyncio.to_thread((directory / CERTIFICATE).read_bytes)
         key, request = await asyncio.to_thread(request_renewal)
-        async with open_aio_channel(find_master()) as channel:
+        endpoint = find_master()
+        async with open_aio_channel(endpoint) as channel:
             stub: Any = agent_pb2_grpc.AgentServiceStub(channel)
             answer = await stub.RenewCertificate(agent_pb2.RenewCertificateRequest(signing_request=request))
         await asyncio.to_thread(replace_files, directory, former, key, answer.certificate)
     except grpc.aio.AioRpcError as error:
+        note_failure(endpoint, error)
         raise RenewalError(f"{reason_of(error)}: {from_rpc_error(error).message}") from error
     except (EndpointError, CertificateError) as error:
         raise RenewalError(str(error)) from error

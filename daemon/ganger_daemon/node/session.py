@@ -29,6 +29,7 @@ from ganger.wire.channels import (
 )
 from ganger.wire.endpoints import CredentialError, Endpoint, EndpointError
 from ganger.wire.errors import WireVersionUnsupported, from_rpc_error, reason_of
+from ganger.wire.masters import note_failure
 from ganger.wire.times import duration, seconds, timestamp
 from ganger.wire.tls import trouble_with, version_of
 from google.protobuf import json_format
@@ -200,6 +201,8 @@ class Session:
         self._seen = DatabasePosition(host.paths.state / "master.json")
         self._news = asyncio.Event()
         self._wait = _FIRST_RETRY_S
+        # Masters tried since one has answered.
+        self._tried: set[Endpoint] = set()
         self.connected = asyncio.Event()
 
     def news(self) -> None:
@@ -232,6 +235,7 @@ class Session:
                 log.error("master not reached", extra={"reason": error.reason, "error": error.message})
                 self._wait = _LASTING_RETRY_S
             except grpc.aio.AioRpcError as error:
+                note_failure(endpoint, error)
                 reason = reason_of(from_rpc_error(error))
                 # A connection shows the certificate with which it was made: one that was renewed since then is dialled
                 # with at once.
@@ -251,12 +255,15 @@ class Session:
             self._wait = min(_LAST_RETRY_S, self._wait * 2)
 
     async def _pause(self, tried: Endpoint | None) -> None:
-        """Wait before the next attempt; a master that announces another address ends the wait."""
+        """Wait before the next attempt; a master at an address that was not tried since the last answer ends the
+        wait."""
+        if tried is not None:
+            self._tried.add(tried)
         until = time.monotonic() + self._wait * (0.5 + random.random())
         while (left := until - time.monotonic()) > 0:
             await asyncio.sleep(min(_LOOK_S, left))
             try:
-                if self._find_master() != tried:
+                if self._find_master() not in self._tried:
                     return
             except EndpointError:
                 continue
@@ -305,6 +312,7 @@ class Session:
                 if answer is None:
                     continue  # News came first
                 self._wait = _FIRST_RETRY_S
+                self._tried.clear()
                 await self._take(answer, conversation, sent_at)
                 self.connected.set()
         finally:

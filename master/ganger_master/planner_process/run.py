@@ -26,6 +26,7 @@ from ganger.wire import times
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import Endpoint, EndpointError
 from ganger.wire.errors import Restoring
+from ganger.wire.masters import note_failure
 
 from ganger_master.core.answers import ChangeAnswer
 from ganger_master.core.gang_model import Gang
@@ -91,6 +92,8 @@ class Planner:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._find = find
+        # The master of the last connection.
+        self._endpoint: Endpoint | None = None
         self._policy_name = policy
         self._plan_every_s = plan_every_s
         self._clock = clock
@@ -131,6 +134,7 @@ class Planner:
             try:
                 await self._serve()
             except (grpc.aio.AioRpcError, EndpointError, OSError) as error:
+                note_failure(self._endpoint, error)
                 self._note_away(await why_away(error, self._find))
             except TimeoutError:
                 log.warning("approvals were missed: requesting the whole state anew")
@@ -161,7 +165,8 @@ class Planner:
         if self._loop is not None:
             self._memory = self._loop.memory
         self._start_over()
-        async with open_aio_channel(self._find()) as channel:
+        self._endpoint = self._find()
+        async with open_aio_channel(self._endpoint) as channel:
             scheduling: Any = scheduling_pb2_grpc.SchedulingServiceStub(channel)
             await first_end(
                 [
