@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Self
 
 START_S = 90.0
 GANGER = (sys.executable, "-m", "ganger.cli.main")
@@ -51,17 +52,12 @@ class BenchCluster:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._environment = {**os.environ, "GANGER_MASTER": str(self.master), "PYTHONUNBUFFERED": "1"}
 
-    def __enter__(self) -> BenchCluster:
+    def __enter__(self) -> Self:
         # SIGTERM to the benchmark also ends what it started
         self._before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         try:
             (self.directory / "storage").mkdir()
-            self._spawn(
-                "master",
-                *("--state-dir", str(self.master), "--storage", str(self.directory / "storage")),
-                *self._master_options,
-            )
-            self.until((self.master / "endpoint.json").exists, START_S, "the master serves")
+            self._start_master()
             for name in self._nodes:
                 self._spawn(
                     "daemon",
@@ -75,6 +71,14 @@ class BenchCluster:
             self.stop()
             raise
         return self
+
+    def _start_master(self) -> None:
+        self._spawn(
+            "master",
+            *("--state-dir", str(self.master), "--storage", str(self.directory / "storage")),
+            *self._master_options,
+        )
+        self.until((self.master / "endpoint.json").exists, START_S, "the master serves")
 
     def __exit__(self, *reason: object) -> None:
         self.stop()
