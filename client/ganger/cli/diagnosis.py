@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from importlib import metadata
 from importlib.metadata import entry_points
 from itertools import islice
@@ -29,6 +29,7 @@ from ganger.cli.checkout import require_server
 from ganger.cli.options import json_option, number, open_client
 from ganger.console import CommandError, Directory, ExitCode, enum_text, plain, print_json, print_line
 from ganger.text import counted, os_failure
+from ganger.wire.methods import VISIBLE_OF_JOB, VISIBLE_OF_SPEC
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -238,14 +239,8 @@ _JOBS: Final = 5_000
 _LOG_LINES: Final = 20_000
 _LOG_S: Final = 30.0
 # Of a job, what scheduling looks at and what it decided; of its events, no text: that of a failure may be the job's.
-_JOB: Final = frozenset({
-    "name", "uid", "user", "state", "revision", "gang", "suspended_level", "create_time", "start_time", "end_time",
-    "failures", "preemptions", "blockers", "queue_rank", "run_duration", "running_since_time",
-})  # fmt: skip
-_SPEC: Final = frozenset({
-    "roles", "device_type", "locality", "nodes", "priority", "time_limit", "gpu_memory_bytes", "max_failures",
-    "preemptible", "gpus_min", "gpus_max", "deadline", "movable", "weight", "mechanism", "checkpoint_interval",
-})  # fmt: skip
+_JOB: Final = {*VISIBLE_OF_JOB.split()} - {"spec", "progress", "array"}
+_SPEC: Final = {*VISIBLE_OF_SPEC.split()} - {"display_name"} | {"mechanism", "checkpoint_interval"}
 _EVENT: Final = frozenset({"sequence", "time", "subject", "kind", "cause"})
 _QUARANTINED: Final = frozenset({"name", "job", "job_known", "epoch", "parts", "reason", "user", "adoption_refusal"})
 
@@ -310,7 +305,7 @@ def _of_event(event: Message) -> dict[str, Any]:
     return shown if shown["subject"].startswith("nodes/") else _only(shown, _EVENT)
 
 
-def _only(values: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
+def _only(values: dict[str, Any], names: Set[str]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in names}
 
 

@@ -59,6 +59,16 @@ class Method:
     largest_bytes: int = 64 * 1024
 
 
+# The fields of a job and of what it requests that all users may read: neither commands and environments nor results.
+VISIBLE_OF_JOB: Final = (
+    "name uid spec user state revision gang suspended_level create_time start_time end_time failures preemptions"
+    " blockers queue_rank run_duration running_since_time progress array"
+)
+VISIBLE_OF_SPEC: Final = (
+    "display_name roles device_type locality nodes priority time_limit gpu_memory_bytes max_failures preemptible"
+    " gpus_min gpus_max deadline movable weight"
+)
+
 _MIB = 1024 * 1024
 _JOBS, _SCHEDULING, _NODES = "ganger.v1.JobService", "ganger.v1.SchedulingService", "ganger.v1.NodeService"
 _AGENTS, _PEERS = "ganger.agent.v1.AgentService", "ganger.agent.v1.PeerService"

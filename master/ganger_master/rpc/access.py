@@ -20,7 +20,7 @@ from ganger.text import counted
 from ganger.v1 import array_pb2, job_pb2
 from ganger.wire import errors
 from ganger.wire.errors import ApiError, UserLimit
-from ganger.wire.methods import CallerIdentity
+from ganger.wire.methods import VISIBLE_OF_JOB, VISIBLE_OF_SPEC, CallerIdentity
 from ganger.wire.servers import Callers, WrappingInterceptor, behaviour_of, rebuilt
 from google.protobuf.message import Message
 
@@ -33,23 +33,18 @@ def _fields(message: type[Message], names: str) -> frozenset[str]:
     return found
 
 
-# Fields visible to every user: neither commands and environments nor results.
-_SPEC: Final = _fields(
-    job_pb2.JobSpec,
-    "display_name roles device_type locality nodes priority time_limit gpu_memory_bytes max_failures preemptible"
-    " gpus_min gpus_max deadline movable weight",
-)
-_JOB: Final = _fields(
-    job_pb2.Job,
-    "name uid spec user state revision gang suspended_level create_time start_time end_time failures preemptions"
-    " blockers queue_rank run_duration running_since_time progress array",
-)
-_PROGRESS: Final = _fields(
-    job_pb2.Progress, "step samples steps_per_s time step_time first_step_time device_utilization"
-)
-_MEMBERSHIP: Final = _fields(array_pb2.ArrayMembership, "array member size max_concurrent held")
-_ARRAY: Final = _fields(array_pb2.Array, "name display_name user size max_concurrent create_time end_time states gpus")
-
+# By message, the fields that every user may read.
+_VISIBLE: Final[dict[type[Message], frozenset[str]]] = {
+    kind: _fields(kind, names)
+    for kind, names in (
+        (job_pb2.Job, VISIBLE_OF_JOB),
+        (job_pb2.JobSpec, VISIBLE_OF_SPEC),
+        (job_pb2.Progress, "step samples steps_per_s time step_time first_step_time device_utilization"),
+        (array_pb2.ArrayMembership, "array member size max_concurrent held"),
+        (array_pb2.ArrayMember, "index"),
+        (array_pb2.Array, "name display_name user size max_concurrent create_time end_time states gpus"),
+    )
+}
 
 _HOUR_S: Final = 3600.0
 # Of one node's certificate. One that lasts for a quarter of an hour needs so many.
@@ -78,15 +73,15 @@ def outline(job: job_pb2.Job) -> job_pb2.Job:
     """Return a copy of a job with the fields that every user may read."""
     shown = job_pb2.Job()
     shown.CopyFrom(job)
-    _keep(shown, _JOB)
-    _keep(shown.spec, _SPEC)
+    _keep_visible(shown)
+    _keep_visible(shown.spec)
     if shown.HasField("progress"):
-        _keep(shown.progress, _PROGRESS)
+        _keep_visible(shown.progress)
         # Not a number: none was reported.
         shown.progress.loss = float("nan")
     if shown.HasField("array"):
-        _keep(shown.array, _MEMBERSHIP)
-        _keep(shown.array.member, _fields(array_pb2.ArrayMember, "index"))
+        _keep_visible(shown.array)
+        _keep_visible(shown.array.member)
     return shown
 
 
@@ -94,13 +89,13 @@ def array_outline(array: array_pb2.Array) -> array_pb2.Array:
     """Return a copy of an array with the fields that every user may read."""
     shown = array_pb2.Array()
     shown.CopyFrom(array)
-    _keep(shown, _ARRAY)
+    _keep_visible(shown)
     return shown
 
 
-def _keep(message: Message, fields: frozenset[str]) -> None:
+def _keep_visible(message: Message) -> None:
     for field, _ in message.ListFields():
-        if field.name not in fields:
+        if field.name not in _VISIBLE[type(message)]:
             message.ClearField(field.name)
 
 
