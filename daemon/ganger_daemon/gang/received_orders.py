@@ -14,6 +14,7 @@ from typing import NamedTuple
 from ganger.agent.v1 import agent_pb2
 from ganger.injob.page import now_ns
 from ganger.protocol.gang_orders import DesiredOrder, OrderIntent, OrderKey, by_signal, hastened
+from ganger.text import os_failure
 from ganger.wire.times import duration
 
 from ganger_daemon.checkpoints.storage import free_bytes
@@ -134,7 +135,7 @@ class ReceivedOrders:
 _LIMIT = 1000
 _REASON_LIMIT = 500
 _EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Exit|Interrupt): ")
-_OF_SYSTEM = re.compile(r"\[Errno \d+\] (.+?)(?:: '(.+)')?")
+_OF_SYSTEM = re.compile(r"\[Errno (\d+)\] (.+?)(?:: '(.+)')?")
 
 
 class RankError(NamedTuple):
@@ -224,10 +225,8 @@ def summary_of(message: str) -> str:
     `os_failure` has it."""
     lines = [line for line in message.splitlines() if line.strip()]
     text = _EXCEPTION.sub("", lines[-1]) if lines else "it did not say why"
-    if found := _OF_SYSTEM.fullmatch(text):
-        reason = found[1][:1].lower() + found[1][1:]
-        return f"{found[2]}: {reason}" if found[2] else reason
-    return text
+    found = _OF_SYSTEM.fullmatch(text)
+    return os_failure(OSError(int(found[1]), *found.groups()[1:])) if found else text
 
 
 def _time_of(path: Path) -> int:
