@@ -39,6 +39,7 @@ from ganger_master.planner.tune_stage import (
     wish_of,
     with_shares,
 )
+from ganger_master.policies.migration_choice import LEAST_GAIN
 from ganger_master.policies.orders import Flags
 from ganger_master.policies.tunings import Gangs, Known, Pieces, Tuning, TuningNodes, known_gangs, pieces, rates
 
@@ -214,13 +215,9 @@ def plan_packed(packing: Packing, context: PlanContext) -> RoundDraft:
     return RoundDraft(draft, frozenset(unsettled - started))
 
 
-# A running job is restarted for a gain in speed alone if all together gain more than this.
-_LEAST_GAIN = 0.05
-
-
 def _is_faster(gangs: Gangs, packed: Pieces, present: Sequence[Place | None], is_unknown: Flags) -> bool:
-    """Return whether the gangs, all of which run, would be so much faster with the packing, on average. `is_unknown`:
-    which gangs have no profile of memory."""
+    """Return whether the gangs, all of which run, gain enough by the packing, on average. `is_unknown`: which gangs
+    have no profile of memory."""
     rows = [
         (gang, node, gpus, millicores / 1000, memory)
         for gang, place in enumerate(present)
@@ -234,7 +231,7 @@ def _is_faster(gangs: Gangs, packed: Pieces, present: Sequence[Place | None], is
             one.given(one.cores, np.where(is_unknown[one.gang], np.inf, one.memory_bytes)) for one in (packed, there)
         )
     now = np.maximum(rates(gangs, there), 1e-9)
-    return float(np.mean(rates(gangs, packed) / now)) > 1.0 + _LEAST_GAIN
+    return float(np.mean(rates(gangs, packed) / now)) > 1.0 + LEAST_GAIN
 
 
 def _with_arenas(gang: Gang) -> Claims:

@@ -28,7 +28,7 @@ from ganger_master.policies.trials import DOUBT, FIRST_WINDOWS, FailedTrials, Ju
 
 # Gandiva (OSDI 2018, section 3.3): a node that is not idle is fragmented when three of its four GPUs are free.
 _FRAGMENTED: Final = 0.75
-# Least gain of a migration for locality; less is noise.
+# Least gain for which a running job is moved or restarted for its speed alone; less is noise.
 LEAST_GAIN: Final = 0.05
 # Part of its rate that a migration for other jobs may cost a gang.
 _MOST_LOSS: Final = 0.05
