@@ -16,8 +16,6 @@ _HOMES = {
     "Client": "ganger.client",
     "Job": "ganger.job",
 }
-# `arrays`: the name of versions up to 0.1.
-_MODULES = {"array_spec": "ganger.array_spec", "arrays": "ganger.array_spec"}
 
 __all__ = ["ApiError", "Client", "Job", "__version__", "attach", "report"]
 
@@ -28,8 +26,8 @@ __version__: str
 def __getattr__(name: str) -> object:
     if name == "__version__":
         return _installed_version()
-    if name in _MODULES:
-        return import_module(_MODULES[name])
+    if name == "array_spec":
+        return import_module("ganger.array_spec")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'ganger' has no attribute {name!r}")

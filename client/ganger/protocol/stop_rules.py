@@ -65,12 +65,6 @@ def stop_step(points: Sequence[RankPoint]) -> int | None:
     return acks[0] if len(acks) == 1 else max(acks) + 1
 
 
-def has_ended(points: Sequence[RankPoint]) -> bool:
-    """Return whether training ends before the stop: the order is over and no rank stops."""
-    step = stop_step(points)
-    return step is not None and _ends_before(points, step)
-
-
 def _ends_before(points: Sequence[RankPoint], step: int) -> bool:
     # A rank that stopped at `step` and was told to run on may be done right there: that one did stop.
     return any(point.done and (point.ack is None or point.step < step) for point in points)

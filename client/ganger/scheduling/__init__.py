@@ -123,7 +123,4 @@ class DefaultScheduler(JobScheduler):
         return self.propose(lease, view)
 
 
-__all__ = ["JobScheduler", "PlacementLease", "Proposal", "Turn"]
-
-# The name of versions up to 0.1.
-Turn = PlacementLease
+__all__ = ["JobScheduler", "PlacementLease", "Proposal"]

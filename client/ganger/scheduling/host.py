@@ -30,9 +30,10 @@ from ganger.cluster.placement import candidates
 from ganger.cluster.refusals import Reason, Refusal
 from ganger.cluster.resources import Claim, GangShape, NodeRow, Role, TaskShape, exceeds
 from ganger.cluster.view import LoadMode, View
+from ganger.job import FINISHED
 from ganger.scheduling import MOST_CANDIDATES, DefaultScheduler, JobScheduler, PlacementLease, Proposal
 from ganger.scheduling.program import first_end, until_stopped, why_away
-from ganger.v1 import job_pb2, job_service_pb2, job_service_pb2_grpc, resources_pb2, scheduling_pb2, scheduling_pb2_grpc
+from ganger.v1 import job_service_pb2, job_service_pb2_grpc, resources_pb2, scheduling_pb2, scheduling_pb2_grpc
 from ganger.wire import resource_messages as convert
 from ganger.wire import resource_names as names
 from ganger.wire import times
@@ -175,7 +176,6 @@ _PROPOSED_AT_ONCE = 64
 _REQUESTS_MOST = 128
 _REQUEST_BYTES = 1 << 19
 _WARM_UP = GangShape((Role("worker", 2, TaskShape(1)),))
-_FINAL = frozenset({job_pb2.Job.STATE_SUCCEEDED, job_pb2.Job.STATE_FAILED, job_pb2.Job.STATE_CANCELLED})
 
 
 @dataclass(slots=True)
@@ -306,7 +306,7 @@ class SchedulerHost:
         stub: Any = job_service_pb2_grpc.JobServiceStub(channel)
         while True:
             async for message in stub.WatchJob(job_service_pb2.WatchJobRequest(name=job)):
-                if message.state in _FINAL:
+                if message.state in FINISHED:
                     self._open_jobs.discard(job)
                     if not self._open_jobs:
                         stop.set()
