@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -63,6 +63,20 @@ class Within(click.FloatRange):
         if number != number:
             self.fail(f"{value!r} is not a number", parameter, context)
         return number
+
+
+class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic only in new clicks
+    """What a function makes of a text; it raises ValueError for what it cannot read. `name`: as in the help."""
+
+    def __init__(self, parse: Callable[[Any], Any], name: str = "value") -> None:
+        self._parse, self.name = parse, name
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+        try:
+            # A default is a tuple already.
+            return value if isinstance(value, tuple) else self._parse(value)
+        except ValueError as error:
+            self.fail(str(error), parameter, context)
 
 
 class Directory(click.ParamType):  # type: ignore[type-arg]  # generic only in new clicks

@@ -11,22 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-from ganger.console import Directory, Within
+from ganger.console import Directory, Parsed, Within
 from ganger.text import parse_memory
 
-
-class Bytes(click.ParamType):  # type: ignore[type-arg]
-    """An amount of memory: 16G, 512M, or plain bytes."""
-
-    name = "size"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        try:
-            return parse_memory(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+_SIZE = Parsed(parse_memory, "size")
 
 
 @click.command()
@@ -63,10 +51,18 @@ class Bytes(click.ParamType):  # type: ignore[type-arg]
     help="Cores to declare. Default: those of the machine.",
 )
 @click.option(
-    "--virtual-memory", "memory_bytes", type=Bytes(), default=0, help="Host memory to declare, for example 16G."
+    "--virtual-memory",
+    "memory_bytes",
+    type=_SIZE,
+    default=0,
+    help="Host memory to declare, for example 16G.",
 )
 @click.option(
-    "--virtual-gpu-memory", "gpu_memory_bytes", type=Bytes(), default=0, help="Memory of one declared device."
+    "--virtual-gpu-memory",
+    "gpu_memory_bytes",
+    type=_SIZE,
+    default=0,
+    help="Memory of one declared device.",
 )
 @click.option(
     "--virtual-gpu-cores",

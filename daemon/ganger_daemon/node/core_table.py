@@ -9,6 +9,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from ganger.text import format_ranges
+
 CORE = 1000
 """Millicores of one physical core."""
 
@@ -189,13 +191,7 @@ def housekeeping_of(sockets: Sequence[Sequence[Core]], count: int | None) -> fro
 
 def format_ids(ids: Iterable[int]) -> str:
     """(0, 1, 4) -> "0-1,4": the kernel's list format."""
-    runs: list[list[int]] = []
-    for value in sorted(set(ids)):
-        if runs and runs[-1][1] == value - 1:
-            runs[-1][1] = value
-        else:
-            runs.append([value, value])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return format_ranges(sorted(set(ids)))
 
 
 def parse_ids(text: str) -> tuple[int, ...]:

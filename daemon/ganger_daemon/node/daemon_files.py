@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ganger.injob.launcher.process_record import sync
 from ganger.text import os_failure, os_reason
 
 from ganger_daemon.node.accounts import OR_ALL_AS_ROOT, Account, closed_step, give_directory
@@ -62,7 +63,7 @@ def write_json(path: Path, fields: Any, durable: bool = False, mode: int = 0o600
             os.fsync(file.fileno())
     os.replace(new, path)
     if durable:
-        _sync(path.parent)
+        sync(path.parent)
 
 
 def write_hint(path: Path, fields: Any) -> None:
@@ -114,16 +115,8 @@ def _is_deep(path: Path) -> bool:
 
 def sync_file(path: Path) -> None:
     """Waits until a file that is there, and its name, are on the disk."""
-    _sync(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    for each in (path, path.parent):
+        sync(each)
 
 
 def open_plain(path: Path, is_jobs_directory: bool = False) -> BinaryIO:

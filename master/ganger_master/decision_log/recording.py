@@ -15,7 +15,7 @@ NULs and equality) do not change. They derive from a key that is never stored, s
 from __future__ import annotations
 
 from base64 import urlsafe_b64encode
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace as replace_fields
 from hashlib import blake2b
 from itertools import cycle, islice
@@ -223,10 +223,7 @@ def answer_of(line: CommandLine) -> Answer:
 
 def decoded(value: Raw, kind: type[Any]) -> Any:
     """Return the value of a kind from its JSON. Raises LineError."""
-    try:
-        return msgspec.json.decode(value, type=kind)
-    except (ValueError, RecursionError) as error:
-        raise LineError(f"{kind.__name__}: {error}") from error
+    return _decoded(msgspec.json.decode, value, kind)
 
 
 def pack(value: object) -> bytes:
@@ -236,8 +233,12 @@ def pack(value: object) -> bytes:
 
 def unpack(value: bytes, kind: type[Any]) -> Any:
     """Return the value of a kind from `pack`. Raises LineError."""
+    return _decoded(msgspec.msgpack.decode, value, kind)
+
+
+def _decoded(decode: Callable[..., Any], value: Raw | bytes, kind: type[Any]) -> Any:
     try:
-        return msgspec.msgpack.decode(value, type=kind)
+        return decode(value, type=kind)
     except (ValueError, RecursionError) as error:
         raise LineError(f"{kind.__name__}: {error}") from error
 

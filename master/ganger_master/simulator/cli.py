@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-from ganger.console import CommandError, ExitCode
+from ganger.console import CommandError, ExitCode, Parsed
 
 from ganger_master.core.settings import DEFAULT_POLICY
 from ganger_master.runtime.process_setup import one_thread_each
 from ganger_master.simulator.flags import (
     CLUSTER,
     LOAD_PHASES,
-    Parsed,
     ProgressBar,
     amount,
     joined,

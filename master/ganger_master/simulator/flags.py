@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import click
-from ganger.console import Directory, Within
+from ganger.console import Directory, Parsed, Within
 from ganger.text import os_failure, parse_duration
 
 from ganger_master.core.settings import quotas_of
@@ -31,22 +31,6 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Parse = Callable[[Any], Any]
-
-
-class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic only in new clicks
-    """What a function makes of a text; it raises ValueError for what it cannot read."""
-
-    name = "value"
-
-    def __init__(self, parse: Parse) -> None:
-        self._parse = parse
-
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
-        try:
-            # A default is a tuple already.
-            return value if isinstance(value, tuple) else self._parse(value)
-        except ValueError as error:
-            self.fail(str(error), parameter, context)
 
 
 def _positive_time(value: Any) -> float:

@@ -317,11 +317,12 @@ def write_durably(path: str, data: bytes, mode: int = 0o600) -> None:
     finally:
         os.close(descriptor)
     os.replace(temporary, path)
-    sync_directory(os.path.dirname(path))
+    sync(os.path.dirname(path))
 
 
-def sync_directory(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def sync(path: str | os.PathLike[str]) -> None:
+    """Wait until a file, or the names in a directory, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
@@ -353,7 +354,7 @@ def publish(temporary: str, final: str, manifest: Mapping[str, Any]) -> None:
     try:
         write_durably(os.path.join(temporary, MANIFEST), json.dumps(manifest, indent=1, sort_keys=True).encode(), 0o644)
         os.rename(temporary, final)
-        sync_directory(os.path.dirname(os.path.abspath(final)))
+        sync(os.path.dirname(os.path.abspath(final)))
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise LaunchError("STORAGE_FULL" if full else "STORAGE_FAILED", os_failure(error)) from error
