@@ -46,8 +46,7 @@ class Due(NamedTuple):
 
 
 def parse(text: str, names: Set[str]) -> dict[str, Due]:
-    """Return the actions at each failpoint of `names`. ValueError for a count that is not a positive number, or no
-    action."""
+    """Return the actions at each failpoint of `names`. Raises ValueError for a wrong count or action."""
     found: dict[str, Due] = {}
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         place, _, action = part.partition("=")

@@ -93,8 +93,7 @@ class Job:
         return self.message
 
     def wait(self, timeout_s: float | None = None, *, check: bool = True) -> JobState:
-        """Waits until the job has ended. Raises JobFailedError if it did not succeed (unless `check` is False), and
-        TimeoutError."""
+        """Wait until the job has ended. Raises TimeoutError, and JobFailedError if it failed and `check` is set."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         state = self.state
         # Polled rather than watched when there is a deadline: a stream cannot be left half-way without a thread.

@@ -186,8 +186,7 @@ class RemoteNode:
         return await self._run("read the daemon's log", f"{log} 2>/dev/null || true")
 
     async def remove(self) -> None:
-        """Stop the daemon and remove what was made: unit, certificate, and state and installation unless they were
-        there before."""
+        """Stop the daemon and remove what was made: unit, certificate, and new state and installation directories."""
         places = self.places
         await self.stop()
         if self.has_systemd:
@@ -259,8 +258,7 @@ def _text(output: object) -> str:
 async def connected(
     destination: str, places: NodePlaces, port: int | None, key: Path | None
 ) -> AsyncIterator[RemoteNode]:
-    """Connect to [USER@]HOST as ssh would: with its configuration, agent, keys and known hosts. Raises
-    RemoteNodeError."""
+    """Connect to [USER@]HOST as ssh would, with its configuration, keys and known hosts. Raises RemoteNodeError."""
     import asyncssh
 
     user, _, host = destination.rpartition("@")

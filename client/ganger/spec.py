@@ -276,8 +276,7 @@ class _Reader:
 
 
 def _roles(reader: _Reader) -> tuple[list[Role], tuple[int, int]]:
-    """Return the roles and the range of GPUs of an elastic job, (0, 0) for others. An elastic job gets roles for the
-    fewest."""
+    """Return the roles and the range of GPUs of an elastic job, (0, 0) for others. Its roles are for the fewest."""
     if reader.has("roles"):
         for key in ("gpus", "gpus_per_task", "tasks", "cpus_per_gpu", "cpus_per_task", "memory", *DIMENSIONS):
             if reader.has(key):
@@ -424,8 +423,7 @@ def _merged_environment(reader: _Reader, captured: Mapping[str, str]) -> dict[st
 
 
 def load_job_file(path: Path) -> dict[str, Any]:
-    """Return the description in a .yaml, .yml or .toml file. A relative `directory` in it is relative to the file.
-    Raises SpecInvalid."""
+    """Return the description in a .yaml, .yml or .toml file, `directory` relative to that. Raises SpecInvalid."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:

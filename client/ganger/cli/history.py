@@ -136,8 +136,7 @@ _LAST = frozenset({"job_succeeded", "job_failed", "job_cancelled", "job_stopped"
 
 
 def _subject(client: Client, subject: str | None) -> str:
-    """Return the resource name of a subject, "" for everything. Subjects that have gone are allowed while they have a
-    history."""
+    """Return the resource name of a subject, "" for everything. One that has gone is found while it has a history."""
     from ganger.wire.errors import JobNotFound
     from ganger.wire.resource_names import (
         array_name,

@@ -171,8 +171,7 @@ def has_given_back(job: job_pb2.Job) -> bool:
 
 
 def cores(job: job_pb2.Job) -> list[str]:
-    """Return the cores of the ranks: "0-3", or "rank 1: 4-7" and "ranks 2-3: 0-3" for several. Empty until daemons
-    report them."""
+    """Return the cores of the ranks: "0-3", or "rank 1: 4-7" and "ranks 2-3: 0-3" for several. Empty at first."""
     if has_given_back(job):
         return []
     if len(job.gang.cores) == 1:

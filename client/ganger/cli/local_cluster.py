@@ -288,8 +288,7 @@ class Supervisor:
 
 
 def read_up_file(state_directory: Path) -> tuple[bool, tuple[Started, ...]]:
-    """Return whether the cluster has become ready, and those of its processes that live, the supervisor first if it
-    does."""
+    """Return whether the cluster has become ready, and those of its processes that live, supervisor first."""
     try:
         content = json.loads((state_directory / UP_FILE).read_text())
         processes = [

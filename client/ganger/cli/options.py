@@ -127,8 +127,7 @@ def array_of(name: str, error: ApiError) -> str:
 
 
 def confirm(question: str, is_confirmed: bool) -> None:
-    """Ask on the terminal, unless `is_confirmed` (--yes). Raises click.Abort for a no, click.UsageError where there is
-    no terminal."""
+    """Ask on the terminal, unless `is_confirmed`. Raises click.Abort for a no, UsageError without a terminal."""
     if is_confirmed:
         return
     try:
@@ -264,8 +263,7 @@ def each_of(names: Iterable[Named], act: Callable[[Named], Message]) -> tuple[li
 
 
 def of_job_or_array(name: str, job: Callable[[str], Message], array: Callable[[str], Named]) -> Message | Named:
-    """Return the answer of `job`, or of `array` where the name is one of an array: "arrays/7", or a number that no job
-    has."""
+    """Return the answer of `job`, or of `array` for the name of an array: "arrays/7", or a number that no job has."""
     from ganger.wire.errors import JobNotFound
 
     if name.startswith("arrays/"):

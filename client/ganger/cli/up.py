@@ -143,8 +143,7 @@ def _tell(text: str) -> None:
 
 
 def _detach(directory: Path) -> None:
-    """Run this command again without --detach in a new session, and return once the cluster is ready. Raises
-    CommandError."""
+    """Run this command without --detach in a new session; return once the cluster is ready. Raises CommandError."""
     arguments = [argument for argument in sys.argv[1:] if argument not in ("--detach", "-d")]
     (directory / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
     path = directory / "logs" / "up.log"
@@ -250,8 +249,7 @@ def _state_directory(given: Path | None) -> Path:
 
 
 def _directory_of_master(given: str | None) -> Path | None:
-    """The state directory that other commands use here. Raises UsageError if they use an address: what is stopped must
-    be what they talk to."""
+    """The state directory that other commands use here. Raises UsageError if they use an address."""
     from ganger.wire.endpoints import ENDPOINT_FILE, MASTER_VARIABLE, is_address
 
     master = given or os.environ.get(MASTER_VARIABLE, "")

@@ -31,8 +31,7 @@ from ganger.cluster.resources import Bandwidth, Claim, GangShape, LocalityLevel
 from ganger.cluster.topology import Topology
 from ganger.cluster.view import View
 
-# Hardware, free devices, free cores by socket, free memory, jobs by socket, affinity, what is parked on its devices,
-# free bandwidth.
+# Hardware, free devices, free cores by socket, free memory, jobs by socket, affinity, parked bytes, free bandwidth.
 _State: TypeAlias = tuple[Topology, int, tuple[int, ...], int, tuple[int, ...], int, tuple[int, ...], Bandwidth]
 
 # Bounds of what is remembered, so that a room may live as long as the cluster.
@@ -159,8 +158,7 @@ class CapacityIndex:
 
     def first(self, which: NDArray[np.bool_], question: Hashable) -> int | None:
         """Return the slot of the first node of the entries that `which` marks, by number; None without one. `question`:
-        key of the room that was searched. Later calls with it skip nodes without that room, until a claim is
-        released."""
+        key of the room that was searched. Later calls with it skip nodes without room until a claim is released."""
         numbers, slot = self._numbers, self._passed_over.get(question, 0)
         if not slot and len(self._passed_over) >= _MOST_TALLIES:
             self._passed_over.clear()

@@ -150,8 +150,7 @@ class Alike:
 
 
 class Entries:
-    """The classes of equal nodes in an index; some have no nodes now. `is_present` is by number, with an empty class
-    at 0, and read-only."""
+    """The classes of equal nodes in an index; some have no nodes now. `is_present`: by number, an empty class at 0."""
 
     def __init__(self) -> None:
         # The first is number 1.

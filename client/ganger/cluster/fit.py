@@ -326,8 +326,7 @@ def _fit_node(
 def _missing_devices(
     view: View, slot: int, claim: Claim, own: Claim | None, company: Sequence[int]
 ) -> tuple[int, Refusal | None]:
-    """Return the devices that the claim shares with other gangs, and the refusal where devices are neither free nor
-    shared."""
+    """Return the devices that the claim shares with other gangs, or the refusal of what is neither free nor shared."""
     mask, free = claim.device_mask, view.free[slot] | (0 if own is None else own.device_mask)
     joined = mask & ~free & claim.shared_mask & sum([1 << at for at, size in enumerate(company) if size >= 0])
     conflicting = mask & ~free & ~joined

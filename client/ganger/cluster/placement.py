@@ -49,8 +49,7 @@ def candidates(
     only: Collection[str] | None = None,
     limit: int = 4,
 ) -> PlacementAnswer:
-    """Return the placements that the default scheduler finds for a gang in a view (`PlacementRequest`), by Algorithm
-    1."""
+    """Return the placements that the default scheduler finds for a gang in a view, by Algorithm 1."""
     request = PlacementRequest(
         shape,
         waited_s,
@@ -106,8 +105,7 @@ def resized(
 
 
 def beside(claim: Claim, held: Claim | None) -> Claim:
-    """Return the part of a claim that is not held already. Held and returned parts sum to the larger of the two
-    claims."""
+    """Return the part of a claim that is not held already. Both parts sum to the larger of the two claims."""
     if held is None:
         return claim
     held_cores = held.millicores or (0,) * len(claim.millicores)

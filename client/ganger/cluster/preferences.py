@@ -200,8 +200,7 @@ def few_jobs(alike: Alike, query: FeasibilityQuery) -> int:
 
 
 def keeps_holes(alike: Alike, query: FeasibilityQuery) -> bool:
-    """Return whether a node is idle or has gangs of the same size, so that its free devices suit no other size
-    better."""
+    """Return whether a node is idle or has gangs of the same size: its free devices suit no other size better."""
     return line(alike.family, query) < 2
 
 

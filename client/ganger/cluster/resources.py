@@ -160,8 +160,7 @@ class Locality(Struct, frozen=True, gc=False, rename=STORED_NAMES):
 
 
 class Claim(Struct, frozen=True, gc=False, omit_defaults=True):
-    """What a gang holds, or asks for, on one node. `tasks[r]` tasks of role r; ranks run role by role, then claim by
-    claim."""
+    """What a gang holds or requests on one node. `tasks[r]`: of role r; ranks run role by role, then claim by claim."""
 
     node: str
     device_mask: int
@@ -184,8 +183,7 @@ def accepts_type(wanted: str, device_type: str) -> bool:
 
 
 def shapes_by_type(shape: GangShape) -> tuple[GangShape, ...]:
-    """Return the shape once for each device type that it accepts, the preferred one first; as it is if it names at
-    most one."""
+    """Return the shape once for each device type that it accepts, the preferred one first; as it is for one or none."""
     if "," not in shape.device_type:
         return (shape,)
     return tuple([replace(shape, device_type=one) for one in shape.device_type.split(",")])

@@ -334,8 +334,7 @@ def _fitting(
 def in_span(
     room: CapacityIndex, query: FeasibilityQuery, level: LocalityLevel, number: int, key_of: dict[Alike, Any]
 ) -> Iterator[tuple[Any, Slots]]:
-    """Yield each key with its nodes of a rack (fabric, ...), the smallest key first. Nodes without a key are left
-    out."""
+    """Yield each key with its nodes of a rack (fabric, ...), smallest key first, without nodes that have no key."""
     return by_key(_present(room, query, level, number), key_of, room.span(level, number))
 
 
@@ -358,8 +357,7 @@ def walk(runs: Iterable[tuple[Any, Slots]], from_last: bool = False) -> Iterator
 def _bounded(
     room: CapacityIndex, query: FeasibilityQuery, widest: LocalityLevel, single: Single
 ) -> Iterator[list[tuple[Any, Family]]]:
-    """Yield the families with room for the gang, with their bounds, in parts. Each part is better than all later
-    ones."""
+    """Yield the families with room for the gang, with their bounds, in parts. Each is better than all later."""
     within = min(widest, LocalityLevel.NODE)
     level = query.level
     bounds: dict[Family, Any] = query.memo(

@@ -312,8 +312,7 @@ class Control:
         self._socket.send({"event": "checkpoint", "rank": self.rank, "seq": seq, "step": step}, now_ns())
 
     def checkpoint_failed(self, seq: int, error: int, message: str) -> None:
-        """The shard asked for by ``seq`` cannot be written. Training continues, and the next request is a new
-        attempt."""
+        """The shard asked for by ``seq`` cannot be written. Training continues; the next request tries anew."""
         self.error(error, message)
         self.page.set(Word.CHECKPOINT_FAILED, seq)
 

@@ -61,8 +61,7 @@ def write(page: Page, values: dict[str, float]) -> None:
 
 
 def read(page: Page) -> tuple[ReportedMetric, ...]:
-    """Return the metrics of a page, by line. A job may write anything there: lines without a valid name are left
-    out."""
+    """Return the metrics of a page, by line. Lines without a valid name are left out."""
     return tuple(metric for metric in _lines(page) if _NAME.fullmatch(metric.name))
 
 

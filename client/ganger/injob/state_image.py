@@ -257,8 +257,7 @@ def make_arena(existing: int | None, name: str, size: int) -> int:
 
 
 def is_sealed(descriptor: int) -> bool:
-    """Return whether a descriptor is of memory that cannot be cut short: only a memfd made with sealing has this
-    seal."""
+    """Return whether a descriptor is of memory that cannot be cut short: only a sealed memfd has this seal."""
     try:
         return bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
     except OSError:

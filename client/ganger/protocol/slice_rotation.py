@@ -106,8 +106,7 @@ def is_running(position: SlicePosition, matrix: SliceMatrix | None, epoch: int) 
 
 
 def _rank(position: SlicePosition) -> tuple[SliceSwitch, bool]:
-    """Return the sort key of positions; the highest counts. A node without its notes has its gangs' last switch, and no
-    row."""
+    """Return the sort key of positions; the highest counts. Without notes a node has only its gangs' last switch."""
     return position.switch, position.row != NO_ROW
 
 
@@ -220,8 +219,7 @@ class SliceCourse:
         return use.ended(one, one.seconds, orders)
 
     def time_to_receive(self, epoch: int, received_s: float) -> float:
-        """Return the seconds of identical switches after which a gang has run for `received_s`; infinite if it never
-        runs."""
+        """Return the seconds of identical switches until a gang has run for `received_s`; infinite if it never runs."""
         passed_s, left = 0.0, received_s
         for one in self._head:
             received = one.received_s(epoch, one.seconds)

@@ -120,8 +120,7 @@ def expired(until_ns: int, now_ns: int) -> bool:
 
 
 def must_be_frozen(has_agent: bool, is_opaque: bool) -> bool:
-    """Return whether a rank does not stop by itself when its lease ends: no agent has reported, or it has no
-    boundaries."""
+    """Return whether a rank does not stop by itself when its lease ends: it has no agent yet, or no boundaries."""
     return is_opaque or not has_agent
 
 

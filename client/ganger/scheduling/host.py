@@ -397,8 +397,7 @@ class SchedulerHost:
             faulthandler.cancel_dump_traceback_later()
 
     def _note_mistake(self, job: str, refusals: Sequence[Refusal]) -> None:
-        """A user's scheduler that keeps asking for what does not add up is given up, for the default one to
-        continue."""
+        """A user's scheduler that keeps requesting what does not add up; the default one continues."""
         if not (self._jobs and refusals and refusals[0].reason is Reason.CLAIM_MISMATCH):
             return
         self._mistakes += 1

@@ -245,8 +245,7 @@ class ElasticLoader:
         return {"pass": self._pass, "samples": self._taken, "active": self.is_being_read}
 
     def go_to(self, position: dict[str, Any]) -> None:
-        """Let the next pass begin at `position`, which other batch sizes may have reached. An iterator in use continues
-        from there."""
+        """Let the next pass begin at `position`, which other batch sizes may have reached. Iterators in use do, too."""
         self._pass = int(position["pass"])
         self._taken = int(position["samples"])
         self._is_resuming = bool(position["active"])

@@ -118,8 +118,7 @@ def _writes_for_script(file: Any, mode: str) -> bool:
 
 
 def opens_for_script(frame: types.FrameType | None) -> bool:
-    """Return whether it is for the script that the code in `frame` opens a file. What a library writes it may read
-    again: caches, locks."""
+    """Return whether the code in `frame` opens a file for the script. A library may read its caches and locks again."""
     while frame is not None:
         name = frame.f_globals.get("__name__")
         if name != __name__ and package_of(name) not in _OPEN_FOR_THEIR_CALLER:
@@ -174,8 +173,7 @@ class Unflushed:
 
 
 def _file_to_write(file: int | str) -> _FileId | None:
-    """Return the identity of a regular file that outlives this process, else None. None also for a descriptor that is
-    not open for writing."""
+    """Return the identity of a regular file that outlives this process and is open for writing, else None."""
     try:
         if isinstance(file, int) and fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
             return None

@@ -53,8 +53,7 @@ def parts_of(value: Any) -> Any:
 
 
 def is_plain(value: Any, whole: bool = False) -> bool:
-    """Return whether the value can be kept: no objects anywhere in it. Long lists are believed to be, unless looked at
-    as a whole."""
+    """Return whether the value can be kept: no objects anywhere in it, nor at the start of a long list."""
     kind = type(value)
     if kind in SCALARS:
         return True

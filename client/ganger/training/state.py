@@ -97,8 +97,7 @@ class Captured:
 
 @dataclass(frozen=True)
 class Restored:
-    """What `restore` leaves to its caller: when to set the generators, where to continue, objects not registered
-    yet."""
+    """What `restore` leaves to its caller: setting the generators, where to continue, objects not registered yet."""
 
     step: int
     # Whose image it was, of how many ranks.
@@ -128,8 +127,7 @@ def capture(training: TrainingObjects, position: dict[str, Any]) -> Captured:
     Gradients that are not None are part of the state: the script may still add to them.
     """
     for module in (module for model in training.models.values() for module in model.modules()):
-        # FSDP2 gives back parameters that it has gathered whole (an evaluation leaves the outermost so): the next pass
-        # gathers them again.
+        # FSDP2 gives back parameters that an evaluation has left gathered: the next pass gathers them again.
         if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
             module.reshard()  # type: ignore[operator]
     table = TensorTable()

@@ -193,8 +193,7 @@ def replace_files(directory: Path, former: bytes, key: bytes, certificate: bytes
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Keep other programs that change several files of a directory, or one by its content, waiting. Raises
-    CertificateError."""
+    """Let other programs that change files of a directory by their content wait. Raises CertificateError."""
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
@@ -268,8 +267,7 @@ def issued_certificates(authority: Path) -> tuple[list[IssuedCertificate], list[
 
 
 def is_on_record(authority: Path, serial: int) -> bool:
-    """Return whether the authority in a directory has recorded a certificate of this serial number. Raises
-    CertificateError."""
+    """Return whether the authority in a directory has recorded this serial number. Raises CertificateError."""
     read_authority(authority)
     return os.path.exists(authority / _ISSUED / f"{serial:x}.pem")
 
@@ -372,8 +370,7 @@ def publish(revoked: Path, directory: Path) -> None:
 
 
 def serial_in(authority: Path, directory: Path) -> int:
-    """Return the serial number of the certificate in a directory, which the authority in another one has made. Raises
-    CertificateError."""
+    """Return the serial number of a directory's certificate, made by this authority. Raises CertificateError."""
     try:
         found = x509.load_pem_x509_certificate((directory / CERTIFICATE).read_bytes())
     except OSError as error:

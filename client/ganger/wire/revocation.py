@@ -179,8 +179,7 @@ class Revocations:
         return self._sent_digest or known.digest
 
     def accept(self, pem: bytes) -> None:
-        """Take newer lists and keep them in the file. Raises CredentialError, also where they cannot be kept: they are
-        in use even then."""
+        """Take newer lists and keep them in the file. Raises CredentialError; lists that cannot be kept are in use."""
         with self._lock:
             self._sent_digest = sha256(pem).digest()
             newest = newest_lists(self._lists, parse_lists(pem, self._authorities()))

@@ -53,8 +53,7 @@ class Files:
 
 
 def read_files(directory: Path) -> Files:
-    """Read key and certificates. Raises CredentialError for a missing, unreadable or empty file, or a key that other
-    users can read."""
+    """Read key and certificates. Raises CredentialError for an unusable file, or a key that others can read."""
     return Files(*(_read(directory / name) for name in (CERTIFICATE, KEY, AUTHORITY)))
 
 

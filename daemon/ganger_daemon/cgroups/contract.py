@@ -118,8 +118,7 @@ class Cgroups:
         return False
 
     def deny_devices(self, group: str, numbers: Collection[tuple[int, int]]) -> bool:
-        """Let no process of a group open these character devices, by major and minor number. Return False where that is
-        not enforced."""
+        """Let no process of a group open these character devices (major, minor). Return whether that is enforced."""
         return False
 
     def track(self, group: str, pid: int) -> None:

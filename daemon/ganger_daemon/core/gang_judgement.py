@@ -295,8 +295,7 @@ def reached_step(gang: GangPart) -> int | None:
 
 
 def _rest(gang: GangPart) -> Judgement | None:
-    """Return PARKED if all live ranks are parked at one step, at their common level, whatever was ordered; else
-    None."""
+    """Return PARKED, at the common level, if all live ranks are parked at one step, whatever was ordered; else None."""
     live = [rank for rank in gang.ranks if rank.exit is None]
     steps = {rank.step for rank in live}
     if len(live) != len(gang.ranks) or len(steps) != 1 or any(rank.state not in _AT_REST for rank in live):

@@ -259,8 +259,7 @@ def keeps_state(wish: Mechanism, able: int) -> bool:
 
 
 def _candidates(facts: MechanismFacts) -> tuple[Mechanism, ...]:
-    """Return the mechanisms to try, strongest first: an image is exact and needs nothing of the script, but is of one
-    node."""
+    """Return the mechanisms to try, strongest first. An image is exact, but of one node."""
     if facts.wish is Mechanism.NONE:
         return ()
     if facts.wish is not Mechanism.UNSPECIFIED:

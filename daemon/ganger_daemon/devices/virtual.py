@@ -164,8 +164,7 @@ class VirtualDevices(Devices):
 
 
 def parse_topology(text: str, gpus: int) -> tuple[int, int, int]:
-    """(sockets, switches per socket or 0, devices per innermost group). Raises ValueError that names the expected
-    form."""
+    """(sockets, switches per socket or 0, devices per innermost group). Raises ValueError with the expected form."""
     try:
         parts = [int(part) for part in text.lower().split("x")] if text else [1, gpus]
     except ValueError:

@@ -89,8 +89,7 @@ class Link:
             self._outbox.put(self._newest)
 
     def _numbered(self, message: peer_pb2.RankPoints) -> peer_pb2.RankPoints:
-        """Return the message with a number above those of all before, also of a daemon before this one: a gang does
-        not survive a boot."""
+        """Return the message with a number above all before, also of former daemons: a gang does not survive a boot."""
         self._sequence = max(self._sequence + 1, time.clock_gettime_ns(time.CLOCK_BOOTTIME))
         numbered = peer_pb2.RankPoints(sequence=self._sequence)
         numbered.MergeFrom(message)

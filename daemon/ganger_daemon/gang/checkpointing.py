@@ -41,8 +41,7 @@ _STORAGE_REASONS = ("STORAGE_FULL", "STORAGE_FAILED")
 
 
 class CheckpointCoordinator(OfGang):
-    """Checkpoints of one gang on this node. `launcher` returns the launcher of the local ranks, if one runs, and may
-    block."""
+    """Checkpoints of one gang on this node. `launcher` returns that of the local ranks, if any, and may block."""
 
     def __init__(
         self,

@@ -24,8 +24,7 @@ from ganger_daemon.node.process_identity import NO_PROCESS, ProcessId
 
 
 def page_order(wanted: DesiredOrder) -> PageOrder | None:
-    """Return an order as the page holds it, without deadline; None for a STOP without a checkpoint, which is sent as a
-    signal."""
+    """Return an order as the page holds it, without deadline; None for a STOP that is sent as a signal."""
     if wanted.intent is OrderIntent.RUN or wanted.asks_to_leave:
         # A rank that waits at a boundary would not see the signal's flag in its loop.
         return PageOrder(wanted.order.number, PageOrderKind.RUN, 0, 0, 0)
@@ -160,8 +159,7 @@ class ControlPages:
         return self[rank].progress()
 
     def process(self, rank: int) -> ProcessId:
-        """Return the process that the page of a rank names, unverified (see `node.process_identity`); NO_PROCESS if
-        pages cannot be read."""
+        """Return the process that a rank's page names, unverified; NO_PROCESS if pages cannot be read."""
         if not self.readable:
             return NO_PROCESS
         identity = self[rank].identity()

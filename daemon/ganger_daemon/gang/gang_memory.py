@@ -75,8 +75,7 @@ def rounded_up(size: int) -> int:
 
 
 def with_margin(least_bytes: int) -> int:
-    """Return the memory that a trial leaves a group which needs this much without file caches: room to grow a little
-    between two looks."""
+    """Return the memory that a trial leaves a group which needs this much without file caches, and grows."""
     return least_bytes + max(_MARGIN_BYTES, least_bytes // 8)
 
 
@@ -384,8 +383,7 @@ class Segments:
         self._others = None if others is None else {(int(one[0]), int(one[1])): _EXAMINATIONS for one in others}
 
     async def look(self, now: float, *, at_once: bool = False) -> bool:
-        """Look for new segments; return whether the gang's have changed. Processes are read only if there are new
-        files."""
+        """Look for new segments; return whether the gang's have changed. Only new files make it read processes."""
         if self._others is None or (now - self._looked_at < _LOOK_S and not at_once):
             return False
         self._looked_at = now

@@ -222,8 +222,7 @@ class GangParts:
 
 
 def _recall_master_desired(noted: Any, desired: agent_pb2.DesiredGang) -> agent_pb2.DesiredGang:
-    """Return the master's last desired state of a gang: the noted one where a slice switch came after it, else
-    `desired`."""
+    """Return the master's last desired state of a gang: the noted one after a slice switch, else `desired`."""
     if not order_key(desired.order).is_by_rotation:
         return desired
     master_desired = from_json(noted) if isinstance(noted, dict) else None

@@ -182,8 +182,7 @@ class JobNames:
         self.shared: dict[str, int] = {}
 
     def make(self, launcher_pid: int) -> str:
-        """Make names for processes that a launcher starts here. Return why that cannot be done; empty if it is done.
-        Blocks."""
+        """Make names for processes that a launcher starts here. Return why it failed; empty if it is done. Blocks."""
         self.directory = f"{LINKS}/{self._paths.group}"
         try:
             self.make_files()
@@ -252,8 +251,7 @@ class JobNames:
 
 
 def sweep_names(run: Path, links: Path = Path(LINKS)) -> None:
-    """Remove the names of gangs that are no more: of this daemon, whose run directory is given, and of daemons that are
-    dead. Blocks."""
+    """Remove the names of past gangs: of this daemon, whose run directory is given, and of dead daemons. Blocks."""
     dead: dict[Path, Path] = {}
     for names in links.glob("*"):
         with suppress(OSError):

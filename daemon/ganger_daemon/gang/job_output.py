@@ -36,8 +36,7 @@ _LAST_COPY_S = 30.0
 
 
 class JobSocketServer:
-    """Server at `path` that calls `received` with each packet that is a JSON object. `account`: that the job runs as;
-    None: this process's."""
+    """Server at `path` that calls `received` with each JSON object. `account`: of the job; None: this process's."""
 
     def __init__(self, path: Path, received: Callable[[dict[str, Any]], None], account: Account | None = None) -> None:
         self._path = path
@@ -50,8 +49,7 @@ class JobSocketServer:
         self._is_closed = False
 
     def start(self) -> None:
-        """Listen, replacing the socket of a former daemon; a failure is logged. Needs a running event loop. Without
-        effect after `close`."""
+        """Listen in the running event loop, replacing a former daemon's socket; log a failure. Not after `close`."""
         try:
             if not self._is_closed:
                 self._listen()

@@ -40,8 +40,7 @@ _BYTES_LIMIT = (1 << 62) - 1
 
 
 class JudgedState(NamedTuple):
-    """A judgement, with the order and the master's desired state that it is about. Newer ones are not carried out
-    yet."""
+    """A judgement, with the order and the master's desired state that it is about. Newer ones are pending."""
 
     judgement: Judgement
     order: DesiredOrder
@@ -110,8 +109,7 @@ class GangReport:
         return reason or parts.saving.keeper.trouble or self.parts.context.host.storage.trouble
 
     def progress(self) -> tuple[PageSample, float, float] | None:
-        """Return the newest sample, steps per second and data-wait share since the last call; None before the first
-        boundary."""
+        """Return the newest sample, steps/s and data-wait share since the last call; None before the first boundary."""
         if not self._can_read:
             return None
         if self.parts.orders.is_by_rotation and self._phase is not PartPhase.RUNNING:
@@ -290,8 +288,7 @@ _FOREIGN = "its control page is of another version of Ganger"
 
 @dataclass(frozen=True, slots=True)
 class GangFindings:
-    """What the daemon has found out about a gang. `pages`: progress of the local ranks; empty where their pages are of
-    another version."""
+    """What the daemon has found out about a gang. `pages`: progress of local ranks; empty for another version."""
 
     parts: GangParts
     facts: GangPart
@@ -303,8 +300,7 @@ class GangFindings:
 
 
 def is_still_looking(progress: PageProgress) -> bool:
-    """Return whether the agent of an unmodified script has not seen a whole step yet: then it promises no more than
-    PAUSE."""
+    """Return whether the agent of an unmodified script has seen no whole step yet: it offers no more than PAUSE."""
     return progress.capabilities == Capability.PAUSE and not progress.first_step_time_ns
 
 

@@ -145,8 +145,7 @@ class GangImages(OfGang):
         return CHECKPOINTS if self._paths.account is None else IMAGES
 
     def make_names(self, desired: agent_pb2.DesiredGang, launcher_pid: int) -> None:
-        """Make the names by which the ranks that a launcher starts find their files, where images are possible.
-        Blocks."""
+        """Make the names by which ranks of a launcher find their files, where images are possible. Blocks."""
         if not self.why_not(desired):
             self._obstacle = self.unit.names.make(launcher_pid)
 

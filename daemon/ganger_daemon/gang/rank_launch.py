@@ -311,8 +311,7 @@ class RankLaunch(OfGang):
         await asyncio.to_thread(self._launcher.drop_arenas)
 
     def _kill_strays(self) -> None:
-        """Blocks until they are gone, or will not go. Without groups a process may slip out of its rank's session, and
-        keep its devices."""
+        """Block until they are gone, or will not go. Without groups a process may have left its rank's session."""
         pages = [Path(page_path(str(self._paths.run), rank)) for rank in self._part.ranks]
         names = [self._images.unit.names.page(page) for page in pages]
         deadline, logged = time.monotonic() + ENDING_S, set()

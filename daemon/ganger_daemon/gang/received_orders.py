@@ -139,8 +139,7 @@ _OF_SYSTEM = re.compile(r"\[Errno (\d+)\] (.+?)(?:: '(.+)')?")
 
 
 class RankError(NamedTuple):
-    """Error that a rank reported. `reason`: the word on the control page (STORAGE_FULL, ...); `text`: one line for the
-    user."""
+    """Error that a rank reported. `reason`: a word of the page (STORAGE_FULL, ...); `text`: one line for the user."""
 
     rank: int
     reason: str
@@ -221,8 +220,7 @@ def error_of(paths: GangPaths, rank: int, order: str, since_ns: int = 0) -> Rank
 
 
 def summary_of(message: str) -> str:
-    """Return the last line of a message or traceback, without the name of the exception; an error of the system as
-    `os_failure` has it."""
+    """Return the last line of a message or traceback, without the exception's name and the number of an error."""
     lines = [line for line in message.splitlines() if line.strip()]
     text = _EXCEPTION.sub("", lines[-1]) if lines else "it did not say why"
     found = _OF_SYSTEM.fullmatch(text)

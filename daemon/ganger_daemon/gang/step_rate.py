@@ -131,8 +131,7 @@ class StepRate:
         self._look = None
 
     def measure(self) -> tuple[PageSample, float, float] | None:
-        """Return the newest sample, steps per second and data-wait share since the last call; None before the first
-        boundary."""
+        """Return the newest sample, steps/s and data-wait share since the last call; None before the first boundary."""
         found = [self._pages.progress(rank) for rank in self._ranks]
         if not any(progress.step for progress in found):
             return None
@@ -267,8 +266,7 @@ class StallWatch:
         self._processes_at = 0.0
 
     def stall_reason(self, is_running: bool) -> str:
-        """Return why the gang makes no progress, or an empty text. `is_running`: it should run and its pages are
-        readable."""
+        """Return why the gang makes no progress; "" if it does. `is_running`: it should run, its pages are readable."""
         now = time.monotonic()
         if not is_running:
             self._watched = None

@@ -152,8 +152,7 @@ class TakenDevices(OfGang):
     # -- orders -----------------------------------------------------------------------------------------------------
 
     def follow(self, gang: GangPart, now: float, *, holds_still: bool) -> None:
-        """Begin to take the devices, or to give them back, if the order wants that. `holds_still`: the processes do not
-        run yet."""
+        """Begin to take the devices, or give them back, as the order wants. `holds_still`: processes do not run yet."""
         if self.are_changing or gang.frozen or self.lost or not self._exits.live():
             return
         order = gang.wanted.order.number
@@ -204,8 +203,7 @@ class TakenDevices(OfGang):
         self.peak_bytes = max(self.peak_bytes, used)
 
     def check_room(self, used_bytes: int) -> None:
-        """Raise ImageRefusedError where the gang's host memory has no room for what it has on a device: the kernel
-        would end it."""
+        """Raise ImageRefusedError where host memory has no room for the device state: the kernel would end the gang."""
         limit_bytes, in_use = self._limit_bytes(), self._host.cgroups.unreclaimable_bytes(self._context.paths.group)
         if limit_bytes and in_use and used_bytes + in_use > limit_bytes:
             raise ImageRefusedError(

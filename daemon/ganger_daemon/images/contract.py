@@ -150,8 +150,7 @@ class ProcessImages:
         raise ImageRefusedError(self.unavailable)
 
     def has_consent(self, directory: Path) -> bool:
-        """Return whether the last dump into a directory ends its processes. Its daemon may have died before they
-        had."""
+        """Return whether the last dump into a directory ends its processes. Its daemon may have died before."""
         return False
 
     def fill(self, init_pid: int, directory: Path, account: Account | None = None) -> None:

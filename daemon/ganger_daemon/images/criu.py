@@ -283,8 +283,7 @@ def _check_account(unit: UnitProcesses) -> None:
 
 
 def _await_no_tracer(pids: Iterable[int]) -> None:
-    """Wait for the dump of a daemon that has died, which is about to let the processes go on. What is traced otherwise
-    is refused by CRIU."""
+    """Wait for a dead daemon's dump, which is about to let the processes go on. CRIU refuses traced ones."""
     deadline = time.monotonic() + _TRACER_S
     while any(map(tracer_of, pids)) and time.monotonic() < deadline:
         time.sleep(_POLL_S)

@@ -264,8 +264,7 @@ UMASK = 0o077
 
 @dataclass(frozen=True, slots=True)
 class Becoming:
-    """`command` with `environment`, to be executed as `account`. `cgroup_procs`: files of control groups to enter
-    first."""
+    """`command` with `environment`, to be executed as `account`. `cgroup_procs`: of control groups to enter first."""
 
     account: Account
     command: Sequence[str]
@@ -274,8 +273,7 @@ class Becoming:
 
 
 def start_as(becoming: Becoming, directory: str, output: BinaryIO) -> subprocess.Popen[bytes]:
-    """Start the program in a session of its own. `directory`: where it starts; `output`: for what it prints. Raises
-    OSError."""
+    """Start the program in a session of its own. `directory`: its own; `output`: for its prints. Raises OSError."""
     # What this process imports from, and nothing of the user's.
     places = [place for place in sys.path if os.path.isabs(place)]
     program = f"import sys; sys.path[:] = {places!r}; from ganger_daemon.node.accounts import execute; execute()"

@@ -17,8 +17,7 @@ CORE = 1000
 
 @dataclass(frozen=True, slots=True)
 class Core:
-    """One physical core (or one declared core of a virtual node) and the CPUs, as the kernel numbers them, it stands
-    for."""
+    """One physical core, or declared core of a virtual node, and its CPUs as the kernel numbers them."""
 
     id: int
     socket: int
@@ -27,8 +26,7 @@ class Core:
 
 @dataclass(frozen=True, slots=True)
 class CoreMap:
-    """All cores of a node by socket. `shared`: several cores stand for the same CPU (declared cores of a virtual
-    node)."""
+    """All cores of a node by socket. `shared`: several declared cores stand for the same CPU."""
 
     sockets: tuple[tuple[Core, ...], ...]
     housekeeping: frozenset[int] = frozenset()
@@ -59,8 +57,7 @@ class CoreTable:
         self.held: dict[str, Shares] = {}
 
     def free(self, *ignored: str) -> dict[int, int]:
-        """Millicores left by core id, if these owners had none. Never negative, even when adopted shares over-commit a
-        core."""
+        """Millicores left by core id, if these owners had none. Never negative, even if adopted shares over-commit."""
         left = {core.id: CORE for socket in range(len(self.core_map.sockets)) for core in self.core_map.usable(socket)}
         for core, part in (one for owner, shares in self.held.items() if owner not in ignored for one in shares):
             if core in left:

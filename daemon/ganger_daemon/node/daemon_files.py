@@ -320,8 +320,7 @@ class GangPaths:
         return self.work / f"rank-{rank}.error.json"
 
     def reason(self, rank: int, what: str) -> Path:
-        """Return the file with the reason why a rank lacks `what`: BOUNDARIES (no order can be obeyed), OFFLOAD or
-        CHECKPOINT."""
+        """Return the file that says why a rank lacks `what`: BOUNDARIES (it obeys no order), OFFLOAD or CHECKPOINT."""
         return self.work / f"rank-{rank}.no-{what}.json"
 
     def name(self, rank: int) -> str:

@@ -169,8 +169,7 @@ class Launchers:
 
     @staticmethod
     def key(interpreter: str, environment: Mapping[str, str], account: Account | None = None) -> str:
-        """Return the name of a launcher. That of another account begins with its uid, as the directory of its
-        socket."""
+        """Return the name of a launcher. Another account's begins with its uid, as its socket's directory."""
         # `python` and `python3` of one directory are one interpreter; links in different ones are environments apart
         place = os.path.dirname(os.path.abspath(interpreter))
         # one that has left a group gets another launcher
@@ -265,8 +264,7 @@ class Launchers:
         return found
 
     def warm_up(self) -> None:
-        """Start a launcher for our own interpreter ahead of the first job, if PyTorch can be imported. Does not
-        block."""
+        """Start a launcher for our own interpreter before any job, if PyTorch can be imported. Does not block."""
         if self._preload and importlib.util.find_spec("torch") is not None:
             threading.Thread(target=self._warm_up, name="launcher-warm-up", daemon=True).start()
 
@@ -292,8 +290,7 @@ class Launchers:
                 self._known.pop(key).close()
 
     def stop_idle(self, older_only: bool) -> None:
-        """End launchers without ranks: all of them, or those with other code than ours. Launchers with ranks end with
-        their last rank."""
+        """End launchers without ranks: all, or those with other code than ours. Others end with their last rank."""
         ours = code_of()
         for path, uid in self._sockets():
             if older_only and path.stem.endswith(f"-{ours}"):

@@ -159,8 +159,7 @@ def parent_of(pid: int) -> int:
 
 
 def holds_files_of_rank(pid: int, log: Path, page: Path) -> bool:
-    """Return whether a process writes its output to this log, or maps this control page. False where that cannot be
-    seen."""
+    """Return whether a process writes its output to this log, or maps this control page. False if unseen."""
     if any(_are_one(Path(f"/proc/{pid}/fd/{output}"), log) for output in (1, 2)):
         return True
     return _maps(pid, page)

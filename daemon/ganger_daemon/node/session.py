@@ -237,8 +237,7 @@ class Session:
             except grpc.aio.AioRpcError as error:
                 note_failure(endpoint, error)
                 reason = reason_of(from_rpc_error(error))
-                # A connection shows the certificate with which it was made: one that was renewed since then is dialled
-                # with at once.
+                # A connection shows the certificate that it was made with: dial with a renewed one at once.
                 is_renewed = endpoint is not None and bool(endpoint.tls) and version_of(Path(endpoint.tls)) != shown
                 is_lasting = reason in _LASTING and not is_renewed
                 level = logging.ERROR if is_lasting else logging.INFO

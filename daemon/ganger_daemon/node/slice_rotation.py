@@ -86,8 +86,7 @@ class Rotation:
             self._groups[group.number] = group
 
     def set_desired(self, desired: Iterable[agent_pb2.DesiredSlices]) -> None:
-        """Take the complete groups of a desired set. Their gangs begin later: no leader counts on them before
-        `confirm_begun`."""
+        """Take the complete groups of a desired set. No leader counts on their gangs before `confirm_begun`."""
         for group in self._groups.values():
             group.is_desired = False
         for message in desired:

@@ -102,8 +102,7 @@ def limit_silence(connection: socket.socket, seconds: float) -> None:
 
 
 def to_daemon(connection: socket.socket, host: str, tls: str) -> ssl.SSLSocket:
-    """Return the TLS socket of an outgoing connection. Raises OSError, EndpointError, and StreamError unless a daemon
-    answers."""
+    """Return the TLS socket of an outgoing connection. Raises OSError, EndpointError; StreamError without a daemon."""
     try:
         guarded = client_context(Path(tls)).wrap_socket(connection, server_hostname=host)
     except BaseException:

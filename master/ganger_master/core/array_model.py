@@ -50,8 +50,7 @@ class RuleKind(StrEnum):
 
 
 class StopRule(Struct, frozen=True, gc=False, omit_defaults=True):
-    """When members of an array stop. `first`, `every`: amounts of the resource, steps or what a reported metric
-    counts."""
+    """When members of an array stop. `first`, `every`: amounts of the resource, in steps or a metric's unit."""
 
     kind: RuleKind
     metric: str = LOSS

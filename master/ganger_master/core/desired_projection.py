@@ -170,8 +170,7 @@ class DesiredProjection(dict[str, DesiredSet]):
         return self.get(node, _NOTHING)
 
     def forget_gang(self, epoch: int) -> None:
-        """Forget what the orders of a gang are made of: it is gone, or its spec, checkpoints, addresses or trial
-        changed."""
+        """Forget what a gang's orders are made of: it is gone, or its spec, checkpoints, addresses or trial changed."""
         self.parties.pop(epoch, None)
 
     def forget_node(self, name: str) -> None:

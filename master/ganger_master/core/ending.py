@@ -75,8 +75,7 @@ def _going(state: State) -> list[int]:
 
 
 def _may_go(state: State) -> Iterator[int]:
-    """Yield the numbers of ended jobs without gangs. Members of an array are compared, so they stay until all have
-    ended."""
+    """Yield the numbers of ended jobs without gangs. Members of an array stay until all have ended."""
     lives: dict[int, bool] = {}
     for number in state.jobs.finished:
         array = state.jobs[number].spec.array
@@ -269,8 +268,7 @@ def _fall_back(
 
 
 def _catch_up(state: State, job: JobRecord, gang: Gang, outcome: Outcome, now: float) -> bool:
-    """Requeue a job from a newer checkpoint on storage, written while its node was cut off. Return whether the outcome
-    reports one."""
+    """Requeue a job from a newer checkpoint that its cut-off node wrote. Return whether the outcome reports one."""
     left = usable(outcome.checkpoints, gang.epoch, job.unreadable)
     if not left or not is_newer(left[0], job.checkpoint):
         return False
@@ -327,8 +325,7 @@ def _is_users(outcome: Outcome) -> bool:
 
 
 def _is_failed_start(gang: Gang, outcome: Outcome) -> bool:
-    """Return whether an end counts as a failed start: a job that always ends so would be started for ever. A lost node
-    does not count."""
+    """Return whether an end counts as a failed start: else the job would be started for ever. A lost node does not."""
     if outcome.kind in (OutcomeKind.LAUNCH_FAILED, OutcomeKind.STATE_OUTDATED):
         return True
     is_explained = outcome.kind not in (OutcomeKind.UNKNOWN, OutcomeKind.FENCED)

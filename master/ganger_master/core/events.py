@@ -122,8 +122,7 @@ class GangRefused(Event, frozen=True, gc=False):
 
 
 class StartOffered(Event, frozen=True, gc=False):
-    """A plan starts a job: the job's scheduler gets a lease with the plan's place as a suggestion. Changes nothing
-    durable."""
+    """A plan starts a job: its scheduler gets a lease with the plan's place as a suggestion. Nothing durable."""
 
     number: int
     claims: tuple[Claim, ...]
@@ -273,8 +272,7 @@ class ChangeJudged(Event, frozen=True, gc=False):
 
 
 class TimePassed(Event, frozen=True, gc=False):
-    """Time has passed. `set_by`: seconds by which the clock was set, forward or back. `told`: the newest lease that was
-    sent; None: all were."""
+    """Time has passed. `set_by`: seconds by which the clock was set. `told`: the newest sent lease; None: all were."""
 
     cause: str = "clock"
     set_by: float = 0.0

@@ -361,8 +361,7 @@ def _condition(node: Node) -> str:
 
 
 def _with_keeper(state: State, job: JobRecord, refusal: Refusal) -> Refusal:
-    """Return a refusal with the job that keeps the most memory of devices: ending it, or parking it at CHECKPOINT,
-    helps."""
+    """Return a refusal with the job that keeps the most device memory: ending or parking it at CHECKPOINT helps."""
     if refusal.reason is not Reason.DEVICE_MEMORY or refusal.job or not refusal.node:
         return refusal
     kept = {

@@ -120,8 +120,7 @@ class Piece(Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class Restore(Struct, frozen=True, gc=False, omit_defaults=True):
-    """The state that a gang starts from: a checkpoint's path, or the arenas of a parked epoch. `step`: the lowest
-    acceptable one."""
+    """The state that a gang starts from: a checkpoint's path, or arenas of a parked epoch. `step`: the lowest one."""
 
     checkpoint_path: str = ""
     parked_epoch: int = 0
@@ -179,8 +178,7 @@ class Gang(Struct, frozen=True, gc=False, omit_defaults=True):
 
     @property
     def parked_claims(self) -> tuple[Claim, ...]:
-        """Its placement to have to itself again, with what it keeps of devices there although it holds none, and of
-        its memory."""
+        """Its placement to have to itself again, with the memory and device memory that it keeps there."""
         return tuple(
             [
                 replace(

@@ -171,8 +171,7 @@ class _Trial:
         # The part of that which shares devices with other gangs.
         self._joined: list[Claim] = []
         self._settings = [state.settings]
-        # Events that are not applied yet: a copy of a large view costs as much as many verdicts, and no change follows
-        # the last one.
+        # Events that are not applied yet: to copy a large view costs as much as many verdicts.
         self._unapplied: list[Event] = []
         # Nodes whose slice matrix a change of this plan replaces.
         self._rows_on: set[str] = set()

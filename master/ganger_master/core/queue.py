@@ -62,8 +62,7 @@ def is_lack(refusals: tuple[Refusal, ...]) -> bool:
 
 
 def is_lasting(refusals: tuple[Refusal, ...], is_strict: bool) -> bool:
-    """Return whether a job with these refusals waits for no other job. A strict queue keeps room also for jobs that
-    wait for nodes."""
+    """Return whether a job with these refusals waits for no other job. A strict queue also keeps room for nodes."""
     if not refusals or not refusals[0].reason.is_passed_over:
         return False
     return refusals[0].reason is not Reason.NODE_UNAVAILABLE or not is_strict

@@ -138,15 +138,13 @@ def _is_unknown_end(state: State, job: JobRecord, epoch: int, parts: Mapping[str
 
 
 def _has_stepped(epoch: int, part: FinishedGang) -> bool:
-    """Return whether a part that has ended shows that its gang did steps: no destination that only waited ends well or
-    writes a checkpoint."""
+    """Return whether an ended part shows that its gang did steps: waiting destinations do not end well or save."""
     wrote = part.checkpoint is not None and part.checkpoint.epoch == epoch
     return wrote or part.outcome.kind in (OutcomeKind.DONE, OutcomeKind.YIELDED)
 
 
 def is_as_stored(state: State, epoch: int, parts: Mapping[str, ObservedGang], alive: LiveGangs, job: JobRecord) -> bool:
-    """Return whether a gang is where the database has it, without time slices or orders that the database does not
-    know."""
+    """Return whether a gang is where the database has it, without time slices or orders that the database lacks."""
     gang = state.gangs.get(epoch)
     if gang is None or gang.job != job.number or epoch not in (job.epoch, job.next_epoch):
         return False

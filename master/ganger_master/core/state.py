@@ -274,8 +274,7 @@ class State:
         return self.queue.refusals.get(number, ())
 
     def queue_rank(self, number: int) -> int:
-        """Return the position among waiting jobs, from 1; zero when it does not wait, or the planner has not ranked
-        it."""
+        """Return the position among waiting jobs, from 1; zero if it does not wait, or is not ranked."""
         job = self.jobs.get(number)
         if job is None or not job.is_waiting:
             return 0
@@ -351,8 +350,7 @@ class State:
         return True
 
     def _place(self, gang: Gang) -> None:
-        """Note a new gang on its nodes and take what it holds off the view; where more than that has changed, the row
-        is computed anew."""
+        """Note a new gang on its nodes and take what it holds off the view; where more has changed, compute the row."""
         view, dirty = self.view, self.dirty
         epoch, devices = gang.epoch, gang.devices
         self.gangs.index(gang)
@@ -465,8 +463,7 @@ class State:
 
 
 def _is_other_row(old: Node, node: Node) -> bool:
-    """Return whether a change of a node affects its free pieces (`state_indexes.row_of`), besides what its gangs
-    hold."""
+    """Return whether a change of a node affects its free pieces (`row_of`), besides what its gangs hold."""
     return (
         old.takes_gangs != node.takes_gangs
         or old.strays != node.strays

@@ -267,8 +267,7 @@ _LONGER: Final = {2: "\u00b7", 3: "\u2026", 4: "\U0001f512"}
 
 
 class Redaction:
-    """Hides commands, environments and tokens. `key`: random, of this recording alone. `with_environment`: only
-    tokens."""
+    """Hides commands, environments and tokens. `key`: random, of this recording. `with_environment`: only tokens."""
 
     def __init__(self, key: bytes, with_environment: bool = False) -> None:
         self._key = key

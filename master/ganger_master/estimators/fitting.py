@@ -42,8 +42,7 @@ def fit_error(predicted: ArrayLike, measured: ArrayLike) -> FitError:
 
 
 def is_usable(*values: float) -> bool:
-    """Finite and above zero (1e-100 to 1e100): a failed run reports 0, a broken one NaN; neither says how fast a job
-    is."""
+    """Finite and above zero (1e-100 to 1e100): a failed run reports 0, a broken one NaN."""
     return all(_LEAST < value < _MOST for value in values)
 
 

@@ -163,8 +163,7 @@ class ServiceMemory:
         return np.asarray(self._index[slots], float)
 
     def remaining_s(self, slots: Integers, ran_s: Floats) -> Floats:
-        """How long the jobs in these slots, which have run so long, will run yet: the median, in seconds. NaN before
-        any job has ended."""
+        """The median seconds that jobs in these slots, which ran so long, run yet. NaN before any has ended."""
         if not self._all_ended.any():
             return np.full(len(slots), np.nan)
         self._are_at(slots, ran_s)

@@ -443,8 +443,7 @@ def move_in(proposal: ColocationProposal, at: Holder, comes: Holder, view: View)
 
 
 def _beside(at: Holder, comes: Holder, view: View) -> tuple[list[Claim], list[Claim]] | None:
-    """Return the claims that the host keeps and those of the guest, with its present host memory; None if it does not
-    fit."""
+    """Return the claims of host and guest, the latter with its present host memory; None if it does not fit."""
     shape = as_held(comes[0].shape, comes[1])
     gpus_of_task = shape.roles[0].shape.gpus
     kept: list[Claim] = []

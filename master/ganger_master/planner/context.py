@@ -60,8 +60,7 @@ def _own_shape(job: JobRecord) -> GangShape:
 
 
 class PreferredPlace(Struct, frozen=True):
-    """`device_type`: types of GPU in the order in which to try them; `avoid`: nodes where the gang or others would
-    lose speed."""
+    """`device_type`: types of GPU, first choice first; `avoid`: nodes where the gang or others would lose speed."""
 
     device_type: str
     avoid: frozenset[str]

@@ -72,8 +72,7 @@ class CoreProfile:
         return min([point.cores for point in self.points], default=math.inf)
 
     def at(self, cores: float) -> float | None:
-        """Return the rate measured with this number of cores per GPU and all memory, in steps/s; None if there is
-        none."""
+        """Return the rate measured with this number of cores per GPU and all memory, in steps/s, or None."""
         return next((point.rate for point in _by_cores(self.own) if point.cores == cores), None)
 
     def with_point(self, point: CpuPoint) -> CoreProfile:

@@ -87,8 +87,7 @@ class CurveNews:
         self._numbers[number] = None
 
     def taken(self, cores_of: Callable[[int], ProfiledResources | None]) -> tuple[CoresCurve, ...]:
-        """Return the curves to report now, as many as fit into a plan, and note that they are. `cores_of`: of a live
-        job by number."""
+        """Return the curves to report now, as many as fit into a plan, once. `cores_of`: of a live job by number."""
         numbers = list(self._numbers)[:PROMISES_LIMIT]
         for number in numbers:
             del self._numbers[number]

@@ -19,8 +19,7 @@ from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.policies.fairness import Seat
 from ganger_master.policies.orders import Integers
 
-# By job number: the numbers of all jobs on its devices, its own among them, ascending. Jobs alone on their devices are
-# left out.
+# By job number: all jobs on its devices, ascending, itself among them. Jobs alone on their devices are left out.
 CoLocatedJobs: TypeAlias = Mapping[int, tuple[int, ...]]
 # A job with its gang.
 Holder: TypeAlias = tuple[JobRecord, Gang]
@@ -135,8 +134,7 @@ def shares_all(claims: Claims) -> bool:
 
 @lru_cache(4096)
 def thin(shape: GangShape, memory_bytes: int) -> GangShape:
-    """Return the shape with `memory_bytes` for each GPU where it names no memory. A whole share would leave none to
-    others."""
+    """Return the shape with `memory_bytes` for each GPU where it names no memory. Else none is left to others."""
     if not memory_bytes:
         return shape
     roles = []

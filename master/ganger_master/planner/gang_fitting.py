@@ -191,8 +191,7 @@ class GangFitting:
         self._trial.undo(mark)
 
     def _make_hole(self, job: JobRecord, staying: PreemptionCandidates, wanted: set[str]) -> Claims | None:
-        """Preempt or move lower-ranked jobs for `job`. Return its claims; all new claims are taken, and their nodes
-        added to `wanted`."""
+        """Preempt or move lower-ranked jobs for `job`. Return its claims, which are taken; add nodes to `wanted`."""
         shape = self._terms.shape(job)
         if widest_now(shape, self._waited(job)) != widest_now(job.shape, self._waited(job)):
             # It waits for a better place than the free ones: no job is preempted for that.

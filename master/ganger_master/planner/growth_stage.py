@@ -386,8 +386,7 @@ class Elastic:
 
 
 def grow(jobs: Collection[Elastic], view: View) -> tuple[int, int] | None:
-    """Return the number of the one job to grow next and its GPUs afterwards, if any. Call it again once the growth was
-    judged."""
+    """Return the number of the one job to grow next and its GPUs then, if any. Call again once this was judged."""
     options = []
     for job in jobs:
         size = job.larger

@@ -94,8 +94,7 @@ def can_change(job: JobRecord, gang: Gang) -> bool:
 
 
 def sizes_of(job: JobRecord, gang: Gang | None) -> Sequence[int] | None:
-    """Return the numbers of tasks that it may have, ascending, with its present one; None if its spec is the only
-    limit."""
+    """Return the numbers of tasks that it may have, ascending, with its present one; None: only its spec limits it."""
     if not job.capabilities.resize_divides:
         return None
     spec = job.spec

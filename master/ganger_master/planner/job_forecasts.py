@@ -78,8 +78,7 @@ def advice(newcomer: Newcomer, facts: Facts, remaining_s: Floats, now: float, ca
 
 
 def spans(gpus: Integers, remaining_s: Floats, free: int, now: float) -> tuple[Floats, Floats]:
-    """Return when each gang starts and ends if each runs whenever the earlier ones leave room for it; infinite for
-    never."""
+    """Return when each gang starts and ends if it runs whenever earlier ones leave room; infinite for never."""
     # Pieces of time: when each begins, and the GPUs left in it; the last never ends.
     begins, left = np.array([now]), np.array([free])
     starts, ends = np.full(len(gpus), np.inf), np.full(len(gpus), np.inf)
@@ -213,8 +212,7 @@ def start_forecast(
 
 
 def _before(facts: Facts, number: int, ranks: Mapping[int, int], is_waiting: Flags) -> Integers:
-    """Return the positions of the jobs that run, of those before job `number`, and of itself, which is the last; none
-    if it has ended."""
+    """Return the positions of jobs that run, of those before job `number`, and, last, its own; none if it has ended."""
     mine = facts.number == number
     if not mine.any():
         return np.flatnonzero(mine)

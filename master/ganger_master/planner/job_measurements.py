@@ -103,8 +103,7 @@ class AttainedTime:
 
 @dataclass(slots=True)
 class ReportedLosses:
-    """What a job last reported, and points of its loss curve. `each`: reports that a point stands for; `open`: those of
-    the next point."""
+    """What a job last reported, and points of its loss curve. `each`: reports in a point; `open`: those of the next."""
 
     step: int = 0
     # Passes over the data done, and in total; zero if not reported.
@@ -149,8 +148,7 @@ class ReportedLosses:
 def optimus_estimate(
     job: JobRecord, losses: ReportedLosses | None, rates: Mapping[int, float], fits: FitCache, gpus_per_node: int
 ) -> OptimusEstimate:
-    """Return the estimate of a job. `rates`: in steps/s by number of GPUs; without any, or without a report, the
-    estimate is empty."""
+    """Return the estimate of a job. `rates`: in steps/s by number of GPUs. Empty without rates or reports."""
     seconds = {gpus: 1.0 / rate for gpus, rate in rates.items() if rate > 0.0}
     if losses is None or not seconds:
         return NOTHING
@@ -237,8 +235,7 @@ def with_window(by_load: RatesByLoad, load: int, rate: float) -> RatesByLoad:
 
 @dataclass(frozen=True, slots=True)
 class SeriesRates:
-    """Windows by load of all gangs of one series on one node, of one size on one type of GPU, by their millicores. They
-    outlive the jobs."""
+    """Windows by load of one-node gangs of one series, size and type of GPU, by millicores. They outlive the jobs."""
 
     by_cores: Mapping[int, RatesByLoad] = field(default_factory=dict)
 

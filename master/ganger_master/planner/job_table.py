@@ -400,8 +400,7 @@ class LiveTable:
 
     @property
     def newcomers(self) -> tuple[Integers, Floats]:
-        """Return the rows of the jobs that could start and have never run, and since when each is pending, in Unix
-        seconds."""
+        """Return the rows of startable jobs that have never run, and since when each is pending, in Unix seconds."""
         rows = np.flatnonzero(self._flags[2] & (self._numbers[8] == _NEVER))
         return rows, self._numbers[7, rows]
 

@@ -205,8 +205,7 @@ class PlannerLoop:
         return free is not None and self._order.starts_no_job(self.table, free)
 
     def next_s(self, now: float) -> float:
-        """Return when the next plan is due, in Unix seconds without any event; infinite if only an event can bring
-        it."""
+        """Return when the next plan is due without an event, in Unix seconds; infinite if only an event brings it."""
         return now + self._pace.wait_s(now, self._is_news)
 
     def _context(self, now: float) -> PlanContext:

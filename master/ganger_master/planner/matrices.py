@@ -235,8 +235,7 @@ class SliceMatrices:
         self._take_memory(one)
 
     def changes(self, quantum_s: float, changing: Collection[int]) -> list[PlanChange]:
-        """Return one group of changes for each time-slice group that jobs join. Groups that are changing are left out
-        until that is done."""
+        """Return one group of changes for each time-slice group that jobs join, without groups that are changing."""
         changes: list[PlanChange] = []
         for present in self._sets():
             there = [one for one in present if one.number not in self._moved]
@@ -326,8 +325,7 @@ class SliceMatrices:
         return (max(counts), sum(counts), len(set().union(*there)), seat) if counts else None
 
     def _at(self, job: JobRecord, seat: Seat) -> SlicedJob | None:
-        """Return a job of one role on exactly these devices. None: cores or memory are missing, or the node is excluded
-        for this job."""
+        """Return a job of one role on exactly these devices; None if cores or memory lack, or the node is excluded."""
         task = job.shape.roles[0].shape
         claims = []
         for name, mask in seat:
@@ -403,8 +401,7 @@ class SliceMatrices:
     # -- time-slice groups ---------------------------------------------------------------------------------------------
 
     def _sets(self) -> list[list[SlicedJob]]:
-        """Return the groups that change: each with a joining job, all jobs on its devices and all time-sliced jobs on
-        the same nodes."""
+        """Return the groups that change: each a joining job, all on its devices and all time-sliced on its nodes."""
         left = {**self._joined, **self._moved}
         spots = {**self.sharers, **self._moved}
         found = []

@@ -94,8 +94,7 @@ def noted(memory: bytes, policy: str, now: float) -> bytes:
 def recalled(
     note: bytes, policy: str, now: float, create_time: Callable[[int], float | None]
 ) -> PlannerMemory | Unusable:
-    """Return the noted state if this planner can continue from it. `create_time`: of a live job by number; None if
-    there is no such job."""
+    """Return the noted state if this planner can continue from it. `create_time`: of a live job by number, or None."""
     try:
         found = msgspec.msgpack.decode(note, type=_Note)
     except (ValueError, RecursionError) as error:

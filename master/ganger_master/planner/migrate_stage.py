@@ -50,8 +50,7 @@ _ON_THE_WAY: Final = (GangPhase.MOVING, GangPhase.RESIZING)
 
 
 def drain(migration: MigrationContext, node: str) -> None:
-    """Move gangs off a draining node, also into room that other gangs make. Gangs that fit nowhere are parked on
-    storage."""
+    """Move gangs off a draining node, also into room that other gangs make. Others are parked on storage."""
     busy = migration.busy
     gangs = [one for number, (_, _, one) in migration.gangs.items() if number not in busy]
     terms = MigrationTerms(migration.room, placement=migration.placement)
@@ -268,8 +267,7 @@ class _Pass:
         return self._with_own(found), moving, findings, migration.again_s
 
     def _begun(self, outcomes: MigrationOutcomes) -> MigrationOutcomes:
-        """Return the outcomes with trials of the moves that begin now. A gang that is parked on its way is measured
-        before that."""
+        """Return the outcomes with trials of moves that begin now. A gang parked on its way is measured before."""
         migration = self._migration
         bound_for = {step.number: step.claims for plan in migration.plans for step in plan.steps}
         for change in migration.changes:

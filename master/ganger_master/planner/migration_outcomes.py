@@ -166,8 +166,7 @@ class MigrationOutcomes:
         return MigrationOutcomes(trials, failed, points, pending_reverts), tuple(findings)
 
     def with_live_reverts(self, table: LiveTable, now: float) -> MigrationOutcomes:
-        """Return the state without returns of jobs that have left the slow place or have waited too long for the old
-        one."""
+        """Return the state without returns of jobs that have left the slow place or waited too long for the old one."""
         if not self.pending_reverts:
             return self
         live = {

@@ -108,8 +108,7 @@ class CarriedPlans:
 
 
 def carry_on(plans: Iterable[MigrationPlan], table: LiveTable, trying: Trial, now: float) -> CarriedPlans:
-    """Return the next changes of all plans. The places that they use or still need are taken in `trying`, as far as
-    free."""
+    """Return the next changes of all plans. Places that they use or need are taken in `trying`, as far as free."""
     done = CarriedPlans()
     plans = list(plans)
     # Masks by node of the devices that jobs leave.
@@ -133,8 +132,7 @@ def carry_on(plans: Iterable[MigrationPlan], table: LiveTable, trying: Trial, no
 
 
 def hold(plans: Iterable[MigrationPlan], table: LiveTable, trying: Trial, begun: Collection[int] = ()) -> None:
-    """Take the free parts of the places that plans still need. `begun`: numbers of jobs whose changes have taken
-    theirs."""
+    """Take the free parts of the places that plans still need. `begun`: jobs whose changes have taken theirs."""
     for plan in plans:
         for step in plan.steps:
             stage = stage_of(step, table)
@@ -343,8 +341,7 @@ class MigrationContext:
     def movable(
         self, pairs: Iterable[tuple[JobRecord, Gang]], *, packed: bool = False
     ) -> dict[int, tuple[JobRecord, Gang, Movable]]:
-        """Return those of `pairs` that can be moved, by number. Co-located gangs only if `packed`: else their trial
-        moves them."""
+        """Return those of `pairs` that can be moved, by number. Co-located gangs only if `packed`."""
         view, costs, rates = self.room.view, self.costs, self.rates
         found = {}
         for job, gang in pairs:

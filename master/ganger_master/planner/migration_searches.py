@@ -69,8 +69,7 @@ _NEVER: Final = SearchResult(-math.inf, 0)
 
 
 class MakeRoomSearch:
-    """The searches of one pass. `results`: those of the last pass, by job number; `excluded`: numbers of pending jobs
-    that are passed over."""
+    """The searches of one pass. `results`: of the last pass, by job; `excluded`: pending jobs to pass over."""
 
     def __init__(
         self, migration: MigrationContext, results: Mapping[int, SearchResult], excluded: frozenset[int] = frozenset()
@@ -171,8 +170,7 @@ class MakeRoomSearch:
         return room_plan if room_plan is not None and room_plan.moves else None
 
     def _by_stops(self, job: JobRecord, shape: GangShape, stay: frozenset[int]) -> tuple[RoomPlan | None, SuspendLevel]:
-        """Return the plan that costs least, and the level at which its victims are parked: OFFLOAD if both cost the
-        same."""
+        """Return the cheapest plan, and the level at which its victims are parked: OFFLOAD if both cost the same."""
         best, at = None, SuspendLevel.OFFLOAD
         for level in (SuspendLevel.OFFLOAD, SuspendLevel.CHECKPOINT):
             gangs = self._stoppable(job, level)
@@ -279,8 +277,7 @@ class OpportunisticMigration:
         if not apart:
             return
         self.closer_s = migration.now
-        # Most gangs have no closer place: it is quicker to count than to search. Gangs are exchanged only if their kind
-        # was measured.
+        # Most gangs have no closer place: to count is quicker than to search. Only measured kinds are exchanged.
         free, measured = FreeDeviceCounts(migration.room.view), self._outcomes.points
         gangs = migration.movable(
             [
@@ -307,8 +304,7 @@ class OpportunisticMigration:
         self.closer_again_s = max(again_s, migration.now + CLOSER_S)
 
     def separate(self) -> None:
-        """Move gangs out of co-locations that are slower than the gangs alone, onto devices that no pending job
-        wants."""
+        """Move gangs out of co-locations slower than the gangs alone, onto devices that no pending job wants."""
         migration, rates = self._migration, self._migration.rates
         if not migration.free or not migration.table.has_sharing:
             return

@@ -170,8 +170,7 @@ class _Sizing:
             wanting.waiting,
             self.gpus > 0,
             *guarded(self.context.order, facts, self.capacity.gpus),
-            # Measured rates and losses change all the time: resizes are planned anew as soon as jobs may be preempted
-            # again.
+            # Measured rates and losses change all the time: plan resizes whenever jobs may be preempted.
             self.context.now if wanting.may_change_later else math.inf,
         )
 

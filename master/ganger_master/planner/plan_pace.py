@@ -91,8 +91,7 @@ class PlanPace:
         return replace(self, stopped_at_s=max(self.stopped_at_s, stopped_at_s))
 
     def may_stop(self, now: float, is_news: bool = True) -> bool:
-        """Return whether a plan may preempt. One that follows another at the same instant may do what that one
-        might."""
+        """Return whether a plan may preempt: at the same instant as the one before, if that one might."""
         return now == self.stopped_at_s or now >= self.stopped_at_s + self.every_s
 
     def round_began_s(self, now: float) -> float:

@@ -161,8 +161,7 @@ class JobRates:
         return False
 
     def curve_news(self, is_all: bool = False) -> tuple[CoresCurve, ...]:
-        """Return the curves by cores to report: those that have changed since the last call. `is_all`: those of all
-        jobs are due again."""
+        """Return the curves by cores to report: those changed since the last call. `is_all`: all are due again."""
         return ()
 
     @property

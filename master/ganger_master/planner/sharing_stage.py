@@ -265,8 +265,7 @@ def plan_matrices(
 
 
 def _waiting(table: LiveTable, excluded: ExcludedJobs) -> list[tuple[JobRecord, Gang | None]]:
-    """Return the first pending jobs, each with the gang in which it rests in host memory since a user suspended it, if
-    there is one."""
+    """Return the first pending jobs, each with the gang in which a user's suspend parked it in host memory, if any."""
     found: list[tuple[JobRecord, Gang | None]] = []
     for job in table.queue():
         if len(found) == _WAITING_MOST:

@@ -31,8 +31,7 @@ from ganger_master.policies.orders import Capacity, Facts, Flags, Floats, Intege
 
 @dataclass(frozen=True, eq=False)
 class SizeRequests:
-    """Jobs that share the cluster, by position among the facts. A task has `each` GPUs; for a job that is not elastic
-    it is the whole gang."""
+    """Jobs that share the cluster, by position among the facts. A task has `each` GPUs; a rigid job is one."""
 
     facts: Facts
     jobs: Sequence[JobRecord]
@@ -146,8 +145,7 @@ class SizeRequests:
         return bool(self.waiting.any() or (self.elastic & self.facts.is_running).any())
 
     def sizes(self, capacity: Capacity, takes_s: Floats) -> Integers:
-        """Return the GPUs that each job should have now; zero for jobs without any. `takes_s`: seconds that a resize
-        stops each job."""
+        """Return the GPUs that each job should have now; zero for jobs without any. `takes_s`: pauses by a resize."""
         line, facts = self.line, self.facts
         speeds, left = self._speeds(line, capacity.gpus_per_node)
         parts = self.each / np.maximum(facts.gpus, 1)

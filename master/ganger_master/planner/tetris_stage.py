@@ -122,8 +122,7 @@ def _parts(facts: Facts, capacity: Capacity) -> Floats:
 
 
 def _bandwidth_parts(table: LiveTable, rows: Integers, view: View) -> Floats:
-    """Return the parts of all declared disk and network bandwidth that each gang takes; no rows where no node declares
-    any."""
+    """Return the parts of all declared disk and network bandwidth that each gang takes; no rows if none is declared."""
     if not view.bandwidth:
         return np.zeros((0, len(rows)))
     whole = [view.topologies[slot].configuration_set.bandwidth for slot in view.bandwidth if view.available[slot]]

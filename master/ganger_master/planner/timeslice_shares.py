@@ -160,8 +160,7 @@ class SlicedJob:
 
     @property
     def missing_claims(self) -> Claims:
-        """Return what it needs there beyond its gang's holdings. A gang parked at OFFLOAD keeps less host memory than
-        it claims."""
+        """Return what it needs there beyond its gang's holdings, which at OFFLOAD are less memory than it claims."""
         return self.claims if self.gang is None or self.starts else self.gang.lacking_claims
 
 

@@ -197,8 +197,7 @@ class Planner:
             self._news.set()
 
     def _begun(self, change: ClusterChange) -> PlannerLoop:
-        """Return the loop for the policy, which continues from the last connection, or from an earlier planner's
-        note."""
+        """Return the loop for the policy, continued from the last connection or an earlier planner's note."""
         policy = self._policy()
         if not self._has_recalled:
             self._has_recalled = True

@@ -89,8 +89,7 @@ _SEQUENCE: Final[tuple[type[StageSpec], ...]] = (Grow, *STARTERS, Tune, SliceNew
 
 
 def in_sequence(stages: Iterable[StageSpec]) -> tuple[StageSpec, ...]:
-    """Return the stages in the order in which they plan, one of each kind. Time slicing co-locates jobs and serves
-    newcomers by itself."""
+    """Return the stages in their order, one of each kind. Time slicing co-locates and serves newcomers by itself."""
     by_kind = {type(stage): stage for stage in stages}
     if ShareByTimeSlices in by_kind:
         by_kind.pop(Colocate, None)
@@ -103,8 +102,7 @@ _Stage = TypeVar("_Stage", bound=StageSpec)
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """An order, a placement, and the stages of a plan, in sequence. Without stages each job's own scheduler places it,
-    in turn by the order."""
+    """An order, a placement, and the stages of a plan. Without stages each job's scheduler places it, by the order."""
 
     name: str
     order: JobOrder

@@ -119,8 +119,7 @@ class Movables:
         return list(dict.fromkeys(self._index[start:end].tolist()))
 
     def least(self, missing: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return by slot the least cost of `missing` devices, if gangs could be cut; infinite where gangs hold
-        fewer."""
+        """Return by slot the least cost of `missing` devices, if gangs could be cut; infinite if they hold fewer."""
         wanted = np.clip(missing[self._slots] - self._before, 0, self._gpus)
         share = np.divide(wanted, self._gpus, out=np.zeros(len(wanted)), where=self._gpus > 0)
         size = len(missing)

@@ -100,8 +100,7 @@ def allreduce_speeds(models: Sequence[AllReduceModel], batch: Sequence[float] | 
 
 
 def allocated(jobs: ElasticJobs, capacity: Floats, least_gain: float = LEAST_GAIN) -> Integers:
-    """Return (jobs, k): tasks of each kind; zeros for jobs whose first tasks do not fit. `capacity` is by resource, of
-    all nodes together."""
+    """Return (jobs, k): tasks of each kind; zeros for jobs whose first tasks do not fit. `capacity`: of all nodes."""
     growth = _Growth(jobs, np.asarray(capacity, float), least_gain)
     growth.start()
     growth.run()
@@ -110,8 +109,7 @@ def allocated(jobs: ElasticJobs, capacity: Floats, least_gain: float = LEAST_GAI
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ahead:
-    """The next moves of some jobs, one row each: kinds of tasks to add, the first `length` entries, and whether more
-    may follow them."""
+    """The next moves of jobs, a row each: kinds of tasks to add (the first `length`), and whether more may follow."""
 
     gains: Floats
     moves: Integers
@@ -265,8 +263,7 @@ UNKNOWN_EPOCHS = 20.0
 
 @dataclass(frozen=True, slots=True)
 class OptimusEstimate:
-    """The estimate of a job. `steps_left`: NaN if its speed is unknown; `is_young`: its steps are not predicted
-    well."""
+    """The estimate of a job. `steps_left`: NaN if its speed is unknown; `is_young`: it is not predicted well."""
 
     steps_left: float = math.nan
     is_young: bool = True

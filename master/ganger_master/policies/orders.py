@@ -85,8 +85,7 @@ class Facts(Struct, frozen=True, eq=False, gc=False):
 
 
 def sorted_by(*columns: NDArray[Any]) -> Integers:
-    """Return positions, smallest first: the first column decides, then the next. Complete ties keep their order; NaN
-    comes last."""
+    """Return positions, smallest first: the first column decides, then the next. Ties keep their order; NaN is last."""
     return np.lexsort(columns[::-1])
 
 
@@ -122,8 +121,7 @@ class ServiceHistory:
         return cls(known, np.concatenate(((0.0,), np.cumsum(known))))
 
     def index(self, attained: Floats, quantum: Floats) -> Floats:
-        """Return Gittins's index of each job, in 1 / GPU-seconds. `attained` and `quantum` > 0, which may be infinite,
-        are in GPU-seconds."""
+        """Return Gittins's index of each job, in 1 / GPU-seconds. `attained`, `quantum` (> 0 or infinite): GPU-s."""
         first = np.searchsorted(self.services, attained, side="right")
         last = np.searchsorted(self.services, attained + quantum, side="right")
         ending = last - first

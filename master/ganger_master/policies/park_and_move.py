@@ -99,8 +99,7 @@ def _better(trying: Trial, stoppable: Sequence[Movable], gpus: int, best: RoomPl
 
 
 def _orders(stoppable: Sequence[Movable]) -> Iterable[Sequence[Movable]]:
-    """Yield orders of the gangs: by cost for each GPU, and then once for each of a few nodes, with its gangs first
-    among equals."""
+    """Yield orders of the gangs: by cost for each GPU, then for each of a few nodes, its gangs first among equals."""
     yield stoppable
     on = Counter(claim.node for gang in stoppable for claim in gang.claims)
     for node in sorted(on, key=lambda name: (-on[name], name))[:_MOST_NODES]:

@@ -74,8 +74,7 @@ class FailedTrials(Generic[K]):
         return now < self.notes.get(tried, (0, float("-inf")))[1]
 
 
-# The first look, and the last: Gandiva's ten mini-batches are a window or two here; 64 windows resolve 2 % where
-# windows scatter by 5 %.
+# The first look and the last: Gandiva's ten mini-batches are a window or two; 64 resolve 2 % at a scatter of 5 %.
 FIRST_WINDOWS: Final = 4
 MOST_WINDOWS: Final = 64
 DOUBT: Final = 0.05
@@ -220,8 +219,7 @@ class ProgressSample:
     since_s: float = float("nan")
 
     def goes_on_from(self, began: ProgressSample) -> bool:
-        """Return whether neither the job nor its clock went back since `began`, and the job was not parked
-        meanwhile."""
+        """Return whether neither job nor clock went back since `began`, and the job was not parked."""
         if self.step < began.step or self.time_s < began.time_s - _CLOCK_S:
             return False
         return not began.time_s < self.since_s - _CLOCK_S
@@ -241,8 +239,7 @@ class RateWindows:
     since_s: float = math.inf
 
     def after(self, sample: ProgressSample, now: float, pace: TrialPace) -> RateWindows:
-        """Return the windows after one more sample, received at `now`. A window begins anew after a park, a restart or
-        a clock that was set."""
+        """Return the windows after a sample received at `now`. One begins anew after a park, restart or set clock."""
         if now < self.since_s:
             return self
         began = self.open

@@ -73,8 +73,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         self._parts = ObservedParts()
 
     def is_held(self, node: str) -> bool:
-        """Return whether the node's daemon waits for an answer now: then it is alive, even if its last answer is
-        old."""
+        """Return whether the node's daemon waits for an answer: it is alive, even if its last answer is old."""
         return node in self._newest
 
     @property

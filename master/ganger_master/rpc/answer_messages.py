@@ -359,8 +359,7 @@ class VisibleState:
     def node(
         self, name: str, caller: CallerIdentity, fallen_at_once: Mapping[str, float] | None = None
     ) -> node_pb2.Node:
-        """Return the node as far as the caller may see it. `fallen_at_once`: computed once for a list of nodes. Raises
-        NodeNotFound."""
+        """Return the node as far as the caller may see it. `fallen_at_once`: for lists, once. Raises NodeNotFound."""
         refusal = self._refusals.of(name)
         if refusal.reason and name not in self._writer.committed.nodes:
             return node_pb2.Node(
@@ -421,8 +420,7 @@ class VisibleState:
         return sorted({*self._writer.committed.nodes, *self._refusals.nodes()})
 
     def fallen_at_once(self) -> Mapping[str, float]:
-        """Return the nodes whose missed heartbeats may be the master's own fault, with the time at which each is lost
-        all the same."""
+        """Return the nodes whose missed heartbeats may be the master's fault, and when each is lost all the same."""
         return availability.fallen_at_once(self._writer.state, self._writer.now())
 
 

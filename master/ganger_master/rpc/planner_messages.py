@@ -99,8 +99,7 @@ def live_job_to_wire(job: JobRecord, gang: Gang | None, into: scheduling_pb2.Liv
 
 
 def live_job_from_wire(message: scheduling_pb2.LiveJob) -> tuple[JobRecord, Gang | None]:
-    """Return the parts of a job that the message carries; other fields have no meaning. Raises RequestInvalid for what
-    does not exist."""
+    """Return the parts of a job that the message carries; other fields mean nothing. Raises RequestInvalid."""
     number = names.parse_job_name(message.job)
     gang = _gang_from_wire(number, message.gang) if message.HasField("gang") else None
     moments: dict[str, Any] = {"create_time": 0.0}
@@ -125,8 +124,7 @@ def live_job_from_wire(message: scheduling_pb2.LiveJob) -> tuple[JobRecord, Gang
 
 @lru_cache(4096)
 def signature_of(user: str, command: tuple[str, ...], roles: tuple[Role, ...]) -> int:
-    """Return a signature that is the same for a series of jobs: one program with other numbers (`--lr 0.1`), on as many
-    devices."""
+    """Return the signature of a series of jobs: one program with other numbers (`--lr 0.1`), on as many devices."""
     words = [_without_number(word) for word in command]
     shape = [(role.name, role.tasks, role.shape.gpus) for role in roles]
     digest = hashlib.blake2b(repr((user, words, shape)).encode("utf-8", "replace"), digest_size=8).digest()

@@ -208,8 +208,7 @@ class CommittedState:
 
     @contextmanager
     def watching_jobs(self) -> Iterator[JobNews]:
-        """Collects which jobs changed; its mark is set by changes of the view and of node sets, too, and by nodes that
-        leave."""
+        """Collects which jobs changed. Changes of the view and node sets, and nodes that leave, set its mark, too."""
         news = JobNews()
         self._job_watchers.add(news)
         try:

@@ -152,8 +152,7 @@ _ENDED_MOST_BYTES: Final = 32 << 20
 
 
 class DatabaseMarks:
-    """The files beside one database. The store's thread calls all methods except `take_ended`, and `marks` and `ends`,
-    which read the files."""
+    """The files beside one database. The store's thread calls all but `take_ended`, `marks` and `ends`."""
 
     def __init__(self, database: Path) -> None:
         self._marks = database.with_name(f"{database.name}.marks")
@@ -282,8 +281,7 @@ def ends_of(jobs: Mapping[int, JobRecord], gangs: Mapping[int, Gang]) -> dict[st
 
 
 def may_go(ended: float | None, kept: float | None, now: float) -> bool:
-    """Return whether files of a job may be deleted. `ended`: Unix seconds, None: unknown. `kept`: seconds, None: for
-    ever."""
+    """Return whether a job's files may be deleted. `ended`: Unix seconds or unknown; `kept`: seconds or for ever."""
     return ended is not None and kept is not None and now - ended > kept
 
 

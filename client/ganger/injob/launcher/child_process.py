@@ -268,8 +268,7 @@ def restore(
 
 
 def enter(launch: Launch) -> int | None:
-    """Put this process into its cgroups. Return the descriptor of its log where the daemon has given it. Raises
-    LaunchError."""
+    """Put this process into its cgroups. Return the descriptor of its log, if it has one. Raises LaunchError."""
     if not launch.gate:
         enter_cgroups(launch.cgroup_procs)
         return None

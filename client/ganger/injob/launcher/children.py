@@ -61,8 +61,7 @@ class LauncherChild:
 
 
 class LauncherChildren:
-    """The processes of one launcher, which its selector watches. ``forget``: called with the name of a rank that has
-    ended."""
+    """The processes of one launcher, which its selector watches. ``forget``: called with the name of an ended rank."""
 
     def __init__(self, selector: selectors.BaseSelector, forget: Callable[[str], None]) -> None:
         self._selector = selector
@@ -97,8 +96,7 @@ class LauncherChildren:
         return self.add(LauncherChild(launch.name, "rank", pid, page, path, adopted=is_below, keeper=keeper, tree=tree))
 
     def add_ranks(self, root: LauncherChild, found: list[tuple[Launch, int]]) -> list[LauncherChild]:
-        """Look after ranks below a parent. Raises LaunchError if one is gone with that parent, as nothing waits for
-        it."""
+        """Look after ranks below a parent. Raises LaunchError if one is gone with that parent."""
         tree = RankTree(root.pid, [launch.name for launch, _ in found])
         try:
             return [self.add_rank(launch, pid, tree) for launch, pid in found]

@@ -33,8 +33,7 @@ class LauncherError(Exception):
 
 
 class ForkedTree(NamedTuple):
-    """Ranks and their common parent; one rank alone is ``root`` itself. ``port``: of the rendezvous store beside them,
-    0 without one."""
+    """Ranks and their common parent; one rank alone is ``root`` itself. ``port``: of their rendezvous store, or 0."""
 
     root: ProcessId
     ranks: Sequence[ProcessId]

@@ -209,8 +209,7 @@ def parse_unit(content: Mapping[str, Any]) -> tuple[Unit, list[str]]:
 
 
 def restored_root(request: RestoreRequest) -> int:
-    """Return the pid of the root that was just restored, named in its page if it is a rank. Raises
-    LaunchError(RESTORE)."""
+    """Return the pid of the restored root, named in its page if it is a rank. Raises LaunchError(RESTORE)."""
     try:
         with open(request.pid_file, encoding="ascii") as file:
             inside = int(file.read())
@@ -223,8 +222,7 @@ def restored_root(request: RestoreRequest) -> int:
 
 
 def restored_ranks(request: RestoreRequest) -> list[tuple[Launch, int]]:
-    """Return the ranks below a root that was just restored, and their pids, named in their pages. Raises
-    LaunchError(RESTORE)."""
+    """Return the ranks below a restored root, and their pids, named in their pages. Raises LaunchError(RESTORE)."""
     found = [(launch, _found(launch, inside)) for launch, inside in request.ranks]
     for launch, pid in found:
         if launch.page:

@@ -422,8 +422,7 @@ class LauncherServer:
             os.close(arena)  # no rank fills it any more; a daemon that still streams from it has its own descriptor
 
     def _become_child(self, keep: list[int]) -> None:
-        """Close the launcher's descriptors in a forked child, except `keep`. Closing them by their objects closes no
-        number twice."""
+        """Close the launcher's descriptors in a forked child, except `keep`, by their objects: none is closed twice."""
         registered = [key.fileobj for key in self._selector.get_map().values()]
         self._selector.close()
         for thing in registered:

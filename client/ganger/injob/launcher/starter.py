@@ -130,8 +130,7 @@ def _serve(connection: socket.socket, run: Callable[[dict[str, Any], int, int | 
 
 
 def _fork_for_parent(flags: int) -> int:
-    """Fork as os.fork does, but as a child of this process's parent. Return the pid, 0 in the child, -errno on
-    failure."""
+    """Fork, but as a child of this process's parent. Return the pid, 0 in the child, -errno on failure."""
     python = ctypes.pythonapi
     # Not CDLL, which would let the interpreter go: nothing may happen in between, as in os.fork.
     library = ctypes.PyDLL(None, use_errno=True)

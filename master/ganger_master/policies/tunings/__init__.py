@@ -308,8 +308,7 @@ def _demand(
 
 
 def _first(count: int, axis: Floats, is_enough: Callable[[Floats], Flags]) -> Floats:
-    """Return for each of `count` rows the least amount of the axis that is enough. All larger amounts must be enough,
-    too."""
+    """Return for each of `count` rows the least amount of the axis that is enough. All larger ones are, too."""
     low, high = np.zeros(count, np.int64), np.full(count, len(axis) - 1)
     while (low < high).any():
         middle = (low + high) // 2

@@ -30,8 +30,7 @@ WORKER_CORES = 4.0
 
 
 def tune_proportionally(gangs: Gangs, nodes: TuningNodes, placed: Pieces) -> Pieces:
-    """Give cores and memory in proportion to GPUs, whatever the job: `bind` of the poster (24 cores and 4 GPUs give 6
-    each)."""
+    """Give cores and memory in proportion to GPUs, whatever the job: the poster's `bind` (24 cores, 4 GPUs: 6)."""
     return proportionally(nodes, placed)
 
 
@@ -88,8 +87,7 @@ def tune(gangs: Gangs, nodes: TuningNodes, placed: Pieces) -> Pieces:
 
 
 def tune_asked(gangs: Gangs, nodes: TuningNodes, placed: Pieces) -> Pieces:
-    """Tune as the predictor, and give no more memory than a gang was shown to use, where that is less than its
-    share."""
+    """Tune as the predictor, and give no more memory than a gang was shown to use, if less than its share."""
     found = tune(gangs, nodes, placed)
     if len(gangs.profiles.memory_bytes) < 2:
         return found

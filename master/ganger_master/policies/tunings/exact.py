@@ -282,8 +282,7 @@ class _Board:
         self.cores[rows], self.memory[rows] = best
 
     def _kinds(self, is_split: np.ndarray) -> Integers:
-        """Return the kind of each row: alike in profile, GPUs and node. Options are found once for each
-        kind."""
+        """Return the kind of each row: alike in profile, GPUs and node. Each kind has its options."""
         placed, nodes = self.placed, self.nodes
         columns = np.stack(
             [

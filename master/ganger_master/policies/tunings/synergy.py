@@ -184,8 +184,7 @@ def place(gangs: Gangs, nodes: TuningNodes) -> Pieces:
 
 
 def largest_first(gangs: Gangs, demand: TuningDemand) -> Integers:
-    """Return positions of gangs, largest first: by GPUs, then cores and memory of the whole gang. Ties keep their
-    order."""
+    """Return positions of gangs, largest first: by GPUs, then the gang's cores and memory. Ties keep their order."""
     return np.lexsort((-demand.memory_bytes * gangs.gpus, -demand.cores * gangs.gpus, -gangs.gpus))
 
 
@@ -274,8 +273,7 @@ def place_greedily(gangs: Gangs, nodes: TuningNodes) -> Pieces:
 
 
 def tune_greedily(gangs: Gangs, nodes: TuningNodes, placed: Pieces) -> Pieces:
-    """Give gangs in order their whole demand where it still fits on all their nodes; leave out pieces of other
-    gangs."""
+    """Give gangs in order their whole demand where it fits on all their nodes; leave out pieces of others."""
     demand = demands(gangs, nodes)
     cores = placed.gpus * demand.cores[placed.gang]
     memory = placed.gpus * demand.memory_bytes[placed.gang]
@@ -389,8 +387,7 @@ def _kinds(gangs: Gangs, nodes: TuningNodes, is_placeable: bool) -> list[_Kind]:
 
 
 def _super_machine(kinds: list[_Kind], nodes: TuningNodes, is_integer: bool) -> tuple[list[Floats], float]:
-    """Solve LP-1: return how many gangs of each kind take each option, and what all are worth. All gangs of a kind are
-    one row."""
+    """Solve LP-1: return how many gangs of each kind, one row each, take each option, and what all are worth."""
     rows = np.repeat(np.arange(len(kinds)), [len(kind.options) for kind in kinds])
     gpus = np.array([kind.gpus for kind in kinds], float)[rows]
     cores = gpus * np.concatenate([kind.options.cores for kind in kinds])

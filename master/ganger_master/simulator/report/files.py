@@ -256,8 +256,7 @@ def save_run(run: Run, directory: Path) -> None:
 
 
 def save_figures(runs: Sequence[tuple[str, Figures]], directory: Path) -> None:
-    """Write figures.csv, a row for each run and its load as asked for, and waiting.csv, a row for each of its sizes of
-    gangs."""
+    """Write figures.csv, a row for each run and requested load, and waiting.csv, a row for each of its gang sizes."""
     names = [column.name for column in fields(Figures) if column.name != "by_gang_size"]
     rows = [[load, *(_cell(getattr(figures, name)) for name in names)] for load, figures in runs]
     _save(directory / "figures.csv", [["load", *names], *rows])

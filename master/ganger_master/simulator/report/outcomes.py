@@ -62,8 +62,7 @@ class StepSeries:
         return np.asarray(before[step] + (moments - self.times[step]) * self.values[step])
 
     def mean(self, first: float | None = None, last: float | None = None) -> float:
-        """Return the time-weighted mean over the whole series or the part of it from `first` to `last`; NaN if that has
-        no length."""
+        """Return the time-weighted mean over the series or from `first` to `last`; NaN if that has no length."""
         begin = self.start if first is None else max(first, self.start)
         end = self.end if last is None else min(last, self.end)
         if not end > begin:

@@ -169,8 +169,7 @@ def servers_from_file(path: Path) -> Servers:
 
 
 def servers_from_description(description: object) -> Servers:
-    """Return groups of servers from the value of a YAML file, a mapping with the key `servers`. Raises
-    ServersFileError."""
+    """Return groups of servers from the value of a YAML file with the key `servers`. Raises ServersFileError."""
     entries = description.get("servers") if isinstance(description, dict) else None
     if not isinstance(description, dict) or not isinstance(entries, list) or not entries:
         raise ServersFileError(["a cluster is a mapping with a list `servers`, one entry for each kind of server"])
