@@ -123,7 +123,7 @@ def _of_gangs(gangs: Iterable[Gang]) -> Iterator[Any]:
     for gang in gangs:
         phase = gang.phase.name.lower()
         number[phase] += 1
-        devices[phase] += sum(piece.held.device_mask.bit_count() for piece in gang.pieces if piece.held is not None)
+        devices[phase] += sum(claim.device_mask.bit_count() for claim in gang.held)
     phases = [phase.name.lower() for phase in GangPhase]
     yield _gauges("ganger_gangs", "Gangs that hold or keep something.", "phase", _all(number, phases))
     text = "GPUs that gangs hold; one that several share counts for each."

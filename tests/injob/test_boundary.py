@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ganger.protocol.stop_rules import BoundaryDecision, RankPoint, decide, has_ended, stop_step
+from ganger.protocol.stop_rules import BoundaryDecision, RankPoint, decide, stop_step
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from injob.gang_model import DeadlockError, Gang, LeaderGang, OverrunError, Setting, fixed_allowance
@@ -55,8 +55,8 @@ def test_rank_that_has_not_acknowledged_may_not_ask() -> None:
 
 
 def test_gang_has_ended_only_when_all_points_are_in() -> None:
-    assert not has_ended([RankPoint(10, None, True), RankPoint(9, None)])
-    assert has_ended([RankPoint(10, None, True), RankPoint(9, 9)])
+    assert stop_step([RankPoint(10, None, True), RankPoint(9, None)]) is None
+    assert decide([RankPoint(10, None, True), RankPoint(9, 9)], 1).finished
     assert stop_step([RankPoint(9, 9), RankPoint(9, None)]) is None
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from ganger.injob.page import GangPages, Page, page_path
 from ganger.injob.page_layout import EXIT_FENCED, EXIT_YIELDED, PageOrderKind, PageParkLevel, PagePhase, PageState
-from ganger.protocol.stop_rules import has_ended
+from ganger.protocol.stop_rules import decide
 from kit.waiting import eventually
 
 WORKER = str(Path(__file__).with_name("worker.py"))
@@ -168,7 +168,7 @@ def test_stop_that_comes_at_the_end_of_training_ends_as_finished(tmp_path: Path)
         assert gang.end() == [0, 0]
         points = GangPages(str(gang.homes[0]), 2).points(2)
         assert points is not None
-        assert has_ended(points)
+        assert decide(points, 0).finished
     finally:
         gang.close()
 

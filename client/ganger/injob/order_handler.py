@@ -180,8 +180,10 @@ class OrderHandler:
         self._words[Word.ACK_SEQ] = 0  # An order read before the image may have been acknowledged here after it
         self._rejoin(step)
         self._words[Word.STEP] = self._words[Word.REACHED_STEP] = step  # Before the state that it belongs to
-        at_rest = PageState.OFFLOADED if self._offloaded else PageState.PAUSED
-        self._words[Word.STATE] = PageState.READY if self._order.order == PageOrderKind.WAIT else at_rest
+        self._words[Word.STATE] = PageState.READY if self._order.order == PageOrderKind.WAIT else self._at_rest()
+
+    def _at_rest(self) -> int:
+        return PageState.OFFLOADED if self._offloaded else PageState.PAUSED
 
     def _pass_agreed(self, order: PageOrder, agreement: int, step: int, backoff: Backoff) -> int | None:
         """Return as `_pass` does if the boundary is passed under an agreement, or None after a wait or a stop."""
@@ -307,7 +309,7 @@ class OrderHandler:
             self.handlers.on_restore(None)
 
         if not self._try(restore, Error.STATE_UNREADABLE):
-            self._words[Word.STATE] = PageState.OFFLOADED if self._offloaded else PageState.PAUSED
+            self._words[Word.STATE] = self._at_rest()
             return False
         self._offloaded = self._is_on_storage = False
         return True
@@ -326,7 +328,7 @@ class OrderHandler:
             self._held = True
             self._settle(step)
         if not self._enter(order, step):
-            self._words[Word.STATE] = PageState.OFFLOADED if self._offloaded else PageState.PAUSED
+            self._words[Word.STATE] = self._at_rest()
             return
         self._words[Word.REACHED_STEP] = step
         self._words[Word.REACHED_SEQ] = order.seq
@@ -377,7 +379,7 @@ class OrderHandler:
             self._saved = (order.stop_seq, step)
             self._is_on_storage = freed[0] is True
         words[Word.CHECKPOINT_STEP] = step
-        words[Word.STATE] = PageState.OFFLOADED if self._offloaded else PageState.PAUSED
+        words[Word.STATE] = self._at_rest()
         return True
 
     def _enter_offload(self, order: PageOrder, request: StopRequest) -> bool:
@@ -396,10 +398,9 @@ class OrderHandler:
     def _await_image(self, order: PageOrder, step: int) -> bool:
         words = self._words
         self._socket.suspend()
-        at_rest = PageState.OFFLOADED if self._offloaded else PageState.PAUSED
         if order.level == PageParkLevel.CHECKPOINT:
             words[Word.CHECKPOINT_STEP] = step
-        words[Word.STATE] = PageState.HANDED_OVER if order.level == PageParkLevel.HAND_OVER else at_rest
+        words[Word.STATE] = PageState.HANDED_OVER if order.level == PageParkLevel.HAND_OVER else self._at_rest()
         return True
 
     def _be_imaged_and_go_on(self, agreement: int, step: int) -> None:

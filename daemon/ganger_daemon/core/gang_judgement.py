@@ -56,10 +56,9 @@ class Judgement:
 def judge(gang: GangPart, now: float) -> Judgement:
     """Return the phase to report and the work to do, from the facts alone."""
     if gang.launch_failure is not None:
-        outcome = gang.settled or gang.launch_failure
-        return Judgement(PartPhase.ENDED, outcome=outcome, todo=(Todo.REAP,))
+        return _ended(gang.settled or gang.launch_failure)
     if not gang.launched and gang.settled is not None:
-        return Judgement(PartPhase.ENDED, outcome=gang.settled, todo=(Todo.REAP,))
+        return _ended(gang.settled)
     if not gang.launched:
         return _before_launch(gang)
     if gang.awaits_image:
@@ -73,13 +72,16 @@ def judge(gang: GangPart, now: float) -> Judgement:
         return Judgement(PartPhase.STOPPING, todo=() if gang.asked_to_save else (Todo.ASK_TO_SAVE,))
     if first_failure(gang) is not None:
         # The other ranks would wait for it in a collective: the whole gang stops.
-        todo = () if gang.stop_signalled else (Todo.TERMINATE,)
-        return Judgement(PartPhase.STOPPING, todo=todo)
+        return Judgement(PartPhase.STOPPING, todo=() if gang.stop_signalled else (Todo.TERMINATE,))
     if gang.wanted.intent in (OrderIntent.PARK, OrderIntent.HAND_OVER):
         return _parking(gang, now)
     if gang.wanted.intent is OrderIntent.PREPARE:
         return _preparing(gang)
     return Judgement(_run_phase(gang, now))
+
+
+def _ended(outcome: PartOutcome) -> Judgement:
+    return Judgement(PartPhase.ENDED, outcome=outcome, todo=(Todo.REAP,))
 
 
 def may_be_on_devices(wanted: DesiredOrder, judged_order: DesiredOrder, judgement: Judgement) -> bool:
@@ -96,11 +98,9 @@ def may_be_on_devices(wanted: DesiredOrder, judged_order: DesiredOrder, judgemen
 
 def _before_launch(gang: GangPart) -> Judgement:
     if gang.wanted.intent is OrderIntent.STOP:
-        outcome = PartOutcome(PartOutcomeKind.STOPPED, message="stopped before it was launched")
-        return Judgement(PartPhase.ENDED, outcome=outcome, todo=(Todo.REAP,))
+        return _ended(PartOutcome(PartOutcomeKind.STOPPED, message="stopped before it was launched"))
     if gang.wanted.asks_to_leave:
-        outcome = PartOutcome(PartOutcomeKind.YIELDED, message="parked before it was launched")
-        return Judgement(PartPhase.ENDED, outcome=outcome, todo=(Todo.REAP,))
+        return _ended(PartOutcome(PartOutcomeKind.YIELDED, message="parked before it was launched"))
     if gang.wanted.intent is OrderIntent.PREPARE and not gang.restores:
         # Without a state to restore there is nothing to prepare, and a script that was started would step.
         return Judgement(PartPhase.PREPARED)
@@ -110,8 +110,7 @@ def _before_launch(gang: GangPart) -> Judgement:
 
 def _before_image(gang: GangPart) -> Judgement:
     if gang.wanted.intent is OrderIntent.STOP:
-        outcome = gang.settled or PartOutcome(PartOutcomeKind.STOPPED, message="stopped before its process came")
-        return Judgement(PartPhase.ENDED, outcome=outcome, todo=(Todo.REAP,))
+        return _ended(gang.settled or PartOutcome(PartOutcomeKind.STOPPED, message="stopped before its process came"))
     is_prepared = gang.wanted.intent is OrderIntent.PREPARE and gang.has_room
     return Judgement(PartPhase.PREPARED if is_prepared else PartPhase.STARTING)
 
@@ -129,8 +128,7 @@ def _after_exit(gang: GangPart) -> Judgement:
 def _stopping(gang: GangPart) -> Judgement:
     if gang.ends_at_once:
         return Judgement(PartPhase.STOPPING, todo=(Todo.KILL,))
-    has_agent = any(rank.hello and not rank.opaque for rank in gang.ranks)
-    saves = gang.wanted.checkpoint_first and has_agent and not (gang.refusal and _rest(gang))
+    saves = gang.wanted.checkpoint_first and gang.has_agent and not (gang.refusal and _rest(gang))
     if saves and not gang.stop_signalled:
         # The page orders CHECKPOINT; ranks leave by themselves, or the ladder ends it.
         return Judgement(PartPhase.STOPPING)
@@ -145,15 +143,14 @@ def is_opaque(gang: GangPart, rank: Rank, now: float) -> bool:
 
 def has_opaque_rank(gang: GangPart, now: float) -> bool:
     """Return whether nothing in some live rank can obey an order at a boundary."""
-    return any(is_opaque(gang, rank, now) for rank in gang.ranks if rank.exit is None)
+    return any(is_opaque(gang, rank, now) for rank in gang.live)
 
 
 def is_busy(gang: GangPart) -> bool:
     """Return whether some live rank is in a long phase without boundaries: its order's deadline waits for it."""
     phases = (PagePhase.EVALUATION, PagePhase.COMPILATION, PagePhase.REPLAY)
     states = (PageState.SAVING, PageState.RESTORING)
-    is_busy_itself = any(rank.exit is None and (rank.phase in phases or rank.state in states) for rank in gang.ranks)
-    return gang.is_worked_on or is_busy_itself
+    return gang.is_worked_on or any(rank.phase in phases or rank.state in states for rank in gang.live)
 
 
 def is_parked_by_freezing(gang: GangPart, now: float) -> bool:
@@ -181,7 +178,7 @@ def is_beyond(gang: GangPart) -> bool:
     if not deeper and gang.wanted.intent is not OrderIntent.HAND_OVER:
         return False
     # A program whose image was taken before its agent had reported may have one by now.
-    are_without = (rank.opaque or (gang.no_agent and not rank.hello) for rank in gang.ranks if rank.exit is None)
+    are_without = (rank.opaque or (gang.no_agent and not rank.hello) for rank in gang.live)
     return any(are_without) and reached_step(gang) is None
 
 
@@ -203,12 +200,11 @@ def has_outlived_lease(wanted: DesiredOrder, frozen: bool, lease_is_over: bool |
 def should_freeze(gang: GangPart, now: float, lease_is_over: bool | None) -> bool:
     """Return whether the processes must be frozen now: for a PAUSE without boundaries, or after the lease if no agent
     obeys it. Until this daemon has a lease, frozen processes stay frozen."""
-    live = [rank for rank in gang.ranks if rank.exit is None]
-    if not live or gang.wanted.intent is OrderIntent.STOP or gang.stop_signalled or gang.asked_to_save:
+    if not gang.live or gang.wanted.intent is OrderIntent.STOP or gang.stop_signalled or gang.asked_to_save:
         return False
     if lease_is_over is None and gang.frozen:
         return True
-    if lease_is_over and any(must_be_frozen(rank.hello, rank.opaque) for rank in live):
+    if lease_is_over and any(must_be_frozen(rank.hello, rank.opaque) for rank in gang.live):
         return True
     if is_to_be_taken(gang, now):
         return gang.devices_taken  # The driver works with running processes only
@@ -223,27 +219,24 @@ def _parking(gang: GangPart, now: float) -> Judgement:
         return Judgement(PartPhase.PARKED, ParkLevel.PAUSE, _stood(gang)) if gang.frozen else _STOPPING
     step = reached_step(gang)
     if step is None:
-        return (_rest(gang) if gang.refusal else None) or Judgement(PartPhase.STOPPING)
+        return (_rest(gang) if gang.refusal else None) or _STOPPING
     if gang.wanted.intent is OrderIntent.HAND_OVER:
         return Judgement(PartPhase.PARKED, ParkLevel.OFFLOAD, step)
     if gang.wanted.level is ParkLevel.OFFLOAD:
-        if not gang.memory_freed:
-            return Judgement(PartPhase.STOPPING, todo=(Todo.VERIFY_MEMORY,))
-        return Judgement(PartPhase.PARKED, ParkLevel.OFFLOAD, step)
+        return Judgement(PartPhase.PARKED, ParkLevel.OFFLOAD, step) if gang.memory_freed else _VERIFYING
     if gang.wanted.level is ParkLevel.PAUSE:
         return Judgement(PartPhase.PARKED, ParkLevel.PAUSE, step)
-    return Judgement(PartPhase.STOPPING)  # CHECKPOINT is reached by leaving
+    return _STOPPING  # CHECKPOINT is reached by leaving
 
 
 _STOPPING = Judgement(PartPhase.STOPPING)
+_VERIFYING = Judgement(PartPhase.STOPPING, todo=(Todo.VERIFY_MEMORY,))
 
 
 def _taking_devices(gang: GangPart) -> Judgement:
     if not gang.frozen or not gang.devices_taken:
         return _STOPPING
-    if not gang.memory_freed:
-        return Judgement(PartPhase.STOPPING, todo=(Todo.VERIFY_MEMORY,))
-    return Judgement(PartPhase.PARKED, ParkLevel.OFFLOAD, _stood(gang))
+    return Judgement(PartPhase.PARKED, ParkLevel.OFFLOAD, _stood(gang)) if gang.memory_freed else _VERIFYING
 
 
 def _stood(gang: GangPart) -> int:
@@ -251,30 +244,31 @@ def _stood(gang: GangPart) -> int:
 
 
 def _preparing(gang: GangPart) -> Judgement:
-    live = [rank for rank in gang.ranks if rank.exit is None]
     # Without an agent processes get their devices once they may run.
-    awaits_devices = gang.devices_taken and any(rank.hello and not rank.opaque for rank in gang.ranks)
-    if all(rank.state == PageState.READY for rank in live) and not awaits_devices:
+    if _are_ready(gang) and not (gang.devices_taken and gang.has_agent):
         # The master commits the migration only if the step is that at which the source stopped.
-        steps = {rank.reached_step for rank in live}
+        steps = {rank.reached_step for rank in gang.live}
         return Judgement(PartPhase.READY, stop_step=steps.pop() if len(steps) == 1 else 0)
     # The source trains on while memory is made ready here; once it stops, every page would cost it time.
-    if gang.has_room and all(rank.hello for rank in live):
-        return Judgement(PartPhase.PREPARED)
-    return Judgement(PartPhase.STARTING)
+    return Judgement(
+        PartPhase.PREPARED if gang.has_room and all(rank.hello for rank in gang.live) else PartPhase.STARTING
+    )
+
+
+def _are_ready(gang: GangPart) -> bool:
+    return all(rank.state == PageState.READY for rank in gang.live)
 
 
 def _run_phase(gang: GangPart, now: float) -> PartPhase:
-    live = [rank for rank in gang.ranks if rank.exit is None]
+    is_ready = gang.wanted.moves_in and _are_ready(gang)
     if gang.devices_taken:
-        is_ready = gang.wanted.moves_in and all(rank.state == PageState.READY for rank in live)
         return PartPhase.READY if is_ready else PartPhase.STARTING
-    if all(rank.first_step or rank.phase == PagePhase.DONE for rank in live):
+    if all(rank.first_step or rank.phase == PagePhase.DONE for rank in gang.live):
         return PartPhase.RUNNING
-    if gang.wanted.moves_in and all(rank.state == PageState.READY for rank in live):
+    if is_ready:
         return PartPhase.READY
     # Of those that move in, only a process without an agent is opaque.
-    if all(rank.first_step or is_opaque(gang, rank, now) for rank in live):
+    if all(rank.first_step or is_opaque(gang, rank, now) for rank in gang.live):
         return PartPhase.RUNNING
     return PartPhase.STARTING
 
@@ -288,7 +282,7 @@ def reached_step(gang: GangPart) -> int | None:
             ParkLevel.OFFLOAD: (PageState.OFFLOADED,),
         }.get(gang.wanted.level, ()),
     }.get(gang.wanted.intent, ())
-    live, number = [rank for rank in gang.ranks if rank.exit is None], gang.wanted.order.number
+    live, number = gang.live, gang.wanted.order.number
     steps = {rank.reached_step for rank in live}
     are_all = all(rank.state in resting and rank.reached_sequence >= number for rank in live)
     return steps.pop() if are_all and len(steps) == 1 else None
@@ -296,11 +290,10 @@ def reached_step(gang: GangPart) -> int | None:
 
 def _rest(gang: GangPart) -> Judgement | None:
     """Return PARKED, at the common level, if all live ranks are parked at one step, whatever was ordered; else None."""
-    live = [rank for rank in gang.ranks if rank.exit is None]
-    steps = {rank.step for rank in live}
-    if len(live) != len(gang.ranks) or len(steps) != 1 or any(rank.state not in _AT_REST for rank in live):
+    steps = {rank.step for rank in gang.ranks}
+    if any(rank.exit is not None or rank.state not in _AT_REST for rank in gang.ranks) or len(steps) != 1:
         return None
-    offloaded = all(rank.state == PageState.OFFLOADED for rank in live)
+    offloaded = all(rank.state == PageState.OFFLOADED for rank in gang.ranks)
     return Judgement(PartPhase.PARKED, ParkLevel.OFFLOAD if offloaded else ParkLevel.PAUSE, steps.pop())
 
 
@@ -324,7 +317,7 @@ def is_disobedient(gang: GangPart) -> bool:
     if gang.frozen:
         return False
     resting = (*_AT_REST, PageState.HANDED_OVER) if gang.wanted.intent is not OrderIntent.STOP else ()
-    return any(rank.exit is None and rank.state not in resting for rank in gang.ranks)
+    return any(rank.state not in resting for rank in gang.live)
 
 
 _FAST_S = 0.0015

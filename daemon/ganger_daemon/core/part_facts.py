@@ -108,6 +108,14 @@ class GangPart:
     settled: PartOutcome | None = None  # The outcome is on disk: it never changes again
 
     @property
+    def live(self) -> list[Rank]:
+        return [rank for rank in self.ranks if rank.exit is None]
+
+    @property
+    def has_agent(self) -> bool:
+        return any(rank.hello and not rank.opaque for rank in self.ranks)
+
+    @property
     def ends_at_once(self) -> bool:
         """Whether no instruction of it may run any more. Processes that stand still for a move receive no signal, and
         may run at the destination by now."""

@@ -157,9 +157,8 @@ class TakenDevices(OfGang):
             return
         order = gang.wanted.order.number
         # an agent needs the devices for whatever it is ordered to do
-        has_agent = any(rank.hello and not rank.opaque for rank in gang.ranks)
         intents = (OrderIntent.RUN, OrderIntent.PREPARE)
-        may_run = gang.wanted.intent in intents or (has_agent and gang.wanted.intent is not OrderIntent.STOP)
+        may_run = gang.wanted.intent in intents or (gang.has_agent and gang.wanted.intent is not OrderIntent.STOP)
         runs = may_run and not holds_still
         if is_to_be_taken(gang, now):
             if not self.are_taken:

@@ -396,7 +396,7 @@ def holding_of(state: State, job: JobRecord, claims: Sequence[Claim]) -> tuple[C
     parked = state.gangs.get(job.epoch)
     if parked is None or job.moved_from >= parked.epoch or not _is_where_it_rests(state, job, claims):
         return ()
-    return tuple(piece.held for piece in parked.pieces if piece.held is not None)
+    return parked.held
 
 
 def protected_from(state: State, job: JobRecord, now: float, out_of_turn: bool = False) -> Protected:

@@ -159,12 +159,7 @@ def join(state: State, epoch: int, now: float, cause: str) -> None:
 
 def beside(state: State, gang: Gang) -> tuple[int, ...]:
     """Return the numbers of the other jobs that hold devices of a gang, in order."""
-    found = {
-        other.job
-        for piece in gang.pieces
-        if piece.held is not None and piece.held.shared_mask
-        for other, _ in _others_on(state, piece.held, gang.epoch)
-    }
+    found = {other.job for held in gang.held if held.shared_mask for other, _ in _others_on(state, held, gang.epoch)}
     return tuple(sorted(found - {gang.job}))
 
 

@@ -141,10 +141,9 @@ class _Taken:
         self._others: dict[str, Claim] = {}
 
     def add(self, gang: Gang) -> None:
-        for piece in gang.pieces:
-            if piece.held is not None:
-                before = self._others.get(piece.held.node)
-                self._others[piece.held.node] = piece.held if before is None else _sum(before, piece.held)
+        for held in gang.held:
+            before = self._others.get(held.node)
+            self._others[held.node] = held if before is None else _sum(before, held)
 
     def on(self, node: str) -> Claim | None:
         present, others = self.present.get(node), self._others.get(node)
@@ -275,7 +274,7 @@ def judge_resize(state: State, job: JobRecord, gang: Gang, claims: Sequence[Clai
     if refusals:
         return refusals
     shape = job.shape_for(gpus)
-    holding = tuple([piece.held for piece in gang.pieces if piece.held is not None])
+    holding = gang.held
     refusals = judge_change(state, job, tuple(claims), holding, retune=True, shape=shape)
     return refusals or _no_memory_for_both(state, job, gang, claims)
 

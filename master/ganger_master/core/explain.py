@@ -388,7 +388,7 @@ def _holders(state: State, now: float) -> list[Holder]:
     for epoch in sorted(state.gangs):
         gang = state.gangs[epoch]
         job = state.jobs[gang.job]
-        held = tuple(piece.held for piece in gang.pieces if piece.held is not None)
+        held = gang.held
         if held:
             holders.append(Holder(job.name, held, ending.ends_at(state, job)))
     return holders

@@ -177,6 +177,11 @@ class Gang(Struct, frozen=True, gc=False, omit_defaults=True):
         return tuple([piece.claim for piece in self.pieces])
 
     @property
+    def held(self) -> tuple[Claim, ...]:
+        """What its pieces hold; less than its claims where it is parked."""
+        return tuple([piece.held for piece in self.pieces if piece.held is not None])
+
+    @property
     def parked_claims(self) -> tuple[Claim, ...]:
         """Its placement to have to itself again, with the memory and device memory that it keeps there."""
         return tuple(

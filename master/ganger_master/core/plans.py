@@ -293,7 +293,7 @@ def _exchange(state: State, event: Event) -> tuple[tuple[Claim, ...], tuple[Clai
             parked = state.gangs.get(state.jobs[number].epoch)
             if parked is None or not gang_orders.same_place(parked.claims, claims):
                 return (), claims
-            return tuple(piece.held for piece in parked.pieces if piece.held is not None), claims
+            return parked.held, claims
         case events.MoveBegun(claims=claims):
             return (), claims
         case events.ResizeBegun(number=number, claims=claims):
@@ -305,7 +305,7 @@ def _exchange(state: State, event: Event) -> tuple[tuple[Claim, ...], tuple[Clai
             if not gang_orders.has_given_up(gang):
                 # It has given nothing up; it may hold its share of a time-slice group.
                 return (), ()
-            return tuple(piece.held for piece in gang.pieces if piece.held is not None), gang.claims
+            return gang.held, gang.claims
         case events.RowsChanged(takes=takes):
             return (), takes
         case _:
@@ -411,7 +411,7 @@ def _judge_resume(state: State, job: JobRecord, change: ResumeChange, proposer: 
     if gang.park_level is SuspendLevel.CHECKPOINT or job.ending is not None:
         return Refusal(Reason.WRONG_STATE, job=job.name, detail="its checkpoint is being written")
     if gang.phase is GangPhase.PARKED or gang_orders.has_given_up(gang):
-        held = tuple(piece.held for piece in gang.pieces if piece.held is not None)
+        held = gang.held
         arena = per_device(gang)
         refusals = judge_change(state, job, gang.claims, held, retune=True, arena=arena, agreed_only=True)
         if refusals:

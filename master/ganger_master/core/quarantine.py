@@ -301,7 +301,7 @@ def _booking_conflict(state: State, job: JobRecord, gang: Gang) -> str:
     """Return why the pieces of a gang (less than its claims if it is parked) cannot be booked; empty if they can."""
     if not job.spec.accepts(gang.devices):
         return f"it has {counted(gang.devices, 'device')}, which {job.name} does not accept"
-    for claim in [piece.held for piece in gang.pieces if piece.held is not None]:
+    for claim in gang.held:
         kind = state.nodes.configuration_sets[state.nodes[claim.node].configuration_set]
         held = state.gangs.held_on(claim.node)
         if any(claim.device_mask & other.device_mask & ~(claim.shared_mask & other.shared_mask) for other in held):

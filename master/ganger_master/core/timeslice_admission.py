@@ -256,14 +256,13 @@ def _held(state: State, before: TimesliceGroup | None, members: Mapping[int, Sli
         epochs.update(timeslice_groups.members(state, before))
     found: dict[str, Claim] = {}
     for epoch in sorted(epochs):
-        for piece in state.gangs[epoch].pieces:
-            if piece.held is not None and piece.held.device_mask:
-                held = found.get(piece.held.node)
-                cores = piece.held.millicores
-                if held is not None:
-                    cores = tuple([one + other for one, other in zip(held.millicores, cores, strict=True)])
-                mask = piece.held.device_mask | (held.device_mask if held is not None else 0)
-                found[piece.held.node] = Claim(piece.held.node, mask, cores, 0)
+        for own in state.gangs[epoch].held:
+            if own.device_mask:
+                others, cores, mask = found.get(own.node), own.millicores, own.device_mask
+                if others is not None:
+                    cores = tuple([one + other for one, other in zip(others.millicores, cores, strict=True)])
+                    mask |= others.device_mask
+                found[own.node] = Claim(own.node, mask, cores, 0)
     return found
 
 
@@ -288,7 +287,7 @@ def _free_for(member: SlicedMember, held: Mapping[str, Claim]) -> Claims:
     """Return what a member may use beyond free pieces: what the others hold there, and what it keeps itself."""
     kept = {}
     if member.gang is not None and not member.is_moving:
-        kept = {piece.held.node: piece.held for piece in member.gang.pieces if piece.held is not None}
+        kept = {claim.node: claim for claim in member.gang.held}
     found = []
     for claim in member.claims:
         own, theirs = kept.get(claim.node), held.get(claim.node)

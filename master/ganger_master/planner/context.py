@@ -39,15 +39,11 @@ if TYPE_CHECKING:
     from ganger_master.planner.rate_registry import JobRates, ProgressReport
 
 
-def held_alone(gang: Gang) -> Claims:
-    """Return what a gang holds."""
-    return tuple([piece.held for piece in gang.pieces if piece.held is not None])
-
-
 def held_of(gang: Gang) -> Claims:
     """Return what a gang holds. Devices of a time-sliced gang count as shared: others of its group hold them too."""
-    held = held_alone(gang)
-    return tuple([replace_of(claim, shared_mask=claim.device_mask) for claim in held]) if gang.node_set else held
+    if not gang.node_set:
+        return gang.held
+    return tuple([replace_of(claim, shared_mask=claim.device_mask) for claim in gang.held])
 
 
 def held_by_all(table: LiveTable, held: Callable[[Gang], Claims] = held_of) -> list[Claims]:

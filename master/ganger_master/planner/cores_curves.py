@@ -116,7 +116,7 @@ def explain_memory(state: State, number: int) -> str:
     """Return what a job holds of host memory and why, in a paragraph. Raises KeyError for an unknown job."""
     job = state.jobs[number]
     gang = state.gangs.get(job.epoch)
-    held = [] if gang is None else [piece.held for piece in gang.pieces if piece.held is not None]
+    held = [] if gang is None else gang.held
     texts = [f"{format_memory(claim.memory_bytes)} on {claim.node}" for claim in held]
     sentences = [f"Of host memory it holds {' and '.join(texts) or 'nothing now'}: {_memory_reason(job)}."]
     curve, tune = state.cores_curves.get(number), state.policy.stage(Tune)

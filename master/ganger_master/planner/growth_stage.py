@@ -23,7 +23,7 @@ from ganger_master.core.elastic import tasks_divide
 from ganger_master.core.gang_model import Gang, GangPhase
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import Goal, PlanChange, Purpose, ResizeChange, TrialFinding
-from ganger_master.planner.context import PlanContext, PlanDraft, PlanOutcome, PlanStage, held_alone
+from ganger_master.planner.context import PlanContext, PlanDraft, PlanOutcome, PlanStage
 from ganger_master.planner.device_groups import as_held
 from ganger_master.planner.in_place_resize import given_back
 from ganger_master.planner.job_table import LiveTable
@@ -164,7 +164,7 @@ def _followed(growing: GrowthTrials, table: LiveTable, now: float) -> GrowthTria
     giving = {}
     for number, claims in growing.giving.items():
         found = table.pair(number)
-        if found is not None and found[0].next_epoch and overlap(claims, held_alone(found[1])):
+        if found is not None and found[0].next_epoch and overlap(claims, found[1].held):
             giving[number] = claims
     trials, failed = {}, growing.failed
     for number, trial in growing.trials.items():

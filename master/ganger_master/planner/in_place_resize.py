@@ -131,7 +131,7 @@ def taken_beside(gang: Gang, claims: Claims) -> Claims:
 
 def part_of(gang: Gang, claims: Claims) -> Gang | None:
     """Return a gang of only these claims, as far as it holds them; None if it holds none."""
-    held = {piece.claim.node: piece.held.device_mask for piece in gang.pieces if piece.held is not None}
+    held = {claim.node: claim.device_mask for claim in gang.held}
     there = [claim for claim in claims if held.get(claim.node, 0) & claim.device_mask == claim.device_mask]
     return replace(gang, pieces=tuple([Piece(claim, claim) for claim in there])) if there else None
 

@@ -26,7 +26,7 @@ from ganger_master.core.commands import CHANGES_LIMIT, CLAIMS_LIMIT
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.plan_changes import Goal, PlanChange, Purpose, SliceChange
-from ganger_master.planner.context import PlanOutcome, held_alone
+from ganger_master.planner.context import PlanOutcome
 from ganger_master.planner.device_groups import MOST_ROWS, Claims, seat_of, takes_turns, thin
 from ganger_master.planner.plan_pace import ExcludedJobs
 from ganger_master.planner.timeslice_shares import (
@@ -181,7 +181,7 @@ class SliceMatrices:
             return None
         there = _where_it_rests(job, gang)
         may_go_on = self.may_go_on(job, gang)
-        if may_go_on and self._fits_memory(there):
+        if may_go_on and all(_memory_of(claim) <= self._memory_left(claim.node) for claim in there.missing_claims):
             return there
         # A job that a plan parked returns to its own devices. One that its user resumed need not wait for them.
         best = self._best(job) if job.state is JobState.PENDING and job.capabilities.can_hand_over else None
@@ -364,7 +364,7 @@ class SliceMatrices:
         return tuple(map(add, free, self._held_cores.get(name, (0,) * len(free))))
 
     def _count_cores(self, gang: Gang) -> None:
-        for held in held_alone(gang):
+        for held in gang.held:
             known = self._held_cores.get(held.node, (0,) * len(held.millicores))
             self._held_cores[held.node] = tuple(map(add, known, held.millicores))
 
@@ -381,9 +381,6 @@ class SliceMatrices:
         self._joined[one.number] = one
         self._put(one)
         self._take_memory(one)
-
-    def _fits_memory(self, one: SlicedJob) -> bool:
-        return all(_memory_of(claim) <= self._memory_left(claim.node) for claim in one.missing_claims)
 
     def _memory_left(self, name: str) -> int:
         free = int(self._view.memory[self._view.slots[name]]) + self._kept_memory.get(name, 0)
@@ -438,7 +435,7 @@ class SliceMatrices:
         names = {claim.node for one in members for claim in one.claims}
         found = {name: self._view.millicores[self._view.slots[name]] for name in names}
         there = [one.gang for one in members if one.number not in self._joined and one.gang is not None]
-        for held in [held for gang in there for held in held_alone(gang) if held.device_mask]:
+        for held in [held for gang in there for held in gang.held if held.device_mask]:
             found[held.node] = tuple(map(add, found[held.node], held.millicores))
         return found
 

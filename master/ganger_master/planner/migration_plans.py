@@ -24,7 +24,7 @@ from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.gang_orders import same_place
 from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.plan_changes import Goal, MoveChange, PlanChange, Purpose, StartChange, SuspendChange
-from ganger_master.planner.context import PlanContext, PlanDraft, held_alone
+from ganger_master.planner.context import PlanContext, PlanDraft
 from ganger_master.planner.device_groups import is_free, is_shared
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migration_outcomes import MigrationOutcomes
@@ -347,7 +347,7 @@ class MigrationContext:
         for job, gang in pairs:
             if goes_alone(job, gang) or (packed and _can_move(job, gang)):
                 kind = rates.signature(job.number)
-                one = movable(view, job.number, job.shape, held_alone(gang), costs.pause_s(job, gang), kind)
+                one = movable(view, job.number, job.shape, gang.held, costs.pause_s(job, gang), kind)
                 found[job.number] = job, gang, one
         return found
 

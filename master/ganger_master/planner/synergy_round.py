@@ -21,7 +21,7 @@ from msgspec import structs
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord, SuspendLevel
 from ganger_master.core.plan_changes import StartChange, SuspendChange
-from ganger_master.planner.context import PlanContext, PlanDraft, held_alone
+from ganger_master.planner.context import PlanContext, PlanDraft
 from ganger_master.planner.device_groups import Claims
 from ganger_master.planner.gang_fitting import ChosenJobs
 from ganger_master.planner.job_table import LiveTable
@@ -163,7 +163,7 @@ def _set_apart(
 
     left = [job for job in jobs if not place(job)]
     for gang in stoppable:
-        trying.give(held_alone(gang))
+        trying.give(gang.held)
     makes_room_for = [job for job in left if place(job)]
     nodes = nodes_of(room.view, numbered, (), ())
     trying.undo()
@@ -236,7 +236,7 @@ def _is_faster(gangs: Gangs, packed: Pieces, present: Sequence[Place | None], is
 
 def _with_arenas(gang: Gang) -> Claims:
     """Return what a gang holds, with the room to park it as memory."""
-    return tuple([structs.replace(one, memory_bytes=one.memory_bytes + one.arena_bytes) for one in held_alone(gang)])
+    return tuple([structs.replace(one, memory_bytes=one.memory_bytes + one.arena_bytes) for one in gang.held])
 
 
 def _gangs(table: LiveTable, choice: ChosenJobs, among: Flags) -> list[tuple[JobRecord, Gang]]:

@@ -276,10 +276,8 @@ def _covers(pairs: Iterable[tuple[JobRecord, Gang]], missing: Mapping[str, int])
 def _held(gangs: Iterable[Gang]) -> dict[str, int]:
     found: dict[str, int] = {}
     for gang in gangs:
-        for piece in gang.pieces:
-            if piece.held is not None:
-                node = piece.held.node
-                found[node] = found.get(node, 0) + piece.held.memory_bytes + piece.held.arena_bytes
+        for held in gang.held:
+            found[held.node] = found.get(held.node, 0) + held.memory_bytes + held.arena_bytes
     return found
 
 

@@ -176,15 +176,15 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
         return self._shown.node(names.parse_node_name(request.name), self._callers.of(context))
 
     async def DrainNode(self, request: node_pb2.DrainNodeRequest, context: Any) -> node_pb2.Node:
-        node, user = names.parse_node_name(request.name), self._callers.of(context).name
+        node, user = self._named(request.name, context)
         return await self._change(commands.DrainNode(node, request.reason[:REASON_MOST], user), context)
 
     async def CordonNode(self, request: node_pb2.CordonNodeRequest, context: Any) -> node_pb2.Node:
-        node, user = names.parse_node_name(request.name), self._callers.of(context).name
+        node, user = self._named(request.name, context)
         return await self._change(commands.CordonNode(node, request.reason[:REASON_MOST], user), context)
 
     async def UncordonNode(self, request: node_pb2.UncordonNodeRequest, context: Any) -> node_pb2.Node:
-        node, user = names.parse_node_name(request.name), self._callers.of(context).name
+        node, user = self._named(request.name, context)
         return await self._change(commands.UncordonNode(node, user), context)
 
     async def DeclareNodeLost(self, request: node_pb2.DeclareNodeLostRequest, context: Any) -> node_pb2.Node:
@@ -207,9 +207,8 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
         # A device shared by several gangs counts once.
         on_nodes: dict[str, int] = {}
         for gang in committed.gangs.values():
-            for piece in gang.pieces:
-                if piece.held is not None:
-                    on_nodes[piece.claim.node] = on_nodes.get(piece.claim.node, 0) | piece.held.device_mask
+            for claim in gang.held:
+                on_nodes[claim.node] = on_nodes.get(claim.node, 0) | claim.device_mask
         held = sum(mask.bit_count() for mask in on_nodes.values())
         return node_pb2.Cluster(
             version=__version__,
@@ -289,6 +288,10 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
             batches=found.batches,
             size_bytes=found.size_bytes,
         )
+
+    def _named(self, name: str, context: Any) -> tuple[str, str]:
+        """Return the node's id and the caller's name. Raises NameInvalid."""
+        return names.parse_node_name(name), self._callers.of(context).name
 
     async def _change(self, command: commands.Command, context: Any) -> node_pb2.Node:
         name = expect(await self._writer.submit(command), NodeAnswer).name

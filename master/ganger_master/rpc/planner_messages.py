@@ -149,7 +149,7 @@ def _gang_to_wire(gang: Gang, into: scheduling_pb2.LiveGang) -> None:
         into.phase_time.CopyFrom(times.timestamp(gang.since))
     into.node_set = gang.node_set
     into.claims.extend(convert.claims_to_wire(gang.claims))
-    into.held.extend(convert.claims_to_wire(piece.held for piece in gang.pieces if piece.held is not None))
+    into.held.extend(convert.claims_to_wire(gang.held))
 
 
 def _gang_from_wire(number: int, message: scheduling_pb2.LiveGang) -> Gang:

@@ -148,7 +148,7 @@ class TrueRates:
         self._groups = servers.groups
         largest = max(servers.groups, key=lambda group: group.nodes * group.configuration_set.devices)
         self._usual = largest.configuration_set
-        names = [_profile_name(name) for name in jobs.model.names]
+        names = [_ALIASES.get(name.lower(), name.lower()) for name in jobs.model.names]
         known = list(synergy_profiles())
         positions = np.array([known.index(name) if name in known else -1 for name in names] or [-1])
         self._position = positions[jobs.model.codes] if len(jobs) else np.zeros(0, np.int64)
@@ -237,10 +237,6 @@ def without_arenas(servers: Servers) -> Servers:
         for group in servers.groups
     ]
     return Servers(tuple(groups))
-
-
-def _profile_name(model: str) -> str:
-    return _ALIASES.get(model.lower(), model.lower())
 
 
 def _family(model: str) -> str:

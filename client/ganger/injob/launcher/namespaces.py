@@ -90,10 +90,7 @@ def be_init(unit: Unit, ready: int, cgroup_procs: Sequence[str]) -> NoReturn:
 
 
 def _mount_all(unit: Unit) -> None:
-    # What the machine mounts later is seen in the unit; nothing of the unit is seen outside.
-    _mount("none", "/", "", _MS_REC | _MS_SLAVE)
-    _mount("ganger-shm", "/dev/shm", "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=1777")
-    _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV, "hidepid=2")
+    _mount_own()
     os.makedirs(LINKS, mode=0o755, exist_ok=True)
     _mount("ganger-unit", LINKS, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=711,size=1m")
     make_links(unit.directory, unit.links)
@@ -101,15 +98,18 @@ def _mount_all(unit: Unit) -> None:
         bind(source, place)
 
 
-def separate() -> None:
-    """Give this process mounts of its own: a /dev/shm that is empty and ends with its last process, and a /proc in
-    which a user sees no process of others. As root. Raises OSError."""
-    if _libc.unshare(CLONE_NEWNS) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"no mounts of its own: {os.strerror(number)}")
+def _mount_own() -> None:
+    # What the machine mounts later is seen here; nothing that is mounted here is seen outside.
     _mount("none", "/", "", _MS_REC | _MS_SLAVE)
     _mount("ganger-shm", "/dev/shm", "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=1777")
     _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV, "hidepid=2")
+
+
+def separate() -> None:
+    """Give this process mounts of its own: a /dev/shm that is empty and ends with its last process, and a /proc in
+    which a user sees no process of others. As root. Raises OSError."""
+    _check(_libc.unshare(CLONE_NEWNS), "no mounts of its own")
+    _mount_own()
 
 
 def share_links() -> None:
@@ -163,9 +163,13 @@ def _serve() -> NoReturn:
 
 def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
     arguments = (source.encode(), target.encode(), kind.encode() or None, ctypes.c_ulong(flags), data.encode() or None)
-    if _libc.mount(*arguments) != 0:
+    _check(_libc.mount(*arguments), f"cannot mount {source} at {target}")
+
+
+def _check(done: int, trouble: str) -> None:
+    if done != 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"cannot mount {source} at {target}: {os.strerror(number)}")
+        raise OSError(number, f"{trouble}: {os.strerror(number)}")
 
 
 def fork_in(init: int, fork: Callable[[], int]) -> int:
@@ -190,24 +194,19 @@ def enter_unit(init: int) -> None:
 
     ``init``: as its parent sees it, which is how the child sees it before it has entered."""
     directory = os.getcwd()
-    mounts = os.open(f"/proc/{init}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
-    ipc = os.open(f"/proc/{init}/ns/ipc", os.O_RDONLY | os.O_CLOEXEC)
-    network = os.open(f"/proc/{init}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    kinds = (("ipc", CLONE_NEWIPC), ("net", CLONE_NEWNET), ("mnt", CLONE_NEWNS))
+    opened = [(os.open(f"/proc/{init}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC), kind) for name, kind in kinds]
     try:
-        _enter(ipc, CLONE_NEWIPC)
-        _enter(network, CLONE_NEWNET)
-        _enter(mounts, CLONE_NEWNS)
+        for namespace, kind in opened:
+            _enter(namespace, kind)
     finally:
-        os.close(mounts)
-        os.close(ipc)
-        os.close(network)
+        for namespace, _ in opened:
+            os.close(namespace)
     os.chdir(directory)
 
 
 def _enter(namespace: int, kind: int) -> None:
-    if _libc.setns(namespace, kind) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"cannot enter a namespace: {os.strerror(number)}")
+    _check(_libc.setns(namespace, kind), "cannot enter a namespace")
 
 
 def pid_outside(init: int, pid: int) -> int:

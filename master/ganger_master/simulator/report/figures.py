@@ -384,7 +384,7 @@ def side_by_side(runs: Mapping[str, Sequence[Figures]]) -> Table:
         values = {policy: [float(getattr(run, row.figure)) for run in of_policy] for policy, of_policy in runs.items()}
         if row.figure in _UNLESS_ZERO and not any(any(of_policy) for of_policy in values.values()):
             continue
-        cells = [_cell(of_policy, row.shown) for of_policy in values.values()]
+        cells = [_said(_interval(of_policy), row.shown) for of_policy in values.values()]
         # No ratio means anything without the load it was found at.
         if all(cell == _UNKNOWN for cell in cells) and row.figure != "offered_load":
             continue
@@ -430,10 +430,6 @@ def comparison(runs: Mapping[str, Sequence[Figures]]) -> dict[str, Any]:
 
 def _interval(values: Sequence[float]) -> Interval | None:
     return interval(values) if values and all(map(math.isfinite, values)) else None
-
-
-def _cell(values: Sequence[float], shown: Callable[[float], str]) -> str:
-    return _said(_interval(values), shown)
 
 
 def _said(value: Interval | None, shown: Callable[[float], str]) -> str:
