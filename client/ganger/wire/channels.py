@@ -184,7 +184,8 @@ class DaemonChannels:
         self._closing: set[asyncio.Task[None]] = set()
 
     def get(self, address: str) -> grpc.aio.Channel:
-        """Return the channel to a daemon, for one call. Raises EndpointError as `open_channel`."""
+        """Return the channel to a daemon, for one call: the next one may need another. Raises EndpointError as
+        `open_channel`."""
         credentials = self._credentials()
         known = self._channels.get(address)
         if known is not None and known[1] is credentials:

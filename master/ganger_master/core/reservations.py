@@ -14,9 +14,10 @@ import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex
 from ganger.cluster.claims import split_cores
 from ganger.cluster.fit import demand, lacking_bandwidth
+from ganger.cluster.placement import beside
 from ganger.cluster.preferences import BEST_FIT
 from ganger.cluster.refusals import Reason, Refusal
-from ganger.cluster.resources import Bandwidth, Claim, GangShape, LocalityLevel, less_bandwidth, more_bandwidth
+from ganger.cluster.resources import Bandwidth, Claim, GangShape, LocalityLevel, more_bandwidth
 from ganger.cluster.search import PlacementRequest, hosting
 from ganger.cluster.topology import Topology, bits
 from ganger.cluster.view import View
@@ -219,20 +220,11 @@ def trespass(
 
 
 def beyond(claim: Claim, held: Claim | None) -> Claim:
-    """Return what a claim has beyond what its job holds there."""
+    """Return what a claim has beyond what its job holds there: arenas count as memory."""
     if held is None:
         return claim
-    # Without cores where it is parked.
-    cores = held.millicores or (0,) * len(claim.millicores)
     memory_bytes = claim.memory_bytes + claim.arena_bytes - held.memory_bytes - held.arena_bytes
-    return replace(
-        claim,
-        device_mask=claim.device_mask & ~held.device_mask,
-        millicores=tuple([max(0, want - have) for want, have in zip(claim.millicores, cores, strict=True)]),
-        memory_bytes=max(0, memory_bytes),
-        arena_bytes=0,
-        bandwidth=less_bandwidth(claim.bandwidth, held.bandwidth),
-    )
+    return replace(beside(claim, held), memory_bytes=max(0, memory_bytes), arena_bytes=0)
 
 
 def _goes_first(job: str, its_rank: int, rank: int, own: str) -> bool:

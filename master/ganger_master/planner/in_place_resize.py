@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from ganger.cluster.fit import gang_level
 from ganger.cluster.placement import beside, resized
-from ganger.cluster.resources import Claim, LocalityLevel, less_bandwidth
+from ganger.cluster.resources import Claim, LocalityLevel
 from ganger.cluster.view import View
 from msgspec.structs import replace
 
@@ -119,8 +119,8 @@ def claims_of(view: View, job: JobRecord, gang: Gang, gpus: int) -> Claims | Non
 def given_back(gang: Gang, claims: Claims) -> Claims:
     """Return the part of a gang's claims that is free when it continues with `claims`."""
     after = {claim.node: claim for claim in claims}
-    rests = [_rest(own, after.get(own.node)) for own in gang.claims]
-    return tuple([claim for claim in rests if claim is not None])
+    rests = [beside(own, after.get(own.node)) for own in gang.claims]
+    return tuple([rest for rest in rests if rest.device_mask])
 
 
 def taken_beside(gang: Gang, claims: Claims) -> Claims:
@@ -134,14 +134,3 @@ def part_of(gang: Gang, claims: Claims) -> Gang | None:
     held = {claim.node: claim.device_mask for claim in gang.held}
     there = [claim for claim in claims if held.get(claim.node, 0) & claim.device_mask == claim.device_mask]
     return replace(gang, pieces=tuple([Piece(claim, claim) for claim in there])) if there else None
-
-
-def _rest(own: Claim, after: Claim | None) -> Claim | None:
-    if after is None:
-        return own
-    cores = tuple([max(0, have - stay) for have, stay in zip(own.millicores, after.millicores, strict=True)])
-    memory = max(0, own.memory_bytes - after.memory_bytes)
-    arena = max(0, own.arena_bytes - after.arena_bytes)
-    mask = own.device_mask & ~after.device_mask
-    bandwidth = less_bandwidth(own.bandwidth, after.bandwidth)
-    return Claim(own.node, mask, cores, memory, arena, bandwidth=bandwidth) if mask else None
