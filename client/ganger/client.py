@@ -220,8 +220,7 @@ class Client:
         return self._call(self._jobs.ResumeJob, api.ResumeJobRequest(name=self._name(job)))
 
     def move_job(self, job: str | int, nodes: Iterable[str] = ()) -> job_pb2.Job:
-        """Migrate a job to `nodes`, or off its present ones if `nodes` is empty. Returns when the order is durable,
-        before the migration ends."""
+        """Migrate a job to `nodes`, or off its present ones if `nodes` is empty. Returns when the order is durable."""
         request = api.MoveJobRequest(name=self._name(job), nodes=[node_name_from_text(node) for node in nodes])
         return self._call(self._jobs.MoveJob, request)
 

@@ -106,8 +106,7 @@ def _word(text: str) -> str:
 
 
 class ServiceManager:
-    """The service manager that started this program. Takes its variables out of the environment: programs that this
-    one starts are not the service."""
+    """The service manager that started this program. Takes its variables out of the environment of children."""
 
     def __init__(self) -> None:
         self._path = os.environ.pop("NOTIFY_SOCKET", "")

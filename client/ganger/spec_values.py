@@ -318,8 +318,7 @@ def parse_mechanism(value: object) -> Mechanism.ValueType:
 
 
 def parse_stop_signal(value: object) -> tuple[str, float | None]:
-    """Return the name of a signal without SIG, and the seconds after "@" or None. Also takes what Slurm's --signal
-    takes: "B:USR1@300", "10"."""
+    """Return the name of a signal without SIG, and the seconds after "@" or None. As Slurm: "B:USR1@300", "10"."""
     found = _STOP_SIGNAL.fullmatch("" if isinstance(value, bool) else str(value).strip().upper())
     name = found["name"] if found else ""
     if name.isdigit():

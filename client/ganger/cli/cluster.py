@@ -257,8 +257,7 @@ def _issue(authority: Path, node: str, host: str, days: float, out: Path) -> Non
 
 
 def _trust(node: Path, own: Path) -> None:
-    """Let a node trust what the operator trusts, too: in a change of authority the master's certificate is of another
-    one than the node's new one."""
+    """Let a node trust what the operator trusts, too: in a change of authority the master's is another one."""
     made, known = node.read_bytes(), own.read_bytes()
     node.write_bytes(known if made.strip() in known else known.rstrip() + b"\n" + made)
 

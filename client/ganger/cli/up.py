@@ -172,8 +172,7 @@ def _detach(directory: Path) -> None:
 
 
 def _settle_jobs(directory: Path, cancel_jobs: bool, command: str) -> None:
-    """Cancel all live jobs and wait until they end; without `cancel_jobs`, report that they keep running and print the
-    command that manages them again."""
+    """Cancel all live jobs and wait until they end; without `cancel_jobs`, report how to manage them again."""
     from ganger.client import Client
     from ganger.v1.job_pb2 import Job
     from ganger.wire.endpoints import EndpointError, read_endpoint

@@ -154,8 +154,7 @@ _MOST_CORES = 4095
 
 
 def line_then_most(family: Family, query: FeasibilityQuery) -> tuple[int, ...]:
-    """Sort key: line of the algorithm, level, then most devices left. A gang without devices leaves the cores beside
-    devices to gangs that use those."""
+    """Sort key: line of the algorithm, level, then most devices left. Without devices: fewest on the node."""
     if not query.gpus:
         return (family.topology.devices,)
     return (line(family, query), query.level[family], -query.takable(family).bit_count())

@@ -313,8 +313,7 @@ def fitting_spans(
 def _fitting(
     tallies: Sequence[CapacityTotals], query: FeasibilityQuery, level: LocalityLevel, tightest_first: bool
 ) -> Iterator[int]:
-    """Yield the numbers of the spans with room for every role. `tallies`: one for each role, in the order of
-    `FeasibilityQuery.by_weight`."""
+    """Yield the numbers of the spans with room for every role. `tallies`: of each role, as in `by_weight`."""
     totals = [tally.totals(level) for tally in tallies]
     enough = totals[0] >= query.everything[query.by_weight[0]]
     tightness = totals[0]

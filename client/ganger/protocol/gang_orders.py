@@ -130,8 +130,7 @@ class GangSlice:
 
 
 def may_wait_for_slice(master: DesiredOrder) -> bool:
-    """Return whether an order of the master may wait for a slice. A stop without a checkpoint may not: it needs neither
-    a device nor an agreement."""
+    """Return whether an order of the master may wait for a slice: not a stop without a checkpoint."""
     return master.intent is not OrderIntent.STOP or master.checkpoint_first
 
 

@@ -377,8 +377,7 @@ def _ordered(position: SlicePosition, switch: SliceSwitch, matrix: SliceMatrix, 
 def _take_over(
     latest: SlicePosition, newest: SliceMatrix, matrices: Mapping[int, SliceMatrix], reports: Sequence[SliceMember]
 ) -> SlicePosition | None:
-    """Return the first order of a leader that is new or lost its notes: the group's position, repeated; if no node has
-    it, the row that runs."""
+    """Return the first order of a leader that has no notes: the group's position again, or else the row that runs."""
     is_own = latest.switch.set_epoch == newest.set_epoch
     switch = SliceSwitch(newest.set_epoch, latest.switch.sequence + 1 if is_own else 1)
     if latest.row != NO_ROW and latest.version in matrices:

@@ -34,8 +34,7 @@ _is_installed = _is_stood_down = False
 
 
 def install() -> None:
-    """Wait for a training loop in this process. Does nothing outside Ganger or where the user wants no agent; harmless
-    where torch is never imported."""
+    """Wait for a training loop in this process. Does nothing outside Ganger or where the user wants no agent."""
     global _is_installed, _output_replay, _outside
     if _is_installed or not os.environ.get("GANGER_PAGE") or os.environ.get("GANGER_AGENT") == "none":
         return

@@ -128,8 +128,7 @@ def _file_of(value: Any) -> Any:
 
 
 def _place(file: Any) -> int | None:
-    """Return where a file is read or written next; None where that follows without it: it is closed, no regular file,
-    or written at its end."""
+    """Return where a file is read or written next; None if it is closed, not regular, or written at its end."""
     try:
         if file.closed or file.fileno() <= 2 or not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             return None

@@ -95,8 +95,7 @@ class Variables:
         return with_inner([*scopes_of_script(found), Scope("loaders", self._loaders(), refuse)], packages)
 
     def note(self) -> None:
-        """Record the values at the beginning of the first loop, for `changed` to compare with. Raises
-        StateNotSupportedError."""
+        """Record the values at the beginning of the first loop, for `changed`. Raises StateNotSupportedError."""
         self.noted = True
         scopes = self._look()
         self._before = {scope.path: {name: image(value) for name, value in scope.plain()} for scope in scopes}
@@ -130,8 +129,7 @@ class Variables:
         return ""
 
     def changed(self) -> dict[str, dict[Any, Any]]:
-        """Return changed values by scope and name, of the kinds that `codec.encode` takes. Raises
-        StateNotSupportedError."""
+        """Return changed values by scope and name, for `codec.encode`. Raises StateNotSupportedError."""
         found: dict[str, dict[Any, Any]] = {}
         for scope in self._look():
             before = self._before.get(scope.path, {})
@@ -266,8 +264,7 @@ def _scopes_of_loader(loader: Any) -> list[Scope]:
 
 
 def with_inner(outer: list[Scope], packages: set[str], skipped: frozenset[int] = frozenset()) -> list[Scope]:
-    """These scopes and all that are to be found in them: in objects of these packages, without those `skipped`, by id.
-    Raises StateNotSupportedError."""
+    """These scopes and those in objects of these packages, without `skipped` ids. Raises StateNotSupportedError."""
     found: list[Scope] = []
     seen: set[int] = set(skipped)
     open_ = collections.deque(outer)

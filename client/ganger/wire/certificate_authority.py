@@ -247,8 +247,7 @@ class IssuedCertificate:
 
 
 def issued_certificates(authority: Path) -> tuple[list[IssuedCertificate], list[str]]:
-    """Return what the authority in a directory has issued, the latest end last, and why other records of it cannot be
-    read. Raises CertificateError."""
+    """Return what an authority has issued, the latest end last, and unreadable records. Raises CertificateError."""
     signer, _ = read_authority(authority)
     revoked = {one.serial_number for one in _revoked(authority, signer)[1]}
     found, problems = [], []

@@ -237,8 +237,7 @@ class MechanismChoice:
 
 
 def choose_mechanism(facts: MechanismFacts) -> MechanismChoice:
-    """Return the strongest mechanism that applies as far as known, or NONE. Those that are not known yet are passed
-    over without a reason."""
+    """Return the strongest mechanism that is known to apply, or NONE. Unknown ones are passed over."""
     refused: list[tuple[Mechanism, str]] = []
     for mechanism in _candidates(facts):
         reason = _reason_against(facts, mechanism)

@@ -202,8 +202,7 @@ FORM = r"\d+(\.\d+)?g(i?b)?|sxm\d*|pcie|hbm\d*e?|nvl|super|mig|\d+g\.\d+gb|pg\d+
 
 
 def named(found: ConfigurationSet) -> ConfigurationSet:
-    """The set under a name derived from all it consists of: servers that differ in anything that counts get different
-    names, identical ones the same."""
+    """The set under a name derived from all it consists of: only identical servers have the same name."""
     facts = (
         found.device_type,
         found.devices,

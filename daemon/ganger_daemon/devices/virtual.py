@@ -292,8 +292,7 @@ class RecordedDevices(Devices):
 
 
 def read_recording(path: Path) -> RecordedServer:
-    """Read a recording; a bare name ("dgx-h100") is one of those that come along. Raises ValueError naming the file and
-    what is wrong with it."""
+    """Read a recording; a bare name ("dgx-h100") is one that comes along. Raises ValueError naming the file."""
     if not path.suffix and path.parent == Path("."):
         path = FIXTURES / f"{path}.json"
     try:

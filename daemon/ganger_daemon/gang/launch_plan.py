@@ -35,8 +35,7 @@ _IMAGE_MARGIN_BYTES = 64 << 30
 
 
 class LaunchRefusedError(Exception):
-    """The gang cannot start here; the message has the reason, for the user. `found`: complete checkpoints on storage,
-    newest first, where those matter."""
+    """The gang cannot start here, by the message. `found`: complete checkpoints on storage, newest first."""
 
     kind = PartOutcomeKind.LAUNCH_FAILED
 

@@ -174,8 +174,7 @@ class CriuImages(ProcessImages):
         return reason_of(_text(directory / RESTORE_LOG)) or "CRIU failed without naming an error"
 
     def _check(self, proc: UnitProc, unit: UnitProcesses, root: int, is_outside_closed: bool) -> bool:
-        """Return whether TCP connections are to be closed. Raises OSError, and ImageRefusedError for what the image
-        would leave out or cut."""
+        """Return whether TCP connections are to be closed. Raises OSError; ImageRefusedError for what would be cut."""
         tree = proc.tree(root)
         # outside a unit: those of its session and its control group
         for pid in proc.pids() if unit.init_pid else sorted({*family(root), *unit.members}):

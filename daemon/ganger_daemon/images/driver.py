@@ -83,8 +83,7 @@ def replacements(
 
 
 class DeviceState:
-    """Saves and restores the CUDA state of processes. `unavailable`: why that is not possible; then processes without
-    such state are still served."""
+    """Saves and restores the CUDA state of processes. `unavailable`: why only processes without any are served."""
 
     def __init__(self, calls: DriverCalls | None, unavailable: str = "", lock_s: float = LOCK_S) -> None:
         self.unavailable = "" if calls is not None else unavailable

@@ -141,8 +141,7 @@ def choose_accounts(setting: str, *, has_certificates: bool = False) -> Accounts
 
 
 def read_map(path: Path) -> dict[str, str]:
-    """Read a map file: a user and an account in each line, or `-` for a user that may run nothing; `#` begins a
-    comment. Raises ValueError."""
+    """Read a map file: a user and an account, or `-` for none, in each line; `#`: a comment. Raises ValueError."""
     try:
         status, text = path.stat(), path.read_text()
     except (OSError, UnicodeError) as error:

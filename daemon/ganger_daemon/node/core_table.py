@@ -166,8 +166,7 @@ class CoreTable:
 
 
 def declared_cores(count: int, sockets: int, cpus: Sequence[int], housekeeping: int | None = None) -> CoreMap:
-    """The cores of a virtual node: `count` of them, dealt to `sockets`, mapped round-robin onto real CPUs. By default
-    no housekeeping core below 8."""
+    """The cores of a virtual node: `count`, dealt to `sockets`, mapped round-robin onto real CPUs."""
     if count < sockets or not cpus:
         raise ValueError(
             f"{count} virtual cores cannot fill {sockets} sockets on {len(cpus)} cpus; declare one each or more"

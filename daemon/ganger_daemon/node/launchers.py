@@ -220,8 +220,7 @@ class Launchers:
         return launcher
 
     def _connected(self, key: str) -> Launcher | None:
-        """Return the connection to a launcher, made if there is none: one for all threads. None where none listens, and
-        once this object is closed."""
+        """Return the one connection to a launcher, made if there is none; None where none listens, or once closed."""
         with self._lock:
             known = self._known.get(key)
         if known is not None or not self.socket_path(key).exists():
@@ -247,8 +246,7 @@ class Launchers:
         return own + [(path, uid) for path, uid in found if uid != os.geteuid() and os.path.lexists(path)]
 
     def children(self) -> dict[int, dict[str, RankProcess]]:
-        """Return the ranks of all launchers, by the uid of their users and by name, also those that a former daemon
-        started and did not note."""
+        """Return the ranks of all launchers, by uid and name, also those that a former daemon did not note."""
         found: dict[int, dict[str, RankProcess]] = {}
         left: dict[int, float] = {}
         for path, uid in self._sockets():

@@ -88,8 +88,7 @@ class RankProcess:
 
 @dataclass(frozen=True, slots=True)
 class FoundProcesses:
-    """A rank's process, alive or not; NO_PROCESS if it never had one. `stranger`: a live process that a file names as
-    the rank's without proof."""
+    """A rank's process, alive or not, or NO_PROCESS. `stranger`: a live process that only a file names."""
 
     process: ProcessId
     stranger: ProcessId | None = None

@@ -402,8 +402,7 @@ class Session:
 
 
 def session_version(answer: agent_pb2.Session) -> int:
-    """Return the version of the wire that the session uses. Raises WireVersionUnsupported for a master that is too old
-    to have refused this daemon."""
+    """Return the session's version of the wire. Raises WireVersionUnsupported for a master that is too old."""
     stated = UNSTATED_VERSIONS
     if answer.HasField("wire_versions"):
         stated = WireVersions(answer.wire_versions.oldest, answer.wire_versions.newest)

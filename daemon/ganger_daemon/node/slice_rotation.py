@@ -56,8 +56,7 @@ class LocalTimesliceGroup:
 
 
 class Rotation:
-    """Time-slice groups of this node. `gangs`: its gangs; `blocked_by`: the job that still uses the devices of a gang,
-    empty if they are free."""
+    """Time-slice groups of this node. `gangs`: its gangs; `blocked_by`: the job that still uses a gang's devices."""
 
     def __init__(
         self,

@@ -183,8 +183,7 @@ def _holding(gang: Gang, piece: Piece, taken: Claim | None) -> Piece:
 
 
 def _fits_twice(state: State, job: JobRecord, gang: Gang, claims: Sequence[Claim]) -> bool:
-    """Return whether the devices that both worlds use have memory for both: each with the job's measured use and the
-    residue of its processes."""
+    """Return whether devices of both worlds have memory for both: the job's measured use and residue."""
     common = [
         claim.node
         for claim in claims

@@ -112,8 +112,7 @@ def lose(state: State, event: NodeLost) -> None:
 
 
 def _given_up(state: State, stray: Stray) -> Stray:
-    """Return the stray as one to stop: if the node comes back, a gang that was quarantined there is stopped, for its
-    job continues without it."""
+    """Return the stray as one to stop: its job continues without it, should the node come back."""
     job = state.jobs.get(stray.job)
     is_ours = job is not None and job.uid == stray.uid
     return replace(stray, quarantined=False, is_ordered=False) if is_ours and stray.holds_back else stray

@@ -140,8 +140,7 @@ def scheduler_of(state: State, job: JobRecord) -> str:
 def offer_start(
     state: State, job: JobRecord, claims: tuple[Claim, ...], proposer: str, now: float
 ) -> tuple[Event, ...] | Refusal:
-    """Return what offers a plan's place to the job's scheduler: nothing while it holds a lease, a refusal for some
-    seconds after it has passed one."""
+    """Return what offers a plan's place to the job's scheduler: nothing beside a lease, a refusal after a pass."""
     if job.number in state.leases.turn_of:
         return ()
     if not _may_ask(state, job.number, now):
@@ -405,8 +404,7 @@ def request_gang(state: State, command: commands.RequestGang, now: float) -> Dec
 def _judge_request(
     state: State, job: JobRecord, command: commands.RequestGang, turn: GrantedLease | None, now: float
 ) -> CandidateApproval | CandidateRejection:
-    """Judge the candidates. The plan's suggestion, if it is the first one, may have other cores and another number of
-    devices than the job requests."""
+    """Judge the candidates. The plan's suggestion, if first, may have other cores and devices than requested."""
     candidates, rank = command.candidates, state.queue_rank(job.number) if turn is not None else 0
     if turn is not None and turn.suggested and candidates[0] == turn.suggested:
         shape = shape_for(job, turn.suggested, rests_for_any_size(state, job))

@@ -105,8 +105,7 @@ def _too_long(plan: commands.ProposePlan) -> str:
 
 
 def _groups(changes: Sequence[PlanChange]) -> list[list[PlanChange]]:
-    """Return the changes in groups that are judged as one. Changes with the same non-zero `together` form a group, at
-    the place of the first of them."""
+    """Return the changes in groups that are judged as one: those with the same `together`, at the first one's place."""
     groups: dict[tuple[bool, int], list[PlanChange]] = {}
     for change in changes:
         key = (True, change.together) if change.together else (False, change.number)

@@ -385,8 +385,7 @@ def _waiting(job: JobRecord, now: float) -> JobRecord:
 def _note_strays(
     state: State, reports: _Reports, alive: _Living, verdicts: Mapping[int, Verdict], ends: Mapping[str, RecordedEnd]
 ) -> None:
-    """Note each reported gang that the database does not have as a stray: quarantined, or to be stopped if it is over.
-    Adoption starts from these."""
+    """Note each reported gang that the database lacks as a stray: quarantined, or to be stopped if it is over."""
     for name, report in reports.items():
         strays = []
         for observed in report.gangs:

@@ -32,8 +32,7 @@ from ganger_master.policies import policy_named
 
 
 class RestoreReport(Struct, frozen=True):
-    """The newest complete report of a node during a restore, the Unix second it came at, and by epoch the orders that
-    the session has described so far."""
+    """The newest complete report of a node during a restore, its Unix second, and the described orders by epoch."""
 
     time: float
     report: Observe
@@ -370,8 +369,7 @@ class State:
         self._note_view()
 
     def _give(self, held: Claim) -> bool:
-        """Give back to the view what a gang held on a node; False where that may not be all that follows, and the row
-        is to be computed anew."""
+        """Give back to the view what a gang held on a node; False where the row is to be computed anew."""
         view, node = self.view, self.nodes.get(held.node)
         slot = view.slots.get(held.node)
         if node is None or slot is None or held.node in self.dirty.rows:

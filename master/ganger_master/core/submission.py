@@ -355,8 +355,7 @@ def carry_out_array(state: State, event: events.ArrayUpdated) -> None:
 
 
 class _Aspect(NamedTuple):
-    """One thing that can be updated: what it is called, its value in a spec, and how that reads. `lasts`: once a gang
-    was formed by it, it stays."""
+    """A value of a spec that can be updated: its name, and how it reads. `lasts`: once a gang was formed by it."""
 
     name: str
     of: Callable[[JobSpec], Any]

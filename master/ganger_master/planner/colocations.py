@@ -97,8 +97,7 @@ class Colocation:
 
 @dataclass(frozen=True, slots=True)
 class Colocations:
-    """Co-locations and trials; jobs that leave their groups for one; and those undone, whose hosts get their cores back
-    once their guests are parked."""
+    """Co-locations and trials; jobs that leave groups for one; undone ones whose hosts get their cores back."""
 
     present: tuple[Colocation, ...] = ()
     leaving: tuple[Colocation, ...] = ()
@@ -424,8 +423,7 @@ def _feasible(running: Mapping[int, Holder], view: View, is_time_sliced: bool) -
 
 
 def move_in(proposal: ColocationProposal, at: Holder, comes: Holder, view: View) -> Sequence[PlanChange]:
-    """Return the changes that give half of the host's cores to the guest and move it there; empty if its tasks do not
-    divide the host's devices."""
+    """Return the changes that move the guest there, with half of the host's cores; empty if its tasks do not fit."""
     found = _beside(at, comes, view)
     if found is None:
         return ()

@@ -258,8 +258,7 @@ class PlanDraft:
         return self.waits or len(self.line) > sum(isinstance(change, StartChange) for change in self.changes)
 
     def followed_by(self, later: PlanDraft) -> PlanDraft:
-        """Return a later stage's draft after these changes, without its changes of the same jobs and without the atomic
-        groups of such changes."""
+        """Return a later stage's draft after these changes, without atomic groups that change the same jobs."""
         if not self.changes and self.next_change_s == math.inf:
             return later
         numbers = {change.number for change in self.changes}

@@ -122,8 +122,7 @@ def may_be_slower(job: JobRecord) -> bool:
 
 
 def shape_for_two(job: JobRecord) -> GangShape:
-    """Return the shape with which a job is placed. A job that may be co-located later and names no host memory takes
-    half of its devices' share."""
+    """Return the shape with which a job is placed: half a share of memory if it may be co-located and names none."""
     return replace(job.shape, residents=_RESIDENTS) if may_be_slower(job) else job.shape
 
 

@@ -269,8 +269,7 @@ def _judged(
 def _idle(
     before: Mapping[str, Mapping[int, float]], view: View, pairs: Sequence[tuple[JobRecord, Gang]], now: float
 ) -> dict[str, dict[int, float]]:
-    """Return the times since which devices are free on the nodes of these jobs, by node and device. `before` are the
-    times of the last pass."""
+    """Return since when devices are free on the nodes of these jobs, by node and device. `before`: the last pass's."""
     found: dict[str, dict[int, float]] = {}
     for name in {claim.node for _, gang in pairs for claim in gang.claims}:
         slot = view.slots.get(name)

@@ -255,8 +255,7 @@ class SeriesRates:
 
 @dataclass(slots=True)
 class MeasuredJob:
-    """All measurements of one job. `run`: its present condition; `neighbours`: jobs on its devices; `load`: devices of
-    its nodes that other jobs use."""
+    """All measurements of a job. `run`: its condition; `neighbours`: on its devices; `load`: others' devices."""
 
     create_time: float
     signature: int

@@ -54,8 +54,7 @@ _RANKING_S: Final = 1.0
 
 
 class PlannerLoop:
-    """Plans of one policy. `rates`: None if the policy measures no jobs (`measures_jobs`). `memory`: of an earlier loop
-    whose work this one continues."""
+    """Plans of one policy. `rates`: None if it measures no jobs. `memory`: of an earlier loop to continue."""
 
     def __init__(
         self,

@@ -47,8 +47,7 @@ _SETTLED: Final = (GangPhase.STARTING, GangPhase.RUNNING)
 
 
 def may_take_turns(job: JobRecord, gang: Gang | None) -> bool:
-    """Return whether the master would let the job into a time-slice group (`core.timeslice_admission`), as far as the
-    planner can predict it."""
+    """Return whether the master would let the job into a time-slice group, as far as a planner can predict it."""
     if not takes_turns(job):
         return False
     offered = job.capabilities

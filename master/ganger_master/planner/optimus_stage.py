@@ -35,8 +35,7 @@ from ganger_master.policies.placements import PlacementPreference
 
 
 def plan_optimus(context: PlanContext) -> PlanDraft:
-    """Return the changes to propose now. The order is by arrival; `context.resizing` are the resizes under way, as the
-    last plan returned them."""
+    """Return the changes to propose now, in the order of arrival. `context.resizing`: from the last plan."""
     table, now, room, may_preempt = context.jobs, context.now, context.room, context.may_preempt
     resizing = context.resizing.followed(table)
     # Each of several jobs that share devices counts with all of them.

@@ -243,8 +243,7 @@ class RefusalBackoff:
             self._not_started[number] = now + NOTED_S
 
     def note_unplaced(self, numbers: frozenset[int], may_stop: bool, until_s: float) -> None:
-        """Leave out jobs that fit nowhere, whatever is preempted, until this time. `may_stop`: the plan might preempt,
-        so `numbers` are all of them."""
+        """Leave out jobs that fit nowhere until this time. `may_stop`: the plan might preempt, so `numbers` are all."""
         if may_stop:
             self._unplaced = numbers
         self._not_started.update(dict.fromkeys(numbers, until_s))

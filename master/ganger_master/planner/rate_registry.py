@@ -142,8 +142,7 @@ class JobRates:
         return nothing_believed
 
     def put(self, job: JobRecord, gang: Gang | None, signature: int, now: float, device_type: str = "") -> None:
-        """Record a job as it is now. `signature` is the same for all jobs of one series, `device_type` that of its
-        devices; empty where it has none."""
+        """Record a job as it is now. `signature`: of its series; `device_type`: of its devices, empty without any."""
 
     def forget(self, number: int, now: float) -> None:
         """Drop a job that has ended."""

@@ -228,8 +228,7 @@ class ProfiledResources:
         )
 
     def on_device(self, of_series: OfSeries) -> ProfiledResources:
-        """Return it on devices of another type: points of its own count as those of an earlier job, whose curve is
-        scaled to the rates there."""
+        """Return it on devices of another type: its own points count as an earlier job's, scaled to the rates there."""
         inherited = of_series(self.phase) or self.profile.all_points
         others = {
             phase: CoreProfile(inherited=of_series(phase) or one.all_points) for phase, one in self.others.items()

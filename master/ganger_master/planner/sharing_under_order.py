@@ -54,8 +54,7 @@ class OrderColocation:
     halved: tuple[int, ...] = ()
 
     def next_pass_s(self, table: LiveTable, plan_every_s: float) -> float:
-        """Return when the next pass is due; infinite if there is nothing to do. `plan_every_s`: least time between two
-        plans that preempt running jobs."""
+        """Return when the next pass is due, or infinity. `plan_every_s`: least time between plans that preempt."""
         if not (self.colocations.present or self.halved or table.has_waiting or table.has_sharing):
             return math.inf
         pace = _TRIAL if self.colocations.is_trying else _QUIET if self.is_quiet else _BUSY
@@ -293,8 +292,7 @@ def _guests(table: LiveTable) -> list[_Guest]:
 
 
 def _leaving(context: PlanContext, quantum_s: float) -> list[PlanChange]:
-    """Return the suspensions of the newcomers that have used their time slices. Where one cannot be suspended, the jobs
-    that share its devices are."""
+    """Return the suspensions of newcomers that have used their slices, or else of jobs on their devices."""
     changes = dict[int, PlanChange]()
     for guest in _guests(context.jobs):
         if context.now < guest.leaves_s(quantum_s):

@@ -58,8 +58,7 @@ _MOST_MATCHED = 1024
 
 
 class Packing(NamedTuple):
-    """`places`: by job number. `apart`: places of pending jobs that cannot be packed. `stopped`: numbers of running
-    jobs that have to stop for it."""
+    """`places`: by job. `apart`: of pending jobs that cannot be packed. `stopped`: running jobs that have to stop."""
 
     places: Mapping[int, Rows]
     apart: Mapping[int, Claims]
@@ -216,8 +215,7 @@ def plan_packed(packing: Packing, context: PlanContext) -> RoundDraft:
 
 
 def _is_faster(gangs: Gangs, packed: Pieces, present: Sequence[Place | None], is_unknown: Flags) -> bool:
-    """Return whether the gangs, all of which run, gain enough by the packing, on average. `is_unknown`: which gangs
-    have no profile of memory."""
+    """Return whether running gangs gain enough by the packing, on average. `is_unknown`: without a memory profile."""
     rows = [
         (gang, node, gpus, millicores / 1000, memory)
         for gang, place in enumerate(present)

@@ -28,8 +28,7 @@ _MOST_WEIGHED = 1_000
 
 
 def plan_tetris(knobs: Knobs, context: PlanContext) -> PlanDraft:
-    """Return the starts to propose now. The order decides which jobs are overdue. Jobs with excluded nodes are left out
-    while these are excluded."""
+    """Return the starts to propose now. The order decides which jobs are overdue; excluded ones are left out."""
     table, order, now, excluded = context.jobs, context.order, context.now, context.excluded
     if not table.has_waiting:
         return PlanDraft()
@@ -67,8 +66,7 @@ class _Starting:
         self.kept = frozenset[str]()
 
     def overdue(self, overdue: Integers) -> tuple[Integers, Integers]:
-        """Start overdue jobs (positions), in order. Return the other jobs before the first overdue one that fits
-        nowhere, and those behind it."""
+        """Start overdue jobs (positions), in order. Return the others before and behind the first that fits nowhere."""
         placement, room = placement_by(self._knobs), self._room
         count = len(self._jobs)
         first = count

@@ -252,8 +252,7 @@ def make_room(
 
 
 def _fewest(pairs: Sequence[tuple[JobRecord, Gang]], missing: Mapping[str, int]) -> list[tuple[JobRecord, Gang]]:
-    """Return the first of these jobs that together hold the missing memory, without superfluous ones. The list is empty
-    if all of them hold less."""
+    """Return the first of these jobs that hold the missing memory, without superfluous ones; none if it is less."""
     chosen: list[tuple[JobRecord, Gang]] = []
     for pair in pairs:
         if _covers(chosen, missing):

@@ -34,8 +34,7 @@ from ganger_master.policies.trials import TrialPace
 
 
 class PlanRecorder:
-    """The recording of one planner process. `directory`: for its file; None: nothing is recorded. Times are Unix
-    seconds by the master's clock."""
+    """The recording of one planner process. `directory`: for its file, or None. Times: Unix s of the master's clock."""
 
     def __init__(self, directory: Path | None, most_bytes: int = MOST_BYTES) -> None:
         self._directory, self._most_bytes = directory, most_bytes

@@ -427,8 +427,7 @@ class ClusterMirror:
         return self._clock() + self._ahead_s
 
     def apply(self, delta: scheduling_pb2.ClusterDelta) -> ClusterChange | None:
-        """Return what has changed; None before the last part of a moment has arrived. Raises RequestInvalid for what
-        this program does not know."""
+        """Return what has changed; None before a moment's last part. Raises RequestInvalid for what is unknown here."""
         self._parts.append(delta)
         if delta.has_more:
             return None

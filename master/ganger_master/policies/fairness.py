@@ -288,8 +288,7 @@ class QuotaUse:
         return False
 
     def beyond(self, line: Iterable[JobRecord]) -> frozenset[int]:
-        """Return the numbers of the jobs in `line` (pending, first job first) that would exceed a limit once the jobs
-        before them have started."""
+        """Return the numbers of the pending jobs in `line` that would exceed a limit once those before have started."""
         free: dict[str, int] = {}
         found = []
         for job in line:

@@ -146,8 +146,7 @@ def judge(
 
 
 def normalised(jobs: Iterable[TrialRates]) -> GainEstimate:
-    """Return the sum of rates after by rates before. Errors of all means add up (delta method); degrees of freedom by
-    Welch and Satterthwaite."""
+    """Return the sum of rates after by before: errors by the delta method, freedom by Welch and Satterthwaite."""
     value = variance = by_freedom = 0.0
     for job in jobs:
         (before, of_before), (after, of_after) = _mean(tuple(job.before)), _mean(tuple(job.after))

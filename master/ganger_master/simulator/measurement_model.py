@@ -95,8 +95,7 @@ _MOST_ALONE = 16
 
 @dataclass(frozen=True)
 class _Stretch:
-    """A time during which a job trains at one rate, with one number of GPUs and the same co-located jobs. `seed`: of
-    the noise of its windows."""
+    """A time in which a job trains at one rate, with the same GPUs and co-located jobs. `seed`: of its noise."""
 
     since_s: float
     rate: float
@@ -115,8 +114,7 @@ class _Stretch:
 
 
 class ModelledRates(JobRates):
-    """Measured rates by job number. The caller sets `now`; the seed gives the noise. `footprints`: None if the policy
-    reads no rates of running jobs."""
+    """Measured rates by job. The caller sets `now`; the seed gives the noise. `footprints`: None if not read."""
 
     def __init__(self, footprints: Footprints | None, seed: int) -> None:
         self.now = 0.0

@@ -26,8 +26,7 @@ class Caller:
 
 
 class LauncherCallers:
-    """Connections on ``listener``, served by ``selector``. ``answer`` carries out one request of a caller, and raises
-    LaunchError for what is refused."""
+    """Connections on ``listener``, served by ``selector``. ``answer`` carries out a request or raises LaunchError."""
 
     def __init__(
         self,

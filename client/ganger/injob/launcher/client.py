@@ -157,8 +157,7 @@ class Launcher:
         return _process(self._call("fork", launch=dict(launch)))
 
     def fork_all(self, launches: Sequence[Mapping[str, Any]]) -> list[ProcessId]:
-        """Start several ranks at once, in the time of one. Raises LauncherError for the first that was refused, once
-        all have been answered."""
+        """Start several ranks at once. Raises LauncherError for the first refused one, once all are answered."""
         with self._lock:
             numbers = [self._send("fork", launch=dict(launch)) for launch in launches]
             answers: dict[int, dict[str, Any]] = {}

@@ -49,8 +49,7 @@ class TreeRequest(NamedTuple):
 
 
 class TreeMember(NamedTuple):
-    """What runs below the parent: ``start`` becomes it, in a forked child that keeps these ``descriptors`` of all that
-    were made for members."""
+    """What runs below the parent: ``start`` becomes it, in a forked child that keeps these ``descriptors``."""
 
     start: Callable[[], NoReturn]
     descriptors: Sequence[int]

@@ -78,8 +78,7 @@ def best_choice(pieces: Sequence[Choices], cores: float, memory: float) -> list[
 
 
 def _prices(costs: Sequence[Floats], values: Sequence[Floats]) -> Floats:
-    """Return the price of the whole of each resource. Bisection finds one at a time, so high that what is taken at
-    these prices just fits."""
+    """Return the price of each whole resource, by bisection: so high that what is taken just fits."""
     prices = np.zeros(2)
     most = float(sum(np.ptp(value) for value in values)) + 1e-12
     for resource in (0, 1, 0):
