@@ -77,8 +77,6 @@ class Client:
         for channel in self._channels:
             channel.close()
 
-    # Jobs
-
     def submit(
         self, command: Sequence[str] | str | None = None, *, request_id: str | None = None, **options: Any
     ) -> Job:
@@ -195,7 +193,6 @@ class Client:
         time="4h" ("never": no limit), name="x". A job that has never started: gpu_type, locality, tolerance, patience,
         memory, cpus_per_gpu. `may_end`: allow a time limit that has passed already, which ends the job at once. Raises
         SpecInvalid, UpdateRefused, UpdateEndsJob, GangImpossible, JobFinished, ..."""
-        # As in `submit`.
         from ganger.spec import make_update
 
         return self.update_job(job, make_update(changes), request_id=request_id, may_end=may_end)
@@ -305,8 +302,6 @@ class Client:
                 return message.name
         raise JobNotFound(f"array {array} has no member {index}: `ganger show {array}` lists them")
 
-    # Nodes
-
     def list_nodes(self) -> node_pb2.ListNodesResponse:
         """All of them, by name, with their configuration sets and the node sets."""
         request, found = node_pb2.ListNodesRequest(page_size=1_000), node_pb2.ListNodesResponse()
@@ -371,8 +366,6 @@ class Client:
             duration=times.duration(seconds), max_bytes=most_bytes, with_environment=with_environment
         )
         return self._call(lambda message: self._nodes.RecordDecisions(message, timeout=seconds + _PUBLISH_S), request)
-
-    # How calls are made
 
     def _call(self, method: Callable[[Any], Answer], request: object) -> Answer:
         try:

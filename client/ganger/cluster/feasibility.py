@@ -70,7 +70,6 @@ class Family:
         self.affinity = affinity
         # Bytes of each device beside what parked gangs keep of it.
         self.left = left
-        # Free devices.
         self.free = mask.bit_count()
         # An ordered set of those with nodes.
         self.members: dict[Alike, None] = {}

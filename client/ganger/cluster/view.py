@@ -48,7 +48,6 @@ class View:
         self.fabrics: list[str] = []
         self.socket_jobs: list[tuple[int, ...]] = []
         self.group_jobs: list[tuple[int, ...]] = []
-        # Devices that a claim holds.
         self.held: list[int] = []
         self.affinity: list[int] = []
         # Only of slots where parked gangs keep memory of devices: bytes by device.

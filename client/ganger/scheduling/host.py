@@ -63,7 +63,6 @@ class Mirror:
         self.view = View()
         self.version = -1
         self._newest: dict[str, NodeRow] = {}
-        # By node.
         self._open: dict[str, list[OpenClaim]] = {}
         self._news = asyncio.Event()
 

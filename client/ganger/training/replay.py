@@ -191,7 +191,6 @@ def _descriptor_of(writer: Any) -> int:
         return -1  # Closed, detached, in memory, or no more
 
 
-# The attribute of marked directories.
 ATTRIBUTE = "user.ganger.made_by"
 
 

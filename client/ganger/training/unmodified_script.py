@@ -50,7 +50,6 @@ class UnmodifiedScript(ReplayedRun):
         # The state is of a trainer that the script is still to call.
         self._is_for_adapter = False
         self._discovery = Discovery()
-        # Loops
         self._loops = 0
         self._alive: list[weakref.ref[Loop]] = []
         self._last: weakref.ref[Loop] | None = None
@@ -72,7 +71,6 @@ class UnmodifiedScript(ReplayedRun):
         self._judged: set[tuple[int, Path]] = set()
         self._looked_at_values = float("-inf")
         self._boundary_loop: Loop | None = None
-        # Going back
         self._going_back = output_replay is not None
         self._target: dict[str, Any] = {}
         self._kept_batches: dict[int, Any] = {}

@@ -82,7 +82,6 @@ METHODS: dict[str, Method] = {
         Method(f"{_JOBS}/ListJobs", _READERS),
         Method(f"{_JOBS}/WatchJob", _READERS, _STREAM_S, is_stream=True),
         Method(f"{_JOBS}/CancelJob", _PEOPLE),
-        # As CreateJob.
         Method(f"{_JOBS}/UpdateJob", _PEOPLE),
         Method(f"{_JOBS}/SuspendJob", _PEOPLE),
         Method(f"{_JOBS}/ResumeJob", _PEOPLE),

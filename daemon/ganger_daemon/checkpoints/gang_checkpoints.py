@@ -41,7 +41,6 @@ from ganger_daemon.node.daemon_files import remove_tree
 
 log = logging.getLogger(__name__)
 
-# Interval of retries.
 _RETRY_S = 0.5
 # First wait of a member before it reports to the leader again; it grows up to the interval above.
 _FIRST_REPORT_S = 0.02

@@ -115,8 +115,6 @@ class NvmlDevices(Devices):
             return {}
         return {int(sample.pid): int(sample.smUtil) for sample in samples}
 
-    # Reading the server
-
     def _whether_shared(self) -> str:
         for index, handle in enumerate(self._handles):
             mode = self._ask(self._nvml.nvmlDeviceGetComputeMode, handle)
@@ -196,8 +194,6 @@ class NvmlDevices(Devices):
             return call(*arguments)
         except self._nvml.NVMLError:
             return None
-
-    # Health
 
     def _used_memory(self, index: int) -> int:
         try:

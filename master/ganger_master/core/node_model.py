@@ -40,11 +40,9 @@ class Stray(Struct, frozen=True, gc=False, omit_defaults=True):
     phase: ObservedPhase = ObservedPhase.NONE
     # Once the daemon has sent it.
     told: StoredOrder | None = None
-    # The level at which it is parked.
     level: SuspendLevel = SuspendLevel.NONE
     stop_step: int = 0
     residue_bytes: tuple[int, ...] = ()
-    # How it ended.
     outcome: Outcome = Outcome()
     # An operator has ordered its end.
     is_ordered: bool = False

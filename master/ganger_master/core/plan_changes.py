@@ -21,7 +21,6 @@ class Goal(StrEnum):
     HOLE = "HOLE"
     # End a co-location.
     UNPACK = "UNPACK"
-    # Leave a node that is drained.
     DRAIN = "DRAIN"
     # Reduce the nodes that are neither full nor idle.
     DEFRAGMENT = "DEFRAGMENT"

@@ -59,7 +59,6 @@ class _Followed:
 class ModelledJobs(Protocol):
     """The jobs of a replay, which modelled nodes run. Calls have the job's number and its gang."""
 
-    # Pass a command to the core.
     def send(self, command: Command) -> object: ...
     # Record the first step after a start or a restore; return the time of the job's end.
     def begins(self, number: int, gang: Gang, held_since: float) -> float: ...

@@ -150,7 +150,6 @@ def _end_with_parent() -> None:
 
 # The type of `ganger_master.simulator.run.simulate`.
 Simulate = Callable[..., Run]
-# Interval of progress reports of a run.
 _SECONDS_BETWEEN_REPORTS = 0.2
 
 

@@ -49,7 +49,6 @@ class PlannedReplay(Protocol):
     scaling: Scaling | None
     windows: ModelledRates | None
 
-    # Pass a command to the core and return its answer.
     def send(self, command: Command) -> object: ...
     # Return the seconds for which each running job has trained, by number.
     def received_s(self) -> Mapping[int, float]: ...

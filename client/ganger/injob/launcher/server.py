@@ -115,8 +115,6 @@ class LauncherServer:
             raise LaunchError("UNKNOWN_OPERATION", f"this launcher has no operation {request.get('op')!r}")
         operation(self, request, partial(self._callers.reply, caller, request.get("id")))
 
-    # Operations.
-
     def _info(self, request: Mapping[str, Any], reply: Reply) -> None:
         reply(
             pid=os.getpid(),
@@ -393,8 +391,6 @@ class LauncherServer:
             raise LaunchError("BUSY", f"still the parent of {', '.join(busy[:8])}")
         self._stopping = True
         reply()
-
-    # Children.
 
     def _helper(self, name: str, reply: Reply, work: Callable[[], None]) -> None:
         with child_process.failure_pipe() as (read_end, write_end):

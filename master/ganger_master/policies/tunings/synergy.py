@@ -436,7 +436,6 @@ def _nodes_of(gangs: Gangs, nodes: TuningNodes, wanted: TuningDemand) -> Integer
         row.append(jobs + number * places + place)
         column.append(pair)
         limit.append(np.asarray(capacity / scale, float))
-    # Imported on demand, as above.
     from scipy.optimize import linprog
     from scipy.sparse import coo_array
 

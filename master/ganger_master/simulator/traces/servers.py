@@ -31,7 +31,6 @@ MEMORY_PER_GPU = 62_500_000_000
 GPU_MEMORY = 16 << 30
 _MOST_NODES = 100_000
 _MOST_FILE_BYTES = 1 << 20
-# Defaults for a server without GPUs.
 _CORES_WITHOUT_GPUS = 16
 _MEMORY_WITHOUT_GPUS = 64 << 30
 _NO_DIMENSIONS: Mapping[str, float] = {}
