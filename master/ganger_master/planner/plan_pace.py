@@ -143,6 +143,13 @@ class EventPace(PlanPace):
 INSTANT_S: Final = 1e-6
 
 
+def rounds_until(time: float, since_s: float, step_s: float) -> float:
+    """Return the number of rounds of `step_s` seconds from `since_s` to a time; whole at the beginning of a round."""
+    rounds = (time - since_s) / step_s
+    nearest = round(rounds)
+    return nearest if abs(rounds - nearest) * step_s < INSTANT_S else rounds
+
+
 @dataclass(frozen=True, slots=True)
 class RoundPace(EventPace):
     """Preempt only at the beginning of a round of `step_s` seconds; the first one began at `since_s`. Jobs start until
@@ -158,10 +165,7 @@ class RoundPace(EventPace):
         return self.step_s
 
     def rounds(self, time: float) -> float:
-        """Return the number of rounds until a time; whole at the beginning of a round."""
-        rounds = (time - self.since_s) / self.step_s
-        nearest = round(rounds)
-        return nearest if abs(rounds - nearest) * self.step_s < INSTANT_S else rounds
+        return rounds_until(time, self.since_s, self.step_s)
 
     def start_s(self, number: float) -> float:
         """Return when a round begins."""

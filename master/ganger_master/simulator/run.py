@@ -18,6 +18,7 @@ from ganger_master.core.gang_model import Gang
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 from ganger_master.core.teams import limits_of
+from ganger_master.planner.plan_pace import rounds_until
 from ganger_master.policies import (
     Colocate,
     Grow,
@@ -36,7 +37,7 @@ from ganger_master.simulator.inputs import FREE, ReplayOptions
 from ganger_master.simulator.node_model import NodeModel
 from ganger_master.simulator.planner_shell import Planning
 from ganger_master.simulator.report.outcomes import Ledger, Meters, Run
-from ganger_master.simulator.time_slices import EPOCH_S, Clock, instant, round_start, rounds_until
+from ganger_master.simulator.time_slices import EPOCH_S, Clock, instant
 from ganger_master.simulator.traces.servers import Servers
 from ganger_master.simulator.traces.workload import Workload, offered_load, with_models
 from ganger_master.simulator.true_rates import Footprints, Scaling, TrueRates, Work, without_arenas
@@ -310,7 +311,7 @@ class _Replay:
         if step is None:
             return instant(ends)
         # Held to the end of the round.
-        return round_start(math.ceil(rounds_until(ends, step)), step)
+        return instant(EPOCH_S + step * math.ceil(rounds_until(ends, EPOCH_S, step)))
 
     def halts(self, number: int, gang: Gang) -> None:
         job, now = number - 1, self.clock.now

@@ -21,24 +21,11 @@ from ganger_master.core.gang_model import Matrix
 
 # A trace's clock begins at zero, and a time of zero means "never" in the core.
 EPOCH_S = 1_000_000.0
-# Times closer than this are the same instant: sums of decimals are seldom exact.
-INSTANT_S = 1e-6
 
 
 def instant(time: float) -> float:
     """Return the time rounded to microseconds, so that times equal in decimals compare equal."""
     return round(time, 6)
-
-
-def rounds_until(time: float, step_s: float) -> float:
-    """Return the number of rounds of `step_s` seconds since the epoch; a whole number at the start of a round."""
-    rounds = (time - EPOCH_S) / step_s
-    nearest = round(rounds)
-    return nearest if abs(rounds - nearest) * step_s < INSTANT_S else rounds
-
-
-def round_start(number: float, step_s: float) -> float:
-    return instant(EPOCH_S + step_s * number)
 
 
 class Clock:

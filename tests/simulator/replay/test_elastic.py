@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from faultsim.state_invariants import violations
+from ganger_master.planner.plan_pace import INSTANT_S
 from ganger_master.simulator.inputs import ReplayOptions, SwitchCosts
 from ganger_master.simulator.measurement_model import Losses
 from ganger_master.simulator.run import _Replay, simulate
-from ganger_master.simulator.time_slices import INSTANT_S
 from ganger_master.simulator.traces.servers import servers_from_flags
 from ganger_master.simulator.traces.workload import Workload, elasticflow_speeds, workload
 from ganger_master.simulator.true_rates import Scaling
