@@ -10,9 +10,7 @@ from typing import Any, Protocol
 from ganger.job_state import JobState as JobState
 from ganger.v1 import job_pb2, job_service_pb2
 
-FINISHED = frozenset(
-    {job_pb2.Job.STATE_SUCCEEDED, job_pb2.Job.STATE_FAILED, job_pb2.Job.STATE_CANCELLED, job_pb2.Job.STATE_STOPPED}
-)
+FINISHED = frozenset([job_pb2.Job.State.Value(f"STATE_{state.name}") for state in JobState if state.is_finished])
 LEVELS = ("pause", "offload", "checkpoint")
 
 
