@@ -168,6 +168,14 @@ def test_file_that_is_no_toml_is_named() -> None:
         load({"state_dir": "/s"}, {}, "= broken", "master.toml")
 
 
+def test_the_leaders_lease_is_long_enough_for_a_busy_machine() -> None:
+    assert load({"state_dir": "/s"}, {}).leader_lease_s == 2.0
+    assert load({"state_dir": "/s"}, {"GANGER_MASTER_LEADER_LEASE": "500ms"}).leader_lease_s == 0.5
+    for wrong in ("0", "0.1", "never", "soon"):
+        with pytest.raises(ConfigError, match="leader_lease"):
+            load({"state_dir": "/s"}, {"GANGER_MASTER_LEADER_LEASE": wrong})
+
+
 def test_every_setting_is_documented() -> None:
     page = (Path(__file__).parents[2] / "docs/reference/settings.md").read_text()
     for name in (field.name.removesuffix("_s") for field in fields(Config)):

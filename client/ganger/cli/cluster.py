@@ -239,8 +239,10 @@ def _address_for_nodes(client: Client, named: str | None, hosts: Sequence[str]) 
             "nodes on other machines need a master with a certificate, and an operator's here: see `ganger certs` and"
             " GANGER_TLS"
         )
-    address = named or client.endpoint.address
-    if is_loopback(address) and not all(is_loopback(f"{host.rpartition('@')[2]}:0") for host in hosts):
+    address = named or str(client.endpoint.masters or client.endpoint.address)
+    if any(map(is_loopback, address.split(","))) and not all(
+        is_loopback(f"{host.rpartition('@')[2]}:0") for host in hosts
+    ):
         raise CommandError(f"nodes cannot dial {address}: name the master's address with --master-address")
     return address
 

@@ -41,7 +41,7 @@ class DetachedScheduler:
         if isinstance(master, Endpoint):
             # Not among the arguments: every user of the machine can read those.
             self._environment |= {TOKEN_VARIABLE: master.token, TLS_VARIABLE: master.tls}
-            master = master.address
+            master = str(master.masters or master.address)
         if master:
             self._arguments += ["--master", master]
         self._directory = default_state_directory().parent / "schedulers"
