@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 import pytest
+from ganger.client import Client
 from ganger.v1 import job_service_pb2, node_pb2, scheduling_pb2
 from ganger.wire.channels import open_aio_channel
-from ganger.wire.endpoints import Endpoint
+from ganger.wire.endpoints import Endpoint, find_endpoint
 from ganger.wire.errors import ApiError, NotLeader, from_rpc_error
 from ganger_master.app import Master, StartError
 from ganger_master.config import Config
@@ -20,6 +21,7 @@ from ganger_master.core.answers import Answer
 from ganger_master.core.commands import Command
 from ganger_master.store.tables import Problem, StoreError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from kit.certified import Authority
 from kit.leased_store import LeasedDatabase, LeasedStore
 from rpc.kit import Served
 
@@ -50,10 +52,14 @@ class Standing:
 
 
 @asynccontextmanager
-async def standing(database: LeasedDatabase, directory: Path, storage: str = "storage") -> AsyncIterator[Standing]:
+async def standing(
+    database: LeasedDatabase, directory: Path, storage: str = "storage", tls: Path | None = None, host: str = ""
+) -> AsyncIterator[Standing]:
+    """`tls`: directory of the certificate of a master that listens at `host`."""
     config = Config(
         directory,
-        listen=f"unix:{directory}.sock",
+        listen=f"unix:{directory}.sock" if tls is None else f"{host}:0",
+        tls=tls,
         storage=directory.parent / storage,
         policy="fifo-backfill",
         scheduler_host=False,
@@ -62,7 +68,7 @@ async def standing(database: LeasedDatabase, directory: Path, storage: str = "st
     store = database.store()
     master = Master(config, store=store)
     await master.start()
-    channel = open_aio_channel(Endpoint(master.address, master.token), (("grpc.enable_retries", 0),))
+    channel = open_aio_channel(Endpoint(master.local_address, master.token), (("grpc.enable_retries", 0),))
     one = Standing(master, store, channel)
     try:
         yield one
@@ -179,6 +185,33 @@ def test_an_answer_that_was_held_when_the_process_stopped_is_not_given_after_it(
             cancelled = one.served.jobs.CancelJob(job_service_pb2.CancelJobRequest(name=job.name))
             assert isinstance(await refusal(cancelled), NotLeader)
             assert isinstance(await refusal(watched.read()), NotLeader)
+
+    run(story())
+
+
+def test_a_user_with_a_certificate_follows_the_leader_to_a_master_with_a_certificate_of_another_host(
+    tmp_path: Path,
+) -> None:
+    authority = Authority(tmp_path)
+    certificates = {host: authority.issue("master", host, (host,)) for host in ("127.0.0.1", "localhost")}
+    ann = str(authority.issue("user", "ann"))
+
+    async def story() -> None:
+        database = LeasedDatabase()
+        async with AsyncExitStack() as stack:
+            first, second = [
+                await stack.enter_async_context(standing(database, tmp_path / host, tls=tls, host=host))
+                for host, tls in certificates.items()
+            ]
+            await asyncio.wait({first.standing, second.standing}, return_when=asyncio.FIRST_COMPLETED)
+            leader, follower = (first, second) if first.standing.done() else (second, first)
+            listed = f"{follower.master.address},{leader.master.address}"
+            with Client(find_endpoint(listed, ann)) as client:
+                accepted = await asyncio.to_thread(client.submit, ["true"])
+                await leader.master.stop()
+                await follower.standing
+                found = await asyncio.to_thread(client.get_job, accepted.name)
+            assert (found.name, found.user) == ("jobs/1", "ann")
 
     run(story())
 
