@@ -51,13 +51,12 @@ from ganger_master.planner.synergy_round import packing_of, plan_packed
 from ganger_master.policies import policy_named
 from ganger_master.policies.optimus_sizes import OptimusEstimate
 from ganger_master.policies.order_registry import FIFO_BACKFILL, LAS2D
-from ganger_master.policies.orders import Capacity, Facts, Integers, JobOrder, chosen, ranked
+from ganger_master.policies.orders import FACT_COLUMNS, Capacity, Facts, Integers, JobOrder, chosen, ranked
 from ganger_master.policies.placements import PLACEMENTS, PlacementPreference
 from ganger_master.policies.tunings import Known, profiles_of
 from ganger_master.policies.tunings.synergy import SYNERGY_TUNE
 from ganger_master.runtime.process_setup import settled
 from ganger_master.simulator.traces.workload import elasticflow_speeds, synergy_profiles
-from msgspec.structs import fields
 
 from benchmarks.bench_report import AtMost, report
 
@@ -266,7 +265,7 @@ def workload(jobs: int) -> tuple[list[GangShape], Facts]:
         cores, gib = _DEMANDS[number % len(_DEMANDS)]
         shapes.append(GangShape((Role("worker", size, TaskShape(1, cores * 1000, gib * _GIB)),)))
     # All that the orders here do not ask for is zero.
-    columns: dict[str, Any] = {column.name: np.zeros(jobs) for column in fields(Facts)}
+    columns: dict[str, Any] = {name: np.zeros(jobs) for name in FACT_COLUMNS}
     columns |= {
         "number": np.arange(1, jobs + 1),
         "arrival_s": np.sort(random.uniform(0, 86_400, jobs)),

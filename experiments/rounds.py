@@ -10,9 +10,10 @@ decides are the production's orders and tunings.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from ganger_master.policies.orders import Capacity, Facts, Floats, Integers, JobOrder, ranked
+from ganger_master.policies.orders import FACT_COLUMNS, Capacity, Facts, Floats, Integers, JobOrder, ranked
 from ganger_master.policies.tunings import (
     Gangs,
     Pieces,
@@ -24,7 +25,6 @@ from ganger_master.policies.tunings import (
     runnable,
 )
 from ganger_master.policies.tunings.catalogue import PROPORTIONAL
-from msgspec.structs import fields
 from scipy.optimize import linear_sum_assignment
 
 ROUND_S = 300.0
@@ -154,4 +154,5 @@ def _facts(jobs: RoundJobs, live: Integers, left: Floats, attained: Floats, now:
         "waited_s": now - jobs.arrival_s[live],
         "remaining_s": left[live],
     }
-    return Facts(**{column.name: known.get(column.name, np.full(count, np.nan)) for column in fields(Facts)})
+    columns: dict[str, Any] = {name: known.get(name, np.full(count, np.nan)) for name in FACT_COLUMNS}
+    return Facts(**columns)

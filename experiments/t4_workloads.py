@@ -33,8 +33,7 @@ import numpy as np
 from ganger_master.estimators.speed import AllReduceModel, StepPoint, fit_allreduce
 from ganger_master.policies.optimus_sizes import allocated, growing
 from ganger_master.policies.order_registry import Queues, tiresias
-from ganger_master.policies.orders import Capacity, Facts, Floats, Integers, JobOrder, ranked, selected
-from msgspec.structs import fields
+from ganger_master.policies.orders import FACT_COLUMNS, Capacity, Facts, Floats, Integers, JobOrder, ranked, selected
 from numpy.typing import NDArray
 
 from experiments.experiment import CoreUse, Experiment, MeasuredRows, Row, Setting
@@ -197,7 +196,7 @@ class _Counters:
             "attained_s": np.array([job.held_s for job in jobs], float),
             "started_s": np.array([self.started_s.get(number, math.inf) for number in numbers], float),
         }
-        columns = {column.name: known.get(column.name, np.full(len(jobs), np.nan)) for column in fields(Facts)}
+        columns: dict[str, Any] = {name: known.get(name, np.full(len(jobs), np.nan)) for name in FACT_COLUMNS}
         found = Facts(**columns)
         for number, queue in zip(numbers, self.queues.queue(found).tolist(), strict=True):
             if self.queue.get(number) != queue:

@@ -195,7 +195,7 @@ class Master:
         if config.authority is not None:
             _check_authority(config.authority)
         try:
-            is_planned = live_policy_named(config.policy).is_planned
+            is_planned = live_policy_named(config.policy).is_planned or bool(config.teams)
         except (KeyError, ValueError) as error:
             raise StartError(str(error.args[0]), MasterObstacle.SETTING) from error
         beside = self._beside = DatabaseMarks(config.database_path or config.state_dir / "database")

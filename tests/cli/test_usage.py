@@ -34,10 +34,10 @@ def test_teams_and_users_are_a_table_that_a_script_can_cut(call: Call, table: Ca
     assert call("usage") == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == ["TEAM", "USER", "GPU-HOURS", "USED", "SHARE", "WEIGHT", "RUNNING", "LIMIT"]
-    assert lines[1] == ["vision", "2.5", "70%", "75%", "3", "2.5", "16"]
-    assert lines[2] == ["vision", "ann", "2.0", "50%", "2.5"]
-    assert lines[3] == ["vision", "bob", "0.5", "20%", "0", "4"]
-    assert lines[4] == ["-", "0.0", "30%", "25%", "1", "0"]
+    assert lines[1] == ["vision", "2.50", "70%", "75%", "3", "2.5", "16"]
+    assert lines[2] == ["vision", "ann", "2.00", "50%", "2.5"]
+    assert lines[3] == ["vision", "bob", "0.50", "20%", "0", "4"]
+    assert lines[4] == ["-", "0.00", "30%", "25%", "1", "0"]
     assert " ".join(lines[-1]) == "GPU-hours since 2026-11-06; USED is the part of all use, halved in weight every 7d"
 
 

@@ -80,8 +80,6 @@ def test_users_of_a_team_share_its_limit_and_why_names_the_jobs_that_hold_it(pol
         drive.step(ProposePlan((StartChange(number, drive.job(number).revision, drive.places(number)[0]),)))
     (refusal,) = rules(drive.state, drive.job(second))
     assert (refusal.reason, refusal.figures) == (Reason.QUOTA, {"needed": 2, "held": 3, "limit": 4})
-    if policy == "fifo":
-        drive.request(second, *drive.places(second))
     (blocker,) = explain(drive.state, second, drive.now).blockers
     assert blocker.message.startswith("team 'vision' holds 3 of the 4 GPUs of its quota: jobs/1 (3)")
 

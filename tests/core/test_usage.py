@@ -7,14 +7,14 @@ import math
 import pytest
 from core.drive import ALL_LEVELS, Drive, job_of
 from core.test_colocation import Packing
-from ganger_master.core.commands import CancelJob, ResumeJob, SuspendJob, Tick
+from ganger_master.core.commands import CancelJob, ProposePlan, ResumeJob, SuspendJob, Tick
 from ganger_master.core.gang_model import ObservedPhase
 from ganger_master.core.job_model import SuspendLevel
 from ganger_master.core.plan_changes import StartChange
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state_image import image_of, restored, state_of
 from ganger_master.core.teams import Team
-from ganger_master.core.usage import report
+from ganger_master.core.usage import report, standing
 from ganger_master.core.usage_model import DAY_S, DAYS_KEPT, UserUsage, decayed_at, gpu_s_since, mean_gpus, used_until
 from hypothesis import given
 from hypothesis import strategies as some
@@ -31,7 +31,10 @@ def gpu_s(drive: Drive, user: str = "ann") -> float:
 
 def running(drive: Drive, gpus: int, user: str = "ann") -> int:
     number = drive.submit(job_of(gpus), user)
-    drive.start(number)
+    if drive.state.is_planned:
+        drive.step(ProposePlan((StartChange(number, drive.job(number).revision, drive.places(number)[0]),)))
+    else:
+        drive.start(number)
     drive.runs(number)
     return number
 
@@ -198,6 +201,18 @@ def test_the_report_sums_users_by_team_and_names_users_without_use() -> None:
     assert vision.users[0].gpu_s == pytest.approx(300.0, abs=1.0)
     assert sum(one.used for one in (vision, text, others)) == pytest.approx(1.0)
     assert vision.used == pytest.approx(0.5, abs=0.01)
+
+
+def test_the_standing_of_a_user_is_told_with_the_use_and_share_of_its_team() -> None:
+    drive = Drive(2, replace_settings({"vision": Team(("ann", "eve"), 3.0), "text": Team(("bob",))}))
+    for user, gpus in (("ann", 3), ("bob", 1)):
+        running(drive, gpus, user)
+    drive.now += 500.0
+    told = standing(drive.state, "eve", drive.now)
+    assert told == "team 'vision' has 75% of the use of late, of which 0% is user 'eve''s, and a share of 75%"
+    assert standing(drive.state, "bob", drive.now) == "team 'text' has 25% of the use of late, and a share of 25%"
+    assert standing(drive.state, "cat", drive.now) == "users of no team have used nothing of late"
+    assert standing(Drive().state, "ann", 1.0) == ""
 
 
 def replace_settings(teams: dict[str, Team]) -> CoreSettings:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from ganger_master.policies.orders import Capacity, Facts
+from ganger_master.policies.orders import FACT_COLUMNS, Capacity, Facts
 from hypothesis import strategies as st
-from msgspec.structs import fields
 
 # What a job is that says nothing: one GPU, just submitted.
 PLAIN: dict[str, Any] = {
@@ -40,7 +39,8 @@ def facts_of(*jobs: dict[str, Any]) -> Facts:
         **dict.fromkeys(("number", "gpus", "priority", "user"), np.int64),
         **dict.fromkeys(("is_running", "is_preemptible"), np.bool_),
     }
-    return Facts(**{f.name: np.array(columns[f.name], kinds.get(f.name, np.float64)) for f in fields(Facts)})
+    found: dict[str, Any] = {name: np.array(columns[name], kinds.get(name, np.float64)) for name in FACT_COLUMNS}
+    return Facts(**found)
 
 
 def capacity_of(gpus: int, cores: float = 0.0, memory_bytes: float = 0.0) -> Capacity:
@@ -49,7 +49,7 @@ def capacity_of(gpus: int, cores: float = 0.0, memory_bytes: float = 0.0) -> Cap
 
 def rows(facts: Facts) -> list[dict[str, Any]]:
     """Back to one dictionary a job."""
-    return [{f.name: getattr(facts, f.name)[at].item() for f in fields(Facts)} for at in range(len(facts))]
+    return [{name: getattr(facts, name)[at].item() for name in FACT_COLUMNS} for at in range(len(facts))]
 
 
 @st.composite

@@ -24,6 +24,7 @@ from ganger_master.planner.gang_fitting import nodes_for
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import plan_by
 from ganger_master.planner.plan_pace import NONE_EXCLUDED, NOTED_S, ExcludedJobs, RefusalBackoff
+from ganger_master.planner.team_use import TeamUse
 from ganger_master.policies import policy_named
 from ganger_master.policies.orders import WEEK_S
 from ganger_master.rpc.planner_messages import live_job_from_wire, live_job_to_wire
@@ -58,7 +59,9 @@ class Planned(Drive):
         return told, gang
 
     def found(self, kept_out: ExcludedJobs = NONE_EXCLUDED, may_stop: bool = True) -> PlanDraft:
-        table = LiveTable(quotas=self.state.settings.quota_devices, teams=self.state.settings.teams)
+        settings = self.state.settings
+        teams = TeamUse(settings.teams, settings.usage_half_life_s) if settings.teams else None
+        table = LiveTable(quotas=settings.quota_devices, teams=teams)
         for job in self.state.jobs.values():
             table.put(*self.as_told(job))
         view = self.state.view.copy()

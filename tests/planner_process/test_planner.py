@@ -19,6 +19,7 @@ from ganger.wire import times
 from ganger.wire.endpoints import Endpoint
 from ganger_master.core.commands import CHANGES_LIMIT, SubmitJob
 from ganger_master.core.job_model import JobSpec
+from ganger_master.core.teams import Team
 from ganger_master.planner.context import ClusterChange, PlanContext
 from ganger_master.planner.loop import PlannerLoop
 from ganger_master.planner.order_stage import OrderStage
@@ -168,6 +169,31 @@ def test_a_job_beyond_its_users_quota_is_in_no_line_and_starts_once_others_of_th
             assert state_of(served, 3) == "PENDING"
 
     on_a_master(tmp_path, story, quotas={"*": most})
+
+
+@pytest.mark.parametrize("policy", ["fifo", "las"])
+def test_with_teams_it_places_jobs_under_every_policy_and_follows_the_use_of_users(tmp_path: Path, policy: str) -> None:
+    async def story(served: Served, node: Speaker) -> None:
+        async with planning(served):
+            await served.submit(spec_of(3))
+            await until(lambda: state_of(served, 1) == "HOLDING")
+            (gang,) = (await node.reconcile()).gangs
+            running = agent_pb2.ObservedGang(
+                job=gang.job,
+                job_uid=gang.job_uid,
+                epoch=gang.epoch,
+                phase=agent_pb2.ObservedGang.PHASE_RUNNING,
+                order=gang.order,
+            )
+            await node.reconcile([running])
+            await served.submit(spec_of(2))
+            await until(lambda: served.master.writer.state.queue.ranks == {2: 1})
+            found = await served.jobs.ExplainJob(job_service_pb2.ExplainJobRequest(name="jobs/2"))
+            (ranked,) = [one for one in found.blockers if one.reason == "RANKED"]
+            assert "first in the queue" in ranked.message
+            assert "team 'all' has 100% of the use of late, and a share of 100%" in ranked.message
+
+    on_a_master(tmp_path, story, policy, teams={"all": Team(("*",))})
 
 
 def test_where_jobs_share_gpus_it_starts_jobs_that_fit_and_continues_after_a_restart(tmp_path: Path) -> None:

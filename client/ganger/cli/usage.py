@@ -90,7 +90,7 @@ def _user_row(team: str, user: UserUsage) -> tuple[str, ...]:
 
 
 def _hours(gpu_seconds: float) -> str:
-    return f"{gpu_seconds / 3600:.1f}"
+    return f"{gpu_seconds / 3600:.2f}"
 
 
 def _limit(one: TeamUsage | UserUsage) -> str:

@@ -17,7 +17,7 @@ from ganger.text import counted
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ganger_master.core import approval, availability, ending
+from ganger_master.core import approval, availability, ending, usage
 from ganger_master.core.approval import order
 from ganger_master.core.array_model import Membership
 from ganger_master.core.colocation import holders_on
@@ -167,6 +167,7 @@ def _explain(state: State, job: JobRecord, now: float, has_planner: bool) -> Exp
         reported = reported_blockers(state, job)
         known = {one.reason for one in blockers}
         reported = (*blockers, *(one for one in reported if one.reason not in known))
+        reported = tuple([_with_standing(state, job, one, now) for one in reported])
         is_ranked = all(one.reason.waits_for_capacity or one.reason in _BEHIND for one in blockers[:1])
         return Explanation(reported, assumption=assumption, is_ranked=is_ranked)
     holders = tuple(_holders(state, now))
@@ -262,6 +263,12 @@ def _ranked(state: State, job: JobRecord) -> Refusal:
         return Refusal(Reason.RANKED, detail=text)
     text = f"the planner of policy {policy} lets others go first{alone}"
     return Refusal(Reason.RANKED, {"ahead": rank - 1}, detail=text)
+
+
+def _with_standing(state: State, job: JobRecord, refusal: Refusal, now: float) -> Refusal:
+    """Return what the ranking means, with the use and share of the job's team, if there are teams."""
+    told = usage.standing(state, job.user, now) if refusal.reason is Reason.RANKED else ""
+    return replace(refusal, detail=f"{refusal.detail}; {told}") if told else refusal
 
 
 def _takes_no_turns(state: State, job: JobRecord) -> str:

@@ -49,7 +49,9 @@ class State:
 
     def __init__(self, settings: CoreSettings, now: float = 0.0, is_stored: bool = True) -> None:
         self.settings = settings
-        self.policy = policy_named(settings.policy)
+        named = policy_named(settings.policy)
+        # Only a planner follows the shares of teams.
+        self.policy = named.planned if settings.teams else named
         self.teams = TeamIndex(settings.teams)
         self.started = now
         self.jobs = JobIndex(self.teams)

@@ -118,6 +118,23 @@ def set_clock(state: State, set_by: float) -> None:
         state.put_usage(replace(usage, time=usage.time + set_by))
 
 
+def standing(state: State, user: str, now: float) -> str:
+    """Return what gives the jobs of a user their place beside those of other teams, in words: the part of all use that
+    its team has, the team's share, and the user's part of the team's use. Empty without teams."""
+    if not state.teams:
+        return ""
+    name = state.teams.of(user)
+    teams = {one.team: one for one in report(state, state.usage.values(), now, now)}
+    team = teams.get(name)
+    whose = "users of no team" if name == NO_TEAM else f"team {name!r}"
+    if team is None:
+        return f"{whose} have used nothing of late"
+    used = next((one.used for one in team.users if one.user == user), 0.0)
+    own = f", of which {used / team.used:.0%} is user {user!r}'s" if team.used and len(team.users) > 1 else ""
+    have = "have" if name == NO_TEAM else "has"
+    return f"{whose} {have} {team.used:.0%} of the use of late{own}, and a share of {team.share:.0%}"
+
+
 class UserReport(Struct, frozen=True, gc=False):
     """The use of one user. gpu_s: GPU-seconds since the first day of the report. used: part of the decayed use of all
     users. running: GPUs of running gangs. limit: most GPUs held at once; None: any number."""

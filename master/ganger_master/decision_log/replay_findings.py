@@ -31,6 +31,7 @@ from ganger_master.decision_log.rerun import Begun, Broke, Decided, DecisionEntr
 from ganger_master.planner.context import context_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import plan_by
+from ganger_master.planner.team_use import TeamUse
 from ganger_master.policies import ResizeByOptimus, live_policy_named
 
 
@@ -332,8 +333,12 @@ class Counterfactual:
         match entry:
             case Begun():
                 self._table = _table_of(state)
+                if state.settings.teams:
+                    self.policy = self.policy.planned
                 self._passed_at = float("-inf")
             case Drawn(effects=effects):
+                if self._table.teams is not None:
+                    self._table.teams.put(state.usage.values())
                 for number in effects.jobs:
                     job = state.jobs.get(number)
                     if job is not None:
@@ -395,7 +400,11 @@ def jobs_of(command: Command) -> Iterator[int]:
 
 
 def _table_of(state: State) -> LiveTable:
-    table = LiveTable(quotas=state.settings.quota_devices, teams=state.settings.teams)
+    settings = state.settings
+    teams = TeamUse(settings.teams, settings.usage_half_life_s) if settings.teams else None
+    table = LiveTable(quotas=settings.quota_devices, teams=teams)
+    if teams is not None:
+        teams.put(state.usage.values())
     for job in state.jobs.values():
         table.put(job, state.gangs.get(job.epoch))
     return table

@@ -336,7 +336,8 @@ class PlanRerun:
             self._rates = RateRegistry(unpack(line.pace, TrialPace))
         memory = None if self._loop is None else self._loop.memory
         try:
-            policy = live_policy_named(line.policy)
+            # Some policies have a planner only where there are teams.
+            policy = live_policy_named(line.policy).planned
             if line.memory:
                 memory = unpacked(line.memory)
                 self._rates.recall(memory.rates)

@@ -27,6 +27,7 @@ from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.plan_changes import CoresCurve, PlanChange, StartChange, TrialFinding, claims_in
 from ganger_master.core.teams import Team
+from ganger_master.core.usage_model import UserUsage
 from ganger_master.planner.device_groups import ALONE, Claims, CoLocatedJobs, Unit, shape_for_two
 from ganger_master.planner.in_place_resize import NOTHING_UNDER_WAY, Resizing
 from ganger_master.planner.job_table import LiveTable
@@ -149,7 +150,8 @@ class ClusterChange(Struct, frozen=True, gc=False):
     jobs: changed jobs with their gangs, and the signature of each one's series.
     forgotten: numbers of jobs that the master has dropped.
     view: the cluster's nodes; one object as long as `is_whole` is false.
-    quotas, teams: as `CoreSettings.quota_devices` and `teams`; read with `is_whole`.
+    quotas, teams, usage_half_life_s: as in `CoreSettings`, quotas as `quota_devices`; read with `is_whole`.
+    usage: changed use of users, with teams only.
     draining: names of nodes to be emptied.
     changing: numbers of time-slice groups whose last change some of their nodes have not acknowledged.
     quantum_s: seconds of a time slice; None: no time slicing.
@@ -163,6 +165,8 @@ class ClusterChange(Struct, frozen=True, gc=False):
     is_whole: bool = False
     quotas: Mapping[str, int] = {}
     teams: Mapping[str, Team] = {}
+    usage_half_life_s: float = 0.0
+    usage: Sequence[UserUsage] = ()
     draining: tuple[str, ...] = ()
     changing: frozenset[int] = frozenset()
     quantum_s: float | None = None

@@ -18,8 +18,9 @@ from msgspec.structs import replace
 from ganger_master.core.ending import is_backing_off
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, JobSpec, SuspendLevel
-from ganger_master.core.teams import Team, TeamIndex
+from ganger_master.core.teams import NO_TEAMS
 from ganger_master.planner.device_groups import DeviceGroups, returns_devices, shares_devices
+from ganger_master.planner.team_use import TeamUse
 from ganger_master.policies.fairness import QuotaUse
 from ganger_master.policies.orders import Facts, Flags, Floats, Integers, JobOrder, RecentServices, ServiceHistory
 
@@ -31,7 +32,6 @@ _RUN, _PARK, _PARKED = GangIntent.RUN, GangIntent.PARK, GangPhase.PARKED
 _PENDING, _HOLDING, _SUSPENDED = JobState.PENDING, JobState.HOLDING, JobState.SUSPENDED
 
 _NO_QUOTAS: Final[Mapping[str, int]] = MappingProxyType({})
-_NO_TEAMS: Final[Mapping[str, Team]] = MappingProxyType({})
 _FIRST_ROOM = 64
 _NEVER: Final = math.inf
 # In place of the code of its node: a gang on several nodes, and no gang that is to run.
@@ -42,12 +42,13 @@ class LiveTable:
     """One row per live job. `positions` are rows; a row is reused once its job has ended.
 
     learns: the order reads service indices or expected remaining times.
-    quotas, teams: as `CoreSettings.quota_devices` and `teams`. A pending job that would exceed a limit of its user or
-        team is left out of the table's views until other jobs of these have returned devices.
+    quotas: as `CoreSettings.quota_devices`. A pending job that would exceed a limit of its user or team is left out of
+        the table's views until other jobs of these have returned devices.
+    teams: the teams and their use; None: there are none.
     """
 
     def __init__(
-        self, learns: bool = True, quotas: Mapping[str, int] = _NO_QUOTAS, teams: Mapping[str, Team] = _NO_TEAMS
+        self, learns: bool = True, quotas: Mapping[str, int] = _NO_QUOTAS, teams: TeamUse | None = None
     ) -> None:
         self.jobs: list[JobRecord | None] = []
         # The gang that a job holds or returns; None while it has none.
@@ -75,7 +76,9 @@ class LiveTable:
         self._groups: DeviceGroups | None = None
         self._unknown = _unknown(_FIRST_ROOM)
         # None: no user has a quota.
-        self.quotas = QuotaUse(quotas, TeamIndex(teams)) if quotas else None
+        self.quotas = QuotaUse(quotas, NO_TEAMS if teams is None else teams.index) if quotas else None
+        # None: use gives no job precedence.
+        self.teams = teams
         # Run times by kind of job, with the rows of live jobs; the jobs that ended last.
         self.memory = _memory() if learns else None
         self._services = RecentServices()
@@ -160,6 +163,8 @@ class LiveTable:
         spec = job.spec
         row = self._take_row(job.number)
         user = self._users.setdefault(job.user, len(self._users))
+        if self.teams is not None and user == len(self._users) - 1:
+            self.teams.name(job.user, user)
         self._integers[:, row] = job.number, job.gpus, spec.priority, user, _NO_NODE
         self._numbers[:5, row] = job.create_time, *_amounts(spec), spec.weight, spec.deadline or _NEVER
         self._numbers[5:, row] = 0.0, _NEVER, _NEVER, _NEVER, 0.0
@@ -265,6 +270,7 @@ class LiveTable:
             expected_remaining_s=expected,
             index=index,
             remaining_s=remaining,
+            teams=None if self.teams is None else self.teams.shares(user, now),
         )
 
     def are_among(self, rows: Integers, numbers: Collection[int]) -> Flags:
@@ -403,6 +409,11 @@ class LiveTable:
         """Return the rows of startable jobs that have never run, and since when each is pending, in Unix seconds."""
         rows = np.flatnonzero(self._flags[2] & (self._numbers[8] == _NEVER))
         return rows, self._numbers[7, rows]
+
+    @property
+    def is_by_arrival(self) -> bool:
+        """Return whether, under an order by arrival, `queue` is that order, and every job of it may start."""
+        return self.quotas is None and self.teams is None
 
     def queue(self) -> Iterator[JobRecord]:
         """Yield the jobs that could start, by priority and number."""

@@ -29,6 +29,7 @@ from ganger_master.planner.context import (
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.order_stage import OrderStage
 from ganger_master.planner.plan_pace import NONE_EXCLUDED, AnsweredPlan, PlanPace, RefusalBackoff, RoundPace, is_stop
+from ganger_master.planner.team_use import TeamUse
 from ganger_master.policies import (
     Colocate,
     Grow,
@@ -117,10 +118,13 @@ class PlannerLoop:
     def _follow(self, change: ClusterChange, now: float) -> None:
         self._is_news = True
         if change.is_whole:
-            self.table, self._lacks_curves = LiveTable(self.learns, change.quotas, change.teams), True
+            teams = TeamUse(change.teams, change.usage_half_life_s) if change.teams else None
+            self.table, self._lacks_curves = LiveTable(self.learns, change.quotas, teams), True
         if self._room is None or self._room.view is not change.view:
             self._room = CapacityIndex(change.view)
         table, rates, has_notes = self.table, self._rates, self._refused.has_notes
+        if table.teams is not None:
+            table.teams.put(change.usage)
         for job, gang, signature in change.jobs:
             table.put(job, gang)
             if has_notes:

@@ -100,7 +100,7 @@ class OrderStage(PlanStage):
         table = context.jobs
         if self._only_for_waiting and not table.has_waiting:
             return True
-        if self._only_starts and table.quotas is None:
+        if self._only_starts and table.is_by_arrival:
             return self.starts_no_job(table, context.free_devices)
         return not context.may_preempt and self._is_futile(context)
 
@@ -116,7 +116,7 @@ class OrderStage(PlanStage):
 
     def starts_no_job(self, table: LiveTable, free: int) -> bool:
         """Return whether plans only start jobs, and none can start on so many free devices."""
-        if not self._only_starts or table.quotas is not None:
+        if not self._only_starts or not table.is_by_arrival:
             return False
         if not (self._order.is_strict and self._order.by_arrival):
             return not table.has_waiting or table.least_waiting_gpus > free
@@ -126,7 +126,7 @@ class OrderStage(PlanStage):
     def _first_of_queue(self, context: PlanContext) -> PlanDraft | None:
         """Return the result of the pass without a ranking, where an order by arrival starts jobs on any free GPUs."""
         table, starts = context.jobs, self._only_starts and self._order.by_arrival
-        if not (starts and table.has_waiting and table.quotas is None):
+        if not (starts and table.has_waiting and table.is_by_arrival):
             return None
         found: list[JobRecord] = []
         free, least = context.free_devices, table.least_waiting_gpus

@@ -46,10 +46,10 @@ from ganger_master.planner.device_groups import Claims, Holder, is_free, thin
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.matrices import SliceMatrices, SliceQuantum, least_memory
 from ganger_master.planner.migration_plans import LONGEST_S, MigrationPlan, hold
-from ganger_master.planner.plan_pace import ExcludedJobs
 from ganger_master.planner.timeslice_shares import NOTHING as NOTHING_OWED
 from ganger_master.planner.timeslice_shares import Fairness, SlicedJob, can_go, credited, make_room, moved, stayed
 from ganger_master.policies.fairness import QUANTUM_S
+from ganger_master.policies.orders import ranked
 from ganger_master.policies.placements import PlacementPreference
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ def plan_matrices(
     table, now, room, excluded = context.jobs, context.now, context.room, context.excluded
     room.follow()
     filling = _Filling(context.policy.placement, room)
-    waiting = _waiting(table, excluded)
+    waiting = _waiting(context)
     parked = [pair for pair in table.offloaded if pair[0].number not in busy]
     running = [pair for pair in table.running if pair[0].number not in busy]
     stranded = filling.bring_back(parked)
@@ -264,10 +264,11 @@ def plan_matrices(
     return PlanDraft(tuple(changes), waits=bool(unserved or stranded), line=line, next_change_s=next_s)
 
 
-def _waiting(table: LiveTable, excluded: ExcludedJobs) -> list[tuple[JobRecord, Gang | None]]:
+def _waiting(context: PlanContext) -> list[tuple[JobRecord, Gang | None]]:
     """Return the first pending jobs, each with the gang in which a user's suspend parked it in host memory, if any."""
+    table, excluded = context.jobs, context.excluded
     found: list[tuple[JobRecord, Gang | None]] = []
-    for job in table.queue():
+    for job in table.queue() if table.teams is None else _by_teams(context):
         if len(found) == _WAITING_MOST:
             break
         if job.number not in excluded.not_started:
@@ -276,6 +277,14 @@ def _waiting(table: LiveTable, excluded: ExcludedJobs) -> list[tuple[JobRecord, 
             rests = gang is not None and gang.phase is GangPhase.PARKED and gang.park_level is SuspendLevel.OFFLOAD
             found.append((job, gang if rests else None))
     return found
+
+
+def _by_teams(context: PlanContext) -> list[JobRecord]:
+    """Return the pending jobs in the order of the policy, with the precedence of teams."""
+    table = context.jobs
+    rows, facts = table.facts(context.now)
+    line = ranked(context.order, facts, context.now, context.capacity)
+    return table.jobs_at(rows[line[table.is_waiting(rows)[line]]])
 
 
 class _Filling:

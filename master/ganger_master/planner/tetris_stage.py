@@ -19,7 +19,17 @@ from ganger_master.planner.context import PlanContext, PlanDraft, held_by_all
 from ganger_master.planner.gang_fitting import nodes_for
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.policies.order_registry import expected_s
-from ganger_master.policies.orders import Capacity, Facts, Floats, Integers, guarded, next_change_s, ranked
+from ganger_master.policies.orders import (
+    Capacity,
+    Facts,
+    Flags,
+    Floats,
+    Integers,
+    chosen,
+    guarded,
+    next_change_s,
+    ranked,
+)
 from ganger_master.policies.placements import PlacementPreference
 from ganger_master.policies.tetris import Knobs, placement_by, tetris_gangs
 
@@ -50,11 +60,21 @@ def plan_tetris(knobs: Knobs, context: PlanContext) -> PlanDraft:
     shares = _shares(facts, np.concatenate((_parts(facts, capacity), _bandwidth_parts(table, rows, room.view))))
     work, shares = work[waiting], shares[waiting]
     ahead, behind = starting.overdue(np.flatnonzero(overdue[waiting]))
-    starting.best(ahead, work, shares)
+    is_first = _first_by_teams(facts, waiting, room.free_devices)
+    starting.best(ahead, work, shares, is_first)
     with room.excluding(starting.kept):
-        starting.best(behind, work, shares)
+        starting.best(behind, work, shares, is_first)
     starts = starting.undone()
     return PlanDraft(starts, len(starts) < len(jobs), next_change_s(order, facts, now), facts.number[line])
+
+
+def _first_by_teams(facts: Facts, waiting: Integers, free: int) -> Flags:
+    """Return which pending jobs have so many free GPUs by the shares of teams; without teams all of them."""
+    if facts.teams is None:
+        return np.ones(len(waiting), bool)
+    found = np.zeros(len(waiting), bool)
+    found[chosen(np.arange(len(waiting)), facts.gpus[waiting], free)] = True
+    return found
 
 
 class _Starting:
@@ -82,11 +102,13 @@ class _Starting:
         others = np.setdiff1d(np.arange(count), overdue)
         return others[others < first], others[others > first]
 
-    def best(self, positions: Integers, work: Floats, shares: Floats) -> None:
-        """Start the jobs that align best with free resources. The amounts are those of all pending jobs."""
-        shapes = [self._jobs[at].shape for at in positions.tolist()]
-        for at, claims in tetris_gangs(self._room, shapes, work[positions], shares[positions], self._knobs):
-            self._found.append((int(positions[at]), claims))
+    def best(self, positions: Integers, work: Floats, shares: Floats, is_first: Flags) -> None:
+        """Start the jobs that align best with free resources, those of `is_first` before others. The amounts and flags
+        are those of all pending jobs."""
+        for part in (positions[is_first[positions]], positions[~is_first[positions]]):
+            shapes = [self._jobs[at].shape for at in part.tolist()]
+            for at, claims in tetris_gangs(self._room, shapes, work[part], shares[part], self._knobs):
+                self._found.append((int(part[at]), claims))
 
     def undone(self) -> tuple[PlanChange, ...]:
         """Restore the capacity index, and return the starts in the order in which they were found."""

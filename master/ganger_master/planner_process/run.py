@@ -48,6 +48,7 @@ from ganger_master.rpc.planner_messages import (
     live_job_from_wire,
     promise_to_wire,
     teams_from_wire,
+    use_from_wire,
 )
 
 log = logging.getLogger(__name__)
@@ -309,6 +310,8 @@ class Planner:
             policy = live_policy_named(name)
         except (KeyError, ValueError) as error:
             raise NoPlannerError(str(error.args[0])) from error
+        if self._mirror.has_teams:
+            return policy.planned
         if not policy.is_planned:
             raise NoPlannerError(f"under policy {name} no planner ranks jobs: there is nothing to plan")
         if not live_policy_named(self._mirror.policy).is_planned:
@@ -410,6 +413,7 @@ class ClusterMirror:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.policy = ""
+        self.has_teams = False
         self.plan_every_s = 0.0
         self._clock = clock
         # Seconds by which the master's clock is ahead of this one.
@@ -436,6 +440,7 @@ class ClusterMirror:
         is_whole = first.view.from_version == 0
         if is_whole:
             self._revisions.clear()
+            self.has_teams = bool(first.teams)
         self._mirror.apply(first.view)
         jobs = [self._put(job) for part in parts for job in part.jobs]
         forgotten = [names.parse_job_name(name) for name in first.removed_jobs]
@@ -452,6 +457,8 @@ class ClusterMirror:
             is_whole=is_whole,
             quotas=dict(first.quotas),
             teams=teams_from_wire(first.teams, first.quotas),
+            usage_half_life_s=times.seconds(first.usage_half_life),
+            usage=[use_from_wire(one) for one in first.usage],
             draining=tuple([names.parse_node_name(node) for node in first.draining_nodes]),
             changing=frozenset(map(names.parse_node_set_name, first.changing_node_sets)),
             quantum_s=times.seconds(first.quantum) if first.HasField("quantum") else None,

@@ -22,7 +22,7 @@ from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.state_indexes import Shares
 from ganger_master.core.teams import NO_TEAMS, TeamIndex, limit_of
-from ganger_master.policies.orders import Capacity, Facts, Flags, Floats, Integers, JobOrder, sorted_by
+from ganger_master.policies.orders import Capacity, Facts, Floats, Integers, JobOrder, sorted_by
 
 # Shares are rounded to this many decimals, so that rounding errors of sums decide no tie.
 _DECIMALS = 9
@@ -40,7 +40,7 @@ def drf_keys(facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any]
         np.array((capacity.gpus, capacity.cores, capacity.memory_bytes), float),
         facts.user[line],
         facts.weight[line],
-        _levels(is_kept[line], facts.priority[line]),
+        levels(is_kept[line], facts.priority[line]),
     )
     position = np.empty(len(facts), np.int64)
     position[line[visits]] = np.arange(len(facts))
@@ -48,19 +48,28 @@ def drf_keys(facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any]
 
 
 def filled(
-    demands: Floats, capacity: Floats, user: Integers, weight: Floats, level: Integers | None = None
+    demands: Floats,
+    capacity: Floats,
+    user: Integers,
+    weight: Floats,
+    level: Integers | None = None,
+    base: Floats | None = None,
+    held: Floats | None = None,
+    margin: float = 0.0,
 ) -> tuple[Integers, int]:
     """Return the gangs in the sequence of their visits, skipped ones last, and the number of gangs served.
 
     `demands` (resources, gangs): in the order in which each user wants gangs served, which also breaks ties.
     `capacity` (resources,): 0 means that the resource is not shared. `user`, `weight` (gangs,): a user has the weight,
     above 0, of their first gang. `level` (gangs,), ascending: all gangs of a level are visited before the next level.
+    `base` (gangs,): the share that the gang's user has from the beginning. `held` (gangs,): the share that it has at
+    present; up to there its share counts by `margin` less.
     """
     count = len(user)
     level = np.zeros(count, np.int64) if level is None else level
     is_shared = capacity > 0
     demands, capacity = demands[is_shared], capacity[is_shared, None]
-    users = _Users(user, weight, demands / capacity)
+    users = _Users(user, weight, demands / capacity, base, held, margin)
     free = capacity.copy()
     served: list[Integers] = []
     is_left = np.ones(count, bool)
@@ -95,8 +104,16 @@ def _first(count: int, gangs: Integers, level: Integers, shares: Floats) -> Inte
 
 
 class _Users:
-    def __init__(self, user: Integers, weight: Floats, wanted: Floats) -> None:
-        """`wanted` (resources, gangs): shares of the cluster."""
+    def __init__(
+        self,
+        user: Integers,
+        weight: Floats,
+        wanted: Floats,
+        base: Floats | None = None,
+        held: Floats | None = None,
+        margin: float = 0.0,
+    ) -> None:
+        """`wanted` (resources, gangs): shares of the cluster. Else as in `filled`."""
         names, self._position = np.unique(user, return_inverse=True)
         self._of_gang = wanted
         # A small integer type makes NumPy use a radix sort.
@@ -107,6 +124,8 @@ class _Users:
         self._begins = np.flatnonzero(np.diff(self._user, prepend=-1))
         self._weight = weight[self._line[self._begins]][self._user]
         self._held = np.zeros((len(wanted), len(names)))
+        self._base = None if base is None else base[self._line]
+        self._present, self._margin = None if held is None else held[self._line], margin
 
     def give(self, gangs: Integers) -> None:
         """Add these gangs to the shares of their users."""
@@ -122,15 +141,21 @@ class _Users:
         wanted = self._wanted * is_counted[self._line]
         before = np.cumsum(wanted, axis=1) - wanted
         before += (self._held - before[:, self._begins]).take(self._user, axis=1)
+        dominant = before.max(axis=0, initial=0.0)
+        if self._present is not None:
+            # Never falls along a user's line either.
+            dominant = dominant - np.where(dominant < self._present, self._margin, 0.0)
+        if self._base is not None:
+            dominant = dominant + self._base
         shares = np.empty(len(self._user))
-        shares[self._line] = np.round(before.max(axis=0, initial=0.0) / self._weight, _DECIMALS)
+        shares[self._line] = np.round(dominant / self._weight, _DECIMALS)
         return np.asarray(shares[gangs], float)
 
 
-def _levels(is_kept: Flags, priority: Integers) -> Integers:
-    """Return numbers that rise wherever priority or `is_kept` changes along the line."""
-    differs = (np.diff(priority) != 0) | (np.diff(is_kept.astype(np.int8)) != 0)
-    return np.concatenate((np.zeros(min(1, len(priority)), np.int64), np.cumsum(differs)))
+def levels(*columns: NDArray[Any]) -> Integers:
+    """Return numbers that rise wherever a column changes along the line."""
+    differs = np.logical_or.reduce([column[1:] != column[:-1] for column in columns])
+    return np.concatenate((np.zeros(min(1, len(columns[0])), np.int64), np.cumsum(differs)))
 
 
 DRF = JobOrder("drf", drf_keys)

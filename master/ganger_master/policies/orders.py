@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from msgspec import Struct, structs
@@ -32,6 +32,17 @@ class Capacity:
     memory_bytes: float
     # Of the largest node.
     gpus_per_node: int
+
+
+class Precedence(Protocol):
+    """What goes before the order of any policy, job by job."""
+
+    def take(self, jobs: NDArray[Any]) -> Precedence:
+        """Return that of the jobs at these positions, or where this mask is true."""
+
+    def places(self, order: JobOrder, facts: Facts, line: Integers, gpus: int) -> Integers:
+        """Return the place of each job in the queue. line: positions of the jobs by priority and by the order. gpus:
+        GPUs of the cluster."""
 
 
 class Facts(Struct, frozen=True, eq=False, gc=False):
@@ -68,6 +79,8 @@ class Facts(Struct, frozen=True, eq=False, gc=False):
     # An oracle's value, at the rate of its whole gang alone; NaN where the order has none (`JobOrder.knows_durations`),
     # so that no other order can read it.
     remaining_s: Floats
+    # None: priority and policy alone decide.
+    teams: Precedence | None = None
 
     def __len__(self) -> int:
         return len(self.number)
@@ -79,9 +92,12 @@ class Facts(Struct, frozen=True, eq=False, gc=False):
 
     def take(self, jobs: NDArray[Any]) -> Facts:
         """Return the jobs at these positions, or where this mask is true."""
-        return structs.replace(
-            self, **{column.name: getattr(self, column.name)[jobs] for column in structs.fields(type(self))}
-        )
+        teams = None if self.teams is None else self.teams.take(jobs)
+        return structs.replace(self, teams=teams, **{name: getattr(self, name)[jobs] for name in FACT_COLUMNS})
+
+
+# Names of the columns of facts.
+FACT_COLUMNS = tuple([column.name for column in structs.fields(Facts) if column.name != "teams"])
 
 
 def sorted_by(*columns: NDArray[Any]) -> Integers:
@@ -217,7 +233,10 @@ def ranked(order: JobOrder, facts: Facts, now: float, capacity: Capacity) -> Int
 
 def ranks(order: JobOrder, facts: Facts, now: float, capacity: Capacity) -> tuple[NDArray[Any], ...]:
     """Return all columns that jobs are sorted by, most significant first; no two jobs are equal in all of them."""
-    return (-facts.priority, *order.keys(facts, now, capacity), facts.arrival_s, facts.number)
+    columns = (-facts.priority, *order.keys(facts, now, capacity), facts.arrival_s, facts.number)
+    if facts.teams is None:
+        return columns
+    return (-facts.priority, facts.teams.places(order, facts, sorted_by(*columns), capacity.gpus))
 
 
 def next_change_s(order: JobOrder, facts: Facts, now: float) -> float:

@@ -42,6 +42,7 @@ from ganger_master.core.plan_changes import (
     TrialFinding,
 )
 from ganger_master.core.teams import Team, team_owner
+from ganger_master.core.usage_model import UserUsage
 from ganger_master.rpc import job_messages
 from ganger_master.rpc.job_messages import plain
 
@@ -64,6 +65,21 @@ def teams_from_wire(messages: Iterable[usage_pb2.Team], limits: Mapping[str, int
         message.name: Team(tuple(message.users), message.weight, limits.get(team_owner(message.name)))
         for message in messages
     }
+
+
+def use_to_wire(usage: UserUsage) -> usage_pb2.DecayedUse:
+    return usage_pb2.DecayedUse(
+        user=usage.user,
+        time=times.timestamp(usage.time),
+        gpu_seconds=usage.decayed_gpu_s,
+        running_gpus=usage.gpus,
+    )
+
+
+def use_from_wire(message: usage_pb2.DecayedUse) -> UserUsage:
+    """Return the use without its days."""
+    gpus, gpu_s = _finite(message.running_gpus), _finite(message.gpu_seconds)
+    return UserUsage(message.user, times.unix_s(message.time), gpus, gpu_s)
 
 
 # Times of a job that are set: in the record, in the message, and how each is made of the other.

@@ -22,6 +22,8 @@ from ganger_master.core.answers import Answer, Done, JobAnswer, PlanAnswer, Refu
 from ganger_master.core.ending import is_backing_off
 from ganger_master.core.plan_changes import SliceChange, StartChange, claims_in
 from ganger_master.core.queue import GrantedLease
+from ganger_master.core.settings import CoreSettings
+from ganger_master.core.usage_model import UserUsage
 from ganger_master.rpc import job_messages
 from ganger_master.rpc.access import UserLimits, check_jobs
 from ganger_master.rpc.answer_messages import (
@@ -34,7 +36,7 @@ from ganger_master.rpc.answer_messages import (
     verdict_of,
 )
 from ganger_master.rpc.job_service import STREAM_S
-from ganger_master.rpc.planner_messages import live_job_to_wire, plan_from_wire, teams_to_wire
+from ganger_master.rpc.planner_messages import live_job_to_wire, plan_from_wire, teams_to_wire, use_to_wire
 from ganger_master.runtime.publication import ProgressBoard, comes
 from ganger_master.runtime.writer import Writer
 
@@ -115,14 +117,14 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
         loop = asyncio.get_running_loop()
         end = loop.time() + STREAM_S
         committed = self._writer.committed
-        sent, shown = 0, set[str]()
+        sent, shown, use = 0, set[str](), dict[str, UserUsage]()
         with committed.watching_jobs() as news:
             while loop.time() < end:
                 news.mark.clear()
                 # One consistent state: collected without giving up the event loop; elements are immutable.
                 numbers = news.take()
                 if numbers is None or not sent:
-                    sent, shown = 0, set()
+                    sent, shown, use = 0, set(), {}
                     numbers = list(committed.jobs)
                 known = [
                     job for n in numbers if (job := committed.jobs.get(n)) and not (job.held or is_backing_off(job))
@@ -134,7 +136,8 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                 shown = set(committed.rows) if removed else shown.union(row.node for row in rows)
                 settings = self._writer.state.settings
                 quantum = settings.quantum_s
-                quotas = {owner: min(gpus, GPUS_MOST) for owner, gpus in settings.quota_devices.items()}
+                used = [one for one in committed.usage.values() if settings.teams and use.get(one.user) is not one]
+                use.update({one.user: one for one in used})
                 delta = scheduling_pb2.ClusterDelta(
                     view=self._view_delta(committed.view_version, sent, removed),
                     removed_jobs=[names.job_name(number) for number in forgotten],
@@ -147,9 +150,10 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                     ],
                     quantum=None if quantum is None else times.duration(quantum),
                     migrations_per_hour=settings.moves_per_hour,
-                    quotas=None if sent else quotas,
-                    teams=[] if sent else teams_to_wire(settings.teams),
+                    usage=[use_to_wire(one) for one in used],
                 )
+                if not sent:
+                    _add_limits(settings, delta)
                 sent = committed.view_version
                 delta.view.nodes.extend(await _messages(rows))
                 room = PageRoom(_JOBS_AT_ONCE)
@@ -362,6 +366,13 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
             device_memory_bytes=job.shape.device_memory_bytes,
             task_memory_bytes=job.shape.task_memory_bytes,
         )
+
+
+def _add_limits(settings: CoreSettings, delta: scheduling_pb2.ClusterDelta) -> None:
+    """Put the limits, and the teams with what their shares follow from, into a delta with the whole view."""
+    delta.quotas.update({owner: min(gpus, GPUS_MOST) for owner, gpus in settings.quota_devices.items()})
+    delta.teams.extend(teams_to_wire(settings.teams))
+    delta.usage_half_life.CopyFrom(times.duration(settings.usage_half_life_s))
 
 
 async def _messages(rows: Sequence[NodeRow]) -> list[node_pb2.NodeState]:

@@ -83,7 +83,13 @@ class Planning:
             policy = self._replay.policy if self._grows else self._replay.policy.without(Grow)
             self._made = PlannerLoop(policy, self._settings(), self._rates)
             self._made.observe(
-                ClusterChange(self._state.view, is_whole=True, quotas=settings.quota_devices, teams=settings.teams),
+                ClusterChange(
+                    self._state.view,
+                    is_whole=True,
+                    quotas=settings.quota_devices,
+                    teams=settings.teams,
+                    usage_half_life_s=settings.usage_half_life_s,
+                ),
                 self._clock.now,
             )
         return self._made
@@ -189,6 +195,7 @@ class Planning:
             quantum_s=self.quantum_s,
             moves_per_hour=self._replay.options.moves_per_hour,
             free_devices=state.nodes.free_devices,
+            usage=tuple(state.usage.values()),
         )
         loop.observe(change, self._clock.now)
 

@@ -133,7 +133,8 @@ class _Replay:
         options: ReplayOptions,
         progress: Callable[[int, int], None] | None,
     ) -> None:
-        self.policy = _as_simulated(policy_named(policy), options)
+        named = policy_named(policy)
+        self.policy = _as_simulated(named.planned if options.teams else named, options)
         if options.ideal:
             # Placement by counts claims devices only.
             servers = devices_only(servers)

@@ -11,10 +11,11 @@ from ganger.v1 import resources_pb2, scheduling_pb2
 from ganger.wire import resource_messages as convert
 from ganger.wire import resource_names as names
 from ganger.wire import times
+from ganger_master.core.teams import Team
 from ganger_master.planner.context import ClusterChange, Plan, PlanVerdict, ProgressReports
 from ganger_master.planner.loop import PlannerLoop
 from ganger_master.planner_process.run import ClusterMirror
-from ganger_master.rpc.planner_messages import live_job_to_wire
+from ganger_master.rpc.planner_messages import live_job_to_wire, teams_to_wire, use_to_wire
 from ganger_master.simulator import planner_shell
 from ganger_master.simulator.inputs import ReplayOptions, SwitchCosts
 from ganger_master.simulator.run import simulate
@@ -64,6 +65,9 @@ class WatchedLoop(PlannerLoop):
             quantum=None if change.quantum_s is None else times.duration(change.quantum_s),
             migrations_per_hour=change.moves_per_hour,
             quotas=change.quotas,
+            teams=teams_to_wire(change.teams),
+            usage_half_life=times.duration(change.usage_half_life_s),
+            usage=[use_to_wire(one) for one in change.usage],
         )
         for job, gang, _ in change.jobs:
             live_job_to_wire(job, gang, delta.jobs.add())
@@ -83,7 +87,7 @@ class WatchedLoop(PlannerLoop):
         )
 
 
-def crowd(elastic: bool = False) -> Workload:
+def crowd() -> Workload:
     """Now more work than the cluster can do, now less."""
     draw = np.random.default_rng(11)
     gpus = draw.choice([1, 1, 1, 2, 4], JOBS)
@@ -92,14 +96,21 @@ def crowd(elastic: bool = False) -> Workload:
         np.sort(draw.uniform(0.0, 20_000.0, JOBS)),
         gpus,
         np.exp(draw.normal(7.5, 1.0, JOBS)),
-        labels={"model": [str(model) for model in draw.choice(MODELS, JOBS)]},
+        labels={
+            "model": [str(model) for model in draw.choice(MODELS, JOBS)],
+            "user": [str(user) for user in draw.choice(["ann", "bob", "cat"], JOBS)],
+        },
     )
 
 
+TEAMS = {"vision": Team(("ann", "bob"), 2.0, 8), "others": Team(("*",))}
+
+
+@pytest.mark.parametrize("teams", [{}, TEAMS], ids=["without teams", "with teams"])
 @pytest.mark.parametrize("policy", ["gandiva", "ganger", "ganger+defrag", "las", "drf", "tetris", "gandiva+elastic"])
-def test_what_the_wire_carries_of_jobs_and_nodes_changes_no_plan(policy: str) -> None:
+def test_what_the_wire_carries_of_jobs_nodes_and_use_changes_no_plan(policy: str, teams: dict[str, Team]) -> None:
     WatchedLoop.plans = []
     with patch.object(planner_shell, "PlannerLoop", WatchedLoop):
         servers = servers_from_flags(nodes=3, gpus_per_node=4)
-        simulate(crowd(), servers, policy, ReplayOptions(costs=SwitchCosts(start_s=5.0)))
+        simulate(crowd(), servers, policy, ReplayOptions(costs=SwitchCosts(start_s=5.0), teams=teams))
     assert sum(len(plan.changes) for plan in WatchedLoop.plans) >= JOBS
