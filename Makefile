@@ -51,9 +51,10 @@ fuzz: $(STAMP) ## a million inputs for all decoders of what users, jobs, nodes a
 chaos: $(STAMP) ## the whole matrix of kills, storms and slow stories (an hour and a half)
 	@$(BIN)/python -m pytest -q -m chaos --timeout 1800 --hypothesis-profile explore
 
-postgresql: $(STAMP) ## the store's contract on a PostgreSQL server (Debian's package: apt-get install postgresql)
+postgresql: $(STAMP) ## the store and fail-over on a PostgreSQL server (Debian's package: apt-get install postgresql)
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[postgresql]'
 	@tests/store/on_postgresql.sh $(BIN)/python
+	@$(BIN)/python -m pytest -q tests/system/test_fail_over.py
 
 criu: $(STAMP) ## CRIU for images of processes, from Debian's archive, in .venv (the system stays as it is)
 	@tools/fetch_criu.sh $(VENV)/criu $(BIN)/criu
