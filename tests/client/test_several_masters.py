@@ -122,6 +122,23 @@ def test_an_order_that_may_have_been_taken_is_not_repeated(tmp_path: Path) -> No
         assert second.requests == []
 
 
+def test_an_order_is_not_repeated_after_the_loss_of_the_lease_and_the_next_call_goes_to_the_leader(
+    tmp_path: Path,
+) -> None:
+    class Mover(ListedMaster):
+        async def MoveJob(self, request: Any, context: Any) -> job_pb2.Job:  # noqa: N802
+            self._taken(request)
+            raise errors.LeaseLost("lost", leader=read_endpoint(second.directory).address)
+
+    with Mover(tmp_path / "a") as first, Mover(tmp_path / "b") as second:
+        second.jobs["jobs/1"] = job_pb2.Job(name="jobs/1")
+        with Client(listed(first, second)) as client:
+            with pytest.raises(errors.LeaseLost):
+                client.move_job(1)
+            assert second.requests == []
+            assert client.get_job(1).name == "jobs/1"
+
+
 def test_without_a_leader_a_call_ends_at_its_deadline_with_the_reason(
     pair: tuple[ListedMaster, ListedMaster],
 ) -> None:

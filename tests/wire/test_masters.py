@@ -127,6 +127,7 @@ def test_masters_of_a_list_of_directories_have_their_own_addresses_and_tokens(tm
     ("error", "idempotent", "other"),
     [
         (errors.NotLeader("stands by"), True, True),
+        (errors.LeaseLost("expired"), True, False),
         (errors.NotReady("starting"), True, False),
         (errors.Unreachable("cut"), True, False),
         (errors.DeadlineExceeded("late"), False, False),

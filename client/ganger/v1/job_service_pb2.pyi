@@ -5,7 +5,8 @@ What users call. Errors are google.rpc.Status with one google.rpc.ErrorInfo {rea
 besides those named at a method every method may answer UNAUTHENTICATED/{TOKEN_INVALID, CERTIFICATE_INVALID, CERTIFICATE_REVOKED},
 PERMISSION_DENIED/ROLE_NOT_PERMITTED (where there are certificates; metadata "permitted": which roles may), and what
 names a job or array PERMISSION_DENIED/JOB_NOT_YOURS, UNAVAILABLE/{NOT_READY (master starting or stopping; retry),
-NOT_LEADER (it stands by, and has done nothing; metadata "leader": the address of the one that leads, if known)},
+NOT_LEADER (it stands by, and has done nothing; metadata "leader": the address of the one that leads, if known),
+LEASE_LOST (another master may lead since the call began; whether it was carried out is not known; metadata as of NOT_LEADER)},
 RESOURCE_EXHAUSTED/{MESSAGE_TOO_LARGE, USER_LIMIT (more than each user may ask for; the message has the number and the
 setting, and what to do)}, INVALID_ARGUMENT/REQUEST_INVALID (no message of this
 method), FAILED_PRECONDITION/WIRE_VERSION_UNSUPPORTED (the metadata "ganger-wire-versions" of the call, "OLDEST-NEWEST",

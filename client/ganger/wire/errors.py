@@ -119,8 +119,11 @@ NotRestoring = _error("NotRestoring", _Code.FAILED_PRECONDITION)
 # A quarantined gang cannot be adopted as it is now; the message has the reason.
 AdoptionRefused = _error("AdoptionRefused", _Code.FAILED_PRECONDITION)
 NotReady = _error("NotReady", _Code.UNAVAILABLE)
-# The master stands by, or has lost its lease. metadata: `leader`, the address of the master that leads, if it is known.
+# The master stands by, or has lost its lease, and has done nothing. metadata: `leader`, the address of the master that
+# leads, if it is known.
 NotLeader = _error("NotLeader", _Code.UNAVAILABLE, NotReady)
+# The master may have lost its lease after it began the call, which may have been carried out. metadata: as NotLeader.
+LeaseLost = _error("LeaseLost", _Code.UNAVAILABLE, NotReady)
 # Our bug. metadata["id"] finds it in the server's log.
 Internal = _error("Internal", _Code.INTERNAL)
 # No server answers at the address. Made by the client; never sent.

@@ -1,8 +1,8 @@
 """Calls to the one of several masters that leads (`endpoints.MasterList`).
 
-A call that a stand-by refused is repeated at the next master, as is one without an answer if it may be repeated (a
-submission has a request id). That holds for blocking calls; an asynchronous caller connects anew, to the master that it
-finds then.
+A call that a stand-by refused is repeated at the next master. One that may have been carried out (it has no answer, or
+the master lost its lease meanwhile) is repeated if twice is once; a submission has a request id. That holds for
+blocking calls; an asynchronous caller connects anew, to the master that it finds then.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final
 import grpc
 
 from ganger.wire.endpoints import Endpoint, MasterList
-from ganger.wire.errors import ApiError, DeadlineExceeded, NotLeader, NotReady, Unreachable, from_rpc_error
+from ganger.wire.errors import ApiError, DeadlineExceeded, LeaseLost, NotLeader, NotReady, Unreachable, from_rpc_error
 from ganger.wire.methods import METHODS
 
 # Between two attempts of a call.
@@ -32,7 +32,7 @@ def note_failure(endpoint: Endpoint | None, error: Exception) -> None:
 def _note(endpoint: Endpoint, error: ApiError) -> None:
     if endpoint.masters is None:
         return
-    if isinstance(error, NotLeader):
+    if isinstance(error, NotLeader | LeaseLost):
         endpoint.masters.note(endpoint, error.metadata.get("leader", ""), has_answered=True)
     elif isinstance(error, Unreachable | DeadlineExceeded):
         endpoint.masters.note(endpoint, has_answered=False)

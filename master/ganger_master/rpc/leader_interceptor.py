@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import grpc
 import grpc.aio
-from ganger.wire.errors import ApiError
+from ganger.wire.errors import ApiError, LeaseLost
 from ganger.wire.servers import WrappingInterceptor, behaviour_of, rebuilt
 
 # A probe finds out whether a master leads by its health, which is SERVING only then.
@@ -17,6 +17,9 @@ _OF_ANY_MASTER: Final = ("/grpc.health.v1.", "/grpc.reflection.")
 
 class LeaderInterceptor(WrappingInterceptor):
     """Refuses calls when they come, and again when they are to be answered: the process may have been stopped between.
+
+    A call that is refused when it comes was not carried out, and is repeated elsewhere. One that is refused later may
+    have been, so its refusal is another one (LeaseLost).
 
     refusal: why this master may not answer now; None if it may.
     """
@@ -36,19 +39,19 @@ class LeaderInterceptor(WrappingInterceptor):
                 response = await behaviour(request, context)
             except Exception:
                 # A refusal that was decided without the lease is no answer either.
-                self._check()
+                self._check_answer()
                 raise
-            self._check()
+            self._check_answer()
             return response
 
         async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             self._check()
             try:
                 async for response in behaviour(request, context):
-                    self._check()
+                    self._check_answer()
                     yield response
             except Exception:
-                self._check()
+                self._check_answer()
                 raise
 
         return rebuilt(handler, stream if inspect.isasyncgenfunction(behaviour) else answer)
@@ -57,3 +60,10 @@ class LeaderInterceptor(WrappingInterceptor):
         refusal = self._refusal()
         if refusal is not None:
             raise refusal
+
+    def _check_answer(self) -> None:
+        refusal = self._refusal()
+        if refusal is not None:
+            lost = LeaseLost(f"{refusal.message}; whether it carried this call out is not known")
+            lost.metadata.update(refusal.metadata)
+            raise lost from refusal
