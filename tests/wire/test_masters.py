@@ -100,6 +100,18 @@ def test_a_list_with_a_gap_is_refused() -> None:
         find_endpoint(f"{A.address},,{B.address}")
 
 
+def test_a_list_may_be_longer_than_the_name_of_a_file() -> None:
+    found = find_endpoint(",".join(f"127.0.0.1:{port}" for port in range(1, 100)))
+    assert found == A
+    assert found.masters is not None
+
+
+@pytest.mark.parametrize("named", ["~no-such-user/a", "~no-such-user/a,~no-such-user/b"])
+def test_a_home_directory_that_is_not_known_is_refused(named: str) -> None:
+    with pytest.raises(EndpointError, match="no-such-user"):
+        find_endpoint(named)
+
+
 def test_a_directory_with_a_comma_in_its_name_is_no_list(tmp_path: Path) -> None:
     directory = tmp_path / "a,b"
     directory.mkdir()

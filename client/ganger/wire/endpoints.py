@@ -75,7 +75,8 @@ def find_endpoint(master: str | None = None, tls: str | None = None) -> Endpoint
     or in the default state directory that names the same address. Of several, separated by commas, it is the one that
     leads as far as this process has found out (`MasterList`). Raises EndpointError."""
     wanted = master or os.environ.get(MASTER_VARIABLE) or ""
-    if "," in wanted and not Path(wanted).expanduser().exists():
+    # Unlike a Path these raise nothing for a text that can be no path, such as a long list.
+    if "," in wanted and not os.path.exists(os.path.expanduser(wanted)):
         return master_list(_parts_of(wanted), tls).endpoint()
     if not wanted:
         directory = default_state_directory()
@@ -87,7 +88,7 @@ def find_endpoint(master: str | None = None, tls: str | None = None) -> Endpoint
             )
         return read_endpoint(directory)
     if not is_address(wanted):
-        path = Path(wanted).expanduser()
+        path = Path(os.path.expanduser(wanted))
         return read_endpoint(path.parent if path.name == ENDPOINT_FILE else path)
     check_address(wanted)
     tls = tls if tls is not None else os.environ.get(TLS_VARIABLE, "")
