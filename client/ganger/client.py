@@ -24,13 +24,14 @@ from ganger.v1.job_service_pb2_grpc import JobServiceStub
 from ganger.v1.node_pb2_grpc import NodeServiceStub
 from ganger.wire import times
 from ganger.wire.channels import MAX_MESSAGE_BYTES, open_channel
-from ganger.wire.endpoints import TLS_VARIABLE, Endpoint, EndpointError, find_endpoint
+from ganger.wire.endpoints import MASTER_VARIABLE, TLS_VARIABLE, Endpoint, EndpointError, find_endpoint
 from ganger.wire.errors import (
     ApiError,
     CertificateInvalid,
     DeadlineExceeded,
     JobNotFound,
     MessageTooLarge,
+    NotLeader,
     NotReady,
     Unreachable,
     from_rpc_error,
@@ -387,6 +388,12 @@ class Client:
         try:
             return self._call(method, request)
         except (Unreachable, DeadlineExceeded, NotReady) as error:
+            if isinstance(error, NotLeader) and self.endpoint.masters is None:
+                # One call, which a stand-by refused. Of a list, an earlier attempt may have been accepted.
+                listed = f"HOST:PORT,HOST:PORT by --master, ${MASTER_VARIABLE} or ganger.Client"
+                refused = NotLeader(f"{error.message}\nnot accepted: name all masters of the cluster, {listed}")
+                refused.metadata.update(error.metadata)
+                raise refused from error
             identifier = request.request_id
             text = (
                 f"{error.message}\nwhether the submission was accepted is not known: repeat the same command with"

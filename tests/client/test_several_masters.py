@@ -159,4 +159,7 @@ def test_a_command_takes_a_list_of_masters(
     first, second = pair
     assert run(["--master", listed(first, second), "submit", "--", "true"]) == 0
     assert run(["--master", str(first.directory), "submit", "--", "true"]) == 5
-    assert "this master stands by" in capsys.readouterr().err
+    refused = capsys.readouterr().err
+    assert "this master stands by" in refused
+    assert "name all masters" in refused
+    assert "is not known" not in refused
