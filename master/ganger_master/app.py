@@ -31,7 +31,7 @@ from ganger.wire.tls import Renewed, check_directory, server_context, tell_end
 
 from ganger_master.config import Config
 from ganger_master.core.commands import NoteEnds, OpenStore
-from ganger_master.core.leader_lease import Candidate, LeaderLease, read_again_s
+from ganger_master.core.leader_lease import LeaderLease, LeaseCandidate, read_again_s
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.teams import limits_of
 from ganger_master.decision_log import recorder
@@ -224,7 +224,7 @@ class Master:
         writer, beside = self.writer, self._beside
         assert beside is not None, "the master has started"
         lease_s = self.config.leader_lease_s
-        candidate = Candidate(f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex}", self.address, lease_s)
+        candidate = LeaseCandidate(f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex}", self.address, lease_s)
         try:
             known: str | None = None
             while (other := await self._leader(writer, candidate, is_first=known is None)) is not None:
@@ -238,7 +238,7 @@ class Master:
             raise StartError(str(error), _obstacle_of(error)) from error
         await self._lead(writer, beside)
 
-    async def _leader(self, writer: Writer, candidate: Candidate, *, is_first: bool) -> LeaderLease | None:
+    async def _leader(self, writer: Writer, candidate: LeaseCandidate, *, is_first: bool) -> LeaderLease | None:
         """Return the lease of another master; None once this one has taken it. Raises StoreError, of a database that is
         not reached only at first."""
         while True:

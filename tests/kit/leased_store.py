@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from ganger_master.core.leader_lease import Candidate, LeaderLease, may_take
+from ganger_master.core.leader_lease import LeaderLease, LeaseCandidate, may_take
 from ganger_master.store.tables import Problem, StoreBatch, StoreError
 from kit.memory_store import MemoryStore
 
@@ -42,7 +42,7 @@ class LeasedStore(MemoryStore):
         # Raised by renewals instead, as by a database that is not reached.
         self.trouble: StoreError | None = None
 
-    def open(self, candidate: Candidate | None = None) -> LeaderLease | None:
+    def open(self, candidate: LeaseCandidate | None = None) -> LeaderLease | None:
         database = self._database
         present = LeaderLease(database.term, database.holder, database.address, database.expiry - database.now)
         assert candidate is not None, "masters of this store have leases"

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from ganger_master.core.leader_lease import Candidate, LeaderLease
+from ganger_master.core.leader_lease import LeaderLease, LeaseCandidate
 from ganger_master.store.tables import COLUMNS, STATE, HistoryEntry, StoreBatch, StoredRow
 
 
@@ -19,7 +19,7 @@ class MemoryStore:
 
     has_leases = False
 
-    def open(self, candidate: Candidate | None = None) -> LeaderLease | None:
+    def open(self, candidate: LeaseCandidate | None = None) -> LeaderLease | None:
         return None
 
     def load(self) -> Iterator[StoredRow]:

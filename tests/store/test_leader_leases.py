@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import sqlalchemy
-from ganger_master.core.leader_lease import Candidate, LeaderLease
+from ganger_master.core.leader_lease import LeaderLease, LeaseCandidate
 from ganger_master.store import sql
 from ganger_master.store.sql import SqlStore
 from ganger_master.store.tables import Problem, StoreBatch, StoreError
@@ -44,8 +44,8 @@ def make() -> Iterator[Make]:
     admin.dispose()
 
 
-def candidate(name: str, lease_s: float = LONG_S) -> Candidate:
-    return Candidate(name, f"{name}:7070", lease_s)
+def candidate(name: str, lease_s: float = LONG_S) -> LeaseCandidate:
+    return LeaseCandidate(name, f"{name}:7070", lease_s)
 
 
 def counter(value: int) -> StoreBatch:

@@ -20,7 +20,7 @@ _READS: Final = 8
 _LEAST_WAIT_S: Final = 0.02
 
 
-class Candidate(Struct, frozen=True, gc=False):
+class LeaseCandidate(Struct, frozen=True, gc=False):
     """A master that may lead. `holder`: unique for its process; `address`: where it serves, for clients; `lease_s`: how
     long its lease lasts without a renewal."""
 

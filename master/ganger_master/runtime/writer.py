@@ -26,7 +26,7 @@ from ganger_master.core.answers import Answer
 from ganger_master.core.availability import ClockReading, noticed
 from ganger_master.core.commands import Command, OpenStore, Tick
 from ganger_master.core.events import Effects
-from ganger_master.core.leader_lease import Candidate, LeaderLease
+from ganger_master.core.leader_lease import LeaderLease, LeaseCandidate
 from ganger_master.core.queue import GrantedLease
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
@@ -154,7 +154,7 @@ class Writer:
         self._recording = AttachedRecording()
         self._failed_commits = 0
 
-    async def open(self, candidate: Candidate | None = None) -> LeaderLease | None:
+    async def open(self, candidate: LeaseCandidate | None = None) -> LeaderLease | None:
         """Take the store over. With a candidate only if it may lead; otherwise return the lease of the master that
         leads, for this one to stand by. Raises StoreError."""
         began_at = self._steady()

@@ -17,7 +17,7 @@ from typing import Final
 from sqlalchemy import Connection, Double, cast, func, insert, select, text, update
 from sqlalchemy.exc import DBAPIError
 
-from ganger_master.core.leader_lease import Candidate, LeaderLease, may_take
+from ganger_master.core.leader_lease import LeaderLease, LeaseCandidate, may_take
 from ganger_master.store.tables import writer
 
 # Longest wait for a commit of a leader whose lease has expired.
@@ -44,7 +44,7 @@ def read_lease(connection: Connection, *, is_locked: bool = False) -> LeaderLeas
     return None if row is None else LeaderLease(row.generation, row.holder, row.address, row.left)
 
 
-def take_lease(connection: Connection, candidate: Candidate) -> int | LeaderLease:
+def take_lease(connection: Connection, candidate: LeaseCandidate) -> int | LeaderLease:
     """Take the lease, in the connection's transaction. Return the term, or the lease of another master that lasts."""
     found = read_lease(connection)
     if found is not None and not may_take(found):

@@ -31,7 +31,7 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
-from ganger_master.core.leader_lease import Candidate, LeaderLease
+from ganger_master.core.leader_lease import LeaderLease, LeaseCandidate
 from ganger_master.store.lease_row import (
     check_term,
     end_commits,
@@ -164,7 +164,7 @@ class SqlStore:
         self._lease_s: float | None = None
         self.has_leases = self._engine.dialect.name == "postgresql"
 
-    def open(self, candidate: Candidate | None = None) -> LeaderLease | None:
+    def open(self, candidate: LeaseCandidate | None = None) -> LeaderLease | None:
         with explained(self._url):
             if candidate is not None and self.has_leases:
                 return self._open_by_lease(candidate)
@@ -178,7 +178,7 @@ class SqlStore:
                 self._generation = _take_over(connection)
         return None
 
-    def _open_by_lease(self, candidate: Candidate) -> LeaderLease | None:
+    def _open_by_lease(self, candidate: LeaseCandidate) -> LeaderLease | None:
         with self._engine.connect() as connection:
             # Raises for a newer schema. The schema of a running leader that is older stays until the lease is taken.
             schema = schema_of(connection)

@@ -38,7 +38,7 @@ from sqlalchemy import BigInteger, Column, Double, Index, Integer, MetaData, Str
 from ganger_master.core.events import ELEMENT_TYPES, HistoryRow
 from ganger_master.core.gang_model import Gang, TimesliceGroup
 from ganger_master.core.job_model import JobRecord, JobSpec, Request
-from ganger_master.core.leader_lease import Candidate, LeaderLease
+from ganger_master.core.leader_lease import LeaderLease, LeaseCandidate
 from ganger_master.core.node_model import Counters, Element, Node
 from ganger_master.core.usage_model import UserUsage
 
@@ -106,7 +106,7 @@ class Store(Protocol):
     # Whether masters may stand by: the store knows which of them leads by a lease.
     has_leases: bool
 
-    def open(self, candidate: Candidate | None = None) -> LeaderLease | None:
+    def open(self, candidate: LeaseCandidate | None = None) -> LeaderLease | None:
         """Bring the schema up to date and take the store over from any former master. Raises StoreError.
 
         With a candidate, only if it may take the lease. Otherwise return the lease of the master that leads, and change
