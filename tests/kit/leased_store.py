@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from queue import SimpleQueue
 
 from ganger_master.core.leader_lease import LeaderLease, LeaseCandidate, may_take
 from ganger_master.store.tables import Problem, StoreBatch, StoreError
@@ -38,7 +39,8 @@ class LeasedStore(MemoryStore):
         self._rows, self._history = database.content._rows, database.content._history
         self._term = 0
         self._lease_s = 0.0
-        self.renewals = 0
+        # One is put there for each renewal.
+        self.renewals: SimpleQueue[None] = SimpleQueue()
         # Raised by renewals instead, as by a database that is not reached.
         self.trouble: StoreError | None = None
 
@@ -58,8 +60,8 @@ class LeasedStore(MemoryStore):
         if self.trouble is not None:
             raise self.trouble
         self._check_term()
-        self.renewals += 1
         self._database.expiry = self._database.now + self._lease_s
+        self.renewals.put(None)
 
     def commit(self, batch: StoreBatch) -> None:
         self._check_term()

@@ -22,6 +22,9 @@ class MemoryStore:
     def open(self, candidate: LeaseCandidate | None = None) -> LeaderLease | None:
         return None
 
+    def migrate(self) -> None:
+        return None
+
     def load(self) -> Iterator[StoredRow]:
         for rows in self._rows.values():
             yield from list(rows.values())

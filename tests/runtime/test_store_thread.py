@@ -39,3 +39,23 @@ def test_work_that_ends_after_its_event_loop_leaves_the_thread_alive(
     assert asyncio.run(thread.ask(lambda: "next")) == "next"
     thread.close()
     assert failures == []
+
+
+def test_work_is_repeated_while_no_other_task_comes_until_it_is_given_up_or_the_thread_ends() -> None:
+    thread = StoreThread("renewals")
+    times, thrice = 0, threading.Event()
+
+    def work() -> None:
+        nonlocal times
+        times += 1
+        if times == 3:
+            thrice.set()
+
+    thread.repeat(work, 0.01)
+    assert thrice.wait(10.0)
+    assert asyncio.run(thread.ask(lambda: "asked")) == "asked"
+    thread.repeat(None)
+    asyncio.run(thread.ask(lambda: None))
+    before = times
+    thread.close()
+    assert times == before

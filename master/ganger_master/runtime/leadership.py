@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable
+from contextlib import suppress
 
 from ganger.wire.errors import ApiError, NotLeader, NotReady
 
@@ -22,7 +23,8 @@ class Ownership:
     sleeps. `on_fenced` is called when another master has taken the store over.
 
     With a lease, each check renews it, and the master answers nothing while it may have expired. Checks have a thread
-    of their own, so that they do not wait behind commits, nor commits behind them."""
+    of their own, so that they do not wait behind commits, nor commits behind them. That thread renews the lease by
+    itself, also while the event loop is busy, as when it reads a large database."""
 
     def __init__(
         self, store: Store, settings: CoreSettings, clock: Callable[[], float], on_fenced: Callable[[StoreError], None]
@@ -32,11 +34,12 @@ class Ownership:
         self._settings = settings
         self._on_fenced = on_fenced
         self._thread = StoreThread("ownership")
+        self._is_closed = False
+        # When the last good check began. Set by the thread, once it renews a lease.
         self._verified_at = -math.inf
         self._check: asyncio.Task[StoreError | None] | None = None
         # Seconds of the lease; None without one.
         self._lease_s: float | None = None
-        self._renewal: asyncio.TimerHandle | None = None
         # Why this master does not lead, and the address of the one that does; empty if it leads, or needs no lease.
         self._away = self._leader = ""
 
@@ -51,10 +54,23 @@ class Ownership:
         else:
             self._away = "this master stands by, and the lease of the one that led has expired: try again"
 
-    def hold(self, lease_s: float, taken_at: float) -> None:
-        """Renew a lease from now on. `taken_at`: when it was requested, by the clock of this object."""
-        self._lease_s, self._verified_at = lease_s, taken_at
-        self._renew_later(lease_s)
+    def hold(self, lease_s: float, taken_at: float, loop: asyncio.AbstractEventLoop) -> None:
+        """Renew a lease from now on. `taken_at`: when it was requested, by the clock of this object; `loop`: its event
+        loop. Any thread may call this."""
+
+        def renew() -> None:
+            error = self._verify()
+            # The loop may have ended.
+            if error is not None:
+                with suppress(RuntimeError):
+                    loop.call_soon_threadsafe(self._failed, error)
+
+        self._verified_at, self._lease_s = taken_at, lease_s
+        self._thread.repeat(renew, renewal_interval_s(lease_s))
+
+    def drop(self) -> None:
+        """Let the lease expire. Any thread may call this."""
+        self._thread.repeat(None)
 
     def lead(self) -> None:
         """Answer calls from now on, while the lease lasts."""
@@ -73,13 +89,6 @@ class Ownership:
             return None
         return NotLeader("this master could not renew its lease: another one may lead")
 
-    def _renew_later(self, lease_s: float) -> None:
-        def renew() -> None:
-            self.check()
-            self._renew_later(lease_s)
-
-        self._renewal = asyncio.get_running_loop().call_later(renewal_interval_s(lease_s), renew)
-
     async def confirm(self, received_at: float) -> None:
         """Return once a call received then (`now`) may be answered. Raises NotReady if the store is another master's,
         or cannot be read."""
@@ -92,29 +101,40 @@ class Ownership:
         """Return the check that is under way, or a new one. Its result is the error; None if this master owns the
         store."""
         if self._check is None:
-            self._check = asyncio.get_running_loop().create_task(self._verify())
+            self._check = asyncio.get_running_loop().create_task(self._checked())
         return self._check
 
     def close(self) -> None:
         """End without waiting for a check that hangs."""
-        if self._renewal is not None:
-            self._renewal.cancel()
+        self._is_closed = True
         if self._check is not None:
             self._check.cancel()
         self._thread.end()
 
-    async def _verify(self) -> StoreError | None:
-        began_at = self.now()
+    async def _checked(self) -> StoreError | None:
         try:
-            await self._thread.ask(self._store.check_owner)
-        except StoreError as error:
-            if error.problem is Problem.FENCED:
-                self.lose()
-                self._on_fenced(error)
-            else:
-                log.warning("ownership of the store not verified", extra={"error": str(error)})
-            return error
+            error = await self._thread.ask(self._verify)
         finally:
             self._check = None
+        if error is not None:
+            self._failed(error)
+        return error
+
+    def _verify(self) -> StoreError | None:
+        """In the thread: check the store, which renews the lease."""
+        began_at = self.now()
+        try:
+            self._store.check_owner()
+        except StoreError as error:
+            return error
         self._verified_at = began_at
         return None
+
+    def _failed(self, error: StoreError) -> None:
+        if self._is_closed:
+            return
+        if error.problem is Problem.FENCED:
+            self.lose()
+            self._on_fenced(error)
+        else:
+            log.warning("ownership of the store not verified", extra={"error": str(error)})

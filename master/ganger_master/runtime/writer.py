@@ -157,13 +157,24 @@ class Writer:
     async def open(self, candidate: LeaseCandidate | None = None) -> LeaderLease | None:
         """Take the store over. With a candidate only if it may lead; otherwise return the lease of the master that
         leads, for this one to stand by. Raises StoreError."""
-        began_at = self._steady()
-        other = await self._thread.ask(self._store.open, candidate)
+        other = await self._thread.ask(self._take, candidate, asyncio.get_running_loop())
         if candidate is not None:
             self.ownership.stand_by(other)
-            if other is None:
-                self.ownership.hold(candidate.lease_s, began_at)
         self._is_open = other is None
+        return other
+
+    def _take(self, candidate: LeaseCandidate | None, loop: asyncio.AbstractEventLoop) -> LeaderLease | None:
+        """In the store's thread: take the store over, and renew its lease while the schema is updated."""
+        began_at = self._steady()
+        other = self._store.open(candidate)
+        if candidate is not None and other is None:
+            self.ownership.hold(candidate.lease_s, began_at, loop)
+            try:
+                self._store.migrate()
+            except BaseException:
+                # The next attempt takes the lease anew.
+                self.ownership.drop()
+                raise
         return other
 
     async def start(self) -> None:

@@ -196,8 +196,11 @@ class SqlStore:
         if isinstance(taken, LeaderLease):
             return taken
         self._generation, self._lease_s = taken, candidate.lease_s
-        upgrade(self._engine)
         return None
+
+    def migrate(self) -> None:
+        with explained(self._url):
+            upgrade(self._engine)
 
     def load(self) -> Iterator[StoredRow]:
         with explained(self._url), self._engine.connect() as connection:

@@ -21,12 +21,13 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
@@ -110,7 +111,10 @@ class Store(Protocol):
         """Bring the schema up to date and take the store over from any former master. Raises StoreError.
 
         With a candidate, only if it may take the lease. Otherwise return the lease of the master that leads, and change
-        nothing."""
+        nothing. A candidate that has taken it calls `migrate` next, and renews the lease meanwhile."""
+
+    def migrate(self) -> None:
+        """Bring the schema up to date, under the lease. Raises StoreError."""
 
     def load(self) -> Iterator[StoredRow]:
         """Every element, table by table in the order of `STATE`, in no order within one. Raises StoreError."""
@@ -354,12 +358,22 @@ class StoreThread:
         # The switch interval applies to the whole process; Python has none per thread.
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._repeated: Callable[[], None] | None = None
+        self._interval_s = 0.0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def do(self, work: Callable[..., None], *arguments: Any) -> None:
         """Submit a task without waiting. It must not raise."""
         self._work.put(lambda: work(*arguments))
+
+    def repeat(self, work: Callable[[], None] | None, interval_s: float = 0.0) -> None:
+        """Run `work` from now on whenever no task has begun for so long; None: no more. It must not raise."""
+
+        def begin() -> None:
+            self._repeated, self._interval_s = work, interval_s
+
+        self._work.put(begin)
 
     async def ask(self, work: Callable[..., _T], *arguments: Any) -> _T:
         """What the work returns, or raises."""
@@ -393,7 +407,16 @@ class StoreThread:
         self._work.put(None)
 
     def _run(self) -> None:
-        while (work := self._work.get()) is not None:
+        began = time.monotonic()
+        while True:
+            wait_s = None if self._repeated is None else max(0.0, began + self._interval_s - time.monotonic())
+            try:
+                work = self._work.get(timeout=wait_s)
+            except Empty:
+                work = self._repeated
+            if work is None:
+                return
+            began = time.monotonic()
             work()
 
 
