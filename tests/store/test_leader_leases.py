@@ -6,11 +6,13 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 import sqlalchemy
 from ganger_master.core.leader_lease import LeaderLease, LeaseCandidate
 from ganger_master.store import sql
+from ganger_master.store.lease_row import end_commits, read_lease, renew_lease, take_lease
 from ganger_master.store.sql import SqlStore
 from ganger_master.store.tables import Problem, StoreBatch, StoreError
 from kit.waiting import eventually
@@ -114,7 +116,7 @@ def test_a_leader_that_renews_keeps_its_lease(make: Make) -> None:
 
 def test_a_leader_late_with_its_renewal_keeps_the_lease_that_no_other_master_took(make: Make) -> None:
     first = make()
-    first.open(candidate("m1", 0.05))
+    first.open(candidate("m1", SHORT_S))
     eventually(lambda: _left_s(first) < 0.0, what="the lease has expired", within_seconds=5)
     first.commit(counter(1))
     first.check_owner()
@@ -122,8 +124,6 @@ def test_a_leader_late_with_its_renewal_keeps_the_lease_that_no_other_master_too
 
 
 def _left_s(store: SqlStore) -> float:
-    from ganger_master.store.lease_row import read_lease
-
     with store._engine.connect() as connection:
         lease = read_lease(connection)
     assert lease is not None
@@ -135,6 +135,25 @@ def test_a_leader_that_stops_gives_its_lease_back(make: Make) -> None:
     first.open(candidate("m1"))
     first.close()
     assert second.open(candidate("m2")) is None
+
+
+def test_a_renewal_that_was_under_way_does_not_extend_a_lease_that_was_given_back(make: Make) -> None:
+    first, second = make(), make()
+    first.open(candidate("m1"))
+    first.close()
+    with first._renewals.begin() as connection:
+        assert not renew_lease(connection, 1, LONG_S)
+    assert second.open(candidate("m2")) is None
+
+
+def test_a_renewal_does_not_wait_for_a_connection_that_readers_have(make: Make) -> None:
+    first = make()
+    first.open(candidate("m1"))
+    with ExitStack() as readers:
+        for _ in range(15):
+            readers.enter_context(first._engine.connect())
+        assert first._engine.pool.checkedout() == 15
+        first.check_owner()
 
 
 def test_a_former_leader_that_stops_leaves_the_lease_of_the_present_one(make: Make) -> None:
@@ -160,6 +179,56 @@ def test_a_leader_that_stands_still_within_a_commit_holds_no_stand_by_up_and_doe
     assert kept(second) == []
 
 
+def test_a_leader_that_renews_while_a_stand_by_waits_keeps_its_transaction(make: Make) -> None:
+    first, second = make(), make()
+    first.open(candidate("m1"))
+    connection = first._open_connection()
+    with connection.begin():
+        first._check_generation(connection)
+        with second._engine.begin() as other:
+            leader = end_commits(other)
+        connection.exec_driver_sql("INSERT INTO counters (key, body) VALUES ('a', '1')")
+    assert leader is not None
+    assert leader.holder == "m1"
+    assert kept(first) == ["1"]
+
+
+def test_a_stand_by_that_may_not_end_a_commit_of_the_former_leader_names_the_remedy(make: Make) -> None:
+    first = make()
+    first.open(candidate("m1", SHORT_S))
+    role, schema = f"role_{uuid.uuid4().hex}", f"{first._url}".rpartition("%3D")[2]
+    with first._engine.begin() as admin:
+        admin.exec_driver_sql(f"CREATE ROLE {role} LOGIN")
+        admin.exec_driver_sql(f"GRANT ALL ON SCHEMA {schema} TO {role}")
+        admin.exec_driver_sql(f"GRANT ALL ON ALL TABLES IN SCHEMA {schema} TO {role}")
+    second = SqlStore(sqlalchemy.make_url(str(first._url)).set(username=role).render_as_string(hide_password=False))
+    connection = first._open_connection()
+    eventually(lambda: _left_s(first) < 0.0, what="the lease has expired", within_seconds=5)
+    try:
+        with connection.begin():
+            first._check_generation(connection)
+            with pytest.raises(StoreError, match="give all masters the same user"):
+                second.open(candidate("m2"))
+    finally:
+        second.close()
+        with first._engine.begin() as admin:
+            admin.exec_driver_sql(f"DROP OWNED BY {role}")
+            admin.exec_driver_sql(f"DROP ROLE {role}")
+
+
+def test_a_master_stands_by_while_another_one_takes_the_first_lease(make: Make) -> None:
+    first, second = make(), make()
+    sql.upgrade(first._engine)
+    with first._engine.begin() as connection:
+        assert take_lease(connection, candidate("m1")) == 1
+        found = second.open(candidate("m2"))
+        assert isinstance(found, LeaderLease)
+        assert found.left_s <= 0.0
+    found = second.open(candidate("m2"))
+    assert isinstance(found, LeaderLease)
+    assert found.holder == "m1"
+
+
 def test_a_renewal_waits_for_no_commit(make: Make) -> None:
     first = make()
     first.open(candidate("m1"))
@@ -174,15 +243,10 @@ def test_of_masters_that_start_together_on_an_empty_database_one_leads(make: Mak
     found: list[object] = []
 
     def open_one(store: SqlStore, name: str) -> None:
-        while True:
-            try:
-                found.append(store.open(candidate(name)))
-                return
-            except StoreError as error:
-                # Two inserted the row at once: the loser tries again, as a stand-by does.
-                if error.problem is not Problem.UNREADABLE:
-                    found.append(error)
-                    return
+        try:
+            found.append(store.open(candidate(name)))
+        except StoreError as error:
+            found.append(error)
 
     threads = [threading.Thread(target=open_one, args=(store, f"m{n}")) for n, store in enumerate(stores)]
     for thread in threads:

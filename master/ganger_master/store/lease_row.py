@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from sqlalchemy import Connection, Double, cast, func, insert, select, text, update
+from sqlalchemy import Connection, Double, cast, func, select, text, update
+from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import DBAPIError
 
 from ganger_master.core.leader_lease import LeaderLease, LeaseCandidate, may_take
@@ -22,8 +23,13 @@ from ganger_master.store.tables import writer
 
 # Longest wait for a commit of a leader whose lease has expired.
 _LOCK_WAIT_MS: Final = 200
-# PostgreSQL's codes of a lock that was not available, and of a session that another one ended.
+# PostgreSQL's codes of a lock that was not available, and of a right that a role lacks.
 _NOT_AVAILABLE: Final = "55P03"
+_NO_RIGHT: Final = "42501"
+# What a stand-by finds while another master takes the lease for the first time.
+_BEING_TAKEN: Final = LeaderLease(0, "", "", 0.0)
+# The expiry of a lease that its leader has given back.
+_GIVEN_BACK: Final = 0.0
 _NOW: Final = cast(func.extract("epoch", func.clock_timestamp()), Double)
 _LEASE: Final = select(
     writer.c.generation,
@@ -31,9 +37,11 @@ _LEASE: Final = select(
     func.coalesce(writer.c.address, "").label("address"),
     (func.coalesce(writer.c.expiry, 0.0) - _NOW).label("left"),
 )
-# Only masters lock the row: their sessions are those with such a lock on its table.
+# Only masters lock the row: their sessions are those with such a lock on its table. Tables of other databases of the
+# same server may have the same number.
 _END_COMMITS: Final = text(
     "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE relation = 'writer'::regclass AND granted"
+    " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
     " AND mode IN ('RowShareLock', 'RowExclusiveLock') AND pid <> pg_backend_pid()"
 )
 
@@ -57,32 +65,53 @@ def take_lease(connection: Connection, candidate: LeaseCandidate) -> int | Leade
     term = 1 if found is None else found.term + 1
     values = {"generation": term, "holder": candidate.holder, "address": candidate.address}
     if found is None:
-        # A second master that finds no row either fails at the key, and tries again.
-        connection.execute(insert(writer).values(id=1, expiry=_NOW + candidate.lease_s, **values))
+        # Of masters that find no row together, one inserts it.
+        row = insert(writer).values(id=1, expiry=_NOW + candidate.lease_s, **values)
+        if connection.execute(row.on_conflict_do_nothing().returning(writer.c.id)).first() is None:
+            return read_lease(connection) or _BEING_TAKEN
     else:
         connection.execute(update(writer).values(expiry=_NOW + candidate.lease_s, **values))
     return term
 
 
 def is_held_up(error: DBAPIError) -> bool:
-    """Return whether a master could not take the lease because a former leader's commit is under way."""
+    """Return whether a master could not take the lease because another one's transaction is under way."""
     return getattr(error.orig, "sqlstate", None) == _NOT_AVAILABLE
 
 
-def end_commits(connection: Connection) -> None:
-    """End the transactions of other masters on this database, which a taker has waited for in vain."""
+def has_no_right(error: DBAPIError) -> bool:
+    """Return whether the database refused a statement for lack of a right."""
+    return getattr(error.orig, "sqlstate", None) == _NO_RIGHT
+
+
+def end_commits(connection: Connection) -> LeaderLease | None:
+    """End the transactions of other masters on this database, which a taker has waited for in vain.
+
+    Return the lease of another master instead, if that one has it meanwhile, or is taking it for the first time."""
+    found = read_lease(connection)
+    if found is None or not may_take(found):
+        return found or _BEING_TAKEN
     connection.execute(_END_COMMITS)
+    return None
+
+
+def held_up_by(connection: Connection) -> LeaderLease:
+    """Return the lease for a taker that another one's transaction holds up: it stands by, and tries again."""
+    return read_lease(connection) or _BEING_TAKEN
 
 
 def renew_lease(connection: Connection, term: int, lease_s: float) -> bool:
-    """Let the lease last `lease_s` from now on. Return False, with no change, if the term is another master's."""
-    renewal = update(writer).where(writer.c.generation == term).values(expiry=_NOW + lease_s)
+    """Let the lease last `lease_s` from now on. Return False, with no change, if the term is another master's, or the
+    lease was given back."""
+    # One that was given back is not renewed by a renewal that was under way.
+    is_ours = (writer.c.generation == term, writer.c.expiry > _GIVEN_BACK)
+    renewal = update(writer).where(*is_ours).values(expiry=_NOW + lease_s)
     return connection.execute(renewal).rowcount == 1
 
 
 def give_back_lease(connection: Connection, term: int) -> None:
     """End the lease, if the term is still this one."""
-    connection.execute(update(writer).where(writer.c.generation == term).values(expiry=0.0))
+    connection.execute(update(writer).where(writer.c.generation == term).values(expiry=_GIVEN_BACK))
 
 
 def check_term(connection: Connection, term: int) -> bool:

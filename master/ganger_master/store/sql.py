@@ -36,6 +36,8 @@ from ganger_master.store.lease_row import (
     check_term,
     end_commits,
     give_back_lease,
+    has_no_right,
+    held_up_by,
     is_held_up,
     renew_lease,
     take_lease,
@@ -158,6 +160,8 @@ class SqlStore:
     def __init__(self, url: str | Path) -> None:
         self._url = url_of(url) if isinstance(url, Path) else url
         self._engine = _engine_for(self._url)
+        # For renewals, which must not wait until readers give a connection back.
+        self._renewals = _engine_for(self._url)
         self._connection: Connection | None = None
         self._generation = 0
         # Seconds of the lease; None without one.
@@ -184,19 +188,36 @@ class SqlStore:
             schema = schema_of(connection)
         if schema is None or schema < _LEASE_SCHEMA:
             upgrade(self._engine)
-        try:
-            with self._engine.begin() as connection:
-                taken = take_lease(connection, candidate)
-        except DBAPIError as error:
-            if not is_held_up(error):
-                raise
-            with self._engine.begin() as connection:
-                end_commits(connection)
-                taken = take_lease(connection, candidate)
+        taken = self._take_lease(candidate)
         if isinstance(taken, LeaderLease):
             return taken
         self._generation, self._lease_s = taken, candidate.lease_s
         return None
+
+    def _take_lease(self, candidate: LeaseCandidate) -> int | LeaderLease:
+        """Return the term, or the lease that another master has, or is about to have."""
+        for is_last in (False, True):
+            try:
+                with self._engine.begin() as connection:
+                    return take_lease(connection, candidate)
+            except DBAPIError as error:
+                if not is_held_up(error):
+                    raise
+            with self._engine.begin() as connection:
+                other = held_up_by(connection) if is_last else self._end_commits(connection)
+            if other is not None:
+                return other
+        raise AssertionError("the last attempt returns")
+
+    def _end_commits(self, connection: Connection) -> LeaderLease | None:
+        try:
+            return end_commits(connection)
+        except DBAPIError as error:
+            if not has_no_right(error):
+                raise
+            text = "a commit of the former leader is under way, and the database user of this master may not end it"
+            advice = "give all masters the same user"
+            raise StoreError(Problem.UNREADABLE, f"database {_shown(self._url)}: {text}: {advice}") from error
 
     def migrate(self) -> None:
         with explained(self._url):
@@ -240,7 +261,7 @@ class SqlStore:
 
     def check_owner(self) -> None:
         # On its own connection: that of the commits may be in the middle of a transaction.
-        with explained(self._url), self._engine.begin() as connection:
+        with explained(self._url), self._renewals.begin() as connection:
             if self._lease_s is not None:
                 is_ours = renew_lease(connection, self._generation, self._lease_s)
             else:
@@ -283,6 +304,7 @@ class SqlStore:
                 give_back_lease(connection, self._generation)
             self._lease_s = None
         self._engine.dispose()
+        self._renewals.dispose()
 
     def _open_connection(self) -> Connection:
         if self._connection is None:
