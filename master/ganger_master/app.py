@@ -24,7 +24,7 @@ import grpc
 from ganger import __version__
 from ganger.failpoints import Failpoints
 from ganger.service_unit import ServiceManager
-from ganger.wire.endpoints import EndpointError, is_loopback
+from ganger.wire.endpoints import EndpointError, address_for_clients, is_loopback
 from ganger.wire.methods import CallerRole
 from ganger.wire.revocation import Revocations
 from ganger.wire.tls import Renewed, check_directory, server_context, tell_end
@@ -224,7 +224,8 @@ class Master:
         writer, beside = self.writer, self._beside
         assert beside is not None, "the master has started"
         lease_s = self.config.leader_lease_s
-        candidate = LeaseCandidate(f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex}", self.address, lease_s)
+        holder = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex}"
+        candidate = LeaseCandidate(holder, address_for_clients(self.address), lease_s)
         try:
             known: str | None = None
             while (other := await self._leader(writer, candidate, is_first=known is None)) is not None:

@@ -62,7 +62,7 @@ def take(writer: Writer, daemons: int, now: float) -> Snapshot:
     return Snapshot(
         now=now,
         policy=state.settings.policy,
-        is_ready=writer.is_ready,
+        is_ready=writer.is_ready and writer.ownership.refusal() is None,
         jobs=tuple(committed.jobs.values()),
         gangs=tuple(committed.gangs.values()),
         nodes=tuple(committed.nodes.values()),
@@ -84,7 +84,8 @@ _GPU_STATES = ("busy", "idle", "drained", "silent", "faulty", "unknown", "lost")
 
 def families(snapshot: Snapshot, version: str) -> Iterator[Any]:
     yield InfoMetricFamily("ganger_master", "The master.", {"version": version, "policy": snapshot.policy})
-    yield _gauge("ganger_master_ready", "0 while the master reads its store again after an error.", snapshot.is_ready)
+    about = "1 while the master answers calls; 0 while it stands by, may have lost its lease, or reads its store again."
+    yield _gauge("ganger_master_ready", about, snapshot.is_ready)
     yield from _of_jobs(snapshot)
     yield from _of_gangs(snapshot.gangs)
     yield from _of_nodes(snapshot)

@@ -19,6 +19,7 @@ from ganger_master.app import Master, StartError
 from ganger_master.config import Config
 from ganger_master.core.answers import Answer
 from ganger_master.core.commands import Command
+from ganger_master.metrics import take
 from ganger_master.store.tables import Problem, StoreError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kit.certified import Authority
@@ -156,11 +157,18 @@ def test_a_leader_whose_lease_may_have_expired_answers_nothing_until_it_is_renew
             now = ownership.now
             ownership.now = lambda: now() + LEASE_S
             jobs = one.served.jobs
+            watched = one.health.Watch(health_pb2.HealthCheckRequest())
             found = await refusal(jobs.ListJobs(job_service_pb2.ListJobsRequest()))
             assert isinstance(found, NotLeader)
+            assert not take(one.master.writer, 0, 0.0).is_ready
+            while (await watched.read()).status == health_pb2.HealthCheckResponse.SERVING:
+                pass
             one.store.trouble = None
             await ownership.check()
             await jobs.ListJobs(job_service_pb2.ListJobsRequest())
+            assert take(one.master.writer, 0, 0.0).is_ready
+            assert (await watched.read()).status == health_pb2.HealthCheckResponse.SERVING
+            watched.cancel()
 
     run(story())
 

@@ -25,6 +25,19 @@ def written(directory: Path, address: str) -> str:
     return token
 
 
+@pytest.mark.parametrize(
+    ("address", "named"),
+    [
+        ("0.0.0.0:7070", "{host}:7070"),
+        ("[::]:7070", "{host}:7070"),
+        ("m1.lab:7070", "m1.lab:7070"),
+        ("unix:/run/a:7", "unix:/run/a:7"),
+    ],
+)
+def test_a_server_at_all_addresses_is_named_by_its_machine(address: str, named: str) -> None:
+    assert endpoints.address_for_clients(address) == named.format(host=socket.gethostname())
+
+
 def test_a_directory_names_its_master(tmp_path: Path) -> None:
     token = written(tmp_path, "127.0.0.1:5")
     assert endpoints.find_endpoint(str(tmp_path)) == Endpoint("127.0.0.1:5", token)

@@ -31,6 +31,8 @@ TOKEN_VARIABLE = "GANGER_TOKEN"
 TLS_VARIABLE = "GANGER_TLS"
 # A master that has not answered is called again only if no other one is left, for so long.
 _LEFT_ALONE_S = 2.0
+# Hosts that stand for all addresses of a machine.
+_ALL_HOSTS = ("0.0.0.0", "::")
 # sockaddr_un holds 108 bytes, the last one a NUL.
 _MAX_SOCKET_PATH_BYTES = 107
 
@@ -324,6 +326,16 @@ def why_not_listening(address: str, error: OSError) -> str:
     else:
         why = f"{os_reason(error)}; give another address"
     return f"cannot listen on {address}: {why}"
+
+
+def address_for_clients(address: str) -> str:
+    """Return the address at which clients of other machines reach a server that listens at `address`: the name of this
+    machine in place of all its addresses ("0.0.0.0:PORT", "[::]:PORT")."""
+    import socket
+
+    if not address.startswith("unix:") and host_of(address) in _ALL_HOSTS:
+        return f"{socket.gethostname()}:{address.rpartition(':')[2]}"
+    return address
 
 
 def host_of(address: str) -> str:

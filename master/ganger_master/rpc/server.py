@@ -6,6 +6,7 @@ certificate, and a second one on loopback serves this machine by the token.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -48,6 +49,8 @@ _OPTIONS: Final = (
 )
 # For the master's child processes, and users that can read its state directory.
 _LOCAL: Final = "127.0.0.1:0"
+# Between two looks at whether this master may answer, for its health.
+_HEALTH_S: Final = 0.2
 _SERVICES: Final = (
     job_service_pb2.DESCRIPTOR.services_by_name["JobService"].full_name,
     scheduling_pb2.DESCRIPTOR.services_by_name["SchedulingService"].full_name,
@@ -85,7 +88,10 @@ class MasterServer:
         self._health: Any = aio_health.HealthServicer()
         self._limits = limits
         limiter = LimitInterceptor(limits, callers)
-        leader_first = (LeaderInterceptor(writer.ownership.refusal),) if has_stand_bys else ()
+        self._refusal = writer.ownership.refusal
+        leader_first = (LeaderInterceptor(self._refusal),) if has_stand_bys else ()
+        self._has_stand_bys = has_stand_bys
+        self._following: asyncio.Task[None] | None = None
         self._audit = audit
         self._server = make_server(
             token,
@@ -123,12 +129,26 @@ class MasterServer:
         await self._server.start()
 
     async def lead(self) -> None:
-        """Report by health that this master answers."""
+        """Report by health from now on whether this master answers."""
+        await self._report_health()
+        if self._has_stand_bys and self._following is None:
+            self._following = asyncio.get_running_loop().create_task(self._follow_lease())
+
+    async def _follow_lease(self) -> None:
+        while True:
+            await asyncio.sleep(_HEALTH_S)
+            await self._report_health()
+
+    async def _report_health(self) -> None:
+        known = health_pb2.HealthCheckResponse
+        status = known.SERVING if self._refusal() is None else known.NOT_SERVING
         for service in ("", *_SERVICES):
-            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+            await self._health.set(service, status)
 
     async def stop(self, grace_s: float) -> None:
         """Takes no more calls and gives those in progress some time; held polls and streams are cut."""
+        if self._following is not None:
+            self._following.cancel()
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
         await self._logs.close()
