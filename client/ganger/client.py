@@ -30,6 +30,7 @@ from ganger.wire.errors import (
     CertificateInvalid,
     DeadlineExceeded,
     JobNotFound,
+    LeaseLost,
     MessageTooLarge,
     NotLeader,
     NotReady,
@@ -42,6 +43,8 @@ from ganger.wire.resource_names import array_name_from_text, job_name_from_text,
 Answer = TypeVar("Answer")
 
 _RECONNECT_S = 0.5
+# What a stream survives: it is opened again.
+_PASSING: tuple[type[ApiError], ...] = (Unreachable, NotReady, DeadlineExceeded)
 # gRPC's message where a server accepts the connection and drops it, as a server that expects TLS does.
 _HUNG_UP = ("Socket closed", "Connection reset by peer")
 # What a master may take to finish the file of a recording.
@@ -250,10 +253,11 @@ class Client:
             request = api.ReadLogRequest(name=name, rank=rank, offset=position, follow=follow)
             return cast(Iterator[api.LogChunk], self._jobs.ReadLog(request))
 
-        if not follow:
-            yield from self._stream(open_stream)
-            return
-        for chunk in self._lasting(open_stream, lambda: self.get_job(name).state in FINISHED):
+        # Without `follow` only the search for the master that leads is repeated.
+        passing: tuple[type[ApiError], ...] = _PASSING if follow else (NotLeader, LeaseLost)
+        for chunk in self._lasting(
+            open_stream, lambda: not follow or self.get_job(name).state in FINISHED, passing=passing
+        ):
             if chunk is None:
                 return
             position = chunk.offset + len(chunk.data)
@@ -415,10 +419,13 @@ class Client:
                 cancel()
 
     def _lasting(
-        self, open_stream: Callable[[], Iterator[Answer]], is_over: Callable[[], bool]
+        self,
+        open_stream: Callable[[], Iterator[Answer]],
+        is_over: Callable[[], bool],
+        passing: tuple[type[ApiError], ...] = _PASSING,
     ) -> Iterator[Answer | None]:
-        """Yield the messages of a stream, reopened when it ends or the connection breaks; None once it has ended for
-        good. Raises Unreachable, NotReady or DeadlineExceeded when the patience is exhausted."""
+        """Yield the messages of a stream, reopened when it ends or fails with one of the `passing` errors; None once it
+        has ended for good. Raises such an error when the patience is exhausted."""
         deadline: float | None = None
         while True:
             try:
@@ -430,7 +437,7 @@ class Client:
                 if is_over():
                     yield None
                     return
-            except (Unreachable, NotReady, DeadlineExceeded):
+            except passing:
                 now = time.monotonic()
                 deadline = deadline or now + self._patience_s
                 if now >= deadline:

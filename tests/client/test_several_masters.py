@@ -91,6 +91,13 @@ def test_a_stream_goes_on_at_the_new_leader(pair: tuple[ListedMaster, ListedMast
         assert next(watched).state == job_pb2.Job.STATE_SUCCEEDED
 
 
+def test_a_log_is_read_of_the_leader_wherever_it_is_listed(pair: tuple[ListedMaster, ListedMaster]) -> None:
+    first, second = pair
+    second.logs[0] = b"step 1\n"
+    with Client(listed(first, second), patience_s=10.0) as client:
+        assert [chunk.data for chunk in client.read_log(1)] == [b"step 1\n"]
+
+
 class LosingMaster(ListedMaster):
     """Goes away with the answer of a submission."""
 

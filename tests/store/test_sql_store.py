@@ -105,9 +105,12 @@ def test_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     assert str(tmp_path) in str(refused.value)
 
 
-def test_unknown_database_url_is_an_error_without_its_password() -> None:
+@pytest.mark.parametrize(
+    "url", ["nosuchdatabase://user:secret@host/name", "postgresql+psycopg://user:secret@host:port/name"]
+)
+def test_unusable_database_url_is_an_error_without_its_password(url: str) -> None:
     with pytest.raises(StoreError) as refused:
-        SqlStore("nosuchdatabase://user:secret@host/name")
+        SqlStore(url)
     assert refused.value.problem is Problem.URL
     assert "secret" not in str(refused.value)
 

@@ -5,7 +5,6 @@ A limit belongs to an owner: a user by its name, or a team by `team_owner`. A jo
 
 from __future__ import annotations
 
-import math
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -115,6 +114,11 @@ def teams_of(value: object) -> dict[str, Team]:
 
 
 _KEYS: Final = ("users", "weight", "gpus")
+# Shares that differ by more are as good as a limit of zero, and their quotients overflow.
+_LEAST_WEIGHT: Final = 1e-6
+_MOST_WEIGHT: Final = 1e6
+# More GPUs than any cluster has; counts of GPUs are 64-bit on the wire.
+_MOST_GPUS: Final = 10**9
 
 
 def _team_of(name: str, table: object, wrong: list[str]) -> Team:
@@ -133,10 +137,10 @@ def _team_of(name: str, table: object, wrong: list[str]) -> Team:
         users = []
     if weight is None:
         weight = 1.0
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0.0 < weight < math.inf:
-        wrong.append(f"{name!r} has the weight {weight!r}: write a number above 0")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not _LEAST_WEIGHT <= weight <= _MOST_WEIGHT:
+        wrong.append(f"{name!r} has the weight {weight!r}: write a number from {_LEAST_WEIGHT:g} to {_MOST_WEIGHT:g}")
         weight = 1.0
-    if gpus is not None and (isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 0):
-        wrong.append(f"{name!r} has gpus = {gpus!r}: write a number from 0 on")
+    if gpus is not None and (isinstance(gpus, bool) or not isinstance(gpus, int) or not 0 <= gpus <= _MOST_GPUS):
+        wrong.append(f"{name!r} has gpus = {gpus!r}: write a number from 0 to {_MOST_GPUS}")
         gpus = None
     return Team(tuple(dict.fromkeys(users)), float(weight), gpus)

@@ -367,7 +367,8 @@ def _engine_for(url: str | URL) -> Engine:
         engine = create_engine(parsed, poolclass=NullPool, connect_args=_SQLITE_ARGUMENTS)
     except ImportError as error:
         raise StoreError(Problem.DRIVER, f"database URL {_shown(url)} cannot be used: {error}") from error
-    except (ArgumentError, NoSuchModuleError) as error:
+    except (ArgumentError, NoSuchModuleError, ValueError) as error:
+        # A ValueError: a port that is no number.
         raise StoreError(Problem.URL, f"database URL {_shown(url)} cannot be used: {error}") from error
 
     @event.listens_for(engine, "connect")
@@ -436,5 +437,5 @@ def _cause_of(error: BaseException) -> str:
 def _shown(url: str | URL) -> str:
     try:
         return make_url(url).render_as_string(hide_password=True)
-    except ArgumentError:
+    except (ArgumentError, ValueError):
         return "(unreadable)"
