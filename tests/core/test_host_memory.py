@@ -9,9 +9,12 @@ import pytest
 from core.drive import GIB, SERVER, Drive, job_of
 from ganger.cluster.fit import share_of_memory
 from ganger.cluster.resources import Role, TaskShape
+from ganger_master.core.commands import ProposePlan
 from ganger_master.core.gang_model import ObservedPhase, Outcome, OutcomeKind
 from ganger_master.core.job_model import WHOLE_SHARE, JobSpec
+from ganger_master.core.plan_changes import StartChange
 from ganger_master.planner.cores_curves import explain_memory
+from ganger_master.planner.device_groups import thin
 from msgspec import structs
 
 MIB = 1 << 20
@@ -88,6 +91,23 @@ def test_what_counts_is_a_running_job_of_one_role(spec: JobSpec, phase: Observed
     assert drive.job(number).working_set_bytes == measured
     assert why in explain_memory(drive.state, number)
     assert drive.job(number).shape.roles == before.roles
+
+
+def test_a_job_that_runs_out_of_half_a_share_gets_the_share_and_pays_nothing() -> None:
+    drive = Drive()
+    number = drive.submit(unnamed())
+    (claim,) = drive.places(number)[0]
+    half = structs.replace(claim, memory_bytes=SHARE // 2)
+    drive.step(ProposePlan((StartChange(number, drive.job(number).revision, (half,)),)))
+    assert held(drive, number) == SHARE // 2
+    ended(drive, number, KILLED)
+    assert (drive.job(number).failures, drive.job(number).working_set_bytes) == (0, WHOLE_SHARE)
+    shape = drive.job(number).shape
+    assert thin(shape, SHARE // 4) == shape, "a place among several gives it no less"
+    drive.start(number)
+    assert held(drive, number) == SHARE
+    ended(drive, number, KILLED)
+    assert drive.job(number).state.is_finished, "now its own budget pays"
 
 
 def test_a_job_that_runs_out_of_less_than_its_share_gets_the_share_and_pays_nothing() -> None:

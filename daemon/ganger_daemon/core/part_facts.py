@@ -147,7 +147,10 @@ def settle(gang: GangPart) -> PartOutcome:
     code = -ending.signal if ending.signal else ending.code
     if gang.out_of_memory and ending.signal == SIGKILL:
         return PartOutcome(
-            PartOutcomeKind.OUT_OF_MEMORY, code, failed.rank, "killed: it used more host memory than its claim"
+            PartOutcomeKind.OUT_OF_MEMORY,
+            code,
+            failed.rank,
+            "killed: it used more host memory than its claim; --memory asks for more",
         )
     if gang.wanted.intent is OrderIntent.STOP and gang.stop_signalled:
         return PartOutcome(PartOutcomeKind.STOPPED, code, failed.rank)

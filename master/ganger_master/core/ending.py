@@ -217,14 +217,16 @@ def fail(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> No
 
 
 def _had_less_than_its_share(state: State, job: JobRecord, gang: Gang) -> bool:
-    """Return whether a gang held less host memory than its share, by what the job was measured to need."""
-    curve = state.cores_curves.get(job.number)
-    is_measured = job.working_set_bytes or (curve is not None and curve.enough_memory_bytes)
+    """Return whether a gang held less host memory than its share: by what the job was measured to need, or as one of
+    several that were to share its devices."""
+    if job.working_set_bytes == WHOLE_SHARE:
+        # It had it, or a start gave it less once more: no job starts for nothing again and again.
+        return False
     whole = replace(job.shape, task_memory_bytes=0)
     return any(
         claim.memory_bytes < demand(state.view.topology(claim.node).configuration_set, whole, claim.tasks).memory_bytes
         for claim in gang.claims
-        if is_measured and claim.node in state.view.slots
+        if claim.node in state.view.slots
     )
 
 

@@ -133,8 +133,9 @@ def shares_all(claims: Claims) -> bool:
 
 @lru_cache(4096)
 def thin(shape: GangShape, memory_bytes: int) -> GangShape:
-    """Return the shape with `memory_bytes` for each GPU where it names no memory. Else none is left to others."""
-    if not memory_bytes:
+    """Return the shape with `memory_bytes` for each GPU where it names no memory and was not measured to need some.
+    Else none is left to others."""
+    if not memory_bytes or shape.task_memory_bytes:
         return shape
     roles = []
     for role in shape.roles:
