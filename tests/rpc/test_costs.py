@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 from ganger.cluster.resources import Role, TaskShape
-from ganger.v1 import array_pb2, job_pb2, job_service_pb2, node_pb2, resources_pb2, scheduling_pb2
+from ganger.v1 import array_pb2, job_pb2, job_service_pb2, node_pb2, resources_pb2, scheduling_pb2, usage_pb2
 from ganger.wire import errors, times
 from ganger.wire.methods import METHODS
 from ganger_master.core import commands
@@ -194,6 +194,7 @@ WORST: dict[str, Callable[[], list[Any]]] = {
     f"/{_JOBS}/ReadLog": lambda: [_S.ReadLogRequest(name="jobs/1", offset=-(1 << 63), rank=(1 << 32) - 1)],
     f"/{_JOBS}/ExplainJob": lambda: [_S.ExplainJobRequest(name="jobs/1"), _S.ExplainJobRequest(name="jobs/9000")],
     f"/{_JOBS}/ListEvents": lambda: [_S.ListEventsRequest(page_size=1_000), _S.ListEventsRequest(subject=_LONG)],
+    f"/{_JOBS}/GetUsage": lambda: [usage_pb2.GetUsageRequest()],
     f"/{_JOBS}/CreateArray": worst_arrays,
     f"/{_JOBS}/GetArray": lambda: [_S.GetArrayRequest(name="arrays/5")],
     f"/{_JOBS}/ListArrays": lambda: [_S.ListArraysRequest(page_size=1_000)],
