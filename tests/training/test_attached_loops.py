@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from ganger.injob.page import GangPages
 from ganger.injob.page_layout import EXIT_NO_STATE, Capability, Word
-from ganger.protocol.stop_rules import has_ended
+from ganger.protocol.stop_rules import stop_step
 from training.harness import ONLY_IN_PLACE, Rank, run_in_parts_as_alone, write_script
 
 pytestmark = pytest.mark.torch
@@ -309,4 +309,6 @@ def test_a_stop_that_comes_with_the_last_step_finds_training_finished(tmp_path: 
     assert [rank.end() for rank in ranks] == [0, 0], "".join(rank.output() for rank in ranks)
     points = GangPages(str(directory), 2, [rank.page for rank in ranks]).points(2)
     assert points is not None
-    assert has_ended(points)
+    step = stop_step(points)
+    assert step is not None, "the order is over"
+    assert any(point.done and (point.ack is None or point.step < step) for point in points), "no rank stopped"
