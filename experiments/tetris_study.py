@@ -112,7 +112,7 @@ def tasks_ended(
         numbers={"cpus": of_task[:, 1] * cores, "memory_bytes": of_task[:, 2] * memory_bytes},
     )
     servers = servers_from_flags(
-        nodes=nodes, gpus_per_node=gpus, cores_per_node=cores, memory_per_node=str(memory_bytes)
+        nodes=nodes, gpus_per_node=gpus, cores_per_node=cores, memory_per_node=f"{memory_bytes}B"
     )
     found = simulate(jobs, servers, policy, ReplayOptions(costs=FREE)).outcomes
     # In order of submission: by arrival, and within a job by the task's number.

@@ -17,45 +17,58 @@ _MOST_CHARACTERS = 100
 _S_BY_UNIT = {"d": 86_400, "h": 3_600, "m": 60, "s": 1, "ms": 0.001}
 _DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|d|h|m|s)")
 _CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d{2})(?::(\d{2}))?")
+_DAYS_HOURS = re.compile(r"(\d+)-(\d+)")
+_BARE = re.compile(r"\d+(\.\d+)?")
 
 
 def parse_memory(text: object) -> int:
-    """Bytes of "512M", "16G", "16GiB" (powers of 1024), "16GB" (powers of 1000) or a number. Raises ValueError."""
-    match = _MEMORY.fullmatch(str(text).strip())
+    """Return the bytes of "512M", "16G", "16GiB" (powers of 1024), "16GB" (powers of 1000) or "100B"; 0 needs no unit.
+
+    Raises ValueError; also for a number without a unit, which would be MiB in Slurm.
+    """
+    plain = str(text).strip()
+    match = _MEMORY.fullmatch(plain)
     if match is None:
         raise ValueError(f"{text!r} is not an amount of memory: write for example 512M or 16G")
     number, prefix, suffix = float(match[1]), match[2].upper(), match[3].upper()
     factor = _DECIMAL_BYTES[f"{prefix}B"] if prefix and suffix == "B" else _BYTES[prefix]
     if number * factor > _MAX_BYTES:
         raise ValueError(f"{text!r} is more memory than there is: at most 1024T")
+    if number and not (prefix or suffix):
+        raise ValueError(f"{text!r} has no unit: write {plain}M (MiB, as in Slurm), {plain}G or {plain}B (bytes)")
     return round(number * factor)
 
 
 def parse_duration(text: object) -> float:
-    """Seconds of "2h30m", "90s", "1d", "1-12:00:00", "12:30:00", or a plain number of seconds. Raises ValueError."""
-    seconds = -1.0 if isinstance(text, bool) or not isinstance(text, (str, int, float)) else _parsed_s(text)
+    """Return the seconds of "2h30m", "90s" or "1d", or as in Slurm "12:30:00", "1-12:00:00"; 0 needs no unit.
+
+    Raises ValueError; also for a number without a unit, which would be minutes in Slurm.
+    """
+    is_other = isinstance(text, bool) or not isinstance(text, (str, int, float))
+    plain = "" if is_other else str(text).strip().lower()
+    is_bare = _BARE.fullmatch(plain) is not None
+    seconds = float(plain) if is_bare and len(plain) <= _MOST_CHARACTERS else _parsed_s(plain)
     # Not a comparison the other way round: NaN is refused too.
     if not 0 <= seconds <= _MAX_S:
         raise ValueError(f"{text!r} is not a duration: write for example 90s, 2h30m or 1d, at most a century")
+    if is_bare and seconds:
+        raise ValueError(f"{text!r} has no unit: write {plain}s, {plain}m or {plain}h")
     return seconds
 
 
-def _parsed_s(text: str | int | float) -> float:
-    """Return a duration in seconds; negative for text that is none."""
-    if not isinstance(text, str):
-        return float(min(text, 2 * _MAX_S))
-    plain = text.strip().lower()
+def _parsed_s(plain: str) -> float:
+    """Return a duration with units or colons in seconds; negative for text that is none."""
     # A search for parts in digits without end takes the square of their number.
     if len(plain) > _MOST_CHARACTERS:
         return -1.0
-    if re.fullmatch(r"\d+(\.\d+)?", plain):
-        return float(plain)
     if clock := _CLOCK.fullmatch(plain):
         days, first, second, third = (int(part) if part else 0 for part in clock.groups())
         # As in Slurm: two fields are minutes:seconds, after days hours:minutes.
         if clock[4] is not None or clock[1] is not None:
             return days * 86_400 + first * 3_600 + second * 60 + third
         return first * 60 + second
+    if found := _DAYS_HOURS.fullmatch(plain):
+        return int(found[1]) * 86_400 + int(found[2]) * 3_600
     parts = _DURATION_PART.findall(plain)
     if not parts or re.sub(r"\s", "", _DURATION_PART.sub("", plain)):
         return -1.0
@@ -74,11 +87,11 @@ def parse_cores(text: object) -> int:
 
 
 def format_memory(count: int) -> str:
-    """ "16G", "1.5G", "512M"."""
+    """ "16G", "1.5G", "512M", "100B"."""
     for prefix in ("T", "G", "M", "K"):
         if count >= _BYTES[prefix]:
             return f"{count / _BYTES[prefix]:.1f}".removesuffix(".0") + prefix
-    return str(count)
+    return f"{count}B" if count else "0"
 
 
 def format_duration(seconds: float) -> str:

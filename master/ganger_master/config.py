@@ -128,13 +128,8 @@ class Config:
 
 
 def parse_duration(text: str) -> float | None:
-    """Return the seconds of `90`, `10m` or `1h30m`; None for `never`. Raises ValueError for any other text."""
-    if text == "never":
-        return None
-    try:
-        return parse_finite_duration(text)
-    except ValueError:
-        raise ValueError(f"{text!r} is no duration: write for example 30s, 10m, 2h or 1d") from None
+    """Return the seconds of `90s`, `10m` or `1h30m`; None for `never`. Raises ValueError for any other text."""
+    return None if text == "never" else parse_finite_duration(text)
 
 
 def load(
@@ -244,6 +239,14 @@ def _count_of(name: str, value: object) -> int:
     return int(str(value))
 
 
+def _bytes_of(name: str, value: object) -> int:
+    """Return a size. The unit of a bare number is in the name of the setting."""
+    try:
+        return parse_memory(f"{value}B" if re.fullmatch(r"[0-9]+", str(value)) else value)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
 def _log_level_of(name: str, value: object) -> object:
     if value not in ("debug", "info", "warning", "error"):
         raise ValueError(f"{name} {value!r}: one of debug, info, warning, error")
@@ -313,7 +316,7 @@ _NAMES: Final = frozenset(one.name for one in fields(Config))
 _PARSERS: Final[Mapping[str, Callable[[str, object], object]]] = {
     **dict.fromkeys(("state_dir", "storage", "tls", "authority"), _path_of),
     **dict.fromkeys(_COUNTS, _count_of),
-    **dict.fromkeys(("residue_bytes", "spec_bytes_per_user"), lambda name, value: parse_memory(value)),
+    **dict.fromkeys(("residue_bytes", "spec_bytes_per_user"), _bytes_of),
     **dict.fromkeys(("scheduler_host", "planner", "restored"), _boolean_of),
     "plan_every_s": _plan_interval_of,
     "quantum_s": _quantum_of,

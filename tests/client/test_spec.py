@@ -502,6 +502,28 @@ def test_a_variable_that_no_program_can_be_started_with_is_named() -> None:
 
 
 @pytest.mark.parametrize(
+    ("description", "field", "instead"),
+    [
+        ({"time": "10"}, "time", "10s, 10m or 10h"),
+        ({"time": 3600}, "time", "3600s, 3600m or 3600h"),
+        ({"signal": "TERM", "grace": 30}, "grace", "30s, 30m or 30h"),
+        ({"locality": "node", "tolerance": "rack", "patience": "5"}, "patience", "5s, 5m or 5h"),
+        ({"checkpoint_every": 600}, "checkpoint_every", "600s, 600m or 600h"),
+        ({"deadline": "6"}, "deadline", "write for example 2026-12-24T18:00 or 6h"),
+        ({"memory": 2000}, "memory", "2000M (MiB, as in Slurm), 2000G or 2000B (bytes)"),
+        ({"gpu_memory": "80"}, "gpu_memory", "80M (MiB, as in Slurm), 80G or 80B (bytes)"),
+        ({"roles": [{"gpus": 1, "memory": "16"}]}, "roles[0].memory", "16M (MiB, as in Slurm), 16G or 16B (bytes)"),
+    ],
+)
+def test_an_amount_without_a_unit_is_refused_with_what_to_write(
+    description: dict[str, Any], field: str, instead: str
+) -> None:
+    told = wrong(command="true", **description)
+    assert list(told) == [field]
+    assert told[field].endswith(instead)
+
+
+@pytest.mark.parametrize(
     ("description", "signal", "grace_s"),
     [
         ({"signal": "TERM"}, "TERM", 60),

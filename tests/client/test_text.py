@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("16G", 16 << 30), ("512m", 512 << 20), ("1.5GiB", 3 << 29), ("2GB", 2 * 10**9), ("100", 100), (7, 7)],
+    [("16G", 16 << 30), ("512m", 512 << 20), ("1.5GiB", 3 << 29), ("2GB", 2 * 10**9), ("100B", 100), ("0", 0), (0, 0)],
 )
 def test_memory_is_read(text: str | int, count: int) -> None:
     assert parse_memory(text) == count
@@ -28,11 +28,12 @@ def test_memory_is_read(text: str | int, count: int) -> None:
         ("90s", 90),
         ("1d 2h", 93_600),
         ("500ms", 0.5),
-        ("90", 90),
+        ("0", 0),
+        (0, 0),
         ("1-12:00:00", 129_600),
         ("12:30:00", 45_000),
         ("12:30", 750),
-        (5, 5),
+        ("1-06", 108_000),
         ("1-02:03", 93_780),
     ],
 )
@@ -44,6 +45,20 @@ def test_durations_are_read(text: str | int, seconds: float) -> None:
 def test_what_is_no_duration_is_refused(text: object) -> None:
     with pytest.raises(ValueError, match="duration"):
         parse_duration(text)
+
+
+@pytest.mark.parametrize(("text", "units"), [("10", "10s, 10m or 10h"), (1.5, "1.5s, 1.5m or 1.5h")])
+def test_a_duration_without_a_unit_is_refused_with_what_to_write(text: object, units: str) -> None:
+    with pytest.raises(ValueError, match="has no unit") as refused:
+        parse_duration(text)
+    assert str(refused.value) == f"{text!r} has no unit: write {units}"
+
+
+@pytest.mark.parametrize("text", ["2000", 2000])
+def test_an_amount_of_memory_without_a_unit_is_refused_with_what_to_write(text: object) -> None:
+    with pytest.raises(ValueError, match="has no unit") as refused:
+        parse_memory(text)
+    assert str(refused.value) == f"{text!r} has no unit: write 2000M (MiB, as in Slurm), 2000G or 2000B (bytes)"
 
 
 @pytest.mark.parametrize("text", ["", "G", "-1G", "3Q", "1e9", "16 GG"])

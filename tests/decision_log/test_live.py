@@ -45,11 +45,11 @@ def test_a_real_master_recorded_over_real_submissions_replays_identically(tmp_pa
             large = shell.json("submit", "--env", "TOKEN=hunter2", "--gpus", "8", "--", "true")["name"]
             small = shell.json("submit", "--gpus", "1", "--", "true")["name"]
             eventually(lambda: "GPUS" in shell("why", large), what="the large one waits", story=cluster.story)
-            shell("wait", small, "--timeout", "60")
+            shell("wait", small, "--timeout", "60s")
             array = shell.submit("--gpus", "8", "--array", "0-2%1", "--", "true")
             shell("update", large, array, "--priority", "5", "--memory", "1M")
             shell("cancel", first)
-            shell("wait", large, array, "--timeout", "60")
+            shell("wait", large, array, "--timeout", "60s")
             recording.send_signal(signal.SIGINT)
             _, said = recording.communicate(timeout=30)
         assert recording.returncode == 130

@@ -27,7 +27,7 @@ def test_flag_beats_environment_beats_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("90", 90.0), ("250ms", 0.25), ("10m", 600.0), ("1.5h", 5400.0), ("1d", 86400.0)]
+    ("text", "seconds"), [("90s", 90.0), ("0", 0.0), ("250ms", 0.25), ("10m", 600.0), ("1.5h", 5400.0), ("1d", 86400.0)]
 )
 def test_durations_are_read_with_their_units(text: str, seconds: float) -> None:
     assert parse_duration(text) == seconds
@@ -46,7 +46,7 @@ def test_without_a_policy_the_whole_system_schedules() -> None:
 def test_a_policy_that_there_is_not_is_told_with_the_other_mistakes() -> None:
     with pytest.raises(ConfigError) as wrong:
         load({}, {}, 'policy = "x"\nlost_after = "soon"\nno_such = 1\nquotas = {ann = "many"}')
-    for told in ("there is no policy 'x'", "'soon' is no duration", "no_such", "quotas"):
+    for told in ("there is no policy 'x'", "'soon' is not a duration", "no_such", "quotas"):
         assert told in str(wrong.value)
 
 
@@ -60,7 +60,7 @@ def test_all_mistakes_are_reported_together() -> None:
     text = str(refused.value)
     for word in (
         "certificates",
-        "lost_after: 'soon' is no duration",
+        "lost_after: 'soon' is not a duration",
         "log_level 'loud'",
         "'0' is not a number of jobs",
         "nonsense_key",
@@ -74,9 +74,24 @@ def test_all_mistakes_are_reported_together() -> None:
     )
     assert load({"state_dir": "/s"}, {}, "finished_jobs_limit = 7\n").finished_jobs_limit == 7
     assert load({"state_dir": "/s"}, {}, 'residue_bytes = "1.5G"\n').residue_bytes == 3 << 29
+    assert load({"state_dir": "/s"}, {}, "residue_bytes = 4096\n").residue_bytes == 4096, "its name has the unit"
     assert load({"state_dir": "/s", "plan_every": "2m", "planner": False}, {}).plan_every_s == 120.0
     with pytest.raises(ConfigError, match=r"plan_every: '500ms' is too short"):
         load({"state_dir": "/s", "plan_every": "500ms"}, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("lost_after = 600", "lost_after: '600' has no unit: write 600s, 600m or 600h"),
+        ('quantum = "60"', "quantum: '60' has no unit: write 60s, 60m or 60h"),
+        ('residue_bytes = "much"', "residue_bytes: 'much' is not an amount of memory: write for example 512M or 16G"),
+    ],
+)
+def test_a_mistaken_amount_is_named_with_its_setting(text: str, wrong: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load({"state_dir": "/s"}, {}, text)
+    assert refused.value.problems == (wrong,)
 
 
 @pytest.mark.parametrize(

@@ -190,5 +190,5 @@ def test_how_long_is_said_as_other_durations_are() -> None:
     assert (config.logs_kept_s, config.checkpoints_kept_s) == (7 * DAY, None)
     default = load({"state_dir": "/s"}, {})
     assert (default.logs_kept_s, default.checkpoints_kept_s) == (30 * DAY, 30 * DAY)
-    with pytest.raises(ConfigError, match="logs_kept: 'long' is no duration"):
+    with pytest.raises(ConfigError, match="logs_kept: 'long' is not a duration"):
         load({"state_dir": "/s"}, {"GANGER_MASTER_LOGS_KEPT": "long"})

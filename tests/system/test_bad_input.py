@@ -70,7 +70,7 @@ def address(cluster: Cluster) -> str:
 def ended(shell: Shell, *submission: str) -> tuple[str, dict[str, object]]:
     """Submits, waits for the end, and returns the job's number and last state."""
     job = shell.submit(*submission)
-    assert shell.try_("wait", job, "--timeout", "60").code in (0, 1)
+    assert shell.try_("wait", job, "--timeout", "60s").code in (0, 1)
     return job, shell.json("show", job)
 
 
@@ -207,7 +207,7 @@ def test_a_directory_that_is_gone_on_the_node_fails_its_job_by_name(shell: Shell
     job = shell.submit("--gpus", "8", "--directory", str(gone), "--", "true")
     gone.rmdir()
     shell("cancel", filler)
-    assert shell.try_("wait", job, "--timeout", "60").code == 1
+    assert shell.try_("wait", job, "--timeout", "60s").code == 1
     assert f"working directory {gone} does not exist on this node" in shell("show", job)
 
 
@@ -314,7 +314,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_and_said(cluster
     # with no good one left it must not start anew, and the files stay for a repair
     damage(older)
     os.kill(run.lines(0)[-1].pid, 9)
-    assert shell.try_("wait", run.id, "--timeout", "60").code == 1
+    assert shell.try_("wait", run.id, "--timeout", "60s").code == 1
     shown = shell("show", run.id)
     assert "NO_CHECKPOINT" in shown
     assert str(older.parent) in shown
@@ -363,13 +363,13 @@ def test_a_node_whose_disk_is_full_fails_no_job_that_can_run_elsewhere(tmp_path:
             # The second has its first place on either node, as the first may still lie on the other.
             numbers = [shell.submit("--gpus", "4", "--", "true") for _ in range(4)]
             for number in numbers:
-                done = shell.try_("wait", number, "--timeout", "60")
+                done = shell.try_("wait", number, "--timeout", "60s")
                 assert done.code == 0, shell("events") + shell("why", number) + shell("nodes")
             (bad,) = [node for node in shell.json("nodes")["nodes"] if node["name"] == "nodes/n0"]
             assert bad["launch_failures"] > 0
             assert "no space left on device" in shell("nodes")
             filler.unlink()
-            assert shell.try_("wait", shell.submit("--gpus", "8", "--", "true"), "--timeout", "60").code == 0
+            assert shell.try_("wait", shell.submit("--gpus", "8", "--", "true"), "--timeout", "60s").code == 0
         assert "failed" not in shell("nodes")
 
 

@@ -118,7 +118,7 @@ def test_a_machine_becomes_a_node_is_repaired_beside_its_jobs_and_is_removed(ope
     assert (refused.returncode, f"`ganger drain {HOST}` moves them off" in refused.stderr) == (4, True), refused
 
     # The daemon that runs there does not pass for one that does not start.
-    failed = operator.add("--flag=--virtual-gpus=900", "--timeout", "3")
+    failed = operator.add("--flag=--virtual-gpus=900", "--timeout", "3s")
     assert (failed.returncode, "is not ready after 3 s" in failed.stderr) == (4, True), failed
     assert operator.add().returncode == 0
 
@@ -148,7 +148,7 @@ def test_a_machine_becomes_a_node_is_repaired_beside_its_jobs_and_is_removed(ope
 def test_what_keeps_a_machine_from_becoming_a_node_is_said(operator: Operator) -> None:
     for more, said in (
         (("--python", "/nowhere/python"), "/nowhere/python has no Ganger"),
-        (("--flag=--virtual-gpus=900", "--timeout", "3"), "after 3 s: the master has not heard of it; its log ends: "),
+        (("--flag=--virtual-gpus=900", "--timeout", "3s"), "after 3 s: the master has not heard of it; its log ends: "),
         (("--port", "1"), "cannot connect by ssh"),
         (("--authority", "/nowhere"), "there is no authority in /nowhere"),
     ):

@@ -120,7 +120,7 @@ def test_retuned_to_other_cores_a_job_goes_on_with_them(shell: Shell, tmp_path: 
     shell("retune", job, "--cores", "2")
     until(shell, job, lambda now: sum(now["gang"]["claims"][0]["millicores"]) == 2000, "has two cores")  # type: ignore[index]
     stop.touch()
-    shell("wait", job, "--timeout", "60")
+    shell("wait", job, "--timeout", "60s")
 
 
 @pytest.mark.torch
@@ -132,7 +132,7 @@ def test_no_line_of_a_log_is_lost_or_doubled_by_a_suspend_and_a_move(shell: Shel
         shell(*order)
     until(shell, job, runs, "runs")
     stop.touch()
-    shell("wait", job, "--timeout", "60")
+    shell("wait", job, "--timeout", "60s")
     numbers = [int(number) for number in re.findall(r"line (\d+)\n", shell("logs", job))]
     assert numbers == list(range(1, len(numbers) + 1)), [pair for pair in pairwise(numbers) if pair[1] != pair[0] + 1]
     assert shell("logs", job, "--offset=-7") == shell("logs", job)[-7:]
@@ -183,7 +183,7 @@ def test_why_names_the_job_that_fills_the_cluster_and_its_end_starts_the_pending
     assert "start unknown" in said or "may start in" in said
     assert "GPUS" in shell("queue")
     shell("cancel", filler)
-    shell("wait", job, "--timeout", "60")
+    shell("wait", job, "--timeout", "60s")
 
 
 def test_the_higher_priority_goes_first(shell: Shell) -> None:
@@ -192,7 +192,7 @@ def test_the_higher_priority_goes_first(shell: Shell) -> None:
     low, high = (shell.submit("--gpus", "8", "--priority", text, "--", "true") for text in ("-5", "5"))
     assert [shell.json("show", job)["queue_rank"] for job in (high, low)] == [1, 2]
     shell("cancel", filler)
-    shell("wait", low, high, "--timeout", "60")
+    shell("wait", low, high, "--timeout", "60s")
     ends = [shell.json("show", job)["end_time"] for job in (high, low)]
     assert ends == sorted(ends)
 
@@ -208,7 +208,7 @@ def test_twenty_quick_jobs_all_succeed(shell: Shell) -> None:
 
 def test_a_job_past_its_time_limit_is_ended_and_says_so(shell: Shell) -> None:
     job = shell.submit("--time", "1s", "--", "sleep", "600")
-    assert shell.try_("wait", job, "--timeout", "60").code == 1
+    assert shell.try_("wait", job, "--timeout", "60s").code == 1
     assert "TIME_LIMIT" in shell("show", job)
 
 
@@ -223,7 +223,7 @@ def test_so_is_one_that_hangs_before_its_first_step(shell: Shell, tmp_path: Path
         "time.sleep(600)\n"
     )
     job = shell.submit("--time", "1s", "--gpus", "1", "--", sys.executable, str(script))
-    assert shell.try_("wait", job, "--timeout", "60").code == 1
+    assert shell.try_("wait", job, "--timeout", "60s").code == 1
     assert "did not come to a step within its time limit" in shell("show", job)
 
 
@@ -236,18 +236,18 @@ def test_a_pending_a_running_and_a_suspended_job_can_be_cancelled(shell: Shell) 
     pending = sleeping(shell, 8)
     shell("cancel", pending, suspended, running)
     for job in (pending, suspended, running):
-        assert shell.try_("wait", job, "--timeout", "60").code == 1
+        assert shell.try_("wait", job, "--timeout", "60s").code == 1
         assert shell.json("show", job)["state"] == "CANCELLED"
 
 
 def test_cancel_goes_on_after_one_that_has_ended(shell: Shell) -> None:
     ended = shell.submit("--", "true")
-    shell("wait", ended, "--timeout", "60")
+    shell("wait", ended, "--timeout", "60s")
     running = sleeping(shell, 1)
     done = shell.try_("cancel", ended, running)
     assert done.code == 4
     assert f"jobs/{ended} is SUCCEEDED" in done.err
-    assert shell.try_("wait", running, "--timeout", "60").code == 1
+    assert shell.try_("wait", running, "--timeout", "60s").code == 1
 
 
 @pytest.mark.parametrize(("command", "code"), [("exit 0", 0), ("exit 7", 1), ("kill -9 $$", 1)])
@@ -275,7 +275,7 @@ def test_drain_moves_jobs_off_and_uncordon_takes_new_ones(shell: Shell, tmp_path
     )
     assert "a new fan" in shell("nodes")
     stop.touch()
-    shell("wait", job, "--timeout", "60")
+    shell("wait", job, "--timeout", "60s")
     waits = sleeping(shell, 8)
     until(shell, waits, lambda now: bool(now["blockers"]), "waits")
     assert "NODE_UNAVAILABLE" in shell("why", waits)

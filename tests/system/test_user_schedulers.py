@@ -57,7 +57,7 @@ def processes(name: str) -> list[int]:
 
 
 def succeeds(cluster: Cluster, job: str) -> None:
-    done = cluster.run("wait", job, "--timeout", "60", ok=False)
+    done = cluster.run("wait", job, "--timeout", "60s", ok=False)
     assert done.returncode == 0, f"{done.stderr}\n{cluster.run('history', job).stdout}\n{cluster.story()}"
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from ganger.cli.administration import revoke_certificates
-from ganger.cli.options import confirm, open_client, yes_option
+from ganger.cli.options import confirm, open_client, timeout_s, yes_option
 from ganger.console import CommandError, Directory, Within
 from ganger.text import os_failure
 from ganger.wire.tls import AUTHORITY
@@ -78,7 +78,7 @@ def cluster() -> None:
 @click.option("--storage", type=_PATH, help="Where the nodes see the cluster's storage.")
 @click.option("--wheel", type=click.Path(path_type=Path, exists=True), help="Install this, not from the package index.")
 @click.option("--days", type=Within(min=0.0001, max=3650.0), default=365.0, help="How long a certificate lasts.")
-@click.option("--timeout", "timeout_s", type=Within(min=1.0), default=60.0, help="Seconds for a daemon to be ready.")
+@click.option("--timeout", metavar="TIME", default="60s", help="How long a daemon may take to be ready [60s].")
 @click.option("--flag", "flags", multiple=True, help="Another option of `ganger daemon`, such as --flag=--rack=R1.")
 @_remote_options
 def add(
@@ -88,7 +88,7 @@ def add(
     storage: str | None,
     wheel: Path | None,
     days: float,
-    timeout_s: float,
+    timeout: str,
     flags: tuple[str, ...],
     port: int | None,
     key: Path | None,
@@ -102,7 +102,7 @@ def add(
     from ganger import __version__
     from ganger.remote_node import connected
 
-    places, nodes = _places(where), _node_names(hosts)
+    places, nodes, limit_s = _places(where), _node_names(hosts), timeout_s(timeout)
     with open_client() as client:
         address = _address_for_nodes(client, master_address, hosts)
 
@@ -122,7 +122,7 @@ def add(
                     await machine.write_certificate(Path(directory) / "tls")
                 before = await asyncio.to_thread(_last_session, client, node)
                 say(await machine.start([*own, "--master", address, "--listen", host, *seen, *flags]))
-                say(await _ready(client, machine, node, before, timeout_s))
+                say(await _ready(client, machine, node, before, limit_s))
 
         _for_each(hosts, one)
 
@@ -275,14 +275,14 @@ def _last_session(client: Client, node: str) -> float:
     return float(found.last_seen_time.ToMicroseconds()) / 1e6
 
 
-async def _ready(client: Client, machine: RemoteNode, node: str, before: float, timeout_s: float) -> str:
+async def _ready(client: Client, machine: RemoteNode, node: str, before: float, limit_s: float) -> str:
     """Wait for the first heartbeat. Raises RemoteNodeError with the end of the daemon's log."""
     from ganger.remote_node import RemoteNodeError
     from ganger.v1.node_pb2 import Node
     from ganger.wire.errors import NodeNotFound
 
     began, why = time.monotonic(), "the master has not heard of it"
-    while time.monotonic() - began < timeout_s:
+    while time.monotonic() - began < limit_s:
         try:
             found = await asyncio.to_thread(client.get_node, node)
         except NodeNotFound:
@@ -294,7 +294,7 @@ async def _ready(client: Client, machine: RemoteNode, node: str, before: float, 
             why = found.state_reason or why
         await asyncio.sleep(_LOOK_S)
     said = await machine.log_end()
-    raise RemoteNodeError(f"{machine.host}: the daemon is not ready after {timeout_s:g} s: {why}; its log ends: {said}")
+    raise RemoteNodeError(f"{machine.host}: the daemon is not ready after {limit_s:g} s: {why}; its log ends: {said}")
 
 
 def _for_each(hosts: Sequence[str], one: Callable[[str, Callable[[str], None]], Coroutine[Any, Any, None]]) -> None:

@@ -86,7 +86,9 @@ class RecentChanges:
 
 
 @click.command()
-@click.option("--interval", "-d", type=Within(0.1, 3_600), default=1.0, show_default=True, help="Seconds.")
+@click.option(
+    "--interval", "-d", type=Within(0.1, 3_600), metavar="SECONDS", default=1.0, help="Time between looks [1]."
+)
 @click.option("--once", is_flag=True, help="Print once and end; so too where nothing can be drawn.")
 @json_option
 def top(interval: float, once: bool, as_json: bool) -> None:

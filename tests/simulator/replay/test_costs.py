@@ -24,7 +24,7 @@ def test_a_suspended_job_trains_no_more_while_its_state_is_saved() -> None:
 def test_with_time_slices_no_job_trains_on_the_way_to_host_memory_and_back() -> None:
     costs = SwitchCosts(start_s=0.0, offload_s=3.0, restore_s=2.0)
     jobs = workload(["a", "b"], [0.0, 0.0], [1, 1], [2000.0, 2000.0], numbers={"memory_bytes": [4 << 30] * 2})
-    one_gpu = servers_from_flags(nodes=1, gpus_per_node=1, gpu_memory=16 << 30)
+    one_gpu = servers_from_flags(nodes=1, gpus_per_node=1, gpu_memory="16G")
     found = simulate(jobs, one_gpu, "gandiva", ReplayOptions(costs=costs)).outcomes
     assert found.service_s - found.overhead_s == pytest.approx([2000.0, 2000.0])
     # One device: all of its time is a step or a switch of one job.

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulator.replay.test_promises import ROWS, Watched
 
-FOUR_BY_FOUR = servers_from_flags(nodes=4, gpus_per_node=4, gpu_memory=16 << 30)
+FOUR_BY_FOUR = servers_from_flags(nodes=4, gpus_per_node=4, gpu_memory="16G")
 COSTS = SwitchCosts(start_s=2.0, suspend_s=3.0, resume_s=4.0, offload_s=0.5, restore_s=0.5, move_s=1.5)
 OPTIONS = ReplayOptions(costs=COSTS, plan_every_s=300.0)
 LONG_S = 10_000.0
