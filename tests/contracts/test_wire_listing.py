@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
-from guards.wire_listing import breaks, gaps_in, present_listing, problems, read_listing, text_of, unrecorded
+from guards.wire_listing import (
+    PROTOS,
+    breaks,
+    gaps_in,
+    generated_modules,
+    present_listing,
+    problems,
+    read_listing,
+    text_of,
+    unrecorded,
+)
 
 JOB = """message ganger.v1.Job
   1 name string
@@ -38,6 +51,24 @@ def test_the_messages_of_this_checkout_break_no_recorded_version_and_leave_no_ga
 
 def test_a_listing_that_is_read_back_is_the_same() -> None:
     assert read_listing(text_of(present_listing())) == present_listing()
+
+
+def test_a_new_file_of_messages_is_listed_without_being_named(tmp_path: Path) -> None:
+    for name in ("ganger/v1/job.proto", "ganger/v1/new.proto", "ganger/other/v2/more.proto", "ganger/v1/notes.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    modules = ["ganger.other.v2.more_pb2", "ganger.v1.job_pb2", "ganger.v1.new_pb2"]
+    assert generated_modules(tmp_path) == modules
+
+
+def test_every_message_enum_and_method_of_the_protos_is_listed() -> None:
+    listing = present_listing()
+    listed = {name.rpartition(".")[2] for name in listing.types}
+    listed |= {path.rpartition("/")[2] for path in listing.methods}
+    for file in PROTOS.rglob("*.proto"):
+        declared = set(re.findall(r"^\s*(?:message|enum|rpc) (\w+)", file.read_text(), re.MULTILINE))
+        assert declared, f"{file} declares nothing"
+        assert declared <= listed, f"{file.name}: {declared - listed}"
 
 
 def test_a_new_field_method_or_value_breaks_nothing() -> None:

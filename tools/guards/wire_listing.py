@@ -8,6 +8,7 @@ one version it keeps its name, too. Exit code 1 if something breaks a version or
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -15,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from ganger.agent.v1 import agent_pb2, peer_pb2
-from ganger.v1 import array_pb2, job_pb2, job_service_pb2, node_pb2, resources_pb2, scheduling_pb2
 from ganger.wire.channels import NEWEST_VERSION
 from google.protobuf.descriptor_pb2 import (
     DescriptorProto,
@@ -28,7 +27,7 @@ from google.protobuf.descriptor_pb2 import (
 from guards.source_files import REPOSITORY
 
 LISTINGS = REPOSITORY / "tests" / "contracts" / "wire"
-MODULES = (array_pb2, job_pb2, job_service_pb2, node_pb2, resources_pb2, scheduling_pb2, agent_pb2, peer_pb2)
+PROTOS = REPOSITORY / "protos"
 
 
 class WireField(NamedTuple):
@@ -69,12 +68,18 @@ class WireListing:
 # -- the generated code
 
 
+def generated_modules(protos: Path = PROTOS) -> list[str]:
+    """Return the names of the modules that are generated from the files of a directory of protos."""
+    files = (file.relative_to(protos) for file in sorted(protos.rglob("*.proto")))
+    return [".".join((*file.parent.parts, f"{file.stem}_pb2")) for file in files]
+
+
 def present_listing() -> WireListing:
     """Return the listing of the generated code."""
     listing = WireListing()
-    for module in MODULES:
+    for name in generated_modules():
         file = FileDescriptorProto()
-        module.DESCRIPTOR.CopyToProto(file)
+        importlib.import_module(name).DESCRIPTOR.CopyToProto(file)
         for message in file.message_type:
             _add_message(listing, file.package, message)
         for enum in file.enum_type:
