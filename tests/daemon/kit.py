@@ -78,6 +78,8 @@ class FakeMaster(agent_pb2_grpc.AgentServiceServicer):
         self.lost_after: float | None = None
         self.logs_kept: float | None = None
         self.revocation_list = b""
+        # As a master of Ganger 0.1, which states none.
+        self.wire_versions: agent_pb2.WireVersions | None = None
         # Of the next heartbeat.
         self.refusal: Exception | None = None
 
@@ -94,6 +96,8 @@ class FakeMaster(agent_pb2_grpc.AgentServiceServicer):
         answer = agent_pb2.Session(session=book.session, storage=str(self.storage), storage_token=self.storage_token)
         if self.lost_after is not None:
             answer.lost_after.FromMilliseconds(int(self.lost_after * 1000))
+        if self.wire_versions is not None:
+            answer.wire_versions.CopyFrom(self.wire_versions)
         if self.logs_kept is not None:
             answer.log_retention.FromMilliseconds(int(self.logs_kept * 1000))
         return answer

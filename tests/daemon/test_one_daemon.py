@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import uuid
 
 import pytest
 from daemon.kit import Cluster, Intents, Observed, in_phase, log_of, run, with_changes
+from ganger.agent.v1 import agent_pb2
 from ganger.v1 import job_pb2
+from ganger.wire.channels import NEWEST_VERSION, SUPPORTED_VERSIONS
 from rpc.kit import until
 
 pytestmark = pytest.mark.system
@@ -86,5 +90,25 @@ def test_a_job_pauses_at_a_boundary_and_goes_on() -> None:
         await made.master.want("n1", with_changes(gang, 9, intent=Intents.INTENT_STOP))
         ended = await made.master.until("n1", 1, in_phase(Observed.PHASE_ENDED))
         assert ended.outcome.kind == 5, ended.outcome
+
+    run(story)
+
+
+def test_a_daemon_refuses_a_master_without_a_common_version_and_sends_it_no_state(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    newer = NEWEST_VERSION + 1
+    sentence = (
+        f"the daemon speaks versions {SUPPORTED_VERSIONS} of the wire, the master {newer}-{newer}: upgrade the daemon"
+    )
+
+    async def story(made: Cluster) -> None:
+        made.master.wire_versions = agent_pb2.WireVersions(oldest=newer, newest=newer)
+        starting = asyncio.create_task(made.daemon("n1"))
+        await until(lambda: sentence in [getattr(record, "error", "") for record in caplog.records])
+        assert made.master.book("n1").reports == 0
+        starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await starting
 
     run(story)

@@ -13,7 +13,6 @@ from ganger.agent.v1 import agent_pb2
 from ganger.v1 import node_pb2, resources_pb2, scheduling_pb2
 from ganger.wire.channels import NEWEST_VERSION, SUPPORTED_VERSIONS, TOKEN_KEY, VERSIONS_KEY
 from ganger.wire.errors import WireVersionUnsupported, from_rpc_error
-from ganger_daemon.node.session import session_version
 from kit.recorded_wire import RecordedWire
 from rpc.kit import Served, serving
 
@@ -118,10 +117,3 @@ def test_a_daemon_without_a_common_version_is_refused_and_operators_see_why(tmp_
             assert node.refusal == ""
 
     asyncio.run(story())
-
-
-def test_a_daemon_refuses_a_master_that_is_too_old_to_refuse_it() -> None:
-    assert session_version(agent_pb2.Session()) == 1
-    newer = agent_pb2.WireVersions(oldest=NEWEST_VERSION + 1, newest=NEWEST_VERSION + 2)
-    with pytest.raises(WireVersionUnsupported, match="upgrade the daemon"):
-        session_version(agent_pb2.Session(wire_versions=newer))

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from ganger.agent.v1 import agent_pb2
 from ganger.v1 import node_pb2
 from ganger.wire.channels import (
     SUPPORTED_VERSIONS,
@@ -17,6 +18,7 @@ from ganger.wire.channels import (
     common_version,
     open_aio_channel,
     read_versions,
+    stated_versions,
 )
 from ganger.wire.endpoints import Endpoint
 from ganger.wire.errors import RequestInvalid, WireVersionUnsupported, from_rpc_error
@@ -54,6 +56,12 @@ def test_a_range_is_read_as_it_is_written() -> None:
 
 def test_this_program_speaks_the_version_of_peers_that_state_none() -> None:
     assert common_version(UNSTATED_VERSIONS) == UNSTATED_VERSIONS.newest
+
+
+@pytest.mark.parametrize("message", [agent_pb2.CreateSessionRequest, agent_pb2.Session])
+def test_daemons_and_masters_state_their_versions_in_a_session_and_those_of_0_1_state_none(message: Any) -> None:
+    assert stated_versions(message()) == UNSTATED_VERSIONS
+    assert stated_versions(message(wire_versions=agent_pb2.WireVersions(oldest=3, newest=5))) == WireVersions(3, 5)
 
 
 async def get(request: node_pb2.GetNodeRequest, context: Any) -> node_pb2.Node:

@@ -25,6 +25,7 @@ from ganger.wire.errors import RequestInvalid, WireVersionUnsupported
 from ganger.wire.methods import CallerRole, deadline_s, retry_service_config, served_name
 
 if TYPE_CHECKING:
+    from ganger.agent.v1 import agent_pb2
     from ganger.wire.tls import Renewed
 
 # Raised with the first change of a message after a release; `make wire` records the messages of each version.
@@ -56,6 +57,13 @@ def read_versions(text: str) -> WireVersions:
     if versions is None or not 1 <= versions.oldest <= versions.newest:
         raise RequestInvalid(f"{VERSIONS_KEY} is {text[:40]!r}: state the range of versions as OLDEST-NEWEST")
     return versions
+
+
+def stated_versions(message: agent_pb2.CreateSessionRequest | agent_pb2.Session) -> WireVersions:
+    """Return the range that a daemon or its master states in CreateSession."""
+    if not message.HasField("wire_versions"):
+        return UNSTATED_VERSIONS
+    return WireVersions(message.wire_versions.oldest, message.wire_versions.newest)
 
 
 def common_version(

@@ -22,10 +22,9 @@ from ganger.v1 import job_pb2
 from ganger.wire.channels import (
     PART_BYTES,
     SUPPORTED_VERSIONS,
-    UNSTATED_VERSIONS,
-    WireVersions,
     common_version,
     open_aio_channel,
+    stated_versions,
 )
 from ganger.wire.endpoints import CredentialError, Endpoint, EndpointError
 from ganger.wire.errors import WireVersionUnsupported, from_rpc_error, reason_of
@@ -274,7 +273,7 @@ class Session:
         request.database_position.CopyFrom(self._seen.message)
         request.wire_versions.CopyFrom(agent_pb2.WireVersions(**SUPPORTED_VERSIONS._asdict()))
         answer: agent_pb2.Session = await stub.CreateSession(request, timeout=10.0)
-        version = session_version(answer)
+        version = common_version(SUPPORTED_VERSIONS, stated_versions(answer), names=("daemon", "master"))
         storage.configure(answer.storage, answer.storage_token)
         self._host.storage_configured()
         self._host.logs.storage = storage.shared
@@ -399,14 +398,6 @@ class Session:
         self._host.lease_until_ns = renewed(self._host.lease_until_ns, until, has_orders, now_ns())
         self._host.logs.storage = self._host.storage.shared
         self._gangs.wake_all()
-
-
-def session_version(answer: agent_pb2.Session) -> int:
-    """Return the session's version of the wire. Raises WireVersionUnsupported for a master that is too old."""
-    stated = UNSTATED_VERSIONS
-    if answer.HasField("wire_versions"):
-        stated = WireVersions(answer.wire_versions.oldest, answer.wire_versions.newest)
-    return common_version(SUPPORTED_VERSIONS, stated, names=("daemon", "master"))
 
 
 def _first_parts(request: agent_pb2.ReconcileRequest) -> list[agent_pb2.ReconcileRequest]:

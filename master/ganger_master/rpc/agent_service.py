@@ -13,7 +13,7 @@ from typing import Any, Final
 from ganger.agent.v1 import agent_pb2, agent_pb2_grpc
 from ganger.wire import errors, times
 from ganger.wire import resource_names as names
-from ganger.wire.channels import MAX_MESSAGE_BYTES, SUPPORTED_VERSIONS, UNSTATED_VERSIONS, WireVersions, common_version
+from ganger.wire.channels import MAX_MESSAGE_BYTES, SUPPORTED_VERSIONS, common_version, stated_versions
 from ganger.wire.methods import CallerIdentity, CallerRole
 from ganger.wire.revocation import Revocations
 from ganger.wire.servers import Callers, certificate_of
@@ -86,7 +86,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         # A daemon with a certificate causes no entry but that of its own node.
         subject = caller.name if caller.role is CallerRole.DAEMON else node
         try:
-            version = _common_version(request)
+            version = common_version(stated_versions(request), names=("daemon", "master"))
             _check_node(caller, node)
             command = agent_messages.open_session_from_wire(request)
             session = await self._open(command)
@@ -294,14 +294,6 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
 
 def _share(value: float) -> float:
     return min(1.0, max(0.0, value))
-
-
-def _common_version(request: agent_pb2.CreateSessionRequest) -> int:
-    """Return the highest version of the wire that the daemon and this master speak. Raises WireVersionUnsupported."""
-    stated = UNSTATED_VERSIONS
-    if request.HasField("wire_versions"):
-        stated = WireVersions(request.wire_versions.oldest, request.wire_versions.newest)
-    return common_version(stated, names=("daemon", "master"))
 
 
 def _check_node(caller: CallerIdentity, node: str) -> None:
