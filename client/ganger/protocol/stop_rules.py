@@ -124,6 +124,14 @@ def must_be_frozen(has_agent: bool, is_opaque: bool) -> bool:
     return is_opaque or not has_agent
 
 
+def longest_hold_s(most_s: float, lost_after_s: float | None) -> float:
+    """Return how long a heartbeat may be held, in seconds: `most_s`, and at most a quarter of the lease.
+
+    A held call must be answered well within the lease, which counts from the sending of the last answered call.
+    """
+    return most_s if lost_after_s is None else min(most_s, lost_after_s / 4)
+
+
 def lease_until(sent_at_ns: int, lost_after_s: float | None) -> int:
     """CLOCK_BOOTTIME nanoseconds for Word.LEASE_UNTIL; NEVER when nodes are never given up.
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import grpc
 from ganger.agent.v1 import agent_pb2, agent_pb2_grpc
 from ganger.injob.page import now_ns
-from ganger.protocol.stop_rules import lease_until, renewed
+from ganger.protocol.stop_rules import lease_until, longest_hold_s, renewed
 from ganger.v1 import job_pb2
 from ganger.wire.channels import (
     PART_BYTES,
@@ -345,10 +345,7 @@ class Session:
         )
 
     def _max_wait(self, conversation: Conversation) -> float:
-        """Held calls must end well within the lease, for the lease counts from the sending of an answered one."""
-        limit = HEARTBEAT_MOST_S
-        if conversation.lost_after_s is not None:
-            limit = min(limit, conversation.lost_after_s / 4)
+        limit = longest_hold_s(HEARTBEAT_MOST_S, conversation.lost_after_s)
         return max(0.05, limit * (0.8 + 0.2 * random.random()))
 
     async def _call(

@@ -13,6 +13,7 @@ from ganger.cluster.placement import choose_mode
 from ganger.cluster.refusals import Refusal
 from ganger.cluster.resources import Claim, ConfigurationSet, NodeRow
 from ganger.cluster.view import View
+from ganger.protocol.stop_rules import longest_hold_s
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -409,12 +410,8 @@ class State:
     @property
     def silent_after(self) -> float | None:
         """Silence after which a node takes no gangs, longer than that of a daemon without news; None: never."""
-        poll, margin = self.settings.poll_s, self.settings.silent_margin_s
-        lost_after = self.settings.lost_after_s
-        if margin is None:
-            return None
-        # Daemons see to it that answers come well within their lease.
-        return margin + (poll if lost_after is None else min(poll, lost_after / 4))
+        margin = self.settings.silent_margin_s
+        return None if margin is None else margin + longest_hold_s(self.settings.poll_s, self.settings.lost_after_s)
 
     @property
     def lost_after(self) -> float | None:

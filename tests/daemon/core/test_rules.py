@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 from ganger.injob.page_layout import PagePhase, Word
-from ganger.protocol.stop_rules import NEVER, RelayedPoint, expired, lease_until, merge_point, merge_points, renewed
+from ganger.protocol.stop_rules import (
+    NEVER,
+    RelayedPoint,
+    expired,
+    lease_until,
+    longest_hold_s,
+    merge_point,
+    merge_points,
+    renewed,
+)
 from ganger_daemon.checkpoints.gang_checkpoints import surplus
 from ganger_daemon.checkpoints.storage import CheckpointName, Shard, ShardCollection
 from ganger_daemon.gang import escalation
@@ -108,6 +117,11 @@ def test_an_answer_without_orders_renews_no_lease_that_has_ended(
 def test_a_lease_counts_from_the_sending_and_never_means_never() -> None:
     assert lease_until(1_000, 2.0) == 2_000_001_000
     assert lease_until(1_000, None) == 0
+
+
+@pytest.mark.parametrize(("lost_after_s", "longest"), [(None, 60.0), (600.0, 60.0), (240.0, 60.0), (40.0, 10.0)])
+def test_a_heartbeat_is_held_for_a_quarter_of_the_lease_at_most(lost_after_s: float | None, longest: float) -> None:
+    assert longest_hold_s(60.0, lost_after_s) == longest
     assert not expired(0, 10**20)
     assert expired(10, 11)
 
