@@ -80,6 +80,8 @@ class _Commands(click.Group):
             return super().make_context(*arguments, **options)
         except BrokenPipeError as error:
             raise _ClosedPipe from error
+        except click.NoSuchOption as error:
+            raise _unknown_option(error) from error
 
     def invoke(self, context: click.Context) -> Any:
         try:
@@ -90,6 +92,8 @@ class _Commands(click.Group):
             from ganger.cli.checkout import lacking
 
             raise lacking(context.invoked_subcommand or "", error) from error
+        except click.NoSuchOption as error:
+            raise _unknown_option(error) from error
 
     def list_commands(self, context: click.Context) -> list[str]:
         return [*COMMANDS, *sorted(set(_added()) - set(COMMANDS))]
@@ -119,12 +123,19 @@ class _Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = arguments[0]
         if name not in COMMANDS and not name.startswith("-") and name not in _added():
-            from difflib import get_close_matches
-
-            near = get_close_matches(name, self.list_commands(context), 1)
-            meant = f"did you mean `ganger {near[0]}`?" if near else "`ganger --help` lists them"
-            raise click.UsageError(f"there is no command {name!r}: {meant}", context)
+            raise click.UsageError(f"there is no command {name!r}: {self._instead_of(name, context)}", context)
         return super().resolve_command(context, arguments)
+
+    def _instead_of(self, name: str, context: click.Context) -> str:
+        """Return what to type in place of an unknown command."""
+        from difflib import get_close_matches
+
+        from ganger.cli import slurm
+
+        if found := slurm.COMMANDS.get(name):
+            return f"for that there is {found}"
+        near = get_close_matches(name, self.list_commands(context), 1)
+        return f"did you mean `ganger {near[0]}`?" if near else "`ganger --help` lists them"
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         # click would import every command for its help.
@@ -134,6 +145,14 @@ class _Commands(click.Group):
         ]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
+
+
+def _unknown_option(error: click.NoSuchOption) -> click.UsageError:
+    """Return the error of an option that a command has not, with what it has in its place."""
+    from ganger.cli.slurm import unknown_option
+
+    command = error.ctx.command_path.partition(" ")[2] if error.ctx is not None else ""
+    return click.UsageError(unknown_option(command, error.option_name, error.possibilities or ()), error.ctx)
 
 
 def _added() -> dict[str, str]:

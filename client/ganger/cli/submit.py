@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,7 +141,6 @@ def submit(
     Flags win over the job file. The working directory and the part of the environment a training script needs are
     captured; --env adds to it.
     """
-    from ganger.launch_command import replaced_flags
     from ganger.spec import load_job_file, make_spec
 
     description = load_job_file(file) if file else {}
@@ -165,7 +165,7 @@ def submit(
 
         description["array"], mistakes = from_flags(arrays, stop, description.get("array"))
         wrong += mistakes
-    if note := replaced_flags(description):
+    for note in _notes(description):
         print(f"note: {note}", file=sys.stderr)
     if description.get("array") is not None:
         if follow:
@@ -174,6 +174,16 @@ def submit(
 
         return _submit_array(make_array(description, None, origins, wrong), request_id, dry_run, as_json)
     return _submit_job(make_spec(description, None, origins, wrong), request_id, follow, dry_run, as_json)
+
+
+def _notes(description: dict[str, Any]) -> Iterator[str]:
+    """Yield what a submission does that its author may not expect."""
+    from ganger.launch_command import replaced_flags
+
+    if (name := str(description.get("name", ""))).isdigit():
+        yield f"--name (-n) {name} is a label; Slurm's -n is --tasks here"
+    if replaced := replaced_flags(description):
+        yield replaced
 
 
 def _submit_job(spec: JobSpec, request_id: str | None, follow: bool, dry_run: bool, as_json: bool) -> int:

@@ -1,0 +1,155 @@
+"""Names that users type out of habit, from Slurm and other systems, and what Ganger has in their place.
+
+The page docs/how-to/from-slurm.md has the same tables for readers. Loaded only where a name is unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+# An unknown command -> what to type.
+COMMANDS: Final[Mapping[str, str]] = {
+    "sbatch": "`ganger submit`",
+    "srun": "`ganger submit --follow`",
+    "salloc": "`ganger submit`: GPUs are given to a command, and not to a shell",
+    "squeue": "`ganger queue`",
+    "sinfo": "`ganger nodes`",
+    "scancel": "`ganger cancel`",
+    "sacct": "`ganger queue --all`, and `ganger history JOB`",
+    "scontrol": "`ganger show`, `update`, `suspend`, `resume` or `nodes`",
+    "sstat": "`ganger show JOB`",
+    "sprio": "`ganger why JOB`",
+    "sshare": "`ganger usage`",
+    "sreport": "`ganger usage`",
+    "sattach": "`ganger logs -f JOB`",
+    "smap": "`ganger top`",
+    "list": "`ganger queue`",
+    "ls": "`ganger queue`",
+    "ps": "`ganger queue`",
+    "jobs": "`ganger queue`",
+    "status": "`ganger queue` or `ganger show JOB`",
+    "get": "`ganger queue` or `ganger nodes`",
+    "info": "`ganger show JOB` or `ganger nodes`",
+    "describe": "`ganger show JOB`",
+    "kill": "`ganger cancel JOB`",
+    "delete": "`ganger cancel JOB`",
+    "rm": "`ganger cancel JOB`, and for a node `ganger nodes remove`",
+    "stop": "`ganger suspend JOB` or `ganger cancel JOB`; for the cluster of `ganger up` `ganger down`",
+    "pause": "`ganger suspend JOB`",
+    "hold": "`ganger suspend JOB`",
+    "continue": "`ganger resume JOB`",
+    "release": "`ganger resume JOB`",
+    "requeue": "`ganger suspend JOB --level checkpoint` and `ganger resume JOB`",
+    "run": "`ganger submit`",
+    "start": "`ganger submit` for a job, `ganger up` for a cluster",
+    "log": "`ganger logs JOB`",
+    "tail": "`ganger logs -f JOB`",
+    "attach": "`ganger logs -f JOB`",
+    "modify": "`ganger update JOB`",
+    "users": "`ganger usage`",
+}
+
+_SUBMIT: Final[Mapping[str, str]] = {
+    "--account": "users belong to teams, which the master's settings name",
+    "--begin": "give the submission to `at` or `cron`",
+    "--chdir": "write --directory PATH",
+    "--comment": "write --label NAME=VALUE",
+    "--constraint": "write --gpu-type TYPES",
+    "--cpus-per-task": "write --cpus-per-task N",
+    "--dependency": "write `ganger wait JOB && ganger submit ...`",
+    "--error": "`ganger logs JOB` prints what it wrote, stdout and stderr together",
+    "--exclude": "an operator cordons nodes",
+    "--exclusive": "request all GPUs of a node (--gpus 8 --nodes 1); with --not-preemptible it shares none of them",
+    "--export": "write --env NAME[=VALUE]; what a training script needs is passed on anyway",
+    "--gpus-per-node": "write --gpus N, all GPUs of the job, and --nodes N",
+    "--gres": "write --gpus N, all GPUs of the job, and --gpu-type TYPES",
+    "--hold": "`ganger suspend JOB` holds it once it is submitted",
+    "--input": "redirect it in a line, --wrap 'program < file'",
+    "--job-name": "write --name TEXT",
+    "--mail-type": "`ganger wait JOB` ends when the job does",
+    "--mail-user": "`ganger wait JOB` ends when the job does",
+    "--mem": "write --memory SIZE, of each task and not of a node",
+    "--mem-per-cpu": "write --memory SIZE, of each task",
+    "--mem-per-gpu": "write --memory SIZE, of each task",
+    "--nice": "write --priority N, where more goes first",
+    "--nodelist": "--gpu-type chooses nodes by their GPUs, and `ganger move JOB --to NODE` moves it",
+    "--nodes": "write --nodes N",
+    "--no-requeue": "its own failures do not restart it, unless --max-failures is given",
+    "--ntasks": "write --tasks N, or --gpus N: one task for each GPU",
+    "--ntasks-per-node": "write --tasks N, of the whole job, and --nodes N",
+    "--output": "`ganger logs JOB` prints what it wrote",
+    "--parsable": "write --json; without it stdout ends with the number of the job",
+    "--pty": "jobs have no terminal; `ganger submit --follow` prints what one writes",
+    "--qos": "write --priority N",
+    "--reservation": "an operator cordons nodes",
+    "--switches": "write --locality LEVEL",
+    "--test-only": "write --dry-run",
+    "--wait": "write --follow, or `ganger wait JOB`",
+}
+_QUEUE: Final[Mapping[str, str]] = {
+    "--Format": "write --json",
+    "--format": "write --json",
+    "--iterate": "write `ganger top`",
+    "--jobs": "write `ganger show JOB`",
+    "--long": "write `ganger show JOB`, or --json",
+    "--me": 'write --user "$USER"',
+    "--nodelist": "write `ganger nodes show NODE`",
+    "--start": "write `ganger why JOB`",
+    "--states": "write --state STATE",
+}
+_CANCEL: Final[Mapping[str, str]] = {
+    "--signal": "a job gets SIGTERM, and SIGKILL ten seconds later",
+    "--state": "`ganger queue --state STATE` lists jobs to cancel",
+}
+# Command -> its foreign options by their long names, and the long names of letters.
+OPTIONS: Final[Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]]] = {
+    "submit": (
+        _SUBMIT,
+        {
+            "-A": "--account",
+            "-D": "--chdir",
+            "-H": "--hold",
+            "-J": "--job-name",
+            "-N": "--nodes",
+            "-W": "--wait",
+            "-b": "--begin",
+            "-c": "--cpus-per-task",
+            "-d": "--dependency",
+            "-i": "--input",
+            "-o": "--output",
+            "-q": "--qos",
+            "-w": "--nodelist",
+            "-x": "--exclude",
+        },
+    ),
+    "queue": (
+        _QUEUE,
+        {
+            "-O": "--Format",
+            "-i": "--iterate",
+            "-j": "--jobs",
+            "-o": "--format",
+            "-t": "--states",
+            "-w": "--nodelist",
+        },
+    ),
+    "cancel": (
+        _CANCEL | {"--name": "write --name TEXT", "--user": "write --user USER"},
+        {"-n": "--name", "-s": "--signal", "-t": "--state", "-u": "--user"},
+    ),
+}
+
+
+def unknown_option(command: str, option: str, near: Iterable[str]) -> str:
+    """Return the error of an option that a command has not, with what to write in its place.
+
+    command: its name, "submit", or "". option: as typed, "-J" or "--mem". near: own options of similar names, the
+    nearest first.
+    """
+    known, letters = OPTIONS.get(command, ({}, {}))
+    name = letters.get(option, option)
+    called = option if name == option else f"{option} (Slurm's {name})"
+    names = list(near)
+    hint = f"did you mean {' or '.join(names)}?" if names else f"`{f'ganger {command}'.strip()} --help` lists them"
+    return f"there is no option {called}: {known.get(name, hint)}"

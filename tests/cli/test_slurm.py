@@ -1,0 +1,88 @@
+"""Names from other systems: the error of each names what Ganger has in its place, which is there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import click
+import pytest
+from ganger.cli.main import COMMANDS, ganger
+from ganger.cli.slurm import COMMANDS as FOREIGN
+from ganger.cli.slurm import OPTIONS
+from kit.canned import Call, CannedMaster
+
+Output = pytest.CaptureFixture[str]
+
+
+def command_named(name: str) -> click.Command:
+    command = ganger.get_command(click.Context(ganger), name)  # type: ignore[attr-defined]
+    assert command is not None, name
+    return command
+
+
+def named_in(text: str, command: str) -> Iterator[tuple[str, str]]:
+    """Yield the commands and the options ("" for a command alone) that a hint for users of `command` names."""
+    for line in re.findall(r"`(.*?)`", text):
+        for word in re.findall(r"ganger ([a-z]+)", line):
+            yield word, ""
+        yield from ((re.findall(r"ganger ([a-z]+)", line)[-1], option) for option in re.findall(r"--[a-z-]+", line))
+    yield from ((command, option) for option in re.findall(r"--[a-z-]+", re.sub(r"`.*?`|'.*?'", "", text)))
+
+
+HINTS = [
+    *((text, "") for text in FOREIGN.values()),
+    *((text, command) for command, (known, _) in OPTIONS.items() for text in known.values()),
+]
+
+
+@pytest.mark.parametrize(("text", "command"), HINTS)
+def test_what_a_hint_names_is_there(text: str, command: str) -> None:
+    for name, option in named_in(text, command):
+        assert name in COMMANDS
+        own = {word for parameter in command_named(name).params for word in parameter.opts}
+        assert not option or option in own
+
+
+def test_no_name_from_elsewhere_is_one_of_our_own() -> None:
+    assert not FOREIGN.keys() & COMMANDS.keys()
+    for command, (known, letters) in OPTIONS.items():
+        own = {word for parameter in command_named(command).params for word in parameter.opts}
+        assert not own & letters.keys()
+        assert set(letters.values()) <= known.keys()
+        assert known.keys() & own <= set(letters.values()), "Slurm's letters of our own options"
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("squeue", "there is no command 'squeue': for that there is `ganger queue`"),
+        ("scancel 3", "there is no command 'scancel': for that there is `ganger cancel`"),
+        ("list", "there is no command 'list': for that there is `ganger queue`"),
+        ("kill 3", "there is no command 'kill': for that there is `ganger cancel JOB`"),
+        ("queu", "there is no command 'queu': did you mean `ganger queue`?"),
+        (
+            "submit --gres=gpu:2 x",
+            "there is no option --gres: write --gpus N, all GPUs of the job, and --gpu-type TYPES",
+        ),
+        ("submit -c 4 x", "there is no option -c (Slurm's --cpus-per-task): write --cpus-per-task N"),
+        ("submit -N2 x", "there is no option -N (Slurm's --nodes): write --nodes N"),
+        ("submit --mem 4G x", "there is no option --mem: write --memory SIZE, of each task and not of a node"),
+        ("submit -J a x", "there is no option -J (Slurm's --job-name): write --name TEXT"),
+        ("submit --ntask 3 x", "there is no option --ntask: did you mean --tasks or --name?"),
+        ("queue -j 3", "there is no option -j (Slurm's --jobs): write `ganger show JOB`"),
+        ("cancel -u ann", "there is no option -u (Slurm's --user): write --user USER"),
+        ("nodes drain -x", "there is no option -x: `ganger nodes drain --help` lists them"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_ours(
+    call: Call, master: CannedMaster, capsys: Output, line: str, told: str
+) -> None:
+    assert call(*line.split()) == 2
+    assert capsys.readouterr().err.splitlines()[0] == f"ganger: {told}"
+    assert not master.requests
+
+
+def test_a_number_for_a_name_is_noted(call: Call, capsys: Output) -> None:
+    assert call("submit", "-n", "4", "x") == 0
+    assert capsys.readouterr().err == "note: --name (-n) 4 is a label; Slurm's -n is --tasks here\n"
