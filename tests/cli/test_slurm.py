@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import pytest
@@ -81,6 +82,27 @@ def test_an_unknown_name_is_refused_with_ours(
     assert call(*line.split()) == 2
     assert capsys.readouterr().err.splitlines()[0] == f"ganger: {told}"
     assert not master.requests
+
+
+@pytest.mark.parametrize(
+    ("lines", "words", "told"),
+    [
+        ("#SBATCH -N 2\n#SBATCH --time=10\necho a\n", "bash job.sh", "2 #SBATCH lines of job.sh are ignored"),
+        ("#!/bin/bash\n#SBATCH -N 2\n", "bash -x job.sh --lr 3", "1 #SBATCH line of job.sh is ignored"),
+        ("#!/bin/bash\n#SBATCH -N 2\n", "./job.sh", "1 #SBATCH line of ./job.sh is ignored"),
+        ("#!/bin/bash\n##SBATCH -N 2\n# SBATCH\necho '#SBATCH x'\n", "bash job.sh", ""),
+        ("#SBATCH -N 2\n", "true other.sh", ""),
+    ],
+)
+def test_directives_of_a_script_are_counted_and_reported(
+    call: Call, tmp_path: Path, capsys: Output, lines: str, words: str, told: str
+) -> None:
+    script = tmp_path / "job.sh"
+    script.write_text(lines)
+    script.chmod(0o755)
+    assert call("submit", "--directory", str(tmp_path), *words.split()) == 0
+    more = ": give them as options, which docs/how-to/from-slurm.md lists"
+    assert capsys.readouterr().err == (told and f"note: {told}{more}\n")
 
 
 def test_a_number_for_a_name_is_noted(call: Call, capsys: Output) -> None:

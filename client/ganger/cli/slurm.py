@@ -5,8 +5,12 @@ The page docs/how-to/from-slurm.md has the same tables for readers. Loaded only 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
+
+from ganger.text import counted
 
 # An unknown command -> what to type.
 COMMANDS: Final[Mapping[str, str]] = {
@@ -139,6 +143,34 @@ OPTIONS: Final[Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]]] = {
         {"-n": "--name", "-s": "--signal", "-t": "--state", "-u": "--user"},
     ),
 }
+
+
+# As in Slurm, a directive begins its line; a script is one of the first words.
+_DIRECTIVE: Final = re.compile(rb"^#SBATCH\s", re.MULTILINE)
+_WORDS: Final = 8
+_MOST_BYTES: Final = 64 * 1024
+
+
+def ignored_directives(command: Sequence[str], directory: str) -> str:
+    """Return a sentence about the #SBATCH lines of the script that a command runs; empty if there are none.
+
+    command: its words. directory: the job's working directory.
+    """
+    for word in command[:_WORDS]:
+        path = os.path.join(directory, word)
+        try:
+            # Unlike the methods of Path it raises nothing for a word that is longer than a name can be.
+            if not os.path.isfile(path):
+                continue
+            with open(path, "rb") as file:
+                count = len(_DIRECTIVE.findall(file.read(_MOST_BYTES)))
+        except OSError:
+            continue
+        if count:
+            verb = "is" if count == 1 else "are"
+            lines = counted(count, "#SBATCH line")
+            return f"{lines} of {word} {verb} ignored: give them as options, which docs/how-to/from-slurm.md lists"
+    return ""
 
 
 def unknown_option(command: str, option: str, near: Iterable[str]) -> str:

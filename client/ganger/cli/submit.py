@@ -165,25 +165,35 @@ def submit(
 
         description["array"], mistakes = from_flags(arrays, stop, description.get("array"))
         wrong += mistakes
-    for note in _notes(description):
-        print(f"note: {note}", file=sys.stderr)
     if description.get("array") is not None:
         if follow:
             raise click.UsageError("--follow goes with one job: `ganger logs -f 7_0` follows a member")
         from ganger.array_spec import make_array
 
-        return _submit_array(make_array(description, None, origins, wrong), request_id, dry_run, as_json)
-    return _submit_job(make_spec(description, None, origins, wrong), request_id, follow, dry_run, as_json)
+        request = make_array(description, None, origins, wrong)
+        _print_notes(description, request.spec)
+        return _submit_array(request, request_id, dry_run, as_json)
+    spec = make_spec(description, None, origins, wrong)
+    _print_notes(description, spec)
+    return _submit_job(spec, request_id, follow, dry_run, as_json)
 
 
-def _notes(description: dict[str, Any]) -> Iterator[str]:
-    """Yield what a submission does that its author may not expect."""
+def _print_notes(description: dict[str, Any], spec: JobSpec) -> None:
+    """Print what a submission does that its author may not expect."""
+    for note in _notes(description, spec):
+        print(f"note: {note}", file=sys.stderr)
+
+
+def _notes(description: dict[str, Any], spec: JobSpec) -> Iterator[str]:
+    from ganger.cli.slurm import ignored_directives
     from ganger.launch_command import replaced_flags
 
     if (name := str(description.get("name", ""))).isdigit():
         yield f"--name (-n) {name} is a label; Slurm's -n is --tasks here"
     if replaced := replaced_flags(description):
         yield replaced
+    if ignored := ignored_directives(spec.command, spec.working_directory):
+        yield ignored
 
 
 def _submit_job(spec: JobSpec, request_id: str | None, follow: bool, dry_run: bool, as_json: bool) -> int:
