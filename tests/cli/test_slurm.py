@@ -11,8 +11,12 @@ import pytest
 from ganger.cli.main import COMMANDS, ganger
 from ganger.cli.slurm import COMMANDS as FOREIGN
 from ganger.cli.slurm import OPTIONS
+from ganger.spec import load_job_file, make_spec
 from kit.canned import Call, CannedMaster
 
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "from-slurm.md"
+# Words of other systems that begin with s, too.
+PLAIN = ("status", "stop", "start")
 Output = pytest.CaptureFixture[str]
 
 
@@ -82,6 +86,37 @@ def test_an_unknown_name_is_refused_with_ours(
     assert call(*line.split()) == 2
     assert capsys.readouterr().err.splitlines()[0] == f"ganger: {told}"
     assert not master.requests
+
+
+def test_the_page_for_users_of_slurm_has_every_name_of_slurm_that_an_error_explains() -> None:
+    page = PAGE.read_text()
+    named = {
+        word
+        for code in re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", page, flags=re.DOTALL))
+        for word in re.findall(r"[\w-]+", code)
+    }
+    slurms = {name for name in FOREIGN if name.startswith("s") and name not in PLAIN}
+    options = {option for known, _ in OPTIONS.values() for option in known}
+    assert slurms <= named
+    assert options <= named
+
+
+def test_commands_and_options_of_ours_on_that_page_are_there() -> None:
+    for line in re.findall(r"`ganger ([a-z]+[^`|]*)`", PAGE.read_text()):
+        name, *words = line.split(" -- ")[0].split()
+        if name == "squeue":
+            continue
+        own = {word for parameter in command_named(name).params for word in parameter.opts}
+        assert {word for word in words if word.startswith("-")} <= own
+
+
+def test_the_job_file_of_that_page_is_what_its_script_asks_slurm_for(tmp_path: Path) -> None:
+    (text,) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (tmp_path / "digits.yaml").write_text(text)
+    made = make_spec(load_job_file(tmp_path / "digits.yaml"), environ={})
+    (role,) = made.roles
+    assert (made.nodes, role.tasks, role.shape.gpus, role.shape.millicores) == (2, 8, 1, 6_000)
+    assert (role.shape.memory_bytes * 4, made.time_limit.seconds) == (200 << 30, 36 * 3_600)
 
 
 @pytest.mark.parametrize(
