@@ -103,8 +103,10 @@ _QUEUE: Final[Mapping[str, str]] = {
     "--states": "write --state STATE",
 }
 _CANCEL: Final[Mapping[str, str]] = {
+    "--name": "write --name TEXT",
     "--signal": "a job gets SIGTERM, and SIGKILL ten seconds later",
     "--state": "`ganger queue --state STATE` lists jobs to cancel",
+    "--user": "write --user USER",
 }
 # Command -> its foreign options by their long names, and the long names of letters.
 OPTIONS: Final[Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]]] = {
@@ -139,7 +141,7 @@ OPTIONS: Final[Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]]] = {
         },
     ),
     "cancel": (
-        _CANCEL | {"--name": "write --name TEXT", "--user": "write --user USER"},
+        _CANCEL,
         {"-n": "--name", "-s": "--signal", "-t": "--state", "-u": "--user"},
     ),
 }
