@@ -104,7 +104,7 @@ def test_submit_makes_an_array_of_flags_and_follows_none(call: Call, master: Can
     assert capsys.readouterr().out == "submitted array 1 of 2 jobs\n"
     request = master.requests[0]
     assert (request.max_concurrent, request.rule.first_rung, list(request.spec.command)) == (1, 10, ["train", "{lr}"])
-    assert call("submit", "--dry-run", *arguments) == 0
+    assert call("submit", "--dry-run", "--json", *arguments) == 0
     assert json.loads(capsys.readouterr().out)["members"][1] == {"index": 1, "parameters": {"lr": "0.2"}}
     assert call("submit", "--follow", *arguments) == 2
     assert call("submit", "--stop", stop, "--", "x") == 2

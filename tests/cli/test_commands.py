@@ -13,6 +13,7 @@ import pytest
 from ganger.cli import job_table, logs
 from ganger.cli.main import run
 from ganger.console import aligned, fitted
+from ganger.spec import KEYS
 from ganger.v1 import job_pb2, node_pb2, resources_pb2
 from ganger.wire import errors, times
 from kit.canned import Call, CannedMaster, add_members, running_job
@@ -50,7 +51,7 @@ def test_an_option_of_submit_behind_the_command_is_noted(
 
 
 def test_a_mechanism_and_a_stop_signal_go_with_the_spec(call: Call, capsys: Output) -> None:
-    flags = "--mechanism signal --signal B:USR1@300 --requeue --must-move --close-connections --dry-run"
+    flags = "--mechanism signal --signal B:USR1@300 --requeue --must-move --close-connections --dry-run --json"
     assert call("submit", *flags.split(), "--", "true") == 0
     spec = json.loads(capsys.readouterr().out)
     expected = {"mechanism": "SIGNAL", "stop_signal": "USR1", "stop_grace": 300.0}
@@ -108,9 +109,56 @@ def test_mistakes_of_pairs_are_said_beside_all_others(call: Call, master: Canned
 
 
 def test_a_dry_run_submits_nothing(call: Call, master: CannedMaster, capsys: Output) -> None:
-    assert call("submit", "--dry-run", "--gpus", "2", "--", "x") == 0
+    flags = "--gpus 2:4 --memory 2G --time 90m --locality node --tolerance rack --not-preemptible --signal TERM"
+    assert call("submit", "--dry-run", "--json", *flags.split(), "--", "x") == 0
     assert json.loads(capsys.readouterr().out)["roles"][0]["tasks"] == 2
-    assert not master.requests
+    assert call("submit", "--dry-run", *flags.split(), "--name", "digits", "--", "python", "a b.py") == 0
+    shown = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert shown.pop("directory") == str(Path.cwd())
+    assert "PATH" in shown.pop("environment").split()
+    assert shown == {
+        "name": "digits",
+        "command": "python 'a b.py'",
+        "gpus": "2:4",
+        "tasks": "2 to 4 × worker: 1 GPU, cores by measurement, 2G",
+        "locality": "node",
+        "tolerance": "rack",
+        "patience": "10m",
+        "time": "1h 30m",
+        "preemptible": "false",
+        "signal": "TERM",
+        "grace": "1m",
+    }
+    assert shown.keys() <= KEYS
+    assert {type(request) for request in master.requests} == {node_pb2.ListNodesRequest}
+
+
+def test_a_dry_run_of_an_array_shows_its_members(call: Call, capsys: Output) -> None:
+    assert call("submit", "--dry-run", "--array", "lr=1,2,3,4%2", "--stop", "median,first=9", "--", "x") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.startswith(
+        "array 4 jobs members 0: lr=1 1: lr=2 2: lr=3 and 1 more at_once 2"
+        " stop median by loss, less is better, from step 9 on"
+    )
+
+
+def test_a_dry_run_of_what_no_node_could_run_is_refused_where_a_master_answers(
+    call: Call, master: CannedMaster, capsys: Output, tmp_path: Path
+) -> None:
+    impossible = ("submit", "--dry-run", "--gpus", "5000", "--", "x")
+    assert call(*impossible) == 0, "no node has ever joined"
+    set_ = resources_pb2.ConfigurationSet(
+        name="v4", devices=4, sockets=[resources_pb2.Socket(millicores=8_000)], memory_bytes=1 << 30
+    )
+    row = node_pb2.NodeState(node="nodes/n1", configuration_set="v4", free_mask=0, free_millicores=[0])
+    node = node_pb2.Node(name="nodes/n1", configuration_set="v4", view_entry=row, device_faults={3: "broken"})
+    master.nodes = node_pb2.ListNodesResponse(nodes=[node], configuration_sets=[set_])
+    capsys.readouterr()
+    assert call(*impossible) == 4
+    assert "the largest that fits has 3 devices" in capsys.readouterr().err
+    assert call("submit", "--dry-run", "--gpus", "3", "--", "x") == 0
+    assert run(["--master", str(tmp_path / "none"), *impossible]) == 0
+    assert run(["--master", "127.0.0.1:1", *impossible]) == 0
 
 
 def test_the_masters_violations_are_shown_with_their_paths(call: Call, master: CannedMaster, capsys: Output) -> None:
@@ -290,7 +338,7 @@ def test_a_directory_that_is_gone_is_said(
 
 
 def test_a_choice_that_was_not_made_is_null(call: Call, capsys: Output) -> None:
-    assert call("submit", "--dry-run", "--", "x") == 0
+    assert call("submit", "--dry-run", "--json", "--", "x") == 0
     assert json.loads(capsys.readouterr().out)["preemptible"] is None
 
 

@@ -138,7 +138,9 @@ def test_a_file_of_bytes_is_not_text(shell: Shell, tmp_path: Path) -> None:
 def test_a_gang_that_could_never_fit_is_refused_with_the_largest_that_would(
     shell: Shell, options: tuple[str, ...], why: str
 ) -> None:
-    assert why in refused(shell, 4, "submit", *options, "--", "true")
+    told = refused(shell, 4, "submit", *options, "--", "true")
+    assert why in told
+    assert refused(shell, 4, "submit", "--dry-run", *options, "--", "true") == told
 
 
 def test_what_is_too_large_for_a_message_is_refused_before_it_is_sent(shell: Shell) -> None:

@@ -54,7 +54,7 @@ def pairs(job: Job) -> list[tuple[str, str]]:
         ("waits for", "\n".join(f"{each.reason}: {each.message}" for each in job.blockers)),
         ("command", shlex.join(spec.command)),
         ("directory", spec.working_directory),
-        ("tasks", "\n".join(_role(role, job_table.bounds(spec)) for role in spec.roles)),
+        ("tasks", "\n".join(role_text(role, job_table.bounds(spec)) for role in spec.roles)),
         ("wants", _wants(job)),
         ("elastic", job_table.sizes_text(job)),
         ("gang", "\n".join(_claim(claim, job_table.has_given_back(job)) for claim in gang.claims)),
@@ -137,7 +137,8 @@ def _failure(job: Job) -> str:
     return f"{failure.reason}: {failure.message} (rank {failure.rank}{code})"
 
 
-def _role(role: Role, bounds: str) -> str:
+def role_text(role: Role, bounds: str) -> str:
+    """Return one role as a line; `bounds`: the range of tasks of an elastic job, or empty."""
     shape = role.shape
     cores = counted(format_cores(shape.millicores), "core") if shape.millicores else "cores by measurement"
     memory = format_memory(shape.memory_bytes) if shape.memory_bytes else "a share of memory"

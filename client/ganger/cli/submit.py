@@ -198,8 +198,7 @@ def _notes(description: dict[str, Any], spec: JobSpec) -> Iterator[str]:
 
 def _submit_job(spec: JobSpec, request_id: str | None, follow: bool, dry_run: bool, as_json: bool) -> int:
     if dry_run:
-        print_json(spec)
-        return 0
+        return _dry_run(spec, as_json)
     with open_client() as client:
         job = client.submit_spec(spec, request_id=request_id)
         if as_json:
@@ -220,10 +219,16 @@ def _submit_job(spec: JobSpec, request_id: str | None, follow: bool, dry_run: bo
     return 0
 
 
+def _dry_run(found: JobSpec | CreateArrayRequest, as_json: bool) -> int:
+    from ganger.cli.dry_run import print_dry_run
+
+    print_dry_run(found, as_json)
+    return 0
+
+
 def _submit_array(request: CreateArrayRequest, request_id: str | None, dry_run: bool, as_json: bool) -> int:
     if dry_run:
-        print_json(request)
-        return 0
+        return _dry_run(request, as_json)
     with open_client() as client:
         array = client.submit_array(request, request_id=request_id)
     if as_json:
