@@ -73,6 +73,30 @@ def test_every_link_of_a_page_leads_to_a_file(page: Path) -> None:
     assert [target for target in links(page) if not (page.parent / target).exists()] == []
 
 
+def words_of_files() -> dict[str, frozenset[str]]:
+    """Return the words of each source file by its path."""
+    names = tracked_files(ROOT, suffixes=(".py", ".proto", ".txt", ".toml", "Makefile"))
+    return {name: frozenset(re.findall(r"\w+", (ROOT / name).read_text())) for name in names}
+
+
+WHERE = (DOCS / "explanation" / "architecture.md").read_text().partition("## Where to change")[2]
+
+
+def test_every_name_in_the_entries_where_to_change_occurs_in_the_code() -> None:
+    names = {name for name in re.findall(r"`([A-Za-z_][\w.]*)`", WHERE) if not re.search(r"\.(md|py|txt|proto)$", name)}
+    assert len(names) > 100, "the page has another form"
+    assert {part for name in names for part in name.split(".")} - frozenset().union(*words_of_files().values()) == set()
+
+
+def test_every_name_in_the_entries_where_to_change_is_in_the_file_that_they_give() -> None:
+    placed = re.findall(r"`([A-Za-z_][\w.]*)`\s+(?:in\s+|\()`([\w/-]+\.\w+)`", WHERE)
+    assert len(placed) > 30, "the page has another form"
+    files = words_of_files()
+    for name, file in placed:
+        found = [words for known, words in files.items() if f"/{known}".endswith(f"/{file}")]
+        assert any(words.issuperset(name.split(".")) for words in found), f"{name} is not in {file}"
+
+
 def test_the_index_leads_to_every_page() -> None:
     index = DOCS / "index.md"
     linked = {os.path.normpath(DOCS / target) for target in links(index)}
