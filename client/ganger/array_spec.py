@@ -8,11 +8,12 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ganger.spec import make_spec
-from ganger.spec_values import whole_number
+from ganger.spec_values import shortened, whole_number
 from ganger.text import counted
 from ganger.v1.array_pb2 import ArrayMember, StopRule
 from ganger.v1.job_service_pb2 import CreateArrayRequest
@@ -142,7 +143,10 @@ def _grid(value: Any) -> list[ArrayMember]:
     for name, values in value.items():
         if isinstance(values, str) or not isinstance(values, Sequence) or not values:
             raise ValueError(f"{name}: must be a list of values")
-        named.append([(_name(name), _text(name, one)) for one in values])
+        counts = Counter(_text(name, one) for one in values)
+        if twice := [shortened(text) for text, count in counts.items() if count > 1]:
+            raise ValueError(f"{name}: {', '.join(twice)} {'is' if len(twice) == 1 else 'are'} there twice")
+        named.append([(_name(name), text) for text in counts])
     size = math.prod(map(len, named))
     if size > MEMBERS_LIMIT:
         raise ValueError(f"makes {counted(size, 'job')}, more than {MEMBERS_LIMIT}")

@@ -62,6 +62,8 @@ def test_since_is_a_date_or_a_duration(call: Call, table: CannedMaster, capsys: 
     assert call("usage", "--since", "2d") == 0
     assert abs(time.time() - 2 * 86_400.0 - times.unix_s(table.requests[-1].since_time)) < 60.0
     capsys.readouterr()
+    assert call("usage", "--since", "2999-01-01") == 2
+    assert "--since: 2999-01-01 has not come yet (days are of UTC)" in capsys.readouterr().err
     assert call("usage", "--since", "lately") == 2
     assert "--since: 'lately' is no date (2026-11-01) and no duration (7d)" in capsys.readouterr().err
 

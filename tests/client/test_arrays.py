@@ -100,6 +100,7 @@ def test_every_mistake_is_named_at_once() -> None:
         ({}, "array"),
         ({"grid": {"a": [1]}, "indices": "0-3"}, "array"),
         ({"grid": {"index": [1]}}, "array.grid"),
+        ({"grid": {"a": [0.1, "0.1"]}}, "array.grid"),
         ({"grid": {"a b": [1]}}, "array.grid"),
         ({"grid": {"a": range(40), "b": range(40)}}, "array.grid"),
         ({"grid": {"a": [[1]]}}, "array.grid"),

@@ -24,9 +24,13 @@ _NO_TEAM = "-"
 def _since(text: str) -> float:
     """Return a time in Unix seconds from a date ("2026-11-01", UTC) or a duration before now. Raises UsageError."""
     try:
-        return datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=UTC).timestamp()
+        begin = datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=UTC).timestamp()
     except ValueError:
         pass
+    else:
+        if begin > time.time():
+            raise click.UsageError(f"--since: {text} has not come yet (days are of UTC)")
+        return begin
     try:
         return time.time() - parse_duration(text)
     except ValueError as error:
