@@ -142,6 +142,8 @@ def test_quotas_are_a_table_or_pairs() -> None:
             load({"state_dir": "/s", "quotas": wrong}, {})
     with pytest.raises(ConfigError, match="no table"):
         load({"state_dir": "/s"}, {}, "quotas = 7\n")
+    with pytest.raises(ConfigError, match=r"'alice' twice: give each user one number; 'bob', 'alice': write USER="):
+        load({"state_dir": "/s", "quotas": "alice=8,bob=few,alice=x"}, {})
     with pytest.raises(ConfigError, match="quotas: 'alice' twice: give each user one number"):
         load({"state_dir": "/s", "quotas": "alice=8,bob=1,alice =8"}, {})
 

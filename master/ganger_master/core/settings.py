@@ -89,21 +89,23 @@ class CoreSettings:
 
 def quotas_of(value: object) -> dict[str, int]:
     """Return GPUs by user from a table, or from the `alice=8,*=4` of variables and flags. Raises ValueError."""
+    problems: list[str] = []
     if isinstance(value, str):
         pairs = [pair.partition("=") for pair in value.split(",") if pair.strip()]
         named = Counter(user.strip() for user, _, _ in pairs)
-        twice = [user for user, times in named.items() if times > 1]
-        if twice:
-            raise ValueError(f"quotas: {_named(twice)} twice: give each user one number")
-        value = {user.strip(): gpus.strip() for user, _, gpus in pairs}
-    if not isinstance(value, Mapping):
+        if twice := [user for user, times in named.items() if times > 1]:
+            problems.append(f"{_named(twice)} twice: give each user one number")
+        given = [(user.strip(), gpus.strip()) for user, _, gpus in pairs]
+    elif isinstance(value, Mapping):
+        given = list(value.items())
+    else:
         raise ValueError(f"quotas: {value!r} is no table of users and GPUs")
-    wrong = [user for user, gpus in value.items() if not user or isinstance(gpus, bool) or not str(gpus).isdecimal()]
+    wrong = [user for user, gpus in given if not user or isinstance(gpus, bool) or not str(gpus).isdecimal()]
     if wrong:
-        raise ValueError(
-            f"quotas: {_named(wrong)}: write USER=GPUS, a number from 0 on, and *=GPUS for every other user"
-        )
-    return {user: int(str(gpus)) for user, gpus in value.items()}
+        problems.append(f"{_named(wrong)}: write USER=GPUS, a number from 0 on, and *=GPUS for every other user")
+    if problems:
+        raise ValueError(f"quotas: {'; '.join(problems)}")
+    return {user: int(str(gpus)) for user, gpus in given}
 
 
 def _named(users: list[str]) -> str:

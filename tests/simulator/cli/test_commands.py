@@ -164,6 +164,10 @@ def test_every_row_is_a_job_or_is_accounted_for(said: Said, tmp_path: Path) -> N
         ("job_id,gpus,duration_s\na,1,1\n", ["line 1: there is no column submit_time_s or arrival_s"]),
         (f"{HEADER}a,-1,1,1\nb,1,1,nan\n", ["line 2: submit_time_s is negative", "line 3: duration_s is not a finite"]),
         (f"{HEADER}c,1,1,1\nc,2,1,1\n", ["line 3: job_id was there before"]),
+        (
+            f"{HEADER}c,-1,1,1\nc,2,1,1\nd,0,1,1\n",
+            ["line 2: submit_time_s is negative", "line 3: job_id is that of another row, which has a mistake"],
+        ),
         (f"{HEADER}a,1,9,1\n", ["no job to run is left", "line 2: needs more GPUs than the 2"]),
         (HEADER, ["no job to run is left"]),
         ("job_id,submit_time_s,gpus,model\na,1,1,unheard-of\n", ["--draw-durations", "no run time, and none follows"]),

@@ -70,7 +70,6 @@ def test_everything_wrong_is_told_at_once_with_its_place() -> None:
                     {"name": "a", "nodes": 1, "gpus_per_node": 8, "topology": "2x2"},
                     {"name": "b", "nodes": 1, "gpus_per_node": 1},
                     {"name": "b", "nodes": 1, "gpus_per_node": 1, "dimensions": {"disk": -1}},
-                    {"name": "b", "nodes": 1, "gpus_per_node": 1},
                 ],
                 "nodes": 3,
             }

@@ -230,6 +230,8 @@ class _Columns:
     def __init__(self, headers: Sequence[str], found: Mapping[str, tuple[int, Column]], wanted: RowFilter) -> None:
         self.tally = RowFindingCounts()
         self.ids: list[str] = []
+        # Of rows with a mistake, which are not kept.
+        self.mistaken_ids: set[str] = set()
         self.headers = headers
         self.found = found
         self.wanted = wanted
@@ -289,6 +291,10 @@ class _Columns:
 
     def _first_of_each_id(self, lines: Integers) -> Integers | None:
         """Positions to keep, or None where no id comes twice."""
+        if self.mistaken_ids and not self.wanted.skip_mistakes:
+            # The file is refused: reported now, it is not the next mistake to be found.
+            repeated = lines[[job_id in self.mistaken_ids for job_id in self.ids]]
+            self.tally.note(RowFindingKind.MISTAKE, "job_id is that of another row, which has a mistake", repeated)
         if len(set(self.ids)) == len(self.ids):
             return None
         seen: set[str] = set()
@@ -410,6 +416,9 @@ class _Block:
         dropped = rows & self._open
         if dropped.any():
             self._columns.tally.note(kind, what, self._lines[dropped])
+            if kind is RowFindingKind.MISTAKE:
+                ids = self._column(self._columns.found[JOB_ID][0])
+                self._columns.mistaken_ids.update(ids[row] for row in np.flatnonzero(dropped).tolist())
             self._open &= ~dropped
 
     def _column(self, position: int) -> Sequence[str]:

@@ -142,7 +142,7 @@ def servers_from_flags(**flags: Any) -> Servers:
     group = _group(reader, default_name="node")
     if group is None or reader.problems:
         raise ServersFileError(reader.problems)
-    return _checked([group], [])
+    return _checked([group], [], [])
 
 
 def servers_from_file(path: Path) -> Servers:
@@ -173,7 +173,7 @@ def servers_from_description(description: object) -> Servers:
     if not isinstance(description, dict) or not isinstance(entries, list) or not entries:
         raise ServersFileError(["a cluster is a mapping with a list `servers`, one entry for each kind of server"])
     problems = [f"{key}: there is no such key; there is servers" for key in description if key != "servers"]
-    groups = []
+    groups, names = [], []
     for index, entry in enumerate(entries):
         place = f"servers[{index}]"
         if not isinstance(entry, dict) or not all(isinstance(key, str) for key in entry):
@@ -184,11 +184,12 @@ def servers_from_description(description: object) -> Servers:
         problems += reader.problems
         if group is not None:
             groups.append(group)
-    return _checked(groups, problems)
+        # Of an entry with other mistakes, too.
+        names.append(group.configuration_set.name if group is not None else str(entry.get("name", f"kind{index}")))
+    return _checked(groups, problems, names)
 
 
-def _checked(groups: list[ServerGroup], problems: list[str]) -> Servers:
-    names = [group.configuration_set.name for group in groups]
+def _checked(groups: list[ServerGroup], problems: list[str], names: list[str]) -> Servers:
     problems += [
         f"servers: the name {name} is given twice" for name in sorted({n for n in names if names.count(n) > 1})
     ]
