@@ -324,11 +324,10 @@ def _bandwidth(reader: _Reader) -> dict[str, int]:
 def _check_split(reader: _Reader, gpus: int, most: int, shape_gpus: int, tasks: int) -> None:
     """Check that `gpus` (up to `most` of an elastic job) make whole tasks of `shape_gpus`; `tasks`: as given, or 0."""
     if gpus % shape_gpus:
-        reader.complain("gpus_per_task", f"{gpus} GPUs cannot be shared out by {shape_gpus} to a task")
+        reader.complain("gpus_per_task", f"{counted(gpus, 'GPU')} cannot be shared out by {shape_gpus} to a task")
     elif tasks and tasks != gpus // shape_gpus:
-        reader.complain(
-            "tasks", f"{gpus} GPUs, {shape_gpus} to a task, make {counted(gpus // shape_gpus, 'task')}, not {tasks}"
-        )
+        made = counted(gpus // shape_gpus, "task")
+        reader.complain("tasks", f"{counted(gpus, 'GPU')}, {shape_gpus} to a task, make {made}, not {tasks}")
     if most and reader.has("tasks"):
         reader.complain("tasks", "does not go with a range of GPUs: say how many a task has (--gpus-per-task)")
     if most % shape_gpus:

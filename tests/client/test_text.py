@@ -7,7 +7,7 @@ import os
 import socket
 
 import pytest
-from ganger.text import format_duration, format_memory, os_failure, os_reason, parse_duration, parse_memory
+from ganger.text import counted, format_duration, format_memory, os_failure, os_reason, parse_duration, parse_memory
 from ganger.wire.endpoints import why_not_listening
 from hypothesis import given
 from hypothesis import strategies as st
@@ -75,6 +75,23 @@ def test_printed_memory_reads_as_nearly_the_same(count: int) -> None:
 @given(st.floats(0, 1e7))
 def test_printed_durations_read_as_nearly_the_same(seconds: float) -> None:
     assert parse_duration(format_duration(seconds)) == pytest.approx(seconds, rel=0.06, abs=0.6)
+
+
+@pytest.mark.parametrize(
+    ("count", "noun", "spec", "text"),
+    [
+        (1, "job", "", "1 job"),
+        (0, "job", "", "0 jobs"),
+        (1, "more job", "", "1 more job"),
+        (2, "more job", "", "2 more jobs"),
+        (1_200, "window", ",", "1,200 windows"),
+        (2, "mini-batch", "", "2 mini-batches"),
+        (2, "entry", "", "2 entries"),
+        (0.5, "core", "g", "0.5 cores"),
+    ],
+)
+def test_a_number_stands_beside_its_noun(count: float, noun: str, spec: str, text: str) -> None:
+    assert counted(count, noun, spec) == text
 
 
 NOT_TEXT = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")

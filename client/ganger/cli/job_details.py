@@ -39,7 +39,7 @@ def pairs(job: Job) -> list[tuple[str, str]]:
         can = [f"offload ({job.capabilities.offload_by})" if level == "offload" else level for level in can]
     offers = {"TURNS": "time slices"}
     missing = [f"not {offers.get(name, name.lower())}: {why}" for name, why in sorted(job.capabilities.missing.items())]
-    evaluation = f"{job.progress.evaluation.batches_in_row} mini-batches since the last step"
+    evaluation = f"{counted(job.progress.evaluation.batches_in_row, 'mini-batch')} since the last step"
     saved = f"step {job.checkpoint.step}, {format_memory(job.checkpoint.size_bytes)}, {job.checkpoint.path}"
     return [
         ("job", f"{number(job.name)}  {job.uid}"),
@@ -158,7 +158,7 @@ def _wants(job: Job) -> str:
     passes = f" in {convergence.passes} passes" if convergence.passes > 1 else ""
     wishes = [
         (spec.device_type, spec.device_type),
-        (spec.nodes, f"{spec.nodes} node{'s' * (spec.nodes > 1)}"),
+        (spec.nodes, counted(spec.nodes, "node")),
         (locality.wish, f"{job_table.locality_text(locality.wish)} {within}"),
         (locality.widest not in (0, LEVEL_CLUSTER), f"at most {job_table.locality_text(locality.widest)} apart"),
         (spec.priority, f"priority {spec.priority}"),

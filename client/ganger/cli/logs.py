@@ -16,6 +16,7 @@ import click
 
 from ganger.cli.options import Selection, chooses_jobs, each_of, number, open_client
 from ganger.console import ExitCode, LogText, plain, print_line
+from ganger.text import counted
 
 if TYPE_CHECKING:
     from ganger.client import Client
@@ -177,7 +178,7 @@ def print_chunks(chunks: Iterable[LogChunk], raw: bool = False) -> bool:
             is_any = True
             if chunk.lost_bytes:
                 sys.stdout.flush()
-                print(f"ganger: {chunk.lost_bytes} bytes of the log are lost here", file=sys.stderr)
+                print(f"ganger: {counted(chunk.lost_bytes, 'byte')} of the log lost here", file=sys.stderr)
             write(chunk.data)
             sys.stdout.buffer.flush()
     return is_any

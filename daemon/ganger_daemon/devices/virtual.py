@@ -188,7 +188,8 @@ def virtual_inventory(spec: VirtualSpec, node: str, cpus: tuple[int, ...], memor
         raise ValueError(f"{spec.gpus} devices cannot be declared; a node has 0 to {MAX_DEVICES}")
     if spec.gpus * spec.gpu_cores > len(cpus):
         raise ValueError(
-            f"{spec.gpus} devices of {spec.gpu_cores:g} cores each cannot be told apart on {len(cpus)} CPUs;"
+            f"{counted(spec.gpus, 'device')} of {counted(spec.gpu_cores, 'core', 'g')} each cannot be told apart on"
+            f" {counted(len(cpus), 'CPU')};"
             " declare fewer devices, or less for each"
         )
     sockets, switches, per_group = parse_topology(spec.topology, spec.gpus)

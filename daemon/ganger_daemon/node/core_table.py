@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ganger.text import format_ranges
+from ganger.text import counted, format_ranges
 
 CORE = 1000
 """Millicores of one physical core."""
@@ -169,7 +169,8 @@ def declared_cores(count: int, sockets: int, cpus: Sequence[int], housekeeping: 
     """The cores of a virtual node: `count`, dealt to `sockets`, mapped round-robin onto real CPUs."""
     if count < sockets or not cpus:
         raise ValueError(
-            f"{count} virtual cores cannot fill {sockets} sockets on {len(cpus)} cpus; declare one each or more"
+            f"{counted(count, 'virtual core')} cannot fill {counted(sockets, 'socket')} on {counted(len(cpus), 'CPU')};"
+            " declare one each or more"
         )
     cores = [Core(i, i * sockets // count, (cpus[i % len(cpus)],)) for i in range(count)]
     by_socket = tuple(tuple(core for core in cores if core.socket == socket) for socket in range(sockets))

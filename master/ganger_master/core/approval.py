@@ -274,7 +274,7 @@ def _holders(state: State, job: JobRecord, owner: str) -> str:
     shares = state.jobs.shares
     told = [f"jobs/{number} ({devices})" for number, devices in shares.largest(owner, _HOLDERS_SHOWN, job.number)]
     more = shares.jobs_of(owner) - bool(shares.of(job.number)) - len(told)
-    return ", ".join([*told, f"{more} more jobs"] if more else told)
+    return ", ".join([*told, counted(more, "more job")] if more else told)
 
 
 def _quarantined(state: State, job: JobRecord) -> Refusal:

@@ -165,7 +165,7 @@ def _halving(rule: StopRule, contenders: Sequence[Contender]) -> tuple[EarlyStop
             key = keys[one.index]
             ahead = bisect_left(line, key)
             if one.is_live and ahead >= keeps:
-                why = f"{ahead} others did better, and {keeps} go on"
+                why = f"{counted(ahead, 'other')} did better, and {keeps} {'goes' if keeps == 1 else 'go'} on"
                 stopped[one.index] = EarlyStop(one.index, rung, one.records[rung], why)
             if bisect_left(every, key) + may_come >= keeps:
                 sure.discard(one.index)

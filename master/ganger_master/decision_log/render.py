@@ -195,7 +195,7 @@ def agreement(differences: Sequence[Differs], began: float, what: str = "decisio
     yield f"  recorded: {_cut(first.recorded)}"
     yield f"  now:      {_cut(first.now)}"
     if len(differences) > 1:
-        yield f"  {len(differences) - 1:,} more differ; they may follow from this one"
+        yield f"  and {counted(len(differences) - 1, 'more difference', ',')}, which may follow from this one"
 
 
 def history_lines(history: RecordedHistory, began: float) -> Iterator[str]:

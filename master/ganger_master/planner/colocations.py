@@ -15,6 +15,7 @@ from ganger.cluster.fit import demand
 from ganger.cluster.resources import Claim, exceeds
 from ganger.cluster.view import View
 from ganger.job_state import JobState
+from ganger.text import counted
 from msgspec import structs
 
 from ganger_master.core.colocation import has_arenas
@@ -354,7 +355,7 @@ def _trial_findings(
     gain = normalised(rates.values())
     each = ", ".join([f"jobs/{number} at {normalised([rates[number]]).value:.2f}" for number in numbers])
     windows = min(len(one.after) for one in rates.values())
-    measured = f"by {windows} windows" + (", which leave open whether that pays" if is_open else "")
+    measured = f"by {counted(windows, 'window')}" + (", which leave open whether that pays" if is_open else "")
     detail = f"{each} of the rate alone, {measured}; in turns they would make 1.00 together"
     return [TrialFinding(number, Goal.PACK, is_kept, gain.value, gain.deviation, detail) for number in numbers]
 

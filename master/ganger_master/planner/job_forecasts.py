@@ -12,6 +12,7 @@ from typing import Final
 
 import numpy as np
 from ganger.cluster.view import View
+from ganger.text import counted
 
 from ganger_master.core.explain import StartEstimate
 from ganger_master.core.gang_model import Gang
@@ -194,7 +195,7 @@ def start_forecast(
     if not len(line):
         return StartEstimate(0.0, 0.0, "")
     if len(line) > _AHEAD_MOST:
-        return StartEstimate(0.0, 0.0, f"unknown, because {len(line) - 1} jobs run or go first")
+        return StartEstimate(0.0, 0.0, f"unknown, because {counted(len(line) - 1, 'job')} run or go first")
     expected = facts.expected_remaining_s
     is_learned = not np.isnan(expected).all()
     expected = np.where(np.isnan(expected), np.maximum(facts.attained_s, _LEAST_S), expected)

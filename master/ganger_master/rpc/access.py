@@ -166,7 +166,7 @@ class UserLimits:
             return
         if user.streams >= self._streams:
             raise UserLimit(
-                f"user {caller.name} has {user.streams} streams open, and a user may have {self._streams}"
+                f"user {caller.name} has {counted(user.streams, 'stream')} open, and a user may have {self._streams}"
                 " (streams_per_user): end some that watch jobs or follow logs",
                 limit=self._streams,
             )
