@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # On a busy machine an example's time says nothing about what it shows. A change is judged by the same examples each
@@ -13,6 +14,18 @@ _TIMELESS = settings(deadline=None, print_blob=True, suppress_health_check=[Heal
 settings.register_profile("ganger", _TIMELESS, derandomize=True)
 settings.register_profile("explore", _TIMELESS)
 settings.load_profile("ganger")
+
+
+SCRIPTS = ("train.py", "t.py", "x.py", "a b.py", "my train.py", "run.sh")
+
+
+@pytest.fixture
+def scripts(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Go to a directory that has the scripts that submissions of tests name."""
+    directory = tmp_path_factory.mktemp("scripts")
+    for name in SCRIPTS:
+        (directory / name).touch()
+    monkeypatch.chdir(directory)
 
 
 def pytest_runtest_teardown() -> None:

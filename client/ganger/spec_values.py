@@ -31,6 +31,11 @@ _MAX_COMMAND_BYTES = 64 * 1024
 _SHELL_SIGNS = "\n;&|<>"
 _JOB_FILES: Final = (".yaml", ".yml", ".toml")
 _BATCH_SCRIPTS: Final = (".sbatch", ".slurm")
+# Interpreters, and their options without a value.
+_INTERPRETERS: Final = (
+    (re.compile(r"python[0-9.]*"), re.compile(r"-[bBdEiIOPqsSuvx]+")),
+    (re.compile(r"(ba|da|z)?sh"), re.compile(r"-[aefluvx]+")),
+)
 # Of a directory in which a file is not found.
 _NAMES_MOST: Final = 1_000
 _MECHANISMS: Final = ("image", "adapter", "replay", "signal", "none")
@@ -125,6 +130,10 @@ def command_hint(command: Sequence[str], directory: str) -> str:
     """Return what to write instead of a command that no node could execute; empty for other commands."""
     if not command:
         return ""
+    return _program_hint(command, directory) or _missing_script(command, directory)
+
+
+def _program_hint(command: Sequence[str], directory: str) -> str:
     word = command[0]
     path = Path(directory, word)
     if _is_program(word, directory):
@@ -154,23 +163,53 @@ def command_hint(command: Sequence[str], directory: str) -> str:
 def _missing_file(command: Sequence[str], path: Path) -> str:
     """Return what to write instead of a missing file whose name is that of a job file or a batch script, or whose path
     begins in the working directory, which is the same on all nodes; or nothing."""
-    import difflib
-
     # A suffix may be mistyped as well as a name.
     word, *more = command
+    import difflib
+
     is_script = not more and difflib.get_close_matches(path.suffix, (*_JOB_FILES, *_BATCH_SCRIPTS), 1, 0.8)
     # A member of an array puts its value into braces.
     if not is_script and ("/" not in word or word.startswith("/") or "{" in word):
         return ""
+    instead = _alike(path)
+    if not is_script:
+        return f"there is no file {path}{instead or ': correct its name, or --directory'}"
+    return f"there is no file {path}{instead}; a job file is submitted with --file, a script with its interpreter"
+
+
+def _alike(path: Path) -> str:
+    """Return the end of a sentence that names the file of the same directory with the most similar name, if any is."""
+    import difflib
+
     try:
         present = [entry.name for entry in itertools.islice(path.parent.iterdir(), _NAMES_MOST)]
     except OSError:
         present = []
     alike = difflib.get_close_matches(path.name, present, 1)
-    instead = f"; {alike[0]} is there" if alike else ""
-    if not is_script:
-        return f"there is no file {path}{instead or ': correct its name, or --directory'}"
-    return f"there is no file {path}{instead}; a job file is submitted with --file, a script with its interpreter"
+    return f"; {alike[0]} is there" if alike else ""
+
+
+def _missing_script(command: Sequence[str], directory: str) -> str:
+    """Return what is wrong with a command whose interpreter gets a script that is not there; or nothing.
+
+    A relative path begins in the working directory, which is the same on all nodes; an absolute one may be of a node.
+    """
+    flags = next((flags for name, flags in _INTERPRETERS if name.fullmatch(os.path.basename(command[0]))), None)
+    if flags is None:
+        return ""
+    script = next((word for word in command[1:] if not flags.fullmatch(word)), "-")
+    # Other options may have a value, or stand for a script. A member of an array puts its value into braces.
+    if script.startswith(("-", "/")) or "{" in script:
+        return ""
+    path = Path(directory, script)
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        fix = "correct its name, or --directory; if only nodes have it, give its absolute path"
+        return f"there is no file {path}{_alike(path)}: {fix}"
+    except OSError:
+        pass
+    return ""
 
 
 def _is_program(word: str, directory: str) -> bool:

@@ -18,6 +18,7 @@ from ganger.v1 import job_pb2, node_pb2, resources_pb2
 from ganger.wire import errors, times
 from kit.canned import Call, CannedMaster, add_members, running_job
 
+pytestmark = pytest.mark.usefixtures("scripts")
 Output = pytest.CaptureFixture[str]
 
 

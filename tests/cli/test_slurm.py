@@ -113,6 +113,7 @@ def test_commands_and_options_of_ours_on_that_page_are_there() -> None:
 def test_the_job_file_of_that_page_is_what_its_script_asks_slurm_for(tmp_path: Path) -> None:
     (text,) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (tmp_path / "digits.yaml").write_text(text)
+    (tmp_path / "train.py").touch()
     made = make_spec(load_job_file(tmp_path / "digits.yaml"), environ={})
     (role,) = made.roles
     assert (made.nodes, role.tasks, role.shape.gpus, role.shape.millicores) == (2, 8, 1, 6_000)

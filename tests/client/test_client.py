@@ -43,6 +43,7 @@ def test_what_the_documentation_says_of_python_needs_no_other_import() -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+@pytest.mark.usefixtures("scripts")
 def test_a_submission_carries_spec_and_request_id(client: Client, master: CannedMaster) -> None:
     job = client.submit(["python", "train.py"], gpus=2, name="digits")
     assert (job.name, job.id, job.state) == ("jobs/1", 1, JobState.PENDING)

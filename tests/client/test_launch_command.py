@@ -13,12 +13,13 @@ from ganger.spec import make_spec
 from ganger.v1.job_pb2 import JobSpec
 from ganger.wire.errors import SpecInvalid
 
+pytestmark = pytest.mark.usefixtures("scripts")
 # Without a home there is no configuration file of accelerate.
 ENVIRON = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent"}
 
 
 def made(command: str | list[str], **more: Any) -> JobSpec:
-    return make_spec({"command": command, "directory": "/tmp", **more}, ENVIRON)
+    return make_spec({"command": command, "directory": ".", **more}, ENVIRON)
 
 
 def request(spec: JobSpec) -> tuple[int, int, int]:
@@ -253,6 +254,7 @@ def test_ranks_of_accelerate_get_the_variables_that_accelerate_sets(
 
 def test_a_configuration_file_of_accelerate_gives_what_the_line_does_not(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(CONFIG)
+    (tmp_path / "t.py").touch()
 
     spec = made("accelerate launch --config_file config.yaml --mixed_precision no t.py", directory=str(tmp_path))
 

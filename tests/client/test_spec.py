@@ -17,6 +17,8 @@ from ganger.wire.errors import SpecInvalid
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.usefixtures("scripts")
+
 
 def spec(**description: Any) -> JobSpec:
     return make_spec({"command": ["true"], **description}, environ={})
@@ -265,6 +267,7 @@ def test_a_range_in_a_yaml_file_is_no_number_to_the_base_of_sixty(tmp_path: Path
 )
 def test_files_of_both_kinds_say_the_same(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "train.py").touch()
     (tmp_path / name).write_text(text)
     made = make_spec(load_job_file(tmp_path / name), environ={})
     assert (made.roles[0].tasks, made.roles[0].shape.memory_bytes) == (2, 1 << 30)
@@ -471,6 +474,39 @@ def test_a_job_file_that_is_not_there_is_no_command(tmp_path: Path, name: str) -
     )
     if "/" not in name:
         assert list(spec(command=[name, "x"], directory=str(tmp_path)).command) == [name, "x"]
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (
+            "python tarin.py --lr 3",
+            "there is no file {0}/tarin.py; train.py is there: correct its name, or --directory;",
+        ),
+        (
+            "python3.11 -u nothere.py",
+            "there is no file {0}/nothere.py: correct its name, or --directory; if only nodes",
+        ),
+        ("bash sub/job.sh", "there is no file {0}/sub/job.sh: correct its name"),
+        ("sh train.py/job.sh", "there is no file {0}/train.py/job.sh: correct its name"),
+        ("torchrun --nproc-per-node 2 nothere.py", "there is no file {0}/nothere.py: correct its name"),
+        ("python train.py nothere.py", ""),
+        ("python /only/on/the/nodes.py", ""),
+        ("python -m train", ""),
+        ("python -c pass", ""),
+        ("python", ""),
+        ("python -", ""),
+        ("python -W ignore train.py", ""),
+        ("python {script}.py", ""),
+        ("bash -c 'python nothere.py'", ""),
+        ("cat nothere.py", ""),
+    ],
+)
+def test_a_script_that_is_not_in_the_directory_of_the_job_is_refused(line: str, told: str) -> None:
+    if told:
+        assert wrong(command=line)["command"].startswith(told.format(Path.cwd()))
+    else:
+        assert spec(command=line).command
 
 
 def test_a_mistyped_job_file_is_refused_with_the_name_of_the_one_that_is_there(tmp_path: Path) -> None:
