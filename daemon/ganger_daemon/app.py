@@ -55,6 +55,7 @@ from ganger_daemon.node.daemon_files import (
     write_json,
 )
 from ganger_daemon.node.gang_set import GangSet
+from ganger_daemon.node.hooks import NodeHooks, hook_trouble
 from ganger_daemon.node.launchers import Launchers, interpreter_for_accounts
 from ganger_daemon.node.log_store import LogStore
 from ganger_daemon.node.node_context import (
@@ -110,6 +111,7 @@ class DaemonSettings:
     # Accounts that jobs run as: "own" (the daemon's), "system" (those of their users), the path of a map file, or
     # empty: "system" for root with certificates, else "own".
     accounts: str = ""
+    hooks: NodeHooks = field(default_factory=NodeHooks)
     order_patience_s: float = ORDER_PATIENCE_S
     order_deadline_s: float = ORDER_DEADLINE_S
 
@@ -135,6 +137,7 @@ class Daemon:
     async def start(self) -> None:
         """Raises DaemonError."""
         self._check_certificate()
+        await asyncio.to_thread(self._check_hooks)
         accounts, interpreter = await self._choose_accounts()
         known = self._claimed.claim(self._settings.run_directory, are_accounts_served=accounts.are_switched)
         self.paths = self._claimed.paths
@@ -168,6 +171,7 @@ class Daemon:
             cores=CoreTable(inventory.core_map),
             revocations=self._revocations(),
             accounts=accounts,
+            hooks=settings.hooks,
             storage=storage,
             device_cores=gpu_cores,
             address_host=settings.listen_host,
@@ -289,6 +293,12 @@ class Daemon:
                 f" give it --node {identity.name}, or the certificate of {self.node}",
                 DaemonObstacle.RIGHTS,
             )
+
+    def _check_hooks(self) -> None:
+        """Raises DaemonError for a hook that cannot be run, or that others could replace."""
+        for name, program in self._settings.hooks.programs().items():
+            if trouble := hook_trouble(program):
+                raise DaemonError(f"--{name}: {trouble}", DaemonObstacle.SETTING)
 
     def _find_master(self) -> Endpoint:
         found = find_endpoint(self._settings.master, self._tls)

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 from ganger.console import Directory, Parsed, Within
-from ganger.text import parse_memory
+from ganger.text import parse_duration, parse_memory
 
 _SIZE = Parsed(parse_memory, "size")
 
@@ -101,6 +101,27 @@ _SIZE = Parsed(parse_memory, "size")
     help="Run jobs as the daemon's own user, as the accounts of their users, or as those that a file maps them to "
     "(root only). Default: system for root with --tls, else own.  [env: GANGER_DAEMON_ACCOUNTS]",
 )
+@click.option(
+    "--prolog",
+    type=click.Path(path_type=Path),
+    envvar="GANGER_DAEMON_PROLOG",
+    help="Program to run before the first process of a gang on this node; unless it ends with 0, the gang does not "
+    "start here and the node is cordoned.  [env: GANGER_DAEMON_PROLOG]",
+)
+@click.option(
+    "--epilog",
+    type=click.Path(path_type=Path),
+    envvar="GANGER_DAEMON_EPILOG",
+    help="Program to run after the last process of a gang on this node.  [env: GANGER_DAEMON_EPILOG]",
+)
+@click.option(
+    "--hook-timeout",
+    type=Parsed(parse_duration, "time"),
+    default="5m",
+    show_default=True,
+    envvar="GANGER_DAEMON_HOOK_TIMEOUT",
+    help="Time after which a prolog or epilog is killed and has failed.  [env: GANGER_DAEMON_HOOK_TIMEOUT]",
+)
 @click.option("--rack", default="", help="Network place: rack.")
 @click.option("--fabric", default="", help="Network place: fabric.")
 @click.option("--storage", type=Directory(may_hang=True), help="Where this node sees the cluster's storage.")
@@ -129,6 +150,9 @@ def daemon(
     net_mb_per_s: int | None,
     no_preload: bool,
     order_deadline: float,
+    prolog: Path | None,
+    epilog: Path | None,
+    hook_timeout: float,
     verbose: bool,
     **settings: Any,
 ) -> None:
@@ -138,6 +162,7 @@ def daemon(
     from ganger_daemon.app import DaemonSettings, run_daemon
     from ganger_daemon.claimed_directories import DaemonError, DaemonObstacle
     from ganger_daemon.devices.virtual import VirtualSpec
+    from ganger_daemon.node.hooks import NodeHooks
 
     _start_logging(verbose)
     if gpus is not None:
@@ -148,6 +173,7 @@ def daemon(
         )
     declared = {"disk_mb_per_s": disk_mb_per_s, "net_mb_per_s": net_mb_per_s}
     settings["dimensions"] = {name: amount for name, amount in declared.items() if amount is not None}
+    settings["hooks"] = NodeHooks(prolog, epilog, hook_timeout)
     settings.update(preload=not no_preload, order_patience_s=order_deadline / 2, order_deadline_s=order_deadline)
     try:
         asyncio.run(run_daemon(DaemonSettings(**settings)))

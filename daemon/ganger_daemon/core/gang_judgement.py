@@ -9,7 +9,7 @@ counts as reached when every local rank reports it for this very order and at on
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 
 from ganger.injob.page_layout import PagePhase, PageState
@@ -41,7 +41,8 @@ class Todo(IntEnum):
     TERMINATE = 3  # SIGTERM to main processes, kill after grace
     KILL = 4  # Everything in the group at once, frozen as it may be
     ASK_TO_SAVE = 5  # The job's own signal to main processes, kill after its grace
-    REAP = 6  # Every process gone: settle the outcome, free cgroup and cores
+    END_HOOKS = 6  # Every process gone: end the prolog if it still runs, then run the epilog
+    REAP = 7  # Every process gone: settle the outcome, free cgroup and cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,17 @@ class Judgement:
 
 def judge(gang: GangPart, now: float) -> Judgement:
     """Return the phase to report and the work to do, from the facts alone."""
+    judgement = _judge_processes(gang, now)
+    if Todo.REAP not in judgement.todo or gang.settled is not None:
+        return judgement
+    if gang.awaits_hooks:
+        return Judgement(PartPhase.STOPPING, todo=(Todo.END_HOOKS,))
+    if judgement.outcome is not None and not judgement.outcome.node_fault:
+        return replace(judgement, outcome=replace(judgement.outcome, node_fault=gang.node_fault))
+    return judgement
+
+
+def _judge_processes(gang: GangPart, now: float) -> Judgement:
     if gang.launch_failure is not None:
         return _ended(gang.settled or gang.launch_failure)
     if not gang.launched and gang.settled is not None:
@@ -340,15 +352,17 @@ def next_look(
     is_young: bool = True,
     is_agreeing: bool = False,
     is_saving_itself: bool = False,
+    is_in_hook: bool = False,
 ) -> float:
     """Return the seconds until the next tick of a gang's loop; a wake-up comes sooner.
 
     `is_copying`: ranks copy their state; `is_verifying`: freed device memory is being verified; `is_preparing`: ranks
     get ready for a migration; `is_young`: launched or ordered a short while ago; `is_agreeing`: ranks on several nodes
-    agree on a step to stop at; `is_saving_itself`: a script was asked to save itself, and its exit wakes the loop."""
+    agree on a step to stop at; `is_saving_itself`: a script was asked to save itself, and its exit wakes the loop;
+    `is_in_hook`: a hook of the node runs, and its end wakes the loop."""
     if is_over:
         return _OVER_S
-    if is_saving_itself:
+    if is_saving_itself or is_in_hook:
         return _SLOW_S
     if not is_launched:
         return _WAITING_S

@@ -44,6 +44,8 @@ class PartOutcome:
     message: str = ""
     # The newest ones, where it could not start from the one that was named.
     found: tuple[FoundCheckpoint, ...] = ()
+    # What is wrong with the node, by its prolog or epilog: no gang may start there before it is mended.
+    node_fault: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,8 @@ class GangPart:
     damage: str = ""  # How its job damaged a control page: the gang is killed for it
     stop_signalled: bool = False  # SIGTERM sent for INTENT_STOP or after a rank's failure
     asked_to_save: bool = False  # The signal at which the script saves itself was sent: there is no way back
+    awaits_hooks: bool = False  # Its prolog or its epilog may run, or the epilog has to, before it counts as ended
+    node_fault: str = ""  # Why its epilog failed
     settled: PartOutcome | None = None  # The outcome is on disk: it never changes again
 
     @property

@@ -74,7 +74,7 @@ class GangParts:
             return launcher.used_arena_bytes(int(orders.desired.claim.arena_bytes))
 
         images = GangImages(context, exits, devices, is_outside_closed=desired.spec.closes_connections)
-        launching = RankLaunch(context, exits, launcher, images, blocked_by, cores_kept_by)
+        launching = RankLaunch(context, exits, launcher, images, blocked_by, cores_kept_by, desired)
         saving = CheckpointCoordinator(context, desired, launcher.publisher, images)
         return cls(
             context=context,
@@ -141,6 +141,8 @@ class GangParts:
             damage=context.pages.damage() or self.devices.lost,
             stop_signalled=self.escalation.stop_signalled,
             asked_to_save=bool(self.escalation.asked_to_save_s),
+            awaits_hooks=launching.hooks.are_awaited,
+            node_fault=launching.hooks.node_fault,
             settled=exits.settled,
         )
         unpublished = self.saving.keeper.refusal(wanted.stop_sequence)

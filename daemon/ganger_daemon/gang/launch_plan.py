@@ -44,6 +44,10 @@ class LaunchRefusedError(Exception):
         self.found = found
 
 
+class NodeFaultError(LaunchRefusedError):
+    """The node is at fault, and no gang may start here before it is mended."""
+
+
 class StateUnreadableError(LaunchRefusedError):
     """The checkpoint to start from is damaged or gone; the message names the files."""
 

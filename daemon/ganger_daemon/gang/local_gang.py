@@ -225,6 +225,7 @@ class LocalGang:
     async def close(self) -> None:
         """Release what the daemon holds of the gang. Ranks continue."""
         self.parts.incoming.cancel()
+        await self.parts.launching.hooks.leave()
         # Without a daemon, a job that needs more memory would be slowed down by a trial.
         await self.parts.memory_trial.lift()
         await self.parts.boundary.close()
@@ -370,6 +371,8 @@ class LocalGang:
                 self._write_notes()
             case gang_judgement.Todo.KILL:
                 await parts.escalation.end()
+            case gang_judgement.Todo.END_HOOKS:
+                await self._end_hooks(facts, now)
             case gang_judgement.Todo.REAP:
                 await self._reap()
 
@@ -384,13 +387,22 @@ class LocalGang:
                 hit("after-prepare")
         self.wake()
 
+    async def _end_hooks(self, facts: GangPart, now: float) -> None:
+        if self._awaits_publication(facts):
+            return
+        await self._look_for_segments(now, at_once=True)
+        self.parts.launching.hooks.close()
+
+    def _awaits_publication(self, facts: GangPart) -> bool:
+        return awaits_publication(facts) and self.context.host.storage.path is not None
+
     async def _reap(self) -> None:
         """Remove what is left of a gang without processes. Its outcome stays until the master has acknowledged it."""
         parts = self.parts
         if parts.exits.is_reaped:
             return
         facts = self.parts.facts()
-        if awaits_publication(facts) and self.context.host.storage.path is not None:
+        if self._awaits_publication(facts):
             return  # The pages are still needed
         outcome = gang_judgement.judge(facts, time.monotonic()).outcome
         if outcome is None:
@@ -437,6 +449,7 @@ class LocalGang:
             is_preparing=self.wanted.intent is OrderIntent.PREPARE,
             is_young=time.monotonic() - last_event_at < _YOUNG_S,
             is_saving_itself=bool(parts.escalation.asked_to_save_s) and not parts.exits.awaited,
+            is_in_hook=parts.launching.hooks.is_running,
             is_agreeing=pages.readable and bool(parts.boundary.in_flight(self.wanted, phase)),
         )
 

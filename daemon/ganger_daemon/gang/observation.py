@@ -205,6 +205,7 @@ def _outcome_to_wire(outcome: PartOutcome) -> agent_pb2.Outcome:
         rank=outcome.rank,
         message=outcome.message,
         checkpoints=[_checkpoint_to_wire(one) for one in outcome.found],
+        node_fault=outcome.node_fault,
     )
 
 

@@ -27,10 +27,12 @@ from ganger_daemon.core.part_facts import PartOutcome, PartOutcomeKind
 from ganger_daemon.gang.control_pages import page_order, write_details
 from ganger_daemon.gang.exit_watcher import ExitWatcher
 from ganger_daemon.gang.gang_context import ACCOUNT, GangContext, OfGang, threads_by_rank, to_json
+from ganger_daemon.gang.gang_hooks import GangHooks
 from ganger_daemon.gang.gang_launcher import GangLauncher, GangRendezvous
 from ganger_daemon.gang.launch_gate import gate_of
 from ganger_daemon.gang.launch_plan import (
     LaunchRefusedError,
+    NodeFaultError,
     Rendezvous,
     RestorePlan,
     arena_bytes_per_rank,
@@ -89,6 +91,7 @@ class RankLaunch(OfGang):
         images: GangImages,
         blocked_by: Callable[[], str],
         cores_kept_by: Callable[[], str],
+        desired: agent_pb2.DesiredGang,
     ) -> None:
         """`blocked_by` returns the job that is on the gang's devices; `cores_kept_by`: a job that still has cores to
         give back. Both return an empty text for none."""
@@ -106,7 +109,8 @@ class RankLaunch(OfGang):
         self.is_done = False
         self.launched_at = 0.0
         self.failure: PartOutcome | None = None
-        self.is_under_way = False
+        self._is_launching = False
+        self.hooks = GangHooks(context, desired, self.kill_left)
         self.rendezvous = GangRendezvous(context, images)
 
     def recall(self, left: Mapping[str, Any]) -> None:
@@ -117,8 +121,13 @@ class RankLaunch(OfGang):
         ranks = {rank: list(process) for rank, process in self._exits.processes.items()}
         return {"ranks": ranks, "awaits_image": self.awaits_image}
 
+    @property
+    def is_under_way(self) -> bool:
+        return self._is_launching or self.hooks.has_begun
+
     async def attempt(self, orders: ReceivedOrders) -> bool:
-        """Launch the ranks, or record why that failed. Return False while devices, cores or storage are not ready."""
+        """Launch the ranks, or record why that failed. Return False while devices, cores, storage or the prolog are not
+        ready."""
         try:
             launched = await self._attempt(orders)
         except asyncio.CancelledError:
@@ -143,6 +152,8 @@ class RankLaunch(OfGang):
 
     async def _attempt(self, orders: ReceivedOrders) -> dict[int, ProcessId] | None:
         desired = orders.desired
+        if self.hooks.is_prolog_running:
+            return None
         account = await asyncio.to_thread(self._account_of, desired)
         if self._blocked_by():
             return None
@@ -157,9 +168,8 @@ class RankLaunch(OfGang):
             if self._cores_kept_by():
                 return None
             raise LaunchRefusedError(f"no cores: {shortage}")
-        self._reading = None
         # from here on no other gang may start on its devices
-        self.is_under_way = True
+        self._is_launching = True
         try:
             await asyncio.to_thread(self._paths.make_for, account)
             if not read_json(self._paths.gang):
@@ -170,11 +180,14 @@ class RankLaunch(OfGang):
             # the disk may take its time while the ranks are prepared; the launch is reported only once it is done
             durable = asyncio.ensure_future(asyncio.to_thread(sync_file, self._paths.gang))
             try:
+                if not self.hooks.open():
+                    return None
+                self._reading = None
                 return await self._launch(desired, orders, restore)
             finally:
                 await durable
         finally:
-            self.is_under_way = False
+            self._is_launching = False
 
     def _account_of(self, desired: agent_pb2.DesiredGang) -> Account | None:
         """Return the account that the ranks run as; None for the daemon's own. Raises LaunchRefusedError where they
@@ -299,9 +312,7 @@ class RankLaunch(OfGang):
     async def clean(self) -> None:
         """Remove the group, cores and arenas of ended ranks. The run directory goes with the gang's outcome."""
         group = self._paths.group
-        await asyncio.to_thread(self._host.cgroups.kill, group)
-        if self._host.cgroups.variant is Variant.NONE:
-            await asyncio.to_thread(self._kill_strays)
+        await self.kill_left()
         await asyncio.to_thread(self._images.unit.clean)
         if not await asyncio.to_thread(self._host.cgroups.destroy, group):
             log.warning("group not removed", extra={"group": group})
@@ -309,6 +320,12 @@ class RankLaunch(OfGang):
         # the rendezvous store ends when its file is gone
         await asyncio.to_thread(remove_tree, self._paths.rendezvous)
         await asyncio.to_thread(self._launcher.drop_arenas)
+
+    async def kill_left(self) -> None:
+        """Kill processes that ended ranks have left behind."""
+        await asyncio.to_thread(self._host.cgroups.kill, self._paths.group)
+        if self._host.cgroups.variant is Variant.NONE:
+            await asyncio.to_thread(self._kill_strays)
 
     def _kill_strays(self) -> None:
         """Block until they are gone, or will not go. Without groups a process may have left its rank's session."""
@@ -495,4 +512,6 @@ def _outcome_of(error: Exception) -> PartOutcome:
     # The exit code shows the master that the command is at fault, and not the node.
     is_command = isinstance(error, LauncherError) and error.reason == "COMMAND"
     exit_code = _NOT_EXECUTED if is_command else 0
-    return PartOutcome(kind, exit_code, message=os_failure(error), found=found)
+    message = os_failure(error)
+    node_fault = message if isinstance(error, NodeFaultError) else ""
+    return PartOutcome(kind, exit_code, message=message, found=found, node_fault=node_fault)

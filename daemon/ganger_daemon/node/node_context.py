@@ -27,6 +27,7 @@ from ganger_daemon.images.driver import DeviceState
 from ganger_daemon.node.accounts import Accounts
 from ganger_daemon.node.core_table import CoreTable
 from ganger_daemon.node.daemon_files import DaemonPaths
+from ganger_daemon.node.hooks import NodeHooks
 from ganger_daemon.node.launchers import Launchers
 from ganger_daemon.node.log_store import LogStore
 
@@ -238,6 +239,7 @@ class NodeContext:
     # Of certificates; None where the token guards all links.
     revocations: Revocations | None = None
     accounts: Accounts = field(default_factory=Accounts)
+    hooks: NodeHooks = field(default_factory=NodeHooks)
     storage: Storage = field(default_factory=Storage)
     # None until the master has answered once: an adopted gang keeps the lease it has.
     lease_until_ns: int | None = None

@@ -329,7 +329,8 @@ def _is_users(outcome: Outcome) -> bool:
 def _is_failed_start(gang: Gang, outcome: Outcome) -> bool:
     """Return whether an end counts as a failed start: else the job would be started for ever. A lost node does not."""
     if outcome.kind in (OutcomeKind.LAUNCH_FAILED, OutcomeKind.STATE_OUTDATED):
-        return True
+        # A node whose prolog has failed is cordoned: the job starts on another one.
+        return not outcome.node_fault
     is_explained = outcome.kind not in (OutcomeKind.UNKNOWN, OutcomeKind.FENCED)
     return not is_explained and not gang.stepped and not any(piece.lost for piece in gang.pieces)
 
@@ -372,7 +373,7 @@ def note_failed_launch(state: State, job: JobRecord, gang: Gang) -> JobRecord:
     failed = [
         piece
         for piece in gang.pieces
-        if piece.outcome.kind is OutcomeKind.LAUNCH_FAILED and not piece.outcome.exit_code
+        if piece.outcome.kind is OutcomeKind.LAUNCH_FAILED and not (piece.outcome.exit_code or piece.outcome.node_fault)
     ]
     if not failed:
         return job

@@ -79,6 +79,8 @@ class Outcome(Struct, frozen=True, gc=False, omit_defaults=True):
     message: str = ""
     # Complete checkpoints found on storage, where it could not start from the one in its order.
     checkpoints: tuple[Checkpoint, ...] = ()
+    # What is wrong with the node, by its prolog or epilog: the node is at fault, and not the job.
+    node_fault: str = ""
 
 
 class Piece(Struct, frozen=True, gc=False, omit_defaults=True):

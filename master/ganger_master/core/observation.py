@@ -47,6 +47,8 @@ def observe(state: State, report: Observe, now: float, cause: str) -> None:
         _observe_part(state, node, gang, piece, observed, now)
         if observed.phase is _ENDED:
             acknowledged.append(observed.epoch)
+            if observed.outcome.node_fault:
+                _cordon(state, report.node, f"{observed.outcome.node_fault} (jobs/{observed.job})", now, cause)
         else:
             key = report.node, observed.epoch
             state.gangs.last_reports[key] = (observed, state.gangs[gang.epoch], state.jobs[gang.job])
@@ -72,6 +74,14 @@ def _observe_part(state: State, node: Node, gang: Gang, piece: Piece, observed: 
     _learn(state, gang, node, observed, now)
     if observed.checkpoint is not None:
         _learn_checkpoint(state, node.name, observed, observed.checkpoint, now)
+
+
+def _cordon(state: State, name: str, reason: str, now: float, cause: str) -> None:
+    """Cordon a node whose prolog or epilog has failed, until an operator returns it."""
+    node = state.nodes[name]
+    if not node.cordoned:
+        state.put_node(replace(node, cordoned=True, state_reason=reason))
+        state.history(now, f"nodes/{name}", "node_cordoned", cause, reason)
 
 
 def _note_node(

@@ -38,6 +38,8 @@ _CORES_MOST: Final = 200
 _ID_MOST: Final = 1 << 53
 # Characters of an outcome's message, which has the last lines of a log.
 _OUTCOME_MOST: Final = 4_096
+# Characters of a node's fault.
+_REASON_MOST: Final = 400
 # Most bytes that a spec takes in its gang's message beyond its own.
 _FIELD_BYTES: Final = 16
 _INTENTS: Final[Mapping[GangIntent, agent_pb2.Intent.ValueType]] = {
@@ -274,6 +276,7 @@ def _outcome_from_wire(message: agent_pb2.Outcome) -> Outcome:
         message.rank,
         cut(message.message, _OUTCOME_MOST),
         tuple([job_messages.checkpoint_from_wire(one) for one in message.checkpoints[:_CHECKPOINTS_MOST]]),
+        cut(message.node_fault, _REASON_MOST),
     )
 
 

@@ -1097,11 +1097,14 @@ class Outcome(google.protobuf.message.Message):
     RANK_FIELD_NUMBER: builtins.int
     MESSAGE_FIELD_NUMBER: builtins.int
     CHECKPOINTS_FIELD_NUMBER: builtins.int
+    NODE_FAULT_FIELD_NUMBER: builtins.int
     kind: Global___Outcome.Kind.ValueType
     exit_code: builtins.int
     rank: builtins.int
     """The rank that failed first."""
     message: builtins.str
+    node_fault: builtins.str
+    """What is wrong with the node, by its prolog or epilog: the node is cordoned, and the job is not charged."""
     @property
     def checkpoints(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ganger.v1.job_pb2.Checkpoint]:
         """With STATE_UNREADABLE and STATE_OUTDATED: the newest complete checkpoints on storage, newest first."""
@@ -1114,8 +1117,9 @@ class Outcome(google.protobuf.message.Message):
         rank: builtins.int = ...,
         message: builtins.str = ...,
         checkpoints: collections.abc.Iterable[ganger.v1.job_pb2.Checkpoint] | None = ...,
+        node_fault: builtins.str = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoints", b"checkpoints", "exit_code", b"exit_code", "kind", b"kind", "message", b"message", "rank", b"rank"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["checkpoints", b"checkpoints", "exit_code", b"exit_code", "kind", b"kind", "message", b"message", "node_fault", b"node_fault", "rank", b"rank"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Outcome: typing_extensions.TypeAlias = Outcome

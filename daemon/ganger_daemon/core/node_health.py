@@ -1,0 +1,48 @@
+"""What the end of a hook means for its node. Hooks are programs of the operator: prolog, epilog, health check."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+# Characters of a hook's last line, which is shown as the reason.
+_LINE_MOST = 200
+# Exit codes from here on are a shell's for a program that a signal has killed.
+_FIRST_SIGNAL = 128
+_CONTROL_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])")
+
+
+@dataclass(frozen=True, slots=True)
+class HookEnd:
+    """How a hook ended. `code`: its exit code, as a shell has it; None: no code was recorded; `output`: the end of what
+    it wrote; `is_late`: it was killed because its time was over."""
+
+    code: int | None
+    output: bytes = b""
+    is_late: bool = False
+
+
+def last_line(output: bytes) -> str:
+    """Return the last line of an output that is not empty, without control sequences, of at most 200 characters."""
+    lines = _CONTROL_SEQUENCE.sub("", output.decode(errors="replace")).splitlines()
+    plain = ("".join(sign if sign.isprintable() else " " for sign in line).strip() for line in reversed(lines))
+    line = next(filter(None, plain), "")
+    return line if len(line) <= _LINE_MOST else f"{line[: _LINE_MOST - 1]}…"
+
+
+def hook_failure(name: str, end: HookEnd, timeout_s: float) -> str:
+    """Return why a hook failed, as text for people; empty for a hook that ended with 0.
+
+    name: "prolog", "epilog", "health check"; timeout_s: the time that it had, in seconds."""
+    if end.is_late:
+        how = f"did not end within {timeout_s:g} s and was killed"
+    elif end.code is None:
+        how = "ended, and how was not recorded"
+    elif end.code == 0:
+        return ""
+    elif end.code > _FIRST_SIGNAL:
+        how = f"was killed by signal {end.code - _FIRST_SIGNAL}"
+    else:
+        how = f"exited with code {end.code}"
+    line = last_line(end.output)
+    return f"{name} {how}: {line}" if line else f"{name} {how}"

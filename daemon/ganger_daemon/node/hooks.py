@@ -1,0 +1,164 @@
+"""Hooks: programs of the operator that the daemon runs as its own user. A hook outlives the daemon. A small shell keeps
+the hook's output and exit code in a directory, which it makes first. A second shell finds the directory and runs
+nothing, so a hook with a directory of its own runs once at most."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import stat
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ganger.text import os_failure
+
+from ganger_daemon.core.node_health import HookEnd, hook_failure
+from ganger_daemon.node.daemon_files import open_plain, path_trouble, read_plain
+
+HOOK_TIMEOUT_S = 300.0
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_SHELL = "/bin/sh"
+# $1: the program, $2: the directory.
+_KEEPER = (
+    'cd /; mkdir -- "$2" || exit; printf %s "$$" >"$2/pid"; "$1" >"$2/output" 2>&1 </dev/null; '
+    'printf %s "$?" >"$2/code.new"; mv -- "$2/code.new" "$2/code"'
+)
+_OUTPUT_BYTES = 4096
+# Longest wait for a hook that was killed.
+_KILLED_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeHooks:
+    """The hooks of a node. `timeout_s`: the time that each run of them has."""
+
+    prolog: Path | None = None
+    epilog: Path | None = None
+    timeout_s: float = HOOK_TIMEOUT_S
+
+    def programs(self) -> dict[str, Path]:
+        """Return the programs that are set, by their flags."""
+        named = {"prolog": self.prolog, "epilog": self.epilog}
+        return {name: program for name, program in named.items() if program is not None}
+
+
+def hook_trouble(program: Path) -> str:
+    """Return why the daemon does not run a program as a hook; empty if it does. A user that may write to a hook
+    has the rights of the daemon."""
+    try:
+        status = program.stat()
+    except OSError as error:
+        return os_failure(error)
+    if not program.is_absolute():
+        return f"{program} is no absolute path"
+    if not stat.S_ISREG(status.st_mode) or not os.access(program, os.X_OK):
+        return f"{program} is no program: make it an executable file"
+    if status.st_uid not in (0, os.geteuid()):
+        return f"{program} belongs to another user"
+    if status.st_mode & 0o022:
+        return f"others may write to {program} (mode {stat.S_IMODE(status.st_mode):04o})"
+    return path_trouble(program.resolve().parent)
+
+
+class HookRun:
+    """One run of a hook, which a former daemon may have begun. `directory`: of this run alone; the one above exists."""
+
+    def __init__(self, name: str, directory: Path, timeout_s: float) -> None:
+        self._name, self._directory, self._timeout_s = name, directory, timeout_s
+
+    async def failure(self, program: Path, environment: Mapping[str, str]) -> str:
+        """Run the hook, unless it was begun before, and return why it failed; empty if it ended with 0. Cancelled, it
+        leaves the hook alone."""
+        try:
+            return hook_failure(self._name, await self._end(program, environment), self._timeout_s)
+        except OSError as error:
+            return f"{self._name} cannot be run: {os_failure(error)}"
+
+    async def _end(self, program: Path, environment: Mapping[str, str]) -> HookEnd:
+        keeper = 0
+        if not self._directory.exists():
+            keeper = await asyncio.to_thread(self._start, program, environment)
+            await _ended(keeper, self._timeout_s)
+        # The keeper of a former daemon may have been quicker.
+        while (pid := self._running()) and (left_s := self._left_s()) > 0.0:
+            await _ended(pid, left_s)
+        is_late = bool(self._running())
+        await self.kill()
+        _reap(keeper)
+        return HookEnd(self._code(), self._output(), is_late)
+
+    async def kill(self) -> None:
+        """Kill the hook with all that it has started in its session."""
+        if pid := self._running():
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+            await _ended(pid, _KILLED_S)
+
+    def _start(self, program: Path, environment: Mapping[str, str]) -> int:
+        return os.posix_spawn(
+            _SHELL,
+            [_SHELL, "-c", _KEEPER, "ganger-hook", str(program), str(self._directory)],
+            {"PATH": _PATH, **environment},
+            file_actions=[(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in (0, 1, 2)],
+            # Python ignores them, and what is ignored is inherited.
+            setsigdef=(signal.SIGPIPE, signal.SIGXFSZ),
+            setsid=True,
+        )
+
+    def _running(self) -> int:
+        """Return the pid of the keeper, which is that of its session, while it runs; else 0."""
+        try:
+            pid = int(read_plain(self._directory / "pid", _OUTPUT_BYTES))
+            # Its words name this directory: a pid that was given again has others, and one that has exited has none.
+            return pid if os.fsencode(self._directory) in Path(f"/proc/{pid}/cmdline").read_bytes() else 0
+        except (OSError, ValueError):
+            return 0
+
+    def _left_s(self) -> float:
+        try:
+            began = (self._directory / "pid").stat().st_mtime
+        except OSError:
+            return 0.0
+        return min(self._timeout_s, began + self._timeout_s - time.time())
+
+    def _code(self) -> int | None:
+        try:
+            return int(read_plain(self._directory / "code", _OUTPUT_BYTES))
+        except (OSError, ValueError):
+            return None
+
+    def _output(self) -> bytes:
+        try:
+            with open_plain(self._directory / "output") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - _OUTPUT_BYTES))
+                return file.read(_OUTPUT_BYTES)
+        except OSError:
+            return b""
+
+
+def _reap(pid: int) -> None:
+    if pid:
+        with suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+
+async def _ended(pid: int, within_s: float) -> None:
+    """Wait for the end of a process, for some seconds at most."""
+    try:
+        fd = os.pidfd_open(pid)
+    except OSError:
+        return
+    loop = asyncio.get_running_loop()
+    over = asyncio.Event()
+    loop.add_reader(fd, over.set)
+    try:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await over.wait()
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)
