@@ -78,6 +78,8 @@ def _json(decode: Callable[[Any], object]) -> Callable[[bytes], object]:
 
 
 _PLACE: Final = Path(tempfile.mkdtemp(prefix="ganger-fuzz-", dir="/dev/shm"))
+# What the job files run.
+(_PLACE / "train.py").touch()
 atexit.register(shutil.rmtree, _PLACE, ignore_errors=True)
 
 
