@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from ganger.cli import job_table
 from ganger.cli.job_details import pairs
@@ -39,6 +41,40 @@ def test_what_keeps_a_job_from_getting_on_stands_beside_its_place() -> None:
     job = job_pb2.Job(state=job_pb2.Job.STATE_HOLDING, progress=job_pb2.Progress(stall_reason="no step for 5m"))
     job.gang.claims.add(node="nodes/n1", device_mask=3)
     assert job_table.note(job) == "n1[0-1] (no step for 5m)"
+
+
+@pytest.mark.parametrize(
+    ("metric", "resource", "progress", "state", "lacking"),
+    [
+        ("loss", "step", job_pb2.Progress(step=20, loss=math.nan), "HOLDING", "loss"),
+        ("loss", "step", job_pb2.Progress(step=9, loss=math.nan), "HOLDING", ""),
+        ("loss", "step", job_pb2.Progress(step=9, loss=math.nan), "SUCCEEDED", "loss"),
+        ("loss", "step", job_pb2.Progress(step=20, loss=0.0), "HOLDING", ""),
+        ("accuracy", "step", job_pb2.Progress(step=20, loss=0.5), "HOLDING", "accuracy"),
+        ("loss", "epoch", job_pb2.Progress(step=20, loss=0.5), "HOLDING", "epoch"),
+        ("loss", "epoch", job_pb2.Progress(step=20, loss=math.nan), "HOLDING", ""),
+        ("", "", job_pb2.Progress(step=20, loss=math.nan), "HOLDING", ""),
+    ],
+)
+def test_a_member_shows_what_its_stop_rule_lacks(
+    metric: str, resource: str, progress: job_pb2.Progress, state: str, lacking: str
+) -> None:
+    job = job_pb2.Job(name="jobs/8", state=job_pb2.Job.State.Value(f"STATE_{state}"), progress=progress)
+    job.start_time.FromSeconds(1_000)
+    if metric:
+        job.array.rule.metric, job.array.rule.resource, job.array.rule.first_rung = metric, resource, 10
+    text = f"judges nothing, because no {lacking} was reported" if lacking else None
+    assert (dict(pairs(job))["stop rule"] or None) == text
+    assert job_table.unreported(job) == lacking
+    job.array.rungs.append(0.5)
+    assert job_table.unreported(job) == ""
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"), [(math.nan, "step 5"), (0.0, "step 5 loss 0"), (0.25, "step 5 loss 0.25"), (math.inf, "step 5")]
+)
+def test_a_loss_is_shown_once_one_was_reported(loss: float, text: str) -> None:
+    assert job_table.progress_text(job_pb2.Progress(step=5, loss=loss)) == text
 
 
 def elastic(state: job_pb2.Job.State.ValueType) -> job_pb2.Job:

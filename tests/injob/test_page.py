@@ -62,6 +62,13 @@ def test_both_sides_see_each_others_words(page: Page) -> None:
     assert (page.progress().step, page.progress().loss) == (12, 0.25)
 
 
+def test_a_page_has_no_loss_before_the_first_and_then_any_number(page: Page) -> None:
+    assert math.isnan(page.progress().loss)
+    for loss in (0.25, 0.0, -1.5):
+        page.set_loss(loss)
+        assert str(page.progress().loss) == str(loss)
+
+
 def test_read_only_page_cannot_be_written(page: Page) -> None:
     for mapped, refusal in ((True, TypeError), (False, OSError)):
         mirror = Page.open(page.path, writable=False, mapped=mapped)

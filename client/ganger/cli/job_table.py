@@ -188,7 +188,7 @@ def progress_text(progress: job_pb2.Progress) -> str:
     parts = [f"step {progress.step}"] if progress.step else []
     if progress.steps_per_s > 0:
         parts.append(f"{progress.steps_per_s:.3g}/s")
-    if progress.step and math.isfinite(progress.loss) and progress.loss:
+    if progress.step and math.isfinite(progress.loss):
         parts.append(f"loss {progress.loss:.4g}")
     return " ".join(parts)
 
@@ -237,8 +237,32 @@ def note(job: job_pb2.Job) -> str:
             return " ".join(f"({job.blockers[0].reason}) {_cause(job, job.blockers[0])}".split())
         # Why a job far behind waits is not computed for the list; `ganger why` does that.
         return f"({job.queue_rank - 1} ahead)" if job.queue_rank > 1 else ""
-    concern = f" ({job.progress.stall_reason})" if job.progress.stall_reason else ""
-    return place(job) + beside(job) + concern
+    lacking = unreported(job)
+    concern = job.progress.stall_reason or (f"no {lacking} reported" if lacking else "")
+    return place(job) + beside(job) + (f" ({concern})" if concern else "")
+
+
+def unreported(job: job_pb2.Job) -> str:
+    """Return the metric or resource that the stop rule of a job's array judges by, and that the job has not reported,
+    though it came to the first rung or has ended; "" for jobs that were or can be judged."""
+    rule, progress = job.array.rule, job.progress
+    if not job.array.HasField("rule") or job.array.rungs or not job.HasField("start_time"):
+        return ""
+    reported = {metric.name: metric.value for metric in progress.metrics}
+    is_reported = rule.metric in reported
+    if rule.metric == "loss" and progress.step:
+        is_reported = is_reported or math.isfinite(progress.loss)
+    amount = reported.get(rule.resource, float(progress.step) if rule.resource == "step" else None)
+    if is_reported:
+        return rule.resource if amount is None else ""
+    has_come = amount is not None and amount >= rule.first_rung
+    return rule.metric if has_come or job.state in FINISHED else ""
+
+
+def unjudged(job: job_pb2.Job) -> str:
+    """Return that the stop rule cannot judge a job, in words; "" where it can."""
+    lacking = unreported(job)
+    return f"judges nothing, because no {lacking} was reported" if lacking else ""
 
 
 def _cause(job: job_pb2.Job, blocker: resources_pb2.Refusal) -> str:

@@ -234,7 +234,7 @@ def _job_row(job: object) -> tuple[str, ...]:
         job_table.elapsed(job),
         str(progress.step or ""),
         f"{progress.steps_per_s:.3g}" if progress.steps_per_s else "",
-        f"{progress.loss:.4g}" if progress.loss and math.isfinite(progress.loss) else "",
+        f"{progress.loss:.4g}" if progress.step and math.isfinite(progress.loss) else "",
         f"{progress.data_wait_share:.0%}" if progress.step else "",
         job_table.note(job),
     )

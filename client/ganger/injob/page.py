@@ -4,6 +4,7 @@ Words of the job are untrusted numbers to the daemon."""
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 import sys
@@ -87,7 +88,7 @@ class RawPoint(NamedTuple):
 class PageProgress(NamedTuple):
     """Everything a job reports, range-checked. Times are ns of CLOCK_BOOTTIME, sizes are bytes; 0 means not yet.
 
-    A value outside its range reads as the nearest legal one; ``loss`` may be any float64, NaN included."""
+    A value outside its range reads as the nearest legal one; ``loss`` may be any float64, NaN before the first."""
 
     step: int
     samples: int
@@ -262,6 +263,10 @@ class Page:
     def set_float(self, word: int, value: float) -> None:
         (self.words[word],) = struct.unpack("<Q", struct.pack("<d", value))
 
+    def set_loss(self, value: float) -> None:
+        # Zero bits are those of a page without a loss.
+        self.set_float(Word.LOSS, value or -0.0)
+
     # What the daemon writes.
 
     def write_order(self, seq: int, order: int, *, stop_seq: int = 0, level: int = 0, deadline_ns: int = 0) -> None:
@@ -404,7 +409,8 @@ class Page:
         raw = (*(0,) * Word.ACK_SEQ, *boundary, *steps, *job, *evaluation)
         exit_word = raw[Word.EXIT_CODE]
         return PageProgress(*[raw[word] if raw[word] < limit else limit for word, limit in _PROGRESS])._replace(
-            loss=struct.unpack("<d", struct.pack("<Q", raw[Word.LOSS]))[0],
+            # A loss of zero comes as -0.0.
+            loss=0.0 + struct.unpack("<d", struct.pack("<Q", raw[Word.LOSS]))[0] if raw[Word.LOSS] else math.nan,
             capabilities=raw[Word.CAPABILITIES] & 0xFFFF,
             exit_code=exit_word - 1 if 1 <= exit_word <= 256 else None,
         )

@@ -55,7 +55,7 @@ class Word:
     STEP = 32  # J: boundaries passed; written after ack words
     SAMPLES = 33  # J
     STEP_TIME = 34  # J: time of the last boundary
-    LOSS = 35  # J: float64 bits
+    LOSS = 35  # J: float64 bits; 0 not reported: a loss of zero is -0.0
     DATA_WAIT = 36  # J: ns spent waiting for data so far
     TRAINING_EPOCH = 37  # J
     PHASE = 38  # J: see Phase

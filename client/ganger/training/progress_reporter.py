@@ -82,7 +82,7 @@ class ProgressReporter:
 
     def _set(self, loss: Any) -> None:
         if math.isfinite(value := float(loss)):
-            self._page.set_float(Word.LOSS, value)
+            self._page.set_loss(value)
 
 
 def counted_step(

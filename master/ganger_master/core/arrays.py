@@ -324,7 +324,7 @@ def report_of(
     named = {metric.name: metric for metric in metrics}
     value, at = named.get(rule.metric), named.get(rule.resource)
     if value is None:
-        # Zero is what stands there before the first loss.
+        # Zero is what a daemon of an older version reports before the first loss.
         if rule.metric != LOSS or not loss:
             return None
         value = JobMetric(LOSS, loss, step)
