@@ -369,6 +369,7 @@ _SENTENCES: dict[str, Callable[[_JobTimes, HistoryEvent], str]] = {
     "checkpoint_complete": _checkpoint,
     "attempt_failed": _attempt_failed,
     "job_pending": _pending,
+    "rule_unused": lambda _, event: f"the stop rule of its array has judged nothing: {event.message}",
     "stop_ordered": lambda _, event: f"stopped by the rule of {event.cause}: {event.message}",
     "cancel_ordered": lambda _, event: f"ordered to end{_by(event)}{f': {event.message}' if event.message else ''}",
     "job_succeeded": _ended,

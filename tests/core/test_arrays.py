@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+import pytest
 from core.drive import Drive, job_of
 from ganger.job_state import JobState
 from ganger_master.core.answers import ArrayAnswer, Done, Refused
@@ -203,6 +204,36 @@ def test_the_last_report_of_an_ended_member_counts() -> None:
     assert drive.job(numbers[1]).state is JobState.SUCCEEDED
     assert drive.job(numbers[1]).rungs == (0.9, 0.9)
     assert drive.job(numbers[0]).ending is JobState.STOPPED
+
+
+@pytest.mark.parametrize(
+    ("rule", "loss", "metrics", "kinds"),
+    [
+        (StopRule(RuleKind.MEDIAN, "loss", first=10), None, (), ["rule_unused"]),
+        (StopRule(RuleKind.MEDIAN, "loss", first=10), 0.5, (), []),
+        (StopRule(RuleKind.MEDIAN, "loss", first=50), 0.5, (), []),
+        (RULE, 0.5, (), ["rule_unused"]),
+        (RULE, None, (JobMetric("accuracy", 0.9, 25),), []),
+        (None, None, (), []),
+    ],
+)
+def test_a_member_that_never_reported_what_its_rule_judges_by_says_so_at_its_end(
+    rule: StopRule | None, loss: float | None, metrics: tuple[JobMetric, ...], kinds: list[str]
+) -> None:
+    drive = Drive()
+    (number,) = submitted(drive, "a", rule=rule)
+    running(drive, [number])
+    gang = drive.state.gangs[drive.job(number).epoch]
+    done = replace(
+        drive.report(gang, ObservedPhase.ENDED),
+        outcome=Outcome(OutcomeKind.DONE),
+        progress=JobProgress(gang.epoch, 25, loss=loss, metrics=metrics),
+    )
+    drive.observe("n1", done)
+    assert drive.job(number).state is JobState.SUCCEEDED
+    assert told(drive, f"jobs/{number}")[-1 - len(kinds) :] == [*kinds, "job_succeeded"]
+    ended = next(row.figures for row in drive.told if row.kind == "member_ended")
+    assert ended.get("loss") == (None if loss is None else f"{loss:g}")
 
 
 def test_an_array_is_cancelled_as_a_whole_and_its_end_is_recorded() -> None:

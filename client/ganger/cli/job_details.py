@@ -67,6 +67,7 @@ def pairs(job: Job) -> list[tuple[str, str]]:
         ("progress", job_table.progress_text(job.progress)),
         ("evaluates", evaluation if job.progress.HasField("evaluation") else ""),
         ("reported", _reported(job)),
+        ("stop rule", job_table.unjudged(job)),
         ("waits for data", f"{job.progress.data_wait_share:.0%}" if job.progress.data_wait_share else ""),
         ("memory", memory_text(job.progress)),
         ("mechanism", _mechanism(job)),

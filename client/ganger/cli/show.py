@@ -215,10 +215,10 @@ def why(job: str, cpus: bool, as_json: bool) -> None:
     print_line(f"{job_table.job_sentence(answer.job)}{where}{rank}")
     for line in report:
         print_line(line)
-    if answer.job.trouble:
-        print_line(f"trouble: {answer.job.trouble}")
-    if answer.deadline_advice:
-        print_line(f"deadline: {answer.deadline_advice}")
+    unjudged = job_table.unjudged(answer.job)
+    for name, text in (("trouble", answer.job.trouble), ("stop rule", unjudged), ("deadline", answer.deadline_advice)):
+        if text:
+            print_line(f"{name}: {text}")
     if answer.reserved_nodes:
         print_line(f"a place is kept for it on {', '.join(answer.reserved_nodes)}")
     for mover in answer.migration_steps:

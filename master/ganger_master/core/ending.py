@@ -300,6 +300,8 @@ def _rest_after_failure(state: State, job: JobRecord, source: Gang | None, now: 
 def _finish(state: State, job: JobRecord, now: float, cause: str) -> None:
     state.put_job(replace(job, end_time=now, epoch=0, capabilities=job.capabilities))
     figures = {"failure": job.failure.reason} if job.failure else {}
+    if job.state is JobState.SUCCEEDED and (unreported := _unreported(job)):
+        state.history(now, job, "rule_unused", cause, f"no {unreported} was reported", metric=unreported)
     state.history(now, job, f"job_{job.state.value.lower()}", cause, job.reason, **figures)
     if job.spec.array is not None:
         note_ended(state, job, job.spec.array, now, cause)
@@ -339,6 +341,17 @@ def _failure_of(gang: Gang, outcome: Outcome) -> Failure:
     reason = "EXIT" if outcome.kind is OutcomeKind.FAILED else outcome.kind.value
     message = outcome.message or f"rank {outcome.rank} ended with exit code {outcome.exit_code}"
     return Failure(reason, message, outcome.exit_code, outcome.rank, gang.epoch)
+
+
+def _unreported(job: JobRecord) -> str:
+    """Return the metric of its array's stop rule that an ended job has never reported; "" if it has, or has none."""
+    rule, progress = job.spec.array.rule if job.spec.array is not None else None, job.progress
+    if rule is None or job.rungs:
+        return ""
+    names = [] if progress is None else [metric.name for metric in progress.metrics]
+    if progress is not None and progress.loss is not None:
+        names.append(LOSS)
+    return "" if rule.metric in names else rule.metric
 
 
 def note_ended(state: State, job: JobRecord, array: Membership, now: float, cause: str) -> None:
