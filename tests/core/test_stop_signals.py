@@ -62,6 +62,49 @@ def test_a_suspended_job_rests_on_storage_once_its_script_has_left() -> None:
     assert cluster.state.gangs[cluster.start(number)].restore == Restore()
 
 
+def attempt_of(cluster: Cluster, epoch: int) -> int:
+    """Return the number that the ranks of a gang get."""
+    (node,) = cluster.state.gangs[epoch].nodes
+    (number,) = [gang.attempt for gang in cluster.state.desired.of(node).gangs if gang.epoch == epoch]
+    return number
+
+
+def test_each_start_of_a_script_that_saves_itself_has_the_next_number() -> None:
+    cluster, number, epoch = running()
+    numbers = [attempt_of(cluster, epoch)]
+    cluster.step(SuspendJob(number, SuspendLevel.CHECKPOINT))
+    cluster.leaves(number, epoch)
+    cluster.step(ResumeJob(number))
+    epoch = cluster.start(number)
+    cluster.runs(number)
+    numbers.append(attempt_of(cluster, epoch))
+    cluster.step(MoveJob(number))
+    destination = cluster.job(number).next_epoch
+    cluster.seen(number, destination, ObservedPhase.PREPARED)
+    assert attempt_of(cluster, epoch) == 2, "the script is still saving itself"
+    cluster.leaves(number, epoch)
+    numbers.append(attempt_of(cluster, destination))
+    assert numbers == [1, 2, 3]
+    assert cluster.job(number).attempt == 3
+
+
+def test_a_gang_that_goes_on_in_place_or_moves_with_its_state_has_not_started_anew() -> None:
+    cluster = Drive(2)
+    number = cluster.submit(job_of(2))
+    epoch = cluster.start(number)
+    cluster.runs(number)
+    cluster.step(SuspendJob(number, SuspendLevel.PAUSE))
+    cluster.seen(number, epoch, ObservedPhase.PARKED, 7)
+    cluster.step(ResumeJob(number))
+    cluster.runs(number)
+    assert isinstance(cluster.step(MoveJob(number)), JobAnswer)
+    destination = cluster.job(number).next_epoch
+    cluster.seen(number, destination, ObservedPhase.PREPARED)
+    cluster.seen(number, epoch, ObservedPhase.PARKED, 9)
+    cluster.seen(number, destination, ObservedPhase.READY, 9)
+    assert (cluster.job(number).epoch, cluster.job(number).attempt) == (destination, 1)
+
+
 def test_a_preempted_script_waits_again_and_that_costs_no_failure() -> None:
     cluster, number, epoch = running()
     attempts.suspend(cluster.state, JobSuspended(cluster.now, "planner", number, SuspendLevel.CHECKPOINT, by_plan=True))

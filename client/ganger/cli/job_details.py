@@ -62,6 +62,7 @@ def pairs(job: Job) -> list[tuple[str, str]]:
         ("cores", "\n".join(job_table.cores(job))),
         ("locality", job_table.locality_text(gang.level)),
         ("epoch", f"{gang.epoch}, revision {job.revision}" if gang.epoch else ""),
+        ("attempt", str(job.attempt) if job.attempt > 1 else ""),
         ("pids", " ".join(str(pid or "-") for pid in gang.pids) if any(gang.pids) else ""),
         ("stopped at", f"step {gang.stop_step}" if gang.stop_step else ""),
         ("progress", job_table.progress_text(job.progress)),

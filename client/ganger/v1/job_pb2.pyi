@@ -147,6 +147,7 @@ class Job(google.protobuf.message.Message):
     RUNNING_SINCE_TIME_FIELD_NUMBER: builtins.int
     ARRAY_FIELD_NUMBER: builtins.int
     END_REASON_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
     name: builtins.str
     """"jobs/{n}". Output only."""
     uid: builtins.str
@@ -172,6 +173,8 @@ class Job(google.protobuf.message.Message):
     """
     end_reason: builtins.str
     """Why it ended, of one that was cancelled or stopped. Output only."""
+    attempt: builtins.int
+    """Number of the newest start of its gang, as its ranks have it in GANGER_ATTEMPT; zero before the first. Output only."""
     @property
     def spec(self) -> Global___JobSpec: ...
     @property
@@ -245,10 +248,11 @@ class Job(google.protobuf.message.Message):
         running_since_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         array: ganger.v1.array_pb2.ArrayMembership | None = ...,
         end_reason: builtins.str = ...,
+        attempt: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["array", b"array", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "create_time", b"create_time", "end_time", b"end_time", "failure", b"failure", "gang", b"gang", "progress", b"progress", "run_duration", b"run_duration", "running_since_time", b"running_since_time", "spec", b"spec", "start_time", b"start_time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["array", b"array", "blockers", b"blockers", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "create_time", b"create_time", "end_reason", b"end_reason", "end_time", b"end_time", "failure", b"failure", "failures", b"failures", "gang", b"gang", "name", b"name", "preemptions", b"preemptions", "progress", b"progress", "queue_rank", b"queue_rank", "revision", b"revision", "run_duration", b"run_duration", "running_since_time", b"running_since_time", "spec", b"spec", "start_time", b"start_time", "state", b"state", "suspended_level", b"suspended_level", "trouble", b"trouble", "uid", b"uid", "user", b"user"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["array", b"array", "attempt", b"attempt", "blockers", b"blockers", "capabilities", b"capabilities", "checkpoint", b"checkpoint", "create_time", b"create_time", "end_reason", b"end_reason", "end_time", b"end_time", "failure", b"failure", "failures", b"failures", "gang", b"gang", "name", b"name", "preemptions", b"preemptions", "progress", b"progress", "queue_rank", b"queue_rank", "revision", b"revision", "run_duration", b"run_duration", "running_since_time", b"running_since_time", "spec", b"spec", "start_time", b"start_time", "state", b"state", "suspended_level", b"suspended_level", "trouble", b"trouble", "uid", b"uid", "user", b"user"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Job: typing_extensions.TypeAlias = Job

@@ -12,7 +12,7 @@ from ganger_master.core import colocation, ending, gang_orders, moves
 from ganger_master.core.elastic import begin_with, devices_of, share_pieces
 from ganger_master.core.events import GangApproved, JobResumed, JobSuspended
 from ganger_master.core.gang_model import Gang, GangPhase, GangRole, Restore
-from ganger_master.core.job_model import Failure, JobRecord, SuspendLevel
+from ganger_master.core.job_model import Failure, JobRecord, SuspendLevel, starting_anew
 from ganger_master.core.lifecycle import Act, act_of, is_refused
 from ganger_master.core.state import State
 
@@ -52,6 +52,7 @@ def start(state: State, event: GangApproved) -> int:
         gang = gang_orders.new_gang(state, number, claims, level, now, GangRole.ACTIVE, restore)
         epoch = gang.epoch
         state.put_gang(gang)
+        job = starting_anew(job)
         state.put_job(replace(job, epoch=epoch, gpus_given=0 if gpus == job.spec.gpus else gpus))
         # No report about the new gang can exist yet.
         state.dirty.jobs.pop(number, None)

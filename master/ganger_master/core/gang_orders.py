@@ -27,7 +27,7 @@ from ganger_master.core.desired_projection import (
     threads_of,
 )
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, ObservedPhase, Piece, Restore
-from ganger_master.core.job_model import JobRecord, SuspendLevel
+from ganger_master.core.job_model import JobRecord, SuspendLevel, starting_anew
 from ganger_master.core.lifecycle import GangObservation, observation_of
 from ganger_master.core.node_model import Node, Stray
 from ganger_master.core.state import State
@@ -257,7 +257,7 @@ def go_on_elsewhere(
 
 def go_back(state: State, job: JobRecord, source: Gang, now: float, cause: str) -> None:
     """Run the parked source again, as a newer epoch: the move failed after its commit."""
-    job = replace(job, state=JobState.HOLDING)
+    job = starting_anew(replace(job, state=JobState.HOLDING))
     state.put_gang(replace(source, pieces=tuple([replace(piece, held=None) for piece in source.pieces])))
     source = state.gangs[source.epoch]
     epoch = go_on_elsewhere(state, job, source, source.claims, source.level, now)

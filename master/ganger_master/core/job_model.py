@@ -288,6 +288,8 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED
     failed_in_row: int = 0
     again_at: float = 0.0
     preemptions: int = 0
+    # Starts of its gang so far, moves with its state not counted; zero also in records of masters without the count.
+    starts: int = 0
     # Moves given up since the last successful one: bounds how often a drain tries again.
     moves_aborted: int = 0
     # How long its last move made it stand still; zero if it was never moved.
@@ -339,6 +341,11 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED
         return self.state is _PENDING and is_free and not self.held and not self.again_at
 
     @property
+    def attempt(self) -> int:
+        """Number of the newest start of its gang, from 1, as its ranks have it in `GANGER_ATTEMPT`."""
+        return self.starts or 1 + self.failures + self.preemptions
+
+    @property
     def saves_itself(self) -> bool:
         """Whether its script saves itself at a signal, so that it continues from its own files."""
         return self.capabilities.mechanism is _SIGNAL
@@ -388,6 +395,11 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED
         used = self.working_set_bytes
         needed = used * 5 // 4 + _MEMORY_MARGIN_BYTES
         return -(-needed // _MEMORY_STEP_BYTES) * _MEMORY_STEP_BYTES if used else 0
+
+
+def starting_anew(job: JobRecord) -> JobRecord:
+    """Return the job with one more start of its gang."""
+    return replace(job, starts=1 + (job.starts or job.failures + job.preemptions))
 
 
 class Update(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED_NAMES):

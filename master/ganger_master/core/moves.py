@@ -11,7 +11,7 @@ from ganger_master.core import ending, gang_orders
 from ganger_master.core.events import MoveBegun
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, ObservedPhase, OutcomeKind, Piece
 from ganger_master.core.gang_orders import can_go_back
-from ganger_master.core.job_model import JobRecord, SuspendLevel
+from ganger_master.core.job_model import JobRecord, SuspendLevel, starting_anew
 from ganger_master.core.lifecycle import GangObservation, bad_outcome, observation_of
 from ganger_master.core.state import State
 
@@ -121,6 +121,9 @@ def commit(state: State, job: JobRecord, now: float, cause: str) -> bool:
     state.put_gang(replace(source, role=GangRole.SOURCE, phase=GangPhase.PARKED, stop_step=step))
     state.put_gang(gang_orders.run(destination, now))
     gpus = destination.devices
+    if not destination.restore.parked_epoch:
+        # Its script begins anew there, from what it has saved itself.
+        job = starting_anew(job)
     state.put_job(
         replace(
             ending.clock_stopped(job, now),

@@ -305,6 +305,7 @@ def job_to_wire(
         suspended_level=_LEVELS[job.suspended_level],
         queue_rank=queue_rank,
         trouble=job.trouble or trouble_of(gang),
+        attempt=job.attempt if job.starts or gang is not None else 0,
     )
     spec_to_wire(job.spec, with_environment=with_environment, into=message.spec)
     message.create_time.CopyFrom(times.timestamp(job.create_time))
