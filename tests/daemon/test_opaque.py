@@ -68,6 +68,32 @@ def test_a_job_that_ends_with_a_code_of_ours_has_failed_like_any_other(code: int
     run(story)
 
 
+# The agent finds no loop in the first, and looks for a step in the second.
+@pytest.mark.parametrize(
+    "script",
+    [
+        "import time\nwhile True: time.sleep(0.1)",
+        "import time, torch.utils.data as data\nfor _ in data.DataLoader(range(9999)): time.sleep(0.1)",
+    ],
+)
+def test_a_python_that_saves_itself_is_waited_for_no_longer_than_its_agent_may_take_to_report(
+    script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ganger_daemon.gang.observation._LATEST_REPORT_S", 7.0)
+
+    async def story(made: Cluster) -> None:
+        await made.daemon("n1", criu="none")
+        gang = made.gang({"n1": [0]}, "n1", uid=str(uuid.uuid4()), command=[made.python, "-u", "-c", script])
+        gang.spec.stop_signal = "TERM"
+        await made.master.want("n1", gang)
+        early = await made.master.until("n1", 1, lambda seen: seen.capabilities.can_checkpoint)
+        assert (early.capabilities.mechanism, early.capabilities_presumed) == (job_pb2.MECHANISM_SIGNAL, True)
+        later = await made.master.until("n1", 1, lambda seen: not seen.capabilities_presumed)
+        assert later.capabilities.mechanism == job_pb2.MECHANISM_SIGNAL
+
+    run(story)
+
+
 def test_a_plain_command_runs_at_once_is_paused_by_freezing_and_says_what_it_cannot() -> None:
     async def story(made: Cluster) -> None:
         await made.daemon("n1", criu="none")

@@ -325,7 +325,8 @@ def add_capabilities(message: agent_pb2.ObservedGang, found: GangFindings) -> No
     elif all(progress.hello_time_ns for progress in found.pages):
         _add_of_agent(capabilities, found)
         if any(map(is_still_looking, found.pages)):
-            message.capabilities_presumed = True
+            # A script may save itself at its signal and never make a step.
+            message.capabilities_presumed = not (found.desired.spec.stop_signal and _is_saved_anyway(found))
             for capability in list(capabilities.missing):
                 capabilities.missing[capability] = "that is not known before its first step"
     elif found.desired.spec.mechanism not in (job_pb2.MECHANISM_SIGNAL, job_pb2.MECHANISM_NONE):
@@ -338,7 +339,8 @@ def add_capabilities(message: agent_pb2.ObservedGang, found: GangFindings) -> No
 def _is_saved_anyway(found: GangFindings) -> bool:
     """Return whether a job whose agent does not report can be saved nevertheless. It must have had the time to report:
     the agent of a script without an optimizer of PyTorch never does."""
-    return found.parts.images.are_possible and time.monotonic() - found.facts.launched_at >= _LATEST_REPORT_S
+    is_saved = found.parts.images.are_possible or bool(found.desired.spec.stop_signal)
+    return is_saved and time.monotonic() - found.facts.launched_at >= _LATEST_REPORT_S
 
 
 def _is_certainly_opaque(found: GangFindings) -> bool:
