@@ -125,6 +125,33 @@ def test_a_job_in_turns_says_whether_it_has_the_turn(phase: str, turn: str, text
 
 
 @pytest.mark.parametrize(
+    ("phase", "runs", "step", "line"),
+    [
+        ("STARTING", False, 0, ("starting", "", "1m", "has waited")),
+        ("STARTING", True, 0, ("running", "reports no steps", "20s", "time")),
+        ("RUNNING", True, 0, ("running", "reports no steps", "20s", "time")),
+        ("RUNNING", True, 7, ("running", "step 7", "20s", "time")),
+        ("PARKED", False, 0, ("parked", "", "1m", "has waited")),
+    ],
+)
+def test_a_job_without_boundaries_runs_once_its_processes_do(
+    phase: str, runs: bool, step: int, line: tuple[str, str, str, str]
+) -> None:
+    job = job_pb2.Job(name="jobs/1", state=job_pb2.Job.STATE_HOLDING)
+    job.gang.phase = job_pb2.Gang.Phase.Value(f"PHASE_{phase}")
+    job.create_time.FromSeconds(1_000)
+    job.progress.step, job.progress.loss = step, math.nan
+    if runs:
+        job.running_since_time.FromSeconds(1_040)
+    state, progress, ran, name = line
+    assert job_table.state_text(job) == state
+    assert job_table.progress_column(job, 1_060.0) == progress
+    assert job_table.elapsed(job, 1_060.0) == ran
+    assert name in dict(pairs(job))
+    assert job_table.progress_column(job, 1_045.0) == (f"step {step}" if step else "")
+
+
+@pytest.mark.parametrize(
     ("reason", "figures", "rank", "told"),
     [
         ("GPUS", {"needed": 4, "free": 1}, 3, "(GPUS) 4 GPUs wanted, 1 free, 2 ahead"),

@@ -13,7 +13,7 @@ from ganger.job_state import JobState
 from ganger.protocol.gang_orders import Mechanism
 from ganger.v1 import job_pb2
 from ganger_master.core.array_model import Membership, RuleKind, StopRule
-from ganger_master.core.gang_model import Gang, GangPhase, GangRole, Piece, Restore
+from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, Piece, Restore
 from ganger_master.core.job_model import (
     Agent,
     Capabilities,
@@ -215,6 +215,27 @@ def test_the_step_at_which_a_job_rested_is_shown_until_a_later_one_is_reported(p
     assert (progress.step, progress.steps_per_s, progress.stall_reason) == (1_468, 0.0, "rank 1 hangs")
     later = Sample(5, 1_470, 11_760, 9.5, 0.5, 0.1, 4.5)
     assert job_to_wire(job, gang, None, sample=later).progress.step == 1_470
+
+
+@pytest.mark.parametrize(
+    ("phase", "launched", "acknowledged", "running_since", "since"),
+    [
+        (GangPhase.STARTING, 8.0, 2, 0.0, 8.0),
+        (GangPhase.STARTING, 0.0, 2, 0.0, 0.0),
+        # Its daemon has not acknowledged the order to go on.
+        (GangPhase.STARTING, 8.0, 1, 0.0, 0.0),
+        (GangPhase.RUNNING, 8.0, 2, 9.0, 9.0),
+    ],
+)
+def test_a_job_runs_from_when_its_processes_do_until_its_first_step_counts(
+    phase: GangPhase, launched: float, acknowledged: int, running_since: float, since: float
+) -> None:
+    job = replace(JOB, state=JobState.HOLDING, running_since=running_since)
+    pieces = tuple(replace(piece, launch_time=launched, master_sequence=acknowledged) for piece in GANG.pieces)
+    gang = replace(GANG, phase=phase, intent=GangIntent.RUN, master_sequence=2, since=3.0, pieces=pieces)
+    message = job_to_wire(job, gang, None)
+    assert message.HasField("running_since_time") == bool(since)
+    assert message.running_since_time.ToSeconds() == since
 
 
 def test_a_loss_that_is_no_number_is_kept_as_none() -> None:

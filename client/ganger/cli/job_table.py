@@ -19,6 +19,8 @@ from ganger.v1 import array_pb2, job_pb2, job_service_pb2, resources_pb2
 from ganger.wire import times
 
 _NAME_WIDTH = 63
+# A job that makes steps has reported one so long after the first.
+_FIRST_REPORT_S = 10.0
 
 
 def state_text(job: job_pb2.Job) -> str:
@@ -27,8 +29,9 @@ def state_text(job: job_pb2.Job) -> str:
         is_to_run = job.gang.phase in (job_pb2.Gang.PHASE_STARTING, job_pb2.Gang.PHASE_RUNNING)
         if is_to_run and job.gang.slice_state == job_pb2.Gang.SLICE_STATE_INACTIVE:
             return "waiting for its turn"
-        if job.gang.phase == job_pb2.Gang.PHASE_RUNNING and job.gang.slice_state == job_pb2.Gang.SLICE_STATE_ACTIVE:
-            return "running, in turn"
+        # A script without boundaries never reports a step.
+        if job.gang.phase == job_pb2.Gang.PHASE_RUNNING or (is_to_run and job.HasField("running_since_time")):
+            return "running, in turn" if job.gang.slice_state == job_pb2.Gang.SLICE_STATE_ACTIVE else "running"
         phase = enum_text(job_pb2.Gang.Phase, job.gang.phase)
         if phase == "parked" and job.gang.move_claims:
             return "moving" if devices_in(job.gang.move_claims) == devices_in(job.gang.claims) else "resizing"
@@ -193,10 +196,20 @@ def progress_text(progress: job_pb2.Progress) -> str:
     return " ".join(parts)
 
 
+def progress_column(job: job_pb2.Job, now: float | None = None) -> str:
+    """Return the progress of a job, or that it runs and reports no steps. now: Unix time in seconds, default the
+    clock."""
+    text = progress_text(job.progress)
+    if text or job.state != job_pb2.Job.STATE_HOLDING or not job.HasField("running_since_time"):
+        return text
+    ran_s = (time.time() if now is None else now) - times.unix_s(job.running_since_time)
+    return "reports no steps" if ran_s >= _FIRST_REPORT_S else ""
+
+
 def elapsed(job: job_pb2.Job, now: float | None = None) -> str:
-    """Return how long the job ran, without the time that it was suspended or waited again; before its first step, how
-    long it has waited. Empty for a job that ended before it began."""
-    has_begun, has_ended = job.HasField("start_time"), job.HasField("end_time")
+    """Return how long the job ran, without the time that it was suspended or waited again; before its processes run,
+    how long it has waited. Empty for a job that ended before it began."""
+    has_begun, has_ended = has_run(job), job.HasField("end_time")
     now = time.time() if now is None else now
     if not has_begun:
         return "" if has_ended else format_duration(max(0.0, now - times.unix_s(job.create_time)))
@@ -207,6 +220,10 @@ def elapsed(job: job_pb2.Job, now: float | None = None) -> str:
         # It was over before the master saw a step of it.
         run_s = max(0.0, times.unix_s(job.end_time) - times.unix_s(job.start_time))
     return format_duration(run_s)
+
+
+def has_run(job: job_pb2.Job) -> bool:
+    return job.HasField("start_time") or job.HasField("running_since_time")
 
 
 def efficiency(job: job_pb2.Job) -> str:
@@ -430,7 +447,7 @@ def members_table(members: Sequence[job_pb2.Job]) -> tuple[tuple[str, ...], list
                 state_text(job),
                 elapsed(job),
                 *(column(job.array.member.parameters.get(name, "")) for name in parameters),
-                progress_text(job.progress),
+                progress_column(job),
                 *(reported.get(name, "") for name in metrics),
                 note(job),
             )

@@ -123,7 +123,7 @@ def queue(
             job_table.gpus_text(job),
             job_table.elapsed(job),
             str(job.queue_rank or ""),
-            job_table.progress_text(job.progress),
+            job_table.progress_column(job),
             job_table.note(job),
         )
         for job in jobs

@@ -215,7 +215,9 @@ class Job(google.protobuf.message.Message):
 
     @property
     def running_since_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
-        """Since when it runs without a pause, which `run_duration` does not count yet; unset while it does not run. Output only."""
+        """Since when it runs without a pause, which `run_duration` does not count yet; before its first step, since when its
+        processes run, which it will not count. Unset while it does not run. Output only.
+        """
 
     @property
     def array(self) -> ganger.v1.array_pb2.ArrayMembership:

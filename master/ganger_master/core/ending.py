@@ -462,13 +462,13 @@ def is_backing_off(job: JobRecord) -> bool:
 def ends_at(state: State, job: JobRecord) -> float | None:
     """Return when a job's time limit ends it; None if it has none, or neither runs nor starts."""
     limit = job.spec.time_limit_s
-    since = 0.0 if limit is None else _runs_since(state, job)
+    since = 0.0 if limit is None else runs_since(job, state.gangs.get(job.epoch))
     return None if limit is None or not since else since + limit - job.run_s
 
 
 def counted_s(state: State, job: JobRecord, now: float) -> float:
     """Return the seconds that count against the job's time limit by now."""
-    since = _runs_since(state, job)
+    since = runs_since(job, state.gangs.get(job.epoch))
     return job.run_s + (max(0.0, now - since) if since else 0.0)
 
 
@@ -477,10 +477,9 @@ def failure_of(job: JobRecord) -> Failure:
     return Failure("TIME_LIMIT", f"{done} its time limit of {job.spec.time_limit_s:g} s", epoch=job.epoch)
 
 
-def _runs_since(state: State, job: JobRecord) -> float:
+def runs_since(job: JobRecord, gang: Gang | None) -> float:
     """Return since when a job runs, or since when all processes of its present start exist: one that hangs before its
     first step must not keep its devices for ever. Zero while they do not, or it is parked."""
-    gang = state.gangs.get(job.epoch)
     if job.running_since or gang is None or gang.intent is not GangIntent.RUN:
         return job.running_since
     launches = [piece.launch_time for piece in gang.pieces]

@@ -427,6 +427,8 @@ def _at_rest(state: State, job: JobRecord) -> str:
         case JobState.HOLDING:
             gang = state.gangs.get(job.epoch)
             reported = f"it has its gang, which is {gang.phase.value}" if gang else "it has its gang"
+            if gang is not None and gang.phase is GangPhase.STARTING and ending.runs_since(job, gang):
+                reported = "its processes run, and have reported no step so far"
             return _on_the_way(state, job) or reported
         case JobState.PENDING:
             return "unknown, because it waits for another member to end" if job.held else "its gang is being made ready"

@@ -20,6 +20,7 @@ from msgspec import Struct
 
 from ganger_master.core.array_model import LOSS, STEP, Membership, RuleKind, StopRule
 from ganger_master.core.desired_projection import ranks_by_claim
+from ganger_master.core.ending import runs_since
 from ganger_master.core.events import cut
 from ganger_master.core.gang_model import Gang, GangPhase
 from ganger_master.core.job_model import (
@@ -315,8 +316,8 @@ def job_to_wire(
         message.end_time.CopyFrom(times.timestamp(job.end_time))
     if job.run_s:
         message.run_duration.CopyFrom(times.duration(job.run_s))
-    if job.running_since:
-        message.running_since_time.CopyFrom(times.timestamp(job.running_since))
+    if since := _running_since(job, gang):
+        message.running_since_time.CopyFrom(times.timestamp(since))
     for blocker in blockers:
         convert.refusal_to_wire(blocker, message.blockers.add())
     if job.checkpoint is not None:
@@ -338,6 +339,15 @@ def job_to_wire(
         failure = job_pb2.Failure(**plain(job.failure, "reason message exit_code rank epoch"))
         message.failure.CopyFrom(failure)
     return message
+
+
+def _running_since(job: JobRecord, gang: Gang | None) -> float:
+    """Return since when the job runs; before its first step, since when its daemons report its processes. Zero while it
+    does not run, or a daemon has not acknowledged the order to run."""
+    if job.running_since or gang is None:
+        return job.running_since
+    is_acknowledged = all(piece.master_sequence >= gang.master_sequence for piece in gang.pieces)
+    return runs_since(job, gang) if is_acknowledged else 0.0
 
 
 def _latest_progress_to_wire(job: JobRecord, sample: Sample | None) -> job_pb2.Progress:
