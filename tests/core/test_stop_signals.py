@@ -88,6 +88,17 @@ def test_each_start_of_a_script_that_saves_itself_has_the_next_number() -> None:
     assert cluster.job(number).attempt == 3
 
 
+def test_processes_from_an_image_have_the_number_of_their_first_start() -> None:
+    cluster, number, epoch = running(replace(SIGNAL, mechanism=Mechanism.IMAGE))
+    cluster.step(SuspendJob(number, SuspendLevel.CHECKPOINT))
+    cluster.state.put_job(replace(cluster.job(number), checkpoint=Checkpoint(9, epoch, "checkpoints/9-1")))
+    cluster.leaves(number, epoch)
+    cluster.step(ResumeJob(number))
+    epoch = cluster.start(number)
+    assert cluster.state.gangs[epoch].restore.checkpoint_path == "checkpoints/9-1"
+    assert (attempt_of(cluster, epoch), cluster.job(number).attempt) == (1, 1)
+
+
 def test_a_gang_that_goes_on_in_place_or_moves_with_its_state_has_not_started_anew() -> None:
     cluster = Drive(2)
     number = cluster.submit(job_of(2))

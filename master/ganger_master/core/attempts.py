@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ganger.cluster.resources import Claim
 from ganger.job_state import JobState
+from ganger.protocol.gang_orders import Mechanism
 from msgspec.structs import replace
 
 from ganger_master.core import colocation, ending, gang_orders, moves
@@ -52,7 +53,9 @@ def start(state: State, event: GangApproved) -> int:
         gang = gang_orders.new_gang(state, number, claims, level, now, GangRole.ACTIVE, restore)
         epoch = gang.epoch
         state.put_gang(gang)
-        job = starting_anew(job)
+        if job.checkpoint is None or job.capabilities.mechanism is not Mechanism.IMAGE:
+            # Processes from an image keep the environment, and so the number, of their first start.
+            job = starting_anew(job)
         state.put_job(replace(job, epoch=epoch, gpus_given=0 if gpus == job.spec.gpus else gpus))
         # No report about the new gang can exist yet.
         state.dirty.jobs.pop(number, None)

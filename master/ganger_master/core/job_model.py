@@ -288,7 +288,7 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED
     failed_in_row: int = 0
     again_at: float = 0.0
     preemptions: int = 0
-    # Starts of its gang so far, moves with its state not counted; zero also in records of masters without the count.
+    # Starts of its gang so far, without moves and process images, which bring its state along; zero in records of old.
     starts: int = 0
     # Moves given up since the last successful one: bounds how often a drain tries again.
     moves_aborted: int = 0
