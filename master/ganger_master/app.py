@@ -286,6 +286,7 @@ class Master:
             note = ("--note", str(config.state_dir / "planner.note"))
             command = _child_command("ganger_master.planner_process.cli", config.state_dir, *note)
             self._children.append(SupervisedProcess(command))
+            writer.committed.expect_planner()
         for child in self._children:
             child.start()
         loop = asyncio.get_running_loop()

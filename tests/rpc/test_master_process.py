@@ -211,6 +211,18 @@ def test_planner_started_by_hand_ranks_pending_jobs_and_ends_by_a_signal(tmp_pat
         master.end(signal.SIGTERM)
 
 
+def test_a_job_of_a_master_that_is_just_up_waits_for_the_planner_that_the_master_starts(tmp_path: Path) -> None:
+    with master_process(tmp_path) as master:
+        assert master.start(None, "--policy", "las+best-fit")
+        with open_channel(read_endpoint(master.state_dir)) as channel:
+            stub = job_service_pb2_grpc.JobServiceStub(channel)
+            name = stub.CreateJob(job_service_pb2.CreateJobRequest(spec=spec_of())).name
+            (*_, last) = stub.GetJob(job_service_pb2.GetJobRequest(name=name)).blockers
+            assert "planner of policy las+best-fit" in last.message
+            assert "none is connected" not in last.message
+        master.end(signal.SIGTERM)
+
+
 @pytest.mark.skipif(os.geteuid() == 0 and not os.path.exists("/dev/full"), reason="no full device")
 def test_database_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
     with master_process(tmp_path) as master:

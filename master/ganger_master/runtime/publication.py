@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -102,6 +103,10 @@ class JobNews:
         return None if is_all else tuple(numbers)
 
 
+# Of a planner that the master starts itself: its imports and its first view of the cluster.
+PLANNER_GRACE_S: Final = 30.0
+
+
 class CommittedState:
     """Durable state by key, and the marks of its watchers."""
 
@@ -123,6 +128,9 @@ class CommittedState:
         self.mode = LoadMode.SPREAD
         self._watchers: dict[str, set[asyncio.Event]] = {}
         self._job_watchers: set[JobNews] = set()
+        # Seconds that a planner may take to connect, and since when none is connected, by a steady clock.
+        self._planner_grace_s = 0.0
+        self._without_planner_since = 0.0
 
     def reset(self, state: State) -> None:
         """Start over from a state whose content is stored; every watcher is woken."""
@@ -203,8 +211,13 @@ class CommittedState:
 
     @property
     def has_planner(self) -> bool:
-        """Return whether a planner follows all jobs."""
-        return bool(self._job_watchers)
+        """Return whether a planner follows all jobs, or is expected to within moments."""
+        waited_s = time.monotonic() - self._without_planner_since
+        return bool(self._job_watchers) or waited_s < self._planner_grace_s
+
+    def expect_planner(self) -> None:
+        """Expect the planner that this master starts now, and starts again whenever it ends."""
+        self._planner_grace_s, self._without_planner_since = PLANNER_GRACE_S, time.monotonic()
 
     @contextmanager
     def watching_jobs(self) -> Iterator[JobNews]:
@@ -215,6 +228,7 @@ class CommittedState:
             yield news
         finally:
             self._job_watchers.discard(news)
+            self._without_planner_since = time.monotonic()
 
     def wake(self, subject: str) -> None:
         """Lets the watchers of a subject look again."""
