@@ -230,6 +230,21 @@ def test_master_whose_clock_was_set_or_that_stood_still_gives_no_node_up_for_it(
     run(story())
 
 
+def test_a_master_that_stood_by_for_long_has_not_stood_still(caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> None:
+        wall, steady = Clock(), Clock()
+        writer = Writer(MemoryStore(), CoreSettings(), wall, steady=steady)
+        steady.now += 86_400.0
+        # Its two clocks have drifted apart meanwhile.
+        wall.now += 86_430.0
+        await writer.start()
+        assert await writer.submit(submission(1)) == JobAnswer(1)
+        await writer.close()
+
+    run(story())
+    assert "clock was set" not in caplog.text
+
+
 @pytest.mark.parametrize("goes_off", [False, True])
 def test_the_lease_of_a_turn_begins_when_its_holder_is_told_and_not_before_the_commit(goes_off: bool) -> None:
     """Also if the alarm goes off meanwhile, for something else."""

@@ -182,6 +182,8 @@ class Writer:
         StoreError."""
         if not self._is_open:
             await self.open()
+        # For how long this master stood by says nothing of its clock.
+        self._looked = ClockReading(self.now(), self._steady())
         await self._load()
         self.ownership.lead()
         self._look_often()
