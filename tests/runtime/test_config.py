@@ -144,6 +144,10 @@ def test_quotas_are_a_table_or_pairs() -> None:
         load({"state_dir": "/s"}, {}, "quotas = 7\n")
     with pytest.raises(ConfigError, match=r"'alice' twice: give each user one number; 'bob', 'alice': write USER="):
         load({"state_dir": "/s", "quotas": "alice=8,bob=few,alice=x"}, {})
+    most = load({"state_dir": "/s", "quotas": "alice=1000000000"}, {}).quotas
+    for beyond in ("1000000001", "9" * 30, "9" * 9_999):
+        with pytest.raises(ConfigError, match="quotas: 'bob': at most 1000000000 GPUs"):
+            load({"state_dir": "/s", "quotas": f"alice={most['alice']},bob={beyond}"}, {})
     with pytest.raises(ConfigError, match="quotas: 'alice' twice: give each user one number"):
         load({"state_dir": "/s", "quotas": "alice=8,bob=1,alice =8"}, {})
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from ganger_master.core.teams import Team
+from ganger_master.core.teams import MOST_GPUS, Team
 
 # Of a cluster and of a replay for which no policy is named.
 DEFAULT_POLICY: Final = "ganger"
@@ -103,6 +103,10 @@ def quotas_of(value: object) -> dict[str, int]:
     wrong = [user for user, gpus in given if not user or isinstance(gpus, bool) or not str(gpus).isdecimal()]
     if wrong:
         problems.append(f"{_named(wrong)}: write USER=GPUS, a number from 0 on, and *=GPUS for every other user")
+    digits = len(str(MOST_GPUS))
+    known = [(user, str(gpus)) for user, gpus in given if user not in wrong]
+    if beyond := [user for user, gpus in known if len(gpus) > digits or int(gpus) > MOST_GPUS]:
+        problems.append(f"{_named(beyond)}: at most {MOST_GPUS} GPUs; for any number give none")
     if problems:
         raise ValueError(f"quotas: {'; '.join(problems)}")
     return {user: int(str(gpus)) for user, gpus in given}

@@ -118,7 +118,7 @@ _KEYS: Final = ("users", "weight", "gpus")
 _LEAST_WEIGHT: Final = 1e-6
 _MOST_WEIGHT: Final = 1e6
 # More GPUs than any cluster has; counts of GPUs are 64-bit on the wire.
-_MOST_GPUS: Final = 10**9
+MOST_GPUS: Final = 10**9
 
 
 def _team_of(name: str, table: object, wrong: list[str]) -> Team:
@@ -140,7 +140,7 @@ def _team_of(name: str, table: object, wrong: list[str]) -> Team:
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not _LEAST_WEIGHT <= weight <= _MOST_WEIGHT:
         wrong.append(f"{name!r} has the weight {weight!r}: write a number from {_LEAST_WEIGHT:g} to {_MOST_WEIGHT:g}")
         weight = 1.0
-    if gpus is not None and (isinstance(gpus, bool) or not isinstance(gpus, int) or not 0 <= gpus <= _MOST_GPUS):
-        wrong.append(f"{name!r} has gpus = {gpus!r}: write a number from 0 to {_MOST_GPUS}")
+    if gpus is not None and (isinstance(gpus, bool) or not isinstance(gpus, int) or not 0 <= gpus <= MOST_GPUS):
+        wrong.append(f"{name!r} has gpus = {gpus!r}: write a number from 0 to {MOST_GPUS}")
         gpus = None
     return Team(tuple(dict.fromkeys(users)), float(weight), gpus)

@@ -127,7 +127,7 @@ def usage_to_wire(reports: Sequence[TeamReport], since: float, half_life_s: floa
                 gpu_seconds=user.gpu_s,
                 used_share=user.used,
                 running_gpus=user.running,
-                gpus_limit=_sendable(user.limit),
+                gpus_limit=user.limit,
             )
             for user in team.users
         ]
@@ -136,18 +136,12 @@ def usage_to_wire(reports: Sequence[TeamReport], since: float, half_life_s: floa
             weight=team.weight,
             share=team.share,
             used_share=team.used,
-            gpus_limit=_sendable(team.limit),
+            gpus_limit=team.limit,
             users=users,
         )
     return message
 
 
-def _sendable(limit: int | None) -> int | None:
-    return None if limit is None else min(limit, GPUS_MOST)
-
-
-# More GPUs than any cluster has; a limit may be any number.
-GPUS_MOST: Final = 1 << 60
 _NODES_MOST: Final = 1_000
 _TEXT_MOST: Final = 500
 # A refused daemon tries again within 15 s. One that does not is stopped: its refusal is out of date.

@@ -27,7 +27,6 @@ from ganger_master.core.usage_model import UserUsage
 from ganger_master.rpc import job_messages
 from ganger_master.rpc.access import UserLimits, check_jobs
 from ganger_master.rpc.answer_messages import (
-    GPUS_MOST,
     PageRoom,
     VisibleState,
     change_verdict_of,
@@ -370,7 +369,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
 
 def _add_limits(settings: CoreSettings, delta: scheduling_pb2.ClusterDelta) -> None:
     """Put the limits, and the teams with what their shares follow from, into a delta with the whole view."""
-    delta.quotas.update({owner: min(gpus, GPUS_MOST) for owner, gpus in settings.quota_devices.items()})
+    delta.quotas.update(settings.quota_devices)
     delta.teams.extend(teams_to_wire(settings.teams))
     delta.usage_half_life.CopyFrom(times.duration(settings.usage_half_life_s))
 
