@@ -104,8 +104,6 @@ def test_the_page_for_users_of_slurm_has_every_name_of_slurm_that_an_error_expla
 def test_commands_and_options_of_ours_on_that_page_are_there() -> None:
     for line in re.findall(r"`ganger ([a-z]+[^`|]*)`", PAGE.read_text()):
         name, *words = line.split(" -- ")[0].split()
-        if name == "squeue":
-            continue
         own = {word for parameter in command_named(name).params for word in parameter.opts}
         assert {word for word in words if word.startswith("-")} <= own
 
