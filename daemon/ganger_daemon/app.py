@@ -55,6 +55,7 @@ from ganger_daemon.node.daemon_files import (
     write_json,
 )
 from ganger_daemon.node.gang_set import GangSet
+from ganger_daemon.node.health_check import HealthCheck
 from ganger_daemon.node.hooks import NodeHooks, hook_trouble
 from ganger_daemon.node.launchers import Launchers, interpreter_for_accounts
 from ganger_daemon.node.log_store import LogStore
@@ -183,7 +184,7 @@ class Daemon:
         self.host.token = endpoint.token
         self._peers = PeerCalls(endpoint.token, self._tls)
         self.gangs = GangSet(self.host, self._peers)
-        self.session = Session(self.host, self.gangs, self._find_master, self._describe)
+        self.session = Session(self.host, self.gangs, self._find_master, self._describe, lambda: self.health.faults)
         self.host.changed = self.session.news
         self.host.storage_configured = self._write_node
         self.gangs.adopt()
@@ -197,7 +198,14 @@ class Daemon:
 
     def _work(self) -> None:
         """Begin what goes on until the daemon is stopped."""
-        work = (self._hold_session(), self._tend(), self._sweep_logs(), self._keep_certificate())
+        self.health = HealthCheck(self.host)
+        work = (
+            self._hold_session(),
+            self._tend(),
+            self._sweep_logs(),
+            self._keep_certificate(),
+            self.health.run(),
+        )
         self._tasks = [asyncio.create_task(one) for one in work]
 
     def _choose_cgroups(self, gpu_cores: float, accounts: Accounts) -> Cgroups:
@@ -407,6 +415,9 @@ class Daemon:
 
     async def _hold_session(self) -> None:
         await self.gangs.judged()
+        if not self.gangs.all():
+            # A node that is unhealthy from its boot on gets no gang first.
+            await self.health.is_known.wait()
         await self.session.run()
 
     async def _tend(self) -> None:

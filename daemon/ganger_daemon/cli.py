@@ -115,12 +115,27 @@ _SIZE = Parsed(parse_memory, "size")
     help="Program to run after the last process of a gang on this node.  [env: GANGER_DAEMON_EPILOG]",
 )
 @click.option(
+    "--health-check",
+    type=click.Path(path_type=Path),
+    envvar="GANGER_DAEMON_HEALTH_CHECK",
+    help="Program to run again and again; while it does not end with 0, jobs move off this node and none start.  "
+    "[env: GANGER_DAEMON_HEALTH_CHECK]",
+)
+@click.option(
+    "--health-check-every",
+    type=Parsed(parse_duration, "time"),
+    default="1m",
+    show_default=True,
+    envvar="GANGER_DAEMON_HEALTH_CHECK_EVERY",
+    help="Time from the end of one health check to the next.  [env: GANGER_DAEMON_HEALTH_CHECK_EVERY]",
+)
+@click.option(
     "--hook-timeout",
     type=Parsed(parse_duration, "time"),
     default="5m",
     show_default=True,
     envvar="GANGER_DAEMON_HOOK_TIMEOUT",
-    help="Time after which a prolog or epilog is killed and has failed.  [env: GANGER_DAEMON_HOOK_TIMEOUT]",
+    help="Time after which one of these programs is killed and has failed.  [env: GANGER_DAEMON_HOOK_TIMEOUT]",
 )
 @click.option("--rack", default="", help="Network place: rack.")
 @click.option("--fabric", default="", help="Network place: fabric.")
@@ -153,6 +168,8 @@ def daemon(
     prolog: Path | None,
     epilog: Path | None,
     hook_timeout: float,
+    health_check: Path | None,
+    health_check_every: float,
     verbose: bool,
     **settings: Any,
 ) -> None:
@@ -173,7 +190,7 @@ def daemon(
         )
     declared = {"disk_mb_per_s": disk_mb_per_s, "net_mb_per_s": net_mb_per_s}
     settings["dimensions"] = {name: amount for name, amount in declared.items() if amount is not None}
-    settings["hooks"] = NodeHooks(prolog, epilog, hook_timeout)
+    settings["hooks"] = NodeHooks(prolog, epilog, hook_timeout, health_check, health_check_every)
     settings.update(preload=not no_preload, order_patience_s=order_deadline / 2, order_deadline_s=order_deadline)
     try:
         asyncio.run(run_daemon(DaemonSettings(**settings)))

@@ -142,6 +142,8 @@ def _of_nodes(snapshot: Snapshot) -> Iterator[Any]:
     yield _gauge("ganger_longest_silence_seconds", text, max(0.0, snapshot.now - min(alive, default=snapshot.now)))
     text = "Nodes on which the last start of a gang failed."
     yield _gauge("ganger_nodes_failing_starts", text, sum(node.launch_failures > 0 for node in snapshot.nodes))
+    text = "Nodes that are out of service because their health check fails, or has not passed often enough since."
+    yield _gauge("ganger_nodes_unhealthy", text, sum(bool(node.faults) for node in snapshot.nodes))
     yield _gauge("ganger_node_sets", "Time-slice groups.", snapshot.node_sets)
     gpus: dict[str, Counter[str]] = {}
     for node in snapshot.nodes:

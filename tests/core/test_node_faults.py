@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from core.drive import Drive, job_of
 from ganger.job_state import JobState
-from ganger_master.core.commands import CordonNode, DrainNode, UncordonNode
+from ganger_master.core.commands import CordonNode, DrainNode, Observe, UncordonNode
 from ganger_master.core.gang_model import ObservedPhase, Outcome, OutcomeKind
+from ganger_master.core.node_health import faults_of, service_reason
 from ganger_master.core.node_model import NodeState
 from msgspec.structs import replace
 
@@ -74,3 +75,75 @@ def test_an_operators_own_reason_stands(mark: type[CordonNode] | type[DrainNode]
     drive.step(mark("n1", "new disks"))
     ends(drive, number, OutcomeKind.LAUNCH_FAILED, FAULT)
     assert drive.state.nodes["n1"].state_reason == "new disks"
+
+
+CHECK = {"health_check": "health check exited with code 1: no InfiniBand"}
+
+
+def reports(drive: Drive, node: str, faults: dict[str, str], devices: dict[int, str] | None = None) -> None:
+    """The node reports these faults of its own and of its devices, and its gangs as they were."""
+    drive.observations += 1
+    gangs = tuple(
+        drive.report(drive.state.gangs[epoch], ObservedPhase.RUNNING)
+        for epoch in sorted(drive.state.gangs.places_on.get(node, ()))
+    )
+    version = drive.state.desired.of(node).version
+    report = Observe(node, drive.sessions[node], drive.observations, version, gangs, storage_proved=True)
+    drive.step(replace(report, node_faults=faults, device_faults=devices or {}))
+
+
+def kinds(drive: Drive, node: str) -> list[tuple[str, str]]:
+    return [
+        (row.kind, row.message)
+        for row in drive.told
+        if row.subject == f"nodes/{node}" and row.kind in ("node_unhealthy", "node_healthy")
+    ]
+
+
+def test_a_node_with_a_fault_of_its_own_is_emptied_and_returns_when_its_daemon_reports_none() -> None:
+    drive = Drive(nodes=2)
+    number = drive.submit(job_of(4))
+    drive.start(number)
+    drive.runs(number)
+    node = drive.state.gangs[drive.job(number).epoch].nodes[0]
+    reports(drive, node, CHECK)
+    assert drive.state.nodes[node].state is NodeState.DRAINING
+    assert drive.job(number).next_epoch, "the job moves off"
+    reports(drive, node, {})
+    assert drive.state.nodes[node].state is NodeState.READY
+    assert kinds(drive, node) == [("node_unhealthy", CHECK["health_check"]), ("node_healthy", CHECK["health_check"])]
+
+
+@pytest.mark.parametrize("mark", [CordonNode, DrainNode])
+def test_a_node_that_an_operator_has_marked_too_stays_out_of_service(mark: type[CordonNode] | type[DrainNode]) -> None:
+    drive = Drive()
+    reports(drive, "n1", CHECK)
+    drive.step(mark("n1", "new disks"))
+    assert service_reason(drive.state.nodes["n1"]) == f"new disks; {CHECK['health_check']}"
+    reports(drive, "n1", {})
+    assert not drive.state.nodes["n1"].takes_gangs
+    assert drive.state.nodes["n1"].state_reason == "new disks"
+
+
+def test_an_operator_does_not_return_a_node_that_fails_its_check() -> None:
+    drive = Drive()
+    reports(drive, "n1", CHECK)
+    drive.step(UncordonNode("n1"))
+    assert drive.state.nodes["n1"].state is NodeState.DRAINING
+
+
+def test_faults_of_devices_and_of_the_node_are_one_list_and_another_text_is_no_news() -> None:
+    drive = Drive()
+    reports(drive, "n1", CHECK, {2: "XID 79: fell off the bus"})
+    reports(drive, "n1", {"health_check": "no disk"}, {2: "XID 79: fell off the bus"})
+    assert [(fault.source, fault.text) for fault in faults_of(drive.state.nodes["n1"])] == [
+        ("health_check", "no disk"),
+        ("device", "device 2: XID 79: fell off the bus"),
+    ]
+    reports(drive, "n1", {}, {})
+    assert kinds(drive, "n1") == [
+        ("node_unhealthy", CHECK["health_check"]),
+        ("node_unhealthy", "device 2: XID 79: fell off the bus"),
+        ("node_healthy", "no disk"),
+        ("node_healthy", "device 2: XID 79: fell off the bus"),
+    ]

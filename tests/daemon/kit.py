@@ -49,6 +49,8 @@ class NodeBook:
     acknowledged: list[int] = field(default_factory=list)
     reports: int = 0
     observation: int = 0
+    # Why the node is out of service, by source.
+    faults: dict[str, str] = field(default_factory=dict)
     # Epochs whose spec is held back, as if there were no room for it, and those whose spec the daemon requests.
     late: set[int] = field(default_factory=set)
     missed: tuple[int, ...] = ()
@@ -120,6 +122,7 @@ class FakeMaster(agent_pb2_grpc.AgentServiceServicer):
             if request.changed:
                 book.observed = {gang.epoch: gang for gang in (*book.parts, *request.gangs)}
                 book.parts = []
+                book.faults = dict(request.node_faults)
             book.observation = request.observation
             self.changed.notify_all()
             deadline = time.monotonic() + request.max_wait.ToTimedelta().total_seconds()

@@ -1,10 +1,12 @@
-"""Prolog and epilog of gangs, as real programs under real daemons."""
+"""Prolog and epilog of gangs, and health checks of nodes, as real programs under real daemons."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import uuid
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -220,5 +222,71 @@ def test_a_daemon_does_not_start_with_a_hook_that_it_cannot_run() -> None:
     async def story(made: Cluster) -> None:
         with pytest.raises(DaemonError, match=r"--epilog: .*no such file"):
             await made.daemon("n1", hooks=NodeHooks(epilog=made.directory / "missing"))
+
+    run(story)
+
+
+def checking(made: Cluster) -> NodeHooks:
+    """A check that passes unless there is a file with its words, and notes that it ran."""
+    broken = made.directory / "broken"
+    text = f"echo check >> {made.directory}/notes\n[ ! -e {broken} ] || {{ cat {broken}; exit 1; }}"
+    check = script(made.directory / "check", text)
+    return NodeHooks(health_check=check, health_check_every_s=0.02)
+
+
+async def until_faults(made: Cluster, holds: Callable[[dict[str, str]], bool]) -> None:
+    await asyncio.to_thread(eventually, lambda: holds(made.master.book("n1").faults))
+
+
+def test_a_node_that_fails_its_check_is_reported_with_the_reason_until_it_has_passed_often_enough() -> None:
+    async def story(made: Cluster) -> None:
+        daemon = await made.daemon("n1", hooks=checking(made))
+        assert made.master.book("n1").faults == {}
+        (made.directory / "broken").write_text("no InfiniBand\n")
+        failed = "health check exited with code 1: no InfiniBand"
+        await until_faults(made, lambda faults: faults == {"health_check": failed})
+        before = len(notes(made.directory))
+        (made.directory / "broken").unlink()
+        await until_faults(made, lambda faults: not faults)
+        assert len(notes(made.directory)) - before >= 3
+        assert daemon.health.faults == {}
+
+    run(story)
+
+
+def test_what_checks_have_shown_outlives_the_daemon() -> None:
+    async def story(made: Cluster) -> None:
+        hooks = checking(made)
+        (made.directory / "broken").write_text("no InfiniBand\n")
+        await made.daemon("n1", hooks=hooks)
+        await until_faults(made, bool)
+        await made.stop_daemon("n1")
+        (made.directory / "broken").unlink()
+        await made.daemon("n1", hooks=replace(hooks, health_check_every_s=600.0))
+        await until_faults(made, lambda faults: "it has passed 1 of the 3 checks" in faults.get("health_check", ""))
+        await made.stop_daemon("n1")
+        await made.daemon("n1")
+        await until_faults(made, lambda faults: not faults)
+
+    run(story)
+
+
+def test_a_check_that_went_with_its_machine_is_no_failure() -> None:
+    async def story(made: Cluster) -> None:
+        begun = made.directory / "n1" / "health-check"
+        begun.mkdir(parents=True)
+        (begun / "pid").write_text("1")
+        daemon = await made.daemon("n1", hooks=checking(made))
+        assert daemon.health.is_known.is_set()
+        assert made.master.book("n1").faults == {}
+
+    run(story)
+
+
+def test_a_node_without_gangs_is_checked_before_its_master_hears_of_it() -> None:
+    async def story(made: Cluster) -> None:
+        (made.directory / "broken").write_text("no InfiniBand\n")
+        await made.daemon("n1", hooks=checking(made))
+        assert "no InfiniBand" in made.master.book("n1").faults["health_check"]
 
     run(story)

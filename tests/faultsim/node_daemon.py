@@ -14,6 +14,7 @@ from faultsim.master_process import SimMaster
 from faultsim.node_rotation import NodeRotation, NoTurns
 from faultsim.rank_processes import Doing, Physics, Ranks
 from ganger.cluster.resources import ConfigurationSet
+from ganger_daemon.core.node_health import CheckRecord
 from ganger_master.core.answers import Answer, Refused, SessionAnswer
 from ganger_master.core.commands import Answer as AnswerCommand
 from ganger_master.core.commands import FinishedGang, Marks, Observe, ObservedGang, OpenSession
@@ -54,6 +55,8 @@ class SimDaemon:
         self.capabilities = capabilities or {}
         self.rack = rack
         self.storage_proved = True
+        # What its health checks have shown.
+        self.health = CheckRecord()
         self.offers = _ALL_LEVELS
         # Whether it can tell what processes keep of its devices.
         self.measures = True
@@ -160,6 +163,7 @@ class SimDaemon:
             self.observation,
             self.desired_version,
             self._observed(),
+            node_faults={"health_check": self.health.reason} if self.health.reason else {},
             storage_proved=self.storage_proved,
             rows=self.turns.observed(),
             # Only a restored master reads it.

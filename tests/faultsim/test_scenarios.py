@@ -4,6 +4,7 @@ node NAME TOPOLOGY [type=T] [user=U] [disk=MB/s] [net=MB/s]       policy NAME | 
 submit GPUS [steps= cores= memory= type= within= user= priority= failures= disk= net=]
 told JOB KIND   cancel|resume|why|show|fails JOB           suspend JOB LEVEL              move JOB [NODE]
 backup | restore | quarantine adopt|end JOB
+check NODE [FAILURE]
 cordon|uncordon|drain|reboot|silent|heard|storage|nostorage NODE     residue MEBIBYTES     run SECONDS      nodes
 """
 
@@ -20,11 +21,13 @@ from ganger.cluster.refusals import Reason, RefusalKind
 from ganger.cluster.resources import Locality, LocalityLevel, Role, TaskShape
 from ganger.cluster.topology import parse_topology
 from ganger.protocol.gang_orders import Mechanism
+from ganger_daemon.core.node_health import after_check
 from ganger_master.core import commands
 from ganger_master.core.answers import Answer, ArrayAnswer, Refused
 from ganger_master.core.explain import explain
 from ganger_master.core.gang_model import OutcomeKind
 from ganger_master.core.job_model import JobSpec, SuspendLevel
+from ganger_master.core.node_health import faults_of
 from ganger_master.core.settings import CoreSettings
 from ganger_master.planner.context import PlannerSettings, context_of
 from ganger_master.planner.job_table import LiveTable
@@ -207,7 +210,9 @@ class _Story:
     def _nodes(self) -> Iterator[str]:
         for name, row in sorted(self.cluster.state.rows.items()):
             memory = row.free_memory_bytes / _GIB
-            yield f"{name} {self.cluster.state.nodes[name].state.value} free {row.free_mask:#x} {memory:.1f} GiB"
+            node = self.cluster.state.nodes[name]
+            faults = "".join(f", {fault.text}" for fault in faults_of(node))
+            yield f"{name} {node.state.value} free {row.free_mask:#x} {memory:.1f} GiB{faults}"
 
     def _run(self, seconds: str) -> Iterator[str]:
         self.cluster.run_for(float(seconds))
@@ -282,6 +287,13 @@ class _Story:
 
     def _nostorage(self, node: str) -> Iterator[str]:
         self.cluster.daemons[node].storage_proved = False
+        yield from ()
+
+    def _check(self, node: str, *failure: str) -> Iterator[str]:
+        """A health check fails with this line, or passes."""
+        daemon = self.cluster.daemons[node]
+        daemon.health = after_check(daemon.health, " ".join(failure))
+        self.cluster.run_for(2.0)
         yield from ()
 
     def _full(self, node: str) -> Iterator[str]:

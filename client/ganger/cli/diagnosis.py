@@ -219,10 +219,13 @@ def node_findings(node: Node) -> Iterator[Finding]:
     name = number(node.name)
     findings: list[Finding] = []
     state = _STATES.get(enum_text(node.State, node.state))
-    if state is not None:
+    # A node with a fault of its own is emptied as a drained one; the fault says what to do.
+    if state is not None and not (node.faults and node.state == node.STATE_DRAINING):
         level, found, advice = state
         reason = f": {node.state_reason}" if node.state_reason else ""
         findings.append(Finding(level, name, found + reason, advice.format(node=name)))
+    advice = "mend it; the node returns by itself once its check has passed often enough"
+    findings += [Finding(FAIL, name, fault, advice) for _, fault in sorted(node.faults.items())]
     faults = [f"GPU {device}: {fault}" for device, fault in sorted(node.device_faults.items())]
     findings += [Finding(FAIL, name, fault, "mend or replace it; until then no job gets it") for fault in faults]
     if node.launch_failures:

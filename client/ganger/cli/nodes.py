@@ -275,13 +275,19 @@ def show(node: str, as_json: bool) -> None:
             ("free bandwidth", free_bandwidth(message.view_entry)),
             ("place", " ".join(filter(None, (message.rack, message.fabric)))),
             ("address", message.peer_address),
-            ("faults", "\n".join(f"device {index}: {why}" for index, why in sorted(message.device_faults.items()))),
+            ("faults", "\n".join(fault_texts(message))),
             ("failed starts", launches_text(message)),
             ("quarantined", "\n".join(message.quarantined)),
             ("can", "\n".join(f"{name}: {text}" for name, text in sorted(message.capabilities.items()))),
             ("machine", message.machine_uuid),
         ]
     )
+
+
+def fault_texts(node: Node) -> list[str]:
+    """Return what is out of order on a node and its devices, one text each."""
+    devices = [f"device {index}: {why}" for index, why in sorted(node.device_faults.items())]
+    return [*(why for _, why in sorted(node.faults.items())), *devices]
 
 
 def free_bandwidth(row: NodeState) -> str:

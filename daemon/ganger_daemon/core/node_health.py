@@ -1,9 +1,10 @@
-"""What the end of a hook means for its node. Hooks are programs of the operator: prolog, epilog, health check."""
+"""What the end of a hook means for its node, and when a node that has failed its health check is healthy again. Hooks
+are programs of the operator: prolog, epilog, health check."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Characters of a hook's last line, which is shown as the reason.
 _LINE_MOST = 200
@@ -46,3 +47,45 @@ def hook_failure(name: str, end: HookEnd, timeout_s: float) -> str:
         how = f"exited with code {end.code}"
     line = last_line(end.output)
     return f"{name} {how}: {line}" if line else f"{name} {how}"
+
+
+# Checks in a row that a node has to pass before it returns: at first, and at most.
+FIRST_NEEDED = 3
+MOST_NEEDED = 96
+# A node that has passed so many times the checks that it needed is as one that never failed.
+_CALM = 4
+
+
+@dataclass(frozen=True, slots=True)
+class CheckRecord:
+    """What the health checks of a node have shown. `fault`: why it is unhealthy; empty while it is healthy; `passed`:
+    checks in a row that it has passed since it failed, or since it returned; `needed`: how many it needs, or needed
+    last, to return; 0: it has not failed for long."""
+
+    fault: str = ""
+    passed: int = 0
+    needed: int = 0
+
+    @property
+    def reason(self) -> str:
+        """Why the node is out of service, as text for people; empty if it is healthy."""
+        if not self.fault or not self.passed:
+            return self.fault
+        return f"{self.fault}; it has passed {self.passed} of the {self.needed} checks that it needs to return"
+
+
+def after_check(record: CheckRecord, failure: str) -> CheckRecord:
+    """Return the record after one more check. `failure`: why the check failed; empty for one that passed.
+
+    One failure makes a node unhealthy. A node that fails again soon after its return needs twice as many checks as
+    before, so that a fault that comes and goes moves jobs ever more rarely."""
+    if failure:
+        needed = record.needed
+        if not record.fault:
+            needed = min(MOST_NEEDED, max(FIRST_NEEDED, 2 * needed))
+        return CheckRecord(failure, 0, needed)
+    passed = record.passed + 1
+    if record.fault:
+        is_back = passed >= record.needed
+        return CheckRecord("", 0, record.needed) if is_back else replace(record, passed=passed)
+    return CheckRecord() if passed >= _CALM * record.needed else replace(record, passed=passed)

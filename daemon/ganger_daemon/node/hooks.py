@@ -20,6 +20,7 @@ from ganger_daemon.core.node_health import HookEnd, hook_failure
 from ganger_daemon.node.daemon_files import open_plain, path_trouble, read_plain
 
 HOOK_TIMEOUT_S = 300.0
+HEALTH_CHECK_EVERY_S = 60.0
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _SHELL = "/bin/sh"
 # $1: the program, $2: the directory.
@@ -34,15 +35,18 @@ _KILLED_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class NodeHooks:
-    """The hooks of a node. `timeout_s`: the time that each run of them has."""
+    """The hooks of a node. `timeout_s`: the time that each run of them has; `health_check_every_s`: from the end of one
+    check to the next."""
 
     prolog: Path | None = None
     epilog: Path | None = None
     timeout_s: float = HOOK_TIMEOUT_S
+    health_check: Path | None = None
+    health_check_every_s: float = HEALTH_CHECK_EVERY_S
 
     def programs(self) -> dict[str, Path]:
         """Return the programs that are set, by their flags."""
-        named = {"prolog": self.prolog, "epilog": self.epilog}
+        named = {"prolog": self.prolog, "epilog": self.epilog, "health-check": self.health_check}
         return {name: program for name, program in named.items() if program is not None}
 
 
@@ -69,6 +73,10 @@ class HookRun:
 
     def __init__(self, name: str, directory: Path, timeout_s: float) -> None:
         self._name, self._directory, self._timeout_s = name, directory, timeout_s
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self._running())
 
     async def failure(self, program: Path, environment: Mapping[str, str]) -> str:
         """Run the hook, unless it was begun before, and return why it failed; empty if it ended with 0. Cancelled, it

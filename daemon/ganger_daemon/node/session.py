@@ -153,11 +153,13 @@ class SupersededError(Exception):
 
 
 class NodeReport(NamedTuple):
-    """Observed state of a node, as one message of a session has it. `storage_proved`: the node sees the storage."""
+    """Observed state of a node, as one message of a session has it. `node_faults`: why the node itself is out of
+    service, by source; `storage_proved`: the node sees the storage."""
 
     gangs: list[agent_pb2.ObservedGang]
     rows: list[agent_pb2.ObservedSlices]
     device_faults: dict[int, str]
+    node_faults: dict[str, str]
     storage_proved: bool
 
 
@@ -192,11 +194,14 @@ class Session:
         gangs: GangSet,
         find_master: Callable[[], Endpoint],
         describe: Callable[[], agent_pb2.CreateSessionRequest],
+        node_faults: Callable[[], dict[str, str]],
     ) -> None:
+        """`node_faults`: why the node is out of service, by source."""
         self._host = host
         self._gangs = gangs
         self._find_master = find_master
         self._describe = describe
+        self._node_faults = node_faults
         self._seen = DatabasePosition(host.paths.state / "master.json")
         self._news = asyncio.Event()
         self._wait = _FIRST_RETRY_S
@@ -323,6 +328,7 @@ class Session:
             self._gangs.observed(conversation.describe),
             self._gangs.rotation.observed(),
             dict(self._host.devices.faults()),
+            self._node_faults(),
             self._host.storage.proved,
         )
         changed = report != conversation.reported
@@ -336,6 +342,7 @@ class Session:
             changed=changed,
             gangs=report.gangs if changed else [],
             device_faults=report.device_faults if changed else {},
+            node_faults=report.node_faults if changed else {},
             max_wait=duration(self._max_wait(conversation)),
             storage_proved=report.storage_proved,
             slices=report.rows if changed else [],

@@ -283,6 +283,8 @@ class Observe(Struct, frozen=True, gc=False):
     desired_version: int
     gangs: tuple[ObservedGang, ...] = ()
     device_faults: Mapping[int, str] = field(default_factory=dict)
+    # Why the node itself is out of service, by source.
+    node_faults: Mapping[str, str] = field(default_factory=dict)
     storage_proved: bool = False
     rows: tuple[ObservedSlices, ...] = ()
     # Sent only during a restore.

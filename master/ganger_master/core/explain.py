@@ -25,6 +25,7 @@ from ganger_master.core.ending import is_backing_off
 from ganger_master.core.gang_model import GangIntent, GangPhase, ObservedPhase
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.lifecycle import trouble_of
+from ganger_master.core.node_health import service_reason
 from ganger_master.core.node_model import Node, NodeState
 from ganger_master.core.plan_changes import Purpose
 from ganger_master.core.quarantine import END_UNKNOWN, FOUND_AT_REST
@@ -363,7 +364,7 @@ def _is_open(state: State, name: str) -> bool:
 
 
 def _condition(node: Node) -> str:
-    why = node.unanswerable or ("its daemon does not call" if node.state is NodeState.SILENT else node.state_reason)
+    why = node.unanswerable or ("its daemon does not call" if node.state is NodeState.SILENT else service_reason(node))
     return f"nodes/{node.name} is {node.state.value}" + (f" ({why})" if why else "")
 
 

@@ -78,6 +78,8 @@ class Node(Struct, frozen=True, gc=False, omit_defaults=True):
     draining: bool = False
     state_reason: str = ""
     device_faults: Mapping[int, str] = field(default_factory=dict)
+    # Why the node itself is out of service, by source, as its daemon reports it.
+    faults: Mapping[str, str] = field(default_factory=dict)
     storage_proved: bool = False
     # Of the newest report that was applied.
     observation: int = 0
@@ -99,13 +101,18 @@ class Node(Struct, frozen=True, gc=False, omit_defaults=True):
             return NodeState.UNKNOWN
         if self.silent or self.unanswerable:
             return NodeState.SILENT
-        if self.draining:
+        if self.is_emptied:
             return NodeState.DRAINING
         return NodeState.CORDONED if self.cordoned else NodeState.READY
 
     @property
+    def is_emptied(self) -> bool:
+        """Return whether its jobs are to leave it: by an operator's order, or for a fault of its own."""
+        return self.draining or bool(self.faults)
+
+    @property
     def takes_gangs(self) -> bool:
-        return self.heard and not (self.lost or self.silent or self.unanswerable or self.draining or self.cordoned)
+        return self.heard and not (self.lost or self.silent or self.unanswerable or self.is_emptied or self.cordoned)
 
     @property
     def is_choosy(self) -> bool:

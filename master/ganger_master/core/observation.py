@@ -14,6 +14,7 @@ from ganger_master.core.commands import Observe, ObservedGang
 from ganger_master.core.events import NodeLost
 from ganger_master.core.gang_model import Gang, GangIntent, GangRole, ObservedPhase, Outcome, OutcomeKind, Piece
 from ganger_master.core.job_model import Capabilities, Checkpoint
+from ganger_master.core.node_health import note_faults
 from ganger_master.core.node_model import Node, Stray
 from ganger_master.core.state import State
 
@@ -62,6 +63,7 @@ def observe(state: State, report: Observe, now: float, cause: str) -> None:
     if not node.heard:
         state.history(now, f"nodes/{node.name}", "node_ready", cause)
     _note_node(state, node, report, tuple(strays), tuple(acknowledged))
+    note_faults(state, node, state.nodes[node.name], now, cause)
 
 
 def _observe_part(state: State, node: Node, gang: Gang, piece: Piece, observed: ObservedGang, now: float) -> None:
@@ -89,7 +91,7 @@ def _note_node(
 ) -> None:
     """Record what a report states about the node itself. `node`: as it was before the report."""
     is_as_before = node.heard and node.storage_proved == report.storage_proved and node.strays == strays
-    if is_as_before and node.device_faults == report.device_faults:
+    if is_as_before and node.device_faults == report.device_faults and node.faults == report.node_faults:
         state.note_report(node.name, report.observation, report.desired_version, acknowledged)
         return
     state.put_node(
@@ -99,6 +101,7 @@ def _note_node(
             observation=report.observation,
             applied_version=report.desired_version,
             device_faults=dict(sorted(report.device_faults.items())),
+            faults=dict(sorted(report.node_faults.items())),
             storage_proved=report.storage_proved,
             strays=strays,
             acknowledged=acknowledged,

@@ -395,7 +395,7 @@ class NodeIndex(dict[str, Node]):
         """Replace a node; `old`: as it was, None for a new one."""
         name = node.name
         self[name] = node
-        list_if(self.draining, name, node.draining)
+        list_if(self.draining, name, node.is_emptied)
         list_if(self.unheard, name, not node.heard and not node.lost)
         list_if(self.choosy, name, node.is_choosy)
         if old is None or old.strays is not node.strays:

@@ -38,8 +38,10 @@ _CORES_MOST: Final = 200
 _ID_MOST: Final = 1 << 53
 # Characters of an outcome's message, which has the last lines of a log.
 _OUTCOME_MOST: Final = 4_096
-# Characters of a node's fault.
+# Characters of a node's fault and of its source, and faults of a node.
 _REASON_MOST: Final = 400
+_SOURCE_MOST: Final = 40
+_FAULTS_MOST: Final = 16
 # Most bytes that a spec takes in its gang's message beyond its own.
 _FIELD_BYTES: Final = 16
 _INTENTS: Final[Mapping[GangIntent, agent_pb2.Intent.ValueType]] = {
@@ -85,9 +87,14 @@ def observe_from_wire(node: str, message: agent_pb2.ReconcileRequest) -> command
         **plain(message, "session observation desired_version storage_proved"),
         gangs=tuple(observed_gang_from_wire(gang) for gang in message.gangs),
         device_faults=dict(message.device_faults),
+        node_faults={cut(source, _SOURCE_MOST): cut(why, _REASON_MOST) for source, why in _faults(message)},
         rows=tuple([_observed_rows_from_wire(rows) for rows in message.slices]),
         finished=tuple([_finished_from_wire(gang) for gang in message.finished]),
     )
+
+
+def _faults(message: agent_pb2.ReconcileRequest) -> list[tuple[str, str]]:
+    return sorted(message.node_faults.items())[:_FAULTS_MOST]
 
 
 def _finished_from_wire(message: agent_pb2.FinishedGang) -> commands.FinishedGang:

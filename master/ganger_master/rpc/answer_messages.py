@@ -31,6 +31,7 @@ from ganger_master.core.ending import visible_to
 from ganger_master.core.explain import as_it_is, reported_blockers
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
+from ganger_master.core.node_health import service_reason
 from ganger_master.core.node_model import Node, NodeState
 from ganger_master.core.preconditions import array_members, no_job
 from ganger_master.core.timeslice_groups import has_turn
@@ -366,7 +367,11 @@ class VisibleState:
         row = self._writer.committed.rows.get(name)
         seen = self._writer.state.nodes.last_answer.get(name)
         cut_off = self.fallen_at_once() if fallen_at_once is None else fallen_at_once
-        reasons = (refusal.text or _silent_why(node, cut_off.get(name)), node.state_reason, self._storage_trouble(node))
+        reasons = (
+            refusal.text or _silent_why(node, cut_off.get(name)),
+            service_reason(node),
+            self._storage_trouble(node),
+        )
         return node_pb2.Node(
             name=names.node_name(node.name),
             machine_uuid=node.machine_uuid,
@@ -379,6 +384,7 @@ class VisibleState:
             version=node.version,
             last_seen_time=None if seen is None else times.timestamp(seen),
             device_faults=dict(node.device_faults),
+            faults=dict(node.faults),
             quarantined=[f"{stray.uid} epoch {stray.epoch}" for stray in node.strays if stray.quarantined],
             rack=node.rack,
             fabric=node.fabric,

@@ -425,7 +425,7 @@ _MOVED: Final = frozenset({"move_done", "resize_done"})
 _LOGGED: Final = frozenset(
     {
         *("node_ready", "node_silent", "node_lost", "node_changed", "node_removed", "node_draining", "node_cordoned"),
-        "job_failed",
+        *("node_unhealthy", "node_healthy", "job_failed"),
     }
 )
 

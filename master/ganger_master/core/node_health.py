@@ -1,0 +1,48 @@
+"""Faults of a node and of its devices, as its daemon reports them: one list, each with its source and a reason. No gang
+gets a device with a fault. A node with a fault of its own is emptied as a drained one, until its daemon reports that
+the fault is gone. What an operator has marked stands beside it."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from ganger_master.core.node_model import Node
+from ganger_master.core.state import State
+
+_DEVICE = "device"
+
+
+class NodeFault(Struct, frozen=True, gc=False):
+    """A fault: what found it ("device", "health_check"), the reason as text, and the index of the device; None for a
+    fault of the whole node."""
+
+    source: str
+    reason: str
+    device: int | None = None
+
+    @property
+    def text(self) -> str:
+        return self.reason if self.device is None else f"device {self.device}: {self.reason}"
+
+
+def faults_of(node: Node) -> tuple[NodeFault, ...]:
+    """Return all faults of a node, its own first."""
+    own = [NodeFault(source, reason) for source, reason in node.faults.items()]
+    return (*own, *(NodeFault(_DEVICE, reason, device) for device, reason in node.device_faults.items()))
+
+
+def service_reason(node: Node) -> str:
+    """Return why a node is out of service: the operator's reason, and its own faults; empty for neither."""
+    return "; ".join(filter(None, (node.state_reason, *node.faults.values())))
+
+
+def note_faults(state: State, before: Node, node: Node, now: float, cause: str) -> None:
+    """Record in the history which faults of a node have come and gone. Another text of the same fault is no news."""
+    old = {(fault.source, fault.device): fault for fault in faults_of(before)}
+    new = {(fault.source, fault.device): fault for fault in faults_of(node)}
+    for which, fault in new.items():
+        if which not in old:
+            state.history(now, f"nodes/{node.name}", "node_unhealthy", cause, fault.text, source=fault.source)
+    for which, fault in old.items():
+        if which not in new:
+            state.history(now, f"nodes/{node.name}", "node_healthy", cause, fault.text, source=fault.source)
