@@ -6,6 +6,7 @@ import pytest
 from core.drive import Drive, job_of
 from ganger.job_state import JobState
 from ganger_master.core.commands import CordonNode, DrainNode, Observe, UncordonNode
+from ganger_master.core.explain import explain
 from ganger_master.core.gang_model import ObservedPhase, Outcome, OutcomeKind
 from ganger_master.core.node_health import faults_of, service_reason
 from ganger_master.core.node_model import NodeState
@@ -80,12 +81,17 @@ def test_an_operators_own_reason_stands(mark: type[CordonNode] | type[DrainNode]
 CHECK = {"health_check": "health check exited with code 1: no InfiniBand"}
 
 
-def reports(drive: Drive, node: str, faults: dict[str, str], devices: dict[int, str] | None = None) -> None:
-    """The node reports these faults of its own and of its devices, and its gangs as they were."""
+def reports(
+    drive: Drive,
+    node: str,
+    faults: dict[str, str],
+    devices: dict[int, str] | None = None,
+    phase: ObservedPhase = ObservedPhase.RUNNING,
+) -> None:
+    """The node reports these faults of its own and of its devices, and its gangs in a phase."""
     drive.observations += 1
     gangs = tuple(
-        drive.report(drive.state.gangs[epoch], ObservedPhase.RUNNING)
-        for epoch in sorted(drive.state.gangs.places_on.get(node, ()))
+        drive.report(drive.state.gangs[epoch], phase) for epoch in sorted(drive.state.gangs.places_on.get(node, ()))
     )
     version = drive.state.desired.of(node).version
     report = Observe(node, drive.sessions[node], drive.observations, version, gangs, storage_proved=True)
@@ -147,3 +153,30 @@ def test_faults_of_devices_and_of_the_node_are_one_list_and_another_text_is_no_n
         ("node_healthy", "no disk"),
         ("node_healthy", "device 2: XID 79: fell off the bus"),
     ]
+
+
+def test_a_job_moves_off_a_device_with_a_fault_and_the_others_of_the_node_stay() -> None:
+    drive = Drive()
+    numbers = [drive.submit(job_of(1)) for _ in range(2)]
+    for number in numbers:
+        drive.start(number)
+        drive.runs(number)
+    (faulty,) = [claim.device_mask.bit_length() - 1 for claim in drive.state.gangs[drive.job(1).epoch].claims]
+    reports(drive, "n1", {}, {faulty: "XID 64: row remapping failed"})
+    moved, stays = [drive.job(number) for number in numbers]
+    assert moved.next_epoch
+    (claim,) = drive.state.gangs[moved.next_epoch].claims
+    assert not claim.device_mask >> faulty & 1
+    assert not stays.next_epoch
+
+
+def test_why_names_the_device_that_a_job_cannot_leave() -> None:
+    drive = Drive()
+    number = drive.submit(job_of(1))
+    drive.start(number)
+    reports(drive, "n1", {}, dict.fromkeys(range(4), "XID 64: row remapping failed"), ObservedPhase.STARTING)
+    (blocker,) = explain(drive.state, number, drive.now).blockers
+    assert blocker.message == (
+        "it is to leave device 0 of nodes/n1, which is out of service (XID 64: row remapping failed): it goes once it "
+        "steps"
+    )

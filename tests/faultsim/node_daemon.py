@@ -57,6 +57,7 @@ class SimDaemon:
         self.storage_proved = True
         # What its health checks have shown.
         self.health = CheckRecord()
+        self.device_faults: dict[int, str] = {}
         self.offers = _ALL_LEVELS
         # Whether it can tell what processes keep of its devices.
         self.measures = True
@@ -163,6 +164,7 @@ class SimDaemon:
             self.observation,
             self.desired_version,
             self._observed(),
+            device_faults=dict(self.device_faults),
             node_faults={"health_check": self.health.reason} if self.health.reason else {},
             storage_proved=self.storage_proved,
             rows=self.turns.observed(),

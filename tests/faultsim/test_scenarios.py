@@ -4,7 +4,7 @@ node NAME TOPOLOGY [type=T] [user=U] [disk=MB/s] [net=MB/s]       policy NAME | 
 submit GPUS [steps= cores= memory= type= within= user= priority= failures= disk= net=]
 told JOB KIND   cancel|resume|why|show|fails JOB           suspend JOB LEVEL              move JOB [NODE]
 backup | restore | quarantine adopt|end JOB
-check NODE [FAILURE]
+check NODE [FAILURE]              fault NODE DEVICE REASON
 cordon|uncordon|drain|reboot|silent|heard|storage|nostorage NODE     residue MEBIBYTES     run SECONDS      nodes
 """
 
@@ -293,6 +293,12 @@ class _Story:
         """A health check fails with this line, or passes."""
         daemon = self.cluster.daemons[node]
         daemon.health = after_check(daemon.health, " ".join(failure))
+        self.cluster.run_for(2.0)
+        yield from ()
+
+    def _fault(self, node: str, device: str, *reason: str) -> Iterator[str]:
+        """A device reports a fault."""
+        self.cluster.daemons[node].device_faults[int(device)] = " ".join(reason)
         self.cluster.run_for(2.0)
         yield from ()
 

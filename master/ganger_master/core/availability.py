@@ -12,7 +12,8 @@ are lost after twice the time, and never while no node calls at all: no node cou
 are only paused. When the clock was set, or the master stood still and answered no call, the silence is the master's
 own: no node is lost for it, and no lease counts as unused. Durations are counted on as before.
 
-Each job on a draining node is moved, or parked to storage where no place or no way is found.
+Each job on a draining node is moved, or parked to storage where no place or no way is found, and so is each job on a
+device with a fault.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from ganger_master.core.commands import Tick
 from ganger_master.core.events import JobSuspended, MoveBegun, NodeAnswered, NodeLost
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, SuspendLevel
+from ganger_master.core.node_model import Node
 from ganger_master.core.plan_changes import Goal, Purpose
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
@@ -213,27 +215,48 @@ _REFUSED_S = 60.0
 
 
 def follow_drains(state: State, now: float) -> None:
-    """Begin to move the next job off a draining node; one at a time, because each changes the free places."""
-    for name in state.nodes.draining:
+    """Begin to move the next job off a draining node, or off a device with a fault; one at a time, because each changes
+    the free places."""
+    for name in (*state.nodes.draining, *sorted(state.nodes.faulty)):
         for epoch in list(state.gangs.places_on.get(name, ())):
             gang = state.gangs.get(epoch)
-            if gang is not None:
-                _empty(state, state.jobs[gang.job], gang, now, f"drain:{name}")
+            node = state.nodes[name]
+            if gang is not None and (node.is_emptied or _faults_under(node, gang)):
+                _empty(state, state.jobs[gang.job], gang, now, node)
             if state.dirty.jobs:
                 return
 
 
-def held_up(state: State, job: JobRecord, now: float) -> tuple[Refusal, ...]:
-    """Return why a job is still on a draining node: what it waits for, then what it lacks elsewhere.
+def _faults_under(node: Node, gang: Gang) -> list[int]:
+    """Return the devices with a fault among those that a gang holds on a node."""
+    piece = gang.piece(node.name)
+    mask = piece.held.device_mask if piece is not None and piece.held is not None else 0
+    return [device for device in node.device_faults if mask >> device & 1]
 
-    Empty for a job that is moving away, and for one on no such node."""
+
+def _what_it_leaves(state: State, gang: Gang) -> str:
+    """Return the node or the device that a gang is to leave, as text; empty for none."""
+    for name in gang.nodes:
+        node = state.nodes.get(name)
+        if node is not None and node.is_emptied:
+            return f"nodes/{name}, which is being drained"
+        if node is not None and (faults := _faults_under(node, gang)):
+            return f"device {faults[0]} of nodes/{name}, which is out of service ({node.device_faults[faults[0]]})"
+    return ""
+
+
+def held_up(state: State, job: JobRecord, now: float) -> tuple[Refusal, ...]:
+    """Return why a job is still on a draining node, or on a device with a fault: what it waits for, then what it lacks
+    elsewhere.
+
+    Empty for a job that is moving away, and for one that is on neither."""
     gang = state.gangs.get(job.epoch)
-    node = next((name for name in (gang.nodes if gang is not None else ()) if name in state.nodes.draining), "")
-    if gang is None or not node or job.next_epoch or job.ending is not None:
+    left = _what_it_leaves(state, gang) if gang is not None else ""
+    if gang is None or not left or job.next_epoch or job.ending is not None:
         return ()
 
     def waits(text: str) -> Refusal:
-        return Refusal(Reason.NODE_UNAVAILABLE, detail=f"it is to leave nodes/{node}, which is being drained: {text}")
+        return Refusal(Reason.NODE_UNAVAILABLE, detail=f"it is to leave {left}: {text}")
 
     if gang.park_level is SuspendLevel.CHECKPOINT or (
         gang.intent is GangIntent.PARK and gang.phase is GangPhase.STOPPING
@@ -261,7 +284,8 @@ def held_up(state: State, job: JobRecord, now: float) -> tuple[Refusal, ...]:
     return (waits(f"it goes once there is room elsewhere, and {meanwhile}"), *lacks)
 
 
-def _empty(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> None:
+def _empty(state: State, job: JobRecord, gang: Gang, now: float, node: Node) -> None:
+    cause = f"drain:{node.name}"
     if job.epoch != gang.epoch or job.next_epoch or job.ending is not None or not job.capabilities.known:
         return
     if gang.intent is GangIntent.PARK:
@@ -277,8 +301,8 @@ def _empty(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> 
             claims, level = found
             moves.begin(state, MoveBegun(now, cause, job.number, claims, level, Purpose(Goal.DRAIN)))
             return
-        if state.policy.migrates:
-            # Others may make room for it elsewhere: the planner's to say.
+        if state.policy.migrates and node.is_emptied:
+            # Others may make room for it elsewhere: the planner's to say. It knows of no device with a fault.
             return
     _to_storage(state, job, gang, now, cause)
 
