@@ -180,3 +180,53 @@ def test_why_names_the_device_that_a_job_cannot_leave() -> None:
         "it is to leave device 0 of nodes/n1, which is out of service (XID 64: row remapping failed): it goes once it "
         "steps"
     )
+
+
+def fails_to_launch(drive: Drive, number: int, node: str) -> None:
+    """The job gets the node, and cannot be launched there."""
+    (place,) = [claims for claims in drive.places(number) if claims[0].node == node]
+    drive.request(number, place)
+    gang = drive.state.gangs[drive.job(number).epoch]
+    outcome = Outcome(OutcomeKind.LAUNCH_FAILED, message="No space left on device")
+    drive.observe(node, replace(drive.report(gang, ObservedPhase.ENDED), outcome=outcome))
+    drive.observe(node)
+
+
+def starts_on(drive: Drive, number: int, node: str) -> None:
+    (place,) = [claims for claims in drive.places(number) if claims[0].node == node]
+    drive.request(number, place)
+    drive.runs(number)
+
+
+def test_two_jobs_that_start_elsewhere_show_that_a_node_is_at_fault() -> None:
+    drive = Drive(nodes=2)
+    first, second = drive.submit(job_of(1)), drive.submit(job_of(1))
+    fails_to_launch(drive, first, "n1")
+    starts_on(drive, first, "n2")
+    assert drive.state.nodes["n1"].takes_gangs, "one job alone may be to blame"
+    fails_to_launch(drive, second, "n1")
+    starts_on(drive, second, "n2")
+    node = drive.state.nodes["n1"]
+    assert node.state is NodeState.CORDONED
+    assert node.state_reason == "jobs/1 and jobs/2 could not be launched here, and started on other nodes"
+    drive.step(UncordonNode("n1"))
+    assert drive.state.nodes["n1"].started_elsewhere == ()
+
+
+def test_jobs_that_start_nowhere_show_nothing_of_a_node() -> None:
+    drive = Drive(nodes=2)
+    for number in [drive.submit(job_of(1)) for _ in range(3)]:
+        fails_to_launch(drive, number, "n1")
+        fails_to_launch(drive, number, "n2")
+    assert all(node.takes_gangs for node in drive.state.nodes.values())
+
+
+def test_a_start_between_them_clears_the_node() -> None:
+    drive = Drive(nodes=2)
+    first, second, third = [drive.submit(job_of(1)) for _ in range(3)]
+    fails_to_launch(drive, first, "n1")
+    starts_on(drive, first, "n2")
+    starts_on(drive, second, "n1")
+    fails_to_launch(drive, third, "n1")
+    starts_on(drive, third, "n2")
+    assert drive.state.nodes["n1"].takes_gangs

@@ -215,6 +215,7 @@ def _stepped(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -
             figures = {"pause_ms": f"{1000 * pause:.1f}", **gang.purpose.figures}
             kind = "resize_done" if gang.resizes else "move_done"
             state.history(now, job, kind, cause, epoch=gang.epoch, **figures)
+        ending.note_started_elsewhere(state, job, gang, now, cause)
         state.put_job(
             replace(
                 job,

@@ -40,6 +40,7 @@ from ganger_master.core.job_model import (
     members_of,
 )
 from ganger_master.core.lifecycle import bad_outcome
+from ganger_master.core.node_health import cordon
 from ganger_master.core.settings import CoreSettings
 from ganger_master.core.state import State
 
@@ -404,7 +405,25 @@ def note_launched(state: State, gang: Gang) -> None:
     for name in gang.nodes:
         node = state.nodes.get(name)
         if node is not None and node.launch_failures:
-            state.put_node(replace(node, launch_failures=0, launch_failure=""))
+            state.put_node(replace(node, launch_failures=0, launch_failure="", started_elsewhere=()))
+
+
+# Jobs that show that a node is at fault.
+_SHOW_A_FAULT: Final = 2
+
+
+def note_started_elsewhere(state: State, job: JobRecord, gang: Gang, now: float, cause: str) -> None:
+    """Record at the nodes that could not launch a job that it has started on others; cordon a node that two jobs have
+    shown to be at fault. A job that starts nowhere shows nothing of a node."""
+    for name in failed_on(state, job):
+        node = state.nodes[name]
+        if name in gang.nodes or job.number in node.started_elsewhere:
+            continue
+        jobs = (*node.started_elsewhere, job.number)[-_SHOW_A_FAULT:]
+        state.put_node(replace(node, started_elsewhere=jobs))
+        if len(jobs) == _SHOW_A_FAULT:
+            names = " and ".join(f"jobs/{number}" for number in jobs)
+            cordon(state, name, f"{names} could not be launched here, and started on other nodes", now, cause)
 
 
 def visible_to(jobs: Mapping[int, JobRecord], said: str, user: str) -> str:

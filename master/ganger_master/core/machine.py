@@ -201,6 +201,7 @@ _NEW_SESSION: Final[dict[str, Any]] = {
     **dict.fromkeys(("heard", "silent", "lost"), False),
     **dict.fromkeys(("observation", "applied_version", "launch_failures"), 0),
     **dict.fromkeys(("unanswerable", "launch_failure"), ""),
+    "started_elsewhere": (),
 }
 
 
@@ -258,7 +259,7 @@ def _node_marked(state: State, event: events.NodeMarked) -> None:
     node = state.nodes[event.node]
     kind, drain, cordon = _MARKS[event.mark]
     if event.mark == "UNCORDON":
-        node = replace(node, launch_failures=0, launch_failure="")
+        node = replace(node, launch_failures=0, launch_failure="", started_elsewhere=())
     state.put_node(replace(node, draining=drain, cordoned=cordon, state_reason=event.reason))
     state.history(event.time, f"nodes/{node.name}", kind, event.cause, event.reason)
 

@@ -5,6 +5,7 @@ the fault is gone. What an operator has marked stands beside it."""
 from __future__ import annotations
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ganger_master.core.node_model import Node
 from ganger_master.core.state import State
@@ -34,6 +35,15 @@ def faults_of(node: Node) -> tuple[NodeFault, ...]:
 def service_reason(node: Node) -> str:
     """Return why a node is out of service: the operator's reason, and its own faults; empty for neither."""
     return "; ".join(filter(None, (node.state_reason, *node.faults.values())))
+
+
+def cordon(state: State, name: str, reason: str, now: float, cause: str) -> None:
+    """Cordon a node that is at fault, as its prolog, its epilog or several jobs have shown, until an operator returns
+    it. A node that is cordoned already keeps its reason."""
+    node = state.nodes[name]
+    if not node.cordoned:
+        state.put_node(replace(node, cordoned=True, state_reason=reason))
+        state.history(now, f"nodes/{name}", "node_cordoned", cause, reason)
 
 
 def note_faults(state: State, before: Node, node: Node, now: float, cause: str) -> None:

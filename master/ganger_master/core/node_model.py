@@ -91,6 +91,8 @@ class Node(Struct, frozen=True, gc=False, omit_defaults=True):
     # message of the last failure.
     launch_failures: int = 0
     launch_failure: str = ""
+    # Jobs that could not be launched here meanwhile, and then started on other nodes: the fault is not theirs.
+    started_elsewhere: tuple[int, ...] = ()
     create_time: float = 0.0
 
     @property

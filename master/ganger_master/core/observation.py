@@ -14,7 +14,7 @@ from ganger_master.core.commands import Observe, ObservedGang
 from ganger_master.core.events import NodeLost
 from ganger_master.core.gang_model import Gang, GangIntent, GangRole, ObservedPhase, Outcome, OutcomeKind, Piece
 from ganger_master.core.job_model import Capabilities, Checkpoint
-from ganger_master.core.node_health import note_faults
+from ganger_master.core.node_health import cordon, note_faults
 from ganger_master.core.node_model import Node, Stray
 from ganger_master.core.state import State
 
@@ -49,7 +49,7 @@ def observe(state: State, report: Observe, now: float, cause: str) -> None:
         if observed.phase is _ENDED:
             acknowledged.append(observed.epoch)
             if observed.outcome.node_fault:
-                _cordon(state, report.node, f"{observed.outcome.node_fault} (jobs/{observed.job})", now, cause)
+                cordon(state, report.node, f"{observed.outcome.node_fault} (jobs/{observed.job})", now, cause)
         else:
             key = report.node, observed.epoch
             state.gangs.last_reports[key] = (observed, state.gangs[gang.epoch], state.jobs[gang.job])
@@ -76,14 +76,6 @@ def _observe_part(state: State, node: Node, gang: Gang, piece: Piece, observed: 
     _learn(state, gang, node, observed, now)
     if observed.checkpoint is not None:
         _learn_checkpoint(state, node.name, observed, observed.checkpoint, now)
-
-
-def _cordon(state: State, name: str, reason: str, now: float, cause: str) -> None:
-    """Cordon a node whose prolog or epilog has failed, until an operator returns it."""
-    node = state.nodes[name]
-    if not node.cordoned:
-        state.put_node(replace(node, cordoned=True, state_reason=reason))
-        state.history(now, f"nodes/{name}", "node_cordoned", cause, reason)
 
 
 def _note_node(
