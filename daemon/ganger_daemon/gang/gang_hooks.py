@@ -42,6 +42,7 @@ class GangHooks(OfGang):
 
     @property
     def is_running(self) -> bool:
+        """Whether a hook runs: the gang holds its devices meanwhile."""
         return self.is_prolog_running or (self._closing is not None and not self._closing.done())
 
     @property

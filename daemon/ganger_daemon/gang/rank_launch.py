@@ -123,7 +123,8 @@ class RankLaunch(OfGang):
 
     @property
     def is_under_way(self) -> bool:
-        return self._is_launching or self.hooks.has_begun
+        # Not once the prolog has ended: the gang may have to wait for its time slice then.
+        return self._is_launching or self.hooks.is_running
 
     async def attempt(self, orders: ReceivedOrders) -> bool:
         """Launch the ranks, or record why that failed. Return False while devices, cores, storage or the prolog are not
