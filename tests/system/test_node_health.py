@@ -1,0 +1,69 @@
+"""A node fails its health check while a job trains on it: the job moves without losing a step, and the node returns. A
+prolog that fails takes its node out of service, and the job starts on the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.cluster import Cluster
+from kit.shell import Shell
+from kit.waiting import eventually
+from system.harness import Run
+from system.test_drain import node_of
+
+pytestmark = [pytest.mark.system, pytest.mark.torch]
+
+
+def program(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def node(shell: Shell, name: str) -> dict[str, Any]:
+    (found,) = [one for one in shell.json("nodes")["nodes"] if one["name"] == f"nodes/{name}"]
+    return dict(found)
+
+
+def test_a_node_that_fails_its_check_is_emptied_and_returns_by_itself(tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    check = program(tmp_path / "check", f'[ ! -e {broken}-$GANGER_NODE ] || {{ echo "no InfiniBand"; exit 1; }}')
+    options = ("--health-check", check, "--health-check-every", "500ms")
+    with Cluster(tmp_path / "c", nodes=2, virtual_gpus=1, topology="1", daemon_options=options) as cluster:
+        run = Run.submit(cluster, "job", "--memory", "1G", steps=320)
+        run.wait_step(3, within_seconds=120)
+        here = node_of(run)
+        Path(f"{broken}-{here}").touch()
+
+        def has_moved() -> bool:
+            return node_of(run) != here
+
+        eventually(has_moved, what="the job moves", within_seconds=90, story=cluster.story)
+        reason = "health check exited with code 1: no InfiniBand"
+        found = node(run.shell, here)
+        assert (found["state"], found["state_reason"]) == ("DRAINING", reason)
+        run.wait_step(run.last_step() + 2, within_seconds=120)
+        assert "moved" in run.shell("history", run.id), run.story()
+
+        Path(f"{broken}-{here}").unlink()
+        eventually(lambda: node(run.shell, here)["state"] == "READY", what="it returns", within_seconds=60)
+        events = [
+            (one["kind"], one["message"]) for one in run.shell.json("events") if one["subject"] == f"nodes/{here}"
+        ]
+        assert ("node_unhealthy", reason) in events
+        assert events[-1][0] == "node_healthy"
+        run.hurry()
+        run.wait_state("SUCCEEDED", within_seconds=120)
+
+
+def test_a_job_whose_prolog_fails_on_a_node_starts_on_another(tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    prolog = program(tmp_path / "prolog", f"mkdir {first} 2>/dev/null || exit 0\necho no scratch disk\nexit 1")
+    with Cluster(tmp_path / "c", nodes=2, virtual_gpus=1, topology="1", daemon_options=("--prolog", prolog)) as cluster:
+        run = Run.submit(cluster, "job", "--memory", "1G", steps=20)
+        run.wait_state("SUCCEEDED", within_seconds=120)
+        (cordoned,) = [one for one in run.shell.json("nodes")["nodes"] if one["state"] == "CORDONED"]
+        assert cordoned["state_reason"] == f"prolog exited with code 1: no scratch disk ({run.name})"
+        assert "no scratch disk" in run.shell("nodes")
