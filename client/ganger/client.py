@@ -194,9 +194,9 @@ class Client:
         self, job: str | int, *, request_id: str | None = None, may_end: bool = False, **changes: Any
     ) -> job_pb2.Job:
         """Change the request of a job, all of `changes` or none, durably. Any job that has not ended: priority=5,
-        time="4h" ("never": no limit), name="x". A job that has never started: gpu_type, locality, tolerance, patience,
-        memory, cpus_per_gpu. `may_end`: allow a time limit that has passed already, which ends the job at once. Raises
-        SpecInvalid, UpdateRefused, UpdateEndsJob, GangImpossible, JobFinished, ..."""
+        time="4h" ("never": no limit), name="x". A job that has never started: gpu_type, partition, locality, tolerance,
+        patience, memory, cpus_per_gpu. `may_end`: allow a time limit that has passed already, which ends the job at
+        once. Raises SpecInvalid, UpdateRefused, UpdateEndsJob, GangImpossible, JobFinished, ..."""
         from ganger.spec import make_update
 
         return self.update_job(job, make_update(changes), request_id=request_id, may_end=may_end)
@@ -306,6 +306,10 @@ class Client:
             if message.array.member.index == index:
                 return message.name
         raise JobNotFound(f"array {array} has no member {index}: `ganger show {array}` lists them")
+
+    def list_partitions(self) -> list[node_pb2.Partition]:
+        """Return the partitions in the order of the master's settings; none of a cluster without."""
+        return list(self._call(self._nodes.ListPartitions, node_pb2.ListPartitionsRequest()).partitions)
 
     def list_nodes(self) -> node_pb2.ListNodesResponse:
         """All of them, by name, with their configuration sets and the node sets."""

@@ -63,12 +63,15 @@ KEYS = frozenset(
         *("nodes", "cpus_per_gpu", "cpus_per_task", "memory", "gpu_memory", "locality", "tolerance", "patience"),
         *("priority", "weight", "converges", "time", "deadline", "max_failures", "scheduler", "preemptible", "movable"),
         *("checkpoint_every", "labels", "agent", "distributed", "mechanism", "must_move", "close_connections"),
-        *("signal", "grace", "requeue", "disk_mb_per_s", "net_mb_per_s"),
+        *("signal", "grace", "requeue", "disk_mb_per_s", "net_mb_per_s", "partition"),
     ]
 )
 _EVERY_KEY = ", ".join(sorted(KEYS | {"array"}))
 # One of locality, tolerance and patience replaces all of them.
-UPDATE_KEYS = ("name", "priority", "time", "gpu_type", "locality", "tolerance", "patience", "memory", "cpus_per_gpu")
+UPDATE_KEYS = (
+    *("name", "priority", "time", "gpu_type", "partition", "locality", "tolerance", "patience", "memory"),
+    "cpus_per_gpu",
+)
 _NO_LIMIT = "never"
 _ROLE_KEYS = frozenset({"name", "tasks", "gpus", "cpus", "memory", *DIMENSIONS})
 _MAX_MB_PER_S = 1_000_000_000
@@ -134,6 +137,7 @@ def make_spec(
         gpus_min=gpus_min,
         gpus_max=gpus_max,
         device_type=reader.read("gpu_type", parse_device_types, ""),
+        partition=reader.read("partition", parse_name, ""),
         locality=_locality(reader),
         nodes=reader.read("nodes", whole_number(0, _MAX_TASKS), 0),
         priority=reader.read("priority", whole_number(-1_000, 1_000), 0),
@@ -185,6 +189,7 @@ def _picked(spec: JobSpec, given: Mapping[str, Any]) -> JobUpdate:
         # None in the spec: of no length.
         "time": ("time_limit", spec.time_limit),
         "gpu_type": ("device_type", spec.device_type),
+        "partition": ("partition", spec.partition),
         **dict.fromkeys(("locality", "tolerance", "patience"), ("locality", spec.locality)),
         "memory": ("memory_bytes", shape.memory_bytes),
         "cpus_per_gpu": ("millicores_per_gpu", shape.millicores),

@@ -195,7 +195,7 @@ class Master:
         if config.authority is not None:
             _check_authority(config.authority)
         try:
-            is_planned = live_policy_named(config.policy).is_planned or bool(config.teams)
+            is_planned = live_policy_named(config.policy).is_planned or bool(config.teams or config.partitions)
         except (KeyError, ValueError) as error:
             raise StartError(str(error.args[0]), MasterObstacle.SETTING) from error
         beside = self._beside = DatabaseMarks(config.database_path or config.state_dir / "database")
@@ -410,7 +410,7 @@ def _core_settings(config: Config) -> CoreSettings:
     return CoreSettings(
         **{**same, **own},
         finished_bytes_limit=_FINISHED_BYTES,
-        quota_devices=limits_of(config.quotas, config.teams),
+        quota_devices=limits_of(config.quotas, config.teams, config.partitions),
     )
 
 

@@ -17,6 +17,7 @@ from ganger.text import parse_duration as parse_finite_duration
 from ganger.text import parse_memory
 from ganger.wire.endpoints import EndpointError, check_address, check_listen_address, is_loopback
 
+from ganger_master.core.partitions import Partition, partitions_of, unknown_teams
 from ganger_master.core.settings import DEFAULT_POLICY, quotas_of
 from ganger_master.core.teams import Team, teams_of
 from ganger_master.policies import live_policy_named
@@ -103,6 +104,8 @@ class Config:
     teams: Mapping[str, Team] = field(default_factory=dict)
     # Age at which a GPU-second of use counts half.
     usage_half_life_s: float = 7 * 86400.0
+    # Partitions by name, with their nodes, users and limits; none: every job may be on every node.
+    partitions: Mapping[str, Partition] = field(default_factory=dict)
     residue_bytes: int = 1 << 30
     scheduler_host: bool = True
     # Start the planner where the policy needs one.
@@ -160,6 +163,8 @@ def load(
             problems.append(str(error))
     if "state_dir" not in values and not any(problem.startswith("state_dir") for problem in problems):
         problems.append("state_dir: name where the master keeps its state (--state-dir DIR)")
+    if strangers := unknown_teams(values.get("partitions", {}), values.get("teams", {})):  # type: ignore[arg-type]
+        problems.append(f"partitions: {strangers}")
     if problems:
         raise ConfigError(tuple(problems))
     return Config(**values)  # type: ignore[arg-type]
@@ -324,6 +329,7 @@ _PARSERS: Final[Mapping[str, Callable[[str, object], object]]] = {
     "moves_per_hour": _moves_of,
     "quotas": lambda name, value: quotas_of(value),
     "teams": lambda name, value: teams_of(value),
+    "partitions": lambda name, value: partitions_of(value),
     "usage_half_life_s": _half_life_of,
     "log_level": _log_level_of,
     "database_url": _text_of,

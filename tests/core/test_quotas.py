@@ -73,7 +73,7 @@ def test_the_last_charge_of_a_job_is_what_counts(charges: list[tuple[int, str, i
     shares = Shares()
     last: dict[int, tuple[str, int]] = {}
     for number, user, devices in charges:
-        shares.charge(number, user, devices)
+        shares.charge(number, (user,), devices)
         last[number] = user, devices
     for user in ("ann", "bob"):
         assert shares.held.get(user, 0) == sum(devices for owner, devices in last.values() if owner == user)

@@ -21,6 +21,7 @@ DERIVED = {
     *(
         "policy",
         "teams",
+        "partitions",
         "counts_use",
         "_running",
         "_by_user",

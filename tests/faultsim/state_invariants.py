@@ -23,7 +23,31 @@ from msgspec.structs import replace
 
 def violations(state: State) -> list[str]:
     """One sentence per broken rule; empty when all hold."""
-    return [*_pieces(state), *_gangs(state), *_sets(state), *_jobs(state), *_derived(state), *_use(state)]
+    found = (_pieces, _gangs, _sets, _jobs, _derived, _use, _partitions)
+    return [text for of in found for text in of(state)]
+
+
+def _partitions(state: State) -> Iterator[str]:
+    """No gang is outside its partition, and no partition holds more than its limit. Gangs of before a restart may be
+    where former settings allowed it."""
+    held: Counter[str] = Counter()
+    for gang in state.gangs.values() if state.partitions else ():
+        if gang.create_time < state.started:
+            continue
+        job = state.jobs.get(gang.job)
+        name = "" if job is None else job.partition.name
+        if job is None or name not in state.partitions:
+            yield f"jobs/{gang.job} has a gang, and is in no partition"
+            continue
+        for claim in gang.claims:
+            if claim.node in state.view and name not in state.view.topology(claim.node).partitions:
+                yield f"{job.name} of partition {name} is on {claim.node}, which is not in it"
+        if gang.epoch == job.epoch and not job.state.is_finished:
+            held[name] += job.gpus
+    for name, gpus in held.items():
+        limit = state.partitions[name].gpus
+        if limit is not None and gpus > limit:
+            yield f"the jobs of partition {name} hold {gpus} GPUs, more than its {limit}"
 
 
 def _use(state: State) -> Iterator[str]:
@@ -89,11 +113,11 @@ def _devices(state: State, name: str, held: list[Claim], whole: int) -> Iterator
         yield f"{name}: devices {shared:#x} are held twice, and not all holders share them"
     for device in bits(shared):
         holders = [number for number, claim in holders_on(state, name) if claim.device_mask >> device & 1]
-        there = [state.jobs[number].spec for number in holders]
-        needed = sum([spec.gpu_memory_bytes for spec in there])
+        there = [state.jobs[number] for number in holders]
+        needed = sum([job.spec.gpu_memory_bytes for job in there])
         if needed > MEMORY_SHARE * whole:
             yield f"{name}: device {device} has {whole} bytes, the gangs that share it need {needed}"
-        if not all(spec.preemptible for spec in there):
+        if not all(job.preemptible for job in there):
             yield f"{name}: device {device} is shared by a job that is not to be suspended"
 
 

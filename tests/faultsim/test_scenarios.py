@@ -1,7 +1,8 @@
 """Stories as text: commands, `----`, and exactly what they print. Blocks are separated by empty lines.
 
 node NAME TOPOLOGY [type=T] [user=U] [disk=MB/s] [net=MB/s]       policy NAME | quota USER=DEVICES ...   (before nodes)
-submit GPUS [steps= cores= memory= type= within= user= priority= failures= disk= net=]
+partition NAME [nodes= users= time= gpus= priority= preemptible=]      leave PARTITION     restart (with other settings)
+submit GPUS [steps= cores= memory= type= within= user= priority= failures= disk= net= partition= time=]
 told JOB KIND   cancel|resume|why|show|fails JOB           suspend JOB LEVEL              move JOB [NODE]
 backup | restore | quarantine adopt|end JOB
 check NODE [FAILURE]              fault NODE DEVICE REASON
@@ -11,7 +12,8 @@ cordon|uncordon|drain|reboot|silent|heard|storage|nostorage NODE     residue MEB
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace as structs_replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +30,9 @@ from ganger_master.core.explain import explain
 from ganger_master.core.gang_model import OutcomeKind
 from ganger_master.core.job_model import JobSpec, SuspendLevel
 from ganger_master.core.node_health import faults_of
+from ganger_master.core.partitions import Partition, partitions_of
 from ganger_master.core.settings import CoreSettings
+from ganger_master.core.teams import limits_of
 from ganger_master.planner.context import PlannerSettings, context_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.plan import plan
@@ -94,6 +98,30 @@ class _Story:
         self._settings = CoreSettings(quota_devices={user: int(count) for user, count in devices.items()})
         yield from ()
 
+    def _partition(self, name: str, nodes: str = "", users: str = "", **limits: str) -> Iterator[str]:
+        """Before the nodes, or before a restart."""
+        table: dict[str, object] = {key: value if key == "time" else int(value) for key, value in limits.items()}
+        table |= {"preemptible": table.get("preemptible") != 0, "nodes": nodes} if nodes else {}
+        table |= {"users": users.split(",")} if users else {}
+        self._set_partitions({**self._settings.partitions, **partitions_of({name: table})})
+        yield from ()
+
+    def _leave(self, name: str) -> Iterator[str]:
+        """Take a partition out of the settings, before a restart."""
+        self._set_partitions({other: one for other, one in self._settings.partitions.items() if other != name})
+        yield from ()
+
+    def _set_partitions(self, partitions: Mapping[str, Partition]) -> None:
+        limits = limits_of({}, {}, partitions)
+        self._settings = structs_replace(self._settings, partitions=partitions, quota_devices=limits)
+
+    def _restart(self) -> Iterator[str]:
+        master = self.cluster.master
+        master.crash(2.0)
+        master.settings = self._settings
+        self.cluster.run_for(20.0)
+        yield from ()
+
     def _node(
         self, name: str, topology: str, type: str = "virtual", user: str = "", image: str = "", **bandwidth: str
     ) -> Iterator[str]:
@@ -129,6 +157,8 @@ class _Story:
         failures: str = "0",
         disk: str = "0",
         net: str = "0",
+        partition: str = "",
+        time: str = "",
     ) -> Iterator[str]:
         bandwidth = (int(disk), int(net))
         shape = TaskShape(1, int(cores) * 1000, int(memory) * _GIB, bandwidth if any(bandwidth) else ())
@@ -140,6 +170,8 @@ class _Story:
             priority=int(priority),
             max_failures=int(failures),
             gpu_memory_bytes=_GIB,
+            partition=partition,
+            time_limit_s=float(time) if time else None,
         )
         submission = self.cluster.submit(spec, user)
         self.cluster.run_until(lambda: submission.number > 0 or submission.refused, 10.0)
@@ -192,7 +224,7 @@ class _Story:
     def _plan(self) -> Iterator[str]:
         """What the planner would propose now, with the order it tells the master."""
         state, now = self.cluster.state, self.cluster.master.now()
-        table = LiveTable()
+        table = LiveTable(quotas=state.settings.quota_devices)
         for job in state.jobs.values():
             table.put(job, state.gangs.get(job.epoch))
         capacity = Capacity(state.nodes.devices, 16.0, 64.0 * _GIB, 4)

@@ -44,6 +44,7 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
         self.refused_adoption: Exception | None = None
         self.explanation = job_service_pb2.Explanation()
         self.usage = usage_pb2.Usage()
+        self.partitions = node_pb2.ListPartitionsResponse()
         self.requests: list[Any] = []
         self.failing: Exception | None = None
         # What a retune does to the jobs, and a cancel beside ending one.
@@ -105,6 +106,10 @@ class CannedMaster(job_service_pb2_grpc.JobServiceServicer, node_pb2_grpc.NodeSe
     async def CreateArray(self, request: Any, context: Any) -> array_pb2.Array:
         self._taken(request)
         return array_pb2.Array(name="arrays/1", size=len(request.members))
+
+    async def ListPartitions(self, request: Any, context: Any) -> node_pb2.ListPartitionsResponse:
+        self._taken(request)
+        return self.partitions
 
     async def GetUsage(self, request: Any, context: Any) -> usage_pb2.Usage:
         self._taken(request)

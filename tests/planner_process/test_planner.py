@@ -19,6 +19,7 @@ from ganger.wire import times
 from ganger.wire.endpoints import Endpoint
 from ganger_master.core.commands import CHANGES_LIMIT, SubmitJob
 from ganger_master.core.job_model import JobSpec
+from ganger_master.core.partitions import Partition
 from ganger_master.core.teams import Team
 from ganger_master.planner.context import ClusterChange, PlanContext
 from ganger_master.planner.loop import PlannerLoop
@@ -194,6 +195,38 @@ def test_with_teams_it_places_jobs_under_every_policy_and_follows_the_use_of_use
             assert "team 'all' has 100% of the use of late, and a share of 100%" in ranked.message
 
     on_a_master(tmp_path, story, policy, teams={"all": Team(("*",))})
+
+
+@pytest.mark.parametrize("policy", ["fifo", "las", "ganger"])
+def test_with_partitions_each_job_starts_on_a_node_of_its_own_and_a_queue_of_one_delays_no_other(
+    tmp_path: Path, policy: str
+) -> None:
+    partitions = {
+        "batch": Partition(nodes=("n1",), time_s=3600.0),
+        "urgent": Partition(nodes=("n2",), priority=1, gpus_per_job=2, preemptible=False),
+    }
+
+    async def story(served: Served, node: Speaker) -> None:
+        async with planning(served):
+            for _ in range(3):
+                await served.submit(spec_of(4))
+            urgent = spec_of(2)
+            urgent.partition = "urgent"
+            await served.submit(urgent)
+            await until(lambda: state_of(served, 1) == state_of(served, 4) == "HOLDING")
+            places = {number: (await get(served, number)).gang.claims[0].node for number in (1, 4)}
+            assert places == {1: "nodes/n1", 4: "nodes/n2"}
+            waiting = await get(served, 2)
+            assert (waiting.spec.partition, times.seconds(waiting.spec.time_limit)) == ("batch", 3600.0)
+            assert "in partition 'batch'" in waiting.blockers[0].message
+            found = (await served.nodes.ListPartitions(node_pb2.ListPartitionsRequest())).partitions
+            assert [(one.name, one.nodes, one.devices_held, one.devices_free) for one in found] == [
+                ("batch", "n1", 4, 0),
+                ("urgent", "n2", 2, 2),
+            ]
+            assert [(one.jobs_holding, one.jobs_pending) for one in found] == [(1, 2), (1, 0)]
+
+    on_a_master(tmp_path, story, policy, nodes=2, partitions=partitions)
 
 
 def test_where_jobs_share_gpus_it_starts_jobs_that_fit_and_continues_after_a_restart(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 from ganger_master.policies.order_registry import FIFO, FIFO_BACKFILL, LAS
-from ganger_master.policies.orders import Facts, JobOrder, chosen, ranked, selected, with_aging
+from ganger_master.policies.orders import Facts, JobOrder, PartitionBounds, chosen, ranked, selected, with_aging
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.facts import capacity_of, facts_of, live_jobs
@@ -68,6 +68,42 @@ def test_chosen_jobs_are_those_of_a_plain_loop(
     plain = chosen(np.array(order, np.int64), np.array(gpus, np.int64), free, is_strict)
     none = [False] * len(jobs)
     assert plain.tolist() == naive(order, gpus, free, is_strict, none, none, none)
+
+
+SIZES = st.lists(st.tuples(st.sampled_from([0, 1, 2, 3, 4, 8]), st.integers(0, 2), st.booleans()), max_size=15)
+
+
+@given(SIZES, st.integers(0, 20), st.booleans())
+def test_one_partition_of_all_nodes_chooses_what_none_does(
+    jobs: list[tuple[int, int, bool]], free: int, is_strict: bool
+) -> None:
+    line, gpus = np.arange(len(jobs)), np.array([job[0] for job in jobs], np.int64)
+    kept = np.array([job[2] for job in jobs], bool)
+    bounds = PartitionBounds([0] * len(jobs), [free], [frozenset({0})])
+    within = chosen(line, gpus, free, is_strict, kept, bounds=bounds)
+    assert within.tolist() == chosen(line, gpus, free, is_strict, kept).tolist()
+
+
+@given(SIZES, st.tuples(*[st.integers(0, 8)] * 3), st.booleans())
+def test_apart_partitions_are_chosen_for_as_if_each_were_a_cluster(
+    jobs: list[tuple[int, int, bool]], there: tuple[int, ...], is_strict: bool
+) -> None:
+    line, gpus = np.arange(len(jobs)), np.array([job[0] for job in jobs], np.int64)
+    inside = [job[1] for job in jobs]
+    bounds = PartitionBounds(inside, there, [frozenset({number}) for number in range(3)])
+    found = chosen(line, gpus, sum(there), is_strict, bounds=bounds).tolist()
+    alone = []
+    for number, free in enumerate(there):
+        own = [at for at in line.tolist() if inside[at] == number]
+        alone += [own[at] for at in chosen(np.arange(len(own)), gpus[own], free, is_strict).tolist()]
+    assert sorted(found) == sorted(alone)
+
+
+def test_a_strict_order_holds_up_only_partitions_with_nodes_in_common() -> None:
+    # Of three partitions the first two share nodes; the first job fits nowhere.
+    bounds = PartitionBounds([0, 1, 2], [4, 4, 4], [frozenset({0, 1}), frozenset({0, 1}), frozenset({2})])
+    assert chosen(np.arange(3), np.array([8, 1, 1]), 8, is_strict=True, bounds=bounds).tolist() == [2]
+    assert chosen(np.arange(3), np.array([8, 1, 1]), 8, bounds=bounds).tolist() == [1, 2]
 
 
 def test_a_job_without_gpus_runs_in_a_full_cluster() -> None:

@@ -224,6 +224,7 @@ WORST: dict[str, Callable[[], list[Any]]] = {
     f"/{_NODES}/EndQuarantinedGang": lambda: [_N.EndQuarantinedGangRequest(name=f"quarantinedGangs/{'u' * 1_000}-1")],
     f"/{_NODES}/AdoptQuarantinedGang": lambda: [_N.AdoptQuarantinedGangRequest(name="quarantinedGangs/u-1")],
     f"/{_NODES}/SettleRestore": lambda: [_N.SettleRestoreRequest()],
+    f"/{_NODES}/ListPartitions": lambda: [_N.ListPartitionsRequest()],
     f"/{_NODES}/GetCluster": lambda: [_N.GetClusterRequest()],
     # A state with its environments, written by a thread of its own.
     f"/{_NODES}/RecordDecisions": lambda: [

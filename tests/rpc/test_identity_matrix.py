@@ -134,6 +134,7 @@ TABLE = """
 /ganger.v1.NodeService/UncordonNode          ---VT+RR+RRRRR
 /ganger.v1.NodeService/DeclareNodeLost       ---VT+RR+RRRRR
 /ganger.v1.NodeService/RemoveNode            ---VT+RR+RRRRR
+/ganger.v1.NodeService/ListPartitions        ---VT++++RR++R
 /ganger.v1.NodeService/GetCluster            ---VT++++RR++R
 /ganger.v1.NodeService/RecordDecisions       ---VT+RR+RRRRR
 /ganger.v1.NodeService/ListQuarantinedGangs  ---VT+RR+RRRRR

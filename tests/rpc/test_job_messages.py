@@ -26,6 +26,7 @@ from ganger_master.core.job_model import (
     RefusedMechanism,
     SuspendLevel,
 )
+from ganger_master.core.partitions import PartitionTerms
 from ganger_master.rpc.job_messages import (
     capabilities_from_wire,
     capabilities_to_wire,
@@ -45,6 +46,7 @@ SPEC = JobSpec(
     working_directory="/work",
     environment={"SEED": "1"},
     device_type="virtual",
+    partition="gpu",
     locality=Locality(LocalityLevel.NODE, LocalityLevel.SOCKET, 5.0),
     nodes=1,
     priority=-3,
@@ -150,6 +152,9 @@ def test_no_field_of_a_job_is_left_out() -> None:
     parts = (*parts, message.progress.evaluation)
     assert [missing(part) for part in parts] == [set()] * len(parts)
     assert message.trouble == JOB.trouble
+    terms = PartitionTerms("default", 3, False, 90.0)
+    shown = job_to_wire(replace(JOB, partition=terms, spec=replace(SPEC, time_limit_s=None)), None, None).spec
+    assert (shown.partition, shown.preemptible, shown.time_limit.seconds) == ("default", False, 90)
     assert list(message.gang.cores) == ["0-1", "2-3"]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from ganger_master.config import PREFIX, Config, ConfigError, load, parse_duration
+from ganger_master.core.partitions import Partition
 from ganger_master.core.teams import Team
 from ganger_master.policies import Colocate, Grow, Migrate, StartByRank, Tune, policy_named
 
@@ -150,6 +151,18 @@ def test_quotas_are_a_table_or_pairs() -> None:
             load({"state_dir": "/s", "quotas": f"alice={most['alice']},bob={beyond}"}, {})
     with pytest.raises(ConfigError, match="quotas: 'alice' twice: give each user one number"):
         load({"state_dir": "/s", "quotas": "alice=8,bob=1,alice =8"}, {})
+
+
+def test_partitions_are_tables_of_the_file_or_toml_of_the_variable() -> None:
+    told = {"gpu": Partition(("n01", "n02"), teams=("vision",), time_s=7200.0, priority=3)}
+    file = '[teams.vision]\nusers = ["ann"]\n[partitions.gpu]\nnodes = "n[01-02]"\nteams = ["vision"]\n'
+    assert load({"state_dir": "/s"}, {}, file + 'time = "2h"\npriority = 3\n').partitions == told
+    found = load({"state_dir": "/s"}, {"GANGER_MASTER_PARTITIONS": 'gpu = {nodes = ["n1"]}'})
+    assert found.partitions == {"gpu": Partition(("n1",))}
+    with pytest.raises(ConfigError, match="partitions: 'gpu' has 'node'"):
+        load({"state_dir": "/s"}, {}, "[partitions.gpu]\nnode = 1\n")
+    with pytest.raises(ConfigError, match="partitions: 'gpu' is for team 'text', which \\[teams\\] does not have"):
+        load({"state_dir": "/s"}, {}, '[partitions.gpu]\nteams = ["text"]\n')
 
 
 def test_teams_are_tables_of_the_file_or_toml_of_the_variable() -> None:

@@ -159,6 +159,7 @@ def _wants(job: Job) -> str:
     within = f"within {format_duration(times.seconds(locality.patience))}"
     passes = f" in {convergence.passes} passes" if convergence.passes > 1 else ""
     wishes = [
+        (spec.partition, f"partition {spec.partition}"),
         (spec.device_type, spec.device_type),
         (spec.nodes, counted(spec.nodes, "node")),
         (locality.wish, f"{job_table.locality_text(locality.wish)} {within}"),

@@ -273,6 +273,7 @@ def show(node: str, as_json: bool) -> None:
             ("free cores", " + ".join(format_cores(socket) for socket in message.view_entry.free_millicores)),
             ("free memory", format_memory(message.view_entry.free_memory_bytes) if message.configuration_set else ""),
             ("free bandwidth", free_bandwidth(message.view_entry)),
+            ("partitions", " ".join(message.view_entry.partitions)),
             ("place", " ".join(filter(None, (message.rack, message.fabric)))),
             ("address", message.peer_address),
             ("faults", "\n".join(fault_texts(message))),

@@ -28,6 +28,8 @@ from ganger.console import plain, print_json, print_line, print_pairs, print_tab
 from ganger.text import format_duration
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ganger.v1.array_pb2 import Array
     from ganger.v1.job_pb2 import Job
 
@@ -69,6 +71,7 @@ _STATES = {
     help="Only jobs in this state, members of arrays among them; holding: jobs that have a gang. Repeat for more.",
 )
 @click.option("--user", "-u", default="", help="Only this user's.")
+@click.option("--partition", "-p", metavar="NAME", default="", help="Only jobs of this partition.")
 @click.option("--name", metavar="TEXT", default="", help="Only jobs submitted with this --name.")
 @click.option("--label", "-l", "labels", multiple=True, metavar="NAME=VALUE", help="Only jobs with this label.")
 @click.option("--limit", "-n", type=click.IntRange(1), default=1_000, show_default=True, help="At most so many.")
@@ -78,6 +81,7 @@ def queue(
     everything: bool,
     states: tuple[str, ...],
     user: str,
+    partition: str,
     name: str,
     labels: tuple[str, ...],
     limit: int,
@@ -98,14 +102,16 @@ def queue(
         # Jobs that hold devices come first, so that a long queue never cuts them off.
         wanted = [[Job.STATE_HOLDING, Job.STATE_SUSPENDED], [Job.STATE_PENDING]]
     # What is asked for is said of jobs: of an array some members may be so.
-    members = members or bool(states or name or asked)
+    members = members or bool(states or name or asked or partition)
     with open_client() as client:
         arrays = [] if members else client.list_arrays(user, live=not everything)
         room = max(0, limit - len(arrays))
         found: list[Job] = []
         for group in wanted:
             listed = client.list_jobs(group, user, fold_arrays=not members, name=name, labels=asked)
-            fitting = (job for job in listed if not states or _is_in(job, states))
+            fitting = (
+                job for job in listed if (not states or _is_in(job, states)) and partition in ("", job.spec.partition)
+            )
             found += islice(fitting, max(0, room + 1 - len(found)))
         jobs = sorted(found[:room], key=job_table.order)
     if len(found) + len(arrays) > limit:
@@ -114,6 +120,14 @@ def queue(
     if as_json:
         print_json([*jobs, *arrays])
         return
+    is_chosen = everything or states or name or asked or partition
+    _print_queue(jobs, arrays, "no jobs" if is_chosen else "no jobs that live; --all shows the others")
+
+
+def _print_queue(jobs: Sequence[Job], arrays: Sequence[Array], empty: str) -> None:
+    """Print jobs and arrays as a table, with a column of partitions if there are some."""
+    from ganger.cli import job_table
+
     rows: list[tuple[str, ...]] = [
         (
             job_table.called(job),
@@ -129,9 +143,12 @@ def queue(
         for job in jobs
     ]
     rows += [job_table.array_row(array) for array in arrays]
-    is_chosen = everything or states or name or asked
-    empty = "no jobs" if is_chosen else "no jobs that live; --all shows the others"
-    print_table(_HEADINGS, rows, empty, _SPARE)
+    headings: tuple[str, ...] = _HEADINGS
+    if any(job.spec.partition for job in jobs):
+        partitions = [*[job_table.column(job.spec.partition) for job in jobs], *[""] * len(arrays)]
+        rows = [(*row[:3], inside, *row[3:]) for row, inside in zip(rows, partitions, strict=True)]
+        headings = (*headings[:3], "PARTITION", *headings[3:])
+    print_table(headings, rows, empty, _SPARE)
 
 
 def _is_in(job: Job, states: tuple[str, ...]) -> bool:

@@ -18,7 +18,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "srun": "`ganger submit --follow`",
     "salloc": "`ganger submit`: GPUs are given to a command, and not to a shell",
     "squeue": "`ganger queue`",
-    "sinfo": "`ganger nodes`",
+    "sinfo": "`ganger nodes` or `ganger partitions`",
     "scancel": "`ganger cancel`",
     "sacct": "`ganger queue --all`, and `ganger history JOB`",
     "scontrol": "`ganger show`, `update`, `suspend`, `resume` or `nodes`",

@@ -69,10 +69,11 @@ def _of_types(index: CapacityIndex, shape: GangShape, widest: LocalityLevel) -> 
 
 
 def _blockers(capacity: _Capacity) -> tuple[Refusal, ...]:
-    shape, view = capacity.shape, capacity.index.view
-    if not any(_is_typed(shape, entry.family) for entry in (*capacity.usable, *capacity.unusable)):
-        detail = f"no node has {shape.device_type or 'devices'}" if view.slots else "no node has joined yet"
-        return (Refusal(Reason.DEVICE_TYPE if view.slots else Reason.NODE_UNAVAILABLE, detail=detail),)
+    shape, there = capacity.shape, (*capacity.usable, *capacity.unusable)
+    if not any(_is_typed(shape, entry.family) for entry in there):
+        where = f" of partition {shape.partition!r}" if shape.partition else ""
+        detail = f"no node{where} has {shape.device_type or 'devices'}" if there else f"no node{where} has joined yet"
+        return (Refusal(Reason.DEVICE_TYPE if there else Reason.NODE_UNAVAILABLE, detail=detail),)
     if capacity.is_enough(_NOTHING, with_unusable=True):
         # Where the nodes in service would do, had they room, that is what it waits for first.
         lacks = _lacking(capacity) if capacity.usable and capacity.is_enough(_ALL) else ()
@@ -106,7 +107,8 @@ def _type_out_of_service(capacity: _Capacity) -> tuple[Refusal, ...]:
 def _unavailable(capacity: _Capacity) -> Refusal:
     view = capacity.index.view
     unusable = [slot for entry in capacity.unusable for slot in each(entry.slots)]
-    figures = {"nodes": len(view), "available": len(view) - len(unusable)}
+    available = sum([entry.slots.bit_count() for entry in capacity.usable])
+    figures = {"nodes": available + len(unusable), "available": available}
     return Refusal(Reason.NODE_UNAVAILABLE, figures, node=view.nodes[unusable[0]] if len(unusable) == 1 else "")
 
 
@@ -132,8 +134,11 @@ class _Capacity:
         self.index = index
         self.shape = shape
         self._widest = widest
-        self.usable = [entry for entry in index.entries.alikes if entry.slots]
-        self.unusable = _unusable(index)
+        there = [[entry for entry in index.entries.alikes if entry.slots], _unusable(index)]
+        # Nodes of other partitions are of no account.
+        self.usable, self.unusable = [
+            [entry for entry in some if entry.family.topology.is_in(shape.partition)] for some in there
+        ]
         self._entries = [*self.usable, *self.unusable]
         # By what is left out, and by tasks of each role.
         self._masks_without: dict[frozenset[Reason], list[int]] = {}
@@ -169,7 +174,8 @@ class _Capacity:
             case Reason.GPUS:
                 free = sum([entry.family.free * entry.slots.bit_count() for entry in typed])
                 largest = max([entry.family.free for entry in typed], default=0)
-                return Refusal(reason, {"needed": shape.gpus, "free": free, "largest_free": largest})
+                detail = f"not enough free devices in partition {shape.partition!r}" if shape.partition else ""
+                return Refusal(reason, {"needed": shape.gpus, "free": free, "largest_free": largest}, detail=detail)
             case Reason.LOCALITY:
                 within = min(self._widest, LocalityLevel.NODE)
                 near = [entry.family.topology.largest(self._takable(entry), within) for entry in typed]

@@ -232,8 +232,8 @@ class CapacityIndex:
         view = self.view
         size = len(view.nodes)
         rooms: FeasibilityAnswers[TaskKind, TaskRoom] = FeasibilityAnswers(TaskRoom, _MOST_TALLIES)
-        # By devices, their type and what each must have left.
-        levels: FeasibilityAnswers[tuple[int, str, int], FeasibilityAnswers[Family, int]] = FeasibilityAnswers(
+        # By devices, their type, what each must have left, and the partition.
+        levels: FeasibilityAnswers[tuple[int, str, int, str], FeasibilityAnswers[Family, int]] = FeasibilityAnswers(
             lambda of: FeasibilityAnswers(lambda family: closest(family, *of)), _MOST_TALLIES
         )
         self._queries: FeasibilityAnswers[GangShape, FeasibilityQuery] = FeasibilityAnswers(

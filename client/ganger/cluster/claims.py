@@ -14,7 +14,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from ganger.cluster.fit import demand, fit
-from ganger.cluster.resources import Claim, GangShape, LocalityLevel, accepts_type, exceeds
+from ganger.cluster.resources import Claim, GangShape, LocalityLevel, exceeds
 from ganger.cluster.topology import Topology
 from ganger.cluster.view import LoadMode, View
 
@@ -35,7 +35,7 @@ def make_claim(
     """
     topology = view.topologies[slot]
     needed = demand(topology.configuration_set, shape, tasks)
-    if needed.gpus and not accepts_type(shape.device_type, topology.configuration_set.device_type):
+    if not (topology.accepts(shape.device_type, shape.partition) if needed.gpus else topology.is_in(shape.partition)):
         return None
     free = view.free[slot]
     if shape.device_memory_bytes:
@@ -299,7 +299,7 @@ class FreeDevices:
 
 def is_counted(shape: GangShape) -> bool:
     """Return whether a place for such a gang depends only on the number of free devices."""
-    if len(shape.roles) > 1 or shape.device_type or shape.nodes or shape.device_memory_bytes:
+    if len(shape.roles) > 1 or shape.device_type or shape.nodes or shape.device_memory_bytes or shape.partition:
         return False
     task, locality = shape.roles[0].shape, shape.locality
     named = task.millicores or task.memory_bytes or task.bandwidth

@@ -317,6 +317,7 @@ class TaskKind(NamedTuple):
     device_type: str
     # What each device must have left.
     device_memory_bytes: int
+    partition: str = ""
 
 
 class TaskRoom:
@@ -347,11 +348,13 @@ class TaskRoom:
         return self._needs[topology]
 
     def _room(self, alike: Alike) -> int:
-        family = alike.family
-        gpus = self.kind.task.gpus
+        family, kind = alike.family, self.kind
+        gpus = kind.task.gpus
         room = PLENTY
+        if not family.topology.is_in(kind.partition):
+            return 0
         if gpus:
-            if not accepts_type(self.kind.device_type, family.topology.configuration_set.device_type):
+            if not accepts_type(kind.device_type, family.topology.configuration_set.device_type):
                 return 0
             room = family.takable(self.kind.device_memory_bytes).bit_count() // gpus
         one = self.needs(family.topology)
@@ -374,7 +377,7 @@ class FeasibilityQuery:
         view: View,
         shape: GangShape,
         rooms: Mapping[TaskKind, TaskRoom],
-        levels: Mapping[tuple[int, str, int], FeasibilityAnswers[Family, int]],
+        levels: Mapping[tuple[int, str, int, str], FeasibilityAnswers[Family, int]],
     ) -> None:
         self._view = view
         self.shape = shape
@@ -385,15 +388,17 @@ class FeasibilityQuery:
         self.by_weight = sorted(range(len(shape.roles)), key=lambda index: -shape.roles[index].shape.gpus)
         # Nodes with fewer free devices take no task of it.
         self.least_free = min(role.shape.gpus for role in shape.roles)
-        limits = (shape.device_type, shape.device_memory_bytes)
+        limits, inside = (shape.device_type, shape.device_memory_bytes), shape.partition
         # By role.
-        self.rooms = [rooms[TaskKind(role.shape, *(limits if role.shape.gpus else ("", 0)))] for role in shape.roles]
+        self.rooms = [
+            rooms[TaskKind(role.shape, *(limits if role.shape.gpus else ("", 0)), inside)] for role in shape.roles
+        ]
         everything = self.everything
         self._whole: FeasibilityAnswers[Topology, Needs] = FeasibilityAnswers(
             lambda topology: demand(topology.configuration_set, shape, everything)
         )
         # Level of the closest devices for the whole gang, FAR where there are too few; without cores and memory.
-        self.level = levels[shape.gpus, *(limits if shape.gpus else ("", 0))]
+        self.level = levels[shape.gpus, *(limits if shape.gpus else ("", 0)), inside]
         self._memos: dict[Hashable, FeasibilityAnswers[Any, Any]] = {}
 
     def whole(self, topology: Topology) -> Needs:
@@ -426,9 +431,11 @@ class FeasibilityQuery:
         return demand_of_shapes((self.shape,), self._view.sets.values())
 
 
-def closest(family: Family, gpus: int, device_type: str, device_memory_bytes: int) -> int:
+def closest(family: Family, gpus: int, device_type: str, device_memory_bytes: int, partition: str = "") -> int:
     """Return the level of the closest `gpus` devices of a node; FAR where there are too few."""
     topology = family.topology
+    if not topology.is_in(partition):
+        return FAR
     if not gpus:
         return LocalityLevel.NVLINK
     if not accepts_type(device_type, topology.configuration_set.device_type):

@@ -138,7 +138,7 @@ def _fits_at_a_glance(view: View, shape: GangShape, claims: Sequence[Claim]) -> 
     if len(claims) > 1 and _mixed_types(view, shape, claims):
         return False
     role, device_type, room = shape.roles[0], shape.device_type, shape.device_memory_bytes
-    task = role.shape
+    task, partition = role.shape, shape.partition
     gpus, cores, memory = task.gpus, task.millicores, task.memory_bytes
     placed = 0
     for claim in claims:
@@ -150,6 +150,8 @@ def _fits_at_a_glance(view: View, shape: GangShape, claims: Sequence[Claim]) -> 
             return False
         configuration_set = view.topologies[slot].configuration_set
         if mask and not accepts_type(device_type, configuration_set.device_type):
+            return False
+        if partition and not view.topologies[slot].is_in(partition):
             return False
         if room and mask & ~view.roomy(slot, room):
             return False
@@ -290,6 +292,11 @@ def _fit_node(
     # A gang may shrink or stay on a node that takes no new ones.
     if not view.available[slot] and own is None:
         refusals.append(Refusal(Reason.NODE_UNAVAILABLE, node=node))
+        return
+    # As on a node that has left the partition.
+    if own is None and not topology.is_in(shape.partition):
+        detail = f"the node is not in partition {shape.partition!r}"
+        refusals.append(Refusal(Reason.NOT_IN_PARTITION, node=node, detail=detail))
         return
     if claim.device_mask and not accepts_type(shape.device_type, configuration_set.device_type):
         has = configuration_set.device_type or "none"

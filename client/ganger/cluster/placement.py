@@ -18,7 +18,7 @@ from ganger.cluster.claims import split_cores
 from ganger.cluster.fit import demand
 from ganger.cluster.preferences import BEST_FIT, GANDIVA
 from ganger.cluster.refusals import Reason, Refusal
-from ganger.cluster.resources import Claim, GangShape, accepts_type, exceeds, less_bandwidth, more_bandwidth
+from ganger.cluster.resources import Claim, GangShape, exceeds, less_bandwidth, more_bandwidth
 from ganger.cluster.search import PlacementPreference, PlacementRequest
 from ganger.cluster.view import LoadMode, View
 
@@ -153,8 +153,10 @@ def _with(
         slot = view.slots.get(node)
         if slot is None or not view.available[slot] or not missing:
             continue
-        device_type = view.topologies[slot].configuration_set.device_type
-        if not accepts_type(shape.device_type, device_type) or (held_types and device_type not in held_types):
+        topology = view.topologies[slot]
+        device_type = topology.configuration_set.device_type
+        is_accepted = topology.accepts(shape.device_type, shape.partition)
+        if not is_accepted or (held_types and device_type not in held_types):
             continue
         free_mask = view.free[slot]
         if shape.device_memory_bytes:
@@ -200,9 +202,10 @@ _ANSWERS: WeakKeyDictionary[View, dict[GangShape, Refusal | None]] = WeakKeyDict
 def impossible(view: View, shape: GangShape) -> Refusal | None:
     """Why not even the idle cluster could hold the gang, with the largest that it could; None if it could.
 
-    Cordoned, draining and lost nodes count: they may come back. None too while no node has ever joined.
+    Cordoned, draining and lost nodes count: they may come back. None too while no node of its partition, or of the
+    cluster, has ever joined.
     """
-    if not view.slots:
+    if not view.slots or not view.has_node_in(shape.partition):
         return None
     idle = view.idle()
     known = _ANSWERS.setdefault(idle, {})
@@ -238,9 +241,13 @@ def _judge(idle: View, shape: GangShape) -> Refusal | None:
     return Refusal(
         Reason.GANG_IMPOSSIBLE,
         {**of_task, "needed": shape.tasks * each, "largest": tasks * each},
-        detail=f"not even the idle cluster could hold it ({why.detail or why.reason.meaning}); "
+        detail=f"not even {_idle_nodes(shape)} could hold it ({why.detail or why.reason.meaning}); "
         f"the largest that fits has {tasks * each} {what}",
     )
+
+
+def _idle_nodes(shape: GangShape) -> str:
+    return f"the idle partition {shape.partition!r}" if shape.partition else "the idle cluster"
 
 
 def _largest(index: CapacityIndex, shape: GangShape) -> int:

@@ -34,6 +34,7 @@ class Effect(Flag):
 
 _CAPACITY = Effect.WAITS_FOR_CAPACITY
 _OF_NODE = Effect.PASSED_OVER | Effect.NAMED_FIRST | Effect.EXCLUDES_NODE
+_OF_PARTITION = Effect.PASSED_OVER | Effect.NAMED_FIRST
 _BLOCKER, _RACE, _MISTAKE = RefusalKind.BLOCKER, RefusalKind.RACE, RefusalKind.MISTAKE
 
 
@@ -92,6 +93,10 @@ class Reason(Enum):
     RESERVED = "RESERVED", _BLOCKER, "the pieces are reserved for a large gang", Effect.EXCLUDES_NODE
     RANKED = "RANKED", _BLOCKER, "the planner lets others have the devices first"
     QUOTA = "QUOTA", _BLOCKER, "the user's share is used up", Effect.PASSED_OVER | Effect.NAMED_FIRST
+    NO_SUCH_PARTITION = "NO_SUCH_PARTITION", _BLOCKER, "the cluster has no partition of this name", _OF_PARTITION
+    PARTITION_CLOSED = "PARTITION_CLOSED", _BLOCKER, "the user may not use the partition", _OF_PARTITION
+    PARTITION_TIME = "PARTITION_TIME", _BLOCKER, "the job may run for longer than the partition allows", _OF_PARTITION
+    PARTITION_LIMIT = "PARTITION_LIMIT", _BLOCKER, "the partition allows no more GPUs", _OF_PARTITION
     ARRAY_LIMIT = "ARRAY_LIMIT", _BLOCKER, "as many members of its array as may run at once run or are about to"
     FAILING = "FAILING", _BLOCKER, "its attempts fail one after the other, so it is tried again later"
     STORAGE_NOT_SHARED = (
@@ -117,6 +122,13 @@ class Reason(Enum):
     NODE_GONE = "NODE_GONE", _RACE, "the node left the view"
 
     GANG_IMPOSSIBLE = "GANG_IMPOSSIBLE", _MISTAKE, "no cluster of this make could ever hold the gang"
+    NOT_IN_PARTITION = (
+        "NOT_IN_PARTITION",
+        _MISTAKE,
+        "the node is not in the job's partition",
+        Effect.EXCLUDES_NODE,
+        900.0,
+    )
     CLAIM_MISMATCH = "CLAIM_MISMATCH", _MISTAKE, "the claims do not add up to the job's tasks"
     NOT_SUPPORTED = "NOT_SUPPORTED", _MISTAKE, "not built yet"
     WRONG_STATE = "WRONG_STATE", _MISTAKE, "the job's state does not allow it"

@@ -133,6 +133,8 @@ class NodeRow(Struct, frozen=True, gc=False):
     parked_bytes: tuple[int, ...] = ()
     # Empty where the node declares no limit.
     free_bandwidth: Bandwidth = ()
+    # Names, sorted; without partitions in the cluster, empty on all nodes.
+    partitions: tuple[str, ...] = ()
 
 
 class TaskShape(Struct, frozen=True, gc=False):
@@ -204,6 +206,8 @@ class GangShape(Struct, frozen=True, gc=False):
     task_memory_bytes: int = 0
     # So many such gangs are to find host memory on a device: where none is named each takes that part of the share.
     residents: int = 1
+    # It runs on nodes of this partition; empty: on any.
+    partition: str = ""
 
     @property
     def gpus(self) -> int:

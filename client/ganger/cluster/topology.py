@@ -11,7 +11,7 @@ from functools import lru_cache, reduce
 from itertools import combinations
 from operator import or_
 
-from ganger.cluster.resources import ConfigurationSet, DeviceGroup, LocalityLevel, Socket
+from ganger.cluster.resources import ConfigurationSet, DeviceGroup, LocalityLevel, Socket, accepts_type
 
 # Wider than any level: not enough devices.
 FAR = 99
@@ -23,10 +23,13 @@ _GIB = 1 << 30
 
 
 class Topology:
-    """The tables of one configuration set. Masks are integers, bit i is device i."""
+    """The tables of one configuration set. Masks are integers, bit i is device i.
 
-    def __init__(self, configuration_set: ConfigurationSet) -> None:
+    `partitions`: those that all nodes of this topology are in, by name."""
+
+    def __init__(self, configuration_set: ConfigurationSet, partitions: tuple[str, ...] = ()) -> None:
         self.configuration_set = configuration_set
+        self.partitions = partitions
         self.devices = configuration_set.devices
         self.all_mask = (1 << configuration_set.devices) - 1
         self.sockets = tuple(socket.device_mask for socket in configuration_set.sockets)
@@ -43,6 +46,14 @@ class Topology:
         self._closest = lru_cache(_MEMO_ENTRIES)(self._search)
         self._most = lru_cache(_MEMO_ENTRIES)(self._find_most)
         self.circles = tuple({*self.sockets, *(mask for _, mask in self._cliques)} - {0})
+
+    def accepts(self, device_type: str, partition: str) -> bool:
+        """Return whether tasks with devices may be here, by `GangShape.device_type` and `GangShape.partition`."""
+        return accepts_type(device_type, self.configuration_set.device_type) and self.is_in(partition)
+
+    def is_in(self, partition: str) -> bool:
+        """Return whether gangs of a partition may be here; empty: those of none, which may be anywhere."""
+        return not partition or partition in self.partitions
 
     def level(self, mask: int) -> LocalityLevel:
         """The worst pair of the mask's devices; NVLINK, the closest, for fewer than two."""

@@ -6,6 +6,7 @@ scan asks for them. The owner of a view may change it; a trial works on `copy()`
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from operator import add, sub
@@ -59,13 +60,16 @@ class View:
         self._in_service: list[int] = []
         self._versions: list[int] = []
         self.journal = Journal()
-        self._topology_of: dict[str, Topology] = {}
+        # By name of the configuration set and partitions of the nodes.
+        self._topology_of: dict[tuple[str, tuple[str, ...]], Topology] = {}
         self._vacant: list[int] = []
         self._place_codes: dict[tuple[str, str], int] = {("", ""): 0}
         self._set_codes: dict[str, int] = {}
         self._table = ColumnTable()
         # What `idle` made; gone when a node comes, leaves or becomes another.
         self._idle: View | None = None
+        # Free devices by partition, of a version.
+        self._free_in: tuple[int, Counter[str]] = (-1, Counter())
         # What `vacant` made; gone too when a node or a device goes out of service, or comes back.
         self._bare: View | None = None
         # The capacity index of the view (`CapacityIndex.of`); a copy begins without.
@@ -77,7 +81,7 @@ class View:
         """Add a configuration set. Sets are immutable: one with a known name is not replaced."""
         if configuration_set.name not in self.sets:
             self.sets[configuration_set.name] = configuration_set
-            self._topology_of[configuration_set.name] = Topology(configuration_set)
+            self._topology_of[configuration_set.name, ()] = Topology(configuration_set)
             self._set_codes[configuration_set.name] = len(self._set_codes)
 
     def put(self, row: NodeRow, in_service: int | None = None) -> bool:
@@ -85,7 +89,7 @@ class View:
 
         A row without a version gets the next one. `in_service`: devices that may ever be free; all by default.
         """
-        topology = self._topology_of[row.configuration_set]
+        topology = self.topology_named(row.configuration_set, row.partitions)
         slot = self.slots.get(row.node)
         claims = _padded(row.device_rows, topology.devices)
         parked = row.parked_bytes and _padded(row.parked_bytes, topology.devices)
@@ -272,7 +276,7 @@ class View:
         empty = self.copy()
         sets = [topology.configuration_set for topology in self.topologies]
         cores = {name: tuple(socket.millicores for socket in one.sockets) for name, one in self.sets.items()}
-        zeros = {name: ((0,) * len(of.sockets), (0,) * len(of.groups)) for name, of in self._topology_of.items()}
+        zeros = {name: ((0,) * len(of.sockets), (0,) * len(of.groups)) for (name, _), of in self._topology_of.items()}
         empty.free = [mask if name else 0 for mask, name in zip(self._in_service, self.nodes, strict=True)]
         empty.millicores = [cores[one.name] for one in sets]
         empty.memory = [one.free_memory_bytes for one in sets]
@@ -293,12 +297,32 @@ class View:
     def names(self) -> Iterator[str]:
         return (name for name in self.nodes if name)
 
+    def free_devices_in(self, partition: str) -> int:
+        """Return the free devices of the available nodes of a partition."""
+        if self._free_in[0] != self.version:
+            found: Counter[str] = Counter()
+            for topology, free, is_available in zip(self.topologies, self.free, self.available, strict=True):
+                for name in topology.partitions if is_available and free else ():
+                    found[name] += free.bit_count()
+            self._free_in = self.version, found
+        return self._free_in[1][partition]
+
+    def has_node_in(self, partition: str) -> bool:
+        """Return whether a node is in a partition; empty: whether there is a node."""
+        if not partition:
+            return bool(self.slots)
+        return any(name and of.is_in(partition) for name, of in zip(self.nodes, self.topologies, strict=True))
+
     def topology(self, name: str) -> Topology:
         return self.topologies[self.slots[name]]
 
-    def topology_named(self, configuration_set: str) -> Topology:
-        """KeyError for an unknown configuration set."""
-        return self._topology_of[configuration_set]
+    def topology_named(self, configuration_set: str, partitions: tuple[str, ...] = ()) -> Topology:
+        """Return the topology of such nodes in these partitions. KeyError for an unknown configuration set."""
+        found = self._topology_of.get((configuration_set, partitions))
+        if found is None:
+            made = self._topology_of[configuration_set, ()].configuration_set
+            found = self._topology_of[configuration_set, partitions] = Topology(made, partitions)
+        return found
 
     def copy(self) -> View:
         """Independent of this one; 16,000 nodes take about a millisecond."""
@@ -447,6 +471,7 @@ class View:
             affinity=self.affinity[slot],
             parked_bytes=self.parked.get(slot, ()),
             free_bandwidth=self._free_bandwidth(slot),
+            partitions=self.topologies[slot].partitions,
         )
 
     def _place(self, fabric: str, rack: str) -> int:

@@ -347,6 +347,7 @@ class JobSpec(google.protobuf.message.Message):
     STOP_SIGNAL_FIELD_NUMBER: builtins.int
     STOP_GRACE_FIELD_NUMBER: builtins.int
     CLOSES_CONNECTIONS_FIELD_NUMBER: builtins.int
+    PARTITION_FIELD_NUMBER: builtins.int
     display_name: builtins.str
     """A label for people; need not be unique, at most 63 characters."""
     working_directory: builtins.str
@@ -391,6 +392,8 @@ class JobSpec(google.protobuf.message.Message):
     """TCP connections to outside of the job are closed in a process that is restored from its image; else no image is taken
     while there is one.
     """
+    partition: builtins.str
+    """The partition whose nodes it may use; empty: the default. Of a job that the master shows: the partition that it is in."""
     @property
     def command(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """argv; at least one element, at most 1,000, 64 KiB in all."""
@@ -459,10 +462,11 @@ class JobSpec(google.protobuf.message.Message):
         stop_signal: builtins.str = ...,
         stop_grace: google.protobuf.duration_pb2.Duration | None = ...,
         closes_connections: builtins.bool = ...,
+        partition: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable", "_preemptible", b"_preemptible", "checkpoint_interval", b"checkpoint_interval", "convergence", b"convergence", "deadline", b"deadline", "locality", b"locality", "movable", b"movable", "preemptible", b"preemptible", "stop_grace", b"stop_grace", "time_limit", b"time_limit"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable", "_preemptible", b"_preemptible", "agent", b"agent", "checkpoint_interval", b"checkpoint_interval", "closes_connections", b"closes_connections", "command", b"command", "convergence", b"convergence", "deadline", b"deadline", "device_type", b"device_type", "display_name", b"display_name", "distributed", b"distributed", "environment", b"environment", "gpu_memory_bytes", b"gpu_memory_bytes", "gpus_max", b"gpus_max", "gpus_min", b"gpus_min", "is_move_required", b"is_move_required", "labels", b"labels", "locality", b"locality", "max_failures", b"max_failures", "mechanism", b"mechanism", "movable", b"movable", "nodes", b"nodes", "preemptible", b"preemptible", "priority", b"priority", "roles", b"roles", "scheduler", b"scheduler", "stop_grace", b"stop_grace", "stop_signal", b"stop_signal", "time_limit", b"time_limit", "weight", b"weight", "working_directory", b"working_directory"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable", "_preemptible", b"_preemptible", "agent", b"agent", "checkpoint_interval", b"checkpoint_interval", "closes_connections", b"closes_connections", "command", b"command", "convergence", b"convergence", "deadline", b"deadline", "device_type", b"device_type", "display_name", b"display_name", "distributed", b"distributed", "environment", b"environment", "gpu_memory_bytes", b"gpu_memory_bytes", "gpus_max", b"gpus_max", "gpus_min", b"gpus_min", "is_move_required", b"is_move_required", "labels", b"labels", "locality", b"locality", "max_failures", b"max_failures", "mechanism", b"mechanism", "movable", b"movable", "nodes", b"nodes", "partition", b"partition", "preemptible", b"preemptible", "priority", b"priority", "roles", b"roles", "scheduler", b"scheduler", "stop_grace", b"stop_grace", "stop_signal", b"stop_signal", "time_limit", b"time_limit", "weight", b"weight", "working_directory", b"working_directory"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__movable: typing_extensions.TypeAlias = typing.Literal["movable"]
     _WhichOneofArgType__movable: typing_extensions.TypeAlias = typing.Literal["_movable", b"_movable"]

@@ -327,6 +327,7 @@ class JobUpdate(google.protobuf.message.Message):
     LOCALITY_FIELD_NUMBER: builtins.int
     MEMORY_BYTES_FIELD_NUMBER: builtins.int
     MILLICORES_PER_GPU_FIELD_NUMBER: builtins.int
+    PARTITION_FIELD_NUMBER: builtins.int
     display_name: builtins.str
     priority: builtins.int
     device_type: builtins.str
@@ -335,6 +336,8 @@ class JobUpdate(google.protobuf.message.Message):
     """Of jobs of one role. Of each task, in bytes; zero means a share."""
     millicores_per_gpu: builtins.int
     """Cores beside each device in thousandths; zero leaves them to the scheduler."""
+    partition: builtins.str
+    """Empty: the default."""
     @property
     def time_limit(self) -> google.protobuf.duration_pb2.Duration:
         """Zero takes the limit away. One that the job has reached already ends it, as one that it comes to."""
@@ -353,10 +356,11 @@ class JobUpdate(google.protobuf.message.Message):
         locality: ganger.v1.resources_pb2.Locality | None = ...,
         memory_bytes: builtins.int | None = ...,
         millicores_per_gpu: builtins.int | None = ...,
+        partition: builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_device_type", b"_device_type", "_display_name", b"_display_name", "_memory_bytes", b"_memory_bytes", "_millicores_per_gpu", b"_millicores_per_gpu", "_priority", b"_priority", "device_type", b"device_type", "display_name", b"display_name", "locality", b"locality", "memory_bytes", b"memory_bytes", "millicores_per_gpu", b"millicores_per_gpu", "priority", b"priority", "time_limit", b"time_limit"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_device_type", b"_device_type", "_display_name", b"_display_name", "_memory_bytes", b"_memory_bytes", "_millicores_per_gpu", b"_millicores_per_gpu", "_partition", b"_partition", "_priority", b"_priority", "device_type", b"device_type", "display_name", b"display_name", "locality", b"locality", "memory_bytes", b"memory_bytes", "millicores_per_gpu", b"millicores_per_gpu", "partition", b"partition", "priority", b"priority", "time_limit", b"time_limit"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_device_type", b"_device_type", "_display_name", b"_display_name", "_memory_bytes", b"_memory_bytes", "_millicores_per_gpu", b"_millicores_per_gpu", "_priority", b"_priority", "device_type", b"device_type", "display_name", b"display_name", "locality", b"locality", "memory_bytes", b"memory_bytes", "millicores_per_gpu", b"millicores_per_gpu", "priority", b"priority", "time_limit", b"time_limit"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_device_type", b"_device_type", "_display_name", b"_display_name", "_memory_bytes", b"_memory_bytes", "_millicores_per_gpu", b"_millicores_per_gpu", "_partition", b"_partition", "_priority", b"_priority", "device_type", b"device_type", "display_name", b"display_name", "locality", b"locality", "memory_bytes", b"memory_bytes", "millicores_per_gpu", b"millicores_per_gpu", "partition", b"partition", "priority", b"priority", "time_limit", b"time_limit"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__device_type: typing_extensions.TypeAlias = typing.Literal["device_type"]
     _WhichOneofArgType__device_type: typing_extensions.TypeAlias = typing.Literal["_device_type", b"_device_type"]
@@ -366,6 +370,8 @@ class JobUpdate(google.protobuf.message.Message):
     _WhichOneofArgType__memory_bytes: typing_extensions.TypeAlias = typing.Literal["_memory_bytes", b"_memory_bytes"]
     _WhichOneofReturnType__millicores_per_gpu: typing_extensions.TypeAlias = typing.Literal["millicores_per_gpu"]
     _WhichOneofArgType__millicores_per_gpu: typing_extensions.TypeAlias = typing.Literal["_millicores_per_gpu", b"_millicores_per_gpu"]
+    _WhichOneofReturnType__partition: typing_extensions.TypeAlias = typing.Literal["partition"]
+    _WhichOneofArgType__partition: typing_extensions.TypeAlias = typing.Literal["_partition", b"_partition"]
     _WhichOneofReturnType__priority: typing_extensions.TypeAlias = typing.Literal["priority"]
     _WhichOneofArgType__priority: typing_extensions.TypeAlias = typing.Literal["_priority", b"_priority"]
     @typing.overload
@@ -376,6 +382,8 @@ class JobUpdate(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_bytes) -> _WhichOneofReturnType__memory_bytes | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__millicores_per_gpu) -> _WhichOneofReturnType__millicores_per_gpu | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__partition) -> _WhichOneofReturnType__partition | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
 

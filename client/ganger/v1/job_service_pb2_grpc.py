@@ -147,6 +147,7 @@ class JobServiceServicer(object):
         has ended and is no longer kept, REQUEST_REUSED with its name in metadata; never is it accepted twice.
         Errors: INVALID_ARGUMENT/SPEC_INVALID (BadRequest lists all violations with their paths),
         FAILED_PRECONDITION/GANG_IMPOSSIBLE (could never fit; metadata names the largest that would),
+        NOT_FOUND/NO_SUCH_PARTITION, FAILED_PRECONDITION/{PARTITION_CLOSED (to its user), PARTITION_TIME, PARTITION_LIMIT},
         ALREADY_EXISTS/REQUEST_REUSED (request_id came with another spec), UNIMPLEMENTED/NOT_SUPPORTED,
         RESOURCE_EXHAUSTED/{QUEUE_FULL, USER_LIMIT (too many pending jobs, or bytes of commands and environments)}.
         """

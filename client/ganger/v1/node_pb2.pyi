@@ -24,6 +24,131 @@ else:
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
+class ListPartitionsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ListPartitionsRequest: typing_extensions.TypeAlias = ListPartitionsRequest
+
+@typing.final
+class ListPartitionsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PARTITIONS_FIELD_NUMBER: builtins.int
+    @property
+    def partitions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Partition]: ...
+    def __init__(
+        self,
+        *,
+        partitions: collections.abc.Iterable[Global___Partition] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["partitions", b"partitions"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ListPartitionsResponse: typing_extensions.TypeAlias = ListPartitionsResponse
+
+@typing.final
+class Partition(google.protobuf.message.Message):
+    """A named set of nodes, with the users and limits of the jobs there. A node may be in several."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    IS_DEFAULT_FIELD_NUMBER: builtins.int
+    NODES_FIELD_NUMBER: builtins.int
+    NODE_COUNT_FIELD_NUMBER: builtins.int
+    AVAILABLE_NODE_COUNT_FIELD_NUMBER: builtins.int
+    DEVICES_FIELD_NUMBER: builtins.int
+    DEVICES_FREE_FIELD_NUMBER: builtins.int
+    DEVICES_HELD_FIELD_NUMBER: builtins.int
+    JOBS_PENDING_FIELD_NUMBER: builtins.int
+    JOBS_HOLDING_FIELD_NUMBER: builtins.int
+    TIME_LIMIT_FIELD_NUMBER: builtins.int
+    GPUS_LIMIT_FIELD_NUMBER: builtins.int
+    GPUS_PER_USER_LIMIT_FIELD_NUMBER: builtins.int
+    GPUS_PER_JOB_LIMIT_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
+    PREEMPTIBLE_FIELD_NUMBER: builtins.int
+    USERS_FIELD_NUMBER: builtins.int
+    TEAMS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    is_default: builtins.bool
+    """Jobs that name no partition are in this one."""
+    nodes: builtins.str
+    """Names of its nodes as ranges: "gpu[01-08]". Nodes that have never joined are not among them."""
+    node_count: builtins.int
+    available_node_count: builtins.int
+    """Of these, nodes that take gangs."""
+    devices: builtins.int
+    """Devices of its nodes; of these, free devices of nodes that take gangs."""
+    devices_free: builtins.int
+    devices_held: builtins.int
+    """Devices that its own jobs hold: jobs of other partitions may be on the same nodes."""
+    jobs_pending: builtins.int
+    jobs_holding: builtins.int
+    gpus_limit: builtins.int
+    """Most devices that its jobs together, those of one user, and one job hold; unset: any number."""
+    gpus_per_user_limit: builtins.int
+    gpus_per_job_limit: builtins.int
+    priority: builtins.int
+    """Goes before the priority of jobs."""
+    preemptible: builtins.bool
+    """False: plans suspend no job of it."""
+    @property
+    def time_limit(self) -> google.protobuf.duration_pb2.Duration:
+        """Longest time limit of a job, and the limit of jobs that name none; unset: any."""
+
+    @property
+    def users(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Users and teams that may use it; neither: all users."""
+
+    @property
+    def teams(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        is_default: builtins.bool = ...,
+        nodes: builtins.str = ...,
+        node_count: builtins.int = ...,
+        available_node_count: builtins.int = ...,
+        devices: builtins.int = ...,
+        devices_free: builtins.int = ...,
+        devices_held: builtins.int = ...,
+        jobs_pending: builtins.int = ...,
+        jobs_holding: builtins.int = ...,
+        time_limit: google.protobuf.duration_pb2.Duration | None = ...,
+        gpus_limit: builtins.int | None = ...,
+        gpus_per_user_limit: builtins.int | None = ...,
+        gpus_per_job_limit: builtins.int | None = ...,
+        priority: builtins.int = ...,
+        preemptible: builtins.bool = ...,
+        users: collections.abc.Iterable[builtins.str] | None = ...,
+        teams: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_gpus_limit", b"_gpus_limit", "_gpus_per_job_limit", b"_gpus_per_job_limit", "_gpus_per_user_limit", b"_gpus_per_user_limit", "gpus_limit", b"gpus_limit", "gpus_per_job_limit", b"gpus_per_job_limit", "gpus_per_user_limit", b"gpus_per_user_limit", "time_limit", b"time_limit"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_gpus_limit", b"_gpus_limit", "_gpus_per_job_limit", b"_gpus_per_job_limit", "_gpus_per_user_limit", b"_gpus_per_user_limit", "available_node_count", b"available_node_count", "devices", b"devices", "devices_free", b"devices_free", "devices_held", b"devices_held", "gpus_limit", b"gpus_limit", "gpus_per_job_limit", b"gpus_per_job_limit", "gpus_per_user_limit", b"gpus_per_user_limit", "is_default", b"is_default", "jobs_holding", b"jobs_holding", "jobs_pending", b"jobs_pending", "name", b"name", "node_count", b"node_count", "nodes", b"nodes", "preemptible", b"preemptible", "priority", b"priority", "teams", b"teams", "time_limit", b"time_limit", "users", b"users"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__gpus_limit: typing_extensions.TypeAlias = typing.Literal["gpus_limit"]
+    _WhichOneofArgType__gpus_limit: typing_extensions.TypeAlias = typing.Literal["_gpus_limit", b"_gpus_limit"]
+    _WhichOneofReturnType__gpus_per_job_limit: typing_extensions.TypeAlias = typing.Literal["gpus_per_job_limit"]
+    _WhichOneofArgType__gpus_per_job_limit: typing_extensions.TypeAlias = typing.Literal["_gpus_per_job_limit", b"_gpus_per_job_limit"]
+    _WhichOneofReturnType__gpus_per_user_limit: typing_extensions.TypeAlias = typing.Literal["gpus_per_user_limit"]
+    _WhichOneofArgType__gpus_per_user_limit: typing_extensions.TypeAlias = typing.Literal["_gpus_per_user_limit", b"_gpus_per_user_limit"]
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gpus_limit) -> _WhichOneofReturnType__gpus_limit | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gpus_per_job_limit) -> _WhichOneofReturnType__gpus_per_job_limit | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gpus_per_user_limit) -> _WhichOneofReturnType__gpus_per_user_limit | None: ...
+
+Global___Partition: typing_extensions.TypeAlias = Partition
+
+@typing.final
 class QuarantinedGang(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -406,6 +531,7 @@ class NodeState(google.protobuf.message.Message):
     PARKED_BYTES_FIELD_NUMBER: builtins.int
     FREE_DISK_MB_PER_S_FIELD_NUMBER: builtins.int
     FREE_NET_MB_PER_S_FIELD_NUMBER: builtins.int
+    PARTITIONS_FIELD_NUMBER: builtins.int
     node: builtins.str
     """"nodes/{node}"."""
     configuration_set: builtins.str
@@ -441,6 +567,10 @@ class NodeState(google.protobuf.message.Message):
     def parked_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Memory that gangs parked at OFFLOAD keep of each device, by device; empty where they keep none."""
 
+    @property
+    def partitions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names of the partitions that it is in, sorted."""
+
     def __init__(
         self,
         *,
@@ -460,10 +590,11 @@ class NodeState(google.protobuf.message.Message):
         parked_bytes: collections.abc.Iterable[builtins.int] | None = ...,
         free_disk_mb_per_s: builtins.int | None = ...,
         free_net_mb_per_s: builtins.int | None = ...,
+        partitions: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_free_disk_mb_per_s", b"_free_disk_mb_per_s", "_free_net_mb_per_s", b"_free_net_mb_per_s", "free_disk_mb_per_s", b"free_disk_mb_per_s", "free_net_mb_per_s", b"free_net_mb_per_s"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_free_disk_mb_per_s", b"_free_disk_mb_per_s", "_free_net_mb_per_s", b"_free_net_mb_per_s", "affinity", b"affinity", "available", b"available", "configuration_set", b"configuration_set", "device_slices", b"device_slices", "fabric", b"fabric", "free_disk_mb_per_s", b"free_disk_mb_per_s", "free_mask", b"free_mask", "free_memory_bytes", b"free_memory_bytes", "free_millicores", b"free_millicores", "free_net_mb_per_s", b"free_net_mb_per_s", "group_jobs", b"group_jobs", "node", b"node", "parked_bytes", b"parked_bytes", "rack", b"rack", "socket_jobs", b"socket_jobs", "version", b"version"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_free_disk_mb_per_s", b"_free_disk_mb_per_s", "_free_net_mb_per_s", b"_free_net_mb_per_s", "affinity", b"affinity", "available", b"available", "configuration_set", b"configuration_set", "device_slices", b"device_slices", "fabric", b"fabric", "free_disk_mb_per_s", b"free_disk_mb_per_s", "free_mask", b"free_mask", "free_memory_bytes", b"free_memory_bytes", "free_millicores", b"free_millicores", "free_net_mb_per_s", b"free_net_mb_per_s", "group_jobs", b"group_jobs", "node", b"node", "parked_bytes", b"parked_bytes", "partitions", b"partitions", "rack", b"rack", "socket_jobs", b"socket_jobs", "version", b"version"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__free_disk_mb_per_s: typing_extensions.TypeAlias = typing.Literal["free_disk_mb_per_s"]
     _WhichOneofArgType__free_disk_mb_per_s: typing_extensions.TypeAlias = typing.Literal["_free_disk_mb_per_s", b"_free_disk_mb_per_s"]

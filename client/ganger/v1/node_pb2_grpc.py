@@ -70,6 +70,11 @@ class NodeServiceStub(object):
                 request_serializer=ganger_dot_v1_dot_node__pb2.RemoveNodeRequest.SerializeToString,
                 response_deserializer=ganger_dot_v1_dot_node__pb2.RemoveNodeResponse.FromString,
                 _registered_method=True)
+        self.ListPartitions = channel.unary_unary(
+                '/ganger.v1.NodeService/ListPartitions',
+                request_serializer=ganger_dot_v1_dot_node__pb2.ListPartitionsRequest.SerializeToString,
+                response_deserializer=ganger_dot_v1_dot_node__pb2.ListPartitionsResponse.FromString,
+                _registered_method=True)
         self.GetCluster = channel.unary_unary(
                 '/ganger.v1.NodeService/GetCluster',
                 request_serializer=ganger_dot_v1_dot_node__pb2.GetClusterRequest.SerializeToString,
@@ -154,6 +159,13 @@ class NodeServiceServicer(object):
         """Forgets a node that does not come back: silent, and no job has anything on it (what a lost node held does not count).
         Should it come back all the same it joins as a new one, and what it still has is stopped or quarantined.
         Errors: NOT_FOUND/NODE_NOT_FOUND, FAILED_PRECONDITION/{NODE_ALIVE (it answered within the last 10 s), NODE_BUSY}.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPartitions(self, request, context):
+        """Partitions in the order of the settings, with what is free there and their limits; empty in a cluster without.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -244,6 +256,11 @@ def add_NodeServiceServicer_to_server(servicer, server):
                     servicer.RemoveNode,
                     request_deserializer=ganger_dot_v1_dot_node__pb2.RemoveNodeRequest.FromString,
                     response_serializer=ganger_dot_v1_dot_node__pb2.RemoveNodeResponse.SerializeToString,
+            ),
+            'ListPartitions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPartitions,
+                    request_deserializer=ganger_dot_v1_dot_node__pb2.ListPartitionsRequest.FromString,
+                    response_serializer=ganger_dot_v1_dot_node__pb2.ListPartitionsResponse.SerializeToString,
             ),
             'GetCluster': grpc.unary_unary_rpc_method_handler(
                     servicer.GetCluster,

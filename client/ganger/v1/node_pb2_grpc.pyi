@@ -48,6 +48,8 @@ class NodeServiceStub:
     Should it come back all the same it joins as a new one, and what it still has is stopped or quarantined.
     Errors: NOT_FOUND/NODE_NOT_FOUND, FAILED_PRECONDITION/{NODE_ALIVE (it answered within the last 10 s), NODE_BUSY}.
     """
+    ListPartitions: grpc.UnaryUnaryMultiCallable[ganger.v1.node_pb2.ListPartitionsRequest, ganger.v1.node_pb2.ListPartitionsResponse]
+    """Partitions in the order of the settings, with what is free there and their limits; empty in a cluster without."""
     GetCluster: grpc.UnaryUnaryMultiCallable[ganger.v1.node_pb2.GetClusterRequest, ganger.v1.node_pb2.Cluster]
     """What the master is and how it fares."""
     RecordDecisions: grpc.UnaryUnaryMultiCallable[ganger.v1.node_pb2.RecordDecisionsRequest, ganger.v1.node_pb2.Recording]
@@ -97,6 +99,8 @@ class NodeServiceAsyncStub(NodeServiceStub):
     Should it come back all the same it joins as a new one, and what it still has is stopped or quarantined.
     Errors: NOT_FOUND/NODE_NOT_FOUND, FAILED_PRECONDITION/{NODE_ALIVE (it answered within the last 10 s), NODE_BUSY}.
     """
+    ListPartitions: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.node_pb2.ListPartitionsRequest, ganger.v1.node_pb2.ListPartitionsResponse]  # type: ignore[assignment]
+    """Partitions in the order of the settings, with what is free there and their limits; empty in a cluster without."""
     GetCluster: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.node_pb2.GetClusterRequest, ganger.v1.node_pb2.Cluster]  # type: ignore[assignment]
     """What the master is and how it fares."""
     RecordDecisions: grpc.aio.UnaryUnaryMultiCallable[ganger.v1.node_pb2.RecordDecisionsRequest, ganger.v1.node_pb2.Recording]  # type: ignore[assignment]
@@ -185,6 +189,14 @@ class NodeServiceServicer(metaclass=abc.ABCMeta):
         Should it come back all the same it joins as a new one, and what it still has is stopped or quarantined.
         Errors: NOT_FOUND/NODE_NOT_FOUND, FAILED_PRECONDITION/{NODE_ALIVE (it answered within the last 10 s), NODE_BUSY}.
         """
+
+    @abc.abstractmethod
+    def ListPartitions(
+        self,
+        request: ganger.v1.node_pb2.ListPartitionsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[ganger.v1.node_pb2.ListPartitionsResponse, collections.abc.Awaitable[ganger.v1.node_pb2.ListPartitionsResponse]]:
+        """Partitions in the order of the settings, with what is free there and their limits; empty in a cluster without."""
 
     @abc.abstractmethod
     def GetCluster(

@@ -1122,6 +1122,7 @@ class ClusterDelta(google.protobuf.message.Message):
     TEAMS_FIELD_NUMBER: builtins.int
     USAGE_HALF_LIFE_FIELD_NUMBER: builtins.int
     USAGE_FIELD_NUMBER: builtins.int
+    NEEDS_PLANNER_FIELD_NUMBER: builtins.int
     has_more: builtins.bool
     """More of the same moment follows: what was sent so far is incomplete."""
     policy: builtins.str
@@ -1130,6 +1131,8 @@ class ClusterDelta(google.protobuf.message.Message):
     """Moves that neither a gang nor an operator waits for, of one node in an hour; unset: as many as the planner finds
     right.
     """
+    needs_planner: builtins.bool
+    """Under every policy the planner places all jobs: there are teams or partitions. Sent with the whole view."""
     @property
     def view(self) -> Global___ViewDelta:
         """The whole view if its from_version is zero; then `jobs` are all there are, too."""
@@ -1192,10 +1195,11 @@ class ClusterDelta(google.protobuf.message.Message):
         teams: collections.abc.Iterable[ganger.v1.usage_pb2.Team] | None = ...,
         usage_half_life: google.protobuf.duration_pb2.Duration | None = ...,
         usage: collections.abc.Iterable[ganger.v1.usage_pb2.DecayedUse] | None = ...,
+        needs_planner: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_migrations_per_hour", b"_migrations_per_hour", "migrations_per_hour", b"migrations_per_hour", "plan_interval", b"plan_interval", "quantum", b"quantum", "time", b"time", "usage_half_life", b"usage_half_life", "view", b"view"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_migrations_per_hour", b"_migrations_per_hour", "changing_node_sets", b"changing_node_sets", "draining_nodes", b"draining_nodes", "has_more", b"has_more", "jobs", b"jobs", "migrations_per_hour", b"migrations_per_hour", "plan_interval", b"plan_interval", "policy", b"policy", "quantum", b"quantum", "quotas", b"quotas", "removed_jobs", b"removed_jobs", "teams", b"teams", "time", b"time", "usage", b"usage", "usage_half_life", b"usage_half_life", "view", b"view"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_migrations_per_hour", b"_migrations_per_hour", "changing_node_sets", b"changing_node_sets", "draining_nodes", b"draining_nodes", "has_more", b"has_more", "jobs", b"jobs", "migrations_per_hour", b"migrations_per_hour", "needs_planner", b"needs_planner", "plan_interval", b"plan_interval", "policy", b"policy", "quantum", b"quantum", "quotas", b"quotas", "removed_jobs", b"removed_jobs", "teams", b"teams", "time", b"time", "usage", b"usage", "usage_half_life", b"usage_half_life", "view", b"view"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__migrations_per_hour: typing_extensions.TypeAlias = typing.Literal["migrations_per_hour"]
     _WhichOneofArgType__migrations_per_hour: typing_extensions.TypeAlias = typing.Literal["_migrations_per_hour", b"_migrations_per_hour"]
@@ -1228,6 +1232,8 @@ class LiveJob(google.protobuf.message.Message):
     GANG_FIELD_NUMBER: builtins.int
     SIGNATURE_FIELD_NUMBER: builtins.int
     MOVE_PAUSE_FIELD_NUMBER: builtins.int
+    PARTITION_PRIORITY_FIELD_NUMBER: builtins.int
+    IS_PROTECTED_FIELD_NUMBER: builtins.int
     job: builtins.str
     revision: builtins.int
     user: builtins.str
@@ -1243,6 +1249,9 @@ class LiveJob(google.protobuf.message.Message):
     """Largest measured working set of one of its tasks in host memory; zero: unknown."""
     signature: builtins.int
     """The same for jobs of one user that run the same program with other numbers on as many devices."""
+    partition_priority: builtins.int
+    """Priority of its partition, which goes before its own, and whether plans suspend no job of that."""
+    is_protected: builtins.bool
     @property
     def spec(self) -> ganger.v1.job_pb2.JobSpec:
         """Without command and environment."""
@@ -1295,10 +1304,12 @@ class LiveJob(google.protobuf.message.Message):
         gang: Global___LiveGang | None = ...,
         signature: builtins.int = ...,
         move_pause: google.protobuf.duration_pb2.Duration | None = ...,
+        partition_priority: builtins.int = ...,
+        is_protected: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "create_time", b"create_time", "gang", b"gang", "move_pause", b"move_pause", "pending_time", b"pending_time", "run_duration", b"run_duration", "running_since_time", b"running_since_time", "spec", b"spec", "start_time", b"start_time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "create_time", b"create_time", "gang", b"gang", "is_ending", b"is_ending", "is_moving", b"is_moving", "job", b"job", "move_pause", b"move_pause", "peak_device_bytes", b"peak_device_bytes", "pending_time", b"pending_time", "revision", b"revision", "run_duration", b"run_duration", "running_since_time", b"running_since_time", "signature", b"signature", "spec", b"spec", "start_time", b"start_time", "state", b"state", "used_device_bytes", b"used_device_bytes", "user", b"user", "working_set_bytes", b"working_set_bytes"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "create_time", b"create_time", "gang", b"gang", "is_ending", b"is_ending", "is_moving", b"is_moving", "is_protected", b"is_protected", "job", b"job", "move_pause", b"move_pause", "partition_priority", b"partition_priority", "peak_device_bytes", b"peak_device_bytes", "pending_time", b"pending_time", "revision", b"revision", "run_duration", b"run_duration", "running_since_time", b"running_since_time", "signature", b"signature", "spec", b"spec", "start_time", b"start_time", "state", b"state", "used_device_bytes", b"used_device_bytes", "user", b"user", "working_set_bytes", b"working_set_bytes"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___LiveJob: typing_extensions.TypeAlias = LiveJob

@@ -79,6 +79,11 @@ WireVersionUnsupported = _error("WireVersionUnsupported", _Code.FAILED_PRECONDIT
 GangImpossible = _error("GangImpossible", _Code.FAILED_PRECONDITION)
 # metadata: `user`, `needed` and `limit`, in GPUs.
 QuotaExceeded = _error("QuotaExceeded", _Code.FAILED_PRECONDITION)
+# metadata: `partition`, and figures where there are some.
+NoSuchPartition = _error("NoSuchPartition", _Code.NOT_FOUND)
+PartitionClosed = _error("PartitionClosed", _Code.FAILED_PRECONDITION)
+PartitionTime = _error("PartitionTime", _Code.FAILED_PRECONDITION)
+PartitionLimit = _error("PartitionLimit", _Code.FAILED_PRECONDITION)
 JobFinished = _error("JobFinished", _Code.FAILED_PRECONDITION)
 JobBusy = _error("JobBusy", _Code.FAILED_PRECONDITION)
 LevelUnavailable = _error("LevelUnavailable", _Code.FAILED_PRECONDITION)

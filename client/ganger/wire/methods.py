@@ -66,7 +66,7 @@ VISIBLE_OF_JOB: Final = (
 )
 VISIBLE_OF_SPEC: Final = (
     "display_name roles device_type locality nodes priority time_limit gpu_memory_bytes max_failures preemptible"
-    " gpus_min gpus_max deadline movable weight"
+    " gpus_min gpus_max deadline movable weight partition"
 )
 
 _MIB = 1024 * 1024
@@ -120,6 +120,7 @@ METHODS: dict[str, Method] = {
         Method(f"{_NODES}/DeclareNodeLost", _OPERATORS),
         # A second call would find no such node although the first was taken.
         Method(f"{_NODES}/RemoveNode", _OPERATORS, is_idempotent=False),
+        Method(f"{_NODES}/ListPartitions", _READERS),
         Method(f"{_NODES}/GetCluster", _READERS),
         Method(f"{_NODES}/ListQuarantinedGangs", _OPERATORS),
         # Second calls would find nothing to do although the first were taken.

@@ -112,6 +112,8 @@ def node_row_to_wire(value: NodeRow, into: node_pb2.NodeState | None = None) -> 
         message.parked_bytes.extend(value.parked_bytes)
     if value.free_bandwidth:
         message.free_disk_mb_per_s, message.free_net_mb_per_s = value.free_bandwidth
+    if value.partitions:
+        message.partitions.extend(value.partitions)
     return message
 
 
@@ -134,6 +136,7 @@ def node_row_from_wire(message: node_pb2.NodeState) -> NodeRow:
         free_bandwidth=(
             (message.free_disk_mb_per_s, message.free_net_mb_per_s) if message.HasField("free_disk_mb_per_s") else ()
         ),
+        partitions=tuple(message.partitions),
     )
 
 
@@ -258,6 +261,7 @@ def gang_shape_from_wire(
         ),
         device_memory_bytes=spec.gpu_memory_bytes if device_memory_bytes is None else device_memory_bytes,
         task_memory_bytes=task_memory_bytes,
+        partition=spec.partition,
     )
 
 

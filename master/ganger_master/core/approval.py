@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Final
 
 from ganger.cluster.capacity_index import CapacityIndex
@@ -39,7 +40,7 @@ from ganger_master.core.reservations import (
     trespass,
 )
 from ganger_master.core.state import State
-from ganger_master.core.teams import limit_of, owner_in_words
+from ganger_master.core.teams import is_of_partition, limit_of, owner_in_words
 
 # The capability of a node with the instructions that programs may use there, in words.
 _PROCESSOR: Final = "processor"
@@ -242,15 +243,21 @@ def lacks(state: State, job: JobRecord, avoid: frozenset[str]) -> tuple[Refusal,
 _PATIENT = 1e12
 
 
-def rules(state: State, job: JobRecord, gpus: int | None = None) -> tuple[Refusal, ...]:
-    """Return what keeps the job from any place: a gang of it that runs already, or the limit of its user or team.
-    `gpus`: devices to judge by; by default those that the job requests."""
+def rules(
+    state: State, job: JobRecord, gpus: int | None = None, taken: Mapping[str, int] = MappingProxyType({})
+) -> tuple[Refusal, ...]:
+    """Return what keeps the job from any place: a gang of it that runs already, its partition, or a limit.
+
+    gpus: devices to judge by; by default those that the job requests. taken: devices that other jobs of the same change
+    take, by the owner of a limit."""
     if job.uid in state.nodes.strays_of:
         return (_quarantined(state, job),)
     quotas = state.settings.quota_devices
     needed = job.gpus if gpus is None else gpus
-    for owner in state.teams.owners(job.user) if quotas else ():
-        limit, held = limit_of(quotas, owner), state.jobs.shares.beside(job.number, owner)
+    if state.partitions and (refusal := partition_refusal(state, job, needed)) is not None:
+        return (refusal,)
+    for owner in state.owners(job) if quotas else ():
+        limit, held = limit_of(quotas, owner), state.jobs.shares.beside(job.number, owner) + taken.get(owner, 0)
         if limit is None or held + needed <= limit:
             continue
         figures = {"needed": needed, "held": held, "limit": limit}
@@ -259,13 +266,23 @@ def rules(state: State, job: JobRecord, gpus: int | None = None) -> tuple[Refusa
             detail = f"it needs {counted(needed, 'GPU')} and the whole quota of {shown} is {limit}"
         else:
             detail = f"{shown} holds {held} of the {counted(limit, 'GPU')} of its quota: {_holders(state, job, owner)}"
-        return (Refusal(Reason.QUOTA, figures, detail=detail),)
+        reason = Reason.PARTITION_LIMIT if is_of_partition(owner) else Reason.QUOTA
+        return (Refusal(reason, figures, detail=detail),)
     return ()
+
+
+def partition_refusal(state: State, job: JobRecord, gpus: int) -> Refusal | None:
+    """Return why a job may not be in its partition with so many devices; None if it may."""
+    team, limit = state.teams.of(job.user), job.time_limit_s
+    if job.start_time:
+        # A job that has run keeps the time limit that it has.
+        limit = None
+    return state.partitions.refusal(job.partition.name, job.user, team, gpus, limit)
 
 
 def is_beyond_quota(state: State, job: JobRecord) -> bool:
     """Return whether the job needs more devices than its user or team may ever hold, so that it can never start."""
-    limits = [limit_of(state.settings.quota_devices, owner) for owner in state.teams.owners(job.user)]
+    limits = [limit_of(state.settings.quota_devices, owner) for owner in state.owners(job)]
     return any(limit is not None and job.gpus > limit for limit in limits)
 
 
@@ -297,6 +314,8 @@ def node_rules(state: State, job: JobRecord, claims: Sequence[Claim]) -> tuple[R
         node = claim.node
         if node not in state.nodes:
             refusals.append(Refusal(Reason.NODE_GONE, node=node))
+        elif job.partition.name and (outside := _outside_partition(state, job, node)) is not None:
+            refusals.append(outside)
         elif node in state.nodes.choosy:
             reason = _node_rule(job, state.nodes[node], failed)
             if reason is not None:
@@ -305,6 +324,18 @@ def node_rules(state: State, job: JobRecord, claims: Sequence[Claim]) -> tuple[R
             detail = f"{Reason.CANNOT_RESTORE.meaning}: {why}"
             refusals.append(Refusal(Reason.CANNOT_RESTORE, node=node, job=job.name, detail=detail))
     return tuple(refusals)
+
+
+def _outside_partition(state: State, job: JobRecord, node: str) -> Refusal | None:
+    """Return the refusal of a node that is not in the job's partition. None for one that is, and where the job is
+    already: it stays where it was when the settings changed."""
+    gang = state.gangs.get(job.epoch)
+    if (gang is not None and gang.piece(node) is not None) or node not in state.view:
+        return None
+    name = job.partition.name
+    if state.view.topology(node).is_in(name):
+        return None
+    return Refusal(Reason.NOT_IN_PARTITION, node=node, job=job.name, detail=f"the node is not in partition {name!r}")
 
 
 def _where_its_image_is_taken(state: State, job: JobRecord) -> Node | None:

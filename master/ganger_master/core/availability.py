@@ -274,7 +274,7 @@ def held_up(state: State, job: JobRecord, now: float) -> tuple[Refusal, ...]:
         return (waits("it stays until it ends, unless its agent speaks up, which it has not so far"),)
     if not _can_move(state, job, gang):
         return (waits("it stays until it ends, for it can neither be moved nor saved"),)
-    is_saved = state.policy.migrates and job.spec.preemptible and job.capabilities.checkpoint
+    is_saved = state.policy.migrates and job.preemptible and job.capabilities.checkpoint
     meanwhile = "is saved on storage if no job can make room" if is_saved else "runs on until then"
     if not any(other.takes_gangs for other in state.nodes.values()):
         return (waits(f"it goes once another node takes jobs, and {meanwhile}"),)

@@ -122,7 +122,7 @@ _NOT_SHARED: Final = -1
 def rules(state: State, job: JobRecord, claims: Sequence[Claim]) -> tuple[Refusal, ...]:
     """Return why a job may not share devices on these nodes, whatever room there is; empty if it may."""
     nodes = [claim.node for claim in claims if claim.shared_mask and claim.node in state.nodes]
-    if nodes and not job.spec.preemptible:
+    if nodes and not job.preemptible:
         detail = "a job that must not be suspended shares no devices"
         return (Refusal(Reason.WRONG_STATE, job=job.name, detail=detail),)
     detail = "its daemon lets no two gangs use a device at once"
@@ -196,7 +196,7 @@ def _company_on(state: State, job: JobRecord, claim: Claim, agreed_only: bool) -
             continue
         other = state.jobs[gang.job]
         size = other.shape.device_memory_bytes
-        is_open = gang.job != job.number and other.spec.preemptible and size > 0
+        is_open = gang.job != job.number and other.preemptible and size > 0
         is_open = is_open and epoch not in state.gangs.set_of and not has_two_worlds(state, gang.job)
         for device in bits(held.device_mask & claim.shared_mask):
             agrees = is_open and (not agreed_only or bool(held.shared_mask >> device & 1))

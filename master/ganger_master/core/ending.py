@@ -480,7 +480,7 @@ def is_backing_off(job: JobRecord) -> bool:
 
 def ends_at(state: State, job: JobRecord) -> float | None:
     """Return when a job's time limit ends it; None if it has none, or neither runs nor starts."""
-    limit = job.spec.time_limit_s
+    limit = job.time_limit_s
     since = 0.0 if limit is None else runs_since(job, state.gangs.get(job.epoch))
     return None if limit is None or not since else since + limit - job.run_s
 
@@ -493,7 +493,7 @@ def counted_s(state: State, job: JobRecord, now: float) -> float:
 
 def failure_of(job: JobRecord) -> Failure:
     done = "ran for" if job.running_since else "did not come to a step within"
-    return Failure("TIME_LIMIT", f"{done} its time limit of {job.spec.time_limit_s:g} s", epoch=job.epoch)
+    return Failure("TIME_LIMIT", f"{done} its time limit of {job.time_limit_s:g} s", epoch=job.epoch)
 
 
 def runs_since(job: JobRecord, gang: Gang | None) -> float:

@@ -156,6 +156,11 @@ def _explain(state: State, job: JobRecord, now: float, has_planner: bool) -> Exp
             return Explanation((), assumption=said)
         trouble = f"; {said}" if said else ""
         return Explanation((), assumption=_at_rest(state, job) + trouble)
+    if state.partitions and (refusal := approval.partition_refusal(state, job, job.gpus)) is not None:
+        never = (
+            "never in this partition: name another one (`ganger update -p`), or have an operator change its settings"
+        )
+        return Explanation((refusal,), assumption=never)
     if approval.is_beyond_quota(state, job):
         never = "never under this quota: ask for fewer GPUs, or have an operator raise the quota"
         return Explanation(approval.rules(state, job), assumption=never)
@@ -190,7 +195,7 @@ def reported_blockers(state: State, job: JobRecord, *, has_planner: bool = True)
     if is_backing_off(job):
         return (_failing(state, job),)
     reported = state.blockers_of(job.number)
-    if reported and reported[0].reason is Reason.QUOTA:
+    if reported and reported[0].reason in (Reason.QUOTA, Reason.PARTITION_LIMIT):
         # Other jobs of its user may have come and gone since.
         return approval.rules(state, job) or reported
     if reported or not state.is_planned or not job.is_waiting:
@@ -214,8 +219,11 @@ def _failing(state: State, job: JobRecord) -> Refusal:
 
 def _lacks_devices(state: State, job: JobRecord) -> tuple[Refusal, ...]:
     """Return the refusal of a job that needs more devices than are free, whatever the order of jobs. It reads no node,
-    so that a list of jobs stays cheap."""
-    needed, free = job.gpus, state.nodes.free_devices
+    or all of them once for all jobs in partitions, so that a list of jobs stays cheap."""
+    needed, free, inside = job.gpus, state.nodes.free_devices, job.partition.name
+    if inside and (free := state.view.free_devices_in(inside)) < needed:
+        detail = f"not enough free devices in partition {inside!r}"
+        return (Refusal(Reason.GPUS, {"needed": needed, "free": free}, detail=detail),)
     if needed <= free:
         return ()
     view, slots = state.view, state.view.slots
@@ -276,9 +284,9 @@ def _takes_no_turns(state: State, job: JobRecord) -> str:
     """Return why a job is not time-sliced where others are; empty if it is not kept from it."""
     if not state.gangs.sets:
         return ""
-    if not job.spec.preemptible:
+    if not job.preemptible:
         return "it is not to be suspended"
-    if job.spec.time_limit_s is not None:
+    if job.time_limit_s is not None:
         return "it has a time limit, which goes on while it rests"
     return job.capabilities.no_turns
 

@@ -23,6 +23,7 @@ from msgspec import Struct, field
 from msgspec.structs import asdict, replace
 
 from ganger_master.core.array_model import MEMBERS_LIMIT, Membership
+from ganger_master.core.partitions import NO_TERMS, TIER, PartitionTerms
 
 
 class SuspendLevel(IntEnum):
@@ -52,6 +53,8 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED_N
     working_directory: str = "/"
     environment: Mapping[str, str] = field(default_factory=dict)
     device_type: str = ""
+    # As the user named it; empty: the default, if the cluster has partitions.
+    partition: str = ""
     locality: Locality = _ANYWHERE
     nodes: int = 0
     priority: int = 0
@@ -110,17 +113,30 @@ class JobSpec(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED_N
         return self.gpus_min <= gpus <= self.gpus_max and gpus % self.roles[0].shape.gpus == 0
 
     def shape(
-        self, arena_bytes_per_device: int = 0, used_device_bytes: int = 0, gpus: int = 0, task_memory_bytes: int = 0
+        self,
+        arena_bytes_per_device: int = 0,
+        used_device_bytes: int = 0,
+        gpus: int = 0,
+        task_memory_bytes: int = 0,
+        partition: str = "",
     ) -> GangShape:
         """Return the shape of the job's gang with `gpus` devices, a number that it accepts; zero: as its roles name.
 
-        `used_device_bytes`, `task_memory_bytes`: needs of a device and of a task in host memory, as measured."""
+        `used_device_bytes`, `task_memory_bytes`: needs of a device and of a task in host memory, as measured.
+        `partition`: that which the job is in."""
         named, roles = self.gpu_memory_bytes, self.roles
         needed = named if named > used_device_bytes else used_device_bytes
         if gpus:
             roles = (replace(roles[0], tasks=gpus // roles[0].shape.gpus),)
         return GangShape(
-            roles, self.device_type, self.locality, self.nodes, arena_bytes_per_device, needed, task_memory_bytes
+            roles,
+            self.device_type,
+            self.locality,
+            self.nodes,
+            arena_bytes_per_device,
+            needed,
+            task_memory_bytes,
+            partition=partition,
         )
 
 
@@ -329,6 +345,8 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED
     # For an updated job: the values as submitted, and its newest updates that had request ids.
     submitted: Submitted | None = None
     updates: tuple[Updated, ...] = ()
+    # What follows from the partition that it is in.
+    partition: PartitionTerms = NO_TERMS
 
     @property
     def name(self) -> str:
@@ -383,11 +401,40 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED
         return self.shape_with(self.arena_bytes_per_device)
 
     def shape_with(self, arena_bytes_per_device: int) -> GangShape:
-        return self.spec.shape(arena_bytes_per_device, self.used_device_bytes, self._other_size, self.task_memory_bytes)
+        return self._shape(arena_bytes_per_device, self._other_size)
 
     def shape_for(self, gpus: int) -> GangShape:
         """Return its shape with that many devices, by its measured memory."""
-        return self.spec.shape(self.arena_bytes_per_device, self.used_device_bytes, gpus, self.task_memory_bytes)
+        return self._shape(self.arena_bytes_per_device, gpus)
+
+    def _shape(self, arena_bytes_per_device: int, gpus: int) -> GangShape:
+        used, memory = self.used_device_bytes, self.task_memory_bytes
+        return self.spec.shape(arena_bytes_per_device, used, gpus, memory, self.partition.name)
+
+    @property
+    def priority(self) -> int:
+        """Return the priority by which it is ordered: that of its partition first, then its own."""
+        terms = self.partition
+        return self.spec.priority if terms is NO_TERMS else TIER * terms.priority + self.spec.priority
+
+    @property
+    def preemptible(self) -> bool:
+        """Return whether it may be suspended or moved by plans."""
+        return self.spec.preemptible and self.partition.preemptible
+
+    @property
+    def time_limit_s(self) -> float | None:
+        """Return the running time after which it ends: its own, or that of its partition; None: none."""
+        own = self.spec.time_limit_s
+        return self.partition.time_limit_s if own is None else own
+
+    @property
+    def spec_in_force(self) -> JobSpec:
+        """Return the spec with what its partition makes of it."""
+        terms = self.partition
+        if terms == NO_TERMS:
+            return self.spec
+        return replace(self.spec, partition=terms.name, preemptible=self.preemptible, time_limit_s=self.time_limit_s)
 
     @property
     def task_memory_bytes(self) -> int:
@@ -413,6 +460,7 @@ class Update(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED_NA
     locality: Locality | None = None
     memory_bytes: int | None = None
     millicores_per_gpu: int | None = None
+    partition: str | None = None
 
 
 class Updated(Struct, frozen=True, gc=False):
@@ -431,6 +479,7 @@ class Submitted(Struct, frozen=True, gc=False, rename=STORED_NAMES):
     device_type: str
     locality: Locality
     roles: tuple[Role, ...]
+    partition: str = ""
 
 
 class Request(Struct, frozen=True, gc=False):

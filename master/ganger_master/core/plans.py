@@ -276,7 +276,7 @@ class _Trial:
 
     def _use_share(self, job: JobRecord, devices: int) -> None:
         quotas = self._state.settings.quota_devices
-        owners = self._state.teams.owners(job.user)
+        owners = self._state.owners(job)
         limits = {owner: limit for owner in owners if (limit := limit_of(quotas, owner)) is not None}
         if limits:
             self._differ()
@@ -325,6 +325,9 @@ def _judged(state: State, job: JobRecord, change: SingleChange, proposer: str, n
         return Refusal(Reason.STALE_REVISION, {"revision": job.revision, "given": change.revision}, job=job.name)
     if not job.spec.preemptible and isinstance(change, MoveChange | SuspendChange | ResizeChange):
         return Refusal(Reason.WRONG_STATE, detail="the job is not to be suspended or moved by plans", job=job.name)
+    if not job.preemptible and isinstance(change, SuspendChange):
+        detail = f"plans suspend no job of partition {job.partition.name!r}"
+        return Refusal(Reason.WRONG_STATE, detail=detail, job=job.name)
     return _JUDGES[type(change)](state, job, change, proposer, now)
 
 

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from ganger_master.core.teams import MOST_GPUS, Team
+from ganger_master.core.partitions import MOST_GPUS, Partition
+from ganger_master.core.teams import Team
 
 # Of a cluster and of a replay for which no policy is named.
 DEFAULT_POLICY: Final = "ganger"
@@ -79,12 +80,21 @@ class CoreSettings:
     spec_bytes_per_user: int = 256 * 1024 * 1024
     # Request ids of finished jobs that are kept no longer: about 60 MB. Beyond these the oldest are forgotten early.
     former_requests_limit: int = 250_000
-    # Devices that an owner (`teams`) may hold at once; "": users that are not named. Absent: no limit.
+    # Devices that an owner (`teams`) may hold at once; "": users that are not named. Absent: no limit. It
+    # has the limits of partitions, too.
     quota_devices: Mapping[str, int] = field(default_factory=dict)
     # By name; without any, use gives no job precedence.
     teams: Mapping[str, Team] = field(default_factory=dict)
     # Age at which a GPU-second of use counts half.
     usage_half_life_s: float = 7 * 86400.0
+    # By name; without any, each job may be on every node.
+    partitions: Mapping[str, Partition] = field(default_factory=dict)
+
+    @property
+    def needs_planner(self) -> bool:
+        """Return whether a planner places all jobs under every policy: only it follows the shares of teams, and the
+        order in each partition."""
+        return bool(self.teams or self.partitions)
 
 
 def quotas_of(value: object) -> dict[str, int]:

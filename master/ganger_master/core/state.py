@@ -23,6 +23,7 @@ from ganger_master.core.events import Dirty, HistoryRow, StoredChanges, Unstored
 from ganger_master.core.gang_model import Gang, StoredOrder, TimesliceGroup
 from ganger_master.core.job_model import JobRecord, Request
 from ganger_master.core.node_model import Counters, Node
+from ganger_master.core.partitions import PartitionIndex
 from ganger_master.core.plan_changes import CoresCurve
 from ganger_master.core.queue import Blocked, JobQueue, LeaseTable, Place
 from ganger_master.core.settings import CoreSettings
@@ -51,11 +52,11 @@ class State:
     def __init__(self, settings: CoreSettings, now: float = 0.0, is_stored: bool = True) -> None:
         self.settings = settings
         named = policy_named(settings.policy)
-        # Only a planner follows the shares of teams.
-        self.policy = named.planned if settings.teams else named
-        self.teams = TeamIndex(settings.teams)
+        self.policy = named.planned if settings.needs_planner else named
+        self.teams = TeamIndex(settings.teams, settings.quota_devices)
+        self.partitions = PartitionIndex(settings.partitions)
         self.started = now
-        self.jobs = JobIndex(self.teams)
+        self.jobs = JobIndex()
         self.gangs = GangIndex()
         self.nodes = NodeIndex()
         self.usage = UsageIndex()
@@ -87,6 +88,8 @@ class State:
         old = self.jobs.get(job.number)
         if old == job:
             return
+        if (old is None or old.spec.partition != job.spec.partition) and not job.state.is_finished:
+            job = self._with_terms(job)
         self.jobs.put(old, job)
         self._index_queue(old, job)
         if old is not None and (old.spec is not job.spec or old.checkpoint is not job.checkpoint):
@@ -179,7 +182,18 @@ class State:
     def _charge(self, number: int) -> None:
         job = self.jobs.get(number)
         if job is not None:
-            self.jobs.shares.charge(number, job.user, self.charged_for(job))
+            self.jobs.shares.charge(number, self.owners(job), self.charged_for(job))
+
+    def owners(self, job: JobRecord) -> tuple[str, ...]:
+        """Return the owners of limits that a job counts for."""
+        return self.teams.owners(job.user, job.partition.name)
+
+    def _with_terms(self, job: JobRecord) -> JobRecord:
+        """Return a job with what follows from its partition now. One that has run keeps the time limit that it has."""
+        terms = self.partitions.terms_of(job.spec.partition)
+        if job.start_time and job.partition.name == terms.name:
+            terms = replace(terms, time_limit_s=job.partition.time_limit_s)
+        return job if terms == job.partition else replace(job, partition=terms)
 
     def charged_for(self, job: JobRecord) -> int:
         """Return the devices of a job that count towards limits, from the approval of its gang until that is
@@ -333,7 +347,9 @@ class State:
     def refresh_row(self, name: str) -> bool:
         """Recompute a node's row; return whether the view changed."""
         node = self.nodes[name]
-        topology = self.view.topology_named(node.configuration_set)
+        device_type = self.nodes.configuration_sets[node.configuration_set].device_type
+        partitions = self.partitions.of_node(name, device_type) if self.partitions else ()
+        topology = self.view.topology_named(node.configuration_set, partitions)
         row = row_of(node, topology, self.gangs.held_on(name), self.gangs.affinity_of(name))
         view = self.view
         slot = view.slots.get(name)

@@ -19,7 +19,7 @@ from ganger_master.core.commands import ObservedGang, ObservedSlices
 from ganger_master.core.gang_model import Gang, TimesliceGroup
 from ganger_master.core.job_model import JobRecord, JobSpec, Request, bytes_of
 from ganger_master.core.node_model import Node
-from ganger_master.core.teams import NO_TEAMS, TeamIndex, owner_in_words
+from ganger_master.core.teams import owner_in_words
 from ganger_master.core.usage_model import UserUsage
 
 # Bytes of a job beside its command, environment and parameters.
@@ -94,23 +94,21 @@ class Holdings:
 class Shares:
     """Devices by owner (`teams`), of jobs that are charged for them."""
 
-    def __init__(self, teams: TeamIndex = NO_TEAMS) -> None:
+    def __init__(self) -> None:
         self.held: dict[str, int] = {}
-        self._teams = teams
         # By job: its owners and how many it is charged for.
         self._charged: dict[int, tuple[tuple[str, ...], int]] = {}
         self._jobs_of: dict[str, set[int]] = {}
 
-    def charge(self, number: int, user: str, devices: int) -> None:
-        """The job holds so many from now on; none takes it off the books."""
-        owners, was = self._charged.pop(number, ((), 0))
-        for owner in owners:
+    def charge(self, number: int, owners: tuple[str, ...], devices: int) -> None:
+        """The job of these owners holds so many from now on; none takes it off the books."""
+        former, was = self._charged.pop(number, ((), 0))
+        for owner in former:
             self._add(owner, -was)
             self._jobs_of[owner].remove(number)
             if not self._jobs_of[owner]:
                 del self._jobs_of[owner]
         if devices:
-            owners = self._teams.owners(user)
             self._charged[number] = owners, devices
             for owner in owners:
                 self._jobs_of.setdefault(owner, set()).add(number)
@@ -196,7 +194,7 @@ class JobIndex(dict[int, JobRecord]):
     gave devices back there, and when; for the history of the job that gets them.
     """
 
-    def __init__(self, teams: TeamIndex = NO_TEAMS) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.requests: dict[tuple[str, str], int] = {}
         self.former: dict[tuple[str, str], Request] = {}
@@ -205,7 +203,7 @@ class JobIndex(dict[int, JobRecord]):
         self.running_limited: dict[int, None] = {}
         self.moving: dict[int, None] = {}
         self.backing_off: dict[int, None] = {}
-        self.shares = Shares(teams)
+        self.shares = Shares()
         self.holdings = Holdings()
         self.left_by: dict[str, tuple[int, float]] = {}
 
@@ -222,7 +220,7 @@ class JobIndex(dict[int, JobRecord]):
         else:
             self.live[number] = None
         list_if(self.backing_off, number, job.again_at and job.state is _PENDING)
-        list_if(self.running_limited, number, job.spec.time_limit_s is not None and job.state is JobState.HOLDING)
+        list_if(self.running_limited, number, job.time_limit_s is not None and job.state is JobState.HOLDING)
         list_if(self.moving, number, job.next_epoch)
 
     def forget(self, number: int) -> None:
@@ -485,6 +483,7 @@ def row_of(node: Node, topology: Topology, held: Sequence[Claim], affinity: int 
         device_rows=on_devices,
         affinity=affinity,
         parked_bytes=kept_of_devices,
+        partitions=topology.partitions,
         free_bandwidth=tuple([max(0, all_of_it - used) for all_of_it, used in zip(whole, used_bandwidth, strict=True)])
         if whole and used_bandwidth
         else whole,

@@ -77,6 +77,7 @@ def check_room(state: State, spec: JobSpec, user: str, jobs: int = 1) -> None:
     """Raise RefusedError unless so many jobs of this kind may wait, and could run."""
     if len(state.queue.waiting) + jobs > state.settings.jobs_waiting_limit:
         raise RefusedError("QUEUE_FULL", f"{len(state.queue.waiting)} jobs wait already; cancel some or try later")
+    check_partition(state, spec, user)
     check_possible(state, spec)
     # A job beyond the quota of its user or team would never start.
     for owner in state.teams.owners(user):
@@ -110,9 +111,20 @@ def check_share(state: State, user: str, jobs: int, size_bytes: int) -> None:
         raise RefusedError("USER_LIMIT", text, {"bytes": str(size), "limit": str(most)})
 
 
+def check_partition(state: State, spec: JobSpec, user: str) -> None:
+    """Raise RefusedError unless the user's job may be in the partition that it names, or else in the default."""
+    if not (state.partitions or spec.partition):
+        return
+    name = spec.partition or state.partitions.default
+    refusal = state.partitions.refusal(name, user, state.teams.of(user), spec.gpus, spec.time_limit_s)
+    if refusal is not None:
+        figures = {figure: str(value) for figure, value in sorted(refusal.figures.items())}
+        raise RefusedError(refusal.reason.value, refusal.message, {"partition": name, **figures})
+
+
 def check_possible(state: State, spec: JobSpec) -> None:
     """Raise RefusedError for a spec whose gang could never run."""
-    refusal = impossible(state.view, spec.shape())
+    refusal = impossible(state.view, spec.shape(partition=state.partitions.terms_of(spec.partition).name))
     if refusal is not None:
         figures = {name: str(value) for name, value in sorted(refusal.figures.items())}
         raise RefusedError("GANG_IMPOSSIBLE", refusal.message, figures)
@@ -224,6 +236,8 @@ def _wrong_texts(spec: JobSpec) -> Iterator[tuple[str, str]]:
     printable = f"at most {_NAME_LIMIT} printable characters"
     if not _is_text(spec.display_name):
         yield "spec.display_name", printable
+    if not _is_text(spec.partition):
+        yield "spec.partition", printable
     if not _is_text(spec.device_type):
         yield "spec.device_type", printable
     types = spec.device_type.split(",")
@@ -390,6 +404,7 @@ _ASPECTS: Final = (
         lasts=False,
     ),
     _Aspect("GPU type", lambda spec: spec.device_type, lambda kind: kind or "any"),
+    _Aspect("partition", lambda spec: spec.partition, lambda name: name or "the default"),
     _Aspect("locality", lambda spec: spec.locality, _locality_text),
     _Aspect(
         "memory of a task",
@@ -428,7 +443,8 @@ def _updated_spec(state: State, job: JobRecord, wanted: Update, request_id: str)
 
 
 def _changed(spec: JobSpec, wanted: Update) -> JobSpec:
-    plain = {name: getattr(wanted, name) for name in ("display_name", "priority", "device_type", "locality")}
+    same = ("display_name", "priority", "device_type", "partition", "locality")
+    plain = {name: getattr(wanted, name) for name in same}
     spec = replace(spec, **{name: value for name, value in plain.items() if value is not None})
     if wanted.time_limit_s is not None:
         spec = replace(spec, time_limit_s=wanted.time_limit_s or None)
@@ -462,6 +478,8 @@ def _wrong_update(spec: JobSpec, wanted: Update) -> Iterator[tuple[str, str]]:
 def _check_now(state: State, job: JobRecord, spec: JobSpec) -> None:
     """Raise RefusedError if the state of the job, or the cluster, forbids the new spec."""
     otherwise = _otherwise(job.spec, spec)
+    if any(aspect.name in ("partition", "time limit") for aspect in otherwise):
+        check_partition(state, spec, job.user)
     lasting = [aspect.name for aspect in otherwise if aspect.lasts]
     text = ""
     if not lasting:

@@ -8,6 +8,7 @@ its slice says moves there, and is time-sliced where it is until it does.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
@@ -80,9 +81,11 @@ def _judge(state: State, changes: Sequence[SliceChange], proposer: str, now: flo
     _check_nodes(state, before, members)
     _check_priorities(members, rows)
     held = _held(state, before, members)
+    # Devices that members of this change take, by the owner of a limit: they start together.
+    taken: Counter[str] = Counter()
     for member in members.values():
         if member.needs_devices:
-            _check_start(state, member, held)
+            _check_start(state, member, held, taken)
     rows, staying = _staying(state, members, rows, before, held)
     here = {**members, **{-number: member for number, (member, _) in staying.items()}}
     stays = {number: own for number, (_, own) in staying.items()}
@@ -241,7 +244,7 @@ def _check_priorities(members: Mapping[int, SlicedMember], rows: Sequence[Sequen
         for claim in member.claims:
             for device in bits(claim.device_mask):
                 other = on.setdefault((claim.node, device), number)
-                mine, theirs = member.job.spec.priority, members[other].job.spec.priority
+                mine, theirs = member.job.priority, members[other].job.priority
                 if mine != theirs:
                     figures = {"priority": mine, "priority_there": theirs}
                     refuse(
@@ -266,12 +269,13 @@ def _held(state: State, before: TimesliceGroup | None, members: Mapping[int, Sli
     return found
 
 
-def _check_start(state: State, member: SlicedMember, held: Mapping[str, Claim]) -> None:
+def _check_start(state: State, member: SlicedMember, held: Mapping[str, Claim], taken: Counter[str]) -> None:
+    """Check that a member may start or resume; add its devices to those that are `taken`, by the owner of a limit."""
     job = member.job
     shape = shape_for(job, member.claims)
     if isinstance(shape, Refusal):
         raise MatrixRefusedError(job.number, shape)
-    refusals = () if member.is_moving else approval.rules(state, job, shape.gpus)
+    refusals = () if member.is_moving else approval.rules(state, job, shape.gpus, taken)
     refusals = refusals or approval.node_rules(state, job, member.claims)
     if not refusals:
         claims = member.claims
@@ -281,6 +285,9 @@ def _check_start(state: State, member: SlicedMember, held: Mapping[str, Claim]) 
         refusals = fit(state.view, wanted, claims, holding=holding, retune=True)
     if refusals:
         raise MatrixRefusedError(job.number, refusals[0])
+    if state.settings.quota_devices and not member.is_moving:
+        more = max(0, shape.gpus - state.jobs.shares.of(job.number))
+        taken.update(dict.fromkeys(state.owners(job), more))
 
 
 def _free_for(member: SlicedMember, held: Mapping[str, Claim]) -> Claims:

@@ -416,9 +416,9 @@ def _sliceable_job(state: State, change: SliceChange) -> JobRecord:
         refuse(change.number, Reason.WRONG_STATE, detail=error.refused.message)
     if change.revision != job.revision:
         refuse(job.number, Reason.STALE_REVISION, {"revision": job.revision, "given": change.revision})
-    if not job.spec.preemptible:
+    if not job.preemptible:
         refuse(job.number, Reason.WRONG_STATE, detail="the job is not preemptible, so it is not time-sliced")
-    if job.spec.time_limit_s is not None:
+    if job.time_limit_s is not None:
         refuse(job.number, Reason.WRONG_STATE, detail="the job has a time limit, which continues while it is parked")
     if job.capabilities.no_turns:
         refuse(job.number, Reason.WRONG_STATE, detail=job.capabilities.no_turns)

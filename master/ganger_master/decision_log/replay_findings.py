@@ -333,7 +333,7 @@ class Counterfactual:
         match entry:
             case Begun():
                 self._table = _table_of(state)
-                if state.settings.teams:
+                if state.settings.needs_planner:
                     self.policy = self.policy.planned
                 self._passed_at = float("-inf")
             case Drawn(effects=effects):

@@ -412,9 +412,11 @@ def _feasible(running: Mapping[int, Holder], view: View, is_time_sliced: bool) -
         there, comes = host.residents[0].number, guest.residents[0].number
         if not running[comes][0].capabilities.can_hand_over or not sliced_with(there) <= {there, comes}:
             return False
-        if not is_time_sliced and running[there][0].spec.priority != running[comes][0].spec.priority:
+        if not is_time_sliced and running[there][0].priority != running[comes][0].priority:
             return False
         if not all(view.available[view.slots[node]] for node, _ in host.seat):
+            return False
+        if not all(view.topology(node).is_in(running[comes][0].partition.name) for node, _ in host.seat):
             return False
         if not running[there][1].node_set and _beside(running[there], running[comes], view) is None:
             return False

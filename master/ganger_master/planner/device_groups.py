@@ -118,7 +118,7 @@ def takes_turns(job: JobRecord) -> bool:
 def may_be_slower(job: JobRecord) -> bool:
     """Return whether it may be co-located without time slices: it is preemptible, and has no time limit that a lower
     rate would make it exceed."""
-    return job.spec.preemptible and len(job.spec.roles) == 1 and job.spec.time_limit_s is None
+    return job.preemptible and len(job.spec.roles) == 1 and job.time_limit_s is None
 
 
 def shape_for_two(job: JobRecord) -> GangShape:

@@ -14,7 +14,7 @@ from operator import add, ge
 import numpy as np
 from ganger.cluster.capacity_index import CapacityIndex, Trial
 from ganger.cluster.claims import is_counted
-from ganger.cluster.resources import Bandwidth, GangShape, accepts_type, exceeds, more_bandwidth
+from ganger.cluster.resources import Bandwidth, GangShape, exceeds, more_bandwidth
 from ganger.cluster.search import PlacementRequest, widest_now
 from ganger.cluster.view import View
 from msgspec import Struct
@@ -143,7 +143,8 @@ class GangFitting:
         """Preempt jobs for `unserved`, which found no free devices: the `leaving` ones that are in the way, and of
         `staying` where that is not enough. Return the jobs that fit nowhere even so. `going`: jobs that already return
         their devices."""
-        if self._placement.by_counts and self._takes_all(unserved, leaving, going):
+        counts = self._placement.by_counts and not self._table.is_partitioned
+        if counts and self._takes_all(unserved, leaving, going):
             for unit in leaving:
                 self._displace(unit)
             return []
@@ -324,9 +325,7 @@ def nodes_for(view: View, shape: GangShape) -> frozenset[str]:
     """Return the nodes whose devices suit the gang, whatever runs there now."""
     kind = shape.device_type if all(role.shape.gpus for role in shape.roles) else ""
     there = zip(view.nodes, view.topologies, strict=True)
-    return frozenset(
-        name for name, topology in there if name and accepts_type(kind, topology.configuration_set.device_type)
-    )
+    return frozenset(name for name, topology in there if name and topology.accepts(kind, shape.partition))
 
 
 class ChosenJobs(Struct, frozen=True, eq=False, gc=False):
@@ -412,7 +411,7 @@ class PreemptionCandidates:
         self._searches += 1
         found = None
         if self._regroups and self._free_gpus >= shape.gpus:
-            above = {number for number, unit in self.units.items() if unit[0][0].spec.priority > job.spec.priority}
+            above = {number for number, unit in self.units.items() if unit[0][0].priority > job.priority}
             stay = above | self._stopped
             found = room_for(self._room, self._movable, shape, placement=self._placement, avoid=avoid, stay=stay)
         if found is None:

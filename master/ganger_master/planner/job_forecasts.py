@@ -149,7 +149,7 @@ def until_limits(table: LiveTable, rows: Integers, now: float) -> Floats:
     left = np.full(len(rows), np.nan)
     for at, row in enumerate(rows.tolist()):
         job = table.jobs[row]
-        limit = None if job is None else job.spec.time_limit_s
+        limit = None if job is None else job.time_limit_s
         if job is not None and limit is not None:
             ran = job.run_s + (max(0.0, now - job.running_since) if job.running_since else 0.0)
             left[at] = max(0.0, limit - ran)

@@ -79,6 +79,8 @@ class LiveTable:
         self.quotas = QuotaUse(quotas, NO_TEAMS if teams is None else teams.index) if quotas else None
         # None: use gives no job precedence.
         self.teams = teams
+        # Whether jobs are in partitions.
+        self.is_partitioned = False
         # Run times by kind of job, with the rows of live jobs; the jobs that ended last.
         self.memory = _memory() if learns else None
         self._services = RecentServices()
@@ -127,7 +129,7 @@ class LiveTable:
         self.gangs[row] = gang
         self._put_times(job, gang, row)
         # A job that has not reported its capabilities yet may be preemptible.
-        is_preemptible = job.spec.preemptible and (job.capabilities.checkpoint or not job.capabilities.known)
+        is_preemptible = job.preemptible and (job.capabilities.checkpoint or not job.capabilities.known)
         holds = gang is not None and gang.intent is _RUN and job.ending is None and job.state is _HOLDING
         is_parked = gang is None or (gang.intent is _PARK and gang.phase is _PARKED)
         waits = job.state is _PENDING and is_parked and job.ending is None and not job.next_epoch
@@ -163,9 +165,10 @@ class LiveTable:
         spec = job.spec
         row = self._take_row(job.number)
         user = self._users.setdefault(job.user, len(self._users))
+        self.is_partitioned = self.is_partitioned or bool(job.partition.name)
         if self.teams is not None and user == len(self._users) - 1:
             self.teams.name(job.user, user)
-        self._integers[:, row] = job.number, job.gpus, spec.priority, user, _NO_NODE
+        self._integers[:, row] = job.number, job.gpus, job.priority, user, _NO_NODE
         self._numbers[:5, row] = job.create_time, *_amounts(spec), spec.weight, spec.deadline or _NEVER
         self._numbers[5:, row] = 0.0, _NEVER, _NEVER, _NEVER, 0.0
         if self.memory is not None:
@@ -180,7 +183,7 @@ class LiveTable:
             self._integers[1, row] = job.gpus
         before = self.jobs[row]
         if before is not None and before.spec is not spec:
-            self._integers[2, row] = spec.priority
+            self._integers[2, row] = job.priority
             if not job.start_time:
                 self._numbers[1:3, row] = _amounts(spec)
 
@@ -413,7 +416,11 @@ class LiveTable:
     @property
     def is_by_arrival(self) -> bool:
         """Return whether, under an order by arrival, `queue` is that order, and every job of it may start."""
-        return self.quotas is None and self.teams is None
+        return self.quotas is None and self.teams is None and not self.is_partitioned
+
+    def partitions_at(self, rows: Integers) -> list[str]:
+        """Return the partitions of the jobs at these rows, by position."""
+        return ["" if (job := self.jobs[row]) is None else job.partition.name for row in rows.tolist()]
 
     def queue(self) -> Iterator[JobRecord]:
         """Yield the jobs that could start, by priority and number."""
@@ -422,7 +429,7 @@ class LiveTable:
                 yield job
 
     def _queue_up(self, job: JobRecord, row: int, waits: bool) -> None:
-        before, key = self._waiting.get(row), (-job.spec.priority, job.number, row) if waits else None
+        before, key = self._waiting.get(row), (-job.priority, job.number, row) if waits else None
         if before == key:
             return
         if before is not None:

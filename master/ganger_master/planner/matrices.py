@@ -15,7 +15,7 @@ from typing import Final
 from ganger.cluster.claims import split_cores
 from ganger.cluster.fit import MEMORY_SHARE, demand, share_of_memory
 from ganger.cluster.refusals import Reason
-from ganger.cluster.resources import Claim, accepts_type, exceeds
+from ganger.cluster.resources import Claim, exceeds
 from ganger.cluster.topology import bits
 from ganger.cluster.view import View
 from ganger.job_state import JobState
@@ -153,7 +153,7 @@ class SliceMatrices:
             if len(self._joined) >= _JOINERS_MOST:
                 return
             spec = job.spec
-            alike = (job.shape, spec.priority, spec.device_type, job.arena_bytes_per_device, may_take_turns(job, None))
+            alike = (job.shape, job.priority, spec.device_type, job.arena_bytes_per_device, may_take_turns(job, None))
             is_alike = gang is None and job.number not in self._kept_out.nodes and not job.epoch
             if is_alike and alike in vain:
                 continue
@@ -282,6 +282,8 @@ class SliceMatrices:
             if slot is None or not self._view.available[slot]:
                 continue
             topology = self._view.topologies[slot]
+            if not topology.is_in(job.partition.name):
+                continue
             open_ones = [d for d in range(topology.devices) if self._is_open((name, d), job)]
             open_ones.sort(key=lambda device: (len(self._on.get((name, device), ())), device))
             if len(open_ones) >= job.gpus > 0:
@@ -293,7 +295,8 @@ class SliceMatrices:
         """Return the whole nodes with the fewest gangs for a job that is larger than any node; empty if there are too
         few, or one would have devices to spare."""
         topologies = self._view.topologies
-        names = [name for slot, name in enumerate(self._view.nodes) if name and self._view.available[slot]]
+        there = zip(self._view.nodes, self._view.available, topologies, strict=True)
+        names = [name for name, is_there, of in there if name and is_there and of.is_in(job.partition.name)]
         devices = {name: topologies[self._view.slots[name]].devices for name in names}
         most = max(devices.values(), default=0)
         if not most or job.gpus <= most or job.gpus % most:
@@ -315,7 +318,7 @@ class SliceMatrices:
         if not there:
             slot = self._view.slots[device[0]]
             return self._takes_free and bool(self._view.free[slot] >> device[1] & 1)
-        return len(there) < self._most_rows and all(one.job.spec.priority == job.spec.priority for one in there)
+        return len(there) < self._most_rows and all(one.job.priority == job.priority for one in there)
 
     def _key(self, seat: Seat) -> tuple[int, int, int, Seat] | None:
         """Return the sort key of a place: gangs per device, then the number of gangs that get fewer slices."""
@@ -333,7 +336,7 @@ class SliceMatrices:
                 return None
             topology = self._view.topologies[slot]
             made = topology.configuration_set
-            if not accepts_type(job.spec.device_type, made.device_type):
+            if not topology.accepts(job.spec.device_type, job.partition.name):
                 return None
             # A job without a measurement may need all memory of a device.
             arena = job.arena_bytes_per_device or made.device_memory_bytes

@@ -86,7 +86,7 @@ def _sharing(migration: MigrationContext, node: str) -> list[JobRecord]:
         if any(claim.node == node for claim in gang.claims)
         and gang.intent is GangIntent.RUN
         and job.ending is None
-        and job.spec.preemptible
+        and job.preemptible
         and job.number not in migration.busy | migration.context.on_trial
     ]
 
@@ -95,7 +95,7 @@ def parked(migration: MigrationContext) -> list[tuple[JobRecord, Gang]]:
     """Return the jobs that a plan has parked in host memory, without those of migration plans, first job first."""
     busy = migration.busy
     found = [pair for pair in migration.table.offloaded if pair[0].number not in busy]
-    return sorted(found, key=lambda one: (-one[0].spec.priority, one[0].number))
+    return sorted(found, key=lambda one: (-one[0].priority, one[0].number))
 
 
 def bring_back(migration: MigrationContext, pairs: Sequence[tuple[JobRecord, Gang]]) -> None:
@@ -213,7 +213,7 @@ class _Pass:
         migration.plans, migration.changes = carried.plans, carried.changes
         resting = parked(migration) if migration.makes_room else []
         urgent = table.most_urgent_waiting
-        bring_back(migration, [one for one in resting if urgent is None or one[0].spec.priority >= urgent])
+        bring_back(migration, [one for one in resting if urgent is None or one[0].priority >= urgent])
         for node in context.cluster.draining:
             drain(migration, node)
         old = self._old.outcomes.with_live_reverts(table, migration.now)
@@ -235,7 +235,7 @@ class _Pass:
                 self._keep_for(migration.plans[known:])
                 found = inner(self._within(may_preempt))
                 self._take_starts(found)
-        bring_back(migration, [one for one in resting if urgent is not None and one[0].spec.priority < urgent])
+        bring_back(migration, [one for one in resting if urgent is not None and one[0].priority < urgent])
         opportunistic = OpportunisticMigration(
             migration, outcomes, self._moved_at, self._old.closer_s, self._old.closer_again_s
         )

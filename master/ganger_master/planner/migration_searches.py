@@ -181,7 +181,7 @@ class MakeRoomSearch:
 
     def _outranks(self, job: JobRecord) -> bool:
         least = self._migration.table.least_urgent_running
-        return least is not None and least < job.spec.priority
+        return least is not None and least < job.priority
 
     def _stoppable(self, job: JobRecord, level: SuspendLevel) -> list[Movable]:
         """Return gangs that may move for a job; those of lower priority may also be parked at this level."""
@@ -189,12 +189,12 @@ class MakeRoomSearch:
         for other, gang, one in self._migration.gangs.values():
             if not _may_go(other, job):
                 continue
-            if other.spec.priority < job.spec.priority and _can_rest(other, gang, level):
+            if other.priority < job.priority and other.preemptible and _can_rest(other, gang, level):
                 claims = one.claims
                 if level is SuspendLevel.OFFLOAD:
                     # Parking at OFFLOAD frees no host memory.
                     claims = tuple([replace_of(claim, memory_bytes=0, arena_bytes=0) for claim in claims])
-                cost = (1.0 + other.spec.priority - _LOWEST) * max(1, other.gpus)
+                cost = (1.0 + other.priority - _LOWEST) * max(1, other.gpus)
                 one = Movable(one.number, one.shape, claims, one.move_cost, cost)
             found.append(one)
         return found
@@ -217,7 +217,7 @@ def _can_rest(job: JobRecord, gang: Gang, level: SuspendLevel) -> bool:
 
 def _may_go(other: JobRecord, job: JobRecord) -> bool:
     """Return whether `other` may be moved for `job`, which must not rank below it."""
-    return other.spec.movable and other.spec.priority <= job.spec.priority
+    return other.spec.movable and other.priority <= job.priority
 
 
 # Seconds between two searches for gangs that are spread too far.

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from ganger.cluster.resources import GangShape
 from ganger.cluster.search import PlacementRequest
+from ganger.cluster.view import View
 from msgspec import Struct
 from msgspec.structs import replace as replace_of
 from numpy.typing import NDArray
@@ -27,6 +28,7 @@ from ganger_master.policies.orders import (
     Flags,
     Integers,
     JobOrder,
+    PartitionBounds,
     behind,
     guarded,
     next_change_s,
@@ -47,6 +49,7 @@ class RankedQueue(Struct, frozen=True, eq=False, gc=False):
     candidates: by position, jobs that run or may start; None: all.
     pending: by position, jobs that wait, with those that may not start.
     units: by position, as `LiveTable.units`, if jobs that share devices are chosen together or not at all; else None.
+    bounds: None: there are no partitions.
     """
 
     order: JobOrder
@@ -59,6 +62,7 @@ class RankedQueue(Struct, frozen=True, eq=False, gc=False):
     pending: Flags
     units: Integers | None
     changes_at: float
+    bounds: PartitionBounds | None = None
 
     @property
     def is_unchanged(self) -> bool:
@@ -108,7 +112,22 @@ def queue_of(context: PlanContext, as_one: bool = False) -> RankedQueue:
     if as_one:
         units, facts = table.groups.units[rows], replace_of(facts, gpus=table.groups.with_all_gpus(rows, facts.gpus))
     changes_at = next_change_s(order, facts, context.now)
-    return RankedQueue(order, capacity.gpus, rows, facts, columns, waiting, candidates, pending, units, changes_at)
+    bounds = partition_bounds(table.partitions_at(rows), context.room.view) if table.is_partitioned else None
+    gpus = capacity.gpus
+    return RankedQueue(order, gpus, rows, facts, columns, waiting, candidates, pending, units, changes_at, bounds)
+
+
+def partition_bounds(partitions: Sequence[str], view: View) -> PartitionBounds:
+    """Return the bounds of partitions. partitions: that of each job, by position."""
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(partitions))}
+    gpus = [0] * len(numbers)
+    beside = [{number} for number in range(len(numbers))]
+    for topology, is_available in zip(view.topologies, view.available, strict=True):
+        there = [numbers[name] for name in topology.partitions if name in numbers] if is_available else []
+        for number in there:
+            gpus[number] += topology.devices
+            beside[number].update(there)
+    return PartitionBounds([numbers[name] for name in partitions], gpus, [frozenset(some) for some in beside])
 
 
 def choose(queue: RankedQueue) -> ChosenJobs:
@@ -122,7 +141,7 @@ def choose(queue: RankedQueue) -> ChosenJobs:
         facts, leader = _as_one(facts, line, queue.units)
     guards = guarded(order, facts, queue.gpus)
     is_chosen = np.zeros(len(rows), bool)
-    is_chosen[selected(order, facts, line, queue.gpus, guards)] = True
+    is_chosen[selected(order, facts, line, queue.gpus, guards, queue.bounds)] = True
     if leader is not None:
         is_chosen = is_chosen[leader]
     return ChosenJobs(rows, facts, line, numbers, queue.waiting, is_chosen, *guards, queue.changes_at)

@@ -18,6 +18,7 @@ from ganger.cluster.capacity_index import Trial
 from ganger.cluster.fit import demand
 from ganger.cluster.resources import accepts_type
 from ganger.cluster.search import PlacementRequest
+from ganger.cluster.topology import Topology
 from ganger.cluster.view import View
 
 from ganger_master.core.gang_model import Gang, GangIntent
@@ -125,7 +126,7 @@ class _PendingDemand:
     def __init__(self, context: PlanContext) -> None:
         view, excluded = context.room.view, context.excluded
         self._table, self._view = context.jobs, view
-        self._missing: dict[tuple[str, int], int] = {}
+        self._missing: dict[tuple[Topology, int], int] = {}
         types = {made.device_type for made in view.sets.values()}
         hopeless = {*excluded.not_started, *excluded.unplaced}
         self.jobs = [
@@ -139,25 +140,26 @@ class _PendingDemand:
         return now - min([job.pending_since for job in self.jobs], default=math.inf)
 
     def missing_devices(self, guest: Berth) -> float:
-        """Return the devices of the guest's type that jobs of at least its priority lack. Free devices count, since
-        they may suffice together with those that the guest frees."""
+        """Return the devices of the guest's type and partitions that jobs of at least its priority lack. Free devices
+        count, since they may suffice together with those that the guest frees."""
         found = self._table.get(guest.residents[0].number)
-        key = guest.device_type, found[0].spec.priority if found is not None else 0
+        key = self._view.topology(guest.seat[0][0]), found[0].priority if found is not None else 0
         if key not in self._missing:
             self._missing[key] = self._count_missing(*key)
         return self._missing[key]
 
-    def _count_missing(self, device_type: str, least_priority: int) -> int:
-        view = self._view
+    def _count_missing(self, like: Topology, least_priority: int) -> int:
+        view, device_type = self._view, like.configuration_set.device_type
         requested = [
             job.gpus
             for job in self.jobs
-            if job.spec.priority >= least_priority and accepts_type(job.spec.device_type, device_type)
+            if job.priority >= least_priority and like.accepts(job.spec.device_type, job.partition.name)
         ]
         free = [
             mask.bit_count()
             for mask, topology, available in zip(view.free, view.topologies, view.available, strict=True)
             if available and mask and topology.configuration_set.device_type == device_type
+            if topology.partitions == like.partitions
         ]
         return sum(requested) - sum(free)
 
@@ -242,7 +244,7 @@ class NewcomerStage(PlanStage):
         newcomers = [job for job in table.jobs_at(positions[since_s + quantum_s <= now]) if job.number not in barred]
         if not newcomers:
             return []
-        newcomers.sort(key=lambda job: (-job.spec.priority, job.number))
+        newcomers.sort(key=lambda job: (-job.priority, job.number))
         view, running = context.room.view, table.running
         # A job that has just started has its first slice to itself.
         new = [job.number for job, gang in running if now < gang.create_time + quantum_s]
@@ -307,7 +309,7 @@ def _leaving(context: PlanContext, quantum_s: float) -> list[PlanChange]:
 def _may_leave(context: PlanContext, job: JobRecord, gang: Gang) -> bool:
     if gang.node_set in context.cluster.changing or job.number in context.excluded.not_stopped:
         return False
-    can = job.spec.preemptible and job.capabilities.checkpoint
+    can = job.preemptible and job.capabilities.checkpoint
     return can and is_settled(job, gang) and gang.intent is GangIntent.RUN
 
 

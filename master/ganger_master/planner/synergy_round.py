@@ -288,6 +288,7 @@ class _Packable:
         slots = [slot for slot, _ in enumerate(view.nodes) if view.available[slot]]
         sets = {one.name: one for slot in slots if (one := view.topologies[slot].configuration_set).devices}
         self._types = {one.device_type for one in sets.values()}
+        self._partitions = {view.topologies[slot].partitions for slot in slots}
         self._least_share = min([share_of_memory(one, 1) for one in sets.values()], default=0)
 
     def by_gpus(self, job: JobRecord) -> bool:
@@ -300,6 +301,8 @@ class _Packable:
         )
         runs_anywhere = shape.nodes < 2 and all(accepts_type(shape.device_type, one) for one in self._types)
         runs_anywhere = runs_anywhere and not (shape.names_bandwidth and self._view.bandwidth)
+        if shape.partition:
+            runs_anywhere = runs_anywhere and all(shape.partition in names for names in self._partitions)
         return shape.gpus > 0 and (is_plain or _is_local(job)) and has_room and runs_anywhere
 
     def is_movable(self, job: JobRecord, gang: Gang) -> bool:

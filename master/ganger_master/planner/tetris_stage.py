@@ -103,12 +103,24 @@ class _Starting:
         return others[others < first], others[others > first]
 
     def best(self, positions: Integers, work: Floats, shares: Floats, is_first: Flags) -> None:
-        """Start the jobs that align best with free resources, those of `is_first` before others. The amounts and flags
-        are those of all pending jobs."""
-        for part in (positions[is_first[positions]], positions[~is_first[positions]]):
+        """Start the jobs that align best with free resources, those of `is_first` first. Each partition is served
+        by itself, so that a queue in one leaves no node of another idle. The amounts and flags are those of all pending
+        jobs."""
+        first = is_first[positions]
+        for part in (*self._by_partition(positions[first]), *self._by_partition(positions[~first])):
             shapes = [self._jobs[at].shape for at in part.tolist()]
             for at, claims in tetris_gangs(self._room, shapes, work[part], shares[part], self._knobs):
                 self._found.append((int(part[at]), claims))
+
+    def _by_partition(self, positions: Integers) -> list[Integers]:
+        """Return the jobs of each partition, those of the highest priority first; without partitions all of them."""
+        if not self._table.is_partitioned:
+            return [positions]
+        found: dict[tuple[int, str], list[int]] = {}
+        for at in positions.tolist():
+            terms = self._jobs[at].partition
+            found.setdefault((-terms.priority, terms.name), []).append(at)
+        return [np.array(found[key], np.int64) for key in sorted(found)]
 
     def undone(self) -> tuple[PlanChange, ...]:
         """Restore the capacity index, and return the starts in the order in which they were found."""

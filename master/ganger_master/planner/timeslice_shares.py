@@ -129,7 +129,7 @@ def can_go(job: JobRecord, gang: Gang) -> bool:
 
 def _kind(job: JobRecord, gang: Gang, view: View) -> _Kind:
     names = {view.topology(claim.node).configuration_set.name for claim in gang.claims if claim.device_mask}
-    return (job.gpus, job.spec.priority, *sorted(names))
+    return (job.gpus, job.priority, *sorted(names))
 
 
 # -- slices ----------------------------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def _held(gangs: Iterable[Gang]) -> dict[str, int]:
 
 
 def _can_yield(helped: JobRecord, job: JobRecord, gang: Gang) -> bool:
-    is_able = job.spec.preemptible and job.capabilities.checkpoint and job.ending is None
+    is_able = job.preemptible and job.capabilities.checkpoint and job.ending is None
     return (
         is_able
         and _queue_position(job) > _queue_position(helped)
@@ -291,4 +291,4 @@ def _can_yield(helped: JobRecord, job: JobRecord, gang: Gang) -> bool:
 
 
 def _queue_position(job: JobRecord) -> tuple[int, int]:
-    return -job.spec.priority, job.number
+    return -job.priority, job.number

@@ -310,7 +310,7 @@ class Planner:
             policy = live_policy_named(name)
         except (KeyError, ValueError) as error:
             raise NoPlannerError(str(error.args[0])) from error
-        if self._mirror.has_teams:
+        if self._mirror.needs_planner:
             return policy.planned
         if not policy.is_planned:
             raise NoPlannerError(f"under policy {name} no planner ranks jobs: there is nothing to plan")
@@ -413,7 +413,7 @@ class ClusterMirror:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.policy = ""
-        self.has_teams = False
+        self.needs_planner = False
         self.plan_every_s = 0.0
         self._clock = clock
         # Seconds by which the master's clock is ahead of this one.
@@ -440,7 +440,8 @@ class ClusterMirror:
         is_whole = first.view.from_version == 0
         if is_whole:
             self._revisions.clear()
-            self.has_teams = bool(first.teams)
+            # Masters that do not send the field have no partitions.
+            self.needs_planner = first.needs_planner or bool(first.teams)
         self._mirror.apply(first.view)
         jobs = [self._put(job) for part in parts for job in part.jobs]
         forgotten = [names.parse_job_name(name) for name in first.removed_jobs]

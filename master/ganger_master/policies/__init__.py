@@ -169,7 +169,7 @@ class Policy:
 
 
 def _by_submission(job: JobRecord) -> tuple[int, ...]:
-    return (-job.spec.priority, job.number)
+    return (-job.priority, job.number)
 
 
 # -- names -----------------------------------------------------------------------------------------------------------

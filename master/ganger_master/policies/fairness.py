@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ganger_master.core.gang_model import Gang
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.state_indexes import Shares
-from ganger_master.core.teams import NO_TEAMS, TeamIndex, limit_of
+from ganger_master.core.teams import NO_TEAMS, TeamIndex, limit_of, most_per_job
 from ganger_master.policies.orders import Capacity, Facts, Floats, Integers, JobOrder, sorted_by
 
 # Shares are rounded to this many decimals, so that rounding errors of sums decide no tie.
@@ -264,31 +264,33 @@ def _is_apart(one: ServiceBalance, host: ServiceBalance) -> bool:
 
 # More GPUs than any cluster has.
 _ANY_NUMBER: Final = 1 << 60
+# In place of an owner whose jobs share a limit.
+_ALL_TOGETHER: Final = ""
 
 
 class QuotaUse:
-    """Use of the limits of users and teams. `limits`: as `core.settings.CoreSettings.quota_devices`."""
+    """Use of the limits of users, teams and partitions. `limits`: as `core.settings.CoreSettings.quota_devices`."""
 
     def __init__(self, limits: Mapping[str, int], teams: TeamIndex = NO_TEAMS) -> None:
         self._limits = limits
-        self._teams = teams
-        self._shares = Shares(teams)
-        # GPUs of pending jobs by job number, with their users: of all users that share a limit together.
-        self._asked: dict[str, dict[int, tuple[int, str]]] = {}
+        self._teams = teams.with_limits(limits)
+        self._shares = Shares()
+        # GPUs of pending jobs by job number, with the owners of their limits: of all that share a limit together.
+        self._asked: dict[str, dict[int, tuple[int, tuple[str, ...]]]] = {}
         # Numbers of pending jobs that would exceed a limit.
         self.kept_out: set[int] = set()
 
     def put(self, job: JobRecord, gang: Gang | None, waits: bool) -> list[int]:
         """Record a job as it is now. Return the numbers of the jobs that are kept out or let in by that; its own one if
         it is kept out."""
-        number, user = job.number, job.user
-        owners = self._teams.owners(user)
-        # A team's limit concerns the jobs of all its users.
-        asked, before = self._asked.setdefault(owners[-1], {}), self._free(owners)
-        self._shares.charge(number, user, 0 if gang is None else job.gpus)
+        number, owners = job.number, self._owners(job)
+        # A team's limit concerns the jobs of all its users, and a partition's those of all teams.
+        sharing = _ALL_TOGETHER if self._teams.limits_partitions else owners[-1]
+        asked, before = self._asked.setdefault(sharing, {}), self._free(owners)
+        self._shares.charge(number, owners, 0 if gang is None else job.gpus)
         self.kept_out.discard(number)
         if waits:
-            asked[number] = job.gpus, user
+            asked[number] = job.gpus, owners
         else:
             asked.pop(number, None)
         look = asked if self._free(owners) != before else [number] if waits else []
@@ -297,16 +299,18 @@ class QuotaUse:
         return changed
 
     def left(self, job: JobRecord) -> int:
-        """Return the GPUs that the limits of its user and team leave to a job, including those that it has."""
-        return min(self._free(self._teams.owners(job.user))) + self._shares.of(job.number)
+        """Return the GPUs that its limits leave to a job, including those that it has."""
+        left = min(self._free(self._owners(job))) + self._shares.of(job.number)
+        most = most_per_job(self._limits, job.partition.name)
+        return left if most is None else min(left, most)
 
     @property
     def are_contested(self) -> bool:
         """Return whether under some limit each of several pending jobs could start, but not all of them."""
         for asked in self._asked.values():
             wanted: dict[str, int] = {}
-            for number, (gpus, user) in asked.items():
-                for owner in self._teams.owners(user) if number not in self.kept_out else ():
+            for number, (gpus, owners) in asked.items():
+                for owner in owners if number not in self.kept_out else ():
                     wanted[owner] = wanted.get(owner, 0) + gpus
             if any(gpus > self._free_of(owner) for owner, gpus in wanted.items()):
                 return True
@@ -317,7 +321,7 @@ class QuotaUse:
         free: dict[str, int] = {}
         found = []
         for job in line:
-            owners = self._teams.owners(job.user)
+            owners = self._owners(job)
             left = {owner: free.setdefault(owner, self._free_of(owner)) for owner in owners}
             # The devices where it is parked count already.
             more = job.gpus - self._shares.of(job.number)
@@ -327,8 +331,11 @@ class QuotaUse:
                 free.update({owner: gpus - more for owner, gpus in left.items()})
         return frozenset(found)
 
-    def _is_beyond(self, number: int, gpus: int, user: str) -> bool:
-        return gpus > min(self._free(self._teams.owners(user))) + self._shares.of(number)
+    def _owners(self, job: JobRecord) -> tuple[str, ...]:
+        return self._teams.owners(job.user, job.partition.name)
+
+    def _is_beyond(self, number: int, gpus: int, owners: tuple[str, ...]) -> bool:
+        return gpus > min(self._free(owners)) + self._shares.of(number)
 
     def _free(self, owners: tuple[str, ...]) -> tuple[int, ...]:
         return tuple([self._free_of(owner) for owner in owners])

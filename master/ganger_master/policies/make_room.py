@@ -397,6 +397,8 @@ class _Search:
         }
         fits = np.array([hosts[code] for code in range(len(hosts))], np.bool_)
         least[~(columns.available[:size] & fits[columns.sets[:size]])] = np.inf
+        if shape.partition:
+            least[[not topology.is_in(shape.partition) for topology in view.topologies]] = np.inf
         least[[view.slots[name] for name in avoid if name in view.slots]] = np.inf
         return least
 

@@ -353,21 +353,37 @@ def _with_history(
     return with_aging(renewed(history), after_s, factor, share)
 
 
+class PartitionBounds(Struct, frozen=True, eq=False, gc=False):
+    """What the jobs of each partition may hold together, by counts.
+
+    partition: by position of a job, the number of its partition. gpus: by that number, the GPUs of the partition's
+    nodes. beside: by that number, the partitions with nodes in common, itself among them."""
+
+    partition: Sequence[int]
+    gpus: Sequence[int]
+    beside: Sequence[frozenset[int]]
+
+
 def selected(
-    order: JobOrder, facts: Facts, line: Integers, free: int, guards: tuple[Flags, Flags] | None = None
+    order: JobOrder,
+    facts: Facts,
+    line: Integers,
+    free: int,
+    guards: tuple[Flags, Flags] | None = None,
+    bounds: PartitionBounds | None = None,
 ) -> Integers:
     """Return the positions of the jobs that should hold GPUs now.
 
     `line`: positions as `order` ranked them. `free`: GPUs in all, held ones included. `guards`: the result of `guarded`
     where the caller has it. Running jobs that may not be preempted keep their GPUs. While an overdue gang does not fit,
-    only jobs that can be preempted for it start before it.
+    only jobs that can be preempted for it start before it. `bounds`: those of partitions, if there are any.
     """
     may_stop = facts.is_preemptible if order.preempts else np.zeros(len(facts), bool)
     stays = facts.is_running & ~may_stop
     overdue, passing = guards or guarded(order, facts, free)
     if not overdue.any():
-        return chosen(line, facts.gpus, free, order.is_strict, stays)
-    return chosen(line, facts.gpus, free, order.is_strict, stays, overdue, passing)
+        return chosen(line, facts.gpus, free, order.is_strict, stays, bounds=bounds)
+    return chosen(line, facts.gpus, free, order.is_strict, stays, overdue, passing, bounds)
 
 
 def guarded(order: JobOrder, facts: Facts, free: int) -> tuple[Flags, Flags]:
@@ -391,12 +407,14 @@ def chosen(
     kept: Flags | None = None,
     guarded: Flags | None = None,
     passing: Flags | None = None,
+    bounds: PartitionBounds | None = None,
 ) -> Integers:
-    """Return the positions of the jobs that fit into `free` GPUs, in order.
+    """Return the positions of the jobs that fit into `free` GPUs, in order, and into the GPUs of their partitions.
 
     `ranked`: positions, first job first. `gpus`, `kept`, `guarded`, `passing`: by position. A job that does not fit is
     skipped, or ends the pass if it `is_strict`. The `kept` jobs are chosen before all others. Once one of the `guarded`
-    does not fit, only `passing` jobs are considered.
+    does not fit, only `passing` jobs are considered. Where there are partitions, a job that does not fit concerns only
+    those that have nodes in common with its own.
     """
     staying = ranked[:0]
     if kept is not None:
@@ -404,7 +422,10 @@ def chosen(
         if np.count_nonzero(is_kept):
             staying, ranked = ranked[is_kept], ranked[~is_kept]
             free -= int(gpus[staying].sum())
-    taken: list[int] = []
+    if bounds is not None:
+        taken = _taken_by_partition(ranked, gpus, free, is_strict, guarded, passing, bounds, staying)
+        return np.concatenate((staying, np.array(taken, np.int64)))
+    taken = []
     is_guarded = False
     sizes = gpus[ranked].tolist()
     least = min(sizes, default=0)
@@ -421,3 +442,36 @@ def chosen(
         elif guarded is not None and guarded[job]:
             is_guarded = True
     return np.concatenate((staying, np.array(taken, np.int64)))
+
+
+def _taken_by_partition(
+    ranked: Integers,
+    gpus: Integers,
+    free: int,
+    is_strict: bool,
+    guarded: Flags | None,
+    passing: Flags | None,
+    bounds: PartitionBounds,
+    staying: Integers,
+) -> list[int]:
+    """Return the positions that `chosen` takes beside those that stay."""
+    left = list(bounds.gpus)
+    for job in staying.tolist():
+        left[bounds.partition[job]] -= int(gpus[job])
+    taken: list[int] = []
+    # Partitions in which no job, or only a passing one, is taken any more.
+    closed: set[int] = set()
+    is_guarded: set[int] = set()
+    for job, size in zip(ranked.tolist(), gpus[ranked].tolist(), strict=True):
+        where = bounds.partition[job]
+        if where in closed or (where in is_guarded and passing is not None and not passing[job]):
+            continue
+        if size <= min(free, left[where]):
+            taken.append(job)
+            free -= size
+            left[where] -= size
+        elif is_strict:
+            closed |= bounds.beside[where]
+        elif guarded is not None and guarded[job]:
+            is_guarded |= bounds.beside[where]
+    return taken

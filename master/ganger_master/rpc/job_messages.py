@@ -247,7 +247,7 @@ def spec_to_wire(spec: JobSpec, *, with_environment: bool, into: job_pb2.JobSpec
 
 # Fields that a spec has under the same name in its message: of the program, of what it needs, and of what ends it.
 _PROGRAM: Final = "display_name working_directory scheduler distributed is_move_required closes_connections stop_signal"
-_RESOURCES: Final = "device_type nodes gpu_memory_bytes gpus_min gpus_max"
+_RESOURCES: Final = "device_type partition nodes gpu_memory_bytes gpus_min gpus_max"
 _RULES: Final = "priority max_failures"
 _SPEC: Final = f"{_PROGRAM} {_RESOURCES} {_RULES}"
 
@@ -279,7 +279,7 @@ def _rules_to_wire(spec: JobSpec, message: job_pb2.JobSpec) -> None:
 
 def update_from_wire(message: job_service_pb2.JobUpdate) -> Update:
     """Return the update, which is not yet validated as a spec. Raises RequestInvalid."""
-    same = ("display_name", "priority", "device_type", "memory_bytes", "millicores_per_gpu")
+    same = ("display_name", "priority", "device_type", "partition", "memory_bytes", "millicores_per_gpu")
     given: dict[str, Any] = {field.name: value for field, value in message.ListFields() if field.name in same}
     return Update(
         **given,
@@ -308,7 +308,7 @@ def job_to_wire(
         trouble=job.trouble or trouble_of(gang),
         attempt=job.attempt if job.starts or gang is not None else 0,
     )
-    spec_to_wire(job.spec, with_environment=with_environment, into=message.spec)
+    spec_to_wire(job.spec_in_force, with_environment=with_environment, into=message.spec)
     message.create_time.CopyFrom(times.timestamp(job.create_time))
     if job.start_time:
         message.start_time.CopyFrom(times.timestamp(job.start_time))

@@ -38,6 +38,7 @@ from ganger_master.rpc.answer_messages import (
     place_of,
 )
 from ganger_master.rpc.job_messages import level_to_wire
+from ganger_master.rpc.partition_messages import partitions_to_wire
 from ganger_master.rpc.planner_messages import REASON_MOST
 from ganger_master.runtime.writer import Writer
 
@@ -199,6 +200,12 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
             raise errors.NodeAlive(f"the daemon of nodes/{node} is connected: stop it first")
         expect(await self._writer.submit(commands.RemoveNode(node, self._callers.of(context).name)), Done)
         return node_pb2.RemoveNodeResponse()
+
+    async def ListPartitions(
+        self, request: node_pb2.ListPartitionsRequest, context: Any
+    ) -> node_pb2.ListPartitionsResponse:
+        committed = self._writer.committed
+        return partitions_to_wire(self._writer.state, committed.jobs.values(), committed.gangs)
 
     async def GetCluster(self, request: node_pb2.GetClusterRequest, context: Any) -> node_pb2.Cluster:
         committed, state = self._writer.committed, self._writer.state

@@ -24,6 +24,7 @@ from ganger_master.core import commands
 from ganger_master.core.explain import RoomInProgress
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole, Piece
 from ganger_master.core.job_model import JobRecord
+from ganger_master.core.partitions import NO_TERMS, PRIORITY_LIMIT, PartitionTerms
 from ganger_master.core.plan_changes import (
     CURVE_POINTS,
     NO_PURPOSE,
@@ -100,8 +101,11 @@ def live_job_to_wire(job: JobRecord, gang: Gang | None, into: scheduling_pb2.Liv
     into.working_set_bytes = job.working_set_bytes
     into.state = job_messages.STATES[job.state]
     # What it requests now: a planner does not need the reason.
-    spec = replace(job.spec, command=(), labels={}, roles=job.shape.roles)
+    spec = replace(job.spec, command=(), labels={}, roles=job.shape.roles, partition=job.partition.name)
     job_messages.spec_to_wire(spec, with_environment=False, into=into.spec)
+    if (limit := job.time_limit_s) is not None:
+        into.spec.time_limit.CopyFrom(times.duration(limit))
+    into.partition_priority, into.is_protected = job.partition.priority, not job.partition.preemptible
     for own, name, to_wire, _ in _TIMES:
         if value := getattr(job, own):
             getattr(into, name).CopyFrom(to_wire(value))
@@ -120,10 +124,12 @@ def live_job_from_wire(message: scheduling_pb2.LiveJob) -> tuple[JobRecord, Gang
     gang = _gang_from_wire(number, message.gang) if message.HasField("gang") else None
     moments: dict[str, Any] = {"create_time": 0.0}
     moments |= {own: from_wire(getattr(message, name)) for own, name, _, from_wire in _TIMES if message.HasField(name)}
+    spec = job_messages.spec_from_wire(message.spec)
     job = JobRecord(
         number,
         "",
-        spec=job_messages.spec_from_wire(message.spec),
+        spec=spec,
+        partition=_terms_from_wire(spec.partition, message),
         state=_STATES.get(message.state, JobState.PENDING),
         **plain(message, "revision user peak_device_bytes used_device_bytes working_set_bytes"),
         **moments,
@@ -136,6 +142,12 @@ def live_job_from_wire(message: scheduling_pb2.LiveJob) -> tuple[JobRecord, Gang
     if message.HasField("capabilities"):
         job = replace(job, capabilities=job_messages.capabilities_from_wire(message.capabilities))
     return job, gang
+
+
+def _terms_from_wire(name: str, message: scheduling_pb2.LiveJob) -> PartitionTerms:
+    # No partition has a larger priority; sums with it fit into the planner's columns.
+    priority = min(message.partition_priority, PRIORITY_LIMIT)
+    return PartitionTerms(name, priority, not message.is_protected) if name else NO_TERMS
 
 
 @lru_cache(4096)

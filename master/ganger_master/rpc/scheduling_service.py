@@ -355,7 +355,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
             remaining=times.duration(lease.expires - now),
             rank=lease.rank,
             # As many tasks as it requests now; for a parked elastic job, as many as are parked.
-            spec=job_messages.spec_to_wire(replace(job.spec, roles=job.shape.roles), with_environment=False),
+            spec=job_messages.spec_to_wire(replace(job.spec_in_force, roles=job.shape.roles), with_environment=False),
             waited=times.duration(max(0.0, now - (job.pending_since or now))),
             parked=[] if parked is None else convert.claims_to_wire(parked.parked_claims),
             reserved_nodes=[names.node_name(node) for node in lease.reserved_nodes],
@@ -371,6 +371,7 @@ def _add_limits(settings: CoreSettings, delta: scheduling_pb2.ClusterDelta) -> N
     """Put the limits, and the teams with what their shares follow from, into a delta with the whole view."""
     delta.quotas.update(settings.quota_devices)
     delta.teams.extend(teams_to_wire(settings.teams))
+    delta.needs_planner = settings.needs_planner
     delta.usage_half_life.CopyFrom(times.duration(settings.usage_half_life_s))
 
 

@@ -19,6 +19,7 @@ from msgspec import structs
 from ganger_master.core import answers
 from ganger_master.core.commands import Command, RequestGang
 from ganger_master.core.job_model import JobSpec
+from ganger_master.core.partitions import NO_PARTITIONS, PartitionIndex
 from ganger_master.core.placement_leases import ASIDE
 from ganger_master.core.queue import GrantedLease as Lease
 from ganger_master.core.state import State
@@ -36,15 +37,17 @@ _COMMAND = ("train",)
 _MOST_DEVICES = 64
 
 
-def specs_of(jobs: Workload, servers: Servers, ideal: bool, epoch_s: float = 0.0) -> Sequence[JobSpec]:
+def specs_of(
+    jobs: Workload, servers: Servers, ideal: bool, epoch_s: float = 0.0, partitioned: bool = False
+) -> Sequence[JobSpec]:
     """Return one spec per job; equal jobs share one object.
 
     A gang that fits into one server of its GPU type has to run in one. Missing cores and memory are left to the master,
     which gives shares in proportion to the devices. `ideal`: request devices only, anywhere. `epoch_s`: start of the
-    trace's clock.
+    trace's clock. `partitioned`: the cluster has partitions, so that those of the jobs count.
     """
     largest = _largest_by_type(servers)
-    made: dict[tuple[int, int, int, TaskShape, int, str, str, float, float], JobSpec] = {}
+    made: dict[tuple[int, int, int, TaskShape, int, str, str, float, float, str], JobSpec] = {}
     nothing = [math.nan] * len(jobs)
     # Lists: reading single elements of NumPy arrays takes seconds for a hundred thousand jobs.
     columns = zip(
@@ -60,16 +63,17 @@ def specs_of(jobs: Workload, servers: Servers, ideal: bool, epoch_s: float = 0.0
         jobs.model.texts(),
         np.where(np.isnan(jobs.deadline_s), 0.0, jobs.deadline_s + epoch_s).tolist(),
         jobs.weight.tolist(),
+        jobs.partition.texts() if partitioned else [""] * len(jobs),
         strict=True,
     )
     specs = []
-    for gpus, least, most, cpus, memory, disk, net, priority, device_type, model, deadline, weight in columns:
+    for gpus, least, most, cpus, memory, disk, net, priority, device_type, model, deadline, weight, inside in columns:
         millicores = 0 if math.isnan(cpus) else int(1000 * cpus) // gpus
         each = 0 if math.isnan(memory) else int(memory) // gpus
         bandwidth = tuple([0 if math.isnan(amount) else math.ceil(amount / gpus) for amount in (disk, net)])
         task = TaskShape(1, millicores, each, bandwidth if any(bandwidth) else ())
         sizes = (least, most) if least < most else (0, 0)
-        key = (gpus, *sizes, task, priority, device_type, model, deadline, weight)
+        key = (gpus, *sizes, task, priority, device_type, model, deadline, weight, inside)
         spec = made.get(key)
         if spec is None:
             spec = made[key] = JobSpec(
@@ -83,6 +87,7 @@ def specs_of(jobs: Workload, servers: Servers, ideal: bool, epoch_s: float = 0.0
                 display_name=model,
                 deadline=deadline,
                 weight=weight,
+                partition=inside,
             )
         specs.append(spec)
     return specs
@@ -180,6 +185,7 @@ def acceptable(
     is_ideal: bool,
     quotas: Mapping[str, int] = _NO_QUOTAS,
     teams: Mapping[str, Team] = _NO_TEAMS,
+    partitions: PartitionIndex = NO_PARTITIONS,
 ) -> tuple[Workload, tuple[RowFinding, ...]]:
     """Return the jobs that the master would accept and can start, and findings on changed and skipped jobs.
 
@@ -190,9 +196,29 @@ def acceptable(
         jobs = jobs.with_columns(cpus=unknown, memory_bytes=unknown, disk_mb_per_s=unknown, net_mb_per_s=unknown)
     typed, changed = with_one_type(jobs, servers)
     fitting, too_large = that_fit(typed, servers)
-    placed, refused = that_are_taken(fitting, servers, is_ideal)
+    admitted, outside = in_partitions(fitting, partitions, TeamIndex(teams)) if partitions else (fitting, ())
+    placed, refused = that_are_taken(admitted, servers, is_ideal, partitions)
     bounded, beyond = within_quotas(placed, quotas, teams) if quotas or teams else (placed, ())
-    return bounded, (*changed, *too_large, *refused, *beyond)
+    return bounded, (*changed, *too_large, *outside, *refused, *beyond)
+
+
+def in_partitions(
+    jobs: Workload, partitions: PartitionIndex, teams: TeamIndex
+) -> tuple[Workload, tuple[RowFinding, ...]]:
+    """Return the jobs that may be in their partition, and findings on skipped ones. A job that the trace gives no
+    partition is in the default."""
+    tally, kept = RowFindingCounts(), np.ones(len(jobs), bool)
+    columns = zip(jobs.partition.texts(), users_of(jobs), jobs.gpus.tolist(), strict=True)
+    why: dict[str, list[int]] = {}
+    for job, (named, user, gpus) in enumerate(columns):
+        refusal = partitions.refusal(named or partitions.default, user, teams.of(user), gpus, None)
+        if refusal is not None:
+            kept[job] = False
+            # Without numbers of GPUs, which differ from job to job.
+            why.setdefault(f"{named or partitions.default}: {refusal.reason.meaning}", []).append(job)
+    for what, positions in why.items():
+        tally.note(RowFindingKind.SKIPPED, f"may not be in partition {what}", jobs.lines[positions])
+    return jobs if kept.all() else jobs.take(kept), tally.findings()
 
 
 def that_fit(jobs: Workload, servers: Servers) -> tuple[Workload, tuple[RowFinding, ...]]:
@@ -256,19 +282,22 @@ def with_one_type(jobs: Workload, servers: Servers) -> tuple[Workload, tuple[Row
     return jobs.with_columns(gpu_type=wishes), tally.findings()
 
 
-def that_are_taken(jobs: Workload, servers: Servers, is_ideal: bool) -> tuple[Workload, tuple[RowFinding, ...]]:
+def that_are_taken(
+    jobs: Workload, servers: Servers, is_ideal: bool, partitions: PartitionIndex = NO_PARTITIONS
+) -> tuple[Workload, tuple[RowFinding, ...]]:
     """Return the jobs that pass the master's checks: a valid spec, and a place on the idle cluster."""
-    view = (devices_only(servers) if is_ideal else servers).view()
+    view = (devices_only(servers) if is_ideal else servers).view(partitions=partitions)
     positions: dict[int, list[int]] = {}
     kinds: dict[int, JobSpec] = {}
-    for job, spec in enumerate(specs_of(jobs, servers, is_ideal)):
+    for job, spec in enumerate(specs_of(jobs, servers, is_ideal, partitioned=bool(partitions))):
         kinds[id(spec)] = spec
         positions.setdefault(id(spec), []).append(job)
     tally = RowFindingCounts()
     taken = np.ones(len(jobs), bool)
     for kind, spec in kinds.items():
         violations = violations_of(spec)
-        refusal = None if violations else impossible(view, spec.shape())
+        inside = partitions.terms_of(spec.partition).name
+        refusal = None if violations else impossible(view, spec.shape(partition=inside))
         if violations:
             what = "no master takes it: " + "; ".join(f"{path}: {text}" for path, text in violations)
         elif refusal is not None:

@@ -255,6 +255,7 @@ class _Experiment:
             rates=flags["rates"],
             quotas=flags["quotas"],
             **(flags["teams"] or {}),
+            partitions=flags["partitions"] or {},
             **named,
         )
 
@@ -275,6 +276,7 @@ class _Experiment:
             flags["elastic"],
             flags["quotas"],
             (flags["teams"] or {}).get("teams", {}),
+            flags["partitions"] or {},
         )
         with _explained(), ProgressBar(f"reading {Path(self._trace).name}", flags["progress"], "MB", 1e-6) as meter:
             source = material(self._trace, self._servers, part, meter)
@@ -367,6 +369,7 @@ def _check_policies(names: Sequence[str], is_ideal: bool, rates: str) -> None:
 
 def _check_flags(flags: Mapping[str, Any], policies: Sequence[str]) -> None:
     """Refuse flags that exclude each other, and a flag without effect beside the others."""
+    from ganger_master.core.partitions import unknown_teams
     from ganger_master.policies import Grow, ResizeByOptimus, ShareByTimeSlices, SliceNewcomers, policy_named
 
     asked = [policy_named(name) for name in policies]
@@ -386,6 +389,7 @@ def _check_flags(flags: Mapping[str, Any], policies: Sequence[str]) -> None:
         ("jobs", "draw", ""),
         ("ideal", "profiles", ": an ideal cluster has only GPUs"),
         ("ideal", "costs", ": ideal switching costs nothing"),
+        ("ideal", "partitions", ": an ideal cluster has GPUs and no nodes"),
         ("ideal", "plan_every_s", ": an ideal cluster plans at every event"),
         ("round_s", "plan_every_s", ": plans are made as often as rounds begin"),
         ("round_s", "quantum_s", ": time slices fill rounds"),
@@ -393,6 +397,8 @@ def _check_flags(flags: Mapping[str, Any], policies: Sequence[str]) -> None:
         if {one, other} <= given | ({"profiles"} if by_profiles else set()):
             first, second = (_FLAGS.get(name, f"--{name}") for name in (one, other))
             raise click.UsageError(f"{first} and {second} exclude each other{why}")
+    if strangers := unknown_teams(flags["partitions"] or {}, (flags["teams"] or {}).get("teams", {})):
+        raise click.UsageError(f"--partitions: {strangers}: give --teams, too")
     if "moves_per_hour" in given and not any(policy.migrates for policy in asked):
         raise click.UsageError("--moves-per-hour is for policies that move running jobs: add +defrag to one")
     if "profile_s" in given and not resizes:

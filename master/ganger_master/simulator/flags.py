@@ -23,6 +23,7 @@ import click
 from ganger.console import Directory, Parsed, Within
 from ganger.text import os_failure, parse_duration
 
+from ganger_master.core.partitions import Partition, partitions_of
 from ganger_master.core.settings import quotas_of
 from ganger_master.core.teams import teams_of
 
@@ -107,16 +108,26 @@ def _quotas(value: Any) -> dict[str, int]:
         raise ValueError(str(error).removeprefix("quotas: ")) from error
 
 
-def _teams(value: Any) -> dict[str, Any]:
-    """Return the options of a replay that a settings file gives: its teams, and the half-life of use."""
+def _settings(value: Any, table_name: str) -> dict[str, Any]:
+    """Return a master's settings file that has a table of this name. Raises ValueError."""
     try:
         table = tomllib.loads(Path(value).read_text())
     except OSError as error:
         raise ValueError(os_failure(error)) from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{value}: {error}") from error
-    if "teams" not in table:
-        raise ValueError(f"{value} has no table [teams.NAME]")
+    if table_name not in table:
+        raise ValueError(f"{value} has no table [{table_name}.NAME]")
+    return table
+
+
+def _partitions(value: Any) -> dict[str, Partition]:
+    return partitions_of(_settings(value, "partitions")["partitions"])
+
+
+def _teams(value: Any) -> dict[str, Any]:
+    """Return the options of a replay that a settings file gives: its teams, and the half-life of use."""
+    table = _settings(value, "teams")
     found: dict[str, Any] = {"teams": teams_of(table["teams"])}
     if "usage_half_life" in table:
         found["usage_half_life_s"] = _positive_time(str(table["usage_half_life"]))
@@ -211,6 +222,13 @@ _SHARED: tuple[tuple[str, Any, str | None, str, dict[str, Any]], ...] = (
         Parsed(_teams),
         "FILE",
         "A master's settings file, of which [teams] and usage_half_life count: weights and limits of teams.",
+        {},
+    ),
+    (
+        "--partitions",
+        Parsed(_partitions),
+        "FILE",
+        "A master's settings file, of which [partitions] count; jobs are in those of the trace's column partition.",
         {},
     ),
     (

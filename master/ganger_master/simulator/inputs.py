@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from ganger.text import counted
 
+from ganger_master.core.partitions import Partition, PartitionIndex
 from ganger_master.core.teams import Team
 from ganger_master.policies.fairness import QUANTUM_S
 from ganger_master.simulator.admission import acceptable, strangers_among
@@ -58,7 +59,7 @@ class TraceSelection:
 
     `draws_durations`: jobs without a known run time get a random one; otherwise they are left out. `is_ideal`: jobs
     need devices only. `elastic`: maximum size of a job as a multiple of the GPUs in the trace, for jobs with one size.
-    `quotas`, `teams`: as in `ReplayOptions`.
+    `quotas`, `teams`, `partitions`: as in `ReplayOptions`.
     """
 
     wanted: RowFilter = field(default_factory=RowFilter)
@@ -69,6 +70,7 @@ class TraceSelection:
     elastic: float | None = None
     quotas: Mapping[str, int] = field(default_factory=dict)
     teams: Mapping[str, Team] = field(default_factory=dict)
+    partitions: Mapping[str, Partition] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,8 @@ def material(
     name = "standard input" if trace == STANDARD_INPUT else Path(trace).name
     if strangers := strangers_among(part.quotas, reading.workload, part.teams):
         raise TraceError(name, [strangers])
-    taken, refused = acceptable(reading.workload, servers, part.is_ideal, part.quotas, part.teams)
+    partitions = PartitionIndex(part.partitions)
+    taken, refused = acceptable(reading.workload, servers, part.is_ideal, part.quotas, part.teams, partitions)
     jobs, untimed = with_run_times(taken, part.draws_durations)
     findings = (*reading.findings, *refused, *untimed)
     if not len(jobs):
@@ -254,6 +257,7 @@ class ReplayOptions:
     user together.
     `teams`: by name, as in the settings of a master; the use of each user begins at zero.
     `usage_half_life_s`: age at which a GPU-second of use counts half.
+    `partitions`: by name, as in the settings of a master. A job that the trace gives no partition is in the default.
     """
 
     ideal: bool = False
@@ -269,8 +273,11 @@ class ReplayOptions:
     quotas: Mapping[str, int] = field(default_factory=dict)
     teams: Mapping[str, Team] = field(default_factory=dict)
     usage_half_life_s: float = 7 * 86_400.0
+    partitions: Mapping[str, Partition] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.ideal and self.partitions:
+            raise ValueError("an ideal cluster has GPUs and no nodes, so it has no partitions")
         if self.ideal and self.rates != "recorded":
             raise ValueError("an ideal cluster has nothing but GPUs: every job runs at its recorded pace")
 
@@ -335,6 +342,8 @@ def limits_if_any(options: ReplayOptions) -> list[tuple[str, str]]:
             for name, team in options.teams.items()
         ]
         rows.append(("teams", f"{', '.join(teams)}; half-life {options.usage_half_life_s:g}s"))
+    if options.partitions:
+        rows.append(("partitions", ", ".join(options.partitions)))
     return rows
 
 

@@ -118,8 +118,9 @@ def _core_settings(policy: str, options: ReplayOptions, jobs: int) -> CoreSettin
         # No client reads ended jobs.
         request_kept_s=0.0,
         finished_jobs_limit=1_000,
-        quota_devices=limits_of(options.quotas, options.teams),
+        quota_devices=limits_of(options.quotas, options.teams, options.partitions),
         teams=options.teams,
+        partitions=options.partitions,
         usage_half_life_s=options.usage_half_life_s,
     )
 
@@ -134,7 +135,7 @@ class _Replay:
         progress: Callable[[int, int], None] | None,
     ) -> None:
         named = policy_named(policy)
-        self.policy = _as_simulated(named.planned if options.teams else named, options)
+        self.policy = _as_simulated(named.planned if options.teams or options.partitions else named, options)
         if options.ideal:
             # Placement by counts claims devices only.
             servers = devices_only(servers)
@@ -157,7 +158,7 @@ class _Replay:
         self._happened = False
         self.ledger = Ledger(jobs)
         self.planning = Planning(self)
-        self._specs = specs_of(jobs, servers, options.ideal, EPOCH_S)
+        self._specs = specs_of(jobs, servers, options.ideal, EPOCH_S, bool(options.partitions))
         self._users = users_of(jobs)
         self._submitted = [instant(EPOCH_S + submit_s) for submit_s in jobs.submit_s.tolist()]
         self._open()

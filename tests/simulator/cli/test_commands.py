@@ -280,6 +280,36 @@ def test_quotas_are_given_as_to_a_master_and_jobs_that_can_never_run_are_left_ou
     assert [run["makespan_s"] for load in json.loads(out)["loads"] for run in load["runs"]] == [200.0]
 
 
+def test_partitions_come_from_a_master_s_settings_file(said: Said, tmp_path: Path) -> None:
+    path, settings = tmp_path / "parts.csv", tmp_path / "master.toml"
+    path.write_text(
+        "job_id,submit_time_s,gpus,duration_s,user,partition\n"
+        "1,0,4,100,ann,batch\n2,0,4,100,ann,batch\n3,0,2,100,bob,own\n4,0,2,100,ann,own\n5,0,1,50,ann,\n"
+    )
+    flags = ["simulate", path, "--nodes", "2", "--gpus-per-node", "4", "-p", "las", "--cost", "start=0"]
+    settings.write_text(
+        '[partitions.batch]\nnodes = ["node-0"]\n[partitions.own]\nnodes = ["node-1"]\nusers = ["bob"]\n'
+    )
+    code, out, err = said(*flags, "--partitions", settings, "--json")
+    found = json.loads(out)
+    assert (code, found["jobs"], found["makespan_s"]) == (0, 4, 250.0), "those of batch come in turn on one node"
+    assert found["options"]["partitions"]["own"]["users"] == ["bob"]
+    assert "left out: line 5: may not be in partition own: the user may not use the partition" in err
+    _, out, _ = said(*flags, "--partitions", settings)
+    assert "partitions                 batch, own" in out
+    for text, words in (
+        ("policy = 7", "has no table [partitions.NAME]"),
+        ("[partitions.a]\ngpus = -1", "'a' has gpus = -1"),
+        ('[partitions.a]\nteams = ["b"]', "'a' is for team 'b', which [teams] does not have: give --teams, too"),
+    ):
+        settings.write_text(text)
+        code, out, err = said(*flags, "--partitions", settings)
+        assert (code, words in err) == (2, True), err
+    settings.write_text("[partitions.a]\n")
+    code, _, err = said(*flags[:-2], "--partitions", settings, "--ideal")
+    assert (code, "--ideal and --partitions exclude each other" in err) == (2, True), err
+
+
 def test_teams_come_from_a_master_s_settings_file(said: Said, tmp_path: Path) -> None:
     path, settings = tmp_path / "owned.csv", tmp_path / "master.toml"
     path.write_text(OWNED)

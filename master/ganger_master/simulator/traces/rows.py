@@ -50,6 +50,7 @@ LABELS: Mapping[str, Mapping[str, float]] = {
     "tenant": {"tenant": 1, "vc": 1},
     "user": {"user": 1},
     "gpu_type": {"gpu_type": 1, "gpu_spec": 1},
+    "partition": {"partition": 1},
 }
 JOB_ID = "job_id"
 # Chronus: what its deadline list means depends on this column.

@@ -23,6 +23,8 @@ from ganger.cluster.view import LoadMode, View
 from ganger.text import counted, os_reason, parse_cores, parse_memory
 from msgspec.structs import replace
 
+from ganger_master.core.partitions import NO_PARTITIONS, PartitionIndex
+
 Value = TypeVar("Value")
 
 # As in Synergy's clusters (OSDI 2022): 24 cores and 500 GB beside eight V100 of 16 GB.
@@ -125,12 +127,13 @@ class Servers:
                 memory += group.nodes * made.memory_bytes
         return LargestServer(gpus, millicores, memory)
 
-    def view(self, mode: LoadMode = LoadMode.SPREAD) -> View:
+    def view(self, mode: LoadMode = LoadMode.SPREAD, partitions: PartitionIndex = NO_PARTITIONS) -> View:
         """Return a view of all servers, idle."""
         view = View((group.configuration_set for group in self.groups), mode=mode)
         for group in self.groups:
+            device_type = group.configuration_set.device_type
             for row in group.rows():
-                view.put(row)
+                view.put(replace(row, partitions=partitions.of_node(row.node, device_type)) if partitions else row)
         return view
 
 

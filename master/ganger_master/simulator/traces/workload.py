@@ -102,6 +102,7 @@ class Workload:
     tenant: Labels
     user: Labels
     gpu_type: Labels
+    partition: Labels
     lines: Integers
 
     def __len__(self) -> int:
@@ -210,7 +211,7 @@ _NUMBERS: Mapping[str, tuple[type[np.generic], float]] = {
     "batch_size": (np.float64, np.nan),
     "lines": (np.int64, 0),
 }
-_LABELS = ("model", "tenant", "user", "gpu_type")
+_LABELS = ("model", "tenant", "user", "gpu_type", "partition")
 
 
 def _check(made: Workload) -> None:

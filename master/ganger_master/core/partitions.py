@@ -1,0 +1,256 @@
+"""Partitions: named sets of nodes with the users, limits and priority of the jobs there, as operators write them.
+
+Without partitions a job may be on every node. With them each job is in exactly one: that which it names, or the
+default. What follows for the job from the settings (`PartitionTerms`) is put into its record when it is submitted, and
+renewed when a master starts with other settings.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+from ganger.cluster.refusals import Reason, Refusal
+from ganger.node_ranges import expanded
+from ganger.text import counted, format_duration, parse_duration
+from msgspec import Struct
+
+# More than the priorities of two users' jobs can differ by: the priority of the partition decides first.
+TIER: Final = 2_001
+PRIORITY_LIMIT: Final = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """`nodes`, `gpu_types`: names of its nodes, and GPU types of further ones; neither: all nodes. `users`, `teams`:
+    those that may use it; neither: all users. `time_s`: longest time limit of a job, and the limit of a job that names
+    none. `gpus`, `gpus_per_user`, `gpus_per_job`: most GPUs that its jobs, those of one user, and one job hold at once.
+    None: any. `priority`: goes before the priority of jobs. `preemptible`: its jobs may be suspended or moved for other
+    jobs. `default`: jobs that name no partition are in this one."""
+
+    nodes: tuple[str, ...] = ()
+    gpu_types: tuple[str, ...] = ()
+    users: tuple[str, ...] = ()
+    teams: tuple[str, ...] = ()
+    time_s: float | None = None
+    gpus: int | None = None
+    gpus_per_user: int | None = None
+    gpus_per_job: int | None = None
+    priority: int = 0
+    preemptible: bool = True
+    default: bool = False
+
+
+class PartitionTerms(Struct, frozen=True, gc=False, omit_defaults=True):
+    """What follows for a job from its partition; empty `name`: the cluster has no partitions. `time_limit_s`: of a job
+    that names none. `preemptible`: see `Partition`."""
+
+    name: str = ""
+    priority: int = 0
+    preemptible: bool = True
+    time_limit_s: float | None = None
+
+
+NO_TERMS: Final = PartitionTerms()
+
+
+class PartitionIndex:
+    """The partitions by name, in the order of the settings, and the partitions of each node."""
+
+    def __init__(self, partitions: Mapping[str, Partition]) -> None:
+        self._partitions = dict(partitions)
+        self.default = next((name for name, one in partitions.items() if one.default), next(iter(partitions), ""))
+        self._nodes = {name: frozenset(one.nodes) for name, one in partitions.items()}
+        self._terms = {
+            name: PartitionTerms(name, one.priority, one.preemptible, one.time_s) for name, one in partitions.items()
+        }
+
+    def __bool__(self) -> bool:
+        return bool(self._partitions)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._partitions)
+
+    def __getitem__(self, name: str) -> Partition:
+        return self._partitions[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._partitions
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PartitionIndex) and self._partitions == other._partitions
+
+    __hash__ = None  # type: ignore[assignment]  # equal by a dictionary
+
+    def of_node(self, node: str, gpu_type: str) -> tuple[str, ...]:
+        """Return the partitions that a node is in, sorted."""
+        found = []
+        for name, partition in self._partitions.items():
+            names_none = not partition.nodes and not partition.gpu_types
+            if names_none or node in self._nodes[name] or (gpu_type and gpu_type in partition.gpu_types):
+                found.append(name)
+        return tuple(sorted(found))
+
+    def terms_of(self, named: str) -> PartitionTerms:
+        """Return what follows for a job that names this partition; empty: the default. A partition that is not there
+        any more has no nodes, and keeps the job waiting."""
+        if not self._partitions:
+            return NO_TERMS
+        return self._terms.get(named or self.default) or PartitionTerms(named)
+
+    def refusal(self, name: str, user: str, team: str, gpus: int, time_limit_s: float | None) -> Refusal | None:
+        """Return why a job may not be in a partition, whatever runs there; None if it may.
+
+        name: of the partition. gpus: what the job needs. time_limit_s: of the job; None: it names none."""
+        partition = self._partitions.get(name)
+        if partition is None:
+            there = f"there are {', '.join(self._partitions)}" if self._partitions else "the cluster has no partitions"
+            return Refusal(Reason.NO_SUCH_PARTITION, detail=f"there is no partition {name!r}: {there}")
+        if not _admits(partition, user, team):
+            allowed = [*map(repr, partition.users), *[f"team {one!r}" for one in partition.teams]]
+            detail = f"user {user!r} may not use partition {name!r}: it is for {', '.join(allowed[:_SHOWN])}"
+            return Refusal(Reason.PARTITION_CLOSED, detail=detail + (", ..." if len(allowed) > _SHOWN else ""))
+        longest = partition.time_s
+        if longest is not None and time_limit_s is not None and time_limit_s > longest:
+            detail = (
+                f"its time limit is {format_duration(time_limit_s)}, and partition {name!r} allows "
+                f"{format_duration(longest)}"
+            )
+            return Refusal(Reason.PARTITION_TIME, {"limit_seconds": int(longest)}, detail=detail)
+        for limit, whose in (
+            (partition.gpus_per_job, "a job"),
+            (partition.gpus_per_user, "a user"),
+            (partition.gpus, "all its jobs together"),
+        ):
+            if limit is not None and gpus > limit:
+                detail = f"it needs {counted(gpus, 'GPU')}, and partition {name!r} allows {whose} {limit}"
+                return Refusal(Reason.PARTITION_LIMIT, {"needed": gpus, "limit": limit}, detail=detail)
+        return None
+
+
+# Names of users and teams that a refusal shows.
+_SHOWN: Final = 5
+NO_PARTITIONS: Final = PartitionIndex({})
+
+
+def _admits(partition: Partition, user: str, team: str) -> bool:
+    if not partition.users and not partition.teams:
+        return True
+    return user in partition.users or (bool(team) and team in partition.teams)
+
+
+def partitions_of(value: object) -> dict[str, Partition]:
+    """Return partitions by name from a table, or from its TOML. Raises ValueError with all mistakes."""
+    if isinstance(value, str):
+        try:
+            value = tomllib.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"partitions: {error}") from None
+    if not isinstance(value, Mapping):
+        raise ValueError(f"partitions: {value!r} is no table of partitions")
+    wrong: list[str] = []
+    found = {name: _partition_of(name, table, wrong) for name, table in value.items()}
+    defaults = [name for name, one in found.items() if one.default]
+    if len(defaults) > 1:
+        wrong.append(f"{' and '.join(map(repr, defaults))} are the default: only one can be")
+    if wrong:
+        raise ValueError("partitions: " + "; ".join(wrong))
+    return found
+
+
+def unknown_teams(partitions: Mapping[str, Partition], teams: Collection[str]) -> str:
+    """Return what is wrong where partitions are for teams that there are not; empty if nothing is."""
+    return "; ".join(
+        [
+            f"{name!r} is for team {team!r}, which [teams] does not have"
+            for name, one in partitions.items()
+            for team in one.teams
+            if team not in teams
+        ]
+    )
+
+
+_KEYS: Final = (
+    *("nodes", "gpu_types", "users", "teams", "time", "gpus", "gpus_per_user", "gpus_per_job"),
+    *("priority", "preemptible", "default"),
+)
+# More GPUs than any cluster has; counts of GPUs are 64-bit on the wire.
+MOST_GPUS: Final = 10**9
+
+
+def _partition_of(name: str, table: object, wrong: list[str]) -> Partition:
+    """Return a partition, or one without content where the table has mistakes, which are added to `wrong`."""
+    if not name or len(name) > _NAME_LIMIT or not all(sign.isalnum() or sign in "._-" for sign in name):
+        wrong.append(f"{name!r} is no name of a partition: use letters, digits, '.', '_' and '-'")
+    if not isinstance(table, Mapping):
+        wrong.append(f"{name!r} is no table with nodes")
+        return Partition()
+    unknown = sorted(table.keys() - set(_KEYS))
+    if unknown:
+        wrong.append(f"{name!r} has {', '.join(map(repr, unknown))}: a partition has {', '.join(_KEYS)}")
+    counts = {}
+    for key, least, most in (
+        *[(key, 0, MOST_GPUS) for key in ("gpus", "gpus_per_user", "gpus_per_job")],
+        ("priority", 0, PRIORITY_LIMIT),
+    ):
+        count = table.get(key)
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or not least <= count <= most):
+            wrong.append(f"{name!r} has {key} = {count!r}: write a number from {least} to {most}")
+            count = None
+        counts[key] = count
+    flags = {"preemptible": table.get("preemptible", True), "default": table.get("default", False)}
+    wrong += [
+        f"{name!r} has {key} = {flag!r}: write true or false" for key, flag in flags.items() if type(flag) is not bool
+    ]
+    return Partition(
+        nodes=_nodes_of(name, table.get("nodes", ()), wrong),
+        gpu_types=_names_of(name, "gpu_types", table.get("gpu_types", ()), wrong),
+        users=_names_of(name, "users", table.get("users", ()), wrong),
+        teams=_names_of(name, "teams", table.get("teams", ()), wrong),
+        time_s=_time_of(name, table.get("time"), wrong),
+        gpus=counts["gpus"],
+        gpus_per_user=counts["gpus_per_user"],
+        gpus_per_job=counts["gpus_per_job"],
+        priority=counts["priority"] or 0,
+        preemptible=flags["preemptible"] is not False,
+        default=flags["default"] is True,
+    )
+
+
+_NAME_LIMIT: Final = 63
+
+
+def _names_of(name: str, key: str, value: object, wrong: list[str]) -> tuple[str, ...]:
+    if isinstance(value, list | tuple) and all(isinstance(one, str) and one for one in value):
+        return tuple(dict.fromkeys(value))
+    wrong.append(f'{name!r} has {key} = {value!r}: write a list of names, ["ann", "bob"]')
+    return ()
+
+
+def _nodes_of(name: str, value: object, wrong: list[str]) -> tuple[str, ...]:
+    found: dict[str, None] = {}
+    for text in [value] if isinstance(value, str) else _names_of(name, "nodes", value, wrong):
+        try:
+            found.update(dict.fromkeys(_names_in(text)))
+        except ValueError as error:
+            wrong.append(f"{name!r}: {error}")
+    return tuple(found)
+
+
+_names_in = lru_cache(64)(expanded)
+
+
+def _time_of(name: str, value: object, wrong: list[str]) -> float | None:
+    if value is None:
+        return None
+    try:
+        seconds = parse_duration(value)
+    except ValueError as error:
+        wrong.append(f"{name!r} has time = {value!r}: {error}")
+        return None
+    if seconds <= 0:
+        wrong.append(f"{name!r} has time = {value!r}: write more than zero")
+    return seconds

@@ -1,0 +1,69 @@
+"""Partitions as messages: settings, nodes, and what their jobs hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+from ganger.job_state import JobState
+from ganger.node_ranges import compressed
+from ganger.v1 import node_pb2
+from ganger.wire import times
+
+from ganger_master.core.gang_model import Gang
+from ganger_master.core.job_model import JobRecord
+from ganger_master.core.state import State
+
+
+def partitions_to_wire(
+    state: State, jobs: Iterable[JobRecord], gangs: Mapping[int, Gang]
+) -> node_pb2.ListPartitionsResponse:
+    """Return all partitions, in the order of the settings. jobs: those that are kept. gangs: by epoch."""
+    by_partition: dict[str, list[JobRecord]] = {name: [] for name in state.partitions}
+    for job in jobs if by_partition else ():
+        if not job.state.is_finished and job.partition.name in by_partition:
+            by_partition[job.partition.name].append(job)
+    found = [_partition_to_wire(state, name, there, gangs) for name, there in by_partition.items()]
+    return node_pb2.ListPartitionsResponse(partitions=found)
+
+
+def _partition_to_wire(
+    state: State, name: str, jobs: Sequence[JobRecord], gangs: Mapping[int, Gang]
+) -> node_pb2.Partition:
+    """Return a partition with what is free there. jobs: its jobs that have not ended. gangs: by epoch."""
+    partition, view = state.partitions[name], state.view
+    slots = [slot for slot, node in enumerate(view.nodes) if node and view.topologies[slot].is_in(name)]
+    available = [slot for slot in slots if view.available[slot]]
+    # A device shared by several gangs counts once.
+    held: dict[str, int] = {}
+    for job in jobs:
+        gang = gangs.get(job.epoch)
+        for claim in () if gang is None else gang.held:
+            held[claim.node] = held.get(claim.node, 0) | claim.device_mask
+    states = Counter([job.state for job in jobs])
+    return node_pb2.Partition(
+        name=name,
+        is_default=name == state.partitions.default,
+        nodes=compressed([view.nodes[slot] for slot in slots])[:_RANGES_MOST],
+        node_count=len(slots),
+        available_node_count=len(available),
+        devices=sum([view.topologies[slot].devices for slot in slots]),
+        devices_free=sum([view.free[slot].bit_count() for slot in available]),
+        devices_held=sum([mask.bit_count() for mask in held.values()]),
+        jobs_pending=states[JobState.PENDING],
+        jobs_holding=states[JobState.HOLDING],
+        time_limit=None if partition.time_s is None else times.duration(partition.time_s),
+        gpus_limit=partition.gpus,
+        gpus_per_user_limit=partition.gpus_per_user,
+        gpus_per_job_limit=partition.gpus_per_job,
+        priority=partition.priority,
+        preemptible=partition.preemptible,
+        users=partition.users[:_NAMES_MOST],
+        teams=partition.teams[:_NAMES_MOST],
+    )
+
+
+# Of a partition's nodes, and of users and teams that may use it; names without numbers make no ranges.
+_RANGES_MOST: Final = 20_000
+_NAMES_MOST: Final = 1_000

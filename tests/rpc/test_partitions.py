@@ -1,0 +1,88 @@
+"""Partitions on the wire: submissions that are refused, jobs and nodes as they are shown, and ListPartitions."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import pytest
+from ganger.v1 import job_pb2, job_service_pb2, node_pb2
+from ganger.wire import times
+from ganger.wire.errors import from_rpc_error
+from ganger_master.core.partitions import Partition
+from rpc.kit import Speaker, serving, spec_of
+
+PARTITIONS = {
+    "batch": Partition(nodes=("n1", "n9"), time_s=3_600.0, gpus_per_job=2),
+    "own": Partition(nodes=("n1",), users=("cat",), priority=7, preemptible=False),
+}
+
+
+def spec_in(partition: str, gpus: int = 1, time_s: float = 0.0) -> job_pb2.JobSpec:
+    spec = spec_of(gpus)
+    spec.partition = partition
+    if time_s:
+        spec.time_limit.CopyFrom(times.duration(time_s))
+    return spec
+
+
+@pytest.mark.parametrize(
+    ("spec", "code", "reason"),
+    [
+        (spec_in("none"), grpc.StatusCode.NOT_FOUND, "NO_SUCH_PARTITION"),
+        (spec_in("own"), grpc.StatusCode.FAILED_PRECONDITION, "PARTITION_CLOSED"),
+        (spec_in("batch", 3), grpc.StatusCode.FAILED_PRECONDITION, "PARTITION_LIMIT"),
+        (spec_in("", 1, 7_200.0), grpc.StatusCode.FAILED_PRECONDITION, "PARTITION_TIME"),
+    ],
+)
+def test_a_submission_that_its_partition_forbids_is_refused(
+    tmp_path: Path, spec: job_pb2.JobSpec, code: grpc.StatusCode, reason: str
+) -> None:
+    async def story() -> None:
+        async with serving(tmp_path, partitions=PARTITIONS) as served:
+            await Speaker(served, "n1").join()
+            with pytest.raises(grpc.RpcError) as refused:
+                await served.submit(spec)
+            found = from_rpc_error(refused.value)
+            assert (refused.value.code(), found.reason) == (code, reason)
+            assert found.metadata["partition"] == (spec.partition or "batch")
+
+    asyncio.run(story())
+
+
+def test_jobs_nodes_and_partitions_show_what_is_in_force(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with serving(tmp_path, partitions=PARTITIONS) as served:
+            await Speaker(served, "n1").join()
+            job = await served.submit(spec_of(2))
+            assert (job.spec.partition, times.seconds(job.spec.time_limit)) == ("batch", 3_600.0)
+            again = await served.jobs.GetJob(job_service_pb2.GetJobRequest(name=job.name))
+            assert again.spec.partition == "batch"
+            node = await served.nodes.GetNode(node_pb2.GetNodeRequest(name="nodes/n1"))
+            assert list(node.view_entry.partitions) == ["batch", "own"]
+            batch, own = (await served.nodes.ListPartitions(node_pb2.ListPartitionsRequest())).partitions
+            assert (batch.name, batch.is_default, batch.nodes, batch.jobs_pending) == ("batch", True, "n1", 1)
+            assert (times.seconds(batch.time_limit), batch.gpus_per_job_limit, batch.HasField("gpus_limit")) == (
+                3_600.0,
+                2,
+                False,
+            )
+            assert (own.priority, own.preemptible, list(own.users), own.HasField("time_limit")) == (
+                7,
+                False,
+                ["cat"],
+                False,
+            )
+
+    asyncio.run(story())
+
+
+def test_a_repeated_submission_is_the_same_job_though_its_partition_and_limit_were_filled_in(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with serving(tmp_path, partitions=PARTITIONS) as served:
+            await Speaker(served, "n1").join()
+            first, second = [await served.submit(spec_of(1), request_id="same") for _ in range(2)]
+            assert first.name == second.name
+
+    asyncio.run(story())
