@@ -126,7 +126,9 @@ def test_history_and_logs_head_a_job_with_the_same_words(
     assert headings["history"] == headings["logs"] == ["==> job 1 <==", "==> job 2 <=="]
 
 
-def test_a_resume_right_after_a_suspend_waits_until_the_job_has_stopped(call: Call, master: CannedMaster) -> None:
+def test_a_resume_right_after_a_suspend_waits_until_the_job_has_stopped(
+    call: Call, master: CannedMaster, capsys: Output
+) -> None:
     job = running_job(master)
     job.state, job.gang.phase = job_pb2.Job.STATE_SUSPENDED, job_pb2.Gang.PHASE_STOPPING
     busy = JobBusy("jobs/1 is busy: its checkpoint is being written; try again")
@@ -145,6 +147,7 @@ def test_a_resume_right_after_a_suspend_waits_until_the_job_has_stopped(call: Ca
     master.looked_at = stop_at_the_third_look
     assert call("resume", "1") == 0
     assert len(ordered(master, job_service_pb2.ResumeJobRequest)) == 4
+    assert capsys.readouterr().out.endswith("; `ganger why 1` prints what it waits for\n")
 
 
 def test_suspend_at_pause_reports_that_the_job_keeps_its_gpus(call: Call, master: CannedMaster, capsys: Output) -> None:

@@ -136,7 +136,7 @@ def test_a_move_of_a_job_that_starts_again_is_refused_because_it_has_not_reached
     answer = drive.step(MoveJob(number))
     assert isinstance(answer, Refused)
     assert answer.reason == "NOT_RUNNING"
-    assert "has not reached its first boundary yet: it is STARTING; try again" in answer.message
+    assert "has not reached its first boundary yet: it is starting; try again once it runs" in answer.message
 
 
 @pytest.mark.parametrize(

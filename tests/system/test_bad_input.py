@@ -175,10 +175,19 @@ def test_an_unknown_node_is_named(shell: Shell, command: str) -> None:
     assert "there is no nodes/nowhere" in refused(shell, 3, command, "nowhere", *reason)
 
 
-@pytest.mark.parametrize("command", ["suspend", "resume", "move", "repin", "cancel"])
-def test_an_order_to_a_job_that_has_ended_is_refused(shell: Shell, command: str) -> None:
+def test_an_order_to_a_job_that_has_ended_is_refused(shell: Shell) -> None:
     job, _ = ended(shell, "--", "true")
-    assert f"jobs/{job} is SUCCEEDED" in refused(shell, 4, command, job)
+    orders = {
+        "suspend": "suspended",
+        "resume": "resumed",
+        "move": "moved",
+        "repin": "given other cores",
+        "cancel": "cancelled",
+        "update --priority 3": "changed",
+    }
+    for line, order in orders.items():
+        told = refused(shell, 4, *line.split(), job)
+        assert told == f"ganger: job {job} has succeeded; it cannot be {order}\n"
 
 
 @pytest.mark.parametrize("token", ["", "wrong"])

@@ -246,7 +246,7 @@ def test_cancel_goes_on_after_one_that_has_ended(shell: Shell) -> None:
     running = sleeping(shell, 1)
     done = shell.try_("cancel", ended, running)
     assert done.code == 4
-    assert f"jobs/{ended} is SUCCEEDED" in done.err
+    assert f"job {ended} has succeeded; it cannot be cancelled" in done.err
     assert shell.try_("wait", running, "--timeout", "60s").code == 1
 
 

@@ -101,7 +101,7 @@ def resume(selection: Selection, is_waiting: bool, timeout: str, as_json: bool) 
         def finish(begun: Job) -> Job:
             return order_wait.until(client, begun, order_wait.goes_on, timeout, "running")
 
-        return _command_each(client, selection, order, finish if is_waiting else None, as_json)
+        return _command_each(client, selection, order, finish if is_waiting else None, as_json, order_wait.waiting_note)
 
 
 @click.command()

@@ -248,6 +248,11 @@ def kept_devices(job: Job) -> str:
     return f", and keeps {gpus}: `ganger suspend {number(job.name)} --level {freeing}` frees {them}"
 
 
+def waiting_note(job: Job) -> str:
+    """Return the end of the line about a job that was resumed and is pending; empty for other jobs."""
+    return f"; `ganger why {number(job.name)}` prints what it waits for" if job.state == job.STATE_PENDING else ""
+
+
 def print_cancelled(client: Client, job: Job) -> None:
     print_job(job, False)
     if job.state not in FINISHED and (unreachable := silence(client, job)):

@@ -58,12 +58,12 @@ def _cancel(state: State, command: commands.CancelJob, now: float) -> Decision:
     job = find_job(state, command.number)
     if job.state is JobState.CANCELLED or job.ending is JobState.CANCELLED:
         return (), JobAnswer(job.number)
-    job = unfinished(state, command.number)
+    job = unfinished(state, command.number, "cancelled")
     return (events.JobCancelled(now, _user(command), job.number, command.reason),), JobAnswer(job.number)
 
 
 def _suspend(state: State, command: commands.SuspendJob, now: float) -> Decision:
-    job = unfinished(state, command.number)
+    job = unfinished(state, command.number, "suspended")
     level = check_suspend(state, job, command.level)
     if level is SuspendLevel.NONE:
         return (), JobAnswer(job.number)
@@ -71,7 +71,7 @@ def _suspend(state: State, command: commands.SuspendJob, now: float) -> Decision
 
 
 def _resume(state: State, command: commands.ResumeJob, now: float) -> Decision:
-    job = unfinished(state, command.number)
+    job = unfinished(state, command.number, "resumed")
     if job.state is not JobState.SUSPENDED:
         return (), JobAnswer(job.number)
     gang = state.gangs.get(job.epoch)
@@ -81,14 +81,14 @@ def _resume(state: State, command: commands.ResumeJob, now: float) -> Decision:
 
 
 def _move(state: State, command: commands.MoveJob, now: float) -> Decision:
-    job = unfinished(state, command.number)
+    job = unfinished(state, command.number, "moved")
     claims = check_move(state, job, command.nodes)
     event = events.MoveBegun(now, _user(command), job.number, claims, level_of(state, claims))
     return (event,), JobAnswer(job.number)
 
 
 def _retune(state: State, command: commands.RetuneJob, now: float) -> Decision:
-    job = unfinished(state, command.number)
+    job = unfinished(state, command.number, "given other cores")
     gang = state.gangs.get(job.epoch)
     if job.next_epoch or job.ending is not None:
         raise busy(job, "it is being moved or ends")
@@ -116,7 +116,7 @@ def _retune(state: State, command: commands.RetuneJob, now: float) -> Decision:
 
 
 def _resize(state: State, command: commands.ResizeJob, now: float) -> Decision:
-    job = unfinished(state, command.number)
+    job = unfinished(state, command.number, "resized")
     if rests_without_devices(state, job):
         check_size(job, command.gpus)
         return (events.SizeChosen(now, _user(command), job.number, command.gpus),), JobAnswer(job.number)

@@ -53,12 +53,21 @@ def has_ended(job: JobRecord) -> bool:
     return job.state.is_finished or (job.ending is not None and job.ending.is_finished)
 
 
-def unfinished(state: State, number: int) -> JobRecord:
-    """Return the job if it has neither ended nor is about to."""
+_ENDS = {
+    JobState.SUCCEEDED: "has succeeded",
+    JobState.FAILED: "has failed",
+    JobState.CANCELLED: "was cancelled",
+    JobState.STOPPED: "was stopped by the rule of its array",
+}
+
+
+def unfinished(state: State, number: int, order: str = "changed") -> JobRecord:
+    """Return the job if it has neither ended nor is about to. `order`: what it cannot be any more, for the refusal."""
     job = find_job(state, number)
     if has_ended(job):
-        state_name = (job.ending or job.state).value
-        raise RefusedError("JOB_FINISHED", f"{job.name} is {state_name}", {"job": job.name, "state": state_name})
+        end = job.ending or job.state
+        text = f"job {number} {_ENDS[end]}; it cannot be {order}"
+        raise RefusedError("JOB_FINISHED", text, {"job": job.name, "state": end.value})
     return job
 
 
@@ -159,9 +168,9 @@ def busy(job: JobRecord, why: str) -> RefusedError:
 
 
 def not_running(job: JobRecord, gang: Gang | None) -> RefusedError:
-    present = gang.phase.value if gang is not None else job.state.value
+    present = (gang.phase.value if gang is not None else job.state.value).lower()
     if gang is not None and gang.phase is GangPhase.STARTING:
-        text = f"{job.name} has not reached its first boundary yet: it is {present}; try again once it is RUNNING"
+        text = f"{job.name} has not reached its first boundary yet: it is {present}; try again once it runs"
         return RefusedError("NOT_RUNNING", text, {"job": job.name})
     remedy = "; resume it first" if job.state is JobState.SUSPENDED else ""
     return RefusedError("NOT_RUNNING", f"{job.name} is not running: it is {present}{remedy}", {"job": job.name})
