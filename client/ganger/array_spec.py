@@ -14,7 +14,7 @@ from typing import Any
 
 from ganger.spec import make_spec
 from ganger.spec_values import shortened, whole_number
-from ganger.text import counted
+from ganger.text import counted, meant
 from ganger.v1.array_pb2 import ArrayMember, StopRule
 from ganger.v1.job_service_pb2 import CreateArrayRequest
 from ganger.wire.errors import SpecInvalid, Violation
@@ -107,8 +107,8 @@ class _WrongError(Exception):
 def _fill(request: CreateArrayRequest, array: Any) -> None:
     if not isinstance(array, Mapping):
         raise _WrongError([Violation("array", f"must be a mapping of {', '.join(_KEYS)}")])
-    unknown = f"there is no such key; there are {', '.join(_KEYS)}"
-    violations = [Violation(f"array.{key}", unknown) for key in array if key not in _KEYS]
+    unknown = [str(key) for key in array if key not in _KEYS]
+    violations = [Violation(f"array.{key}", f"there is no such key; {meant(key, _KEYS)}") for key in unknown]
 
     def read(key: str, parse: Callable[[Any], Any]) -> Any:
         if array.get(key) is None:
@@ -188,7 +188,8 @@ def _indices(value: Any) -> list[ArrayMember]:
 def _rule(value: Any) -> StopRule:
     if not isinstance(value, Mapping):
         raise ValueError(f"must be a mapping of {', '.join(_STOP_KEYS)}")
-    wrong = [Violation(f"array.stop.{key}", "there is no such key") for key in value if key not in _STOP_KEYS]
+    unknown = [str(key) for key in value if key not in _STOP_KEYS]
+    wrong = [Violation(f"array.stop.{key}", f"there is no such key; {meant(key, _STOP_KEYS)}") for key in unknown]
     kinds = [name.removeprefix("KIND_").lower() for name in StopRule.Kind.keys()[1:]]
     rule = str(value.get("rule", "")).lower()
     goal = str(value.get("goal", "min")).lower()

@@ -41,7 +41,7 @@ from ganger.spec_values import (
     shortened,
     whole_number,
 )
-from ganger.text import counted, os_reason, parse_duration, parse_memory
+from ganger.text import counted, meant, os_reason, parse_duration, parse_memory
 from ganger.v1.job_pb2 import (
     MECHANISM_ADAPTER,
     MECHANISM_IMAGE,
@@ -66,7 +66,6 @@ KEYS = frozenset(
         *("signal", "grace", "requeue", "disk_mb_per_s", "net_mb_per_s", "partition"),
     ]
 )
-_EVERY_KEY = ", ".join(sorted(KEYS | {"array"}))
 # One of locality, tolerance and patience replaces all of them.
 UPDATE_KEYS = (
     *("name", "priority", "time", "gpu_type", "partition", "locality", "tolerance", "patience", "memory"),
@@ -245,12 +244,9 @@ def _bounded(text: str) -> str:
 
 
 def _unknown(key: str) -> str:
-    from difflib import get_close_matches
-
     if key == "array":
         return "a job has none: submit it as an array"
-    near = get_close_matches(key, KEYS, 1)
-    return f"there is no such key; is it {near[0]}?" if near else f"there is no such key; there are {_EVERY_KEY}"
+    return f"there is no such key; {meant(key, KEYS | {'array'})}"
 
 
 class _Reader:
@@ -355,7 +351,7 @@ def _listed_roles(reader: _Reader) -> list[Role]:
             continue
         one = _Reader(description, {str(key): f"{path}.{key}" for key in (*description, *_ROLE_KEYS)})
         for key in sorted(str(key) for key in set(description) - _ROLE_KEYS):
-            one.complain(key, f"there is no such key; there are {', '.join(sorted(_ROLE_KEYS))}")
+            one.complain(key, f"there is no such key; {meant(key, _ROLE_KEYS)}")
         is_only = len(listed) == 1
         name = one.read("name", parse_text, "worker" if is_only else "", required="" if is_only else "name it")
         gpus = one.read("gpus", whole_number(0, 64), 0)

@@ -136,6 +136,15 @@ def counted(count: float | str, noun: str, spec: str = "") -> str:
     return f"{shown} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
+def meant(name: str, known: Iterable[str]) -> str:
+    """Return "is it gpus?" for an unknown name, of the most similar known one; "there are gpus, tasks" if none is."""
+    from difflib import get_close_matches
+
+    names = sorted(known)
+    near = get_close_matches(name[:_MOST_CHARACTERS], names, 1)
+    return f"is it {near[0]}?" if near else f"there are {', '.join(names)}"
+
+
 def os_reason(error: Exception) -> str:
     """Return why the system refused something, without the error's number. `error`: an OSError, or the
     UnicodeDecodeError of a file that is no text; of any other error the text."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Final
 
+from ganger.text import meant, parse_memory
 from ganger.text import parse_duration as parse_finite_duration
-from ganger.text import parse_memory
 from ganger.wire.endpoints import EndpointError, check_address, check_listen_address, is_loopback
 
 from ganger_master.core.partitions import Partition, partitions_of, unknown_teams
@@ -148,9 +149,10 @@ def load(
         raw.update(tomllib.loads(file_text))
     except (ValueError, RecursionError) as error:
         problems.append(f"{file_name}: {error}")
-    for name in (name.removesuffix("_s") for name in sorted(_NAMES)):
+    for name in sorted(_SHOWN):
         if (text := environment.get(PREFIX + name.upper())) is not None:
             raw[name] = text
+    problems += _mistyped(environment)
     raw.update({name: value for name, value in flags.items() if value is not None})
 
     values: dict[str, object] = {}
@@ -170,6 +172,15 @@ def load(
     return Config(**values)  # type: ignore[arg-type]
 
 
+def _mistyped(environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield what is wrong with variables whose names are almost those of settings. Others belong to other programs, as
+    those that Kubernetes sets for a service."""
+    for variable in sorted(environment):
+        name = variable.removeprefix(PREFIX).lower()
+        if variable.startswith(PREFIX) and name not in _SHOWN and (near := get_close_matches(name, _SHOWN, 1, 0.8)):
+            yield f"{variable}: there is no such variable; is it {PREFIX}{near[0].upper()}?"
+
+
 def _parse_one(name: str, value: object, has_certificates: bool) -> object:
     """Return the value of one setting. Raises ValueError, whose text begins with the setting's name."""
     if name == "listen":
@@ -181,8 +192,7 @@ def _parse_one(name: str, value: object, has_certificates: bool) -> object:
         return parse(name, value)
     if name in _NAMES and name.endswith("_s"):
         return _duration_of(name, value)
-    known = ", ".join(sorted(one.removesuffix("_s") for one in _NAMES))
-    raise ValueError(f"{name}: no such setting; known are {known}")
+    raise ValueError(f"{name}: there is no such setting; {meant(name, _SHOWN)}")
 
 
 def _path_of(name: str, value: object) -> Path:
@@ -317,6 +327,8 @@ def _boolean_of(name: str, value: object) -> bool:
 
 
 _NAMES: Final = frozenset(one.name for one in fields(Config))
+# As people write them: durations have their units in their values.
+_SHOWN: Final = frozenset(name.removesuffix("_s") for name in _NAMES)
 
 _PARSERS: Final[Mapping[str, Callable[[str, object], object]]] = {
     **dict.fromkeys(("state_dir", "storage", "tls", "authority"), _path_of),

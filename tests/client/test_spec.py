@@ -94,6 +94,14 @@ def test_mistakes_in_roles_have_paths() -> None:
     }
 
 
+def test_a_mistyped_key_of_a_role_is_named_with_the_one_that_is_meant() -> None:
+    known = "cpus, disk_mb_per_s, gpus, memory, name, net_mb_per_s, tasks"
+    assert wrong(command="true", roles=[{"gpu": 1, "colour": "red"}]) == {
+        "roles[0].gpu": "there is no such key; is it gpus?",
+        "roles[0].colour": f"there is no such key; there are {known}",
+    }
+
+
 def test_a_mistake_in_a_flag_is_called_by_the_flag() -> None:
     with pytest.raises(SpecInvalid) as caught:
         make_spec({"command": ["x"], "gpus": "7", "gpus_per_task": "2"}, origins={"gpus_per_task": "--gpus-per-task"})

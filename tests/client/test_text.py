@@ -7,7 +7,16 @@ import os
 import socket
 
 import pytest
-from ganger.text import counted, format_duration, format_memory, os_failure, os_reason, parse_duration, parse_memory
+from ganger.text import (
+    counted,
+    format_duration,
+    format_memory,
+    meant,
+    os_failure,
+    os_reason,
+    parse_duration,
+    parse_memory,
+)
 from ganger.wire.endpoints import why_not_listening
 from hypothesis import given
 from hypothesis import strategies as st
@@ -92,6 +101,14 @@ def test_printed_durations_read_as_nearly_the_same(seconds: float) -> None:
 )
 def test_a_number_stands_beside_its_noun(count: float, noun: str, spec: str, text: str) -> None:
     assert counted(count, noun, spec) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("gpu", "is it gpus?"), ("colour", "there are gpus, tasks"), ("x" * 10**6, "there are gpus, tasks")],
+)
+def test_an_unknown_name_is_answered_with_the_most_similar_one_or_with_all(name: str, told: str) -> None:
+    assert meant(name, ("tasks", "gpus")) == told
 
 
 NOT_TEXT = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")

@@ -70,7 +70,7 @@ def test_all_mistakes_are_reported_together() -> None:
         "--state-dir",
     ):
         assert word in text
-    assert "known are authority, changes_per_user, checkpoint_interval, checkpoints_kept, database_url, " in text, (
+    assert "there are authority, changes_per_user, checkpoint_interval, checkpoints_kept, database_url, " in text, (
         "as the documentation calls them"
     )
     assert load({"state_dir": "/s"}, {}, "finished_jobs_limit = 7\n").finished_jobs_limit == 7
@@ -85,14 +85,24 @@ def test_all_mistakes_are_reported_together() -> None:
     ("text", "wrong"),
     [
         ("lost_after = 600", "lost_after: '600' has no unit: write 600s, 600m or 600h"),
+        ('lost_aftr = "5m"', "lost_aftr: there is no such setting; is it lost_after?"),
+        ('quantum_seconds = "5m"', "quantum_seconds: there is no such setting; is it quantum?"),
         ('quantum = "60"', "quantum: '60' has no unit: write 60s, 60m or 60h"),
         ('residue_bytes = "much"', "residue_bytes: 'much' is not an amount of memory: write for example 512M or 16G"),
     ],
 )
-def test_a_mistaken_amount_is_named_with_its_setting(text: str, wrong: str) -> None:
+def test_a_mistake_is_named_with_its_setting_and_what_to_write(text: str, wrong: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load({"state_dir": "/s"}, {}, text)
     assert refused.value.problems == (wrong,)
+
+
+def test_a_variable_that_is_almost_that_of_a_setting_is_refused() -> None:
+    mistyped = {"GANGER_MASTER_LOST_AFTR": "5m", "GANGER_MASTER_SERVICE_HOST": "10.0.0.1", "GANGER_MASTER": "h:1"}
+    with pytest.raises(ConfigError) as refused:
+        load({"state_dir": "/s"}, mistyped)
+    told = "GANGER_MASTER_LOST_AFTR: there is no such variable; is it GANGER_MASTER_LOST_AFTER?"
+    assert refused.value.problems == (told,)
 
 
 @pytest.mark.parametrize(

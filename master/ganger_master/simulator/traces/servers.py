@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from ganger.cluster.resources import ConfigurationSet, NodeRow, Socket
 from ganger.cluster.topology import parse_topology
 from ganger.cluster.view import LoadMode, View
-from ganger.text import counted, os_reason, parse_cores, parse_memory
+from ganger.text import counted, meant, os_reason, parse_cores, parse_memory
 from msgspec.structs import replace
 
 from ganger_master.core.partitions import NO_PARTITIONS, PartitionIndex
@@ -215,7 +215,7 @@ class _Reader:
         self._place = place
         for key in entries:
             if key not in _KEYS:
-                self.complain(key, f"there is no such key; there are {', '.join(_KEYS)}")
+                self.complain(key, f"there is no such key; {meant(key, _KEYS)}")
 
     def read(self, key: str, parse: Callable[[Any], Value], default: Value, required: bool = False) -> Value:
         if key not in self._entries:
