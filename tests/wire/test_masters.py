@@ -106,6 +106,22 @@ def test_a_list_may_be_longer_than_the_name_of_a_file() -> None:
     assert found.masters is not None
 
 
+@pytest.mark.parametrize(
+    ("named", "told"),
+    [
+        ("http://h:1", "'http://h:1' is not an address: give HOST:PORT, without http://"),
+        ("127.0.0.1:1,http://h:2", "'http://h:2' is not an address: give HOST:PORT, without http://"),
+        ("127.0.0.1:1,/no/such/directory", "'/no/such/directory', in the list of masters, is neither HOST:PORT nor a"),
+        ("127.0.0.1:1,m2.lab", "'m2.lab', in the list of masters, is neither HOST:PORT nor a directory that is there"),
+    ],
+)
+def test_a_part_of_a_list_that_names_no_master_is_refused_by_name(named: str, told: str) -> None:
+    with pytest.raises(EndpointError) as refused:
+        find_endpoint(named)
+    assert str(refused.value).startswith(told)
+    assert refused.value.found
+
+
 @pytest.mark.parametrize("named", ["~no-such-user/a", "~no-such-user/a,~no-such-user/b"])
 def test_a_home_directory_that_is_not_known_is_refused(named: str) -> None:
     with pytest.raises(EndpointError, match="no-such-user"):
@@ -122,6 +138,8 @@ def test_a_directory_with_a_comma_in_its_name_is_no_list(tmp_path: Path) -> None
 
 def test_masters_of_a_list_of_directories_have_their_own_addresses_and_tokens(tmp_path: Path) -> None:
     listed = f"{tmp_path / 'a'},{tmp_path / 'b'}"
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
     with pytest.raises(EndpointError, match="no master has written") as caught:
         find_endpoint(listed)
     assert not caught.value.found

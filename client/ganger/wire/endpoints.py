@@ -89,6 +89,7 @@ def find_endpoint(master: str | None = None, tls: str | None = None) -> Endpoint
                 found=False,
             )
         return read_endpoint(directory)
+    _check_no_url(wanted)
     if not is_address(wanted):
         path = Path(os.path.expanduser(wanted))
         return read_endpoint(path.parent if path.name == ENDPOINT_FILE else path)
@@ -114,6 +115,21 @@ def _parts_of(masters: str) -> tuple[str, ...]:
     if not all(parts):
         raise EndpointError(f"{masters!r} is not a list of masters: give HOST:PORT,HOST:PORT")
     return parts
+
+
+def _check_no_url(text: str) -> None:
+    """Raises EndpointError for "http://HOST:PORT" and the like."""
+    if "://" in text:
+        raise EndpointError(f"{text!r} is not an address: give HOST:PORT, without {text.partition('://')[0]}://")
+
+
+def _check_part(part: str) -> None:
+    """Check a part of a list of masters: a wrong one would be left out for as long as another master answers. Raises
+    EndpointError for one that is neither an address nor a directory."""
+    _check_no_url(part)
+    path = os.path.expanduser(part)
+    if not is_address(part) and not os.path.exists(path.removesuffix(f"/{ENDPOINT_FILE}")):
+        raise EndpointError(f"{part!r}, in the list of masters, is neither HOST:PORT nor a directory that is there")
 
 
 def next_master(count: int, current: int, unreachable: Collection[int], leader: int | None = None) -> int:
@@ -192,7 +208,9 @@ class MasterList:
 
 @lru_cache(maxsize=64)
 def master_list(parts: tuple[str, ...], tls: str | None) -> MasterList:
-    """Return the list of these masters, one for the whole process."""
+    """Return the list of these masters, one for the whole process. Raises EndpointError for a part that names none."""
+    for part in parts:
+        _check_part(part)
     return MasterList(parts, tls)
 
 
