@@ -450,7 +450,7 @@ def _obstacle_of(error: StoreError | EndpointError) -> MasterObstacle:
     match error.problem:
         case Problem.URL | Problem.DRIVER:
             return MasterObstacle.SETTING
-        case Problem.UNREADABLE:
+        case Problem.UNREADABLE | Problem.SERVER:
             return MasterObstacle.UNREACHABLE
         case _:
             return found

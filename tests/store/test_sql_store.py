@@ -10,10 +10,11 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from ganger_master.store import sql
-from ganger_master.store.sql import SqlStore
+from ganger_master.store.sql import SqlStore, explained
 from ganger_master.store.tables import HistoryEntry, Problem, StoreBatch, StoreError, metadata
 from msgspec.structs import astuple
 from sqlalchemy import create_engine, inspect
+from sqlalchemy.exc import OperationalError
 
 
 def url_of(path: Path) -> str:
@@ -103,6 +104,34 @@ def test_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         SqlStore(url_of(tmp_path / "file" / "ganger.db")).open()
     assert refused.value.problem is Problem.UNREADABLE
     assert str(tmp_path) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("nonsense", "database URL 'nonsense' cannot be used: "),
+        ("u:secret@h", "database URL (unreadable) cannot be used: "),
+        ("http://h/x", "database URL http://h/x names no database that Ganger can use; "),
+        ("mysql://u:secret@h/x", "database URL mysql://u:***@h/x names no database that Ganger can use; "),
+        ("postgresql+psycopg://u:secret@h:port/x", "database URL (unreadable) cannot be used: "),
+    ],
+)
+def test_a_database_url_that_cannot_be_used_is_answered_with_one_that_can(url: str, told: str) -> None:
+    with pytest.raises(StoreError) as refused:
+        SqlStore(url)
+    assert str(refused.value).startswith(told)
+    assert str(refused.value).endswith("as in sqlite:////path/ganger.db or postgresql+psycopg://user@host/ganger")
+
+
+def test_a_database_server_that_refuses_is_no_matter_of_paths_and_disks() -> None:
+    refusal = OperationalError("SELECT 1", {}, Exception("connection refused"))
+    with pytest.raises(StoreError) as told, explained("postgresql+psycopg://u:secret@h/x"):
+        raise refusal
+    assert told.value.problem is Problem.SERVER
+    assert str(told.value) == (
+        "database postgresql+psycopg://u:***@h/x: connection refused;"
+        " check the database URL, and that its server runs and admits this user"
+    )
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,7 @@ _ROWS_PER_FETCH: Final = 1_000
 _BUSY_MS: Final = 5_000
 # libpq: waits for a database server that does not answer, in seconds and milliseconds. The system would wait minutes.
 _LIBPQ_WAITS: Final = {"connect_timeout": "5", "tcp_user_timeout": "5000"}
+_DATABASES: Final = ("sqlite", "postgresql")
 _SQLITE_ARGUMENTS: Final = {"timeout": _BUSY_MS / 1000, "cached_statements": _STATEMENTS_KEPT}
 
 
@@ -217,7 +218,7 @@ class SqlStore:
                 raise
             text = "a commit of the former leader is under way, and the database user of this master may not end it"
             advice = "give all masters the same user"
-            raise StoreError(Problem.UNREADABLE, f"database {_shown(self._url)}: {text}: {advice}") from error
+            raise StoreError(Problem.SERVER, f"database {_shown(self._url)}: {text}: {advice}") from error
 
     def migrate(self) -> None:
         with explained(self._url):
@@ -359,6 +360,8 @@ def _take_over(connection: Connection) -> int:
 def _engine_for(url: str | URL) -> Engine:
     try:
         parsed = make_url(url)
+        if parsed.get_backend_name() not in _DATABASES:
+            raise StoreError(Problem.URL, f"database URL {_shown(url)} names no database that Ganger can use")
         if parsed.get_backend_name() != "sqlite":
             waits = _LIBPQ_WAITS if parsed.get_driver_name().startswith("psycopg") else {}
             arguments = {name: value for name, value in waits.items() if name not in parsed.query}
@@ -412,10 +415,10 @@ def explained(url: str | URL) -> Iterator[None]:
     try:
         yield
     except (SQLAlchemyError, sqlite3.Error, OSError) as error:
-        raise StoreError(_problem_of(error), f"database {_shown(url)}: {_cause_of(error)}") from error
+        raise StoreError(_problem_of(error, url), f"database {_shown(url)}: {_cause_of(error)}") from error
 
 
-def _problem_of(error: BaseException) -> Problem:
+def _problem_of(error: BaseException, url: str | URL) -> Problem:
     text = str(error).lower()
     if "locked" in text or "busy" in text:
         return Problem.LOCKED
@@ -423,7 +426,7 @@ def _problem_of(error: BaseException) -> Problem:
         return Problem.FULL
     if "not a database" in text or "malformed" in text:
         return Problem.DAMAGED
-    return Problem.UNREADABLE
+    return Problem.UNREADABLE if make_url(url).get_backend_name() == "sqlite" else Problem.SERVER
 
 
 def _cause_of(error: BaseException) -> str:
@@ -438,4 +441,5 @@ def _shown(url: str | URL) -> str:
     try:
         return make_url(url).render_as_string(hide_password=True)
     except (ArgumentError, ValueError):
-        return "(unreadable)"
+        # One that holds a password is not shown.
+        return "(unreadable)" if "@" in str(url) else repr(str(url))

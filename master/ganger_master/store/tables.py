@@ -50,11 +50,12 @@ Row = tuple[Cell, ...]
 class Problem(Enum):
     """How a store fails; the value says what an operator can do."""
 
-    URL = "correct the database URL"
+    URL = "correct the database URL, as in sqlite:////path/ganger.db or postgresql+psycopg://user@host/ganger"
     DRIVER = "install its driver; for PostgreSQL pip install 'ganger[postgresql]'"
     LOCKED = "another program holds it: stop that program"
     FULL = "the disk is full: free some space; nothing accepted was lost"
     NEWER = "a newer ganger wrote it: start that version, or restore the backup made before its upgrade"
+    SERVER = "check the database URL, and that its server runs and admits this user"
     UNREADABLE = "it cannot be read or written: check its path, its permissions and its disk"
     FENCED = "another master has taken it over: this one ends"
     DAMAGED = "put a backup in its place (`ganger master restore`)"
