@@ -110,7 +110,7 @@ def test_mistakes_of_pairs_are_said_beside_all_others(call: Call, master: Canned
 
 
 def test_a_dry_run_submits_nothing(call: Call, master: CannedMaster, capsys: Output) -> None:
-    flags = "--gpus 2:4 --memory 2G --time 90m --locality node --tolerance rack --not-preemptible --signal TERM"
+    flags = "--gpus 2:4 -p big --memory 2G --time 90m --locality node --tolerance rack --not-preemptible --signal TERM"
     assert call("submit", "--dry-run", "--json", *flags.split(), "--", "x") == 0
     assert json.loads(capsys.readouterr().out)["roles"][0]["tasks"] == 2
     assert call("submit", "--dry-run", *flags.split(), "--name", "digits", "--", "python", "a b.py") == 0
@@ -122,6 +122,7 @@ def test_a_dry_run_submits_nothing(call: Call, master: CannedMaster, capsys: Out
         "command": "python 'a b.py'",
         "gpus": "2:4",
         "tasks": "2 to 4 × worker: 1 GPU, cores by measurement, 2G",
+        "partition": "big",
         "locality": "node",
         "tolerance": "rack",
         "patience": "10m",

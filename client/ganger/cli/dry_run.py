@@ -55,6 +55,7 @@ def _spec_pairs(spec: JobSpec) -> list[tuple[str, str]]:
         ("environment", " ".join(sorted(spec.environment))),
         ("gpus", gpus),
         ("tasks", "\n".join(role_text(role, job_table.bounds(spec)) for role in spec.roles)),
+        ("partition", spec.partition),
         ("gpu_type", spec.device_type),
         ("gpu_memory", format_memory(spec.gpu_memory_bytes) if spec.gpu_memory_bytes else ""),
         ("nodes", str(spec.nodes or "")),
