@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import grpc
@@ -10,7 +11,7 @@ import pytest
 from ganger.v1 import array_pb2, job_service_pb2
 from ganger.wire.errors import ApiError, UserLimit, from_rpc_error
 from ganger.wire.methods import CallerIdentity, CallerRole
-from ganger_master.rpc.access import Bucket, UserLimits
+from ganger_master.rpc.access import LONGEST_TURN_S, Bucket, UserLimits
 from rpc.certified import serving_certified
 from rpc.kit import Speaker, spec_of, until
 
@@ -49,18 +50,21 @@ def test_a_clock_that_goes_back_gives_nothing() -> None:
 def test_requests_and_changes_of_a_user_are_bounded_and_those_of_operators_are_not() -> None:
     now = [0.0]
     limits = UserLimits(requests=5, changes=1, streams=1, steady=lambda: now[0])
-    limits.charge_requests(ANN, 50)
+    assert limits.charge_requests(ANN, 50) == 0.0
+    assert limits.charge_requests(ANN) == 0.2, "it waits for its turn"
+    assert limits.charge_requests(ANN, 9) == LONGEST_TURN_S
     with pytest.raises(
-        UserLimit, match=r"user ann has used up 5 requests a second \(requests_per_user\): try again in"
+        UserLimit, match=r"user ann has used up 5 requests a second \(requests_per_user\): try again in 2.2 s"
     ):
         limits.charge_requests(ANN)
     limits.charge_changes(ANN, 2_000)
     with pytest.raises(UserLimit, match="changes_per_user"):
         limits.charge_changes(ANN)
-    now[0] = 1.0
-    limits.charge_requests(ANN, 5)
+    now[0] = 3.0
+    assert limits.charge_requests(ANN, 5) == 0.0, "what was taken ahead is paid off"
+    assert limits.charge_requests(ANN) == 0.2
     limits.charge_changes(ANN)
-    limits.charge_requests(CallerIdentity(CallerRole.USER, "bob"), 50)
+    assert limits.charge_requests(CallerIdentity(CallerRole.USER, "bob"), 50) == 0.0
     for _ in range(100):
         limits.charge_requests(ROOT, 1_000)
 
@@ -93,14 +97,28 @@ def test_a_users_streams_pending_jobs_and_requests_are_bounded_on_a_running_mast
             await bob.jobs.CreateArray(array)
             await root.jobs.CreateArray(array)
             await root.jobs.CreateArray(array)
-            seen = ""
-            for _ in range(400):
-                try:
-                    await ann.jobs.GetJob(job_service_pb2.GetJobRequest(name=job.name))
-                except grpc.RpcError as failed:
-                    seen = from_rpc_error(failed).message
-                    break
-            assert "user ann has used up 5 requests a second" in seen
             await bob.jobs.ListJobs(job_service_pb2.ListJobsRequest())
+
+    asyncio.run(story())
+
+
+def test_requests_beyond_the_rate_wait_for_their_turn_and_refusals_are_held_back(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with serving_certified(tmp_path, requests_per_user=5) as made:
+            ann = made.calls(CallerRole.USER, "ann")
+            job = await ann.submit()
+            get = job_service_pb2.GetJobRequest(name=job.name)
+            began = time.monotonic()
+            answers = await asyncio.gather(*(ann.jobs.GetJob(get) for _ in range(80)), return_exceptions=True)
+            took_s = time.monotonic() - began
+            errors = [from_rpc_error(one) for one in answers if isinstance(one, grpc.RpcError)]
+            assert errors, "80 are more than a burst of 50 and the 10 that may wait"
+            assert {error.reason for error in errors} == {"USER_LIMIT"}
+            assert "user ann has used up 5 requests a second" in errors[0].message
+            assert len(answers) - len(errors) >= 59, "the burst, and those that wait"
+            assert took_s >= 1.5, "the last of them waits for two seconds"
+            began = time.monotonic()
+            await asyncio.gather(*(ann.jobs.GetJob(get) for _ in range(80)), return_exceptions=True)
+            assert time.monotonic() - began >= 1.0, "no refusal comes at once"
 
     asyncio.run(story())

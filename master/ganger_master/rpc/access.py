@@ -1,16 +1,18 @@
 """Access of users: which fields of jobs they may read, and how much they may request.
 
 They read all fields of their own jobs, and of other jobs only what a queue listing shows. Limits on requests and
-changes per second and on open streams protect the service of all users, far above what people and their scripts do.
-Operators and the master's own programs have no limits. A daemon has its certificate renewed a few times an hour.
+changes per second and on open streams protect the service of all users, above what people and their scripts do:
+requests beyond the rate wait for their turn. Operators and the master's own programs have no limits. A daemon has its
+certificate renewed a few times an hour.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -104,6 +106,12 @@ _REQUESTS_BURST_S: Final = 10.0
 _CHANGES_BURST_S: Final = 2_000.0
 
 
+# Requests beyond the rate wait so long for their turn at most. What would wait longer is refused, and the refusal held
+# back: the loop of a caller that tries again at once costs others little.
+LONGEST_TURN_S: Final = 2.0
+_REFUSED_AFTER_S: Final = 1.0
+
+
 @dataclass(slots=True)
 class Bucket:
     """A token bucket: `rate` in a second, at most `burst` at once. Full at first."""
@@ -113,15 +121,16 @@ class Bucket:
     level: float | None = None
     filled_at: float = 0.0
 
-    def take(self, now: float, cost: float = 1.0) -> float:
-        """Take the cost and return zero, or take nothing and return the seconds until there is enough. A cost above a
-        burst is taken from a full bucket, which then refills from below zero. `now`: seconds of a steady clock."""
+    def take(self, now: float, cost: float = 1.0, longest_s: float = 0.0) -> float:
+        """Return the seconds until there is enough for the cost; take it unless these are more than `longest_s`. What
+        is taken ahead is paid off first. A cost above a burst is taken from a full bucket, which then refills from
+        below zero. `now`: seconds of a steady clock."""
         passed = max(0.0, now - self.filled_at)
         level = self.burst if self.level is None else min(self.burst, self.level + passed * self.rate)
         self.filled_at = now
-        lacking = max(0.0, min(cost, self.burst) - level)
-        self.level = level if lacking else level - cost
-        return lacking / self.rate
+        wait_s = max(0.0, min(cost, self.burst) - level) / self.rate
+        self.level = level if wait_s > longest_s else level - cost
+        return wait_s
 
 
 @dataclass(slots=True)
@@ -141,13 +150,23 @@ class UserLimits:
         self._steady = steady
         self._users: dict[str, _User] = {}
 
-    def charge_requests(self, caller: CallerIdentity, count: int = 1) -> None:
-        """Count requests of a caller. Raises UserLimit where they are too many."""
+    def charge_requests(self, caller: CallerIdentity, count: float = 1.0) -> float:
+        """Count requests of a caller; return the seconds that they are to wait for their turn. Raises UserLimit where
+        these would be too many."""
         user = self._user(caller)
-        if user is not None and (wait_s := user.requests.take(self._steady(), count)):
+        if user is None:
+            return 0.0
+        wait_s = user.requests.take(self._steady(), count, LONGEST_TURN_S)
+        if wait_s > LONGEST_TURN_S:
             raise self._exceeded(
                 caller, wait_s, counted(self._requests, "request"), "requests_per_user", self._requests
             )
+        return wait_s
+
+    async def turn(self, caller: CallerIdentity, count: float = 1.0) -> None:
+        """Count requests of a caller, and wait for their turn. Raises UserLimit where that would take too long."""
+        if wait_s := self.charge_requests(caller, count):
+            await asyncio.sleep(wait_s)
 
     def charge_changes(self, caller: CallerIdentity, count: int = 1) -> None:
         """Count changes of jobs, each of which is an entry of the history. Raises UserLimit where they are too many."""
@@ -223,7 +242,7 @@ class RenewalLimit:
 
 
 class LimitInterceptor(WrappingInterceptor):
-    """Counts each call, and each stream as long as it is open."""
+    """Counts each call, which waits for its turn, and each stream as long as it is open."""
 
     def __init__(self, limits: UserLimits, callers: Callers) -> None:
         super().__init__()
@@ -234,14 +253,25 @@ class LimitInterceptor(WrappingInterceptor):
         behaviour = behaviour_of(handler)
 
         async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            self._limits.charge_requests(self._callers.of(context))
-            return await behaviour(request, context)
+            async with _refusals_held_back():
+                await self._limits.turn(self._callers.of(context))
+                return await behaviour(request, context)
 
         async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             caller = self._callers.of(context)
-            self._limits.charge_requests(caller)
-            with self._limits.stream(caller):
-                async for response in behaviour(request, context):
-                    yield response
+            async with _refusals_held_back():
+                await self._limits.turn(caller)
+                with self._limits.stream(caller):
+                    async for response in behaviour(request, context):
+                        yield response
 
         return rebuilt(handler, stream if inspect.isasyncgenfunction(behaviour) else answer)
+
+
+@asynccontextmanager
+async def _refusals_held_back() -> AsyncIterator[None]:
+    try:
+        yield
+    except UserLimit:
+        await asyncio.sleep(_REFUSED_AFTER_S)
+        raise
