@@ -17,7 +17,7 @@ from typing import Any, Final
 from ganger_master.simulator.parallel_runs import Report, WorkerFailure, each
 
 from benchmarks.anchor_cells import ANCHORS, JOBS, LOADS, ORACLES, OURS, TRACES, AnchorRow, figures, judged, run
-from benchmarks.bench_report import SAMPLES, AtLeast, AtMost, report
+from benchmarks.report import SAMPLES, AtLeast, AtMost, report
 
 FOLDER: Final = Path("..") / "shared" / "traces"
 RUNS: Final = SAMPLES / "anchors-runs.jsonl"

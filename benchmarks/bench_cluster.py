@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Self
 
 START_S = 90.0
+# What a master prints once it serves, before its address.
+READY = "ganger master ready at "
 GANGER = (sys.executable, "-m", "ganger.cli.main")
 _PAGE = "rank-0.page"
 

@@ -1,34 +1,29 @@
 """`ganger bench burst`: how many gangs a second start when 10,000 jobs are submitted to an idle cluster of 2,000 nodes.
 
 The programs are those of a live cluster: the master with SQLite on disk, the default scheduler host and the planner.
-This process submits ten arrays of 1,000 jobs, and acts as the daemons: each hollow node holds its `Reconcile` call, and
-reports a gang as running as soon as it receives the order to start it. A job's time to start is from the call that
-submits the first array to the first order of its gang at a daemon.
+This process submits ten arrays of 1,000 jobs, and acts as the daemons (`benchmarks.hollow_nodes`). A job's time to
+start is from the call that submits the first array to the first order of its gang at a daemon.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import grpc.aio
-from ganger.agent.v1 import agent_pb2, agent_pb2_grpc
 from ganger.v1 import array_pb2, job_pb2, job_service_pb2, job_service_pb2_grpc, resources_pb2
-from ganger.wire import resource_messages as convert
-from ganger.wire import times
 from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import read_endpoint
 
 from benchmarks import master_server as server
 from benchmarks.bench_cluster import BenchCluster, BenchClusterError
-from benchmarks.bench_report import AtLeast, AtMost, report
-from benchmarks.verdicts import percentile
+from benchmarks.hollow_nodes import HollowNodes
+from benchmarks.report import AtLeast, AtMost, quantile, report
 
 NODES: Final = 2_000
 ARRAYS: Final = 10
@@ -38,7 +33,6 @@ POLICIES: Final = ("fifo", "las2d", "drf", "ganger", "gandiva", "tetris", "optim
 # GPUs of the jobs of an array, one array after the other.
 SIZES: Final = (1, 1, 2, 1, 1, 4, 1, 1, 2, 1)
 _CHANNELS: Final = 8
-_OPENED_AT_ONCE: Final = 50
 _WAIT_S: Final = 600.0
 # Nothing else is to happen while the burst is measured.
 _POLL_S: Final = 3_600.0
@@ -64,53 +58,13 @@ def main(
     return report("burst", {"nodes": nodes, "jobs": arrays * members, **figures}, limits, samples)
 
 
-@dataclass
-class _HollowNode:
-    """The conversation of one daemon that runs nothing."""
-
-    name: str
-    session: str = ""
-    observation: int = 0
-    desired_version: int = 0
-    gangs: dict[int, agent_pb2.ObservedGang] = field(default_factory=dict)
-
-    def request(self, changed: bool) -> agent_pb2.ReconcileRequest:
-        self.observation += changed
-        return agent_pb2.ReconcileRequest(
-            session=self.session,
-            observation=self.observation,
-            desired_version=self.desired_version,
-            changed=changed,
-            gangs=self.gangs.values() if changed else (),
-            max_wait=times.duration(_POLL_S),
-            storage_proved=True,
-        )
-
-    def obey(self, response: agent_pb2.ReconcileResponse) -> list[str]:
-        """Carry the orders out; return the names of the jobs whose gangs start."""
-        self.desired_version = response.desired_version
-        begun = [gang for gang in response.gangs if gang.epoch not in self.gangs]
-        for gang in begun:
-            self.gangs[gang.epoch] = agent_pb2.ObservedGang(
-                job=gang.job,
-                job_uid=gang.job_uid,
-                epoch=gang.epoch,
-                order=gang.order,
-                phase=agent_pb2.ObservedGang.PHASE_RUNNING,
-                ranks=[agent_pb2.ObservedRank(rank=rank, pid=1, start_ticks=1) for rank in gang.members[0].ranks],
-                claim_device_mask=gang.claim.device_mask,
-                capabilities_presumed=True,
-            )
-        return [gang.job for gang in begun]
-
-
 class _Burst:
     """One burst on one cluster: seconds from its begin to the start of each job, and processor seconds by program."""
 
     def __init__(self, cluster: BenchCluster, nodes: int, arrays: int, members: int) -> None:
         self._endpoint = read_endpoint(cluster.master)
         self._programs = {"hollow_nodes": os.getpid(), **cluster.program_ids()}
-        self._nodes = [_HollowNode(f"n{number:05}") for number in range(nodes)]
+        self._nodes = nodes
         self._arrays, self._members = arrays, members
         self._began_s = self._submitted_s = 0.0
         self._all_started = asyncio.Event()
@@ -121,11 +75,10 @@ class _Burst:
         channels = [
             open_aio_channel(self._endpoint, (("grpc.use_local_subchannel_pool", 1),)) for _ in range(_CHANNELS)
         ]
-        stubs = [agent_pb2_grpc.AgentServiceStub(channel) for channel in channels]
-        await self._join(stubs)
-        daemons = [
-            asyncio.create_task(self._serve(stubs[number % _CHANNELS], node)) for number, node in enumerate(self._nodes)
-        ]
+        shared = itertools.islice(itertools.cycle(channels), self._nodes)
+        nodes = HollowNodes(shared, wait_s=_POLL_S, started=self._note)
+        await nodes.join()
+        daemons = [asyncio.ensure_future(one) for one in nodes.serve()]
         before = {name: _used_s(pid) for name, pid in self._programs.items()}
         self._began_s = time.perf_counter()
         await self._submit(job_service_pb2_grpc.JobServiceStub(channels[0]))
@@ -149,65 +102,28 @@ class _Burst:
         times_s, count = list(self.started_s.values()), len(self.started_s)
         return {
             "gangs_per_s": count / max(times_s),
-            "start_p50_s": percentile(times_s, 0.50),
-            "start_p99_s": percentile(times_s, 0.99),
+            "start_p50_s": quantile(times_s, 0.50),
+            "start_p99_s": quantile(times_s, 0.99),
             "submitted_s": self._submitted_s,
             **{f"{name}_ms_per_gang": 1e3 * used_s / count for name, used_s in self.used_s.items()},
         }
 
-    async def _join(self, stubs: Sequence[agent_pb2_grpc.AgentServiceStub]) -> None:
-        """Open the sessions of all nodes, and report each as idle."""
-        waiting = iter(enumerate(self._nodes))
-
-        async def join() -> None:
-            token = ""
-            for number, node in waiting:
-                stub: Any = stubs[number % len(stubs)]
-                if not token:
-                    # The first session brings the token of the storage that all nodes are to prove.
-                    token = (await stub.CreateSession(_description(node.name))).storage_token
-                node.session = (await stub.CreateSession(_description(node.name, token))).session
-                node.desired_version = (await stub.Reconcile(node.request(changed=True))).desired_version
-
-        await asyncio.gather(*(join() for _ in range(_OPENED_AT_ONCE)))
-
-    async def _serve(self, stub: Any, node: _HollowNode) -> None:
-        changed = False
-        while True:
-            jobs = node.obey(await stub.Reconcile(node.request(changed)))
-            changed = bool(jobs)
-            now_s = time.perf_counter() - self._began_s
-            for job in jobs:
-                self.started_s.setdefault(job, now_s)
-            if len(self.started_s) == self._arrays * self._members:
-                self._all_started.set()
+    def _note(self, job: str) -> None:
+        self.started_s.setdefault(job, time.perf_counter() - self._began_s)
+        if len(self.started_s) == self._arrays * self._members:
+            self._all_started.set()
 
     async def _submit(self, jobs: Any) -> None:
         for number in range(self._arrays):
             await jobs.CreateArray(
                 job_service_pb2.CreateArrayRequest(
-                    spec=_spec(SIZES[number % len(SIZES)]),
+                    spec=spec_of(SIZES[number % len(SIZES)]),
                     members=[array_pb2.ArrayMember(index=index) for index in range(self._members)],
                 )
             )
 
 
-def _description(node: str, storage_token: str = "") -> agent_pb2.CreateSessionRequest:
-    return agent_pb2.CreateSessionRequest(
-        node=f"nodes/{node}",
-        machine_uuid=f"machine-{node}",
-        boot_id="boot",
-        configuration_set=convert.configuration_set_to_wire(server.configuration_set()),
-        rack=f"r{int(node[1:]) // 32}",
-        peer_address="127.0.0.1:1",
-        stream_address="127.0.0.1:1",
-        capabilities={"virtual_devices": "true"},
-        version="bench",
-        storage_token=storage_token,
-    )
-
-
-def _spec(gpus: int) -> job_pb2.JobSpec:
+def spec_of(gpus: int) -> job_pb2.JobSpec:
     shape = resources_pb2.TaskShape(gpus=1, millicores=server.MILLICORES_PER_TASK, memory_bytes=server.MEMORY_PER_TASK)
     return job_pb2.JobSpec(
         command=["python", "train.py"],

@@ -30,10 +30,9 @@ from ganger.console import ExitCode
 from ganger.wire.endpoints import ensure_token
 from ganger.wire.errors import ApiError
 
-from benchmarks.bench_cluster import GANGER, START_S, BenchCluster, BenchClusterError
-from benchmarks.bench_report import AtLeast, AtMost, report
+from benchmarks.bench_cluster import GANGER, READY, START_S, BenchCluster, BenchClusterError
 from benchmarks.postgresql_server import PostgresqlServer, why_no_postgresql
-from benchmarks.report import quantile
+from benchmarks.report import AtLeast, AtMost, quantile, report
 
 ROUNDS: Final = 25
 QUICK_ROUNDS: Final = 2
@@ -47,7 +46,7 @@ _LEAD_S: Final = 1.0
 # Answers that are on their way at the signal arrive within this time, and no other master leads yet.
 _IN_FLIGHT_S: Final = 0.3
 _ROUND_S: Final = 30.0
-_LEADS, _STANDS_BY = "ganger master ready at ", "ganger master stands by at "
+_STANDS_BY: Final = "ganger master stands by at "
 _SIGNALS: Final = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 JOB: Final = """
@@ -184,7 +183,7 @@ class MasterPair(BenchCluster):
 
     def _announced(self, number: int) -> str:
         lines = reversed(self._log(number).read_text(errors="replace").splitlines())
-        return next((line for line in lines if line.startswith((_LEADS, _STANDS_BY))), "")
+        return next((line for line in lines if line.startswith((READY, _STANDS_BY))), "")
 
     def leader(self) -> int:
         """Return the number of the master that leads."""
@@ -194,7 +193,7 @@ class MasterPair(BenchCluster):
             found[:] = [
                 number
                 for number, process in enumerate(self._masters)
-                if process is not None and process.poll() is None and self._announced(number).startswith(_LEADS)
+                if process is not None and process.poll() is None and self._announced(number).startswith(READY)
             ]
             return bool(found)
 

@@ -58,7 +58,7 @@ from ganger_master.policies.tunings.synergy import SYNERGY_TUNE
 from ganger_master.runtime.process_setup import settled
 from ganger_master.simulator.traces.workload import elasticflow_speeds, synergy_profiles
 
-from benchmarks.bench_report import AtMost, report
+from benchmarks.report import AtMost, report
 
 _GPUS_PER_NODE: Final = 8
 # A job takes at least the GPUs that its shape names, and up to so many times as many.

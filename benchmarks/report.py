@@ -5,9 +5,27 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final
 
-SAMPLES = Path("build/bench")
+SAMPLES: Final = Path("build") / "bench"
+
+
+@dataclass(frozen=True, slots=True)
+class AtLeast:
+    bound: float
+
+    def holds(self, figure: float) -> bool:
+        return figure >= self.bound
+
+
+@dataclass(frozen=True, slots=True)
+class AtMost:
+    bound: float
+
+    def holds(self, figure: float) -> bool:
+        return figure <= self.bound
 
 
 class BenchReport:
@@ -16,8 +34,7 @@ class BenchReport:
     def __init__(self, name: str, directory: Path = SAMPLES) -> None:
         self.name = name
         self._figures: dict[str, float] = {}
-        self._limits: dict[str, float] = {}
-        self._kept: dict[str, bool] = {}
+        self._limits: dict[str, AtLeast | AtMost] = {}
         directory.mkdir(parents=True, exist_ok=True)
         self._samples = (directory / f"{name}.jsonl").open("w")
 
@@ -25,13 +42,17 @@ class BenchReport:
         print(f"{self.name}: {text}", file=sys.stderr, flush=True)
 
     def figure(self, name: str, value: float) -> None:
-        self._figures[name] = round(value, 6)
+        self._figures[name] = value
 
     def at_most(self, name: str, value: float, limit: float) -> None:
-        self._judge(name, value, limit, value <= limit)
+        self._figures[name], self._limits[name] = value, AtMost(limit)
 
     def at_least(self, name: str, value: float, limit: float) -> None:
-        self._judge(name, value, limit, value >= limit)
+        self._figures[name], self._limits[name] = value, AtLeast(limit)
+
+    def limit(self, name: str, limit: AtLeast | AtMost) -> None:
+        """State the limit of a figure that is measured at another place. Without the figure it does not hold."""
+        self._limits[name] = limit
 
     def figures_of(self, prefix: str) -> dict[str, float]:
         """Return the figures so far whose names begin with it."""
@@ -39,23 +60,35 @@ class BenchReport:
 
     def samples(self, of: Iterable[Mapping[str, object]]) -> None:
         """Raw samples, one object a line, from which the figures can be computed again."""
-        for sample in of:
-            self._samples.write(json.dumps(sample) + "\n")
+        self._samples.writelines(json.dumps(sample) + "\n" for sample in of)
 
-    def result(self) -> dict[str, object]:
+    def result(self) -> dict[str, Any]:
         self._samples.close()
+        found = self._figures
+        missed = [name for name, limit in self._limits.items() if name not in found or not limit.holds(found[name])]
         return {
             "name": self.name,
-            "ok": all(self._kept.values()),
-            "figures": self._figures,
-            "limits": self._limits,
-            "missed": sorted(name for name, kept in self._kept.items() if not kept),
+            "ok": not missed,
+            "figures": {name: round(value, 6) for name, value in found.items()},
+            "limits": {name: round(limit.bound, 6) for name, limit in self._limits.items()},
+            "missed": sorted(missed),
         }
 
-    def _judge(self, name: str, value: float, limit: float, kept: bool) -> None:
-        self._figures[name] = round(value, 6)
-        self._limits[name] = round(limit, 6)
-        self._kept[name] = kept
+
+def report(
+    name: str,
+    figures: Mapping[str, float],
+    limits: Mapping[str, AtLeast | AtMost],
+    samples: Iterable[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Return the object of a benchmark whose figures are all known."""
+    made = BenchReport(name)
+    made.samples(samples)
+    for figure, value in figures.items():
+        made.figure(figure, value)
+    for figure, limit in limits.items():
+        made.limit(figure, limit)
+    return made.result()
 
 
 def quantile(values: Sequence[float], share: float) -> float:

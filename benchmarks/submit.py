@@ -29,8 +29,8 @@ from ganger.wire.channels import open_aio_channel, open_channel
 from ganger.wire.endpoints import Endpoint, EndpointError, read_endpoint
 
 from benchmarks import master_server as server
-from benchmarks.bench_report import AtLeast, AtMost, report
-from benchmarks.verdicts import concurrently, percentile, serving
+from benchmarks.report import AtLeast, AtMost, quantile, report
+from benchmarks.verdicts import concurrently, serving
 
 ROUNDS: Final = 5
 PER_ROUND_ALONE: Final = 200
@@ -116,9 +116,9 @@ async def _throughput(endpoint: Endpoint, rounds: int) -> tuple[dict[str, float]
         "alone_over_empty": statistics.median(ratios[1]),
         "together_per_second": statistics.median(rates[32]),
         "alone_per_second": statistics.median(rates[1]),
-        "together_p99_ms": 1e3 * percentile(latencies[32], 0.99),
+        "together_p99_ms": 1e3 * quantile(latencies[32], 0.99),
         "alone_p50_ms": 1e3 * statistics.median(latencies[1]),
-        "alone_p99_ms": 1e3 * percentile(latencies[1], 0.99),
+        "alone_p99_ms": 1e3 * quantile(latencies[1], 0.99),
     }
     return figures, samples
 
@@ -234,7 +234,7 @@ def _starts(
     }
     for path, seconds in warm.items():
         figures[f"{path}_start_p50_ms"] = 1e3 * statistics.median(seconds)
-        figures[f"{path}_start_p99_ms"] = 1e3 * percentile(seconds, 0.99)
+        figures[f"{path}_start_p99_ms"] = 1e3 * quantile(seconds, 0.99)
     return figures, samples
 
 

@@ -30,7 +30,7 @@ from ganger.wire.endpoints import Endpoint
 from ganger_master.core.approval import CandidateApproval, approve
 
 from benchmarks import master_server as server
-from benchmarks.bench_report import AtLeast, AtMost, report
+from benchmarks.report import AtLeast, AtMost, quantile, report
 
 NODES: Final = 16_000
 CONCURRENCY: Final = 32
@@ -58,7 +58,7 @@ def main(nodes: int = NODES, rounds: int = ROUNDS, quick: bool = False) -> dict[
         figures, samples = asyncio.run(_measure(endpoint, nodes, rounds))
     approver = approver_s(nodes)
     figures["approver_p50_ms"] = 1e3 * statistics.median(approver)
-    figures["approver_p99_ms"] = 1e3 * percentile(approver, 0.99)
+    figures["approver_p99_ms"] = 1e3 * quantile(approver, 0.99)
     samples += [{"path": "approver", "seconds": seconds} for seconds in approver]
     limits: dict[str, AtLeast | AtMost] = {
         "unary_over_empty": AtLeast(0.8),
@@ -221,7 +221,7 @@ async def _measure(endpoint: Endpoint, nodes: int, rounds: int) -> tuple[dict[st
         "unary_per_second": statistics.median(rates["unary"]),
         "batched_per_second": statistics.median(rates["batched"]),
         "unary_p50_ms": 1e3 * statistics.median(latencies),
-        "unary_p99_ms": 1e3 * percentile(latencies, 0.99),
+        "unary_p99_ms": 1e3 * quantile(latencies, 0.99),
     }
     return figures, samples
 
@@ -268,8 +268,3 @@ async def _batched(
         room.release()
         approved += sum(verdict.WhichOneof("verdict") == "approved" for verdict in verdicts.verdicts)
     return time.perf_counter() - began, approved
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 from ganger.cli.checkout import bench
 
-from benchmarks.bench_report import AtLeast, AtMost, report
 from benchmarks.machine import stolen_share
+from benchmarks.report import AtLeast, AtMost, report
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def test_report_is_ok_only_if_every_limit_holds() -> None:
     limits = {"a_ms": AtMost(2.0), "b": AtLeast(4.0)}
     good = report("x", {"a_ms": 2.0, "b": 4.0}, limits, ())
     assert good["ok"]
-    assert set(good) == {"name", "ok", "figures", "limits"}
+    assert set(good) == {"name", "ok", "figures", "limits", "missed"}
     bad = report("x", {"a_ms": 3.0, "b": 5.0}, limits, ())
     assert (bad["ok"], bad["missed"]) == (False, ["a_ms"])
 
