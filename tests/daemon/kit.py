@@ -404,8 +404,9 @@ def with_changes(gang: agent_pb2.DesiredGang, sequence: int, **changes: Any) -> 
 
 
 def log_of(directory: Path, node: str, uid: str, rank: int, epoch: int) -> list[str]:
+    """Return the lines of a log; one that is being written is none yet."""
     path = directory / node / "logs" / uid / f"rank-{rank}.{epoch}.log"
-    return path.read_text().splitlines() if path.exists() else []
+    return path.read_text().split("\n")[:-1] if path.exists() else []
 
 
 def in_phase(phase: int) -> Callable[[agent_pb2.ObservedGang], bool]:
