@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 
 import pytest
@@ -14,6 +15,10 @@ _TIMELESS = settings(deadline=None, print_blob=True, suppress_health_check=[Heal
 settings.register_profile("ganger", _TIMELESS, derandomize=True)
 settings.register_profile("explore", _TIMELESS)
 settings.load_profile("ganger")
+
+# Ignored where the tests run in the background of a script (nohup), and then in every program that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 SCRIPTS = ("train.py", "t.py", "x.py", "a b.py", "my train.py", "run.sh")
