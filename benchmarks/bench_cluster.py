@@ -172,3 +172,9 @@ def _names_one_of(process: Path, marks: tuple[bytes, ...]) -> bool:
     except OSError:
         return False
     return any(mark in text for mark in marks)
+
+
+def used_s(pid: int) -> float:
+    """Return the processor seconds of a process so far, in user and kernel mode."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import time
-from pathlib import Path
 from typing import Any, Final
 
 import grpc.aio
@@ -21,7 +20,7 @@ from ganger.wire.channels import open_aio_channel
 from ganger.wire.endpoints import read_endpoint
 
 from benchmarks import master_server as server
-from benchmarks.bench_cluster import BenchCluster, BenchClusterError
+from benchmarks.bench_cluster import BenchCluster, BenchClusterError, used_s
 from benchmarks.hollow_nodes import HollowNodes
 from benchmarks.report import AtLeast, AtMost, quantile, report
 
@@ -79,13 +78,13 @@ class _Burst:
         nodes = HollowNodes(shared, wait_s=_POLL_S, started=self._note)
         await nodes.join()
         daemons = [asyncio.ensure_future(one) for one in nodes.serve()]
-        before = {name: _used_s(pid) for name, pid in self._programs.items()}
+        before = {name: used_s(pid) for name, pid in self._programs.items()}
         self._began_s = time.perf_counter()
         await self._submit(job_service_pb2_grpc.JobServiceStub(channels[0]))
         self._submitted_s = time.perf_counter() - self._began_s
         waiting = asyncio.create_task(self._all_started.wait())
         await asyncio.wait([waiting, *daemons], timeout=_WAIT_S, return_when=asyncio.FIRST_COMPLETED)
-        self.used_s = {name: _used_s(pid) - before[name] for name, pid in self._programs.items()}
+        self.used_s = {name: used_s(pid) - before[name] for name, pid in self._programs.items()}
         for task in (waiting, *daemons):
             task.cancel()
         ends = await asyncio.gather(*daemons, return_exceptions=True)
@@ -105,7 +104,7 @@ class _Burst:
             "start_p50_s": quantile(times_s, 0.50),
             "start_p99_s": quantile(times_s, 0.99),
             "submitted_s": self._submitted_s,
-            **{f"{name}_ms_per_gang": 1e3 * used_s / count for name, used_s in self.used_s.items()},
+            **{f"{name}_ms_per_gang": 1e3 * seconds / count for name, seconds in self.used_s.items()},
         }
 
     def _note(self, job: str) -> None:
@@ -130,12 +129,6 @@ def spec_of(gpus: int) -> job_pb2.JobSpec:
         working_directory="/tmp",
         roles=[resources_pb2.Role(name="worker", tasks=gpus, shape=shape)],
     )
-
-
-def _used_s(pid: int) -> float:
-    """Return the processor seconds of a process so far, in user and kernel mode."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":

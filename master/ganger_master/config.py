@@ -96,7 +96,7 @@ class Config:
     # requests and changes per second, and simultaneous streams (watch, follow logs). Operators have no limits.
     pending_jobs_per_user: int = 10_000
     spec_bytes_per_user: int = 256 * 1024 * 1024
-    requests_per_user: int = 50
+    requests_per_user: int = 100
     changes_per_user: int = 10
     streams_per_user: int = 500
     # GPUs that a user may hold at once; "*": each user without an entry. No entry, no limit.

@@ -57,16 +57,50 @@ def test_requests_and_changes_of_a_user_are_bounded_and_those_of_operators_are_n
         UserLimit, match=r"user ann has used up 5 requests a second \(requests_per_user\): try again in 2.2 s"
     ):
         limits.charge_requests(ANN)
-    limits.charge_changes(ANN, 2_000)
-    with pytest.raises(UserLimit, match="changes_per_user"):
-        limits.charge_changes(ANN)
     now[0] = 3.0
     assert limits.charge_requests(ANN, 5) == 0.0, "what was taken ahead is paid off"
     assert limits.charge_requests(ANN) == 0.2
-    limits.charge_changes(ANN)
     assert limits.charge_requests(CallerIdentity(CallerRole.USER, "bob"), 50) == 0.0
     for _ in range(100):
         limits.charge_requests(ROOT, 1_000)
+
+
+def test_changes_of_a_user_are_bounded_and_made_one_after_the_other() -> None:
+    limits = UserLimits(requests=1_000, changes=1, streams=1, steady=lambda: 0.0)
+    under_way, most = 0, {ANN: 0, ROOT: 0}
+
+    async def change(caller: CallerIdentity, count: int = 1) -> None:
+        nonlocal under_way
+        async with limits.change(caller, count):
+            under_way += 1
+            most[caller] = max(most[caller], under_way)
+            await asyncio.sleep(0)
+            under_way -= 1
+
+    async def story() -> None:
+        await asyncio.gather(*(change(ANN) for _ in range(10)))
+        await asyncio.gather(*(change(ROOT) for _ in range(10)))
+        await change(ANN, 1_990)
+        with pytest.raises(UserLimit, match="changes_per_user"):
+            await change(ANN)
+        await change(ROOT, 10_000)
+
+    asyncio.run(story())
+    assert most == {ANN: 1, ROOT: 10}
+
+
+def test_a_change_counts_as_five_requests() -> None:
+    limits = UserLimits(requests=5, changes=100, streams=1, steady=lambda: 0.0)
+
+    async def story() -> None:
+        for _ in range(12):
+            limits.charge_requests(ANN)
+            async with limits.change(ANN):
+                pass
+
+    began = time.monotonic()
+    asyncio.run(story())
+    assert time.monotonic() - began >= 1.0 + 2.0, "60 of 50: the eleventh waits for one second, the twelfth for two"
 
 
 def test_a_users_streams_pending_jobs_and_requests_are_bounded_on_a_running_master(tmp_path: Path) -> None:
@@ -112,10 +146,10 @@ def test_requests_beyond_the_rate_wait_for_their_turn_and_refusals_are_held_back
             answers = await asyncio.gather(*(ann.jobs.GetJob(get) for _ in range(80)), return_exceptions=True)
             took_s = time.monotonic() - began
             errors = [from_rpc_error(one) for one in answers if isinstance(one, grpc.RpcError)]
-            assert errors, "80 are more than a burst of 50 and the 10 that may wait"
+            assert errors, "80 are more than what the submission has left of a burst of 50, and the 10 that may wait"
             assert {error.reason for error in errors} == {"USER_LIMIT"}
             assert "user ann has used up 5 requests a second" in errors[0].message
-            assert len(answers) - len(errors) >= 59, "the burst, and those that wait"
+            assert len(answers) - len(errors) >= 54, "what was left, and those that wait"
             assert took_s >= 1.5, "the last of them waits for two seconds"
             began = time.monotonic()
             await asyncio.gather(*(ann.jobs.GetJob(get) for _ in range(80)), return_exceptions=True)

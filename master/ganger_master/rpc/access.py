@@ -13,7 +13,7 @@ import inspect
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -96,9 +96,9 @@ def array_outline(array: array_pb2.Array) -> array_pb2.Array:
 
 
 def _keep_visible(message: Message) -> None:
-    for field, _ in message.ListFields():
-        if field.name not in _VISIBLE[type(message)]:
-            message.ClearField(field.name)
+    for found, _ in message.ListFields():
+        if found.name not in _VISIBLE[type(message)]:
+            message.ClearField(found.name)
 
 
 # Bursts, in seconds of the lasting rate: enough for a script that reads all its jobs, and for 20 arrays.
@@ -110,6 +110,8 @@ _CHANGES_BURST_S: Final = 2_000.0
 # back: the loop of a caller that tries again at once costs others little.
 LONGEST_TURN_S: Final = 2.0
 _REFUSED_AFTER_S: Final = 1.0
+# Of a call that changes jobs, in requests: it is written to disk, and starts or ends something.
+_CHANGE_COST: Final = 5.0
 
 
 @dataclass(slots=True)
@@ -138,6 +140,8 @@ class _User:
     requests: Bucket
     changes: Bucket
     streams: int = 0
+    # Held by the change that is being made.
+    one_change: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class UserLimits:
@@ -168,13 +172,21 @@ class UserLimits:
         if wait_s := self.charge_requests(caller, count):
             await asyncio.sleep(wait_s)
 
-    def charge_changes(self, caller: CallerIdentity, count: int = 1) -> None:
-        """Count changes of jobs, each of which is an entry of the history. Raises UserLimit where they are too many."""
+    @asynccontextmanager
+    async def change(self, caller: CallerIdentity, count: int = 1) -> AsyncIterator[None]:
+        """Count changes of jobs, each of which is an entry of the history; wait for their turn, and hold the caller's
+        next ones back until the context ends. Raises UserLimit where they are too many."""
         user = self._user(caller)
-        if user is not None and (wait_s := user.changes.take(self._steady(), count)):
+        if user is None:
+            yield
+            return
+        if wait_s := user.changes.take(self._steady(), count):
             raise self._exceeded(
                 caller, wait_s, f"{counted(self._changes, 'change')} of jobs", "changes_per_user", self._changes
             )
+        await self.turn(caller, _CHANGE_COST - 1.0)
+        async with user.one_change:
+            yield
 
     @contextmanager
     def stream(self, caller: CallerIdentity) -> Iterator[None]:

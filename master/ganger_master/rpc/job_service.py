@@ -74,20 +74,21 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     async def CreateArray(self, request: job_service_pb2.CreateArrayRequest, context: Any) -> array_pb2.Array:
         _check_request_id(request.request_id)
         command = answer_messages.submission_from_wire(request, self._callers.of(context))
-        self._limits.charge_changes(self._callers.of(context), len(request.members))
-        # Reading a thousand members takes as long as deciding about them: other calls may come in between.
-        await asyncio.sleep(0)
-        return self._shown.array(expect(await self._writer.submit(command), ArrayAnswer).number)
+        async with self._limits.change(self._callers.of(context), len(request.members)):
+            # Reading a thousand members takes as long as deciding about them: other calls may come in between.
+            await asyncio.sleep(0)
+            return self._shown.array(expect(await self._writer.submit(command), ArrayAnswer).number)
 
     async def UpdateArray(
         self, request: job_service_pb2.UpdateArrayRequest, context: Any
     ) -> job_service_pb2.UpdateArrayResponse:
         number, caller = names.parse_array_name(request.name), self._callers.of(context)
-        self._charge_array(caller, number)
+        count = self._members_of(caller, number)
         _check_request_id(request.request_id)
         update = job_messages.update_from_wire(request.update)
         command = commands.UpdateArray(number, update, request.request_id, caller.name, request.may_end)
-        answer = expect(await self._writer.submit(command), UpdateAnswer)
+        async with self._limits.change(caller, count):
+            answer = expect(await self._writer.submit(command), UpdateAnswer)
         return job_service_pb2.UpdateArrayResponse(
             array=self._shown.array(number),
             updated=answer.updated,
@@ -139,9 +140,9 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
     async def CancelArray(self, request: job_service_pb2.CancelArrayRequest, context: Any) -> array_pb2.Array:
         number = names.parse_array_name(request.name)
         caller = self._callers.of(context)
-        self._charge_array(caller, number)
         command = commands.CancelArray(number, request.reason[:REASON_MOST], caller.name)
-        return self._shown.array(expect(await self._writer.submit(command), ArrayAnswer).number)
+        async with self._limits.change(caller, self._members_of(caller, number)):
+            return self._shown.array(expect(await self._writer.submit(command), ArrayAnswer).number)
 
     async def GetJob(self, request: job_service_pb2.GetJobRequest, context: Any) -> job_pb2.Job:
         return self._job(names.parse_job_name(request.name), self._callers.of(context), with_environment=True)
@@ -348,17 +349,17 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         except errors.NameInvalid:
             return ""
 
-    def _charge_array(self, caller: CallerIdentity, number: int) -> None:
-        """Check that a user owns the array, and count a change of each member. Raises JobNotYours and UserLimit."""
+    def _members_of(self, caller: CallerIdentity, number: int) -> int:
+        """Return how many members an array has that the caller may change. Raises JobNotYours."""
+        members = self._shown.members(number)
         if caller.has_own_jobs_only:
-            members = self._shown.members(number)
             check_owner(caller, names.array_name(number), members[0].user)
-            self._limits.charge_changes(caller, len(members))
+        return len(members)
 
     async def _change(self, command: commands.Command, context: Any) -> job_pb2.Job:
-        self._limits.charge_changes(self._callers.of(context))
-        answer = expect(await self._writer.submit(command), JobAnswer)
-        return self._shown.job(answer.number)
+        async with self._limits.change(self._callers.of(context)):
+            answer = expect(await self._writer.submit(command), JobAnswer)
+            return self._shown.job(answer.number)
 
 
 def _event_to_wire(entry: HistoryEntry) -> job_pb2.Event:

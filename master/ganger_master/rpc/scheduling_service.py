@@ -271,9 +271,9 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
         caller = self._callers.of(context)
         if caller.has_own_jobs_only:
             self._check_plan(caller, command)
-            self._limits.charge_changes(caller, len(command.changes))
             command = replace(command, proposer=f"user:{caller.name}")
-        answer = expect(await self._writer.submit(command), PlanAnswer)
+        async with self._limits.change(caller, len(command.changes)):
+            answer = expect(await self._writer.submit(command), PlanAnswer)
         return scheduling_pb2.PlanVerdict(
             verdicts=[change_verdict_of(verdict) for verdict in answer.verdicts], view_version=answer.view_version
         )
