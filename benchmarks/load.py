@@ -2,12 +2,12 @@
 
 The master is a program of its own with certificates, SQLite on disk, the default policy, its scheduler host and its
 planner. This process is the rest: 2,000 hollow nodes (`benchmarks.hollow_nodes`), each with a certificate and a
-connection of its own, which report the progress of their gangs each second; 200 submitters of 20 users, who together
+connection of its own, which report the progress of their gangs each second; 200 submitters of 20 users, which together
 submit 10,000 jobs evenly spread over the time; and 500 watchers, each of which follows a job of its user to its end,
 and then the newest one. A job runs for 20 seconds.
 
-Then an operator, for whom there are no limits, submits job after job; by turns alone and beside eight callers of one
-user who submit as fast as they are answered, and pay no attention to refusals. The cost of the flood is the share of
+Then an operator, a caller without limits, submits job after job; by turns alone and beside eight callers of one user,
+which submit as fast as they are answered, and pay no attention to refusals. The cost of the flood is the share of
 the operator's submissions a second that is lost.
 """
 
