@@ -45,6 +45,8 @@ class Totals:
     lost_s: float = 0.0
     moves: int = 0
     move_pauses_ms: float = 0.0
+    resizes: int = 0
+    resize_pauses_ms: float = 0.0
     suspensions: int = 0
     checkpoints: int = 0
     failures: int = 0
@@ -121,8 +123,11 @@ def summary(totals: Totals) -> str:
         )
         if seconds >= 0.0005
     ]
-    if totals.moves:
-        parts.append(f"{counted(totals.moves, 'move')}, {_brief(totals.move_pauses_ms)} standing still for them")
+    changes = ((totals.moves, "move", totals.move_pauses_ms), (totals.resizes, "resize", totals.resize_pauses_ms))
+    for number, noun, pauses_ms in changes:
+        if number:
+            them = "it" if number == 1 else "them"
+            parts.append(f"{counted(number, noun)}, {_brief(pauses_ms)} standing still for {them}")
     if totals.suspensions:
         parts.append(f"suspended {counted(totals.suspensions, 'time')}" if totals.suspensions > 1 else "suspended once")
     if totals.checkpoints:
@@ -244,7 +249,7 @@ def _updated(times: _JobTimes, event: HistoryEvent) -> str:
 def _cores(times: _JobTimes, event: HistoryEvent) -> str:
     cores = float(event.figures.get("millicores", "0") or 0) / 1_000
     what = (
-        f"put on other cores, {cores:g} in all"
+        f"pinned anew, to {counted(cores, 'core', 'g')}"
         if event.figures.get("repin") == "1"
         else f"given {counted(cores, 'core', 'g')}"
     )
@@ -399,8 +404,11 @@ def _for(event: HistoryEvent) -> str:
 
 def _pause(times: _JobTimes, event: HistoryEvent) -> str:
     pause = float(event.figures.get("pause_ms", "0") or 0)
-    times.totals.moves += 1
-    times.totals.move_pauses_ms += pause
+    totals = times.totals
+    if event.kind == "resize_done":
+        totals.resizes, totals.resize_pauses_ms = totals.resizes + 1, totals.resize_pauses_ms + pause
+    else:
+        totals.moves, totals.move_pauses_ms = totals.moves + 1, totals.move_pauses_ms + pause
     expected = float(event.figures.get("expected_pause_ms", "0") or 0)
     # Of a change that had to be nothing was forecast.
     return f"{_brief(pause)}{f', {_brief(expected)} expected' if expected else ''}"

@@ -25,7 +25,7 @@ def test_ranks_with_the_same_cores_are_one_entry(call: Call, master: CannedMaste
     job = running_job(master)
     job.gang.cores[:] = ["0-3", "4", "4", ""]
     assert call("repin", "1") == 0
-    assert "cores rank 0: 0-3 | ranks 1-2: 4\n" in capsys.readouterr().out
+    assert "cores rank 0: 0-3 | ranks 1-2: 4, as before\n" in capsys.readouterr().out
 
 
 def test_cancelling_goes_on_after_one_that_is_not_there(call: Call, master: CannedMaster, capsys: Output) -> None:

@@ -77,8 +77,19 @@ def test_the_sums_are_those_of_the_chapters() -> None:
     )
     assert summary(totals) == (
         "waited 34.00 s; starting 2.50 s; ran 38.50 s; parked 10.00 s; lost 20.00 s; 1 move, 250 ms standing still for "
-        "them; suspended once; 2 checkpoints; 1 failed attempt"
+        "it; suspended once; 2 checkpoints; 1 failed attempt"
     )
+
+
+def test_a_resize_is_no_move() -> None:
+    _, totals = history_of(
+        [
+            happened(1.0, "move_done", pause_ms="200.0"),
+            happened(2.0, "resize_done", pause_ms="300.0"),
+            happened(3.0, "resize_done", pause_ms="100.0"),
+        ]
+    )
+    assert summary(totals) == "1 move, 200 ms standing still for it; 2 resizes, 400 ms standing still for them"
 
 
 def test_of_a_job_that_lives_the_sums_count_until_now() -> None:

@@ -231,7 +231,8 @@ def print_cores(client: Client, before: Job, message: Job, as_json: bool) -> Non
         time.sleep(_POLL_S)
         message = client.get_job(message.name)
     text = cores(message)
-    print_job(message, as_json, f", cores {' | '.join(text)}" if text else "")
+    as_before = ", as before" if list(message.gang.cores) == list(before.gang.cores) else ""
+    print_job(message, as_json, f", cores {' | '.join(text)}{as_before}" if text else "")
 
 
 def kept_devices(job: Job) -> str:
