@@ -257,3 +257,17 @@ def test_up_with_other_devices_below_jobs_fails_at_once_with_the_former_command(
         assert f"was started with `ganger up {' '.join(directory)} --nodes 1 --virtual-gpus 2" in done.stderr
         up.start()
         assert up.json("show", job)["state"] == "HOLDING"
+
+
+def test_up_with_a_settings_file_of_a_master_goes_by_it_where_no_flag_does(tmp_path: Path) -> None:
+    settings = tmp_path / "master.toml"
+    settings.write_text('state_dir = "/nowhere"\n[teams.vision]\nusers = ["*"]\ngpus = 1\n')
+    flags = ("--nodes", "1", "--virtual-gpus", "2", "--config", str(settings))
+    with Up(tmp_path / "c", *flags, settings=NO_PRELOAD) as up:
+        assert "vision" in up("usage")
+        # Beyond the limit of its team.
+        assert up.try_("submit", "--gpus", "2", "--", "sleep", "600").returncode == 4
+        up("down", "--state-dir", str(up.directory))
+        settings.write_text('policy = "nosuch"\n')
+        refused = up.try_("up", "--state-dir", str(up.directory), "--config", str(settings), "--detach")
+        assert (refused.returncode, "there is no policy 'nosuch'" in refused.stderr) == (2, True), refused.stderr

@@ -43,7 +43,17 @@ _RESTART_WINDOW_S = 60.0
 
 
 # Flags of `ganger up` that are the master's, and the daemons', in the order in which the programs get them.
-_MASTER_FLAGS = ("listen", "metrics", "storage", "policy", "lost_after", "plan_every", "quantum", "moves_per_hour")
+_MASTER_FLAGS = (
+    "config",
+    "listen",
+    "metrics",
+    "storage",
+    "policy",
+    "lost_after",
+    "plan_every",
+    "quantum",
+    "moves_per_hour",
+)
 _DAEMON_FLAGS = ("virtual_gpus", "virtual_cores", "virtual_gpu_cores", "virtual_memory", "topology")
 
 

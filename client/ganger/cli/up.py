@@ -35,6 +35,12 @@ _WATCH_S = 0.5
 @click.option("--topology", metavar="AxB", help="Groups of virtual GPUs, e.g. 2x2: two sockets of two.")
 @click.option("--state-dir", type=Directory(), help="Where all state and logs are kept.")
 @click.option("--storage", type=Directory(), help="Where checkpoints are kept.")
+@click.option(
+    "--config",
+    "config_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="TOML file with settings of the master, as for `ganger master`; flags go first.",
+)
 @click.option("--listen", metavar="ADDRESS", help="Address of the master: 127.0.0.1:PORT or unix:PATH.")
 @click.option("--metrics", metavar="HOST:PORT", help="Where the master serves metrics for Prometheus.")
 @click.option("--policy", metavar="NAME", help="Which jobs go first; default: ganger.")
@@ -55,7 +61,13 @@ _WATCH_S = 0.5
 @click.option("--detach", "-d", is_flag=True, help="Return once it is ready; `ganger down` stops it.")
 @click.option("--cancel-jobs", is_flag=True, help="Cancel all jobs when it is stopped; else they go on.")
 def up(
-    nodes: int | None, state_dir: Path | None, storage: Path | None, detach: bool, cancel_jobs: bool, **flags: Any
+    nodes: int | None,
+    state_dir: Path | None,
+    storage: Path | None,
+    config_file: Path | None,
+    detach: bool,
+    cancel_jobs: bool,
+    **flags: Any,
 ) -> None:
     """Start a cluster on this machine: a master and one daemon for each node.
 
@@ -80,6 +92,7 @@ def up(
             total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             flags["virtual_memory"] = f"{max(1, int(total * 0.75) // count >> 20)}M"
     flags["storage"] = str(storage.absolute()) if storage else None
+    flags["config"] = str(config_file.absolute()) if config_file else None
     command = _command(click.get_current_context(), directory)
     settings = cluster.LocalClusterSettings(directory, count, flags, command)
     with _alone(directory):
