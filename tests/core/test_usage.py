@@ -1,4 +1,4 @@
-"""GPU-seconds are charged for time in which a gang runs, and for nothing else."""
+"""GPU-seconds are charged from the first step of a gang until its GPUs are free, and for nothing else."""
 
 from __future__ import annotations
 
@@ -39,6 +39,13 @@ def running(drive: Drive, gpus: int, user: str = "ann") -> int:
     return number
 
 
+def end(drive: Drive, number: int) -> None:
+    """A job is cancelled, and its GPUs are free at once."""
+    epoch = drive.job(number).epoch
+    drive.step(CancelJob(number, "", drive.job(number).user))
+    drive.seen(number, epoch, ObservedPhase.ENDED)
+
+
 def test_a_waiting_job_and_one_that_starts_cost_nothing_and_a_running_one_its_gpus() -> None:
     drive = Drive(settings=SETTINGS)
     number = drive.submit(job_of(3), "ann")
@@ -52,26 +59,40 @@ def test_a_waiting_job_and_one_that_starts_cost_nothing_and_a_running_one_its_gp
     assert gpu_s(drive) == pytest.approx(300.0)
     drive.step(CancelJob(number, "", "ann"))
     drive.now += 100.0
-    assert gpu_s(drive) == pytest.approx(300.0, abs=0.1)
+    assert gpu_s(drive) == pytest.approx(600.0, abs=0.1), "it has a grace to end in"
+    drive.seen(number, drive.job(number).epoch, ObservedPhase.ENDED)
+    drive.now += 100.0
+    assert gpu_s(drive) == pytest.approx(600.0, abs=0.1)
 
 
-def test_a_suspended_job_costs_nothing_from_the_order_until_it_steps_again() -> None:
+def test_a_suspended_job_costs_its_gpus_until_they_are_free() -> None:
     drive = Drive(settings=SETTINGS)
     number = running(drive, 2)
     drive.state.put_job(replace(drive.job(number), capabilities=ALL_LEVELS))
     drive.now += 10.0
-    drive.step(SuspendJob(number, SuspendLevel.PAUSE))
-    before = gpu_s(drive)
-    assert before == pytest.approx(20.0, abs=0.1)
+    drive.step(SuspendJob(number, SuspendLevel.OFFLOAD))
+    # As long as it takes to stop.
     drive.now += 1_000.0
     drive.seen(number, drive.job(number).epoch, ObservedPhase.PARKED, 7)
+    rested = gpu_s(drive)
+    assert rested == pytest.approx(2_020.0, abs=0.1)
     drive.now += 1_000.0
+    assert gpu_s(drive) == rested
     drive.step(ResumeJob(number))
-    drive.now += 1_000.0
-    assert gpu_s(drive) == before
-    drive.runs(number)
+    drive.start(number)
     drive.now += 10.0
-    assert gpu_s(drive) == pytest.approx(before + 20.0)
+    assert gpu_s(drive) == pytest.approx(rested + 20.0, abs=0.1)
+
+
+def test_a_paused_job_costs_the_gpus_that_it_keeps() -> None:
+    drive = Drive(settings=SETTINGS)
+    number = running(drive, 2)
+    drive.state.put_job(replace(drive.job(number), capabilities=ALL_LEVELS))
+    drive.step(SuspendJob(number, SuspendLevel.PAUSE))
+    drive.seen(number, drive.job(number).epoch, ObservedPhase.PARKED, 7)
+    before = gpu_s(drive)
+    drive.now += 100.0
+    assert gpu_s(drive) == pytest.approx(before + 200.0)
 
 
 def test_two_gangs_that_share_devices_cost_what_the_devices_cost() -> None:
@@ -85,7 +106,7 @@ def test_two_gangs_that_share_devices_cost_what_the_devices_cost() -> None:
     assert [drive.state.usage.gpus_of(user) for user in ("ann", "bob")] == [2.0, 0.0]
     drive.runs(guest)
     assert [drive.state.usage.gpus_of(user) for user in ("ann", "bob")] == [1.0, 1.0]
-    drive.step(CancelJob(guest, "", "bob"))
+    end(drive, guest)
     assert [drive.state.usage.gpus_of(user) for user in ("ann", "bob")] == [2.0, 0.0]
 
 
@@ -93,7 +114,7 @@ def test_use_survives_a_restart_and_goes_on_while_the_master_is_away() -> None:
     drive = Drive(settings=SETTINGS)
     ended = running(drive, 1)
     drive.now += 50.0
-    drive.step(CancelJob(ended, "", "ann"))
+    end(drive, ended)
     running(drive, 2)
     drive.now += 50.0
     elements = list(drive.state.take_changes().puts.values())
@@ -147,7 +168,7 @@ def test_a_change_of_a_job_writes_at_most_the_row_of_its_user() -> None:
 
 def test_users_of_whose_use_nothing_is_left_are_forgotten_when_another_comes() -> None:
     drive = Drive(settings=SETTINGS)
-    drive.step(CancelJob(running(drive, 1), "", "ann"))
+    end(drive, running(drive, 1))
     drive.now += (DAYS_KEPT + 1.0) * DAY_S
     running(drive, 1, "bob")
     assert set(drive.state.usage) == {"bob"}

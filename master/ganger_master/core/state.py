@@ -96,7 +96,7 @@ class State:
             self._renew_job(job.number)
         if self.settings.quota_devices:
             self._charge(job.number)
-        if self.counts_use and (old is None or old.running_since != job.running_since):
+        if self.counts_use and (old is None or (old.running_since, old.epoch) != (job.running_since, job.epoch)):
             self.dirty.usage[job.number] = None
         if self.unstored.is_kept:
             self.unstored.put(("job", str(job.number)), job)
@@ -124,7 +124,7 @@ class State:
                 self._charge(gang.job)
             self._place(gang)
             return
-        if self.counts_use and (old.node_set != gang.node_set or old.claims != gang.claims):
+        if self.counts_use and _uses_otherwise(old, gang):
             dirty.usage[gang.job] = None
         for before, piece in zip(old.pieces, gang.pieces, strict=True):
             dirty.wants[piece.claim.node] = None
@@ -150,7 +150,7 @@ class State:
             if piece.held is not None:
                 self.dirty.rows[node] = None
             if self.counts_use:
-                self.dirty.usage.update(dict.fromkeys(self.gangs.sharing_on(node)))
+                self.dirty.usage.update(dict.fromkeys([gang.job, *self.gangs.sharing_on(node)]))
 
     def forget_job(self, number: int) -> None:
         """Delete a job that has ended and has no gang anywhere."""
@@ -473,6 +473,14 @@ class State:
                 self.dirty.wants[other] = None
         if name in self.gangs.set_on:
             self._renew_set(self.gangs.sets[self.gangs.set_on[name]])
+
+
+def _uses_otherwise(old: Gang, gang: Gang) -> bool:
+    """Return whether a change of a gang may change what its job is charged for."""
+    if (old.node_set, old.stepped) != (gang.node_set, gang.stepped):
+        return True
+    pairs = zip(old.pieces, gang.pieces, strict=True)
+    return any(before.held != piece.held or before.lost != piece.lost for before, piece in pairs)
 
 
 def _is_other_row(old: Node, node: Node) -> bool:

@@ -22,30 +22,40 @@ _MILLION: Final = 1_000_000
 
 
 def running_microgpus(state: State, job: JobRecord) -> int:
-    """Return the GPUs that a job uses now, in millionths: those of its gang while it runs. A time-sliced gang uses the
-    part of them that is its part of the time; a device of several co-located gangs counts in equal parts."""
+    """Return the GPUs that a job uses now, in millionths: from the first step of its gang, those that it holds until
+    they are free. A time-sliced gang uses the part of them that is its part of the time; a device of several co-located
+    gangs counts in equal parts."""
     gang = state.gangs.get(job.epoch)
-    if not job.running_since or gang is None:
+    if gang is None or not _is_charged(job, gang):
         return 0
     gpus = sum([_gpus_on(state, gang, place) for place in range(len(gang.pieces))])
     return round(_MILLION * gpus * _slice_share(state, gang))
 
 
+def _is_charged(job: JobRecord, gang: Gang) -> bool:
+    # Also while it stops, for which a script may take a long grace, and while it is paused: no other job can have its
+    # GPUs meanwhile.
+    return bool(job.running_since) or gang.stepped
+
+
 def _gpus_on(state: State, gang: Gang, place: int) -> float:
-    claim = gang.pieces[place].claim
+    piece = gang.pieces[place]
+    claim = piece.held
+    if claim is None or piece.lost:
+        return 0.0
     if not claim.shared_mask:
         return float(claim.device_mask.bit_count())
     beside = [
-        state.gangs[epoch].pieces[at].claim.device_mask
+        held.device_mask
         for epoch, at in state.gangs.places_on.get(claim.node, {}).items()
-        if epoch != gang.epoch and _runs(state, state.gangs[epoch])
+        if epoch != gang.epoch and _runs(state, state.gangs[epoch]) and (held := state.gangs[epoch].pieces[at].held)
     ]
     return sum([1.0 / (1 + sum([mask >> device & 1 for mask in beside])) for device in bits(claim.device_mask)])
 
 
 def _runs(state: State, gang: Gang) -> bool:
     job = state.jobs.get(gang.job)
-    return job is not None and job.epoch == gang.epoch and bool(job.running_since)
+    return job is not None and job.epoch == gang.epoch and _is_charged(job, gang)
 
 
 def _slice_share(state: State, gang: Gang) -> float:
@@ -57,7 +67,7 @@ def _slice_share(state: State, gang: Gang) -> float:
 
 
 def follow(state: State, now: float) -> None:
-    """Bring the use of users up to date with the jobs that may have started or stopped running."""
+    """Bring the use of users up to date with the jobs that may have started to run or given up devices."""
     changed: dict[str, None] = {}
     for number in _with_company(state, state.dirty.usage):
         job = state.jobs.get(number)

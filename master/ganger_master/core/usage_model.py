@@ -1,8 +1,9 @@
 """Use of GPUs by a user: GPU-seconds by day, and their sum with a weight that halves with every half-life.
 
-Only time in which a gang runs counts. While the number of running GPUs stays the same, both sums follow from it and the
-time, so a row changes only when a job of its user starts or stops running. With g GPUs from time a on, the decayed sum
-U grows as dU/dt = g - U / tau, tau = half-life / ln 2 (Slurm's priority plug-in decays the sum in steps instead).
+A gang counts from its first step until its GPUs are free. While their number stays the same, both sums follow from it
+and the time, so a row changes only when a gang makes its first step or gives GPUs up. With g GPUs from time a on, the
+decayed sum U grows as dU/dt = g - U / tau, tau = half-life / ln 2 (Slurm's priority plug-in decays the sum in steps
+instead).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ DAYS_KEPT: Final = 92
 class UserUsage(Struct, frozen=True, gc=False, omit_defaults=True):
     """A user's GPU-seconds up to `time`, Unix seconds.
 
-    gpus: GPUs of the gangs that run from then on; of a time-sliced or co-located gang only its part of them.
+    gpus: GPUs that gangs use from then on; of a time-sliced or co-located gang only its part of them.
     decayed_gpu_s: GPU-seconds, each weighted by its age. first_day: the first day of `days`, in days since 1970 (UTC).
     days: GPU-seconds by day.
     """
