@@ -20,7 +20,7 @@ from ganger.wire.endpoints import Endpoint
 from ganger_master.core.commands import CHANGES_LIMIT, SubmitJob
 from ganger_master.core.job_model import JobSpec
 from ganger_master.core.partitions import Partition
-from ganger_master.core.teams import Team
+from ganger_master.core.teams import MOST_GPUS, Team
 from ganger_master.planner.context import ClusterChange, PlanContext
 from ganger_master.planner.loop import PlannerLoop
 from ganger_master.planner.order_stage import OrderStage
@@ -149,7 +149,7 @@ def test_a_refused_change_delays_no_other_job_and_is_requested_again(tmp_path: P
     on_a_master(tmp_path, story)
 
 
-@pytest.mark.parametrize("most", [2, 1 << 70])
+@pytest.mark.parametrize("most", [2, MOST_GPUS])
 def test_a_job_beyond_its_users_quota_is_in_no_line_and_starts_once_others_of_that_user_have_ended(
     tmp_path: Path, most: int
 ) -> None:
