@@ -52,10 +52,10 @@ def start(state: State, event: GangApproved) -> int:
             restore = Restore(checkpoint_path=job.checkpoint.path, step=job.checkpoint.step)
         gang = gang_orders.new_gang(state, number, claims, level, now, GangRole.ACTIVE, restore)
         epoch = gang.epoch
-        state.put_gang(gang)
         if job.checkpoint is None or job.capabilities.mechanism is not Mechanism.IMAGE:
             # Processes from an image keep the environment, and so the number, of their first start.
             job = starting_anew(job)
+        state.put_gang(replace(gang, attempt=job.attempt))
         state.put_job(replace(job, epoch=epoch, gpus_given=0 if gpus == job.spec.gpus else gpus))
         # No report about the new gang can exist yet.
         state.dirty.jobs.pop(number, None)

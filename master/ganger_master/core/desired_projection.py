@@ -210,7 +210,7 @@ def _desired_gang(party: Party, piece: Piece) -> DesiredGang:
         checkpoint_first=gang.checkpoint_first and not piece.lost,
         # While its leader gets the same paths, no newer checkpoint is durable here.
         kept_checkpoints=tuple(checkpoints) if party.members[0].node == piece.claim.node else (),
-        attempt=job.attempt,
+        attempt=gang.attempt or 1,
         trial_memory_bytes=party.trial_memory_bytes * piece.claim.device_mask.bit_count(),
         needs_spec=waits or piece.phase is ObservedPhase.NONE,
     )

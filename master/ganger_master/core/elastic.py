@@ -92,7 +92,7 @@ def begin_with(
     gang = gang_orders.new_gang(state, job.number, claims, level, now, GangRole.DESTINATION, restore)
     taken = taken_by(source, claims)
     pieces = tuple([replace(piece, held=held) for piece, held in zip(gang.pieces, taken, strict=True)])
-    state.put_gang(replace(gang, phase=GangPhase.RESIZING, resizes=True, pieces=pieces))
+    state.put_gang(replace(gang, phase=GangPhase.RESIZING, resizes=True, pieces=pieces, attempt=job.attempt))
     state.put_job(replace(job, next_epoch=gang.epoch))
     return gang.epoch
 

@@ -173,6 +173,8 @@ class Gang(Struct, frozen=True, gc=False, omit_defaults=True):
     purpose: Purpose = NO_PURPOSE
     # It follows a world of another size, that of the epoch it restores from, and has pieces in common with it.
     resizes: bool = False
+    # The number of the start that it belongs to, as its ranks have it; zero in records of old.
+    attempt: int = 0
 
     @property
     def claims(self) -> tuple[Claim, ...]:

@@ -250,7 +250,8 @@ def go_on_elsewhere(
     if job.saves_itself:
         restore = Restore()
     destination = new_gang(state, job.number, claims, level, now, GangRole.DESTINATION, restore)
-    state.put_gang(destination)
+    # A script that saves itself begins anew there.
+    state.put_gang(replace(destination, attempt=job.attempt + job.saves_itself))
     state.put_job(replace(job, next_epoch=destination.epoch))
     return destination.epoch
 
