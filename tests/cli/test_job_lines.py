@@ -77,6 +77,19 @@ def test_a_loss_is_shown_once_one_was_reported(loss: float, text: str) -> None:
     assert job_table.progress_text(job_pb2.Progress(step=5, loss=loss)) == text
 
 
+@pytest.mark.parametrize(
+    ("soonest", "latest", "text"),
+    [
+        (0.0, 57.0, "within 57s"),
+        (0.4, 10_800.0, "within 3h"),
+        (240.0, 960.0, "in 4m to 16m"),
+        (7_200.2, 7_200.4, "in about 2h"),
+    ],
+)
+def test_a_span_of_time_has_two_ends_only_where_both_tell_something(soonest: float, latest: float, text: str) -> None:
+    assert job_table.span_text(soonest, latest) == text
+
+
 def elastic(state: job_pb2.Job.State.ValueType) -> job_pb2.Job:
     job = job_pb2.Job(name="jobs/1", state=state)
     job.spec.roles.add(name="worker", tasks=2, shape=resources_pb2.TaskShape(gpus=1))

@@ -115,6 +115,7 @@ def test_why_names_the_jobs_that_hold_the_share(policy: str) -> None:
         explain(drive.state, waiting, drive.now).blockers,
         reported_blockers(drive.state, drive.job(waiting)),
     ):
+        assert explain(drive.state, waiting, drive.now).share == ("ann", 4)
         assert blocker.reason is Reason.QUOTA
         assert blocker.message.startswith(
             "user 'ann' holds 4 of the 4 GPUs of its quota: jobs/2 (2), jobs/1 (1), jobs/3 (1)"

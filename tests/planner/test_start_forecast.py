@@ -32,7 +32,9 @@ def ended(number: int, run_s: float) -> JobRecord:
     return replace(waiting(number, 1), state=JobState.SUCCEEDED, run_s=run_s, pending_since=0.0)
 
 
-def forecast(*jobs: JobRecord, ranks: tuple[int, ...] = (), preempts: bool = False) -> StartEstimate:
+def forecast(
+    *jobs: JobRecord, ranks: tuple[int, ...] = (), preempts: bool = False, limit: int | None = None
+) -> StartEstimate:
     """Of the last job, on 4 GPUs. `ranks`: the numbers of the waiting jobs, first to last."""
     view = View([SERVER])
     row = idle_row("n1", SERVER)
@@ -40,7 +42,7 @@ def forecast(*jobs: JobRecord, ranks: tuple[int, ...] = (), preempts: bool = Fal
     view.put(replace(row, free_mask=row.free_mask >> held))
     order = {number: at for at, number in enumerate(ranks, 1)}
     pairs = [(one, _gang(one) if one.running_since else None) for one in jobs]
-    return start_forecast(pairs, jobs[-1].number, order, view, NOW, preempts=preempts)
+    return start_forecast(pairs, jobs[-1].number, order, view, NOW, preempts=preempts, limit=limit)
 
 
 def _gang(job: JobRecord) -> Gang:
@@ -67,6 +69,13 @@ def test_the_forecast_follows_the_order_and_the_room(
     jobs: list[JobRecord], ranks: tuple[int, ...], after: float, before: float
 ) -> None:
     assert forecast(*jobs, ranks=ranks) == StartEstimate(after, before, BY_LINDY)
+
+
+def test_a_job_that_waits_for_a_share_starts_once_jobs_of_that_share_have_ended() -> None:
+    jobs = [running(1, 1, 1_000), running(2, 1, 3_000), waiting(3, 2)]
+    assert forecast(*jobs) == StartEstimate(0.0, 1.0, BY_LINDY)
+    assert forecast(*jobs, limit=3) == StartEstimate(500.0, 2_000.0, f"{BY_LINDY}, and there is room then")
+    assert forecast(*jobs, limit=2) == StartEstimate(1_500.0, 6_000.0, f"{BY_LINDY}, and there is room then")
 
 
 def test_where_running_jobs_may_be_stopped_it_may_start_at_any_time() -> None:

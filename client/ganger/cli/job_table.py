@@ -299,6 +299,14 @@ def _cause(job: job_pb2.Job, blocker: resources_pb2.Refusal) -> str:
     return ", ".join([*parts, ahead] if ahead else parts)
 
 
+def span_text(soonest_s: float, latest_s: float) -> str:
+    """ "in 4m to 16m", "within 16m", or "in about 4m" where both ends read the same."""
+    soonest, latest = format_duration(soonest_s), format_duration(latest_s)
+    if soonest_s < 1.0:
+        return f"within {latest}"
+    return f"in about {latest}" if soonest == latest else f"in {soonest} to {latest}"
+
+
 def mover(one: job_service_pb2.MigrationStep) -> str:
     """ "jobs/3 moves from nodes/n2 to nodes/n1"."""
     where = f"from {', '.join(one.from_nodes)}"

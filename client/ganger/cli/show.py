@@ -25,7 +25,6 @@ from ganger.cli.options import (
     pairs,
 )
 from ganger.console import plain, print_json, print_line, print_pairs, print_table
-from ganger.text import format_duration
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -256,8 +255,8 @@ def why(job: str, cpus: bool, as_json: bool) -> None:
     if where:
         return
     if answer.HasField("start_before"):
-        soonest, latest = format_duration(seconds(answer.start_after)), format_duration(seconds(answer.start_before))
-        print_line(f"may start in {soonest} to {latest}, {answer.assumption}")
+        when = job_table.span_text(seconds(answer.start_after), seconds(answer.start_before))
+        print_line(f"may start {when}, {answer.assumption}")
     elif answer.assumption:
         print_line(answer.assumption if not answer.blockers else f"start {answer.assumption}")
 

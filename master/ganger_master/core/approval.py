@@ -252,23 +252,34 @@ def rules(
     take, by the owner of a limit."""
     if job.uid in state.nodes.strays_of:
         return (_quarantined(state, job),)
-    quotas = state.settings.quota_devices
     needed = job.gpus if gpus is None else gpus
     if state.partitions and (refusal := partition_refusal(state, job, needed)) is not None:
         return (refusal,)
+    full = full_share(state, job, needed, taken)
+    if full is None:
+        return ()
+    owner, limit = full
+    held, shown = state.jobs.shares.beside(job.number, owner) + taken.get(owner, 0), owner_in_words(owner)
+    figures = {"needed": needed, "held": held, "limit": limit}
+    if needed > limit:
+        detail = f"it needs {counted(needed, 'GPU')} and the whole quota of {shown} is {limit}"
+    else:
+        detail = f"{shown} holds {held} of the {counted(limit, 'GPU')} of its quota: {_holders(state, job, owner)}"
+    reason = Reason.PARTITION_LIMIT if is_of_partition(owner) else Reason.QUOTA
+    return (Refusal(reason, figures, detail=detail),)
+
+
+def full_share(
+    state: State, job: JobRecord, needed: int, taken: Mapping[str, int] = MappingProxyType({})
+) -> tuple[str, int] | None:
+    """Return the owner of a limit that has no room for so many devices of a job, and the limit; None if all have room.
+    taken: as in `rules`."""
+    quotas = state.settings.quota_devices
     for owner in state.owners(job) if quotas else ():
-        limit, held = limit_of(quotas, owner), state.jobs.shares.beside(job.number, owner) + taken.get(owner, 0)
-        if limit is None or held + needed <= limit:
-            continue
-        figures = {"needed": needed, "held": held, "limit": limit}
-        shown = owner_in_words(owner)
-        if needed > limit:
-            detail = f"it needs {counted(needed, 'GPU')} and the whole quota of {shown} is {limit}"
-        else:
-            detail = f"{shown} holds {held} of the {counted(limit, 'GPU')} of its quota: {_holders(state, job, owner)}"
-        reason = Reason.PARTITION_LIMIT if is_of_partition(owner) else Reason.QUOTA
-        return (Refusal(reason, figures, detail=detail),)
-    return ()
+        limit = limit_of(quotas, owner)
+        if limit is not None and state.jobs.shares.beside(job.number, owner) + taken.get(owner, 0) + needed > limit:
+            return owner, limit
+    return None
 
 
 def partition_refusal(state: State, job: JobRecord, gpus: int) -> Refusal | None:

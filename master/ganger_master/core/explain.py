@@ -31,6 +31,7 @@ from ganger_master.core.plan_changes import Purpose
 from ganger_master.core.quarantine import END_UNKNOWN, FOUND_AT_REST
 from ganger_master.core.reservations import NOTHING, Protected, trespass
 from ganger_master.core.state import State
+from ganger_master.core.teams import owner_in_words
 
 # Candidates that are checked before a job counts as kept out: another place may be free.
 _CANDIDATES = 16
@@ -117,13 +118,16 @@ def _fits(view: View, shape: GangShape) -> bool:
 
 class Explanation(Struct, frozen=True, gc=False):
     """Why a job waits, and when it starts, in seconds from now. If that is unknown both are zero, and `assumption`
-    gives the reason. `is_ranked`: it waits for its turn in the planner's order, from which a forecast can be made."""
+    gives the reason. `is_ranked`: it waits for its turn in the planner's order, from which a forecast can be made.
+    `share`: the user, team or partition whose limit it waits for, and the limit: a forecast follows from the jobs that count for
+    it."""
 
     blockers: tuple[Refusal, ...]
     start_after_s: float = 0.0
     start_before_s: float = 0.0
     assumption: str = ""
     is_ranked: bool = False
+    share: tuple[str, int] | None = None
 
 
 def explain(state: State, number: int, now: float, *, has_planner: bool = True) -> Explanation:
@@ -165,6 +169,9 @@ def _explain(state: State, job: JobRecord, now: float, has_planner: bool) -> Exp
         never = "never under this quota: ask for fewer GPUs, or have an operator raise the quota"
         return Explanation(approval.rules(state, job), assumption=never)
     blockers = blockers_of(state, job, now)
+    if full := approval.full_share(state, job, job.gpus):
+        until = f"unknown, because that depends on when other jobs of {owner_in_words(full[0])} end"
+        return Explanation(blockers, assumption=until, share=full)
     if state.is_planned:
         blockers = _lacks_memory(state, job) or blockers
         assumption = "unknown, because each pass decides anew which job gets the next free devices"

@@ -183,10 +183,12 @@ def start_forecast(
     now: float,
     *,
     preempts: bool,
+    limit: int | None = None,
 ) -> StartEstimate:
     """Return when job `number` may start. `jobs`: all that are kept, with their gangs, the ended ones too; `ranks`:
     place in the planner's order, by number; `preempts`: running jobs may be stopped for it, so it may start at any
-    time. Without an assumption the job waits no longer."""
+    time; `limit`: most GPUs that these jobs may hold, where that is what it waits for. Without an assumption the job
+    waits no longer."""
     table = LiveTable()
     for job, gang in jobs:
         table.put(job, gang)
@@ -200,7 +202,7 @@ def start_forecast(
     is_learned = not np.isnan(expected).all()
     expected = np.where(np.isnan(expected), np.maximum(facts.attained_s, _LEAST_S), expected)
     limits = until_limits(table, rows, now)
-    gpus, free = facts.gpus[line], capacity_of(view, table).gpus
+    gpus, free = facts.gpus[line], capacity_of(view, table).gpus if limit is None else limit
     soon, late = (
         float(spans(gpus, np.fmin(expected * factor, limits)[line], free, now)[0][-1]) - now
         for factor in (1.0 / _SPREAD, _SPREAD)
@@ -209,6 +211,8 @@ def start_forecast(
         return StartEstimate(0.0, 0.0, "unknown, because it would not fit even if all running jobs ended")
     long = "similar jobs did" if is_learned else "they have run so far"
     rests_on = f"if the jobs before it take half to twice as long as {long}, and later ones do not go first"
+    if limit is not None:
+        rests_on += ", and there is room then"
     return StartEstimate(0.0 if preempts else max(0.0, soon), max(1.0, late), rests_on)
 
 

@@ -246,7 +246,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
             # Forgotten in the batch that is being committed.
             raise self._shown.not_found(number)
         found = explain(self._writer.state, number, self._writer.now(), has_planner=self._writer.committed.has_planner)
-        if found.is_ranked:
+        if found.is_ranked or found.share is not None:
             found = await self._with_forecast(found, number)
         is_estimated = found.start_before_s > 0
         curve = self._writer.state.cores_curves.get(number)
@@ -268,12 +268,18 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         state, committed = self._writer.state, self._writer.committed
         if number not in committed.jobs:
             return found
-        # As for a deadline.
-        pairs = [(one, committed.gangs.get(one.epoch)) for one in committed.jobs.values()]
+        owner, limit = found.share or ("", None)
+        # As for a deadline. Of jobs that have ended all show how long jobs take.
+        pairs = [
+            (one, committed.gangs.get(one.epoch))
+            for one in committed.jobs.values()
+            if limit is None or one.state.is_finished or owner in state.owners(one)
+        ]
         ranks = dict(state.queue.ranks)
-        preempts = state.policy.order.preempts or state.policy.has(ShareByTimeSlices)
+        # To preempt jobs of others makes no room in a share.
+        preempts = limit is None and (state.policy.order.preempts or state.policy.has(ShareByTimeSlices))
         view, now = state.view.copy(), self._writer.now()
-        said = await asyncio.to_thread(start_forecast, pairs, number, ranks, view, now, preempts=preempts)
+        said = await asyncio.to_thread(start_forecast, pairs, number, ranks, view, now, preempts=preempts, limit=limit)
         return msgspec.structs.replace(
             found, start_after_s=said.after, start_before_s=said.before, assumption=said.assumption or found.assumption
         )
