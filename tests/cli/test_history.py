@@ -13,7 +13,7 @@ def happened(time: float, kind: str, cause: str = "daemon:n1", message: str = ""
 
 STORY = [
     happened(0.0, "job_submitted", "user:ann", gpus="2", tasks="2"),
-    happened(30.0, "gang_approved", "scheduler:", "not enough free devices, free=1", waited_s="30.000", after="jobs/3",
+    happened(30.0, "gang_approved", "scheduler:", "not enough free devices (1 free)", waited_s="30.000", after="jobs/3",
              nodes="n1", epoch="4"),
     happened(31.5, "gang_running", epoch="4"),
     happened(41.5, "move_begun", "planner", nodes="n2", goal="HOLE", **{"for": "jobs/9"}, saved_gpu_seconds="120.0"),
@@ -39,7 +39,7 @@ def test_every_entry_names_cause_reason_and_duration() -> None:
     chapters, _ = history_of(STORY)
     assert [chapter.text for chapter in chapters] == [
         "submitted by user:ann: 2 GPUs",
-        "got its gang on n1 by scheduler, after it had waited 30.00 s, for: not enough free devices, free=1, "
+        "got its gang on n1 by scheduler, after it had waited 30.00 s, for: not enough free devices (1 free), "
         "free since jobs/3 left",
         "runs, after 1.50 s",
         "moves to n2 by planner, to make room for jobs/9, to save 120 GPU-seconds",

@@ -107,12 +107,12 @@ def test_drain_says_of_each_job_where_it_goes_or_what_it_waits_for(
 
     job = running_job(master)
     master.explanation.blockers.add(reason="NODE_UNAVAILABLE", message="it goes once there is room elsewhere")
-    master.explanation.blockers.add(reason="GPUS", message="not enough free devices, free=1")
-    assert told() == "  job 1: it goes once there is room elsewhere; GPUS: not enough free devices, free=1"
+    master.explanation.blockers.add(reason="GPUS", message="not enough free devices (1 free)")
+    assert told() == "  job 1: it goes once there is room elsewhere; GPUS: not enough free devices (1 free)"
     assert call("why", "1") == 0
     assert capsys.readouterr().out.splitlines()[1:] == [
         "but NODE_UNAVAILABLE: it goes once there is room elsewhere",
-        "and GPUS: not enough free devices, free=1",
+        "and GPUS: not enough free devices (1 free)",
     ]
     del master.explanation.blockers[:]
     job.gang.phase = job_pb2.Gang.PHASE_STOPPING

@@ -60,7 +60,7 @@ def test_a_claim_is_refused_for_what_is_missing_with_numbers_and_for_what_it_doe
     assert claims[0].bandwidth == (800, 400)
     (refusal,) = fit(one_node((700, 500)), shape, claims)
     assert refusal.reason is Reason.DISK
-    assert refusal.message == "not enough free disk bandwidth, free=700MB/s needed=800MB/s, on s0"
+    assert refusal.message == "not enough free disk bandwidth (800 MB/s needed, 700 MB/s free), on s0"
     assert [one.reason for one in fit(one_node((700, 399)), shape, claims)] == [Reason.DISK, Reason.NETWORK]
     modest = (replace(claims[0], bandwidth=(0, 0)),)
     assert [one.reason for one in fit(one_node(), shape, modest)] == [Reason.CLAIM_MISMATCH]

@@ -256,7 +256,8 @@ def test_impossible_gang_is_told_the_largest_that_would_fit() -> None:
 def test_an_impossible_gang_names_each_figure_once(lack: dict[str, int]) -> None:
     refusal = impossible(cluster(2), gang(9, **lack))  # type: ignore[arg-type]
     assert refusal is not None
-    names = [word.partition("=")[0] for word in refusal.message.split() if "=" in word]
+    figures = refusal.message.rpartition(" (")[2].split(", ")
+    names = [figure.partition(" ")[2] for figure in figures]
     assert len(names) == len(set(names)) > 1, refusal.message
 
 

@@ -97,7 +97,7 @@ def test_a_size_outside_of_its_bounds_is_refused_with_them(
     refused = start(drive, number, asked)
     assert refused is not None
     assert refused[0] is Reason.CLAIM_MISMATCH
-    assert f"gpus_min={least}" in refused[1]
+    assert f"({asked} claimed, at least {least}, at most {most}, {per_task} for each task)" in refused[1]
 
 
 def test_whole_tasks_are_given() -> None:

@@ -85,7 +85,7 @@ def test_it_starts_jobs_that_fit_and_reports_the_order_of_the_others(tmp_path: P
         assert (last.state, last.queue_rank) == (PENDING, 2)
         assert [blocker.reason for blocker in last.blockers] == ["GPUS", "RANKED"]
         assert dict(last.blockers[0].figures) == {"needed": 2, "free": 1}
-        assert last.blockers[1].message == "the planner of policy las lets others go first, ahead=1"
+        assert last.blockers[1].message == "the planner of policy las lets others go first (1 ahead)"
         assert [blocker.reason for blocker in found.blockers] == ["GPUS", "CORES", "RANKED"]
         # las may preempt for it at any time; the first job has just begun, and none has ended yet
         assert times.seconds(found.start_after) == 0.0

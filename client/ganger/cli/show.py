@@ -248,10 +248,6 @@ def why(job: str, cpus: bool, as_json: bool) -> None:
     first = "but" if where else "because"
     for position, blocker in enumerate(answer.blockers):
         print_line(f"{first if position == 0 else 'and':>{len(first)}} {blocker.reason}: {blocker.message}")
-        # The sentence carries the figures already where the master put them in.
-        figures = " ".join(f"{name}={value}" for name, value in sorted(blocker.figures.items()))
-        if figures and "=" not in blocker.message:
-            print_line(f"          {figures}")
     if where:
         return
     if answer.HasField("start_before"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum, Flag, auto
+from typing import Final
 
 from msgspec import Struct, field
 
@@ -147,10 +148,10 @@ class Refusal(Struct, frozen=True, gc=False):
 
     @property
     def message(self) -> str:
-        """One sentence for a person: the meaning, the detail, the figures, the node and job it is about."""
+        """One sentence for a person: the detail or meaning, the figures, the node and job it is about."""
         parts = [self.detail or self.reason.meaning]
-        if self.figures:
-            parts.append(" ".join([_figure(name, self.figures[name]) for name in sorted(self.figures)]))
+        if figures := figures_in_words(self.figures):
+            parts[0] += f" ({figures})"
         if self.node:
             parts.append(f"on {self.node}")
         if self.job:
@@ -158,14 +159,57 @@ class Refusal(Struct, frozen=True, gc=False):
         return ", ".join(parts)
 
 
-def _figure(name: str, value: int) -> str:
-    """ "needed=8"; bytes, millicores and bandwidth as people count them, "needed=1.5G", "free_cores=0.5" and
-    "free=200MB/s"."""
+# How figures are put, by name without unit. Empty: the detail has it in words, or it is a number for programs.
+_WORDS: Final[Mapping[str, str]] = {
+    "needed": "{} needed",
+    "free": "{} free",
+    "largest_free": "{} free together",
+    "largest": "{} at most",
+    "draining": "{} on draining nodes",
+    "devices_with_room": "{} with room",
+    "conflicting": "{} in use",
+    "available": "{} nodes available",
+    "nodes": "{} in all",
+    "claimed": "{} claimed",
+    "gpus_min": "at least {}",
+    "gpus_max": "at most {}",
+    "gpus_per_task": "{} for each task",
+    "global_batch": "a global batch of {}",
+    "first_rank": "that one has place {}",
+    "rank": "this one place {}",
+    "socket": "socket {}",
+    "revision": "revision {}",
+    "given": "revision {} given",
+    **dict.fromkeys(("held", "limit", "limit_seconds", "level", "widest"), ""),
+}
+
+
+def figures_in_words(figures: Mapping[str, int]) -> str:
+    """Return figures as a person reads them, what is needed first: "8 needed, 4 free", "1.5G needed", "0.5 cores
+    free"."""
+    order = {name: at for at, name in enumerate(_WORDS)}
+    found = []
+    for name in sorted(figures, key=lambda one: (order.get(_without_unit(one), len(order)), one)):
+        base = _without_unit(name)
+        # Where all that is free is together, one figure tells both.
+        is_told = base == "largest_free" and figures.get(name.removeprefix("largest_")) == figures[name]
+        words = "" if is_told else _WORDS.get(base, "{} " + base.replace("_", " "))
+        if words:
+            found.append(words.format(_amount(name, figures[name])))
+    return ", ".join(found)
+
+
+_UNITS: Final = ("_bytes", "_mb_per_s", "_millicores")
+
+
+def _without_unit(name: str) -> str:
+    return next((name.removesuffix(unit) for unit in _UNITS if name.endswith(unit)), name)
+
+
+def _amount(name: str, value: int) -> str:
     if name.endswith("_bytes"):
         power = max(0, min(4, (abs(value).bit_length() - 1) // 10))
-        return f"{name.removesuffix('_bytes')}={value / (1 << 10 * power):.5g}{'BKMGT'[power]}"
+        return f"{value / (1 << 10 * power):.5g}{'BKMGT'[power]}"
     if name.endswith("_mb_per_s"):
-        return f"{name.removesuffix('_mb_per_s')}={value}MB/s"
-    if name.endswith("_millicores"):
-        return f"{name.removesuffix('_millicores')}_cores={value / 1_000:.5g}"
-    return f"{name}={value}"
+        return f"{value} MB/s"
+    return f"{value / 1_000:.5g} cores" if name.endswith("_millicores") else str(value)

@@ -119,7 +119,7 @@ def _fits(view: View, shape: GangShape) -> bool:
 class Explanation(Struct, frozen=True, gc=False):
     """Why a job waits, and when it starts, in seconds from now. If that is unknown both are zero, and `assumption`
     gives the reason. `is_ranked`: it waits for its turn in the planner's order, from which a forecast can be made.
-    `share`: the user, team or partition whose limit it waits for, and the limit: a forecast follows from the jobs that count for
+    `share`: the owner of the limit that it waits for, and the limit: a forecast follows from the jobs that count for
     it."""
 
     blockers: tuple[Refusal, ...]
