@@ -170,6 +170,21 @@ def worst_plans() -> list[scheduling_pb2.Plan | bytes]:
     ]
 
 
+def worst_bookings() -> list[node_pb2.CreateBookingRequest]:
+    """Ranges of as many nodes as there may be, names of known ones again and again, and many users."""
+    week = {"start_time": times.timestamp(1e9), "end_time": times.timestamp(1e9 + 604_800.0)}
+    return [
+        node_pb2.CreateBookingRequest(booking=node_pb2.Booking(name="b", nodes=nodes, users=users, **week))
+        for nodes, users in (
+            ("n[1-100000]", []),
+            ("a[1-300]b[1-300]", []),
+            ("n1," * 20_000, []),
+            ("n1", [f"u{number}" for number in range(1_000)]),
+            ("[" * 60_000, []),
+        )
+    ]
+
+
 _JOBS, _NODES, _SCHEDULING = "ganger.v1.JobService", "ganger.v1.NodeService", "ganger.v1.SchedulingService"
 _LONG = "x" * 60_000
 _UPDATE = job_service_pb2.JobUpdate(display_name=WIDE * 10_000, device_type=WIDE * 3_000)
@@ -225,6 +240,9 @@ WORST: dict[str, Callable[[], list[Any]]] = {
     f"/{_NODES}/AdoptQuarantinedGang": lambda: [_N.AdoptQuarantinedGangRequest(name="quarantinedGangs/u-1")],
     f"/{_NODES}/SettleRestore": lambda: [_N.SettleRestoreRequest()],
     f"/{_NODES}/ListPartitions": lambda: [_N.ListPartitionsRequest()],
+    f"/{_NODES}/CreateBooking": worst_bookings,
+    f"/{_NODES}/ListBookings": lambda: [_N.ListBookingsRequest(), _N.ListBookingsRequest(page_size=1_000)],
+    f"/{_NODES}/DeleteBooking": lambda: [_N.DeleteBookingRequest(name=_LONG)],
     f"/{_NODES}/GetCluster": lambda: [_N.GetClusterRequest()],
     # A state with its environments, written by a thread of its own.
     f"/{_NODES}/RecordDecisions": lambda: [

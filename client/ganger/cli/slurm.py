@@ -86,7 +86,7 @@ _SUBMIT: Final[Mapping[str, str]] = {
     "--parsable": "write --json; without it stdout ends with the number of the job",
     "--pty": "jobs have no terminal; `ganger submit --follow` prints what one writes",
     "--qos": "write --priority N",
-    "--reservation": "an operator cordons nodes",
+    "--reservation": "jobs of the users of a reservation may use its nodes without it (`ganger reserve`)",
     "--switches": "write --locality LEVEL",
     "--test-only": "write --dry-run",
     "--wait": "write --follow, or `ganger wait JOB`",

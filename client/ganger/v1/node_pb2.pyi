@@ -24,6 +24,164 @@ else:
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
+class Booking(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    class _Phase:
+        ValueType = typing.NewType("ValueType", builtins.int)
+        V: typing_extensions.TypeAlias = ValueType
+
+    class _PhaseEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[Booking._Phase.ValueType], builtins.type):
+        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+        PHASE_UNSPECIFIED: Booking._Phase.ValueType  # 0
+        PHASE_AHEAD: Booking._Phase.ValueType  # 1
+        """Its nodes are as others, but for jobs that would neither end before nor could be moved or stopped."""
+        PHASE_EMPTYING: Booking._Phase.ValueType  # 2
+        PHASE_ACTIVE: Booking._Phase.ValueType  # 3
+
+    class Phase(_Phase, metaclass=_PhaseEnumTypeWrapper): ...
+    PHASE_UNSPECIFIED: Booking.Phase.ValueType  # 0
+    PHASE_AHEAD: Booking.Phase.ValueType  # 1
+    """Its nodes are as others, but for jobs that would neither end before nor could be moved or stopped."""
+    PHASE_EMPTYING: Booking.Phase.ValueType  # 2
+    PHASE_ACTIVE: Booking.Phase.ValueType  # 3
+
+    NAME_FIELD_NUMBER: builtins.int
+    NODES_FIELD_NUMBER: builtins.int
+    START_TIME_FIELD_NUMBER: builtins.int
+    END_TIME_FIELD_NUMBER: builtins.int
+    USERS_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    LEAD_FIELD_NUMBER: builtins.int
+    USER_FIELD_NUMBER: builtins.int
+    PHASE_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Letters, digits, '.', '_' and '-'."""
+    nodes: builtins.str
+    """Names of nodes and ranges: "gpu[01-08],big"."""
+    reason: builtins.str
+    user: builtins.str
+    """Name of the operator that made it. Output only."""
+    phase: Global___Booking.Phase.ValueType
+    """Output only."""
+    @property
+    def start_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
+    @property
+    def end_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
+    @property
+    def users(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """While it lasts its nodes take jobs of these users only; without users no job: maintenance."""
+
+    @property
+    def lead(self) -> google.protobuf.duration_pb2.Duration:
+        """How long before its start its nodes are emptied; unset takes 10 min."""
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        nodes: builtins.str = ...,
+        start_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        end_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        users: collections.abc.Iterable[builtins.str] | None = ...,
+        reason: builtins.str = ...,
+        lead: google.protobuf.duration_pb2.Duration | None = ...,
+        user: builtins.str = ...,
+        phase: Global___Booking.Phase.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["end_time", b"end_time", "lead", b"lead", "start_time", b"start_time"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["end_time", b"end_time", "lead", b"lead", "name", b"name", "nodes", b"nodes", "phase", b"phase", "reason", b"reason", "start_time", b"start_time", "user", b"user", "users", b"users"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Booking: typing_extensions.TypeAlias = Booking
+
+@typing.final
+class CreateBookingRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BOOKING_FIELD_NUMBER: builtins.int
+    @property
+    def booking(self) -> Global___Booking: ...
+    def __init__(
+        self,
+        *,
+        booking: Global___Booking | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["booking", b"booking"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["booking", b"booking"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___CreateBookingRequest: typing_extensions.TypeAlias = CreateBookingRequest
+
+@typing.final
+class ListBookingsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    page_size: builtins.int
+    """At most 1,000; zero means as many as fit into one message."""
+    page_token: builtins.str
+    def __init__(
+        self,
+        *,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["page_size", b"page_size", "page_token", b"page_token"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ListBookingsRequest: typing_extensions.TypeAlias = ListBookingsRequest
+
+@typing.final
+class ListBookingsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BOOKINGS_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    next_page_token: builtins.str
+    @property
+    def bookings(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Booking]: ...
+    def __init__(
+        self,
+        *,
+        bookings: collections.abc.Iterable[Global___Booking] | None = ...,
+        next_page_token: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bookings", b"bookings", "next_page_token", b"next_page_token"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ListBookingsResponse: typing_extensions.TypeAlias = ListBookingsResponse
+
+@typing.final
+class DeleteBookingRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["name", b"name"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___DeleteBookingRequest: typing_extensions.TypeAlias = DeleteBookingRequest
+
+@typing.final
+class DeleteBookingResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___DeleteBookingResponse: typing_extensions.TypeAlias = DeleteBookingResponse
+
+@typing.final
 class ListPartitionsRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -25,7 +25,7 @@ from ganger.text import counted
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ganger_master.core import colocation, ending, gang_orders
+from ganger_master.core import bookings, colocation, ending, gang_orders
 from ganger_master.core.job_model import JobRecord
 from ganger_master.core.node_model import Node
 from ganger_master.core.queue import Blocked, ReservedPlaces
@@ -135,6 +135,8 @@ def judge(
     allowed = wanted
     if state.nodes.choosy or job.capabilities.mechanism is Mechanism.IMAGE:
         allowed = [claims for claims in wanted if not (refusals := node_rules(state, job, claims))]
+    if state.bookings and allowed:
+        allowed = [claims for claims in allowed if not (refusals := bookings.start_rules(state, job, claims, now))]
     if not allowed:
         return CandidateRejection(refusals, ())
     if job.epoch and "MOVE" in job.capabilities.missing:
@@ -393,6 +395,8 @@ def _launch_failed_on(state: State, job: JobRecord) -> Collection[str]:
 
 
 def _closed(state: State, job: JobRecord, node: str, reason: Reason) -> Refusal:
+    if reason is Reason.BOOKED:
+        return Refusal(reason, node=node, detail=f"{reason.meaning} ({state.nodes[node].booking})")
     if reason is not Reason.LAUNCH_FAILED:
         return Refusal(reason, node=node, job=job.name)
     said = ending.visible_to(state.jobs, state.nodes[node].launch_failure, job.user)
@@ -403,6 +407,8 @@ def _closed(state: State, job: JobRecord, node: str, reason: Reason) -> Refusal:
 def _node_rule(job: JobRecord, node: Node, failed: Collection[str]) -> Reason | None:
     if node.name in failed:
         return Reason.LAUNCH_FAILED
+    if node.booked_for and job.user not in node.booked_for:
+        return Reason.BOOKED
     if job.checkpoint is not None and not node.storage_proved:
         return Reason.STORAGE_NOT_SHARED
     if not can_become(node, job.user):

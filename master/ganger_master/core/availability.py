@@ -29,7 +29,7 @@ from ganger.cluster.resources import Claim, LocalityLevel
 from ganger.job_state import JobState
 from msgspec.structs import replace
 
-from ganger_master.core import approval, attempts, moves, observation, usage
+from ganger_master.core import approval, attempts, bookings, moves, observation, usage
 from ganger_master.core.colocation import has_arenas
 from ganger_master.core.commands import Tick
 from ganger_master.core.events import JobSuspended, MoveBegun, NodeAnswered, NodeLost
@@ -220,9 +220,8 @@ def follow_drains(state: State, now: float) -> None:
     for name in (*state.nodes.draining, *sorted(state.nodes.faulty)):
         for epoch in list(state.gangs.places_on.get(name, ())):
             gang = state.gangs.get(epoch)
-            node = state.nodes[name]
-            if gang is not None and (node.is_emptied or _faults_under(node, gang)):
-                _empty(state, state.jobs[gang.job], gang, now, node)
+            if gang is not None and _has_to_leave(state, state.nodes[name], gang):
+                _empty(state, state.jobs[gang.job], gang, now, state.nodes[name])
             if state.dirty.jobs:
                 return
 
@@ -234,14 +233,24 @@ def _faults_under(node: Node, gang: Gang) -> list[int]:
     return [device for device in node.device_faults if mask >> device & 1]
 
 
+def _has_to_leave(state: State, node: Node, gang: Gang) -> bool:
+    """Return whether a gang has to leave a node."""
+    if node.draining or node.faults or _faults_under(node, gang):
+        return True
+    return node.is_emptied and not bookings.may_stay(state, state.jobs[gang.job], node.booking)
+
+
 def _what_it_leaves(state: State, gang: Gang) -> str:
     """Return the node or the device that a gang is to leave, as text; empty for none."""
     for name in gang.nodes:
         node = state.nodes.get(name)
-        if node is not None and node.is_emptied:
+        if node is None or not _has_to_leave(state, node, gang):
+            continue
+        if node.draining or node.faults:
             return f"nodes/{name}, which is being drained"
-        if node is not None and (faults := _faults_under(node, gang)):
+        if faults := _faults_under(node, gang):
             return f"device {faults[0]} of nodes/{name}, which is out of service ({node.device_faults[faults[0]]})"
+        return f"nodes/{name}, which is reserved ({node.booking})"
     return ""
 
 

@@ -13,7 +13,7 @@ from msgspec import Struct, field
 from ganger_master.core.array_model import StopRule
 from ganger_master.core.gang_model import ObservedPhase, Outcome, StoredOrder
 from ganger_master.core.job_model import Capabilities, Checkpoint, JobProgress, JobSpec, SuspendLevel, Update
-from ganger_master.core.node_model import Counters
+from ganger_master.core.node_model import Booking, Counters
 from ganger_master.core.plan_changes import CoresCurve, PlanChange, TrialFinding
 
 
@@ -330,6 +330,20 @@ class RemoveNode(Struct, frozen=True, gc=False):
     user: str = ""
 
 
+class BookNodes(Struct, frozen=True, gc=False):
+    """Keep nodes for users or for maintenance, for a time."""
+
+    booking: Booking
+    user: str = ""
+
+
+class UnbookNodes(Struct, frozen=True, gc=False):
+    """End a booking, or forget one that has not begun."""
+
+    name: str
+    user: str = ""
+
+
 class OpenStore(Struct, frozen=True, gc=False):
     """The shell has read the database. `name`: what it is called from now on if it has no name yet; `marks`: of the
     file beside it, None where there is none; `must_have_marks`: that file exists unless this is a copy;
@@ -400,7 +414,7 @@ class Tick(Struct, frozen=True, gc=False):
 
 JobCommand: TypeAlias = SubmitJob | CancelJob | UpdateJob | SuspendJob | ResumeJob | MoveJob | RetuneJob | ResizeJob
 ArrayCommand: TypeAlias = SubmitArray | CancelArray | UpdateArray | RecordMetric
-NodeCommand: TypeAlias = DrainNode | CordonNode | UncordonNode | DeclareLost | RemoveNode
+NodeCommand: TypeAlias = DrainNode | CordonNode | UncordonNode | DeclareLost | RemoveNode | BookNodes | UnbookNodes
 RestoreCommand: TypeAlias = OpenStore | NoteEnds | GoOn | EndQuarantined | AdoptQuarantined
 SessionCommand: TypeAlias = RequestGang | ReleaseGang | ProposePlan | ClaimTurns | Observe | Answer | OpenSession | Tick
 Command: TypeAlias = JobCommand | ArrayCommand | NodeCommand | RestoreCommand | SessionCommand

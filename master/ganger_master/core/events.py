@@ -20,7 +20,7 @@ from ganger_master.core.answers import Answer
 from ganger_master.core.commands import NO_MARKS, ClaimTurns, Line, Marks, Observe, OpenSession, Promise, RecordedEnd
 from ganger_master.core.gang_model import Gang, TimesliceGroup
 from ganger_master.core.job_model import JobRecord, JobSpec, Request, SuspendLevel, Update
-from ganger_master.core.node_model import Counters, Element, Node
+from ganger_master.core.node_model import Booking, Counters, Element, Node
 from ganger_master.core.plan_changes import NO_PURPOSE, CoresCurve, Purpose, TrialFinding
 from ganger_master.core.usage_model import UserUsage
 
@@ -208,6 +208,14 @@ class NodeMarked(Event, frozen=True, gc=False):
     reason: str
 
 
+class NodesBooked(Event, frozen=True, gc=False):
+    booking: Booking
+
+
+class NodesUnbooked(Event, frozen=True, gc=False):
+    name: str
+
+
 class NodeLost(Event, frozen=True, gc=False):
     node: str
     reason: str
@@ -326,6 +334,7 @@ ELEMENT_TYPES: Final[Mapping[str, type[Element]]] = {
     "gang": Gang,
     "node_set": TimesliceGroup,
     "user_usage": UserUsage,
+    "booking": Booking,
     "counters": Counters,
 }
 

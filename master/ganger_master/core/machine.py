@@ -22,6 +22,7 @@ from ganger_master.core import (
     arrays,
     attempts,
     availability,
+    bookings,
     colocation,
     elastic,
     ending,
@@ -93,6 +94,7 @@ def next_wake(state: State, now: float) -> float | None:
     if state.counters.restoring is not None:
         return rollback.next_time(state, now)
     times = [placement_leases.next_time(state, now), state.nodes.next_silence_check]
+    times += [state.booking_at] if state.bookings else []
     times += [ending.ends_at(state, state.jobs[number]) for number in state.jobs.running_limited]
     times += [state.jobs[number].again_at for number in state.jobs.backing_off]
     times += [moves.due_at(state, number) for number in state.jobs.moving]
@@ -229,6 +231,7 @@ def _session_opened(state: State, event: events.SessionOpened) -> None:
     state.counters.next_session += 1
     availability.note_call(state, node.name, event.time)
     state.put_node(node)
+    bookings.note_node(state, node.name, event.time, event.cause)
     quarantine.note_ids(state, request.seen.next_epoch, request.seen.next_job)
     state.reports.pop(node.name, None)
     state.history(event.time, f"nodes/{node.name}", "session_opened", event.cause, peer=node.peer_address)
@@ -321,6 +324,10 @@ def _time_passed(state: State, event: events.TimePassed) -> None:
     if event.looks_again:
         state.dirty.sets.update(dict.fromkeys(state.gangs.sets))
     ending.let_go_on(state, now)
+    if event.set_by:
+        state.booking_at = 0.0
+    if state.bookings and now >= state.booking_at:
+        bookings.follow(state, now, event.cause)
     for number in list(state.jobs.running_limited):
         job = state.jobs[number]
         ends = ending.ends_at(state, job)
@@ -365,6 +372,8 @@ _HANDLERS: Final[dict[type, Callable[[State, Any], None]]] = {
     events.NodeMarked: _node_marked,
     events.NodeLost: observation.lose,
     events.NodeRemoved: _node_removed,
+    events.NodesBooked: bookings.begin,
+    events.NodesUnbooked: bookings.end,
     events.StoreOpened: rollback.open_store,
     events.EndsNoted: _ends_noted,
     events.RestoreSettled: restore_settlement.settle,

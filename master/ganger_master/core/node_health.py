@@ -33,8 +33,10 @@ def faults_of(node: Node) -> tuple[NodeFault, ...]:
 
 
 def service_reason(node: Node) -> str:
-    """Return why a node is out of service: the operator's reason, and its own faults; empty for neither."""
-    return "; ".join(filter(None, (node.state_reason, *node.faults.values())))
+    """Return why a node is out of service, or is there for some users only: the operator's reason, its own faults, and
+    the booking; empty for none of these."""
+    booked = f"reserved: {node.booking}" if node.booking else ""
+    return "; ".join(filter(None, (node.state_reason, *node.faults.values(), booked)))
 
 
 def cordon(state: State, name: str, reason: str, now: float, cause: str) -> None:

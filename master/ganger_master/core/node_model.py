@@ -54,6 +54,20 @@ class Stray(Struct, frozen=True, gc=False, omit_defaults=True):
         return self.quarantined or self.is_ordered
 
 
+class Booking(Struct, frozen=True, gc=False, omit_defaults=True):
+    """Nodes that are kept for some users, or for maintenance, from `start` to `end` (Unix seconds). Without `users` for
+    maintenance. `lead_s`: how long before the start the nodes are emptied. `user`: the operator that made it."""
+
+    name: str
+    nodes: tuple[str, ...]
+    start: float
+    end: float
+    users: tuple[str, ...] = ()
+    reason: str = ""
+    lead_s: float = 600.0
+    user: str = ""
+
+
 class Node(Struct, frozen=True, gc=False, omit_defaults=True):
     name: str
     machine_uuid: str
@@ -94,6 +108,9 @@ class Node(Struct, frozen=True, gc=False, omit_defaults=True):
     # Jobs that could not be launched here meanwhile, and then started on other nodes: the fault is not theirs.
     started_elsewhere: tuple[int, ...] = ()
     create_time: float = 0.0
+    # The booking that it is emptied for, or that lasts; in that case its users, none for maintenance.
+    booking: str = ""
+    booked_for: tuple[str, ...] = ()
 
     @property
     def state(self) -> NodeState:
@@ -109,8 +126,8 @@ class Node(Struct, frozen=True, gc=False, omit_defaults=True):
 
     @property
     def is_emptied(self) -> bool:
-        """Return whether its jobs are to leave it: by an operator's order, or for a fault of its own."""
-        return self.draining or bool(self.faults)
+        """Return whether its jobs are to leave it: by an operator's order, for a fault of its own or for a booking."""
+        return self.draining or bool(self.faults) or (bool(self.booking) and not self.booked_for)
 
     @property
     def takes_gangs(self) -> bool:
@@ -121,7 +138,7 @@ class Node(Struct, frozen=True, gc=False, omit_defaults=True):
         """Return whether there may be jobs that it cannot take, whatever is free."""
         is_choosy = self.capabilities.get("switch_user", "yes") in ("no", "accounts")
         is_closed_to_some = not self.storage_proved or is_choosy
-        return is_closed_to_some or self.launch_failures > 0
+        return is_closed_to_some or self.launch_failures > 0 or bool(self.booked_for)
 
 
 class PendingRestore(Struct, frozen=True, gc=False, omit_defaults=True):
@@ -160,4 +177,6 @@ class Counters(Struct):
     restoring: PendingRestore | None = None
 
 
-Element: TypeAlias = JobRecord | Request | Gang | Node | TimesliceGroup | ConfigurationSet | UserUsage | Counters
+Element: TypeAlias = (
+    JobRecord | Request | Gang | Node | TimesliceGroup | ConfigurationSet | UserUsage | Booking | Counters
+)

@@ -24,7 +24,7 @@ from ganger_master.core.events import Dirty
 from ganger_master.core.gang_model import Gang, TimesliceGroup
 from ganger_master.core.gang_orders import party_of, project_node
 from ganger_master.core.job_model import JobRecord, Request
-from ganger_master.core.node_model import Counters, Element, Node
+from ganger_master.core.node_model import Booking, Counters, Element, Node
 from ganger_master.core.plan_changes import CoresCurve
 from ganger_master.core.queue import Blocked, GrantedLease, ReservedPlaces
 from ganger_master.core.settings import CoreSettings
@@ -57,6 +57,9 @@ class Image(Struct, frozen=True, gc=False):
     rows_seen: tuple[tuple[str, ObservedSlices], ...] = ()
     former: tuple[Request, ...] = ()
     usage: tuple[UserUsage, ...] = ()
+    bookings: tuple[Booking, ...] = ()
+    booked: tuple[str, ...] = ()
+    booking_at: float = 0.0
     devices: int = 0
     free_devices: int = 0
     # Numbers of the jobs that their request ids mean.
@@ -110,7 +113,7 @@ def _paths(names: str) -> tuple[str, ...]:
 # dictionaries that serve as sets, and values of dictionaries.
 _SAME = _paths(
     "started nodes.devices nodes.free_devices nodes.next_silence_check queue.blocked queue.kept queue.ranked_by"
-    " queue.promised_at queue.aside_from queue.aside_at leases.next_turn wake_at ends"
+    " queue.promised_at queue.aside_from queue.aside_at leases.next_turn wake_at ends booking_at"
 )
 _MAPPINGS = _paths(
     "reports nodes.last_answer nodes.drained_in_vain jobs.left_by queue.refusals queue.conflicts queue.passed"
@@ -118,10 +121,11 @@ _MAPPINGS = _paths(
     " cores_curves"
 )
 _SETS = _paths(
-    "jobs.finished jobs.running_limited jobs.moving jobs.backing_off queue.resuming nodes.draining nodes.choosy"
+    "jobs.finished jobs.running_limited jobs.moving jobs.backing_off queue.resuming nodes.draining nodes.booked"
+    " nodes.choosy"
     " nodes.unheard"
 )
-_VALUES = ("nodes", "jobs", "gangs", "gangs.sets", "jobs.former", "usage")
+_VALUES = ("nodes", "jobs", "gangs", "gangs.sets", "jobs.former", "usage", "bookings")
 
 
 def image_of(state: State) -> Image:
@@ -179,6 +183,7 @@ def state_of(image: Image) -> State:
     for turn in image.turns:
         state.leases.put(turn)
     state.usage.update({usage.user: usage for usage in image.usage})
+    state.bookings.update({booking.name: booking for booking in image.bookings})
     _index(state)
     # Jobs that joined the queue have discarded it.
     state.queue.blocked = image.blocked
@@ -314,6 +319,7 @@ def restored(settings: CoreSettings, elements: Iterable[Element], now: float, fo
         for (_, name), rows in former.gangs.rows_seen.items():
             state.gangs.note_rows(name, rows)
     state.usage.update({one.user: one for one in of(UserUsage)})
+    state.bookings.update({one.name: one for one in of(Booking)})
     state.take_changes()
     state.dirty = Dirty()
     usage.restore(state, now)

@@ -19,6 +19,7 @@ from ganger.wire import resource_messages as convert
 from ganger.wire import resource_names as names
 from ganger.wire.methods import CallerIdentity
 from ganger.wire.servers import Callers
+from msgspec.structs import replace
 
 from ganger_master.core import commands, quarantine, rollback
 from ganger_master.core.answers import Done, JobAnswer, NodeAnswer
@@ -37,6 +38,7 @@ from ganger_master.rpc.answer_messages import (
     page_token,
     place_of,
 )
+from ganger_master.rpc.booking_messages import booking_from_wire, booking_to_wire
 from ganger_master.rpc.job_messages import level_to_wire
 from ganger_master.rpc.partition_messages import partitions_to_wire
 from ganger_master.rpc.planner_messages import REASON_MOST
@@ -206,6 +208,31 @@ class NodeService(node_pb2_grpc.NodeServiceServicer):
     ) -> node_pb2.ListPartitionsResponse:
         committed = self._writer.committed
         return partitions_to_wire(self._writer.state, committed.jobs.values(), committed.gangs)
+
+    async def CreateBooking(self, request: node_pb2.CreateBookingRequest, context: Any) -> node_pb2.Booking:
+        # Ranges may stand for many names.
+        booking = await asyncio.to_thread(booking_from_wire, request.booking)
+        command = commands.BookNodes(booking, self._callers.of(context).name)
+        expect(await self._writer.submit(command), Done)
+        return booking_to_wire(replace(booking, user=command.user), self._writer.now())
+
+    async def ListBookings(self, request: node_pb2.ListBookingsRequest, context: Any) -> node_pb2.ListBookingsResponse:
+        now, known = self._writer.now(), self._writer.committed.bookings
+        after = place_of(request.page_token, str, "")
+        found, room = node_pb2.ListBookingsResponse(), PageRoom(min(request.page_size, PAGE_MOST) or sys.maxsize)
+        for name in sorted(name for name in known if name > after):
+            message = booking_to_wire(known[name], now)
+            if not room.take(message):
+                found.next_page_token = page_token(found.bookings[-1].name)
+                break
+            found.bookings.append(message)
+        return found
+
+    async def DeleteBooking(
+        self, request: node_pb2.DeleteBookingRequest, context: Any
+    ) -> node_pb2.DeleteBookingResponse:
+        expect(await self._writer.submit(commands.UnbookNodes(request.name, self._callers.of(context).name)), Done)
+        return node_pb2.DeleteBookingResponse()
 
     async def GetCluster(self, request: node_pb2.GetClusterRequest, context: Any) -> node_pb2.Cluster:
         committed, state = self._writer.committed, self._writer.state

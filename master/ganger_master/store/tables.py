@@ -40,7 +40,7 @@ from ganger_master.core.events import ELEMENT_TYPES, HistoryRow
 from ganger_master.core.gang_model import Gang, TimesliceGroup
 from ganger_master.core.job_model import JobRecord, JobSpec, Request
 from ganger_master.core.leader_lease import LeaderLease, LeaseCandidate
-from ganger_master.core.node_model import Counters, Element, Node
+from ganger_master.core.node_model import Booking, Counters, Element, Node
 from ganger_master.core.usage_model import UserUsage
 
 Cell = int | float | str | None
@@ -207,6 +207,8 @@ _STATE_TABLES: Final = (
     _state_table("node_sets"),
     # GPU-seconds of users.
     _state_table("user_usages"),
+    # Nodes that are kept for users or for maintenance.
+    _state_table("bookings"),
 )
 
 events = Table(
@@ -330,6 +332,8 @@ def _order(element: Element) -> tuple[int, int, str]:
             return 5, element.number, ""
         case UserUsage():
             return 6, 0, element.user
+        case Booking():
+            return 7, 0, element.name
 
 
 def _entry(history: HistoryRow) -> HistoryEntry:

@@ -1,0 +1,137 @@
+"""`ganger reserve`: nodes that are kept for some users, or for maintenance, for a time."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+from ganger.cli.options import json_option, open_client
+from ganger.console import print_json, print_table, visible
+from ganger.text import format_duration, parse_duration
+from ganger.wire import times
+
+if TYPE_CHECKING:
+    from ganger.v1.node_pb2 import Booking
+
+_HEADINGS = ("NAME", "STATE", "START", "END", "FOR", "NODES", "REASON")
+_SPARE = ("REASON", "END")
+_USERS_SHOWN = 3
+
+
+@click.group(invoke_without_command=True, short_help="Keep nodes for users or for maintenance, for a time.")
+@click.pass_context
+@json_option
+def reserve(context: click.Context, as_json: bool) -> None:
+    """Keep nodes for some users, or for maintenance, for a time; without a subcommand list what is reserved."""
+    if context.invoked_subcommand is None:
+        _list(as_json)
+
+
+@reserve.command("create")
+@click.argument("name")
+@click.option("--nodes", required=True, metavar="NODES", help="Names and ranges: gpu[01-08],big.")
+@click.option("--start", required=True, metavar="TIME", help="2026-12-24T18:00, or 6h from now, or now.")
+@click.option("--duration", required=True, metavar="TIME", help="How long, e.g. 4h.")
+@click.option("--users", default="", metavar="USERS", help="Only these users' jobs, ann,bob; without: maintenance.")
+@click.option("--lead", metavar="TIME", help="How long before the start the nodes are emptied. Default 10m.")
+@click.option("--reason", "-m", default="", metavar="TEXT", help="Shown to users.")
+@json_option
+def create(
+    name: str, nodes: str, start: str, duration: str, users: str, lead: str | None, reason: str, as_json: bool
+) -> None:
+    """Reserve nodes. Their jobs are moved away before, and none is started that could not leave or end in time."""
+    from ganger.v1.node_pb2 import Booking
+
+    begin, length = _start(start), _duration("--duration", duration)
+    booking = Booking(
+        name=name,
+        nodes=nodes,
+        start_time=times.timestamp(begin),
+        end_time=times.timestamp(begin + length),
+        users=[user.strip() for user in users.split(",") if user.strip()],
+        lead=None if lead is None else times.duration(_duration("--lead", lead)),
+        reason=reason,
+    )
+    with open_client() as client:
+        made = client.create_booking(booking)
+    if as_json:
+        print_json(made)
+    else:
+        when = f"from {_local(made.start_time)} to {_local(made.end_time)}"
+        print(f"reserved {visible(made.nodes)} {when}: {_purpose(made)}")
+
+
+@reserve.command("list")
+@json_option
+def list_(as_json: bool) -> None:
+    """List what is reserved now or later, by its start."""
+    _list(as_json)
+
+
+@reserve.command("delete")
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+def delete(names: tuple[str, ...]) -> None:
+    """End reservations, or forget those that have not begun: their nodes take jobs again."""
+    with open_client() as client:
+        for name in names:
+            client.delete_booking(name)
+            print(f"deleted reservation {name}")
+
+
+def _list(as_json: bool) -> None:
+    with open_client() as client:
+        found = client.list_bookings()
+    if as_json:
+        print_json(found)
+    else:
+        print_table(_HEADINGS, [_row(one) for one in found], "no reservations", _SPARE)
+
+
+def _row(one: Booking) -> tuple[str, ...]:
+    return (
+        visible(one.name),
+        _state(one),
+        _local(one.start_time),
+        _local(one.end_time),
+        _purpose(one),
+        visible(one.nodes),
+        visible(one.reason),
+    )
+
+
+def _state(one: Booking) -> str:
+    """Return "in 2h", "emptying its nodes" or "since 5m"."""
+    seconds = times.unix_s(one.start_time) - time.time()
+    if one.phase == one.PHASE_EMPTYING:
+        return f"emptying, begins in {format_duration(max(0.0, seconds))}"
+    return f"since {format_duration(-seconds)}" if seconds <= 0 else f"in {format_duration(seconds)}"
+
+
+def _purpose(one: Booking) -> str:
+    users = ", ".join(map(visible, one.users[:_USERS_SHOWN]))
+    return users + (", ..." if len(one.users) > _USERS_SHOWN else "") if users else "maintenance"
+
+
+def _local(time_: object) -> str:
+    return times.local_datetime(time_).strftime("%Y-%m-%d %H:%M")  # type: ignore[arg-type]
+
+
+def _start(text: str) -> float:
+    """Return a time in Unix seconds. Raises UsageError."""
+    from ganger.spec_values import parse_deadline
+
+    if text == "now":
+        return time.time()
+    try:
+        return parse_deadline(text)
+    except ValueError as error:
+        raise click.UsageError(f"--start: {error}, or now") from error
+
+
+def _duration(flag: str, text: str) -> float:
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise click.UsageError(f"{flag}: {error}") from error

@@ -1,0 +1,99 @@
+"""`ganger reserve`: what it sends, and what it prints."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from ganger.v1 import node_pb2
+from ganger.wire import times
+from kit.canned import Call, CannedMaster
+
+Output = pytest.CaptureFixture[str]
+
+
+def test_create_sends_nodes_times_and_users(call: Call, master: CannedMaster, capsys: Output) -> None:
+    words = ("--nodes", "gpu[01-02]", "--start", "2h", "--duration", "4h", "--users", "ann, bob", "--lead", "5m")
+    assert call("reserve", "create", "course", *words, "-m", "a course") == 0
+    sent = master.requests[-1].booking
+    assert (sent.name, sent.nodes, list(sent.users), sent.reason) == (
+        "course",
+        "gpu[01-02]",
+        ["ann", "bob"],
+        "a course",
+    )
+    assert abs(times.unix_s(sent.start_time) - time.time() - 7_200.0) < 60.0
+    assert times.unix_s(sent.end_time) - times.unix_s(sent.start_time) == pytest.approx(14_400.0)
+    assert times.seconds(sent.lead) == 300.0
+    said = capsys.readouterr().out
+    assert said.startswith("reserved gpu[01-02] from ")
+    assert said.endswith(": ann, bob\n")
+    assert call("reserve", "create", "now", "--nodes", "n1", "--start", "now", "--duration", "1h", "--json") == 0
+    assert not master.requests[-1].booking.HasField("lead")
+    assert json.loads(capsys.readouterr().out)["name"] == "now"
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "told"),
+    [
+        ("--start", "soon", "--start: 'soon' is neither a time nor a duration"),
+        ("--duration", "long", "--duration: 'long' is not a duration"),
+        ("--lead", "x", "--lead: 'x' is not a duration"),
+    ],
+)
+def test_times_that_are_none_are_refused(
+    call: Call, master: CannedMaster, flag: str, text: str, told: str, capsys: Output
+) -> None:
+    words = {"--nodes": "n1", "--start": "1h", "--duration": "1h", flag: text}
+    assert call("reserve", "create", "a", *[word for pair in words.items() for word in pair]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_the_list_has_the_state_of_each(call: Call, master: CannedMaster, capsys: Output) -> None:
+    now = time.time()
+    booking, phases = node_pb2.Booking, node_pb2.Booking
+    master.bookings.bookings.extend(
+        [
+            booking(
+                name="later",
+                nodes="n[1-2]",
+                start_time=times.timestamp(now + 7_205.0),
+                end_time=times.timestamp(now + 9_000.0),
+                users=["ann", "bob", "cat", "dan"],
+                phase=phases.PHASE_AHEAD,
+            ),
+            booking(
+                name="upgrade",
+                nodes="n3",
+                start_time=times.timestamp(now - 300.0),
+                end_time=times.timestamp(now + 9_000.0),
+                reason="disks",
+                phase=phases.PHASE_ACTIVE,
+            ),
+            booking(name="soon", nodes="n4", start_time=times.timestamp(now + 65.0), phase=phases.PHASE_EMPTYING),
+        ]
+    )
+    for words in (("reserve", "list"), ("reserve",)):
+        assert call(*words) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].split() == ["NAME", "STATE", "START", "END", "FOR", "NODES", "REASON"]
+        assert [line.split()[0] for line in lines[1:]] == ["upgrade", "soon", "later"]
+        assert "since 5m" in lines[1]
+        assert "maintenance" in lines[1]
+        assert "emptying, begins in 1m" in lines[2]
+        assert "in 2h" in lines[3]
+        assert "ann, bob, cat, ..." in lines[3]
+    assert call("reserve", "list", "--json") == 0
+    assert [one["name"] for one in json.loads(capsys.readouterr().out)] == ["upgrade", "soon", "later"]
+
+
+def test_delete_names_what_is_deleted_and_without_any_a_script_reads_nothing(
+    call: Call, master: CannedMaster, capsys: Output
+) -> None:
+    assert call("reserve", "delete", "a", "b") == 0
+    assert [request.name for request in master.requests[-2:]] == ["a", "b"]
+    assert capsys.readouterr().out == "deleted reservation a\ndeleted reservation b\n"
+    assert call("reserve") == 0
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", "no reservations\n")

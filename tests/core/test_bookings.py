@@ -1,0 +1,272 @@
+"""Bookings: what a node is booked for at a time, which jobs may start before, and how nodes are emptied and return."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from core.drive import Drive, job_of
+from faultsim.fault_cluster import FaultCluster
+from faultsim.test_stories import SERVER, gang, phase, started
+from ganger.cluster.refusals import Reason
+from ganger.protocol.gang_orders import Mechanism
+from ganger_master.core.answers import Done, Refused, Rejected
+from ganger_master.core.bookings import BookingPhase, NodeHold, can_leave, hold_of, phase_of
+from ganger_master.core.commands import BookNodes, Tick, UnbookNodes, UncordonNode
+from ganger_master.core.explain import explain
+from ganger_master.core.gang_model import GangPhase
+from ganger_master.core.job_model import Agent, Capabilities, JobRecord, JobSpec
+from ganger_master.core.machine import next_wake
+from ganger_master.core.node_health import service_reason
+from ganger_master.core.node_model import Booking, NodeState
+from ganger_master.core.settings import CoreSettings
+from ganger_master.core.state_image import restored
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+UPGRADE = Booking("upgrade", ("n1",), 1_000.0, 2_000.0, lead_s=100.0)
+COURSE = replace(UPGRADE, name="course", users=("ann", "bob"))
+OPAQUE = Agent.NONE
+NEVER_SILENT = CoreSettings(lost_after_s=None, silent_margin_s=None)
+
+
+def at(drive: Drive, now: float) -> None:
+    drive.now = now
+    drive.step(Tick())
+
+
+def booked(booking: Booking, nodes: int = 2) -> Drive:
+    drive = Drive(nodes, NEVER_SILENT)
+    assert isinstance(drive.step(BookNodes(booking, "olga")), Done)
+    return drive
+
+
+# -- times -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("now", "expected", "maintenance", "course"),
+    [
+        (899.9, BookingPhase.AHEAD, NodeHold(), NodeHold()),
+        (900.0, BookingPhase.EMPTYING, NodeHold("upgrade"), NodeHold("course")),
+        (999.9, BookingPhase.EMPTYING, NodeHold("upgrade"), NodeHold("course")),
+        (1_000.0, BookingPhase.ACTIVE, NodeHold("upgrade"), NodeHold("course", ("ann", "bob"))),
+        (1_999.9, BookingPhase.ACTIVE, NodeHold("upgrade"), NodeHold("course", ("ann", "bob"))),
+        (2_000.0, BookingPhase.OVER, NodeHold(), NodeHold()),
+    ],
+)
+def test_a_node_is_emptied_before_a_booking_and_kept_while_it_lasts(
+    now: float, expected: BookingPhase, maintenance: NodeHold, course: NodeHold
+) -> None:
+    assert phase_of(UPGRADE, now) is expected
+    assert hold_of([UPGRADE], "n1", now) == maintenance
+    assert hold_of([COURSE], "n1", now) == course
+    assert hold_of([UPGRADE], "n2", now) == NodeHold()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "told"),
+    [
+        ({"name": ""}, "BOOKING_INVALID", "name: letters"),
+        ({"nodes": ()}, "BOOKING_INVALID", "nodes: at least one"),
+        ({"end": 1_000.0}, "BOOKING_INVALID", "end_time: after the start"),
+        ({"end": math.nan}, "BOOKING_INVALID", "end_time: after the start"),
+        ({"start": -1.0}, "BOOKING_INVALID", "start_time: a time up to"),
+        ({"start": 0.1, "end": 0.2}, "BOOKING_INVALID", "end_time: has passed"),
+        ({"lead_s": -1.0}, "BOOKING_INVALID", "lead: from 0"),
+        ({"users": ("",)}, "BOOKING_INVALID", "users: at most"),
+        ({"name": "b", "nodes": ("n9",)}, "NODE_NOT_FOUND", "nodes/n9 is unknown"),
+        ({"reason": "other"}, "BOOKING_EXISTS", "there is a reservation 'upgrade' already"),
+        ({"name": "b"}, "BOOKING_CONFLICT", "nodes/n1 is reserved by 'upgrade' at that time"),
+        ({"name": "b", "start": 2_050.0, "end": 2_100.0}, "BOOKING_CONFLICT", "nodes/n1 is reserved"),
+        ({"name": "b", "start": 2_100.0, "end": 2_200.0}, None, ""),
+        ({"name": "b", "nodes": ("n2",)}, None, ""),
+        ({}, None, ""),
+    ],
+)
+def test_a_booking_that_cannot_be_is_refused_with_the_reason(
+    changes: dict[str, Any], reason: str | None, told: str
+) -> None:
+    answer = booked(UPGRADE).step(BookNodes(replace(UPGRADE, **changes), "olga"))
+    assert (answer.reason if isinstance(answer, Refused) else None) == reason
+    assert not isinstance(answer, Refused) or told in answer.message
+
+
+def test_an_unknown_booking_cannot_be_deleted() -> None:
+    answer = booked(UPGRADE).step(UnbookNodes("b", "olga"))
+    assert isinstance(answer, Refused)
+    assert (answer.reason, "there are upgrade" in answer.message) == ("BOOKING_NOT_FOUND", True)
+
+
+def test_the_core_wakes_for_each_phase_and_forgets_what_is_over() -> None:
+    drive = booked(UPGRADE)
+    for expected in (900.0, 1_000.0, 2_000.0):
+        wake = next_wake(drive.state, drive.now)
+        assert wake is not None
+        # Before that, a silent node is looked at.
+        drive.state.nodes.next_silence_check = None
+        assert next_wake(drive.state, drive.now) == expected
+        at(drive, expected)
+    assert not drive.state.bookings
+    assert not drive.state.nodes.booked
+
+
+# -- nodes -------------------------------------------------------------------------------------------------------------
+
+
+def test_in_maintenance_a_node_takes_no_job_and_then_it_is_as_before() -> None:
+    drive = booked(UPGRADE, 1)
+    at(drive, 950.0)
+    node = drive.state.nodes["n1"]
+    assert (node.state, service_reason(node), node.takes_gangs) == (NodeState.DRAINING, "reserved: upgrade", False)
+    number = drive.submit(job_of(1), "ann")
+    (blocker,) = explain(drive.state, number, drive.now).blockers
+    assert (blocker.reason, "reserved: upgrade" in blocker.message) == (Reason.NODE_UNAVAILABLE, True)
+    at(drive, 1_500.0)
+    assert not drive.state.nodes["n1"].takes_gangs
+    at(drive, 2_000.0)
+    assert drive.state.nodes["n1"].state is NodeState.READY
+    drive.start(number)
+
+
+def test_while_a_booking_of_users_lasts_a_node_takes_their_jobs_only() -> None:
+    drive = booked(COURSE, 1)
+    at(drive, 1_000.0)
+    other = drive.submit(job_of(1), "cat")
+    answer = drive.request(other, *drive.places(other))
+    assert isinstance(answer, Rejected)
+    assert answer.refusals[0].message.startswith("the node is reserved for other users (course)")
+    drive.start(drive.submit(job_of(1), "ann"))
+
+
+def test_a_drain_and_a_booking_do_not_end_each_other() -> None:
+    drive = booked(UPGRADE, 1)
+    at(drive, 1_000.0)
+    drive.step(UncordonNode("n1", "olga"))
+    assert not drive.state.nodes["n1"].takes_gangs
+    drive.step(UnbookNodes("upgrade", "olga"))
+    assert drive.state.nodes["n1"].takes_gangs
+
+
+def test_a_node_that_joins_during_a_booking_is_booked_and_a_restart_keeps_all() -> None:
+    drive = booked(UPGRADE, 1)
+    at(drive, 1_500.0)
+    elements = [*drive.state.nodes.configuration_sets.values(), drive.state.counters, *drive.state.bookings.values()]
+    state = restored(drive.state.settings, [*elements, *drive.state.nodes.values()], drive.now)
+    assert (state.bookings, state.nodes["n1"].booking) == (drive.state.bookings, "upgrade")
+    assert not drive.state.take_changes().removes
+    drive.join("n1")
+    assert drive.state.nodes["n1"].booking == "upgrade"
+
+
+# -- jobs --------------------------------------------------------------------------------------------------------------
+
+
+def opaque_job(time_s: float | None = None, **changes: Any) -> JobSpec:
+    return replace(job_of(1), agent=OPAQUE, time_limit_s=time_s, **changes)
+
+
+@pytest.mark.parametrize(
+    ("spec", "user", "starts"),
+    [
+        # Its agent can stop it.
+        (job_of(1), "cat", True),
+        (opaque_job(), "cat", False),
+        (opaque_job(899.0), "cat", True),
+        (opaque_job(902.0), "cat", False),
+        (opaque_job(stop_signal="TERM"), "cat", True),
+        (opaque_job(mechanism=Mechanism.IMAGE), "cat", True),
+        # The node is kept for it.
+        (opaque_job(), "ann", True),
+    ],
+)
+def test_before_a_booking_a_job_starts_there_if_it_ends_in_time_or_can_leave(
+    spec: JobSpec, user: str, starts: bool
+) -> None:
+    drive = booked(COURSE, 1)
+    drive.now = 100.0
+    number = drive.submit(spec, user)
+    answer = drive.request(number, *drive.places(number))
+    assert isinstance(answer, Rejected) is not starts
+    if isinstance(answer, Rejected):
+        assert answer.refusals[0].reason is Reason.BOOKED
+        assert "give it a --time that ends before" in answer.refusals[0].message
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "can"),
+    [
+        (Capabilities(known=True), False),
+        (Capabilities(known=True, checkpoint=True), True),
+        (Capabilities(known=True, offload=True), True),
+        (Capabilities(known=True, offload=True, missing={"MOVE": "why"}), False),
+        (Capabilities(known=True, checkpoint=True, missing={"MOVE": "why"}), True),
+    ],
+)
+def test_a_job_can_leave_that_can_be_moved_or_saved(capabilities: Capabilities, can: bool) -> None:
+    assert can_leave(JobRecord(1, "", "", job_of(1), 0.0, capabilities=capabilities)) is can
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 100), st.integers(1, 50), st.integers(0, 20)), max_size=6),
+    st.lists(st.floats(1.0, 200.0), min_size=1, max_size=20),
+)
+def test_at_any_time_a_node_says_what_its_bookings_say(windows: list[tuple[int, int, int]], times: list[float]) -> None:
+    drive = Drive(1, NEVER_SILENT)
+    for place, (start, length, lead) in enumerate(windows):
+        users = ("ann",) if place % 2 else ()
+        booking = Booking(f"b{place}", ("n1",), float(start), float(start + length), users, lead_s=float(lead))
+        drive.step(BookNodes(booking, "olga"))
+    kept = dict(drive.state.bookings)
+    for now in sorted(times):
+        at(drive, max(now, drive.now))
+        node = drive.state.nodes["n1"]
+        hold = hold_of(kept.values(), "n1", drive.now)
+        assert (node.booking, node.booked_for) == (hold.booking, hold.users)
+        assert node.takes_gangs is (not hold.booking or bool(hold.users))
+
+
+# -- a cluster ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_node_is_emptied_by_moves_stays_empty_and_returns_though_the_master_dies_meanwhile() -> None:
+    cluster = FaultCluster(1, [("n1", SERVER), ("n2", SERVER)])
+    cluster.run_for(5.0)
+    number = started(cluster, replace(job_of(2), command=("train", "2000")))
+    held = gang(cluster, number)
+    assert held is not None
+    (here,) = held.nodes
+    now = cluster.master.now()
+    booking = Booking("upgrade", (here,), now + 200.0, now + 300.0, lead_s=60.0)
+    assert isinstance(cluster.ask(BookNodes(booking, "olga")), Done)
+    cluster.run_for(100.0)
+    assert gang(cluster, number).nodes == (here,), "it is not yet emptied"  # type: ignore[union-attr]
+    cluster.run_for(80.0)
+    cluster.master.crash(5.0)
+    cluster.run_for(30.0)
+    moved = gang(cluster, number)
+    assert moved is not None
+    assert here not in moved.nodes, "the job has been moved"
+    assert phase(cluster, number) is GangPhase.RUNNING
+    cluster.run_for(60.0)
+    assert not cluster.state.gangs.places_on[here]
+    assert not cluster.state.nodes[here].takes_gangs
+    assert cluster.run_until(lambda: cluster.state.nodes[here].takes_gangs, 60.0)
+    assert not cluster.state.bookings
+    cluster.check()
+
+
+def test_a_job_that_ends_in_time_stays_on_a_node_that_is_emptied() -> None:
+    cluster = FaultCluster(1, [("n1", SERVER), ("n2", SERVER)])
+    cluster.run_for(5.0)
+    number = started(cluster, replace(job_of(1), command=("train", "2000"), time_limit_s=60.0))
+    held = gang(cluster, number)
+    assert held is not None
+    now = cluster.master.now()
+    cluster.ask(BookNodes(Booking("upgrade", held.nodes, now + 100.0, now + 300.0, lead_s=100.0), "olga"))
+    cluster.run_for(20.0)
+    assert gang(cluster, number) is not None
+    assert gang(cluster, number).epoch == held.epoch  # type: ignore[union-attr]
+    assert not cluster.state.nodes[held.nodes[0]].takes_gangs
