@@ -70,6 +70,7 @@ class Image(Struct, frozen=True, gc=False):
     moving: tuple[int, ...] = ()
     backing_off: tuple[int, ...] = ()
     draining: tuple[str, ...] = ()
+    faulty: tuple[str, ...] = ()
     choosy: tuple[str, ...] = ()
     unheard: tuple[str, ...] = ()
     # Versions of what nodes are to want, by node, and members as sent that differ from the present ones.
@@ -121,9 +122,8 @@ _MAPPINGS = _paths(
     " cores_curves"
 )
 _SETS = _paths(
-    "jobs.finished jobs.running_limited jobs.moving jobs.backing_off queue.resuming nodes.draining nodes.booked"
-    " nodes.choosy"
-    " nodes.unheard"
+    "jobs.finished jobs.running_limited jobs.moving jobs.backing_off queue.resuming nodes.draining nodes.faulty"
+    " nodes.booked nodes.choosy nodes.unheard"
 )
 _VALUES = ("nodes", "jobs", "gangs", "gangs.sets", "jobs.former", "usage", "bookings")
 
