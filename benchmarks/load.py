@@ -6,9 +6,9 @@ connection of its own, which report the progress of their gangs each second; 200
 submit 10,000 jobs evenly spread over the time; and 500 watchers, each of which follows a job of its user to its end,
 and then the newest one. A job runs for 20 seconds.
 
-Then an operator, a caller without limits, submits job after job; by turns alone and beside eight callers of one user,
-which submit as fast as they are answered, and pay no attention to refusals. The cost of the flood is the share of
-the operator's submissions a second that is lost.
+Then a user submits job after job, with the time between two that `ganger submit` takes for itself; by turns alone and
+beside eight callers of another user, which submit as fast as they are answered, and pay no attention to refusals. The
+cost of the flood is the share of the first user's submissions a second that is lost.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ _HELD_S: Final = 15.0
 # A submission, or an end that no watcher is told of, is an error after this time.
 _LONGEST_S: Final = 60.0
 _FLOODERS: Final = 8
+# Seconds that the command takes beside its call.
+_COMMAND_S: Final = 0.15
 # Fewer than the jobs of a run: what is kept of ended jobs is at its most before memory is compared.
 _KEPT_JOBS: Final = 1_000
 
@@ -58,8 +60,8 @@ class LoadSize:
     seconds: float = 300.0
     # Of one job.
     runs_s: float = 20.0
-    flood_rounds: int = 10
-    flood_round_s: float = 5.0
+    flood_rounds: int = 4
+    flood_round_s: float = 10.0
 
 
 QUICK: Final = LoadSize(nodes=50, jobs=200, users=4, submitters=10, watchers=20, seconds=30.0, flood_rounds=2)
@@ -285,9 +287,9 @@ class _Load:
 
     async def _flood(self) -> dict[str, float]:
         """Return what a flood costs the submissions of another caller."""
-        calm, flooding = self._jobs(CallerRole.OPERATOR, "other"), self._jobs(CallerRole.USER, "user-0")
+        calm, flooding = self._jobs(CallerRole.USER, "user-0"), self._jobs(CallerRole.USER, "user-1")
         refusals, flooded = Counter[str](), 0
-        rates: dict[str, list[float]] = {"alone": [], "beside": []}
+        answers_s: dict[str, list[float]] = {"alone": [], "beside": []}
 
         async def flood() -> None:
             nonlocal flooded
@@ -298,28 +300,31 @@ class _Load:
                 except grpc.aio.AioRpcError as error:
                     refusals[from_rpc_error(error).reason] += 1
 
-        async def rate() -> float:
-            """Return submissions a second."""
-            count, began_s = 0, time.monotonic()
-            while time.monotonic() < began_s + self._size.flood_round_s:
+        async def submit(how: str) -> None:
+            ends_s = time.monotonic() + self._size.flood_round_s
+            while time.monotonic() < ends_s:
+                asked_s = time.monotonic()
                 await calm.CreateJob(_request(1))
-                count += 1
-            return count / (time.monotonic() - began_s)
+                answers_s[how].append(time.monotonic() - asked_s)
+                await asyncio.sleep(_COMMAND_S)
 
         for _ in range(self._size.flood_rounds):
-            rates["alone"].append(await rate())
+            await submit("alone")
             callers = [asyncio.ensure_future(flood()) for _ in range(_FLOODERS)]
-            rates["beside"].append(await rate())
+            await submit("beside")
             for caller in callers:
                 caller.cancel()
             await asyncio.gather(*callers, return_exceptions=True)
-        ratios = [beside / alone for alone, beside in zip(rates["alone"], rates["beside"], strict=True)]
+            # Until the jobs of the flood have ended.
+            await asyncio.sleep(self._size.runs_s + 1.0)
+        alone_s, beside_s = (_COMMAND_S + statistics.mean(answers_s[how]) for how in ("alone", "beside"))
         return {
-            "calm_alone_per_s": statistics.median(rates["alone"]),
-            "calm_beside_flood_per_s": statistics.median(rates["beside"]),
+            "calm_alone_p50_ms": 1e3 * quantile(answers_s["alone"], 0.5),
+            "calm_beside_flood_p50_ms": 1e3 * quantile(answers_s["beside"], 0.5),
+            "calm_beside_flood_p99_ms": 1e3 * quantile(answers_s["beside"], 0.99),
             "flood_accepted": float(flooded),
             "flood_refused": float(sum(refusals.values())),
-            "flood_cost": 1.0 - statistics.median(ratios),
+            "flood_cost": 1.0 - alone_s / beside_s,
         }
 
 
