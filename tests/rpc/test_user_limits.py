@@ -11,7 +11,7 @@ import pytest
 from ganger.v1 import array_pb2, job_service_pb2
 from ganger.wire.errors import ApiError, UserLimit, from_rpc_error
 from ganger.wire.methods import CallerIdentity, CallerRole
-from ganger_master.rpc.access import LONGEST_TURN_S, Bucket, UserLimits
+from ganger_master.rpc.access import LONGEST_WAIT_S, Bucket, UserLimits
 from rpc.certified import serving_certified
 from rpc.kit import Speaker, spec_of, until
 
@@ -51,8 +51,8 @@ def test_requests_and_changes_of_a_user_are_bounded_and_those_of_operators_are_n
     now = [0.0]
     limits = UserLimits(requests=5, changes=1, streams=1, steady=lambda: now[0])
     assert limits.charge_requests(ANN, 50) == 0.0
-    assert limits.charge_requests(ANN) == 0.2, "it waits for its turn"
-    assert limits.charge_requests(ANN, 9) == LONGEST_TURN_S
+    assert limits.charge_requests(ANN) == 0.2, "it waits"
+    assert limits.charge_requests(ANN, 9) == LONGEST_WAIT_S
     with pytest.raises(
         UserLimit, match=r"user ann has used up 5 requests a second \(requests_per_user\): try again in 2.2 s"
     ):
@@ -136,7 +136,7 @@ def test_a_users_streams_pending_jobs_and_requests_are_bounded_on_a_running_mast
     asyncio.run(story())
 
 
-def test_requests_beyond_the_rate_wait_for_their_turn_and_refusals_are_held_back(tmp_path: Path) -> None:
+def test_requests_beyond_the_rate_wait_and_refusals_are_held_back(tmp_path: Path) -> None:
     async def story() -> None:
         async with serving_certified(tmp_path, requests_per_user=5) as made:
             ann = made.calls(CallerRole.USER, "ann")

@@ -2,7 +2,7 @@
 
 They read all fields of their own jobs, and of other jobs only what a queue listing shows. Limits on requests and
 changes per second and on open streams protect the service of all users, above what people and their scripts do:
-requests beyond the rate wait for their turn. Operators and the master's own programs have no limits. A daemon has its
+requests beyond the rate wait. Operators and the master's own programs have no limits. A daemon has its
 certificate renewed a few times an hour.
 """
 
@@ -106,11 +106,11 @@ _REQUESTS_BURST_S: Final = 10.0
 _CHANGES_BURST_S: Final = 2_000.0
 
 
-# Requests beyond the rate wait so long for their turn at most. What would wait longer is refused, and the refusal held
+# Requests beyond the rate wait so long at most. What would wait longer is refused, and the refusal held
 # back: the loop of a caller that tries again at once costs others little.
-LONGEST_TURN_S: Final = 2.0
+LONGEST_WAIT_S: Final = 2.0
 _REFUSED_AFTER_S: Final = 1.0
-# Of a call that changes jobs, in requests: it is written to disk, and starts or ends something.
+# What a call that changes jobs counts as, in requests: it is written to disk, and starts or ends something.
 _CHANGE_COST: Final = 5.0
 
 
@@ -124,9 +124,9 @@ class Bucket:
     filled_at: float = 0.0
 
     def take(self, now: float, cost: float = 1.0, longest_s: float = 0.0) -> float:
-        """Return the seconds until there is enough for the cost; take it unless these are more than `longest_s`. What
-        is taken ahead is paid off first. A cost above a burst is taken from a full bucket, which then refills from
-        below zero. `now`: seconds of a steady clock."""
+        """Return the seconds until there is enough for the cost; take it unless these are more than `longest_s`. The
+        level may fall below zero; later calls wait until it is refilled. A cost above a burst is taken from a full
+        bucket. `now`: seconds of a steady clock."""
         passed = max(0.0, now - self.filled_at)
         level = self.burst if self.level is None else min(self.burst, self.level + passed * self.rate)
         self.filled_at = now
@@ -155,36 +155,36 @@ class UserLimits:
         self._users: dict[str, _User] = {}
 
     def charge_requests(self, caller: CallerIdentity, count: float = 1.0) -> float:
-        """Count requests of a caller; return the seconds that they are to wait for their turn. Raises UserLimit where
-        these would be too many."""
+        """Count requests of a caller; return the seconds until its rate allows them. Raises UserLimit where these
+        would be more than `LONGEST_WAIT_S`."""
         user = self._user(caller)
         if user is None:
             return 0.0
-        wait_s = user.requests.take(self._steady(), count, LONGEST_TURN_S)
-        if wait_s > LONGEST_TURN_S:
+        wait_s = user.requests.take(self._steady(), count, LONGEST_WAIT_S)
+        if wait_s > LONGEST_WAIT_S:
             raise self._exceeded(
                 caller, wait_s, counted(self._requests, "request"), "requests_per_user", self._requests
             )
         return wait_s
 
-    async def turn(self, caller: CallerIdentity, count: float = 1.0) -> None:
-        """Count requests of a caller, and wait for their turn. Raises UserLimit where that would take too long."""
+    async def wait_for_rate(self, caller: CallerIdentity, count: float = 1.0) -> None:
+        """Count requests of a caller, and wait until its rate allows them. Raises UserLimit as `charge_requests`."""
         if wait_s := self.charge_requests(caller, count):
             await asyncio.sleep(wait_s)
 
     @asynccontextmanager
     async def change(self, caller: CallerIdentity, count: int = 1) -> AsyncIterator[None]:
-        """Count changes of jobs, each of which is an entry of the history; wait for their turn, and hold the caller's
-        next ones back until the context ends. Raises UserLimit where they are too many."""
+        """Count changes of jobs, each of which is an entry of the history; wait until the caller's rate allows them,
+        and hold its next ones back until the context ends. Raises UserLimit where they are too many."""
         user = self._user(caller)
         if user is None:
             yield
             return
+        await self.wait_for_rate(caller, _CHANGE_COST - 1.0)
         if wait_s := user.changes.take(self._steady(), count):
             raise self._exceeded(
                 caller, wait_s, f"{counted(self._changes, 'change')} of jobs", "changes_per_user", self._changes
             )
-        await self.turn(caller, _CHANGE_COST - 1.0)
         async with user.one_change:
             yield
 
@@ -254,7 +254,7 @@ class RenewalLimit:
 
 
 class LimitInterceptor(WrappingInterceptor):
-    """Counts each call, which waits for its turn, and each stream as long as it is open."""
+    """Counts each call, which waits until the caller's rate allows it, and each stream as long as it is open."""
 
     def __init__(self, limits: UserLimits, callers: Callers) -> None:
         super().__init__()
@@ -266,13 +266,13 @@ class LimitInterceptor(WrappingInterceptor):
 
         async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             async with _refusals_held_back():
-                await self._limits.turn(self._callers.of(context))
+                await self._limits.wait_for_rate(self._callers.of(context))
                 return await behaviour(request, context)
 
         async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             caller = self._callers.of(context)
             async with _refusals_held_back():
-                await self._limits.turn(caller)
+                await self._limits.wait_for_rate(caller)
                 with self._limits.stream(caller):
                     async for response in behaviour(request, context):
                         yield response

@@ -48,7 +48,7 @@ _SCHEDULER_MOST: Final = 200
 _REQUESTS_MOST: Final = 1_000
 # Requests that are judged before other calls are served, and answered together.
 _JUDGED_AT_ONCE: Final = 128
-# Of a request in a batch, in requests: it costs the master a fraction of a call.
+# What a request in a batch counts as, in requests: it costs the master a fraction of a call.
 _COST_IN_BATCH: Final = 0.1
 # Groups of requests of one stream that may wait for their commit.
 _MESSAGES_AHEAD: Final = 16
@@ -249,7 +249,7 @@ class SchedulingService(scheduling_pb2_grpc.SchedulingServiceServicer):
                     raise errors.RequestInvalid(f"{many} requests in a message: at most {_REQUESTS_MOST}")
                 for start in range(0, len(message.requests), _JUDGED_AT_ONCE):
                     part = message.requests[start : start + _JUDGED_AT_ONCE]
-                    await self._limits.turn(caller, len(part) * _COST_IN_BATCH)
+                    await self._limits.wait_for_rate(caller, len(part) * _COST_IN_BATCH)
                     requests = [_gang_request(request) for request in part]
                     if caller.has_own_jobs_only:
                         check_jobs(caller, self._shown, (request.number for request in requests))
