@@ -15,7 +15,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import date, datetime
+from datetime import date, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,6 +41,7 @@ _NAMES_MOST: Final = 1_000
 _MECHANISMS: Final = ("image", "adapter", "replay", "signal", "none")
 _STOP_SIGNAL = re.compile(r"(?:[BR]+:)?(?:SIG)?(?P<name>[A-Z0-9]+)(?:@(?P<seconds>[1-9]\d{0,6}))?")
 _NOT_CAUGHT: Final = ("KILL", "STOP")
+_TIME_OF_DAY: Final = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?")
 _SCHEDULER = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -301,9 +302,14 @@ def parse_positive_duration(value: Any) -> float:
 
 
 def parse_deadline(value: Any) -> float:
-    """Unix seconds of a time, or of a duration from now. YAML and TOML read times by themselves."""
+    """Return the Unix seconds of a time, or of a duration from now. YAML and TOML read times by themselves.
+
+    As in Slurm "18:00" is a time of day, today or, if that has passed, tomorrow; never a duration. Raises ValueError.
+    """
     if isinstance(value, date) and not isinstance(value, datetime):
         value = datetime.combine(value, datetime.min.time())
+    if clock := _TIME_OF_DAY.fullmatch(str(value).strip()):
+        value = _next_at(clock)
     if not isinstance(value, datetime):
         try:
             return time.time() + parse_positive_duration(value)
@@ -312,7 +318,7 @@ def parse_deadline(value: Any) -> float:
         try:
             value = datetime.fromisoformat(str(value).strip())
         except ValueError:
-            example = "write for example 2026-12-24T18:00 or 6h"
+            example = "write for example 2026-12-24T18:00, 18:00 or 6h"
             raise ValueError(f"{value!r} is neither a time nor a duration: {example}") from None
     try:
         # Without a zone it is that of this machine.
@@ -325,6 +331,17 @@ def parse_deadline(value: Any) -> float:
     if seconds <= time.time():
         raise ValueError(f"{value} has passed")
     return seconds
+
+
+def _next_at(clock: re.Match[str]) -> datetime:
+    """Return the next time, without a zone, at which the clocks here show this time of day. Raises ValueError."""
+    hour, minute, second = (int(part or 0) for part in clock.groups())
+    now = datetime.now().astimezone().replace(tzinfo=None)
+    try:
+        today = now.replace(hour=hour, minute=minute, second=second, microsecond=0)
+    except ValueError:
+        raise ValueError(f"{clock[0]!r} is no time of day; a duration is written 90m or 2h30m") from None
+    return today if today > now else today + timedelta(days=1)
 
 
 def parse_checkpoint_interval(value: Any) -> float:

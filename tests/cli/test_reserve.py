@@ -38,6 +38,8 @@ def test_create_sends_nodes_times_and_users(call: Call, master: CannedMaster, ca
     ("flag", "text", "told"),
     [
         ("--start", "soon", "--start: 'soon' is neither a time nor a duration"),
+        ("--start", "2001-01-01T08:00", "--start: 2001-01-01 08:00:00 has passed\n"),
+        ("--start", "25:00", "--start: '25:00' is no time of day; a duration is written 90m or 2h30m\n"),
         ("--duration", "long", "--duration: 'long' is not a duration"),
         ("--lead", "x", "--lead: 'x' is not a duration"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from datetime import UTC, date, datetime
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -370,6 +370,27 @@ def test_a_home_directory_in_a_file_is_the_home_directory(tmp_path: Path, monkey
     assert load_job_file(tmp_path / "job.yaml")["directory"] == str(tmp_path.resolve())
 
 
+@pytest.mark.parametrize("seconds", [-120, 120])
+@pytest.mark.parametrize(("form", "step_s"), [("%H:%M", 60), ("%H:%M:%S", 1)])
+def test_hours_and_minutes_are_the_next_such_time_of_day_and_no_duration(form: str, step_s: int, seconds: int) -> None:
+    before = datetime.now().astimezone()
+    text = (before + timedelta(seconds=seconds)).strftime(form)
+    found = times.local_datetime(spec(deadline=text).deadline)
+    assert found.strftime(form) == text
+    assert found.second == 0 or step_s == 1
+    # Today if it lies ahead, else tomorrow; a day has up to 25 hours.
+    least, most = (0, 3_600) if seconds > 0 else (22 * 3_600, 25 * 3_600)
+    assert least <= found.timestamp() - before.timestamp() <= most
+
+
+def test_a_time_of_day_in_a_file_is_one_too(tmp_path: Path) -> None:
+    files = {"job.yaml": "command: x\ndeadline: 18:00\n", "job.toml": "command = 'x'\ndeadline = 18:00:00\n"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+        made = make_spec(load_job_file(tmp_path / name), environ={})
+        assert times.local_datetime(made.deadline).strftime("%H:%M") == "18:00"
+
+
 def test_a_deadline_is_a_time_or_so_long_from_now() -> None:
     assert times.unix_s(spec(deadline="2100-01-02T03:04:05+00:00").deadline) == 4_102_542_245.0
     # Without a zone, that of this machine.
@@ -384,10 +405,12 @@ def test_a_deadline_is_a_time_or_so_long_from_now() -> None:
 @pytest.mark.parametrize(
     ("deadline", "why"),
     [
-        ("tomorrow", "'tomorrow' is neither a time nor a duration: write for example 2026-12-24T18:00 or 6h"),
+        ("tomorrow", "'tomorrow' is neither a time nor a duration: write for example 2026-12-24T18:00, 18:00 or 6h"),
         ("2001-01-01", "2001-01-01 00:00:00 has passed"),
-        ("0s", "'0s' is neither a time nor a duration: write for example 2026-12-24T18:00 or 6h"),
-        (True, "True is neither a time nor a duration: write for example 2026-12-24T18:00 or 6h"),
+        ("0s", "'0s' is neither a time nor a duration: write for example 2026-12-24T18:00, 18:00 or 6h"),
+        ("24:00", "'24:00' is no time of day; a duration is written 90m or 2h30m"),
+        (" 9:75", "'9:75' is no time of day; a duration is written 90m or 2h30m"),
+        (True, "True is neither a time nor a duration: write for example 2026-12-24T18:00, 18:00 or 6h"),
     ],
 )
 def test_an_absurd_deadline_is_refused(deadline: object, why: str) -> None:
@@ -553,7 +576,7 @@ def test_a_variable_that_no_program_can_be_started_with_is_named() -> None:
         ({"signal": "TERM", "grace": 30}, "grace", "30s, 30m or 30h"),
         ({"locality": "node", "tolerance": "rack", "patience": "5"}, "patience", "5s, 5m or 5h"),
         ({"checkpoint_every": 600}, "checkpoint_every", "600s, 600m or 600h"),
-        ({"deadline": "6"}, "deadline", "write for example 2026-12-24T18:00 or 6h"),
+        ({"deadline": "6"}, "deadline", "write for example 2026-12-24T18:00, 18:00 or 6h"),
         ({"memory": 2000}, "memory", "2000M (MiB, as in Slurm), 2000G or 2000B (bytes)"),
         ({"gpu_memory": "80"}, "gpu_memory", "80M (MiB, as in Slurm), 80G or 80B (bytes)"),
         ({"roles": [{"gpus": 1, "memory": "16"}]}, "roles[0].memory", "16M (MiB, as in Slurm), 16G or 16B (bytes)"),

@@ -32,7 +32,7 @@ def reserve(context: click.Context, as_json: bool) -> None:
 @reserve.command("create")
 @click.argument("name")
 @click.option("--nodes", required=True, metavar="NODES", help="Names and ranges: gpu[01-08],big.")
-@click.option("--start", required=True, metavar="TIME", help="2026-12-24T18:00, or 6h from now, or now.")
+@click.option("--start", required=True, metavar="TIME", help="2026-12-24T18:00, 18:00, 6h from now, or now.")
 @click.option("--duration", required=True, metavar="TIME", help="How long, e.g. 4h.")
 @click.option("--users", default="", metavar="USERS", help="Only these users' jobs, ann,bob; without: maintenance.")
 @click.option("--lead", metavar="TIME", help="How long before the start the nodes are emptied. Default 10m.")
@@ -127,7 +127,7 @@ def _start(text: str) -> float:
     try:
         return parse_deadline(text)
     except ValueError as error:
-        raise click.UsageError(f"--start: {error}, or now") from error
+        raise click.UsageError(f"--start: {error}") from error
 
 
 def _duration(flag: str, text: str) -> float:

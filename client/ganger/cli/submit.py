@@ -86,7 +86,7 @@ class _Submission(click.Command):
     "--converges", metavar="PART[,PASSES]", help="Converged once each of PASSES passes lowers its loss by less."
 )
 @click.option("--time", "-t", metavar="TIME", help="Stop it after running so long, e.g. 2h30m.")
-@click.option("--deadline", metavar="TIME", help="Time by which the job should end: 2026-12-24T18:00, or 6h from now.")
+@click.option("--deadline", metavar="TIME", help="By when it should end: 2026-12-24T18:00, 18:00, or 6h from now.")
 @click.option("--max-failures", metavar="N", help="Restarts after failures of its own.")
 @click.option("--checkpoint-every", metavar="TIME|never", help="Interval of checkpoints to storage.")
 @click.option("--not-preemptible", is_flag=True, help="Never suspend or move it unless a person asks.")
