@@ -7,23 +7,25 @@ import dataclasses
 
 import pytest
 from core.drive import GIB, job_of
-from ganger.cluster.capacity_index import CapacityIndex
+from ganger.cluster.capacity_index import CapacityIndex, Trial
 from ganger.cluster.resources import Locality, LocalityLevel
 from ganger_master.core.answers import PlanAnswer
 from ganger_master.core.commands import CancelJob, DrainNode, ProposePlan, SuspendJob
 from ganger_master.core.explain import kept_for, making_room_for
 from ganger_master.core.gang_model import ObservedPhase
 from ganger_master.core.job_model import JobSpec, SuspendLevel
-from ganger_master.core.plan_changes import Goal, MoveChange, SuspendChange, TrialFinding
+from ganger_master.core.partitions import PartitionTerms
+from ganger_master.core.plan_changes import Goal, MoveChange, PlanChange, SuspendChange, TrialFinding
 from ganger_master.estimators.slowdown import LocalityPoint
 from ganger_master.planner.context import ClusterChange, PlanDraft, context_of
 from ganger_master.planner.job_table import LiveTable
 from ganger_master.planner.migrate_stage import moves_no_job, plan_moves
 from ganger_master.planner.migration_outcomes import MigrationOutcomes
-from ganger_master.planner.migration_plans import LONGEST_S, MigrationMemory
+from ganger_master.planner.migration_plans import LONGEST_S, MigrationContext, MigrationMemory
 from ganger_master.planner.plan import plan
 from ganger_master.planner.plan_pace import NONE_EXCLUDED, ExcludedJobs
 from ganger_master.planner.rate_registry import JobRates
+from ganger_master.policies.make_room import Displacement, RoomPlan
 from msgspec.structs import replace
 from planner.test_passes import Planned
 
@@ -310,6 +312,47 @@ def test_a_node_is_drained_by_moves_also_where_others_have_to_make_room() -> Non
     left = next(number for number in (pair, rest) if number != drained)
     assert drive.proposed() == [("SUSPEND", left)]
     assert drive.state.gangs[drive.job(left).epoch].park_level is SuspendLevel.CHECKPOINT
+
+
+@pytest.mark.parametrize(
+    ("terms", "changes"),
+    [(PartitionTerms("batch"), ["SUSPEND"]), (PartitionTerms("batch", preemptible=False), [])],
+    ids=["of a preemptible partition", "of one that is not"],
+)
+def test_off_a_drained_node_no_job_is_suspended_that_plans_may_not_suspend(
+    terms: PartitionTerms, changes: list[str]
+) -> None:
+    drive = Moved(nodes=1)
+    number = drive.running(together(2))
+    drive.state.put_job(replace(drive.job(number), partition=terms))
+    drive.step(DrainNode("n1", "new disk"))
+    assert [kind for kind, _ in drive.proposed()] == changes
+
+
+def test_a_job_that_plans_may_not_suspend_is_not_parked_on_its_way() -> None:
+    """Two gangs change places. One of them would rest in host memory meanwhile."""
+    drive = Moved()
+    jobs = [drive.running(together(4)) for _ in range(2)]
+    drive.proposed()
+    for is_preemptible in (False, True):
+        for number in jobs:
+            job = drive.job(number)
+            drive.state.put_job(replace(job, partition=PartitionTerms("batch", preemptible=is_preemptible)))
+        assert [change.kind for change in exchanged(drive, jobs)] == ["SUSPEND"] * is_preemptible
+
+
+def exchanged(drive: Moved, numbers: list[int]) -> list[PlanChange]:
+    """Return the first changes of a plan by which two gangs change places."""
+    table = LiveTable()
+    for job in drive.state.jobs.values():
+        table.put(*drive.as_told(job))
+    room = CapacityIndex(drive.state.view.copy())
+    context = context_of(drive.policy, table, room, drive.now, rates=drive.rates)
+    migration = MigrationContext(context, Trial(room), makes_room=True)
+    one, other = (migration.gangs[number][2] for number in numbers)
+    moves = (Displacement(one, other.claims), Displacement(other, one.claims))
+    migration.begin(Goal.LOCALITY, RoomPlan((), moves))
+    return migration.changes
 
 
 def test_no_job_leaves_a_drained_node_while_another_moves_out_of_its_host_memory() -> None:

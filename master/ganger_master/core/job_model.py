@@ -419,7 +419,7 @@ class JobRecord(Struct, frozen=True, gc=False, omit_defaults=True, rename=STORED
 
     @property
     def preemptible(self) -> bool:
-        """Return whether it may be suspended or moved by plans."""
+        """Return whether plans may suspend it. They may move it in any case, unless `spec.preemptible` is false."""
         return self.spec.preemptible and self.partition.preemptible
 
     @property

@@ -28,8 +28,8 @@ class Partition:
     """`nodes`, `gpu_types`: names of its nodes, and GPU types of further ones; neither: all nodes. `users`, `teams`:
     those that may use it; neither: all users. `time_s`: longest time limit of a job, and the limit of a job that names
     none. `gpus`, `gpus_per_user`, `gpus_per_job`: most GPUs that its jobs, those of one user, and one job hold at once.
-    None: any. `priority`: goes before the priority of jobs. `preemptible`: its jobs may be suspended or moved for other
-    jobs. `default`: jobs that name no partition are in this one."""
+    None: any. `priority`: goes before the priority of jobs. `preemptible`: plans may suspend its jobs; they may move
+    them in any case. `default`: jobs that name no partition are in this one."""
 
     nodes: tuple[str, ...] = ()
     gpu_types: tuple[str, ...] = ()

@@ -50,7 +50,8 @@ _ON_THE_WAY: Final = (GangPhase.MOVING, GangPhase.RESIZING)
 
 
 def drain(migration: MigrationContext, node: str) -> None:
-    """Move gangs off a draining node, also into room that other gangs make. Others are parked on storage."""
+    """Move gangs off a draining node, also into room that other gangs make. Others are parked on storage, unless plans
+    may not suspend them."""
     busy = migration.busy
     gangs = [one for number, (_, _, one) in migration.gangs.items() if number not in busy]
     terms = MigrationTerms(migration.room, placement=migration.placement)
@@ -63,7 +64,7 @@ def drain(migration: MigrationContext, node: str) -> None:
     if not migration.plans and not _is_any_job_moving(migration.table):
         # A job on its way could still leave room.
         for job in (*[migration.gangs[number][0] for number in stuck], *_sharing(migration, node)):
-            if job.capabilities.checkpoint:
+            if job.preemptible and job.capabilities.checkpoint:
                 level, purpose = SuspendLevel.CHECKPOINT, Purpose(Goal.DRAIN)
                 migration.changes.append(SuspendChange(job.number, job.revision, level=level, purpose=purpose))
 

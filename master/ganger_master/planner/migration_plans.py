@@ -390,8 +390,8 @@ class MigrationContext:
         last_goal: Goal | None = None,
         level: SuspendLevel = SuspendLevel.OFFLOAD,
     ) -> None:
-        """Begin a migration plan with its first changes. It does not begin if a gang without arenas would have to be
-        parked on its way, or if host memory is missing at a destination.
+        """Begin a migration plan with its first changes. It does not begin if a gang would have to be parked on its way
+        that has no arenas or that plans may not suspend, or if host memory is missing at a destination.
 
         waiting: number of the job that room is made for; zero if there is none.
         saved: GPU-seconds that the plan saves.
@@ -400,7 +400,7 @@ class MigrationContext:
         """
         ordered, parked = in_order(room_plan.moves)
         pairs = {job.number: (job, gang) for job, gang in self.running}
-        if not all(has_arenas(pairs[move.number][1]) for move in parked):
+        if not all(job.preemptible and has_arenas(gang) for job, gang in (pairs[move.number] for move in parked)):
             return
         if not _has_memory(self.room.view, ordered, parked):
             return
