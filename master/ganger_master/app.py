@@ -38,6 +38,7 @@ from ganger_master.decision_log import recorder
 from ganger_master.policies import live_policy_named
 from ganger_master.rpc import audit
 from ganger_master.rpc.access import UserLimits
+from ganger_master.rpc.partition_messages import absent_nodes
 from ganger_master.rpc.server import MasterServer
 from ganger_master.runtime import process_setup
 from ganger_master.runtime import state_directory as retention
@@ -293,6 +294,8 @@ class Master:
         work = (self._keep_house(), self._keep_storage(), self._note_ends(beside), self._follow_restore(beside))
         self._housekeeping = [loop.create_task(one) for one in work]
         log.info("master ready", extra={"address": self.address, "jobs": len(writer.committed.jobs)})
+        for name, nodes in absent_nodes(writer.state):
+            log.warning("partition names nodes that have not joined", extra={"partition": name, "nodes": nodes})
 
     async def _serve(self, writer: Writer) -> None:
         config = self.config

@@ -56,6 +56,33 @@ def test_one_partition_is_shown_and_an_unknown_one_is_named(call: Call, table: C
     assert "there is no partition 'text': there are batch, urgent" in capsys.readouterr().err
 
 
+def test_named_nodes_that_have_not_joined_are_a_line_beside_the_table(
+    call: Call, table: CannedMaster, capsys: Output
+) -> None:
+    batch, urgent = table.partitions.partitions
+    batch.absent_nodes, batch.absent_node_count = "gpu[09-10]", 2
+    urgent.absent_nodes, urgent.absent_node_count = "gp01", 1
+    assert call("partitions") == 0
+    assert capsys.readouterr().err == (
+        "ganger: partition batch names 2 nodes that have not joined: gpu[09-10]\n"
+        "ganger: partition urgent names 1 node that has not joined: gp01\n"
+    )
+    assert call("partitions", "urgent", "--json") == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_queue_of_a_partition_that_is_not_there_is_refused_unless_jobs_name_it(
+    call: Call, table: CannedMaster, capsys: Output
+) -> None:
+    assert call("queue", "-p", "batch") == 0
+    assert call("queue", "-p", "nope") == 3
+    assert "there is no partition 'nope': there are batch, urgent" in capsys.readouterr().err
+    spec = job_pb2.JobSpec(partition="former")
+    table.jobs["jobs/1"] = job_pb2.Job(name="jobs/1", state=job_pb2.Job.STATE_PENDING, spec=spec)
+    assert call("queue", "-p", "former") == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("1")
+
+
 def test_without_partitions_a_script_reads_nothing(call: Call, master: CannedMaster, capsys: Output) -> None:
     assert call("partitions") == 0
     said = capsys.readouterr()

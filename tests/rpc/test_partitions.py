@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 
 import grpc
@@ -49,6 +50,25 @@ def test_a_submission_that_its_partition_forbids_is_refused(
             assert found.metadata["partition"] == (spec.partition or "batch")
 
     asyncio.run(story())
+
+
+def test_named_nodes_that_have_not_joined_are_reported_by_the_log_and_the_list(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    partitions = {**PARTITIONS, "all": Partition()}
+
+    async def story() -> None:
+        with caplog.at_level(logging.WARNING, "ganger_master"):
+            async with serving(tmp_path, partitions=partitions) as served:
+                await Speaker(served, "n1").join()
+                found = (await served.nodes.ListPartitions(node_pb2.ListPartitionsRequest())).partitions
+                listed = {one.name: (one.absent_nodes, one.absent_node_count) for one in found}
+                assert listed == {"batch": ("n9", 1), "own": ("", 0), "all": ("", 0)}
+
+    asyncio.run(story())
+    said = [one for one in caplog.records if one.message == "partition names nodes that have not joined"]
+    # When it started no node had joined.
+    assert [(one.partition, one.nodes) for one in said] == [("batch", "n[1,9]"), ("own", "n1")]  # type: ignore[attr-defined]
 
 
 def test_jobs_nodes_and_partitions_show_what_is_in_force(tmp_path: Path) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
 
 from ganger.cli.options import json_option, open_client
 from ganger.console import CommandError, ExitCode, print_json, print_table, visible
-from ganger.text import format_duration
+from ganger.text import counted, format_duration
 from ganger.wire import times
 
 if TYPE_CHECKING:
@@ -33,16 +35,29 @@ def partitions(names: tuple[str, ...], as_json: bool) -> None:
     """
     with open_client() as client:
         found = client.list_partitions()
-    known = [one.name for one in found]
-    strangers = [name for name in names if name not in known]
-    if strangers:
-        there = f"there are {', '.join(known)}" if known else "the cluster has none"
-        raise CommandError(f"there is no partition {strangers[0]!r}: {there}", ExitCode.NOT_FOUND)
+    for name in names:
+        check_known(name, found)
     chosen = [one for one in found if not names or one.name in names]
     if as_json:
         print_json(chosen)
         return
     print_table(_HEADINGS, [_row(one) for one in chosen], "no partitions: jobs may be on all nodes", _SPARE)
+    for one in chosen:
+        if one.absent_node_count:
+            absent = counted(one.absent_node_count, "node")
+            have = "has" if one.absent_node_count == 1 else "have"
+            print(
+                f"ganger: partition {one.name} names {absent} that {have} not joined: {visible(one.absent_nodes)}",
+                file=sys.stderr,
+            )
+
+
+def check_known(name: str, found: Sequence[Partition]) -> None:
+    """Raise CommandError unless a partition of this name is among those of the cluster."""
+    known = [one.name for one in found]
+    if name not in known:
+        there = f"there are {', '.join(known)}" if known else "the cluster has none"
+        raise CommandError(f"there is no partition {name!r}: {there}", ExitCode.NOT_FOUND)
 
 
 def _row(one: Partition) -> tuple[str, ...]:

@@ -232,6 +232,8 @@ class Partition(google.protobuf.message.Message):
     PREEMPTIBLE_FIELD_NUMBER: builtins.int
     USERS_FIELD_NUMBER: builtins.int
     TEAMS_FIELD_NUMBER: builtins.int
+    ABSENT_NODES_FIELD_NUMBER: builtins.int
+    ABSENT_NODE_COUNT_FIELD_NUMBER: builtins.int
     name: builtins.str
     is_default: builtins.bool
     """Jobs that name no partition are in this one."""
@@ -255,6 +257,9 @@ class Partition(google.protobuf.message.Message):
     """Goes before the priority of jobs."""
     preemptible: builtins.bool
     """False: plans suspend no job of it."""
+    absent_nodes: builtins.str
+    """Nodes that its settings name and that have not joined, as ranges, the first of them; and how many they are."""
+    absent_node_count: builtins.int
     @property
     def time_limit(self) -> google.protobuf.duration_pb2.Duration:
         """Longest time limit of a job, and the limit of jobs that name none; unset: any."""
@@ -286,10 +291,12 @@ class Partition(google.protobuf.message.Message):
         preemptible: builtins.bool = ...,
         users: collections.abc.Iterable[builtins.str] | None = ...,
         teams: collections.abc.Iterable[builtins.str] | None = ...,
+        absent_nodes: builtins.str = ...,
+        absent_node_count: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_gpus_limit", b"_gpus_limit", "_gpus_per_job_limit", b"_gpus_per_job_limit", "_gpus_per_user_limit", b"_gpus_per_user_limit", "gpus_limit", b"gpus_limit", "gpus_per_job_limit", b"gpus_per_job_limit", "gpus_per_user_limit", b"gpus_per_user_limit", "time_limit", b"time_limit"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_gpus_limit", b"_gpus_limit", "_gpus_per_job_limit", b"_gpus_per_job_limit", "_gpus_per_user_limit", b"_gpus_per_user_limit", "available_node_count", b"available_node_count", "devices", b"devices", "devices_free", b"devices_free", "devices_held", b"devices_held", "gpus_limit", b"gpus_limit", "gpus_per_job_limit", b"gpus_per_job_limit", "gpus_per_user_limit", b"gpus_per_user_limit", "is_default", b"is_default", "jobs_holding", b"jobs_holding", "jobs_pending", b"jobs_pending", "name", b"name", "node_count", b"node_count", "nodes", b"nodes", "preemptible", b"preemptible", "priority", b"priority", "teams", b"teams", "time_limit", b"time_limit", "users", b"users"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_gpus_limit", b"_gpus_limit", "_gpus_per_job_limit", b"_gpus_per_job_limit", "_gpus_per_user_limit", b"_gpus_per_user_limit", "absent_node_count", b"absent_node_count", "absent_nodes", b"absent_nodes", "available_node_count", b"available_node_count", "devices", b"devices", "devices_free", b"devices_free", "devices_held", b"devices_held", "gpus_limit", b"gpus_limit", "gpus_per_job_limit", b"gpus_per_job_limit", "gpus_per_user_limit", b"gpus_per_user_limit", "is_default", b"is_default", "jobs_holding", b"jobs_holding", "jobs_pending", b"jobs_pending", "name", b"name", "node_count", b"node_count", "nodes", b"nodes", "preemptible", b"preemptible", "priority", b"priority", "teams", b"teams", "time_limit", b"time_limit", "users", b"users"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__gpus_limit: typing_extensions.TypeAlias = typing.Literal["gpus_limit"]
     _WhichOneofArgType__gpus_limit: typing_extensions.TypeAlias = typing.Literal["_gpus_limit", b"_gpus_limit"]

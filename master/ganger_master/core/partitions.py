@@ -8,7 +8,7 @@ renewed when a master starts with other settings.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
@@ -93,6 +93,10 @@ class PartitionIndex:
             if names_none or node in self._nodes[name] or (gpu_type and gpu_type in partition.gpu_types):
                 found.append(name)
         return tuple(sorted(found))
+
+    def absent(self, name: str, known: Container[str]) -> list[str]:
+        """Return the nodes that the settings of a partition name and that are not known, in their order."""
+        return [node for node in self._partitions[name].nodes if node not in known]
 
     def terms_of(self, named: str) -> PartitionTerms:
         """Return what follows for a job that names this partition; empty: the default. A partition that is not there

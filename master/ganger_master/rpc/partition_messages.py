@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from ganger.job_state import JobState
@@ -28,6 +28,13 @@ def partitions_to_wire(
     return node_pb2.ListPartitionsResponse(partitions=found)
 
 
+def absent_nodes(state: State) -> Iterator[tuple[str, str]]:
+    """Yield the partitions whose settings name nodes that have not joined, with the first of these nodes as ranges."""
+    for name in state.partitions:
+        if absent := state.partitions.absent(name, state.view.slots):
+            yield name, compressed(absent[:_NAMES_MOST])
+
+
 def _partition_to_wire(
     state: State, name: str, jobs: Sequence[JobRecord], gangs: Mapping[int, Gang]
 ) -> node_pb2.Partition:
@@ -41,6 +48,7 @@ def _partition_to_wire(
         gang = gangs.get(job.epoch)
         for claim in () if gang is None else gang.held:
             held[claim.node] = held.get(claim.node, 0) | claim.device_mask
+    absent = state.partitions.absent(name, view.slots)
     states = Counter([job.state for job in jobs])
     return node_pb2.Partition(
         name=name,
@@ -61,6 +69,8 @@ def _partition_to_wire(
         preemptible=partition.preemptible,
         users=partition.users[:_NAMES_MOST],
         teams=partition.teams[:_NAMES_MOST],
+        absent_nodes=compressed(absent[:_NAMES_MOST]),
+        absent_node_count=len(absent),
     )
 
 
