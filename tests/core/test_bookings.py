@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -11,6 +12,7 @@ from faultsim.fault_cluster import FaultCluster
 from faultsim.test_stories import SERVER, gang, phase, started
 from ganger.cluster.refusals import Reason
 from ganger.protocol.gang_orders import Mechanism
+from ganger_master.core import machine
 from ganger_master.core.answers import Done, Refused, Rejected
 from ganger_master.core.bookings import BookingPhase, NodeHold, can_leave, hold_of, phase_of
 from ganger_master.core.commands import BookNodes, Tick, UnbookNodes, UncordonNode
@@ -193,6 +195,29 @@ def test_before_a_booking_a_job_starts_there_if_it_ends_in_time_or_can_leave(
     if isinstance(answer, Rejected):
         assert answer.refusals[0].reason is Reason.BOOKED
         assert "give it a --time that ends before" in answer.refusals[0].message
+
+
+@pytest.mark.parametrize("policy", ["fifo", "las"])
+def test_why_names_a_booking_that_lies_ahead_and_makes_no_forecast(policy: str) -> None:
+    drive = Drive(1, dataclasses.replace(NEVER_SILENT, policy=policy))
+    drive.step(BookNodes(COURSE, "olga"))
+    late, early = drive.submit(opaque_job(), "cat"), drive.submit(opaque_job(60.0), "cat")
+    found = explain(drive.state, late, drive.now)
+    assert (found.blockers[0].reason, found.is_ranked, found.start_before_s) == (Reason.BOOKED, False, 0.0)
+    assert Reason.BOOKED not in [one.reason for one in explain(drive.state, early, drive.now).blockers]
+    drive.join("n2")
+    reasons = [one.reason for one in explain(drive.state, late, drive.now).blockers]
+    assert Reason.BOOKED not in reasons, "there is room on another node"
+
+
+@pytest.mark.parametrize("is_deleted", [True, False], ids=["deleted", "over"])
+def test_planners_are_sent_pending_jobs_anew_once_a_booking_is_gone(is_deleted: bool) -> None:
+    """They leave a job out of the nodes that were refused for it until it changes."""
+    drive = booked(UPGRADE, 1)
+    number = drive.submit(opaque_job())
+    at(drive, 500.0)
+    command, now = (UnbookNodes("upgrade", "olga"), 500.0) if is_deleted else (Tick(), 2_000.0)
+    assert machine.step(drive.state, command, now).effects.jobs == (number,)
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def judge(
     if state.nodes.choosy or job.capabilities.mechanism is Mechanism.IMAGE:
         allowed = [claims for claims in wanted if not (refusals := node_rules(state, job, claims))]
     if state.bookings and allowed:
-        allowed = [claims for claims in allowed if not (refusals := bookings.start_rules(state, job, claims, now))]
+        allowed = [some for some in allowed if not (refusals := _booked_ahead(state, job, some, now))]
     if not allowed:
         return CandidateRejection(refusals, ())
     if job.epoch and "MOVE" in job.capabilities.missing:
@@ -164,6 +164,10 @@ def judge(
     if isinstance(verdict, CandidateApproval) and len(allowed) < len(wanted):
         return CandidateApproval(list(wanted).index(allowed[verdict.candidate]), verdict.claims, verdict.level)
     return verdict
+
+
+def _booked_ahead(state: State, job: JobRecord, claims: Sequence[Claim], now: float) -> tuple[Refusal, ...]:
+    return bookings.start_rules(state, job, {claim.node for claim in claims}, now)
 
 
 def _is_where_it_rests(state: State, job: JobRecord, claims: Sequence[Claim]) -> bool:
@@ -425,8 +429,8 @@ def can_become(node: Node, user: str) -> bool:
     return switches != "no" or not user or not own or own == user
 
 
-def forbidden_nodes(state: State, job: JobRecord) -> tuple[Refusal, ...]:
-    """Available nodes the job may not use, with the reason."""
+def forbidden_nodes(state: State, job: JobRecord, now: float) -> tuple[Refusal, ...]:
+    """Return why the job may not start on nodes that take gangs now: one refusal for each of these nodes."""
     found = []
     failed = _launch_failed_on(state, job)
     for name in sorted(state.nodes.choosy):
@@ -434,7 +438,10 @@ def forbidden_nodes(state: State, job: JobRecord) -> tuple[Refusal, ...]:
         reason = _node_rule(job, node, failed) if node.takes_gangs else None
         if reason is not None:
             found.append(_closed(state, job, name, reason))
-    return tuple(found)
+    closed = {refusal.node for refusal in found}
+    booked = {node for booking in state.bookings.values() for node in booking.nodes}
+    open_ones = [name for name in booked - closed if name in state.nodes and state.nodes[name].takes_gangs]
+    return (*found, *bookings.start_rules(state, job, open_ones, now))
 
 
 def holding_of(state: State, job: JobRecord, claims: Sequence[Claim]) -> tuple[Claim, ...]:

@@ -10,12 +10,11 @@ Until then a job may start on such a node if it would end before by its time lim
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
 from ganger.cluster.refusals import Reason, Refusal
-from ganger.cluster.resources import Claim
 from ganger.protocol.gang_orders import Mechanism
 from msgspec import Struct
 from msgspec.structs import replace
@@ -138,9 +137,16 @@ def begin(state: State, event: NodesBooked) -> None:
 
 
 def end(state: State, event: NodesUnbooked) -> None:
-    state.forget_booking(event.name)
+    _forget(state, event.name)
     state.history(event.time, "cluster", "booking_deleted", event.cause, event.name)
     follow(state, event.time, event.cause)
+
+
+def _forget(state: State, name: str) -> None:
+    """Forget a booking, and report the pending jobs anew: a planner leaves a job out of the nodes that were refused for
+    it, for a while or until the job changes."""
+    state.forget_booking(name)
+    state.dirty.news.update(dict.fromkeys(state.queue.waiting))
 
 
 def in_words(booking: Booking) -> str:
@@ -155,7 +161,7 @@ def follow(state: State, now: float, cause: str) -> None:
     """Forget bookings that are over, bring all nodes up to date, and note when the next phase begins."""
     for booking in list(state.bookings.values()):
         if phase_of(booking, now) is BookingPhase.OVER:
-            state.forget_booking(booking.name)
+            _forget(state, booking.name)
             state.history(now, "cluster", "booking_ended", cause, in_words(booking))
     holds = {}
     for booking in state.bookings.values():
@@ -196,11 +202,11 @@ def next_time(bookings: Iterable[Booking], now: float) -> float:
 # -- jobs --------------------------------------------------------------------------------------------------------------
 
 
-def start_rules(state: State, job: JobRecord, claims: Sequence[Claim], now: float) -> tuple[Refusal, ...]:
+def start_rules(state: State, job: JobRecord, nodes: Collection[str], now: float) -> tuple[Refusal, ...]:
     """Return why a job may not start on these nodes now because of bookings that begin later; empty if it may."""
     if not state.bookings or can_leave(job):
         return ()
-    nodes, ends = {claim.node for claim in claims}, _ends_if_started(state, job, now)
+    ends = _ends_if_started(state, job, now)
     refusals = []
     for booking in state.bookings.values():
         if booking.start < ends and now < booking.end and job.user not in booking.users:
@@ -208,7 +214,7 @@ def start_rules(state: State, job: JobRecord, claims: Sequence[Claim], now: floa
                 f"the node is reserved from {booking.start - now:.0f} s from now on ({booking.name}), by when the job "
                 "has not ended, and it can be neither moved nor stopped: give it a --time that ends before"
             )
-            there = sorted(nodes.intersection(booking.nodes))
+            there = sorted(set(booking.nodes).intersection(nodes))
             refusals += [Refusal(Reason.BOOKED, node=node, job=job.name, detail=detail) for node in there]
     return tuple(refusals)
 

@@ -301,7 +301,7 @@ def _takes_no_turns(state: State, job: JobRecord) -> str:
 def blockers_of(state: State, job: JobRecord, now: float) -> tuple[Refusal, ...]:
     """Judge the job as a request of it would be now; its scheduler's own blockers come last."""
     quota = approval.rules(state, job)
-    forbidden = approval.forbidden_nodes(state, job)
+    forbidden = approval.forbidden_nodes(state, job, now)
     own = approval.holding_of(state, job, state.gangs[job.epoch].claims) if job.number in state.queue.resuming else ()
     view = state.view
     if forbidden or own:
@@ -312,6 +312,9 @@ def blockers_of(state: State, job: JobRecord, now: float) -> tuple[Refusal, ...]
             # What it keeps where it is parked does not block the job itself.
             view.give(claim)
     found = order(quota) if quota else _placement_blockers(state, job, now, view)
+    if not found:
+        # A reservation of some nodes keeps no job waiting that fits on others.
+        forbidden = tuple([one for one in forbidden if one.reason is not Reason.BOOKED])
     if forbidden and not quota and not _placement_blockers(state, job, now, state.view):
         # The nodes it may not use are what it lacks.
         found = (*forbidden, *(one for one in found if one.reason is not Reason.NODE_UNAVAILABLE))

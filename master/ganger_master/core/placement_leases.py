@@ -382,7 +382,7 @@ def request_gang(state: State, command: commands.RequestGang, now: float) -> Dec
         return (), _rejected(state, job, (late,))
     cause = f"scheduler:{command.scheduler}"
     if not command.candidates:
-        refusals = why_waiting(state, job, command.blockers)
+        refusals = why_waiting(state, job, command.blockers, now)
         version = min(command.view_version or state.view.version, state.view.version)
         event = events.GangRefused(now, cause, job.number, refusals, command.turn, False, version)
         return (event,), _rejected(state, job, refusals)
@@ -415,10 +415,10 @@ def _judge_request(
     return judge(state, job, candidates, rank, now)
 
 
-def why_waiting(state: State, job: JobRecord, blockers: Sequence[Refusal]) -> tuple[Refusal, ...]:
+def why_waiting(state: State, job: JobRecord, blockers: Sequence[Refusal], now: float) -> tuple[Refusal, ...]:
     """Return the scheduler's blockers, after those that only the master can see."""
     own = rules(state, job)
-    return (*own, *(blockers or ()), *(forbidden_nodes(state, job) if not own else ()))
+    return (*own, *(blockers or ()), *(forbidden_nodes(state, job, now) if not own else ()))
 
 
 def release_gang(state: State, command: commands.ReleaseGang, now: float) -> Decision:
