@@ -61,6 +61,13 @@ def test_a_node_is_told_what_it_lacks_what_that_means_and_why(lacks: Mapping[str
         (Node(state=Node.STATE_SILENT, state_reason="no call"), FAIL, "does not call: no call", "start its daemon"),
         (Node(state=Node.STATE_LOST), FAIL, "lost", "ganger nodes remove n1"),
         (Node(state=Node.STATE_CORDONED, state_reason="disk"), WARN, "no new jobs: disk", "ganger uncordon n1"),
+        (Node(state=Node.STATE_DRAINING, state_reason="disk"), WARN, "move off, and", "ganger uncordon n1"),
+        (
+            Node(state=Node.STATE_DRAINING, state_reason="reserved: disks", booking="disks"),
+            WARN,
+            "gets no new ones: reserved: disks",
+            "ganger reserve delete disks",
+        ),
         (Node(state=Node.STATE_READY, device_faults={2: "XID 79"}), FAIL, "GPU 2: XID 79", "replace"),
         (Node(launch_failures=3, launch_failure="no python"), FAIL, "3 jobs in a row", "ganger uncordon n1"),
         (Node(quarantined=["quarantinedGangs/a-1"]), WARN, "did not start: a-1", "ganger nodes quarantine"),

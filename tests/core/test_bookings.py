@@ -140,6 +140,7 @@ def test_while_a_booking_of_users_lasts_a_node_takes_their_jobs_only() -> None:
     answer = drive.request(other, *drive.places(other))
     assert isinstance(answer, Rejected)
     assert answer.refusals[0].message.startswith("the node is reserved for other users (course)")
+    assert service_reason(drive.state.nodes["n1"]) == "reserved for ann, bob: course"
     drive.start(drive.submit(job_of(1), "ann"))
 
 

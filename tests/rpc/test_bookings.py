@@ -35,6 +35,7 @@ def test_a_booking_closes_its_nodes_survives_a_restart_and_is_deleted(tmp_path: 
             node = await served.nodes.GetNode(node_pb2.GetNodeRequest(name="nodes/n1"))
             assert node.state == node_pb2.Node.STATE_DRAINING
             assert "reserved: upgrade" in node.state_reason
+            assert node.booking == "upgrade"
             await create(served, booking("course", "n3", 7_200.0, users=["ann", "bob"], lead=times.duration(60.0)))
         async with serving(tmp_path) as served:
             first = await served.nodes.ListBookings(node_pb2.ListBookingsRequest(page_size=1))

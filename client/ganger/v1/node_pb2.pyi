@@ -606,6 +606,7 @@ class Node(google.protobuf.message.Message):
     REFUSAL_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     FAULTS_FIELD_NUMBER: builtins.int
+    BOOKING_FIELD_NUMBER: builtins.int
     name: builtins.str
     """"nodes/{node}"."""
     machine_uuid: builtins.str
@@ -625,6 +626,8 @@ class Node(google.protobuf.message.Message):
     """The reason with which CreateSession refuses its daemon, as `state_reason` explains; empty while it does not."""
     version: builtins.str
     """Of its daemon."""
+    booking: builtins.str
+    """Of the booking that it is emptied for, or that lasts."""
     @property
     def view_entry(self) -> Global___NodeState: ...
     @property
@@ -666,10 +669,11 @@ class Node(google.protobuf.message.Message):
         refusal: builtins.str = ...,
         version: builtins.str = ...,
         faults: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        booking: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["last_seen_time", b"last_seen_time", "view_entry", b"view_entry"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["capabilities", b"capabilities", "configuration_set", b"configuration_set", "device_faults", b"device_faults", "fabric", b"fabric", "faults", b"faults", "last_seen_time", b"last_seen_time", "launch_failure", b"launch_failure", "launch_failures", b"launch_failures", "machine_uuid", b"machine_uuid", "name", b"name", "peer_address", b"peer_address", "quarantined", b"quarantined", "rack", b"rack", "refusal", b"refusal", "state", b"state", "state_reason", b"state_reason", "version", b"version", "view_entry", b"view_entry"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["booking", b"booking", "capabilities", b"capabilities", "configuration_set", b"configuration_set", "device_faults", b"device_faults", "fabric", b"fabric", "faults", b"faults", "last_seen_time", b"last_seen_time", "launch_failure", b"launch_failure", "launch_failures", b"launch_failures", "machine_uuid", b"machine_uuid", "name", b"name", "peer_address", b"peer_address", "quarantined", b"quarantined", "rack", b"rack", "refusal", b"refusal", "state", b"state", "state_reason", b"state_reason", "version", b"version", "view_entry", b"view_entry"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Node: typing_extensions.TypeAlias = Node

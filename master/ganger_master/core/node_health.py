@@ -4,6 +4,8 @@ the fault is gone. What an operator has marked stands beside it."""
 
 from __future__ import annotations
 
+from typing import Final
+
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -32,10 +34,15 @@ def faults_of(node: Node) -> tuple[NodeFault, ...]:
     return (*own, *(NodeFault(_DEVICE, reason, device) for device, reason in node.device_faults.items()))
 
 
+_USERS_SHOWN: Final = 3
+
+
 def service_reason(node: Node) -> str:
     """Return why a node is out of service, or is there for some users only: the operator's reason, its own faults, and
     the booking; empty for none of these."""
-    booked = f"reserved: {node.booking}" if node.booking else ""
+    more = ", ..." if len(node.booked_for) > _USERS_SHOWN else ""
+    users = f" for {', '.join(node.booked_for[:_USERS_SHOWN])}{more}" if node.booked_for else ""
+    booked = f"reserved{users}: {node.booking}" if node.booking else ""
     return "; ".join(filter(None, (node.state_reason, *node.faults.values(), booked)))
 
 
