@@ -391,10 +391,10 @@ _SENTENCES: dict[str, Callable[[_JobTimes, HistoryEvent], str]] = {
 
 
 def _by(event: HistoryEvent) -> str:
-    """Return " by CAUSE"; "" for reports of daemons, which cause nothing. "scheduler:" without a name is the default
-    scheduler, written without the colon."""
+    """Return " by CAUSE"; "" for reports of daemons, which cause nothing, and for the emptying of a node, whose cause
+    the figures name. "scheduler:" without a name is the default scheduler, written without the colon."""
     cause = event.cause.rstrip(":")
-    return f" by {cause}" if cause and not cause.startswith(("daemon", "epoch")) else ""
+    return f" by {cause}" if cause and not cause.startswith(("daemon", "epoch", "drain:")) else ""
 
 
 def _for(event: HistoryEvent) -> str:
@@ -435,7 +435,7 @@ _PURPOSES: Final[dict[str, tuple[str, str]]] = {
     "LOCALITY": ("to have its GPUs closer together", ""),
     "HOLE": ("to make room for a pending gang", "to make room for {job}"),
     "UNPACK": ("to have its GPUs to itself", ""),
-    "DRAIN": ("because its node is drained", ""),
+    "DRAIN": ("because its node is emptied", ""),
     "DEFRAGMENT": ("so that fewer nodes are half full", ""),
     "RETURN": ("to resume after it was parked for others", ""),
     "GROW": ("onto idle GPUs", ""),
@@ -458,6 +458,8 @@ def purpose(figures: Mapping[str, str]) -> str:
     alone, helping = _PURPOSES.get(goal, (f"goal {goal}", f"goal {goal} for {{job}}"))
     job = figures.get("for", "")
     text = helping.format(job=job) if job and helping else alone
+    if figures.get("why"):
+        return f"because {figures['why']}"
     if figures.get("detail"):
         return f"{text} ({figures['detail']})"
     saved, pause = _number(figures, "saved_gpu_seconds"), _number(figures, "expected_pause_ms")

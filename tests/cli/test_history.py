@@ -149,7 +149,9 @@ def test_time_in_turns_is_not_told_as_time_that_it_ran() -> None:
     ("kind", "figures", "text"),
     [
         ("move_begun", {"nodes": "n2", "goal": "DRAIN", "saved_gpu_seconds": "0.0", "expected_pause_ms": "0"},
-         "moves to n2 by planner, because its node is drained"),
+         "moves to n2 by planner, because its node is emptied"),
+        ("move_begun", {"nodes": "n2", "goal": "DRAIN", "why": "its node n1 is reserved (upgrade)"},
+         "moves to n2 by planner, because its node n1 is reserved (upgrade)"),
         ("move_begun", {"nodes": "n2", "goal": "LOCALITY", "saved_gpu_seconds": "64.5", "expected_pause_ms": "310"},
          "moves to n2 by planner, to have its GPUs closer together, to save 64 GPU-seconds for a pause of 0.31 s"),
         ("move_begun", {"nodes": "n2", "goal": "WARMTH"}, "moves to n2 by planner, goal WARMTH"),
@@ -176,6 +178,12 @@ def test_a_change_says_in_words_what_it_is_for_and_what_it_gained(
 ) -> None:
     message = "gangs are packed" if kind == "mode_changed" else ""
     assert sentence(HistoryEvent(0.0, kind, "planner", message, figures)) == text
+
+
+def test_a_move_off_an_emptied_node_names_no_drain_as_its_cause() -> None:
+    figures = {"nodes": "n2", "goal": "DRAIN", "why": "its node n1 is reserved (upgrade)"}
+    event = HistoryEvent(0.0, "move_begun", "drain:n1", "", figures)
+    assert sentence(event) == "moves to n2, because its node n1 is reserved (upgrade)"
 
 
 def test_every_goal_of_a_plan_has_words() -> None:

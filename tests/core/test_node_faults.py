@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 from core.drive import Drive, job_of
 from ganger.job_state import JobState
-from ganger_master.core.commands import CordonNode, DrainNode, Observe, UncordonNode
+from ganger_master.core.commands import BookNodes, CordonNode, DrainNode, Observe, ProposePlan, UncordonNode
 from ganger_master.core.explain import explain
 from ganger_master.core.gang_model import ObservedPhase, Outcome, OutcomeKind
 from ganger_master.core.node_health import faults_of, service_reason
-from ganger_master.core.node_model import NodeState
+from ganger_master.core.node_model import Booking, NodeState
+from ganger_master.core.plan_changes import StartChange
+from ganger_master.core.settings import CoreSettings
 from msgspec.structs import replace
 
 FAULT = "prolog exited with code 3: no scratch disk"
@@ -168,6 +170,36 @@ def test_a_job_moves_off_a_device_with_a_fault_and_the_others_of_the_node_stay()
     (claim,) = drive.state.gangs[moved.next_epoch].claims
     assert not claim.device_mask >> faulty & 1
     assert not stays.next_epoch
+
+
+@pytest.mark.parametrize(
+    ("cause", "why"),
+    [
+        ("drain", "its node n1 is drained (new disks)"),
+        ("booking", "its node n1 is reserved (upgrade)"),
+        ("check", f"its node n1 is unhealthy ({CHECK['health_check']})"),
+        ("device", "device 0 of its node n1 is out of service (XID 64)"),
+    ],
+)
+@pytest.mark.parametrize("nodes", [2, 1], ids=["moved", "suspended"])
+def test_the_history_names_why_a_job_leaves_its_node(nodes: int, cause: str, why: str) -> None:
+    drive = Drive(1, CoreSettings(policy="las"))
+    number = drive.submit(job_of(4))
+    drive.step(ProposePlan((StartChange(number, drive.job(number).revision, drive.places(number)[0]),)))
+    drive.runs(number)
+    for name in ["n2"][: nodes - 1]:
+        drive.join(name)
+    match cause:
+        case "drain":
+            drive.step(DrainNode("n1", "new disks"))
+        case "booking":
+            drive.step(BookNodes(Booking("upgrade", ("n1",), drive.now, drive.now + 60.0), "olga"))
+        case "check":
+            reports(drive, "n1", CHECK)
+        case _:
+            reports(drive, "n1", {}, {0: "XID 64"})
+    told = [(row.kind, row.figures.get("why")) for row in drive.told if row.kind in ("move_begun", "suspend_ordered")]
+    assert told == [("move_begun" if nodes == 2 else "suspend_ordered", why)]
 
 
 def test_why_names_the_device_that_a_job_cannot_leave() -> None:

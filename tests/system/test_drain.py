@@ -49,7 +49,8 @@ def test_time_sliced_jobs_of_a_drained_node_are_saved_if_no_node_has_room_and_el
             run.wait_state("PENDING", within_seconds=120)
         eventually(lambda: is_empty(shell, here), what=f"{here} is empty", within_seconds=60, story=cluster.story)
         for run in (first, second):
-            assert "to stop at checkpoint by planner, because its node is drained" in shell("history", run.id)
+            why = f"because its node {here} is drained (a new disk)"
+            assert f"to stop at checkpoint by planner, {why}" in shell("history", run.id)
 
         shell("uncordon", there)
         for run in (first, second):

@@ -15,6 +15,7 @@ from ganger_master.core.events import GangApproved, JobResumed, JobSuspended
 from ganger_master.core.gang_model import Gang, GangPhase, GangRole, Restore
 from ganger_master.core.job_model import Failure, JobRecord, SuspendLevel, starting_anew
 from ganger_master.core.lifecycle import Act, act_of, is_refused
+from ganger_master.core.node_health import emptying_figures
 from ganger_master.core.state import State
 
 # More consequences than gangs and orders one job can have mean a rule that feeds itself.
@@ -94,7 +95,8 @@ def suspend(state: State, event: JobSuspended) -> None:
         state.put_gang(replace(gang_orders.park(gang, level, now, by_plan and not waits), purpose=event.purpose))
         state.put_job(replace(job, state=JobState.HOLDING) if waits else job)
     if state.unstored.is_kept:
-        state.history(now, job, "suspend_ordered", event.cause, level=level.name, **event.purpose.figures)
+        figures = event.purpose.figures if gang is None else emptying_figures(state, gang, event.purpose)
+        state.history(now, job, "suspend_ordered", event.cause, level=level.name, **figures)
 
 
 def resume(state: State, event: JobResumed) -> None:

@@ -35,6 +35,7 @@ from ganger_master.core.commands import Tick
 from ganger_master.core.events import JobSuspended, MoveBegun, NodeAnswered, NodeLost
 from ganger_master.core.gang_model import Gang, GangIntent, GangPhase
 from ganger_master.core.job_model import JobRecord, SuspendLevel
+from ganger_master.core.node_health import faults_under
 from ganger_master.core.node_model import Node
 from ganger_master.core.plan_changes import Goal, Purpose
 from ganger_master.core.settings import CoreSettings
@@ -226,16 +227,9 @@ def follow_drains(state: State, now: float) -> None:
                 return
 
 
-def _faults_under(node: Node, gang: Gang) -> list[int]:
-    """Return the devices with a fault among those that a gang holds on a node."""
-    piece = gang.piece(node.name)
-    mask = piece.held.device_mask if piece is not None and piece.held is not None else 0
-    return [device for device in node.device_faults if mask >> device & 1]
-
-
 def _has_to_leave(state: State, node: Node, gang: Gang) -> bool:
     """Return whether a gang has to leave a node."""
-    if node.draining or node.faults or _faults_under(node, gang):
+    if node.draining or node.faults or faults_under(node, gang):
         return True
     return node.is_emptied and not bookings.may_stay(state, state.jobs[gang.job], node.booking)
 
@@ -248,7 +242,7 @@ def _what_it_leaves(state: State, gang: Gang) -> str:
             continue
         if node.draining or node.faults:
             return f"nodes/{name}, which is being drained"
-        if faults := _faults_under(node, gang):
+        if faults := faults_under(node, gang):
             return f"device {faults[0]} of nodes/{name}, which is out of service ({node.device_faults[faults[0]]})"
         return f"nodes/{name}, which is reserved ({node.booking})"
     return ""
@@ -344,7 +338,8 @@ def _to_storage(state: State, job: JobRecord, gang: Gang, now: float, cause: str
     if gang.refused_at and now - gang.refused_at < _REFUSED_S:
         return
     by_plan = job.state is not JobState.SUSPENDED
-    attempts.suspend(state, JobSuspended(now, cause, job.number, SuspendLevel.CHECKPOINT, by_plan))
+    purpose = Purpose(Goal.DRAIN)
+    attempts.suspend(state, JobSuspended(now, cause, job.number, SuspendLevel.CHECKPOINT, by_plan, purpose))
 
 
 def _draining_nodes(state: State) -> frozenset[str]:

@@ -13,6 +13,7 @@ from ganger_master.core.gang_model import Gang, GangIntent, GangPhase, GangRole,
 from ganger_master.core.gang_orders import can_go_back
 from ganger_master.core.job_model import JobRecord, SuspendLevel, starting_anew
 from ganger_master.core.lifecycle import GangObservation, bad_outcome, observation_of
+from ganger_master.core.node_health import emptying_figures
 from ganger_master.core.state import State
 
 
@@ -27,7 +28,8 @@ def begin(state: State, event: MoveBegun) -> int:
     epoch = gang_orders.go_on_elsewhere(state, job, source, event.claims, event.level, now)
     state.put_gang(replace(state.gangs[epoch], purpose=purpose))
     nodes = " ".join([claim.node for claim in event.claims])
-    state.history(now, job, "move_begun", event.cause, epoch=epoch, nodes=nodes, **purpose.figures)
+    figures = emptying_figures(state, source, purpose)
+    state.history(now, job, "move_begun", event.cause, epoch=epoch, nodes=nodes, **figures)
     return epoch
 
 

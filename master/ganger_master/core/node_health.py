@@ -9,7 +9,9 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ganger_master.core.gang_model import Gang
 from ganger_master.core.node_model import Node
+from ganger_master.core.plan_changes import Goal, Purpose
 from ganger_master.core.state import State
 
 _DEVICE = "device"
@@ -44,6 +46,36 @@ def service_reason(node: Node) -> str:
     users = f" for {', '.join(node.booked_for[:_USERS_SHOWN])}{more}" if node.booked_for else ""
     booked = f"reserved{users}: {node.booking}" if node.booking else ""
     return "; ".join(filter(None, (node.state_reason, *node.faults.values(), booked)))
+
+
+def faults_under(node: Node, gang: Gang) -> list[int]:
+    """Return the devices with a fault among those that a gang holds on a node."""
+    piece = gang.piece(node.name)
+    mask = piece.held.device_mask if piece is not None and piece.held is not None else 0
+    return [device for device in node.device_faults if mask >> device & 1]
+
+
+def emptying_figures(state: State, gang: Gang, purpose: Purpose) -> dict[str, str]:
+    """Return the figures of a change for the history; for one that empties a node with the cause: "its node n1 is
+    drained (new fan)"."""
+    why = _why_it_leaves(state, gang) if purpose.goal is Goal.DRAIN else ""
+    return {**purpose.figures, "why": why} if why else purpose.figures
+
+
+def _why_it_leaves(state: State, gang: Gang) -> str:
+    for name in gang.nodes:
+        node = state.nodes.get(name)
+        if node is None:
+            continue
+        if node.draining:
+            return f"its node {name} is drained" + (f" ({node.state_reason})" if node.state_reason else "")
+        if node.faults:
+            return f"its node {name} is unhealthy ({'; '.join(node.faults.values())})"
+        if node.is_emptied:
+            return f"its node {name} is reserved ({node.booking})"
+        if faults := faults_under(node, gang):
+            return f"device {faults[0]} of its node {name} is out of service ({node.device_faults[faults[0]]})"
+    return ""
 
 
 def cordon(state: State, name: str, reason: str, now: float, cause: str) -> None:
