@@ -10,7 +10,7 @@ import click
 import pytest
 from ganger.cli.main import COMMANDS, ganger
 from ganger.cli.slurm import COMMANDS as FOREIGN
-from ganger.cli.slurm import OPTIONS
+from ganger.cli.slurm import OPTIONS, STATES
 from ganger.spec import load_job_file, make_spec
 from kit.canned import Call, CannedMaster
 
@@ -77,6 +77,18 @@ def test_no_name_from_elsewhere_is_one_of_our_own() -> None:
         ("submit --ntask 3 x", "there is no option --ntask: did you mean --tasks or --name?"),
         ("queue -j 3", "there is no option -j (Slurm's --jobs): write `ganger show JOB`"),
         ("cancel -u ann", "there is no option -u (Slurm's --user): write --user USER"),
+        (
+            "sacctmgr show",
+            "there is no command 'sacctmgr': for that there is `ganger usage`; "
+            "teams, quotas and partitions are settings of the master",
+        ),
+        (
+            "queue -n digits",
+            "Invalid value for '--limit' / '-n': 'digits' is not a valid integer range; Slurm's -n is --name here",
+        ),
+        ("queue -l", "Option '-l' requires an argument; for Slurm's -l write `ganger show JOB`, or --json"),
+        ("queue --state PD", "Invalid value for '--state' / '-s': PD is a state of Slurm: write pending"),
+        ("queue -s completed", "Invalid value for '--state' / '-s': completed is a state of Slurm: write succeeded"),
         ("nodes drain -x", "there is no option -x: `ganger nodes drain --help` lists them"),
     ],
 )
@@ -135,10 +147,29 @@ def test_directives_of_a_script_are_counted_and_reported(
     script.write_text(lines)
     script.chmod(0o755)
     assert call("submit", "--directory", str(tmp_path), *words.split()) == 0
-    more = ": give them as options, which docs/how-to/from-slurm.md lists"
+    more = ": give them as options, which `ganger submit --help` lists"
     assert capsys.readouterr().err == (told and f"note: {told}{more}\n")
 
 
-def test_a_number_for_a_name_is_noted(call: Call, capsys: Output) -> None:
-    assert call("submit", "-n", "4", "x") == 0
-    assert capsys.readouterr().err == "note: --name (-n) 4 is a label; Slurm's -n is --tasks here\n"
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        ("-n 4 x", 0, "--name (-n) 4 is a label; Slurm's -n is --tasks here"),
+        ("-C a100 x", 2, "-C is --directory; Slurm's -C is --gpu-type here"),
+        ("-e err.txt x", 2, "-e is --env; what a job writes to stderr is in its log, `ganger logs JOB`"),
+        ("-- srun hostname", 0, "the job runs Slurm's srun: leave it out: Ganger starts the tasks itself"),
+        ("-- /usr/bin/sbatch job.sh", 0, "the job runs Slurm's sbatch: write `ganger submit -- bash SCRIPT`"),
+    ],
+)
+def test_what_means_something_else_in_slurm_is_noted(
+    call: Call, capsys: Output, words: str, code: int, told: str
+) -> None:
+    assert call("submit", *words.split()) == code
+    assert capsys.readouterr().err.splitlines()[0] == f"note: {told}"
+
+
+def test_each_state_that_is_named_for_one_of_slurm_is_one() -> None:
+    choices = next(one.type for one in command_named("queue").params if one.name == "states")
+    assert isinstance(choices, click.Choice)
+    assert set(STATES.values()) <= set(choices.choices)
+    assert not {name.lower() for name in STATES} & set(choices.choices)

@@ -96,6 +96,10 @@ class _Commands(click.Group):
             raise lacking(context.invoked_subcommand or "", error) from error
         except click.NoSuchOption as error:
             raise _unknown_option(error) from error
+        except (click.BadParameter, click.BadOptionUsage) as error:
+            from ganger.cli.slurm import with_letter_hint
+
+            raise with_letter_hint(context.invoked_subcommand or "", error) from error
 
     def list_commands(self, context: click.Context) -> list[str]:
         return [*COMMANDS, *sorted(set(_added()) - set(COMMANDS))]

@@ -58,6 +58,17 @@ _STATES = {
 }
 
 
+class _StateChoice(click.Choice[str]):
+    """A state as STATE has it; those of Slurm are refused with ours."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        from ganger.cli.slurm import STATES
+
+        if ours := STATES.get(str(value).upper()):
+            self.fail(f"{value} is a state of Slurm: write {ours}", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 @click.command()
 @click.option("--all", "-a", "everything", is_flag=True, help="Finished jobs too.")
 @click.option(
@@ -66,7 +77,7 @@ _STATES = {
     "states",
     multiple=True,
     metavar="STATE",
-    type=click.Choice(tuple(_STATES), case_sensitive=False),
+    type=_StateChoice(tuple(_STATES), case_sensitive=False),
     help="Only jobs in this state, members of arrays among them; holding: jobs that have a gang. Repeat for more.",
 )
 @click.option("--user", "-u", default="", help="Only this user's.")

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
+
+import click
 
 from ganger.text import counted
 
@@ -21,7 +23,11 @@ COMMANDS: Final[Mapping[str, str]] = {
     "sinfo": "`ganger nodes` or `ganger partitions`",
     "scancel": "`ganger cancel`",
     "sacct": "`ganger queue --all`, and `ganger history JOB`",
-    "scontrol": "`ganger show`, `update`, `suspend`, `resume` or `nodes`",
+    "sacctmgr": "`ganger usage`; teams, quotas and partitions are settings of the master",
+    "sbcast": "nothing: files are at the same paths on all nodes",
+    "scontrol": "`ganger show`, `update`, `suspend`, `resume`, `nodes`, `drain`, `partitions` or `reserve`",
+    "scrontab": "nothing: give the submission to `cron`",
+    "sdiag": "`ganger doctor`, and the metrics of the master",
     "sstat": "`ganger show JOB`",
     "sprio": "`ganger why JOB`",
     "sshare": "`ganger usage`",
@@ -86,7 +92,7 @@ _SUBMIT: Final[Mapping[str, str]] = {
     "--parsable": "write --json; without it stdout ends with the number of the job",
     "--pty": "jobs have no terminal; `ganger submit --follow` prints what one writes",
     "--qos": "write --priority N",
-    "--reservation": "jobs of the users of a reservation may use its nodes without it (`ganger reserve`)",
+    "--reservation": "leave it out: jobs of a reservation's users go to its nodes by themselves (`ganger reserve`)",
     "--switches": "write --locality LEVEL",
     "--test-only": "write --dry-run",
     "--wait": "write --follow, or `ganger wait JOB`",
@@ -147,6 +153,60 @@ OPTIONS: Final[Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]]] = {
 }
 
 
+# Command -> letters that mean something else than in Slurm, which the error of a wrong value explains.
+LETTERS: Final[Mapping[str, Mapping[str, str]]] = {
+    "queue": {"-l": "for Slurm's -l write `ganger show JOB`, or --json", "-n": "Slurm's -n is --name here"},
+}
+# A state by Slurm's short and long name -> the state of `ganger queue`.
+STATES: Final[Mapping[str, str]] = {
+    name: state
+    for state, names in {
+        "pending": ("PD", "PR", "NF", "RQ", "PREEMPTED", "NODE_FAIL", "REQUEUED"),
+        "starting": ("CF", "CONFIGURING"),
+        "running": ("R",),
+        "stopping": ("CG", "COMPLETING"),
+        "suspended": ("S",),
+        "succeeded": ("CD", "COMPLETED"),
+        "failed": ("F", "TO", "OOM", "TIMEOUT", "OUT_OF_MEMORY"),
+        "cancelled": ("CA",),
+    }.items()
+    for name in names
+}
+# A program of Slurm that a job shall run -> what to write.
+_PROGRAMS: Final[Mapping[str, str]] = {
+    "sbatch": "write `ganger submit -- bash SCRIPT`",
+    "srun": "leave it out: Ganger starts the tasks itself",
+    "salloc": "leave it out: the job has its GPUs when it starts",
+}
+
+
+def foreign_program(command: Sequence[str]) -> str:
+    """Return a sentence about a job that runs a program of Slurm; empty for other jobs."""
+    word = os.path.basename(command[0]) if command else ""
+    return f"the job runs Slurm's {word}: {_PROGRAMS[word]}" if word in _PROGRAMS else ""
+
+
+def letter_notes(directory: str | None, variables: Iterable[str]) -> Iterator[str]:
+    """Yield sentences about values of `submit -C` and `-e` that are none here, and are in Slurm.
+
+    directory: as given to -C. variables: as given to -e.
+    """
+    if directory and "/" not in directory and not os.path.isdir(directory):
+        yield "-C is --directory; Slurm's -C is --gpu-type here"
+    if any("=" not in text and re.search(r"[./%]", text) for text in variables):
+        yield "-e is --env; what a job writes to stderr is in its log, `ganger logs JOB`"
+
+
+def with_letter_hint(command: str, error: click.UsageError) -> click.UsageError:
+    """Return the error of an option of this command, with a hint if its letter means something else in Slurm."""
+    if isinstance(error, click.BadParameter):
+        names = error.param.opts if error.param is not None else []
+    else:
+        names = [error.option_name] if isinstance(error, click.BadOptionUsage) else []
+    hint = next((text for letter, text in LETTERS.get(command, {}).items() if letter in names), "")
+    return click.UsageError(f"{error.format_message().rstrip('.')}; {hint}", error.ctx) if hint else error
+
+
 # As in Slurm, a directive begins its line; a script is one of the first words.
 _DIRECTIVE: Final = re.compile(rb"^#SBATCH\s", re.MULTILINE)
 _WORDS: Final = 8
@@ -171,7 +231,7 @@ def ignored_directives(command: Sequence[str], directory: str) -> str:
         if count:
             verb = "is" if count == 1 else "are"
             lines = counted(count, "#SBATCH line")
-            return f"{lines} of {word} {verb} ignored: give them as options, which docs/how-to/from-slurm.md lists"
+            return f"{lines} of {word} {verb} ignored: give them as options, which `ganger submit --help` lists"
     return ""
 
 

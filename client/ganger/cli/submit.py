@@ -146,12 +146,12 @@ def submit(
 
     description = load_job_file(file) if file else {}
     origins = _merge(description, flags)
+    _print_letter_notes(flags, variables)
     _set_command(description, origins, wrap, command)
     switches = (
         ("preemptible", not_preemptible, False),
         ("movable", no_move, False),
-        ("distributed", distributed, True),
-        ("must_move", must_move, True),
+        *(("distributed", distributed, True), ("must_move", must_move, True)),
         ("close_connections", close_connections, True),
         ("requeue", requeue, True),
     )
@@ -179,6 +179,14 @@ def submit(
     return _submit_job(spec, request_id, follow, dry_run, as_json)
 
 
+def _print_letter_notes(flags: dict[str, str | None], variables: tuple[str, ...]) -> None:
+    """Print what letters mean that are others' in Slurm: before the description is read, which their values fail."""
+    from ganger.cli.slurm import letter_notes
+
+    for note in letter_notes(flags.get("directory"), variables):
+        print(f"note: {note}", file=sys.stderr)
+
+
 def _print_notes(description: dict[str, Any], spec: JobSpec) -> None:
     """Print what a submission does that its author may not expect."""
     for note in _notes(description, spec):
@@ -186,7 +194,7 @@ def _print_notes(description: dict[str, Any], spec: JobSpec) -> None:
 
 
 def _notes(description: dict[str, Any], spec: JobSpec) -> Iterator[str]:
-    from ganger.cli.slurm import ignored_directives
+    from ganger.cli.slurm import foreign_program, ignored_directives
     from ganger.launch_command import replaced_flags
 
     if (name := str(description.get("name", ""))).isdigit():
@@ -195,6 +203,8 @@ def _notes(description: dict[str, Any], spec: JobSpec) -> Iterator[str]:
         yield replaced
     if ignored := ignored_directives(spec.command, spec.working_directory):
         yield ignored
+    if foreign := foreign_program(spec.command):
+        yield foreign
 
 
 def _submit_job(spec: JobSpec, request_id: str | None, follow: bool, dry_run: bool, as_json: bool) -> int:
