@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain, combinations
 from random import Random
 
 import numpy as np
 import pytest
 from ganger_master.policies.order_registry import FIFO, FIFO_BACKFILL, LAS
-from ganger_master.policies.orders import Facts, JobOrder, PartitionBounds, chosen, ranked, selected, with_aging
+from ganger_master.policies.orders import Facts, JobOrder, chosen, ranked, selected, with_aging
+from ganger_master.policies.partition_room import PartitionBounds
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.facts import capacity_of, facts_of, live_jobs
@@ -79,7 +81,7 @@ def test_one_partition_of_all_nodes_chooses_what_none_does(
 ) -> None:
     line, gpus = np.arange(len(jobs)), np.array([job[0] for job in jobs], np.int64)
     kept = np.array([job[2] for job in jobs], bool)
-    bounds = PartitionBounds([0] * len(jobs), [free], [frozenset({0})])
+    bounds = PartitionBounds([0] * len(jobs), {frozenset({0}): free})
     within = chosen(line, gpus, free, is_strict, kept, bounds=bounds)
     assert within.tolist() == chosen(line, gpus, free, is_strict, kept).tolist()
 
@@ -90,7 +92,7 @@ def test_apart_partitions_are_chosen_for_as_if_each_were_a_cluster(
 ) -> None:
     line, gpus = np.arange(len(jobs)), np.array([job[0] for job in jobs], np.int64)
     inside = [job[1] for job in jobs]
-    bounds = PartitionBounds(inside, there, [frozenset({number}) for number in range(3)])
+    bounds = PartitionBounds(inside, {frozenset({number}): free for number, free in enumerate(there)})
     found = chosen(line, gpus, sum(there), is_strict, bounds=bounds).tolist()
     alone = []
     for number, free in enumerate(there):
@@ -101,9 +103,40 @@ def test_apart_partitions_are_chosen_for_as_if_each_were_a_cluster(
 
 def test_a_strict_order_holds_up_only_partitions_with_nodes_in_common() -> None:
     # Of three partitions the first two share nodes; the first job fits nowhere.
-    bounds = PartitionBounds([0, 1, 2], [4, 4, 4], [frozenset({0, 1}), frozenset({0, 1}), frozenset({2})])
+    bounds = PartitionBounds([0, 1, 2], {frozenset({0, 1}): 4, frozenset({2}): 4})
     assert chosen(np.arange(3), np.array([8, 1, 1]), 8, is_strict=True, bounds=bounds).tolist() == [2]
     assert chosen(np.arange(3), np.array([8, 1, 1]), 8, bounds=bounds).tolist() == [1, 2]
+
+
+def test_jobs_of_overlapping_partitions_keep_no_node_of_another_idle() -> None:
+    # Three nodes of four: the first two in one partition, the second in another, too, the third in a third.
+    bounds = PartitionBounds([0, 1, 2], {frozenset({0}): 4, frozenset({0, 1}): 4, frozenset({2}): 4})
+    for is_strict in (True, False):
+        assert chosen(np.arange(3), np.array([8, 4, 4]), 12, is_strict, bounds=bounds).tolist() == [0, 2]
+
+
+GROUPS = st.dictionaries(st.frozensets(st.integers(0, 3)), st.integers(0, 8), max_size=6)
+
+
+@given(GROUPS, st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6)), max_size=12))
+def test_jobs_of_overlapping_partitions_are_taken_as_long_as_every_set_of_partitions_has_the_gpus(
+    groups: dict[frozenset[int], int], jobs: list[tuple[int, int]]
+) -> None:
+    """Hall's condition: jobs fit exactly if the jobs of no set of partitions need more than all nodes of the set."""
+    held = [0] * 4
+    expected = []
+    for at, (partition, size) in enumerate(jobs):
+        held[partition] += size
+        if all(
+            sum([held[one] for one in some]) <= sum([gpus for group, gpus in groups.items() if group & some])
+            for some in map(frozenset, chain.from_iterable(combinations(range(4), count) for count in range(5)))
+        ):
+            expected.append(at)
+        else:
+            held[partition] -= size
+    bounds = PartitionBounds([partition for partition, _ in jobs], groups)
+    sizes = np.array([size for _, size in jobs], np.int64)
+    assert chosen(np.arange(len(jobs)), sizes, sum(groups.values()), bounds=bounds).tolist() == expected
 
 
 def test_a_job_without_gpus_runs_in_a_full_cluster() -> None:

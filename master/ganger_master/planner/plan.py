@@ -6,6 +6,7 @@ jobs that were not chosen; else the pass preempts the smallest set of lower-rank
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -28,7 +29,6 @@ from ganger_master.policies.orders import (
     Flags,
     Integers,
     JobOrder,
-    PartitionBounds,
     behind,
     guarded,
     next_change_s,
@@ -37,6 +37,7 @@ from ganger_master.policies.orders import (
     selected,
     sorted_by,
 )
+from ganger_master.policies.partition_room import PartitionBounds
 
 # Up to so many jobs that do not run, checking each of them is cheaper than ranking all jobs.
 _FEW_NEWCOMERS = 4
@@ -120,14 +121,11 @@ def queue_of(context: PlanContext, as_one: bool = False) -> RankedQueue:
 def partition_bounds(partitions: Sequence[str], view: View) -> PartitionBounds:
     """Return the bounds of partitions. partitions: that of each job, by position."""
     numbers = {name: number for number, name in enumerate(dict.fromkeys(partitions))}
-    gpus = [0] * len(numbers)
-    beside = [{number} for number in range(len(numbers))]
+    gpus: Counter[frozenset[int]] = Counter()
     for topology, is_available in zip(view.topologies, view.available, strict=True):
-        there = [numbers[name] for name in topology.partitions if name in numbers] if is_available else []
-        for number in there:
-            gpus[number] += topology.devices
-            beside[number].update(there)
-    return PartitionBounds([numbers[name] for name in partitions], gpus, [frozenset(some) for some in beside])
+        if is_available:
+            gpus[frozenset([numbers[name] for name in topology.partitions if name in numbers])] += topology.devices
+    return PartitionBounds([numbers[name] for name in partitions], gpus)
 
 
 def choose(queue: RankedQueue) -> ChosenJobs:

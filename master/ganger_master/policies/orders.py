@@ -18,6 +18,8 @@ import numpy as np
 from msgspec import Struct, structs
 from numpy.typing import ArrayLike, NDArray
 
+from ganger_master.policies.partition_room import PartitionBounds, taken_by_partition
+
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -353,17 +355,6 @@ def _with_history(
     return with_aging(renewed(history), after_s, factor, share)
 
 
-class PartitionBounds(Struct, frozen=True, eq=False, gc=False):
-    """What the jobs of each partition may hold together, by counts.
-
-    partition: by position of a job, the number of its partition. gpus: by that number, the GPUs of the partition's
-    nodes. beside: by that number, the partitions with nodes in common, itself among them."""
-
-    partition: Sequence[int]
-    gpus: Sequence[int]
-    beside: Sequence[frozenset[int]]
-
-
 def selected(
     order: JobOrder,
     facts: Facts,
@@ -423,7 +414,7 @@ def chosen(
             staying, ranked = ranked[is_kept], ranked[~is_kept]
             free -= int(gpus[staying].sum())
     if bounds is not None:
-        taken = _taken_by_partition(ranked, gpus, free, is_strict, guarded, passing, bounds, staying)
+        taken = taken_by_partition(ranked, gpus, free, is_strict, guarded, passing, bounds, staying)
         return np.concatenate((staying, np.array(taken, np.int64)))
     taken = []
     is_guarded = False
@@ -442,36 +433,3 @@ def chosen(
         elif guarded is not None and guarded[job]:
             is_guarded = True
     return np.concatenate((staying, np.array(taken, np.int64)))
-
-
-def _taken_by_partition(
-    ranked: Integers,
-    gpus: Integers,
-    free: int,
-    is_strict: bool,
-    guarded: Flags | None,
-    passing: Flags | None,
-    bounds: PartitionBounds,
-    staying: Integers,
-) -> list[int]:
-    """Return the positions that `chosen` takes beside those that stay."""
-    left = list(bounds.gpus)
-    for job in staying.tolist():
-        left[bounds.partition[job]] -= int(gpus[job])
-    taken: list[int] = []
-    # Partitions in which no job, or only a passing one, is taken any more.
-    closed: set[int] = set()
-    is_guarded: set[int] = set()
-    for job, size in zip(ranked.tolist(), gpus[ranked].tolist(), strict=True):
-        where = bounds.partition[job]
-        if where in closed or (where in is_guarded and passing is not None and not passing[job]):
-            continue
-        if size <= min(free, left[where]):
-            taken.append(job)
-            free -= size
-            left[where] -= size
-        elif is_strict:
-            closed |= bounds.beside[where]
-        elif guarded is not None and guarded[job]:
-            is_guarded |= bounds.beside[where]
-    return taken
