@@ -90,6 +90,24 @@ def test_the_list_has_the_state_of_each(call: Call, master: CannedMaster, capsys
     assert [one["name"] for one in json.loads(capsys.readouterr().out)] == ["upgrade", "soon", "later"]
 
 
+def test_one_is_shown_with_all_its_users_and_an_unknown_one_is_named(
+    call: Call, master: CannedMaster, capsys: Output
+) -> None:
+    now, booking = time.time(), node_pb2.Booking
+    users = ["ann", "bob", "cat", "dan"]
+    span = {"start_time": times.timestamp(now + 7_205.0), "end_time": times.timestamp(now + 9_000.0)}
+    master.bookings.bookings.append(
+        booking(name="course", nodes="n[1-2]", users=users, lead=times.duration(600.0), user="olga", **span)  # type: ignore[arg-type]
+    )
+    assert call("reserve", "show", "course") == 0
+    said = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert (said["state"], said["for"], said["lead"]) == ("in 2h", "ann, bob, cat, dan", "10m")
+    assert call("reserve", "show", "course", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["name"] == "course"
+    assert call("reserve", "show", "other") == 3
+    assert "there is no reservation 'other': there are course" in capsys.readouterr().err
+
+
 def test_delete_names_what_is_deleted_and_without_any_a_script_reads_nothing(
     call: Call, master: CannedMaster, capsys: Output
 ) -> None:

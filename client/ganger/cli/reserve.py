@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ganger.cli.options import json_option, open_client
-from ganger.console import print_json, print_table, visible
+from ganger.console import CommandError, ExitCode, print_json, print_pairs, print_table, visible
 from ganger.text import format_duration, parse_duration
 from ganger.wire import times
 
@@ -68,6 +68,25 @@ def create(
 def list_(as_json: bool) -> None:
     """List what is reserved now or later, by its start."""
     _list(as_json)
+
+
+@reserve.command("show")
+@click.argument("name")
+@json_option
+def show(name: str, as_json: bool) -> None:
+    """Show all that is known of a reservation. To change it, delete it and create it anew."""
+    with open_client() as client:
+        found = {one.name: one for one in client.list_bookings()}
+    one = found.get(name)
+    if one is None:
+        there = f"there are {', '.join(found)}" if found else "there are none"
+        raise CommandError(f"there is no reservation {name!r}: {there}", ExitCode.NOT_FOUND)
+    if as_json:
+        print_json(one)
+        return
+    values = (*_row(one)[:4], ", ".join(map(visible, one.users)) or "maintenance", *_row(one)[5:])
+    lead = format_duration(times.seconds(one.lead)) if one.HasField("lead") else ""
+    print_pairs([*zip(map(str.lower, _HEADINGS), values, strict=True), ("lead", lead), ("created by", one.user)])
 
 
 @reserve.command("delete")
