@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from ganger.v1 import job_pb2, node_pb2
+from ganger.v1 import array_pb2, job_pb2, node_pb2
 from ganger.wire import times
 from kit.canned import Call, CannedMaster
 
@@ -117,5 +117,10 @@ def test_the_queue_has_a_column_of_partitions_where_there_are_some_and_filters_b
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["2"]
     for job in master.jobs.values():
         job.spec.partition = ""
+    array = array_pb2.Array(name="arrays/3", display_name="sweep", user="ann", size=2, partition="batch")
+    master.arrays["arrays/3"] = array
+    assert call("queue") == 0
+    assert capsys.readouterr().out.splitlines()[-1].split()[:4] == ["3[2]", "sweep", "ann", "batch"]
+    del master.arrays["arrays/3"]
     assert call("queue") == 0
     assert "PARTITION" not in capsys.readouterr().out

@@ -136,7 +136,7 @@ def queue(
         print_json([*jobs, *arrays])
         return
     is_chosen = everything or states or name or asked or partition
-    _print_queue(jobs, arrays, "no jobs" if is_chosen else "no jobs that live; --all shows the others")
+    _print_queue(jobs, arrays, "no jobs" if is_chosen else "no live jobs; --all shows the others")
 
 
 def _print_queue(jobs: Sequence[Job], arrays: Sequence[Array], empty: str) -> None:
@@ -159,8 +159,9 @@ def _print_queue(jobs: Sequence[Job], arrays: Sequence[Array], empty: str) -> No
     ]
     rows += [job_table.array_row(array) for array in arrays]
     headings: tuple[str, ...] = _HEADINGS
-    if any(job.spec.partition for job in jobs):
-        partitions = [*[job_table.column(job.spec.partition) for job in jobs], *[""] * len(arrays)]
+    named = [*[job.spec.partition for job in jobs], *[array.partition for array in arrays]]
+    if any(named):
+        partitions = map(job_table.column, named)
         rows = [(*row[:3], inside, *row[3:]) for row, inside in zip(rows, partitions, strict=True)]
         headings = (*headings[:3], "PARTITION", *headings[3:])
     print_table(headings, rows, empty, _SPARE)

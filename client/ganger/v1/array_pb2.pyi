@@ -214,6 +214,7 @@ class Array(google.protobuf.message.Message):
     BEST_FIELD_NUMBER: builtins.int
     BEST_VALUE_FIELD_NUMBER: builtins.int
     GPUS_FIELD_NUMBER: builtins.int
+    PARTITION_FIELD_NUMBER: builtins.int
     name: builtins.str
     """"arrays/{n}"; its members are jobs/{n+1} to jobs/{n+size}. Output only, as all of it."""
     display_name: builtins.str
@@ -223,6 +224,8 @@ class Array(google.protobuf.message.Message):
     best_value: builtins.float
     gpus: builtins.int
     """GPUs of one member."""
+    partition: builtins.str
+    """Of its members that have not ended, by the first of them; empty where the cluster has no partitions."""
     @property
     def rule(self) -> Global___StopRule: ...
     @property
@@ -254,10 +257,11 @@ class Array(google.protobuf.message.Message):
         best: Global___ArrayMember | None = ...,
         best_value: builtins.float = ...,
         gpus: builtins.int = ...,
+        partition: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["best", b"best", "create_time", b"create_time", "end_time", b"end_time", "rule", b"rule"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["best", b"best", "best_value", b"best_value", "create_time", b"create_time", "display_name", b"display_name", "end_time", b"end_time", "gpus", b"gpus", "max_concurrent", b"max_concurrent", "name", b"name", "rule", b"rule", "size", b"size", "states", b"states", "user", b"user"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["best", b"best", "best_value", b"best_value", "create_time", b"create_time", "display_name", b"display_name", "end_time", b"end_time", "gpus", b"gpus", "max_concurrent", b"max_concurrent", "name", b"name", "partition", b"partition", "rule", b"rule", "size", b"size", "states", b"states", "user", b"user"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Array: typing_extensions.TypeAlias = Array

@@ -73,10 +73,11 @@ def array_to_wire(members: Sequence[JobRecord], samples: Sequence[Sample | None]
     if len(members) < array.size:
         states["forgotten"] = array.size - len(members)
     is_over = all(job.state.is_finished for job in members)
+    # Ended members keep their old name and partition.
+    newest = next((job for job in members if not job.state.is_finished), first)
     message = array_pb2.Array(
         name=f"arrays/{array.array}",
-        # Ended members keep their old name.
-        display_name=next((job for job in members if not job.state.is_finished), first).spec.display_name,
+        display_name=newest.spec.display_name,
         user=first.user,
         size=array.size,
         max_concurrent=array.at_once,
@@ -85,6 +86,7 @@ def array_to_wire(members: Sequence[JobRecord], samples: Sequence[Sample | None]
         end_time=times.timestamp(max(job.end_time for job in members)) if is_over else None,
         states=states,
         gpus=first.spec.gpus,
+        partition=newest.partition.name,
     )
     if array.rule is not None:
         _add_best(message, array.rule, members, samples)
