@@ -423,10 +423,6 @@ def _report_api_error(error: BaseException) -> int:
         return ExitCode.USAGE if error.found else ExitCode.UNREACHABLE
     if isinstance(error, ApiError):
         _say(str(error))
-        # The sentence carries the figures already where the master put them in.
-        if error.reason == "GANG_IMPOSSIBLE" and "=" not in error.message:
-            for name, value in sorted(error.metadata.items()):
-                print(f"  {name}: {value}", file=sys.stderr)
         # It is there, but is no job: what was asked for is asked of a member.
         is_array = isinstance(error, JobNotFound) and "array" in error.metadata
         return ExitCode.USAGE if is_array else exit_code(error)

@@ -41,7 +41,7 @@ def test_suspend_waits_until_the_job_rests(call: Call, master: CannedMaster, cap
     job.gang.phase = job_pb2.Gang.PHASE_PARKED
     job.gang.stop_step = 121
     assert call("suspend", "1", "--level", "offload") == 0
-    assert capsys.readouterr().out == "job 1 is suspended(offload) at step 121 on n1[0-1,3]\n"
+    assert capsys.readouterr().out == "job 1 is suspended (offload) at step 121 on n1[0-1,3]\n"
 
 
 @pytest.mark.parametrize(

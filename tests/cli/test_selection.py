@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from ganger.cli.options import split
 from ganger.cli.order_wait import obstacle
 from ganger.v1 import job_pb2, job_service_pb2
 from ganger.wire.errors import JobBusy
@@ -65,6 +66,18 @@ def test_numbers_lists_ranges_and_filters_name_the_jobs_of_a_command(
     assert ordered(four_jobs, kind) == [f"jobs/{number}" for number in expected]
 
 
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("8_[1-3]", ["8_1", "8_2", "8_3"]),
+        ("2,8_[0,2],4-5", ["2", "8_0", "8_2", "4", "5"]),
+        ("arrays/8", ["arrays/8"]),
+    ],
+)
+def test_members_may_be_in_brackets_as_in_slurm(text: str, parts: list[str]) -> None:
+    assert split(text) == parts
+
+
 @pytest.mark.parametrize("command", ["suspend", "resume", "move", "cancel", "wait", "show", "logs"])
 def test_no_jobs_or_jobs_beside_a_filter_is_wrong_usage(
     call: Call, four_jobs: CannedMaster, capsys: Output, command: str
@@ -76,6 +89,8 @@ def test_no_jobs_or_jobs_beside_a_filter_is_wrong_usage(
     assert call(command, "3-1") == 2
     assert "'3-1' is no range" in capsys.readouterr().err
     assert call(command, "1-99999999") == 2
+    assert call(command, "8_[2-1]") == 2
+    assert "'8_[2-1]' is no list of jobs: write for example 8_[1-3,5]" in capsys.readouterr().err
     assert not four_jobs.requests
 
 

@@ -90,7 +90,7 @@ def test_a_training_is_suspended_at_each_level_moved_and_repinned_and_its_number
         before = shell.json("show", job)
         match deed:
             case ("suspend", level):
-                assert f"job {job} is suspended({level}) at step " in shell("suspend", job, "--level", level) or (
+                assert f"job {job} is suspended ({level}) at step " in shell("suspend", job, "--level", level) or (
                     level == "checkpoint"
                 )
                 assert shell.json("show", job)["state"] == "SUSPENDED"

@@ -59,7 +59,8 @@ def job_sentence(job: job_pb2.Job) -> str:
         return f"{subject} has failed: {note(job)}"
     if job.state == job_pb2.Job.STATE_STOPPED:
         return f"{subject} was stopped by the rule of its array: {job.end_reason}"
-    return f"{subject} is {state_text(job)}"
+    # The table has "suspended(offload)" as one word.
+    return f"{subject} is {state_text(job).replace('(', ' (')}"
 
 
 def called(job: job_pb2.Job) -> str:

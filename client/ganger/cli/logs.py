@@ -178,7 +178,8 @@ def print_chunks(chunks: Iterable[LogChunk], raw: bool = False) -> bool:
             is_any = True
             if chunk.lost_bytes:
                 sys.stdout.flush()
-                print(f"ganger: {counted(chunk.lost_bytes, 'byte')} of the log lost here", file=sys.stderr)
+                verb = "is" if chunk.lost_bytes == 1 else "are"
+                print(f"ganger: {counted(chunk.lost_bytes, 'byte')} of the log {verb} missing here", file=sys.stderr)
             write(chunk.data)
             sys.stdout.buffer.flush()
     return is_any

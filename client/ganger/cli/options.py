@@ -148,10 +148,11 @@ def number(name: str) -> str:
 def split(text: str) -> list[str]:
     """Return the parts of a list or range, "1,3-5" -> ["1", "3", "4", "5"]; other words stay as they are.
 
-    Raises click.BadParameter for a range that is backwards or longer than 10,000.
+    Members of an array may be in brackets, as in Slurm: "8_[1-2]" -> ["8_1", "8_2"]. Raises click.BadParameter for a
+    range that is backwards or longer than 10,000.
     """
     parts: list[str] = []
-    for part in text.split(","):
+    for part in _in_brackets(text) if "[" in text else text.split(","):
         matched = _RANGE.fullmatch(part)
         if matched is None:
             parts.append(part)
@@ -163,6 +164,15 @@ def split(text: str) -> list[str]:
             )
         parts += map(str, range(first, last + 1))
     return parts
+
+
+def _in_brackets(text: str) -> Sequence[str]:
+    from ganger.node_ranges import expanded
+
+    try:
+        return expanded(text)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is no list of jobs: write for example 8_[1-3,5]") from None
 
 
 @dataclass(frozen=True, slots=True)

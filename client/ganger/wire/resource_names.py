@@ -59,7 +59,7 @@ def job_name_from_text(text: str) -> str:
     try:
         return job_name(parse_job_name(text if "/" in text else f"jobs/{text}"))
     except NameInvalid as error:
-        hint = "give its number, for example 7; `ganger queue` lists jobs, `ganger nodes` nodes"
+        hint = "give its number, for example 7; `ganger queue` lists jobs, --name NAME those of a name"
         raise NameInvalid(f"{text[:80]!r} is not a job: {hint}", name=text) from error
 
 
