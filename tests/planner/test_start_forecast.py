@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import pytest
 from ganger.cluster.resources import LocalityLevel, Role, TaskShape
 from ganger.cluster.view import View
@@ -9,7 +11,8 @@ from ganger.job_state import JobState
 from ganger_master.core.explain import StartEstimate
 from ganger_master.core.gang_model import Gang, GangPhase, GangRole
 from ganger_master.core.job_model import JobRecord, JobSpec
-from ganger_master.planner.job_forecasts import start_forecast
+from ganger_master.core.partitions import PartitionTerms
+from ganger_master.planner.job_forecasts import inside_partition, start_forecast
 from kit.clusters import idle_row, server
 from msgspec.structs import replace
 
@@ -104,3 +107,34 @@ def test_of_a_job_that_has_ended_there_is_no_forecast() -> None:
 def test_behind_very_many_jobs_there_is_no_forecast() -> None:
     many = [waiting(number, 1) for number in range(1, 1_200)]
     assert forecast(*many, ranks=tuple(range(1, 1_200))).assumption == "unknown, because 1198 jobs run or go first"
+
+
+Nodes: TypeAlias = tuple[tuple[str, tuple[str, ...]], ...]
+PARTITIONED: Nodes = (("n1", ("batch",)), ("n2", ("urgent",)))
+
+
+def forecast_in(partition: str, *jobs: tuple[JobRecord, str], nodes: Nodes = PARTITIONED) -> StartEstimate | None:
+    """Of the last job, on two nodes of 4 GPUs in partitions. The jobs, each with its partition, hold all of one."""
+    view = View([SERVER])
+    for name, partitions in nodes:
+        view.put(replace(idle_row(name, SERVER), partitions=partitions))
+    placed = [replace(job, partition=PartitionTerms(inside)) for job, inside in jobs]
+    pairs = [(one, _gang(one) if one.running_since else None) for one in placed]
+    for number in [one.number for one in placed if one.running_since]:
+        view.put(replace(idle_row(f"n{number}", SERVER), free_mask=0, partitions=view.row(f"n{number}").partitions))
+    there = inside_partition(pairs, view, partition)
+    if there is None:
+        return None
+    return start_forecast(there[0], placed[-1].number, {}, there[1], NOW, preempts=False)
+
+
+def test_a_forecast_in_a_partition_counts_its_own_nodes_and_jobs_only() -> None:
+    held, other = running(1, 4, 1_000), waiting(3, 2)
+    assert forecast_in("batch", (held, "batch"), (other, "batch")) == StartEstimate(500.0, 2_000.0, BY_LINDY)
+    assert forecast_in("urgent", (held, "batch"), (other, "urgent")) == StartEstimate(0.0, 1.0, BY_LINDY)
+
+
+def test_there_is_no_forecast_in_a_partition_with_nodes_in_common_with_another() -> None:
+    nodes = (("n1", ("batch",)), ("n2", ("batch", "urgent")))
+    assert forecast_in("urgent", (waiting(3, 2), "urgent"), nodes=nodes) is None
+    assert forecast_in("batch", (waiting(3, 2), "batch"), nodes=nodes) is None

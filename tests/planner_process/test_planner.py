@@ -229,6 +229,30 @@ def test_with_partitions_each_job_starts_on_a_node_of_its_own_and_a_queue_of_one
     on_a_master(tmp_path, story, policy, nodes=2, partitions=partitions)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "assumption"),
+    [
+        (("n2",), "if the jobs before it take"),
+        (("n1", "n2"), "unknown, because partition 'batch' has nodes in common with others"),
+    ],
+)
+def test_why_makes_a_forecast_in_a_partition_from_its_own_nodes_or_none(
+    tmp_path: Path, nodes: tuple[str, ...], assumption: str
+) -> None:
+    partitions = {"batch": Partition(nodes=("n1",)), "urgent": Partition(nodes=nodes)}
+
+    async def story(served: Served, node: Speaker) -> None:
+        async with planning(served):
+            for _ in range(2):
+                await served.submit(spec_of(4))
+            await until(lambda: state_of(served, 1) == "HOLDING" and served.master.writer.state.queue.ranks == {2: 1})
+            found = await served.jobs.ExplainJob(job_service_pb2.ExplainJobRequest(name="jobs/2"))
+        assert found.assumption.startswith(assumption)
+        assert (times.seconds(found.start_before) > 100.0) is assumption.startswith("if")
+
+    on_a_master(tmp_path, story, "fifo", nodes=2, partitions=partitions)
+
+
 def test_where_jobs_share_gpus_it_starts_jobs_that_fit_and_continues_after_a_restart(tmp_path: Path) -> None:
     async def story(served: Served, node: Speaker) -> None:
         state = served.master.writer.state

@@ -5,10 +5,10 @@ when a waiting job may start. Run times are medians of similar jobs (`estimators
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 from ganger.cluster.view import View
@@ -173,6 +173,31 @@ _LEAST_S: Final = 300.0
 _SPREAD: Final = 2.0
 # With more jobs before it the forecast would take seconds, and be worth nothing.
 _AHEAD_MOST: Final = 1_000
+
+
+# Jobs that are kept, with their gangs.
+Pairs: TypeAlias = Sequence[tuple[JobRecord, Gang | None]]
+
+
+def inside_partition(pairs: Pairs, view: View, partition: str) -> tuple[Pairs, View] | None:
+    """Return the jobs and the view from which a forecast for a job of a partition follows: ended jobs, and those of its
+    nodes. None if it has nodes in common with another partition: which of them jobs will get is unknown."""
+    found = [(name, topology.partitions) for name, topology in zip(view.nodes, view.topologies, strict=True) if name]
+    inside = {name: partitions for name, partitions in found if partition in partitions}
+    if any(len(partitions) > 1 for partitions in inside.values()):
+        return None
+    own = [
+        (job, gang)
+        for job, gang in pairs
+        if job.state.is_finished
+        or job.partition.name == partition
+        or (gang is not None and not inside.keys().isdisjoint(gang.nodes))
+    ]
+    there = view.copy()
+    for name, partitions in found:
+        if partition not in partitions:
+            there.set_available(name, False)
+    return own, there
 
 
 def start_forecast(

@@ -23,7 +23,7 @@ from ganger_master.core.job_model import JobRecord, members_of
 from ganger_master.core.usage import report
 from ganger_master.core.usage_model import DAY_S, DAYS_KEPT
 from ganger_master.planner.cores_curves import explain_cores, explain_memory
-from ganger_master.planner.job_forecasts import deadline_advice, start_forecast
+from ganger_master.planner.job_forecasts import Pairs, deadline_advice, inside_partition, start_forecast
 from ganger_master.policies import ShareByTimeSlices
 from ganger_master.policies.order_registry import EDF
 from ganger_master.rpc import answer_messages, job_messages
@@ -270,7 +270,7 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
             return found
         owner, limit = found.share or ("", None)
         # As for a deadline. Of jobs that have ended all show how long jobs take.
-        pairs = [
+        pairs: Pairs = [
             (one, committed.gangs.get(one.epoch))
             for one in committed.jobs.values()
             if limit is None or one.state.is_finished or owner in state.owners(one)
@@ -278,7 +278,13 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         ranks = dict(state.queue.ranks)
         # To preempt jobs of others makes no room in a share.
         preempts = limit is None and (state.policy.order.preempts or state.policy.has(ShareByTimeSlices))
-        view, now = state.view.copy(), self._writer.now()
+        view, now, partition = state.view.copy(), self._writer.now(), committed.jobs[number].partition.name
+        if partition and limit is None:
+            there = inside_partition(pairs, view, partition)
+            if there is None:
+                text = f"unknown, because partition {partition!r} has nodes in common with others"
+                return msgspec.structs.replace(found, assumption=text)
+            pairs, view = there
         said = await asyncio.to_thread(start_forecast, pairs, number, ranks, view, now, preempts=preempts, limit=limit)
         return msgspec.structs.replace(
             found, start_after_s=said.after, start_before_s=said.before, assumption=said.assumption or found.assumption
@@ -292,8 +298,14 @@ class JobService(job_service_pb2_grpc.JobServiceServicer):
         if state.policy.order.name != EDF.name:
             return f"nothing is done for it: policy {state.policy.name} does not go by deadlines, edf does"
         # Elements do not change, the view is a copy: to weigh all jobs may take as long as many calls do.
-        pairs = [(one, committed.gangs.get(one.epoch)) for one in committed.jobs.values()]
-        return await asyncio.to_thread(deadline_advice, pairs, number, state.view.copy(), self._writer.now())
+        pairs: Pairs = [(one, committed.gangs.get(one.epoch)) for one in committed.jobs.values()]
+        view, partition = state.view.copy(), job.partition.name
+        if partition:
+            there = inside_partition(pairs, view, partition)
+            if there is None:
+                return f"unknown whether it can be met: partition {partition!r} has nodes in common with others"
+            pairs, view = there
+        return await asyncio.to_thread(deadline_advice, pairs, number, view, self._writer.now())
 
     async def GetUsage(self, request: usage_pb2.GetUsageRequest, context: Any) -> usage_pb2.Usage:
         state, now = self._writer.state, self._writer.now()
