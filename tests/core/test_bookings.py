@@ -17,7 +17,7 @@ from ganger_master.core.answers import Done, Refused, Rejected
 from ganger_master.core.bookings import BookingPhase, NodeHold, can_leave, hold_of, phase_of
 from ganger_master.core.commands import BookNodes, Tick, UnbookNodes, UncordonNode
 from ganger_master.core.explain import explain
-from ganger_master.core.gang_model import GangPhase
+from ganger_master.core.gang_model import GangPhase, ObservedPhase
 from ganger_master.core.job_model import Agent, Capabilities, JobRecord, JobSpec
 from ganger_master.core.machine import next_wake
 from ganger_master.core.node_health import service_reason
@@ -233,6 +233,21 @@ def test_planners_are_sent_pending_jobs_anew_once_a_booking_is_gone(is_deleted: 
 )
 def test_a_job_can_leave_that_can_be_moved_or_saved(capabilities: Capabilities, can: bool) -> None:
     assert can_leave(JobRecord(1, "", "", job_of(1), 0.0, capabilities=capabilities)) is can
+
+
+def test_a_job_that_turns_out_to_be_tied_to_its_node_stays_through_the_maintenance_and_why_reports_it() -> None:
+    drive = booked(UPGRADE, 2)
+    number = drive.submit(job_of(1))
+    assert not drive.job(number).capabilities.known
+    held = drive.state.gangs[drive.start(number)]
+    (here,) = held.nodes
+    assert here == "n1", "what it can is not known before it runs"
+    report = replace(drive.report(held, ObservedPhase.RUNNING), capabilities=Capabilities(known=True))
+    drive.observe(here, report)
+    at(drive, 1_500.0)
+    (blocker,) = explain(drive.state, number, drive.now).blockers
+    assert "it stays until it ends, for it can neither be moved nor saved" in blocker.message
+    assert drive.state.gangs[drive.job(number).epoch].nodes == ("n1",)
 
 
 @given(
