@@ -67,7 +67,7 @@ def test_why_names_the_silent_node_of_a_job_that_could_only_be_there() -> None:
     drive = Drive()
     pass_time(drive, SILENCE)
     (blocker,) = explain(drive.state, drive.submit(job_of(4)), drive.now).blockers
-    assert blocker.detail == "nodes/n1 is SILENT (its daemon does not call)"
+    assert blocker.detail == "nodes/n1 is silent (its daemon does not call)"
 
 
 def test_gangs_on_a_silent_node_stay_until_it_is_lost() -> None:

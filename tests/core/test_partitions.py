@@ -152,7 +152,7 @@ def test_the_default_is_the_partition_that_says_so_or_else_the_first() -> None:
             "PARTITION_TIME",
             "its time limit is 2h, and partition 'batch' allows",
         ),
-        (in_partition("batch", 4), "ann", "PARTITION_LIMIT", "it needs 4 GPUs, and partition 'batch' allows a job 3"),
+        (in_partition("batch", 4), "ann", "PARTITION_LIMIT", "partition 'batch' allows a job 3 GPUs (4 needed)"),
         (in_partition("urgent", 5), "ann", "GANG_IMPOSSIBLE", "not even the idle partition 'urgent' could hold it"),
     ],
 )
@@ -269,7 +269,7 @@ def test_a_job_of_a_partition_that_is_not_preemptible_is_moved_and_not_suspended
     [
         ("ann", 2, 4, "user 'ann' in partition 'batch' holds 3 of the 4 GPUs"),
         ("bob", 1, 0, ""),
-        ("bob", 3, 1, "partition 'batch' holds 4 of the 6 GPUs of its quota: jobs/1 (3), jobs/2 (1)"),
+        ("bob", 3, 1, "partition 'batch' holds 4 of the 6 GPUs of its limit: jobs/1 (3), jobs/2 (1)"),
     ],
 )
 def test_limits_of_a_partition_hold_for_each_user_and_for_all(user: str, gpus: int, held: int, told: str) -> None:

@@ -89,8 +89,8 @@ def test_closed_nodes_are_named_with_their_condition_as_the_only_blocker() -> No
     found = explain(drive.state, number, drive.now)
     (blocker,) = found.blockers
     assert blocker.detail == (
-        "nodes/n1 is CORDONED (new fan for n1); nodes/n2 is CORDONED (new fan for n2); "
-        "nodes/n3 is CORDONED (new fan for n3); 2 more"
+        "nodes/n1 is cordoned (new fan for n1); nodes/n2 is cordoned (new fan for n2); "
+        "nodes/n3 is cordoned (new fan for n3); 2 more"
     )
     assert blocker.figures == {"nodes": 5, "available": 0}
     assert found.assumption == f"unknown, because {blocker.message}"

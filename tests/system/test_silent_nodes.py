@@ -33,7 +33,7 @@ def test_a_job_starts_on_a_node_that_answers_and_one_without_room_there_waits_fo
             for _ in range(2):
                 ganger("submit", "--gpus", "4", "--", "sleep", "600")
             eventually(lambda: places() == ["nodes/n0"], what="the first job has its gang", story=cluster.story)
-            assert "nodes/n1 is SILENT" in ganger("why", "2")
+            assert "nodes/n1 is silent" in ganger("why", "2")
         finally:
             cluster.daemons["n1"].signal(signal.SIGCONT)
         eventually(lambda: places() == ["nodes/n0", "nodes/n1"], what="the second goes to n1", story=cluster.story)

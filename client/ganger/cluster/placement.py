@@ -238,11 +238,11 @@ def _judge(idle: View, shape: GangShape) -> Refusal | None:
     of_task = {
         f"{kind}_{name}" if name.endswith(("_bytes", "_mb_per_s")) else name: why.figures[name] for name in why.figures
     }
+    fits = f"the largest that fits has {tasks * each} {what}" if tasks else "no smaller one fits either"
     return Refusal(
         Reason.GANG_IMPOSSIBLE,
         {**of_task, "needed": shape.tasks * each, "largest": tasks * each},
-        detail=f"not even {_idle_nodes(shape)} could hold it ({why.detail or why.reason.meaning}); "
-        f"the largest that fits has {tasks * each} {what}",
+        detail=f"not even {_idle_nodes(shape)} could hold it ({why.detail or why.reason.meaning}); {fits}",
     )
 
 

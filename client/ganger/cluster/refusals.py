@@ -165,7 +165,7 @@ _WORDS: Final[Mapping[str, str]] = {
     "needed": "{} needed",
     "free": "{} free",
     "largest_free": "{} free together",
-    "largest": "{} at most",
+    "largest_bytes": "{} at most",
     "draining": "{} on draining nodes",
     "devices_with_room": "{} with room",
     "conflicting": "{} in use",
@@ -181,7 +181,7 @@ _WORDS: Final[Mapping[str, str]] = {
     "socket": "socket {}",
     "revision": "revision {}",
     "given": "revision {} given",
-    **dict.fromkeys(("held", "limit", "limit_seconds", "level", "widest"), ""),
+    **dict.fromkeys(("held", "largest", "limit", "limit_seconds", "level", "widest"), ""),
 }
 
 
@@ -194,7 +194,7 @@ def figures_in_words(figures: Mapping[str, int]) -> str:
         base = _without_unit(name)
         # Where all that is free is together, one figure tells both.
         is_told = base == "largest_free" and figures.get(name.removeprefix("largest_")) == figures[name]
-        words = "" if is_told else _WORDS.get(base, "{} " + base.replace("_", " "))
+        words = "" if is_told else _WORDS.get(name, _WORDS.get(base, "{} " + base.replace("_", " ")))
         if words:
             found.append(words.format(_amount(name, figures[name])))
     return ", ".join(found)

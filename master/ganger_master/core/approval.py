@@ -270,7 +270,8 @@ def rules(
     if needed > limit:
         detail = f"it needs {counted(needed, 'GPU')} and the whole quota of {shown} is {limit}"
     else:
-        detail = f"{shown} holds {held} of the {counted(limit, 'GPU')} of its quota: {_holders(state, job, owner)}"
+        kind = "limit" if is_of_partition(owner) else "quota"
+        detail = f"{shown} holds {held} of the {counted(limit, 'GPU')} of its {kind}: {_holders(state, job, owner)}"
     reason = Reason.PARTITION_LIMIT if is_of_partition(owner) else Reason.QUOTA
     return (Refusal(reason, figures, detail=detail),)
 

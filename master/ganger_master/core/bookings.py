@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from ganger.cluster.refusals import Reason, Refusal
 from ganger.protocol.gang_orders import Mechanism
+from ganger.text import counted, format_duration
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -151,7 +152,9 @@ def _forget(state: State, name: str) -> None:
 
 def in_words(booking: Booking) -> str:
     purpose = f"for {', '.join(booking.users)}" if booking.users else "for maintenance"
-    return f"{booking.name}: {len(booking.nodes)} nodes {purpose}" + (f" ({booking.reason})" if booking.reason else "")
+    return f"{booking.name}: {counted(len(booking.nodes), 'node')} {purpose}" + (
+        f" ({booking.reason})" if booking.reason else ""
+    )
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
@@ -210,9 +213,10 @@ def start_rules(state: State, job: JobRecord, nodes: Collection[str], now: float
     refusals = []
     for booking in state.bookings.values():
         if booking.start < ends and now < booking.end and job.user not in booking.users:
+            begins = format_duration(max(0.0, booking.start - now))
             detail = (
-                f"the node is reserved from {booking.start - now:.0f} s from now on ({booking.name}), by when the job "
-                "has not ended, and it can be neither moved nor stopped: give it a --time that ends before"
+                f"the node is reserved in {begins} ({booking.name}), when the job may still run, and it can be "
+                "neither moved nor stopped: give it a --time that ends before"
             )
             there = sorted(set(booking.nodes).intersection(nodes))
             refusals += [Refusal(Reason.BOOKED, node=node, job=job.name, detail=detail) for node in there]

@@ -383,7 +383,7 @@ def _is_open(state: State, name: str) -> bool:
 
 def _condition(node: Node) -> str:
     why = node.unanswerable or ("its daemon does not call" if node.state is NodeState.SILENT else service_reason(node))
-    return f"nodes/{node.name} is {node.state.value}" + (f" ({why})" if why else "")
+    return f"nodes/{node.name} is {node.state.value.lower()}" + (f" ({why})" if why else "")
 
 
 def _with_keeper(state: State, job: JobRecord, refusal: Refusal) -> Refusal:

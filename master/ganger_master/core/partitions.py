@@ -130,7 +130,7 @@ class PartitionIndex:
             (partition.gpus, "all its jobs together"),
         ):
             if limit is not None and gpus > limit:
-                detail = f"it needs {counted(gpus, 'GPU')}, and partition {name!r} allows {whose} {limit}"
+                detail = f"partition {name!r} allows {whose} {counted(limit, 'GPU')}"
                 return Refusal(Reason.PARTITION_LIMIT, {"needed": gpus, "limit": limit}, detail=detail)
         return None
 
