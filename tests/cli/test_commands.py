@@ -110,6 +110,7 @@ def test_mistakes_of_pairs_are_said_beside_all_others(call: Call, master: Canned
 
 
 def test_a_dry_run_submits_nothing(call: Call, master: CannedMaster, capsys: Output) -> None:
+    master.partitions.partitions.add(name="big")
     flags = "--gpus 2:4 -p big --memory 2G --time 90m --locality node --tolerance rack --not-preemptible --signal TERM"
     assert call("submit", "--dry-run", "--json", *flags.split(), "--", "x") == 0
     assert json.loads(capsys.readouterr().out)["roles"][0]["tasks"] == 2
@@ -132,7 +133,8 @@ def test_a_dry_run_submits_nothing(call: Call, master: CannedMaster, capsys: Out
         "grace": "1m",
     }
     assert shown.keys() <= KEYS
-    assert {type(request) for request in master.requests} == {node_pb2.ListNodesRequest}
+    asked = {node_pb2.ListNodesRequest, node_pb2.ListPartitionsRequest}
+    assert {type(request) for request in master.requests} == asked
 
 
 def test_a_dry_run_of_an_array_shows_its_members(call: Call, capsys: Output) -> None:

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import shlex
+import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ganger.cli import job_table
 from ganger.cli.job_details import role_text
-from ganger.console import enum_text, print_json, print_pairs
+from ganger.console import CommandError, ExitCode, enum_text, print_json, print_pairs
 from ganger.text import counted, format_duration, format_memory
 from ganger.v1.job_pb2 import JobSpec, Mechanism
 from ganger.v1.job_service_pb2 import CreateArrayRequest
 from ganger.wire import times
 
 if TYPE_CHECKING:
-    from ganger.v1.node_pb2 import ListNodesResponse
+    from ganger.v1.node_pb2 import ListNodesResponse, Partition
 
 # Of the members of an array.
 _SHOWN = 3
 
 
 def print_dry_run(found: JobSpec | CreateArrayRequest, as_json: bool) -> None:
-    """Print a job or an array in place of submitting it. Raises GangImpossible as its submission would, where a master
-    answers."""
+    """Print a job or an array in place of submitting it; where a master answers, with the partition and the time limit
+    that it would get. What is not checked goes to stderr. Raises GangImpossible or CommandError where the submission
+    would be refused."""
     spec = found if isinstance(found, JobSpec) else found.spec
-    _check_possible(spec)
+    is_checked = _check_with_master(spec)
+    unchecked = "quotas, and whether the user may use the partition" if is_checked else "all but the description"
+    print(f"note: not checked: {unchecked}{'' if is_checked else ', as no master answers'}", file=sys.stderr)
     if as_json:
         print_json(found)
         return
@@ -88,21 +93,58 @@ def _time(message: object, field: str) -> str:
     return format_duration(times.seconds(getattr(message, field))) if is_set else ""
 
 
-def _check_possible(spec: JobSpec) -> None:
-    """Raise GangImpossible, in the words of the master, if no node of its cluster could ever run the job.
+def _check_with_master(spec: JobSpec) -> bool:
+    """Put the partition and the time limit that the job would get into its spec. Return whether a master answered.
 
-    Does nothing where no master is known, or none answers."""
+    Raises CommandError if its partition is not there or is too small, and GangImpossible, in the words of the master,
+    if no node of its cluster could ever run the job."""
     from ganger.cli.options import open_client
     from ganger.wire.endpoints import EndpointError
     from ganger.wire.errors import ApiError, GangImpossible
 
     with ExitStack() as stack:
         try:
-            nodes = stack.enter_context(open_client()).list_nodes()
+            client = stack.enter_context(open_client())
+            nodes, partitions = client.list_nodes(), client.list_partitions()
         except (ApiError, EndpointError):
-            return
+            return False
+    _settle_partition(spec, partitions)
     if refusal := _impossible(nodes, spec):
         raise GangImpossible(refusal)
+    return True
+
+
+def _settle_partition(spec: JobSpec, partitions: Sequence[Partition]) -> None:
+    """Put the partition of a job, and its time limit, into the spec. Raises CommandError if it may not be there."""
+    from ganger.cli.partitions import check_known
+
+    if spec.partition:
+        check_known(spec.partition, partitions)
+    chosen = next(
+        (one for one in partitions if one.name == spec.partition or (not spec.partition and one.is_default)), None
+    )
+    if chosen is None:
+        return
+    spec.partition, needed = chosen.name, job_table.gpus(spec)
+    if chosen.HasField("time_limit"):
+        longest = times.seconds(chosen.time_limit)
+        if spec.HasField("time_limit") and times.seconds(spec.time_limit) > longest:
+            given = format_duration(times.seconds(spec.time_limit))
+            text = f"its time limit is {given}, and partition {chosen.name!r} allows {format_duration(longest)}"
+            raise CommandError(text, ExitCode.REFUSED)
+        if not spec.HasField("time_limit"):
+            spec.time_limit.CopyFrom(chosen.time_limit)
+    for field, whose in _LIMITS:
+        if chosen.HasField(field) and needed > (limit := getattr(chosen, field)):  # type: ignore[arg-type]
+            text = f"partition {chosen.name!r} allows {whose} {counted(limit, 'GPU')} ({needed} needed)"
+            raise CommandError(text, ExitCode.REFUSED)
+
+
+_LIMITS: Final = (
+    ("gpus_per_job_limit", "a job"),
+    ("gpus_per_user_limit", "a user"),
+    ("gpus_limit", "all its jobs together"),
+)
 
 
 def _impossible(nodes: ListNodesResponse, spec: JobSpec) -> str:
