@@ -218,6 +218,21 @@ def test_a_hook_that_others_could_replace_is_refused(tmp_path: Path) -> None:
     assert "no absolute path" in hook_trouble(Path(os.path.relpath(script(tmp_path / "good", "true"))))
 
 
+@pytest.mark.parametrize(("mode", "told"), [(0o755, ""), (0o777, "others may write into")])
+def test_a_hook_reached_by_links_is_refused_if_one_of_them_could_be_replaced(
+    tmp_path: Path, mode: int, told: str
+) -> None:
+    script(tmp_path / "good", "true")
+    between = tmp_path / "between"
+    between.mkdir()
+    between.chmod(mode)
+    (between / "link").symlink_to(tmp_path / "good")
+    (tmp_path / "hook").symlink_to(between / "link")
+    trouble = hook_trouble(tmp_path / "hook")
+    assert trouble.startswith(f"{told} {between}" if told else "")
+    assert bool(trouble) == bool(told)
+
+
 def test_a_daemon_does_not_start_with_a_hook_that_it_cannot_run() -> None:
     async def story(made: Cluster) -> None:
         with pytest.raises(DaemonError, match=r"--epilog: .*no such file"):

@@ -184,12 +184,12 @@ def read_json(path: Path) -> dict[str, Any]:
 _MOST_LINKS = 40
 
 
-def path_trouble(path: Path) -> str:
+def path_trouble(path: Path, *, is_file: bool = False) -> str:
     """Return what lets another account replace ``path`` or what is in it, for people; empty if nothing does.
 
     Each existing component, and each symbolic link on the way, has to belong to this user or to root. Others may write
     into a directory only where it is sticky (/tmp, /dev/shm), and not into the last one. What does not exist is made
-    by this process."""
+    by this process. ``is_file``: the last one is a file, which others may not write to either."""
     current, waiting, links = Path("/"), list(Path(os.path.abspath(path)).parts[1:]), 0
     while waiting:
         step = current / waiting.pop(0)
@@ -208,6 +208,9 @@ def path_trouble(path: Path) -> str:
             target = Path(os.path.normpath(current / step.readlink()))
             current, waiting = Path("/"), [*target.parts[1:], *waiting]
             continue
+        if is_file and not waiting and stat.S_ISREG(status.st_mode):
+            is_open = status.st_mode & 0o022
+            return f"others may write to {step} (mode {stat.S_IMODE(status.st_mode):04o})" if is_open else ""
         if not stat.S_ISDIR(status.st_mode):
             return f"{step} is no directory"
         if status.st_mode & 0o022 and (not waiting or not status.st_mode & stat.S_ISVTX):

@@ -65,7 +65,7 @@ def hook_trouble(program: Path) -> str:
         return f"{program} belongs to another user"
     if status.st_mode & 0o022:
         return f"others may write to {program} (mode {stat.S_IMODE(status.st_mode):04o})"
-    return path_trouble(program.parent) or path_trouble(program.resolve().parent)
+    return path_trouble(program.parent) or path_trouble(program, is_file=True)
 
 
 class HookRun:
