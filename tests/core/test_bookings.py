@@ -76,6 +76,7 @@ def test_a_node_is_emptied_before_a_booking_and_kept_while_it_lasts(
         ({"end": 1_000.0}, "BOOKING_INVALID", "end_time: after the start"),
         ({"end": math.nan}, "BOOKING_INVALID", "end_time: after the start"),
         ({"start": -1.0}, "BOOKING_INVALID", "start_time: a time up to"),
+        ({"start": 253_402_300_000.0, "end": 253_402_300_800.0}, "BOOKING_INVALID", "end_time: a time up to"),
         ({"start": 0.1, "end": 0.2}, "BOOKING_INVALID", "end_time: has passed"),
         ({"lead_s": -1.0}, "BOOKING_INVALID", "lead: from 0"),
         ({"users": ("",)}, "BOOKING_INVALID", "users: at most"),

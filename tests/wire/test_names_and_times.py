@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from ganger.wire import resource_names as names
 from ganger.wire import times
@@ -48,6 +50,17 @@ def test_seconds_come_back_to_the_nanosecond(seconds: float) -> None:
 @pytest.mark.parametrize("seconds", [1e300, -1e300, float("inf"), 2.0**63])
 def test_more_seconds_than_a_duration_holds_become_what_it_holds(seconds: float) -> None:
     assert abs(times.duration(seconds).seconds) == 315_576_000_000
+
+
+@pytest.mark.parametrize(("instant", "year"), [(253_402_300_799.0, 9999), (3e11, 9999), (-1e11, 1), (0.0, 1970)])
+def test_every_instant_has_a_date_for_people(instant: float, year: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "UTC-5")
+    time.tzset()
+    try:
+        assert times.local_datetime(times.timestamp(instant)).year == year
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 @given(st.floats(0, 4e9))

@@ -44,5 +44,8 @@ def unix_s(value: Timestamp) -> float:
 
 
 def local_datetime(value: Timestamp) -> datetime:
-    """The instant in the machine's time zone, for people."""
-    return datetime.fromtimestamp(unix_s(value), tz=UTC).astimezone()
+    """The instant in the machine's time zone, for people; the first or the last one of Python's years for others."""
+    try:
+        return datetime.fromtimestamp(unix_s(value), tz=UTC).astimezone()
+    except (OverflowError, ValueError):
+        return datetime.max.replace(tzinfo=UTC) if value.seconds > 0 else datetime.min.replace(tzinfo=UTC)

@@ -120,6 +120,8 @@ def _mistakes(booking: Booking, now: float) -> list[tuple[str, str]]:
         wrong.append(("start_time", "a time up to the year 9999"))
     if not 0.0 < booking.end - booking.start <= _LONGEST_S:
         wrong.append(("end_time", "after the start, by a year at most"))
+    elif not booking.end <= _LAST_SECOND:
+        wrong.append(("end_time", "a time up to the year 9999"))
     elif not booking.end > now:
         wrong.append(("end_time", "has passed"))
     if not 0.0 <= booking.lead_s <= _LONGEST_S:
